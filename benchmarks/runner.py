@@ -1,0 +1,120 @@
+"""How a case is declared and run: `@case(...)` on a function that returns its measurements."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from labcore.checks import one_of
+from labcore.device import gpu_visible, hardware, versions
+from labcore.records import Record, sources
+
+__all__ = ["Case", "Measurement", "case", "cases_of", "run", "slugs"]
+
+FOLDER = Path(__file__).resolve().parent
+_NOT_SLUGS = {"__init__", "__main__", "runner"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """One quantity that a case measured: a sample a repeat or a seed; peers likewise."""
+
+    quantity: str
+    unit: str
+    samples: Sequence[float]
+    mode: str = "measured"
+    peers: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A named function; minutes (an estimate) orders the cases, needs says where it can run."""
+
+    slug: str
+    name: str
+    minutes: float
+    needs: Literal["any", "cpu", "gpu"]
+    function: Callable[[], list[Measurement]]
+
+    def runs_here(self) -> bool:
+        """Whether this machine is of the kind that the case needs."""
+        return self.needs == "any" or (self.needs == "gpu") == gpu_visible()
+
+
+_CASES: dict[tuple[str, str], Case] = {}
+
+
+def case(
+    name: str, *, minutes: float, needs: Literal["any", "cpu", "gpu"] = "any"
+) -> Callable[[Callable[[], list[Measurement]]], Callable[[], list[Measurement]]]:
+    """Declare the function below as the case `name` of its file's slug."""
+    one_of("needs", needs, ("any", "cpu", "gpu"))
+
+    def declare(function: Callable[[], list[Measurement]]) -> Callable[[], list[Measurement]]:
+        slug = function.__module__.rsplit(".", 1)[-1]
+        if (slug, name) in _CASES:
+            raise ValueError(f"the case {name!r} of {slug} is declared twice; rename one")
+        _CASES[slug, name] = Case(
+            slug=slug, name=name, minutes=minutes, needs=needs, function=function
+        )
+        return function
+
+    return declare
+
+
+def slugs() -> list[str]:
+    """The slugs that have a file here."""
+    return sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in _NOT_SLUGS)
+
+
+def cases_of(slug: str) -> list[Case]:
+    """The cases of one slug, shortest first. Raises ValueError for a slug without a file."""
+    one_of("slug", slug, slugs())
+    importlib.import_module(f"benchmarks.{slug}")
+    return sorted(
+        (case for (owner, _), case in _CASES.items() if owner == slug),
+        key=lambda case: (case.minutes, case.name),
+    )
+
+
+def run(case: Case) -> list[Record]:
+    """Run one case on one thread and return its records. One that measures nothing is an error."""
+    measurements = _on_one_thread(case.function)
+    if not measurements:
+        raise RuntimeError(f"{case.slug}/{case.name} returned no measurement")
+    machine, code = asdict(hardware()), sources.describe(FOLDER / f"{case.slug}.py")
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return [
+        Record(
+            slug=case.slug,
+            case=case.name,
+            quantity=item.quantity,
+            unit=item.unit,
+            samples=tuple(item.samples),
+            hardware=machine,
+            versions=versions(),
+            date=now,
+            source=code,
+            mode=item.mode,
+            peers={name: tuple(xs) for name, xs in item.peers.items()},
+            details={**item.details, "threads": 1},
+        )
+        for item in measurements
+    ]
+
+
+def _on_one_thread(function: Callable[[], list[Measurement]]) -> list[Measurement]:
+    """Machines differ in cores, and shared ones in how many of them are free."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return function()
+    finally:
+        torch.set_num_threads(before)

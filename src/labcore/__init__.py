@@ -1,0 +1,9 @@
+"""Training and serving large language models: the tested package behind the course."""
+
+from labcore import device as _device
+
+__all__ = ["__version__"]
+__version__ = "0.1.0"
+
+# Triton reads its interpreter flag when it is first imported, so this must come before any topic.
+_device.prepare_interpreter()

@@ -1,0 +1,278 @@
+"""The articles' claims, each with its evidence and a verdict that code reaches.
+
+`claims.toml` states the claims; `python -m labcore.claims` (`make claims`) judges each by its
+record and writes the verdicts there. A chapter judges a short form live and shows it beside the
+record's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Literal
+
+from scipy.special import stdtrit
+
+from labcore import records
+from labcore.checks import one_of
+from labcore.device import strict_claims
+
+__all__ = [
+    "FILE",
+    "Claim",
+    "ClaimContradictedError",
+    "Evidence",
+    "Measured",
+    "Rule",
+    "Verdict",
+    "claim",
+    "judge_records",
+    "load",
+    "write",
+]
+
+FILE = Path(__file__).resolve().parent / "claims.toml"
+
+Verdict = Literal[
+    "holds", "holds in part", "does not hold", "below the noise here", "not testable here"
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """A measured number with its interval: low <= mean <= high, from n samples.
+
+    An exact law has low == mean == high.
+    """
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.mean <= self.high:
+            raise ValueError(
+                f"Measured needs low <= mean <= high, got {self.low}, {self.mean}, {self.high}"
+            )
+
+    @classmethod
+    def exactly(cls, value: float) -> Measured:
+        """A number that follows from an exact law."""
+        return cls(mean=value, low=value, high=value, n=1)
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Measured:
+        """Mean of independent samples with its 95 % confidence interval (Student's t).
+
+        One sample says nothing about its spread: its interval is infinite.
+        """
+        if not samples:
+            raise ValueError("Measured.of needs at least one sample, got none")
+        mean, n = fmean(samples), len(samples)
+        if n == 1:
+            return cls(mean=mean, low=-math.inf, high=math.inf, n=1)
+        half = float(stdtrit(n - 1, 0.975)) * stdev(samples) / math.sqrt(n)
+        return cls(mean=mean, low=mean - half, high=mean + half, n=n)
+
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return f"{self.mean:.4g}"
+        return f"{self.mean:.4g} [{self.low:.4g}, {self.high:.4g}] (n = {self.n})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """What would make a claim true: the number is at least, or at most, this bound."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError(
+                "a rule has exactly one of at_least and at_most, "
+                f"got at_least={self.at_least}, at_most={self.at_most}"
+            )
+
+    def judge(self, measured: Measured) -> Verdict:
+        """Holds, does not hold, or below the noise where the interval reaches over the bound."""
+        if self.at_most is not None:
+            sure, never = measured.high <= self.at_most, measured.low > self.at_most
+        else:
+            bound = float(self.at_least)  # type: ignore[arg-type]
+            sure, never = measured.low >= bound, measured.high < bound
+        return "holds" if sure else "does not hold" if never else "below the noise here"
+
+    def __str__(self) -> str:
+        if self.at_most is not None:
+            return f"at most {self.at_most:g}"
+        return f"at least {self.at_least:g}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """Where a claim's number comes from: a record's case and quantity, and its own rule if any."""
+
+    case: str
+    quantity: str
+    rule: Rule
+
+
+class ClaimContradictedError(AssertionError):
+    """A live short form lies wholly on the other side of its claim's rule than the record."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """A claim of an article.
+
+    id: "<slug>.<name>". statement: the claim in our words. article: what the article says it of.
+    quantity: what is measured, in words. evidence: the records that decide; empty where the
+    claim cannot be tested here, `note` then says why. verdict and measured: what `make claims`
+    wrote.
+    """
+
+    id: str
+    slug: str
+    statement: str
+    quantity: str
+    evidence: tuple[Evidence, ...]
+    note: str = ""
+    verdict: Verdict | None = None
+    measured: str = ""
+    hardware: str = ""
+
+    @property
+    def rule(self) -> Rule:
+        """The rule of the first piece of evidence: what a live short form is judged by."""
+        if not self.evidence:
+            raise ValueError(f"claim {self.id} has no evidence, so no rule; pass rule=")
+        return self.evidence[0].rule
+
+    def judge(self, measured: Measured, rule: Rule | None = None) -> Verdict:
+        """The verdict on a number measured live, by `rule` or the claim's own.
+
+        Raises ClaimContradictedError under LABCORE_STRICT_CLAIMS=1 when the number contradicts
+        the recorded verdict with its whole interval; for a reader it never raises.
+        """
+        verdict = (rule or self.rule).judge(measured)
+        opposite = {("holds", "does not hold"), ("does not hold", "holds")}
+        if strict_claims() and (self.verdict, verdict) in opposite:
+            raise ClaimContradictedError(
+                f"{self.id}: the record's verdict is {self.verdict!r} ({self.measured}), measured "
+                f"here: {measured}, which {verdict} by the rule {rule or self.rule}"
+            )
+        return verdict
+
+
+def _rule(raw: Mapping[str, Any]) -> Rule:
+    return Rule(at_least=raw.get("at_least"), at_most=raw.get("at_most"))
+
+
+def _claim(id: str, raw: Mapping[str, Any]) -> Claim:
+    evidence = tuple(
+        Evidence(case=item["case"], quantity=item["quantity"], rule=_rule(item))
+        for item in raw.get("evidence", ())
+    )
+    if not evidence and not raw.get("note"):
+        raise ValueError(f"claim {id} needs evidence, or a note that says why it has none")
+    return Claim(
+        id=id,
+        slug=id.split(".")[0],
+        statement=raw["statement"],
+        quantity=raw["quantity"],
+        evidence=evidence,
+        note=raw.get("note", ""),
+        verdict=raw.get("verdict"),
+        measured=raw.get("measured", ""),
+        hardware=raw.get("hardware", ""),
+    )
+
+
+def load(file: Path = FILE) -> dict[str, Claim]:
+    """All claims by id, in the file's order. A damaged file is a ValueError that names it."""
+    try:
+        raw = tomllib.loads(file.read_text(encoding="utf-8"))
+        return {
+            f"{slug}.{name}": _claim(f"{slug}.{name}", body)
+            for slug, claims in raw.items()
+            for name, body in claims.items()
+        }
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged ({error!r}); restore it with git checkout") from error
+
+
+def claim(id: str) -> Claim:
+    """The claim of this id. Raises ValueError that names the nearest id."""
+    claims = load()
+    return claims[one_of("claim", id, claims)]
+
+
+def _measured(record: records.Record) -> Measured:
+    """A record's number; one that follows from an exact law says so in its details."""
+    if record.details.get("exact"):
+        return Measured.exactly(record.p50)
+    return Measured.of(record.samples)
+
+
+def judge_records(claim: Claim) -> tuple[Verdict, str, str]:
+    """Verdict, measured numbers and hardware of a claim, from its records alone.
+
+    Several pieces of evidence that disagree make "holds in part"; none makes "not testable here".
+    """
+    if not claim.evidence:
+        return "not testable here", "", ""
+    found = [(item, records.find(claim.slug, item.case, item.quantity)) for item in claim.evidence]
+    measured = [_measured(record) for _, record in found]
+    verdicts = {item.rule.judge(m) for (item, _), m in zip(found, measured, strict=True)}
+    if len(verdicts) == 1:
+        verdict = verdicts.pop()
+    elif "holds" in verdicts:
+        verdict = "holds in part"
+    else:
+        verdict = "does not hold" if "does not hold" in verdicts else "below the noise here"
+    text = "; ".join(f"{m} {r.unit}".strip() for m, (_, r) in zip(measured, found, strict=True))
+    return verdict, text, ", ".join(sorted({r.hardware["name"] for _, r in found}))
+
+
+_WRITTEN = ("verdict", "measured", "hardware")
+
+
+def write(file: Path = FILE) -> dict[str, Claim]:
+    """Judge every claim by its records and write the verdicts into `file`; returns the claims.
+
+    The statements, rules and comments of the file stay as they are.
+    """
+    lines = [
+        line
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if line.split("=")[0].strip() not in _WRITTEN
+    ]
+    out: list[str] = []
+    claims = load(file)
+    for line in lines:
+        out.append(line)
+        id = line.strip().strip("[]")
+        if line.startswith("[") and id in claims:
+            values = dict(zip(_WRITTEN, judge_records(claims[id]), strict=True))
+            out += [f"{key} = {json.dumps(values[key], ensure_ascii=False)}" for key in _WRITTEN]
+    file.write_text("\n".join(out).rstrip() + "\n", encoding="utf-8")
+    return load(file)
+
+
+def _main() -> int:
+    """Judge, write, and show one line a claim."""
+    for item in write().values():
+        sys.stdout.write(f"{item.verdict}: {item.id}  {item.measured}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,190 @@
+"""Recorded measurements: what was measured, on what, with which code.
+
+One JSON line a record, one file a kind of hardware (`cpu.jsonl`, `nvidia-h200.jsonl`), shipped
+with the package. `python -m benchmarks` writes them; chapters show them with their provenance.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from labcore.checks import one_of
+from labcore.device import Hardware, hardware
+from labcore.records import sources
+from labcore.timing import quantiles
+
+__all__ = ["FOLDER", "Record", "find", "is_stale", "load", "merge", "provenance", "read", "save"]
+
+FOLDER = Path(__file__).resolve().parent
+
+MODES = ("measured", "compiled", "simulated")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """One measured quantity.
+
+    slug, case, quantity: what was measured; with the kind of hardware they are the record's key.
+    unit: of `samples`, one number a repeat or a seed; p20, p50, p80 and n follow from them.
+    hardware, versions, date (ISO), source: where, with what, when, and the hashes of the code
+    (`sources.describe`).
+    mode: "measured", "compiled" or "simulated". Interpreter times are never recorded.
+    peers: the same quantity for others in the same run. details: settings, curves, free form.
+    """
+
+    slug: str
+    case: str
+    quantity: str
+    unit: str
+    samples: tuple[float, ...]
+    hardware: Mapping[str, Any]
+    versions: Mapping[str, str]
+    date: str
+    source: Mapping[str, Any]
+    mode: str = "measured"
+    peers: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+    p20: float = field(init=False)
+    p50: float = field(init=False)
+    p80: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        one_of("mode", self.mode, MODES)
+        object.__setattr__(self, "samples", tuple(float(x) for x in self.samples))
+        peers = {name: tuple(float(x) for x in xs) for name, xs in self.peers.items()}
+        object.__setattr__(self, "peers", peers)
+        Hardware(**self.hardware)
+        if not {"benchmark", "labcore", "modules"} <= set(self.source):
+            raise ValueError(f"source must be what sources.describe returns, got {self.source!r}")
+        for name, value in zip(("p20", "p50", "p80"), quantiles([*self.samples]), strict=True):
+            object.__setattr__(self, name, value)
+
+    @property
+    def n(self) -> int:
+        """How many repeats or seeds stand behind it."""
+        return len(self.samples)
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """Slug, case, quantity, kind of hardware: a newer record of one key replaces the older."""
+        return self.slug, self.case, self.quantity, self.hardware["kind"]
+
+    def to_json(self) -> str:
+        """One line of JSON; n and the percentiles are written for readers of the file."""
+        return json.dumps({**asdict(self), "n": self.n}, ensure_ascii=False, sort_keys=True)
+
+
+_DERIVED = {"p20", "p50", "p80", "n"}
+_FIELDS = {item.name for item in fields(Record)} - _DERIVED
+
+
+def _parse(line: str, where: str) -> Record:
+    remedy = "delete the line, or restore the file with git checkout"
+    try:
+        raw = json.loads(line)
+        unknown = set(raw) - _FIELDS - _DERIVED
+        if unknown:
+            raise ValueError(f"unknown fields {sorted(unknown)}")
+        return Record(**{name: raw[name] for name in raw if name in _FIELDS})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{where} is not a record ({error}); {remedy}") from error
+
+
+def read(file: Path) -> list[Record]:
+    """The records of one file. A damaged line is a ValueError that names file and line."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [_parse(line, f"{file}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+
+
+def load(
+    slug: str | None = None, *, kind: str | None = None, folder: Path = FOLDER
+) -> list[Record]:
+    """All records, or those of one slug or one kind of hardware, in the files' order."""
+    found = [record for file in sorted(folder.glob("*.jsonl")) for record in read(file)]
+    return [
+        record
+        for record in found
+        if slug in (None, record.slug) and kind in (None, record.hardware["kind"])
+    ]
+
+
+def find(slug: str, case: str, quantity: str, *, kind: str | None = None) -> Record:
+    """The record of one quantity; without `kind` this machine's kind first, then any other.
+
+    Raises KeyError that lists what there is.
+    """
+    among = load(slug)
+    hits = [r for r in among if (r.case, r.quantity) == (case, quantity)]
+    if kind is not None:
+        hits = [record for record in hits if record.hardware["kind"] == kind]
+    if not hits:
+        have = sorted({f"{r.case} · {r.quantity} ({r.hardware['kind']})" for r in among})
+        raise KeyError(
+            f"no record of {slug}: {case} · {quantity}"
+            f"{f' on {kind}' if kind else ''}; there are: {', '.join(have) or 'none'}; "
+            f"python -m benchmarks {slug} --save measures it here"
+        )
+    here = hardware().kind
+    return min(hits, key=lambda record: record.hardware["kind"] != here)
+
+
+def _write(file: Path, records: Iterable[Record]) -> None:
+    """Replace `file` in one step, so that an interrupted run loses nothing."""
+    partial = file.with_suffix(".partial")
+    partial.write_text("".join(r.to_json() + "\n" for r in records), encoding="utf-8")
+    os.replace(partial, file)
+
+
+def save(records: Iterable[Record], folder: Path = FOLDER) -> None:
+    """Write `records` into the folder's files; a record replaces an older one of its key."""
+    folder.mkdir(parents=True, exist_ok=True)
+    by_kind: dict[str, list[Record]] = {}
+    for record in records:
+        by_kind.setdefault(record.hardware["kind"], []).append(record)
+    for kind, new in by_kind.items():
+        file = folder / f"{kind}.jsonl"
+        kept = {record.key: record for record in (read(file) if file.exists() else [])}
+        kept.update({record.key: record for record in new})
+        _write(file, sorted(kept.values(), key=lambda record: record.key))
+
+
+def merge(source: Path, folder: Path = FOLDER) -> int:
+    """Bring the records of another folder in; of two with one key the newer date stays.
+
+    Returns how many came in. Raises FileNotFoundError where `source` holds no records.
+    """
+    files = sorted(source.glob("*.jsonl"))
+    if not files:
+        raise FileNotFoundError(f"{source} must hold records (*.jsonl), found none")
+    have = {record.key: record.date for record in load(folder=folder)}
+    new = [r for file in files for r in read(file) if r.date >= have.get(r.key, "")]
+    save(new, folder)
+    return len(new)
+
+
+def is_stale(record: Record) -> bool:
+    """Whether the code has changed since the record was measured.
+
+    labcore's modules are always compared; the benchmark file where it stands beside the package,
+    as in a checkout.
+    """
+    if sources.digest_modules(record.source["modules"]) != record.source["labcore"]:
+        return True
+    file = sources.PACKAGE.parent.parent / "benchmarks" / f"{record.slug}.py"
+    return file.is_file() and sources.describe(file)["benchmark"] != record.source["benchmark"]
+
+
+def provenance(record: Record) -> str:
+    """One sentence: on what, when and with what a record was measured, and whether code changed."""
+    machine, versions = record.hardware, record.versions
+    text = (
+        f"{record.mode} on {machine['name']} ({machine['cores']} cores, "
+        f"{machine['memory_gib']:g} GiB), {record.date[:10]}, torch {versions.get('torch', '?')}, "
+        f"n = {record.n}"
+    )
+    return f"{text}; measured on an earlier version of this code" if is_stale(record) else text

@@ -1,0 +1,149 @@
+import json
+import random
+
+import pytest
+
+from labcore import records
+from labcore.device import hardware, versions
+from labcore.records import Record, sources
+
+
+def make(**changes) -> Record:
+    from dataclasses import asdict
+
+    fields = {
+        "slug": "lion",
+        "case": "step-time",
+        "quantity": "step time",
+        "unit": "s",
+        "samples": (3.0, 1.0, 2.0),
+        "hardware": asdict(hardware()),
+        "versions": versions(),
+        "date": "2026-01-02T03:04:05+00:00",
+        "source": {"benchmark": "a", "labcore": "b", "modules": ["labcore.checks"]},
+        "peers": {"torch": [4.0, 5.0, 6.0]},
+        "details": {"tensors": 148, "what": "größe"},
+    }
+    return Record(**{**fields, **changes})
+
+
+def test_a_record_survives_the_file(tmp_path, seed):
+    dice = random.Random(seed)
+    samples = tuple(dice.gauss(0, 1e-3) for _ in range(17))
+    before = make(samples=samples)
+    records.save([before], tmp_path)
+    assert records.load(folder=tmp_path) == [before]
+    line = json.loads((tmp_path / f"{hardware().kind}.jsonl").read_text())
+    assert line["n"] == 17
+    assert line["p50"] == before.p50 == sorted(samples)[8]
+
+
+def test_a_newer_record_of_one_key_replaces_the_older(tmp_path):
+    records.save([make(), make(case="other")], tmp_path)
+    records.save([make(samples=(9.0,))], tmp_path)
+    found = {r.case: r.p50 for r in records.load("lion", folder=tmp_path)}
+    assert found == {"step-time": 9.0, "other": 2.0}
+
+
+def test_each_kind_of_hardware_has_its_file(tmp_path):
+    gpu = {"kind": "nvidia-h200", "name": "NVIDIA H200", "cores": 16, "memory_gib": 139.0}
+    records.save([make(), make(hardware=gpu)], tmp_path)
+    assert {f.name for f in tmp_path.iterdir()} == {f"{hardware().kind}.jsonl", "nvidia-h200.jsonl"}
+    assert [r.hardware for r in records.load(kind="nvidia-h200", folder=tmp_path)] == [gpu]
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"slug": "lion"}', '{"speed": 1}', "7", '{"slug": "\\ud800"']
+)
+def test_a_damaged_line_is_named_and_the_file_left(tmp_path, line):
+    file = tmp_path / "cpu.jsonl"
+    file.write_text(make().to_json() + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=r"cpu\.jsonl:2 is not a record .*git checkout"):
+        records.load(folder=tmp_path)
+    with pytest.raises(ValueError, match=r"cpu\.jsonl:2"):
+        records.save([make(hardware={**make().hardware, "kind": "cpu"})], tmp_path)
+    assert file.read_text().endswith(line + "\n")
+
+
+@pytest.mark.parametrize(
+    "change", [{"mode": "interpreted"}, {"samples": ()}, {"source": {}}, {"hardware": {"kind": 1}}]
+)
+def test_a_record_that_explains_nothing_is_refused(change):
+    with pytest.raises((ValueError, TypeError)):
+        make(**change)
+
+
+def test_merge_keeps_the_newer_of_two(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    records.save([make(case="a", samples=(1.0,)), make(case="b", samples=(1.0,))], here)
+    old = make(case="a", samples=(2.0,), date="2025-01-01T00:00:00+00:00")
+    new = make(case="b", samples=(2.0,), date="2027-01-01T00:00:00+00:00")
+    records.save([old, new, make(case="c")], there)
+    assert records.merge(there, here) == 2
+    assert {r.case: r.p50 for r in records.load(folder=here)} == {"a": 1.0, "b": 2.0, "c": 2.0}
+    with pytest.raises(FileNotFoundError, match="found none"):
+        records.merge(tmp_path / "nowhere", here)
+
+
+def test_find_prefers_this_machine_and_lists_what_there_is(tmp_path, monkeypatch):
+    other = {"kind": "a-gpu", "name": "A", "cores": 1, "memory_gib": 1.0}
+    records.save([make(hardware=other, samples=(7.0,)), make()], tmp_path)
+    load = records.load
+    monkeypatch.setattr(records, "load", lambda slug=None: load(slug, folder=tmp_path))
+    assert records.find("lion", "step-time", "step time").p50 == 2.0
+    assert records.find("lion", "step-time", "step time", kind="a-gpu").p50 == 7.0
+    with pytest.raises(KeyError, match=r"step-time · step time .*python -m benchmarks lion"):
+        records.find("lion", "steptime", "step time")
+
+
+def test_staleness_follows_the_code(tmp_path):
+    source = sources.describe(sources.PACKAGE / "timing.py")
+    fresh = make(source=source, slug="no-such-benchmark")
+    assert not records.is_stale(fresh)
+    assert "earlier version" not in records.provenance(fresh)
+    stale = make(source={**source, "labcore": "0" * 16})
+    assert records.is_stale(stale)
+    assert records.provenance(stale).endswith("measured on an earlier version of this code")
+
+
+def test_shipped_records_can_be_read():
+    assert all(r.n >= 1 for r in records.load())
+
+
+def names(paths) -> set[str]:
+    return {p.relative_to(sources.PACKAGE).as_posix() for p in paths}
+
+
+def test_closure_follows_imports_through_packages(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("def f():\n    from labcore import timing\n")
+    found = names(sources.closure(script))
+    assert {"__init__.py", "device.py", "checks.py", "timing.py"} == found
+
+
+def test_closure_of_a_notebook_skips_magics(tmp_path):
+    cells = [
+        {"cell_type": "markdown", "source": ["import labcore.claims"]},
+        {"cell_type": "code", "source": ["%pip install x\n", "!ls\n", "import labcore.records"]},
+    ]
+    notebook = tmp_path / "a.ipynb"
+    notebook.write_text(json.dumps({"cells": cells}))
+    found = names(sources.closure(notebook))
+    assert "records/__init__.py" in found
+    assert "records/sources.py" in found
+    assert "claims.py" not in found
+
+
+def test_digest_changes_with_an_imported_module_and_with_no_other(tmp_path, monkeypatch):
+    package = tmp_path / "labcore"
+    package.mkdir()
+    for name, text in {"__init__": "", "a": "from labcore import b", "b": "x = 1", "c": ""}.items():
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.setattr(sources, "PACKAGE", package)
+    script = tmp_path / "script.py"
+    script.write_text("import labcore.a")
+    before = sources.digest(script)
+    (package / "c.py").write_text("y = 2")
+    assert sources.digest(script) == before
+    (package / "b.py").write_text("x = 2")
+    assert sources.digest(script) != before

@@ -1,0 +1,170 @@
+import math
+import random
+import statistics
+
+import pytest
+
+from labcore import claims, records
+from labcore.claims import Claim, Evidence, Measured, Rule
+
+
+def test_the_interval_of_a_mean_covers_it_as_often_as_it_says(seed):
+    """95 % intervals over 4,000 draws: outside 93.6..96.4 % happens in fewer than 1 of 10,000."""
+    dice = random.Random(seed)
+    for n in (3, 5, 9, 30):
+        hits = 0
+        for _ in range(4000):
+            m = Measured.of([dice.gauss(2.0, 3.0) for _ in range(n)])
+            hits += m.low <= 2.0 <= m.high
+        assert 0.936 < hits / 4000 < 0.964
+
+
+def test_one_sample_says_nothing_about_its_spread():
+    m = Measured.of([1.0])
+    assert (m.low, m.high) == (-math.inf, math.inf)
+    assert Rule(at_least=0.0).judge(m) == "below the noise here"
+
+
+def test_a_wrong_interval_is_refused():
+    with pytest.raises(ValueError, match="low <= mean <= high"):
+        Measured(mean=1.0, low=2.0, high=3.0, n=2)
+    with pytest.raises(ValueError, match="exactly one"):
+        Rule()
+    with pytest.raises(ValueError, match="exactly one"):
+        Rule(at_least=1.0, at_most=2.0)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "rule", "verdict"),
+    [
+        (2.0, 2.0, Rule(at_least=2.0), "holds"),
+        (1.0, 1.9, Rule(at_least=2.0), "does not hold"),
+        (1.9, 2.1, Rule(at_least=2.0), "below the noise here"),
+        (0.4, 0.5, Rule(at_most=0.5), "holds"),
+        (0.51, 0.6, Rule(at_most=0.5), "does not hold"),
+        (0.4, 0.6, Rule(at_most=0.5), "below the noise here"),
+    ],
+)
+def test_a_rule_judges_by_the_whole_interval(low, high, rule, verdict):
+    assert rule.judge(Measured(mean=(low + high) / 2, low=low, high=high, n=5)) == verdict
+
+
+def make_claim(verdict=None, evidence=2) -> Claim:
+    rules = [Rule(at_least=1.0), Rule(at_most=5.0)][:evidence]
+    items = tuple(
+        Evidence(case=f"case {k}", quantity="q", rule=rule) for k, rule in enumerate(rules)
+    )
+    note = "" if evidence else "needs a cluster"
+    return Claim(
+        id="lion.x", slug="lion", statement="s", quantity="q", evidence=items, note=note,
+        verdict=verdict,
+    )  # fmt: skip
+
+
+def test_a_live_result_raises_only_when_strict_and_wholly_opposite(clean_environment):
+    holding = make_claim("holds")
+    opposite, unsure = Measured.exactly(0.5), Measured(mean=1.0, low=0.5, high=1.5, n=3)
+    assert holding.judge(opposite) == "does not hold"
+    clean_environment.setenv("LABCORE_STRICT_CLAIMS", "1")
+    assert holding.judge(unsure) == "below the noise here"
+    assert holding.judge(Measured.exactly(1.5)) == "holds"
+    with pytest.raises(claims.ClaimContradictedError, match=r"lion\.x: the record's verdict"):
+        holding.judge(opposite)
+    assert make_claim("below the noise here").judge(opposite) == "does not hold"
+    assert make_claim("does not hold").judge(opposite) == "does not hold"
+
+
+def test_a_claim_without_evidence_wants_a_rule():
+    with pytest.raises(ValueError, match="pass rule="):
+        make_claim(evidence=0).judge(Measured.exactly(1.0))
+    assert make_claim(evidence=0).judge(Measured.exactly(1.0), Rule(at_most=2.0)) == "holds"
+
+
+class FakeRecord:
+    def __init__(self, samples, exact=False):
+        self.samples, self.n, self.unit = samples, len(samples), "x"
+        self.p50 = statistics.median(samples)
+        self.details = {"exact": True} if exact else {}
+        self.hardware = {"name": "A"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "verdict"),
+    [
+        ([2.0, 2.1, 1.9], [3.0, 3.1, 2.9], "holds"),
+        ([2.0, 2.1, 1.9], [9.0, 9.1, 8.9], "holds in part"),
+        ([0.1, 0.2, 0.1], [9.0, 9.1, 8.9], "does not hold"),
+        ([1.0, 1.2, 0.9], [5.0, 5.1, 4.9], "below the noise here"),
+        ([1.0, 1.2, 0.9], [9.0, 9.1, 8.9], "does not hold"),
+    ],
+)
+def test_records_decide_a_claim(monkeypatch, first, second, verdict):
+    by_case = {"case 0": FakeRecord(first), "case 1": FakeRecord(second)}
+    monkeypatch.setattr(records, "find", lambda slug, case, quantity: by_case[case])
+    assert claims.judge_records(make_claim())[0] == verdict
+
+
+def test_a_single_number_decides_only_when_it_is_exact(monkeypatch):
+    one = make_claim(evidence=1)
+    monkeypatch.setattr(records, "find", lambda *key: FakeRecord([2.0]))
+    assert claims.judge_records(one)[0] == "below the noise here"
+    monkeypatch.setattr(records, "find", lambda *key: FakeRecord([2.0], exact=True))
+    assert claims.judge_records(one) == ("holds", "2 x", "A")
+    assert claims.judge_records(make_claim(evidence=0)) == ("not testable here", "", "")
+
+
+TOML = """# kept
+[lion.memory]
+# also kept
+statement = "Lion halves the state \\"by half\\""
+quantity = "bytes"
+evidence = [{ case = "c", quantity = "q", at_least = 2.0 }]
+
+[lion.speed]
+statement = "faster"
+quantity = "time"
+note = "needs a GPU"
+verdict = "holds"
+"""
+
+
+def test_writing_verdicts_keeps_everything_else_and_repeats(tmp_path, monkeypatch):
+    file = tmp_path / "claims.toml"
+    file.write_text(TOML)
+    monkeypatch.setattr(records, "find", lambda *key: FakeRecord([2.0], exact=True))
+    found = claims.write(file)
+    assert found["lion.memory"].verdict == "holds"
+    assert found["lion.memory"].measured == "2 x"
+    assert found["lion.speed"].verdict == "not testable here"
+    once = file.read_text()
+    assert "# kept\n" in once
+    assert "# also kept\n" in once
+    assert "by half" in found["lion.memory"].statement
+    claims.write(file)
+    assert file.read_text() == once
+
+
+@pytest.mark.parametrize("text", ["[lion.x]\nnote = 'n'\nquantity = 1\n", "[lion", "lion = 3\n"])
+def test_a_damaged_file_is_named(tmp_path, text):
+    file = tmp_path / "claims.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"claims\.toml is damaged .*git checkout"):
+        claims.load(file)
+
+
+def test_a_claim_needs_evidence_or_a_reason(tmp_path):
+    file = tmp_path / "claims.toml"
+    file.write_text('[lion.x]\nstatement = "s"\nquantity = "q"\n')
+    with pytest.raises(ValueError, match=r"lion\.x needs evidence, or a note"):
+        claims.load(file)
+
+
+def test_the_shipped_verdicts_are_what_the_records_say():
+    for item in claims.load().values():
+        assert (item.verdict, item.measured, item.hardware) == claims.judge_records(item)
+
+
+def test_an_unknown_claim_names_the_nearest(monkeypatch):
+    monkeypatch.setattr(claims, "load", lambda: {"lion.memory": make_claim()})
+    with pytest.raises(ValueError, match=r"did you mean 'lion\.memory'"):
+        claims.claim("lion.memmory")
