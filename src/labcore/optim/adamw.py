@@ -1,0 +1,186 @@
+"""AdamW, with every choice about epsilon and precision that changes what it does."""
+
+from collections.abc import Iterable
+from math import sqrt
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from labcore import checks
+from labcore.optim import fused, rules
+from labcore.optim.chunked import Chunk
+from labcore.optim.shell import Item, Shell, is_plain
+
+__all__ = ["AdamW"]
+
+
+class AdamW(Shell):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101): Adam with decay on the weight alone.
+
+    See `rules.adamw` for the formulas. With the defaults it follows `torch.optim.AdamW` and loads
+    its state dict. State: `step`, `exp_avg`, `exp_avg_sq`; two tensors a parameter.
+
+    Low precision: the update is computed in float32 whatever the parameter's dtype, so a float16
+    parameter with eps=1e-8 stays finite where float16 arithmetic gives NaN (`rules.adamw` on
+    float16 tensors shows that). A bfloat16 weight near 1 does not move where the update is below
+    2⁻⁹: use stochastic_rounding or master_weights. With state_dtype=torch.float16 `exp_avg_sq`
+    underflows to 0 for gradients below about 5e-3, and then eps decides the step; lasting gradients
+    above 256 overflow it, and the weight stops. In bfloat16 it no longer decays. float32 is right.
+
+    Args:
+        params: parameters, named parameters, or parameter groups.
+        lr: learning rate, at least 0; a one-element tensor is read at every step.
+        betas: (beta1, beta2), each in [0, 1); floats or one-element tensors.
+        eps: at least 0; in units of the gradient ("outside") or its square ("inside").
+        weight_decay: decoupled decay λ, per unit of lr.
+        eps_mode: "outside": `m̂ / (√(v̂ + eps_root) + eps)`; "inside": `m̂ / √(v̂ + eps)`; "atan2":
+            `atan2(m̂, √v̂)`, which has no eps and ignores it.
+        eps_root: at least 0, in units of the gradient squared; only with "outside".
+        maximize, foreach, fused, capturable, state_dtype, master_weights, stochastic_rounding,
+            generator, nonfinite: as in `Lion`. capturable also keeps `step` on the device.
+
+    Errors: ValueError and TypeError for settings, RuntimeError for sparse gradients.
+    torch's `amsgrad` and `differentiable` are not offered.
+    """
+
+    rule = staticmethod(rules.adamw)
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    counts_steps: ClassVar[bool] = True
+    neutral: ClassVar[dict[str, Any]] = {**Shell.neutral, "eps_mode": "outside", "eps_root": 0.0}
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        eps_mode: str = "outside",
+        eps_root: float = 0.0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        generator: torch.Generator | None = None,
+        nonfinite: str = "propagate",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "eps_mode": eps_mode,
+            "eps_root": eps_root,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "state_dtype": state_dtype,
+            "master_weights": master_weights,
+            "stochastic_rounding": stochastic_rounding,
+            "nonfinite": nonfinite,
+        }
+        super().__init__(params, defaults, generator)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        checks.non_negative("eps", group["eps"])
+        checks.non_negative("eps_root", group["eps_root"])
+        checks.one_of("eps_mode", group["eps_mode"], rules.EPS_MODES)
+        if group["eps_root"] and group["eps_mode"] != "outside":
+            raise ValueError(
+                "eps_root belongs to eps_mode='outside', "
+                f"got eps_mode={group['eps_mode']!r}; leave eps_root at 0"
+            )
+        if group["eps_mode"] == "atan2" and group["fused"]:
+            raise ValueError("fused has no arc tangent, got eps_mode='atan2'; use foreach=True")
+        super()._check_group(group)
+
+    def _check_loaded(self, saved: dict[str, Any]) -> None:
+        if any(group.get("amsgrad") for group in saved["param_groups"]):
+            raise ValueError(
+                "this AdamW keeps no maximum of exp_avg_sq, got a state dict saved with "
+                "amsgrad=True; load it into torch.optim.AdamW"
+            )
+        super()._check_loaded(saved)
+
+    def _hyperparameters(self, group: dict[str, Any], *, tensors: bool) -> dict[str, Any]:
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        if not tensors:
+            lr, beta1, beta2 = float(lr), float(beta1), float(beta2)
+        same = ("eps", "weight_decay", "eps_mode", "eps_root")
+        return {"lr": lr, "beta1": beta1, "beta2": beta2, **{name: group[name] for name in same}}
+
+    def _chunk(self, group: dict[str, Any]) -> Chunk | None:
+        if group["eps_mode"] != "outside" or group["eps_root"]:
+            return None
+        hyper = self._hyperparameters(group, tensors=False)
+        lr, beta1, beta2, eps = hyper["lr"], hyper["beta1"], hyper["beta2"], hyper["eps"]
+        keep = 1 - lr * hyper["weight_decay"]
+
+        def chunk(
+            param: Tensor, grad: Tensor, moments: tuple[Tensor, ...], scratch: Tensor, count: float
+        ) -> None:
+            exp_avg, exp_avg_sq = moments
+            # √v̂ + eps = (√v + eps c) / c with c = √(1 − beta2^t): one operation fewer a piece.
+            scale = sqrt(1 - beta2 ** (count + 1))
+            size = lr * scale / (1 - beta1 ** (count + 1))
+            exp_avg.lerp_(grad, 1 - beta1)
+            exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            torch.sqrt(exp_avg_sq, out=scratch).add_(eps * scale)
+            if keep != 1:
+                param.mul_(keep)
+            param.addcdiv_(exp_avg, scratch, value=-size)
+
+        return chunk
+
+    def _foreach(self, group: dict[str, Any], items: list[Item]) -> bool:
+        tensor_betas = any(isinstance(beta, Tensor) for beta in group["betas"])
+        if group["eps_mode"] == "atan2" or tensor_betas or not is_plain(items):
+            return False
+        tensors = group["capturable"]
+        hyper = self._hyperparameters(group, tensors=tensors)
+        lr, beta1, beta2, eps = hyper["lr"], hyper["beta1"], hyper["beta2"], hyper["eps"]
+        params = [param for param, _, _ in items]
+        grads: list[Tensor] = [grad for _, grad, _ in items]
+        if group["maximize"]:
+            grads = list(torch._foreach_neg(grads))
+        means = [state["exp_avg"] for _, _, state in items]
+        squares = [state["exp_avg_sq"] for _, _, state in items]
+        steps = [state["step"] for _, _, state in items]
+        torch._foreach_add_(steps, 1)
+        counts: list[Any] = steps if tensors else [float(step) for step in steps]
+        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_add_(
+            squares, torch._foreach_mul(torch._foreach_mul(grads, grads), 1 - beta2)
+        )
+        roots = torch._foreach_div(squares, [1 - beta2**count for count in counts])
+        inside = eps if hyper["eps_mode"] == "inside" else hyper["eps_root"]
+        if inside:
+            torch._foreach_add_(roots, inside)
+        torch._foreach_sqrt_(roots)
+        if hyper["eps_mode"] == "outside":
+            torch._foreach_add_(roots, eps)
+        updates = torch._foreach_div(means, [(1 - beta1**count) / -1 for count in counts])
+        torch._foreach_div_(updates, roots)
+        torch._foreach_mul_(updates, lr)
+        if hyper["weight_decay"]:
+            torch._foreach_mul_(params, 1 - lr * hyper["weight_decay"])
+        torch._foreach_add_(params, updates)
+        return True
+
+    def _fused(self, group: dict[str, Any], items: list[Item]) -> None:
+        fused.adamw_step(
+            items,
+            self._tables,
+            **self._hyperparameters(group, tensors=group["capturable"]),
+            capturable=group["capturable"],
+            maximize=group["maximize"],
+            stochastic=group["stochastic_rounding"],
+            generator=self.generator,
+        )

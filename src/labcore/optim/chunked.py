@@ -1,0 +1,226 @@
+"""The foreach path on a CPU: every operation of a step runs on a piece that stays in cache.
+
+torch's CPU `_foreach` operations stream all of memory once an operation. Here a big tensor is
+walked in pieces of `CHUNK` elements through one scratch buffer, and small tensors are gathered
+into one flat bucket, so that a thousand of them cost a few operations instead of a few thousand.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["CHUNK", "ByRule", "Chunk", "ChunkedStep", "is_dense"]
+
+CHUNK = 1 << 16  # 256 KiB of float32: four such pieces stay in a second-level cache
+State: TypeAlias = dict[str, Tensor]
+# (param, grad, moments, scratch, steps before this one): in place, one-dimensional, one dtype
+Chunk: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor, ...], Tensor, float], None]
+# (param, grad, state, steps before this one): any shape and mix of dtypes
+ByRule: TypeAlias = Callable[[Tensor, Tensor, State, float], None]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one block of memory, in any order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class ChunkedStep:
+    """One group's step over a fixed list of CPU parameters and their state.
+
+    Building it moves the state of small tensors into flat buffers: `state[name]` is a view of one
+    afterwards. It holds while `fits` says so; a gradient that comes or goes, or replaced state,
+    asks for a new one.
+    """
+
+    def __init__(self, params: list[Tensor], states: list[State]) -> None:
+        cohorts: dict[tuple[object, ...], tuple[list[Tensor], list[State]]] = {}
+        for param, state in zip(params, states, strict=True):
+            step = float(state["step"]) if "step" in state else 0.0
+            grad = param.grad.dtype if param.grad is not None else None
+            dtypes = [(name, value.dtype) for name, value in state.items()]
+            members = cohorts.setdefault((step, param.dtype, grad, *dtypes), ([], []))
+            members[0].append(param)
+            members[1].append(state)
+        self._cohorts = [_Cohort(*members) for members in cohorts.values()]
+        # Compared by identity; held, so that no id can come to belong to another tensor.
+        self._held = [*params, *(value for state in states for value in state.values())]
+        self._ids = [id(tensor) for tensor in self._held]
+
+    def fits(self, params: list[Tensor], states: list[State]) -> bool:
+        """Whether these are the parameters and the very state tensors this step was built for."""
+        ids = [id(param) for param in params]
+        ids += [id(value) for state in states for value in state.values()]
+        if ids != self._ids:
+            return False
+        return all(cohort.in_step() for cohort in self._cohorts)
+
+    def step(self, chunk: Chunk | None, by_rule: ByRule, *, maximize: bool) -> None:
+        """Update all parameters; `chunk` where one dtype allows it, `by_rule` elsewhere."""
+        for cohort in self._cohorts:
+            cohort.step(chunk, by_rule, maximize)
+
+
+class _Cohort:
+    """Parameters with one count of steps and one set of dtypes: big ones, a bucket of the rest."""
+
+    def __init__(self, params: list[Tensor], states: list[State]) -> None:
+        self._steps: Tensor | None = None
+        if "step" in states[0]:
+            self._steps = torch.full((len(params),), float(states[0]["step"]))
+            for state, count in zip(states, self._steps.unbind(), strict=True):
+                state["step"] = count
+        pairs = list(zip(params, states, strict=True))
+        self._big = [(p, s) for p, s in pairs if p.numel() >= CHUNK and is_dense(p)]
+        small = [(p, s) for p, s in pairs if not (p.numel() >= CHUNK and is_dense(p))]
+        self._bucket = _Bucket([p for p, _ in small], [s for _, s in small]) if small else None
+        param, grad = params[0], params[0].grad
+        real = _real_dtype(param.dtype)
+        arrays = _arrays(states[0])
+        self._one_dtype = (
+            real in (torch.float32, torch.float64)
+            and "master" not in arrays
+            and grad is not None
+            and all(t.dtype == param.dtype for t in (grad, *arrays.values()))
+        )
+        total = sum(_real(p).numel() for p in params)
+        self._scratch = torch.empty(2, min(CHUNK, total), dtype=real)
+
+    def in_step(self) -> bool:
+        """Whether nobody changed the count of a single member."""
+        if self._steps is None:
+            return True
+        low, high = self._steps.aminmax()
+        return bool(low == high)
+
+    def step(self, chunk: Chunk | None, by_rule: ByRule, maximize: bool) -> None:
+        count = 0.0
+        if self._steps is not None:
+            count = float(self._steps[0])
+            self._steps += 1
+        if not self._one_dtype:
+            chunk = None
+        for param, state in self._big:
+            if param.grad is not None:
+                arrays = {name: _real(value) for name, value in _arrays(state).items()}
+                self._one(_real(param), _real(param.grad), arrays, count, chunk, by_rule, maximize)
+        if self._bucket is not None:
+            bucket = self._bucket
+            bucket.gather()
+            self._walk(bucket.param, bucket.grad, bucket.state, count, chunk, by_rule, maximize)
+            bucket.scatter()
+
+    def _one(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: State,
+        count: float,
+        chunk: Chunk | None,
+        by_rule: ByRule,
+        maximize: bool,
+    ) -> None:
+        if not is_dense(param) or any(v.stride() != param.stride() for v in state.values()):
+            by_rule(param, grad, state, count)  # param.data was replaced by another layout
+            return
+        if grad.stride() != param.stride():
+            grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+        flat = {name: _flat(value) for name, value in state.items()}
+        self._walk(_flat(param), _flat(grad), flat, count, chunk, by_rule, maximize)
+
+    def _walk(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: State,
+        count: float,
+        chunk: Chunk | None,
+        by_rule: ByRule,
+        maximize: bool,
+    ) -> None:
+        pieces = [param.split(CHUNK), grad.split(CHUNK), *(v.split(CHUNK) for v in state.values())]
+        if chunk is None:
+            for p, g, *values in zip(*pieces, strict=True):
+                by_rule(p, g, dict(zip(state, values, strict=True)), count)
+            return
+        scratch, negated = self._scratch
+        for p, g, *values in zip(*pieces, strict=True):
+            n = p.numel()
+            if maximize:  # never in place: the gradient belongs to the caller
+                g = torch.neg(g, out=negated[:n])
+            chunk(p, g, tuple(values), scratch[:n], count)
+
+
+class _Bucket:
+    """Small or oddly strided parameters in one flat line; their moments live there for good."""
+
+    def __init__(self, params: list[Tensor], states: list[State]) -> None:
+        self._params = params
+        shapes = [_real(p).shape for p in params]
+        sizes = [shape.numel() for shape in shapes]
+        total = sum(sizes)
+        grad = params[0].grad
+        grad_dtype = params[0].dtype if grad is None else grad.dtype
+        self.param = torch.empty(total, dtype=_real_dtype(params[0].dtype))
+        self.grad = torch.empty(total, dtype=_real_dtype(grad_dtype))
+        self._param_views = _shaped(self.param, sizes, shapes)
+        self._grad_views = _shaped(self.grad, sizes, shapes)
+        self._complex = params[0].is_complex()
+        self._lines = all(len(shape) == 1 for shape in shapes)
+        self.state: State = {}
+        for name, example in _arrays(states[0]).items():
+            flat = torch.empty(total, dtype=_real_dtype(example.dtype))
+            views = _shaped(flat, sizes, shapes)
+            torch._foreach_copy_(views, [_real(state[name]) for state in states])
+            for state, view in zip(states, views, strict=True):
+                state[name] = torch.view_as_complex(view) if example.is_complex() else view
+            self.state[name] = flat
+
+    def gather(self) -> None:
+        """Copy parameters and gradients, of any strides, into the flat buffers."""
+        params = self._real_params()
+        grads = [p.grad for p in self._params if p.grad is not None]
+        if self._complex:
+            grads = [_real(grad) for grad in grads]
+        if self._lines:  # biases and norms: one call copies them in a third of the time
+            torch.cat(params, out=self.param)
+            torch.cat(grads, out=self.grad)
+        else:
+            torch._foreach_copy_(self._param_views, params)
+            torch._foreach_copy_(self._grad_views, grads)
+
+    def scatter(self) -> None:
+        """Copy the updated weights back to the parameters."""
+        torch._foreach_copy_(self._real_params(), self._param_views)
+
+    def _real_params(self) -> list[Tensor]:
+        return [_real(p) for p in self._params] if self._complex else self._params
+
+
+def _arrays(state: State) -> State:
+    return {name: value for name, value in state.items() if name != "step"}
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _real_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _shaped(flat: Tensor, sizes: list[int], shapes: list[torch.Size]) -> list[Tensor]:
+    return [piece.view(s) for piece, s in zip(flat.split(sizes), shapes, strict=True)]

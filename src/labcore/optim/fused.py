@@ -1,0 +1,215 @@
+"""The launcher of the fused path: one Triton launch updates a list of tensors.
+
+Tensors are told apart by dtypes, by alignment (an address that is not a multiple of 16 makes every
+load scalar) and by their count of steps, so a usual model takes one launch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from labcore import device
+from labcore.optim.chunked import is_dense
+
+__all__ = ["Tables", "adamw_step", "lion_step"]
+
+Item: TypeAlias = tuple[Tensor, Tensor, dict[str, Tensor]]
+OPERANDS = ("param", "grad", "exp_avg", "exp_avg_sq", "master")
+INTERPRETED_BLOCK = 1 << 14  # the interpreter takes milliseconds a program, whatever its size
+
+
+@dataclass(kw_only=True, slots=True)
+class Launch:
+    """What one launch works on: operands that share strides, as Triton takes them."""
+
+    key: Any
+    operands: list[dict[str, Tensor]]  # some of OPERANDS a tensor, all of one dense layout
+    steps: list[Tensor]  # each tensor's count, this step included; empty where none is kept
+    returns: list[tuple[Tensor, Tensor]]  # parameter, and the dense copy updated in its stead
+    aligned: bool
+
+    def constants(self) -> dict[str, Any]:
+        """The kernels' constant arguments that follow from the tensors."""
+        import triton.language as tl
+
+        names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+        first = self.operands[0]
+        return {
+            "P": names[first["param"].dtype],
+            "G": names[first["grad"].dtype],
+            "S": names[first["exp_avg"].dtype],
+            "HAS_MASTER": "master" in first,
+            "ALIGNED": self.aligned,
+        }
+
+
+class Tables:
+    """Tables of addresses and blocks, kept on the device as long as no address changes."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, tuple[list[list[int]], Tensor, Tensor]] = {}
+
+    def get(self, launch: Launch, block: int) -> tuple[Tensor, Tensor]:
+        """`table` [6, tensors] int64 and `blocks` [programs, 2] int32, as `kernels` reads them."""
+        numels = [operands["param"].numel() for operands in launch.operands]
+        rows = [[_address(o, name) for o in launch.operands] for name in OPERANDS] + [numels]
+        kept = self._kept.get(launch.key)
+        if kept is None or kept[0] != rows:
+            where = launch.operands[0]["param"].device
+            counts = torch.tensor([-(-numel // block) for numel in numels])
+            tensor = torch.repeat_interleave(torch.arange(len(numels)), counts)
+            first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+            blocks = torch.stack([tensor, torch.arange(len(tensor)) - first], dim=1)
+            kept = (rows, torch.tensor(rows).to(where), blocks.to(torch.int32).to(where))
+            self._kept[launch.key] = kept
+        return kept[1], kept[2]
+
+
+def lion_step(
+    items: Sequence[Item],
+    tables: Tables,
+    *,
+    lr: float | Tensor,
+    beta1: float | Tensor,
+    beta2: float | Tensor,
+    weight_decay: float,
+    capturable: bool,
+    **choices: Any,
+) -> None:
+    """One Lion step; arguments as in `rules.lion`, tensors if capturable.
+
+    choices: maximize, stochastic, generator.
+    """
+    from labcore.optim import kernels
+
+    for launch in _launches(items, capturable):
+        scalars = [lr, 1 - lr * weight_decay, 1 - beta1, 1 - beta2]
+        _run(kernels.lion_kernel, launch, tables, scalars, capturable=capturable, **choices)
+
+
+def adamw_step(
+    items: Sequence[Item],
+    tables: Tables,
+    *,
+    lr: float | Tensor,
+    beta1: float | Tensor,
+    beta2: float | Tensor,
+    eps: float,
+    weight_decay: float,
+    eps_mode: str,
+    eps_root: float,
+    capturable: bool,
+    **choices: Any,
+) -> None:
+    """One AdamW step; arguments as in `rules.adamw` without "atan2", tensors if capturable."""
+    from labcore.optim import kernels
+
+    if eps_mode == "inside":
+        eps, eps_root = 0.0, eps
+    steps = [state["step"] for _, _, state in items]
+    torch._foreach_add_(steps, 1)
+    for launch in _launches(items, capturable):
+        count: float | Tensor
+        # In float64: 1 − beta^t loses most of its digits in float32 when t is small.
+        count = torch.stack(launch.steps).double() if capturable else float(launch.steps[0])
+        scalars = [
+            lr / (1 - beta1**count),
+            1 - lr * weight_decay,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            1 / (1 - beta2**count),
+            eps,
+            eps_root,
+        ]
+        _run(kernels.adamw_kernel, launch, tables, scalars, capturable=capturable, **choices)
+
+
+def _launches(items: Sequence[Item], capturable: bool) -> list[Launch]:
+    """Sort items into launches; with capturable the counts stay on the device and part nothing."""
+    launches: dict[Any, Launch] = {}
+    for param, grad, state in items:
+        if param.numel() == 0:
+            continue
+        operands = {"param": param, "grad": grad}
+        operands |= {name: value for name, value in state.items() if name in OPERANDS}
+        like = state["exp_avg"]
+        operands = {name: _laid_out(value, like) for name, value in operands.items()}
+        aligned = all(value.data_ptr() % 16 == 0 for value in operands.values())
+        dtypes = tuple((name, value.dtype) for name, value in operands.items())
+        count = float(state["step"]) if "step" in state and not capturable else 0.0
+        parts = (param.device, dtypes, aligned, count)
+        launch = launches.get(parts)
+        if launch is None:
+            # The count is no part of the key of tables: it changes at every step.
+            key = (*parts[:3], sum(other[:3] == parts[:3] for other in launches))
+            launch = Launch(key=key, operands=[], steps=[], returns=[], aligned=aligned)
+            launches[parts] = launch
+        launch.operands.append(operands)
+        if "step" in state:
+            launch.steps.append(state["step"])
+        if operands["param"] is not param:
+            launch.returns.append((param, operands["param"]))
+    return list(launches.values())
+
+
+def _run(
+    kernel: Any,
+    launch: Launch,
+    tables: Tables,
+    scalars: list[Any],
+    *,
+    capturable: bool,
+    maximize: bool,
+    stochastic: bool,
+    generator: torch.Generator | None,
+) -> None:
+    from labcore.optim.kernels import BLOCK, WARPS
+
+    block = INTERPRETED_BLOCK if device.interpreting() else BLOCK
+    table, blocks = tables.get(launch, block)
+    tensors = len(launch.operands)
+    on_device = table  # never read unless capturable
+    if capturable:
+        one = torch.ones(tensors, dtype=torch.float64, device=table.device)
+        on_device = torch.stack([one * value for value in scalars], dim=1).float()
+        scalars = [0.0] * len(scalars)
+    seed = 0
+    if stochastic:
+        where = generator.device if generator is not None else "cpu"
+        seed = int(torch.randint(1 << 30, (), generator=generator, device=where))
+    # As on a GPU, inf − inf is NaN without a warning.
+    with torch.cuda.device_of(table), np.errstate(all="ignore"):
+        kernel[(len(blocks),)](
+            table,
+            blocks,
+            on_device,
+            tensors,
+            *scalars,
+            seed,
+            **launch.constants(),
+            MAXIMIZE=maximize,
+            STOCHASTIC=stochastic and launch.operands[0]["param"].dtype == torch.bfloat16,
+            ON_DEVICE=capturable,
+            BLOCK=block,
+            num_warps=WARPS,
+        )
+    # The kernel writes behind autograd's back.
+    torch.autograd.graph.increment_version([operands["param"] for operands in launch.operands])
+    for param, copy in launch.returns:
+        param.copy_(copy)
+
+
+def _address(operands: dict[str, Tensor], name: str) -> int:
+    return operands[name].data_ptr() if name in operands else 0
+
+
+def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor`, or a copy of it in the dense layout of `like`."""
+    if tensor.stride() == like.stride() and is_dense(tensor):
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)

@@ -1,0 +1,145 @@
+"""Lion: the sign of an interpolated momentum. One moment of state, every weight moves by lr."""
+
+from collections.abc import Iterable
+from math import isfinite
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from labcore.optim import fused, rules
+from labcore.optim.chunked import Chunk
+from labcore.optim.shell import Item, Shell, is_plain
+
+__all__ = ["Lion"]
+
+
+class Lion(Shell):
+    """Lion (Chen et al., arXiv 2302.06675): `p ← (1 − lr λ) p − lr sign(beta1 m + (1 − beta1) g)`.
+
+    See `rules.lion` for the rule. Against AdamW choose lr three to ten times smaller and
+    weight_decay as many times larger. State: `exp_avg`, one tensor a parameter.
+
+    Every move has size lr, so a bfloat16 weight near 1 does not move at all where lr < 2⁻⁹: use
+    stochastic_rounding or master_weights there. A complex weight takes the sign of each component.
+    After the gradient vanishes the momentum's sign stays, and the weight keeps drifting by lr a
+    step.
+
+    Args:
+        params: parameters, named parameters, or parameter groups.
+        lr: learning rate, at least 0; a one-element tensor is read at every step.
+        betas: (beta1, beta2), each in [0, 1); floats or one-element tensors.
+        weight_decay: decoupled decay λ, per unit of lr.
+        maximize: climb instead; the gradient itself is never changed.
+        foreach: None or True: chunks on a CPU, torch's _foreach operations on a GPU; False: a
+            plain loop.
+        fused: True: one Triton launch a device and dtype (on a CPU only under Triton's
+            interpreter).
+        capturable: True: lr and betas given as tensors are never read on the host, for CUDA graphs.
+        state_dtype: torch.float32, bfloat16 or float16; None: the parameter's own dtype.
+        master_weights: keep a float32 copy of bfloat16 and float16 parameters in the state.
+        stochastic_rounding: round bfloat16 parameters by chance, unbiased.
+        generator: randomness of that rounding, on the parameters' device; None: torch's default.
+            Its state is the caller's to save.
+        nonfinite: what a NaN or infinite gradient does. "propagate": the weight becomes NaN;
+            "raise": RuntimeError before any weight changes; "skip": that parameter's step is left
+            out and counted in `optimizer.skipped`.
+
+    Errors: ValueError and TypeError for settings, RuntimeError for sparse gradients.
+    torch's `differentiable` is not offered.
+    """
+
+    rule = staticmethod(rules.lion)
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    counts_steps: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        generator: torch.Generator | None = None,
+        nonfinite: str = "propagate",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "state_dtype": state_dtype,
+            "master_weights": master_weights,
+            "stochastic_rounding": stochastic_rounding,
+            "nonfinite": nonfinite,
+        }
+        super().__init__(params, defaults, generator)
+
+    def _hyperparameters(self, group: dict[str, Any], *, tensors: bool) -> dict[str, Any]:
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        if not tensors:
+            lr, beta1, beta2 = float(lr), float(beta1), float(beta2)
+        return {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
+
+    def _chunk(self, group: dict[str, Any]) -> Chunk:
+        hyper = self._hyperparameters(group, tensors=False)
+        lr, keep = hyper["lr"], 1 - hyper["lr"] * hyper["weight_decay"]
+        blend, forget = 1 - hyper["beta1"], 1 - hyper["beta2"]
+
+        def chunk(
+            param: Tensor, grad: Tensor, moments: tuple[Tensor, ...], scratch: Tensor, _: float
+        ) -> None:
+            (exp_avg,) = moments
+            torch.lerp(exp_avg, grad, blend, out=scratch).sign_()
+            exp_avg.lerp_(grad, forget)
+            if keep != 1:
+                param.mul_(keep)
+            param.add_(scratch, alpha=-lr)
+            # sign(NaN) is 0. One sum over the momentum, which took in the gradient, finds what is
+            # not finite; 0·m then carries it into the weight and changes nothing else.
+            if not isfinite(exp_avg.sum().item()):
+                param.addcmul_(exp_avg, exp_avg.new_zeros(()))
+
+        return chunk
+
+    def _foreach(self, group: dict[str, Any], items: list[Item]) -> bool:
+        params = [param for param, _, _ in items]
+        if not is_plain(items) or any(isinstance(beta, Tensor) for beta in group["betas"]):
+            return False
+        grads: list[Tensor] = [grad for _, grad, _ in items]
+        if group["maximize"]:
+            grads = list(torch._foreach_neg(grads))
+        hyper = self._hyperparameters(group, tensors=group["capturable"])
+        lr = hyper["lr"]
+        exp_avgs = [state["exp_avg"] for _, _, state in items]
+        updates = torch._foreach_lerp(exp_avgs, grads, 1 - hyper["beta1"])
+        poison = torch._foreach_mul(updates, 0.0)  # NaN where sign would hide it
+        torch._foreach_sign_(updates)
+        torch._foreach_add_(updates, poison)
+        torch._foreach_mul_(updates, -lr)
+        torch._foreach_lerp_(exp_avgs, grads, 1 - hyper["beta2"])
+        if hyper["weight_decay"]:
+            torch._foreach_mul_(params, 1 - lr * hyper["weight_decay"])
+        torch._foreach_add_(params, updates)
+        return True
+
+    def _fused(self, group: dict[str, Any], items: list[Item]) -> None:
+        fused.lion_step(
+            items,
+            self._tables,
+            **self._hyperparameters(group, tensors=group["capturable"]),
+            capturable=group["capturable"],
+            maximize=group["maximize"],
+            stochastic=group["stochastic_rounding"],
+            generator=self.generator,
+        )

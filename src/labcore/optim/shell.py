@@ -1,0 +1,372 @@
+"""What Lion and AdamW share: a `torch.optim.Optimizer` that keeps state and chooses a path.
+
+The paths compute one rule: a loop over `rules` (the truth), `foreach` (chunks on a CPU, torch's
+`_foreach` operations on a GPU) and `fused` (one Triton launch a device and dtype).
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from labcore import checks, device
+from labcore.optim.chunked import Chunk, ChunkedStep
+from labcore.optim.fused import Tables
+from labcore.optim.precision import Rule, apply_rule
+
+__all__ = ["Item", "Shell", "is_plain"]
+
+NONFINITE = ("propagate", "raise", "skip")
+PATHS = ("foreach", "fused", "capturable")
+STATE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+Item = tuple[Tensor, Tensor, dict[str, Tensor]]  # parameter, gradient, its state
+
+
+class Shell(Optimizer):
+    """State, checks and paths of an optimizer whose update is one pure rule.
+
+    A subclass names its rule, its moments and its hyperparameters, and the fast forms of each path.
+    """
+
+    rule: ClassVar[Rule]
+    moments: ClassVar[tuple[str, ...]]
+    counts_steps: ClassVar[bool]
+    # What a state dict from an older version or from torch's own optimizer may lack.
+    neutral: ClassVar[dict[str, Any]] = {
+        "maximize": False,
+        "foreach": None,
+        "fused": None,
+        "capturable": False,
+        "state_dtype": None,
+        "master_weights": False,
+        "stochastic_rounding": False,
+        "nonfinite": "propagate",
+    }
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        generator: torch.Generator | None,
+    ) -> None:
+        self.generator = generator
+        self.skipped = 0
+        self._plans: dict[int, ChunkedStep] = {}
+        self._tables = Tables()
+        super().__init__(params, defaults)
+
+    # What a subclass says -------------------------------------------------
+
+    def _hyperparameters(self, group: dict[str, Any], *, tensors: bool) -> dict[str, Any]:
+        """Keyword arguments of the rule; Python floats unless `tensors`."""
+        raise NotImplementedError
+
+    def _chunk(self, group: dict[str, Any]) -> Chunk | None:
+        """In-place update of one-dimensional pieces of one dtype; None: only the rule does it."""
+        raise NotImplementedError
+
+    def _foreach(self, group: dict[str, Any], items: list[Item]) -> bool:
+        """One step by torch._foreach operations; False where these choices have no such form."""
+        raise NotImplementedError
+
+    def _fused(self, group: dict[str, Any], items: list[Item]) -> None:
+        """One step by Triton."""
+        raise NotImplementedError
+
+    # Groups, state and their round trip -----------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its own settings override the optimizer's and are checked alike."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._plans.clear()
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        checks.non_negative("lr", group["lr"], "pass lr=0 to freeze the weights")
+        betas = group["betas"]
+        if len(betas) != 2:
+            raise ValueError(f"betas must be two numbers (beta1, beta2), got {len(betas)} of them")
+        checks.fraction("betas[0]", betas[0])
+        checks.fraction("betas[1]", betas[1])
+        checks.non_negative("weight_decay", group["weight_decay"])
+        checks.one_of("nonfinite", group["nonfinite"], NONFINITE)
+        checks.one_of("state_dtype", group["state_dtype"], STATE_DTYPES)
+        if group["foreach"] and group["fused"]:
+            raise ValueError("foreach and fused are two paths, got both; set one of them to True")
+        if group["master_weights"] and group["stochastic_rounding"]:
+            raise ValueError(
+                "master_weights and stochastic_rounding are two ways to keep small updates, "
+                "got both; choose one"
+            )
+        if group["capturable"] and group["nonfinite"] != "propagate":
+            raise ValueError(
+                "capturable=True never reads a gradient on the host, got "
+                f"nonfinite={group['nonfinite']!r}; use nonfinite='propagate'"
+            )
+        for param in group["params"]:
+            self._check_param(group, param)
+
+    def _check_param(self, group: dict[str, Any], param: Tensor) -> None:
+        low_precision = group["master_weights"] or group["stochastic_rounding"]
+        if param.is_complex() and (
+            group["state_dtype"] is not None or low_precision or group["fused"]
+        ):
+            raise ValueError(
+                "state_dtype, master_weights, stochastic_rounding and fused are for real "
+                f"parameters, got {param.dtype}; leave them at their defaults in its group"
+            )
+        if group["stochastic_rounding"] and param.dtype == torch.float16:
+            raise ValueError(
+                "stochastic_rounding rounds to bfloat16, got a torch.float16 parameter; "
+                "use master_weights=True"
+            )
+        if group["fused"]:
+            if param.dtype == torch.float64:
+                raise ValueError(
+                    "fused computes in float32, got a torch.float64 parameter; use foreach=True"
+                )
+            if group["capturable"] and group["stochastic_rounding"]:
+                raise ValueError(
+                    "a captured fused step would replay one seed, got stochastic_rounding=True; "
+                    "use foreach=True, or master_weights=True"
+                )
+            try:
+                device.choose_backend("triton", param, op=type(self).__name__)
+            except ValueError as error:
+                raise ValueError(f"fused=True cannot run, use fused=False: {error}") from None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "skipped": self.skipped, "generator": self.generator}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plans, self._tables = {}, Tables()
+        self.__dict__.setdefault("skipped", 0)
+        self.__dict__.setdefault("generator", None)
+        for group in self.param_groups:
+            for name, value in self.neutral.items():
+                group.setdefault(name, value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this kind of optimizer; settings that the dict lacks keep their values.
+
+        So do foreach, fused and capturable: they belong to this machine, not to the one that saved.
+        torch casts every float state to its parameter's dtype; here each keeps the dtype that the
+        group asks for (`state_dtype`, float32 for `master`). Tensors are copied, never shared with
+        the dict.
+        Raises ValueError for a state that another kind of optimizer wrote.
+        """
+        seen: list[dict[str, Any]] = []
+
+        def complete(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            groups = [dict(group) for group in given["param_groups"]]
+            for group, ours in zip(groups, self.param_groups, strict=False):
+                for name in ours.keys() - {"params", "param_names"}:
+                    if name in PATHS or name not in group:
+                        group[name] = ours[name]
+                self._check_group({**group, "params": ours["params"]})
+            self._check_loaded({**given, "param_groups": groups})
+            seen.append({**given, "param_groups": groups})
+            return seen[-1]
+
+        def recast(_: Optimizer) -> None:
+            for saved, group in zip(seen[-1]["param_groups"], self.param_groups, strict=True):
+                for key, param in zip(saved["params"], group["params"], strict=True):
+                    if seen[-1]["state"].get(key):
+                        self.state[param] = self._loaded(group, param, seen[-1]["state"][key])
+
+        before = self.register_load_state_dict_pre_hook(complete)
+        after = self.register_load_state_dict_post_hook(recast, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _check_loaded(self, saved: dict[str, Any]) -> None:
+        name = type(self).__name__
+        wanted = {*self.moments, *(["step"] if self.counts_steps else [])}
+        for entry in saved["state"].values():
+            came = set(entry) - {"master"}
+            if entry and came != wanted:
+                raise ValueError(
+                    f"{name} keeps {sorted(wanted)} a parameter, got a state with {sorted(came)}; "
+                    "load a state dict that the same kind of optimizer saved"
+                )
+
+    def _loaded(
+        self, group: dict[str, Any], param: Tensor, saved: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        state = self._new_state(group, param)
+        for name in state:
+            if name in saved:
+                state[name].copy_(torch.as_tensor(saved[name]))
+        return state
+
+    def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        if self.counts_steps:
+            # On the host unless a graph replays the count: reading it there makes nobody wait.
+            where = param.device if group["capturable"] else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=where)
+        dtype = group["state_dtype"] or param.dtype
+        for name in self.moments:
+            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+        if group["master_weights"] and param.dtype in (torch.bfloat16, torch.float16):
+            state["master"] = param.detach().to(torch.float32, copy=True)
+        return state
+
+    # One step -------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns the closure's loss, if one is given.
+
+        Raises RuntimeError for a sparse gradient, or for a non-finite one under nonfinite="raise",
+        before any weight changes.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        todo = [
+            (group, self._with_gradient(index, group))
+            for index, group in enumerate(self.param_groups)
+        ]
+        for index, (group, params) in enumerate(todo):
+            if params:
+                self._step_group(index, group, params)
+        return loss
+
+    def _with_gradient(self, index: int, group: dict[str, Any]) -> list[Tensor]:
+        params = []
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"{type(self).__name__} takes dense gradients, got a sparse one for "
+                    f"{self._name(index, param)}; use sparse=False in the embedding, "
+                    "or torch.optim.SparseAdam"
+                )
+            params.append(param)
+        if group["nonfinite"] == "propagate":
+            return params
+        bad = [param for param in params if not bool(torch.isfinite(param.grad).all())]
+        if bad and group["nonfinite"] == "raise":
+            raise RuntimeError(
+                f"{type(self).__name__} got a NaN or infinite gradient for "
+                f"{self._name(index, bad[0])}; no weight was changed; lower the learning rate, "
+                "clip the gradients, or pass nonfinite='skip'"
+            )
+        self.skipped += len(bad)
+        dropped = {id(param) for param in bad}
+        return [param for param in params if id(param) not in dropped]
+
+    def _name(self, index: int, param: Tensor) -> str:
+        group = self.param_groups[index]
+        place = next(i for i, other in enumerate(group["params"]) if other is param)
+        names = group.get("param_names")
+        return f"parameter {names[place]!r}" if names else f"parameter {place} of group {index}"
+
+    def _step_group(self, index: int, group: dict[str, Any], params: list[Tensor]) -> None:
+        states = []
+        for param in params:
+            state = self.state[param]
+            if not state:
+                state.update(self._new_state(group, param))
+            states.append(state)
+        if group["fused"]:
+            self._fused(group, _real_items(params, states))
+            return
+        if group["foreach"] is not False:
+            if all(param.device.type == "cpu" for param in params):
+                self._chunked(index, group, params, states)
+                return
+            if self._foreach(group, _real_items(params, states)):
+                return
+        for param, grad, state in _real_items(params, states):
+            self._by_rule(group, param, grad, state)
+
+    def _by_rule(
+        self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        tensors = group["capturable"]
+        arrays = {name: value for name, value in state.items() if name != "step"}
+        step: float | Tensor = 0.0
+        if self.counts_steps:
+            step = state["step"].clone() if tensors else float(state["step"])
+            state["step"] += 1
+        apply_rule(
+            type(self).rule,
+            param,
+            grad,
+            arrays,
+            step=step,
+            maximize=group["maximize"],
+            stochastic=group["stochastic_rounding"],
+            generator=self.generator,
+            **self._hyperparameters(group, tensors=tensors),
+        )
+
+    def _chunked(
+        self,
+        index: int,
+        group: dict[str, Any],
+        params: list[Tensor],
+        states: list[dict[str, Tensor]],
+    ) -> None:
+        plan = self._plans.get(index)
+        if plan is None or not plan.fits(params, states):
+            plan = self._plans[index] = ChunkedStep(params, states)
+        hyperparameters = self._hyperparameters(group, tensors=False)
+
+        def by_rule(param: Tensor, grad: Tensor, state: dict[str, Tensor], step: float) -> None:
+            apply_rule(
+                type(self).rule,
+                param,
+                grad,
+                state,
+                step=step,
+                maximize=group["maximize"],
+                stochastic=group["stochastic_rounding"],
+                generator=self.generator,
+                **hyperparameters,
+            )
+
+        plan.step(self._chunk(group), by_rule, maximize=group["maximize"])
+
+
+def _real_items(params: list[Tensor], states: list[dict[str, Tensor]]) -> list[Item]:
+    """Complex tensors seen as pairs of reals, so that every rule works a component at a time."""
+    items = []
+    for param, state in zip(params, states, strict=True):
+        grad = param.grad
+        if grad is None:
+            continue
+        if param.is_complex():
+            state = {
+                name: torch.view_as_real(value) if value.is_complex() else value
+                for name, value in state.items()
+            }
+            param, grad = torch.view_as_real(param), torch.view_as_real(grad.resolve_conj())
+        items.append((param, grad, state))
+    return items
+
+
+def is_plain(items: list[Item]) -> bool:
+    """Whether every tensor has one dtype, float32 or float64, with no master copy."""
+    dtypes = {
+        t.dtype
+        for param, grad, state in items
+        for t in (param, grad, *(value for name, value in state.items() if name != "step"))
+    }
+    master = any("master" in state for _, _, state in items)
+    return len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and not master

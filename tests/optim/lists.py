@@ -1,0 +1,89 @@
+"""Parameter lists with awkward shapes and strides, and runs over them."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+SHAPES = ((3, 5), (70_001,), (), (1,), (0,), (17, 3, 5, 5), (300, 301))
+
+
+def awkward(
+    dtype: torch.dtype, seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES
+) -> list[Tensor]:
+    """Leaves of `shapes`, then a channels-last, a transposed, a sliced and an odd-addressed one."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    params = [nn.Parameter(draw(*shape)) for shape in shapes]
+    params.append(nn.Parameter(draw(2, 3, 5, 7).to(memory_format=torch.channels_last)))
+    params.append(nn.Parameter(draw(5, 9).t()))
+    params.append(draw(9, 8)[:, 1:6].requires_grad_())  # strided: not dense
+    params.append(draw(102)[1:].requires_grad_())  # its address is no multiple of 16
+    return params
+
+
+def run(
+    params: list[Tensor],
+    make: Callable[[list[Tensor]], torch.optim.Optimizer],
+    *,
+    seed: int,
+    steps: int = 50,
+    missing: Callable[[int, int], bool] = lambda _step, _index: False,
+) -> torch.optim.Optimizer:
+    """`steps` steps under random gradients; `missing(step, index)` leaves a gradient out."""
+    optimizer = make(params)
+    train(params, optimizer, seed=seed, steps=steps, missing=missing)
+    return optimizer
+
+
+def train(
+    params: list[Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    seed: int,
+    steps: int,
+    missing: Callable[[int, int], bool] = lambda _step, _index: False,
+) -> None:
+    """Go on with an optimizer, as `run` does."""
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        for index, param in enumerate(params):
+            real = torch.float64 if param.dtype != torch.complex128 else torch.complex128
+            grad = torch.randn(param.shape, generator=generator, dtype=real).to(param.dtype)
+            param.grad = None if missing(step, index) else grad
+        optimizer.step()
+
+
+def largest_difference(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """The largest absolute difference over two lists; NaN counts as infinite."""
+    worst = 0.0
+    for a, b in zip(left, right, strict=True):
+        if a.numel():
+            gap = (a.detach().to(torch.complex128) - b.detach().to(torch.complex128)).abs().max()
+            worst = max(worst, float(gap.nan_to_num(nan=float("inf"))))
+    return worst
+
+
+def far(left: Sequence[Tensor], right: Sequence[Tensor], tolerance: float) -> int:
+    """How many elements differ by more than `tolerance`, NaN included.
+
+    Lion's update jumps where the blend of momentum and gradient crosses 0: two right ways of
+    rounding differ there. In float32 that is one element in ten million a step.
+    """
+    gaps = [
+        (a.detach().double() - b.detach().double()).abs() for a, b in zip(left, right, strict=True)
+    ]
+    return sum(int((~(gap <= tolerance)).sum()) for gap in gaps)
+
+
+def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Every state tensor, in the order of parameters and names."""
+    found = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            entry = optimizer.state.get(param, {})
+            found += [entry[name] for name in sorted(entry)]
+    return found

@@ -1,0 +1,162 @@
+"""The fused path: one launch, right for any strides, the same as the rule."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from labcore import device
+from labcore.optim import AdamW, Lion, fused
+from tests.optim.lists import awkward, far, largest_difference, run, states
+
+pytestmark = pytest.mark.skipif(
+    not device.interpreting(), reason="needs Triton's interpreter, which a machine with a GPU lacks"
+)
+
+SHAPES = ((3, 5), (20_001,), (), (1,), (0,), (17, 3, 5))
+BOTH = pytest.mark.parametrize("cls", [Lion, AdamW])
+CHOICES = [
+    {},
+    {"maximize": True, "weight_decay": 0.3},
+    {"master_weights": True},
+    {"state_dtype": torch.float32},
+    {"state_dtype": torch.bfloat16},
+    {"state_dtype": torch.float16},
+    {"capturable": True},
+]
+# One unit in the last place of numbers of size 4, which all weights and moments are below.
+ULP = {torch.float32: 2**-20, torch.float16: 2**-8, torch.bfloat16: 2**-5}
+
+
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[fused.Launch]:
+    seen: list[fused.Launch] = []
+    original = fused._run
+
+    def counted(kernel, launch, *arguments, **keywords) -> None:
+        seen.append(launch)
+        original(kernel, launch, *arguments, **keywords)
+
+    monkeypatch.setattr(fused, "_run", counted)
+    return seen
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_fused_is_the_loop(cls, dtype, choice, seed: int, monkeypatch) -> None:
+    seen = launches(monkeypatch)
+    loop, ours = awkward(dtype, seed, SHAPES), awkward(dtype, seed, SHAPES)
+    settings = {"lr": 1e-2, "weight_decay": 0.1, **choice}
+
+    def missing(step: int, index: int) -> bool:
+        return step == 1 and index == 3
+
+    one = run(
+        loop, lambda p: cls(p, foreach=False, **settings), seed=seed, steps=4, missing=missing
+    )
+    assert not seen
+    two = run(ours, lambda p: cls(p, fused=True, **settings), seed=seed, steps=4, missing=missing)
+    assert len(seen) >= 4  # the kernels did the work
+    # A moment that rounds to its other neighbour moves the weight by lr times the moment's step.
+    state = ULP[settings.get("state_dtype", dtype)]
+    assert far(loop, ours, ULP[dtype] + 1e-2 * state) <= (4 if cls is Lion else 0)
+    assert largest_difference(states(one), states(two)) <= max(ULP[dtype], state)
+
+
+@BOTH
+def test_a_list_of_one_dtype_takes_one_launch(cls, monkeypatch) -> None:
+    seen = launches(monkeypatch)
+    params = [torch.nn.Parameter(torch.ones(n)) for n in (4, 20_000, 7, 1)]
+    run(params, lambda p: cls(p, fused=True), seed=0, steps=1)
+    assert [len(launch.operands) for launch in seen] == [4]
+    assert seen[0].aligned
+    odd = torch.ones(9)[1:].requires_grad_()
+    run([*params, odd], lambda p: cls(p, fused=True), seed=0, steps=1)
+    assert sorted(launch.aligned for launch in seen[1:]) == [False, True]
+
+
+@BOTH
+def test_nothing_is_written_outside_the_tensors(cls, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    guarded, params = [], []
+    for size in (1, 31, 1000, 16_385):
+        room = torch.full((size + 64,), math.nan)
+        room[32:-32] = torch.randn(size, generator=generator)
+        guarded.append(room)
+        params.append(room[32:-32].requires_grad_())
+    run(params, lambda p: cls(p, fused=True), seed=seed, steps=2)
+    for room, param in zip(guarded, params, strict=True):
+        assert room[:32].isnan().all() and room[-32:].isnan().all()
+        assert param.isfinite().all()
+
+
+def test_tables_follow_gradients_that_move(seed: int) -> None:
+    ours, loop = awkward(torch.float32, seed), awkward(torch.float32, seed)
+    fast, slow = Lion(ours, lr=0.1, fused=True), Lion(loop, lr=0.1, foreach=False)
+    generator = torch.Generator().manual_seed(seed)
+    keep = []
+    for _ in range(3):
+        for a, b in zip(ours, loop, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator)
+            b.grad = a.grad.clone()
+            keep.append(a.grad)  # the next gradients get other addresses
+        fast.step()
+        slow.step()
+    assert largest_difference(ours, loop) < 1e-6
+
+
+@BOTH
+def test_autograd_hears_of_the_change(cls) -> None:
+    param = torch.nn.Parameter(torch.ones(5))
+    loss = (param**2).sum()  # keeps the weight for its backward
+    optimizer = cls([param], fused=True)
+    param.grad = torch.ones(5)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@BOTH
+def test_fused_stochastic_rounding_is_unbiased(cls, seed: int) -> None:
+    n = 40_000
+    weight = torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16))
+    generator = torch.Generator().manual_seed(seed)
+    settings = {"lr": 1e-3, "weight_decay": 0.0, "fused": True, "generator": generator}
+    optimizer = cls([weight], stochastic_rounding=True, **settings)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    # 1 − 0.001 lies 0.256 of the way from 1 to its neighbour 1 − 2^-8: a binomial count, and six
+    # standard deviations are exceeded with probability 2e-9.
+    share = 1e-3 * 2**8
+    down = int((weight == 1 - 2**-8).sum())
+    assert down + int((weight == 1).sum()) == n
+    assert abs(down - n * share) < 6 * math.sqrt(n * share * (1 - share))
+    again = torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16))
+    settings["generator"] = torch.Generator().manual_seed(seed)
+    other = cls([again], stochastic_rounding=True, **settings)
+    again.grad = torch.ones_like(again)
+    other.step()
+    assert torch.equal(weight, again)  # the generator decides
+
+
+def test_a_cpu_tensor_without_the_interpreter_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(device, "interpreting", lambda: False)
+    with pytest.raises(ValueError, match="fused=True cannot run, use fused=False: Lion: "):
+        Lion([torch.nn.Parameter(torch.ones(2))], fused=True)
+
+
+def test_without_triton_everything_but_fused_works() -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\nfrom labcore.optim import Lion\n"
+        "p = torch.nn.Parameter(torch.ones(2)); p.grad = torch.ones(2)\n"
+        "Lion([p], lr=0.5).step(); print(p.tolist())\n"
+        "try:\n    Lion([p], fused=True)\nexcept ValueError as error:\n    print(error)\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert first == "[0.5, 0.5]"
+    assert "fused=True cannot run, use fused=False: Lion: " in second
