@@ -1,0 +1,39 @@
+"""What a chapter shows: explorers with sliders, predictions, questions, the tested source."""
+
+try:
+    import ipywidgets as _ipywidgets  # noqa: F401
+    import plotly as _plotly  # noqa: F401
+except ImportError as missing:  # pragma: no cover - needs an environment without the extra
+    raise ImportError(
+        f"labcore.ui needs {missing.name}; install the notebook extra: pip install 'labcore[labs]'"
+    ) from missing
+
+from labcore.ui import theme
+from labcore.ui.controls import Choice, Control, IntSlider, LogSlider, Slider, Toggle
+from labcore.ui.explorer import Explorer, describe, explore
+from labcore.ui.prediction import Prediction, Reveal, predict
+from labcore.ui.questions import Question, Quiz, quiz
+from labcore.ui.source import Source, show_source
+
+__all__ = [
+    "Choice",
+    "Control",
+    "Explorer",
+    "IntSlider",
+    "LogSlider",
+    "Prediction",
+    "Question",
+    "Quiz",
+    "Reveal",
+    "Slider",
+    "Source",
+    "Toggle",
+    "describe",
+    "explore",
+    "predict",
+    "quiz",
+    "show_source",
+    "theme",
+]
+
+theme.install()

@@ -1,0 +1,284 @@
+"""Controls of an explorer: what a reader may move, and through which values.
+
+A control knows its positions in order. The live widget and the precomputed frames of the static
+page are both made from them, so that the two displays agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from labcore.checks import one_of
+
+__all__ = ["Choice", "Control", "IntSlider", "LogSlider", "Slider", "Toggle"]
+
+_MOST_POSITIONS = 100_000  # beyond this a slider has no visible steps
+
+
+@runtime_checkable
+class Control(Protocol):
+    """What an explorer asks of a control: `default`, `label`, `unit`, and the methods below."""
+
+    @property
+    def default(self) -> Any:
+        """The value at the start."""
+
+    @property
+    def label(self) -> str | None:
+        """The text beside the control; None takes the argument's name."""
+
+    @property
+    def unit(self) -> str:
+        """The unit shown after the value."""
+
+    def positions(self) -> tuple[Any, ...]:
+        """Every value the control can take, in order."""
+
+    def check(self, name: str, value: Any) -> Any:
+        """Return `value`, or raise ValueError or TypeError with what the control allows."""
+
+    def text(self, value: Any) -> str:
+        """`value` as a reader sees it, with the unit."""
+
+
+def _number(control: str, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{control}: {name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{control}: {name} must be finite, got {value}")
+    return float(value)
+
+
+def _ordered(control: str, low: float, high: float) -> None:
+    if not low < high:
+        raise ValueError(f"{control}: low must be below high, got low={low:g} and high={high:g}")
+
+
+def _in_range(name: str, value: Any, low: float, high: float) -> Any:
+    _number(name, "value", value)
+    slack = 1e-9 * (high - low)
+    if not low - slack <= value <= high + slack:
+        raise ValueError(
+            f"{name} must be between {low:g} and {high:g}, got {value:g}; "
+            "choose a value inside the slider's range or widen low and high"
+        )
+    return value
+
+
+def _with_unit(text: str, unit: str) -> str:
+    return f"{text} {unit}" if unit else text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slider:
+    """A number on a linear scale from `low` to `high`.
+
+    `step` defaults to a twentieth of the range; `unit` is shown after the value. Raises ValueError
+    when low is not below high, step does not fit, or default lies outside.
+    """
+
+    low: float
+    high: float
+    default: float
+    step: float | None = None
+    label: str | None = None
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("low", "high", "default"):
+            _number("Slider", name, getattr(self, name))
+        _ordered("Slider", self.low, self.high)
+        _in_range("Slider: default", self.default, self.low, self.high)
+        step = (self.high - self.low) / 20 if self.step is None else self.step
+        _number("Slider", "step", step)
+        if not 0 < step <= self.high - self.low:
+            raise ValueError(
+                f"Slider: step must be above 0 and at most high - low = {self.high - self.low:g}, "
+                f"got {step:g}"
+            )
+        if (self.high - self.low) / step > _MOST_POSITIONS:
+            raise ValueError(
+                f"Slider: step {step:g} makes more than {_MOST_POSITIONS} positions; take a larger"
+            )
+        object.__setattr__(self, "step", step)
+
+    def positions(self) -> tuple[float, ...]:
+        """Values from low upwards in steps; the last is at most high."""
+        step = self.step or 1.0
+        count = math.floor((self.high - self.low) / step + 1e-9) + 1
+        # 12 digits hide the rounding of low + i * step and nothing else.
+        return tuple(float(f"{self.low + i * step:.12g}") for i in range(count))
+
+    def check(self, name: str, value: Any) -> float:
+        """Return `value`; raise ValueError when it lies outside low..high."""
+        return float(_in_range(name, value, self.low, self.high))
+
+    def text(self, value: Any) -> str:
+        """Four significant digits and the unit."""
+        return _with_unit(f"{value:.4g}", self.unit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IntSlider:
+    """A whole number from `low` to `high` in steps of `step`. Errors as for `Slider`."""
+
+    low: int
+    high: int
+    default: int
+    step: int = 1
+    label: str | None = None
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("low", "high", "default", "step"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"IntSlider: {name} must be a whole number, got {value!r}")
+        _ordered("IntSlider", self.low, self.high)
+        _in_range("IntSlider: default", self.default, self.low, self.high)
+        if not 0 < self.step <= self.high - self.low:
+            raise ValueError(
+                f"IntSlider: step must be between 1 and high - low = {self.high - self.low}, "
+                f"got {self.step}"
+            )
+        if (self.high - self.low) / self.step > _MOST_POSITIONS:
+            raise ValueError(
+                f"IntSlider: step {self.step} makes more than {_MOST_POSITIONS} positions; "
+                "take a larger"
+            )
+
+    def positions(self) -> tuple[int, ...]:
+        """Values from low upwards in steps; the last is at most high."""
+        return tuple(range(self.low, self.high + 1, self.step))
+
+    def check(self, name: str, value: Any) -> int:
+        """Return `value`; raise TypeError when not whole, ValueError when outside low..high."""
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be a whole number, got {value!r}")
+        return int(_in_range(name, value, self.low, self.high))
+
+    def text(self, value: Any) -> str:
+        """All digits and the unit."""
+        return _with_unit(f"{value:,}", self.unit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogSlider:
+    """A positive number on a logarithmic scale, `points` positions from `low` to `high`.
+
+    Raises ValueError when low is not positive or not below high, points is under 2, or default
+    lies outside.
+    """
+
+    low: float
+    high: float
+    default: float
+    points: int = 21
+    label: str | None = None
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("low", "high", "default"):
+            _number("LogSlider", name, getattr(self, name))
+        if self.low <= 0:
+            raise ValueError(
+                f"LogSlider: low must be above 0, got {self.low:g}; use Slider for a range with 0"
+            )
+        _ordered("LogSlider", self.low, self.high)
+        _in_range("LogSlider: default", self.default, self.low, self.high)
+        if isinstance(self.points, bool) or not isinstance(self.points, int) or self.points < 2:
+            raise ValueError(
+                f"LogSlider: points must be a whole number, 2 or more, got {self.points!r}"
+            )
+
+    @property
+    def exponents(self) -> tuple[float, float, float]:
+        """log10 of low, log10 of high, and the step between positions."""
+        first, last = math.log10(self.low), math.log10(self.high)
+        return first, last, (last - first) / (self.points - 1)
+
+    def positions(self) -> tuple[float, ...]:
+        """Values from low to high with a constant factor between them."""
+        first, _, step = self.exponents
+        inner = (10 ** (first + i * step) for i in range(1, self.points - 1))
+        return (float(self.low), *(float(f"{v:.12g}") for v in inner), float(self.high))
+
+    def check(self, name: str, value: Any) -> float:
+        """Return `value` inside low..high; raise ValueError when it lies outside."""
+        _in_range(name, value, self.low, self.high)
+        return float(min(max(value, self.low), self.high))
+
+    def text(self, value: Any) -> str:
+        """Three significant digits and the unit."""
+        return _with_unit(f"{value:.3g}", self.unit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One of several named options; `default` None takes the first.
+
+    Raises ValueError for fewer than two options, a repeated one, or a default not among them.
+    """
+
+    options: Sequence[Any]
+    default: Any = None
+    label: str | None = None
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.options, str):
+            raise TypeError(
+                f"Choice: options must be a sequence of values, got the string {self.options!r}"
+            )
+        options = tuple(self.options)
+        if len(options) < 2:
+            raise ValueError(f"Choice: needs two options or more, got {options!r}")
+        if len({str(option) for option in options}) != len(options):
+            raise ValueError(f"Choice: options must differ, got {options!r}")
+        object.__setattr__(self, "options", options)
+        if self.default is None:
+            object.__setattr__(self, "default", options[0])
+        else:
+            one_of("Choice: default", self.default, options)
+
+    def positions(self) -> tuple[Any, ...]:
+        """The options in order."""
+        return tuple(self.options)
+
+    def check(self, name: str, value: Any) -> Any:
+        """Return `value`; raise ValueError when it is no option."""
+        return one_of(name, value, self.options)
+
+    def text(self, value: Any) -> str:
+        """The option and the unit."""
+        return _with_unit(f"{value:g}" if isinstance(value, float) else str(value), self.unit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Toggle:
+    """Off or on."""
+
+    default: bool = False
+    label: str | None = None
+    unit: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.default, bool):
+            raise TypeError(f"Toggle: default must be True or False, got {self.default!r}")
+
+    def positions(self) -> tuple[bool, ...]:
+        """False, then True."""
+        return (False, True)
+
+    def check(self, name: str, value: Any) -> bool:
+        """Return `value`; raise TypeError when it is not a bool."""
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+        return value
+
+    def text(self, value: Any) -> str:
+        """The words on and off."""
+        return "on" if value else "off"

@@ -1,0 +1,381 @@
+"""Figures of the chapter `lion`: numbers in, plotly figures out."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median, stdev
+from typing import Any
+
+import plotly.graph_objects as go
+import torch
+
+from labcore.optim import landscape
+from labcore.optim.experiments import STATE_TENSORS
+from labcore.timing import quantiles
+from labcore.ui.explorer import describe
+from labcore.ui.theme import PALETTE
+
+__all__ = [
+    "batch_sizes",
+    "drift",
+    "loss_curves",
+    "memory",
+    "nan_paths",
+    "stall",
+    "step_times",
+    "sweep",
+    "update_size",
+    "update_steps",
+    "walk",
+]
+
+COLORS = {
+    "Lion": PALETTE["vermillion"],
+    "AdamW": PALETTE["blue"],
+    "momentum": PALETTE["green"],
+    "gradient descent": PALETTE["gray"],
+    "AdaGrad": PALETTE["purple"],
+    "RMSProp": PALETTE["orange"],
+    "Adam": PALETTE["sky"],
+}
+_PARTS = {"weights": "gray", "gradients": "sky", "optimizer state": "vermillion"}
+
+
+def _color(name: str) -> str:
+    """The color of the first known optimizer that `name` speaks of, gray for any other."""
+    known = (color for key, color in COLORS.items() if key.lower() in name.lower())
+    return next(known, PALETTE["gray"])
+
+
+def _spread(samples: Sequence[float]) -> float:
+    """The standard deviation over seeds; 0 for one seed."""
+    return stdev(samples) if len(samples) > 1 else 0.0
+
+
+def _key(name: str) -> str:
+    """The key in STATE_TENSORS of an optimizer's name as a reader sees it."""
+    return name.lower().replace(" ", "_")
+
+
+@functools.cache
+def _contour(surface: str) -> go.Contour:
+    shape = landscape.SURFACES[surface]
+    x, y, loss = landscape.grid(shape, cells=40)
+    return go.Contour(
+        x=[round(v, 3) for v in x.tolist()],
+        y=[round(v, 3) for v in y.tolist()],
+        z=[[round(v, 3) for v in row] for row in torch.log10(loss + 1e-2).tolist()],
+        ncontours=18,
+        showscale=False,
+        colorscale="Greys",
+        reversescale=True,
+        line={"width": 0.5},
+        opacity=0.55,
+        hoverinfo="skip",
+        name="loss",
+    )
+
+
+def walk(
+    optimizer: str = "Lion",
+    lr: float = 0.03,
+    noise: float = 0.0,
+    surface: str = "bowl",
+    steps: int = 100,
+) -> go.Figure:
+    """The path of one optimizer over one surface; arguments as in `landscape.trajectory`.
+
+    Points outside the window end the drawn path: the walk has left it for good or come back.
+    """
+    shape = landscape.SURFACES[surface]
+    path = landscape.trajectory(optimizer, shape, lr=lr, noise=noise, steps=steps)
+    margin = 4 * max(shape.x_range[1] - shape.x_range[0], shape.y_range[1] - shape.y_range[0])
+    inside = (path.points.abs() <= margin).all(-1)
+    kept = path.points[: int(inside.long().cumprod(0).sum())]
+    x, y = ([round(v, 4) for v in column] for column in kept.T.tolist())
+    end = float(path.losses[-1])
+    result = f"loss {float(path.losses[0]):.3g} → {end:.3g}" if end < 1e6 else "diverges"
+    figure = go.Figure(_contour(surface))
+    figure.add_scatter(
+        x=x,
+        y=y,
+        mode="lines+markers",
+        name=optimizer,
+        line={"color": COLORS[optimizer], "width": 2},
+        marker={"size": 4},
+    )
+    figure.add_scatter(
+        x=[shape.start[0], shape.minimum[0]],
+        y=[shape.start[1], shape.minimum[1]],
+        mode="markers+text",
+        text=["start", "minimum"],
+        textposition="top center",
+        marker={"size": 10, "symbol": ["circle-open", "x"], "color": PALETTE["green"]},
+        hoverinfo="skip",
+    )
+    figure.update_layout(
+        title=f"{optimizer}, learning rate {lr:.3g}<br>{result} in {steps} steps",
+        xaxis={"title": "x", "range": shape.x_range},
+        yaxis={"title": "y", "range": shape.y_range},
+        showlegend=False,
+    )
+    return figure
+
+
+def memory(
+    parameters: float,
+    bytes_per_number: int,
+    optimizers: Sequence[str] = ("AdamW", "Lion", "momentum", "gradient descent"),
+) -> go.Figure:
+    """Gigabytes (1e9) of weights, gradients and optimizer state, stacked, one bar an optimizer.
+
+    Every number is stored in `bytes_per_number`; activations are not counted.
+    """
+    unit = parameters * bytes_per_number / 1e9
+    figure = go.Figure()
+    for part, color in _PARTS.items():
+        copies = [
+            STATE_TENSORS[_key(name)] if part == "optimizer state" else 1 for name in optimizers
+        ]
+        figure.add_bar(
+            x=list(optimizers),
+            y=[unit * count for count in copies],
+            name=part,
+            marker={"color": PALETTE[color]},
+            texttemplate="%{y:.3g}",
+            textposition="inside",
+        )
+    figure.update_layout(
+        title=f"Memory of {parameters / 1e9:g} billion weights at {bytes_per_number} bytes each",
+        barmode="stack",
+        yaxis={"title": "GB, activations not counted"},
+    )
+    totals = ", ".join(
+        f"{name} {unit * (2 + STATE_TENSORS[_key(name)]):.3g} GB" for name in optimizers
+    )
+    return describe(figure, f"Stacked bars of weights, gradients and optimizer state: {totals}.")
+
+
+def sweep(batch: int, decay: float, data: Mapping[int, Mapping[str, Any]]) -> go.Figure:
+    """Validation accuracy against learning rate, one curve an optimizer at one weight decay.
+
+    data: batch size -> what the record `digits/sweep` details: learning_rates, decays, and
+    accuracy by optimizer as [decays, learning_rates, seeds]. The best rate has a larger marker.
+    """
+    grid = data[batch]
+    rates, row = list(grid["learning_rates"]), list(grid["decays"]).index(decay)
+    figure = go.Figure()
+    for name, accuracy in grid["accuracy"].items():
+        points = accuracy[row]
+        means = [fmean(samples) for samples in points]
+        best = max(range(len(means)), key=means.__getitem__)
+        figure.add_scatter(
+            x=rates,
+            y=means,
+            error_y={"array": [_spread(samples) for samples in points], "thickness": 1.2},
+            mode="lines+markers",
+            name=f"{name}, best {means[best]:.3f} at {rates[best]:g}",
+            line={"color": _color(name)},
+            marker={"size": [14 if i == best else 6 for i in range(len(rates))]},
+        )
+    figure.update_layout(
+        title=f"Batch {batch}, weight decay {decay:g}",
+        xaxis={"title": "learning rate", "type": "log", "dtick": 1, "exponentformat": "power"},
+        yaxis={"title": "validation accuracy", "range": [0.5, 1.01]},
+    )
+    return figure
+
+
+def loss_curves(
+    curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], target: float | None = None
+) -> go.Figure:
+    """Loss over the training part by step: a line a seed, one color an optimizer.
+
+    curves: name -> runs, each a sequence of (step, loss); target: drawn as a dotted line.
+    """
+    figure = go.Figure()
+    for name, runs in curves.items():
+        for number, run in enumerate(runs):
+            figure.add_scatter(
+                x=[step for step, _ in run],
+                y=[loss for _, loss in run],
+                mode="lines",
+                name=name,
+                legendgroup=name,
+                showlegend=number == 0,
+                line={"color": _color(name), "width": 1.5},
+            )
+    if target is not None:
+        figure.add_hline(y=target, line={"dash": "dot", "width": 1.5})
+    figure.update_layout(
+        title="Training loss, one line a seed",
+        xaxis={"title": "step"},
+        yaxis={"title": "training loss", "type": "log", "dtick": 1},
+    )
+    names = " and ".join(curves)
+    return describe(figure, f"Training loss against steps for {names}, on a logarithmic axis.")
+
+
+def update_size(
+    signals: Sequence[float], measured: Sequence[float], predicted: Sequence[float]
+) -> go.Figure:
+    """Root mean square of an AdamW update, in learning rates, by signal over noise; Lion's is 1."""
+    figure = go.Figure()
+    figure.add_scatter(
+        x=list(signals), y=[1.0] * len(signals), name="Lion", mode="lines",
+        line={"color": COLORS["Lion"]},
+    )  # fmt: skip
+    figure.add_scatter(
+        x=list(signals), y=list(predicted), name="AdamW, predicted", mode="lines",
+        line={"color": COLORS["AdamW"]},
+    )  # fmt: skip
+    figure.add_scatter(
+        x=list(signals), y=list(measured), name="AdamW, measured", mode="markers",
+        marker={"color": COLORS["AdamW"], "size": 10},
+    )  # fmt: skip
+    figure.update_layout(
+        title="How far one update moves a weight",
+        xaxis={"title": "mean of the gradient over its noise"},
+        yaxis={"title": "update, in learning rates", "range": [0, 1.08]},
+    )
+    return describe(
+        figure,
+        f"AdamW's update grows from {measured[0]:.2f} learning rates at signal {signals[0]:g} to "
+        f"{measured[-1]:.2f} at signal {signals[-1]:g}; Lion's is 1 throughout.",
+    )
+
+
+def update_steps(curves: Mapping[str, Sequence[tuple[int, float]]]) -> go.Figure:
+    """Size of the updates over training runs. curves: name -> (share of the run, RMS)."""
+    figure = go.Figure()
+    seen: list[str] = []
+    for name, points in curves.items():
+        dash = ("solid", "dash", "dot")[seen.count(_color(name)) % 3]
+        seen.append(_color(name))
+        figure.add_scatter(
+            x=[place for place, _ in points],
+            y=[size for _, size in points],
+            mode="lines",
+            name=name,
+            line={"color": _color(name), "dash": dash},
+        )
+    figure.update_layout(
+        title="Size of the updates on digits",
+        xaxis={"title": "share of the run", "tickformat": ".0%"},
+        yaxis={"title": "update, in learning rates", "range": [0, 1.05]},
+    )
+    last = ", ".join(f"{name} {points[-1][1]:.2f}" for name, points in curves.items())
+    return describe(figure, f"Update size by step, at the end of the run: {last}.")
+
+
+def batch_sizes(accuracy: Mapping[str, Mapping[int, Sequence[float]]]) -> go.Figure:
+    """Accuracy by batch size with the spread over seeds.
+
+    accuracy: optimizer -> batch size -> accuracies of the seeds.
+    """
+    figure = go.Figure()
+    for shift, (name, by_batch) in zip((0.98, 1.02), accuracy.items(), strict=False):
+        figure.add_scatter(
+            x=[batch * shift for batch in by_batch],
+            y=[fmean(samples) for samples in by_batch.values()],
+            error_y={"array": [_spread(samples) for samples in by_batch.values()]},
+            mode="lines+markers",
+            name=name,
+            line={"color": _color(name)},
+        )
+    ticks = sorted({batch for by_batch in accuracy.values() for batch in by_batch})
+    figure.update_layout(
+        title="The same passes over the data, by batch size",
+        xaxis={"title": "batch size", "type": "log", "tickvals": ticks, "ticktext": ticks},
+        yaxis={"title": "test accuracy"},
+    )
+    means = "; ".join(
+        f"{name}: " + ", ".join(f"{fmean(xs):.3f} at {batch}" for batch, xs in by_batch.items())
+        for name, by_batch in accuracy.items()
+    )
+    return describe(figure, f"Test accuracy against batch size. {means}.")
+
+
+def _lines(paths: Mapping[str, Sequence[float | None]], *, title: str, y: str) -> go.Figure:
+    figure = go.Figure()
+    for name, path in paths.items():
+        figure.add_scatter(y=list(path), mode="lines", name=name, line={"color": _color(name)})
+    figure.update_layout(title=title, xaxis={"title": "step"}, yaxis={"title": y})
+    ends = ", ".join(f"{name} {_last(path)}" for name, path in paths.items())
+    return describe(figure, f"{title}. Last {y}: {ends}.")
+
+
+def _last(path: Sequence[float | None]) -> str:
+    """The last number of a path, or that it ends before."""
+    return "none, the path ends early" if path[-1] is None else f"{path[-1]:.3g}"
+
+
+def drift(paths: Mapping[str, Sequence[float]]) -> go.Figure:
+    """Weights after a single gradient. paths: optimizer -> weight by step."""
+    return _lines(paths, title="One gradient at the first step, none after it", y="weight")
+
+
+def nan_paths(paths: Mapping[str, Sequence[float]], at: int) -> go.Figure:
+    """A weight whose gradient is NaN once, at step `at`; a path ends where the weight is NaN."""
+    finite = {
+        name: [None if math.isnan(weight) else weight for weight in path]
+        for name, path in paths.items()
+    }
+    figure = _lines(finite, title=f"The gradient is NaN once, at step {at}", y="weight")
+    for trace, color in zip(figure.data, PALETTE.values(), strict=False):
+        trace.line.color = color  # all of them are Lion
+    figure.add_vline(x=at, line={"dash": "dot", "width": 1.5})
+    return figure
+
+
+def stall(
+    learning_rates: Sequence[float], measured: Sequence[float], predicted: Sequence[float]
+) -> go.Figure:
+    """Share of the weights that a step of the learning rate changes: predicted and measured."""
+    figure = go.Figure()
+    figure.add_scatter(
+        x=list(learning_rates),
+        y=list(predicted),
+        mode="lines",
+        name="predicted from the spacing",
+        line={"color": PALETTE["gray"]},
+    )
+    figure.add_scatter(
+        x=list(learning_rates),
+        y=list(measured),
+        mode="markers",
+        name="measured",
+        marker={"color": COLORS["Lion"], "size": 9},
+    )
+    figure.update_layout(
+        title="How many bfloat16 weights one step moves",
+        xaxis={"title": "learning rate", "type": "log", "dtick": 1, "exponentformat": "power"},
+        yaxis={"title": "share of the weights", "range": [-0.03, 1.03], "tickformat": ".0%"},
+    )
+    return describe(
+        figure,
+        f"The share of weights that one step moves rises from {measured[0]:.0%} at learning rate "
+        f"{learning_rates[0]:.0e} to {measured[-1]:.0%} at {learning_rates[-1]:.0e}; the "
+        "prediction runs through the measured points.",
+    )
+
+
+def step_times(milliseconds: Mapping[str, Sequence[float]], title: str) -> go.Figure:
+    """Median time of one optimizer step with its 20th and 80th percentile, one bar a library."""
+    names = sorted(milliseconds, key=lambda name: median(milliseconds[name]))
+    figure = go.Figure()
+    for name in names:
+        low, middle, high = quantiles(list(milliseconds[name]))
+        figure.add_bar(
+            x=[middle],
+            y=[name],
+            orientation="h",
+            error_x={"array": [high - middle], "arrayminus": [middle - low]},
+            marker={"color": _color(name)},
+            showlegend=False,
+        )
+    figure.update_layout(title=title, xaxis={"title": "ms a step"}, yaxis={"autorange": "reversed"})
+    medians = ", ".join(f"{name} {median(milliseconds[name]):.3g} ms" for name in names)
+    return describe(figure, f"{title}: {medians}.")

@@ -1,0 +1,254 @@
+"""Explorers on a static page, built from a small notebook and opened from a folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+pytestmark = pytest.mark.browser
+
+CELLS = [
+    """\
+import numpy as np
+import plotly.graph_objects as go
+from labcore import ui
+
+def wave(frequency, phase, damped, amplitude):
+    x = np.linspace(0, 6, 150)
+    y = amplitude * np.sin(frequency * x + phase) * (np.exp(-x / 3) if damped == "yes" else 1)
+    figure = go.Figure([go.Scatter(x=x, y=y, name="wave"), go.Scatter(x=x, y=x / 6, name="line")])
+    title = f"A wave of frequency {frequency:.4g} and phase {phase:.4g} over six seconds of time"
+    return figure.update_layout(title=title, xaxis_title="time (s)", yaxis_title="height")
+
+ui.explore(
+    wave,
+    alt="A sine wave whose frequency a slider sets.",
+    frequency=ui.LogSlider(low=0.1, high=10, default=1.0, unit="Hz"),
+    phase=ui.Slider(low=0, high=3, default=0.75),
+    damped=ui.Choice(options=("no", "yes")),
+    amplitude=ui.IntSlider(low=1, high=5, default=2),
+)
+""",
+    """\
+def surface(kind, bumps):
+    g = np.linspace(-2, 2, 30)
+    z = g[:, None] ** 2 + (g[None] ** 4 if kind == "quartic" else g[None] ** 2)
+    z = z + bumps * np.sin(5 * g[None])
+    return go.Figure(go.Heatmap(x=g, y=g, z=z)).update_layout(title="A valley")
+
+ui.explore(surface, alt="A valley from above.", kind=ui.Choice(options=("square", "quartic")),
+           bumps=ui.Toggle())
+""",
+    'ui.describe(go.Figure(go.Bar(x=["a", "b"], y=[1, 2.5])), "Two bars, the second higher.")',
+    'guess = ui.predict("How many bytes a parameter does Lion keep?", unit="bytes")\nguess',
+    "guess.reveal(4)",
+    """\
+ui.quiz([ui.Question("Which keeps one buffer?", ("AdamW", "Lion"), 1, "Only the momentum."),
+         ui.Question("What is a sign of 0?", ("1", "0", "-1"), 1, "As torch.sign has it.")])
+""",
+    "from labcore import checks\nui.show_source(checks.one_of, docstring=False)",
+]
+CONF = """\
+project = "mini"
+extensions = ["myst_nb", "labcore.publish.explorers"]
+html_theme = "sphinx_book_theme"
+html_context = {"default_mode": "auto"}
+nb_execution_mode = "force"
+nb_execution_show_tb = True
+nb_ipywidgets_js = {}
+exclude_patterns = ["_build"]
+"""
+KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+READY = "() => document.querySelectorAll('.js-plotly-plot .main-svg').length >= 3"
+HEIGHTS = "n => Array.from(document.querySelectorAll('.js-plotly-plot')[n]._fullData[0].y)"
+TITLE = "() => document.querySelectorAll('.js-plotly-plot')[0].layout.title.text"
+
+
+def notebook(cells: list[str]) -> Any:
+    book = nbformat.v4.new_notebook(metadata={"kernelspec": KERNEL})
+    book.cells.append(nbformat.v4.new_markdown_cell("# A mini chapter"))
+    book.cells += [nbformat.v4.new_code_cell(cell) for cell in cells]
+    return book
+
+
+def build(root: Path, cells: list[str]) -> subprocess.CompletedProcess[str]:
+    """A book of one chapter in a folder of its own, as the book's strict build makes it."""
+    (root / "part").mkdir(parents=True)
+    nbformat.write(notebook(cells), root / "part" / "mini.ipynb")
+    (root / "index.md").write_text("# Mini\n\n```{toctree}\npart/mini\n```\n")
+    (root / "conf.py").write_text(CONF)
+    command = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", ".", "_build"]
+    environment = {**os.environ, "LABCORE_BOOK": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("mini") / "book"
+    done = build(root, CELLS)
+    assert done.returncode == 0, done.stderr
+    return root / "_build"
+
+
+@pytest.fixture
+def opened(browser: Any, site: Path, watch: Any) -> Any:
+    def go(**options: Any) -> Any:
+        watched = watch(**options)
+        watched.page.goto((site / "part" / "mini.html").as_uri())
+        if options.get("java_script_enabled", True):
+            watched.page.wait_for_function(READY)
+        return watched
+
+    return go
+
+
+def test_the_keyboard_moves_the_slider_and_the_trace(opened: Any) -> None:
+    watched = opened()
+    page = watched.page
+    slider = page.get_by_label("frequency", exact=True)
+    before, title = page.evaluate(HEIGHTS, 0), page.evaluate(TITLE)
+    assert slider.get_attribute("aria-valuetext") == "1 Hz"
+    slider.focus()
+    slider.press("ArrowRight")
+    page.wait_for_function("t => document.querySelector('.js-plotly-plot').layout.title.text !== t",
+                           arg=title)  # fmt: skip
+    assert page.evaluate(HEIGHTS, 0) != before
+    text = slider.get_attribute("aria-valuetext")
+    assert float(text.removesuffix(" Hz")) > 1
+    assert page.locator(".twin-control output").first.inner_text() == text
+    slider.press("ArrowLeft")
+    page.wait_for_function("t => document.querySelector('.js-plotly-plot').layout.title.text === t",
+                           arg=title)  # fmt: skip
+    assert page.evaluate(HEIGHTS, 0) == before
+    watched.calm()
+
+
+def test_the_second_control_moves_too_and_the_others_say_where_they_move(opened: Any) -> None:
+    watched = opened()
+    page = watched.page
+    title = page.evaluate(TITLE)
+    page.get_by_label("phase", exact=True).press("End")
+    page.wait_for_function("t => document.querySelector('.js-plotly-plot').layout.title.text !== t",
+                           arg=title)  # fmt: skip
+    assert "phase 3 " in page.evaluate(TITLE)
+    fixed = page.locator(".twin-fixed li").all_inner_texts()
+    assert fixed == ["damped: no (moves in JupyterLab)", "amplitude: 2 (moves in JupyterLab)"]
+    watched.calm()
+
+
+def test_a_choice_and_a_toggle_drive_the_second_explorer_alone(opened: Any) -> None:
+    watched = opened()
+    page = watched.page
+    z = "() => document.querySelectorAll('.js-plotly-plot')[1]._fullData[0].z.flat().join()"
+    first, other = page.evaluate(z), page.evaluate(HEIGHTS, 0)
+    page.get_by_label("kind", exact=True).select_option("quartic")
+    page.wait_for_function(f"z => ({z})() !== z", arg=first)
+    second = page.evaluate(z)
+    page.get_by_label("bumps", exact=True).press("Space")
+    page.wait_for_function(f"z => ({z})() !== z", arg=second)
+    assert page.evaluate(HEIGHTS, 0) == other
+    watched.calm()
+
+
+def test_dark_mode_changes_ink_grid_and_ground(opened: Any) -> None:
+    watched = opened(color_scheme="light")
+    page = watched.page
+    look = """() => { const l = document.querySelector('.js-plotly-plot')._fullLayout;
+               return [l.paper_bgcolor, l.font.color, l.xaxis.gridcolor]; }"""
+    page.evaluate("() => { document.documentElement.dataset.theme = 'light'; }")
+    page.wait_for_function(f"() => ({look})()[0] !== 'rgba(0,0,0,0)'")
+    light = page.evaluate(look)
+    page.evaluate("() => { document.documentElement.dataset.theme = 'dark'; }")
+    page.wait_for_function(f"old => ({look})()[1] !== old", arg=light[1])
+    dark = page.evaluate(look)
+    assert all(a != b for a, b in zip(light, dark, strict=True))
+    watched.calm()
+
+
+def test_a_phone_shows_all_of_it(opened: Any) -> None:
+    watched = opened(width=360, height=740)
+    page = watched.page
+    wide = page.evaluate("() => document.documentElement.scrollWidth")
+    assert wide <= 360
+    boxes = page.evaluate(
+        "() => Array.from(document.querySelectorAll('.labcore-twin, .labcore-twin input, "
+        ".js-plotly-plot .main-svg, .js-plotly-plot .gtitle'))"
+        ".map(e => e.getBoundingClientRect()).map(b => [b.left, b.right])"
+    )
+    assert boxes
+    assert all(left >= 0 and right <= 360 for left, right in boxes), boxes
+    watched.calm()
+
+
+def test_without_javascript_there_is_a_picture(opened: Any) -> None:
+    page = opened(java_script_enabled=False).page
+    pictures = page.locator(".labcore-twin img")
+    assert pictures.count() == 3
+    for picture in pictures.all():
+        assert picture.is_visible()
+        assert picture.bounding_box()["height"] > 100
+        assert picture.get_attribute("alt")
+    assert not page.get_by_label("frequency", exact=True).is_visible()
+    assert not page.locator(".twin-plot").first.is_visible()
+
+
+def test_a_quiz_is_answered_by_keyboard(opened: Any) -> None:
+    watched = opened()
+    page = watched.page
+    first = page.locator(".labcore-quiz fieldset").first
+    assert not first.get_by_text("Only the momentum.").is_visible()
+    first.get_by_label("AdamW").focus()
+    page.keyboard.press("Space")
+    assert first.locator("[role=status]").inner_text() == "Not this one: think again."
+    page.keyboard.press("ArrowDown")
+    assert first.locator("[role=status]").inner_text() == "Right."
+    assert first.get_by_text("Only the momentum.").is_visible()
+    assert not page.locator(".labcore-quiz").get_by_text("As torch.sign has it.").is_visible()
+    watched.calm()
+
+
+def test_a_measurement_is_folded_until_asked_for(opened: Any) -> None:
+    page = opened().page
+    measured = page.get_by_text("Measured: 4 bytes.")
+    assert not measured.is_visible()
+    page.locator(".labcore-reveal summary").press("Enter")
+    assert measured.is_visible()
+
+
+def test_scripts_are_loaded_only_where_used(site: Path) -> None:
+    page, index = ((site / name).read_text() for name in ("part/mini.html", "index.html"))
+    assert "plotly.min.js" in page
+    assert "twin.js" in page
+    assert "plotly" not in index
+    assert "twin.js" not in index
+    assert len(re.findall(r"explorers/[0-9a-f]{16}\.js", page)) == 3
+    sidecars = sum(f.stat().st_size for f in (site / "_static/explorers").iterdir())
+    assert len(page) < 300_000
+    assert len(page) + sidecars < 1_500_000
+    assert "widget-state" not in page
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ("go.Figure(go.Scatter(y=[1, 2]))", "without a text alternative"),
+        ('go.Figure(go.Pie(values=[1, 2])).update_layout(title="t")', "no picture"),
+        (
+            "ui.explore(lambda a: go.Figure(go.Bar(y=[1 / a])), alt='x', "
+            "a=ui.IntSlider(low=-1, high=1, default=1))",
+            "a=0",
+        ),
+    ],
+)
+def test_the_strict_build_refuses(tmp_path: Path, cell: str, said: str) -> None:
+    setup = "import plotly.graph_objects as go\nfrom labcore import ui\n"
+    done = build(tmp_path / "book", [setup + cell])
+    assert done.returncode != 0
+    assert said in done.stderr

@@ -1,0 +1,113 @@
+"""The chapter's figures show the numbers they are given, and say in words what they show."""
+
+import itertools
+import math
+
+import plotly.graph_objects as go
+import pytest
+
+from labcore.optim import landscape
+from labcore.ui.figures import lion as figures
+
+
+def alt(figure: go.Figure) -> str:
+    return figure.layout.meta["alt"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "surface"), list(itertools.product(landscape.RULES, landscape.SURFACES))
+)
+def test_the_walk_is_the_trajectory(optimizer: str, surface: str) -> None:
+    figure = figures.walk(optimizer, lr=0.003, noise=0.5, surface=surface)
+    path = landscape.trajectory(optimizer, surface, lr=0.003, noise=0.5)
+    drawn = figure.data[1]
+    assert drawn.name == optimizer
+    assert list(drawn.x) == pytest.approx(path.points[:, 0].tolist(), abs=6e-5)
+    assert list(drawn.y) == pytest.approx(path.points[:, 1].tolist(), abs=6e-5)
+    assert f"{float(path.losses[-1]):.3g}" in figure.layout.title.text
+
+
+def test_a_walk_that_diverges_says_so_and_ends_at_the_window() -> None:
+    figure = figures.walk("gradient descent", lr=1.0)
+    assert "diverges" in figure.layout.title.text
+    assert 1 <= len(figure.data[1].x) < 20
+    assert max(map(abs, figure.data[1].y)) < 100
+
+
+def test_the_contour_does_not_depend_on_the_walk() -> None:
+    first, second = figures.walk("Lion", lr=0.01), figures.walk("Adam", lr=0.5)
+    assert first.data[0] == second.data[0]
+
+
+def test_memory_stacks_copies_of_the_weights() -> None:
+    figure = figures.memory(3e9, bytes_per_number=2)
+    totals = {
+        name: sum(bar.y[place] for bar in figure.data)
+        for place, name in enumerate(figure.data[0].x)
+    }
+    assert totals == pytest.approx(
+        {"AdamW": 24.0, "Lion": 18.0, "momentum": 18.0, "gradient descent": 12.0}
+    )
+    assert "AdamW 24 GB" in alt(figure) and "Lion 18 GB" in alt(figure)
+
+
+def test_the_sweep_shows_the_chosen_row_and_marks_its_best_rate() -> None:
+    accuracy = {
+        "AdamW": [[[0.5, 0.7], [0.8, 0.8]], [[0.1, 0.1], [0.2, 0.4]]],
+        "Lion": [[[0.6, 0.6], [0.9, 0.7]], [[0.9, 0.9], [0.3, 0.3]]],
+    }
+    data = {
+        64: {"learning_rates": [0.01, 0.1], "decays": [0.0, 1.0], "accuracy": accuracy},
+    }
+    figure = figures.sweep(64, 1.0, data)
+    assert list(figure.data[1].y) == pytest.approx([0.9, 0.3])
+    assert list(figure.data[0].error_y.array) == pytest.approx([0.0, 0.2 / math.sqrt(2)])
+    assert figure.data[0].name == "AdamW, best 0.300 at 0.1"
+    assert figure.data[1].name == "Lion, best 0.900 at 0.01"
+    assert figure.data[1].marker.size[0] > figure.data[1].marker.size[1]
+
+
+def test_loss_curves_draw_a_line_a_seed_and_one_legend_entry_an_optimizer() -> None:
+    runs = {"Lion": [[(0, 2.0), (5, 1.0)], [(0, 2.1), (5, 1.1)]], "AdamW": [[(0, 2.0), (5, 0.5)]]}
+    figure = figures.loss_curves(runs, target=0.1)
+    assert [trace.showlegend for trace in figure.data] == [True, False, True]
+    assert list(figure.data[1].y) == [2.1, 1.1]
+    assert figure.data[0].line.color == figure.data[1].line.color != figure.data[2].line.color
+    assert len(figure.layout.shapes) == 1
+    assert "Lion and AdamW" in alt(figure)
+
+
+def test_batch_sizes_show_means_and_spreads() -> None:
+    figure = figures.batch_sizes({"Lion": {16: [0.9, 1.0], 64: [0.8]}, "AdamW": {16: [0.7]}})
+    assert list(figure.data[0].y) == pytest.approx([0.95, 0.8])
+    assert list(figure.data[0].error_y.array) == pytest.approx([0.1 / math.sqrt(2), 0.0])
+    assert "Lion: 0.950 at 16, 0.800 at 64" in alt(figure)
+
+
+def test_a_path_ends_where_the_weight_is_nan() -> None:
+    figure = figures.nan_paths({"a": [1.0, 0.5, math.nan], "b": [1.0, 0.5, 0.5]}, at=1)
+    assert list(figure.data[0].y) == [1.0, 0.5, None]
+    assert figure.data[0].line.color != figure.data[1].line.color
+    assert "a none, the path ends early, b 0.5" in alt(figure)
+
+
+def test_step_times_are_medians_in_order_with_their_percentiles() -> None:
+    figure = figures.step_times({"slow": [5.0, 4.0, 6.0], "fast": [1.0, 1.0, 1.5]}, "Steps")
+    assert [bar.y[0] for bar in figure.data] == ["fast", "slow"]
+    assert figure.data[1].x[0] == 5.0
+    assert figure.data[1].error_x.array[0] == pytest.approx(0.6)
+    assert alt(figure) == "Steps: fast 1 ms, slow 5 ms."
+
+
+def test_the_other_figures_hold_their_points() -> None:
+    drift = figures.drift({"Lion": [1.0, 0.9], "AdamW": [1.0, 1.0]})
+    assert list(drift.data[0].y) == [1.0, 0.9]
+    assert "Lion 0.9" in alt(drift)
+    stall = figures.stall([1e-4, 1e-3], [0.25, 1.0], [0.24, 1.0])
+    assert list(stall.data[1].y) == [0.25, 1.0]
+    assert "25%" in alt(stall)
+    size = figures.update_size([0, 2], [0.23, 0.9], [0.229, 0.91])
+    assert [list(trace.y) for trace in size.data] == [[1.0, 1.0], [0.229, 0.91], [0.23, 0.9]]
+    steps = figures.update_steps({"AdamW, 16": [(0, 0.9)], "AdamW, 64": [(0, 0.8)]})
+    assert steps.data[0].line.dash != steps.data[1].line.dash
+    assert "AdamW, 16 0.90" in alt(steps)
