@@ -1,0 +1,48 @@
+# Two commands: `make course` and `make test`. Each makes .venv first where that is needed.
+# Settings: HOST, PORT, NO_BROWSER=1, PYTHON=<path>, TORCH_INDEX=<address of torch's builds>.
+
+HOST ?= 127.0.0.1
+PORT ?= 8888
+BIN := .venv/bin
+FOUND := $(firstword $(foreach name,$(or $(PYTHON),python3 python3.12 python3.11),$(shell command -v $(name) 2>/dev/null)))
+SETUP = $(or $(FOUND),$(error Python 3.11 or 3.12 is needed and $(or $(PYTHON),python3) was not found: on Debian run "apt install python3-venv" as root)) scripts/setup.py
+
+.PHONY: help course test check book jupyter claims bench test-installed clean setup
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1: /p' Makefile
+
+course: setup-course  ## the course: JupyterLab and the book behind one local address
+	@$(BIN)/python -m labcore course --host $(HOST) --port $(PORT)
+
+.PHONY: setup-course
+setup-course:
+	@$(SETUP) --host $(HOST) --port $(PORT)
+
+setup:  ## .venv, or what it lacks since the last time
+	@$(SETUP)
+
+test: setup  ## every gate: style, types, imports, tests, chapters, book, browser, wheel
+	@$(BIN)/python scripts/gates.py all
+
+check: setup  ## the quick gates: style, types, imports, unit tests
+	@$(BIN)/python scripts/gates.py quick
+
+book: setup  ## the book in _build/html, as strictly as the tests build it
+	@LABCORE_STRICT_CLAIMS=1 $(BIN)/jupyter-book build . -W -n --keep-going
+
+jupyter: setup  ## JupyterLab alone
+	@$(BIN)/jupyter lab --ip $(HOST) --port $(PORT)
+
+claims: setup  ## judges the articles' claims anew and writes claims.toml
+	@$(BIN)/python -m labcore.claims
+
+bench: setup  ## measures what has no record on this kind of hardware; BENCH="lion --save" for one
+	@$(BIN)/python -m benchmarks $(BENCH)
+
+test-installed: setup  ## builds the wheel, installs it elsewhere, runs a chapter from it
+	@$(BIN)/python -m pytest tests/test_installed.py
+
+clean:  ## removes what was built; .venv, my/ and records stay
+	@rm -rf _build dist build .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +

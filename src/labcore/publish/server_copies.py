@@ -1,0 +1,154 @@
+"""A reader's own copies of the chapters: made once under `my/`, never written again.
+
+A copy keeps in its metadata a digest of the chapter that it was made from. When the chapter's
+cells change later, the page offers the copy, the differences, and a fresh copy beside it.
+"""
+
+import difflib
+import hashlib
+import html
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Copy", "chapter_path", "chapters", "create", "differences", "newest"]
+
+METADATA = "labcore_copy"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """One copy of a chapter: where it is, and whether the chapter changed since it was made."""
+
+    path: Path
+    changed: bool
+
+
+def chapters(root: Path) -> dict[str, Path]:
+    """The notebooks that may be copied, by their path inside the checkout ("book/lion.ipynb")."""
+    return {path.relative_to(root).as_posix(): path for path in sorted(root.glob("book/*.ipynb"))}
+
+
+def chapter_path(root: Path, name: str) -> Path:
+    """The chapter of this name; raises ValueError for anything that is not a chapter."""
+    known = chapters(root)
+    if name not in known:
+        raise ValueError(f"{name!r} is no chapter of this book; choose one of {', '.join(known)}")
+    return known[name]
+
+
+def _cells(notebook: dict[str, Any]) -> list[tuple[str, str]]:
+    """(kind, text) of each cell: outputs and ids do not make a chapter another one."""
+    return [(cell["cell_type"], "".join(cell["source"])) for cell in notebook["cells"]]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The notebook, or None when the file is none: a person may have saved anything there."""
+    try:
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        _cells(notebook)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return dict(notebook)
+
+
+def _digest(notebook: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(_cells(notebook)).encode()).hexdigest()[:16]
+
+
+def _number(path: Path, stem: str) -> int | None:
+    match = re.fullmatch(rf"{re.escape(stem)}(?:-([0-9]+))?\.ipynb", path.name)
+    return int(match[1] or 1) if match else None
+
+
+def newest(root: Path, name: str) -> Copy | None:
+    """The copy of this chapter with the highest number, or None before the first one."""
+    chapter = chapter_path(root, name)
+    numbered = {
+        number: path
+        for path in (root / "my").glob("*.ipynb")
+        if (number := _number(path, chapter.stem)) is not None
+    }
+    if not numbered:
+        return None
+    path = numbered[max(numbered)]
+    now, copied = _read(chapter), _read(path)
+    if now is None or copied is None:
+        return Copy(path=path, changed=True)
+    made_from = copied.get("metadata", {}).get(METADATA, {}).get("digest", _digest(copied))
+    return Copy(path=path, changed=made_from != _digest(now))
+
+
+def create(root: Path, name: str, *, fresh: bool = False) -> Path:
+    """The copy to open: the newest one, or one more when there is none or `fresh` asks for it.
+
+    No file that exists is ever written. Raises ValueError when the chapter cannot be read.
+    """
+    chapter = chapter_path(root, name)
+    found = newest(root, name)
+    if found is not None and not fresh:
+        return found.path
+    notebook = _read(chapter)
+    if notebook is None:
+        raise ValueError(f"{name} is no notebook that can be read; get it again with git")
+    notebook.setdefault("metadata", {})[METADATA] = {"chapter": name, "digest": _digest(notebook)}
+    text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+    folder = root / "my"
+    folder.mkdir(exist_ok=True)
+    number = 1
+    while True:
+        path = folder / (
+            f"{chapter.stem}.ipynb" if number == 1 else f"{chapter.stem}-{number}.ipynb"
+        )
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
+def _lines(mine: str, now: str) -> str:
+    """The lines of two cells as HTML: "-" only in the copy, "+" only in the chapter."""
+    shown = []
+    for line in difflib.ndiff(mine.splitlines(), now.splitlines()):
+        kind, text = line[:2], html.escape(line)
+        if kind != "? ":
+            tag = {"- ": "del", "+ ": "ins"}.get(kind, "span")
+            shown.append(f"<{tag}>{text}</{tag}>")
+    return "<pre>" + "\n".join(shown) + "</pre>" if shown else ""
+
+
+def differences(root: Path, name: str) -> str:
+    """The differences between the newest copy and the chapter, cell by cell, as an HTML fragment.
+
+    Raises ValueError when there is no copy or one of the two cannot be read.
+    """
+    found = newest(root, name)
+    if found is None:
+        raise ValueError(f"there is no copy of {name} under my/ yet; open the page and run it")
+    mine, now = _read(found.path), _read(chapter_path(root, name))
+    if mine is None or now is None:
+        raise ValueError(f"{found.path.name} or {name} is no notebook that can be read")
+    old, new = _cells(mine), _cells(now)
+    parts: list[str] = []
+    for kind, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind == "equal":
+            count = j - i
+            parts.append(f"<p class='same'>{count} cell{'s' * (count != 1)} alike</p>")
+            continue
+        for step in range(max(j - i, m - k)):
+            before = old[i + step] if i + step < j else None
+            after = new[k + step] if k + step < m else None
+            where = (
+                f"cell {i + step + 1} of yours" if before else "",
+                f"cell {k + step + 1} of the chapter" if after else "",
+            )
+            cell = (after or before or ("", ""))[0]
+            heading = " and ".join(filter(None, where))
+            parts.append(f"<h2>{heading} ({html.escape(cell)})</h2>")
+            parts.append(_lines(before[1] if before else "", after[1] if after else ""))
+    return "\n".join(parts)

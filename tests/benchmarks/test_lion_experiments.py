@@ -1,0 +1,95 @@
+"""The digits cases run small: every quantity that a claim or the chapter asks for is there."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import lion as cases
+from benchmarks.runner import Measurement, cases_of
+from labcore import claims
+from labcore.optim import experiments, study
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in {
+        "LEARNING_RATES": (1e-2, 3e-2),
+        "DECAYS": (0.0, 0.1),
+        "TUNING_SEEDS": (100, 101),
+        "REPORT_SEEDS": (0, 1, 2),
+        "STEPS": {16: 24, 64: 8},
+        "TARGET": 2.2,
+    }.items():
+        monkeypatch.setattr(study, name, value)
+    monkeypatch.setattr(cases, "PRECISION_SEEDS", (0, 1))
+    monkeypatch.setattr(cases, "PRECISION_STEPS", 5)
+    study.tuned.cache_clear()
+    yield
+    study.tuned.cache_clear()
+
+
+def by_quantity(found: list[Measurement]) -> dict[str, Measurement]:
+    json.dumps([dict(item.details) for item in found])  # a record must be able to hold them
+    return {item.quantity: item for item in found}
+
+
+def test_the_sweep_keeps_the_whole_grid_and_what_it_chose() -> None:
+    found = by_quantity(cases.digits_sweep())
+    assert set(found) == {"learning-rate ratio/batch 16", "learning-rate ratio/batch 64"}
+    details = found["learning-rate ratio/batch 16"].details
+    assert torch.tensor(details["accuracy"]["Lion"]).shape == (2, 2, 2)
+    assert details["chosen"]["AdamW"]["lr"] in details["plateau"]["AdamW"]
+
+
+@pytest.mark.parametrize(
+    ("case", "quantity", "between"),
+    [
+        ("digits_accuracy", "accuracy/batch 64", "accuracy difference/batch 64"),
+        ("digits_convergence", "steps/batch 64", "steps ratio/batch 64"),
+    ],
+)
+def test_what_lies_between_is_taken_seed_by_seed(case: str, quantity: str, between: str) -> None:
+    found = by_quantity(getattr(cases, case)())
+    lion, adamw = found[quantity].samples, found[quantity].peers["AdamW"]
+    assert len(lion) == len(adamw) == 3
+    if "difference" in between:
+        expected = [100 * (a - b) for a, b in zip(lion, adamw, strict=True)]
+    else:
+        expected = [a / b for a, b in zip(lion, adamw, strict=True)]
+    assert found[between].samples == expected
+    # The settings in the details give the samples again.
+    setting = experiments.Setting(**found[quantity].details["chosen"]["Lion"])
+    again = study.report("Lion", setting, 64, seeds=study.REPORT_SEEDS)
+    repeated = (
+        [run.accuracy for run in again] if "acc" in quantity else study.steps_to_target(again)
+    )
+    assert list(lion) == repeated
+
+
+def test_the_precision_case_has_every_remedy_beside_plain_bf16() -> None:
+    found = by_quantity(cases.digits_bf16())
+    assert set(found) == {f"accuracy/lr {lr}" for lr in ("0.0001", "0.0003", "0.001")}
+    for item in found.values():
+        assert set(item.peers) == set(cases.PRECISIONS) - {"bf16"}
+        assert all(len(samples) == 2 for samples in (item.samples, *item.peers.values()))
+
+
+def test_every_claim_and_every_look_up_of_the_chapter_names_a_case() -> None:
+    names = {case.name for case in cases_of("lion")}
+    of_claims = {
+        item.case
+        for claim in claims.load().values()
+        if claim.slug == "lion"
+        for item in claim.evidence
+    }
+    notebook = json.loads((ROOT / "book/lion.ipynb").read_text(encoding="utf-8"))
+    code = "\n".join("".join(cell["source"]) for cell in notebook["cells"])
+    of_chapter = set(re.findall(r'records\.find\(\s*"lion",\s*"([^"]+)"', code))
+    assert of_chapter and of_claims
+    assert of_claims | of_chapter <= names

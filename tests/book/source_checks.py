@@ -1,0 +1,121 @@
+"""Gates over the sources of the book. Each returns a list of sentences, empty when all is well."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from pybtex.database import parse_string
+
+from labcore.publish.address import SETUP_LINE
+from labcore.publish.chapter import parse_metadata
+
+CELL_LINES = 20
+WORDS = (1500, 3500)
+AT_LEAST = {"predict": 2, "explore": 1, "quiz": 1}
+CITE = re.compile(r"\{cite(?::\w+)?\}`([^`]+)`")
+DOI = re.compile(r"10\.\d{4,9}/\S+")
+ARXIV = re.compile(r"(?:arXiv:)?(\d{4}\.\d{4,5}|[a-z.-]+/\d{7})(v\d+)?", re.IGNORECASE)
+# What is not prose: fences, directives' options, formulas, roles' names, HTML.
+NOT_PROSE = [
+    re.compile(r"^(```|~~~|:::).*$", re.MULTILINE),
+    re.compile(r"^:\w[\w-]*:.*$", re.MULTILINE),
+    re.compile(r"\$\$.*?\$\$", re.DOTALL),
+    re.compile(r"\$[^$\n]+\$"),
+    re.compile(r"\{[\w:-]+\}(?=`)"),
+    re.compile(r"<[^>]+>"),
+]
+
+
+def _text(cell: dict[str, Any]) -> str:
+    return "".join(cell["source"])
+
+
+def words(markdown: str) -> int:
+    """How many words of prose a Markdown text has."""
+    for pattern in NOT_PROSE:
+        markdown = pattern.sub(" ", markdown)
+    return len(re.findall(r"[A-Za-z][\w'’-]*", markdown))
+
+
+def _calls(code: str) -> list[str]:
+    """The names of the functions that code calls: f(…) and m.f(…) are both f."""
+    lines = [x for x in code.splitlines() if not x.lstrip().startswith(("%", "!"))]
+    found = []
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            func = node.func
+            found.append(func.id if isinstance(func, ast.Name) else func.attr)
+    return found
+
+
+def _cell_problems(cells: list[dict[str, Any]]) -> list[str]:
+    problems = []
+    for number, cell in enumerate(cells, 1):
+        where = f"cell {number}"
+        if not cell.get("id"):
+            problems.append(f"{where} has no id")
+        if cell["cell_type"] != "code":
+            continue
+        lines = _text(cell).count("\n") + 1
+        if lines > CELL_LINES:
+            problems.append(f"{where} has {lines} lines, at most {CELL_LINES}")
+        kept = "# NBVAL_CHECK_OUTPUT" in _text(cell)
+        if not kept and (cell.get("outputs") or cell.get("execution_count") is not None):
+            problems.append(f"{where} has outputs or an execution count; strip them")
+        if kept and not cell.get("outputs"):
+            problems.append(f"{where} is marked NBVAL_CHECK_OUTPUT and has no output to compare")
+    ids = [cell.get("id") for cell in cells]
+    return problems + ([] if len(set(ids)) == len(ids) else ["two cells share an id"])
+
+
+def chapter_problems(path: Path) -> list[str]:
+    """What keeps a notebook from being a chapter."""
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    cells, problems = notebook["cells"], []
+    try:
+        parse_metadata(notebook)
+    except ValueError as error:
+        problems.append(str(error))
+    if notebook["metadata"].get("kernelspec", {}).get("language") != "python":
+        problems.append('metadata.kernelspec.language must be "python"')
+    problems += _cell_problems(cells)
+    code = [_text(cell) for cell in cells if cell["cell_type"] == "code"]
+    if not code or not code[0].startswith(SETUP_LINE):
+        problems.append("the first code cell must install labcore where it is missing")
+    if not cells or not re.match(r"# \S", _text(cells[0])):
+        problems.append("the first cell must be the title")
+    count = words("\n\n".join(_text(c) for c in cells if c["cell_type"] == "markdown"))
+    if not WORDS[0] <= count <= WORDS[1]:
+        problems.append(f"{count} words of prose, {WORDS[0]} to {WORDS[1]}")
+    calls = [name for text in code for name in _calls(text)]
+    for name, least in AT_LEAST.items():
+        if calls.count(name) < least:
+            problems.append(f"{calls.count(name)} calls of {name}(), at least {least}")
+    return [f"{path.name}: {problem}" for problem in problems]
+
+
+def _cited(path: Path) -> set[str]:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n".join(_text(cell) for cell in cells if cell["cell_type"] == "markdown")
+    return {key.strip() for keys in CITE.findall(text) for key in keys.split(",")}
+
+
+def citation_problems(sources: list[Path], bibliography: str) -> list[str]:
+    """Keys that references.bib lacks, and entries without a DOI or an arXiv id."""
+    entries = parse_string(bibliography, "bibtex").entries
+    known, problems = {key.lower() for key in entries}, []
+    for path in sources:
+        missing = sorted(key for key in _cited(path) if key.lower() not in known)
+        problems += [f"{path.name} cites {key}, which references.bib lacks" for key in missing]
+    for key, entry in entries.items():
+        fields = {name.lower(): value for name, value in entry.fields.items()}
+        doi = DOI.fullmatch(fields.get("doi", ""))
+        if not doi and not ARXIV.fullmatch(fields.get("eprint", "")):
+            problems.append(f"{key} has neither a DOI nor an arXiv id (doi, eprint)")
+    return problems

@@ -1,0 +1,234 @@
+"""The files that must agree: dependencies, versions, commands, slugs; and what must not be said."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import labcore
+
+ROOT = Path(__file__).resolve().parent.parent
+AGREEING = ("pyproject.toml", "constraints.txt", "environment.yml", "Makefile", "README.md",
+            "CITATION.cff", "CHANGELOG.md", "_toc.yml", "scripts/setup.py", "LICENSE",
+            "THIRD_PARTY.md")  # fmt: skip
+# Machine paths and package servers belong to one machine, not to the course.
+PRIVATE = re.compile(
+    r"/(?:home|root|Users|work)/\w|/opt/\w+/|file:///opt|files\.pythonhosted|pypi\.org/simple"
+    r"|download\.pytorch\.org|--(?:extra-)?index-url\s+http"
+)
+
+
+def project(root: Path) -> dict[str, Any]:
+    return tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def requirements(root: Path) -> dict[str, list[Requirement]]:
+    """Every requirement of pyproject by package, labcore's own extras left out."""
+    told = project(root)
+    groups = (told["dependencies"], *told["optional-dependencies"].values())
+    found: dict[str, list[Requirement]] = {}
+    for requirement in map(Requirement, itertools.chain(*groups)):
+        if requirement.name != "labcore":
+            found.setdefault(canonicalize_name(requirement.name), []).append(requirement)
+    return found
+
+
+def pins(root: Path) -> dict[str, Version]:
+    lines = (root / "constraints.txt").read_text("utf-8").splitlines()
+    pairs = [line.split("==") for line in lines if line.strip() and not line.startswith("#")]
+    return {canonicalize_name(name): Version(version) for name, version in pairs}
+
+
+def dependency_problems(root: Path) -> list[str]:
+    """Where pyproject.toml, constraints.txt and environment.yml disagree."""
+    problems = []
+    known = pins(root)
+    for name, wanted in requirements(root).items():
+        if name not in known:
+            problems.append(f"{name} has no line in constraints.txt")
+            continue
+        problems += [
+            f"constraints.txt: {name}=={known[name]} is outside {one.specifier} of pyproject.toml"
+            for one in wanted
+            if known[name] not in one.specifier
+        ]
+    python = SpecifierSet(project(root)["requires-python"])
+    conda = yaml.safe_load((root / "environment.yml").read_text("utf-8"))["dependencies"]
+    pip = next(part["pip"] for part in conda if isinstance(part, dict))
+    version = next(part for part in conda if str(part).startswith("python="))
+    if Version(version.removeprefix("python=")) not in python:
+        problems.append(f"environment.yml: {version} is outside {python}")
+    if pip != ["-c constraints.txt", "torch", "-e .[all]"]:
+        problems.append(f"environment.yml installs {pip}, `make course` torch, then -e .[all]")
+    setup = (root / "scripts" / "setup.py").read_text("utf-8")
+    if '"constraints.txt", "-e", ".[all]"' not in setup:
+        problems.append("scripts/setup.py installs other extras than environment.yml")
+    minors = [(3, int(m)) for m in re.findall(r"\(3, (\d+)\)", setup.partition("WANTED")[0])]
+    fitting = [(3, m) for m in range(8, 20) if Version(f"3.{m}") in python]
+    if minors != fitting:
+        problems.append(f"scripts/setup.py takes Python {minors}, pyproject.toml {fitting}")
+    return problems
+
+
+def version_problems(root: Path) -> list[str]:
+    """Where the version, the licenses or the names of the commands differ."""
+    told = project(root)
+    version = told["version"]
+    citation = yaml.safe_load((root / "CITATION.cff").read_text("utf-8"))
+    newest = re.search(r"^## (\S+)", (root / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    versions = {
+        "CITATION.cff": citation["version"],
+        "CHANGELOG.md": newest[1] if newest else None,
+        "labcore.__version__": labcore.__version__,
+    }
+    problems = [
+        f"{k} says {v}, pyproject.toml {version}" for k, v in versions.items() if v != version
+    ]
+    if not told["license"] == citation["license"] == "BSD-3-Clause":
+        problems.append("pyproject.toml and CITATION.cff name different licenses")
+    text = (root / "LICENSE").read_text("utf-8")
+    problems += [f"LICENSE lacks {w}" for w in ("BSD-3-Clause", "CC BY 4.0") if w not in text]
+    problems += [
+        f"{name} is missing" for name in told["license-files"] if not (root / name).is_file()
+    ]
+    return problems
+
+
+def command_problems(root: Path) -> list[str]:
+    """Targets that the README names and the Makefile lacks, and the other way round."""
+    makefile = (root / "Makefile").read_text("utf-8")
+    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
+    text = (root / "README.md").read_text("utf-8")
+    named = set(re.findall(r"(?:`|^)make ([a-z][a-z-]*)", text, re.MULTILINE))
+    problems = [f"README: `make {name}` is no target" for name in sorted(named - targets)]
+    helpers = {"help", "setup", "setup-course"}
+    problems += [f"README does not name `make {n}`" for n in sorted(targets - named - helpers)]
+    return problems
+
+
+def slug_problems(root: Path) -> list[str]:
+    """Where the README's table and _toc.yml disagree about the chapters that are there."""
+    text = (root / "README.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (.*?) \|$", text, re.MULTILINE))
+    there = {slug for slug, state in rows.items() if f"book/{slug}.ipynb" in state}
+    toc = (root / "_toc.yml").read_text("utf-8")
+    listed = re.findall(r"file:\s*book/(\w+)\s*$", toc, re.MULTILINE)
+    chapters = {name for name in listed if (root / "book" / f"{name}.ipynb").is_file()}
+    problems = [
+        f"README: {slug} is there, _toc.yml has no such chapter" for slug in there - chapters
+    ]
+    problems += [f"_toc.yml: {name} is not in the README's table" for name in chapters - there]
+    in_order = [slug for slug in rows if slug in chapters]
+    if in_order != [name for name in listed if name in chapters]:
+        problems.append("README and _toc.yml order the chapters differently")
+    return problems
+
+
+CHECKS = (dependency_problems, version_problems, command_problems, slug_problems)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_house_agrees(check: Any) -> None:
+    assert check(ROOT) == []
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The files that must agree, to plant a fault in."""
+    for name in AGREEING:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "book", tmp_path / "book")
+    return tmp_path
+
+
+PLANTS = [
+    ("constraints.txt", r"(?m)^anywidget==.*\n", "", "anywidget has no line in constraints.txt"),
+    ("constraints.txt", r"(?m)^torch==.*$", "torch==2.10.0", "torch==2.10.0 is outside"),
+    ("environment.yml", "python=3.11", "python=3.13", "python=3.13 is outside"),
+    ("environment.yml", r"-e \.\[all\]", "-e .[book]", "environment.yml installs"),
+    ("pyproject.toml", r"<3\.13", "<3.14", "scripts/setup.py takes Python"),
+    ("CITATION.cff", r"(?m)^version: .*", "version: 9.9.9", "CITATION.cff says 9.9.9"),
+    ("CHANGELOG.md", r"(?m)^## \S+", "## 9.9.9", "CHANGELOG.md says 9.9.9"),
+    ("LICENSE", "CC BY 4.0", "CC0", "LICENSE lacks CC BY 4.0"),
+    ("README.md", "`make check`", "`make chess`", "`make chess` is no target"),
+    ("Makefile", r"(?m)^book:", "books:", "`make book` is no target"),
+    ("_toc.yml", "book/lion", "book/tiger", "lion is there, _toc.yml has no such chapter"),
+]
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: f"{plant[0]}-{plant[3][:20]}")
+def test_a_planted_disagreement_is_named(copy: Path, plant: tuple[str, str, str, str]) -> None:
+    name, pattern, replacement, expected = plant
+    text = (copy / name).read_text("utf-8")
+    changed, count = re.subn(pattern, replacement, text)
+    assert count, f"{pattern} is not in {name}"
+    (copy / name).write_text(changed, "utf-8")
+    problems = [problem for check in CHECKS for problem in check(copy)]
+    assert any(expected in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("python", ["3.11.2", "3.12.3"])  # Debian 12 and Ubuntu 24.04 ship these
+def test_every_pin_installs_on_the_pythons_of_debian_and_ubuntu(python: str) -> None:
+    """A release may ask for a newer patch of Python than the machine that chose it has shown."""
+    wrong = []
+    for name, version in pins(ROOT).items():
+        try:
+            told = importlib.metadata.metadata(name).get("Requires-Python")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if told and Version(python) not in SpecifierSet(told):
+            wrong.append(f"{name}=={version} asks for Python {told}")
+    assert wrong == []
+
+
+def tracked_files() -> list[Path]:
+    """The text files that belong to the course: those that git knows or would add."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("this is no git checkout")
+    suffixes = {".png", ".svg", ".woff2"}
+    paths = (ROOT / name for name in done.stdout.splitlines())
+    return [path for path in paths if path.is_file() and path.suffix not in suffixes]
+
+
+def test_no_file_names_one_machine_or_one_package_server() -> None:
+    files = tracked_files()
+    assert len(files) > 50
+    here = Path(__file__)
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in files
+        if path != here and (match := PRIVATE.search(path.read_text("utf-8", "replace")))
+    ]
+    assert found == []
+
+
+def test_what_is_made_is_not_kept() -> None:
+    """Notebook copies, builds and environments must never be added to the repository."""
+    names = [path.relative_to(ROOT).parts[0] for path in tracked_files()]
+    assert not {"my", "_build", "dist", "build", ".venv", ".cache"} & set(names)
+
+
+def test_ci_runs_what_a_person_runs() -> None:
+    run = (ROOT / ".ci" / "run").read_text("utf-8")
+    assert run.rstrip().endswith("exec make test")
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8"))
+    steps = workflow["jobs"]["test"]["steps"]
+    assert any(step.get("run") == ".ci/run" for step in steps)
+    assert workflow["jobs"]["publish"]["if"].count("main") == 1
