@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +43,38 @@ def words(markdown: str) -> int:
     return len(re.findall(r"[A-Za-z][\w'’-]*", markdown))
 
 
+def _nodes(code: str) -> Iterator[ast.AST]:
+    """The syntax of a cell, its magics left out."""
+    lines = [x for x in code.splitlines() if not x.lstrip().startswith(("%", "!"))]
+    return ast.walk(ast.parse("\n".join(lines)))
+
+
 def _calls(code: str) -> list[str]:
     """The names of the functions that code calls: f(…) and m.f(…) are both f."""
-    lines = [x for x in code.splitlines() if not x.lstrip().startswith(("%", "!"))]
     found = []
-    for node in ast.walk(ast.parse("\n".join(lines))):
+    for node in _nodes(code):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
             func = node.func
             found.append(func.id if isinstance(func, ast.Name) else func.attr)
     return found
+
+
+def _name_problems(code: str) -> list[str]:
+    """Private names and imports of anything but labcore, torch, numpy and Python's own library."""
+    allowed = {"labcore", "torch", "numpy", "google", *sys.stdlib_module_names}
+    names, modules = [], []
+    for node in _nodes(code):
+        if isinstance(node, ast.Attribute):
+            names.append(node.attr)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names += [part for alias in node.names for part in alias.name.split(".")]
+            modules += [alias.name for alias in node.names if isinstance(node, ast.Import)]
+            modules += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
+    private = [name for name in names if name.startswith("_") and not name.endswith("__")]
+    foreign = [module for module in modules if module.split(".")[0] not in allowed]
+    return [f"uses the private name {name}" for name in private] + [
+        f"imports {module}; a chapter needs labcore and torch alone" for module in foreign
+    ]
 
 
 def _cell_problems(cells: list[dict[str, Any]]) -> list[str]:
@@ -63,6 +88,7 @@ def _cell_problems(cells: list[dict[str, Any]]) -> list[str]:
         lines = _text(cell).count("\n") + 1
         if lines > CELL_LINES:
             problems.append(f"{where} has {lines} lines, at most {CELL_LINES}")
+        problems += [f"{where} {problem}" for problem in _name_problems(_text(cell))]
         kept = "# NBVAL_CHECK_OUTPUT" in _text(cell)
         if not kept and (cell.get("outputs") or cell.get("execution_count") is not None):
             problems.append(f"{where} has outputs or an execution count; strip them")

@@ -164,6 +164,10 @@ OUTPUT = [{"output_type": "stream", "name": "stdout", "text": "1"}]
         (chapter(cells=[code_cell("1", execution_count=3)]), "execution count"),
         (chapter(cells=[code_cell("# NBVAL_CHECK_OUTPUT\n1")]), "no output to compare"),
         (chapter(cells=[code_cell("x\n" * 20)]), "21 lines, at most 20"),
+        (chapter(cells=[code_cell("lion._chunk()")]), "private name _chunk"),
+        (chapter(cells=[code_cell("from labcore.ui import _draw")]), "private name _draw"),
+        (chapter(cells=[code_cell("import pandas.io")]), "imports pandas.io"),
+        (chapter(cells=[code_cell("import os.path\nx.__name__")]), None),
         (chapter(cells=[code_cell("1", id="")]), "has no id"),
         (chapter(cells=[code_cell("1", id="c1")]), "share an id"),
         (

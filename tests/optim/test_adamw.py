@@ -5,7 +5,7 @@ import torch
 
 from labcore.optim import AdamW
 from labcore.optim.rules import adamw
-from tests.optim.lists import awkward, largest_difference, run, states, train
+from tests.optim.lists import SHAPES, awkward, largest_difference, run, states, train
 
 PATHS = [{"foreach": False}, {"foreach": True}]
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
@@ -75,7 +75,9 @@ def test_every_epsilon_choice_is_its_rule(choice, path, seed: int) -> None:
 
 @pytest.mark.parametrize("path", [{}, {"foreach": True}, {"fused": True}])
 def test_torchs_state_dict_loads_and_training_goes_on_alike(path, seed: int) -> None:
-    ours, peers = awkward(torch.float64, seed), awkward(torch.float64, seed)
+    # torch's fused form on a CPU is wrong where gradient and parameter differ in strides.
+    count = len(SHAPES) if "fused" in path else None
+    ours, peers = awkward(torch.float64, seed)[:count], awkward(torch.float64, seed)[:count]
     peer = run(peers, lambda p: torch.optim.AdamW(p, **SETTINGS, **path), seed=seed, steps=10)
     for mine, theirs in zip(ours, peers, strict=True):
         mine.data.copy_(theirs)

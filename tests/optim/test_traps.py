@@ -17,6 +17,20 @@ def test_lion_drifts_on_after_its_gradient_vanished_and_adamw_comes_to_rest() ->
     assert abs(adamw[-1].item() - 1) < 0.1
 
 
+def test_the_drift_never_ends_because_the_momentum_never_reaches_zero() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = Lion([weight], lr=0.01)
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    momentum = optimizer.state[weight]["exp_avg"]
+    for _ in range(12_000):
+        momentum.lerp_(torch.zeros(1), 1 - 0.99)
+    assert momentum.item() == 50 * 2.0**-149
+    weight.grad, before = torch.zeros(1), weight.item()
+    optimizer.step()
+    assert weight.item() == pytest.approx(before - 0.01)
+
+
 def test_a_nan_is_hidden_by_the_naive_sign_and_shown_by_ours() -> None:
     naive = traps.spoil_one_gradient(functools.partial(traps.NaiveLion, lr=0.02), at=10, steps=50)
     ours = traps.spoil_one_gradient(functools.partial(Lion, lr=0.02), at=10, steps=50)

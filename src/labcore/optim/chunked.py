@@ -11,8 +11,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "ByRule", "Chunk", "ChunkedStep", "is_dense"]
-
 CHUNK = 1 << 16  # 256 KiB of float32: four such pieces stay in a second-level cache
 State: TypeAlias = dict[str, Tensor]
 # (param, grad, moments, scratch, steps before this one): in place, one-dimensional, one dtype

@@ -15,8 +15,6 @@ from torch import Tensor
 from labcore import device
 from labcore.optim.chunked import is_dense
 
-__all__ = ["Tables", "adamw_step", "lion_step"]
-
 Item: TypeAlias = tuple[Tensor, Tensor, dict[str, Tensor]]
 OPERANDS = ("param", "grad", "exp_avg", "exp_avg_sq", "master")
 INTERPRETED_BLOCK = 1 << 14  # the interpreter takes milliseconds a program, whatever its size

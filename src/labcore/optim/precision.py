@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["apply_rule", "compute_dtype", "stochastic_round"]
+__all__ = ["stochastic_round"]
 
 Rule = Callable[..., tuple[Tensor, dict[str, Any]]]
 

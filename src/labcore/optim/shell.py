@@ -16,8 +16,6 @@ from labcore.optim.chunked import Chunk, ChunkedStep
 from labcore.optim.fused import Tables
 from labcore.optim.precision import Rule, apply_rule
 
-__all__ = ["Item", "Shell", "is_plain"]
-
 NONFINITE = ("propagate", "raise", "skip")
 PATHS = ("foreach", "fused", "capturable")
 STATE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)

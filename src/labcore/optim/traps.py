@@ -52,7 +52,8 @@ def drift(make_optimizer: OptimizerFactory, *, steps: int = 400) -> torch.Tensor
     """Weights [steps + 1] from 1.0: one gradient of 1, then none at all.
 
     A rule that follows the size of its momentum comes to rest; one that follows the sign keeps
-    walking until the momentum underflows to 0.
+    walking. In fp32 it never stops: the momentum shrinks to 50 times the smallest number there is,
+    a hundredth of which rounds to nothing.
     """
     return weight_path(
         make_optimizer,

@@ -88,6 +88,9 @@ def test_a_path_ends_where_the_weight_is_nan() -> None:
     figure = figures.nan_paths({"a": [1.0, 0.5, math.nan], "b": [1.0, 0.5, 0.5]}, at=1)
     assert list(figure.data[0].y) == [1.0, 0.5, None]
     assert figure.data[0].line.color != figure.data[1].line.color
+    assert [(trace.name, trace.x, trace.y) for trace in figure.data[2:]] == [
+        ("a: NaN from here", (1,), (0.5,))
+    ]
     assert "a none, the path ends early, b 0.5" in alt(figure)
 
 

@@ -326,6 +326,16 @@ def nan_paths(paths: Mapping[str, Sequence[float]], at: int) -> go.Figure:
     figure = _lines(finite, title=f"The gradient is NaN once, at step {at}", y="weight")
     for trace, color in zip(figure.data, PALETTE.values(), strict=False):
         trace.line.color = color  # all of them are Lion
+    for name, path in finite.items():
+        last = next((step for step, weight in enumerate(path) if weight is None), 0) - 1
+        if last >= 0:
+            figure.add_scatter(
+                x=[last],
+                y=[path[last]],
+                mode="markers",
+                marker={"symbol": "x", "size": 12, "color": PALETTE["vermillion"]},
+                name=f"{name}: NaN from here",
+            )
     figure.add_vline(x=at, line={"dash": "dot", "width": 1.5})
     return figure
 
