@@ -32,7 +32,7 @@ book: setup  ## the book in _build/html, as strictly as the tests build it
 	@LABCORE_STRICT_CLAIMS=1 $(BIN)/jupyter-book build . -W -n --keep-going
 
 jupyter: setup  ## JupyterLab alone
-	@$(BIN)/jupyter lab --ip $(HOST) --port $(PORT)
+	@$(BIN)/jupyter lab --ip $(HOST) --port $(PORT) --allow-root
 
 claims: setup  ## judges the articles' claims anew and writes claims.toml
 	@$(BIN)/python -m labcore.claims

@@ -341,6 +341,7 @@ PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16, stochastic rounding": (torch.bfloat16, {"stochastic_rounding": True}),
 }
 PRECISION_SEEDS, PRECISION_STEPS = (0, 1, 2, 3, 4), 1000
+LAYERS_OF_STEP = (1024, 2048, 1024)
 
 
 @case("digits/bf16", minutes=0.5)
@@ -368,9 +369,9 @@ def digits_bf16() -> list[Measurement]:
 
 def _training_step(make: Callable[..., torch.optim.Optimizer], batch: int) -> Callable[[], None]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024))
-    model.to(default_device())
-    inputs = torch.randn(batch, 1024, device=default_device())
+    first, second = itertools.starmap(nn.Linear, itertools.pairwise(LAYERS_OF_STEP))
+    model = nn.Sequential(first, nn.ReLU(), second).to(default_device())
+    inputs = torch.randn(batch, LAYERS_OF_STEP[0], device=default_device())
     optimizer = make(model.parameters(), lr=1e-4, weight_decay=0.1)
 
     def step() -> None:
@@ -393,7 +394,7 @@ def training_step() -> list[Measurement]:
                 quantity=f"time ratio/batch {batch}",
                 unit="Lion / AdamW",
                 samples=times.ratios("Lion", "AdamW"),
-                details={"layers": [1024, 2048, 1024], "parameters": 4_197_376},
+                details={"layers": LAYERS_OF_STEP},
             )
         )
     return found

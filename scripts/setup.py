@@ -15,6 +15,7 @@ import argparse
 import collections
 import contextlib
 import csv
+import errno
 import hashlib
 import json
 import os
@@ -32,6 +33,7 @@ VERSIONS = ((3, 11), (3, 12))
 WANTED = "Python 3.11 or 3.12"
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = "git make g++ python3-venv python3-dev"
+NO_ADDRESS = "HOST={} is no address of this machine: leave it out, or name one."
 GIB = 1024**3
 # The environment takes 2.7 GiB with torch's CPU build; pip unpacks some of it twice.
 DISK_GIB = 3.5
@@ -94,9 +96,7 @@ def require_port(host, port):
     try:
         family = socket.getaddrinfo(host, None)[0][0]
     except socket.gaierror:
-        raise Lack(
-            f"HOST={host} is no address of this machine: leave it out, or name one."
-        ) from None
+        raise Lack(NO_ADDRESS.format(host)) from None
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -106,7 +106,9 @@ def require_port(host, port):
                 f"port {port} is for root alone: choose one above 1023, such as "
                 "`make course PORT=8889`."
             ) from None
-        except OSError:
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise Lack(NO_ADDRESS.format(host)) from None
             raise Lack(
                 f"port {port} of {host} is in use, perhaps by this course in another window: "
                 f"stop that program, or run `make course PORT={port + 1}`."

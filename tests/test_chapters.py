@@ -124,6 +124,17 @@ def test_the_gate_sees_a_cell_that_raises(tmp_path: Path) -> None:
     assert "planted" in outcome.output
 
 
+def test_the_gate_sees_an_output_that_changed(tmp_path: Path) -> None:
+    notebook = write_notebook(tmp_path / "says.ipynb", "# NBVAL_CHECK_OUTPUT\nprint('new')")
+    text = json.loads(notebook.read_text(encoding="utf-8"))
+    stored = {"output_type": "stream", "name": "stdout", "text": ["old\n"]}
+    text["cells"][0] |= {"outputs": [stored], "execution_count": 1}
+    notebook.write_text(json.dumps(text), encoding="utf-8")
+    outcome = run_notebook(notebook, tmp_path)
+    assert outcome.code != 0
+    assert "old" in outcome.output and "new" in outcome.output
+
+
 def test_the_gate_counts_the_cells_and_gives_each_run_an_empty_folder(tmp_path: Path) -> None:
     look = "import os; assert os.listdir('.') == ['seen.ipynb'], os.listdir('.')"
     notebook = write_notebook(tmp_path / "seen.ipynb", look, "import os", "x = os.getpid()")

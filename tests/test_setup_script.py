@@ -147,9 +147,10 @@ def test_a_port_in_use_is_said_with_the_next_one(script: ModuleType) -> None:
     assert script.require_port("127.0.0.1", port) is None
 
 
-def test_a_host_that_is_none_is_said(script: ModuleType) -> None:
-    with pytest.raises(script.Lack, match=r"HOST=no\.such\.host\.invalid is no address") as caught:
-        script.require_port("no.such.host.invalid", 8888)
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+def test_a_host_that_is_none_is_said(script: ModuleType, host: str) -> None:
+    with pytest.raises(script.Lack, match=f"HOST={host} is no address") as caught:
+        script.require_port(host, 8888)
     one_sentence(caught.value)
 
 

@@ -115,7 +115,8 @@ class AdamW(Shell):
         same = ("eps", "weight_decay", "eps_mode", "eps_root")
         return {"lr": lr, "beta1": beta1, "beta2": beta2, **{name: group[name] for name in same}}
 
-    def _chunk(self, group: dict[str, Any]) -> Chunk | None:
+    def cpu_update(self, group: dict[str, Any]) -> Chunk | None:
+        """The update of one piece on a CPU, in place; None where eps has another place."""
         if group["eps_mode"] != "outside" or group["eps_root"]:
             return None
         hyper = self._hyperparameters(group, tensors=False)

@@ -91,7 +91,8 @@ class Lion(Shell):
             lr, beta1, beta2 = float(lr), float(beta1), float(beta2)
         return {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
 
-    def _chunk(self, group: dict[str, Any]) -> Chunk:
+    def cpu_update(self, group: dict[str, Any]) -> Chunk:
+        """The update of one piece on a CPU, in place; one scratch buffer, each piece read once."""
         hyper = self._hyperparameters(group, tensors=False)
         lr, keep = hyper["lr"], 1 - hyper["lr"] * hyper["weight_decay"]
         blend, forget = 1 - hyper["beta1"], 1 - hyper["beta2"]

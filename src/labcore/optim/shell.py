@@ -61,7 +61,7 @@ class Shell(Optimizer):
         """Keyword arguments of the rule; Python floats unless `tensors`."""
         raise NotImplementedError
 
-    def _chunk(self, group: dict[str, Any]) -> Chunk | None:
+    def cpu_update(self, group: dict[str, Any]) -> Chunk | None:
         """In-place update of one-dimensional pieces of one dtype; None: only the rule does it."""
         raise NotImplementedError
 
@@ -339,7 +339,7 @@ class Shell(Optimizer):
                 **hyperparameters,
             )
 
-        plan.step(self._chunk(group), by_rule, maximize=group["maximize"])
+        plan.step(self.cpu_update(group), by_rule, maximize=group["maximize"])
 
 
 def _real_items(params: list[Tensor], states: list[dict[str, Tensor]]) -> list[Item]:
