@@ -22,6 +22,7 @@ from labcore.timing import Comparison, paired
 
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
 WIDTH, VOCABULARY, POSITIONS, LAYERS = 384, 25_600, 512, 12
+REPETITIONS = 8
 # The bars that the chunked and bucketed forms were built for: (name, peer) -> list -> ratio.
 BARS = {
     ("Lion", "lion-pytorch foreach"): {"quarter-gpt2": 0.65, "thousand": 0.95},
@@ -91,20 +92,27 @@ def _equal_or_refuse(shapes: Sequence[tuple[int, ...]]) -> dict[str, float]:
     return gaps
 
 
-def _milliseconds(comparison: Comparison, name: str) -> list[float]:
-    return [1e3 * seconds for seconds in comparison.timings[name].samples]
+def _milliseconds(comparisons: Sequence[Comparison], name: str) -> list[float]:
+    return [1e3 * seconds for each in comparisons for seconds in each.timings[name].samples]
+
+
+def _ratios(comparisons: Sequence[Comparison], name: str, reference: str) -> list[float]:
+    """One median a repetition: rounds of one repetition share their tensors' place in memory."""
+    return [each.ratio(name, reference) for each in comparisons]
 
 
 def step_times(name: str) -> list[Measurement]:
     """Time all five on the same tensors in the same rounds; a wrong result is never timed."""
     shapes = LISTS[name]
     gaps = _equal_or_refuse(shapes)
-    params = parameters(shapes)
-    optimizers = {title: make(params) for title, make in makers().items()}
-    comparison = paired({t: o.step for t, o in optimizers.items()}, rounds=20, warmup=3)
+    comparisons = []
+    for seed in range(REPETITIONS):
+        params = parameters(shapes)
+        steps = {title: make(params).step for title, make in makers().items()}
+        comparisons.append(paired(steps, rounds=9, warmup=2, seed=seed))
     count = sum(param.numel() for param in params)
     details: dict[str, Any] = {"tensors": len(params), "parameters": count, "largest gap": gaps}
-    peers = {title: _milliseconds(comparison, title) for title in optimizers}
+    peers = {title: _milliseconds(comparisons, title) for title in makers()}
     found = [
         Measurement(
             quantity=f"{title} step",
@@ -123,7 +131,7 @@ def step_times(name: str) -> list[Measurement]:
             Measurement(
                 quantity=f"{ours} over {peer}",
                 unit="ratio",
-                samples=comparison.ratios(ours, peer),
+                samples=_ratios(comparisons, ours, peer),
                 details={**details, **({"bar": bar} if bar else {})},
             )
         )
@@ -193,16 +201,19 @@ def gpu_steps(elements: int) -> list[Measurement]:
     target = torch.empty_like(source)
     functions: dict[str, Callable[[], object]] = {t: o.step for t, o in optimizers.items()}
     functions["copy"] = lambda: target.copy_(source)
-    comparison = paired(functions, rounds=50, warmup=10, device=torch.device("cuda"))
+    comparisons = [
+        paired(functions, rounds=9, warmup=3, seed=seed, device=torch.device("cuda"))
+        for seed in range(REPETITIONS)
+    ]
     # Bytes an element: Lion reads p, g, m and writes p, m; AdamW has v besides; a copy 4 and 4.
     moved = {"Lion": 20, "AdamW": 28, "copy": 8}
     found = []
     for title in ("Lion", "AdamW"):
-        times = {t: _milliseconds(comparison, t) for t in functions if t != title}
+        times = {t: _milliseconds(comparisons, t) for t in functions if t != title}
         details = {"elements": elements, "bytes an element": moved[title]}
-        ratio = comparison.ratios("copy", title)
+        ratio = _ratios(comparisons, "copy", title)
         share = [r * moved[title] / moved["copy"] for r in ratio]
-        ours = _milliseconds(comparison, title)
+        ours = _milliseconds(comparisons, title)
         found += [
             Measurement(
                 quantity=f"{title} fused step",
@@ -214,7 +225,7 @@ def gpu_steps(elements: int) -> list[Measurement]:
             Measurement(
                 quantity=f"{title} over torch AdamW fused",
                 unit="ratio",
-                samples=comparison.ratios(title, "torch AdamW fused"),
+                samples=_ratios(comparisons, title, "torch AdamW fused"),
                 details={**details, "bar": 1.0},
             ),
             Measurement(
@@ -387,13 +398,15 @@ def training_step() -> list[Measurement]:
     """Forward, backward and update together: how much of the optimizer's gain is left."""
     found = []
     for batch in (32, 512):
-        steps = {n: _training_step(make, batch) for n, make in study.OPTIMIZERS.items()}
-        times = paired(steps, rounds=40, warmup=3, device=default_device())
+        comparisons = []
+        for seed in range(REPETITIONS):
+            steps = {n: _training_step(make, batch) for n, make in study.OPTIMIZERS.items()}
+            comparisons.append(paired(steps, rounds=15, seed=seed, device=default_device()))
         found.append(
             Measurement(
                 quantity=f"time ratio/batch {batch}",
                 unit="Lion / AdamW",
-                samples=times.ratios("Lion", "AdamW"),
+                samples=_ratios(comparisons, "Lion", "AdamW"),
                 details={"layers": LAYERS_OF_STEP},
             )
         )

@@ -133,10 +133,9 @@ class ClaimContradictedError(AssertionError):
 class Claim:
     """A claim of an article.
 
-    id: "<slug>.<name>". statement: the claim in our words. article: what the article says it of.
-    quantity: what is measured, in words. evidence: the records that decide; empty where the
-    claim cannot be tested here, `note` then says why. verdict and measured: what `make claims`
-    wrote.
+    id: "<slug>.<name>". statement: the claim in our words. quantity: what is measured, in words.
+    evidence: the records that decide; empty where the claim cannot be tested here, `note` then
+    says why. verdict, measured, hardware: what `make claims` wrote.
     """
 
     id: str
@@ -225,7 +224,8 @@ def _measured(record: records.Record) -> Measured:
 def judge_records(claim: Claim) -> tuple[Verdict, str, str]:
     """Verdict, measured numbers and hardware of a claim, from its records alone.
 
-    Several pieces of evidence that disagree make "holds in part"; none makes "not testable here".
+    Of several pieces that disagree, one that holds makes "holds in part"; where none holds, one
+    that does not makes "does not hold". No evidence makes "not testable here".
     """
     if not claim.evidence:
         return "not testable here", "", ""

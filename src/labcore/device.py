@@ -36,6 +36,7 @@ __all__ = [
 Backend = Literal["auto", "triton", "torch"]
 
 INTERPRET = "TRITON_INTERPRET"
+_CDNA = ("gfx908", "gfx90a", "gfx94", "gfx95")
 
 
 @functools.cache
@@ -86,7 +87,7 @@ def kernels_compile_for(device: torch.device) -> bool:
     if device.type != "cuda" or triton_problem() is not None:
         return False
     if torch.version.hip:
-        return torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx9")
+        return torch.cuda.get_device_properties(device).gcnArchName.startswith(_CDNA)
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 

@@ -89,6 +89,15 @@ def _cell_problems(cells: list[dict[str, Any]]) -> list[str]:
         if lines > CELL_LINES:
             problems.append(f"{where} has {lines} lines, at most {CELL_LINES}")
         problems += [f"{where} {problem}" for problem in _name_problems(_text(cell))]
+        metadata = cell.get("metadata", {})
+        hidden = metadata.get("jupyter", {}).get("source_hidden")
+        if "Question" in _calls(_text(cell)) and not (
+            hidden and "hide-input" in metadata.get("tags", ())
+        ):
+            problems.append(
+                f"{where} shows the answers above the questions: tag it hide-input, and set "
+                "jupyter.source_hidden"
+            )
         kept = "# NBVAL_CHECK_OUTPUT" in _text(cell)
         if not kept and (cell.get("outputs") or cell.get("execution_count") is not None):
             problems.append(f"{where} has outputs or an execution count; strip them")

@@ -152,6 +152,7 @@ def code_cell(source: str, **more: Any) -> dict[str, Any]:
     }
 
 
+HIDDEN = {"tags": ["hide-input"], "jupyter": {"source_hidden": True}}
 OUTPUT = [{"output_type": "stream", "name": "stdout", "text": "1"}]
 
 
@@ -164,6 +165,11 @@ OUTPUT = [{"output_type": "stream", "name": "stdout", "text": "1"}]
         (chapter(cells=[code_cell("1", execution_count=3)]), "execution count"),
         (chapter(cells=[code_cell("# NBVAL_CHECK_OUTPUT\n1")]), "no output to compare"),
         (chapter(cells=[code_cell("x\n" * 20)]), "21 lines, at most 20"),
+        (
+            chapter(cells=[code_cell("quiz([Question('?', ('a', 'b'), 0, 'why')])")]),
+            "answers above",
+        ),
+        (chapter(cells=[code_cell("Question()", metadata=HIDDEN)]), None),
         (chapter(cells=[code_cell("lion._chunk()")]), "private name _chunk"),
         (chapter(cells=[code_cell("from labcore.ui import _draw")]), "private name _draw"),
         (chapter(cells=[code_cell("import pandas.io")]), "imports pandas.io"),

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 16  # 256 KiB of float32: four such pieces stay in a second-level cache
+CHUNK = 1 << 16  # 256 KiB of float32: the four pieces of a step stay in the caches
 State: TypeAlias = dict[str, Tensor]
 # (param, grad, moments, scratch, steps before this one): in place, one-dimensional, one dtype
 Chunk: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor, ...], Tensor, float], None]

@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolated momentum. One moment of state, every weight moves by lr."""
+"""Lion: the sign of an interpolated momentum. One moment of state, steps of size lr."""
 
 from collections.abc import Iterable
 from math import isfinite

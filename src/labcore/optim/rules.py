@@ -164,7 +164,7 @@ def lion(
     beta2: Scalar = 0.99,
     weight_decay: float = 0.0,
 ) -> tuple[Tensor, State]:
-    """Keep only the sign of an interpolated momentum: every weight moves by lr.
+    """Keep only the sign of an interpolated momentum: apart from decay each weight moves by lr.
 
     `u = sign(beta1 m + (1 − beta1) g)`, `p ← (1 − lr weight_decay) p − lr u`,
     `m ← beta2 m + (1 − beta2) g`. The sign of a non-finite value is NaN here (see `sign_or_nan`).
