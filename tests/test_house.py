@@ -232,3 +232,18 @@ def test_ci_runs_what_a_person_runs() -> None:
     steps = workflow["jobs"]["test"]["steps"]
     assert any(step.get("run") == ".ci/run" for step in steps)
     assert workflow["jobs"]["publish"]["if"].count("main") == 1
+
+
+def dead_links(text: str, root: Path) -> list[str]:
+    """Relative links and images of a Markdown text that lead to nothing."""
+    targets = re.findall(r"\]\(([^)\s#]+)", text)
+    local = [target for target in targets if "://" not in target]
+    return [target for target in local if not (root / target).exists()]
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
+def test_links_into_the_repository_lead_somewhere(name: str) -> None:
+    assert dead_links((ROOT / name).read_text(encoding="utf-8"), ROOT) == []
+    assert dead_links("![x](book/_assets/none.png) [y](https://a.b/c)", ROOT) == [
+        "book/_assets/none.png"
+    ]

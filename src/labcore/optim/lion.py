@@ -1,5 +1,6 @@
 """Lion: the sign of an interpolated momentum. One moment of state, steps of size lr."""
 
+import functools
 from collections.abc import Iterable
 from math import isfinite
 from typing import Any, ClassVar
@@ -94,8 +95,17 @@ class Lion(Shell):
     def cpu_update(self, group: dict[str, Any]) -> Chunk:
         """The update of one piece on a CPU, in place; one scratch buffer, each piece read once."""
         hyper = self._hyperparameters(group, tensors=False)
-        lr, keep = hyper["lr"], 1 - hyper["lr"] * hyper["weight_decay"]
         blend, forget = 1 - hyper["beta1"], 1 - hyper["beta2"]
+        descend = functools.partial(
+            torch._fused_sgd_,
+            lr=hyper["lr"],
+            weight_decay=hyper["weight_decay"],
+            momentum=0.0,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
 
         def chunk(
             param: Tensor, grad: Tensor, moments: tuple[Tensor, ...], scratch: Tensor, _: float
@@ -103,9 +113,8 @@ class Lion(Shell):
             (exp_avg,) = moments
             torch.lerp(exp_avg, grad, blend, out=scratch).sign_()
             exp_avg.lerp_(grad, forget)
-            if keep != 1:
-                param.mul_(keep)
-            param.add_(scratch, alpha=-lr)
+            # Plain descent with decay, the sign for its gradient: Lion's last line in one pass.
+            descend([param], [scratch], [])
             # sign(NaN) is 0. One sum over the momentum, which took in the gradient, finds what is
             # not finite; 0·m then carries it into the weight and changes nothing else.
             if not isfinite(exp_avg.sum().item()):
