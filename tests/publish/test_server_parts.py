@@ -135,3 +135,17 @@ def test_a_stopped_build_is_gone(root: Path) -> None:
 
 def test_a_page_without_a_body_still_gets_the_script() -> None:
     assert server_pages.inject("<p>x", "/", None).endswith("defer></script>")
+
+
+def test_a_copy_shows_citations_and_the_book_s_links_as_plain_text(root: Path) -> None:
+    chapter = json.loads((root / CHAPTER).read_text("utf-8"))
+    text = "{cite:t}`chen2023lion` and {cite}`a2020b, other`; {doc}`the ledger <claims>`, {doc}`x`."
+    cell = {"cell_type": "markdown", "id": "roles", "metadata": {}, "source": [text]}
+    chapter["cells"].append(cell)
+    (root / CHAPTER).write_text(json.dumps(chapter), "utf-8")
+    copy = json.loads(server_copies.create(root, CHAPTER).read_text("utf-8"))
+    assert "".join(copy["cells"][-1]["source"]) == ("Chen 2023 and [A 2020; other]; the ledger, x.")
+    newest = server_copies.newest(root, CHAPTER)
+    assert newest is not None and not newest.changed
+    assert "alike" in server_copies.differences(root, CHAPTER)
+    assert "<h2>" not in server_copies.differences(root, CHAPTER)

@@ -16,6 +16,9 @@ from typing import Any
 __all__ = ["Copy", "chapter_path", "chapters", "create", "differences", "newest"]
 
 METADATA = "labcore_copy"
+# Roles that the book resolves and JupyterLab would show as they stand.
+CITED = re.compile(r"\{cite(:t)?\}`([^`]+)`")
+LINKED = re.compile(r"\{(?:doc|ref|term)\}`([^`<]+?)(?: *<[^`>]*>)?`")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +57,27 @@ def _read(path: Path) -> dict[str, Any] | None:
     return dict(notebook)
 
 
+def _name(key: str) -> str:
+    """The author and year of a key such as chen2023lion; another key as it is."""
+    match = re.match(r"([a-z]+)(\d{4})", key.strip())
+    return f"{match[1].capitalize()} {match[2]}" if match else key.strip()
+
+
+def _plain(match: re.Match[str]) -> str:
+    names = "; ".join(_name(key) for key in match[2].split(","))
+    return names if match[1] else f"[{names}]"
+
+
+def _chapter(path: Path) -> dict[str, Any] | None:
+    """The chapter as a copy shows it: citations and links of the book as plain text."""
+    notebook = _read(path)
+    for cell in notebook["cells"] if notebook else ():
+        if cell["cell_type"] == "markdown":
+            text = LINKED.sub(r"\1", CITED.sub(_plain, "".join(cell["source"])))
+            cell["source"] = text.splitlines(keepends=True)
+    return notebook
+
+
 def _digest(notebook: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(_cells(notebook)).encode()).hexdigest()[:16]
 
@@ -74,7 +98,7 @@ def newest(root: Path, name: str) -> Copy | None:
     if not numbered:
         return None
     path = numbered[max(numbered)]
-    now, copied = _read(chapter), _read(path)
+    now, copied = _chapter(chapter), _read(path)
     if now is None or copied is None:
         return Copy(path=path, changed=True)
     made_from = copied.get("metadata", {}).get(METADATA, {}).get("digest", _digest(copied))
@@ -90,7 +114,7 @@ def create(root: Path, name: str, *, fresh: bool = False) -> Path:
     found = newest(root, name)
     if found is not None and not fresh:
         return found.path
-    notebook = _read(chapter)
+    notebook = _chapter(chapter)
     if notebook is None:
         raise ValueError(f"{name} is no notebook that can be read; get it again with git")
     notebook.setdefault("metadata", {})[METADATA] = {"chapter": name, "digest": _digest(notebook)}
@@ -130,7 +154,7 @@ def differences(root: Path, name: str) -> str:
     found = newest(root, name)
     if found is None:
         raise ValueError(f"there is no copy of {name} under my/ yet; open the page and run it")
-    mine, now = _read(found.path), _read(chapter_path(root, name))
+    mine, now = _read(found.path), _chapter(chapter_path(root, name))
     if mine is None or now is None:
         raise ValueError(f"{found.path.name} or {name} is no notebook that can be read")
     old, new = _cells(mine), _cells(now)
