@@ -1,0 +1,297 @@
+"""A Llama: the decoder behind Llama, SmolLM2, TinyLlama and Qwen2 checkpoints.
+
+Letters: B rows, T tokens, C hidden_size, H attention heads, Hkv key and value heads, D head_dim,
+V vocab_size, N nodes of a tree. Modules carry the names of Hugging Face's checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from labcore.models.cache import KVCache, tree_mask
+from labcore.models.config import LlamaConfig
+
+__all__ = [
+    "Attention",
+    "Llama",
+    "LlamaOutput",
+    "RMSNorm",
+    "apply_rotary",
+    "causal_attention",
+    "inverse_frequencies",
+]
+
+AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention by torch. q: [B, H, T, D]; k, v: [B, Hkv, T, D]; returns [B, H, T, D]."""
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, the mean in at least fp32.
+
+    Source: Zhang and Sennrich, 2019, arXiv 1910.07467.
+    """
+
+    def __init__(
+        self, size: int, eps: float, *, device: object = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., size], any floating dtype; returns the same shape and dtype."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def inverse_frequencies(config: LlamaConfig, device: torch.device | None = None) -> Tensor:
+    """Radians a token of each rotated pair, with Llama 3's scaling: fp32 [D / 2].
+
+    Source: Su et al., 2021, arXiv 2104.09864; the scaling is that of Llama 3.1.
+    """
+    steps = torch.arange(0, config.head_size, 2, device=device).float() / config.head_size
+    plain = 1.0 / config.rope_theta**steps
+    scaling = config.rope_scaling
+    if scaling is None:
+        return plain
+    wavelengths = 2 * math.pi / plain
+    turns = scaling.original_max_position_embeddings / wavelengths
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * plain + (1 - kept) * plain / scaling.factor
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pair i, made of x[..., i] and x[..., i + D / 2], by its angle.
+
+    x: [B, H, T, D]; cos, sin: [B, 1, T, D / 2] of x's dtype; returns [B, H, T, D].
+    """
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """What every layer of one forward shares."""
+
+    cos: Tensor  # [B, 1, T, D / 2]
+    sin: Tensor
+    counts: Tensor | None  # int32 [B], only with a cache
+    cache: KVCache | None
+    tree: Tensor | None  # int32 [B, N]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; the cache or `attention` does the mixing."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layer: int,
+        attention: AttentionFunction,
+        *,
+        device: object = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer, self.attention, self.head_dim = layer, attention, config.head_size
+        width, made = config.hidden_size, {"device": device, "dtype": dtype}
+        queries = config.num_attention_heads * config.head_size
+        keys = config.kv_heads * config.head_size
+        self.q_proj = nn.Linear(width, queries, bias=config.qkv_bias, **made)
+        self.k_proj = nn.Linear(width, keys, bias=config.qkv_bias, **made)
+        self.v_proj = nn.Linear(width, keys, bias=config.qkv_bias, **made)
+        self.o_proj = nn.Linear(queries, width, bias=config.output_bias, **made)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, T, D]
+
+    def forward(self, x: Tensor, step: _Step) -> Tensor:
+        """x: [B, T, C]; returns [B, T, C]."""
+        q = apply_rotary(self._heads(self.q_proj(x)), step.cos, step.sin)
+        k = apply_rotary(self._heads(self.k_proj(x)), step.cos, step.sin)
+        v = self._heads(self.v_proj(x))
+        if step.cache is None or step.counts is None:
+            mixed = self.attention(q, k, v)
+        else:
+            step.cache.write(self.layer, k, v, step.counts)
+            mixed = step.cache.attend(self.layer, q, step.counts, step.tree)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class _SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)). Source: Shazeer, 2020, arXiv 2002.05202."""
+
+    def __init__(self, config: LlamaConfig, **made: object) -> None:
+        super().__init__()
+        narrow, wide = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(narrow, wide, bias=False, **made)
+        self.up_proj = nn.Linear(narrow, wide, bias=False, **made)
+        self.down_proj = nn.Linear(wide, narrow, bias=False, **made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Layer(nn.Module):
+    def __init__(
+        self, config: LlamaConfig, layer: int, attention: AttentionFunction, **made: object
+    ) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(width, eps, **made)  # type: ignore[arg-type]
+        self.self_attn = Attention(config, layer, attention, **made)  # type: ignore[arg-type]
+        self.post_attention_layernorm = RMSNorm(width, eps, **made)  # type: ignore[arg-type]
+        self.mlp = _SwiGLU(config, **made)
+
+    def forward(self, x: Tensor, step: _Step) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), step)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LlamaOutput:
+    """logits: [B, T, V]; hidden: [B, T, C], after the final norm: logits = head(hidden)."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class Llama(nn.Module):
+    """A decoder-only transformer of the Llama family.
+
+    attention: `f(q [B, H, T, D], k [B, Hkv, T, D], v) -> [B, H, T, D]`, causal; called by a
+    forward without a cache.
+    generator: draws the weights, on `device`; None is torch's own.
+    Sources: Touvron et al., 2023, arXiv 2302.13971; Ainslie et al., 2023, arXiv 2305.13245.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        attention: AttentionFunction = causal_attention,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, **made)  # type: ignore[arg-type]
+        self.layers = nn.ModuleList(
+            _Layer(config, layer, attention, **made) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **made)  # type: ignore[arg-type]
+        self.lm_head: nn.Linear | None = None
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **made)
+        # A plain dictionary: a buffer would be rounded with the weights by .to(torch.bfloat16).
+        self._frequencies: dict[torch.device, Tensor] = {}
+        self._draw_weights(generator)
+
+    @torch.no_grad()
+    def _draw_weights(self, generator: torch.Generator | None) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.normal_(0.0, self.config.initializer_range, generator=generator)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                module.bias.zero_()
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden [..., C]; tied models use the embedding's weights."""
+        return F.linear(hidden, (self.lm_head or self.embed_tokens).weight)
+
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of every angle: [B, 1, T, D / 2]."""
+        if positions.device not in self._frequencies:
+            found = inverse_frequencies(self.config, positions.device)
+            self._frequencies[positions.device] = found
+        frequencies = self._frequencies[positions.device]
+        angles = positions[:, None, :, None].float() * frequencies
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        counts: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        tree: Tensor | None = None,
+    ) -> LlamaOutput:
+        """Logits of the token after each token.
+
+        tokens: integers [B, T], right-padded; what stands at padding is not to be used.
+        counts: integers [B], the valid tokens of each row; None is T, or a tree's nodes.
+        positions: integers [B, T]; None counts on from `cache.lengths`, in a tree by depth.
+        cache: written, attended to and advanced; the forward must then run without gradients.
+        tree: parents, int32 [B, T]: -1 is a child of the prefix, -2 is padding, at the end of a
+        row; a node follows its parent. Needs a cache.
+        Raises ValueError or TypeError for shapes and dtypes that do not fit.
+        """
+        self._check(tokens, counts=counts, positions=positions, cache=cache, tree=tree)
+        batch, width = tokens.shape
+        if cache is not None and counts is None:
+            if tree is None:
+                counts = torch.full((batch,), width, dtype=torch.int32, device=tokens.device)
+            else:
+                counts = (tree != -2).sum(1, dtype=torch.int32)
+        if positions is None:
+            positions = _positions(tokens, cache, tree)
+        x = self.embed_tokens(tokens)
+        cos, sin = self._rotation(positions, x.dtype)
+        step = _Step(cos=cos, sin=sin, counts=counts, cache=cache, tree=tree)
+        for layer in self.layers:
+            x = layer(x, step)
+        if cache is not None and counts is not None:
+            cache.advance(counts)
+        hidden = self.norm(x)
+        return LlamaOutput(logits=self.head(hidden), hidden=hidden)
+
+    def _check(
+        self, tokens: Tensor, *, cache: KVCache | None, tree: Tensor | None, **others: Tensor | None
+    ) -> None:
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(
+                f"tokens must be integers [B, T], got {tokens.dtype} {tuple(tokens.shape)}"
+            )
+        batch, width = tokens.shape
+        fitting = {"counts": (batch,), "positions": (batch, width), "tree": (batch, width)}
+        for name, tensor in {**others, "tree": tree}.items():
+            if tensor is not None and tensor.is_floating_point():
+                raise TypeError(f"{name} must hold integers, got {tensor.dtype}")
+            if tensor is not None and tuple(tensor.shape) != fitting[name]:
+                raise ValueError(
+                    f"{name} must have shape {fitting[name]} for tokens of shape "
+                    f"{(batch, width)}, got {tuple(tensor.shape)}"
+                )
+        if tree is not None and cache is None:
+            raise ValueError("a tree needs a cache that holds its prefix; pass cache=DenseCache(…)")
+        if cache is not None and cache.lengths.shape != (batch,):
+            raise ValueError(
+                f"cache must have one row for each of the {batch} rows of tokens, "
+                f"got {cache.lengths.shape[0]}"
+            )
+
+
+def _positions(tokens: Tensor, cache: KVCache | None, tree: Tensor | None) -> Tensor:
+    """Positions [B, T] on the device of the tokens, computed there."""
+    if tree is not None:
+        steps = tree_mask(tree).sum(-1) - 1  # a node's depth: its ancestors without itself
+    else:
+        steps = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return steps if cache is None else cache.lengths[:, None] + steps

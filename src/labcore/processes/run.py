@@ -1,0 +1,316 @@
+"""`run(fn, n)`: a function in n processes of this machine that talk through gloo."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from labcore.checks import positive, positive_int
+from labcore.processes.child import Child, Stream, how_it_ended, pipe, settle_in
+from labcore.processes.travel import dumps, loads
+
+__all__ = ["ProcessesError", "rank_and_world", "run"]
+
+ANSWER = b"\x00labcore"  # What faulthandler writes into the same pipe is text.
+SETTLE_S = 0.1
+GOODBYE_S = 5.0
+
+
+class ProcessesError(RuntimeError):
+    """A process of `run` failed. `rank` is which, `kind` how.
+
+    kind: "exception" (its traceback is in the message, the exception itself is the cause where
+    it can travel), "died" (os._exit, a signal) or "timeout".
+    rank: the first rank that failed; for a timeout the lowest that had not finished.
+    """
+
+    def __init__(self, message: str, *, rank: int, kind: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.kind = kind
+
+
+def rank_and_world() -> tuple[int, int]:
+    """(rank, number of processes) inside `run`, under torchrun, or (0, 1) in a process alone."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if dist.is_torchelastic_launched():
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return 0, 1
+
+
+def run(
+    fn: Callable[..., Any], n: int, *args: Any, timeout_s: float = 60, **kwargs: Any
+) -> list[Any]:
+    """`fn(*args, **kwargs)` in n processes with a gloo process group; their results by rank.
+
+    fn: any function, one of a notebook or a closure too; it uses torch.distributed as it likes.
+    n: how many processes. Each computes on one thread.
+    timeout_s: wall-clock seconds for everything.
+    Returns the list of n results. Arguments and results are copied; tensors arrive on the CPU,
+    cut from their graph, and modules with them. What a process prints is shown behind its rank.
+    Under `torchrun --nproc-per-node n script.py` the same call starts nothing: the processes of
+    torchrun are the ranks, each calls fn, and each gets the list.
+    Raises ProcessesError for the first process that failed, naming its rank, when the others were
+    ended; TypeError for arguments that cannot travel. No process outlives the call, nor the
+    caller, even one that is killed.
+    """
+    positive_int("n", n, "pass the number of processes")
+    positive("timeout_s", timeout_s, "pass seconds")
+    if not callable(fn):
+        raise TypeError(f"fn must be a function, got {fn!r}; pass it without calling it")
+    if dist.is_torchelastic_launched():
+        return _run_under_torchrun(fn, n, args, kwargs, timeout_s)
+    payload = dumps((fn, args, kwargs))
+    ranks: list[_Rank] = []
+    with tempfile.TemporaryDirectory(prefix="labcore-", ignore_cleanup_errors=True) as folder:
+        store = str(Path(folder) / "store")
+        try:
+            deadline = time.monotonic() + timeout_s
+            for rank in range(n):
+                ranks.append(_start(rank, n, store, timeout_s, payload))
+            return _collect(ranks, deadline, timeout_s)
+        finally:
+            for one in ranks:
+                one.child.kill()  # All of them before the output of any is shown.
+            for one in ranks:
+                one.child.close()
+                one.stream.end.close()
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What the parent knows of one process."""
+
+    rank: int
+    child: Child
+    stream: Stream
+    data: bytearray
+    done: bool = False
+    failed: str = ""  # "", "exception", "died"
+    when: float = 0.0
+    text: str = ""
+    result: Any = None  # The exception where failed is "exception".
+
+    def sources(self) -> list[Any]:
+        """What to wait on for news of it."""
+        found: list[Any] = [] if self.stream.closed else [self.stream]
+        if not self.child.output.stream.closed:
+            found.append(self.child.output.stream)
+        return found if self.done else [*found, self.child.process.sentinel]
+
+    def look(self) -> None:
+        """Take in what came, and judge when it is complete."""
+        # Whether it ended is asked first: what it wrote before that is then read below.
+        ended = not self.child.process.is_alive()
+        self.child.output.show(final=ended)
+        self.data += self.stream.read_all()
+        if not self.done and (self.stream.closed or ended):
+            self.done = True
+            self._judge()
+
+    def _judge(self) -> None:
+        _, found, answer = bytes(self.data).partition(ANSWER)
+        try:
+            if not found:
+                raise EOFError
+            good, self.when, self.text, packed = loads(answer)
+        except Exception:  # No answer, or one that was cut off.
+            self.child.process.join(1)
+            self.failed = "died"
+            self.text = f"rank {self.rank} {how_it_ended(self.child.process.exitcode)}"
+            return
+        self.failed = "" if good else "exception"
+        try:
+            self.result = loads(packed) if packed else None
+        except Exception as problem:
+            if good:
+                self.failed = "exception"
+                self.text = f"its result cannot be unpacked here: {problem!r}"
+                self.result = problem
+
+    def order(self) -> tuple[int, float]:
+        """Which of several failures came first: that a peer was lost is a consequence."""
+        lost = "gloo" in self.text and isinstance(self.result, RuntimeError | None)
+        return (1 if self.failed == "died" else 2 if lost else 0), self.when
+
+
+def _start(rank: int, n: int, store: str, timeout_s: float, payload: bytes) -> _Rank:
+    reader, writer = pipe()
+    try:
+        child = Child(
+            _main, (writer,), (rank, n, store, timeout_s, payload), label=f"[rank {rank}]"
+        )
+    except BaseException:
+        reader.close()
+        raise
+    return _Rank(rank, child, Stream(reader), bytearray())
+
+
+def _listen(ranks: list[_Rank], until: float) -> None:
+    """Wait for news until then at most, and take it in."""
+    sources = [source for one in ranks for source in one.sources()]
+    if sources:
+        wait(sources, max(0.0, until - time.monotonic()))
+    for one in ranks:
+        one.look()
+
+
+def _collect(ranks: list[_Rank], deadline: float, timeout_s: float) -> list[Any]:
+    while not all(one.done for one in ranks):
+        _listen(ranks, deadline)
+        if any(one.failed for one in ranks):
+            _settle(ranks)
+            _raise_first([one for one in ranks if one.failed])
+        if time.monotonic() >= deadline and not all(one.done for one in ranks):
+            _raise_timeout(ranks, timeout_s)
+    for one in ranks:
+        one.child.process.join(min(GOODBYE_S, max(SETTLE_S, deadline - time.monotonic())))
+    return [one.result for one in ranks]
+
+
+def _settle(ranks: list[_Rank]) -> None:
+    """A moment for the others' news: the failure seen first may be a consequence of another."""
+    until = time.monotonic() + SETTLE_S
+    while time.monotonic() < until and not all(one.done for one in ranks):
+        _listen(ranks, until)
+
+
+def _raise_first(failed: list[_Rank]) -> None:
+    first = min(failed, key=_Rank.order)
+    of = f"rank {first.rank}"
+    if first.failed == "died":
+        last = "\n".join(first.child.output.last)
+        printed = f"\nThe last that it printed:\n{last}" if last else ""
+        raise ProcessesError(
+            f"{first.text} before fn returned; the others were ended. fn must return or raise: "
+            f"look for os._exit, a crash in native code or a lack of memory{printed}",
+            rank=first.rank,
+            kind="died",
+        )
+    cause = first.result if isinstance(first.result, BaseException) else None
+    raise ProcessesError(
+        f"{of} raised, and the others were ended:\n{first.text}", rank=first.rank, kind="exception"
+    ) from cause
+
+
+def _raise_timeout(ranks: list[_Rank], timeout_s: float) -> None:
+    late = [one for one in ranks if not one.done]
+    for one in late:
+        if one.child.process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(one.child.process.pid, signal.SIGUSR1)
+    until = time.monotonic() + SETTLE_S
+    while time.monotonic() < until:
+        _listen(late, until)
+    stacks = "\n".join(f"rank {one.rank}: {_stack(one.data)}" for one in late if one.data)
+    names = ", ".join(str(one.rank) for one in late)
+    raise ProcessesError(
+        f"after timeout_s={timeout_s:g} s these ranks had not finished: {names}; all were ended. "
+        "Look for a collective that not every rank calls, or pass a larger timeout_s"
+        + (f"\nWhere they were:\n{stacks}" if stacks else ""),
+        rank=late[0].rank,
+        kind="timeout",
+    )
+
+
+def _stack(dumped: bytearray) -> str:
+    """faulthandler's words, down to where this module called fn."""
+    lines = bytes(dumped).partition(ANSWER)[0].decode("utf-8", "replace").strip().splitlines()
+    own = [i for i, line in enumerate(lines) if __file__ in line]
+    return "\n".join(lines[: own[0]] if own else lines)
+
+
+def _main(
+    result: Connection,
+    rank: int,
+    n: int,
+    store: str,
+    timeout_s: float,
+    payload: bytes,
+    output: Connection,
+    environment: dict[str, str],
+) -> None:
+    """A child of `run`."""
+    settle_in(output, environment)
+    # A wish of the parent, which then shows where a process hangs.
+    faulthandler.register(signal.SIGUSR1, file=result.fileno(), all_threads=False)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+    # The host's own name may lead nowhere, or out of the machine.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, n),
+            rank=rank,
+            world_size=n,
+            # Later than the parent's, which knows of every rank.
+            timeout=timedelta(seconds=timeout_s + 60),
+        )
+        fn, args, kwargs = loads(payload)
+        answer = (True, time.monotonic(), "", dumps(fn(*args, **kwargs)))
+    except BaseException as problem:  # SystemExit too: sys.exit() in fn is no result.
+        answer = _failure(problem)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    faulthandler.unregister(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # Before the group ends: peers that miss this one then fail later than it did.
+    with os.fdopen(os.dup(result.fileno()), "wb") as pipe_end:
+        result.close()
+        pipe_end.write(ANSWER + dumps(answer))
+    if answer[0]:
+        dist.destroy_process_group()
+
+
+def _failure(problem: BaseException) -> tuple[bool, float, str, bytes]:
+    when = time.monotonic()
+    # The first frame is `_main`'s own.
+    frames = problem.__traceback__.tb_next if problem.__traceback__ else None
+    text = "".join(traceback.format_exception(type(problem), problem, frames))
+    try:
+        packed = dumps(problem)
+    except TypeError:
+        packed = b""
+    return False, when, text, packed
+
+
+def _run_under_torchrun(
+    fn: Callable[..., Any], n: int, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
+) -> list[Any]:
+    world = int(os.environ["WORLD_SIZE"])
+    if world != n:
+        raise ValueError(
+            f"n must be the number of torchrun's processes, {world}, got {n}; "
+            f"start it with --nproc-per-node {n}"
+        )
+    mine = not dist.is_initialized()
+    if mine:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        packed = dumps(fn(*args, **kwargs))
+        gathered: list[Any] = [None] * n
+        dist.all_gather_object(gathered, packed)
+    finally:
+        torch.set_num_threads(before)
+        if mine:
+            dist.destroy_process_group()
+    return [loads(one) for one in gathered]
