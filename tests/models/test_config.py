@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
-from labcore.models import LlamaConfig
+from labcore.models import Llama, LlamaConfig
 from tests.models.shapes import BASE, CONFIGS, SCALING
 
 # The keys of published checkpoints, with the sizes left out.
@@ -48,6 +49,58 @@ def test_the_configurations_of_published_families_are_read() -> None:
     told = {k: v for k, v in (BASE | LLAMA3).items() if not k.startswith("rope_")}
     again = LlamaConfig.from_hugging_face({**told, "rope_parameters": new})
     assert (again.rope_theta, again.rope_scaling) == (9.0, three.rope_scaling)
+
+
+# Whole files of published checkpoints, and the number of weights that their authors state.
+_COMMON = {
+    "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02,
+    "torch_dtype": "bfloat16", "use_cache": True,
+}  # fmt: skip
+PUBLISHED = {
+    "SmolLM2-135M": (134_515_008, _COMMON | {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 0,
+        "eos_token_id": 0, "hidden_size": 576, "initializer_range": 0.041666666666666664,
+        "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192,
+        "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30,
+        "num_key_value_heads": 3, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000,
+        "tie_word_embeddings": True, "transformers_version": "4.40.1", "vocab_size": 49152,
+    }),
+    "TinyLlama-1.1B": (1_100_048_384, _COMMON | {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_size": 2048, "intermediate_size": 5632,
+        "max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": 32,
+        "num_hidden_layers": 22, "num_key_value_heads": 4, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0,
+        "tie_word_embeddings": False, "transformers_version": "4.35.0", "vocab_size": 32000,
+    }),
+    "Qwen2.5-0.5B": (494_032_768, _COMMON | {
+        "architectures": ["Qwen2ForCausalLM"], "bos_token_id": 151643, "eos_token_id": 151643,
+        "hidden_size": 896, "intermediate_size": 4864, "max_position_embeddings": 32768,
+        "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
+        "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
+        "transformers_version": "4.40.1", "use_mrope": False, "use_sliding_window": False,
+        "vocab_size": 151936,
+    }),
+    "Llama-3.2-1B": (1_235_814_400, _COMMON | {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
+        "eos_token_id": 128001, "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": LLAMA3["rope_scaling"],
+        "rope_theta": 500000.0, "tie_word_embeddings": True,
+        "transformers_version": "4.45.0.dev0", "vocab_size": 128256,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_file_gives_the_stated_number_of_weights(name: str) -> None:
+    stated, told = PUBLISHED[name]
+    with torch.device("meta"):
+        model = Llama(LlamaConfig.from_hugging_face(told))
+    assert sum(weight.numel() for weight in model.parameters()) == stated
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -49,6 +49,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1,),
     "return_dict": (True,),
     "rope_interleaved": (False,),
+    "use_mrope": (False,),
     "use_sliding_window": (False,),
 }
 _READ = {
