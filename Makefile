@@ -1,5 +1,6 @@
 # Two commands: `make course` and `make test`. Each makes .venv first where that is needed.
-# Settings: HOST, PORT, NO_BROWSER=1, PYTHON=<path>, TORCH_INDEX=<address of torch's builds>.
+# Settings: HOST, PORT, NO_BROWSER=1, PYTHON=<path>, TORCH_INDEX=<address of torch's builds>;
+# for grade: SUBMISSIONS=<folder>, OUT=<folder>, UNSANDBOXED=1.
 
 HOST ?= 127.0.0.1
 PORT ?= 8888
@@ -7,7 +8,7 @@ BIN := .venv/bin
 FOUND := $(firstword $(foreach name,$(or $(PYTHON),python3 python3.12 python3.11),$(shell command -v $(name) 2>/dev/null)))
 SETUP = $(or $(FOUND),$(error Python 3.11 or 3.12 is needed and $(or $(PYTHON),python3) was not found: on Debian run "apt install python3-venv" as root)) scripts/setup.py
 
-.PHONY: help course test check book jupyter claims bench test-installed clean setup
+.PHONY: help course test check book jupyter labs grade claims bench test-installed clean setup
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1: /p' Makefile
@@ -33,6 +34,12 @@ book: setup  ## the book in _build/html, as strictly as the tests build it
 
 jupyter: setup  ## JupyterLab alone
 	@$(BIN)/jupyter lab --ip $(HOST) --port $(PORT) --allow-root
+
+labs: setup  ## students' notebooks, labs/release, from labs/source
+	@$(BIN)/python -m labcore labs
+
+grade: setup  ## grades SUBMISSIONS=<folder of students' folders>; the last line says where
+	@$(BIN)/python -m labcore grade "$(or $(SUBMISSIONS),$(error Name the folder: make grade SUBMISSIONS=<folder>))" $(if $(OUT),--out "$(OUT)") $(if $(UNSANDBOXED),--unsandboxed)
 
 claims: setup  ## judges the articles' claims anew and writes claims.toml
 	@$(BIN)/python -m labcore.claims

@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 CLOSING = re.compile(r"^(=+ )?(\d+ \w+|no tests ran)(, \d+ \w+)* in [0-9.]+s.*$")
 # What `make check` leaves to `make test`: minutes, a browser, kernels for GPUs that are not here.
-LONG_FILES = ("tests/book", "tests/browser", "tests/test_chapters.py", "tests/test_installed.py")
+LONG_FILES = (
+    *("tests/book", "tests/browser", "tests/labs/test_cycle.py", "tests/labs/test_grading.py"),
+    *("tests/test_chapters.py", "tests/test_installed.py"),
+)
 LONG_MARKS = "not browser and not compile and not book"
 
 GATES = {

@@ -1,4 +1,4 @@
-"""Every chapter runs from an empty folder, in a kernel of its own, within its time."""
+"""Every chapter and every lab source runs from an empty folder, in a kernel of its own, in time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = sorted((ROOT / "book").glob("*.ipynb"))
+LABS = sorted((ROOT / "labs" / "source").glob("*/*.ipynb"))
 # The law of a chapter: 60 s on two cores, and 20 s for a cell. nbval's own limit is the hard stop.
 CHAPTER_SECONDS = 60
 CELL_SECONDS = 60
+# A lab with its solutions and hidden tests takes about 15 s on two cores.
+LAB_SECONDS = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +91,26 @@ def test_there_are_chapters() -> None:
     assert names <= listed, f"not in _toc.yml: {sorted(names - listed)}"
 
 
+def check_run(notebook: Path, folder: Path, limit_s: float) -> None:
+    """Every cell of the notebook ran without an error, all together within the limit."""
+    outcome = run_notebook(notebook, folder)
+    print(f"{notebook.stem}: {outcome.ran} cells in {outcome.seconds:.1f} s")
+    assert outcome.code == 0, outcome.output
+    assert outcome.ran == code_cells(notebook) > 0, outcome.output
+    assert outcome.skipped == 0, outcome.output
+    assert outcome.seconds < limit_s
+
+
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 def test_a_chapter_runs_from_an_empty_folder_in_time(chapter: Path, tmp_path: Path) -> None:
-    outcome = run_notebook(chapter, tmp_path)
-    print(f"{chapter.stem}: {outcome.ran} cells in {outcome.seconds:.1f} s")
-    assert outcome.code == 0, outcome.output
-    assert outcome.ran == code_cells(chapter) > 0, outcome.output
-    assert outcome.skipped == 0, outcome.output
-    assert outcome.seconds < CHAPTER_SECONDS
+    check_run(chapter, tmp_path, CHAPTER_SECONDS)
+
+
+@pytest.mark.parametrize("lab", LABS, ids=lambda path: path.stem)
+def test_a_labs_solutions_pass_its_tests_from_an_empty_folder_in_time(
+    lab: Path, tmp_path: Path
+) -> None:
+    check_run(lab, tmp_path, LAB_SECONDS)
 
 
 def write_notebook(path: Path, *cells: str) -> Path:
@@ -122,6 +137,12 @@ def test_the_gate_sees_a_cell_that_raises(tmp_path: Path) -> None:
     outcome = run_notebook(notebook, tmp_path)
     assert outcome.code != 0
     assert "planted" in outcome.output
+
+
+def test_the_gate_sees_a_notebook_that_takes_too_long(tmp_path: Path) -> None:
+    notebook = write_notebook(tmp_path / "slow.ipynb", "x = 1")
+    with pytest.raises(AssertionError):
+        check_run(notebook, tmp_path, 0.1)
 
 
 def test_the_gate_sees_an_output_that_changed(tmp_path: Path) -> None:

@@ -74,6 +74,22 @@ def test_a_live_result_raises_only_when_strict_and_wholly_opposite(clean_environ
     assert make_claim("does not hold").judge(opposite) == "does not hold"
 
 
+def test_a_claim_that_holds_in_part_is_held_to_its_first_evidence(clean_environment):
+    clean_environment.setenv("LABCORE_STRICT_CLAIMS", "1")
+    for id, item in claims.load().items():
+        first = item.evidence[0]
+        record = claims.records.find(item.slug, first.case, first.quantity)
+        recorded = first.rule.judge(claims._measured(record))
+        bound, step = (
+            (first.rule.at_most, 1) if first.rule.at_least is None else (first.rule.at_least, -1)
+        )
+        wrong = {"holds": step, "does not hold": -step}.get(recorded)
+        if wrong is not None:
+            with pytest.raises(claims.ClaimContradictedError, match=id):
+                item.judge(Measured.exactly(bound + wrong))
+            assert item.judge(Measured.exactly(bound - wrong)) == recorded
+
+
 def test_a_claim_without_evidence_wants_a_rule():
     with pytest.raises(ValueError, match="pass rule="):
         make_claim(evidence=0).judge(Measured.exactly(1.0))

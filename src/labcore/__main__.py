@@ -1,4 +1,4 @@
-"""`python -m labcore course | doctor | address`: the course's commands."""
+"""`python -m labcore course | doctor | address | labs | grade`: the course's commands."""
 
 import argparse
 import os
@@ -18,6 +18,12 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="what this machine has and lacks, and what mends it")
     address = commands.add_parser("address", help="shows or sets the repository's address")
     address.add_argument("url", nargs="?", help='https://<host>/<owner>/<name>, "" to remove it')
+    labs = commands.add_parser("labs", help="students' notebooks from the labs' sources")
+    labs.add_argument("slug", nargs="*", help="labs to release; all where none is named")
+    grade = commands.add_parser("grade", help="grades the notebooks of a class")
+    grade.add_argument("folder", type=Path, help="holds <student>/<slug>.ipynb")
+    grade.add_argument("--out", type=Path, default=Path("_build/grades"))
+    grade.add_argument("--unsandboxed", action="store_true", help="run students' code as it is")
     return top
 
 
@@ -31,6 +37,14 @@ def run(arguments: Sequence[str] | None = None, root: Path | None = None) -> int
         quiet = asked.no_browser or bool(os.environ.get("NO_BROWSER"))
         serve(root, host=asked.host, port=asked.port, browser=not quiet)
         return 0
+    if asked.command == "labs":
+        from labcore.publish import labs
+
+        releases = labs.write(root, asked.slug)
+        print("\n".join(map(str, releases)))
+        return 1 if any(release.problem for release in releases) else 0
+    if asked.command == "grade":
+        return grade(root, asked.folder, asked.out, unsandboxed=asked.unsandboxed)
     if asked.command == "doctor":
         from labcore.publish import doctor
 
@@ -45,6 +59,17 @@ def run(arguments: Sequence[str] | None = None, root: Path | None = None) -> int
     lines, agree = address.report(root)
     print("\n".join(lines))
     return 0 if agree else 1
+
+
+def grade(root: Path, folder: Path, out: Path, *, unsandboxed: bool) -> int:
+    """Grades a class; exit code 2, and nothing is run, without `--unsandboxed`."""
+    from labcore.publish import grading
+
+    if not unsandboxed:
+        print(grading.NOT_SANDBOXED, file=sys.stderr)
+        return 2
+    grading.grade(root, folder, root / out, say=lambda line: print(line, flush=True))
+    return 0
 
 
 def main() -> int:

@@ -84,7 +84,10 @@ class Measured:
     def __str__(self) -> str:
         if self.low == self.high:
             return f"{self.mean:.4g}"
-        return f"{self.mean:.4g} [{self.low:.4g}, {self.high:.4g}] (n = {self.n})"
+        width = self.high - self.low
+        # What the sum of floats left of a zero is no number to print.
+        mean = 0.0 if math.isfinite(width) and abs(self.mean) < 1e-9 * width else self.mean
+        return f"{mean:.4g} [{self.low:.4g}, {self.high:.4g}] (n = {self.n})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,19 +159,29 @@ class Claim:
         return self.evidence[0].rule
 
     def judge(self, measured: Measured, rule: Rule | None = None) -> Verdict:
-        """The verdict on a number measured live, by `rule` or the claim's own.
+        """The verdict on a number measured live, by `rule` or that of the first evidence.
 
         Raises ClaimContradictedError under LABCORE_STRICT_CLAIMS=1 when the number contradicts
-        the recorded verdict with its whole interval; for a reader it never raises.
+        what is recorded with its whole interval; for a reader it never raises.
         """
         verdict = (rule or self.rule).judge(measured)
+        recorded = self.verdict if rule else self._recorded()
         opposite = {("holds", "does not hold"), ("does not hold", "holds")}
-        if strict_claims() and (self.verdict, verdict) in opposite:
+        if strict_claims() and (recorded, verdict) in opposite:
             raise ClaimContradictedError(
-                f"{self.id}: the record's verdict is {self.verdict!r} ({self.measured}), measured "
+                f"{self.id}: the record's verdict is {recorded!r} ({self.measured}), measured "
                 f"here: {measured}, which {verdict} by the rule {rule or self.rule}"
             )
         return verdict
+
+    def _recorded(self) -> Verdict | None:
+        """The verdict on the record of the first evidence alone: the whole may hold in part."""
+        first = self.evidence[0]
+        try:
+            record = records.find(self.slug, first.case, first.quantity)
+        except KeyError:
+            return self.verdict
+        return first.rule.judge(_measured(record))
 
 
 def _rule(raw: Mapping[str, Any]) -> Rule:

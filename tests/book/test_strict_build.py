@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from labcore.publish import labs
+from labcore.publish.lab_source import read_lab
 from tests.book import html_checks, source_checks
 from tests.book_fixtures import ROOT, Build
+from tests.labs import lab_checks
 
 BOOK = ROOT / "book"
 CHAPTERS = sorted(BOOK.glob("*.ipynb"))
-SOURCES = [*sorted(BOOK.rglob("*.md")), *CHAPTERS]
+LABS = {slug: labs.release_path(ROOT, slug) for slug in labs.source_paths(ROOT)}
+SOURCES = [*sorted(BOOK.rglob("*.md")), *CHAPTERS, *LABS.values()]
 
 
 def toc_files() -> list[str]:
@@ -68,7 +72,27 @@ class TestPages:
         assert gate(book_html) == []
 
     def test_notebooks_can_be_downloaded_without_outputs(self, book_html: Path) -> None:
-        assert html_checks.download_problems(book_html, CHAPTERS, ROOT) == []
+        notebooks = [*CHAPTERS, *LABS.values()]
+        assert html_checks.download_problems(book_html, notebooks, ROOT) == []
+
+    @pytest.mark.parametrize("slug", LABS)
+    def test_a_labs_page_is_its_release_and_leads_to_its_chapter(
+        self, book_html: Path, slug: str
+    ) -> None:
+        page = book_html / "labs" / "release" / slug / f"{slug}.html"
+        text = page.read_text(encoding="utf-8")
+        points = sum(read_lab(labs.source_paths(ROOT)[slug]).points.values())
+        assert f"<span>{points:g} points</span>" in text
+        assert "raise</span> <span" in text and "NotImplementedError" in text
+        assert "This page ran on" not in text
+        assert f'data-notebook="labs/release/{slug}/{slug}.ipynb"' in text
+        assert f"../../../book/{slug}.html" in html_checks.read(page).links
+
+    @pytest.mark.parametrize("slug", LABS)
+    def test_no_solution_and_no_hidden_test_is_published(self, book_html: Path, slug: str) -> None:
+        assert lab_checks.published(book_html, read_lab(labs.source_paths(ROOT)[slug])) == []
+        assert not (book_html / "labs" / "source").exists()
+        assert not (book_html / "_sources" / "labs" / "source").exists()
 
     def test_each_page_says_what_it_was_made_from(self, book_html: Path) -> None:
         for name in [*toc_files(), "search"]:

@@ -39,9 +39,19 @@ def test_chunks_are_the_loop(cls, dtype, choice, seed: int) -> None:
     two = run(ours, lambda p: cls(p, foreach=True, **settings), seed=seed, steps=5, missing=missing)
     # capturable keeps the loop's bias correction in float32, as torch does.
     tolerance = max(TOLERANCE[dtype], 2e-6 if "capturable" in choice else 0)
-    assert far(loop, ours, tolerance) <= (4 if cls is Lion else 0)  # of 160,000: see `far`
-    state = TOLERANCE[settings.get("state_dtype", dtype)]
-    assert largest_difference(states(one), states(two)) <= max(tolerance, state)
+    kept = settings.get("state_dtype", dtype)
+    # Two right roundings of a moment in half precision: a sign that flips, an update one ulp off.
+    rounded = kept in (torch.float16, torch.bfloat16)
+    few = 40 if rounded else 4 if cls is Lion else 0  # of 160,000: see `far`
+    reach = 0.021 if cls is Lion else 5 * 0.01 * 4 * torch.finfo(kept).eps
+    masters = [
+        [state["master"] for state in o.state.values() if "master" in state] for o in (one, two)
+    ]
+    for left, right in ((loop, ours), masters):
+        assert far(left, right, tolerance) <= few
+        assert largest_difference(left, right) <= tolerance + reach
+    moments = [[state[n] for state in o.state.values() for n in cls.moments] for o in (one, two)]
+    assert largest_difference(*moments) <= max(tolerance, TOLERANCE[kept])
 
 
 @BOTH

@@ -80,6 +80,34 @@ def test_float16_weights_stay_finite(cls: type, state: torch.dtype | None) -> No
     assert naive[0].isnan() and not naive[1].isfinite()  # what the trap looks like in torch
 
 
+def test_float16_weights_train_on_where_the_state_in_float16_throws_them(seed: int) -> None:
+    ends = {}
+    for state in (None, torch.float16):
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.nn.Parameter(torch.ones(64, dtype=torch.float16))
+        optimizer = AdamW([weight], lr=1e-3, weight_decay=0.0, state_dtype=state)
+        sizes = 1e-4 + 1e-3 * torch.rand(64, generator=generator)
+        for step in range(20):  # one gradient whose square float16 cannot hold, then none
+            weight.grad = (sizes * (step == 0)).half()
+            optimizer.step()
+        ends[state] = (weight.detach().float() - 1).abs()
+    assert ends[None].max() <= 20 * 2e-3
+    assert not (ends[torch.float16] <= 1).any()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (5,), (3, 7), (2, 3, 1025)], ids=str)
+def test_stochastic_rounding_stays_between_its_neighbors_for_any_shape(shape, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * 10 ** torch.randn(shape, generator=generator)
+    below = (x.view(torch.int32) & -65536).view(torch.float32)  # toward zero
+    above = ((x.view(torch.int32) & -65536) + 65536).view(torch.float32)
+    rounded = stochastic_round(x.mT if x.dim() > 1 else x, generator).float()
+    rounded = rounded.mT if x.dim() > 1 else rounded
+    assert ((rounded == below) | (rounded == above)).all()
+    if x.numel() > 1000:
+        assert 0.3 < (rounded == above).float().mean() < 0.7
+
+
 def test_bfloat16_state_no_longer_decays_and_float32_state_does() -> None:
     kept = {}
     for dtype in (torch.bfloat16, torch.float32):

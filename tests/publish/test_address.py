@@ -10,10 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from labcore.publish import address
+from labcore.publish import address, labs
 
 ROOT = Path(__file__).resolve().parents[2]
 GITHUB = "https://github.com/someone/some-course"
+LABS = [
+    path.relative_to(ROOT)
+    for folder in ("source", "release")
+    for path in sorted((ROOT / "labs" / folder).glob("*/*.ipynb"))
+    if path.stem == path.parent.name
+]
 ELSEWHERE = "https://code.example.org/group/sub/course"
 
 
@@ -27,13 +33,16 @@ def notebook(source: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the real places, with a notebook beside those of the book."""
+    """A copy of the real places, with a notebook beside those of the book, and the labs."""
     for name in ("_config.yml", "README.md", "CITATION.cff", "environment.yml"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "book").mkdir()
     for path in (ROOT / "book").glob("*.ipynb"):
         shutil.copy(path, tmp_path / "book" / path.name)
     (tmp_path / "book" / "more.ipynb").write_text(notebook(address.first_cell("")), "utf-8")
+    for path in LABS:
+        (tmp_path / path).parent.mkdir(parents=True)
+        shutil.copy(ROOT / path, tmp_path / path)
     address.write(tmp_path, "")
     return tmp_path
 
@@ -44,7 +53,14 @@ def setup_cell(text: str) -> str:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {p.name: p.read_text("utf-8") for p in sorted(folder.rglob("*")) if p.is_file()}
+    """Texts by name; a page of the book and its lab share one, so a lab has its path."""
+    return {
+        p.name
+        if p.parent in (folder, folder / "book")
+        else str(p.relative_to(folder)): p.read_text("utf-8")
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 def test_the_checkout_agrees_with_its_own_configuration() -> None:
@@ -85,6 +101,29 @@ def test_an_address_is_written_everywhere_and_taken_away_again(checkout: Path) -
 def test_writing_twice_changes_nothing(checkout: Path) -> None:
     address.write(checkout, GITHUB)
     assert address.write(checkout, GITHUB) == []
+
+
+def test_labs_take_the_address_too_and_none_counts_as_edited(checkout: Path) -> None:
+    assert LABS
+    before = {path: (checkout / path).read_bytes() for path in LABS}
+    stale = labs.stale(checkout)
+    changed = set(address.write(checkout, GITHUB))
+    assert {checkout / path for path in LABS} <= changed
+    assert labs.stale(checkout) == stale
+    assert [made.kept for made in labs.write(checkout)] == [None] * len({p.stem for p in LABS})
+    assert labs.stale(checkout) == []
+    address.write(checkout, "")
+    assert labs.stale(checkout) == []
+    sources = [path for path in LABS if path.parts[1] == "source"]
+    assert all((checkout / path).read_bytes() == before[path] for path in sources)
+
+
+def test_a_copy_of_an_edited_release_is_left_alone(checkout: Path) -> None:
+    release = checkout / next(path for path in LABS if path.parts[1] == "release")
+    mine = release.with_name(f"{release.stem}.edited-1.ipynb")
+    mine.write_text("mine")
+    assert mine not in address.write(checkout, GITHUB)
+    assert mine.read_text() == "mine"
 
 
 def test_another_host_gets_no_links_of_github(checkout: Path) -> None:

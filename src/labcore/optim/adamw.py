@@ -21,12 +21,14 @@ class AdamW(Shell):
     See `rules.adamw` for the formulas. With the defaults it follows `torch.optim.AdamW` and loads
     its state dict. State: `step`, `exp_avg`, `exp_avg_sq`; two tensors a parameter.
 
-    Low precision: the update is computed in float32 whatever the parameter's dtype, so a float16
-    parameter with eps=1e-8 stays finite where float16 arithmetic gives NaN (`rules.adamw` on
-    float16 tensors shows that). A bfloat16 weight near 1 does not move where the update is below
-    2⁻⁹: use stochastic_rounding or master_weights. With state_dtype=torch.float16 `exp_avg_sq`
-    underflows to 0 for gradients below about 5e-3, and then eps decides the step; lasting gradients
-    above 256 overflow it, and the weight stops. In bfloat16 it no longer decays. float32 is right.
+    Low precision: the update is computed in float32 whatever the parameter's dtype, and the state
+    of a float16 parameter is float32, so one with eps=1e-8 trains on where float16 arithmetic
+    gives NaN (`rules.adamw` on float16 tensors shows that) and where torch's fused form, which
+    stores the state in float16, loses it some steps later. A bfloat16 weight near 1 does
+    not move where the update is below 2⁻⁹: use stochastic_rounding or master_weights. With
+    state_dtype=torch.float16 `exp_avg_sq` underflows to 0 for gradients below about 5e-3, and then
+    eps decides the step; lasting gradients above 256 overflow it, and the weight stops. In bfloat16
+    it no longer decays. float32 is right.
 
     Args:
         params: parameters, named parameters, or parameter groups.
@@ -37,8 +39,10 @@ class AdamW(Shell):
         eps_mode: "outside": `m̂ / (√(v̂ + eps_root) + eps)`; "inside": `m̂ / √(v̂ + eps)`; "atan2":
             `atan2(m̂, √v̂)`, which has no eps and ignores it.
         eps_root: at least 0, in units of the gradient squared; only with "outside".
-        maximize, foreach, fused, capturable, state_dtype, master_weights, stochastic_rounding,
-            generator, nonfinite: as in `Lion`. capturable also keeps `step` on the device.
+        state_dtype: torch.float32, bfloat16 or float16; None: the parameter's own dtype, and
+            float32 for a float16 parameter.
+        maximize, foreach, fused, capturable, master_weights, stochastic_rounding, generator,
+            nonfinite: as in `Lion`. capturable also keeps `step` on the device.
 
     Errors: ValueError and TypeError for settings, RuntimeError for sparse gradients.
     torch's `amsgrad` and `differentiable` are not offered.
@@ -99,6 +103,11 @@ class AdamW(Shell):
         if group["eps_mode"] == "atan2" and group["fused"]:
             raise ValueError("fused has no arc tangent, got eps_mode='atan2'; use foreach=True")
         super()._check_group(group)
+
+    def _state_dtype(self, group: dict[str, Any], param: Tensor) -> torch.dtype:
+        if group["state_dtype"] is None and param.dtype == torch.float16:
+            return torch.float32  # exp_avg_sq would underflow to 0
+        return super()._state_dtype(group, param)
 
     def _check_loaded(self, saved: dict[str, Any]) -> None:
         if any(group.get("amsgrad") for group in saved["param_groups"]):

@@ -11,6 +11,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from labcore.optim.precision import compute_dtype
+
 CHUNK = 1 << 18  # 1 MiB of float32: the pieces of a step stay in the caches
 SMALL = 1 << 16  # below it, copies into a bucket cost less than calls
 State: TypeAlias = dict[str, Tensor]
@@ -18,6 +20,8 @@ State: TypeAlias = dict[str, Tensor]
 Chunk: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor, ...], Tensor, float], None]
 # (param, grad, state, steps before this one): any shape and mix of dtypes
 ByRule: TypeAlias = Callable[[Tensor, Tensor, State, float], None]
+# (param, new value in the dtype that computes): rounds it into the parameter
+Store: TypeAlias = Callable[[Tensor, Tensor], None]
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -63,10 +67,10 @@ class ChunkedStep:
             return False
         return all(cohort.in_step() for cohort in self._cohorts)
 
-    def step(self, chunk: Chunk | None, by_rule: ByRule, *, maximize: bool) -> None:
-        """Update all parameters; `chunk` where one dtype allows it, `by_rule` elsewhere."""
+    def step(self, chunk: Chunk | None, by_rule: ByRule, store: Store, *, maximize: bool) -> None:
+        """Update all parameters by `chunk`, by `by_rule` where that is None or strides differ."""
         for cohort in self._cohorts:
-            cohort.step(chunk, by_rule, maximize)
+            cohort.step(chunk, by_rule, store, maximize)
 
 
 class _Cohort:
@@ -82,17 +86,13 @@ class _Cohort:
         self._big = [(p, s) for p, s in pairs if p.numel() >= SMALL and is_dense(p)]
         small = [(p, s) for p, s in pairs if not (p.numel() >= SMALL and is_dense(p))]
         self._bucket = _Bucket([p for p, _ in small], [s for _, s in small]) if small else None
-        param, grad = params[0], params[0].grad
-        real = _real_dtype(param.dtype)
-        arrays = _arrays(states[0])
-        self._one_dtype = (
-            real in (torch.float32, torch.float64)
-            and "master" not in arrays
-            and grad is not None
-            and all(t.dtype == param.dtype for t in (grad, *arrays.values()))
-        )
         total = sum(_real(p).numel() for p in params)
-        self._scratch = torch.empty(2, min(CHUNK, total), dtype=real)
+        dtype = compute_dtype(_real_dtype(params[0].dtype))
+        self._scratch = torch.empty(2, min(CHUNK, total), dtype=dtype)
+        arrays = _arrays(states[0])
+        tensors = [params[0], *arrays.values()]
+        tensors += [grad for grad in [params[0].grad] if grad is not None]
+        self._mixed = "master" in arrays or any(_real_dtype(t.dtype) != dtype for t in tensors)
 
     def in_step(self) -> bool:
         """Whether nobody changed the count of a single member."""
@@ -101,21 +101,21 @@ class _Cohort:
         low, high = self._steps.aminmax()
         return bool(low == high)
 
-    def step(self, chunk: Chunk | None, by_rule: ByRule, maximize: bool) -> None:
+    def step(self, chunk: Chunk | None, by_rule: ByRule, store: Store, maximize: bool) -> None:
         count = 0.0
         if self._steps is not None:
             count = float(self._steps[0])
             self._steps += 1
-        if not self._one_dtype:
-            chunk = None
         for param, state in self._big:
             if param.grad is not None:
                 arrays = {name: _real(value) for name, value in _arrays(state).items()}
-                self._one(_real(param), _real(param.grad), arrays, count, chunk, by_rule, maximize)
+                weight, grad = _real(param), _real(param.grad)
+                self._one(weight, grad, arrays, count, chunk, by_rule, store, maximize)
         if self._bucket is not None:
             bucket = self._bucket
             bucket.gather()
-            self._walk(bucket.param, bucket.grad, bucket.state, count, chunk, by_rule, maximize)
+            flat = bucket.param, bucket.grad, bucket.state
+            self._walk(*flat, count, chunk, by_rule, store, maximize)
             bucket.scatter()
 
     def _one(
@@ -126,6 +126,7 @@ class _Cohort:
         count: float,
         chunk: Chunk | None,
         by_rule: ByRule,
+        store: Store,
         maximize: bool,
     ) -> None:
         if not is_dense(param) or any(v.stride() != param.stride() for v in state.values()):
@@ -134,7 +135,7 @@ class _Cohort:
         if grad.stride() != param.stride():
             grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
         flat = {name: _flat(value) for name, value in state.items()}
-        self._walk(_flat(param), _flat(grad), flat, count, chunk, by_rule, maximize)
+        self._walk(_flat(param), _flat(grad), flat, count, chunk, by_rule, store, maximize)
 
     def _walk(
         self,
@@ -144,6 +145,7 @@ class _Cohort:
         count: float,
         chunk: Chunk | None,
         by_rule: ByRule,
+        store: Store,
         maximize: bool,
     ) -> None:
         pieces = [param.split(CHUNK), grad.split(CHUNK), *(v.split(CHUNK) for v in state.values())]
@@ -153,10 +155,22 @@ class _Cohort:
             return
         scratch, negated = self._scratch
         for p, g, *values in zip(*pieces, strict=True):
-            n = p.numel()
+            n, kept, moments = p.numel(), p, tuple(values)
+            if self._mixed:
+                arrays = dict(zip(state, values, strict=True))
+                # `to` gives a tensor that has the dtype itself, to be changed in place.
+                p = arrays.pop("master", p).to(scratch.dtype)
+                moments = tuple(moment.to(scratch.dtype) for moment in arrays.values())
+                g = g.to(scratch.dtype)
             if maximize:  # never in place: the gradient belongs to the caller
                 g = torch.neg(g, out=negated[:n])
-            chunk(p, g, tuple(values), scratch[:n], count)
+            chunk(p, g, moments, scratch[:n], count)
+            if self._mixed:
+                for moment, new in zip(arrays.values(), moments, strict=True):
+                    if new is not moment:
+                        moment.copy_(new)
+                if p is not kept:
+                    store(kept, p)
 
 
 class _Bucket:

@@ -22,12 +22,22 @@ def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Ten
     The 16 bits that bfloat16 drops are compared with 16 random bits. NaN and infinity are kept.
     generator: torch.Generator on x's device, None for torch's default one.
     """
-    noise = torch.randint(
-        0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator
-    )
+    # One draw of 64 bits serves four numbers; read as int16 they are noise less half its range.
+    draws = torch.empty((x.numel() + 3) // 4, dtype=torch.int64, device=x.device)
+    draws.random_(-(1 << 63), None, generator=generator)
+    noise = draws.view(torch.int16)[: x.numel()].view(x.shape).to(torch.int32)
     # A carry out of the dropped bits rounds the magnitude up: the sign bit is never touched.
-    up = (x.contiguous().view(torch.int32) + noise) & -65536
+    up = noise.add_(1 << 15).add_(x.contiguous().view(torch.int32)).bitwise_and_(-65536)
     return torch.where(torch.isfinite(x), up.view(torch.float32), x).to(torch.bfloat16)
+
+
+def store(
+    param: Tensor, value: Tensor, *, stochastic: bool, generator: torch.Generator | None
+) -> None:
+    """Round `value` [float32 or float64] into `param`, a bfloat16 one by chance if `stochastic`."""
+    if stochastic and param.dtype == torch.bfloat16:
+        value = stochastic_round(value, generator)
+    param.copy_(value)
 
 
 def apply_rule(
@@ -60,6 +70,4 @@ def apply_rule(
         state[name].copy_(new_state[name])
     if master is not None:
         master.copy_(new)
-    if stochastic and param.dtype == torch.bfloat16:
-        new = stochastic_round(new, generator)
-    param.copy_(new)
+    store(param, new, stochastic=stochastic, generator=generator)

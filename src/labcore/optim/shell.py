@@ -4,6 +4,7 @@ The paths compute one rule: a loop over `rules` (the truth), `foreach` (chunks o
 `_foreach` operations on a GPU) and `fused` (one Triton launch a device and dtype).
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from labcore import checks, device
 from labcore.optim.chunked import Chunk, ChunkedStep
 from labcore.optim.fused import Tables
-from labcore.optim.precision import Rule, apply_rule
+from labcore.optim.precision import Rule, apply_rule, store
 
 NONFINITE = ("propagate", "raise", "skip")
 PATHS = ("foreach", "fused", "capturable")
@@ -207,13 +208,17 @@ class Shell(Optimizer):
                 state[name].copy_(torch.as_tensor(saved[name]))
         return state
 
+    def _state_dtype(self, group: dict[str, Any], param: Tensor) -> torch.dtype:
+        """The dtype of a parameter's moments."""
+        return group["state_dtype"] or param.dtype
+
     def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
         if self.counts_steps:
             # On the host unless a graph replays the count: reading it there makes nobody wait.
             where = param.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=where)
-        dtype = group["state_dtype"] or param.dtype
+        dtype = self._state_dtype(group, param)
         for name in self.moments:
             state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
         if group["master_weights"] and param.dtype in (torch.bfloat16, torch.float16):
@@ -325,6 +330,7 @@ class Shell(Optimizer):
         if plan is None or not plan.fits(params, states):
             plan = self._plans[index] = ChunkedStep(params, states)
         hyperparameters = self._hyperparameters(group, tensors=False)
+        rounding = {"stochastic": group["stochastic_rounding"], "generator": self.generator}
 
         def by_rule(param: Tensor, grad: Tensor, state: dict[str, Tensor], step: float) -> None:
             apply_rule(
@@ -334,12 +340,16 @@ class Shell(Optimizer):
                 state,
                 step=step,
                 maximize=group["maximize"],
-                stochastic=group["stochastic_rounding"],
-                generator=self.generator,
+                **rounding,
                 **hyperparameters,
             )
 
-        plan.step(self.cpu_update(group), by_rule, maximize=group["maximize"])
+        plan.step(
+            self.cpu_update(group),
+            by_rule,
+            functools.partial(store, **rounding),
+            maximize=group["maximize"],
+        )
 
 
 def _real_items(params: list[Tensor], states: list[dict[str, Tensor]]) -> list[Item]:

@@ -9,7 +9,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
@@ -120,8 +119,10 @@ class Worker:
 
     def __del__(self) -> None:
         if getattr(self, "_child", None) is not None:
-            with suppress(Exception):
+            try:  # noqa: SIM105 - at the interpreter's end `suppress` is gone
                 self.close()
+            except Exception:
+                pass
 
     def _start_if_needed(self) -> None:
         if self._answers is not None and (self.pid is None or self._answers.read(1)):

@@ -3,7 +3,8 @@
 The line `repository: url: "…"` of `_config.yml` is empty until a person sets it with
 `python -m labcore address https://github.com/<owner>/<name>`. Derived from it are
 
-- the first code cell of every notebook in `book/` (it installs labcore where it is missing),
+- the first code cell of every notebook in `book/` and of every lab, source and release (it
+  installs labcore where it is missing),
 - the README's blocks between `<!-- address: clone -->` or `<!-- address: links -->` and
   `<!-- address: end -->`,
 - the line `repository-code` of `CITATION.cff`,
@@ -18,9 +19,19 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-__all__ = ["check", "first_cell", "pages_address", "parse_address", "read", "report", "write"]
+__all__ = [
+    "check",
+    "first_cell",
+    "is_first_cell",
+    "pages_address",
+    "parse_address",
+    "read",
+    "report",
+    "write",
+]
 
 SETUP_LINE = "# Installs labcore where it is missing (Colab) and says what this machine has."
+REPOSITORY_LINE = re.compile(r'^REPOSITORY = "([^"]*)"', re.MULTILINE)
 BLOCK = re.compile(r"(<!-- address: (clone|links) -->\n).*?(<!-- address: end -->)", re.DOTALL)
 CONFIG_URL = re.compile(
     r"^(?P<head>repository:[ \t]*(?:#.*)?\n(?:[ \t]+.*\n|[ \t]*#.*\n|[ \t]*\n)*?[ \t]+url:[ \t]*)"
@@ -52,6 +63,12 @@ if "google.colab" in sys.modules:
 from labcore import device
 
 print(device.badge())'''
+
+
+def is_first_cell(text: str) -> bool:
+    """Whether a cell's text is that first code cell, for whatever address."""
+    match = REPOSITORY_LINE.search(text)
+    return match is not None and text == first_cell(match[1])
 
 
 def parse_address(text: str) -> str:
@@ -150,7 +167,13 @@ def _places(root: Path) -> dict[Path, Callable[[str, str], str]]:
         root / "CITATION.cff": _citation,
         root / "environment.yml": _environment,
     }
-    return places | dict.fromkeys(sorted((root / "book").glob("*.ipynb")), _notebook)
+    notebooks = sorted((root / "book").glob("*.ipynb"))
+    # <slug>/<slug>.ipynb alone: beside a release may stand copies that a person edited.
+    for folder in sorted((root / "labs").glob("*/*/")):
+        lab = folder / f"{folder.name}.ipynb"
+        if folder.parent.name in ("source", "release") and lab.is_file():
+            notebooks.append(lab)
+    return places | dict.fromkeys(notebooks, _notebook)
 
 
 def read(root: Path) -> str:

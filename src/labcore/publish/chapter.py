@@ -1,4 +1,4 @@
-"""A chapter's metadata, checked, and the header made of it below the chapter's title."""
+"""The metadata of a chapter or a lab, checked, and the header made of it below its title."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 from labcore.publish.address import parse_address
+from labcore.publish.lab_source import LabMetadata, parse_lab_metadata
+from labcore.publish.tiers import TIERS
 
-__all__ = ["TIERS", "ChapterMetadata", "collect", "insert_header", "parse_metadata"]
+__all__ = ["ChapterMetadata", "collect", "insert_header", "parse_metadata"]
 
 logger = logging.getLogger(__name__)
 
-TIERS = {"cpu": "runs on a CPU", "1gpu": "needs one GPU", "multi": "needs several GPUs"}
 FORM = {"objectives": list, "prerequisites": list, "minutes": int, "tier": str, "slug": str}
 
 
@@ -77,6 +78,12 @@ def parse_metadata(notebook: dict[str, Any]) -> ChapterMetadata:
     )
 
 
+def _parse(notebook: dict[str, Any]) -> ChapterMetadata | LabMetadata:
+    found = notebook.get("metadata", {}).get("labcore")
+    lab = isinstance(found, dict) and "kind" in found
+    return parse_lab_metadata(notebook) if lab else parse_metadata(notebook)
+
+
 def collect(app: Sphinx, _doctree: nodes.document) -> None:
     """Keeps a notebook's checked metadata with its page; warns where it is not right."""
     name = app.env.docname
@@ -86,13 +93,13 @@ def collect(app: Sphinx, _doctree: nodes.document) -> None:
     page = app.env.metadata[name]
     page.pop("labcore", None)
     try:
-        metadata = parse_metadata(json.loads(path.read_text(encoding="utf-8")))
+        metadata = _parse(json.loads(path.read_text(encoding="utf-8")))
         if metadata.slug != path.stem:
             raise ValueError(
                 f"metadata.labcore.slug must be the file's name, {path.stem!r}, "
                 f"got {metadata.slug!r}"
             )
-        page["labcore_chapter"] = metadata
+        page["labcore_page"] = metadata
     except ValueError as error:
         logger.warning("%s", error, location=name, type="labcore", subtype="metadata")
 
@@ -102,12 +109,17 @@ def _inline(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
 
 
-def _prerequisite(app: Sphinx, docname: str, text: str) -> str:
-    target = f"{docname.rpartition('/')[0]}/{text}".lstrip("/")
+def _page_link(app: Sphinx, docname: str, target: str) -> str | None:
+    """A link with the title of another page; None where there is no such page."""
     if target not in app.env.titles:
-        return _inline(text)
+        return None
     href = app.builder.get_relative_uri(docname, target)
     return f'<a href="{html.escape(href)}">{html.escape(app.env.titles[target].astext())}</a>'
+
+
+def _prerequisite(app: Sphinx, docname: str, text: str) -> str:
+    target = f"{docname.rpartition('/')[0]}/{text}".lstrip("/")
+    return _page_link(app, docname, target) or _inline(text)
 
 
 def _links(app: Sphinx, docname: str, source: str) -> list[str]:
@@ -128,30 +140,45 @@ def _links(app: Sphinx, docname: str, source: str) -> list[str]:
     return links
 
 
-def header(app: Sphinx, docname: str, metadata: ChapterMetadata) -> str:
-    """The HTML below a chapter's title.
+def _about_chapter(app: Sphinx, docname: str, metadata: ChapterMetadata) -> str:
+    objectives = "".join(f"<li>{_inline(line)}</li>" for line in metadata.objectives)
+    before = ", ".join(_prerequisite(app, docname, text) for text in metadata.prerequisites)
+    return f"<p>After this chapter you can</p><ul>{objectives}</ul>" + (
+        f"<p>Know before: {before}</p>" if before else ""
+    )
+
+
+def _about_lab(app: Sphinx, docname: str, metadata: LabMetadata) -> str:
+    chapter = _page_link(app, docname, f"book/{metadata.slug}")
+    return f"<p>The lab of the chapter {chapter}.</p>" if chapter else ""
+
+
+def header(app: Sphinx, docname: str, metadata: ChapterMetadata | LabMetadata) -> str:
+    """The HTML below the title of a chapter or a lab.
 
     `#labcore-run` is where the local server puts its button "Run this page"; elsewhere it stays
     hidden.
     """
     source = f"{docname}.ipynb"
-    objectives = "".join(f"<li>{_inline(line)}</li>" for line in metadata.objectives)
-    before = ", ".join(_prerequisite(app, docname, text) for text in metadata.prerequisites)
+    facts = [f"{metadata.minutes} minutes", TIERS[metadata.tier]]
+    if isinstance(metadata, LabMetadata):
+        facts.insert(1, f"{metadata.points:g} points")
+        about = _about_lab(app, docname, metadata)
+    else:
+        about = _about_chapter(app, docname, metadata)
     links = "".join(f"<li>{link}</li>" for link in _links(app, docname, source))
     return (
         '<div class="labcore-chapter">'
-        f'<p class="labcore-facts"><span>{metadata.minutes} minutes</span>'
-        f"<span>{TIERS[metadata.tier]}</span></p>"
-        f"<p>After this chapter you can</p><ul>{objectives}</ul>"
-        + (f"<p>Know before: {before}</p>" if before else "")
-        + f'<div id="labcore-run" hidden data-notebook="{html.escape(source)}"></div>'
+        f'<p class="labcore-facts">{"".join(f"<span>{fact}</span>" for fact in facts)}</p>'
+        f"{about}"
+        f'<div id="labcore-run" hidden data-notebook="{html.escape(source)}"></div>'
         f'<ul class="labcore-links">{links}</ul></div>'
     )
 
 
 def insert_header(app: Sphinx, doctree: nodes.document, docname: str) -> None:
-    """Puts the header below the title of a chapter's page."""
-    metadata = app.env.metadata[docname].get("labcore_chapter")
+    """Puts the header below the title of a chapter's or a lab's page."""
+    metadata = app.env.metadata[docname].get("labcore_page")
     title = next(iter(doctree.findall(nodes.title)), None)
     if metadata is None or title is None or app.builder.format != "html":
         return

@@ -56,8 +56,8 @@ class BookBuild:
     def sources(self) -> str:
         """A digest of all that the pages are made from."""
         files = [self.root / "_config.yml", self.root / "_toc.yml"]
-        for folder in (self.root / "book", self.root / "src" / "labcore"):
-            files += sorted(folder.rglob("*"))
+        for folder in ("book", "labs/release", "src/labcore"):
+            files += sorted((self.root / folder).rglob("*"))
         digest = hashlib.sha256()
         for path in files:
             if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc":

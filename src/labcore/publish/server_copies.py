@@ -1,7 +1,8 @@
-"""A reader's own copies of the chapters: made once under `my/`, never written again.
+"""A reader's own copies of chapters and labs: made once under `my/`, never written again.
 
-A copy keeps in its metadata a digest of the chapter that it was made from. When the chapter's
-cells change later, the page offers the copy, the differences, and a fresh copy beside it.
+`book/lion.ipynb` becomes `my/lion.ipynb`, its lab `my/lion-lab.ipynb`. A copy keeps
+in its metadata a digest of the chapter that it was made from. When the chapter's cells change
+later, the page offers the copy, the differences, and a fresh copy beside it.
 """
 
 import difflib
@@ -16,6 +17,7 @@ from typing import Any
 __all__ = ["Copy", "chapter_path", "chapters", "create", "differences", "newest"]
 
 METADATA = "labcore_copy"
+LABS = "labs/release/*/*.ipynb"
 # Roles that the book resolves and JupyterLab would show as they stand.
 CITED = re.compile(r"\{cite(:t)?\}`([^`]+)`")
 LINKED = re.compile(r"\{(?:doc|ref|term)\}`([^`<]+?)(?: *<[^`>]*>)?`")
@@ -31,7 +33,14 @@ class Copy:
 
 def chapters(root: Path) -> dict[str, Path]:
     """The notebooks that may be copied, by their path inside the checkout ("book/lion.ipynb")."""
-    return {path.relative_to(root).as_posix(): path for path in sorted(root.glob("book/*.ipynb"))}
+    paths = sorted(root.glob("book/*.ipynb"))
+    paths += [path for path in sorted(root.glob(LABS)) if path.stem == path.parent.name]
+    return {path.relative_to(root).as_posix(): path for path in paths}
+
+
+def _copy_stem(root: Path, chapter: Path) -> str:
+    """The name of a chapter's first copy; a lab's differs from its chapter's."""
+    return chapter.stem if chapter.parent == root / "book" else f"{chapter.stem}-lab"
 
 
 def chapter_path(root: Path, name: str) -> Path:
@@ -93,7 +102,7 @@ def newest(root: Path, name: str) -> Copy | None:
     numbered = {
         number: path
         for path in (root / "my").glob("*.ipynb")
-        if (number := _number(path, chapter.stem)) is not None
+        if (number := _number(path, _copy_stem(root, chapter))) is not None
     }
     if not numbered:
         return None
@@ -121,11 +130,9 @@ def create(root: Path, name: str, *, fresh: bool = False) -> Path:
     text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
     folder = root / "my"
     folder.mkdir(exist_ok=True)
-    number = 1
+    stem, number = _copy_stem(root, chapter), 1
     while True:
-        path = folder / (
-            f"{chapter.stem}.ipynb" if number == 1 else f"{chapter.stem}-{number}.ipynb"
-        )
+        path = folder / (f"{stem}.ipynb" if number == 1 else f"{stem}-{number}.ipynb")
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(text)

@@ -68,7 +68,8 @@
       add(box, "span", text);
       return;
     }
-    add(box, "p", `This chapter changed after your copy ${state.copy} was made.`);
+    const kind = notebook.startsWith("labs/") ? "lab" : "chapter";
+    add(box, "p", `This ${kind} changed after your copy ${state.copy} was made.`);
     add(box, "button", "Open mine", () => openCopy(box, false));
     add(box, "button", "See the differences", () =>
       window.open(new URL(`differences?notebook=${encodeURIComponent(notebook)}`, here), "_blank"));

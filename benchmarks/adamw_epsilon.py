@@ -1,0 +1,537 @@
+"""AdamW's epsilon: its laws, runs where it decides, remedies beside torchao and optimi."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from optimi import AdamW as OptimiAdamW
+from optimi import StableAdamW
+from torch import Tensor, nn
+
+from benchmarks.lion import parameters, quarter_gpt2
+from benchmarks.runner import Measurement, case
+from labcore.data import digits
+from labcore.models import gradient_scale, train
+from labcore.optim import AdamW, epsilon, epsilon_study
+from labcore.optim.epsilon_study import Failure
+from labcore.optim.experiments import TrainConfig, train_digits
+from labcore.timing import Comparison, paired
+
+Make = Callable[..., torch.optim.Optimizer]
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+# Laws on hand-made gradients ---------------------------------------------------------------------
+OVER_EPS = tuple(10.0**k for k in range(-3, 4))  # gradients over eps
+LAW_SEEDS = (0, 1, 2, 3, 4)
+
+
+@case("attenuation/law", minutes=0.1)
+def attenuation_law() -> list[Measurement]:
+    """The attenuation that is predicted, beside constant gradients and beside pure noise."""
+    sizes = torch.tensor(OVER_EPS, dtype=torch.float64)
+    forms = {"outside": 1.0, "inside": 1.0, "atan2": 0.0}
+    gaps = {}
+    for mode, eps in forms.items():
+        found = epsilon.update_sizes(sizes, eps=eps, dtype=torch.float64, eps_mode=mode, steps=3)
+        predicted = epsilon.predict_attenuation(sizes, eps, eps_mode=mode)
+        gaps[mode] = float((found / predicted - 1).abs().max())
+    measured = [
+        Measurement(
+            quantity="largest relative gap/constant gradient",
+            unit="",
+            samples=[max(gaps.values())],
+            details={"exact": True, "gradient over eps": OVER_EPS, "by form": gaps},
+        )
+    ]
+    for ratio in OVER_EPS:
+        eps = 1 / ratio
+        measured.append(
+            Measurement(
+                quantity=f"attenuation/noise of {ratio:g} eps",
+                unit="",
+                samples=[epsilon.measured_attenuation(eps, seed=seed) for seed in LAW_SEEDS],
+                peers={"predicted": [epsilon.predict_attenuation(1.0, eps)]},
+                details={"seeds": LAW_SEEDS},
+            )
+        )
+    return measured
+
+
+# From below the smallest gradient that float16 can hold to 1, ten a decade.
+GRADIENTS = tuple(10 ** (tenths / 10) for tenths in range(-80, 1))
+GRID_EPSILONS = (1e-15, 1e-8, 1e-6, 1e-4)
+OUTCOMES = ("non-finite", "thrown", "frozen", "right")
+
+
+def outcome(size: float) -> str:
+    """What one update of `size` learning rates does to a weight; in real arithmetic it is 1."""
+    if not math.isfinite(size):
+        return "non-finite"
+    return "thrown" if size > 10 else "frozen" if size < 0.1 else "right"
+
+
+@case("rounding/outcomes", minutes=0.1)
+def rounding_outcomes() -> list[Measurement]:
+    """Share of the gradients from 1e-8 to 1 whose first update is not near the learning rate."""
+    found = []
+    for (dtype, name), eps in itertools.product(NAMES.items(), GRID_EPSILONS):
+        sizes = epsilon.update_sizes(torch.tensor(GRADIENTS), eps=eps, dtype=dtype).tolist()
+        outcomes = [outcome(size) for size in sizes]
+        shares = {each: outcomes.count(each) / len(outcomes) for each in OUTCOMES}
+        found.append(
+            Measurement(
+                quantity=f"wrong first update/{name}, eps {eps:g}",
+                unit="share",
+                samples=[1 - shares["right"]],
+                details={
+                    "exact": True,
+                    "shares": shares,
+                    "outcomes": outcomes,
+                    "gradients": GRADIENTS,
+                    "eps as stored": epsilon.rounded_eps(eps, dtype),
+                    "zero gradient": outcome(
+                        epsilon.update_sizes(torch.zeros(1), eps=eps, dtype=dtype).item()
+                    ),
+                },
+            )
+        )
+    return found
+
+
+@case("rounding/second-moment", minutes=0.1)
+def second_moment() -> list[Measurement]:
+    """exp_avg_sq after 500 gradients of 1 and 500 of 0, over what it is in float64."""
+    right = epsilon.second_moment_path(torch.float64, epsilon.pulse())[-1].item()
+    found = []
+    for dtype, name in NAMES.items():
+        path = epsilon.second_moment_path(dtype, epsilon.pulse())
+        details = {"exact": True, "exp_avg_sq": path[::50].tolist(), "fp64": right}
+        found.append(
+            Measurement(
+                quantity=f"second moment after a pulse/{name}",
+                unit="over fp64",
+                samples=[path[-1].item() / right],
+                details=details,
+            )
+        )
+    return found
+
+
+# Digits ------------------------------------------------------------------------------------------
+def accuracy(make: Make, failure: Failure, seed: int) -> float:
+    """Test accuracy of one run of make(parameters, lr=…) under a failure of the study."""
+    config = TrainConfig(
+        steps=failure.steps,
+        dtype=failure.dtype,
+        schedule=failure.schedule,
+        seed=seed,
+        check_every=failure.steps,
+    )
+    factory = epsilon_study.scaled(functools.partial(make, lr=failure.lr), failure.scale)
+    return train_digits(factory, config, digits()).accuracy
+
+
+def _atan2(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return epsilon_study.REMEDIES["atan2"](parameters, lr, 0)
+
+
+@case("digits/loss-scale", minutes=0.5)
+def loss_scale() -> list[Measurement]:
+    """Test accuracy by eps and by the factor on the loss, in fp32, with atan2 beside."""
+    found, seeds = [], epsilon_study.SEEDS
+    for scale in epsilon_study.SCALES:
+        measured = {
+            f"eps {eps:g}": [epsilon_study.accuracy_at(scale, eps, seed) for seed in seeds]
+            for eps in epsilon_study.EPSILONS
+        }
+        measured["atan2"] = [accuracy(_atan2, Failure(scale=scale), seed) for seed in seeds]
+        rms = epsilon_study.gradient_rms(scale)
+        attenuation = {
+            f"eps {eps:g}": {
+                "measured": epsilon_study.digits_attenuation(eps, scale),
+                "predicted": epsilon.predict_attenuation(rms, eps),
+            }
+            for eps in epsilon_study.EPSILONS
+        }
+        found.append(
+            Measurement(
+                quantity=f"accuracy/loss times {scale:g}",
+                unit="",
+                samples=measured.pop("eps 1e-08"),
+                peers=measured,
+                details={"seeds": seeds, "gradient rms": rms, "attenuation": attenuation},
+            )
+        )
+    return found
+
+
+@case("digits/remedies", minutes=2.5)
+def remedies() -> list[Measurement]:
+    """Test accuracy of every remedy under every failure, and what it lacks to a healthy run."""
+    found, seeds = [], epsilon_study.SEEDS
+    for failure in epsilon_study.FAILURES:
+        healthy = [epsilon_study.healthy_accuracy(failure, seed) for seed in seeds]
+        for remedy in epsilon_study.remedies_for(failure):
+            measured = [epsilon_study.accuracy(remedy, failure, seed) for seed in seeds]
+            details = {"seeds": seeds, "accuracy": measured, "healthy": healthy}
+            found.append(
+                Measurement(
+                    quantity=f"minus healthy/{failure}, {remedy}",
+                    unit="percentage points",
+                    samples=[100 * (a - b) for a, b in zip(measured, healthy, strict=True)],
+                    details=details,
+                )
+            )
+    return found
+
+
+# Small Llamas ------------------------------------------------------------------------------------
+REACHED = (5_120, 16_384)  # ten times the widest here; the width of Llama 3.1 405B
+
+
+@case("llama/gradient-rms", minutes=2.5)
+def gradient_rms() -> list[Measurement]:
+    """Exponent of the gradient's root mean square against the width, one a seed."""
+    found = []
+    for init in gradient_scale.INITS:
+        for steps, table in gradient_scale.rms_by_width(init=init).items():
+            found.append(
+                Measurement(
+                    quantity=f"exponent/{init}, after {steps} steps",
+                    unit="",
+                    samples=table.exponents(),
+                    details={
+                        "widths": table.widths,
+                        "seeds": table.seeds,
+                        "parameters": table.parameters,
+                        # [widths, seeds]
+                        "rms": {name: values.tolist() for name, values in table.rms.items()},
+                        "exponents": {name: table.exponents(name) for name in table.rms},
+                        "extrapolated": {str(width): table.predict(width) for width in REACHED},
+                    },
+                )
+            )
+    return found
+
+
+Runs = dict[tuple[int, float], list[gradient_scale.EpsRun]]
+
+
+@case("llama/eps-by-width", minutes=2)
+def eps_by_width() -> list[Measurement]:
+    """Held-out loss by width and eps, and how much smaller eps made the last update."""
+    widths, epsilons, seeds = (
+        gradient_scale.EPS_WIDTHS,
+        gradient_scale.EPSILONS,
+        gradient_scale.SEEDS,
+    )
+    runs: Runs = {
+        (width, eps): [gradient_scale.loss_by_eps(width, eps, seed) for seed in seeds]
+        for width, eps in itertools.product(widths, epsilons)
+    }
+    base, found = epsilons[0], []
+    for width in widths:
+        losses = {eps: [run.loss for run in runs[width, eps]] for eps in epsilons}
+        found.append(
+            Measurement(
+                quantity=f"loss/width {width}, eps {base:g}",
+                unit="nats a byte",
+                samples=losses[base],
+                peers={f"eps {eps:g}": losses[eps] for eps in epsilons[1:]},
+                details={
+                    "seeds": seeds,
+                    "learning rate": gradient_scale.learning_rate(width),
+                    **{f"eps {eps:g}": _attenuation(runs[width, eps], eps) for eps in epsilons},
+                },
+            )
+        )
+    for eps in epsilons[1:]:
+        found += _wide_against_narrow(runs, widths[-1], widths[0], eps, base)
+    return found
+
+
+def _attenuation(runs: Sequence[gradient_scale.EpsRun], eps: float) -> dict[str, Any]:
+    """Means over seeds, by group: the RMS, the attenuation, and the one that the RMS predicts."""
+    rms = {name: statistics.fmean(run.rms[name] for run in runs) for name in runs[0].rms}
+    measured = {name: statistics.fmean(run.attenuation[name] for run in runs) for name in rms}
+    predicted = {name: epsilon.predict_attenuation(size, eps) for name, size in rms.items()}
+    return {"rms": rms, "measured": measured, "predicted": predicted}
+
+
+def _wide_against_narrow(
+    runs: Runs, wide: int, narrow: int, eps: float, base: float
+) -> list[Measurement]:
+    def penalty(width: int) -> list[float]:
+        pairs = zip(runs[width, eps], runs[width, base], strict=True)
+        return [spoiled.loss - healthy.loss for spoiled, healthy in pairs]
+
+    wide_penalty, narrow_penalty = penalty(wide), penalty(narrow)
+    pairs = list(zip(runs[wide, eps], runs[narrow, eps], strict=True))
+    details = {"widths": (wide, narrow), "penalties": (wide_penalty, narrow_penalty)}
+    return [
+        Measurement(
+            quantity=f"attenuation, widest over narrowest/eps {eps:g}",
+            unit="ratio",
+            samples=[a.attenuation["all"] / b.attenuation["all"] for a, b in pairs],
+            details=details,
+        ),
+        Measurement(
+            quantity=f"penalty, widest minus narrowest/eps {eps:g}",
+            unit="nats a byte",
+            samples=[a - b for a, b in zip(wide_penalty, narrow_penalty, strict=True)],
+            details=details,
+        ),
+    ]
+
+
+DIVERGENCE_WIDTH, DIVERGENCE_STEPS, DIVERGENCE_SEEDS = 64, 60, (0, 1, 2, 3, 4)
+TORCH: dict[str, Make] = {
+    "torch AdamW": torch.optim.AdamW,
+    "torch AdamW fused": functools.partial(torch.optim.AdamW, fused=True),
+}
+FP32_STATE: Make = functools.partial(AdamW, state_dtype=torch.float32)
+LLAMA_RUNS: dict[torch.dtype, dict[str, Make]] = {
+    torch.float32: TORCH,
+    torch.bfloat16: {
+        **TORCH,
+        "fp32 state, stochastic rounding": functools.partial(FP32_STATE, stochastic_rounding=True),
+    },
+    torch.float16: {
+        **TORCH,
+        "eps 1e-6": functools.partial(torch.optim.AdamW, eps=1e-6),
+        "eps 1e-4": functools.partial(torch.optim.AdamW, eps=1e-4),
+        "fp32 master weights": functools.partial(
+            AdamW, state_dtype=torch.float16, master_weights=True
+        ),
+        "fp32 state": FP32_STATE,
+        "fp32 state and master weights": functools.partial(FP32_STATE, master_weights=True),
+        "atan2": functools.partial(AdamW, state_dtype=torch.float16, eps_mode="atan2"),
+    },
+}
+
+
+def first_bad_step(losses: Sequence[float]) -> int | None:
+    """The first step whose loss is not finite, or from which on none is below the first loss.
+
+    None for a run that learns: its last losses are finite and below the first.
+    """
+    bad = [not (math.isfinite(loss) and loss < losses[0]) for loss in losses[1:]]
+    if any(not math.isfinite(loss) for loss in losses):
+        return next(step for step, loss in enumerate(losses) if not math.isfinite(loss))
+    if not bad or not bad[-1]:
+        return None
+    return len(losses) - sum(1 for _ in itertools.takewhile(bool, reversed(bad)))
+
+
+@case("llama/divergence", minutes=1.5)
+def divergence() -> list[Measurement]:
+    """Share of the runs that diverge, in pure precisions, at torch's default settings."""
+    found = []
+    for dtype, runs in LLAMA_RUNS.items():
+        for name, make in runs.items():
+            curves = []
+            for seed in DIVERGENCE_SEEDS:
+                model = gradient_scale.make(DIVERGENCE_WIDTH, seed, init="0.02").to(dtype)
+                draw, optimizer = gradient_scale.batches(seed), make(model.parameters())
+                run = train(model, draw, optimizer, steps=DIVERGENCE_STEPS, progress=False)
+                curves.append(run.losses)
+            steps = [first_bad_step(curve) for curve in curves]
+            found.append(
+                Measurement(
+                    quantity=f"diverged/{NAMES[dtype]}, {name}",
+                    unit="share of runs",
+                    samples=[float(step is not None) for step in steps],
+                    details={
+                        "seeds": DIVERGENCE_SEEDS,
+                        "width": DIVERGENCE_WIDTH,
+                        "diverged at step": steps,
+                        "losses": [_finite(curve) for curve in curves],
+                    },
+                )
+            )
+    return found
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    """JSON has no NaN and no infinity."""
+    return [round(value, 4) if math.isfinite(value) else None for value in values]
+
+
+# Peers -------------------------------------------------------------------------------------------
+REPETITIONS, ROUNDS = 6, 5
+ROUNDED, PEER_SEEDS = 1 << 20, (0, 1, 2, 3, 4)
+
+
+@functools.cache
+def torchao_adamw() -> Make:
+    """torchao's AdamW; importing it writes to the log, and its first step compiles with g++."""
+    from torchao.optim import _AdamW
+
+    return _AdamW
+
+
+def _low(params: list[Tensor]) -> list[Tensor]:
+    low: list[Tensor] = [nn.Parameter(param.detach().bfloat16()) for param in params]
+    for mine, theirs in zip(low, params, strict=True):
+        mine.grad = theirs.grad.bfloat16() if theirs.grad is not None else None
+    return low
+
+
+def rounding_makers() -> dict[str, Make]:
+    """AdamW with stochastic rounding, ours with both kinds of state and torchao's."""
+    return {
+        "AdamW": functools.partial(AdamW, stochastic_rounding=True),
+        "AdamW, fp32 state": functools.partial(FP32_STATE, stochastic_rounding=True),
+        "torchao AdamW": functools.partial(torchao_adamw(), bf16_stochastic_round=True),
+    }
+
+
+def keeps_tensor_lr(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """`optimizer`, with its learning rate a tensor before each step: torchao refuses a float."""
+
+    def convert(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
+
+    optimizer.register_step_pre_hook(convert)
+    return optimizer
+
+
+def _torchao_rounding(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return keeps_tensor_lr(torchao_adamw()(parameters, lr=lr, bf16_stochastic_round=True))
+
+
+# As each comes: optimi's eps is 1e-6 and its betas (0.9, 0.99); it sums after Kahan by itself.
+DIGITS_PEERS: dict[str, Make] = {
+    "AdamW": AdamW,
+    "AdamW, fp32 state and master weights": functools.partial(FP32_STATE, master_weights=True),
+    "AdamW, atan2": functools.partial(AdamW, eps_mode="atan2"),
+    "torch AdamW foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "torch AdamW fused": TORCH["torch AdamW fused"],
+    "torchao AdamW, stochastic rounding": _torchao_rounding,
+    "optimi AdamW": functools.partial(OptimiAdamW, triton=False),
+    "optimi StableAdamW": functools.partial(StableAdamW, triton=False),
+}
+OURS = "AdamW, fp32 state and master weights"
+
+
+@case("peers/digits", minutes=2, needs="cpu")
+def digits_peers() -> list[Measurement]:
+    """Test accuracy of other makers' remedies under the study's failures, same seeds."""
+    found = []
+    for title, failure in epsilon_study.FAILURES.items():
+        measured = {}
+        for name, make in DIGITS_PEERS.items():
+            runs = []
+            for seed in PEER_SEEDS:
+                torch.manual_seed(seed)  # torchao rounds by torch's own generator
+                runs.append(accuracy(make, failure, seed))
+            measured[name] = runs
+        found.append(
+            Measurement(
+                quantity=f"accuracy/{title}",
+                unit="",
+                samples=measured.pop(OURS),
+                peers=measured,
+                details={"seeds": PEER_SEEDS, "samples of": OURS},
+            )
+        )
+    return found
+
+
+@case("peers/stochastic-rounding", minutes=0.3, needs="cpu")
+def stochastic_rounding() -> list[Measurement]:
+    """Mean move of bf16 weights of 1 over the update, a hundredth of their spacing; right is 1."""
+    found = []
+    lr = torch.finfo(torch.bfloat16).eps / 2 / 100  # below 1 the spacing is half of finfo.eps
+    for name, make in rounding_makers().items():
+        means = []
+        for seed in LAW_SEEDS:
+            torch.manual_seed(seed)
+            weights = nn.Parameter(torch.ones(ROUNDED, dtype=torch.bfloat16))
+            weights.grad = torch.ones_like(weights)
+            make([weights], lr=lr, weight_decay=0.0).step()
+            means.append((1 - weights.detach().double()).mean().item() / lr)
+        found.append(
+            Measurement(
+                quantity=f"mean move/{name}",
+                unit="updates",
+                samples=means,
+                details={"weights": ROUNDED, "seeds": LAW_SEEDS, "lr": lr},
+            )
+        )
+    return found
+
+
+def _agree_or_refuse() -> None:
+    """Three steps of the same rule by each maker, in fp32; a wrong result is never timed."""
+    makers: dict[str, Make] = {
+        "AdamW": AdamW,
+        "torchao AdamW": torchao_adamw(),
+        "optimi AdamW": functools.partial(OptimiAdamW, triton=False, eps=1e-8),
+    }
+    ends = {}
+    for name, make in makers.items():
+        params = parameters([(7, 5), (3,)])
+        optimizer = make(params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
+        for _ in range(3):
+            optimizer.step()
+        ends[name] = torch.cat([param.detach().flatten() for param in params])
+    for name, end in ends.items():
+        gap = float((end - ends["AdamW"]).abs().max())
+        if not gap <= 1e-6:
+            raise RuntimeError(f"AdamW and {name} must agree to 1e-6, got {gap}; time nothing")
+
+
+@case("peers/step-time", minutes=2, needs="cpu")
+def step_time() -> list[Measurement]:
+    """One step on the quarter-size GPT-2: bf16 with stochastic rounding, and fp32 StableAdamW."""
+    _agree_or_refuse()
+    stable = functools.partial(StableAdamW, lr=1e-3, triton=False)
+    full: dict[str, Make] = {
+        "AdamW": AdamW,
+        "optimi StableAdamW": stable,
+        "torch AdamW fused": TORCH["torch AdamW fused"],
+    }
+    sets: dict[str, tuple[dict[str, Make], str]] = {
+        "bf16": (rounding_makers(), "torchao AdamW"),
+        "fp32": (full, "optimi StableAdamW"),
+    }
+    found = []
+    for name, (makers, reference) in sets.items():
+        comparisons: list[Comparison] = []
+        for seed in range(REPETITIONS):
+            params = parameters(quarter_gpt2())
+            params = _low(params) if name == "bf16" else params
+            steps = {title: make(params, lr=1e-3).step for title, make in makers.items()}
+            comparisons.append(paired(steps, rounds=ROUNDS, warmup=2, seed=seed))
+        times = {
+            title: [1e3 * one for each in comparisons for one in each.timings[title].samples]
+            for title in makers
+        }
+        found.append(
+            Measurement(
+                quantity=f"step/{name}, AdamW",
+                unit="ms",
+                samples=times["AdamW"],
+                peers={title: each for title, each in times.items() if title != "AdamW"},
+            )
+        )
+        found += [
+            Measurement(
+                quantity=f"{title} over {reference}/{name}",
+                unit="ratio",
+                # One median a repetition: its rounds share their tensors' place in memory.
+                samples=[each.ratio(title, reference) for each in comparisons],
+            )
+            for title in makers
+            if title != reference
+        ]
+    return found

@@ -1,0 +1,50 @@
+"""Exercises of the labs: functions to write and faults to find, which recognize usual mistakes."""
+
+import importlib
+import pkgutil
+
+from labcore.checks import one_of
+from labcore.exercises.clinic import Clinic, Fault
+from labcore.exercises.core import (
+    CheckFailedError,
+    Exercise,
+    Outcome,
+    Solution,
+    student_seed,
+    switched_off,
+)
+
+__all__ = [
+    "CheckFailedError",
+    "Clinic",
+    "Exercise",
+    "Fault",
+    "Outcome",
+    "Solution",
+    "load",
+    "slugs",
+    "student_seed",
+    "switch_off_solutions",
+]
+
+_MACHINERY = {"clinic", "core", "matching", "running", "wording"}
+
+
+def slugs() -> list[str]:
+    """The topics that have exercises, in alphabetical order."""
+    return sorted({module.name for module in pkgutil.iter_modules(__path__)} - _MACHINERY)
+
+
+def load(slug: str) -> list[Exercise | Clinic]:
+    """All exercises and clinics of a topic. Raises ValueError for a slug that has none."""
+    one_of("slug", slug, slugs())
+    return list(importlib.import_module(f"{__name__}.{slug}").EXERCISES)
+
+
+def switch_off_solutions(slug: str) -> None:
+    """Refuse a topic's solutions in this process, `reveal` or not: one line in a graded release.
+
+    It keeps an honest student from temptation, and nobody from the package's public sources.
+    Raises ValueError for a slug that has no exercises.
+    """
+    switched_off.add(one_of("slug", slug, slugs()))

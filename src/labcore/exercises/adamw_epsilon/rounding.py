@@ -1,0 +1,221 @@
+"""Rounding by chance, judged by its law."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labcore.exercises.core import Exercise
+from labcore.exercises.matching import difference
+
+__all__ = ["ROUND_BY_CHANCE", "round_by_chance"]
+
+BITS = (3, 4, 5, 9, 10)  # a student's: bfloat16's 7 and its neighbors would hide a mistake
+COPIES = 8192  # of each number that is rounded
+ALIKE = (
+    ".\nAll copies of each number came out alike, as if one coin were thrown for the whole tensor; "
+    "each element needs a coin of its own"
+)
+SHARE = 0.06  # by which the share of one outcome may differ from the reference's, see _same_law
+
+
+def round_by_chance(x: Tensor, bits: int, seed: int) -> Tensor:
+    """x [any shape, fp32] rounded up or down to `bits` fraction bits, so that its mean is x."""
+    generator = torch.Generator().manual_seed(seed)
+    drop = 23 - bits
+    noise = torch.randint(0, 1 << drop, x.shape, dtype=torch.int32, generator=generator)
+    # Bits count the magnitude: a carry out of the dropped ones moves away from zero.
+    rounded = ((x.contiguous().view(torch.int32) + noise) & -(1 << drop)).view(torch.float32)
+    return torch.where(torch.isfinite(x), rounded, x)
+
+
+def _spacing(x: Tensor, bits: int) -> Tensor:
+    """The distance of the numbers with `bits` fraction bits around x [any shape, normal or 0]."""
+    return torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 1 - bits)
+
+
+def _grid(
+    x: Tensor,
+    bits: int,
+    seed: int,
+    *,
+    rounding: Callable[[Tensor, Tensor], Tensor] = lambda y, chance: (y + chance).floor(),
+    noise: str = "seeded",
+    more: int = 0,
+    fixed_bits: int = 0,
+) -> Tensor:
+    generator = torch.Generator().manual_seed(0 if noise == "fixed" else seed)
+    if noise == "fresh":
+        generator.seed()
+    spacing = _spacing(x, fixed_bits or bits + more)
+    chance = torch.rand(x.shape, generator=generator)
+    return torch.where(torch.isfinite(x), rounding(x / spacing, chance) * spacing, x)
+
+
+def _copies(seed: int) -> list[dict[str, Any]]:
+    """x [16, 8192]: each row one number many times; the third case repeats the first one's seed.
+
+    1 + j/3, j/5 or j/7 lies between two numbers of every binary format, at least a seventh of the
+    spacing from each; with 2 − j/3 and so on some lie nearer to the lower, some to the upper one.
+    """
+    chance = random.Random(seed)
+    rows = [0.0, -1.5, math.inf, -math.inf]
+    for parts in (3, 5, 7):
+        share = chance.randrange(1, parts) / parts
+        for number in (1 + share, 2 - share, -1 - share, share - 2):
+            rows.append(number * 2.0 ** chance.randint(-12, 12))
+    x = torch.tensor(rows)[:, None].expand(-1, COPIES)
+    first, second = chance.sample(range(2**31), 2)
+    return [{"x": x.clone(), "seed": coins} for coins in (first, second, first)]
+
+
+def _same_law(
+    answers: Sequence[Any], wanted: Sequence[Any], cases: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """The same numbers equally often in each row, and the same seeds with equal coins.
+
+    By Hoeffding's inequality the shares of one outcome in two samples of n fair draws differ by
+    more than t with probability at most 2 exp(−n t²). n = 8192 copies and t = 0.06, over 3 cases
+    of 16 rows with up to two outcomes: a right function, its coins independent of the reference's,
+    is refused at most once in 10¹⁰ checks. A share that is wrong by 0.12 is let through as seldom.
+    """
+    for came, right, case in zip(answers, wanted, cases, strict=True):
+        form = difference(came, right, rtol=0.0, atol=math.inf)  # shape, dtype, what is finite
+        if form is not None:
+            return form
+        for x, row, expected in zip(case["x"][:, 0].tolist(), came, right, strict=True):
+            if (text := _outcomes(row, expected)) is not None:
+                alike = bool((came == came[:, :1]).all())
+                return (
+                    f"of {COPIES} copies of {x:.8g} at {case['bits']} bits, {text}{ALIKE * alike}"
+                )
+    again = [torch.equal(came, answers[0]) for came in answers]
+    if again == [torch.equal(right, wanted[0]) for right in wanted]:
+        return None
+    if not again[2]:
+        return "one call after the other with the same seed gave two different results"
+    return "two different seeds rounded the same elements up and the same ones down"
+
+
+def _outcomes(row: Tensor, expected: Tensor) -> str | None:
+    """How the outcomes in `row` [N] and `expected` [N] differ in share, or None."""
+    possible = set(expected.unique().tolist())
+    for outcome in sorted(possible | set(row.unique().tolist())):
+        share = (row == outcome).double().mean().item()
+        right = (expected == outcome).double().mean().item()
+        # x + noise, rounded to fp32, reaches a neighbor too far with a chance of up to 2⁻¹⁴.
+        if abs(share - right) > (SHARE if outcome in possible else 2**-9):
+            return f"{share:.1%} became {outcome:.8g}; right is about {right:.0%}"
+    return None
+
+
+ROUND_BY_CHANCE = Exercise(
+    id="adamw_epsilon.round_by_chance",
+    reference=round_by_chance,
+    wrong={
+        "nearest": (
+            functools.partial(_grid, rounding=lambda y, _: y.round()),
+            "Every copy of a number gives the same result, its nearest neighbor. A step below "
+            "half the spacing is then lost each time; chance should keep it on average.",
+        ),
+        "cut off": (
+            functools.partial(_grid, rounding=lambda y, _: y.trunc()),
+            "Every copy of a number gives the neighbor nearer to zero: the bits are cut off before "
+            "chance has a say. Weights would shrink at every step.",
+        ),
+        "fair coin": (
+            functools.partial(
+                _grid,
+                rounding=lambda y, u: torch.where(u < 0.5, y.floor(), y.ceil()),
+            ),
+            "Up and down are equally likely, wherever the number lies. The mean is then the middle "
+            "between the neighbors, not the number: how near it is to each must count.",
+        ),
+        "toward zero on negative numbers": (
+            functools.partial(_grid, rounding=lambda y, u: (y + u).trunc()),
+            "Positive numbers are right, negative ones come out too close to zero. Cutting off "
+            "and rounding down are the same above zero; what does each do to −2.3?",
+        ),
+        "noise, then nearest": (
+            functools.partial(_grid, rounding=lambda y, u: (y + u).round()),
+            "Your results are half a spacing too high on average. Noise from 0 to 1 already "
+            "carries a number past the next one as often as it should; rounding to nearest "
+            "afterwards adds another half.",
+        ),
+        "one fixed seed": (
+            functools.partial(_grid, noise="fixed"),
+            "Each result alone is right, but every call throws the same coins, whatever `seed` "
+            "is. Over the steps of a training run that is no chance: the same weights would be "
+            "rounded up every time.",
+        ),
+        "chances exchanged": (
+            functools.partial(
+                _grid,
+                rounding=lambda y, u: torch.where(u < 1 - (y - y.floor()), y.ceil(), y.floor()),
+            ),
+            "The two neighbors have changed their chances: a number close to the upper one mostly "
+            "becomes the lower one. Which remainder should make going up likely?",
+        ),
+        "chances exchanged, exact numbers too": (
+            functools.partial(_grid, rounding=lambda y, u: y.floor() + (u > y - y.floor())),
+            "A number that the format holds goes up by a spacing, and one just above it mostly "
+            "too. The comparison with chance stands the wrong way round.",
+        ),
+        "fair coin, exact numbers too": (
+            functools.partial(_grid, rounding=lambda y, u: y.floor() + (u < 0.5)),
+            "Every number goes up in half of the draws, also one that the format holds. The "
+            "chance must be the remainder, which is 0 there.",
+        ),
+        "negative numbers cut off": (
+            functools.partial(_grid, rounding=lambda y, u: y.trunc() + (u < y - y.trunc())),
+            "Positive numbers are right, negative ones are always cut off toward zero: their "
+            "remainder is negative, and no chance is below it. Take the neighbor below first.",
+        ),
+        "away from the sign": (
+            functools.partial(_grid, rounding=lambda y, u: y.trunc() + (u < (y - y.trunc()).abs())),
+            "Positive numbers are right. A negative one is cut off toward zero and then raised, "
+            "where its neighbors are the one cut off and the next one below.",
+        ),
+        "one bit too many": (
+            functools.partial(_grid, more=1),
+            "Some of your results lie halfway between two numbers of the format: it has one "
+            "fraction bit less. At 1 ≤ |x| < 2 the spacing is 2^−bits.",
+        ),
+        "one bit too few": (
+            functools.partial(_grid, more=-1),
+            "Your results are twice as far apart as the numbers of the format. The 1 before the "
+            "point is not among its `bits` fraction bits.",
+        ),
+        "always seven bits": (
+            functools.partial(_grid, fixed_bits=7),
+            "You round to the 7 fraction bits of bfloat16, whatever `bits` is.",
+        ),
+        "cast to bfloat16": (
+            lambda x, bits, seed: x.bfloat16().float() + 0 * (bits + seed),
+            "You return the nearest number of bfloat16. Its cast knows neither your `bits` nor "
+            "chance.",
+        ),
+        "seed ignored": (
+            functools.partial(_grid, noise="fresh"),
+            "Each result alone is right, but a call with the same `seed` cannot be repeated. Draw "
+            "from a generator that starts at `seed`, as a torch.Generator of your own can.",
+        ),
+    },
+    cases=_copies,
+    variant=lambda student: {"bits": random.Random(f"bits:{student}").choice(BITS)},
+    explanation=(
+        "In memory the numbers of the smaller format are those fp32 numbers whose last "
+        "23 − bits bits are zero. Added noise of that many random bits carries into the kept ones "
+        "with probability remainder/spacing, which is what makes the mean right; the mask then "
+        "clears the rest. Sign and magnitude are stored apart, so negative numbers need no care. "
+        "An exact number has remainder 0 and stays, infinity too; a NaN has other bits there, and "
+        "a carry could make a number of it. With 7 bits this is bfloat16."
+    ),
+    compare=_same_law,
+)

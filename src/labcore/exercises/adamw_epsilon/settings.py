@@ -1,0 +1,286 @@
+"""Epsilon as a setting: the largest that costs little, and its value in another library."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labcore.exercises.core import Exercise
+
+__all__ = ["CONVERTED_EPS", "LARGEST_EPS", "largest_eps", "torch_eps"]
+
+# float64 scalars after some ten operations, the worst of them 1 - beta2 ** step at beta2 = 0.999:
+# 10 · 2⁻⁵³ / 0.001 is 1e-12.
+SCALAR_RTOL = 1e-9
+
+# A student's own numbers are drawn from these.
+LOST = (0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.15, 0.25)
+BETAS = (0.95, 0.98, 0.99, 0.995, 0.999)
+TOKENS = (8.0, 32.0, 100.0, 256.0, 1000.0, 4096.0)
+
+
+def largest_eps(rms: Tensor, lost: float) -> tuple[float, float]:
+    """The largest eps outside and inside the root at which no group loses more than `lost`."""
+    smallest = rms.min().item()  # the group with the smallest gradient loses most
+    kept = 1 - lost
+    outside = smallest * (1 / kept - 1)
+    inside = smallest**2 * (1 / kept**2 - 1)
+    return outside, inside
+
+
+def _same_eps(rms: Tensor, lost: float) -> tuple[float, float]:
+    outside, _ = largest_eps(rms, lost)
+    return outside, outside
+
+
+def _eps_squared(rms: Tensor, lost: float) -> tuple[float, float]:
+    outside, _ = largest_eps(rms, lost)
+    return outside, outside**2
+
+
+def _rms_not_squared(rms: Tensor, lost: float) -> tuple[float, float]:
+    outside, inside = largest_eps(rms, lost)
+    return outside, inside / rms.min().item()
+
+
+def _no_root(rms: Tensor, lost: float) -> tuple[float, float]:
+    outside, _ = largest_eps(rms, lost)
+    return outside, outside * rms.min().item()
+
+
+def _exchanged(rms: Tensor, lost: float) -> tuple[float, float]:
+    return largest_eps(rms, 1 - lost)
+
+
+def _largest_group(rms: Tensor, lost: float) -> tuple[float, float]:
+    return largest_eps(rms.max(), lost)
+
+
+def _first_order(rms: Tensor, lost: float) -> tuple[float, float]:
+    smallest = rms.min().item()
+    return smallest * lost, 2 * smallest**2 * lost
+
+
+def _in_proportion(rms: Tensor, lost: float, power: int) -> tuple[float, float]:
+    """The share `lost` of r outside; inside the same share times r to the `power` - 1."""
+    smallest = rms.min().item()
+    return smallest * lost, smallest**power * lost
+
+
+def _proportion_squared(rms: Tensor, lost: float) -> tuple[float, float]:
+    part = rms.min().item() * lost
+    return part, part**2
+
+
+def _turned_round(rms: Tensor, lost: float) -> tuple[float, float]:
+    outside, inside = largest_eps(rms, lost)
+    return inside, outside
+
+
+def _mean_group(rms: Tensor, lost: float) -> tuple[float, float]:
+    return largest_eps(rms.mean(), lost)
+
+
+def _each_group(rms: Tensor, lost: float) -> tuple[Tensor, Tensor]:
+    kept = 1 - lost
+    return rms * (1 / kept - 1), rms**2 * (1 / kept**2 - 1)
+
+
+def _rms_cases(seed: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [torch.rand(groups, generator=generator, dtype=torch.float64) for groups in (3, 1, 7)]
+    return [{"rms": 10 ** (-10 + 9 * size)} for size in sizes]
+
+
+LARGEST_EPS = Exercise(
+    id="adamw_epsilon.largest_eps",
+    reference=largest_eps,
+    wrong={
+        "one eps for both": (
+            _same_eps,
+            "Your two numbers are equal, but the two forms do not mean the same by eps. Outside "
+            "it is added to √v̂, inside to v̂: in which units is each?",
+        ),
+        "inside is the square of outside": (
+            _eps_squared,
+            "Inside the root you return the square of the number outside. The units are right, "
+            "the number is not: √(r² + e²) is less than r + e. Solve r/√(r² + eps) = kept for eps.",
+        ),
+        "RMS not squared": (
+            _rms_not_squared,
+            "Your eps inside the root grows with the RMS itself. It is added to v̂, which holds "
+            "squares: make all gradients ten times as large and see what eps must do.",
+        ),
+        "root forgotten": (
+            _no_root,
+            "Your eps inside solves r²/(r² + eps) = kept. The update divides by the root of that "
+            "denominator: put your eps into r/√(r² + eps) and look what is kept.",
+        ),
+        "kept and lost exchanged": (
+            _exchanged,
+            "At your eps the update keeps the share `lost` and loses the rest. Try a `lost` close "
+            "to 0: should eps then be large or small?",
+        ),
+        "largest group": (
+            _largest_group,
+            "Your eps serves the group with the largest gradients. The bound must hold in every "
+            "group: in which of them does a given eps take away most?",
+        ),
+        "first order only": (
+            _first_order,
+            "Your numbers are the first term of a series: eps ≈ r·lost is good for a `lost` near "
+            "0, and the error grows with it. Solve the equation as it stands.",
+        ),
+        "RMS times lost, twice": (
+            functools.partial(_in_proportion, power=1),
+            "Both of your numbers are the share `lost` of the smallest RMS. Put that into "
+            "r/(r + eps): what is lost is lost/(1 + lost). Inside the root eps stands beside r².",
+        ),
+        "RMS and its square times lost": (
+            functools.partial(_in_proportion, power=2),
+            "You take the share `lost` of r outside and of r² inside. Neither solves its equation: "
+            "put both into the sizes above and look how much of the update is lost.",
+        ),
+        "RMS times lost, and its square": (
+            _proportion_squared,
+            "You take r·lost outside and its square inside. An update that keeps r/(r + eps) of "
+            "its size loses less than `lost` at r·lost, and the root is another equation.",
+        ),
+        "results turned round": (
+            _turned_round,
+            "Both numbers are right and have changed places: the epsilon outside the root comes "
+            "first.",
+        ),
+        "mean of the groups": (
+            _mean_group,
+            "Your eps fits a group with the mean of the RMS values. No group may lose more than "
+            "`lost`, also the one with gradients below the mean.",
+        ),
+        "one eps a group": (
+            _each_group,
+            "You return an eps for each group. There is one for all of them: which group's may it "
+            "not exceed? Return that as a Python number, x.item().",
+        ),
+    },
+    cases=_rms_cases,
+    variant=lambda student: {"lost": random.Random(f"lost:{student}").choice(LOST)},
+    explanation=(
+        "Under a constant gradient r both averages settle, m̂ = r and √v̂ = r, so an update keeps "
+        "r/(r + eps) of its size outside the root and r/√(r² + eps) inside. Set each equal to "
+        "1 − lost and solve for eps. The share kept grows with r, so the group with the smallest "
+        "gradient decides. Outside, eps is in units of the gradient; inside, in units of its "
+        "square, which is why a value copied from one library to another is not the same setting."
+    ),
+    returns=("eps outside", "eps inside"),
+    rtol=SCALAR_RTOL,
+)
+
+
+def torch_eps(eps_hat: float, step: int, *, beta2: float, loss_scale: float) -> float:
+    """The eps of torch that equals Keras's `eps_hat` at `step`, under a loss `loss_scale` times."""
+    return loss_scale * eps_hat / math.sqrt(1 - beta2**step)
+
+
+def _converted(
+    eps_hat: float,
+    step: int,
+    *,
+    beta2: float,
+    loss_scale: float,
+    power: float = -0.5,
+    scale_power: float = 1,
+    late: int = 0,
+    beta1_power: int = 0,
+) -> float:
+    correction = (1 - 0.9**step) ** beta1_power * (1 - beta2 ** (step + late)) ** power
+    return float(eps_hat * loss_scale**scale_power * correction)
+
+
+def _conversion_cases(seed: int) -> list[dict[str, Any]]:
+    chance = random.Random(seed)
+    steps = (1, 2, chance.randint(10, 50), chance.randint(100, 900), 100_000)
+    # 1e-7 is Keras's default.
+    values = [1e-7, *(10 ** chance.uniform(-10, -3) for _ in steps[1:])]
+    return [{"eps_hat": value, "step": step} for value, step in zip(values, steps, strict=True)]
+
+
+CONVERTED_EPS = Exercise(
+    id="adamw_epsilon.converted_eps",
+    reference=torch_eps,
+    wrong={
+        "factor the wrong way round": (
+            functools.partial(_converted, power=0.5),
+            "Your correction is upside down, so that eps is smallest at the first step. There √v "
+            "is far below √v̂: is eps_hat, added to √v, then a large or a small share of the "
+            "denominator?",
+        ),
+        "correction without its root": (
+            functools.partial(_converted, power=-1.0),
+            "You divide by 1 − beta2ᵗ, the correction of v. Epsilon stands beside the root of v: "
+            "write √v̂ in terms of √v and look at the factor.",
+        ),
+        "no correction": (
+            functools.partial(_converted, power=0.0),
+            "Your eps is the same at every step. After many steps that is right; at step 1 Keras "
+            "adds eps_hat to a √v that is not yet corrected for its start at zero.",
+        ),
+        "loss scale left out": (
+            functools.partial(_converted, scale_power=0),
+            "Your eps does not know that the gradients are `loss_scale` times as large in torch. "
+            "Both moments grow with them; epsilon grows only if you let it.",
+        ),
+        "divided by the loss scale": (
+            functools.partial(_converted, scale_power=-1),
+            "Your eps shrinks as the gradients grow. Replace g by loss_scale·g in "
+            "m̂/(√v̂ + eps): which eps leaves the quotient as it was?",
+        ),
+        "loss scale squared": (
+            functools.partial(_converted, scale_power=2),
+            "Your eps grows with the square of the loss scale, as v does. It is added to √v̂: "
+            "how does that grow?",
+        ),
+        "unchanged": (
+            functools.partial(_converted, power=0.0, scale_power=0),
+            "You return eps_hat as it came. It is added to a √v without bias correction, and to "
+            "one of smaller gradients: both have to be made good.",
+        ),
+        "c₁ as a factor": (
+            functools.partial(_converted, beta1_power=1),
+            "Your eps has a factor 1 − beta1ᵗ. In Keras's step c₁ divides m as it does in m̂, so "
+            "nothing of it is left for epsilon.",
+        ),
+        "divided by c₁": (
+            functools.partial(_converted, beta1_power=-1),
+            "You divide by 1 − beta1ᵗ. That is the correction of m, in the numerator; epsilon "
+            "stands in the denominator, beside √v.",
+        ),
+        "the factor of the rate": (
+            functools.partial(_converted, power=0.5, beta1_power=-1),
+            "You multiply epsilon by √c₂/c₁, as Keras does with the learning rate. Move √c₂ into "
+            "the denominator of the fraction instead, and see what it does to each term there.",
+        ),
+        "steps counted from zero": (
+            functools.partial(_converted, late=1),
+            "Your correction belongs to the following step. `step` is 1 at the first update, so "
+            "the power of beta2 there is 1.",
+        ),
+    },
+    cases=_conversion_cases,
+    variant=lambda student: {
+        "beta2": random.Random(f"beta2:{student}").choice(BETAS),
+        "loss_scale": random.Random(f"tokens:{student}").choice(TOKENS),
+    },
+    explanation=(
+        "Keras computes lr·√c₂/c₁ · m/(√v + eps_hat) with c₁ = 1 − beta1ᵗ and c₂ = 1 − beta2ᵗ; "
+        "divide the fraction's two lines by √c₂ and it reads lr · m̂/(√v̂ + eps_hat/√c₂). A loss "
+        "that is s times as large multiplies m̂ and √v̂ by s, and the quotient stays only if eps is "
+        "multiplied as well. At beta2 = 0.999 the factor 1/√c₂ is about 32 at the first step and 1 "
+        "after some thousands: the same number means a far larger epsilon while training starts."
+    ),
+    rtol=SCALAR_RTOL,
+)

@@ -1,0 +1,145 @@
+"""Bug clinics: curves of a healthy thing and of faulty ones, to be told apart."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from labcore.checks import one_of
+from labcore.exercises.core import Outcome, Solution, attempted, opened, student_number
+
+__all__ = ["Clinic", "Curves", "Fault"]
+
+Curves = Mapping[str, Sequence[float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One way to be broken.
+
+    make: makes the broken thing, as `Clinic.healthy` makes the sound one.
+    symptom: what its curves show and why; the hint for a reader who names this fault wrongly.
+    """
+
+    make: Callable[[], Any]
+    symptom: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Clinic:
+    """Patients known only by their curves; each has one of `faults`, and each fault one patient.
+
+    id: slug, dot, name. healthy: makes the sound thing.
+    faults: name -> Fault; readers get the names.
+    observe: (made thing) -> title of a panel -> curve.
+    explanation: what the curves have in common, in Markdown, shown with the solution.
+    """
+
+    id: str
+    healthy: Callable[[], Any]
+    faults: Mapping[str, Fault]
+    observe: Callable[[Any], Curves]
+    explanation: str = ""
+
+    def __repr__(self) -> str:
+        return f"<clinic {self.id}: patients(), names, check(answers), solution()>"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The faults to choose from, in alphabetical order."""
+        return tuple(sorted(self.faults))
+
+    def diagnoses(self, student: int = 0) -> dict[str, str]:
+        """Patient -> fault, in the order drawn from the student's number."""
+        order = sorted(self.faults)
+        random.Random(f"{self.id}:{student_number(student)}").shuffle(order)
+        return dict(zip(string.ascii_uppercase, order, strict=False))
+
+    def patients(self, student: int = 0) -> dict[str, Curves]:
+        """The curves of "healthy" and of the patients "A", "B" and so on."""
+        ill = {label: self.faults[name].make for label, name in self.diagnoses(student).items()}
+        made = {"healthy": self.healthy, **ill}
+        return {label: self.observe(make()) for label, make in made.items()}
+
+    def check(
+        self,
+        answers: Mapping[str, str] | Callable[[], Mapping[str, str]],
+        *,
+        student: int = 0,
+        patient: str | None = None,
+    ) -> Outcome:
+        """Judge {"A": name of a fault, ...}, or a function that returns it.
+
+        patient: judge this one alone, whatever the answers for the others are.
+        A wrong name is answered by the curves that its fault would show, never by the right one.
+        Raises ValueError for a patient that there is not.
+        """
+        if callable(answers):
+            try:
+                answers = answers()
+            except NotImplementedError:
+                answers = {}
+            except Exception as problem:  # a student's code may raise anything
+                said = f"{type(problem).__name__}: {problem}"
+                return _refused("error", f"Not yet: your function raised {said}.")
+        right = self.diagnoses(student)
+        if patient is not None:
+            right = {patient: right[one_of("patient", patient, list(right))]}
+            if isinstance(answers, Mapping):
+                answers = {label: name for label, name in answers.items() if label == patient}
+        if isinstance(answers, Mapping) and not any(answers.values()):
+            all_of = patient or f"each of {', '.join(right)}"
+            return _refused("missing", f"Nothing to check yet: name a fault for {all_of}.")
+        if complaint := self._complaint(answers, right):
+            return _refused("error", f"Not yet: {complaint}")
+        attempted(self.id)
+        wrong = {label: answers[label] for label in right if answers[label] != right[label]}
+        if not wrong:
+            found = f"the fault of {patient} is" if patient else f"all {len(right)} faults are"
+            return Outcome(passed=True, kind="right", message=f"Right: {found} found.")
+        count = len(right) - len(wrong)
+        tally = f"{count} of {len(right)} {'is' if count == 1 else 'are'} right."
+        lines = [f"Not yet: {tally}" if patient is None else "Not yet."]
+        lines += [
+            f'{label} is not "{name}". Its curves would show this: {self.faults[name].symptom}'
+            for label, name in wrong.items()
+        ]
+        first = next(iter(wrong.values()))
+        return Outcome(passed=False, kind="known mistake", mistake=first, message="\n".join(lines))
+
+    def solution(self, *, student: int = 0, reveal: bool = False) -> Solution:
+        """Each patient's fault with its symptom, after an attempt or with `reveal`."""
+        if refusal := opened(self.id, reveal):
+            return refusal
+        lines = [
+            f"- **{label}: {name}.** {_sentence(self.faults[name].symptom)}"
+            for label, name in self.diagnoses(student).items()
+        ]
+        return Solution(text="\n".join(lines) + ("\n\n" + self.explanation).rstrip())
+
+    def _complaint(self, answers: Any, right: Mapping[str, str]) -> str:
+        """What is wrong with the form of the answers as a sentence, or ""."""
+        form = "{" + ", ".join(f'"{label}": "..."' for label in right) + "}"
+        if not isinstance(answers, Mapping):
+            return f"the answer must be a dict {form}, got {answers!r}."
+        if set(answers) != set(right):
+            return f"the answer must be a dict {form}, got the keys {list(answers)}."
+        for label, name in answers.items():
+            if name not in self.names:
+                near = get_close_matches(str(name), self.names, n=1, cutoff=0.5)
+                hint = f"; did you mean {near[0]!r}?" if near else "."
+                return f"{label} must be one of {', '.join(self.names)}, got {name!r}{hint}"
+        return ""
+
+
+def _refused(kind: str, message: str) -> Outcome:
+    return Outcome(passed=False, kind=kind, message=message)
+
+
+def _sentence(text: str) -> str:
+    """`text` with a capital letter first."""
+    return text[:1].upper() + text[1:]

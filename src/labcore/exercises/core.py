@@ -1,0 +1,334 @@
+"""Exercises that know their usual mistakes.
+
+A check runs a student's function in a process of its own, compares what it returns with the
+reference, and where they differ looks for the wrong answer that returns the same. Reference, wrong
+answers and verdict stay in this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import inspect
+import secrets
+import textwrap
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from labcore.checks import positive_int
+from labcore.exercises.matching import difference, finite
+from labcore.exercises.running import Played, play
+from labcore.exercises.wording import describe, in_lines, inputs_at
+
+__all__ = ["CheckFailedError", "Exercise", "Outcome", "Solution", "student_seed"]
+
+_attempted: set[str] = set()  # ids whose solution is open: something of the student's was judged
+switched_off: set[str] = set()  # topics whose solutions a release keeps to itself
+
+
+class CheckFailedError(AssertionError):
+    """A graded cell's check did not pass; the message is the outcome's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Outcome:
+    """What a check found. True where it passed; shown, it is its message and `repeat`, in lines.
+
+    kind: "right", "known mistake", "wrong" (unlike every known mistake), "in place" (right but for
+    its arguments, which it changed), "error", "missing" (the stub), "timeout", "memory", "exit"
+    or "unavailable" (no process can be started here).
+    mistake: the name of the wrong answer that was recognized, or "".
+    message: what the student reads.
+    repeat: how to have the same cases again.
+    """
+
+    passed: bool
+    kind: str
+    mistake: str = ""
+    message: str
+    repeat: str = ""
+
+    def require(self) -> None:
+        """Raise CheckFailedError with the message unless the check passed: for graded cells.
+
+        It leaves out `repeat`: who reads a graded cell's message has not its cases, nor its rule.
+        """
+        if not self.passed:
+            raise CheckFailedError(in_lines(self.message))
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __repr__(self) -> str:
+        return in_lines("\n".join(part for part in (self.message, self.repeat) if part))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Solution:
+    """A reference with the reason why it is right.
+
+    code: Python source, "" where there is none to show; text: the explanation.
+    """
+
+    code: str = ""
+    text: str
+
+    def __repr__(self) -> str:
+        return "\n\n".join(part for part in (self.code, self.text) if part)
+
+    def _repr_markdown_(self) -> str:
+        code = f"```python\n{self.code}\n```" if self.code else ""
+        return "\n\n".join(part for part in (code, self.text) if part)
+
+
+def opened(name: str, reveal: bool) -> Solution | None:
+    """A refusal, unless something was checked for exercise `name` or `reveal` asks for it."""
+    if name.partition(".")[0] in switched_off:
+        return Solution(text="Solutions are switched off in this lab; ask your instructor.")
+    if reveal or name in _attempted:
+        return None
+    return Solution(
+        text="The solution opens after your first attempt: run the check on your own answer. "
+        "`solution(reveal=True)` shows it at once."
+    )
+
+
+def attempted(name: str) -> None:
+    """Open the solution of exercise `name`."""
+    _attempted.add(name)
+
+
+def student_number(student: int) -> int:
+    """`student` if it is a whole number of at least 0: one typed as text would draw other cases."""
+    if isinstance(student, bool) or not isinstance(student, int) or student < 0:
+        raise ValueError(
+            f"student must be a whole number of at least 0, got {student!r}; write the number "
+            "that your instructor gave you, or 0"
+        )
+    return student
+
+
+def no_numbers(student: int) -> Mapping[str, Any]:
+    """The variant of an exercise that is the same for every student."""
+    del student
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Exercise:
+    """A function to write.
+
+    id: slug, dot, name.
+    reference: the right answer; it takes a case as keyword arguments.
+    wrong: name -> (function, hint) of the usual mistakes, two or more; a hint says what the
+    mistake does and where to look, not the right line.
+    cases: seed -> keyword arguments of each call.
+    variant: student's number -> keyword arguments that replace those of every case; 0 is nobody.
+    explanation: why the reference is right, in Markdown.
+    returns: names of the results where there are several, for messages.
+    rtol, atol: tolerances, see `matching.difference`. A wrong answer is recognized by the same.
+    compare: (answers, reference's answers, cases) -> complaint or None, for random functions, with
+    its false-alarm rate in its docstring; None compares answer by answer.
+    timeout_s: wall-clock seconds for all cases together.
+    """
+
+    id: str
+    reference: Callable[..., Any]
+    wrong: Mapping[str, tuple[Callable[..., Any], str]]
+    cases: Callable[[int], Sequence[Mapping[str, Any]]]
+    variant: Callable[[int], Mapping[str, Any]] = no_numbers
+    explanation: str
+    returns: Sequence[str] = ()
+    rtol: float = 1e-6
+    atol: float = 0.0
+    compare: (
+        Callable[[Sequence[Any], Sequence[Any], Sequence[Mapping[str, Any]]], str | None] | None
+    ) = field(default=None)
+    timeout_s: float = 10.0
+
+    def __repr__(self) -> str:
+        return f"<exercise {self.id}: check(function), solution()>"
+
+    def check(
+        self, fn: Callable[..., Any], *, seed: int | None = None, student: int = 0
+    ) -> Outcome:
+        """Judge `fn` on the cases of `seed` (None: a fresh one, told in the message).
+
+        fn gets copies of the arguments and runs within `timeout_s` in a process of its own.
+        Nothing that fn does raises here; a `student` that is no whole number is a ValueError.
+        """
+        seed = secrets.randbelow(2**31) if seed is None else seed
+        cases = self.numbered_cases(seed, student)
+        if complaint := _callable_complaint(fn, cases[0]):
+            return Outcome(passed=False, kind="error", message=complaint)
+        played = play(fn, cases, timeout_s=self.timeout_s)
+        if played.kind == "missing":
+            message = (
+                f"Nothing to check yet: {_name(fn)} still raises NotImplementedError. "
+                "Put your own code in place of that line and run the check again."
+            )
+            return Outcome(passed=False, kind="missing", message=message)
+        attempted(self.id)
+        if played.kind:
+            return self._failed(played, cases, seed)
+        return self.judge(played.answers, seed=seed, student=student, changed=played.changed)
+
+    def judge(
+        self,
+        answers: Sequence[Any],
+        *,
+        seed: int,
+        student: int = 0,
+        changed: Sequence[Sequence[str]] = (),
+    ) -> Outcome:
+        """Judge answers that are here already: one for each of `numbered_cases(seed, student)`.
+
+        changed: for each answer the names of the arguments that were changed in place.
+        """
+        cases = self.numbered_cases(seed, student)
+        # Cases made anew, so that no function can change another's arguments.
+        wanted = [self.reference(**case) for case in self.numbered_cases(seed, student)]
+        complaint = self._complaint(answers, wanted, cases)
+        in_place = sorted({name for names in changed for name in names})
+        spoiled = (
+            f"It changes its argument{'s' * (len(in_place) > 1)} "
+            f"{', '.join(f'`{name}`' for name in in_place)} in place. "
+            "The caller still needs those numbers: compute new tensors (x * 2 for x.mul_(2), "
+            "x + y for x += y)."
+        )
+        if complaint is None and in_place:
+            message = f"The results are right, but not yet the function. {spoiled}"
+            return Outcome(passed=False, kind="in place", message=message)
+        if complaint is None:
+            message = f"Right: {len(cases)} cases agree with the reference (seed {seed})."
+            return Outcome(passed=True, kind="right", message=message)
+        mistake = self._recognized(answers, wanted, seed, student)
+        parts = [f"Not yet: {complaint}."]
+        if mistake:
+            parts = [f"Not yet: {self.wrong[mistake][1]}", f"({complaint}.)"]
+        parts += [spoiled] * bool(in_place)
+        return Outcome(
+            passed=False,
+            kind="known mistake" if mistake else "wrong",
+            mistake=mistake,
+            message="\n".join(parts),
+            repeat=_repeat(seed),
+        )
+
+    def solution(self, *, reveal: bool = False) -> Solution:
+        """The reference's source with the explanation, after an attempt or with `reveal`."""
+        if refusal := opened(self.id, reveal):
+            return refusal
+        code = textwrap.dedent(inspect.getsource(self.reference)).rstrip()
+        return Solution(code=code, text=self.explanation)
+
+    def numbered_cases(self, seed: int, student: int = 0) -> list[dict[str, Any]]:
+        """The cases of `seed` with the student's own numbers in them; new tensors at each call.
+
+        The arguments stand in the reference's order, which is that of the stub.
+        """
+        own = self.variant(student_number(student))
+        order = [*inspect.signature(self.reference).parameters]
+        cases = []
+        for drawn in self.cases(seed):
+            case = {**drawn, **own}
+            cases.append({name: case[name] for name in [*order, *case] if name in case})
+        positive_int(f"the number of cases of {self.id}", len(cases), "return one or more")
+        return cases
+
+    def _complaint(
+        self, answers: Sequence[Any], wanted: Sequence[Any], cases: Sequence[Mapping[str, Any]]
+    ) -> str | None:
+        if self.compare is not None:
+            try:
+                return self.compare(answers, wanted, cases)
+            except Exception as problem:  # answers of any form reach it
+                return f"the results have not the form of the reference's ({problem})"
+        for at, (came, right, case) in enumerate(zip(answers, wanted, cases, strict=True), 1):
+            text = difference(
+                came, right, rtol=self.rtol, atol=self.atol, parts=self.returns, case=case
+            )
+            if text is not None:
+                return f"in case {at} of {len(cases)}, {text}"
+        return None
+
+    def _recognized(
+        self, answers: Sequence[Any], wanted: Sequence[Any], seed: int, student: int
+    ) -> str:
+        """The name of the wrong answer that gives these answers, or "".
+
+        In all cases; or else in those without NaN and infinity, which a second mistake may spoil.
+        """
+        cases = self.numbered_cases(seed, student)
+        theirs = {
+            name: [function(**case) for case in self.numbered_cases(seed, student)]
+            for name, (function, _) in self.wrong.items()
+        }
+        usual = [at for at, case in enumerate(cases) if all(map(finite, case.values()))]
+        for chosen in (list(range(len(cases))), usual if self.compare is None else []):
+            mine, right, asked = ([some[at] for at in chosen] for some in (answers, wanted, cases))
+            for name, made in theirs.items():
+                same = [made[at] for at in chosen]
+                found = bool(chosen) and self._complaint(mine, same, asked) is None
+                if found and self._complaint(same, right, asked) is not None:
+                    return name
+        return ""
+
+    def _failed(self, played: Played, cases: Sequence[Mapping[str, Any]], seed: int) -> Outcome:
+        if played.kind == "unavailable":
+            message = f"Nothing was checked: {played.problem}."
+            return Outcome(passed=False, kind=played.kind, message=message)
+        stop = "" if "\n" in played.problem else "."  # a line of the student's code needs none
+        parts = [f"Not yet: {played.problem}{stop}"]
+        if played.at is not None and played.at < len(cases):
+            parts.append(f"That was case {played.at + 1} of {len(cases)}.")
+            parts.append(f"{inputs_at(cases[played.at], None)}.")
+        return Outcome(
+            passed=False, kind=played.kind, message="\n".join(parts), repeat=_repeat(seed)
+        )
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return f"`{getattr(fn, '__name__', type(fn).__name__)}`"
+
+
+def _repeat(seed: int) -> str:
+    return f"The same cases again: check(..., seed={seed})."
+
+
+def _callable_complaint(fn: Any, case: Mapping[str, Any]) -> str:
+    """Why `fn` cannot be called with the arguments of `case`, or ""."""
+    if not callable(fn):
+        return (
+            f"Not yet: check needs the function itself, got {describe(fn)}; pass its name "
+            "without parentheses."
+        )
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # some builtins do not tell
+        return ""
+    try:
+        signature.bind(**case)
+    except TypeError as problem:
+        return (
+            f"Not yet: {_name(fn)} must take the arguments {', '.join(case)} by these names, got "
+            f"{signature} ({problem}); copy the first line of the exercise's stub."
+        )
+    return ""
+
+
+def student_seed(secret: str, name: str) -> int:
+    """A student's number, 1 to 2**31 − 1, from the class's secret and the student's name.
+
+    HMAC-SHA256, so that nobody without the secret can compute the number of a name. Case, spaces
+    around the name and the way in which accents are encoded do not count.
+    Raises ValueError where either is empty.
+    """
+    plain = unicodedata.normalize("NFKC", name).strip().casefold()
+    if not secret or not plain:
+        empty = "name" if secret else "secret"
+        raise ValueError(f"{empty} must hold at least one character, got ''; pass the class's own")
+    digest = hmac.new(secret.encode(), plain.encode(), hashlib.sha256).digest()
+    return 1 + int.from_bytes(digest[:8], "big") % (2**31 - 1)

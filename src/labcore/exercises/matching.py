@@ -1,0 +1,197 @@
+"""Whether an answer equals the right one, and where it does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from labcore.exercises.wording import AGREE, describe, dtype_name, inputs_at, pair, rounding, wide
+
+__all__ = ["difference", "finite"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """A difference in words; place: in a result of which shape it is largest, None where nowhere.
+
+    more: a further sentence, without the last full stop.
+    """
+
+    text: str
+    place: Sequence[int] | None = None
+    shape: Sequence[int] = ()
+    more: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Terms:
+    rtol: float
+    atol: float
+
+
+def difference(
+    came: Any,
+    wanted: Any,
+    *,
+    rtol: float,
+    atol: float,
+    name: str = "the result",
+    parts: Sequence[str] = (),
+    case: Mapping[str, Any] | None = None,
+) -> str | None:
+    """What is wrong with `came` in sentences, or None where it equals `wanted`.
+
+    Arrays must agree in library, dtype and shape; numbers are compared in float64 and equal where
+    |came − wanted| ≤ atol + rtol |wanted|. NaN equals NaN, an infinity its like. An int may stand
+    for a float and a list for a tuple. name: of the whole; parts: of a tuple's or list's elements.
+    case: the arguments of the call, told as they are where the results differ most. The sentences
+    stand on lines of their own, the last one without its full stop.
+    """
+    found = _found(came, wanted, _Terms(rtol=rtol, atol=atol), name, parts)
+    if found is None:
+        return None
+    told = inputs_at(case, found.place, found.shape) if case else ""
+    return ".\n".join(sentence for sentence in (found.text, found.more, told) if sentence)
+
+
+def finite(value: Any) -> bool:
+    """Whether no number of an array is NaN or infinite; what is no array counts as finite."""
+    if not isinstance(value, torch.Tensor | np.ndarray):
+        return True
+    return bool(torch.isfinite(wide(value)).all())
+
+
+def _found(
+    came: Any, wanted: Any, terms: _Terms, name: str, parts: Sequence[str] = ()
+) -> _Found | None:
+    if came is None and wanted is not None:
+        return _Found(text=f"{name} is None; the function may lack its `return`")
+    if isinstance(wanted, torch.Tensor | np.ndarray):
+        return _array_difference(came, wanted, terms, name)
+    if isinstance(wanted, Mapping):
+        return _mapping_difference(came, wanted, terms, name)
+    if isinstance(wanted, list | tuple):
+        names = [f"{name}[{place}]" for place in range(len(wanted))]
+        names[: len(parts)] = [f"the returned {part}" for part in parts]
+        return _sequence_difference(came, wanted, terms, name, names)
+    if isinstance(wanted, float | int) and not isinstance(wanted, bool):
+        return _number_difference(came, wanted, terms, name)
+    if type(came) is type(wanted) and came == wanted:
+        return None
+    return _Found(text=f"{name} must be {describe(wanted)}, got {describe(came)}")
+
+
+def _array_difference(came: Any, wanted: Any, terms: _Terms, name: str) -> _Found | None:
+    tensor = isinstance(wanted, torch.Tensor)
+    if not isinstance(came, torch.Tensor if tensor else np.ndarray):
+        kind = "a torch.Tensor" if tensor else "a numpy array"
+        mixed = isinstance(came, torch.Tensor | np.ndarray)
+        hint = "torch.from_numpy(x)" if tensor else "x.numpy()"
+        remedy = f"; convert it with {hint}" if mixed else ""
+        return _Found(text=f"{name} must be {kind}, got {describe(came)}{remedy}")
+    if tuple(came.shape) != tuple(wanted.shape):
+        return _Found(text=f"{name} must have shape {tuple(wanted.shape)}, got {tuple(came.shape)}")
+    if came.dtype != wanted.dtype:
+        return _Found(
+            text=f"{name} must have dtype {dtype_name(wanted)}, got {dtype_name(came)}; look for a "
+            "number or an operation that changed the dtype"
+        )
+    dtype = wanted.dtype if tensor else torch.from_numpy(np.array(wanted)).dtype
+    return _values_difference(wide(came), wide(wanted), terms, name, dtype)
+
+
+def _values_difference(
+    came: torch.Tensor, wanted: torch.Tensor, terms: _Terms, name: str, dtype: torch.dtype
+) -> _Found | None:
+    if came.dtype in (torch.bool, torch.long):
+        same = came == wanted
+        gap = (came.double() - wanted.double()).abs()
+    else:
+        gap = (came - wanted).abs()
+        # False where an infinity or NaN takes part.
+        near = gap <= terms.atol + terms.rtol * wanted.abs()
+        finite = torch.isfinite(came) & torch.isfinite(wanted)
+        same = (came == wanted) | (torch.isnan(came) & torch.isnan(wanted)) | (near & finite)
+    count = int((~same).sum())
+    if not count:
+        return None
+    worst = torch.where(same, -1.0, torch.where(gap.isnan(), math.inf, gap)).argmax()
+    place = [int(index) for index in torch.unravel_index(worst, gap.shape)]
+    at = f" at {place}" if place else ""
+    one, right = came[tuple(place)].item(), wanted[tuple(place)].item()
+    mine, theirs, digit = pair(one, right)
+    text = f"{name}: {count} of {same.numel()} numbers differ, most of all{at}: "
+    text += f"yours {mine}, right {theirs}" + _from_digit(digit)
+    if surprises := int((torch.isnan(came) & ~torch.isnan(wanted)).sum()):
+        text += f"; {surprises} of yours {_is(surprises)} NaN where a number belongs"
+    if missed := int((torch.isnan(wanted) & ~torch.isnan(came)).sum()):
+        numbers = "a number" if missed == 1 else "numbers"
+        text += f"; {missed} of yours {_is(missed)} {numbers} where NaN belongs"
+    share = abs(one - right) / abs(right) if digit and right else math.inf
+    suspicion = rounding(came, wanted, dtype, share) if math.isfinite(share) else ""
+    return _Found(text=text, place=place, shape=tuple(came.shape), more=suspicion)
+
+
+def _is(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _from_digit(digit: int) -> str:
+    return f", which differ from the {digit}th digit on" if digit >= AGREE else ""
+
+
+def _number_difference(came: Any, wanted: float, terms: _Terms, name: str) -> _Found | None:
+    if isinstance(came, torch.Tensor | np.ndarray):
+        one = math.prod(came.shape) == 1
+        remedy = "x.item() makes it one" if one else "all its numbers together call for one"
+        return _Found(text=f"{name} must be one Python number, got a {describe(came)}; {remedy}")
+    if isinstance(came, bool) or not isinstance(came, int | float):
+        return _Found(text=f"{name} must be a number, got {describe(came)}")
+    if isinstance(wanted, int) and isinstance(came, float):
+        return _Found(text=f"{name} must be a whole number (an int), got {describe(came)}")
+    if came == wanted or (math.isnan(came) and math.isnan(wanted)):
+        return None
+    if not isinstance(wanted, float):
+        return _Found(text=f"{name} is {describe(came)}, right is {describe(wanted)}")
+    gap = abs(came - wanted)
+    if math.isfinite(gap) and gap <= terms.atol + terms.rtol * abs(wanted):
+        return None
+    mine, theirs, digit = pair(float(came), wanted)
+    text = f"{name} is {mine}, right is {theirs}{_from_digit(digit)}"
+    if digit > AGREE:
+        text += ", as if something were computed in float32 or typed in with fewer digits"
+    return _Found(text=text)
+
+
+def _sequence_difference(
+    came: Any, wanted: Sequence[Any], terms: _Terms, name: str, names: Sequence[str]
+) -> _Found | None:
+    kind = "tuple" if isinstance(wanted, tuple) else "list"
+    if not isinstance(came, list | tuple):
+        return _Found(text=f"{name} must be a {kind} of {len(wanted)}, got {describe(came)}")
+    if len(came) != len(wanted):
+        return _Found(text=f"{name} must be a {kind} of {len(wanted)}, got {len(came)}")
+    for one, right, part in zip(came, wanted, names, strict=True):
+        if found := _found(one, right, terms, part):
+            return found
+    return None
+
+
+def _mapping_difference(
+    came: Any, wanted: Mapping[str, Any], terms: _Terms, name: str
+) -> _Found | None:
+    if not isinstance(came, Mapping):
+        return _Found(
+            text=f"{name} must be a dict with the keys {list(wanted)}, got {describe(came)}"
+        )
+    if came.keys() != wanted.keys():
+        return _Found(text=f"{name} must have the keys {list(wanted)}, got {list(came)}")
+    for key, right in wanted.items():
+        if found := _found(came[key], right, terms, f"{name}[{key!r}]"):
+            return found
+    return None

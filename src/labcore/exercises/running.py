@@ -1,0 +1,237 @@
+"""A student's function, case after case, in a process of its own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import linecache
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["MEMORY_MIB", "Played", "play"]
+
+MEMORY_MIB = 2048
+ANSWER_MIB = 256
+START_S = 60
+TEXT_LIMIT = 2000
+FRAME_LIMIT = 200
+ENDINGS = {"exit", "quit"}  # in IPython objects that hold the whole session
+WRAPPED = (
+    "your function, or one that it calls, is wrapped in something that cannot travel to the "
+    "process that runs it, as functools.lru_cache does; leave that decorator out"
+)
+
+_worker: Any = None  # one labcore.processes.Worker for the process, made at the first check
+_one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Played:
+    """What came of the calls.
+
+    answers: results of the calls up to the first failure.
+    changed: for each answer the names of the arguments that the call changed in place.
+    kind, problem: of the failure: "missing", "error", "timeout", "memory", "exit" or "unavailable",
+    and sentences without the last full stop; empty where there was none.
+    at: the number of the case that failed, from 0; None where no single one did.
+    """
+
+    answers: Sequence[Any] = ()
+    changed: Sequence[Sequence[str]] = ()
+    kind: str = ""
+    problem: str = ""
+    at: int | None = None
+
+
+def play(fn: Callable[..., Any], cases: Sequence[Mapping[str, Any]], *, timeout_s: float) -> Played:
+    """Call `fn` with each case's keyword arguments, all calls together within `timeout_s`.
+
+    The arguments are copies. What fn prints is shown; whatever it does wrong is told in the result.
+    """
+    try:
+        from labcore.processes import Worker, WorkerError
+    except ImportError:
+        return _unavailable("labcore.processes needs Linux or macOS; on Windows use WSL")
+    global _worker
+    with _one_at_a_time:
+        if _worker is None:
+            _worker = Worker(memory_mib=MEMORY_MIB, answer_mib=ANSWER_MIB)
+        try:
+            if _worker.pid is None:  # its imports count against nobody's time
+                _worker.call(functools.partial(_perform, len, []), timeout_s=START_S)
+            told = _worker.call(functools.partial(_perform, fn, list(cases)), timeout_s=timeout_s)
+        except TypeError as problem:
+            if ENDINGS & _names(fn):
+                return Played(kind="exit", problem=_left(sorted(ENDINGS & _names(fn))[0]))
+            if "lru_cache" in str(problem):
+                return Played(kind="error", problem=WRAPPED)
+            return Played(
+                kind="error",
+                problem="your function cannot be sent to the process that runs it: "
+                f"{problem.__cause__ or problem}. It uses something from outside; make that "
+                "inside the function, or take it from the arguments",
+            )
+        except WorkerError as problem:
+            return _worker_problem(problem.kind, str(problem), timeout_s)
+        except (RuntimeError, OSError) as problem:
+            return _unavailable(str(problem))
+    return _read(told, fn, len(cases))
+
+
+def _unavailable(reason: str) -> Played:
+    return Played(
+        kind="unavailable",
+        problem="a check runs your function in a process of its own, and none can be started here: "
+        f"{reason}",
+    )
+
+
+def _worker_problem(kind: str, text: str, timeout_s: float) -> Played:
+    if kind == "timeout":
+        return Played(
+            kind="timeout",
+            problem=f"your function did not finish within {timeout_s:g} s; look for a loop that "
+            "does not end, or for work that one operation on the whole tensor would do",
+        )
+    if kind == "memory":
+        return Played(kind="memory", problem=_memory(""))
+    if kind == "died":
+        return Played(kind="exit", problem=f"{text}. Leave out os._exit and calls like it")
+    if kind == "answer":
+        return Played(kind="error", problem=text)
+    if "Can't get attribute" in text:
+        return Played(kind="error", problem=WRAPPED)
+    return Played(kind="error", problem=f"your function could not be started: {text[:TEXT_LIMIT]}")
+
+
+def _left(by: str) -> str:
+    return f"your function calls {by}(), which ends the whole program; it must return"
+
+
+def _names(fn: Callable[..., Any]) -> set[str]:
+    """The names that the code of `fn` looks up outside of it."""
+    return set(getattr(getattr(fn, "__code__", None), "co_names", ()))
+
+
+def _memory(line: str) -> str:
+    return (
+        f"your function asked for more memory than its {MEMORY_MIB} MiB; look for an array that "
+        f"is larger than it has to be{line}"
+    )
+
+
+# In the worker's process -------------------------------------------------------------------------
+
+
+def _perform(fn: Callable[..., Any], cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Runs in the worker: answers as data that can cross, a failure as text and places."""
+    from labcore.processes import wire
+
+    answers: list[Any] = []
+    changed: list[list[str]] = []
+    for case in cases:
+        given = copy.deepcopy(dict(case))
+        try:
+            answer = fn(**given)
+        except BaseException as problem:  # sys.exit() too
+            return {"answers": answers, "changed": changed, "failure": _failure(problem)}
+        try:
+            wire.pack(answer)
+        except (TypeError, ValueError) as problem:
+            failure = {"type": "", "text": str(problem), "frames": []}
+            return {"answers": answers, "changed": changed, "failure": failure}
+        answers.append(answer)
+        changed.append([name for name in case if _changed(case[name], given[name])])
+    return {"answers": answers, "changed": changed, "failure": None}
+
+
+def _failure(problem: BaseException) -> dict[str, Any]:
+    frames = [
+        [frame.f_code.co_filename, line, frame.f_code.co_name]
+        for frame, line in traceback.walk_tb(problem.__traceback__)
+    ]
+    text = str(problem)[:TEXT_LIMIT]
+    return {"type": type(problem).__name__, "text": text, "frames": frames[1:][:FRAME_LIMIT]}
+
+
+def _changed(before: Any, after: Any) -> bool:
+    """Whether a call changed its copy of an argument, by bytes: NaN equals NaN."""
+    if isinstance(before, torch.Tensor):
+        same = before.shape == after.shape and before.dtype == after.dtype
+        return not (same and torch.equal(_bits(before), _bits(after)))
+    if isinstance(before, np.ndarray):
+        same = before.shape == after.shape and before.dtype == after.dtype
+        return not same or before.tobytes() != after.tobytes()
+    if isinstance(before, Mapping):
+        if list(before) != list(after):
+            return True
+        return any(_changed(value, after[key]) for key, value in before.items())
+    if isinstance(before, list | tuple):
+        if len(before) != len(after):
+            return True
+        return any(_changed(*pair) for pair in zip(before, after, strict=True))
+    return False
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().contiguous().reshape(-1)
+    return plain.view(torch.uint8) if plain.numel() else plain
+
+
+# Back in this process ----------------------------------------------------------------------------
+
+
+def _read(told: Any, fn: Callable[..., Any], cases: int) -> Played:
+    """What the worker told, nothing of it taken on trust."""
+    try:
+        answers, failure = list(told["answers"]), told["failure"]
+        changed = [[str(name) for name in names] for names in told["changed"]]
+        if failure is None and len(answers) == len(changed) == cases:
+            return Played(answers=answers, changed=changed)
+        kind, problem = _words(failure, fn)
+        return Played(answers=answers, changed=changed, kind=kind, problem=problem, at=len(answers))
+    except (TypeError, KeyError, ValueError, AttributeError):
+        return Played(kind="error", problem="the answer did not come from your function's return")
+
+
+def _words(failure: Mapping[str, Any], fn: Callable[..., Any]) -> tuple[str, str]:
+    """(kind, problem) of a failure."""
+    name, text = failure["type"], failure["text"]
+    if name == "":
+        return "error", f"what your function returned is refused: {text}"
+    line = _own_line(failure["frames"], fn)
+    if name == "NotImplementedError":
+        return "missing", line
+    if name == "MemoryError" or "DefaultCPUAllocator" in text:
+        return "memory", _memory(line)
+    if name in ("SystemExit", "KeyboardInterrupt"):
+        return "exit", f"your function left by {name}; it must return{line}"
+    if name in ("OSError", "EOFError") and ("input" in _names(fn) or "input(" in line):
+        asks = "your function calls input(), and nobody is there to answer; it gets all that it "
+        return "error", f"{asks}needs as arguments{line}"
+    return "error", f"your function raised {name}{': ' if text else ''}{text}{line}"
+
+
+def _own_line(frames: Sequence[Sequence[Any]], fn: Callable[..., Any]) -> str:
+    """Where the failure arose in the student's own code: the deepest frame outside libraries."""
+    libraries = [str(Path(__file__).resolve().parents[1])]
+    libraries += [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
+    first = getattr(getattr(fn, "__code__", None), "co_filename", None)
+    own = [
+        (file, number, function)
+        for file, number, function in frames
+        if file == first or not str(file).startswith(("<frozen", *libraries))
+    ]
+    if not own:
+        return ""
+    file, number, function = own[-1]
+    source = linecache.getline(str(file), number).strip()
+    return f"\n    {function}, line {number}: {source}".rstrip(" :")

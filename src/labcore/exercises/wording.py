@@ -1,0 +1,139 @@
+"""Values and differences in a tutor's words, and messages in lines that can be read."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = [
+    "AGREE",
+    "LINE",
+    "describe",
+    "dtype_name",
+    "in_lines",
+    "inputs_at",
+    "pair",
+    "rounding",
+    "wide",
+]
+
+LINE = 100  # characters; a page of feedback shows so many without a scroll bar
+SHOWN = 8  # numbers of an array that a message shows; above, its shape and dtype
+KEPT = "\xa0=\xa0"  # no-break spaces
+AGREE = 6  # digits that two numbers have in common before rounding is suspected
+NARROWER = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def describe(value: Any) -> str:
+    """`value` in a few words: a small array by its numbers, a large one by shape and dtype."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        kind = "tensor" if isinstance(value, torch.Tensor) else "numpy array"
+        what = f"{dtype_name(value)} {kind} of shape {tuple(value.shape)}"
+        size = math.prod(value.shape)
+        return f"{what}: {_numbers(value)}" if 0 < size <= SHOWN else what
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def dtype_name(array: Any) -> str:
+    """The dtype of a tensor or numpy array, without the library's name."""
+    return str(array.dtype).removeprefix("torch.")
+
+
+def wide(array: Any) -> torch.Tensor:
+    """Any array as float64, complex128, int64 or bool, so that nothing is lost but uint64's end."""
+    tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array))
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    if tensor.is_floating_point():
+        return tensor.double()
+    return tensor if tensor.dtype is torch.bool else tensor.long()
+
+
+def inputs_at(
+    case: Mapping[str, Any], place: Sequence[int] | None, shape: Sequence[int] = ()
+) -> str:
+    """The arguments of a call, in a sentence.
+
+    place, shape: where a result of this shape went wrong; a tensor of the same shape is told by
+    its element there. None: everything is told whole.
+    """
+    there, whole = [], []
+    for name, value in case.items():
+        array = isinstance(value, torch.Tensor | np.ndarray)
+        if place is not None and array and tuple(value.shape) == tuple(shape):
+            there.append(f"{name} = {describe(wide(value)[tuple(place)].item())}")
+        else:
+            whole.append(f"{name} = {describe(value)}")
+    if not there:
+        return f"The case: {', '.join(whole)}" if whole else ""
+    return f"There {', '.join(there)}" + (f"; {', '.join(whole)}" if whole else "")
+
+
+def pair(came: Any, wanted: Any) -> tuple[str, str, int]:
+    """Both numbers with digits enough to differ, and the first digit that does (0: not known)."""
+    if not (isinstance(came, float) and isinstance(wanted, float)):
+        return describe(came), describe(wanted), 0
+    for digits in range(1, 18):
+        if f"{came:.{digits}g}" != f"{wanted:.{digits}g}":
+            shown = max(AGREE, min(17, digits + 1))
+            return f"{came:.{shown}g}", f"{wanted:.{shown}g}", digits
+    return f"{came:.17g}", f"{wanted:.17g}", 0
+
+
+def rounding(came: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, gap: float) -> str:
+    """A suspicion of a dtype too narrow, or "".
+
+    came, wanted: float64 tensors of one shape, as results of `dtype`; gap: |came − wanted|/|wanted|
+    where they differ most. Suspect is what holds only numbers of a narrower dtype and errs by its
+    spacing, or agrees to `AGREE` digits.
+    """
+    for narrow in NARROWER:
+        info = torch.finfo(narrow)
+        if info.bits >= torch.finfo(dtype).bits or gap > 2 * info.eps:
+            continue
+        # NaN and infinity say nothing.
+        mine, right = came[torch.isfinite(came)], wanted[torch.isfinite(wanted)]
+        held = bool((mine.to(narrow).double() == mine).all())
+        if held and not bool((right.to(narrow).double() == right).all()):
+            name = dtype_name(mine.to(narrow))
+            return (
+                f"All of yours are numbers of {name}, as if something were rounded to it on the way"
+            )
+    if dtype is torch.float64 and gap < 10.0**-AGREE:
+        return "So small a difference looks like rounding, as if something were computed in float32"
+    return ""
+
+
+def in_lines(text: str) -> str:
+    """`text` in lines of at most `LINE` characters, broken at spaces; indented lines stay so.
+
+    "name = value" stays in one line.
+    """
+    lines = []
+    for line in text.replace(" = ", KEPT).split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        lines += textwrap.wrap(
+            line, LINE, subsequent_indent=indent or "  ",
+            break_long_words=False, break_on_hyphens=False, drop_whitespace=True,
+        ) or [""]  # fmt: skip
+    return "\n".join(lines).replace(KEPT, " = ")
+
+
+def _numbers(array: Any) -> str:
+    listed = wide(array).tolist() if isinstance(array, torch.Tensor) else array.tolist()
+    return _rounded(listed)
+
+
+def _rounded(listed: Any) -> str:
+    if isinstance(listed, list):
+        return "[" + ", ".join(map(_rounded, listed)) + "]"
+    return f"{listed:.6g}" if isinstance(listed, float) else str(listed)

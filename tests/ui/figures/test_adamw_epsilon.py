@@ -1,0 +1,141 @@
+"""The chapter's figures show what the law and the three formats give, and say it in words."""
+
+import math
+import random
+
+import plotly.graph_objects as go
+import pytest
+import torch
+
+from labcore.optim import epsilon
+from labcore.ui import LogSlider, explore, twin
+from labcore.ui.figures import adamw_epsilon as figures
+
+CONTROLS = {
+    "eps": LogSlider(low=1e-12, high=1e-4, default=1e-8, points=9),
+    "gradient": LogSlider(low=1e-12, high=1.0, default=1e-3, points=13),
+}
+
+
+def alt(figure: go.Figure) -> str:
+    return figure.layout.meta["alt"]
+
+
+def named(figure: go.Figure, name: str) -> go.Scatter:
+    return next(trace for trace in figure.data if trace.name == name)
+
+
+def test_the_curves_are_the_measured_updates_beside_the_law(seed: int) -> None:
+    eps = 10 ** random.Random(seed).uniform(-12, -4)
+    figure = figures.trap(eps, 1e-2)
+    for name, dtype in figures.DTYPES.items():
+        trace = named(figure, name)
+        gradients = torch.tensor(trace.x, dtype=torch.float64)
+        sizes = epsilon.update_sizes(gradients, eps=eps, dtype=dtype).tolist()
+        for shown, size in zip(trace.y, sizes, strict=True):
+            if math.isfinite(size) and size:
+                assert shown == pytest.approx(size)
+    law = named(figure, "the law")
+    assert list(law.y) == pytest.approx([g / (g + eps) for g in law.x])
+
+
+@pytest.mark.parametrize(
+    ("eps", "gradient", "row"),
+    [(1e-8, 0.001, "∞"), (1e-8, 1e-9, "NaN"), (1e-6, 1e-9, "0")],
+)
+def test_updates_without_a_place_on_the_axis_stand_in_their_row(
+    eps: float, gradient: float, row: str
+) -> None:
+    figure = figures.trap(eps, gradient)
+    marked = next(trace for trace in figure.data if trace.mode == "markers")
+    place = list(figures.DTYPES).index("fp16")
+    at = dict(zip(figure.layout.yaxis.ticktext, figure.layout.yaxis.tickvals, strict=True))
+    assert marked.y[place] == at[row]
+    assert f"fp16: update {row}, " in figure.layout.title.text
+    low, high = figure.layout.yaxis.range
+    assert all(low < math.log10(value) < high for value in at.values())
+
+
+def test_no_finite_update_is_mistaken_for_a_row() -> None:
+    rows = figures.trap().layout.yaxis.tickvals
+    largest = max(
+        size
+        for eps in CONTROLS["eps"].positions()
+        for size in epsilon.update_sizes(
+            torch.tensor(CONTROLS["gradient"].positions()).double(), eps=eps, dtype=torch.float16
+        ).tolist()
+        if math.isfinite(size)
+    )
+    assert largest < sorted(rows)[-2] / 10
+
+
+def test_the_weight_follows_the_law_in_fp32_stalls_in_bf16_and_is_lost_in_fp16() -> None:
+    figure = figures.trap(1e-8, 1e-3)
+    fp32, bf16, fp16, law = (trace for trace in figure.data if trace.yaxis == "y2")
+    assert fp32.y[-1] == pytest.approx(law.y[-1], abs=1e-5)
+    assert law.y[-1] == pytest.approx(1 - 50 * 1e-3 / (1 + 1e-5))
+    assert set(bf16.y) == {1.0}
+    assert fp16.y[0] == 1.0 and set(fp16.y[1:]) == {None}
+    assert "fp16: update ∞, weight −∞" in figure.layout.title.text
+    # Thrown far and finite: epsilon is the whole denominator.
+    thrown = epsilon.weight_after(1e-3, dtype=torch.float16, eps=1e-6, steps=50)
+    assert f"weight −{abs(thrown):.3g}" in figures.trap(1e-6, 1e-3).layout.title.text
+
+
+def test_every_frame_has_the_same_traces_and_titles_that_a_phone_can_show() -> None:
+    kinds = set()
+    for eps in CONTROLS["eps"].positions():
+        for gradient in CONTROLS["gradient"].positions():
+            figure = figures.trap(eps, gradient)
+            kinds.add(tuple((trace.name, trace.mode, trace.yaxis) for trace in figure.data))
+            lines = figure.layout.title.text.split("<br>")
+            assert len(lines) == 4 and max(map(len, lines)) <= 40, lines
+    assert len(kinds) == 1
+
+
+def test_the_static_page_moves_both_controls_within_its_limits() -> None:
+    explore(figures.trap, alt="x", **CONTROLS)
+    packed = twin.payload(figures.trap, controls=CONTROLS, alt="x")
+    assert [len(control["values"]) for control in packed["controls"]] == [9, 13]
+    assert len(packed["frames"]) == 117 <= twin.MOST_FRAMES
+
+
+def test_the_first_picture_says_how_far_fp16_is_lost() -> None:
+    figure = figures.first_updates(1e-8)
+    assert [trace.name for trace in figure.data] == ["fp32", "bf16", "fp16", "the law"]
+    assert "up to a gradient of 3e-03" in alt(figure)
+    # As large an epsilon as fp16 can use still loses the gradients that fp16 itself loses.
+    assert "up to a gradient of 3e-07" in alt(figures.first_updates(1e-2))
+
+
+def test_attenuation_draws_the_law_and_names_the_largest_gap() -> None:
+    figure = figures.attenuation([0.1, 1.0], {"noise": [0.1, 0.5]}, [0.09, 0.5])
+    assert [list(trace.y) for trace in figure.data] == [[0.09, 0.5], [0.1, 0.5]]
+    assert "noise 1.0e-02" in alt(figure)
+
+
+def test_second_moments_take_the_color_of_their_format() -> None:
+    figure = figures.second_moments({"bf16": [0.0, 0.5], "fp32": [0.0, 0.4]})
+    assert figure.data[0].line.color == figures.COLORS["bf16"] != figure.data[1].line.color
+    assert "bf16 0.5, fp32 0.4" in alt(figure)
+
+
+def test_means_and_spreads_over_seeds() -> None:
+    scales = figures.scales([1e-8, 1e-3], {"ε 1e-8": [[0.5, 0.7], [0.9, 0.9]], "atan2": [[1], [1]]})
+    assert list(scales.data[0].y) == pytest.approx([0.6, 0.9])
+    assert list(scales.data[0].error_y.array) == pytest.approx([0.2 / math.sqrt(2), 0.0])
+    assert "ε 1e-8: 0.6 at 1e-08, 0.9 at 0.001" in alt(scales)
+    widths = figures.rms_by_width([32, 64], {"head": [[2e-3], [1e-3]]}, "Fresh")
+    assert list(widths.data[0].y) == [2e-3, 1e-3]
+    assert widths.layout.title.text == "Fresh"
+    loss = figures.loss_by_eps([1e-8, 1e-2], {"64": [[2.5], [2.9]]})
+    assert "64: 2.5 at 1e-08, 2.9 at 0.01" in alt(loss)
+
+
+def test_remedies_have_a_row_each_and_a_symbol_a_failure() -> None:
+    accuracy = {"fp16": {"none": [0.1], "atan2": [0.9, 0.7]}, "bf16": {"none": [0.2]}}
+    figure = figures.remedies(accuracy)
+    assert list(figure.data[0].y) == ["none", "atan2"]
+    assert list(figure.data[0].x) == pytest.approx([0.1, 0.8])
+    assert figure.data[0].marker.symbol != figure.data[1].marker.symbol
+    assert "fp16: none 0.100, atan2 0.800" in alt(figure)
