@@ -90,6 +90,12 @@ def test_a_claim_that_holds_in_part_is_held_to_its_first_evidence(clean_environm
             assert item.judge(Measured.exactly(bound - wrong)) == recorded
 
 
+def test_a_zero_with_a_rounding_error_is_printed_as_zero():
+    assert str(Measured(mean=1.1e-15, low=-0.1, high=0.1, n=10)) == "0 [-0.1, 0.1] (n = 10)"
+    assert str(Measured(mean=1e-5, low=-0.1, high=0.1, n=10)).startswith("1e-05 [")
+    assert str(Measured.of([1.5])).startswith("1.5 [-inf, inf]")
+
+
 def test_a_claim_without_evidence_wants_a_rule():
     with pytest.raises(ValueError, match="pass rule="):
         make_claim(evidence=0).judge(Measured.exactly(1.0))

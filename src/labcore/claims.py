@@ -85,7 +85,7 @@ class Measured:
         if self.low == self.high:
             return f"{self.mean:.4g}"
         width = self.high - self.low
-        # What the sum of floats left of a zero is no number to print.
+        # A mean of 1e-15 is a zero with the rounding of its sum.
         mean = 0.0 if math.isfinite(width) and abs(self.mean) < 1e-9 * width else self.mean
         return f"{mean:.4g} [{self.low:.4g}, {self.high:.4g}] (n = {self.n})"
 

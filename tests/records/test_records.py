@@ -92,8 +92,11 @@ def test_find_prefers_this_machine_and_lists_what_there_is(tmp_path, monkeypatch
     monkeypatch.setattr(records, "load", lambda slug=None: load(slug, folder=tmp_path))
     assert records.find("lion", "step-time", "step time").p50 == 2.0
     assert records.find("lion", "step-time", "step time", kind="a-gpu").p50 == 7.0
-    with pytest.raises(KeyError, match=r"step-time · step time .*python -m benchmarks lion"):
+    with pytest.raises(KeyError, match=r"there are: step-time; python -m benchmarks lion"):
         records.find("lion", "steptime", "step time")
+    found = r"there are of step-time: step time \(a-gpu\), step time \(.*python -m benchmarks lion"
+    with pytest.raises(KeyError, match=found):
+        records.find("lion", "step-time", "step times")
 
 
 def test_staleness_follows_the_code(tmp_path):

@@ -14,8 +14,7 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 from labcore.publish.address import parse_address
-from labcore.publish.lab_source import LabMetadata, parse_lab_metadata
-from labcore.publish.tiers import TIERS
+from labcore.publish.lab_source import TIERS, LabMetadata, parse_lab_metadata
 
 __all__ = ["ChapterMetadata", "collect", "insert_header", "parse_metadata"]
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labcore.publish.tiers import TIERS
-
 __all__ = [
     "HIDDEN",
     "SOLUTION",
+    "TIERS",
     "Lab",
     "LabError",
     "LabMetadata",
@@ -35,6 +34,7 @@ __all__ = [
 ]
 
 SOLUTION, HIDDEN = "SOLUTION", "HIDDEN TESTS"
+TIERS = {"cpu": "runs on a CPU", "1gpu": "needs one GPU", "multi": "needs several GPUs"}
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 HEADING = re.compile(r"^#{1,6} +(.*\S)", re.MULTILINE)
 FORM = {"kind": str, "slug": str, "minutes": int, "tier": str}
@@ -51,7 +51,7 @@ class LabError(ValueError):
 class LabMetadata:
     """`metadata.labcore` of a lab's notebook.
 
-    slug: the lab's name everywhere. minutes: to work through it. tier: a key of `chapter.TIERS`.
+    slug: the lab's name everywhere. minutes: to work through it. tier: a key of TIERS.
     points: of all graded cells; 0 in a source, where the cells alone have them.
     """
 

@@ -116,17 +116,21 @@ def load(
 def find(slug: str, case: str, quantity: str, *, kind: str | None = None) -> Record:
     """The record of one quantity; without `kind` this machine's kind first, then any other.
 
-    Raises KeyError that lists what there is.
+    Raises KeyError that lists the quantities of the case, or the cases where it is none.
     """
     among = load(slug)
     hits = [r for r in among if (r.case, r.quantity) == (case, quantity)]
     if kind is not None:
         hits = [record for record in hits if record.hardware["kind"] == kind]
     if not hits:
-        have = sorted({f"{r.case} · {r.quantity} ({r.hardware['kind']})" for r in among})
+        near = [r for r in among if r.case == case]
+        have = sorted(
+            {f"{r.quantity} ({r.hardware['kind']})" for r in near} or {r.case for r in among}
+        )
         raise KeyError(
             f"no record of {slug}: {case} · {quantity}"
-            f"{f' on {kind}' if kind else ''}; there are: {', '.join(have) or 'none'}; "
+            f"{f' on {kind}' if kind else ''}; there are{f' of {case}' if near else ''}: "
+            f"{', '.join(have) or 'none'}; "
             f"python -m benchmarks {slug} --save measures it here"
         )
     here = hardware().kind
