@@ -1,0 +1,471 @@
+"""Gradient clipping: experiments with exploding gradients, and speed beside torch and zclip."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import zclip
+from torch import Tensor, nn
+
+from benchmarks.lion import parameters, quarter_gpt2
+from benchmarks.runner import Measurement, case
+from labcore.clipping import (
+    AutoClip,
+    ZClip,
+    clip_adaptive,
+    clip_by_global_norm,
+    clip_by_local_norm,
+    clip_by_value,
+    effects,
+    networks,
+    study,
+)
+from labcore.timing import paired
+
+# Experiments -------------------------------------------------------------------------------------
+DEEP = 16  # convolutions, where depth is the question
+DEFAULT = 6**-0.5  # torch's own uniform weights have the variance of this gain
+FRESH: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "RNN, He": ("RNN", {"gain": 1.0}),
+    "RNN, torch's default": ("RNN", {"gain": DEFAULT}),
+    "RNN, tanh, torch's default": ("RNN", {"gain": DEFAULT, "activation": "tanh"}),
+    "conv, He": ("conv", {"gain": 1.0, "depth": DEEP}),
+    "conv, half more than He": ("conv", {"gain": 1.5, "depth": DEEP}),
+    "conv, torch's default": ("conv", {"gain": DEFAULT, "depth": DEEP}),
+}
+
+
+def growth_of(model: networks.Network, network: str, seed: int) -> networks.Growth:
+    """The growth of a gradient in `model`, on a batch that no training has seen first."""
+    generator = torch.Generator().manual_seed(10_000 + seed)
+    return networks.growth(model, *networks.draw(network, 64, generator=generator))
+
+
+@case("growth/factor", minutes=0.5)
+def growth_factor() -> list[Measurement]:
+    """Factor of a gradient for one step back, through time or depth, fresh and trained."""
+    found = {
+        name: [
+            growth_of(networks.make(network, seed=seed, **settings), network, seed)
+            for seed in study.SEEDS
+        ]
+        for name, (network, settings) in FRESH.items()
+    }
+    for network in networks.NETWORKS:
+        runs = [study.bad_batch(network, "none", "AdamW", s, factor=1.0) for s in study.SEEDS]
+        found[f"{network}, trained"] = [
+            growth_of(run.model, network, seed) for run, seed in zip(runs, study.SEEDS, strict=True)
+        ]
+    return [
+        Measurement(
+            quantity=f"factor/{name}",
+            unit="a step back",
+            samples=[each.factor for each in growths],
+            peers={"predicted": [each.predicted_factor for each in growths]},
+            details={
+                "seeds": study.SEEDS,
+                "whole way": [each.rms[0] / each.rms[-1] for each in growths],
+            },
+        )
+        for name, growths in found.items()
+    ]
+
+
+DEPTHS = (2, 4, 8, 16)
+
+
+@case("direction/depth", minutes=0.2)
+def direction_by_depth() -> list[Measurement]:
+    """Cosine between a fresh network's gradient raw and clipped to a tenth of its norm."""
+    found: list[Measurement] = []
+    for depth in DEPTHS:
+        deep = {**study.HEALTHY["conv"], "depth": depth}
+        taken = [effects.snapshot("conv", seed=seed, **deep) for seed in study.SEEDS]
+        found += _cosines(f"conv of {depth}", taken)
+    local = {
+        item.quantity: item.samples for item in found if item.quantity.endswith("local, per layer")
+    }
+    shallow, *_, deepest = local.values()
+    found.append(
+        Measurement(
+            quantity=f"local cosine, {DEPTHS[-1]} convolutions minus {DEPTHS[0]}",
+            unit="",
+            samples=[one - other for one, other in zip(deepest, shallow, strict=True)],
+            details={"seeds": study.SEEDS},
+        )
+    )
+    loud = study.loud_layer(study.LOUD["conv"], study.FACTOR)
+    cases: dict[str, tuple[str, Mapping[str, Any], effects.Spoil | None]] = {
+        "RNN": ("RNN", study.EXPLODING, None),
+        "conv, a loud layer": ("conv", study.HEALTHY["conv"], loud),
+    }
+    for name, (network, settings, spoil) in cases.items():
+        taken = [
+            effects.snapshot(network, seed=seed, spoil=spoil, **settings) for seed in study.SEEDS
+        ]
+        found += _cosines(name, taken)
+    return found
+
+
+def _cosines(name: str, taken: Sequence[effects.Snapshot]) -> list[Measurement]:
+    found = []
+    for choice in study.COMPARABLE:
+        effect = [
+            effects.effect(each, study.comparable(choice, each, _tenth(each))) for each in taken
+        ]
+        found.append(
+            Measurement(
+                quantity=f"cosine/{name}, {choice}",
+                unit="",
+                samples=[each.cosine for each in effect],
+                details={"seeds": study.SEEDS, "kept": [each.kept for each in effect]},
+            )
+        )
+    return found
+
+
+def _tenth(taken: effects.Snapshot) -> float:
+    return float(effects.flat(taken.gradients).norm()) / 10
+
+
+BAD_METHODS = {
+    "RNN": ("none", *(name for name in study.METHODS if name != "local, per parameter")),
+    "conv": ("none", "global", "local, per layer"),
+}
+
+
+def bad_batch(network: str) -> list[Measurement]:
+    """What one bad batch does under each method: the step that it makes, and the accuracy lost."""
+    found = []
+    for optimizer in study.OPTIMIZERS:
+        clean = [
+            study.bad_batch(network, "none", optimizer, seed, factor=1.0).accuracy
+            for seed in study.SEEDS
+        ]
+        for method in BAD_METHODS[network]:
+            runs = [study.bad_batch(network, method, optimizer, seed) for seed in study.SEEDS]
+            found += _of_runs(f"{optimizer}, {method}", runs, clean)
+            found.append(
+                Measurement(
+                    quantity=f"bad step over its median/{optimizer}, {method}",
+                    unit="ratio",
+                    samples=[bad_step(run.moves) for run in runs],
+                    details={"seeds": study.SEEDS, "last steps": [last_steps(r) for r in runs]},
+                )
+            )
+    return found
+
+
+def usual_step(moves: Sequence[float]) -> float:
+    """The median of the 20 steps before the bad batch."""
+    return statistics.median(moves[study.BAD_STEP - 20 : study.BAD_STEP])
+
+
+def bad_step(moves: Sequence[float]) -> float:
+    """The step at the bad batch over the usual one."""
+    return moves[study.BAD_STEP] / usual_step(moves)
+
+
+def last_steps(run: study.Run) -> float | None:
+    """The median of the last 20 steps over the usual one before the bad batch; None if it died."""
+    if not run.finite:
+        return None
+    return statistics.median(run.moves[-20:]) / usual_step(run.moves)
+
+
+def _of_runs(name: str, runs: Sequence[study.Run], clean: Sequence[float]) -> list[Measurement]:
+    details = {
+        "seeds": study.SEEDS,
+        "accuracy": [run.accuracy for run in runs],
+        "clean": clean,
+        "mean cosine of the clipped steps": [clipped_cosine(run) for run in runs],
+        "losses of the first seed": finite(runs[0].losses),
+    }
+    return [
+        Measurement(
+            quantity=f"accuracy lost/{name}",
+            unit="percentage points",
+            samples=[
+                100 * (before - run.accuracy) for before, run in zip(clean, runs, strict=True)
+            ],
+            details=details,
+        ),
+        Measurement(
+            quantity=f"not finite/{name}",
+            unit="share of runs",
+            samples=[float(not run.finite) for run in runs],
+            details={"seeds": study.SEEDS, "steps": [len(run.losses) for run in runs]},
+        ),
+    ]
+
+
+def clipped_cosine(run: study.Run) -> float | None:
+    """Mean cosine to the raw gradient over the steps that were clipped; None where none was."""
+    pairs = zip(run.cosines, run.kept, strict=True)
+    clipped = [cosine for cosine, kept in pairs if kept < 0.999]
+    return statistics.fmean(clipped) if clipped else None
+
+
+def finite(values: Sequence[float]) -> list[float | None]:
+    """JSON has no NaN and no infinity."""
+    return [round(value, 3) if math.isfinite(value) else None for value in values]
+
+
+@case("bad-batch/RNN", minutes=1)
+def bad_batch_recurrent() -> list[Measurement]:
+    """One bad batch in the recurrent network."""
+    return bad_batch("RNN")
+
+
+@case("bad-batch/conv", minutes=1)
+def bad_batch_convolutional() -> list[Measurement]:
+    """One bad batch in the convolutional network."""
+    return bad_batch("conv")
+
+
+@case("natural/RNN", minutes=0.6)
+def natural() -> list[Measurement]:
+    """The recurrent network at He's initialization: gradients that explode by themselves."""
+    found = []
+    for optimizer in study.OPTIMIZERS:
+        clean = [study.natural("global", optimizer, seed).accuracy for seed in study.SEEDS]
+        for method in ("none", "local, per layer", "ZClip"):
+            runs = [study.natural(method, optimizer, seed) for seed in study.SEEDS]
+            found += _of_runs(f"{optimizer}, {method}", runs, clean)
+            found.append(
+                Measurement(
+                    quantity=f"largest step over the weights/{optimizer}, {method}",
+                    unit="ratio",
+                    samples=[max(filter(math.isfinite, run.moves)) for run in runs],
+                    details={"seeds": study.SEEDS},
+                )
+            )
+    return found
+
+
+@case("loud-layer/training", minutes=1)
+def loud_layer() -> list[Measurement]:
+    """One layer's gradient a thousand times too large in every step: local minus global."""
+    found = []
+    for network in networks.NETWORKS:
+        for optimizer in study.OPTIMIZERS:
+            accuracy = {
+                method: [
+                    study.loud_run(network, method, optimizer, seed).accuracy
+                    for seed in study.SEEDS
+                ]
+                for method in ("none", "global", "local, per layer")
+            }
+            pairs = zip(accuracy["local, per layer"], accuracy["global"], strict=True)
+            found.append(
+                Measurement(
+                    quantity=f"local minus global/{network}, {optimizer}",
+                    unit="percentage points",
+                    samples=[100 * (local - whole) for local, whole in pairs],
+                    details={"seeds": study.SEEDS, "accuracy": accuracy},
+                )
+            )
+    return found
+
+
+@case("loud-layer/first-step", minutes=0.2)
+def loud_first_step() -> list[Measurement]:
+    """How much of their step the healthy layers keep, of what they have without the loud one."""
+    found = []
+    for network in networks.NETWORKS:
+        for optimizer, make in study.OPTIMIZERS.items():
+            for method in ("global", "local, per layer"):
+                kept = [healthy_step(network, make, method, seed) for seed in study.SEEDS]
+                found.append(
+                    Measurement(
+                        quantity=f"healthy layers keep/{network}, {optimizer}, {method}",
+                        unit="share of the step",
+                        samples=kept,
+                        details={"seeds": study.SEEDS},
+                    )
+                )
+    return found
+
+
+def healthy_step(
+    network: str, make: Callable[..., torch.optim.Optimizer], method: str, seed: int
+) -> float:
+    """Mean share of the healthy layers' first step, under `method`, that a loud layer leaves."""
+    layer = study.LOUD[network]
+    sizes = []
+    for spoil in (None, study.loud_layer(layer, study.FACTOR)):
+        taken = effects.snapshot(network, seed=seed, spoil=spoil, **study.HEALTHY[network])
+        sizes.append(effects.step_sizes(taken, study.method(method, network), make))
+    names = taken.names
+    return statistics.fmean(
+        loud / quiet
+        for name, quiet, loud in zip(names, *sizes, strict=True)
+        if not name.startswith(layer)
+    )
+
+
+# Peers -------------------------------------------------------------------------------------------
+REPETITIONS, ROUNDS = 8, 15
+BARS = {"clipping": 1.05, "not clipping": 0.7}
+SHRINK = 0.999
+
+
+class Limit:
+    """A limit a thousandth lower at each call: both sides share gradients, and each call clips."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.value = exact_norm(params)
+
+    def __call__(self) -> float:
+        """The next limit."""
+        self.value *= SHRINK
+        return self.value
+
+
+def exact_norm(params: Sequence[Tensor]) -> float:
+    """The norm of all gradients, in float64."""
+    grads = [p.grad for p in params if p.grad is not None]
+    return math.sqrt(sum(float(g.double().square().sum()) for g in grads))
+
+
+def _same_or_refuse(limit: float) -> float:
+    """The largest gap between our gradients and torch's after one call; none is timed above it."""
+    ours, theirs = parameters(quarter_gpt2()), parameters(quarter_gpt2())
+    clip_by_global_norm(ours, limit)
+    nn.utils.clip_grad_norm_(theirs, limit, foreach=True)
+    gap = max(float((a.grad - b.grad).abs().max()) for a, b in zip(ours, theirs, strict=True))  # type: ignore[operator]
+    if not gap <= 1e-5:
+        raise RuntimeError(f"ours and torch's must agree to 1e-5, got {gap}; time nothing")
+    return gap
+
+
+def clip_times(name: str) -> list[Measurement]:
+    """Ours and torch's foreach clipping on the same gradients, in the same rounds."""
+    gap = _same_or_refuse(1.0 if name == "clipping" else math.inf)
+    comparisons, coefficients = [], []
+    for seed in range(REPETITIONS):
+        params = parameters(quarter_gpt2())
+        limit: Callable[[], float] = Limit(params) if name == "clipping" else lambda: 1e9
+
+        def ours(params: Sequence[Tensor] = params, limit: Callable[[], float] = limit) -> None:
+            coefficients.append(float(clip_by_global_norm(params, limit()).coefficients))
+
+        def torchs(params: Sequence[Tensor] = params, limit: Callable[[], float] = limit) -> None:
+            nn.utils.clip_grad_norm_(params, limit(), foreach=True)
+
+        both = {"labcore": ours, "torch foreach": torchs}
+        comparisons.append(paired(both, rounds=ROUNDS, warmup=2, seed=seed))
+    if any((factor < 1) != (name == "clipping") for factor in coefficients):
+        raise RuntimeError(f"each call must be {name}, got coefficients {coefficients}")
+    milliseconds = {
+        side: [1e3 * t for each in comparisons for t in each.timings[side].samples]
+        for side in ("labcore", "torch foreach")
+    }
+    details = {"tensors": len(params), "largest gap": gap, "bar": BARS[name]}
+    return [
+        Measurement(
+            quantity="labcore over torch foreach",
+            unit="ratio",
+            samples=[each.ratio("labcore", "torch foreach") for each in comparisons],
+            details=details,
+        ),
+        Measurement(
+            quantity="clip_by_global_norm",
+            unit="ms",
+            samples=milliseconds["labcore"],
+            peers={"torch foreach": milliseconds["torch foreach"]},
+            details=details,
+        ),
+    ]
+
+
+@case("clip-time/clipping", minutes=0.15, needs="cpu")
+def clip_time_clipping() -> list[Measurement]:
+    """A model's gradients, above the limit at each call: read once and multiplied."""
+    return clip_times("clipping")
+
+
+@case("clip-time/not-clipping", minutes=0.15, needs="cpu")
+def clip_time_not_clipping() -> list[Measurement]:
+    """The same below the limit, as most steps are: torch multiplies by 1."""
+    return clip_times("not clipping")
+
+
+@case("clip-time/methods", minutes=0.2, needs="cpu")
+def clip_time_methods() -> list[Measurement]:
+    """The other methods where no gradient has to change, zclip's package and torch beside them."""
+    params = [nn.Parameter(p.detach()) for p in parameters(quarter_gpt2())]
+    named = [(f"{i // 2}.{i % 2}", p) for i, p in enumerate(params)]
+    for param in params:
+        param.grad = 1e-6 * param.detach()
+    zclip_ours, zclip_theirs = ZClip(), zclip.ZClip(max_grad_norm=None)
+    model, autoclip = nn.ParameterList(params), AutoClip(100.0)
+    functions: dict[str, Callable[[], object]] = {
+        "global": lambda: clip_by_global_norm(params, 1e9),
+        "per parameter": lambda: clip_by_local_norm(params, 1e9),
+        "per layer": lambda: clip_by_local_norm(named, 1e9, by="layer"),
+        "value": lambda: clip_by_value(params, 1e9),
+        "AGC": lambda: clip_adaptive(params),
+        "AutoClip": lambda: autoclip.clip(params),
+        "ZClip": lambda: zclip_ours.clip(params),
+        "zclip's package": lambda: zclip_theirs.step(model),
+        "torch foreach": lambda: nn.utils.clip_grad_norm_(params, 1e9, foreach=True),
+        "torch value": lambda: nn.utils.clip_grad_value_(params, 1e9, foreach=True),
+    }
+    measured = paired(functions, rounds=30, warmup=2)
+    times = {name: [1e3 * t for t in timing.samples] for name, timing in measured.timings.items()}
+    return [
+        Measurement(
+            quantity=name,
+            unit="ms",
+            samples=times[name],
+            peers={other: each for other, each in times.items() if other != name},
+        )
+        for name in functions
+        if not name.startswith(("torch", "zclip"))
+    ]
+
+
+SIZES = {"normal": 1e-2, "1e21": 1e21, "1e-30": 1e-30}
+
+
+@case("clip-accuracy", minutes=0.1)
+def clip_accuracy() -> list[Measurement]:
+    """Relative error of the total norm against float64, and the norm that the gradients end at."""
+    found = []
+    for name, size in SIZES.items():
+        params = parameters(quarter_gpt2())
+        for param in params:
+            param.grad = param.grad * (size / 1e-2)  # type: ignore[operator, assignment]
+        exact = exact_norm(params)
+        norms = {
+            "labcore": float(clip_by_global_norm(params, math.inf).norm),
+            "torch": float(nn.utils.get_total_norm([p.grad for p in params])),  # type: ignore[misc]
+        }
+        errors = {side: [abs(norm / exact - 1)] for side, norm in norms.items()}
+        limit = min(1.0, exact / 2)
+        ends = {}
+        for side, clip in (("labcore", clip_by_global_norm), ("torch", nn.utils.clip_grad_norm_)):
+            copies = [nn.Parameter(p.detach()) for p in params]
+            for copy, param in zip(copies, params, strict=True):
+                copy.grad = param.grad.clone()  # type: ignore[union-attr]
+            clip(copies, limit)
+            ends[side] = [exact_norm(copies) / limit]
+        for quantity, unit, each in (
+            (f"relative error/{name}", "", errors),
+            (f"norm over limit/{name}", "ratio", ends),
+        ):
+            found.append(
+                Measurement(
+                    quantity=quantity,
+                    unit=unit,
+                    samples=each["labcore"],
+                    peers={"torch": each["torch"]},
+                    details={"exact": exact, "limit": limit, "bar": 1e-6},
+                )
+            )
+    return found

@@ -1,0 +1,539 @@
+"""Orders of data: experiments with correlated batches, and orders beside webdataset."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import json
+import statistics
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import webdataset
+from torch import Tensor
+
+from benchmarks.runner import Measurement, case
+from labcore.shuffling import (
+    BufferShuffle,
+    FullShuffle,
+    ResumableLoader,
+    StreamRows,
+    TarShard,
+    digits_study,
+    label_entropy,
+    study,
+    tracing,
+    write_shards,
+)
+from labcore.shuffling.study import BATCH, Run
+from labcore.timing import Timing, paired
+
+# Experiments -------------------------------------------------------------------------------------
+SPIKES_FROM = 50  # the detector's window: no spike can be seen before
+# Arms of the documentation: enough to see whether the sources are an exception.
+ARMS: dict[str, tuple[str, ...]] = {
+    "sources": tuple(study.ORDERS),
+    "documentation": ("file order", "buffer 256", "buffer 2048", "full"),
+}
+DRAWN = (0, 1)  # seeds whose curves the explorer shows
+HARM, FLAG, MANY = 0.05, 1.5, 2  # nats a letter; design effect; spikes in an epoch
+
+
+@functools.cache
+def _shares(kind: str, seed: int) -> Tensor:
+    return tracing.letter_shares(study.corpus(kind, seed).rows)
+
+
+def _distances(run: Run, kind: str, seed: int) -> list[float]:
+    shares = _shares(kind, seed)
+    return tracing.batch_distances((shares[list(rows)] for rows in run.rows), shares)
+
+
+def _smooth(values: Sequence[float], window: int = 25, every: int = 5) -> list[float]:
+    """Trailing means, so that an epoch's distances fit into a record."""
+    ends = range(window, len(values) + 1, every)
+    return [round(statistics.fmean(values[end - window : end]), 2) for end in ends]
+
+
+def _boundaries(kind: str, seed: int, onsets: Sequence[int]) -> tracing.BoundaryTest | None:
+    data = study.corpus(kind, seed)
+    starts = [row // BATCH for row in data.files.first_rows]
+    steps = range(SPIKES_FROM, data.steps)
+    if not any(step in steps for step in onsets):
+        return None
+    return tracing.boundary_test(onsets, starts, steps=steps, within=WITHIN)
+
+
+WITHIN = 2  # steps from a file's beginning to its spike
+
+
+def _traced(kind: str, onsets: Sequence[Sequence[int]]) -> list[Measurement]:
+    """Where the spikes of the file order begin; a seed without a spike has nothing to trace."""
+    tests = [_boundaries(kind, seed, each) for seed, each in zip(study.SEEDS, onsets, strict=True)]
+    found = [test for test in tests if test is not None]
+    if not found:
+        raise RuntimeError(f"no spike in the file order of {kind}; there is nothing to trace")
+    details = {
+        "within": WITHIN,
+        "onsets": [test.onsets for test in found],
+        "share": [test.share for test in found],
+        "chance": [test.chance for test in found],
+        "p": [test.p for test in found],
+    }
+    return [
+        Measurement(
+            quantity=f"share at a file's beginning, minus chance/{kind}",
+            unit="share of spikes",
+            samples=[test.share - test.chance for test in found],
+            details=details,
+        ),
+        Measurement(
+            quantity=f"share of files that begin with a spike/{kind}",
+            unit="share of files",
+            samples=[test.recall for test in found],
+            details=details,
+        ),
+    ]
+
+
+def _arm(kind: str, order: str, runs: Sequence[Run], full: Sequence[Run]) -> list[Measurement]:
+    seeds = study.SEEDS
+    onsets = [[spike.step for spike in tracing.spikes_of(run.losses)] for run in runs]
+    effects = [_distances(run, kind, seed) for run, seed in zip(runs, seeds, strict=True)]
+    rate = [1000 * len(each) / len(run.losses) for each, run in zip(onsets, runs, strict=True)]
+    base = [1000 * len(tracing.spikes_of(run.losses)) / len(run.losses) for run in full]
+    details: dict[str, Any] = {
+        "seeds": seeds,
+        "onsets": onsets,
+        "steps": [len(run.losses) for run in runs],
+        "held out": [run.held_out for run in runs],
+        "design effect": [statistics.fmean(each) for each in effects],
+    }
+    if kind == "sources" and ("buffer" in order or order in ("file order", "full")):
+        details["losses"] = [[round(x, 3) for x in runs[i].losses] for i in DRAWN]
+        details["distances"] = [_smooth(effects[i]) for i in DRAWN]
+    found = [
+        Measurement(quantity=f"spikes/{kind}, {order}", unit="in 1,000 steps", samples=rate,
+                    details=details)
+    ]  # fmt: skip
+    if order == "full":
+        return found
+    pairs = list(zip(runs, full, strict=True))
+    compared = {
+        ("spikes minus full", "in 1,000 steps"): [a - b for a, b in zip(rate, base, strict=True)],
+        ("held-out loss minus full", "nats a letter"): [a.held_out - b.held_out for a, b in pairs],
+        ("steps over full", "ratio"): [study.steps_ratio(a, b) for a, b in pairs],
+    }
+    return found + [
+        Measurement(quantity=f"{name}/{kind}, {order}", unit=unit, samples=samples)
+        for (name, unit), samples in compared.items()
+    ]
+
+
+def _flags(runs: dict[tuple[str, str], list[Run]]) -> list[Measurement]:
+    """Which runs end worse than a full shuffle, and which of two signs had said so."""
+    scores: dict[str, list[tuple[float, float]]] = {"design effect": [], "spikes": []}
+    tables: list[dict[str, Any]] = []
+    for place, seed in enumerate(study.SEEDS):
+        table = {}
+        for (kind, order), each in runs.items():
+            run, full = each[place], runs[kind, "full"][place]
+            table[f"{kind}, {order}"] = (
+                run.held_out - full.held_out > HARM,
+                statistics.fmean(_distances(run, kind, seed)) > FLAG,
+                len(tracing.spikes_of(run.losses)) >= MANY,
+            )
+        tables.append(table)
+        for name, column in (("design effect", 1), ("spikes", 2)):
+            harmed = [row[0] for row in table.values()]
+            flagged = [row[column] for row in table.values()]
+            both = sum(a and b for a, b in zip(harmed, flagged, strict=True))
+            # No flag at all is no false alarm; no harm at all leaves nothing to miss.
+            scores[name].append(
+                (
+                    both / sum(flagged) if any(flagged) else 1.0,
+                    both / sum(harmed) if any(harmed) else 1.0,
+                )
+            )
+    return [
+        Measurement(
+            quantity=f"{title} of the flag/{name}",
+            unit="share of runs",
+            samples=[pair[place] for pair in pairs],
+            details={
+                "harm above": HARM,
+                "design effect above": FLAG,
+                "spikes at least": MANY,
+                "harmed, by design effect, by spikes": tables,
+            },
+        )
+        for name, pairs in scores.items()
+        for place, title in enumerate(("precision", "recall"))
+    ]
+
+
+@case("text/orders", minutes=3.5)
+def text_orders() -> list[Measurement]:
+    """One epoch in every order: spikes, held-out loss, steps, correlation, and what they tell."""
+    runs = {
+        (kind, order): [study.run(order, seed, kind=kind) for seed in study.SEEDS]
+        for kind, orders in ARMS.items()
+        for order in orders
+    }
+    found = []
+    for (kind, order), each in runs.items():
+        found += _arm(kind, order, each, runs[kind, "full"])
+    for kind in ARMS:
+        each = runs[kind, "file order"]
+        found += _traced(kind, [[s.step for s in tracing.spikes_of(run.losses)] for run in each])
+    return found + _flags(runs)
+
+
+@case("text/learning-rate", minutes=0.8)
+def text_learning_rate() -> list[Measurement]:
+    """Spikes and held-out loss at the rate that a full shuffle likes better."""
+    runs = {
+        order: [study.run(order, seed, lr=study.OTHER_RATE) for seed in study.SEEDS]
+        for order in ("file order", "buffer 256", "full")
+    }
+    found = []
+    for order, each in runs.items():
+        counts = [len(tracing.spikes_of(run.losses)) / len(run.losses) for run in each]
+        pairs = zip(each, runs["full"], strict=True)
+        details = {"seeds": study.SEEDS, "held out": [run.held_out for run in each]}
+        found += [
+            Measurement(
+                quantity=f"spikes/{order}",
+                unit="in 1,000 steps",
+                samples=[1000 * count for count in counts],
+                details=details,
+            ),
+            Measurement(
+                quantity=f"held-out loss minus full/{order}",
+                unit="nats a letter",
+                samples=[run.held_out - full.held_out for run, full in pairs],
+            ),
+        ]
+    return found
+
+
+STABILITY_SEEDS = tuple(range(8))  # a coarse grid of rates needs more runs
+
+
+@case("text/stability", minutes=0.5)
+def text_stability() -> list[Measurement]:
+    """The largest learning rate of plain gradient descent that does not diverge, by order."""
+    largest = {
+        order: [study.largest_stable_rate(order, seed) for seed in STABILITY_SEEDS]
+        for order in ("file order", "full")
+    }
+    if not min(largest["full"]):
+        raise RuntimeError(f"a full shuffle diverges at {study.RATES[0]}; lower the rates")
+    return [
+        Measurement(
+            quantity="largest stable learning rate, file order over full",
+            unit="ratio",
+            samples=[a / b for a, b in zip(largest["file order"], largest["full"], strict=True)],
+            details={"seeds": STABILITY_SEEDS, "rates": study.RATES, "largest": largest},
+        )
+    ]
+
+
+@case("digits/collapse", minutes=0.2)
+def digits_collapse() -> list[Measurement]:
+    """Test accuracy on class-sorted digits by order, with the entropy of the labels in a batch."""
+    found = []
+    for order in digits_study.ORDERS:
+        runs = [digits_study.train(order, seed) for seed in digits_study.SEEDS]
+        found.append(
+            Measurement(
+                quantity=f"accuracy/{order}",
+                unit="",
+                samples=[run.accuracy for run in runs],
+                details={
+                    "seeds": digits_study.SEEDS,
+                    "entropy within a batch": [run.entropy.within for run in runs],
+                    "entropy expected": runs[0].entropy.expected,
+                    "entropy of the data": runs[0].entropy.data,
+                },
+            )
+        )
+    return found
+
+
+@case("digits/design-effect", minutes=0.4)
+def digits_design_effect() -> list[Measurement]:
+    """Measured minus predicted design effect, at the batch size of the prediction and at others."""
+    found = []
+    for order in digits_study.ORDERS:
+        every = [digits_study.effects(order, seed=seed) for seed in digits_study.SEEDS]
+        details = {
+            "seeds": digits_study.SEEDS,
+            "at": every[0].at,
+            "icc": [each.icc for each in every],
+            "sizes": every[0].sizes,
+            "predicted": [each.predicted for each in every],
+            "measured": [each.measured for each in every],
+        }
+        for place, size in enumerate(every[0].sizes):
+            found.append(
+                Measurement(
+                    quantity=f"measured minus predicted/{order}, batch {size}",
+                    unit="",
+                    samples=[each.measured[place] - each.predicted[place] for each in every],
+                    details=details if size == every[0].at else {},
+                )
+            )
+    return found
+
+
+@case("digits/noise-scale", minutes=0.2)
+def digits_noise_scale() -> list[Measurement]:
+    """The noise scale that two batches estimate over the exact one, by order."""
+    found = []
+    for order in digits_study.ORDERS:
+        pairs = [digits_study.noise_scales(order, seed=seed) for seed in digits_study.SEEDS]
+        found.append(
+            Measurement(
+                quantity=f"two batches over exact/{order}",
+                unit="ratio",
+                samples=[estimate.scale / exact.scale for exact, estimate in pairs],
+                details={
+                    "seeds": digits_study.SEEDS,
+                    "exact": [exact.scale for exact, _ in pairs],
+                    "two batches": [estimate.scale for _, estimate in pairs],
+                },
+            )
+        )
+    return found
+
+
+# Peers -------------------------------------------------------------------------------------------
+SHARDS, ROWS_PER_SHARD, CLASSES = 12, 250, 10
+ROWS = SHARDS * ROWS_PER_SHARD
+BUFFER, INITIAL = 1000, 100  # webdataset's defaults
+MIXERS = ("BufferShuffle", "webdataset", "webdataset, initial as large")
+RESUMED, SMALL_BUFFER = 6000, 200  # an epoch of many buffers
+LOADED = 8192  # rows of the dataset in memory
+
+
+def _samples(rows: int = ROWS) -> Iterator[dict[str, Any]]:
+    """Rows of 256 bytes of text and a label, sorted by label."""
+    for row in range(rows):
+        yield {"__key__": f"{row:06d}", "cls": row * CLASSES // rows, "txt": f"{row:256d}"}
+
+
+def _webdataset(paths: Sequence[Path], size: int = BUFFER) -> Iterator[dict[str, Any]]:
+    data = webdataset.WebDataset([str(path) for path in paths], shardshuffle=False)
+    return iter(data.shuffle(size, initial=INITIAL, seed=0))
+
+
+def _exhaust(rows: Iterable[Any]) -> None:
+    collections.deque(rows, maxlen=0)
+
+
+def _same_rows_or_refuse(*readers: Iterable[dict[str, Any]]) -> None:
+    found = [sorted((row["__key__"], row["txt"], row["cls"]) for row in rows) for rows in readers]
+    if any(rows != found[0] for rows in found) or len(found[0]) != ROWS:
+        raise RuntimeError("the readers must give the same rows, got others; time nothing")
+
+
+def _per_second(timing: Timing, rows: int) -> list[float]:
+    return [rows / seconds for seconds in timing.samples]
+
+
+@case("shards/rows-per-second", minutes=0.6, needs="cpu")
+def shards_rows_per_second() -> list[Measurement]:
+    """One reader, from tar files in the page cache through a buffer of the same size and rule."""
+    with tempfile.TemporaryDirectory() as folder:
+        shards = write_shards(_samples(), Path(folder) / "ours", rows_per_shard=ROWS_PER_SHARD)
+        (Path(folder) / "theirs").mkdir()
+        pattern = f"{folder}/theirs/shard-%06d.tar"
+        with webdataset.ShardWriter(pattern, maxcount=ROWS_PER_SHARD, verbose=0) as writer:
+            for sample in _samples():
+                writer.write(sample)
+        paths = [shard.path for shard in shards]
+        others = sorted((Path(folder) / "theirs").glob("*.tar"))
+        lengths = [len(shard) for shard in shards]
+        order = BufferShuffle(lengths, buffer_size=BUFFER, initial=INITIAL)
+        _same_rows_or_refuse(StreamRows(shards, order), _webdataset(paths), _webdataset(others))
+        compared = paired(
+            {
+                "StreamRows": lambda: _exhaust(StreamRows(shards, order)),
+                "webdataset": lambda: _exhaust(_webdataset(paths)),
+                "webdataset, its own shards": lambda: _exhaust(_webdataset(others)),
+            },
+            rounds=15,
+            warmup=1,
+        )
+        sizes = {
+            "bytes": sum(path.stat().st_size for path in paths),
+            "bytes of webdataset's own": sum(path.stat().st_size for path in others),
+        }
+    rates = {name: _per_second(timing, ROWS) for name, timing in compared.timings.items()}
+    details = {"rows": ROWS, "shards": SHARDS, "buffer": BUFFER, "initial": INITIAL, **sizes}
+    return [
+        Measurement(
+            quantity="rows per second",
+            unit="rows/s",
+            samples=rates.pop("StreamRows"),
+            peers=rates,
+            details=details,
+        ),
+        Measurement(
+            quantity="StreamRows over webdataset, time",
+            unit="ratio",
+            samples=compared.ratios("StreamRows", "webdataset"),
+            details=details,
+        ),
+        Measurement(
+            quantity="shards of write_shards over webdataset's own, time of webdataset",
+            unit="ratio",
+            samples=compared.ratios("webdataset", "webdataset, its own shards"),
+            details=details,
+        ),
+    ]
+
+
+def _within(labels: Sequence[int]) -> float:
+    return label_entropy(torch.tensor(labels).split(32)).within
+
+
+@case("shards/mixing", minutes=0.2)
+def shards_mixing() -> list[Measurement]:
+    """Entropy within batches of 32 from labels in sorted order, ours and webdataset's rule."""
+    labels = [row * CLASSES // ROWS for row in range(ROWS)]
+    found = []
+    for size in (128, 512, 2048):
+        drawn: dict[str, list[list[int]]] = {name: [] for name in MIXERS}
+        for seed in range(5):
+            order = BufferShuffle(ROWS, buffer_size=size, seed=seed)
+            drawn["BufferShuffle"].append([labels[row] for row in order])
+            for name, initial in (("webdataset", INITIAL), ("webdataset, initial as large", size)):
+                mixed = webdataset.shuffle(size, initial=initial, seed=seed)(iter(labels))
+                drawn[name].append(list(mixed))
+        data = label_entropy(torch.tensor(labels).split(32))
+        for part, rows in (("epoch", ROWS), ("first 10 batches", 320)):
+            within = {
+                name: [_within(each[:rows]) for each in orders] for name, orders in drawn.items()
+            }
+            found.append(
+                Measurement(
+                    quantity=f"entropy within a batch, buffer {size}, {part}",
+                    unit="nats",
+                    samples=within.pop("BufferShuffle"),
+                    peers=within,
+                    details={
+                        "rows": ROWS,
+                        "classes": CLASSES,
+                        "initial of webdataset": INITIAL,
+                        "initial of ours": size,
+                        "expected of random batches": data.expected,
+                    },
+                )
+            )
+    return found
+
+
+class _Counted:
+    """A shard that counts the rows that were read from it."""
+
+    def __init__(self, shard: TarShard, counter: list[int]) -> None:
+        self.shard, self.counter = shard, counter
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for row in self.shard:
+            self.counter[0] += 1
+            yield row
+
+
+@case("shards/resume", minutes=0.6, needs="cpu")
+def shards_resume() -> list[Measurement]:
+    """To go on at three quarters of an epoch: from a state of ours; webdataset reads all again."""
+    place = 3 * RESUMED // 4
+    with tempfile.TemporaryDirectory() as folder:
+        shards = write_shards(_samples(RESUMED), folder, rows_per_shard=ROWS_PER_SHARD)
+        paths = [shard.path for shard in shards]
+        lengths = [len(shard) for shard in shards]
+        order = BufferShuffle(lengths, buffer_size=SMALL_BUFFER, shuffle_shards=True)
+        begun, held = StreamRows(shards, order), 0
+        for _ in itertools.islice(begun, place):
+            held = max(held, begun.held)
+        state = begun.state_dict()
+        counter = [0]
+        counted = StreamRows([_Counted(shard, counter) for shard in shards], order)
+        counted.load_state_dict(state)
+        next(iter(counted))
+
+        def ours() -> None:
+            stream = StreamRows(shards, order)
+            stream.load_state_dict(state)
+            next(iter(stream))
+
+        def theirs() -> None:
+            next(itertools.islice(_webdataset(paths, SMALL_BUFFER), place, None))
+
+        compared = paired({"StreamRows": ours, "webdataset": theirs}, rounds=9, warmup=1)
+    details = {
+        "rows": RESUMED,
+        "rows handed out": place,
+        "rows read again": counter[0],
+        "most rows held": held,
+        "buffer": SMALL_BUFFER,
+        "bytes of the state": len(json.dumps(state)),
+        "rows in the state": 0,
+    }
+    seconds = {name: list(timing.samples) for name, timing in compared.timings.items()}
+    return [
+        Measurement(
+            quantity="time to the next row",
+            unit="s",
+            samples=seconds.pop("StreamRows"),
+            peers=seconds,
+            details=details,
+        ),
+        Measurement(
+            quantity="StreamRows over webdataset, time to the next row",
+            unit="ratio",
+            samples=compared.ratios("StreamRows", "webdataset"),
+            details=details,
+        ),
+    ]
+
+
+@case("loader/epoch", minutes=0.2, needs="cpu")
+def loader_epoch() -> list[Measurement]:
+    """An epoch of a small dataset in memory, in this process: what the exact state costs."""
+    data = torch.utils.data.TensorDataset(torch.zeros(LOADED, 64), torch.arange(LOADED))
+    loaders: dict[str, Iterable[Any]] = {
+        "ResumableLoader": ResumableLoader(data, FullShuffle(LOADED), batch_size=32),
+        "torch DataLoader": torch.utils.data.DataLoader(data, batch_size=32, shuffle=True),
+    }
+    for batches in loaders.values():
+        if sorted(torch.cat([rows for _, rows in batches]).tolist()) != list(range(LOADED)):
+            raise RuntimeError("a loader must give each row once, got others; time nothing")
+    compared = paired(
+        {name: functools.partial(_exhaust, batches) for name, batches in loaders.items()},
+        rounds=25,
+    )
+    details = {"rows": LOADED, "batch": 32, "workers": 0}
+    rates = {name: _per_second(timing, LOADED) for name, timing in compared.timings.items()}
+    return [
+        Measurement(
+            quantity="rows per second",
+            unit="rows/s",
+            samples=rates.pop("ResumableLoader"),
+            peers=rates,
+            details=details,
+        ),
+        Measurement(
+            quantity="ResumableLoader over torch DataLoader, time",
+            unit="ratio",
+            samples=compared.ratios("ResumableLoader", "torch DataLoader"),
+            details=details,
+        ),
+    ]

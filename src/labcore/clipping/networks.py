@@ -1,0 +1,255 @@
+"""Networks in which gradients explode, and the growth of a gradient on its way back through them.
+
+A plain recurrent network on the characters of Python's documentation, and a deep convolutional
+network without residuals or normalization on digits. Both compute a chain of states
+h_0, h_1, ..., and the gradient at a state is that at the next one times the transposed Jacobian of
+the step between. `growth` measures its size state by state, beside what the weights alone say.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from labcore.checks import one_of, positive, positive_int
+from labcore.data import digits, python_text
+
+__all__ = [
+    "ACTIVATIONS",
+    "NETWORKS",
+    "CharacterRNN",
+    "DeepConv",
+    "Growth",
+    "accuracy",
+    "draw",
+    "growth",
+    "loss",
+    "make",
+]
+
+VOCABULARY = 128  # ASCII; other characters count as the last
+TRAIN_BYTES, HELD_OUT_BYTES = 100_000, 20_000
+SIDE = 8  # pixels of a digit
+# Of the taps of a 3 x 3 convolution with zeros around an 8 x 8 image, those that see a pixel.
+SEEN = ((3 * SIDE - 2) / (3 * SIDE)) ** 2
+
+# Name -> function and its derivative, the latter from the function's value.
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "relu": (torch.relu, lambda value: (value > 0).to(value)),
+    "tanh": (torch.tanh, lambda value: 1 - value.square()),
+}
+
+
+class CharacterRNN(nn.Module):
+    """h_t = f(W h_{t-1} + U x_t + b), and the next character from h_t.
+
+    activation: a key of ACTIVATIONS. gain: W is drawn from N(0, gain² · 2 / width), so that at 1 a
+    ReLU keeps the size of a gradient on average. seed: of all weights.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int = 64,
+        activation: str = "relu",
+        gain: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.activation = one_of("activation", activation, ACTIVATIONS)
+        self.embedding = nn.Embedding(VOCABULARY, positive_int("width", width) // 2)
+        self.inputs = nn.Linear(width // 2, width)
+        self.recurrent = nn.Linear(width, width, bias=False)
+        self.head = nn.Linear(width, VOCABULARY)
+        generator = torch.Generator().manual_seed(seed)
+        nn.init.normal_(self.embedding.weight, generator=generator)
+        for layer in (self.inputs, self.head):
+            std = layer.in_features**-0.5
+            nn.init.normal_(layer.weight, std=std, generator=generator)
+            nn.init.zeros_(layer.bias)
+        std = positive("gain", gain) * (2 / width) ** 0.5
+        nn.init.normal_(self.recurrent.weight, std=std, generator=generator)
+
+    def states(self, ids: Tensor) -> list[Tensor]:
+        """The states [B, width] after each of the T characters of `ids` [B, T] (int64)."""
+        function, _ = ACTIVATIONS[self.activation]
+        inputs = self.inputs(self.embedding(ids))
+        state = inputs.new_zeros(inputs.shape[0], inputs.shape[2])
+        chain = []
+        for step in range(ids.shape[1]):
+            state = function(inputs[:, step] + self.recurrent(state))
+            chain.append(state)
+        return chain
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits [B, T, VOCABULARY] of the character after each."""
+        return self.head(torch.stack(self.states(ids), dim=1))
+
+    def gains(self, chain: list[Tensor]) -> list[float]:
+        """Predicted factor of a gradient's root mean square from each state to the one before."""
+        scale = self.recurrent.weight.detach().square().sum() / self.recurrent.in_features
+        _, slope = ACTIVATIONS[self.activation]
+        return [(scale * slope(state).square().mean()).sqrt().item() for state in chain[1:]]
+
+
+class DeepConv(nn.Module):
+    """`depth` convolutions of 3 x 3 with ReLU, one after the other, then one linear layer.
+
+    No residuals, no normalization, no biases. gain: weights from N(0, gain² · 2 / fan-in), He's
+    initialization at 1; seed: of all weights.
+    """
+
+    def __init__(
+        self, *, depth: int = 12, channels: int = 8, gain: float = 1.0, seed: int = 0
+    ) -> None:
+        super().__init__()
+        positive_int("depth", depth)
+        widths = [1, *[positive_int("channels", channels)] * depth]
+        layers = [
+            nn.Conv2d(one, other, 3, padding=1, bias=False)
+            for one, other in itertools.pairwise(widths)
+        ]
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(channels * SIDE**2, 10, bias=False)
+        generator = torch.Generator().manual_seed(seed)
+        for layer in layers:
+            std = positive("gain", gain) * (2 / layer.weight[0].numel()) ** 0.5
+            nn.init.normal_(layer.weight, std=std, generator=generator)
+        nn.init.normal_(self.head.weight, std=self.head.in_features**-0.5, generator=generator)
+
+    def states(self, images: Tensor) -> list[Tensor]:
+        """The states [B, channels, 8, 8] after each layer, from `images` [B, 64] in 0..1."""
+        state = images.unflatten(1, (1, SIDE, SIDE))
+        chain = []
+        for layer in self.layers:
+            state = torch.relu(layer(state))
+            chain.append(state)
+        return chain
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [B, 10]."""
+        return self.head(self.states(images)[-1].flatten(1))
+
+    def gains(self, chain: list[Tensor]) -> list[float]:
+        """Predicted factor of a gradient's root mean square from each state to the one before."""
+        weights = [weight.detach() for weight in self.layers.parameters()][1:]
+        return [
+            (SEEN * weight.square().sum() / len(weight) * (state > 0).float().mean()).sqrt().item()
+            for weight, state in zip(weights, chain[1:], strict=True)
+        ]
+
+
+Network = CharacterRNN | DeepConv
+NETWORKS: dict[str, Callable[..., Network]] = {"RNN": CharacterRNN, "conv": DeepConv}
+
+
+@functools.cache
+def _characters(part: str) -> Tensor:
+    text = python_text(part, max_bytes=TRAIN_BYTES if part == "train" else HELD_OUT_BYTES).text
+    codes = text.encode("ascii", errors="replace")
+    return torch.tensor(list(codes), dtype=torch.int64).clamp(max=VOCABULARY - 1)
+
+
+def make(network: str, **settings: object) -> Network:
+    """A network by its name in NETWORKS, with its class's settings."""
+    build = NETWORKS[one_of("network", network, NETWORKS)]
+    with torch.random.fork_rng(devices=()):  # torch's layers draw weights that are then replaced
+        return build(**settings)
+
+
+def draw(
+    network: str, batch: int, *, length: int = 32, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """A batch of training examples for `network`: inputs and targets.
+
+    "RNN": ids [batch, length] and the characters that follow them; "conv": pixels [batch, 64] and
+    classes [batch].
+    """
+    positive_int("batch", batch)
+    if one_of("network", network, NETWORKS) == "RNN":
+        text = _characters("train")
+        starts = torch.randint(
+            len(text) - positive_int("length", length), (batch,), generator=generator
+        )
+        ids = text[starts[:, None] + torch.arange(length + 1)]
+        return ids[:, :-1], ids[:, 1:]
+    data = digits()
+    rows = torch.randint(len(data.train_y), (batch,), generator=generator)
+    return data.train_x[rows], data.train_y[rows]
+
+
+def loss(model: Network, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats, over characters or images."""
+    return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+
+
+@torch.no_grad()
+def accuracy(model: Network) -> float:
+    """Share of what was held out that the model gets right: characters, or digits.
+
+    Weights that are NaN guess the same class for everything.
+    """
+    if isinstance(model, DeepConv):
+        data = digits()
+        inputs, targets = data.test_x, data.test_y
+    else:
+        text = _characters("held_out")
+        rows = text[: len(text) // 65 * 65].view(-1, 65)
+        inputs, targets = rows[:, :-1], rows[:, 1:]
+    return (model(inputs).argmax(-1) == targets).double().mean().item()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Growth:
+    """A gradient's way back through a chain of states.
+
+    rms: of the loss's gradient at each state, first state first. gains: the predicted factor of
+    each step back, one fewer. predicted: the last rms carried back by them. residual: natural
+    logarithm of measured over predicted at the first state.
+    """
+
+    rms: tuple[float, ...]
+    gains: tuple[float, ...]
+
+    @property
+    def predicted(self) -> tuple[float, ...]:
+        """The last rms, carried back by the gains."""
+        path = [self.rms[-1]]
+        for gain in reversed(self.gains):
+            path.append(path[-1] * gain)
+        return tuple(reversed(path))
+
+    @property
+    def factor(self) -> float:
+        """Measured factor of one step back, the geometric mean over the chain."""
+        return (self.rms[0] / self.rms[-1]) ** (1 / len(self.gains))
+
+    @property
+    def predicted_factor(self) -> float:
+        """Predicted factor of one step back, the geometric mean over the chain."""
+        return math.prod(self.gains) ** (1 / len(self.gains))
+
+
+def growth(model: Network, inputs: Tensor, targets: Tensor) -> Growth:
+    """Measure the gradient of the last prediction's loss at every state, and predict it.
+
+    The prediction knows the size of each weight matrix and how steep the activations are, and
+    takes the directions for random: a step back multiplies the mean square of the gradient by
+    ||W||² / fan-out · mean f'² (times the taps that see a pixel, for convolutions), as in mean
+    field theory (arXiv 1611.01232).
+    """
+    chain = model.states(inputs)
+    if isinstance(model, CharacterRNN):
+        logits, wanted = model.head(chain[-1]), targets[:, -1]
+    else:
+        logits, wanted = model.head(chain[-1].flatten(1)), targets
+    gradients = torch.autograd.grad(F.cross_entropy(logits, wanted), chain)
+    rms = tuple(gradient.double().square().mean().sqrt().item() for gradient in gradients)
+    return Growth(rms=rms, gains=tuple(model.gains(chain)))

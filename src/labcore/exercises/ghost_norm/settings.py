@@ -1,0 +1,168 @@
+"""Learning rate, momentum of the running statistics, and epochs for a larger batch."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from labcore.exercises.core import Exercise
+
+__all__ = ["LARGE_BATCH"]
+
+# Divisors of 60, which the cases count on.
+FACTORS = (4, 5, 6, 10, 12)
+POWERS = (0.5, 0.6, 0.75, 0.8)
+
+
+def large_batch(
+    lr: float,
+    momentum: float,
+    epochs: int,
+    *,
+    rows: int,
+    batch: int,
+    factor: int,
+    power: float,
+) -> tuple[float, float, int]:
+    """Learning rate, momentum and epochs for batches that are `factor` times as large."""
+    updates = epochs * math.ceil(rows / batch)
+    an_epoch = math.ceil(rows / (factor * batch))
+    return lr * factor**power, 1 - (1 - momentum) ** factor, math.ceil(updates / an_epoch)
+
+
+def _faulty_rate(lr: float, factor: int, power: float, fault: str) -> float:
+    exponent = {"linear rate": 1.0, "rate divided": -power, "rate kept": 0.0}.get(fault, power)
+    return float(lr * factor**exponent)
+
+
+def _faulty_momentum(momentum: float, factor: int, fault: str) -> float:
+    kept = 1 - momentum
+    wrong = {
+        "momentum kept": momentum,
+        "momentum times factor": momentum * factor,
+        "momentum divided": momentum / factor,
+        "what is kept": kept**factor,
+        "root": 1 - kept ** (1 / factor),
+        "power of the momentum": momentum**factor,
+    }
+    return float(wrong.get(fault, 1 - kept**factor))
+
+
+def _faulty_epochs(epochs: int, rows: int, batch: int, factor: int, fault: str) -> int:
+    if fault in ("epochs kept", "epochs times factor"):
+        return epochs if fault == "epochs kept" else epochs * factor
+    updates, an_epoch = math.ceil(rows / batch), math.ceil(rows / (factor * batch))
+    if fault == "last batch dropped":
+        updates, an_epoch = rows // batch, rows // (factor * batch)
+    if fault == "part of an update":
+        return math.ceil(epochs * updates / (rows / (factor * batch)))
+    if fault == "updates counted":
+        return epochs * updates
+    if fault == "one update too few":
+        return epochs * updates // an_epoch
+    if fault == "nearest":
+        return round(epochs * updates / an_epoch)
+    return math.ceil(epochs * updates / an_epoch)
+
+
+def _wrongly(fault: str) -> Callable[..., tuple[float, float, int]]:
+    def settings(
+        lr: float,
+        momentum: float,
+        epochs: int,
+        *,
+        rows: int,
+        batch: int,
+        factor: int,
+        power: float,
+    ) -> tuple[float, float, int]:
+        return (
+            _faulty_rate(lr, factor, power, fault),
+            _faulty_momentum(momentum, factor, fault),
+            _faulty_epochs(epochs, rows, batch, factor, fault),
+        )
+
+    return settings
+
+
+def _cases(seed: int) -> list[dict[str, Any]]:
+    """Between 61.5 and 62 batches an epoch: the last one is short, before and after.
+
+    For each of FACTORS the first four epochs end once above and once below a half, and twenty
+    epochs or more need fewer than `factor` times as many.
+    """
+    chance = random.Random(seed)
+    cases = []
+    for epochs in (1, 3, 4, 5, chance.randint(20, 40)):
+        batch = chance.choice((8, 16, 32, 50))
+        cases.append(
+            {
+                "lr": 10 ** chance.uniform(-3, 0),
+                "momentum": chance.uniform(0.02, 0.3),
+                "epochs": epochs,
+                "rows": 61 * batch + chance.randint(batch // 2 + 1, batch - 1),
+                "batch": batch,
+            }
+        )
+    return cases
+
+
+def _own_factor(student: int) -> Mapping[str, Any]:
+    chance = random.Random(f"ghost_norm.large_batch:{student}")
+    return {"factor": chance.choice(FACTORS), "power": chance.choice(POWERS)}
+
+
+_HINTS = {
+    "linear rate": "The learning rate grows by the factor itself, which is linear scaling. The "
+    "rule here raises the factor to `power` first.",
+    "rate divided": "The learning rate shrinks. A larger batch makes fewer and steadier steps, and "
+    "the rule lets each of them be longer.",
+    "rate kept": "The learning rate is that of the small batch.",
+    "momentum kept": "The momentum is that of the small batch. One update now stands for `factor` "
+    "of them: what do so many updates leave of the statistics that were there before?",
+    "momentum times factor": "The momentum is multiplied by the factor. That is nearly right for a "
+    "tiny momentum, and above 1 for a large factor. What is left after two updates with a momentum "
+    "of 0.1 is not 0.8.",
+    "momentum divided": "The momentum is divided by the factor, so the statistics now forget more "
+    "slowly per row by the factor twice: fewer updates, and each of them smaller.",
+    "what is kept": "This is the share that `factor` updates keep. In torch the momentum is the "
+    "share of the new statistics.",
+    "root": "Your exponent is upside down: `factor` updates of yours would make one of the old "
+    "ones. It is one of the new ones that replaces `factor` of the old.",
+    "power of the momentum": "The momentum itself is raised to a power. What shrinks by the same "
+    "factor in each update is the share of the old statistics, not that of the new.",
+    "epochs kept": "The epochs are those of the small batch, so the large one sees as many rows "
+    "and makes far fewer updates. It is the updates that have to be as many.",
+    "epochs times factor": "The epochs are multiplied by the factor. That would do if the rows of "
+    "an epoch filled its batches; where the last batch is short, the updates of an epoch do not "
+    "shrink by the whole factor. Count them on both sides.",
+    "last batch dropped": "The short batch at the end of an epoch is not counted. It makes an "
+    "update as well, in the small run and in the large one.",
+    "part of an update": "The large run's updates of an epoch are not rounded up, as if its short "
+    "last batch made only a part of an update.",
+    "updates counted": "This is the number of updates of the small run. How many epochs does the "
+    "large run need for them?",
+    "one update too few": "The epochs are rounded down, and the run ends before it has made as "
+    "many updates as the small one.",
+    "nearest": "The epochs are rounded to the nearest whole number, which sometimes ends the run "
+    "before it has made as many updates as the small one.",
+}
+
+LARGE_BATCH = Exercise(
+    id="ghost_norm.large_batch",
+    reference=large_batch,
+    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    cases=_cases,
+    variant=_own_factor,
+    returns=("lr", "momentum", "epochs"),
+    rtol=1e-9,
+    explanation="An update keeps the share 1 - momentum of the running statistics, so `factor` "
+    "updates keep the share (1 - momentum)**factor, and one update that keeps as much takes the "
+    "rest from the new batch. An epoch makes as many updates as it has batches, the short last one "
+    "included: rows / batch, rounded up. The large run needs as many epochs as its updates of an "
+    "epoch go into all updates of the small run, rounded up once at the end. That many epochs look "
+    "at nearly `factor` times as many rows: to make as many updates with larger batches costs "
+    "that much more arithmetic.",
+)

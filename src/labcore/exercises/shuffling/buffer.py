@@ -1,0 +1,141 @@
+"""A shuffle buffer whose choices are given."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from labcore.exercises.core import Exercise
+
+__all__ = ["BUFFER"]
+
+SIZES = (3, 5, 6, 7, 8)  # a student's; nobody's is 4
+
+
+def buffered(rows: int, picks: Sequence[int], *, size: int) -> list[int]:
+    """The rows 0, 1, ... in the order in which a buffer of `size` slots lets them out."""
+    slots: list[int] = []
+    out: list[int] = []
+    for row in range(rows):
+        if len(slots) < size:
+            slots.append(row)
+            continue
+        slot = picks[len(out)] % size
+        out.append(slots[slot])
+        slots[slot] = row
+    while slots:
+        out.append(slots.pop(picks[len(out)] % len(slots)))
+    return out
+
+
+def _buffered_wrongly(rows: int, picks: Sequence[int], *, size: int, fault: str) -> list[int]:
+    if fault == "few rows unmixed" and rows <= size:
+        return list(range(rows))
+    slots: list[int] = []
+    out: list[int] = []
+    for row in range(rows):
+        if len(slots) < size:
+            slots.append(row)
+            continue
+        slot = picks[len(out)] % size
+        if fault == "new row goes out":
+            slots[slot] = row
+            out.append(slots[slot])
+        elif fault == "rows move up":
+            out.append(slots.pop(slot))
+            slots.append(row)
+        elif fault == "new row among the drawn":
+            slots.append(row)
+            out.append(slots.pop(picks[len(out)] % len(slots)))
+        elif fault == "last row into the gap":
+            slots[slot], slots[-1] = slots[-1], slots[slot]
+            out.append(slots.pop())
+            slots.append(row)
+        else:
+            out.append(slots[slot])
+            slots[slot] = row
+    if fault == "rows left behind":
+        return out
+    if fault == "the rest unmixed":
+        return out + slots
+    used = 0 if fault == "picks begun anew" else len(out)
+    while slots:
+        slot = picks[used] % len(slots)
+        if fault in ("last row into the gap", "the rest: last row into the gap"):
+            slots[slot], slots[-1] = slots[-1], slots[slot]
+            slot = -1
+        out.append(slots.pop(slot))
+        used += 1
+    return out
+
+
+def _in_blocks(rows: int, picks: Sequence[int], *, size: int) -> list[int]:
+    out: list[int] = []
+    for start in range(0, rows, size):
+        slots = list(range(start, min(start + size, rows)))
+        while slots:
+            out.append(slots.pop(picks[len(out)] % len(slots)))
+    return out
+
+
+def _buffer_cases(seed: int) -> list[dict[str, Any]]:
+    chance = random.Random(seed)
+    cases = []
+    for rows in (11, 40, 3, 25, 1):
+        picks = [chance.randrange(100) for _ in range(rows)]
+        if rows == 3:  # fewer rows than slots, and yet they change places
+            picks[0] = 3 * chance.randrange(33) + chance.choice((1, 2))
+        cases.append({"rows": rows, "picks": picks})
+    # With any buffer of 3 to 9 rows, what is drawn at the end is drawn by zeros.
+    return [*cases, {"rows": 25, "picks": [1] * 12 + [0] * 13}]
+
+
+_HINTS = {
+    "rows left behind": "Rows are missing: those that still wait when the last row has come in "
+    "never go out. With a buffer of 10,000 rows that is a loss of 10,000 rows an epoch.",
+    "the rest unmixed": "All is right until the last row has come in. The rows that wait then go "
+    "out as they stand; a pick decides there too.",
+    "new row goes out": "Each row that arrives goes straight out again, so that the order is the "
+    "order of the data with the first rows at its end. Which of the two has to happen first: the "
+    "new row in, or the old one out?",
+    "rows move up": "After a row has left, the rows behind it move up and the next one goes to the "
+    "end, as list.pop and append do it. While rows arrive, each takes the very slot that was left.",
+    "new row among the drawn": "The row that arrives is among those that are drawn from: there is "
+    "a slot more than `size`, and a row may go out in the step in which it came.",
+    "picks begun anew": "The rows go out rightly until the last one has come in; then the picks "
+    "are used from the first one again. Each pick serves once.",
+    "few rows unmixed": "With no more rows than slots the rows go out as they came. The buffer "
+    "then holds them all, and could mix them best.",
+    "last row into the gap": "The row in the last slot is moved into the one that was left. That "
+    "mixes as well, but it is another order: the task says who takes an empty slot.",
+    "the rest: last row into the gap": "All is right until the last row has come in. Then you "
+    "fill the gap with the last row that waits, where the rows behind it move up by one.",
+}
+
+BUFFER = Exercise(
+    id="shuffling.buffer",
+    reference=buffered,
+    wrong={
+        name: (functools.partial(_buffered_wrongly, fault=name), hint)
+        for name, hint in _HINTS.items()
+    }
+    | {
+        "emptied and filled": (
+            _in_blocks,
+            "The buffer is emptied to the last row before new ones come in. Rows of two fillings "
+            "never mix: that is a shuffle of blocks.",
+        )
+    },
+    cases=_buffer_cases,
+    variant=lambda student: {
+        "size": random.Random(f"size:{student}").choice(SIZES) if student else 4
+    },
+    explanation="Every row goes in once and out once, so the result is a permutation; that is "
+    "the first thing to test. A row can come out as late as chance will have it, but at most "
+    "`size` places early: row r is not in before r − size rows are out. So class-sorted "
+    "data stays sorted in the large whatever the picks are, unless the buffer is as long as "
+    "a class is. Chance stands outside as a list of picks, and so the order can be tested, and "
+    "repeated after a crash.",
+)

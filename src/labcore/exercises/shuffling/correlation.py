@@ -1,0 +1,154 @@
+"""The variance of a batch's mean, predicted for another batch size from a log."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labcore.exercises.core import Exercise
+
+__all__ = ["CORRELATION"]
+
+SIZES = (12, 20, 48, 80, 150, 300)
+
+
+def predicted(
+    counts: Tensor, means: Tensor, variances: Tensor, *, size: int
+) -> tuple[float, float]:
+    """Intraclass correlation, and the variance of the mean of a batch of `size` rows."""
+    rows, batches = counts.sum(), len(counts)
+    grand_mean = (counts * means).sum() / rows
+    of_each = torch.where(counts > 1, (counts - 1) * variances, 0.0)
+    within = of_each.sum() / (rows - batches)
+    spread = (counts * (means - grand_mean) ** 2).sum()
+    weight = rows - (counts**2).sum() / rows
+    between = ((spread - (batches - 1) * within) / weight).clamp(min=0.0)
+    return (between / (between + within)).item(), (between + within / size).item()
+
+
+def _predicted_wrongly(
+    counts: Tensor, means: Tensor, variances: Tensor, *, size: int, fault: str
+) -> tuple[float, float]:
+    rows, batches = counts.sum(), len(counts)
+    grand = means.mean() if fault == "plain mean" else (counts * means).sum() / rows
+    known = counts > 1
+    of_each = (counts if fault == "b for b − 1" else counts - 1) * variances
+    if fault != "NaN let through":
+        of_each = of_each[known]
+    within = of_each.sum() / (rows if fault == "divided by all rows" else rows - batches)
+    if fault == "plain mean of the variances":
+        within = variances[known].mean()
+    square = (means - grand) ** 2
+    spread = square.sum() if fault == "batches count alike" else (counts * square).sum()
+    if fault == "batches count alike":
+        spread = spread * rows / batches
+    weight = rows - (counts**2).sum() / rows
+    if fault == "mean batch size":
+        weight = rows - rows / batches
+    noise = {"noise left in": 0, "K for K − 1": batches}.get(fault, batches - 1)
+    between = (spread - noise * within) / weight
+    if fault == "variance of the means":
+        between = means.var()
+    if fault != "below zero":
+        between = between.clamp(min=0.0)
+    icc = between / (within if fault == "share of the noise" else between + within)
+    variance = between + within / size
+    if fault == "rows independent":
+        variance = (between + within) / size
+    if fault == "variance of a row":
+        variance = between + within
+    if fault == "design effect":
+        variance = 1 + (size - 1) * icc
+    if fault == "noise not divided twice":
+        variance = (between + within) / size * (1 + size * icc)
+    found = icc.item(), variance.item()
+    return found[::-1] if fault == "exchanged" else found
+
+
+def _logged(generator: torch.Generator, batches: int, between: float) -> dict[str, Any]:
+    """The log of random batches: rows, means and unbiased variances, NaN for a single row."""
+    counts = torch.randint(2, 40, (batches,), generator=generator)
+    counts[0], counts[1] = 60, 3  # sizes that differ much
+    rows = [
+        between * torch.randn((), generator=generator, dtype=torch.float64)
+        + torch.randn(int(count), generator=generator, dtype=torch.float64)
+        for count in counts
+    ]
+    return {
+        "counts": counts.double(),
+        "means": 2 + torch.stack([one.mean() for one in rows]),
+        "variances": torch.stack([one.var() for one in rows]),
+    }
+
+
+def _log_cases(seed: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    cases = [_logged(generator, batches, between) for batches, between in ((5, 1.5), (14, 0.8))]
+    alike = _logged(generator, 8, 0.0)
+    alike["means"] = 2 + (alike["means"] - 2) / 10  # batches more alike than chance makes them
+    single = _logged(generator, 7, 1.2)
+    single["counts"][2] = 1
+    single["variances"][2] = torch.nan
+    return [*cases, alike, single]
+
+
+_HINTS = {
+    "plain mean": "ȳ is the plain mean of the batches' means. It is the mean of all rows, to "
+    "which a batch of 60 rows adds more than one of 3.",
+    "mean batch size": "Your factor of σ_b² is what batches of equal size would have. The sizes "
+    "differ: use the one of the task, with the squares of the sizes.",
+    "K for K − 1": "You take K σ_w² off the spread of the means. ȳ is computed from the same "
+    "means, so that one of their K degrees of freedom is gone.",
+    "divided by all rows": "Your σ_w² is divided by N. Each batch's deviations are taken from its "
+    "own mean, which costs it one row.",
+    "plain mean of the variances": "Your σ_w² is the plain mean of the variances. One of 60 rows "
+    "is worth more than one of 3.",
+    "b for b − 1": "The variances in your within-batch sum are multiplied by the batch sizes. "
+    "Their divisor was one less: multiply by that, and the squares come back.",
+    "batches count alike": "In the spread of the means every batch counts alike. By its "
+    "definition each square counts as many times as its batch has rows.",
+    "noise left in": "Your σ_b² still has the noise of single rows in it: also batches drawn at "
+    "random have means that differ. See what the expectation of the spread is where σ_b² is 0.",
+    "variance of the means": "You take the plain variance of the means for σ_b². Also "
+    "batches drawn at random have means that differ, most of all the small ones.",
+    "below zero": "One log has batches that are more alike than chance makes them, and your σ_b² "
+    "is negative there. The task says what to return.",
+    "NaN let through": "A batch of a single row has NaN for a variance, and NaN times 0 is NaN. "
+    "Such a batch says nothing about σ_w²; its mean still counts.",
+    "share of the noise": "Your first result is the ratio of the two variances. The correlation "
+    "is a share: of the variance of a row, which part do its neighbors in the batch have too?",
+    "rows independent": "Your variance is that of `size` independent rows. The u of a batch is "
+    "the same in all of its rows: does a mean over them make it smaller?",
+    "variance of a row": "Your second result is the variance of a single row. In the mean of a "
+    "batch the noise of its rows partly cancels.",
+    "design effect": "Your second result is the design effect: how many times the variance is "
+    "that of independent rows. The variance itself is asked for.",
+    "noise not divided twice": "Your design effect has `size` where only the other rows of the "
+    "batch belong: for a batch of one row it must be 1.",
+    "exchanged": "The two results have changed places: the correlation comes first.",
+}
+
+CORRELATION = Exercise(
+    id="shuffling.correlation",
+    reference=predicted,
+    wrong={
+        name: (functools.partial(_predicted_wrongly, fault=name), hint)
+        for name, hint in _HINTS.items()
+    },
+    cases=_log_cases,
+    variant=lambda student: {
+        "size": random.Random(f"rows:{student}").choice(SIZES) if student else 32
+    },
+    returns=("correlation", "variance"),
+    rtol=1e-9,
+    explanation="Both sums are set equal to their expectations and solved: first that within "
+    "the batches for σ_w², then that of the means for σ_b². A batch's mean is μ + u plus a mean of "
+    "`size` independent e, so its variance is σ_b² + σ_w²/size. Written with the correlation ρ "
+    "that is (σ_b² + σ_w²)/size · (1 + (size − 1) ρ), the design effect. It does not fall "
+    "below σ_b² however large the batch: where batches come from single files, larger ones help "
+    "little and better mixed ones much.",
+)

@@ -1,0 +1,71 @@
+"""BatchNorm layers of a model made into ghost batch normalization."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from labcore.checks import one_of, positive_int
+from labcore.norm.ghosts import POLICIES, Running
+from labcore.norm.layers import GhostBatchNorm1d, GhostBatchNorm2d, GhostBatchNorm3d
+
+__all__ = ["convert_ghost_batchnorm"]
+
+_Ghost = GhostBatchNorm1d | GhostBatchNorm2d | GhostBatchNorm3d
+_KINDS: dict[type[nn.Module], type[_Ghost]] = {
+    nn.BatchNorm1d: GhostBatchNorm1d,
+    nn.BatchNorm2d: GhostBatchNorm2d,
+    nn.BatchNorm3d: GhostBatchNorm3d,
+    GhostBatchNorm1d: GhostBatchNorm1d,
+    GhostBatchNorm2d: GhostBatchNorm2d,
+    GhostBatchNorm3d: GhostBatchNorm3d,
+}
+
+
+def convert_ghost_batchnorm(
+    model: nn.Module, ghost_size: int, *, running: Running = "sequential"
+) -> nn.Module:
+    """`model` with every BatchNorm layer replaced by ghost batch normalization, in place.
+
+    The new layers hold the very parameters and buffers of the old ones, so an optimizer made before
+    stays valid, and device, dtype and `training` are theirs too. Hooks and attributes that were set
+    on a layer come along; a hook's handle still removes it. A layer that the model uses in several
+    places stays one layer. A model that is itself a BatchNorm is returned as a new layer, as
+    torch's `convert_sync_batchnorm` does; otherwise the model itself is returned. Layers that are
+    ghost batch normalization already get the new settings.
+
+    Convert before `torch.compile` and DistributedDataParallel.
+
+    ghost_size, running: as for GhostBatchNorm1d.
+    Raises TypeError, before any layer is replaced, for a subclass of BatchNorm whose own behaviour
+    would be lost (SyncBatchNorm, a lazy layer, a parametrized one).
+    """
+    positive_int("ghost_size", ghost_size, "pass the rows of a ghost")
+    one_of("running", running, POLICIES)
+    places = list(model.named_modules(remove_duplicate=False))
+    made: dict[nn.Module, _Ghost] = {}
+    for path, layer in places:
+        if layer in made:
+            continue
+        if type(layer) in _KINDS:
+            made[layer] = _ghosts_of(layer, ghost_size, running)
+        elif isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            raise TypeError(
+                f"only torch's BatchNorm1d, 2d and 3d can be converted, got {type(layer).__name__} "
+                f"at {path or 'the root'!r}; replace it by one of these first"
+            )
+    for path, layer in places:
+        if layer in made and path:
+            model.set_submodule(path, made[layer])
+    return made.get(model, model)
+
+
+def _ghosts_of(layer: nn.Module, ghost_size: int, running: Running) -> _Ghost:
+    kind = _KINDS[type(layer)]
+    ghost = kind.__new__(kind)
+    vars(ghost).update(vars(layer))
+    # Tables of its own: a parameter set anew on one layer is not set on the other.
+    ghost._parameters = layer._parameters.copy()
+    ghost._buffers = layer._buffers.copy()
+    ghost.ghost_size = ghost_size
+    ghost.running = running
+    return ghost

@@ -1,0 +1,151 @@
+"""Ghost batch normalization as layers: torch's BatchNorm over parts of the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labcore.checks import floating, one_of, positive_int
+from labcore.norm.ghosts import POLICIES, Running, blend, running_step, split
+from labcore.norm.normalize import Moments, normalize
+
+__all__ = ["GhostBatchNorm1d", "GhostBatchNorm2d", "GhostBatchNorm3d"]
+
+
+class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """What the three layers share; see GhostBatchNorm1d."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        ghost_size: int,
+        running: Running = "sequential",
+        bias: bool = True,
+    ) -> None:
+        self.ghost_size = positive_int("ghost_size", ghost_size, "pass the rows of a ghost")
+        self.running = one_of("running", running, POLICIES)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        if not bias:
+            self.register_parameter("bias", None)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input` normalized, in its own shape, dtype and memory format."""
+        self._check_input_dim(input)
+        floating("input", input)
+        batch, channels = input.shape[:2]
+        if channels != self.num_features:
+            raise RuntimeError(
+                f"input must have num_features={self.num_features} channels in dimension 1, "
+                f"got {channels}; pass [batch, {self.num_features}, ...]"
+            )
+        by_batch = self.training or self.running_mean is None
+        if not by_batch or batch <= self.ghost_size or input.numel() == 0:
+            return super().forward(input)
+        ghosts, larger = split(batch, self.ghost_size)
+        if ghosts == 1:
+            return super().forward(input)
+        if (batch // ghosts) * input.numel() == batch * channels:
+            raise ValueError(
+                "a ghost must hold more than one value a channel, got ghosts of one row without "
+                "spatial extent; pass ghost_size=2 or more"
+            )
+        x = input
+        weight: Tensor | None = self.weight
+        bias: Tensor | None = self.bias
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        if not all(t is None or t.dtype == dtype for t in (x, weight, bias)):
+            x = x.to(dtype)
+            weight = None if weight is None else weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        out, moments = normalize(x, ghosts, larger, weight, bias, self.eps)
+        if self.training and self.track_running_stats:
+            self._track(moments)
+        return out.to(input.dtype)
+
+    def _track(self, moments: Moments) -> None:
+        mean, var, tracked = self.running_mean, self.running_var, self.num_batches_tracked
+        if mean is None or var is None or tracked is None:
+            return
+        rows = running_step(self.running, *moments)
+        updates = rows[0].shape[0]
+        tracked.add_(updates)
+        factor = self.momentum
+        if factor is not None and self.running == "divided":
+            factor = factor / updates
+        blend((mean, var), rows, factor, tracked)
+
+    def extra_repr(self) -> str:
+        """torch's settings, then the ghosts'."""
+        return f"{super().extra_repr()}, ghost_size={self.ghost_size}, running={self.running!r}"
+
+
+class GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d` with statistics over ghosts, parts of the batch (arXiv 1705.08741).
+
+    In training every ghost of `ghost_size` rows is normalized by its own mean and variance, as if
+    it were the batch: what a large batch then computes is what gradient accumulation over the
+    ghosts would. In evaluation, and for a batch that is no larger than one ghost, the layer is
+    torch's. Its parameters, buffers and state dict are torch's too, and it is an instance of it.
+
+    A batch that ghost_size does not divide falls into near-even ghosts, none of one row; see
+    `ghost_sizes`. A training batch of a single value a channel is refused, as by torch; so are
+    ghosts of one row (ghost_size=1) where a row has no spatial extent.
+
+    The running averages r take the ghosts' means and unbiased variances s₁ … s_k, with m =
+    momentum:
+
+        "sequential"  r ← (1 − m) r + m s_i for i = 1 … k in turn, as in the paper and in a loop of
+                      BatchNorm: r ← (1 − m)ᵏ r + m Σ (1 − m)ᵏ⁻ⁱ s_i. The average forgets k times
+                      faster, and the last ghosts weigh most: on sorted data they stand for all.
+        "divided"     the same with m / k for m: about one update of m a batch, nearly even weights.
+        "mean"        r ← (1 − m) r + m (s₁ + … + s_k) / k: even weights, whatever the sizes.
+        "pooled"      r ← (1 − m) r + m s, s of the whole batch: BatchNorm's own averages. Its
+                      variance holds what lies between the ghosts' means, which the others lack:
+                      on sorted data most of it.
+
+    num_batches_tracked counts updates: k a batch for "sequential" and "divided", else one. With
+    momentum=None all updates so far weigh the same ("sequential" and "divided" then agree).
+    Without running statistics evaluation normalizes by ghosts as training does.
+
+    float16 and bfloat16 inputs are computed in float32 and returned in their own dtype. On a CPU a
+    fast form is used; under `torch.compile`, torch.func and on other devices one of plain
+    operations. Both can be differentiated twice. Under DistributedDataParallel every process cuts
+    its own part of the batch. Whatever treats torch's BatchNorm by its class, such as
+    `convert_sync_batchnorm`, treats this layer like it.
+
+    Shapes: input and output [batch, num_features] or [batch, num_features, length]; the output has
+    the input's dtype, and its memory format where that is dense.
+
+    Args:
+        num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as torch's.
+        ghost_size: rows of a ghost, at least 1.
+        running: "sequential", "pooled", "mean" or "divided".
+
+    Errors: ValueError and TypeError for settings, a wrong number of dimensions and dtype,
+    RuntimeError for a wrong number of channels.
+    """
+
+
+class GhostBatchNorm2d(_GhostBatchNorm, nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d` over ghosts of the batch; see GhostBatchNorm1d.
+
+    Shapes: input and output [batch, num_features, height, width].
+    """
+
+
+class GhostBatchNorm3d(_GhostBatchNorm, nn.BatchNorm3d):
+    """`torch.nn.BatchNorm3d` over ghosts of the batch; see GhostBatchNorm1d.
+
+    Shapes: input and output [batch, num_features, depth, height, width].
+    """

@@ -1,0 +1,230 @@
+"""Each ghost of a batch normalized by its own mean and variance: plainly, and fast on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Moments", "normalize", "plain"]
+
+# Elements that go through all operations together: 1 MB in float32 stays in a CPU's cache.
+PIECE = 1 << 18
+
+
+class Moments(NamedTuple):
+    """Statistics of the ghosts, without gradient. Shapes: [ghosts, channels], variance biased."""
+
+    mean: Tensor
+    var: Tensor
+    values: Tensor | float  # how many a channel: [ghosts, 1], or one number for all ghosts
+
+
+def normalize(
+    x: Tensor, ghosts: int, larger: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Moments]:
+    """The output and the statistics of `plain`; on a CPU by a form that reads memory less often."""
+    # A compiler fuses the plain form; torch.func cannot look into the fast one.
+    if (
+        x.device.type != "cpu"
+        or torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return plain(x, ghosts, larger, weight, bias, eps)
+    if not (x.is_contiguous() or x.movedim(1, -1).is_contiguous()):
+        x = x.contiguous()
+    moments: list[Tensor] = []
+    out = _Normalize.apply(x, weight, bias, eps, ghosts, larger, moments)
+    mean, var = moments
+    return out, Moments(mean, var, _count(x, ghosts, larger))
+
+
+def plain(
+    x: Tensor, ghosts: int, larger: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Moments]:
+    """(x − mean) / √(var + eps) · weight + bias with the mean and variance of x's ghost.
+
+    x: [batch, channels, ...]; the first `larger` of the ghosts have one row more than the others.
+    weight, bias: [channels] or None, in x's dtype.
+    """
+    rows = x.shape[0] // ghosts
+    cut = larger * (rows + 1)
+    blocks = [(x[:cut], larger), (x[cut:], ghosts - larger)] if larger else [(x, ghosts)]
+    outs, means, variances = [], [], []
+    for block, number in blocks:
+        block = block.unflatten(0, (number, -1))
+        dims = [1, *range(3, block.dim())]
+        mean = block.mean(dims, keepdim=True)
+        centered = block - mean
+        var = centered.square().mean(dims, keepdim=True)
+        out = centered * torch.rsqrt(var + eps)
+        channels = [-1] + [1] * (block.dim() - 3)
+        out = out if weight is None else out * weight.view(channels)
+        out = out if bias is None else out + bias.view(channels)
+        outs.append(out.flatten(0, 1))
+        means.append(mean.detach().view(number, -1))
+        variances.append(var.detach().view(number, -1))
+    found = Moments(_join(means), _join(variances), _count(x, ghosts, larger))
+    return _join(outs), found
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _count(x: Tensor, ghosts: int, larger: int) -> Tensor | float:
+    """Values a channel of each ghost."""
+    batch, channels = x.shape[:2]
+    rows, area = batch // ghosts, x.numel() // (batch * channels)
+    if not larger:
+        return float(rows * area)
+    more = x.new_full((larger, 1), (rows + 1) * area)
+    return torch.cat([more, x.new_full((ghosts - larger, 1), rows * area)])
+
+
+class _Cut(NamedTuple):
+    """How tensors like x are seen by the fast form: pieces of a few ghosts of equal size.
+
+    A piece is [ghosts, values, channels] where channels are innermost (two dimensions, or
+    channels_last), else [ghosts, rows, channels, area].
+    """
+
+    rows: list[int]
+    ghosts: list[int]
+    channels: int
+    area: int  # 1 where channels are innermost
+
+    @classmethod
+    def of(cls, x: Tensor, ghosts: int, larger: int) -> _Cut:
+        batch, channels = x.shape[:2]
+        area = x.numel() // (batch * channels) if x.is_contiguous() else 1
+        together = max(1, PIECE * ghosts // x.numel())
+        if together >= ghosts and not larger:
+            return cls([batch], [ghosts], channels, area)
+        sizes, numbers = [], []
+        for number, size in ((larger, batch // ghosts + 1), (ghosts - larger, batch // ghosts)):
+            for start in range(0, number, together):
+                numbers.append(min(together, number - start))
+                sizes.append(numbers[-1] * size)
+        return cls(sizes, numbers, channels, area)
+
+    def of_batch(self, x: Tensor) -> list[Tensor]:
+        """The pieces of a tensor with x's shape and strides."""
+        shape = (self.channels,) if self.area == 1 else (self.channels, self.area)
+        if self.area == 1 and x.dim() > 2:
+            x = x.movedim(1, -1)
+        if len(self.rows) == 1:
+            return [x.view(self.ghosts[0], -1, *shape)]
+        parts = zip(x.split(self.rows), self.ghosts, strict=True)
+        return [part.view(number, -1, *shape) for part, number in parts]
+
+    def of_ghosts(self, moment: Tensor) -> Sequence[Tensor]:
+        """The pieces of a tensor [ghosts, 1, channels] or [ghosts, 1, channels, 1]."""
+        return moment.split(self.ghosts) if len(self.ghosts) > 1 else [moment]
+
+    def to_broadcast(self, parameter: Tensor | None) -> Tensor | None:
+        """A tensor [channels] as it meets a piece."""
+        return parameter if parameter is None or self.area == 1 else parameter[:, None]
+
+    def dims(self) -> int | tuple[int, int]:
+        """Dimensions of a piece that a ghost's statistics sum over."""
+        return 1 if self.area == 1 else (1, 3)
+
+
+class _Normalize(torch.autograd.Function):
+    """`plain` piece by piece, without a temporary of x's size.
+
+    The statistics leave through the list `moments`: as outputs they would cost autograd's time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        ghosts: int,
+        larger: int,
+        moments: list[Tensor],
+    ) -> Tensor:
+        cut = _Cut.of(x, ghosts, larger)
+        dims = cut.dims()
+        factor, offset = cut.to_broadcast(weight), cut.to_broadcast(bias)
+        out = torch.empty_like(x)
+        means, variances, inverses, scales = [], [], [], []
+        for part, to in zip(cut.of_batch(x), cut.of_batch(out), strict=True):
+            mean = part.mean(dims, keepdim=True)
+            var = torch.sub(part, mean, out=to).square_().mean(dims, keepdim=True)
+            inverse = (var + eps).rsqrt_()
+            scale = inverse if factor is None else inverse * factor
+            if offset is None:
+                shift = (mean * scale).neg_()
+            else:
+                shift = torch.addcmul(offset, mean, scale, value=-1)
+            if cut.area == 1:
+                torch.addcmul(shift, part, scale, out=to)
+            else:  # Two operands that are constant over the innermost dimension take a slow path.
+                torch.mul(part, scale, out=to).add_(shift)
+            means.append(mean)
+            variances.append(var)
+            inverses.append(inverse)
+            scales.append(scale)
+        mean = _join(means)
+        moments += [mean.view(ghosts, -1), _join(variances).view(ghosts, -1)]
+        ctx.save_for_backward(x, weight, mean, _join(inverses), _join(scales))
+        ctx.cut, ctx.eps, ctx.ghosts, ctx.larger = cut, eps, ghosts, larger
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight, mean, inverse, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: mean and inverse depend on x.
+            return _differentiable(ctx, x, weight, grad)
+        if grad.stride() != x.stride():
+            grad = torch.empty_like(x).copy_(grad)
+        cut: _Cut = ctx.cut
+        dims = cut.dims()
+        to = torch.empty_like(x)
+        totals, dots = [], []
+        batch = zip(*map(cut.of_batch, (x, grad, to)), strict=True)
+        ghost = zip(*map(cut.of_ghosts, (mean, inverse, scale)), strict=True)
+        for (part, above, into), (center, inv, slope) in zip(batch, ghost, strict=True):
+            total = above.sum(dims, keepdim=True)
+            if cut.area == 1:  # Σ above · (part − center), in one pass less
+                dot = torch.mul(part, above, out=into).sum(1, keepdim=True)
+                dot.addcmul_(center, total, value=-1).mul_(inv)
+            else:
+                dot = torch.sub(part, center, out=into).mul_(above).sum(dims, keepdim=True)
+                dot.mul_(inv)
+            totals.append(total)
+            dots.append(dot)
+            # slope · (above − mean(above) − normalized · mean(above · normalized)), in powers of x.
+            share = total.numel() / part.numel()
+            bend = (dot * inv).mul_(slope)
+            shift = (bend * center).addcmul_(slope, total, value=-1).mul_(share)
+            if cut.area == 1:
+                torch.addcmul(shift, above, slope, out=into)
+                into.addcmul_(part, bend, value=-share)
+            else:
+                torch.mul(above, slope, out=into).addcmul_(part, bend, value=-share).add_(shift)
+        return (
+            to,
+            _join(dots).view(ctx.ghosts, -1).sum(0) if ctx.needs_input_grad[1] else None,
+            _join(totals).view(ctx.ghosts, -1).sum(0) if ctx.needs_input_grad[2] else None,
+            *[None] * 4,
+        )
+
+
+def _differentiable(ctx: Any, x: Tensor, weight: Tensor | None, grad: Tensor) -> tuple[Any, ...]:
+    """The backward pass as a function that can be differentiated again."""
+    bias = x.new_zeros(x.shape[1], requires_grad=True)  # Its value has no part in any gradient.
+    out, _ = plain(x, ctx.ghosts, ctx.larger, weight, bias, ctx.eps)
+    asked = {
+        i: t for i, t in enumerate((x, weight, bias)) if t is not None and ctx.needs_input_grad[i]
+    }
+    found = torch.autograd.grad(out, list(asked.values()), grad, create_graph=True)
+    grads = dict(zip(asked, found, strict=True))
+    return tuple(grads.get(i) for i in range(7))

@@ -1,0 +1,94 @@
+"""What the order of the rows does to the running statistics of ghosts, policy by policy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from labcore.checks import positive_int
+from labcore.data import Digits
+from labcore.norm.convert import convert_ghost_batchnorm
+from labcore.norm.ghosts import POLICIES, Running, ghost_sizes
+from labcore.norm.layers import GhostBatchNorm1d
+
+__all__ = ["accuracy_by_policy", "predict_variances", "running_variances"]
+
+
+def running_variances(
+    values: Tensor, *, ghost: int, steps: int = 3, momentum: float = 0.1
+) -> dict[str, float]:
+    """Running variance by policy after `steps` training forwards of `values`, mean over channels.
+
+    values: [B, C] floating point, its rows in the order given; the statistics start at variance 1,
+    as torch's layers do. Measured in fp64.
+    """
+    found: dict[str, float] = {}
+    for policy in POLICIES:
+        layer = GhostBatchNorm1d(
+            values.shape[1],
+            momentum=momentum,
+            ghost_size=ghost,
+            running=policy,
+            dtype=torch.float64,
+        )
+        for _ in range(positive_int("steps", steps)):
+            layer(values.double())
+        found[policy] = layer.state_dict()["running_var"].mean().item()
+    return found
+
+
+def predict_variances(
+    variances: Tensor, total: float, *, ghost: int, steps: int = 3, momentum: float = 0.1
+) -> dict[str, float]:
+    """The same by arithmetic, from the variance around the rows.
+
+    variances: [B], for each row that of the group in which its ghost lies: of its class where the
+    rows are sorted by class, of all rows where they are shuffled; total: of all rows. A ghost takes
+    the mean over its rows, so one that lies across two classes is predicted too small.
+    Every update keeps the share 1 - momentum of what was there and adds the rest.
+    """
+    sizes = ghost_sizes(len(variances), ghost)
+    each = [part.double().mean().item() for part in variances.split(list(sizes))]
+    rounds: Mapping[str, tuple[list[float], float]] = {
+        "sequential": (each, momentum),
+        "pooled": ([total], momentum),
+        "mean": ([sum(each) / len(each)], momentum),
+        "divided": (each, momentum / len(each)),
+    }
+    found = {}
+    for policy, (updates, factor) in rounds.items():
+        running = 1.0
+        for update in updates * steps:
+            running += factor * (update - running)
+        found[policy] = running
+    return found
+
+
+@torch.no_grad()
+def accuracy_by_policy(
+    model: nn.Module, data: Digits, rows: Tensor, *, ghost: int, passes: int = 50
+) -> dict[str, float]:
+    """Test accuracy by policy, the weights fixed and the running statistics made anew.
+
+    rows: [B] which training images form the one batch, and in which order; it passes `passes` times
+    through a copy of `model` in training mode.
+    """
+    found: dict[str, float] = {}
+    for policy in POLICIES:
+        fresh = _from_the_start(model, ghost, policy)
+        for _ in range(positive_int("passes", passes)):
+            fresh(data.train_x[rows])
+        guesses = fresh.eval()(data.test_x).argmax(1)
+        found[policy] = (guesses == data.test_y).double().mean().item()
+    return found
+
+
+def _from_the_start(model: nn.Module, ghost: int, policy: Running) -> nn.Module:
+    fresh = convert_ghost_batchnorm(copy.deepcopy(model), ghost, running=policy)
+    for layer in fresh.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            layer.reset_running_stats()
+    return fresh.train()

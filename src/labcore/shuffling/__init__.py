@@ -1,0 +1,56 @@
+"""Orders of data, what they do to batches, and spikes of the loss traced to their data."""
+
+from labcore.shuffling.correlation import (
+    LabelEntropy,
+    NoiseScale,
+    autocorrelation,
+    design_effect,
+    intraclass_correlation,
+    label_entropy,
+    noise_scale_exact,
+    noise_scale_two_batches,
+    per_sample_gradients,
+    predicted_design_effect,
+)
+from labcore.shuffling.files import FileRows
+from labcore.shuffling.loader import ResumableLoader
+from labcore.shuffling.orders import (
+    BlockShuffle,
+    BufferShuffle,
+    FullShuffle,
+    Order,
+    Sequential,
+    ShardInterleave,
+    shards_of,
+)
+from labcore.shuffling.shards import TarShard, read_shards, write_shards
+from labcore.shuffling.spikes import LossSpikeDetector, Spike
+from labcore.shuffling.streams import StreamRows
+
+__all__ = [
+    "BlockShuffle",
+    "BufferShuffle",
+    "FileRows",
+    "FullShuffle",
+    "LabelEntropy",
+    "LossSpikeDetector",
+    "NoiseScale",
+    "Order",
+    "ResumableLoader",
+    "Sequential",
+    "ShardInterleave",
+    "Spike",
+    "StreamRows",
+    "TarShard",
+    "autocorrelation",
+    "design_effect",
+    "intraclass_correlation",
+    "label_entropy",
+    "noise_scale_exact",
+    "noise_scale_two_batches",
+    "per_sample_gradients",
+    "predicted_design_effect",
+    "read_shards",
+    "shards_of",
+    "write_shards",
+]

@@ -1,0 +1,294 @@
+"""How much the rows of a batch resemble each other, and what that does to the gradient's noise.
+
+`batches` is everywhere an iterable of tensors, one a batch (ragged sizes allowed), or one tensor
+whose first axis counts batches. All arithmetic is in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labcore.checks import finite, floating, positive_int
+
+__all__ = [
+    "LabelEntropy",
+    "NoiseScale",
+    "autocorrelation",
+    "design_effect",
+    "intraclass_correlation",
+    "label_entropy",
+    "noise_scale_exact",
+    "noise_scale_two_batches",
+    "per_sample_gradients",
+    "predicted_design_effect",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelEntropy:
+    """Entropies of labels in nats.
+
+    within: mean over the batches of each batch's entropy. data: of all labels together, the most
+    that `within` could be. expected: the mean of `within` when batches of the same sizes are drawn
+    from the same labels at random without replacement; it lies below `data` for small batches.
+    """
+
+    within: float
+    data: float
+    expected: float
+
+
+def _entropy(counts: Iterable[int]) -> float:
+    sizes = [count for count in counts if count]
+    total = sum(sizes)
+    return -sum(size / total * math.log(size / total) for size in sizes)
+
+
+def _expected_entropy(counts: Iterable[int], size: int) -> float:
+    """The mean entropy of `size` labels drawn without replacement: an exact sum over counts."""
+    frequencies = Counter(counts)
+    total = sum(count * classes for count, classes in frequencies.items())
+    k = torch.arange(1, size + 1, dtype=torch.float64)
+
+    def log_choose(n: int, chosen: Tensor) -> Tensor:
+        whole = torch.tensor(float(n), dtype=torch.float64)
+        ways = torch.lgamma(whole + 1) - torch.lgamma(chosen + 1)
+        return (ways - torch.lgamma((whole - chosen).clamp_min(0) + 1)).where(
+            (chosen >= 0) & (chosen <= n), torch.tensor(-math.inf, dtype=torch.float64)
+        )
+
+    term = -(k / size) * torch.log(k / size)
+    all_ways = log_choose(total, torch.tensor(float(size), dtype=torch.float64))
+    return sum(
+        classes
+        * float(
+            (
+                term
+                * torch.exp(log_choose(count, k) + log_choose(total - count, size - k) - all_ways)
+            ).sum()
+        )
+        for count, classes in frequencies.items()
+    )
+
+
+def label_entropy(batches: Iterable[Tensor]) -> LabelEntropy:
+    """The entropy of the labels within batches, beside that of the data and that of chance.
+
+    batches: each [b] of whole numbers (classes, tokens, file numbers). A batch of one class has
+    entropy 0. Raises TypeError for labels that are not whole numbers, ValueError for no labels.
+    """
+    per_batch: list[Counter[int]] = []
+    for batch in batches:
+        if batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool:
+            raise TypeError(f"labels must be whole numbers, got {batch.dtype}; use labels.long()")
+        if batch.numel() == 0:
+            raise ValueError(f"a batch must hold at least one label, got {tuple(batch.shape)}")
+        per_batch.append(Counter(batch.flatten().tolist()))
+    if not per_batch:
+        raise ValueError("label_entropy needs at least one batch, got none")
+    total = sum(per_batch, Counter[int]())
+    sizes = Counter(counts.total() for counts in per_batch)
+    expected = sum(
+        number * _expected_entropy(total.values(), size) for size, number in sizes.items()
+    )
+    return LabelEntropy(
+        within=sum(_entropy(counts.values()) for counts in per_batch) / len(per_batch),
+        data=_entropy(total.values()),
+        expected=expected / len(per_batch),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Variance:
+    """One-way analysis of variance, squares summed over columns.
+
+    between: mean square between batches; within: within batches (NaN where every batch is one
+    row); total: variance of all rows (n - 1); size: of a batch, corrected for ragged ones.
+    """
+
+    between: float
+    within: float
+    total: float
+    size: float
+
+
+def _analysed(batches: Iterable[Tensor]) -> _Variance:
+    groups = []
+    for batch in batches:
+        values = finite("the values in a batch", floating("the values in a batch", batch))
+        if values.dim() == 0 or len(values) == 0:
+            raise ValueError(f"a batch must hold at least one row, got {tuple(values.shape)}")
+        groups.append(values.detach().double().reshape(len(values), -1))
+    if len(groups) < 2:
+        raise ValueError(f"batches must number at least 2, got {len(groups)}; cut smaller ones")
+    rows = torch.cat(groups)
+    if bool((rows == rows[0]).all()):
+        raise ValueError(
+            "the values must vary, got one and the same in every row; a constant has no "
+            "correlation within batches"
+        )
+    sizes = torch.tensor([len(group) for group in groups], dtype=torch.float64)
+    means, n, k = torch.stack([group.mean(0) for group in groups]), len(rows), len(groups)
+    middle = rows.mean(0)
+    spread = float((sizes[:, None] * (means - middle).square()).sum())
+    inside = sum(
+        float((group - mean).square().sum()) for group, mean in zip(groups, means, strict=True)
+    )
+    return _Variance(
+        between=spread / (k - 1),
+        within=inside / (n - k) if n > k else math.nan,
+        total=float((rows - middle).square().sum()) / (n - 1),
+        size=(n - float(sizes.square().sum()) / n) / (k - 1),
+    )
+
+
+def intraclass_correlation(batches: Iterable[Tensor]) -> float:
+    """The correlation of two rows of one batch, ICC(1), by one-way analysis of variance.
+
+    0 for batches drawn at random, 1 for rows that are equal within each batch; the estimate can be
+    as low as -1/(b - 1), which batches that balance the data come near to.
+    batches: each [b] or [b, P] floats: losses, one-hot labels
+    (torch.nn.functional.one_hot(labels).double()), per-sample gradients; squares are summed over P.
+    Formula: (MSB - MSW) / (MSB + (b₀ - 1) MSW), with b₀ = (n - Σbᵢ²/n)/(k - 1) for ragged batches.
+    Raises ValueError for constant values, fewer than two batches, or no batch with two rows.
+    """
+    variance = _analysed(batches)
+    if math.isnan(variance.within):
+        raise ValueError("a batch must hold at least 2 rows, got batches of 1; cut larger ones")
+    noise = (variance.size - 1) * variance.within
+    return (variance.between - variance.within) / (variance.between + noise)
+
+
+def design_effect(batches: Iterable[Tensor]) -> float:
+    """How many times larger the variance of batch means is than for independent rows (measured).
+
+    1 for batches drawn at random (exactly 1 on average over all ways to cut the rows into batches),
+    b for batches of equal rows: such a batch of b tells as much as one row. batches: see
+    intraclass_correlation. Formula: Σ bᵢ |mᵢ - m|² / (k - 1) over the variance of all rows.
+    Source: L. Kish, Survey Sampling, 1965.
+    """
+    variance = _analysed(batches)
+    return variance.between / variance.total
+
+
+def predicted_design_effect(icc: float, batch_size: int) -> float:
+    """1 + (b - 1) ICC: the design effect of batches of b rows that correlate by `icc`."""
+    return 1 + (positive_int("batch_size", batch_size) - 1) * icc
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoiseScale:
+    """signal: |G|², of the true gradient G. noise: tr(Σ), the variance of one row's gradient.
+
+    Both in squared units of the gradient; an estimate of either can be negative.
+    """
+
+    signal: float
+    noise: float
+
+    @property
+    def scale(self) -> float:
+        """tr(Σ)/|G|² in rows: the batch at which noise and signal are equal; inf for no signal."""
+        return self.noise / self.signal if self.signal > 0 else math.inf
+
+
+def _matrix(name: str, gradients: Tensor) -> Tensor:
+    finite(name, floating(name, gradients))
+    if gradients.dim() != 2 or len(gradients) == 0:
+        raise ValueError(f"{name} must be [N, P] with N > 0, got {tuple(gradients.shape)}")
+    return gradients.detach().double()
+
+
+def noise_scale_exact(gradients: Tensor) -> NoiseScale:
+    """The simple noise scale of a population whose every gradient is given.
+
+    gradients [N, P]: of each row's loss (`per_sample_gradients`). G is their mean and Σ their
+    covariance with 1/N: exact when the N rows are all the data, biased when they are a sample.
+    Source: McCandlish et al., arXiv 1812.06162, equation 2.9.
+    """
+    rows = _matrix("gradients", gradients)
+    mean = rows.mean(0)
+    return NoiseScale(
+        signal=float(mean.square().sum()),
+        noise=float((rows - mean).square().sum()) / len(rows),
+    )
+
+
+def noise_scale_two_batches(
+    small: Tensor, big: Tensor, *, small_size: int, big_size: int
+) -> NoiseScale:
+    """The noise scale from gradients of batches of two sizes, unbiased if rows are independent.
+
+    small [K, P], big [M, P]: mean gradients of K batches of `small_size` rows and of M batches of
+    `big_size` rows at one point. The squared norms are averaged before anything is divided.
+    Correlated rows bias it: a small batch then seems less noisy for its size than a large one.
+    Source: McCandlish et al., arXiv 1812.06162, appendix A.1.
+    """
+    positive_int("small_size", small_size)
+    if positive_int("big_size", big_size) <= small_size:
+        raise ValueError(
+            f"big_size must be above small_size, got {big_size} and {small_size}; swap them"
+        )
+    few = float(_matrix("small", small).square().sum(1).mean())
+    many = float(_matrix("big", big).square().sum(1).mean())
+    return NoiseScale(
+        signal=(big_size * many - small_size * few) / (big_size - small_size),
+        noise=(few - many) / (1 / small_size - 1 / big_size),
+    )
+
+
+def per_sample_gradients(
+    model: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """The gradient of each row's own loss: [N, P], P the number of trainable parameters.
+
+    loss(outputs [1, ...], targets [1, ...]) -> scalar. inputs [N, ...], targets [N, ...].
+    chunk_size: rows at a time (None: all at once). Parameters in the order of
+    model.named_parameters(); their .grad is left as it is. Layers that mix the rows of a batch or
+    draw random numbers have no gradient of one row: put the model into eval mode.
+    """
+    trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    fixed: dict[str, Any] = {
+        **{name: p.detach() for name, p in model.named_parameters() if not p.requires_grad},
+        **dict(model.named_buffers()),
+    }
+
+    def one(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        outputs = torch.func.functional_call(model, {**params, **fixed}, (x.unsqueeze(0),))
+        return loss(outputs, y.unsqueeze(0))
+
+    each = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0), chunk_size=chunk_size)
+    found = each(trainable, inputs, targets)
+    return torch.cat([found[name].reshape(len(inputs), -1) for name in trainable], dim=1)
+
+
+def autocorrelation(series: Tensor, lags: int) -> Tensor:
+    """The correlation of a series with itself `lag` steps earlier, for lags 0..`lags`: [lags + 1].
+
+    series [T], T > lags, in float64 on return. The usual biased form: each sum of products over
+    the T - lag pairs is divided by the sum of all T squares, which keeps every value in -1..1.
+    Independent losses give values of about ±1/√T behind the 1 at lag 0.
+    Raises ValueError for a constant series or one with NaN or infinity.
+    """
+    values = finite("series", floating("series", series)).detach().double()
+    if values.dim() != 1 or len(values) <= lags or lags < 0:
+        raise ValueError(
+            f"series must be [T] with T above lags >= 0, got {tuple(values.shape)}, lags {lags}"
+        )
+    if bool((values == values[0]).all()):
+        raise ValueError("series must vary, got a constant; its autocorrelation is 0/0")
+    centred = values - values.mean()
+    products = [centred[: len(values) - lag] @ centred[lag:] for lag in range(lags + 1)]
+    return torch.stack(products) / products[0]

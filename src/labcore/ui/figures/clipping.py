@@ -1,0 +1,219 @@
+"""Figures of the chapter `clipping`: numbers in, plotly figures out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+import plotly.graph_objects as go
+
+from labcore.clipping import study
+from labcore.clipping.effects import Snapshot, effect
+from labcore.ui.explorer import describe
+from labcore.ui.theme import PALETTE
+
+__all__ = ["accuracies", "cosines", "growth", "losses", "norm_choice"]
+
+_LAW = {"color": PALETTE["gray"], "dash": "dash", "width": 1.5}
+_POWERS = {"type": "log", "dtick": 1, "exponentformat": "power"}
+_COLORS = tuple(PALETTE.values())
+
+
+def _short(name: str) -> str:
+    """A parameter's name as an axis has room for it: 5 for layers.5.weight."""
+    return name.removesuffix(".weight").removeprefix("layers.")
+
+
+def _number(value: float) -> str:
+    """A norm as a title shows it: 3 digits, 1e5 and not 1e+05."""
+    return f"{value:.3g}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
+
+
+def norm_choice(
+    norm: str = "global",
+    max_norm: float = 1.0,
+    gradient: str | None = None,
+    *,
+    data: Mapping[str, Snapshot],
+) -> go.Figure:
+    """The norm of each parameter's gradient, before and after clipping by `norm` at `max_norm`.
+
+    norm: one of `study.COMPARABLE`. gradient: a key of `data`, its first by default.
+    """
+    taken = data[gradient or next(iter(data))]
+    found = effect(taken, study.comparable(norm, taken, max_norm))
+    names = [_short(name) for name in found.names]
+    before, after = list(found.before), list(found.after)
+    links: dict[str, list[Any]] = {"x": [], "y": []}
+    for name, one, other in zip(names, before, after, strict=True):
+        links["x"] += [name, name, None]
+        links["y"] += [one, other, None]
+    size = math.hypot(*before)
+    title = (
+        f"{norm}, max_norm {_number(max_norm)}<br>norm of all: {_number(size)} → "
+        f"{_number(size * found.kept)}<br>cosine to the raw gradient: {found.cosine:.3f}"
+    )
+    markers = {"mode": "markers", "x": names}
+    everything = [value for value in (*before, *after) if value > 0]
+    figure = go.Figure(
+        [
+            {**links, "mode": "lines", "line": {"color": PALETTE["gray"], "width": 1}},
+            {**markers, "y": before, "name": "before", "marker": _dot("blue", "circle-open", 15)},
+            {**markers, "y": after, "name": "after", "marker": _dot("vermillion", "circle", 10)},
+            {"x": [names[0], names[-1]], "y": [max_norm] * 2, "mode": "lines", "line": _LAW},
+        ],
+        {
+            "title": {"text": title, "pad": {"t": 18}},  # three lines at 12 touch the edge
+            "xaxis": {"title": "parameter", "type": "category"},
+            "yaxis": {
+                "title": "norm of its gradient",
+                **_POWERS,
+                "range": [math.log10(min(everything)) - 0.4, math.log10(max(everything)) + 0.4],
+            },
+            "height": 480,
+            "margin": {"t": 96},
+        },
+    )
+    figure.data[0].update(showlegend=False, hoverinfo="skip")
+    figure.data[-1].update(name="max_norm")
+    return figure
+
+
+def _dot(color: str, symbol: str, size: int) -> dict[str, object]:
+    # The larger is drawn first, so that both show where nothing was clipped.
+    return {"color": PALETTE[color], "symbol": symbol, "size": size, "line": {"width": 2}}
+
+
+def growth(
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, title: str, steps: str
+) -> go.Figure:
+    """Root mean square of a gradient by the steps it has come back, beside its prediction.
+
+    curves: name -> (measured, predicted), first state first as in `networks.Growth`, each divided
+    by its last here. steps: what a step is, for the axis.
+    """
+    figure = go.Figure()
+    for (name, (measured, predicted)), color in zip(curves.items(), _COLORS, strict=False):
+        for values, style in (
+            (predicted, {"dash": "dash", "width": 1.5}),
+            (measured, {"width": 3}),
+        ):
+            back = [value / values[-1] for value in reversed(values)]
+            shown = values is measured
+            label = name if shown else f"{name}, predicted"
+            line = {"color": color, **style}
+            figure.add_scatter(y=back, mode="lines", name=label, showlegend=shown, line=line)
+    figure.update_layout(
+        title=title,
+        xaxis={"title": f"{steps} back from the loss"},
+        yaxis={"title": "gradient over the last state's", **_POWERS},
+    )
+    words = "; ".join(
+        f"{name}: {_number(measured[0] / measured[-1])} measured, "
+        f"{_number(predicted[0] / predicted[-1])} predicted"
+        for name, (measured, predicted) in curves.items()
+    )
+    return describe(figure, f"The gradient at the first state over that at the last. {words}.")
+
+
+def _smoothed(values: Sequence[float], window: int = 7) -> list[float | None]:
+    """Running means; None from the first value that is not finite on."""
+    good = []
+    for value in values:
+        if not math.isfinite(value):
+            break
+        good.append(value)
+    means: list[float | None] = [
+        fmean(good[max(0, at - window + 1) : at + 1]) for at in range(len(good))
+    ]
+    return means + [None] * (len(values) - len(good))
+
+
+def losses(
+    curves: Mapping[str, Sequence[float]], *, title: str, bad_step: int | None = None
+) -> go.Figure:
+    """Training losses by step, running means over 7; a cross where one stops to be finite.
+
+    bad_step: the step with the bad batch, marked. Losses far above the others leave the figure.
+    """
+    figure, ends = go.Figure(), []
+    ceiling = 1.3 * max(curve[0] for curve in curves.values())
+    for (name, curve), color in zip(curves.items(), _COLORS, strict=False):
+        means = _smoothed(curve)
+        figure.add_scatter(y=means, mode="lines", name=name, line={"color": color, "width": 2})
+        last = next((at for at, value in enumerate(means) if value is None), None)
+        if last is None:
+            ends.append(f"{name} {means[-1]:.2f}")
+            continue
+        ends.append(f"{name} not finite at step {last}")
+        marker = {"symbol": "x", "size": 12, "color": color}
+        figure.add_scatter(
+            x=[last], y=[0.97 * ceiling], mode="markers", marker=marker, showlegend=False
+        )
+    if bad_step is not None:
+        figure.add_vline(x=bad_step, line=_LAW)
+    figure.update_layout(
+        title=title,
+        xaxis={"title": "step"},
+        yaxis={"title": "training loss, nats", "range": [0, ceiling]},
+    )
+    return describe(figure, f"{title}. At the end: {', '.join(ends)}.")
+
+
+def _over_seeds(samples: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation; no spread for one seed."""
+    return fmean(samples), stdev(samples) if len(samples) > 1 else 0.0
+
+
+def cosines(depths: Sequence[int], curves: Mapping[str, Sequence[Sequence[float]]]) -> go.Figure:
+    """Cosine between a gradient raw and clipped, by depth; curves: name -> [depth, seeds]."""
+    figure = go.Figure()
+    for name, rows in curves.items():
+        means, spreads = zip(*map(_over_seeds, rows), strict=True)
+        figure.add_scatter(
+            x=list(depths),
+            y=list(means),
+            error_y={"array": list(spreads), "thickness": 1.2},
+            mode="lines+markers",
+            name=name,
+        )
+    figure.update_layout(
+        title="Direction kept, by depth",
+        xaxis={"title": "convolutions", "tickvals": list(depths)},
+        yaxis={"title": "cosine to the raw gradient", "range": [0, 1.05]},
+    )
+    words = "; ".join(
+        f"{name}: "
+        + ", ".join(f"{fmean(row):.2f} at {x}" for x, row in zip(depths, rows, strict=True))
+        for name, rows in curves.items()
+    )
+    return describe(figure, f"Cosine by depth. {words}.")
+
+
+def accuracies(rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str) -> go.Figure:
+    """Held-out accuracy by method, one symbol a group. rows: group -> method -> seeds."""
+    figure = go.Figure()
+    symbols = ("circle", "x", "diamond", "square")
+    for (group, methods), symbol in zip(rows.items(), symbols, strict=False):
+        means, spreads = zip(*map(_over_seeds, methods.values()), strict=True)
+        figure.add_scatter(
+            x=list(means),
+            y=list(methods),
+            error_x={"array": list(spreads), "thickness": 1.2},
+            mode="markers",
+            marker={"size": 11, "symbol": symbol},
+            name=group,
+        )
+    figure.update_layout(
+        title=title,
+        xaxis={"title": "held-out accuracy", "rangemode": "tozero"},
+        yaxis={"autorange": "reversed"},
+        legend={"xref": "container"},  # beside the long names a phone has no room for it
+    )
+    words = "; ".join(
+        f"{group}: " + ", ".join(f"{name} {fmean(xs):.3f}" for name, xs in methods.items())
+        for group, methods in rows.items()
+    )
+    return describe(figure, f"{title}. {words}.")

@@ -1,0 +1,190 @@
+"""The experiments run small: what a claim asks for is there, and means what it says."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import ghost_norm as cases
+from benchmarks.runner import Measurement, cases_of
+from labcore import claims
+from labcore.norm import study
+from labcore.norm.study import Regime
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def short(regimes: dict[str, Regime]) -> dict[str, Regime]:
+    """The same regimes, two or three steps long, at a rate that such a run can bear."""
+    return {
+        name: Regime(
+            batch=regime.batch,
+            lr=0.01,
+            ghost=regime.ghost,
+            steps=3 if "more" in name else 2,
+            normalized=regime.normalized,
+        )
+        for name, regime in regimes.items()
+    }
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module, settings in {
+        study: {
+            "SEEDS": (0, 1),
+            "TUNING_SEEDS": (900, 901),
+            "EPOCHS": 1,
+            "LEARNING_RATES": (0.1, 1e-6),
+            "SWEEP_BATCHES": (32, 512),
+            "SWEEP_GHOSTS": (8, 32, 512),
+            "TARGET": 2.0,
+            "REGIMES": short(dict(study.REGIMES)),
+            "PLAIN_REGIMES": short(dict(study.PLAIN_REGIMES)),
+        },
+        cases: {
+            "CONVERGENCE_SEEDS": (0, 1),
+            "SWEEP_SEEDS": (0, 1),
+            "GRADIENT_SEEDS": (0, 1),
+            "DRAWS": 20,
+            "REPETITIONS": 2,
+            "ROUNDS": 1,
+        },
+    }.items():
+        for name, value in settings.items():
+            monkeypatch.setattr(module, name, value)
+    sweep_regime = study.sweep_regime
+
+    def two_steps(batch: int, ghost: int, *, many: bool = False) -> Regime:
+        regime = sweep_regime(batch, ghost)
+        return Regime(batch=batch, lr=regime.lr, ghost=regime.ghost, steps=16 if many else 8)
+
+    monkeypatch.setattr(study, "sweep_regime", two_steps)
+    yield
+
+
+def by_quantity(found: list[Measurement]) -> dict[str, Measurement]:
+    text = json.dumps([(dict(x.details), list(x.samples), dict(x.peers)) for x in found])
+    assert "NaN" not in text and "Infinity" not in text  # a record must be able to hold them
+    names = [item.quantity for item in found]
+    assert len(set(names)) == len(names)
+    return {item.quantity: item for item in found}
+
+
+def asked(case: str) -> set[str]:
+    """The quantities of one case that the claims ask for."""
+    every = [claim for claim in claims.load().values() if claim.slug == "ghost_norm"]
+    return {item.quantity for claim in every for item in claim.evidence if item.case == case}
+
+
+def test_every_claim_and_every_look_up_of_the_chapter_names_a_case() -> None:
+    names = {case.name for case in cases_of("ghost_norm")}
+    every = [claim for claim in claims.load().values() if claim.slug == "ghost_norm"]
+    of_claims = {item.case for claim in every for item in claim.evidence}
+    assert of_claims and of_claims <= names
+    chapter = ROOT / "book/ghost_norm.ipynb"
+    if chapter.is_file():
+        cells = json.loads(chapter.read_text(encoding="utf-8"))["cells"]
+        code = "\n".join("".join(cell["source"]) for cell in cells)
+        found = set(re.findall(r'records\.find\(\s*"ghost_norm",\s*"([^"]+)"', code))
+        assert found <= names
+
+
+def test_tuning_takes_the_best_rate_of_each_kind() -> None:
+    found = by_quantity(cases.tuning())
+    assert len(found) == 4
+    for item in found.values():
+        grid = item.details["accuracy"]
+        best = max(grid, key=lambda rate, grid=grid: sum(grid[rate]))
+        assert item.details["best"] == float(best)
+        assert item.samples == grid[best]
+
+
+def test_the_study_took_the_rates_that_a_record_chose() -> None:
+    from labcore import records
+
+    kinds = {"small batch": study.LEARNING_RATE}
+    kinds["small batch, without normalization"] = study.PLAIN_LEARNING_RATE
+    for name, rate in kinds.items():
+        quantity = f"validation accuracy/{name}"
+        assert records.find("ghost_norm", "digits/tuning", quantity).details["best"] == rate
+
+
+def test_regimes_are_compared_seed_by_seed() -> None:
+    found = by_quantity(cases.regimes())
+    assert asked("digits/regimes") <= set(found)
+    small = found["accuracy/small batch"].samples
+    for name in study.REGIMES:
+        assert {f"trace/{name}", f"rise/{name}"} <= set(found)
+        if name != "small batch":
+            pairs = zip(found[f"accuracy/{name}"].samples, small, strict=True)
+            points = found[f"minus small batch/{name}"].samples
+            assert points == [100 * (a - b) for a, b in pairs]
+    for name, (ghosts, whole) in cases.OWN_EFFECT.items():
+        assert study.REGIMES[ghosts].ghost and not study.REGIMES[whole].ghost
+        samples = (found[f"accuracy/{each}"].samples for each in (ghosts, whole))
+        effect = [100 * (a - b) for a, b in zip(*samples, strict=True)]
+        assert found[f"ghosts' own effect/{name}"].samples == effect
+    run = study.train(study.REGIMES["large, root rate, ghosts"], 1)
+    assert found["accuracy/large, root rate, ghosts"].samples[1] == run.accuracy
+
+
+def test_a_network_without_normalization_is_compared_with_its_own_small_batch() -> None:
+    found = by_quantity(cases.without_normalization())
+    assert asked("digits/plain") <= set(found)
+    run = study.train(study.PLAIN_REGIMES["small batch"], 0)
+    assert found["accuracy/small batch"].samples[0] == run.accuracy
+
+
+def test_steps_are_counted_to_the_target_and_images_follow() -> None:
+    found = by_quantity(cases.convergence())
+    assert asked("digits/convergence") <= set(found)
+    for batch in study.SWEEP_BATCHES:
+        item = found[f"steps/batch {batch}"]
+        assert item.details["images"] == [batch * step for step in item.samples]
+        regime = study.sweep_regime(batch, batch)
+        run = study.train(regime, 1, check_every=1)
+        arrived = study.steps_to(run, study.TARGET)
+        assert item.samples[1] == (regime.updates + 1 if arrived is None else arrived)
+    steps, images = (found[f"{unit} ratio/batch 512 over 32"] for unit in ("steps", "images"))
+    assert images.samples == pytest.approx([16 * ratio for ratio in steps.samples])
+
+
+def test_the_sweep_has_every_ghost_up_to_the_batch_and_both_budgets() -> None:
+    found = by_quantity(cases.sweep())
+    assert len(found) == 4
+    points = found["accuracy/batch 512, equal updates"].details["ghosts"]
+    assert set(points) == {"8", "32", "512"}
+    assert set(found["accuracy/batch 32, equal epochs"].details["ghosts"]) == {"8", "32"}
+    for point in points.values():
+        assert len(point["accuracy"]) == 2
+        assert len(point["steps"]) == len(point["loss"])
+        assert point["steps"][-1] == 16
+    run = study.train(study.sweep_regime(512, 8, many=True), 1)
+    assert points["8"]["accuracy"][1] == run.accuracy
+
+
+def test_variance_has_a_row_a_seed_and_none_is_left_at_the_whole() -> None:
+    found = by_quantity(cases.gradient_variance())
+    assert asked("gradients/variance") <= set(found)
+    ratio, last = "variance ratio, batch 256 over 32", len(cases.GRADIENT_BATCHES) - 1
+    for name in cases.GRADIENT_KINDS:
+        details = found[f"{ratio}/{name}"].details
+        assert details["predicted"] == pytest.approx([1 / 15])
+        left = max(row[last] / row[2] for row in details["variance"])
+        assert (left > 1e-6) == (name == "ghosts of 32")
+    # At 32 images a batch is one ghost: the same gradients.
+    both = [found[f"{ratio}/{n}"].details for n in ("batch normalization", "ghosts of 32")]
+    assert both[0]["variance"][0][:3] == both[1]["variance"][0][:3]
+
+
+def test_times_are_ratios_within_a_repetition() -> None:
+    found = by_quantity(cases.throughput())
+    assert asked("throughput") <= set(found)
+    name = "time ratio, batch 512 over 32"
+    small, large = (found[f"images a second/batch {b}"].samples for b in (32, 512))
+    epoch = found[f"{name}/of an epoch"].samples  # one round: its ratio is the medians'
+    assert epoch == pytest.approx([a / b for a, b in zip(small, large, strict=True)])
+    assert len(found[f"{name}/to the training loss"].samples) == 2

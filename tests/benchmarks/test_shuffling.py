@@ -1,0 +1,138 @@
+"""The experiments run small: every quantity that a claim asks for is there and is what it says."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import shuffling as cases
+from benchmarks.runner import Measurement, cases_of
+from labcore import claims
+from labcore.shuffling import digits_study, study, tracing
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    whole, spikes = study.run, tracing.spikes_of
+    monkeypatch.setattr(study, "SEEDS", (0, 1))
+    monkeypatch.setattr(digits_study, "SEEDS", (0, 1))
+    monkeypatch.setattr(cases, "STABILITY_SEEDS", (0, 1))
+    monkeypatch.setattr(digits_study, "SIZES", (16, 32, 64))
+    monkeypatch.setattr(study, "run", lambda *a, **k: whole(*a, **{"steps": 12, **k}))
+
+    def planted(losses: tuple[float, ...], provenance: object = ()):
+        """The detector needs more steps than a test has: a spike at step 55 of the file order."""
+        (first,) = spikes((*losses[:1] * 55, losses[0] * 9))
+        return (dataclasses.replace(first, step=55),)
+
+    monkeypatch.setattr(tracing, "spikes_of", planted)
+    yield
+
+
+def by_quantity(found: list[Measurement]) -> dict[str, Measurement]:
+    text = json.dumps([(dict(x.details), list(x.samples), dict(x.peers)) for x in found])
+    assert "NaN" not in text and "Infinity" not in text  # a record must be able to hold them
+    names = [item.quantity for item in found]
+    assert len(set(names)) == len(names)
+    return {item.quantity: item for item in found}
+
+
+def asked(case: str) -> set[str]:
+    """The quantities of one case that the claims ask for."""
+    every = [claim for claim in claims.load().values() if claim.slug == "shuffling"]
+    return {item.quantity for claim in every for item in claim.evidence if item.case == case}
+
+
+def test_every_claim_and_every_look_up_of_the_chapter_names_a_case() -> None:
+    names = {case.name for case in cases_of("shuffling")}
+    every = [claim for claim in claims.load().values() if claim.slug == "shuffling"]
+    of_claims = {item.case for claim in every for item in claim.evidence}
+    assert of_claims and of_claims <= names
+    chapter = ROOT / "book/shuffling.ipynb"
+    if chapter.is_file():
+        cells = json.loads(chapter.read_text(encoding="utf-8"))["cells"]
+        code = "\n".join("".join(cell["source"]) for cell in cells)
+        found = set(re.findall(r'records\.find\(\s*"shuffling",\s*"([^"]+)"', code))
+        assert found and found <= names
+
+
+def test_the_orders_are_compared_seed_by_seed(small: None) -> None:
+    found = by_quantity(cases.text_orders())
+    assert asked("text/orders") <= set(found)
+    order = found["spikes/sources, file order"]
+    full = found["spikes/sources, full"]
+    gap = found["held-out loss minus full/sources, file order"]
+    pairs = zip(order.details["held out"], full.details["held out"], strict=True)
+    assert gap.samples == [a - b for a, b in pairs]
+    assert order.samples == [1000 / 12, 1000 / 12]
+    assert found["spikes minus full/sources, file order"].samples == [0.0, 0.0]
+    # The explorer needs the curves of these and of no other.
+    drawn = {q for q, item in found.items() if "losses" in item.details}
+    names = ("file order", *(f"buffer {size}" for size in study.BUFFERS), "full")
+    assert drawn == {f"spikes/sources, {name}" for name in names}
+    assert order.details["design effect"][0] > 1.5
+
+
+def test_the_other_rate_is_another(small: None) -> None:
+    found = by_quantity(cases.text_learning_rate())
+    assert found["held-out loss minus full/full"].samples == [0.0, 0.0]
+    at_first = study.run("full", 0).held_out
+    assert found["spikes/full"].details["held out"][0] != at_first
+
+
+def test_a_flag_is_judged_by_precision_and_recall(
+    small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(held_out: float) -> study.Run:
+        return study.Run(losses=(3.0,) * 12, rows=((0,) * 32,) * 12, checks=((12, held_out),))
+
+    runs = {
+        ("sources", "full"): [run(2.0)] * 2,
+        ("sources", "bad, flagged"): [run(2.2)] * 2,
+        ("sources", "bad, missed"): [run(2.3)] * 2,
+        ("sources", "good, flagged"): [run(2.01)] * 2,
+    }
+    effects = iter([1.0, 4.0, 1.0, 2.0] * 2)
+    monkeypatch.setattr(cases, "_distances", lambda *_: [next(effects)])
+    found = by_quantity(cases._flags(runs))
+    assert found["precision of the flag/design effect"].samples == [0.5, 0.5]
+    assert found["recall of the flag/design effect"].samples == [0.5, 0.5]
+    assert set(found) >= {"precision of the flag/spikes", "recall of the flag/spikes"}
+
+
+def test_no_spike_leaves_nothing_to_trace() -> None:
+    with pytest.raises(RuntimeError, match="nothing to trace"):
+        cases._traced("sources", [[] for _ in study.SEEDS])
+
+
+def test_smooth_is_the_trailing_mean() -> None:
+    values = [float(i) for i in range(40)]
+    assert cases._smooth(values) == [12.0, 17.0, 22.0, 27.0]
+
+
+def test_stability_is_a_ratio_of_rates(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"file order": 1.0, "full": 2.0}
+    monkeypatch.setattr(study, "largest_stable_rate", lambda order, _: rates[order])
+    (item,) = by_quantity(cases.text_stability()).values()
+    assert {item.quantity} == asked("text/stability")
+    assert item.samples == [0.5, 0.5]
+    rates["full"] = 0.0
+    with pytest.raises(RuntimeError, match="lower the rates"):
+        cases.text_stability()
+
+
+def test_the_digits_cases_cover_every_order(small: None) -> None:
+    accuracy = by_quantity(cases.digits_collapse())
+    assert set(accuracy) == {f"accuracy/{order}" for order in digits_study.ORDERS}
+    effects = by_quantity(cases.digits_design_effect())
+    assert len(effects) == 3 * len(digits_study.ORDERS)
+    assert effects["measured minus predicted/sorted, batch 32"].details["at"] == 32
+    scales = by_quantity(cases.digits_noise_scale())
+    item = scales["two batches over exact/full"]
+    pairs = zip(item.details["two batches"], item.details["exact"], strict=True)
+    assert item.samples == [a / b for a, b in pairs]
