@@ -221,8 +221,9 @@ def test_the_keyboard_alone_reaches_everything(watch: Any, bases: Any, chapter: 
     settle(page)
     reached, unmarked = dead_stops(page, most=400)
     assert unmarked == []
-    sliders = [what for what in reached if 'type="range"' in what]
-    assert len(sliders) == page.locator(".twin-control input[type=range]").count() > 0
+    controls = [what for what in reached if 'type="range"' in what or "<select" in what]
+    there = page.locator(".twin-control input[type=range], .twin-control select")
+    assert len(controls) == there.count() > 0
     assert any("Download the notebook" in what for what in reached)
 
 
