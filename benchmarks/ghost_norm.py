@@ -94,10 +94,10 @@ def _regime_details(regime: Regime, runs: Sequence[Run]) -> dict[str, object]:
     }
 
 
-def _against_small(runs: Mapping[str, Sequence[Run]], suffix: str = "") -> list[Measurement]:
+def _against_small(runs: Mapping[str, Sequence[Run]]) -> list[Measurement]:
     return [
         Measurement(
-            quantity=f"minus small batch/{name}{suffix}",
+            quantity=f"minus small batch/{name}",
             unit="percentage points",
             samples=_points(mine, runs["small batch"]),
             details={"seeds": study.SEEDS},
@@ -105,6 +105,27 @@ def _against_small(runs: Mapping[str, Sequence[Run]], suffix: str = "") -> list[
         for name, mine in runs.items()
         if name != "small batch"
     ]
+
+
+def _trained(regimes: Mapping[str, Regime]) -> dict[str, list[Run]]:
+    """The runs of each regime on the reported seeds."""
+    return {n: [study.train(regime, seed) for seed in study.SEEDS] for n, regime in regimes.items()}
+
+
+def _accuracies(
+    regimes: Mapping[str, Regime], runs: Mapping[str, Sequence[Run]]
+) -> list[Measurement]:
+    """The accuracy of each regime, then its distance from the small batch."""
+    accuracies = [
+        Measurement(
+            quantity=f"accuracy/{name}",
+            unit="",
+            samples=[run.accuracy for run in mine],
+            details=_regime_details(regimes[name], mine),
+        )
+        for name, mine in runs.items()
+    ]
+    return accuracies + _against_small(runs)
 
 
 def _flatness(name: str, runs: Sequence[Run]) -> list[Measurement]:
@@ -137,21 +158,8 @@ def _flatness(name: str, runs: Sequence[Run]) -> list[Measurement]:
 @case("digits/regimes", minutes=2.5)
 def regimes() -> list[Measurement]:
     """Every regime of the study on the reported seeds: accuracy, differences, sharpness."""
-    runs = {
-        name: [study.train(regime, seed) for seed in study.SEEDS]
-        for name, regime in study.REGIMES.items()
-    }
-    found = [
-        Measurement(
-            quantity=f"accuracy/{name}",
-            unit="",
-            samples=[run.accuracy for run in mine],
-            details=_regime_details(study.REGIMES[name], mine),
-        )
-        for name, mine in runs.items()
-    ]
-    found += _against_small(runs)
-    found += [
+    runs = _trained(study.REGIMES)
+    effects = [
         Measurement(
             quantity=f"ghosts' own effect/{name}",
             unit="percentage points",
@@ -160,26 +168,14 @@ def regimes() -> list[Measurement]:
         )
         for name, (ghosts, whole) in OWN_EFFECT.items()
     ]
-    return found + [item for name, mine in runs.items() for item in _flatness(name, mine)]
+    flatness = [item for name, mine in runs.items() for item in _flatness(name, mine)]
+    return _accuracies(study.REGIMES, runs) + effects + flatness
 
 
 @case("digits/plain", minutes=0.4)
 def without_normalization() -> list[Measurement]:
     """A network without batch normalization, the small batch beside the large one."""
-    runs = {
-        name: [study.train(regime, seed) for seed in study.SEEDS]
-        for name, regime in study.PLAIN_REGIMES.items()
-    }
-    accuracy = [
-        Measurement(
-            quantity=f"accuracy/{name}",
-            unit="",
-            samples=[run.accuracy for run in mine],
-            details=_regime_details(study.PLAIN_REGIMES[name], mine),
-        )
-        for name, mine in runs.items()
-    ]
-    return accuracy + _against_small(runs)
+    return _accuracies(study.PLAIN_REGIMES, _trained(study.PLAIN_REGIMES))
 
 
 def _arrivals(batch: int) -> list[int]:

@@ -1,22 +1,16 @@
 """The cases run small: every quantity that a claim asks for is there and means what it says."""
 
-import json
 import math
-import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import adamw_epsilon as cases
-from benchmarks.runner import Measurement, cases_of
-from labcore import claims
 from labcore.models import gradient_scale
 from labcore.optim import AdamW, epsilon, epsilon_study
 from labcore.optim.epsilon_study import Failure
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.benchmarks.measurements import asked, by_quantity
 
 
 @pytest.fixture(autouse=True)
@@ -72,33 +66,6 @@ def plain_peer(
     return AdamW(weights, stochastic_rounding=low, **settings)
 
 
-def by_quantity(found: list[Measurement]) -> dict[str, Measurement]:
-    text = json.dumps([(dict(x.details), list(x.samples), dict(x.peers)) for x in found])
-    assert "NaN" not in text and "Infinity" not in text  # a record must be able to hold them
-    names = [item.quantity for item in found]
-    assert len(set(names)) == len(names)
-    return {item.quantity: item for item in found}
-
-
-def asked(case: str) -> set[str]:
-    """The quantities of one case that the claims ask for."""
-    every = [claim for claim in claims.load().values() if claim.slug == "adamw_epsilon"]
-    return {item.quantity for claim in every for item in claim.evidence if item.case == case}
-
-
-def test_every_claim_and_every_look_up_of_the_chapter_names_a_case() -> None:
-    names = {case.name for case in cases_of("adamw_epsilon")}
-    every = [claim for claim in claims.load().values() if claim.slug == "adamw_epsilon"]
-    of_claims = {item.case for claim in every for item in claim.evidence}
-    assert of_claims and of_claims <= names
-    chapter = ROOT / "book/adamw_epsilon.ipynb"
-    if chapter.is_file():
-        cells = json.loads(chapter.read_text(encoding="utf-8"))["cells"]
-        code = "\n".join("".join(cell["source"]) for cell in cells)
-        found = set(re.findall(r'records\.find\(\s*"adamw_epsilon",\s*"([^"]+)"', code))
-        assert found <= names
-
-
 def test_the_law_is_exact_under_constant_gradients_and_close_under_noise() -> None:
     found = by_quantity(cases.attenuation_law())
     assert found.pop("largest relative gap/constant gradient").samples[0] < 1e-12
@@ -124,7 +91,7 @@ def test_an_update_has_one_outcome(size: float, expected: str) -> None:
 
 def test_the_outcomes_are_shares_of_the_grid_and_follow_the_dtype() -> None:
     found = by_quantity(cases.rounding_outcomes())
-    assert asked("rounding/outcomes") <= set(found)
+    assert asked("adamw_epsilon", "rounding/outcomes") <= set(found)
     assert len(found) == 3 * len(cases.GRID_EPSILONS)
     for item in found.values():
         assert sum(item.details["shares"].values()) == pytest.approx(1)
@@ -161,7 +128,7 @@ def test_a_run_of_the_benchmark_is_one_of_the_study() -> None:
 
 def test_every_remedy_is_taken_seed_by_seed_from_the_healthy_run() -> None:
     found = by_quantity(cases.remedies())
-    assert asked("digits/remedies") <= set(found)
+    assert asked("adamw_epsilon", "digits/remedies") <= set(found)
     for item in found.values():
         pairs = zip(item.details["accuracy"], item.details["healthy"], strict=True)
         assert list(item.samples) == [100 * (a - b) for a, b in pairs]
@@ -170,7 +137,7 @@ def test_every_remedy_is_taken_seed_by_seed_from_the_healthy_run() -> None:
 def test_the_exponents_have_one_sample_a_seed() -> None:
     found = by_quantity(cases.gradient_rms())
     names = {name.replace("after 2 steps", "after 50 steps") for name in found}
-    assert asked("llama/gradient-rms") == names
+    assert asked("adamw_epsilon", "llama/gradient-rms") == names
     for item in found.values():
         assert len(item.samples) == 2
         assert item.details["exponents"]["all"] == item.samples
@@ -179,7 +146,7 @@ def test_the_exponents_have_one_sample_a_seed() -> None:
 
 def test_wide_and_narrow_are_compared_seed_by_seed() -> None:
     found = by_quantity(cases.eps_by_width())
-    assert asked("llama/eps-by-width") <= set(found)
+    assert asked("adamw_epsilon", "llama/eps-by-width") <= set(found)
     losses = [found[f"loss/width {width}, eps 1e-08"] for width in (16, 32)]
     narrow, wide = (
         [a - b for a, b in zip(x.peers["eps 0.001"], x.samples, strict=True)] for x in losses
@@ -209,7 +176,7 @@ def test_the_first_bad_step(losses: list[float], expected: int | None) -> None:
 
 def test_naive_fp16_diverges_on_its_first_step_and_fp32_does_not() -> None:
     found = by_quantity(cases.divergence())
-    assert asked("llama/divergence") <= set(found)
+    assert asked("adamw_epsilon", "llama/divergence") <= set(found)
     half = found["diverged/fp16, torch AdamW"]
     assert half.samples == [1.0, 1.0]
     assert half.details["diverged at step"] == [1, 1]

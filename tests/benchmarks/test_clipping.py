@@ -1,19 +1,15 @@
 """The experiments run small: every quantity that a claim asks for is there, and is what it says."""
 
-import json
 import math
-import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from benchmarks import clipping as cases
-from benchmarks.runner import Measurement, cases_of
-from labcore import claims
+from benchmarks.runner import Measurement
 from labcore.clipping import study
+from tests.benchmarks.measurements import asked, by_quantity
 
-ROOT = Path(__file__).resolve().parents[2]
 RNN, CONV = {"width": 10, "gain": 0.5}, {"depth": 3, "channels": 3}
 
 
@@ -42,34 +38,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def by_quantity(found: list[Measurement]) -> dict[str, Measurement]:
-    text = json.dumps([(dict(x.details), list(x.samples), dict(x.peers)) for x in found])
-    assert "NaN" not in text and "Infinity" not in text  # a record must be able to hold them
-    names = [item.quantity for item in found]
-    assert len(set(names)) == len(names)
-    assert all(len(item.samples) == 2 for item in found)  # one a seed
-    return {item.quantity: item for item in found}
-
-
-def asked(case: str) -> set[str]:
-    """The quantities of one case that the claims ask for."""
-    every = [claim for claim in claims.load().values() if claim.slug == "clipping"]
-    return {item.quantity for claim in every for item in claim.evidence if item.case == case}
-
-
-def test_every_claim_and_every_look_up_of_the_chapter_names_a_case() -> None:
-    names = {case.name for case in cases_of("clipping")}
-    every = [claim for claim in claims.load().values() if claim.slug == "clipping"]
-    of_claims = {item.case for claim in every for item in claim.evidence}
-    assert of_claims and of_claims <= names
-    cells = json.loads((ROOT / "book/clipping.ipynb").read_text(encoding="utf-8"))["cells"]
-    code = "\n".join("".join(cell["source"]) for cell in cells)
-    assert set(re.findall(r'records\.find,?\(?\s*"clipping",\s*"([^"]+)"', code)) <= names
+def one_a_seed(found: list[Measurement]) -> dict[str, Measurement]:
+    assert all(len(item.samples) == 2 for item in found)
+    return by_quantity(found)
 
 
 def test_growth_has_a_prediction_beside_every_factor() -> None:
-    found = by_quantity(cases.growth_factor())
-    assert asked("growth/factor") <= set(found)
+    found = one_a_seed(cases.growth_factor())
+    assert asked("clipping", "growth/factor") <= set(found)
     for item in found.values():
         assert len(item.peers["predicted"]) == 2
         steps = 31 if "RNN" in item.quantity else CONV["depth"] - 1
@@ -78,8 +54,10 @@ def test_growth_has_a_prediction_beside_every_factor() -> None:
 
 
 def test_directions_are_taken_at_a_tenth_of_each_norm() -> None:
-    found = by_quantity(cases.direction_by_depth())
-    wanted = {name.replace("conv of 16", "conv of 3") for name in asked("direction/depth")}
+    found = one_a_seed(cases.direction_by_depth())
+    wanted = {
+        name.replace("conv of 16", "conv of 3") for name in asked("clipping", "direction/depth")
+    }
     assert wanted <= set(found)
     for depth in cases.DEPTHS:
         whole = found[f"cosine/conv of {depth}, global"]
@@ -98,8 +76,8 @@ def test_directions_are_taken_at_a_tenth_of_each_norm() -> None:
     ],
 )
 def test_accuracy_is_lost_seed_by_seed(case: str, function) -> None:
-    found = by_quantity(function())
-    assert asked(case) <= set(found)
+    found = one_a_seed(function())
+    assert asked("clipping", case) <= set(found)
     for name, item in found.items():
         if name.startswith("accuracy lost"):
             pairs = zip(item.details["clean"], item.details["accuracy"], strict=True)
@@ -111,15 +89,15 @@ def test_accuracy_is_lost_seed_by_seed(case: str, function) -> None:
 
 
 def test_gradients_that_explode_by_themselves_are_counted_against_global_clipping() -> None:
-    found = by_quantity(cases.natural())
-    assert asked("natural/RNN") <= set(found)
+    found = one_a_seed(cases.natural())
+    assert asked("clipping", "natural/RNN") <= set(found)
     clean = [study.natural("global", "AdamW", seed).accuracy for seed in study.SEEDS]
     assert found["accuracy lost/AdamW, none"].details["clean"] == clean
 
 
 def test_local_is_compared_with_global_seed_by_seed() -> None:
-    found = by_quantity(cases.loud_layer())
-    assert asked("loud-layer/training") <= set(found)
+    found = one_a_seed(cases.loud_layer())
+    assert asked("clipping", "loud-layer/training") <= set(found)
     for item in found.values():
         means = item.details["accuracy"]
         pairs = zip(means["local, per layer"], means["global"], strict=True)
@@ -127,8 +105,8 @@ def test_local_is_compared_with_global_seed_by_seed() -> None:
 
 
 def test_healthy_layers_keep_all_under_the_local_norm_and_little_under_the_global_one() -> None:
-    found = by_quantity(cases.loud_first_step())
-    assert asked("loud-layer/first-step") <= set(found)
+    found = one_a_seed(cases.loud_first_step())
+    assert asked("clipping", "loud-layer/first-step") <= set(found)
     for name, item in found.items():
         if "local" in name:
             assert list(item.samples) == pytest.approx([1, 1])
@@ -148,3 +126,13 @@ def test_what_was_not_clipped_has_no_cosine() -> None:
     clip = study.METHODS["value"](1e-4)
     assert 0 < cases.clipped_cosine(study.train("conv", clip, lr=1e-3, steps=3, **CONV)) < 1
     assert cases.finite([1.23456, math.nan, math.inf]) == [1.235, None, None]
+
+
+def test_a_norm_that_overflows_is_wrong_by_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "quarter_gpt2", lambda: [(7, 3), (5,)])
+    found = by_quantity(cases.clip_accuracy())
+    assert asked("clipping", "clip-accuracy") <= set(found)
+    assert found["relative error/1e21"].peers["torch"] == [1.0]
+    for size in cases.SIZES:
+        assert found[f"relative error/{size}"].samples[0] < 1e-6
+        assert found[f"norm over limit/{size}"].samples == [pytest.approx(1, rel=1e-5)]

@@ -1,19 +1,13 @@
 """The experiments run small: what a claim asks for is there, and means what it says."""
 
-import json
-import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from benchmarks import ghost_norm as cases
-from benchmarks.runner import Measurement, cases_of
-from labcore import claims
 from labcore.norm import study
 from labcore.norm.study import Regime
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.benchmarks.measurements import asked, by_quantity
 
 
 def short(regimes: dict[str, Regime]) -> dict[str, Regime]:
@@ -65,33 +59,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def by_quantity(found: list[Measurement]) -> dict[str, Measurement]:
-    text = json.dumps([(dict(x.details), list(x.samples), dict(x.peers)) for x in found])
-    assert "NaN" not in text and "Infinity" not in text  # a record must be able to hold them
-    names = [item.quantity for item in found]
-    assert len(set(names)) == len(names)
-    return {item.quantity: item for item in found}
-
-
-def asked(case: str) -> set[str]:
-    """The quantities of one case that the claims ask for."""
-    every = [claim for claim in claims.load().values() if claim.slug == "ghost_norm"]
-    return {item.quantity for claim in every for item in claim.evidence if item.case == case}
-
-
-def test_every_claim_and_every_look_up_of_the_chapter_names_a_case() -> None:
-    names = {case.name for case in cases_of("ghost_norm")}
-    every = [claim for claim in claims.load().values() if claim.slug == "ghost_norm"]
-    of_claims = {item.case for claim in every for item in claim.evidence}
-    assert of_claims and of_claims <= names
-    chapter = ROOT / "book/ghost_norm.ipynb"
-    if chapter.is_file():
-        cells = json.loads(chapter.read_text(encoding="utf-8"))["cells"]
-        code = "\n".join("".join(cell["source"]) for cell in cells)
-        found = set(re.findall(r'records\.find\(\s*"ghost_norm",\s*"([^"]+)"', code))
-        assert found <= names
-
-
 def test_tuning_takes_the_best_rate_of_each_kind() -> None:
     found = by_quantity(cases.tuning())
     assert len(found) == 4
@@ -114,7 +81,7 @@ def test_the_study_took_the_rates_that_a_record_chose() -> None:
 
 def test_regimes_are_compared_seed_by_seed() -> None:
     found = by_quantity(cases.regimes())
-    assert asked("digits/regimes") <= set(found)
+    assert asked("ghost_norm", "digits/regimes") <= set(found)
     small = found["accuracy/small batch"].samples
     for name in study.REGIMES:
         assert {f"trace/{name}", f"rise/{name}"} <= set(found)
@@ -133,14 +100,14 @@ def test_regimes_are_compared_seed_by_seed() -> None:
 
 def test_a_network_without_normalization_is_compared_with_its_own_small_batch() -> None:
     found = by_quantity(cases.without_normalization())
-    assert asked("digits/plain") <= set(found)
+    assert asked("ghost_norm", "digits/plain") <= set(found)
     run = study.train(study.PLAIN_REGIMES["small batch"], 0)
     assert found["accuracy/small batch"].samples[0] == run.accuracy
 
 
 def test_steps_are_counted_to_the_target_and_images_follow() -> None:
     found = by_quantity(cases.convergence())
-    assert asked("digits/convergence") <= set(found)
+    assert asked("ghost_norm", "digits/convergence") <= set(found)
     for batch in study.SWEEP_BATCHES:
         item = found[f"steps/batch {batch}"]
         assert item.details["images"] == [batch * step for step in item.samples]
@@ -168,7 +135,7 @@ def test_the_sweep_has_every_ghost_up_to_the_batch_and_both_budgets() -> None:
 
 def test_variance_has_a_row_a_seed_and_none_is_left_at_the_whole() -> None:
     found = by_quantity(cases.gradient_variance())
-    assert asked("gradients/variance") <= set(found)
+    assert asked("ghost_norm", "gradients/variance") <= set(found)
     ratio, last = "variance ratio, batch 256 over 32", len(cases.GRADIENT_BATCHES) - 1
     for name in cases.GRADIENT_KINDS:
         details = found[f"{ratio}/{name}"].details
@@ -182,7 +149,7 @@ def test_variance_has_a_row_a_seed_and_none_is_left_at_the_whole() -> None:
 
 def test_times_are_ratios_within_a_repetition() -> None:
     found = by_quantity(cases.throughput())
-    assert asked("throughput") <= set(found)
+    assert asked("ghost_norm", "throughput") <= set(found)
     name = "time ratio, batch 512 over 32"
     small, large = (found[f"images a second/batch {b}"].samples for b in (32, 512))
     epoch = found[f"{name}/of an epoch"].samples  # one round: its ratio is the medians'

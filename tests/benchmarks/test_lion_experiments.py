@@ -1,19 +1,13 @@
 """The digits cases run small: every quantity that a claim or the chapter asks for is there."""
 
-import json
-import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import lion as cases
-from benchmarks.runner import Measurement, cases_of
-from labcore import claims
 from labcore.optim import experiments, study
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.benchmarks.measurements import by_quantity
 
 
 @pytest.fixture(autouse=True)
@@ -32,11 +26,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     study.tuned.cache_clear()
     yield
     study.tuned.cache_clear()
-
-
-def by_quantity(found: list[Measurement]) -> dict[str, Measurement]:
-    json.dumps([dict(item.details) for item in found])  # a record must be able to hold them
-    return {item.quantity: item for item in found}
 
 
 def test_the_sweep_keeps_the_whole_grid_and_what_it_chose() -> None:
@@ -78,18 +67,3 @@ def test_the_precision_case_has_every_remedy_beside_plain_bf16() -> None:
     for item in found.values():
         assert set(item.peers) == set(cases.PRECISIONS) - {"bf16"}
         assert all(len(samples) == 2 for samples in (item.samples, *item.peers.values()))
-
-
-def test_every_claim_and_every_look_up_of_the_chapter_names_a_case() -> None:
-    names = {case.name for case in cases_of("lion")}
-    of_claims = {
-        item.case
-        for claim in claims.load().values()
-        if claim.slug == "lion"
-        for item in claim.evidence
-    }
-    notebook = json.loads((ROOT / "book/lion.ipynb").read_text(encoding="utf-8"))
-    code = "\n".join("".join(cell["source"]) for cell in notebook["cells"])
-    of_chapter = set(re.findall(r'records\.find\(\s*"lion",\s*"([^"]+)"', code))
-    assert of_chapter and of_claims
-    assert of_claims | of_chapter <= names

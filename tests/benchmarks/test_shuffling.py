@@ -1,19 +1,13 @@
 """The experiments run small: every quantity that a claim asks for is there and is what it says."""
 
 import dataclasses
-import json
-import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from benchmarks import shuffling as cases
-from benchmarks.runner import Measurement, cases_of
-from labcore import claims
 from labcore.shuffling import digits_study, study, tracing
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.benchmarks.measurements import asked, by_quantity
 
 
 @pytest.fixture
@@ -34,36 +28,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def by_quantity(found: list[Measurement]) -> dict[str, Measurement]:
-    text = json.dumps([(dict(x.details), list(x.samples), dict(x.peers)) for x in found])
-    assert "NaN" not in text and "Infinity" not in text  # a record must be able to hold them
-    names = [item.quantity for item in found]
-    assert len(set(names)) == len(names)
-    return {item.quantity: item for item in found}
-
-
-def asked(case: str) -> set[str]:
-    """The quantities of one case that the claims ask for."""
-    every = [claim for claim in claims.load().values() if claim.slug == "shuffling"]
-    return {item.quantity for claim in every for item in claim.evidence if item.case == case}
-
-
-def test_every_claim_and_every_look_up_of_the_chapter_names_a_case() -> None:
-    names = {case.name for case in cases_of("shuffling")}
-    every = [claim for claim in claims.load().values() if claim.slug == "shuffling"]
-    of_claims = {item.case for claim in every for item in claim.evidence}
-    assert of_claims and of_claims <= names
-    chapter = ROOT / "book/shuffling.ipynb"
-    if chapter.is_file():
-        cells = json.loads(chapter.read_text(encoding="utf-8"))["cells"]
-        code = "\n".join("".join(cell["source"]) for cell in cells)
-        found = set(re.findall(r'records\.find\(\s*"shuffling",\s*"([^"]+)"', code))
-        assert found and found <= names
-
-
 def test_the_orders_are_compared_seed_by_seed(small: None) -> None:
     found = by_quantity(cases.text_orders())
-    assert asked("text/orders") <= set(found)
+    assert asked("shuffling", "text/orders") <= set(found)
     order = found["spikes/sources, file order"]
     full = found["spikes/sources, full"]
     gap = found["held-out loss minus full/sources, file order"]
@@ -119,7 +86,7 @@ def test_stability_is_a_ratio_of_rates(small: None, monkeypatch: pytest.MonkeyPa
     rates = {"file order": 1.0, "full": 2.0}
     monkeypatch.setattr(study, "largest_stable_rate", lambda order, _: rates[order])
     (item,) = by_quantity(cases.text_stability()).values()
-    assert {item.quantity} == asked("text/stability")
+    assert {item.quantity} == asked("shuffling", "text/stability")
     assert item.samples == [0.5, 0.5]
     rates["full"] = 0.0
     with pytest.raises(RuntimeError, match="lower the rates"):

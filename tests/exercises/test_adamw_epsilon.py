@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import random
-import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from labcore.exercises import CheckFailedError, Exercise, load
+from labcore.exercises import Exercise, load
 from labcore.exercises.adamw_epsilon import (
     CLINIC,
     CONVERTED_EPS,
@@ -24,23 +20,11 @@ from labcore.exercises.adamw_epsilon import (
     ROUND_BY_CHANCE,
 )
 from labcore.optim import epsilon, rules
-from labcore.publish.lab_source import cell_text, nbgrader_of, read_lab
 from labcore.ui.figures.clinic import curves
+from tests.exercises.draws import answers, draws
+from tests.exercises.notebook import complaints_about, source
 
 FUNCTIONS = (LARGEST_EPS, CONVERTED_EPS, HALF_STEP, ROUND_BY_CHANCE)
-SOURCE = Path(__file__).parents[2] / "labs/source/adamw_epsilon/adamw_epsilon.ipynb"
-
-
-def answers(
-    exercise: Exercise, function: Callable[..., Any], seed: int, student: int
-) -> Sequence[Any]:
-    return [function(**case) for case in exercise.numbered_cases(seed, student)]
-
-
-def draws(seed: int, count: int) -> list[tuple[int, int]]:
-    """`count` pairs of a seed for the cases and a student's number."""
-    chance = random.Random(seed)
-    return [(chance.randrange(2**31), chance.randrange(2**31)) for _ in range(count)]
 
 
 def test_the_topic_offers_its_exercises() -> None:
@@ -265,7 +249,9 @@ def test_a_wrong_diagnosis_gets_the_symptom_of_the_fault_named(seed: int) -> Non
 
 
 def test_the_text_says_which_columns_share_a_scale() -> None:
-    assert "the rows of the first and of the third column share a scale" in SOURCE.read_text()
+    assert "the rows of the first and of the third column share a scale" in source(
+        "adamw_epsilon"
+    ).read_text("utf-8")
     figure = curves(CLINIC.patients(), every=20, first=20, from_zero=True)
     for column, shared in ((1, True), (2, False), (3, True)):
         ranges = {axis.range for axis in figure.select_yaxes(col=column)}
@@ -273,62 +259,6 @@ def test_the_text_says_which_columns_share_a_scale() -> None:
 
 
 # The notebook ------------------------------------------------------------------------------------
-
-
-def run(student: int = 0, change: Callable[[str], str] = lambda text: text) -> dict[str, str]:
-    """Execute the lab's cells; grade_id -> "" or the complaint of each graded cell."""
-    complaints = {}
-    space = {"__name__": "__main__"}
-    for cell in json.loads(SOURCE.read_text())["cells"]:
-        if cell["cell_type"] != "code":
-            continue
-        text, meta = cell_text(cell), nbgrader_of(cell)
-        text = text.replace("STUDENT = 0", f"STUDENT = {student}")
-        if meta.get("solution"):
-            text = change(text)
-        code = compile(text, cell["id"], "exec")
-        if not meta.get("grade"):
-            exec(code, space)
-            continue
-        complaints[meta["grade_id"]] = ""
-        try:
-            exec(code, space)
-        except CheckFailedError as problem:
-            complaints[meta["grade_id"]] = str(problem)
-    return complaints
-
-
-def without_solution(text: str) -> str:
-    before, _, rest = text.partition("### BEGIN SOLUTION")
-    return before + "raise NotImplementedError" + rest.partition("### END SOLUTION")[2]
-
-
-def test_the_lab_has_the_form_of_a_lab() -> None:
-    lab = read_lab(SOURCE)
-    assert lab.metadata.slug == "adamw_epsilon"
-    minutes = [
-        int(line.split("·")[1].split()[0])
-        for cell in lab.notebook["cells"]
-        for line in cell_text(cell).splitlines()
-        if cell["cell_type"] == "markdown" and " minutes · " in line
-    ]
-    assert sum(minutes) == lab.metadata.minutes
-
-
-def test_the_lab_links_its_chapter() -> None:
-    links = re.findall(r"\]\(([^)]*)\)", SOURCE.read_text())
-    assert links == ["../../../book/adamw_epsilon.ipynb"]
-    assert (SOURCE.parent / links[0]).resolve().is_file()
-
-
-def test_the_lab_s_solution_has_full_marks_for_any_student(seed: int) -> None:
-    assert not any(run(seed).values())
-
-
-def test_the_untouched_lab_has_no_marks() -> None:
-    complaints = run(change=without_solution)
-    assert len(complaints) == len(read_lab(SOURCE).points)
-    assert all("Nothing to check yet" in complaint for complaint in complaints.values())
 
 
 @pytest.mark.parametrize(
@@ -341,10 +271,5 @@ def test_the_untouched_lab_has_no_marks() -> None:
     ],
 )
 def test_the_changed_rule_is_graded(right: str, wrong: str) -> None:
-    def change(text: str) -> str:
-        if "def half_step" in text:
-            assert text.count(right) == 1
-        return text.replace(right, wrong)
-
-    failed = {name for name, complaint in run(change=change).items() if complaint}
-    assert failed == {"stable-step-test"}
+    failed = complaints_about("adamw_epsilon", "half_step", right, wrong)
+    assert set(failed) == {"stable-step-test"}

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
-import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from labcore.clipping import clip_by_global_norm
-from labcore.exercises import CheckFailedError, Exercise, load, student_seed
+from labcore.exercises import Exercise, load, student_seed
 from labcore.exercises.clipping import CLINIC, HISTORY, SCALING, SHARDS
 from labcore.exercises.matching import difference, finite
-from labcore.publish.lab_source import cell_text, nbgrader_of, read_lab
+from tests.exercises.draws import answers, draws
+from tests.exercises.notebook import complaints_about
 
 FUNCTIONS = (SHARDS, HISTORY, SCALING)
-SOURCE = Path(__file__).resolve().parents[2] / "labs/source/clipping/clipping.ipynb"
-
-
-def answers(exercise: Exercise, function: Callable[..., Any], seed: int, student: int) -> list[Any]:
-    return [function(**case) for case in exercise.numbered_cases(seed, student)]
-
-
-def draws(seed: int, count: int) -> list[tuple[int, int]]:
-    """`count` pairs of a seed for the cases and a student's number, the first nobody's."""
-    chance = random.Random(seed)
-    return [(chance.randrange(2**31), n and chance.randrange(2**31)) for n in range(count)]
 
 
 def floats(*values: float) -> Tensor:
@@ -212,51 +196,6 @@ def test_the_patients_show_what_their_symptoms_say() -> None:
 # The notebook ------------------------------------------------------------------------------------
 
 
-def run(student: int = 0, change: Callable[[str], str] = lambda text: text) -> dict[str, str]:
-    """Execute the lab's cells; grade_id -> "" or the complaint of each graded cell."""
-    complaints = {}
-    space: dict[str, Any] = {"__name__": "__main__"}
-    for cell in json.loads(SOURCE.read_text("utf-8"))["cells"]:
-        if cell["cell_type"] != "code":
-            continue
-        text, meta = cell_text(cell), nbgrader_of(cell)
-        text = text.replace("STUDENT = 0", f"STUDENT = {student}")
-        if meta.get("solution"):
-            text = change(text)
-        code = compile(text, cell["id"], "exec")
-        if not meta.get("grade"):
-            exec(code, space)
-            continue
-        complaints[meta["grade_id"]] = ""
-        try:
-            exec(code, space)
-        except CheckFailedError as problem:
-            complaints[meta["grade_id"]] = str(problem)
-    return complaints
-
-
-def test_the_lab_s_solution_has_full_marks_for_any_student(seed: int) -> None:
-    assert not any(run(seed).values())
-
-
-def test_the_untouched_lab_has_no_marks() -> None:
-    def without_solution(text: str) -> str:
-        before, _, rest = text.partition("### BEGIN SOLUTION")
-        return before + "raise NotImplementedError" + rest.partition("### END SOLUTION")[2]
-
-    complaints = run(change=without_solution)
-    assert len(complaints) == len(read_lab(SOURCE).points)
-    assert all("Nothing to check yet" in complaint for complaint in complaints.values())
-
-
-def test_minutes_and_the_link_to_the_chapter() -> None:
-    lab = read_lab(SOURCE)
-    text = SOURCE.read_text("utf-8")
-    minutes = [int(found) for found in re.findall(r"points? · (\d+) minutes · ", text)]
-    assert sum(minutes) == lab.metadata.minutes and sum(lab.points.values()) == 20
-    assert re.findall(r"\]\(([^)]*)\)", text) == ["../../../book/clipping.ipynb"]
-
-
 @pytest.mark.parametrize(
     ("right", "wrong", "sentence"),
     [
@@ -265,11 +204,6 @@ def test_minutes_and_the_link_to_the_chapter() -> None:
     ],
 )
 def test_the_rule_of_other_norms_is_graded_by_itself(right: str, wrong: str, sentence: str) -> None:
-    def change(text: str) -> str:
-        if "def clipped_shards" in text:
-            assert text.count(right) == 1
-        return text.replace(right, wrong)
-
-    complaints = {name: text for name, text in run(change=change).items() if text}
-    assert list(complaints) == ["other-norms-test"]
-    assert sentence in " ".join(complaints["other-norms-test"].split())
+    complaints = complaints_about("clipping", "clipped_shards", right, wrong)
+    assert set(complaints) == {"other-norms-test"}
+    assert sentence in complaints["other-norms-test"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from labcore.exercises import Clinic, Exercise, load, slugs, student_seed
 from labcore.exercises.lion import MASKED_STEP
 from labcore.exercises.matching import difference
+from tests.exercises.draws import answers
 
 ALL = {slug: load(slug) for slug in slugs()}
 EXERCISES = [one for every in ALL.values() for one in every if isinstance(one, Exercise)]
@@ -25,10 +26,6 @@ each_clinic = pytest.mark.parametrize("clinic", CLINICS, ids=lambda one: one.id)
 def draws(seed: int) -> list[tuple[int, int]]:
     """(seed of the cases, student's number): nobody's, and two students'."""
     return [(seed, 0)] + [(seed + n, student_seed("secret", f"{seed} {n}")) for n in (1, 2)]
-
-
-def answers(exercise: Exercise, fn: Callable[..., Any], seed: int, student: int) -> list[Any]:
-    return [fn(**case) for case in exercise.numbered_cases(seed, student)]
 
 
 @pytest.mark.parametrize("slug", ALL)

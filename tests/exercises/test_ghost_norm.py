@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import random
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,16 +18,15 @@ from labcore.exercises import CheckFailedError, Exercise, student_seed
 from labcore.exercises.ghost_norm import (
     BACKWARD,
     CLINIC,
-    EXERCISES,
     LARGE_BATCH,
     MERGED,
     PADDED_GHOSTS,
 )
 from labcore.exercises.ghost_norm.patients import Norm
-from labcore.publish.lab_source import cell_text, nbgrader_of, read_lab
 from labcore.ui.figures.clinic import curves
+from tests.exercises.draws import draws
+from tests.exercises.notebook import complaints_about, source, texts
 
-SOURCE = Path(__file__).resolve().parents[2] / "labs/source/ghost_norm/ghost_norm.ipynb"
 FUNCTIONS = {
     "large_batch": LARGE_BATCH,
     "padded_ghosts": PADDED_GHOSTS,
@@ -39,12 +34,6 @@ FUNCTIONS = {
     "backward": BACKWARD,
 }
 Change = Callable[[str], str]
-
-
-def draws(seed: int, count: int) -> list[tuple[int, int]]:
-    """`count` pairs of a seed for the cases and a student's number."""
-    chance = random.Random(seed)
-    return [(chance.randrange(2**31), chance.randrange(2**31)) for _ in range(count)]
 
 
 @pytest.mark.parametrize(("exercise", "count"), [(LARGE_BATCH, 20), (PADDED_GHOSTS, 2)])
@@ -88,7 +77,7 @@ def test_the_settings_do_what_they_were_chosen_for(seed: int) -> None:
 
 def test_the_text_s_example_of_settings() -> None:
     *_, epochs = LARGE_BATCH.reference(1.0, 0.1, 3, rows=10, batch=2, factor=3, power=0.5)
-    assert epochs == 8 and "Three epochs become 8" in SOURCE.read_text("utf-8")
+    assert epochs == 8 and "Three epochs become 8" in source("ghost_norm").read_text("utf-8")
 
 
 # Ghosts in a batch with padding ------------------------------------------------------------------
@@ -262,53 +251,6 @@ def test_each_column_of_the_figure_has_one_scale() -> None:
 # The notebook ------------------------------------------------------------------------------------
 
 
-def run(student: int = 0, change: Change = lambda text: text) -> dict[str, str]:
-    """Execute the lab's cells; grade_id -> "" or the complaint of each graded cell."""
-    complaints = {}
-    space: dict[str, Any] = {"__name__": "__main__"}
-    for cell in json.loads(SOURCE.read_text("utf-8"))["cells"]:
-        if cell["cell_type"] != "code" or cell["id"] == "setup":
-            continue
-        text, meta = cell_text(cell), nbgrader_of(cell)
-        text = text.replace("STUDENT = 0", f"STUDENT = {student}")
-        if meta.get("solution"):
-            text = change(text)
-        code = compile(text, cell["id"], "exec")
-        if not meta.get("grade"):
-            exec(code, space)
-            continue
-        complaints[meta["grade_id"]] = ""
-        try:
-            exec(code, space)
-        except CheckFailedError as problem:
-            complaints[meta["grade_id"]] = str(problem)
-    return complaints
-
-
-def without_solution(text: str) -> str:
-    before, _, rest = text.partition("### BEGIN SOLUTION")
-    return before + "raise NotImplementedError" + rest.partition("### END SOLUTION")[2]
-
-
-def test_the_lab_s_minutes_and_link() -> None:
-    lab = read_lab(SOURCE)
-    text = SOURCE.read_text("utf-8")
-    assert sum(map(int, re.findall(r"(\d+) minutes · ", text))) == lab.metadata.minutes
-    assert re.findall(r"\]\(([^)]*)\)", text) == ["../../../book/ghost_norm.ipynb"]
-    assert sum(lab.points.values()) == 18
-    assert len(EXERCISES) == text.count(" minutes · ")
-
-
-def test_the_lab_s_solution_has_full_marks_for_any_student(seed: int) -> None:
-    assert not any(run(seed).values())
-
-
-def test_the_untouched_lab_has_no_marks() -> None:
-    complaints = run(change=without_solution)
-    assert len(complaints) == len(read_lab(SOURCE).points)
-    assert all("Nothing to check yet" in complaint for complaint in complaints.values())
-
-
 @pytest.mark.parametrize(
     ("right", "wrong", "hint"),
     [
@@ -320,19 +262,14 @@ def test_the_untouched_lab_has_no_marks() -> None:
     ],
 )
 def test_the_changed_rule_is_graded(right: str, wrong: str, hint: str) -> None:
-    def change(text: str) -> str:
-        if "def padded_ghosts" in text:
-            assert text.count(right) == 1
-        return text.replace(right, wrong)
-
-    complaints = run(change=change)
-    assert {name for name, complaint in complaints.items() if complaint} == {"weighted-ghosts-test"}
+    complaints = complaints_about("ghost_norm", "padded_ghosts", right, wrong)
+    assert set(complaints) == {"weighted-ghosts-test"}
     assert hint in complaints["weighted-ghosts-test"]
 
 
 def test_the_reference_does_not_know_the_changed_rule(seed: int) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
-    cells = {c["id"]: cell_text(c) for c in json.loads(SOURCE.read_text("utf-8"))["cells"]}
+    cells = texts("ghost_norm")
     for name in ("imports", "student", "padded-ghosts", "weighted-ghosts-test"):
         exec(cells[name], names)
     with pytest.raises(CheckFailedError, match="All real rows count alike"):
@@ -344,28 +281,3 @@ def test_the_reference_does_not_know_the_changed_rule(seed: int) -> None:
         assert (outcome.mistake, hint in outcome.message) == (name, True)
     for case in changed.numbered_cases(seed, seed):
         torch.testing.assert_close(names["padded_ghosts"](**case), changed.reference(**case))
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_graded_cell_refuses_a_wrong_answer(name: str, seed: int) -> None:
-    cells = json.loads(SOURCE.read_text("utf-8"))["cells"]
-    graded = next(
-        cell_text(cell) for cell in cells
-        if nbgrader_of(cell).get("grade") and f".check({name}," in cell_text(cell)
-    )  # fmt: skip
-    exercise = FUNCTIONS[name]
-    fn, hint = exercise.wrong[random.Random(seed).choice(list(exercise.wrong))]
-    space: dict[str, Any] = {name: fn}
-    imports = next(cell_text(cell) for cell in cells if cell["id"] == "imports")
-    exec(f"{imports}\nSTUDENT = {seed}", space)
-    with pytest.raises(CheckFailedError) as caught:
-        exec(graded, space)
-    assert hint in " ".join(str(caught.value).split()) and "seed=" not in str(caught.value)
-
-
-def test_each_patient_has_points_of_its_own() -> None:
-    def exchanged(text: str) -> str:
-        return text.replace("return found", 'return {**found, "A": found["B"]}')
-
-    failed = {name for name, complaint in run(change=exchanged).items() if complaint}
-    assert failed == {"clinic-a-test"}

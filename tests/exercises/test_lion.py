@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-import random
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from labcore.exercises import CheckFailedError, Exercise, student_seed
-from labcore.exercises.lion import CLINIC, DRIFT, EXERCISES, MASKED_STEP, STALL, TRANSFER
+from labcore.exercises import CheckFailedError, student_seed
+from labcore.exercises.lion import CLINIC, DRIFT, MASKED_STEP, STALL, TRANSFER
 from labcore.exercises.lion.patients import BETA_STATE, BETA_UPDATE, DECAY, LR
 from labcore.optim import Lion, rules
-
-LAB = Path(__file__).resolve().parents[2] / "labs" / "source" / "lion" / "lion.ipynb"
+from tests.exercises.notebook import solved, texts
 
 
 def test_without_a_zone_the_step_is_lions(seed: int) -> None:
@@ -149,87 +144,14 @@ def test_the_healthy_patient_is_lion_and_a_late_blend_looks_like_it() -> None:
 # The notebook ------------------------------------------------------------------------------------
 
 
-def cells() -> dict[str, str]:
-    notebook = json.loads(LAB.read_text("utf-8"))
-    return {
-        cell["id"]: "".join(cell["source"])
-        for cell in notebook["cells"]
-        if cell["cell_type"] == "code" and cell["id"] != "setup"
-    }
-
-
-@pytest.fixture(scope="module")
-def solved() -> dict[str, Any]:
-    """The names of the source notebook, all of its cells run with the solutions in place."""
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for text in cells().values():
-        exec(text, names)
-    return names
-
-
-def test_every_exercise_has_a_check_and_a_graded_cell_that_the_solutions_pass(
-    solved: dict[str, Any],
-) -> None:
-    assert solved["STUDENT"] == 0
-    text = "\n".join(cells().values())
-    exercises = ("MASKED_STEP", "TRANSFER", "DRIFT", "STALL", "CLINIC")
-    for name, exercise in zip(exercises, EXERCISES, strict=True):
-        assert text.count(f"lion.{name}.check(") >= 2
-        assert f"lion.{name}" in text and exercise.id.startswith("lion.")
-
-
-SOLUTIONS = {
-    "masked_step": MASKED_STEP,
-    "transfer": TRANSFER,
-    "drift_end": DRIFT,
-    "smallest_rate": STALL,
-}
-
-
-@pytest.mark.parametrize("name", SOLUTIONS)
-def test_the_graded_cell_refuses_a_wrong_answer_and_the_stub(
-    name: str, solved: dict[str, Any], seed: int
-) -> None:
-    def stub(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError
-
-    exercise: Exercise = SOLUTIONS[name]
-    graded = next(text for text in cells().values() if "HIDDEN" in text and f"({name}," in text)
-    fn, hint = exercise.wrong[random.Random(seed).choice(list(exercise.wrong))]
-    with pytest.raises(CheckFailedError) as caught:
-        exec(graded, {**solved, name: fn})
-    assert hint in " ".join(str(caught.value).split()) and "seed=" not in str(caught.value)
-    with pytest.raises(CheckFailedError, match="Nothing to check yet"):
-        exec(graded, {**solved, name: stub})
-
-
-def test_the_lab_links_its_chapter() -> None:
-    links = re.findall(r"\]\(([^)]*)\)", LAB.read_text("utf-8"))
-    assert links == ["../../../book/lion.ipynb"] and (LAB.parent / links[0]).resolve().is_file()
-
-
-def test_each_patient_has_points_of_its_own(solved: dict[str, Any]) -> None:
-    right = solved["diagnose"]()
-    graded = {name: text for name, text in cells().items() if "patient=" in text}
-    assert len(graded) == len(right) == len(CLINIC.faults)
-    wrong = {**right, "A": right["B"]}
-    failed = []
-    for name, text in graded.items():
-        try:
-            exec(text, {**solved, "diagnose": lambda: wrong})
-        except CheckFailedError:
-            failed.append(name)
-    assert failed == ["clinic-a-test"]
-
-
-def test_the_changed_rule_is_not_in_labcore(solved: dict[str, Any], seed: int) -> None:
-    graded = cells()["drift-test"]
+def test_the_changed_rule_is_not_in_labcore(seed: int) -> None:
+    names, graded = solved("lion"), texts("lion")["drift-test"]
     with pytest.raises(CheckFailedError, match="first rate"):
-        exec(graded, {**solved, "drift_end": DRIFT.reference})
-    for name, (fn, hint) in solved["changed"].wrong.items():
-        answers = [fn(**case) for case in solved["changed"].numbered_cases(seed)]
-        outcome = solved["changed"].judge(answers, seed=seed)
+        exec(graded, {**names, "drift_end": DRIFT.reference})
+    for name, (fn, hint) in names["changed"].wrong.items():
+        answers = [fn(**case) for case in names["changed"].numbered_cases(seed)]
+        outcome = names["changed"].judge(answers, seed=seed)
         assert (outcome.mistake, hint in outcome.message) == (name, True)
-    for case in solved["changed"].numbered_cases(seed):
-        steps = solved["drift_end"](**case)
-        torch.testing.assert_close(steps, solved["scheduled"](**case))
+    for case in names["changed"].numbered_cases(seed):
+        steps = names["drift_end"](**case)
+        torch.testing.assert_close(steps, names["scheduled"](**case))

@@ -1,4 +1,5 @@
 import json
+import math
 import random
 
 import pytest
@@ -25,6 +26,18 @@ def make(**changes) -> Record:
         "details": {"tensors": 148, "what": "größe"},
     }
     return Record(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"samples": (1.0, math.inf)}, {"peers": {"torch": (math.nan,)}}, {"details": {"x": math.inf}}],
+)
+def test_a_record_that_json_cannot_hold_is_refused_and_the_file_stays(tmp_path, changes):
+    records.save([make()], tmp_path)
+    before = [file.read_text("utf-8") for file in tmp_path.iterdir()]
+    with pytest.raises(ValueError, match="finite numbers.*lion"):
+        records.save([make(**changes)], tmp_path)
+    assert [file.read_text("utf-8") for file in tmp_path.glob("*.jsonl")] == before
 
 
 def test_a_record_survives_the_file(tmp_path, seed):

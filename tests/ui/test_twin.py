@@ -4,6 +4,7 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import plotly.graph_objects as go
 import pytest
+from plotly.subplots import make_subplots
 
 from labcore.ui import Choice, IntSlider, LogSlider, Slider, Toggle, describe, explore, twin
 from labcore.ui.compact import dumps
@@ -186,3 +187,18 @@ def test_describe_puts_the_alternative_into_the_figure():
     assert figure.layout.meta == {"kept": 1, "alt": "Two bars."}
     with pytest.raises(ValueError, match="alt must say"):
         describe(figure, " ")
+
+
+def test_a_grid_of_axes_stays_a_grid_with_its_titles():
+    figure = make_subplots(rows=3, cols=2, column_titles=["first", "second"])
+    for place in range(6):
+        figure.add_scatter(y=[1, 2], row=place // 2 + 1, col=place % 2 + 1)
+    top = figure.get_subplot(2, 1).yaxis.domain[1]
+    figure.add_annotation(text="B", x=0, y=top - 0.1, xref="paper", yref="paper", showarrow=False)
+    picture = svg(figure.update_layout(height=900).to_dict())
+    frames = [
+        tuple(float(n) for n in re.findall(r"[\d.]+", path)[:2])
+        for path in re.findall(r'id="axes_\d">\s*<g[^>]*>\s*<path d="([^"]*)"', picture)
+    ]
+    assert [len({round(at) for at in side}) for side in zip(*frames, strict=True)] == [2, 3]
+    assert len(frames) == 6 and {">first<", ">second<", ">B<"} <= {*re.findall(">[^<>]+<", picture)}

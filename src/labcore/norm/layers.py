@@ -122,7 +122,8 @@ class GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d):
     fast form is used; under `torch.compile`, torch.func and on other devices one of plain
     operations. Both can be differentiated twice. Under DistributedDataParallel every process cuts
     its own part of the batch. Whatever treats torch's BatchNorm by its class, such as
-    `convert_sync_batchnorm`, treats this layer like it.
+    `convert_sync_batchnorm`, treats this layer like it. In training torch.jit.trace,
+    torch.fx.symbolic_trace and forward-mode differentiation fail; torch.export works.
 
     Shapes: input and output [batch, num_features] or [batch, num_features, length]; the output has
     the input's dtype, and its memory format where that is dense.

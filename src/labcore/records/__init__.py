@@ -6,6 +6,7 @@ with the package. `python -m benchmarks` writes them; chapters show them with th
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -75,8 +76,18 @@ class Record:
         return self.slug, self.case, self.quantity, self.hardware["kind"]
 
     def to_json(self) -> str:
-        """One line of JSON; n and the percentiles are written for readers of the file."""
-        return json.dumps({**asdict(self), "n": self.n}, ensure_ascii=False, sort_keys=True)
+        """One line of JSON; n and the percentiles are written for readers of the file.
+
+        Raises ValueError where a number is NaN or infinite, for which JSON has no word.
+        """
+        line = {**asdict(self), "n": self.n}
+        try:
+            return json.dumps(line, ensure_ascii=False, sort_keys=True, allow_nan=False)
+        except ValueError as error:
+            raise ValueError(
+                f"a record holds finite numbers, got one that is not in {self.slug}: {self.case} · "
+                f"{self.quantity}; measure a quantity that stays finite, or say it in words"
+            ) from error
 
 
 _DERIVED = {"p20", "p50", "p80", "n"}
@@ -95,10 +106,17 @@ def _parse(line: str, where: str) -> Record:
         raise ValueError(f"{where} is not a record ({error}); {remedy}") from error
 
 
+@functools.lru_cache(maxsize=4)
+def _records(file: Path, state: tuple[int, int]) -> tuple[Record, ...]:  # noqa: ARG001
+    """A chapter asks forty times for a file of a megabyte; a new `state` means a new file."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return tuple(_parse(line, f"{file}:{n}") for n, line in enumerate(lines, 1) if line.strip())
+
+
 def read(file: Path) -> list[Record]:
     """The records of one file. A damaged line is a ValueError that names file and line."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    return [_parse(line, f"{file}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+    state = file.stat()
+    return list(_records(file, (state.st_mtime_ns, state.st_size)))
 
 
 def load(

@@ -46,8 +46,8 @@ SYMPTOMS: Mapping[str, str] = {
     "step, and calm before and after: the batch itself is wrong, and the model hardly learns "
     "from one step.",
     "the same rows again": "The batch's loss falls below the healthy one while the loss on fixed "
-    "rows stays above it and stops falling, and the distances repeat themselves: the model learns "
-    "by heart what comes again and again.",
+    "rows stays above it and falls more slowly, and the distances repeat themselves: the model "
+    "learns by heart what comes again and again.",
     "optimizer state lost": "Both losses jump at one step and come back slowly, and the batches "
     "are ordinary: the step went wrong and not the data. Adam's second moment was gone while "
     "its first moment and its count of steps were kept.",

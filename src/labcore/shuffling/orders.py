@@ -244,7 +244,7 @@ class BufferShuffle(Order):
 class BlockShuffle(Order):
     """Block, then tuple: `blocks` shards at random fill a buffer, which is shuffled and emptied.
 
-    The shards are the blocks: BlockShuffle(shards_of(1437, 45), blocks=8) holds 360 rows of 1,437.
+    The shards are the blocks: BlockShuffle(shards_of(1438, 45), blocks=8) holds 360 rows of 1,438.
     Source: CorgiPile (Xu et al., arXiv 2206.05830).
     """
 

@@ -74,6 +74,8 @@ def svg(figure: Mapping[str, Any]) -> str:
             if len(labels) > 1 and layout.get("showlegend", True):
                 axes.legend(handles, labels, fontsize=9, frameon=False)
         _title(canvas, layout)
+        if len(pairs) > 1:
+            _headings(pairs, layout)
         canvas.tight_layout()
         out = io.StringIO()
         canvas.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
@@ -99,12 +101,16 @@ def _title(canvas: Any, layout: Mapping[str, Any]) -> None:
 
 
 def _axes(canvas: Any, data: list[Any], layout: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """One matplotlib axes for each pair of plotly axes in use, side by side."""
+    """One matplotlib axes for each pair of plotly axes in use, in the grid of their domains."""
     pairs = list(dict.fromkeys((t.get("xaxis", "x"), t.get("yaxis", "y")) for t in data))
     pairs = pairs or [("x", "y")]
+    left = {x: _domain(layout, "x", x)[0] for x, _ in pairs}
+    low = {y: _domain(layout, "y", y)[0] for _, y in pairs}
+    columns, rows = sorted({*left.values()}), sorted({*low.values()}, reverse=True)
     made = {}
-    for number, (x, y) in enumerate(pairs, start=1):
-        axes = canvas.add_subplot(1, len(pairs), number)
+    for x, y in pairs:
+        place = rows.index(low[y]) * len(columns) + columns.index(left[x])
+        axes = canvas.add_subplot(len(rows), len(columns), place + 1)
         for letter, name in (("x", x), ("y", y)):
             spec = layout.get(f"{letter}axis{name[1:]}", {})
             getattr(axes, f"set_{letter}label")(_text(spec.get("title")))
@@ -120,6 +126,25 @@ def _axes(canvas: Any, data: list[Any], layout: Mapping[str, Any]) -> dict[tuple
         axes.spines[["top", "right"]].set_visible(False)
         made[x, y] = axes
     return made
+
+
+def _domain(layout: Mapping[str, Any], letter: str, name: str) -> tuple[float, float]:
+    """The part of the canvas that an axis takes, from 0 to 1."""
+    low, high = layout.get(f"{letter}axis{name[1:]}", {}).get("domain") or (0, 1)
+    return low, high
+
+
+def _headings(pairs: Mapping[tuple[str, str], Any], layout: Mapping[str, Any]) -> None:
+    """The titles of a grid: above its first row, and at the left of each row."""
+    for note in layout.get("annotations", []):
+        if (note.get("xref"), note.get("yref")) != ("paper", "paper"):
+            continue
+        for (x, y), axes in pairs.items():
+            (left, right), (low, high) = _domain(layout, "x", x), _domain(layout, "y", y)
+            if left < note["x"] < right and high == note["y"]:
+                axes.set_title(_text(note), fontsize=9)
+            elif left == note["x"] == 0 and low < note["y"] < high:
+                axes.set_ylabel(f"{_text(note).strip()}   {axes.get_ylabel()}".strip())
 
 
 def _numbers(values: Any) -> Any:

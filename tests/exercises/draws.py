@@ -1,0 +1,19 @@
+"""Numbers of many students, and what a function answers to their cases."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from labcore.exercises import Exercise
+
+
+def draws(seed: int, count: int) -> list[tuple[int, int]]:
+    """`count` pairs of a seed for the cases and a student's number, the first nobody's."""
+    chance = random.Random(seed)
+    return [(chance.randrange(2**31), n and chance.randrange(2**31)) for n in range(count)]
+
+
+def answers(exercise: Exercise, function: Callable[..., Any], seed: int, student: int) -> list[Any]:
+    return [function(**case) for case in exercise.numbered_cases(seed, student)]
