@@ -236,9 +236,10 @@ def test_search_finds_a_word(watch: Any, base: str) -> None:
     page.keyboard.type("momentum")
     page.keyboard.press("Enter")
     page.wait_for_url("**/search.html?q=momentum*")
-    page.wait_for_selector("#search-results ul.search li a")
-    first = page.locator("#search-results ul.search li a").first
-    first.click()
+    # While results still come in, the list moves below the pointer and a click may miss.
+    page.get_by_text("Search finished").wait_for()
+    with page.expect_navigation():
+        page.locator("#search-results ul.search li a").first.click()
     page.wait_for_selector("article h1")
     assert "momentum" in page.locator("article").inner_text().lower()
     watched.calm()
