@@ -44,7 +44,7 @@ def test_every_launched_kernel_is_registered() -> None:
 
 
 def one(**changes) -> compile_only.Resources:
-    need = {"registers": 40, "spills": 0, "shared": 1024, "warnings": []}
+    need = {"registers": 40, "spills": 0, "matrix": 4, "shared": 1024, "warnings": []}
     return {"k/case": {"sm_89": {**need, **changes}}}
 
 
@@ -54,6 +54,7 @@ def one(**changes) -> compile_only.Resources:
         ({"shared": 101_377}, "101377 bytes of shared memory, and a block may use 101376"),
         ({"spills": 8}, "8 spills, and the table allows 0"),
         ({"registers": 41}, "41 registers, and the table allows 40"),
+        ({"matrix": 0}, "no matrix instruction, and the table has 4"),
         ({"warnings": ["C7511 wgmma serialized"]}, "the assembler warns: C7511"),
     ],
 )

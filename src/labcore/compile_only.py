@@ -1,9 +1,9 @@
 """Compile every Triton kernel for GPUs that are not here, and hold its resources to limits.
 
-A module named `kernels` registers what it launches; `python -m labcore.compile_only` compiles all
-of it for each of `TARGETS` in a process without Triton's interpreter and prints registers, spills
-and shared memory. With `--check TABLE` it fails where a kernel needs more than the committed table
-or than the target has; `--write TABLE` rewrites the table.
+A module that defines kernels registers what it launches; `python -m labcore.compile_only` compiles
+all of it for each of `TARGETS` in a process without Triton's interpreter and prints registers,
+spills, matrix instructions and shared memory. With `--check TABLE` it fails where a kernel needs
+more than the committed table or than the target has; `--write TABLE` rewrites the table.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Specialization:
     constexprs: Mapping[str, Any]
     aligned: tuple[str, ...]  # arguments divisible by 16: without it loads stay scalar
     options: Mapping[str, int]  # num_warps, num_stages
+    targets: tuple[str, ...]  # names of TARGETS that this form is compiled for
 
     @property
     def name(self) -> str:
@@ -72,8 +73,8 @@ class Specialization:
         return f"{self.kernel.__name__}/{self.case}"
 
 
-_REGISTRY: dict[str, Specialization] = {}
-# kernel -> target -> {"registers": …, "spills": …, "shared": …, "warnings": […]}
+_REGISTRY: dict[tuple[str, tuple[str, ...]], Specialization] = {}
+# kernel -> target -> {"registers": …, "spills": …, "matrix": …, "shared": …, "warnings": […]}
 Resources: TypeAlias = dict[str, dict[str, dict[str, Any]]]
 
 
@@ -84,11 +85,13 @@ def register(
     signature: Mapping[str, str],
     constexprs: Mapping[str, Any],
     aligned: Sequence[str] = (),
+    targets: Sequence[str] = tuple(TARGETS),
     **options: int,
 ) -> None:
-    """Enter one form of `kernel`: compiled for every target by `measure`.
+    """Enter one form of `kernel`, which `measure` compiles for each of `targets`.
 
     signature: argument -> Triton type ("*fp32", "i32") of every argument that is no constexpr.
+    Where GPUs take different tiles, one case is entered several times, each for its own targets.
     Raises ValueError where signature and constexprs do not name the kernel's arguments.
     """
     named = {*signature, *constexprs, *aligned}
@@ -106,16 +109,18 @@ def register(
         constexprs=dict(constexprs),
         aligned=tuple(aligned),
         options=dict(options),
+        targets=tuple(targets),
     )
-    _REGISTRY[entry.name] = entry
+    _REGISTRY[entry.name, entry.targets] = entry
 
 
 def registered() -> list[Specialization]:
-    """Every registered form, after importing each module named `kernels` in the package."""
+    """Every registered form, after importing each module of the package that defines kernels."""
     root = Path(__file__).parent
-    for path in sorted(root.rglob("kernels.py")):
-        module = ".".join(path.relative_to(root).with_suffix("").parts)
-        importlib.import_module(f"labcore.{module}")
+    for path in sorted(root.rglob("*.py")):
+        if "\n@triton.jit" in path.read_text(encoding="utf-8"):
+            module = ".".join(path.relative_to(root).with_suffix("").parts)
+            importlib.import_module(f"labcore.{module}")
     return list(_REGISTRY.values())
 
 
@@ -154,8 +159,9 @@ def launched_kernels(root: Path | None = None) -> dict[str, str]:
 def measure(targets: Sequence[str] = tuple(TARGETS)) -> Resources:
     """Compile every registered kernel for `targets` in a fresh process and return what each needs.
 
-    registers: of one thread; spills: bytes (NVIDIA) or registers (AMD) that did not fit; shared:
-    bytes. Takes 1-4 s a kernel and target. Raises RuntimeError where a kernel does not compile.
+    registers: of one thread; spills: bytes (NVIDIA) or registers (AMD) that did not fit; matrix:
+    instructions for the matrix unit; shared: bytes. Takes 1-8 s a kernel and target. Raises
+    RuntimeError where a kernel does not compile.
     """
     # The flag must be off, and said: importing labcore sets it where no GPU is visible.
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
@@ -191,6 +197,8 @@ def problems(found: Resources, table: Mapping[str, Any]) -> list[str]:
             if bound is None:
                 wrong.append(f"{where}: not in the table; rewrite it with --write")
                 continue
+            if bound["matrix"] and not need["matrix"]:
+                wrong.append(f"{where}: no matrix instruction, and the table has {bound['matrix']}")
             for quantity in ("spills", "registers") if same_version else ("spills",):
                 if need[quantity] > bound[quantity]:
                     wrong.append(
@@ -250,6 +258,7 @@ def _read_ptx(asm: Mapping[str, str]) -> dict[str, Any]:
     return {
         "registers": max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
         "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", log)),
+        "matrix": len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)", asm["ptx"])),
         # C7511: the matrix instructions of a loop were serialized.
         "warnings": [line.strip() for line in log.splitlines() if "C7511" in line],
     }
@@ -261,18 +270,20 @@ def _read_amdgcn(asm: Mapping[str, str]) -> dict[str, Any]:
         return int(found[1]) if found else 0
 
     spills = count("vgpr_spill_count") + count("sgpr_spill_count")
-    return {"registers": count("vgpr_count"), "spills": spills, "warnings": []}
+    matrix = len(re.findall(r"\bv_mfma_", asm["amdgcn"]))
+    registers = count("vgpr_count")
+    return {"registers": registers, "spills": spills, "matrix": matrix, "warnings": []}
 
 
 def _rows(found: Resources) -> Iterator[str]:
     width = max((len(kernel) for kernel in found), default=6)
-    yield f"{'kernel':{width}}  {'target':7} registers spills  shared / limit"
+    yield f"{'kernel':{width}}  {'target':7} registers spills matrix  shared / limit"
     for kernel, targets in found.items():
         for target, need in targets.items():
             limit = TARGETS[target].shared_limit
             yield (
                 f"{kernel:{width}}  {target:7} {need['registers']:9} {need['spills']:6} "
-                f"{need['shared']:7} / {limit}"
+                f"{need['matrix']:6} {need['shared']:7} / {limit}"
             )
 
 
@@ -287,7 +298,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = sys.stdout.write
     if chosen.here:
         entries = registered()
-        result = {e.name: {t: _compile(e, TARGETS[t]) for t in chosen.here} for e in entries}
+        result: Resources = {entry.name: {} for entry in entries}
+        for target in chosen.here:
+            for entry in entries:
+                if target in entry.targets:
+                    result[entry.name][target] = _compile(entry, TARGETS[target])
         out(json.dumps(result))
         return 0
     found = measure()

@@ -1,0 +1,398 @@
+"""The backward kernels: scores are computed again from q, k and lse instead of having been stored.
+
+With p = exp(scale * q·k - lse), a row's gradient of its scores is ds = p * (dp - delta), where
+dp = grad_out · v and delta = sum(out * grad_out). Then dv = pᵀ grad_out, dk = scale * dsᵀ q and
+dq = scale * ds k. One kernel holds a tile of keys and walks over queries for dk and dv, another
+holds queries and walks over keys for dq: each sum is made by one program in one order, so results
+repeat bit for bit. Fused, the first kernel adds its share of dq to memory as well, which spares two
+of seven products and leaves the order of those sums to chance. Letters as in `forward`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from labcore import device
+from labcore.attention.configs import KEYS, QUERIES, Config, choose, kind_of, padded
+from labcore.attention.forward import load_rows, scores, sequence, store_rows, tiles, visible
+from labcore.attention.launch import arguments, enter, launch, readable, strides
+from labcore.attention.layout import new_heads
+from labcore.attention.pattern import Pattern
+
+FUSED_DIM = 64
+ROWS = 64  # of one program of `delta_kernel`
+
+
+@triton.jit
+def delta_kernel(
+    out_ptr, do_ptr, grad_lse_ptr, delta_ptr,
+    stride_ob, stride_oh, stride_ot, stride_dob, stride_doh, stride_dot, stride_lb, stride_lh,
+    heads, max_q, D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """delta [B, H, T] = sum over D of out * grad_out, less the gradient of lse where it has one."""
+    blocks = tl.cdiv(max_q, M)
+    m0 = tl.program_id(0) % blocks * M
+    head = (tl.program_id(0) // blocks % heads).to(tl.int64)
+    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    rows = m0.to(tl.int64) + tl.arange(0, M)
+    out_base = out_ptr + batch * stride_ob + head * stride_oh
+    do_base = do_ptr + batch * stride_dob + head * stride_doh
+    out = load_rows(out_base, stride_ot, rows, max_q, D, D_PAD, True).to(tl.float32)
+    do = load_rows(do_base, stride_dot, rows, max_q, D, D_PAD, True).to(tl.float32)
+    delta = tl.sum(out * do, 1)
+    at = batch * stride_lb + head * stride_lh + rows
+    if grad_lse_ptr is not None:
+        delta -= tl.load(grad_lse_ptr + at, mask=rows < max_q, other=0.0)
+    tl.store(delta_ptr + at, delta, mask=rows < max_q)
+
+
+@triton.jit
+def _load_lse(base, rows, limit, GUARD: tl.constexpr):
+    """lse of `rows` in units of log2; +inf, which makes weights 0, for rows that see nothing."""
+    if GUARD:
+        lse = tl.load(base + rows, mask=rows < limit, other=float("-inf"))
+    else:
+        lse = tl.load(base + rows)
+    return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+
+
+@triton.jit
+def _slope(s, SOFTCAP: tl.constexpr):
+    """Derivative of the capped scores s, which are values of tanh, by what was capped."""
+    return 1.0 - s * s if SOFTCAP else 1.0
+
+
+@triton.jit
+def row_tiles(
+    n0, q_len, k_len, shift, left, right,
+    M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """Tiles of queries that see a key of n0 … n0 + N - 1: (first, hot, cold, stop).
+
+    Tiles hot … cold - 1 need no mask, the others of first … stop - 1 do.
+    """
+    n1 = tl.minimum(n0 + N, k_len)
+    begin, end = n0 * 0, q_len  # rows that see some key
+    whole_begin, whole_end = begin, q_len  # rows that see every key
+    if RIGHT:
+        begin = tl.maximum(begin, n0 - shift - right)
+        whole_begin = tl.maximum(begin, n1 - 1 - shift - right)
+    if LEFT:
+        end = tl.minimum(end, n1 - shift + left)
+        whole_end = tl.minimum(whole_end, n0 - shift + left + 1)
+    whole = n0 + N <= k_len
+    if TREE:
+        whole = whole & (n1 <= shift)
+    whole_begin = tl.where(whole, whole_begin, q_len)
+    first = begin // M
+    stop = tl.maximum(tl.cdiv(tl.maximum(end, 0), M), first)
+    hot = tl.minimum(tl.maximum(tl.cdiv(whole_begin, M), first), stop)
+    cold = tl.minimum(tl.maximum(tl.maximum(whole_end, 0) // M, hot), stop)
+    return first, hot, cold, stop
+
+
+@triton.jit
+def _walk_queries(
+    dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt: tl.constexpr,
+    stride_dot: tl.constexpr, stride_dqt, start, stop, keys, q_len, k_len, shift, left, right,
+    bits_ptr, scale2, cap_scale, scale, D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
+    FUSED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add tiles of queries start … stop - 1 to dk and dv [N, D]; scores are transposed, [N, M]."""
+    offs_m = tl.arange(0, M)
+    for i in tl.range(start, stop):
+        m0 = i * M
+        skip = tl.cast(m0, tl.int64)
+        inside = q_len - m0
+        q = load_rows(q_base + skip * stride_qt, stride_qt, offs_m, inside, D, D_PAD, MASKED)
+        s = scores(k, q, cap_scale, SOFTCAP)
+        slope = _slope(s, SOFTCAP)
+        if MASKED:
+            seen = visible(
+                (m0 + offs_m)[None, :], keys[:, None], q_len, k_len, shift, left, right, bits_ptr,
+                LEFT, RIGHT, TREE,
+            )  # fmt: skip
+            s = tl.where(seen, s, float("-inf"))
+        lse = _load_lse(lse_base + skip, offs_m, inside, MASKED)
+        p = tl.exp2(s * scale2 - lse[None, :])
+        do = load_rows(do_base + skip * stride_dot, stride_dot, offs_m, inside, D, D_PAD, MASKED)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+        delta = tl.load(delta_base + skip + offs_m, mask=offs_m < inside, other=0.0)
+        ds = (p * (dp - delta[None, :]) * slope).to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision="ieee")
+        if FUSED:
+            dq = scale * tl.dot(tl.trans(ds), k, input_precision="ieee")
+            cols = tl.arange(0, D_PAD)
+            at = dq_base + skip * stride_dqt + offs_m[:, None] * stride_dqt + cols[None, :]
+            tl.atomic_add(
+                at, dq, mask=(offs_m < inside)[:, None] & (cols < D)[None, :], sem="relaxed"
+            )
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["heads", "max_k", "q_len", "k_len", "left", "right"])
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr,
+    bits_ptr, cu_q_ptr, cu_k_ptr,
+    stride_qb, stride_qh, stride_qt: tl.constexpr,
+    stride_kb, stride_kh, stride_kt,
+    stride_vb, stride_vh, stride_vt,
+    stride_dob, stride_doh, stride_dot: tl.constexpr,
+    stride_dkb, stride_dkh, stride_dkt,
+    stride_dvb, stride_dvh, stride_dvt,
+    stride_dqb, stride_dqh, stride_dqt,
+    stride_lb, stride_lh,
+    heads, max_k, q_len, k_len, left, right, scale2, cap_scale, scale,
+    group: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, TREE: tl.constexpr,
+    SOFTCAP: tl.constexpr, VARLEN: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """dk and dv [B, Hkv, S, D]: sums over the queries of all heads that share keys and values."""
+    blocks = tl.cdiv(max_k, N)
+    kv_heads = heads // group
+    n0 = tl.program_id(0) % blocks * N
+    kv_head = (tl.program_id(0) // blocks % kv_heads).to(tl.int64)
+    batch = (tl.program_id(0) // blocks // kv_heads).to(tl.int64)
+    q_first, q_len = sequence(batch, cu_q_ptr, q_len, VARLEN)
+    k_first, k_len = sequence(batch, cu_k_ptr, k_len, VARLEN)
+    if n0 >= k_len:
+        return
+    shift = 0
+    if BOTTOM_RIGHT:
+        shift = k_len - q_len
+    first, hot, cold, stop = row_tiles(
+        n0, q_len, k_len, shift, left, right, M, N, LEFT, RIGHT, TREE
+    )
+    if TREE:
+        bits_ptr += batch * q_len * tl.cdiv(q_len, 32)
+
+    offs_n = tl.arange(0, N)
+    keys = n0 + offs_n
+    q_row, k_row = q_first.to(tl.int64), (k_first + n0).to(tl.int64)
+    k_base = k_ptr + batch * stride_kb + kv_head * stride_kh + k_row * stride_kt
+    v_base = v_ptr + batch * stride_vb + kv_head * stride_vh + k_row * stride_vt
+    k = load_rows(k_base, stride_kt, offs_n, k_len - n0, D, D_PAD, True)
+    v = load_rows(v_base, stride_vt, offs_n, k_len - n0, D, D_PAD, True)
+    dk = tl.zeros([N, D_PAD], tl.float32)
+    dv = tl.zeros([N, D_PAD], tl.float32)
+    for member in range(group):
+        head = kv_head * group + member
+        q_base = q_ptr + batch * stride_qb + head * stride_qh + q_row * stride_qt
+        do_base = do_ptr + batch * stride_dob + head * stride_doh + q_row * stride_dot
+        dq_base = dq_ptr
+        if FUSED:
+            dq_base += batch * stride_dqb + head * stride_dqh + q_row * stride_dqt
+        lse_base = lse_ptr + batch * stride_lb + head * stride_lh + q_row
+        delta_base = delta_ptr + batch * stride_lb + head * stride_lh + q_row
+        dk, dv = _walk_queries(
+            dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt, stride_dot,
+            stride_dqt, first, hot, keys, q_len, k_len, shift, left, right, bits_ptr, scale2,
+            cap_scale, scale, D, D_PAD, M, LEFT, RIGHT, TREE, SOFTCAP, FUSED, True,
+        )  # fmt: skip
+        dk, dv = _walk_queries(
+            dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt, stride_dot,
+            stride_dqt, hot, cold, keys, q_len, k_len, shift, left, right, bits_ptr, scale2,
+            cap_scale, scale, D, D_PAD, M, LEFT, RIGHT, TREE, SOFTCAP, FUSED, False,
+        )  # fmt: skip
+        dk, dv = _walk_queries(
+            dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt, stride_dot,
+            stride_dqt, cold, stop, keys, q_len, k_len, shift, left, right, bits_ptr, scale2,
+            cap_scale, scale, D, D_PAD, M, LEFT, RIGHT, TREE, SOFTCAP, FUSED, True,
+        )  # fmt: skip
+    dk_base = dk_ptr + batch * stride_dkb + kv_head * stride_dkh + k_row * stride_dkt
+    dv_base = dv_ptr + batch * stride_dvb + kv_head * stride_dvh + k_row * stride_dvt
+    store_rows(dk_base, stride_dkt, offs_n, k_len - n0, scale * dk, D, D_PAD)
+    store_rows(dv_base, stride_dvt, offs_n, k_len - n0, dv, D, D_PAD)
+
+
+@triton.jit
+def _walk_keys(
+    dq, q, do, lse, delta, k_base, v_base, stride_kt: tl.constexpr, stride_vt: tl.constexpr,
+    start, stop, rows, q_len, k_len, shift, left, right, bits_ptr, scale2, cap_scale,
+    D: tl.constexpr, D_PAD: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add tiles of keys start … stop - 1 to dq [M, D]."""
+    offs_n = tl.arange(0, N)
+    for j in tl.range(start, stop):
+        n0 = j * N
+        skip = tl.cast(n0, tl.int64)
+        k = load_rows(k_base + skip * stride_kt, stride_kt, offs_n, k_len - n0, D, D_PAD, MASKED)
+        s = scores(q, k, cap_scale, SOFTCAP)
+        slope = _slope(s, SOFTCAP)
+        if MASKED:
+            keys = (n0 + offs_n)[None, :]
+            seen = visible(
+                rows[:, None], keys, q_len, k_len, shift, left, right, bits_ptr, LEFT, RIGHT, TREE
+            )
+            s = tl.where(seen, s, float("-inf"))
+        p = tl.exp2(s * scale2 - lse[:, None])
+        v = load_rows(v_base + skip * stride_vt, stride_vt, offs_n, k_len - n0, D, D_PAD, MASKED)
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        ds = (p * (dp - delta[:, None]) * slope).to(k.dtype)
+        dq = tl.dot(ds, k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit(do_not_specialize=["heads", "group", "max_q", "q_len", "k_len", "left", "right"])
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, bits_ptr, cu_q_ptr, cu_k_ptr,
+    stride_qb, stride_qh, stride_qt,
+    stride_kb, stride_kh, stride_kt: tl.constexpr,
+    stride_vb, stride_vh, stride_vt: tl.constexpr,
+    stride_dob, stride_doh, stride_dot,
+    stride_dqb, stride_dqh, stride_dqt,
+    stride_lb, stride_lh,
+    heads, group, max_q, q_len, k_len, left, right, scale2, cap_scale, scale,
+    D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
+    VARLEN: tl.constexpr,
+):  # fmt: skip
+    """dq [B, H, T, D]: the walk of the forward kernel, with lse known."""
+    blocks = tl.cdiv(max_q, M)
+    block = tl.program_id(0) % blocks
+    if RIGHT:
+        block = blocks - 1 - block  # as in the forward: the longest walks start first
+    head = (tl.program_id(0) // blocks % heads).to(tl.int64)
+    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    q_first, q_len = sequence(batch, cu_q_ptr, q_len, VARLEN)
+    k_first, k_len = sequence(batch, cu_k_ptr, k_len, VARLEN)
+    m0 = block * M
+    if m0 >= q_len:
+        return
+    shift = 0
+    if BOTTOM_RIGHT:
+        shift = k_len - q_len
+    first, hot, cold, last = tiles(
+        m0, tl.minimum(m0 + M, q_len), k_len, q_len, shift, left, right, N, LEFT, RIGHT, TREE
+    )
+    if TREE:
+        bits_ptr += batch * q_len * tl.cdiv(q_len, 32)
+    q_row, k_row = (q_first + m0).to(tl.int64), k_first.to(tl.int64)
+    q_base = q_ptr + batch * stride_qb + head * stride_qh + q_row * stride_qt
+    do_base = do_ptr + batch * stride_dob + head * stride_doh + q_row * stride_dot
+    k_base = k_ptr + batch * stride_kb + head // group * stride_kh + k_row * stride_kt
+    v_base = v_ptr + batch * stride_vb + head // group * stride_vh + k_row * stride_vt
+    of_row = batch * stride_lb + head * stride_lh + q_row
+
+    offs_m = tl.arange(0, M)
+    inside = q_len - m0
+    rows = m0 + offs_m
+    q = load_rows(q_base, stride_qt, offs_m, inside, D, D_PAD, True)
+    do = load_rows(do_base, stride_dot, offs_m, inside, D, D_PAD, True)
+    lse = _load_lse(lse_ptr + of_row, offs_m, inside, True)
+    delta = tl.load(delta_ptr + of_row + offs_m, mask=offs_m < inside, other=0.0)
+    dq = tl.zeros([M, D_PAD], tl.float32)
+    dq = _walk_keys(
+        dq, q, do, lse, delta, k_base, v_base, stride_kt, stride_vt, first, hot, rows, q_len,
+        k_len, shift, left, right, bits_ptr, scale2, cap_scale, D, D_PAD, N, LEFT, RIGHT, TREE,
+        SOFTCAP, True,
+    )  # fmt: skip
+    dq = _walk_keys(
+        dq, q, do, lse, delta, k_base, v_base, stride_kt, stride_vt, hot, cold, rows, q_len,
+        k_len, shift, left, right, bits_ptr, scale2, cap_scale, D, D_PAD, N, LEFT, RIGHT, TREE,
+        SOFTCAP, False,
+    )  # fmt: skip
+    dq = _walk_keys(
+        dq, q, do, lse, delta, k_base, v_base, stride_kt, stride_vt, cold, last + 1, rows, q_len,
+        k_len, shift, left, right, bits_ptr, scale2, cap_scale, D, D_PAD, N, LEFT, RIGHT, TREE,
+        SOFTCAP, True,
+    )  # fmt: skip
+    dq_base = dq_ptr + batch * stride_dqb + head * stride_dqh + q_row * stride_dqt
+    store_rows(dq_base, stride_dqt, offs_m, inside, scale * dq, D, D_PAD)
+
+
+def flash_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    pattern: Pattern,
+    grad_lse: Tensor | None = None,
+    fused: bool = False,
+    config: tuple[Config, Config] | None = None,
+    **lengths: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv) in the dtype and shape of q [B, H, T, D], k and v [B, Hkv, S, D].
+
+    out and lse are what `flash_forward` gave for the same arguments; grad_out [B, H, T, D] and
+    grad_lse [B, H, T] float32 their gradients. fused: five products instead of seven, dq summed in
+    float32 by atomic additions, so that its last bits differ from run to run; without it repeated
+    runs agree bit for bit. config: the tiles of the two kernels, dk and dv first.
+    Source: Dao, "FlashAttention-2", arXiv 2307.08691.
+    """
+    if fused and q.shape[3] > FUSED_DIM:
+        raise ValueError(
+            f"the fused backward takes head dimensions up to {FUSED_DIM}, past which it spills "
+            f"registers, got {q.shape[3]}; use fused=False"
+        )
+    if q.dtype == torch.bfloat16 and device.interpreting():
+        wide = flash_backward(
+            grad_out.float(), q.float(), k.float(), v.float(), out.float(), lse, pattern=pattern,
+            grad_lse=grad_lse, fused=fused, config=config, **lengths,
+        )  # fmt: skip
+        return wide[0].to(q.dtype), wide[1].to(q.dtype), wide[2].to(q.dtype)
+    q, k, v, grad_out = readable(q), readable(k), readable(v), readable(grad_out)
+    delta = torch.empty_like(lse)
+    dq = new_heads(q)
+    if fused:
+        dq = torch.zeros_like(dq, dtype=torch.float32)
+    dk, dv = new_heads(k), new_heads(v)
+    given = arguments(q, k, v, pattern=pattern, **lengths)
+    given |= {"do_ptr": grad_out, "lse_ptr": lse, "delta_ptr": delta}
+    given |= {"dq_ptr": dq, "dk_ptr": dk, "dv_ptr": dv, "FUSED": fused}
+    given |= strides(given["VARLEN"], do=grad_out, dq=dq, dk=dk, dv=dv, l=lse)
+    _launch_delta(out, grad_out, grad_lse, delta)
+    by_keys, by_queries = config or (
+        choose(table, kind_of(q.device), q.shape[3], q.dtype) for table in (KEYS, QUERIES)
+    )
+    programs = triton.cdiv(given["max_k"], by_keys.n) * k.shape[1] * given["sequences"]
+    launch(dkdv_kernel, programs, q, **given, **by_keys.options())
+    if not fused:
+        programs = triton.cdiv(given["max_q"], by_queries.m) * q.shape[1] * given["sequences"]
+        launch(dq_kernel, programs, q, **given, **by_queries.options())
+    return dq.to(q.dtype), dk, dv
+
+
+def _launch_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, delta: Tensor) -> None:
+    """Fill delta [B, H, T]; packed rows need no bounds here."""
+    batch, heads, tokens, dim = out.shape
+    out = readable(out)
+    programs = triton.cdiv(tokens, ROWS) * heads * batch
+    launch(
+        delta_kernel,
+        programs,
+        out,
+        out_ptr=out,
+        do_ptr=grad_out,
+        grad_lse_ptr=None if grad_lse is None else grad_lse.contiguous(),
+        delta_ptr=delta,
+        heads=heads,
+        max_q=tokens,
+        D=dim,
+        D_PAD=padded(dim),
+        M=ROWS,
+        num_warps=4,
+        num_stages=1,
+        **strides(False, o=out, do=grad_out, l=delta),
+    )
+
+
+def _register() -> None:
+    wide = torch.bfloat16
+    rows = {"stride_qt": 4096, "stride_dot": 4096}
+    enter(delta_kernel, KEYS, 128, wide, "", M=ROWS, num_warps=4, num_stages=1)
+    enter(dkdv_kernel, KEYS, 64, wide, "-fused", FUSED=True, **rows)
+    enter(dkdv_kernel, KEYS, 128, wide, "-causal", RIGHT=True, dq_ptr=None, **rows)
+    enter(dq_kernel, QUERIES, 128, wide, "-causal", RIGHT=True, stride_kt=4096, stride_vt=4096)
+
+
+_register()

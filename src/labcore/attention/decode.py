@@ -1,0 +1,395 @@
+"""Decode over a paged cache: many programs share one sequence, a second kernel joins their results.
+
+A step has few queries and many keys, so one program a sequence would leave most of a GPU idle.
+The keys of a sequence are cut into `splits` pieces, each program softmaxes its own piece, and
+`reduce_kernel` weighs the pieces by their log-sum-exp (flash decoding: Dao, Haziza, Massa and
+Sizov, 2023, https://pytorch.org/blog/flash-decoding).
+
+Letters: B batch, H query heads, Hkv key and value heads, G = H / Hkv, T queries of a sequence,
+D head dimension, P pages of `page` keys each, N nodes of a tree (N = T).
+"""
+
+import math
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from labcore import device
+from labcore.attention.configs import Config, kind_for, kind_of, padded
+from labcore.attention.forward import LN2, scores, softmax_step, visible
+from labcore.attention.layout import new_heads, new_lse
+from labcore.attention.pattern import Pattern, tree_bits
+from labcore.compile_only import TARGETS, register
+
+LOG2E = math.log2(math.e)
+LEAST_ROWS, MOST_ROWS = 16, 64  # of a tile: a matrix instruction takes no fewer
+ADDED = tl.constexpr(16)  # pieces that reduce_kernel adds at a time
+
+
+@triton.jit
+def absorb_block(
+    acc, peak, total, q, k_ptr, v_ptr, table_ptr, bits_ptr, parents_ptr,
+    start, end, rows, queries, prefix, left, scale2, cap_scale,
+    stride_kp, stride_ks, stride_vp, stride_vs,
+    PAGE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, N: tl.constexpr,
+    LEFT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take the keys start … start + N - 1 of a sequence into the running softmax."""
+    keys = start + tl.arange(0, N)
+    cols = tl.arange(0, D_PAD)
+    inside = (cols < D)[None, :]
+    if MASKED:
+        held = keys < end  # what lies behind may be NaN, in a page that nobody owns
+        if TREE:  # nor need the cache have a key for a node that is padding
+            node = tl.maximum(keys - prefix, 0)
+            parent = tl.load(parents_ptr + node, mask=held & (keys >= prefix), other=-1)
+            held = held & (parent != -2)
+        page = tl.load(table_ptr + keys // PAGE, mask=held, other=0).to(tl.int64)
+        inside = inside & held[:, None]
+    else:
+        page = tl.load(table_ptr + keys // PAGE).to(tl.int64)
+    slot = keys % PAGE
+    k_at = k_ptr + (page * stride_kp + slot * stride_ks)[:, None] + cols[None, :]
+    v_at = v_ptr + (page * stride_vp + slot * stride_vs)[:, None] + cols[None, :]
+    if MASKED or D < D_PAD:
+        k = tl.load(k_at, mask=inside, other=0.0)
+        v = tl.load(v_at, mask=inside, other=0.0)
+    else:
+        k = tl.load(k_at)
+        v = tl.load(v_at)
+    s = scores(q, k, cap_scale, SOFTCAP)
+    if MASKED:
+        seen = visible(
+            rows[:, None], keys[None, :], queries, end, prefix, left, 0, bits_ptr, LEFT, True, TREE
+        )
+        s = tl.where(seen, s, float("-inf"))
+    weights, shrink, peak, total = softmax_step(s, peak, total, scale2, MASKED)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, peak, total
+
+
+@triton.jit(do_not_specialize=["queries", "left", "max_pages"])
+def decode_kernel(
+    out_ptr,  # [B, T, H, splits, D]
+    lse_ptr,  # [B, H, T, splits] float32
+    q_ptr,
+    k_ptr,  # [P, page, Hkv, D]
+    v_ptr,
+    table_ptr,  # [B, max_pages] int32
+    lengths_ptr,  # [B] int32
+    counts_ptr,  # [B] int32, read if COUNTS
+    parents_ptr,  # [B, N] int32, read if TREE
+    bits_ptr,  # [B, N, ceil(N / 32)] int32, read if TREE
+    stride_qb, stride_qh, stride_qt,
+    stride_kp, stride_ks, stride_kh,
+    stride_vp, stride_vs, stride_vh,
+    max_pages, queries, left, scale2, cap_scale,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, COUNTS: tl.constexpr, LEFT: tl.constexpr,
+    TREE: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """One piece of one sequence, for the G query heads that share a KV head.
+
+    Their queries are packed into the M rows of a tile, row t * G + g: each key is read once.
+    """
+    tiles = tl.cdiv(queries * GROUP, M)
+    batch = (tl.program_id(0) // tiles).to(tl.int64)
+    m0 = tl.program_id(0) % tiles * M
+    kv_head = tl.program_id(1)
+    heads = tl.num_programs(1) * GROUP
+    piece = tl.program_id(2)
+    splits = tl.num_programs(2)
+
+    # A length past the table would turn what lies behind the table into page numbers.
+    length = tl.minimum(tl.load(lengths_ptr + batch), max_pages * PAGE)
+    count = queries
+    if COUNTS:
+        count = tl.load(counts_ptr + batch)
+    prefix = length - count
+    first_t = m0 // GROUP
+    last_t = tl.minimum((m0 + M - 1) // GROUP, count - 1)
+    # Keys begin … end - 1 are seen by some row, whole_begin … whole_end - 1 by every row.
+    begin, whole_begin = 0, 0
+    if LEFT:
+        begin = tl.maximum(prefix + first_t - left, 0)
+        whole_begin = tl.maximum(prefix + last_t - left, 0)
+    end = tl.where(first_t < count, prefix + last_t + 1, 0)
+    whole_end = prefix + first_t + 1
+    if TREE:
+        whole_end = prefix
+    size = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), splits), N) * N
+    begin += piece * size
+    end = tl.minimum(begin + size, end)
+    hot = begin + tl.cdiv(tl.maximum(tl.minimum(whole_begin, end) - begin, 0), N) * N
+    cold = hot + tl.maximum(tl.minimum(whole_end, end) - hot, 0) // N * N
+
+    row = m0 + tl.arange(0, M)
+    stored = row < queries * GROUP
+    t = tl.minimum(row // GROUP, queries - 1)
+    head = kv_head * GROUP + row % GROUP
+    cols = tl.arange(0, D_PAD)
+    keep = stored[:, None] & (cols < D)[None, :]
+    q_at = q_ptr + batch * stride_qb + (head * stride_qh + t * stride_qt)[:, None]
+    q = tl.load(q_at + cols[None, :], mask=keep, other=0.0)
+    answered = t < count
+    if TREE:
+        parents_ptr += batch * queries
+        bits_ptr += batch * queries * tl.cdiv(queries, 32)
+        answered = answered & (tl.load(parents_ptr + t) != -2)
+    table_ptr += batch * max_pages
+    k_ptr += kv_head * stride_kh
+    v_ptr += kv_head * stride_vh
+
+    acc = tl.zeros([M, D_PAD], tl.float32)
+    peak = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    if LEFT:
+        for start in tl.range(begin, hot, N):
+            acc, peak, total = absorb_block(
+                acc, peak, total, q, k_ptr, v_ptr, table_ptr, bits_ptr, parents_ptr,
+                start, end, t, queries, prefix, left, scale2, cap_scale,
+                stride_kp, stride_ks, stride_vp, stride_vs,
+                PAGE, D, D_PAD, N, LEFT, TREE, SOFTCAP, True,
+            )  # fmt: skip
+    for start in tl.range(hot, cold, N):
+        acc, peak, total = absorb_block(
+            acc, peak, total, q, k_ptr, v_ptr, table_ptr, bits_ptr, parents_ptr,
+            start, end, t, queries, prefix, left, scale2, cap_scale,
+            stride_kp, stride_ks, stride_vp, stride_vs,
+            PAGE, D, D_PAD, N, LEFT, TREE, SOFTCAP, False,
+        )  # fmt: skip
+    for start in tl.range(cold, end, N):
+        acc, peak, total = absorb_block(
+            acc, peak, total, q, k_ptr, v_ptr, table_ptr, bits_ptr, parents_ptr,
+            start, end, t, queries, prefix, left, scale2, cap_scale,
+            stride_kp, stride_ks, stride_vp, stride_vs,
+            PAGE, D, D_PAD, N, LEFT, TREE, SOFTCAP, True,
+        )  # fmt: skip
+
+    # Rows of padding went through the blocks without a mask.
+    total = tl.where(answered, total, 0.0)
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    out = tl.where(empty[:, None], 0.0, acc / total[:, None])
+    lse = tl.where(empty, float("-inf"), peak * LN2 + tl.log(total))
+    at = ((batch * queries + t) * heads + head) * splits + piece
+    tl.store(out_ptr + at[:, None] * D + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=keep)
+    lse_at = ((batch * heads + head) * queries + t) * splits + piece
+    tl.store(lse_ptr + lse_at, lse, mask=stored)
+
+
+@triton.jit(do_not_specialize=["queries", "splits"])
+def reduce_kernel(
+    out_ptr,  # [B, T, H, D]
+    lse_ptr,  # [B, H, T] float32
+    part_ptr,  # [B, T, H, splits, D] float32
+    part_lse_ptr,  # [B, H, T, splits] float32
+    heads, queries, splits,
+    D: tl.constexpr, D_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
+):  # fmt: skip
+    """One row of the result: its pieces, each weighed by exp(its lse - the row's lse)."""
+    row = tl.program_id(0).to(tl.int64)  # (b * T + t) * H + h
+    head = row % heads
+    batch = row // heads // queries
+    lse_row = (batch * heads + head) * queries + row // heads % queries
+    part_ptr += row * splits * D
+    part_lse_ptr += lse_row * splits
+    offs_s = tl.arange(0, SPLITS_PAD)
+    every = tl.load(part_lse_ptr + offs_s, mask=offs_s < splits, other=float("-inf"))
+    peak = tl.max(every, 0)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.sum(tl.exp(every - peak), 0)
+    empty = total == 0.0  # the row sees nothing
+    total = tl.where(empty, 1.0, total)
+    cols = tl.arange(0, D_PAD)
+    acc = tl.zeros([D_PAD], tl.float32)
+    for first in tl.range(0, splits, ADDED):
+        piece = first + tl.arange(0, ADDED)
+        lse = tl.load(part_lse_ptr + piece, mask=piece < splits, other=float("-inf"))
+        keep = (piece < splits)[:, None] & (cols < D)[None, :]
+        part = tl.load(part_ptr + piece[:, None] * D + cols[None, :], mask=keep, other=0.0)
+        acc += tl.sum(tl.exp(lse - peak)[:, None] * part, 0)
+    out = (acc / total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * D + cols, out, mask=cols < D)
+    tl.store(lse_ptr + lse_row, tl.where(empty, float("-inf"), peak + tl.log(total)))
+
+
+def split_decode(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    pattern: Pattern,
+    counts: Tensor | None,
+    splits: int,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernels; the arguments are those of `paged_attention`, checked there.
+
+    Returns out [B, H, T, D] in query's dtype and lse [B, H, T] float32.
+    """
+    batch, heads, queries, head_dim = query.shape
+    kv_heads, dtype = key_pages.shape[2], query.dtype
+    if device.interpreting() and dtype == torch.bfloat16:
+        # The interpreter multiplies the bits of bfloat16, and cuts off where it should round.
+        query, key_pages, value_pages = (x.float() for x in (query, key_pages, value_pages))
+    query, key_pages, value_pages = (_dense_rows(x) for x in (query, key_pages, value_pages))
+    out, lse = new_heads(query), new_lse(query)
+    part, part_lse = out, lse
+    if splits > 1:
+        shape = (batch, queries, heads, splits, head_dim)
+        part = query.new_empty(shape, dtype=torch.float32)
+        part_lse = lse.new_empty((*lse.shape, splits))
+    rows = heads // kv_heads * queries
+    config = choose(rows, head_dim, query.element_size(), kind_of(query.device))
+    # As on a GPU, inf and inf - inf come without a warning.
+    with torch.cuda.device_of(query), np.errstate(all="ignore"):
+        decode_kernel[(batch * triton.cdiv(rows, config.m), kv_heads, splits)](
+            out_ptr=part,
+            lse_ptr=part_lse,
+            **_arguments(query, key_pages, value_pages, block_table, lengths, counts, pattern),
+            M=config.m,
+            N=config.n,
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
+        if splits > 1:
+            reduce_kernel[(batch * queries * heads,)](
+                out,
+                lse,
+                part,
+                part_lse,
+                heads,
+                queries,
+                splits,
+                D=head_dim,
+                D_PAD=padded(head_dim),
+                SPLITS_PAD=triton.next_power_of_2(splits),
+                num_warps=1,
+            )
+    return out.to(dtype), lse
+
+
+def _arguments(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    counts: Tensor | None,
+    pattern: Pattern,
+) -> dict[str, Any]:
+    """What decode_kernel takes besides its results and its tile, by the kernel's names."""
+    tree, cap = pattern.tree, pattern.softcap
+    strides = {
+        f"stride_{name}": stride
+        for names, x in (("qb qh qt", query), ("kp ks kh", key_pages), ("vp vs vh", value_pages))
+        for name, stride in zip(names.split(), x.stride(), strict=False)
+    }
+    return strides | {
+        "q_ptr": query,
+        "k_ptr": key_pages,
+        "v_ptr": value_pages,
+        "table_ptr": block_table.contiguous(),
+        "lengths_ptr": lengths.contiguous(),
+        "counts_ptr": None if counts is None else counts.contiguous(),
+        "parents_ptr": None if tree is None else tree.contiguous(),
+        "bits_ptr": None if tree is None else tree_bits(tree),
+        "max_pages": block_table.shape[1],
+        "queries": query.shape[2],
+        "left": pattern.left or 0,
+        "scale2": LOG2E * (pattern.scale if cap is None else cap),
+        "cap_scale": 0.0 if cap is None else 2 * LOG2E * pattern.scale / cap,
+        "GROUP": query.shape[1] // key_pages.shape[2],
+        "PAGE": key_pages.shape[1],
+        "D": query.shape[3],
+        "D_PAD": padded(query.shape[3]),
+        "COUNTS": counts is not None,
+        "LEFT": pattern.left is not None,
+        "TREE": tree is not None,
+        "SOFTCAP": cap is not None,
+    }
+
+
+def choose(rows: int, head_dim: int, element_size: int, kind: str) -> Config:
+    """The tile for `rows` = G * T query rows of `element_size` bytes on a GPU of configs' `kind`.
+
+    A block of keys and one of values are 32 KiB: four programs share an SM and wait in turn.
+    """
+    whole = element_size == 4  # exact products take no matrix unit but many registers
+    most = MOST_ROWS // 2 if whole or kind == "cdna" else MOST_ROWS
+    m = min(max(triton.next_power_of_2(rows), LEAST_ROWS), most)
+    room = (1 << 13 if whole else 1 << 14) // (padded(head_dim) * element_size)
+    return Config(
+        m=m,
+        n=max(16, min(64, room)),
+        warps=4 if m == LEAST_ROWS and not whole else 8,
+        stages=1 if kind == "cdna" else 3,
+    )
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _register() -> None:
+    every = {f"{name}_ptr" for name in ("q", "k", "v", "table", "lengths", "out", "lse")}
+    integers = {f"{name}_ptr" for name in ("table", "lengths", "counts", "parents", "bits")}
+    strides = [name for name in decode_kernel.arg_names if name.startswith("stride_")]
+    numbers = dict.fromkeys((*strides, "max_pages", "queries", "left"), "i32")
+    numbers |= {"scale2": "fp32", "cap_scale": "fp32"}
+    plain = {"GROUP": 4, "PAGE": 16, "COUNTS": False, "LEFT": False, "TREE": False,
+             "SOFTCAP": False}  # fmt: skip
+    unread = {"counts_ptr": None, "parents_ptr": None, "bits_ptr": None}
+    # case -> Triton's type, bytes of it, rows, D, what differs from plain
+    cases: dict[str, tuple[str, int, int, int, dict[str, bool]]] = {
+        "bf16-d128": ("bf16", 2, 4, 128, {}),
+        "bf16-d128-tree": ("bf16", 2, 256, 128, {"TREE": True, "COUNTS": True}),
+        "bf16-d64-window": ("bf16", 2, 4, 64, {"LEFT": True, "SOFTCAP": True}),
+        "fp16-d256": ("fp16", 2, 4, 256, {}),
+        "fp32-d128": ("fp32", 4, 4, 128, {}),
+    }
+    kinds: dict[str, list[str]] = {}
+    for name, target in TARGETS.items():
+        kinds.setdefault(kind_for(target.backend, target.shared_limit), []).append(name)
+    for (case, (name, size, rows, head_dim, changed)), kind in product(cases.items(), kinds):
+        config = choose(rows, head_dim, size, kind)
+        pointers = every | integers if changed.get("TREE") else every
+        types = {p: "*i32" if p in integers else f"*{name}" for p in pointers}
+        types |= {"lse_ptr": "*fp32", "out_ptr": "*fp32"}
+        register(
+            decode_kernel,
+            case,
+            signature={**types, **numbers},
+            constexprs={
+                **plain,
+                **changed,
+                **({} if pointers > every else unread),
+                "D": head_dim,
+                "D_PAD": padded(head_dim),
+                "M": config.m,
+                "N": config.n,
+            },
+            aligned=(*types, *strides),
+            targets=kinds[kind],
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
+    floats = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "part_ptr": "*fp32", "part_lse_ptr": "*fp32"}
+    register(
+        reduce_kernel,
+        "bf16-d128",
+        signature={**floats, "heads": "i32", "queries": "i32", "splits": "i32"},
+        constexprs={"D": 128, "D_PAD": 128, "SPLITS_PAD": 32},
+        aligned=tuple(floats),
+        num_warps=1,
+    )
+
+
+_register()

@@ -1,0 +1,302 @@
+"""The forward kernel: one program holds a tile of queries and walks over the keys it sees.
+
+Letters: B batch, H heads, Hkv key and value heads, T queries, S keys, D head dimension, M and N
+rows of a tile of queries and of keys. Scores live in registers only; what reaches memory is the
+output and one number a row, lse = log(sum(exp(scores))), from which the backward recomputes them.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from labcore import device
+from labcore.attention.configs import FORWARD, Config, choose, kind_of
+from labcore.attention.launch import arguments, enter, launch, readable, strides
+from labcore.attention.layout import new_heads, new_lse
+from labcore.attention.pattern import Pattern
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def sequence(batch, cu_ptr, length, VARLEN: tl.constexpr):
+    """First row and length of a sequence; packed ones stand between cumulative lengths."""
+    first = batch * 0
+    if VARLEN:
+        first = tl.load(cu_ptr + batch)
+        length = tl.load(cu_ptr + batch + 1) - first
+    return first, length
+
+
+@triton.jit
+def load_rows(base, stride, rows, limit, D: tl.constexpr, D_PAD: tl.constexpr, GUARD: tl.constexpr):
+    """Tile [rows, D_PAD]; zeros past column D and, if GUARD, from row `limit` on."""
+    cols = tl.arange(0, D_PAD)
+    at = base + rows[:, None] * stride + cols[None, :]
+    if GUARD and D < D_PAD:
+        return tl.load(at, mask=(rows < limit)[:, None] & (cols < D)[None, :], other=0)
+    elif GUARD:
+        return tl.load(at, mask=(rows < limit)[:, None], other=0)
+    elif D < D_PAD:
+        return tl.load(at, mask=(cols < D)[None, :], other=0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def store_rows(base, stride, rows, limit, x, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Store tile x [rows, D_PAD], but no column past D and no row from `limit` on."""
+    cols = tl.arange(0, D_PAD)
+    keep = (rows < limit)[:, None] & (cols < D)[None, :]
+    at = base + rows[:, None] * stride + cols[None, :]
+    tl.store(at, x.to(base.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def visible(
+    rows, keys, q_len, k_len, shift, left, right, bits_ptr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """Whether query `rows` sees `keys`; their shapes broadcast, such as [M, 1] and [1, N]."""
+    seen = keys < k_len
+    if RIGHT:
+        seen = seen & (keys <= rows + shift + right)
+    if LEFT:
+        seen = seen & (keys >= rows + shift - left)
+    if TREE:
+        node = keys - shift  # the last T keys are the T nodes of the tree
+        word_ptr = bits_ptr + rows * tl.cdiv(q_len, 32) + (node >> 5)
+        word = tl.load(word_ptr, mask=seen & (node >= 0) & (rows < q_len), other=0)
+        seen = seen & ((node < 0) | (((word >> (node & 31)) & 1) != 0))
+    return seen
+
+
+@triton.jit
+def scores(a, b, cap_scale, SOFTCAP: tl.constexpr):
+    """a [M, D] times b [N, D] transposed: [M, N] float32, capped but not yet scaled."""
+    s = tl.dot(a, tl.trans(b), input_precision="ieee")
+    if SOFTCAP:
+        # tanh by the one exponential that every target has.
+        s = 1.0 - 2.0 / (1.0 + tl.exp2(s * cap_scale))
+    return s
+
+
+@triton.jit
+def softmax_step(s, peak, total, scale2, MASKED: tl.constexpr):
+    """Weights 2^(scale2 * s - peak) of scores s [M, N], and the running state after them.
+
+    peak [M] is the largest scaled score so far and total [M] the sum of all weights; when the peak
+    grows, what was summed before must shrink.
+    """
+    # scale2 holds log2(e) too: one multiply-add and exp2 make the softmax's exponential.
+    new_peak = tl.maximum(peak, tl.max(s, 1) * scale2)
+    safe = new_peak
+    if MASKED:  # a row may have seen nothing yet, and -inf - -inf is NaN
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    p = tl.exp2(s * scale2 - safe[:, None])
+    shrink = tl.exp2(peak - safe)
+    return p, shrink, new_peak, total * shrink + tl.sum(p, 1)
+
+
+@triton.jit
+def walk(
+    acc, p, shrink, peak, total, q, k_base, v_base, stride_kt: tl.constexpr,
+    stride_vt: tl.constexpr, start, stop, rows, q_len, k_len, shift, left, right, bits_ptr,
+    scale2, cap_scale, D: tl.constexpr, D_PAD: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    FIRST: tl.constexpr,
+):  # fmt: skip
+    """Tiles of keys start … stop - 1; p [M, N] holds the weights of the tile before.
+
+    A step scores its own tile and multiplies the values of the tile before: that product needs
+    nothing of this tile, so the matrix unit works on it while other units take the exponentials.
+    """
+    offs_n = tl.arange(0, N)
+    for j in tl.range(start, stop, num_stages=1 if FIRST else None):
+        begin = j * N
+        k_at = k_base + tl.cast(begin, tl.int64) * stride_kt
+        k = load_rows(k_at, stride_kt, offs_n, k_len - begin, D, D_PAD, MASKED)
+        s = scores(q, k, cap_scale, SOFTCAP)
+        v_at = v_base + tl.cast(begin - N, tl.int64) * stride_vt
+        before = tl.where(j == start, 0, N)  # the first tile of all has none before it
+        v = load_rows(v_at, stride_vt, offs_n, before, D, D_PAD, FIRST)
+        acc = tl.dot(p.to(v.dtype, bitcast=True), v, acc * shrink[:, None], input_precision="ieee")
+        if MASKED:
+            keys = (begin + offs_n)[None, :]
+            s = tl.where(
+                visible(
+                    rows[:, None], keys, q_len, k_len, shift, left, right, bits_ptr, LEFT, RIGHT,
+                    TREE,
+                ),
+                s,
+                float("-inf"),
+            )  # fmt: skip
+        weights, shrink, peak, total = softmax_step(s, peak, total, scale2, MASKED)
+        # Carried as its bits: a floating operand that crosses steps would cross shared memory too.
+        p = weights.to(v.dtype).to(p.dtype, bitcast=True)
+    return acc, p, shrink, peak, total
+
+
+@triton.jit
+def tiles(
+    m0, m1, k_len, q_len, shift, left, right,
+    N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """Tiles of keys that rows m0 … m1 - 1 see: (first, hot, cold, last).
+
+    Tiles hot … cold - 1 need no mask, the others of first … last do. `last` is at least `first`:
+    rows that see nothing walk over one tile.
+    """
+    begin, end = 0, k_len  # keys that some row sees
+    whole_begin, whole_end = 0, k_len  # keys that every row sees
+    if RIGHT:
+        end = tl.maximum(tl.minimum(end, m1 + shift + right), 0)
+        whole_end = tl.minimum(whole_end, m0 + shift + right + 1)
+    if LEFT:
+        begin = tl.minimum(tl.maximum(begin, m0 + shift - left), end)
+        whole_begin = tl.maximum(whole_begin, m1 - 1 + shift - left)
+    if TREE:
+        whole_end = tl.minimum(whole_end, k_len - q_len)
+    first = begin // N
+    last = tl.maximum(tl.cdiv(end, N) - 1, first)
+    # The first tile starts the walk and always has its mask.
+    hot = tl.minimum(tl.maximum(tl.cdiv(whole_begin, N), first + 1), last + 1)
+    cold = tl.minimum(tl.maximum(whole_end, 0) // N, last + 1)
+    return first, hot, tl.maximum(cold, hot), last
+
+
+@triton.jit(do_not_specialize=["heads", "group", "max_q", "q_len", "k_len", "left", "right"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bits_ptr, cu_q_ptr, cu_k_ptr,
+    stride_qb, stride_qh, stride_qt,
+    stride_kb, stride_kh, stride_kt: tl.constexpr,
+    stride_vb, stride_vh, stride_vt: tl.constexpr,
+    stride_ob, stride_oh, stride_ot,
+    stride_lb, stride_lh,
+    heads, group, max_q, q_len, k_len, left, right, scale2, cap_scale,
+    D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
+    VARLEN: tl.constexpr,
+):  # fmt: skip
+    """out [B, H, T, D] and lse [B, H, T] of q [B, H, T, D], k and v [B, Hkv, S, D].
+
+    Row strides of k and v are constants: where the rows of a tile lie then takes no registers.
+    """
+    blocks = tl.cdiv(max_q, M)
+    block = tl.program_id(0) % blocks
+    if RIGHT:
+        block = blocks - 1 - block  # the longest walks start first, so that short ones end the run
+    head = (tl.program_id(0) // blocks) % heads
+    batch = tl.program_id(0) // blocks // heads
+    q_first, q_len = sequence(batch, cu_q_ptr, q_len, VARLEN)
+    k_first, k_len = sequence(batch, cu_k_ptr, k_len, VARLEN)
+    m0 = block * M
+    if m0 >= q_len:
+        return
+    shift = 0
+    if BOTTOM_RIGHT:
+        shift = k_len - q_len
+    first, hot, cold, last = tiles(
+        m0, tl.minimum(m0 + M, q_len), k_len, q_len, shift, left, right, N, LEFT, RIGHT, TREE
+    )
+
+    # In 64 bits: a batch times its stride, or a row times its own, may pass 2^31 elements.
+    batch, head = batch.to(tl.int64), head.to(tl.int64)
+    q_row, k_row = (q_first + m0).to(tl.int64), k_first.to(tl.int64)
+    q_base = q_ptr + batch * stride_qb + head * stride_qh + q_row * stride_qt
+    k_base = k_ptr + batch * stride_kb + head // group * stride_kh + k_row * stride_kt
+    v_base = v_ptr + batch * stride_vb + head // group * stride_vh + k_row * stride_vt
+    out_base = out_ptr + batch * stride_ob + head * stride_oh + q_row * stride_ot
+    lse_base = lse_ptr + batch * stride_lb + head * stride_lh + q_row
+    if TREE:
+        bits_ptr += batch * q_len * tl.cdiv(q_len, 32)
+
+    offs_m = tl.arange(0, M)
+    rows = m0 + offs_m
+    q = load_rows(q_base, stride_qt, offs_m, q_len - m0, D, D_PAD, True)
+    acc = tl.zeros([M, D_PAD], tl.float32)
+    p = tl.zeros([M, N], tl.int32 if q_ptr.dtype.element_ty == tl.float32 else tl.int16)
+    peak = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc, p, shrink, peak, total = walk(
+        acc, p, total, peak, total, q, k_base, v_base, stride_kt, stride_vt, first, hot,
+        rows, q_len, k_len, shift, left, right, bits_ptr, scale2, cap_scale,
+        D, D_PAD, N, LEFT, RIGHT, TREE, SOFTCAP, True, True,
+    )  # fmt: skip
+    acc, p, shrink, peak, total = walk(
+        acc, p, shrink, peak, total, q, k_base, v_base, stride_kt, stride_vt, hot, cold,
+        rows, q_len, k_len, shift, left, right, bits_ptr, scale2, cap_scale,
+        D, D_PAD, N, LEFT, RIGHT, TREE, SOFTCAP, False, False,
+    )  # fmt: skip
+    acc, p, shrink, peak, total = walk(
+        acc, p, shrink, peak, total, q, k_base, v_base, stride_kt, stride_vt, cold, last + 1,
+        rows, q_len, k_len, shift, left, right, bits_ptr, scale2, cap_scale,
+        D, D_PAD, N, LEFT, RIGHT, TREE, SOFTCAP, True, False,
+    )  # fmt: skip
+    # The values of the last tile are still to come.
+    v_at = v_base + tl.cast(last * N, tl.int64) * stride_vt
+    v = load_rows(v_at, stride_vt, tl.arange(0, N), k_len - last * N, D, D_PAD, True)
+    acc = tl.dot(p.to(v.dtype, bitcast=True), v, acc * shrink[:, None], input_precision="ieee")
+
+    empty = total == 0.0
+    if TREE:  # padding saw the prefix in the tiles without a mask
+        empty = empty | ~visible(
+            rows, rows + shift, q_len, k_len, shift, left, right, bits_ptr, LEFT, RIGHT, TREE
+        )
+    out = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
+    lse = tl.where(empty, float("-inf"), peak * LN2 + tl.log(tl.where(empty, 1.0, total)))
+    store_rows(out_base, stride_ot, offs_m, q_len - m0, out, D, D_PAD)
+    tl.store(lse_base + offs_m, lse, mask=rows < q_len)
+
+
+def flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern,
+    config: Config | None = None,
+    **lengths: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention by the kernel: out [B, H, T, D] in q's dtype, lse [B, H, T] float32.
+
+    q [B, H, T, D], k and v [B, Hkv, S, D], of one dtype (float16, bfloat16 or float32), any
+    strides, D at most 256, H a multiple of Hkv. lengths: cu_q, cu_k, max_q and max_k of packed
+    sequences, as in `launch.arguments`. config: tiles other than the device's own. A row that sees
+    no key has out 0 and lse -inf; lse is the natural logarithm of the sum of exp(score).
+    Source: Dao, "FlashAttention-2", arXiv 2307.08691.
+    """
+    if q.dtype == torch.bfloat16 and device.interpreting():
+        # The interpreter multiplies the bits of bfloat16 as if they were integers.
+        wide = flash_forward(
+            q.float(), k.float(), v.float(), pattern=pattern, config=config, **lengths
+        )
+        return new_heads(q).copy_(wide[0]), wide[1]
+    q, k, v = readable(q), readable(k), readable(v)
+    out, lse = new_heads(q), new_lse(q)
+    given = arguments(q, k, v, pattern=pattern, **lengths)
+    config = config or choose(FORWARD, kind_of(q.device), q.shape[3], q.dtype)
+    launch(
+        forward_kernel,
+        triton.cdiv(given["max_q"], config.m) * q.shape[1] * given["sequences"],
+        q,
+        out_ptr=out,
+        lse_ptr=lse,
+        **given,
+        **config.options(),
+        **strides(given["VARLEN"], o=out, l=lse),
+    )
+    return out, lse
+
+
+def _register() -> None:
+    rows = {"stride_kt": 4096, "stride_vt": 4096}
+    enter(forward_kernel, FORWARD, 64, torch.bfloat16, "", **rows)
+    enter(forward_kernel, FORWARD, 128, torch.bfloat16, "-causal", RIGHT=True, **rows)
+    enter(forward_kernel, FORWARD, 64, torch.float32, "-causal", RIGHT=True, **rows)
+
+
+_register()

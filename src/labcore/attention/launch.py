@@ -1,0 +1,133 @@
+"""What every launch of the attention kernels shares: strides, lengths and the pattern's numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from labcore.attention.configs import Table, choose, kind_for, padded
+from labcore.attention.pattern import Pattern, tree_bits
+from labcore.compile_only import TARGETS, register
+
+__all__ = ["arguments", "enter", "launch", "readable", "strides"]
+
+LOG2E = math.log2(math.e)
+LONGEST_ROW = 1 << 23  # elements: 256 rows of a tile then stay within 31 bits
+
+
+def readable(x: Tensor) -> Tensor:
+    """`x` [B, H, T, D] as the kernels can read it: columns side by side, rows not too far apart."""
+    return x if x.stride(3) == 1 and x.stride(2) < LONGEST_ROW else x.contiguous()
+
+
+def strides(packed: bool, **tensors: Tensor) -> dict[str, int]:
+    """Strides of tensors [B, H, T, …] by the kernels' names, as stride_qb, stride_qh, stride_qt.
+
+    packed: sequences of a packed batch differ in where they begin, not by a batch's stride.
+    """
+    named = {}
+    for name, x in tensors.items():
+        of_batch = 0 if packed else x.stride(0)
+        for axis, stride in zip("bht", (of_batch, x.stride(1), x.stride(2)), strict=True):
+            named[f"stride_{name}{axis}"] = stride
+    return named
+
+
+def arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern,
+    cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None,
+    max_q: int | None = None,
+    max_k: int | None = None,
+) -> dict[str, Any]:
+    """What the forward and the backward kernels take alike, by the kernels' own names.
+
+    q [B, H, T, D], k and v [B, Hkv, S, D] as `readable` gives them. Packed sequences are views
+    [1, H, total, D]: cu_q and cu_k int32 [sequences + 1] say where each begins, max_q and max_k how
+    long the longest is.
+    """
+    left, right = pattern.left, pattern.right
+    cap = pattern.softcap
+    packed = cu_q is not None
+    return strides(packed, q=q, k=k, v=v) | {
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        "cu_q_ptr": cu_q,
+        "cu_k_ptr": cu_k,
+        "sequences": q.shape[0] if cu_q is None else len(cu_q) - 1,
+        "bits_ptr": None if pattern.tree is None else tree_bits(pattern.tree),
+        "heads": q.shape[1],
+        "group": q.shape[1] // k.shape[1],
+        "max_q": q.shape[2] if max_q is None else max_q,
+        "max_k": k.shape[2] if max_k is None else max_k,
+        "q_len": q.shape[2],
+        "k_len": k.shape[2],
+        "left": 0 if left is None else left,
+        "right": 0 if right is None else right,
+        # exp(scale * s) is 2^(scale2 * s). A cap's tanh(x) is 1 - 2 / (1 + 2^(2 x log2(e))).
+        "scale": pattern.scale,
+        "scale2": LOG2E * (pattern.scale if cap is None else cap),
+        "cap_scale": 0.0 if cap is None else 2 * LOG2E * pattern.scale / cap,
+        "D": q.shape[3],
+        "D_PAD": padded(q.shape[3]),
+        "LEFT": left is not None,
+        "RIGHT": right is not None or pattern.tree is not None,
+        "BOTTOM_RIGHT": pattern.bottom_right or pattern.tree is not None,
+        "TREE": pattern.tree is not None,
+        "SOFTCAP": cap is not None,
+        "VARLEN": packed,
+    }
+
+
+def launch(kernel: Any, programs: int, where: Tensor, **given: Any) -> None:
+    """Run `programs` programs of `kernel` on the device of `where`; names it does not have go."""
+    known = {*kernel.arg_names, "num_warps", "num_stages"}
+    # As on a GPU, infinite minus infinite is NaN without a warning.
+    with torch.cuda.device_of(where), np.errstate(all="ignore"):
+        kernel[(programs,)](**{name: value for name, value in given.items() if name in known})
+
+
+def enter(
+    kernel: Any, table: Table, head_dim: int, dtype: torch.dtype, case: str, **changed: Any
+) -> None:
+    """Enter a form of `kernel` for the compile gates, for each target with the tile it would take.
+
+    changed: constants that differ from those of attention without a mask. What is not among them is
+    a pointer, a number or a length.
+    """
+    flags = ("LEFT", "RIGHT", "BOTTOM_RIGHT", "TREE", "SOFTCAP", "VARLEN", "FUSED")
+    fixed: dict[str, Any] = dict.fromkeys(flags, False)
+    fixed |= dict.fromkeys(("bits_ptr", "cu_q_ptr", "cu_k_ptr", "grad_lse_ptr"))
+    fixed |= {"D": head_dim, "D_PAD": padded(head_dim), "group": 1, **changed}
+    narrow = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
+    types = dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32")
+    types |= dict.fromkeys(("scale", "scale2", "cap_scale"), "fp32")
+    if fixed["FUSED"]:
+        types["dq_ptr"] = "*fp32"
+    for target, gpu in TARGETS.items():
+        config = choose(table, kind_for(gpu.backend, gpu.shared_limit), head_dim, dtype)
+        known = {**config.options(), **fixed}
+        signature = {
+            name: types.get(name, narrow if name.endswith("_ptr") else "i32")
+            for name in kernel.arg_names
+            if name not in known
+        }
+        register(
+            kernel,
+            f"{str(dtype).removeprefix('torch.')}-d{head_dim}{case}",
+            signature=signature,
+            constexprs={name: known[name] for name in kernel.arg_names if name in known},
+            aligned=tuple(name for name in signature if name.endswith("_ptr") or "stride" in name),
+            targets=(target,),
+            num_warps=known["num_warps"],
+            num_stages=known["num_stages"],
+        )

@@ -1,0 +1,341 @@
+"""Attention of a few new tokens over a paged cache: `paged_attention` and its plain torch form.
+
+Letters: B batch, H query heads, Hkv key and value heads, T queries of a sequence, S keys of a
+sequence, D head dimension, P pages of `page` keys each.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Literal, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from labcore.attention.arguments import DTYPES, WIDEST_HEAD, check_parents, make_pattern
+from labcore.attention.layout import new_heads, new_lse
+from labcore.attention.online import merge
+from labcore.attention.pattern import Pattern, allowed
+from labcore.checks import positive_int
+from labcore.device import Backend, choose_backend
+
+__all__ = ["paged_attention"]
+
+Window = tuple[int | None, int | None]
+MOST_SPLITS = 128
+KEYS_A_SPLIT = 256  # fewer are read faster than a piece's result is written and read again
+
+
+class PagedOptions(TypedDict, total=False):
+    """What `paged_attention` takes by name, besides `return_lse`, which decides what comes back."""
+
+    counts: Tensor | None
+    scale: float | None
+    softcap: float | None
+    window: Window | None
+    tree: Tensor | None
+    splits: int | None
+    backend: Backend
+
+
+@overload
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[PagedOptions],
+) -> Tensor: ...
+
+
+@overload
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PagedOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    counts: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: Window | None = None,
+    tree: Tensor | None = None,
+    return_lse: bool = False,
+    splits: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of each sequence's last tokens over its keys, which lie scattered in pages.
+
+    query: [B, H, T, D], fp16, bf16 or fp32 (the torch form takes fp64 too), any strides.
+    key_pages, value_pages: [P, page, Hkv, D] in query's dtype, H a multiple of Hkv. Key s of
+    sequence b lies in slot s % page of page block_table[b, s // page]; nothing else is read.
+    block_table: int32 [B, max_pages]. lengths: int32 [B], keys of each sequence, those of its
+    queries included; 0 gives zeros.
+    counts: int32 [B], how many of the T queries of a right-padded batch each sequence has, default
+    T; the rest give zeros. The last counts[b] keys are the queries' own, and a query sees the keys
+    up to its own.
+    scale: of the scores, default 1 / sqrt(D). softcap: c turns a score s into c * tanh(s / c).
+    window: (left, right) as in `flash_attention`; only `left` matters, a query sees no later key.
+    tree: parents int32 [B, T]: a query sees the keys before the queries, its ancestors and itself.
+    parents[n] is an earlier query, -1 for a child of the prefix, -2 for padding, which gives zeros.
+    splits: pieces that each sequence is cut into, worked on side by side; default by the device.
+
+    Returns out [B, H, T, D] in query's dtype; with return_lse also the natural log-sum-exp of each
+    query's scores, fp32 [B, H, T] (fp64 for fp64), -inf where nothing is seen. No gradients.
+    Lengths and pages are trusted: on a GPU they are not read by the host.
+    Raises ValueError or TypeError for arguments that do not fit each other.
+    Source: Dao et al., 2023, https://pytorch.org/blog/flash-decoding (splits); Kwon et al., 2023,
+    arXiv 2309.06180 (pages).
+    """
+    _check_pages(query, key_pages, value_pages)
+    _check_integers(query, block_table, lengths, counts, tree)
+    if tree is not None and window is not None:
+        raise ValueError("a tree says who sees whom and takes no window, got both; leave one out")
+    pattern = make_pattern(
+        query, causal_alignment="bottom_right", scale=scale, window=window, softcap=softcap
+    )
+    out, lse = _paged_attention(
+        query,
+        key_pages,
+        value_pages,
+        block_table,
+        lengths,
+        counts,
+        tree,
+        pattern.scale,
+        pattern.softcap,
+        pattern.left,
+        None if splits is None else positive_int("splits", splits),
+        backend,
+    )
+    return (out, lse) if return_lse else out
+
+
+@torch.library.custom_op(
+    "labcore::paged_attention",
+    mutates_args=(),
+    schema=(
+        "(Tensor query, Tensor key_pages, Tensor value_pages, Tensor block_table, Tensor lengths, "
+        "Tensor? counts, Tensor? tree, float scale, float? softcap, SymInt? left, SymInt? splits, "
+        "str backend) -> (Tensor, Tensor)"
+    ),
+)
+def _paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    counts: Tensor | None,
+    tree: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    left: int | None,
+    splits: int | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    wide = query.dtype == torch.float64
+    if wide and backend == "triton":
+        raise ValueError(
+            "paged_attention: the kernels take float16, bfloat16 and float32, got float64; "
+            "use backend='torch'"
+        )
+    if tree is not None:
+        check_parents(tree)
+    form = "torch" if wide else choose_backend(backend, query, op="paged_attention")
+    if query.numel() == 0:
+        return new_heads(query), new_lse(query)
+    pattern = Pattern(
+        scale=scale,
+        softcap=softcap,
+        is_causal=tree is None,
+        bottom_right=True,
+        window=(left, None),
+        tree=tree,
+    )
+    tensors = (query, key_pages, value_pages, block_table, lengths)
+    # A caller's autocast ends at this door: products are as precise as the form says.
+    with torch.autocast(query.device.type, enabled=False):
+        if form == "torch":
+            return _torch_form(*tensors, pattern=pattern, counts=counts, splits=splits or 1)
+        from labcore.attention.decode import split_decode
+
+        splits = splits or _splits(query, key_pages, block_table)
+        return split_decode(*tensors, pattern=pattern, counts=counts, splits=splits)
+
+
+@_paged_attention.register_fake
+def _(query: Tensor, *others: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return new_heads(query), new_lse(query)
+
+
+def _refuse(*_: object) -> None:
+    raise RuntimeError(
+        "paged_attention has no gradients: a cache keeps none; run the forward under "
+        "torch.no_grad(), or train with flash_attention"
+    )
+
+
+_paged_attention.register_autograd(_refuse)
+
+
+def _torch_form(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    pattern: Pattern,
+    counts: Tensor | None,
+    splits: int,
+) -> tuple[Tensor, Tensor]:
+    """What the kernels compute, sequence by sequence; the host reads lengths and counts."""
+    out, lse = new_heads(query).zero_(), new_lse(query).fill_(-torch.inf)
+    page, kv_heads = key_pages.shape[1:3]
+    room = block_table.shape[1] * page
+    asked = [query.shape[2]] * len(lengths) if counts is None else counts.tolist()
+    for row, (length, count) in enumerate(zip(lengths.tolist(), asked, strict=True)):
+        if not 0 <= length <= room:
+            raise ValueError(
+                f"lengths must lie between 0 and the {room} keys that a row of block_table has "
+                f"pages for, got {length} in row {row}; give the sequence more pages"
+            )
+        if not 0 <= count <= query.shape[2]:
+            raise ValueError(
+                f"counts must lie between 0 and the {query.shape[2]} queries, got {count} in row "
+                f"{row}; it is the number of valid ones"
+            )
+        if length == 0 or count == 0:
+            continue
+        first = 0 if pattern.left is None else max(0, length - count - pattern.left)
+        pages = block_table[row, first // page : -(-length // page)]
+        held = slice(first % page, length - first // page * page)
+        keys, values = (
+            x.index_select(0, pages).flatten(0, 1)[held].transpose(0, 1).to(lse.dtype)
+            for x in (key_pages, value_pages)
+        )
+        # [Hkv, G * count, D]: the query heads of a key head are rows of one product.
+        rows = query[row, :, :count].reshape(kv_heads, -1, query.shape[3]).to(lse.dtype)
+        seen = _seen(pattern, row, count, length, keys.shape[1])
+        if pattern.tree is not None and seen is not None:
+            values = values.masked_fill(~seen.any(0)[:, None], 0)  # padding may never be written
+        size = -(-keys.shape[1] // splits)
+        pieces = [
+            _piece(
+                rows,
+                keys[:, i : i + size],
+                values[:, i : i + size],
+                pattern,
+                None if seen is None else seen[:, i : i + size],
+            )
+            for i in range(0, keys.shape[1], size)
+        ]
+        row_out, row_lse = functools.reduce(lambda a, b: merge(*a, *b), pieces)
+        out[row, :, :count] = row_out.view(query.shape[1], count, -1)
+        lse[row, :, :count] = row_lse.view(query.shape[1], count)
+    return out, lse
+
+
+def _seen(pattern: Pattern, row: int, count: int, length: int, width: int) -> Tensor | None:
+    """Which of the last `width` keys each query sees, bool [count, width]; None is every one."""
+    if count == 1 and pattern.tree is None:
+        return None
+    if pattern.tree is not None:
+        pattern = replace(pattern, tree=pattern.tree[row : row + 1, :count])
+    return allowed(pattern, count, max(length, count))[0, 0, :, -width:]
+
+
+def _piece(
+    rows: Tensor, keys: Tensor, values: Tensor, pattern: Pattern, seen: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of rows [Hkv, G * count, D] over some keys [Hkv, S, D]: out and lse."""
+    scores = (rows @ keys.mT).mul_(pattern.scale)
+    if pattern.softcap is not None:
+        scores.div_(pattern.softcap).tanh_().mul_(pattern.softcap)
+    if seen is not None:
+        scores.unflatten(1, (-1, len(seen))).masked_fill_(~seen, -torch.inf)
+    lse = scores.logsumexp(-1)
+    shift = lse.masked_fill(lse == -torch.inf, 0)  # a row that sees none of them gives zeros
+    return scores.sub_(shift[..., None]).exp_() @ values, lse
+
+
+def _splits(query: Tensor, key_pages: Tensor, block_table: Tensor) -> int:
+    """Pieces that fill the GPU twice; the host knows only how many keys the table has room for."""
+    if query.device.type != "cuda":
+        return 1
+    page, kv_heads = key_pages.shape[1:3]
+    batch, heads, queries, _ = query.shape
+    programs = batch * kv_heads * -(-heads // kv_heads * queries // 64)  # 64 rows a tile
+    wanted = 2 * torch.cuda.get_device_properties(query.device).multi_processor_count // programs
+    return max(1, min(wanted, block_table.shape[1] * page // KEYS_A_SPLIT, MOST_SPLITS))
+
+
+def _check_pages(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
+    """Raise unless queries [B, H, T, D] and pages [P, page, Hkv, D] fit each other."""
+    for name, x in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages)):
+        if x.dtype not in DTYPES or x.dtype != query.dtype or x.device != query.device:
+            raise TypeError(
+                "query and pages must share one device and one dtype of float16, bfloat16, float32 "
+                f"and float64, got {query.dtype} on {query.device} and for {name} {x.dtype} on "
+                f"{x.device}; convert the query with .to(key_pages)"
+            )
+        if x.dim() != 4:
+            form = "[B, H, T, D]" if x is query else "[P, page, Hkv, D]"
+            raise ValueError(f"{name} must have shape {form}, got {tuple(x.shape)}")
+    shapes = f"query {tuple(query.shape)}, pages {tuple(key_pages.shape)}"
+    if key_pages.shape != value_pages.shape or 0 in key_pages.shape:
+        raise ValueError(
+            "key_pages and value_pages must have one shape [P, page, Hkv, D] without a 0, "
+            f"got {tuple(key_pages.shape)} and {tuple(value_pages.shape)}"
+        )
+    if not 1 <= query.shape[3] <= WIDEST_HEAD or query.shape[3] != key_pages.shape[3]:
+        raise ValueError(
+            f"query and pages must share a head dimension D of 1 to {WIDEST_HEAD}, got {shapes}"
+        )
+    if query.shape[1] % key_pages.shape[2]:
+        raise ValueError(f"the query's heads must be a multiple of the pages', got {shapes}")
+
+
+def _check_integers(
+    query: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    counts: Tensor | None,
+    tree: Tensor | None,
+) -> None:
+    """Raise unless each is int32 of its shape on the query's device."""
+    batch, _, queries, _ = query.shape
+    wanted = (
+        ("block_table", block_table, (batch, max(1, block_table.shape[-1]))),
+        ("lengths", lengths, (batch,)),
+        ("counts", counts, (batch,)),
+        ("tree", tree, (batch, queries)),
+    )
+    for name, x, shape in wanted:
+        if x is None:
+            continue
+        if x.dtype != torch.int32 or x.device != query.device:
+            raise TypeError(
+                f"{name} must be int32 on the query's device {query.device}, got {x.dtype} on "
+                f"{x.device}; convert it with {name}.to(query.device, torch.int32)"
+            )
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")

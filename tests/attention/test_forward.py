@@ -1,0 +1,174 @@
+"""The forward kernel in the interpreter: the law, awkward memory, and the tiles that it walks."""
+
+import pytest
+import torch
+
+from labcore.attention import Pattern, allowed
+from tests.attention.cases import BANDS, draw, draw_tree, error, exact, plain
+from tests.attention.kernels import Guards, guarded, needs_interpreter, tile_cases
+
+pytest.importorskip("triton", reason="Triton has no build for this system")
+
+import triton
+import triton.language as tl
+
+from labcore.attention import forward
+from labcore.attention.configs import Config
+from labcore.attention.forward import flash_forward
+
+pytestmark = needs_interpreter
+SMALL = Config(m=32, n=16)  # several tiles of each kind at these lengths
+
+
+def check(query, key, value, pattern: Pattern, *, config: Config | None = SMALL, **lengths) -> None:
+    out, lse = flash_forward(query, key, value, pattern=pattern, config=config, **lengths)
+    _, wanted, wanted_lse = exact(query, key, value, pattern)
+    assert error(out, wanted) < 1e-5
+    assert error(lse, wanted_lse) < 1e-5
+    blind = wanted_lse == -torch.inf
+    assert (out[blind] == 0).all() and (lse[blind] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize(("q_len", "k_len"), [(63, 75), (70, 31)])
+def test_every_pattern_follows_the_law(band, q_len, k_len, generator) -> None:
+    shape = {"batch": 1, "heads": 1, "q_len": q_len, "k_len": k_len}
+    query, key, value = draw(generator, **shape, dtype=torch.float32)
+    check(query, key, value, Pattern(scale=0.4, **band))
+
+
+@pytest.mark.parametrize("length", [1, 31, 128, 257])
+def test_awkward_lengths(length: int, generator) -> None:
+    query, key, value = draw(generator, batch=1, heads=1, q_len=length, dtype=torch.float32)
+    check(query, key, value, Pattern(scale=0.25, is_causal=True), config=None)
+
+
+@pytest.mark.parametrize("dim", [1, 24, 80, 256])
+def test_head_dimensions_are_padded_inside(dim: int, generator) -> None:
+    shape = {"batch": 1, "heads": 1, "q_len": 20, "k_len": 50, "dim": dim}
+    query, key, value = (guarded(x) for x in draw(generator, **shape, dtype=torch.float32))
+    check(query, key, value, Pattern(scale=dim**-0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bits_are_within_twice_the_error_of_plain_torch(dtype, generator) -> None:
+    query, key, value = draw(generator, batch=1, q_len=100, dim=32, dtype=dtype)
+    pattern = Pattern(scale=32**-0.5, is_causal=True)
+    out, lse = flash_forward(query, key, value, pattern=pattern)
+    _, wanted, wanted_lse = exact(query, key, value, pattern)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert error(out, wanted) <= 2 * error(plain(query, key, value, pattern), wanted)
+    assert error(lse, wanted_lse) < 1e-4
+
+
+def test_heads_share_keys_by_group(generator) -> None:
+    query, key, value = draw(
+        generator, batch=1, heads=6, kv_heads=2, q_len=17, k_len=40, dtype=torch.float32
+    )
+    check(query, key, value, Pattern(scale=0.25), config=None)
+
+
+@pytest.mark.parametrize("kind", ["fused qkv", "tokens first", "odd columns", "expanded"])
+def test_any_strides(kind: str, generator) -> None:
+    query, key, value = draw(generator, q_len=40, dtype=torch.float32)
+    if kind == "fused qkv":  # [B, T, 3, H, D]
+        joined = torch.stack([x.detach().transpose(1, 2) for x in (query, key, value)], dim=2)
+        query, key, value = (x.transpose(1, 2) for x in joined.unbind(2))
+    elif kind == "tokens first":  # [T, B, H, D]
+        query, key, value = (
+            x.detach().permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+            for x in (query, key, value)
+        )
+    elif kind == "odd columns":
+        query = torch.stack((query.detach(), query.detach()), dim=-1)[..., 0]
+        assert query.stride(3) == 2
+    else:
+        key, value = key[:1, :1].expand(2, 2, 40, 16), value[:1].expand(2, 2, 40, 16)
+    check(query, key, value, Pattern(scale=0.3, is_causal=True), config=None)
+
+
+def test_nothing_is_read_or_written_outside(generator, monkeypatch) -> None:
+    guards = Guards()
+    monkeypatch.setattr(forward, "new_heads", guards)
+    for band in BANDS[1], BANDS[3]:
+        leaves = draw(generator, batch=1, q_len=31, k_len=63, dim=20, dtype=torch.float32)
+        check(*(guarded(x) for x in leaves), Pattern(scale=0.3, **band))
+    assert guards.intact()
+
+
+def test_packed_sequences_are_what_they_are_alone(generator) -> None:
+    q_lens, k_lens = [5, 0, 40, 17], [33, 4, 0, 17]
+    query, key, value = draw(
+        generator, batch=1, q_len=sum(q_lens), k_len=sum(k_lens), dtype=torch.float32
+    )
+    pattern = Pattern(scale=0.4, is_causal=True, bottom_right=True)
+    cu_q, cu_k = (torch.tensor([0, *lens]).cumsum(0).to(torch.int32) for lens in (q_lens, k_lens))
+    lengths = {"cu_q": cu_q, "cu_k": cu_k, "max_q": 40, "max_k": 33}
+    out, lse = flash_forward(query, key, value, pattern=pattern, config=SMALL, **lengths)
+    for i in range(4):
+        mine = slice(cu_q[i], cu_q[i + 1])
+        keys = slice(cu_k[i], cu_k[i + 1])
+        alone = query[:, :, mine], key[:, :, keys], value[:, :, keys]
+        if k_lens[i] == 0:
+            assert (out[:, :, mine] == 0).all() and (lse[:, :, mine] == -torch.inf).all()
+        elif q_lens[i]:
+            _, wanted, wanted_lse = exact(*alone, pattern)
+            assert error(out[:, :, mine], wanted) < 1e-5
+            assert error(lse[:, :, mine], wanted_lse) < 1e-5
+
+
+@pytest.mark.parametrize("prefix", [0, 50])
+def test_trees(prefix: int, generator) -> None:
+    nodes = 37  # more than one word of bits
+    tree = draw_tree(generator, batch=2, nodes=nodes, padding=(0, 5))
+    query, key, value = draw(
+        generator, heads=1, q_len=nodes, k_len=prefix + nodes, dtype=torch.float32
+    )
+    check(query, key, value, Pattern(scale=0.4, tree=tree))
+
+
+def test_a_large_score_does_not_overflow(generator) -> None:
+    query, key, value = draw(generator, batch=1, q_len=40, dtype=torch.float32)
+    query, key, pattern = 8 * query.detach(), 8 * key.detach(), Pattern(scale=1.0)
+    out, lse = flash_forward(query, key, value, pattern=pattern)
+    _, wanted, wanted_lse = exact(query, key, value, pattern)
+    assert wanted_lse.max() > 300  # exp alone ends at 88
+    assert error(out, wanted) < 1e-3
+    assert error(lse / wanted_lse, torch.ones_like(lse)) < 1e-5
+
+
+@triton.jit
+def tiles_kernel(
+    cases_ptr, found_ptr, M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
+):  # fmt: skip
+    case = cases_ptr + 6 * tl.program_id(0)
+    m0, q_len, k_len = tl.load(case), tl.load(case + 1), tl.load(case + 2)
+    shift, left, right = tl.load(case + 3), tl.load(case + 4), tl.load(case + 5)
+    first, hot, cold, last = forward.tiles(
+        m0, tl.minimum(m0 + M, q_len), k_len, q_len, shift, left, right, N, LEFT, RIGHT, False
+    )
+    found = found_ptr + 4 * tl.program_id(0)
+    tl.store(found, first)
+    tl.store(found + 1, hot)
+    tl.store(found + 2, cold)
+    tl.store(found + 3, last)
+
+
+@pytest.mark.parametrize(("left", "right"), [(False, True), (True, False), (True, True)])
+def test_no_tile_is_left_out_and_none_without_a_mask_needs_one(left, right, seed) -> None:
+    cases, patterns = tile_cases(left, right, 16, seed)
+    found = torch.zeros(len(cases), 4, dtype=torch.int32)
+    tiles_kernel[(len(cases),)](cases, found, M=16, N=8, LEFT=left, RIGHT=right)
+    for (m0, q_len, k_len, *_), pattern, tiles in zip(
+        cases.tolist(), patterns, found.tolist(), strict=True
+    ):
+        first, hot, cold, last = tiles
+        seen = allowed(pattern, q_len, k_len)[0, 0, m0 : m0 + 16]
+        parts = seen.split(8, dim=1)
+        some = [bool(part.any()) for part in parts]
+        every = [bool(part.all()) and part.shape[1] == 8 for part in parts]
+        assert first < hot <= cold <= last + 1
+        assert not any(some[:first]) and not any(some[last + 1 :])
+        assert all(every[hot:cold])
+        # The first tile of a walk always has its mask.
+        assert not any(every[first + 1 : hot]) and not any(every[cold : last + 1])
