@@ -77,6 +77,9 @@ def test_a_live_result_raises_only_when_strict_and_wholly_opposite(clean_environ
 def test_a_claim_that_holds_in_part_is_held_to_its_first_evidence(clean_environment):
     clean_environment.setenv("LABCORE_STRICT_CLAIMS", "1")
     for id, item in claims.load().items():
+        if item.verdict == "not testable here":
+            assert not item.evidence
+            continue
         first = item.evidence[0]
         record = claims.records.find(item.slug, first.case, first.quantity)
         recorded = first.rule.judge(claims._measured(record))

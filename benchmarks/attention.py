@@ -1,0 +1,593 @@
+"""Attention beside SDPA, FlexAttention and the naive form: rates and memory; decode beside a copy.
+
+On a GPU the Triton kernels are timed. On a CPU the same door leads to the torch forms: the cases
+whose names begin with "cpu" time those, and count their memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.runner import Measurement, case
+from labcore.attention import flash_attention, paged_attention, traffic
+from labcore.attention.configs import FORWARD
+from labcore.attention.traffic import Shape
+from labcore.compile_only import TARGETS
+from labcore.device import default_device
+from labcore.timing import Comparison, paired
+
+Call = Callable[[], Any]
+OURS, FLASH, NAIVE = "labcore", "SDPA FLASH", "naive"
+# On a GPU, as in the papers: 16k tokens and a width of 2048 at every length.
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
+TOKENS, WIDTH, GEMM = 16_384, 2048, 8192
+FLEX_LENGTHS = (1024, 4096, 16_384)  # each is compiled by itself
+ROUNDS, INNER = 9, 10  # INNER calls between two events: the queue hides what a launch costs
+# Speed over SDPA FLASH from 4k tokens on that this form is held to: (direction, D, causal).
+BARS = {
+    ("forward", 64, False): 1.25,
+    ("forward", 64, True): 1.25,
+    ("forward", 128, False): 1.25,
+    ("forward", 128, True): 1.2,
+    ("backward", 64, False): 1.05,
+    ("backward", 128, False): 1.05,
+}
+CPU_LENGTHS, CPU_HEADS, CPU_ROUNDS, CPU_GEMM = (512, 1024, 2048, 4096), 2, 5, 1024
+FORMS: tuple[traffic.Form, ...] = ("naive", "flash")
+DIRECTIONS: tuple[traffic.Direction, ...] = ("forward", "backward")
+# Sequences, query heads, key heads, D, keys, keys a page of a decode step.
+DECODE = {
+    "batch-32": (32, 32, 8, 128, 8192, 16),
+    "batch-4": (4, 32, 8, 128, 32_768, 16),
+    "batch-1": (1, 32, 8, 128, 131_072, 16),
+}
+CPU_DECODE = (8, 8, 4, 64, 2048, 16)
+RESOURCES = Path(__file__).resolve().parent.parent / "tests" / "kernel_resources.json"
+KERNELS = ("forward_", "delta_", "dkdv_", "dq_", "decode_", "reduce_")
+
+
+def naive(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Three operations, as one would write them: all scores in the inputs' own dtype."""
+    scores = (query @ key.mT).mul_(query.shape[-1] ** -0.5)
+    if is_causal:
+        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill_(unseen, -torch.inf)
+    scores = torch.softmax(scores, dim=-1)  # from here on the weights, so that the scores can go
+    return scores @ value
+
+
+def pinned(
+    backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool
+) -> Tensor:
+    """torch's own attention by one backend: what it picks by itself changes with its version."""
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+
+
+def flex(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
+    """FlexAttention compiled for one shape."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()  # else the eighth shape would no longer be compiled
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = None
+    if shape.is_causal:
+        mask = create_block_mask(
+            lambda b, h, q, k: q >= k,  # noqa: ARG005
+            None,
+            None,
+            shape.length,
+            shape.keys,
+            device=device.type,
+        )
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:  # noqa: ARG001
+        return compiled(query, key, value, block_mask=mask)
+
+    return run
+
+
+def inputs(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """query, key and value, views of one [B, T, 3, H, D] as a fused projection leaves them."""
+    generator = torch.Generator(device).manual_seed(seed)
+    size = (shape.batch, shape.length, 3, shape.heads, shape.head_dim)
+    fused = torch.randn(size, generator=generator, device=device, dtype=dtype)
+    return [x.transpose(1, 2).requires_grad_() for x in fused.unbind(2)]
+
+
+def forwards(shape: Shape, tensors: list[Tensor]) -> dict[str, Call]:
+    """Every form on the same query, key and value."""
+    (query, key, value), causal = tensors, shape.is_causal
+    every: dict[str, Any] = {
+        OURS: flash_attention,
+        FLASH: functools.partial(pinned, SDPBackend.FLASH_ATTENTION),
+        NAIVE: naive,
+    }
+    if query.is_cuda:
+        every["SDPA CUDNN"] = functools.partial(pinned, SDPBackend.CUDNN_ATTENTION)
+        if shape.length in FLEX_LENGTHS:
+            every["FlexAttention"] = flex(shape, query.device)
+        if 2 * traffic.forward_peak_bytes(shape, "naive") > torch.cuda.mem_get_info()[0]:
+            del every[NAIVE]
+    return {
+        name: functools.partial(function, query, key, value, is_causal=causal)
+        for name, function in every.items()
+    }
+
+
+def gradients(calls: Mapping[str, Call], tensors: list[Tensor]) -> dict[str, Call]:
+    """For each form the gradients of query, key and value from one gradient of its output."""
+    given = torch.ones_like(tensors[0]) + tensors[0].detach()
+    return {
+        name: functools.partial(torch.autograd.grad, call(), tensors, given, retain_graph=True)
+        for name, call in calls.items()
+    }
+
+
+def without_gradients(call: Call) -> Call:
+    """`call` as inference runs it."""
+
+    def run() -> Any:
+        with torch.no_grad():
+            return call()
+
+    return run
+
+
+def that_run(calls: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, str]]:
+    """The forms that this machine can run, and the first line of what the others say."""
+    able, left_out = {}, {}
+    for name, call in calls.items():
+        try:
+            call()
+        except RuntimeError as error:
+            if name in (OURS, FLASH, NAIVE):
+                raise
+            left_out[name] = str(error).splitlines()[0][:200]
+        else:
+            able[name] = call
+    return able, left_out
+
+
+def refuse_wrong(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Largest errors of every form against float32, gradients too; a wrong one is not timed."""
+    small = replace(shape, batch=1, heads=2, length=min(512, shape.length))
+    tensors = inputs(small, device, dtype)
+    calls, _ = that_run(forwards(small, tensors))
+    wide = [x.detach().float().requires_grad_() for x in tensors]
+    exact = {NAIVE: functools.partial(naive, *wide, is_causal=small.is_causal)}
+    given = [exact[NAIVE]().detach(), *gradients(exact, wide)[NAIVE]()]
+    errors = {}
+    for name, call in gradients(calls, tensors).items():
+        pairs = zip([calls[name]().detach(), *call()], given, strict=True)
+        errors[name] = float(torch.stack([(x.float() - y).abs().max() for x, y in pairs]).max())
+    if not errors[OURS] <= 3 * max(errors[FLASH], errors[NAIVE]) + 1e-5:
+        raise RuntimeError(f"labcore must err at most three times as much, got {errors}")
+    return errors
+
+
+def repeated(call: Call, times: int) -> Call:
+    """`call` so often in a row."""
+
+    def run() -> None:
+        for _ in range(times):
+            call()
+
+    return run
+
+
+def rates(comparison: Comparison, name: str, work: float) -> list[float]:
+    """GFLOP/s, round by round."""
+    return [work / seconds / 1e9 for seconds in comparison.timings[name].samples]
+
+
+def race(
+    direction: traffic.Direction, shape: Shape, device: torch.device, dtype: torch.dtype
+) -> list[Measurement]:
+    """Time every form and a matrix product in the same rounds; a wrong result is never timed."""
+    gpu = device.type == "cuda"
+    errors = refuse_wrong(shape, device, dtype)
+    tensors = inputs(shape, device, dtype)
+    calls, left_out = that_run(forwards(shape, tensors))
+    if direction == "forward":
+        calls = {name: without_gradients(call) for name, call in calls.items()}
+    else:
+        calls = gradients(calls, tensors)
+    size, inner = (GEMM, INNER) if gpu else (CPU_GEMM, 1)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    timed: dict[str, Call] = {**calls, "GEMM": functools.partial(torch.matmul, a, b)}
+    comparison = paired(
+        {name: repeated(call, inner) for name, call in timed.items()},
+        rounds=ROUNDS if gpu else CPU_ROUNDS,
+        warmup=1,
+        device=device,
+    )
+    work = inner * traffic.flops(shape, direction)
+    every = {name: rates(comparison, name, work) for name in calls}
+    gemm = statistics.median(rates(comparison, "GEMM", inner * 2 * size**3))
+    details: dict[str, Any] = {
+        "batch, heads, tokens, D": [shape.batch, shape.heads, shape.length, shape.head_dim],
+        "causal": shape.is_causal,
+        "dtype": str(dtype).removeprefix("torch."),
+        "form": "Triton kernels" if gpu else "plain torch, tiled",
+        "left out": left_out,
+        "largest error": errors,
+        "GEMM GFLOP/s": gemm,
+    }
+    bar = BARS.get((direction, shape.head_dim, shape.is_causal))
+    held = {"bar": bar} if gpu and bar and shape.length >= 4096 else {}
+    at = f"{'causal' if shape.is_causal else 'full'}, {shape.length} tokens"
+    return [
+        Measurement(
+            quantity=f"{direction}/{at}",
+            unit="GFLOP/s",
+            samples=every[OURS],
+            peers={name: found for name, found in every.items() if name != OURS},
+            details=details,
+        ),
+        Measurement(
+            quantity=f"{direction} speed over {FLASH}/{at}",
+            unit="ratio",
+            samples=comparison.ratios(FLASH, OURS),
+            details={**details, **held},
+        ),
+        Measurement(
+            quantity=f"{direction} share of a GEMM's rate/{at}",
+            unit="ratio",
+            samples=[rate / gemm for rate in every[OURS]],
+            details=details,
+        ),
+    ]
+
+
+def on_gpu(
+    direction: traffic.Direction, head_dim: int, is_causal: bool
+) -> Callable[[], list[Measurement]]:
+    """Every length in bf16."""
+
+    def measured() -> list[Measurement]:
+        found = []
+        for length in LENGTHS:
+            shape = Shape(
+                batch=TOKENS // length,
+                heads=WIDTH // head_dim,
+                length=length,
+                head_dim=head_dim,
+                is_causal=is_causal,
+            )
+            found += race(direction, shape, default_device(), torch.bfloat16)
+        return found
+
+    return measured
+
+
+for _direction, _head_dim, _causal in itertools.product(DIRECTIONS, (64, 128), (False, True)):
+    _name = f"{_direction}/d{_head_dim}-{'causal' if _causal else 'full'}"
+    case(_name, minutes=1, needs="gpu")(on_gpu(_direction, _head_dim, _causal))
+
+
+def on_cpu(direction: traffic.Direction) -> list[Measurement]:
+    """The torch form in float32 on one thread."""
+    found = []
+    for is_causal, length in itertools.product((False, True), CPU_LENGTHS):
+        shape = Shape(
+            batch=1,
+            heads=CPU_HEADS,
+            length=length,
+            head_dim=64,
+            dtype_bytes=4,
+            is_causal=is_causal,
+        )
+        found += race(direction, shape, torch.device("cpu"), torch.float32)
+    return found
+
+
+@case("cpu/forward", minutes=0.4, needs="cpu")
+def cpu_forward() -> list[Measurement]:
+    """Tiles in plain torch beside torch's own attention and the naive form."""
+    return on_cpu("forward")
+
+
+@case("cpu/backward", minutes=0.9, needs="cpu")
+def cpu_backward() -> list[Measurement]:
+    """Recomputation in plain torch."""
+    return on_cpu("backward")
+
+
+def allocations(call: Call, device: torch.device) -> tuple[int, int]:
+    """Bytes that `call` holds at most at a time, and those that are left while its result lives."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = call()
+        torch.cuda.synchronize()
+        peak, left = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        del result
+        return peak - before, left - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        result = call()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    held = list(itertools.accumulate(size for _, size in changes))
+    del result
+    return max(held, default=0), held[-1] if held else 0
+
+
+@case("memory/forward-and-backward", minutes=0.3)
+def memory() -> list[Measurement]:
+    """What a forward holds at most, what it leaves for the backward, and what both hold at most."""
+    device = default_device()
+    gpu = device.type == "cuda"
+    found = []
+    for length in LENGTHS if gpu else CPU_LENGTHS:
+        shape = Shape(
+            batch=1,
+            heads=WIDTH // 128 if gpu else CPU_HEADS,
+            length=length,
+            head_dim=64,
+            dtype_bytes=2 if gpu else 4,
+        )
+        views = inputs(shape, device, torch.bfloat16 if gpu else torch.float32)
+        # A batched product copies views, which would be counted as the form's own.
+        tensors = [x.detach().contiguous().requires_grad_() for x in views]
+        calls, _ = that_run(forwards(shape, tensors))
+        given = torch.ones_like(tensors[0])
+        held: dict[str, dict[str, int]] = {"forward peak": {}, "kept": {}, "training peak": {}}
+        for name, call in calls.items():
+            held["forward peak"][name] = allocations(without_gradients(call), device)[0]
+            held["kept"][name] = allocations(call, device)[1]
+            step = functools.partial(_step, call, tensors, given)
+            held["training peak"][name] = allocations(step, device)[0]
+        # What is kept contains the output, which the flash form needs in its backward anyway.
+        kept = traffic.kept_bytes(shape, "naive") + shape.query_bytes
+        predicted = {
+            "forward peak": {form: traffic.forward_peak_bytes(shape, form) for form in FORMS},
+            "kept": {"naive": kept, "flash": traffic.kept_bytes(shape, "flash")},
+        }
+        for quantity, sizes in held.items():
+            found.append(
+                Measurement(
+                    quantity=f"{quantity}/{length} tokens",
+                    unit="bytes",
+                    samples=[sizes[OURS]],
+                    peers={name: [size] for name, size in sizes.items() if name != OURS},
+                    details={
+                        "batch, heads, tokens, D": [1, shape.heads, length, 64],
+                        "bytes of an element": shape.dtype_bytes,
+                        "predicted": predicted.get(quantity, {}),
+                    },
+                )
+            )
+    return found
+
+
+def _step(call: Call, tensors: list[Tensor], given: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(call(), tensors, given)
+
+
+def decode(
+    sizes: tuple[int, int, int, int, int, int], device: torch.device, dtype: torch.dtype
+) -> list[Measurement]:
+    """One token a sequence over scattered pages, beside SDPA on whole rows and a plain copy."""
+    batch, heads, kv_heads, head_dim, keys, page = sizes
+    shape = Shape(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        length=1,
+        key_length=keys,
+        head_dim=head_dim,
+        dtype_bytes=dtype.itemsize,
+    )
+    generator = torch.Generator(device).manual_seed(0)
+    draw = functools.partial(torch.randn, generator=generator, device=device, dtype=dtype)
+    pages = batch * keys // page
+    key_pages, value_pages = (draw(pages, page, kv_heads, head_dim) for _ in range(2))
+    order = torch.randperm(pages, generator=generator, device=device)
+    table = order.view(batch, -1).to(torch.int32)
+    lengths = torch.full((batch,), keys, dtype=torch.int32, device=device)
+    query = draw(batch, heads, 1, head_dim)
+    whole_keys, whole_values = (
+        x[order].view(batch, keys, kv_heads, head_dim).transpose(1, 2).contiguous()
+        for x in (key_pages, value_pages)
+    )
+    target, source = (torch.empty_like(key_pages) for _ in range(2))
+    attend = functools.partial(F.scaled_dot_product_attention, enable_gqa=heads != kv_heads)
+    calls: dict[str, Call] = {
+        OURS: functools.partial(paged_attention, query, key_pages, value_pages, table, lengths),
+        "SDPA, whole rows": functools.partial(attend, query, whole_keys, whole_values),
+        "copy": functools.partial(target.copy_, source),
+    }
+    gap = float(
+        (calls[OURS]().float() - attend(query, whole_keys, whole_values).float()).abs().max()
+    )
+    if not gap <= (1e-2 if dtype == torch.bfloat16 else 1e-5):
+        raise RuntimeError(f"both forms must agree, got a difference of {gap}; time nothing")
+    gpu = device.type == "cuda"
+    timed = {name: repeated(call, INNER if gpu else 1) for name, call in calls.items()}
+    comparison = paired(timed, rounds=ROUNDS if gpu else CPU_ROUNDS, warmup=2, device=device)
+    moved = traffic.decode_bytes(shape) / (2 * key_pages.numel() * dtype.itemsize)
+    details = {
+        "batch, heads, key heads, D, keys, page": list(sizes),
+        "dtype": str(dtype).removeprefix("torch."),
+        "form": "Triton kernels" if gpu else "plain torch, a sequence at a time",
+        "bytes": traffic.decode_bytes(shape),
+        "largest gap": gap,
+    }
+    inner = INNER if gpu else 1
+    times = {
+        name: [1e6 * s / inner for s in timing.samples]
+        for name, timing in comparison.timings.items()
+    }
+    return [
+        Measurement(
+            quantity="decode step",
+            unit="us",
+            samples=times[OURS],
+            peers={name: found for name, found in times.items() if name != OURS},
+            details=details,
+        ),
+        Measurement(
+            quantity="share of copy bandwidth",
+            unit="ratio",
+            samples=[moved * ratio for ratio in comparison.ratios("copy", OURS)],
+            details={**details, **({"bar": 0.75} if gpu else {})},
+        ),
+    ]
+
+
+def decode_on_gpu(name: str) -> Callable[[], list[Measurement]]:
+    """One entry of DECODE in bf16."""
+    return lambda: decode(DECODE[name], default_device(), torch.bfloat16)
+
+
+for _name in DECODE:
+    case(f"decode/{_name}", minutes=0.2, needs="gpu")(decode_on_gpu(_name))
+
+
+@case("cpu/decode", minutes=0.1, needs="cpu")
+def cpu_decode() -> list[Measurement]:
+    """The torch form over scattered pages, float32."""
+    return decode(CPU_DECODE, torch.device("cpu"), torch.float32)
+
+
+def exactly(quantity: str, value: float, unit: str = "ratio", **details: Any) -> Measurement:
+    """A number that counting gives: it has no spread."""
+    return Measurement(
+        quantity=quantity, unit=unit, samples=[value], details={"exact": True, **details}
+    )
+
+
+@case("memory/ratios", minutes=0.3)
+def memory_ratios() -> list[Measurement]:
+    """How memory grows with the length, and how many times as much the naive form takes."""
+    sizes: dict[str, dict[int, Mapping[str, float]]] = {}
+    for item in memory():
+        kind, tokens = item.quantity.removesuffix(" tokens").split("/")
+        peers = {name: samples[0] for name, samples in item.peers.items()}
+        sizes.setdefault(kind, {})[int(tokens)] = {OURS: item.samples[0], **peers}
+    found = []
+    for kind, by_length in sizes.items():
+        for length, held in by_length.items():
+            if NAIVE in held:
+                ratio = held[NAIVE] / held[OURS]
+                found.append(exactly(f"{kind}, naive over labcore/{length} tokens", ratio))
+        for name in (OURS, FLASH, NAIVE):
+            *_, shorter, longer = (length for length, held in by_length.items() if name in held)
+            growth = by_length[longer][name] / by_length[shorter][name]
+            exponent = math.log(growth) / math.log(longer / shorter)
+            at = [shorter, longer]
+            found.append(exactly(f"{kind}, exponent/{name}", exponent, "power of T", tokens=at))
+    return found
+
+
+@case("law/bytes", minutes=0.01)
+def law_bytes() -> list[Measurement]:
+    """Bytes and products of the naive form against those of the kernels' 16-bit tiles."""
+    found = []
+    for head_dim, kind in itertools.product(FORWARD, ("hopper", "ampere", "ada", "cdna")):
+        tile = FORWARD[head_dim][kind]
+        shape = Shape(batch=1, heads=1, length=4096, head_dim=head_dim)
+        moved = traffic.flash_bytes(shape, block_q=tile.m, block_k=tile.n)
+        ratio = traffic.naive_bytes(shape) / moved
+        name = f"bytes, naive over flash/D {head_dim}, {kind}"
+        found.append(exactly(name, ratio, tile=[tile.m, tile.n], tokens=4096))
+    shape = Shape(batch=1, heads=1, length=4096, head_dim=64)
+    kept = 4 * traffic.flops(shape, "backward") // 5  # the naive form has its weights
+    for form, fused in (("two kernels", False), ("fused", True)):
+        ratio = traffic.flops(shape, "backward", fused=fused) / kept
+        found.append(exactly(f"backward products, flash over naive/{form}", ratio))
+    return found
+
+
+@case("law/longest", minutes=0.01)
+def law_longest() -> list[Measurement]:
+    """The longest power of two of tokens whose attention can be trained, by a GPU's memory."""
+    found = []
+    for gpu in traffic.GPUS.values():
+        fits = {}
+        for form in FORMS:
+            shape = Shape(batch=1, heads=32, length=1024, head_dim=128)
+            while 3 * shape.query_bytes + traffic.kept_bytes(shape, form) <= gpu.memory:
+                shape = replace(shape, length=2 * shape.length)
+            fits[form] = shape.length // 2
+        ratio = fits["flash"] / fits["naive"]
+        settings: dict[str, Any] = {"tokens": fits, "heads, D, bytes": [32, 128, 2]}
+        found.append(exactly(f"tokens, flash over naive/{gpu.name}", ratio, **settings))
+    return found
+
+
+@case("cpu/against-naive", minutes=0.7, needs="cpu")
+def cpu_against_naive() -> list[Measurement]:
+    """Time of the plain torch form over that of the naive one, float32 on one thread.
+
+    A sample is the median of three rounds on tensors of its own.
+    """
+    found = []
+    for length in (CPU_LENGTHS[0], CPU_LENGTHS[-1]):
+        shape = Shape(batch=1, heads=CPU_HEADS, length=length, head_dim=64, dtype_bytes=4)
+        ratios: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
+        for seed in range(CPU_ROUNDS):
+            tensors = inputs(shape, torch.device("cpu"), torch.float32, seed)
+            both = forwards(shape, tensors)
+            calls = {name: both[name] for name in (OURS, NAIVE)}
+            timed = {
+                "forward": {name: without_gradients(call) for name, call in calls.items()},
+                "backward": gradients(calls, tensors),
+            }
+            for direction, pair in timed.items():
+                comparison = paired(pair, rounds=3, warmup=1, seed=seed)
+                ratios[direction].append(comparison.ratio(OURS, NAIVE))
+        found += [
+            Measurement(
+                quantity=f"{direction} time, labcore over naive/{length} tokens",
+                unit="ratio",
+                samples=samples,
+                details={"batch, heads, tokens, D": [1, CPU_HEADS, length, 64]},
+            )
+            for direction, samples in ratios.items()
+        ]
+    return found
+
+
+@case("compiled/resources", minutes=0.01)
+def compiled_resources() -> list[Measurement]:
+    """The committed table of the compile gate, which holds it to what the compilers say."""
+    table = json.loads(RESOURCES.read_text(encoding="utf-8"))
+    kernels = {name: row for name, row in table["kernels"].items() if name.startswith(KERNELS)}
+    if not kernels:
+        raise RuntimeError(
+            f"{RESOURCES.name} must have rows of the attention kernels, got none; write them with "
+            "python -m labcore.compile_only --write"
+        )
+    spilled = sum(any(need["spills"] for need in row.values()) for row in kernels.values())
+    limits = {name: target.shared_limit for name, target in TARGETS.items()}
+    return [
+        Measurement(
+            quantity="forms that spill",
+            unit="forms",
+            samples=[spilled],
+            mode="compiled",
+            details={
+                "exact": True,
+                "triton": table["triton"],
+                "kernels": kernels,
+                "limits": limits,
+            },
+        )
+    ]
