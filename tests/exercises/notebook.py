@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from labcore.exercises import CheckFailedError
+import pytest
+from torch.testing import assert_close
+
+from labcore.exercises import CheckFailedError, Exercise
 from labcore.publish.lab_source import cell_text, nbgrader_of
 
 LABS = Path(__file__).resolve().parents[2] / "labs/source"
@@ -79,3 +82,20 @@ def solved(slug: str) -> dict[str, Any]:
     space: dict[str, Any] = {}
     run(slug, space=space)
     return space
+
+
+def check_changed_rule(
+    slug: str, cell: str, function: str, exercise: Exercise, words: str, seed: int
+) -> None:
+    """The graded cell's own rule: the public reference fails it with `words`, each mistake of it
+    has its own hint, and the notebook's answer is right."""
+    names, graded = solved(slug), texts(slug)[cell]
+    with pytest.raises(CheckFailedError, match=words):
+        exec(graded, {**names, function: exercise.reference})
+    changed = names["changed"]
+    for name, (fn, hint) in changed.wrong.items():
+        given = [fn(**case) for case in changed.numbered_cases(seed, seed)]
+        outcome = changed.judge(given, seed=seed, student=seed)
+        assert (outcome.mistake, hint in outcome.message) == (name, True)
+    for case in changed.numbered_cases(seed, seed):
+        assert_close(names[function](**case), changed.reference(**case))

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from labcore.exercises import CheckFailedError, Exercise, student_seed
+from labcore.exercises import Exercise, student_seed
 from labcore.exercises.attention import ADD_TILE, CLINIC, COUNT_TILES, LARGEST_TILE, MERGE_PARTS
 from labcore.exercises.attention.clinic import KEYS, TILE, Stream
 from labcore.exercises.attention.tiles import BLOCKS
 from tests.exercises.draws import draws
-from tests.exercises.notebook import complaints_about, source, texts
+from tests.exercises.notebook import check_changed_rule, complaints_about, source, texts
 
 OWN = (ADD_TILE, COUNT_TILES, LARGEST_TILE)
 
@@ -216,19 +216,14 @@ def test_the_changed_rule_is_graded(right: str, wrong: str, hint: str) -> None:
 
 
 def test_the_reference_does_not_know_the_changed_rule(seed: int) -> None:
-    names: dict[str, Any] = {"__name__": "__main__"}
-    cells = texts("attention")
-    for name in ("imports", "student", "merge-parts", "counted-parts-test"):
-        exec(cells[name], names)
-    with pytest.raises(CheckFailedError, match="Every part counts once"):
-        exec(cells["counted-parts-test"], {**names, "merge_parts": MERGE_PARTS.reference})
-    changed = names["changed"]
-    for name, (fn, hint) in changed.wrong.items():
-        given = [fn(**case) for case in changed.numbered_cases(seed)]
-        outcome = changed.judge(given, seed=seed)
-        assert (outcome.mistake, hint in outcome.message) == (name, True)
-    for case in changed.numbered_cases(seed):
-        torch.testing.assert_close(names["merge_parts"](**case), changed.reference(**case))
+    check_changed_rule(
+        "attention",
+        "counted-parts-test",
+        "merge_parts",
+        MERGE_PARTS,
+        "Every part counts once",
+        seed,
+    )
 
 
 def test_counts_make_one_of_keys_that_two_have_seen(generator: torch.Generator) -> None:

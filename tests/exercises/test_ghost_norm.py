@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from labcore.exercises import CheckFailedError, Exercise, student_seed
+from labcore.exercises import Exercise, student_seed
 from labcore.exercises.ghost_norm import (
     BACKWARD,
     CLINIC,
@@ -25,7 +25,7 @@ from labcore.exercises.ghost_norm import (
 from labcore.exercises.ghost_norm.patients import Norm
 from labcore.ui.figures.clinic import curves
 from tests.exercises.draws import draws
-from tests.exercises.notebook import complaints_about, source, texts
+from tests.exercises.notebook import check_changed_rule, complaints_about, source
 
 FUNCTIONS = {
     "large_batch": LARGE_BATCH,
@@ -268,16 +268,11 @@ def test_the_changed_rule_is_graded(right: str, wrong: str, hint: str) -> None:
 
 
 def test_the_reference_does_not_know_the_changed_rule(seed: int) -> None:
-    names: dict[str, Any] = {"__name__": "__main__"}
-    cells = texts("ghost_norm")
-    for name in ("imports", "student", "padded-ghosts", "weighted-ghosts-test"):
-        exec(cells[name], names)
-    with pytest.raises(CheckFailedError, match="All real rows count alike"):
-        exec(cells["weighted-ghosts-test"], {**names, "padded_ghosts": PADDED_GHOSTS.reference})
-    changed = names["changed"]
-    for name, (fn, hint) in changed.wrong.items():
-        given = [fn(**case) for case in changed.numbered_cases(seed, seed)]
-        outcome = changed.judge(given, seed=seed, student=seed)
-        assert (outcome.mistake, hint in outcome.message) == (name, True)
-    for case in changed.numbered_cases(seed, seed):
-        torch.testing.assert_close(names["padded_ghosts"](**case), changed.reference(**case))
+    check_changed_rule(
+        "ghost_norm",
+        "weighted-ghosts-test",
+        "padded_ghosts",
+        PADDED_GHOSTS,
+        "All real rows count",
+        seed,
+    )

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from labcore.exercises import CheckFailedError, student_seed
+from labcore.exercises import student_seed
 from labcore.exercises.lion import CLINIC, DRIFT, MASKED_STEP, STALL, TRANSFER
 from labcore.exercises.lion.patients import BETA_STATE, BETA_UPDATE, DECAY, LR
 from labcore.optim import Lion, rules
-from tests.exercises.notebook import solved, texts
+from tests.exercises.notebook import check_changed_rule
 
 
 def test_without_a_zone_the_step_is_lions(seed: int) -> None:
@@ -145,13 +145,4 @@ def test_the_healthy_patient_is_lion_and_a_late_blend_looks_like_it() -> None:
 
 
 def test_the_changed_rule_is_not_in_labcore(seed: int) -> None:
-    names, graded = solved("lion"), texts("lion")["drift-test"]
-    with pytest.raises(CheckFailedError, match="first rate"):
-        exec(graded, {**names, "drift_end": DRIFT.reference})
-    for name, (fn, hint) in names["changed"].wrong.items():
-        answers = [fn(**case) for case in names["changed"].numbered_cases(seed)]
-        outcome = names["changed"].judge(answers, seed=seed)
-        assert (outcome.mistake, hint in outcome.message) == (name, True)
-    for case in names["changed"].numbered_cases(seed):
-        steps = names["drift_end"](**case)
-        torch.testing.assert_close(steps, names["scheduled"](**case))
+    check_changed_rule("lion", "drift-test", "drift_end", DRIFT, "first rate", seed)
