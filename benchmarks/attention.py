@@ -517,7 +517,7 @@ def law_bytes() -> list[Measurement]:
 
 @case("law/longest", minutes=0.01)
 def law_longest() -> list[Measurement]:
-    """The longest power of two of tokens whose attention can be trained, by a GPU's memory."""
+    """The longest power of two of tokens whose q, k, v and kept tensors a GPU's memory holds."""
     found = []
     for gpu in traffic.GPUS.values():
         fits = {}

@@ -51,9 +51,9 @@ def one(**changes) -> compile_only.Resources:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"shared": 101_377}, "101377 bytes of shared memory, and a block may use 101376"),
-        ({"spills": 8}, "8 spills, and the table allows 0"),
-        ({"registers": 41}, "41 registers, and the table allows 40"),
+        ({"spills": 8}, "8 spills, and the table has 0"),
+        ({"registers": 43}, "43 registers, and the table has 40"),
+        ({"shared": 1076}, "1076 shared, and the table has 1024"),
         ({"matrix": 0}, "no matrix instruction, and the table has 4"),
         ({"warnings": ["C7511 wgmma serialized"]}, "the assembler warns: C7511"),
     ],
@@ -64,6 +64,18 @@ def test_a_kernel_that_needs_too_much_is_named(changes, sentence: str) -> None:
     assert compile_only.problems(one(), table) == []
     (wrong,) = compile_only.problems(one(**changes), table)
     assert wrong.startswith("k/case on sm_89: ") and sentence in wrong
+
+
+def test_a_block_that_the_target_cannot_hold_is_named() -> None:
+    table = {"triton": compile_only._triton_version(), "kernels": one(shared=101_000)}
+    assert compile_only.problems(one(shared=101_376), table) == []
+    (wrong,) = compile_only.problems(one(shared=101_377), table)
+    assert "101377 bytes of shared memory, and a block may use 101376" in wrong
+
+
+def test_growth_below_five_percent_passes() -> None:
+    table = {"triton": compile_only._triton_version(), "kernels": one()}
+    assert compile_only.problems(one(registers=42, shared=1075), table) == []
 
 
 def test_a_kernel_outside_the_table_is_named() -> None:

@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 KIB = 1024
+SLACK = 1.05  # registers and shared memory that a form may take over the committed table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,7 @@ class Target:
     shared_limit: int
 
 
+# No sm_75: Triton 3.7 gives it no matrix instruction, so a T4 takes the torch forms.
 TARGETS: Mapping[str, Target] = {
     "sm_80": Target(backend="cuda", arch=80, warp=32, shared_limit=163 * KIB),
     "sm_89": Target(backend="cuda", arch=89, warp=32, shared_limit=99 * KIB),
@@ -176,11 +178,14 @@ def measure(targets: Sequence[str] = tuple(TARGETS)) -> Resources:
 def problems(found: Resources, table: Mapping[str, Any]) -> list[str]:
     """Sentences about every kernel that needs more than its target has or than `table` allows.
 
-    table: {"triton": version, "kernels": Resources}. Registers are compared only under the version
-    of Triton that the table was written with.
+    table: {"triton": version, "kernels": Resources}. Any new spill is a problem, and so
+    are registers or shared memory that grew by more than 5 %; these two are compared only under the
+    version of Triton that the table was written with.
     """
     wrong = []
-    same_version = table.get("triton") == _triton_version()
+    compared = {"spills": 1.0}
+    if table.get("triton") == _triton_version():
+        compared |= {"registers": SLACK, "shared": SLACK}
     allowed: Mapping[str, Any] = table.get("kernels", {})
     for kernel, targets in found.items():
         for target, need in targets.items():
@@ -199,11 +204,10 @@ def problems(found: Resources, table: Mapping[str, Any]) -> list[str]:
                 continue
             if bound["matrix"] and not need["matrix"]:
                 wrong.append(f"{where}: no matrix instruction, and the table has {bound['matrix']}")
-            for quantity in ("spills", "registers") if same_version else ("spills",):
-                if need[quantity] > bound[quantity]:
+            for quantity, slack in compared.items():
+                if need[quantity] > slack * bound[quantity]:
                     wrong.append(
-                        f"{where}: {need[quantity]} {quantity}, "
-                        f"and the table allows {bound[quantity]}"
+                        f"{where}: {need[quantity]} {quantity}, and the table has {bound[quantity]}"
                     )
     return wrong
 
@@ -259,8 +263,8 @@ def _read_ptx(asm: Mapping[str, str]) -> dict[str, Any]:
         "registers": max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
         "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", log)),
         "matrix": len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)", asm["ptx"])),
-        # C7511: the matrix instructions of a loop were serialized.
-        "warnings": [line.strip() for line in log.splitlines() if "C7511" in line],
+        # C7510 and its neighbours, by cause: a loop's matrix instructions wait for each other.
+        "warnings": [line.strip() for line in log.splitlines() if "serialized" in line],
     }
 
 

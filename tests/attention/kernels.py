@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import random
 
 import pytest
@@ -17,6 +18,7 @@ needs_interpreter = pytest.mark.skipif(
 )
 GUARD = 64  # elements of NaN before and behind a tensor
 ROOMY = 3  # and between its rows
+MAP_NORESERVE = 0x4000  # Linux; the module mmap lacks it
 
 
 def guarded(x: Tensor) -> Tensor:
@@ -26,6 +28,19 @@ def guarded(x: Tensor) -> Tensor:
     inside = room[:, :, ROOMY : ROOMY + tokens, GUARD : GUARD + dim]
     inside.copy_(x.detach())
     return inside
+
+
+def spread(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The same values with `strides`, which may reach past 2^31 elements, in memory of holes.
+
+    An offset that wraps at 31 bits finds a hole before the values, and so zeros. Only the pages
+    that are written take memory, 4 KiB each.
+    """
+    before, size = 1 << 31, (1 << 32) + (1 << 20)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    room = mmap.mmap(-1, size * x.element_size(), flags=flags)
+    room.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(room, dtype=x.dtype).as_strided(x.shape, strides, before).copy_(x)
 
 
 class Guards:

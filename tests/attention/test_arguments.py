@@ -38,6 +38,7 @@ REFUSED = [
     ((Q, Q, Q), {"tree": x(2, 4).int()}, ValueError, "a parent for each query"),
     ((Q, Q[:, :, :4], Q[:, :, :4]), {"tree": x(2, 5).int()}, ValueError, "the last T keys"),
     ((Q, Q, Q), {"tree": x(2, 5).int()}, ValueError, "order the nodes"),
+    ((Q, Q, Q), {"tree": x(2, 5).int(), "attn_mask": x(5, 5)}, ValueError, "parents come first"),
     ((Q, Q, Q), {"tree": torch.tensor([[-1, -2, 1, -2, -2]] * 2)}, ValueError, "padding last"),
     ((Q, Q, Q), {"tree": x(2, 5).int(), "is_causal": True}, ValueError, "must come alone"),
 ]

@@ -10,6 +10,7 @@ from tests.attention.kernels import (  # noqa: F401
     guarded,
     needs_interpreter,
     ran,
+    spread,
     tile_cases,
 )
 
@@ -150,6 +151,27 @@ def test_packed_sequences_are_what_they_are_alone(generator) -> None:
             assert max(error(a, b) for a, b in zip(parts, wanted, strict=True)) < 1e-5
         else:
             assert all((x == 0).all() for x in parts)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((3, 1, 5, 16), (1 << 30, 16, 16, 1)),
+        ((1, 3, 5, 16), (16, 1 << 30, 16, 1)),
+        ((1, 1, 385, 16), (16, 16, 5_592_416, 1)),  # a tile of 128 begins past 2^31
+    ],
+    ids=["batch", "head", "row"],
+)
+def test_offsets_past_31_bits(shape, strides, generator) -> None:
+    tensors = [torch.randn(shape, generator=generator).half() for _ in range(4)]
+    far = [spread(x, strides) for x in tensors]
+    pattern, tile = Pattern(scale=0.25, window=(3, 3)), Config(m=128, n=128)
+    found = []
+    for grad_out, *inputs in (tensors, far):
+        out, lse = flash_forward(*inputs, pattern=pattern, config=tile)
+        grads_of = flash_backward(grad_out, *inputs, out, lse, pattern=pattern, config=(tile, tile))
+        found.append((out, lse, *grads_of))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from labcore.attention import paged_attention
+from tests.attention.kernels import spread
 from tests.attention.pages import (
     FORMS,
     causal,
@@ -270,6 +271,18 @@ def test_the_pieces_are_joined_by_their_weights(generator, monkeypatch) -> None:
     assert grid == (2,) and pieces.shape == (2, 1, 1, 2)
     assert pieces[0].isfinite().all() and pieces[1, 0, 0].isfinite().tolist() == [True, False]
     assert torch.allclose(pieces.logsumexp(-1), found[1])
+
+
+@interpreted
+def test_offsets_past_31_bits(generator) -> None:
+    held = scatter([9, 20], page=4, kv_heads=3, head_dim=16, generator=generator)
+    query = queries(held, 3, 2, generator)
+    wanted = paged_attention(query, *held.tensors(), backend="triton")
+    heads_first = (64, 16, 1 << 30, 1)  # [Hkv, P, page, D] in memory
+    far = [spread(x, heads_first) for x in (held.key_pages, held.value_pages)]
+    assert torch.equal(paged_attention(query, *far, *held.tensors()[2:], backend="triton"), wanted)
+    query = spread(query, (32, 1 << 30, 16, 1))
+    assert torch.equal(paged_attention(query, *held.tensors(), backend="triton"), wanted)
 
 
 @interpreted

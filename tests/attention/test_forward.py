@@ -117,6 +117,18 @@ def test_packed_sequences_are_what_they_are_alone(generator) -> None:
             assert error(lse[:, :, mine], wanted_lse) < 1e-5
 
 
+def test_cumulative_lengths_may_be_strided(generator) -> None:
+    tensors = draw(generator, batch=1, q_len=40, dtype=torch.float32)
+    cu = torch.tensor([0, 3, 17, 40], dtype=torch.int32)
+    column = torch.stack((cu, cu), dim=1)[:, 0]
+    assert not column.is_contiguous()
+    found, wanted = (
+        flash_forward(*tensors, pattern=Pattern(scale=0.4), cu_q=x, cu_k=x, max_q=23, max_k=23)
+        for x in (column, cu)
+    )
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+
+
 @pytest.mark.parametrize("prefix", [0, 50])
 def test_trees(prefix: int, generator) -> None:
     nodes = 37  # more than one word of bits

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import sys
 
 import pytest
 import torch
@@ -83,6 +84,19 @@ def test_names_and_defaults_are_torch_s(generator: torch.Generator) -> None:
     grouped = (q, k[:, :2], v[:, :2])
     expected = F.scaled_dot_product_attention(*grouped, enable_gqa=True)
     assert error(flash_attention(*grouped, enable_gqa=True), expected) < 1e-12
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("far", [2**31 - 1, sys.maxsize, 10**20])
+def test_a_bound_that_no_key_reaches_is_none(far: int, backend: str, generator) -> None:
+    if backend == "triton" and not device.interpreting():
+        pytest.skip("needs Triton's interpreter")
+    q, k, v = draw(generator, q_len=20, k_len=30, dtype=torch.float32)
+    call = functools.partial(
+        flash_attention, q, k, v, causal_alignment="bottom_right", backend=backend
+    )
+    for window, same in (((None, far), None), ((far, 3), (None, 3))):
+        assert error(call(window=window), call(window=same)) == 0
 
 
 def test_a_tree_goes_through_the_door(generator: torch.Generator) -> None:
@@ -402,6 +416,17 @@ def test_a_second_derivative_is_refused(generator: torch.Generator) -> None:
         first.square().sum().backward()
     kept, _ = safe_attention(q, k, v, pattern=Pattern(scale=0.25))
     torch.autograd.grad(kept.sum(), q, create_graph=True)[0].square().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own
+def test_a_forward_mode_derivative_is_refused(generator: torch.Generator) -> None:
+    q, k, v = (x.detach() for x in draw(generator, q_len=7))
+    with pytest.raises(RuntimeError, match=r"no forward-mode derivative.*safe_attention"):
+        torch.func.jvp(lambda k: flash_attention(q, k, v), (k,), (k,))
+    safe = functools.partial(safe_attention, pattern=Pattern(scale=0.25))
+    dense = functools.partial(flash_attention, attn_mask=torch.tensor([True]), scale=0.25)
+    wanted = torch.func.jvp(lambda k: safe(q, k, v)[0], (k,), (k,))[1]
+    assert error(torch.func.jvp(lambda k: dense(q, k, v), (k,), (k,))[1], wanted) < 1e-12
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

@@ -1,11 +1,13 @@
 """The door to paged attention: what torch sees of it, what it refuses, how it cuts sequences."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from labcore.attention import paged, paged_attention
+from labcore.attention import Pattern, paged, paged_attention
 from tests.attention.pages import (
     FORMS,
     causal,
@@ -102,6 +104,10 @@ INT = torch.zeros(2, dtype=torch.int32)
         ({"query": torch.zeros(2, 2, 1, 8)}, ValueError, "share a head dimension D of 1 to 256"),
         ({"query": torch.zeros(2, 2, 1, 16).half()}, TypeError, "one device and one dtype"),
         ({"key_pages": torch.zeros(5, 4, 2, 16)[:0]}, ValueError, "one shape .* without a 0"),
+        ({"query": [0.0]}, TypeError, "query must be a torch.Tensor, got list"),
+        ({"lengths": [1, 1]}, TypeError, "lengths must be a tensor of int32, got list"),
+        ({"lengths": None}, TypeError, "lengths must be a tensor of int32, got NoneType"),
+        ({"block_table": INT[0]}, ValueError, r"block_table must have shape \(2, 1\), got \(\)"),
         ({"lengths": INT.long()}, TypeError, "lengths must be int32"),
         ({"lengths": INT[:1]}, ValueError, r"lengths must have shape \(2,\), got \(1,\)"),
         ({"lengths": INT + 13}, ValueError, "between 0 and the 12 keys .* got 13 in row 0"),
@@ -128,6 +134,31 @@ def test_what_does_not_fit_is_refused(change, error, sentence: str) -> None:
     paged_attention(**fitting)
     with pytest.raises(error, match=sentence):
         paged_attention(**{**fitting, **change})
+
+
+@pytest.mark.parametrize("tree", [None, torch.tensor([[-1, 0, 0]], dtype=torch.int32)])
+def test_the_torch_form_asks_for_no_other_device(tree, generator) -> None:
+    held = scatter([9], page=4, kv_heads=1, head_dim=16, generator=generator)
+    call = functools.partial(
+        paged._torch_form,
+        queries(held, 2, 3, generator),
+        *held.tensors(),
+        pattern=Pattern(scale=0.25, is_causal=tree is None, bottom_right=True, tree=tree),
+        counts=None,
+        splits=1,
+    )
+    wanted = call()
+    with torch.device("meta"):  # what is made without a device would go there
+        found = call()
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own
+def test_a_forward_mode_derivative_is_refused(generator) -> None:
+    held = scatter([5], page=4, kv_heads=1, head_dim=16, generator=generator)
+    query = queries(held, 1, 1, generator)
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: paged_attention(q, *held.tensors()), (query,), (query,))
 
 
 @interpreted

@@ -92,6 +92,18 @@ def test_merged_parts_are_attention_over_all_keys(generator: torch.Generator) ->
         torch.testing.assert_close(one[seen], other[seen])
 
 
+def test_a_shift_that_is_not_the_largest_is_refused(seed: int) -> None:
+    given = []
+    for case in MERGE_PARTS.numbered_cases(seed):
+        finite = case["lse"].masked_fill(case["lse"] == -torch.inf, torch.nan)
+        shift = finite.nanmean(0).nan_to_num(0.0)
+        weights = (case["lse"] - shift).exp2()
+        out = (weights[..., None] * case["out"].nan_to_num(0.0)).sum(0)
+        total = weights.sum(0)
+        given.append((out / total.masked_fill(total == 0, 1.0)[:, None], shift + total.log2()))
+    assert "in case 6 of 6" in MERGE_PARTS.judge(given, seed=seed).message
+
+
 def test_the_text_s_example_of_parts() -> None:
     parts = torch.tensor([[[0.0]], [[6.0]]]), torch.tensor([[1.0], [2.0]]), torch.ones(2)
     out, lse = MERGE_PARTS.reference(*parts)
@@ -129,7 +141,7 @@ def test_the_mistakes_in_tiles_show_for_every_pair_of_blocks(seed: int) -> None:
     for block_q in BLOCKS:
         for block_k in set(BLOCKS) - {block_q}:
             own = {"block_q": block_q, "block_k": block_k}
-            cases = [{**case, **own} for case in COUNT_TILES.cases(seed)[:-1]]
+            cases = [{**case, **own} for case in COUNT_TILES.cases(seed)]
             right = [COUNT_TILES.reference(**case) for case in cases]
             made = [tuple(fn(**case) for case in cases) for fn, _ in COUNT_TILES.wrong.values()]
             assert len({tuple(right), *made}) == 1 + len(made), own
@@ -203,10 +215,16 @@ def test_a_healthy_stream_is_attention(generator: torch.Generator) -> None:
 @pytest.mark.parametrize(
     ("right", "wrong", "hint"),
     [
-        ("count[:, None] * 2 **", "2 **", "Every part counts once"),
+        ("    heard", "    count = torch.ones_like(count)\n    heard", "Every part counts once"),
         ("count[:, None] * 2 **", "count[:, None].abs() * 2 **", "It is to be taken away"),
         ("count[:, None] * 2 **", "count[:, None].clamp(min=0) * 2 **", "left out altogether"),
         ("top + total.log2()", "top + (2 ** (lse - top)).sum(0).log2()", "its logarithm does not"),
+        ("torch.where(count[:, None] == 0, -torch.inf, lse)", "lse", "has a say in what is taken"),
+        (
+            "torch.where(total == 0, 1.0, total)",
+            "torch.where((lse == -torch.inf).all(0), 1.0, total)",
+            "sees no key at all",
+        ),
     ],
 )
 def test_the_changed_rule_is_graded(right: str, wrong: str, hint: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from labcore.attention.pattern import Pattern
 from labcore.checks import floating, one_of, positive
@@ -19,6 +20,7 @@ __all__ = [
     "check_tensors",
     "checked_tree",
     "make_pattern",
+    "no_tangents",
 ]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -40,6 +42,17 @@ def autocast_device(tensor: Tensor) -> str:
     """The device type whose autocast concerns `tensor`: "cpu" for a meta tensor, which has none."""
     kind = tensor.device.type
     return kind if torch.amp.is_autocast_available(kind) else "cpu"
+
+
+def no_tangents(name: str, *tensors: Tensor) -> None:
+    """Raise where forward-mode derivatives are asked for: an operator of ours would drop them."""
+    if torch.compiler.is_compiling():
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(
+            f"{name} has no forward-mode derivative, and jvp or a dual tensor asked for one; use "
+            "labcore.attention.safe_attention, or differentiate by backward"
+        )
 
 
 def check_tensors(
@@ -143,7 +156,7 @@ def check_parents(tree: Tensor) -> None:
     """Raise ValueError for parents that are no tree; on a GPU, where it would wait, nothing."""
     if tree.device.type != "cpu":
         return
-    wrong = (tree < -2) | (tree >= torch.arange(tree.shape[1]))
+    wrong = (tree < -2) | (tree >= torch.arange(tree.shape[1], device=tree.device))
     if not bool(wrong.any()):
         wrong = (tree >= 0) & (tree.gather(1, tree.long().clamp(min=0)) == -2)
     if bool(wrong.any()):

@@ -389,10 +389,13 @@ def _launch_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, delta:
 def _register() -> None:
     wide = torch.bfloat16
     rows = {"stride_qt": 4096, "stride_dot": 4096}
+    keys = {"stride_kt": 4096, "stride_vt": 4096}
     enter(delta_kernel, KEYS, 128, wide, "", M=ROWS, num_warps=4, num_stages=1)
+    enter(dkdv_kernel, KEYS, 64, wide, "", dq_ptr=None, **rows)
     enter(dkdv_kernel, KEYS, 64, wide, "-fused", FUSED=True, **rows)
     enter(dkdv_kernel, KEYS, 128, wide, "-causal", RIGHT=True, dq_ptr=None, **rows)
-    enter(dq_kernel, QUERIES, 128, wide, "-causal", RIGHT=True, stride_kt=4096, stride_vt=4096)
+    enter(dq_kernel, QUERIES, 64, wide, "", **keys)
+    enter(dq_kernel, QUERIES, 128, wide, "-causal", RIGHT=True, **keys)
 
 
 _register()

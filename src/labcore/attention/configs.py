@@ -2,8 +2,7 @@
 
 Two things bound a tile. Shared memory holds `stages` tiles of keys and of values; registers hold
 the scores and what is summed, and what does not fit there spills. The compile gates hold the
-entries for head dimensions 64 and 128 to both. There is no search at run time: reader, tests and
-gates see one choice.
+commonest forms to both. There is no search at run time: reader, tests and gates see one choice.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ def split_decode(
     if device.interpreting() and dtype == torch.bfloat16:
         # The interpreter multiplies the bits of bfloat16, and cuts off where it should round.
         query, key_pages, value_pages = (x.float() for x in (query, key_pages, value_pages))
-    query, key_pages, value_pages = (_dense_rows(x) for x in (query, key_pages, value_pages))
+    query, key_pages, value_pages = (_readable(x) for x in (query, key_pages, value_pages))
     out, lse = new_heads(query), new_lse(query)
     part, part_lse = out, lse
     if splits > 1:
@@ -320,7 +320,7 @@ def _arguments(
 def choose(rows: int, head_dim: int, element_size: int, kind: str) -> Config:
     """The tile for `rows` = G * T query rows of `element_size` bytes on a GPU of configs' `kind`.
 
-    A block of keys and one of values are 32 KiB: four programs share an SM and wait in turn.
+    A block of keys and one of values are 32 KiB a stage at most.
     """
     whole = element_size == 4  # exact products take no matrix unit but many registers
     most = MOST_ROWS // 2 if whole or kind == "cdna" else MOST_ROWS
@@ -334,8 +334,15 @@ def choose(rows: int, head_dim: int, element_size: int, kind: str) -> Config:
     )
 
 
-def _dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _readable(x: Tensor) -> Tensor:
+    """`x` with columns side by side and each of its first dimension's entries within 31 bits.
+
+    The kernel counts batches and pages in 64 bits, what lies inside of one in 32.
+    """
+    last = sum(
+        (size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)
+    )
+    return x if x.stride(-1) == 1 and last < 1 << 31 else x.contiguous()
 
 
 def _register() -> None:

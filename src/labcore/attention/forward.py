@@ -135,7 +135,7 @@ def walk(
                 float("-inf"),
             )  # fmt: skip
         weights, shrink, peak, total = softmax_step(s, peak, total, scale2, MASKED)
-        # Carried as its bits: a floating operand that crosses steps would cross shared memory too.
+        # Carried as its bits: a floating operand that crosses steps may cross shared memory.
         p = weights.to(v.dtype).to(p.dtype, bitcast=True)
     return acc, p, shrink, peak, total
 

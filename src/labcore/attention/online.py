@@ -18,8 +18,8 @@ from labcore.attention.pattern import Pattern, key_range, tile_mask
 
 __all__ = ["Running", "absorb", "finish", "merge", "start", "tiled_backward", "tiled_forward"]
 
-# Scores of one tile over all rows and heads: 2 MiB in fp32, which stays in a CPU's cache while
-# each operation walks it. The side of a tile is a power of two within the bounds.
+# Scores of one tile over all rows and heads: 2 MiB in fp32, small beside a CPU's last cache. The
+# side of a tile is a power of two within the bounds.
 TILE = 1 << 19
 SIDES = (32, 256)
 

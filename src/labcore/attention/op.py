@@ -16,9 +16,11 @@ from labcore.attention.arguments import (
     autocast_device,
     check_lengths,
     check_mask,
+    check_parents,
     check_tensors,
     checked_tree,
     make_pattern,
+    no_tangents,
 )
 from labcore.attention.pattern import Pattern
 from labcore.attention.reference import safe_attention
@@ -104,7 +106,8 @@ def flash_attention(
     is_causal: query i sees the keys up to i + shift; causal_alignment: shift is 0 at "top_left"
     (torch) and S - T at "bottom_right" (flash-attn). window: (left, right), query i sees the keys
     i + shift - left … i + shift + right, None for no bound; with is_causal nothing past i + shift.
-    scale: D**-0.5 if None. softcap: c turns a score s into c * tanh(s / c).
+    scale: D**-0.5 if None. softcap: c turns a score s into c * tanh(s / c); in the kernels a score
+    then errs by about 1e-7 c.
     tree: parents, integers [B, T]: the last T keys are the queries, nodes of a tree behind the
     prefix that the other keys are; -1 is a child of the prefix, -2 padding, else an earlier node.
     A node sees the prefix, its ancestors and itself; there is neither is_causal nor window.
@@ -115,8 +118,9 @@ def flash_attention(
     Returns out [B, H, T, D], with return_lse also each row's log-sum-exp of its scores [B, H, T]
     in at least fp32. A row that sees nothing gives zeros, -inf and no gradient. Both results can
     be differentiated, once. Under autocast the three tensors take its dtype.
-    Raises ValueError or TypeError for arguments that do not fit, RuntimeError for a second
-    derivative. Sources: Dao et al., 2022, arXiv 2205.14135; Dao, 2023, arXiv 2307.08691.
+    Raises ValueError or TypeError for arguments that do not fit, RuntimeError for a second or a
+    forward-mode derivative. Sources: Dao et al., 2022, arXiv 2205.14135; Dao, 2023, arXiv
+    2307.08691.
     """
     query, key, value = autocast(query, key, value)
     check_tensors(query, key, value, enable_gqa=enable_gqa)
@@ -141,6 +145,8 @@ def flash_attention(
             )
         if attn_mask is not None:
             check_mask(attn_mask, query, key)
+        if pattern.tree is not None and not torch.compiler.is_compiling():
+            check_parents(pattern.tree)  # reads values, which would break a graph
         with torch.autocast(autocast_device(query), enabled=False):
             out, lse = safe_attention(
                 query, key, value, pattern=pattern, attn_mask=attn_mask, dropout_p=dropout_p
@@ -245,7 +251,7 @@ def _call(
     max_q: int | None = None,
     max_k: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    left, right = pattern.window or (None, None)
+    no_tangents("flash_attention", query, key, value)
     settings = library.Settings(
         tree=pattern.tree,
         cu_q=cu_q,
@@ -256,8 +262,8 @@ def _call(
         softcap=pattern.softcap,
         is_causal=pattern.is_causal,
         bottom_right=pattern.bottom_right,
-        left=left,
-        right=right,
+        left=pattern.left,
+        right=pattern.right,
         backend=backend,
     )
     out, lse = library.forward(query, key, value, *settings)

@@ -13,18 +13,24 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from labcore.attention.arguments import DTYPES, WIDEST_HEAD, check_parents, make_pattern
+from labcore.attention.arguments import (
+    DTYPES,
+    WIDEST_HEAD,
+    check_parents,
+    make_pattern,
+    no_tangents,
+)
 from labcore.attention.layout import new_heads, new_lse
 from labcore.attention.online import merge
 from labcore.attention.pattern import Pattern, allowed
-from labcore.checks import positive_int
+from labcore.checks import floating, positive_int
 from labcore.device import Backend, choose_backend
 
 __all__ = ["paged_attention"]
 
 Window = tuple[int | None, int | None]
 MOST_SPLITS = 128
-KEYS_A_SPLIT = 256  # fewer are read faster than a piece's result is written and read again
+KEYS_A_SPLIT = 256  # at least: each piece also writes a result and reads it again
 
 
 class PagedOptions(TypedDict, total=False):
@@ -111,6 +117,7 @@ def paged_attention(
     pattern = make_pattern(
         query, causal_alignment="bottom_right", scale=scale, window=window, softcap=softcap
     )
+    no_tangents("paged_attention", query, key_pages, value_pages)
     out, lse = _paged_attention(
         query,
         key_pages,
@@ -234,7 +241,7 @@ def _torch_form(
         )
         # [Hkv, G * count, D]: the query heads of a key head are rows of one product.
         rows = query[row, :, :count].reshape(kv_heads, -1, query.shape[3]).to(lse.dtype)
-        seen = _seen(pattern, row, count, length, keys.shape[1])
+        seen = _seen(pattern, row, count, length, keys)
         if pattern.tree is not None and seen is not None:
             values = values.masked_fill(~seen.any(0)[:, None], 0)  # padding may never be written
         size = -(-keys.shape[1] // splits)
@@ -254,13 +261,14 @@ def _torch_form(
     return out, lse
 
 
-def _seen(pattern: Pattern, row: int, count: int, length: int, width: int) -> Tensor | None:
-    """Which of the last `width` keys each query sees, bool [count, width]; None is every one."""
+def _seen(pattern: Pattern, row: int, count: int, length: int, keys: Tensor) -> Tensor | None:
+    """Which of `keys` [Hkv, S, D], the last ones, each query sees: bool [count, S]; None is all."""
     if count == 1 and pattern.tree is None:
         return None
     if pattern.tree is not None:
         pattern = replace(pattern, tree=pattern.tree[row : row + 1, :count])
-    return allowed(pattern, count, max(length, count))[0, 0, :, -width:]
+    seen = allowed(pattern, count, max(length, count), device=keys.device)
+    return seen[0, 0, :, -keys.shape[1] :]
 
 
 def _piece(
@@ -291,6 +299,7 @@ def _splits(query: Tensor, key_pages: Tensor, block_table: Tensor) -> int:
 def _check_pages(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
     """Raise unless queries [B, H, T, D] and pages [P, page, Hkv, D] fit each other."""
     for name, x in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages)):
+        floating(name, x)
         if x.dtype not in DTYPES or x.dtype != query.dtype or x.device != query.device:
             raise TypeError(
                 "query and pages must share one device and one dtype of float16, bfloat16, float32 "
@@ -322,9 +331,13 @@ def _check_integers(
     tree: Tensor | None,
 ) -> None:
     """Raise unless each is int32 of its shape on the query's device."""
+    given = {"block_table": block_table, "lengths": lengths, "counts": counts, "tree": tree}
+    for name, x in given.items():
+        if not isinstance(x, Tensor) and (x is not None or name in ("block_table", "lengths")):
+            raise TypeError(f"{name} must be a tensor of int32, got {type(x).__name__}")
     batch, _, queries, _ = query.shape
     wanted = (
-        ("block_table", block_table, (batch, max(1, block_table.shape[-1]))),
+        ("block_table", block_table, (batch, max((1, *block_table.shape[-1:])))),
         ("lengths", lengths, (batch,)),
         ("counts", counts, (batch,)),
         ("tree", tree, (batch, queries)),

@@ -14,6 +14,7 @@ from torch import Tensor
 __all__ = ["Pattern", "allowed", "ancestors", "key_range", "tile_mask", "tree_bits"]
 
 WORD = 32  # bits of one int32 of `tree_bits`
+FAR = 1 << 30  # keys: past any sequence, and a place plus less than this fits an int32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -40,12 +41,12 @@ class Pattern:
     @property
     def left(self) -> int | None:
         """How far before i + shift query i sees; None is all the way."""
-        return None if self.window is None else self.window[0]
+        return None if self.window is None else _near(self.window[0])
 
     @property
     def right(self) -> int | None:
         """How far past i + shift query i sees, 0 at most if causal; None is all the way."""
-        right = None if self.window is None else self.window[1]
+        right = None if self.window is None else _near(self.window[1])
         if not self.is_causal:
             return right
         return 0 if right is None else min(right, 0)
@@ -53,6 +54,11 @@ class Pattern:
     def shift(self, q_len: int, k_len: int) -> int:
         """The key that stands on query 0's diagonal."""
         return k_len - q_len if self.bottom_right or self.tree is not None else 0
+
+
+def _near(bound: int | None) -> int | None:
+    """A bound of a window; None for one that no sequence reaches, such as sys.maxsize."""
+    return None if bound is None or bound >= FAR else bound
 
 
 def ancestors(parents: Tensor) -> Tensor:

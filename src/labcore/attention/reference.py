@@ -38,7 +38,7 @@ def masked_scores(
 def naive_attention(query: Tensor, key: Tensor, value: Tensor, *, pattern: Pattern) -> Tensor:
     """exp(score) over the sum of its row, times the values: [B, H, T, D].
 
-    Overflows in fp32 where a score exceeds 88. Arguments as in `safe_attention`.
+    Overflows in fp32 where a score exceeds 88.7. Arguments as in `safe_attention`.
     """
     weights = masked_scores(query, key, pattern=pattern).exp()
     total = weights.sum(-1, keepdim=True)

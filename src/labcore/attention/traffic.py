@@ -136,8 +136,9 @@ def compulsory_bytes(shape: Shape, direction: Direction = "forward") -> int:
 
 
 def naive_bytes(shape: Shape, direction: Direction = "forward") -> int:
-    """Bytes that five separate operations move: each reads its operands and writes its result.
+    """Bytes that separate operations move: each reads its operands and writes its result.
 
+    The scale counts as part of a product.
     Forward: scores (written), softmax (read, written), times values (read): 4 passes over T * S.
     Backward: values' gradient (read), weights' gradient (written), softmax (read twice, written),
     queries' and keys' gradients (read each): 7 passes. Pairs that do not see each other cost as
@@ -313,7 +314,7 @@ GPUS: Mapping[str, Gpu] = {
         Gpu(name="MI250X die", units=110, clock=1.7e9, matmul=191.5e12, bandwidth=1638e9,
             sram=64 * KIB, memory=64e9, fp32=64),
         Gpu(name="MI300X", units=304, clock=2.1e9, matmul=1307.4e12, bandwidth=5300e9,
-            sram=64 * KIB, memory=192e9, fp32=64),
+            sram=64 * KIB, memory=192e9),
     )
 }  # fmt: skip
 

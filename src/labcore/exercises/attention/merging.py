@@ -97,7 +97,8 @@ def _cases(seed: int) -> list[dict[str, Any]]:
     gaps[1] = True
     _empty(one_empty, gaps)
     _empty(empties, torch.tensor([[0, 1, 0, 1, 0, 1], [0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1]]) > 0)
-    far["lse"] += torch.tensor([FAR, -FAR, FAR, -FAR], dtype=torch.float64)
+    # All parts far from zero together, then far from each other.
+    far["lse"] += FAR * torch.tensor([[1, -1, 1, -1], [1, -1, -1, 1], [1, -1, 1, -1]]).double()
     return cases
 
 
@@ -148,7 +149,7 @@ MERGE_PARTS = Exercise(
     "output counts with that weight, and the weights' sum is that of all keys. Only differences of "
     "the logarithms are raised to a power, row by row, so nothing overflows, and the largest part "
     "of a row has the weight 1. An empty part has the weight 0 and its output must be replaced, "
-    "since 0 * NaN is NaN. This reference takes all counts as 1; with others "
-    "`weights = count[:, None] * torch.exp2(lse - top)`, and nothing else changes: the count "
-    "belongs to the weight, and so to the output and to the log-sum-exp.",
+    "since 0 * NaN is NaN. This reference takes all counts as 1. With others, ask what a count "
+    "multiplies, a logarithm or that of which it is the logarithm, and which parts have a say in "
+    "the largest one.",
 )

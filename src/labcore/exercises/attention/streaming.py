@@ -55,6 +55,9 @@ def _wrongly(fault: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
             shift = new_top
         if fault == "no shift":
             shift = torch.zeros_like(new_top)
+        if fault == "tile's own reference":
+            own = scores.amax(1)
+            shift = torch.where(own == -torch.inf, shift, own)
         of_weights, of_rescaling = _faulty_factors(fault, base)
         weights = of_weights ** (scores - shift[:, None])
         rescale = of_rescaling ** (top - shift)
@@ -66,6 +69,9 @@ def _wrongly(fault: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         new_total = weights.sum(1) + (total if fault == "total not rescaled" else kept)
         before = total if fault == "sums not rescaled" else kept
         sums = before[:, None] * mean + weights @ values
+        if fault == "tile's own reference":
+            rest = base ** (shift - new_top.masked_fill(new_top == -torch.inf, 0.0))
+            new_total, sums = new_total * rest, sums * rest[:, None]
         if fault == "mean taken for a sum":
             sums = rescale[:, None] * mean + weights @ values
         divisor = new_total
@@ -111,9 +117,9 @@ def _cases(seed: int) -> list[dict[str, Any]]:
     _forget(hidden, [1, 2])
     hidden["scores"][:2] = -torch.inf
     hidden["scores"][2:, 1] = -torch.inf
-    levels = torch.tensor([FAR, -FAR, FAR, -FAR], dtype=torch.float64)
-    far["top"] += levels
-    far["scores"] += levels[:, None]
+    # What was seen and the tile far from zero together, then far from each other both ways.
+    far["top"] += torch.tensor([FAR, -FAR, FAR, -FAR], dtype=torch.float64)
+    far["scores"] += torch.tensor([[FAR], [-FAR], [-FAR], [FAR]], dtype=torch.float64)
     return cases
 
 
@@ -142,6 +148,9 @@ _HINTS = {
     "row has its own; where the rows stand far apart, all weights of the lower ones become 0.",
     "no shift": "The weights are powers of the scores themselves. The total is defined with the "
     "largest score taken away, and without that a score of 3000 overflows.",
+    "tile's own reference": "The weights are taken relative to the largest score of the tile. "
+    "Where the keys before it stand thousands above, what they weigh overflows: no exponent may be "
+    "far above 0.",
     "natural base": "The weights are powers of e. They are to be powers of `base`.",
     "natural rescaling": "The tile's weights are powers of `base`, but the earlier keys are "
     "rescaled by a power of e.",

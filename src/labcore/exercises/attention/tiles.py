@@ -43,6 +43,8 @@ def _rounded(seen: int, keys: int, block: int, fault: str) -> tuple[int, int]:
     if fault == "short tiles dropped":
         return seen // block, min(-(-seen // block), keys // block)
     last = -(-keys // block)
+    if fault == "keys past the end":
+        return min(seen // block, last), min(-(-seen // block), last)
     complete = seen == keys and fault != "short tiles masked"
     return last if complete else seen // block, -(-seen // block)
 
@@ -61,9 +63,11 @@ def _wrongly(fault: str) -> Callable[..., tuple[int, int, int]]:
         for first in range(0, down * block_q, block_q):
             stop = min(first + block_q, queries)
             low = 0 if fault != "rows before the keys" else -queries
+            high = keys if fault != "keys past the end" else keys + block_k
             own = int(fault != "own key hidden")
-            for_all = min(max(first + shift + own, low), keys)
-            for_some = min(max(stop + shift - 1 + own, low), keys)
+            late = int(fault == "stop taken for the last")
+            for_all = min(max(first + shift + own, low), high)
+            for_some = min(max(stop + shift - 1 + own + late, low), high)
             if fault == "judged by the last query":
                 for_all = for_some
             whole_here, _ = _rounded(for_all, keys, block_k, fault)
@@ -127,6 +131,10 @@ _HINTS = {
     "queries below see more.",
     "own key hidden": "Your queries do not see their own key: query i sees the keys up to "
     "i + shift, that one included.",
+    "stop taken for the last": "Your tiles reach one query too far down: where the next tile "
+    "begins is not where this one's last query stands.",
+    "keys past the end": "A tile that is cut short at the last key is called masked unless its "
+    "queries could see a full tile's keys. Keys past the end are not there to be seen.",
     "short tiles masked": "A tile that is cut short at the last key is always counted as masked. "
     "Where all of its pairs see each other it needs no causal mask: it is whole.",
     "short tiles dropped": "What is left over at the end of queries or keys is not counted. A "

@@ -34,9 +34,9 @@ _STATES = {"skipped": "#c4c9ce", "with a mask": PALETTE["orange"], "whole": PALE
 
 
 def _colors(names: Sequence[str]) -> dict[str, str]:
-    """A color for each name: its own where it has one, else the next that is free."""
+    """A color for each name: its own up to a comma where it has one, else the next free one."""
     spare = iter(_SPARE)
-    return {name: COLORS.get(name) or PALETTE[next(spare, "gray")] for name in names}
+    return {name: COLORS.get(name.split(",")[0]) or PALETTE[next(spare, "gray")] for name in names}
 
 
 def _lengths(values: Sequence[int]) -> dict[str, object]:
@@ -238,7 +238,7 @@ def intensity(gpu: str = "H100", head_dim: int = 128) -> go.Figure:
         figure.add_scatter(
             x=[block], y=[reached.get(block)], mode="markers", name=name, marker=marker
         )
-    held = f"{fits:,} queries fit" if fits else "no tile fits"
+    held = f"{fits:,} queries fit" if fits else "no room for queries"
     powers = [2**power for power in range(2, 11)]
     figure.update_layout(
         title={
