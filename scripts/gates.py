@@ -21,6 +21,7 @@ LONG_FILES = (
     *("tests/book", "tests/browser", "tests/labs/test_cycle.py", "tests/labs/test_grading.py"),
     *("tests/test_chapters.py", "tests/test_installed.py"),
 )
+WORKERS = 2  # each starts notebooks, compilers and browsers besides
 LONG_MARKS = "not browser and not compile and not book"
 
 GATES = {
@@ -82,6 +83,8 @@ def pytest_command(which: str) -> list[str]:
         "-p",
         "no:cacheprovider",
         "--durations=15",
+        f"--numprocesses={min(WORKERS, os.cpu_count() or 1)}",
+        *("--dist=loadfile", "--no-loadscope-reorder"),  # in order: the longest files come early
     ]
     if which == "quick":
         command += ["-m", LONG_MARKS, *(f"--ignore={path}" for path in LONG_FILES)]
