@@ -263,6 +263,8 @@ def _main(
             # Later than the parent's, which knows of every rank.
             timeout=timedelta(seconds=timeout_s + 60),
         )
+        # A rank that ends while another still connects would break that one's connection.
+        dist.barrier()
         fn, args, kwargs = loads(payload)
         answer = (True, time.monotonic(), "", dumps(fn(*args, **kwargs)))
     except BaseException as problem:  # SystemExit too: sys.exit() in fn is no result.
