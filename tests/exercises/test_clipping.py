@@ -114,7 +114,7 @@ def test_no_step_is_longer_than_the_limit_of_the_steps_before(seed: int) -> None
 def test_after_a_lasting_rise_the_limit_follows(seed: int) -> None:
     for draw, student in draws(seed, 3):
         window, factor = HISTORY.variant(student).values()
-        norms = floats(*[1.0] * 20, *[40.0] * (10 * window))
+        norms = floats(*[1.0] * 20, *[40.0] * (12 * window))
         found = HISTORY.reference(norms, window=window, factor=factor)
         assert draw >= 0 and found[20] == factor / 40 and found[-1] == 1
 
