@@ -1,0 +1,236 @@
+"""What the steps of the HIP port do, counted: nothing here is a time, and nothing ran on a GPU.
+
+The emulator's counters and errors are simulated, the resources are what compilers reported when
+the committed table was written. `python -m labcore.hip` times the steps where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.runner import Measurement, case
+from labcore.hip import build, emulate, port
+from labcore.hip.compile import beside_triton
+from labcore.hip.mfma import INSTRUCTIONS
+from labcore.hip.occupancy import LIMITS, occupancy
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+RESOURCES, TRITON = TESTS / "hip_resources.json", TESTS / "kernel_resources.json"
+LENGTH, HEADS = 256, 2  # of the counted work
+FORMATS = {"float16": torch.float16, "float32": torch.float32}
+AWKWARD = ((1, 1), (31, 63), (100, 129), (129, 31))  # queries, keys
+COUNTERS = ("transactions", "bytes", "lds_accesses", "lds_conflicts", "barriers", "mfma")
+# The matrix instruction of a step by number format and head dimension.
+PRODUCTS = {
+    (3, "float16", 64): "16x16x16_f16",
+    (3, "float16", 128): "32x32x8_f16",
+    (4, "float16", 64): "32x32x8_f16",
+    (4, "float16", 128): "32x32x8_f16",
+}
+
+
+def exactly(quantity: str, value: float, unit: str, mode: str, **details: Any) -> Measurement:
+    """A number that counting gives: it has no spread."""
+    return Measurement(
+        quantity=quantity,
+        unit=unit,
+        samples=[value],
+        mode=mode,
+        details={"exact": True, **details},
+    )
+
+
+def drawn(heads: int, queries: int, keys: int, dim: int, seed: int) -> list[Tensor]:
+    """Query, key and value in fp32, from a normal distribution."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, heads, n, dim, generator=generator) for n in (queries, keys, keys)]
+
+
+@case("emulated/work", minutes=2.0, needs="cpu")
+def work() -> list[Measurement]:
+    """Every counter of every step, and how the steps compare."""
+    found = []
+    for name, dim in itertools.product(("float16",), (64, 128)):
+        inputs = [x.to(FORMATS[name]) for x in drawn(HEADS, LENGTH, LENGTH, dim, seed=60)]
+        counts: dict[int, emulate.Counters] = {}
+        for step in build.STEPS:
+            counters = emulate.forward(*inputs, step=step, count=True).counters
+            if counters is None:
+                raise RuntimeError(f"step {step} must return counters, got none; see count=True")
+            counts[step] = counters
+        at = f"{name}, D {dim}"
+        shape = {"batch, heads, tokens, D": [1, HEADS, LENGTH, dim]}
+        for step, counters in counts.items():
+            for quantity in COUNTERS:
+                value = getattr(counters, quantity)
+                label = f"{quantity}/step {step}, {at}"
+                found.append(exactly(label, value, "count", "simulated", **shape))
+        found += compared(counts, name, dim)
+    return found
+
+
+def compared(counts: dict[int, emulate.Counters], name: str, dim: int) -> list[Measurement]:
+    """How many times less a later step does of what it aims at, and its useful products."""
+    at = f"{name}, D {dim}"
+
+    def ratio(what: str, field: str, earlier: int, later: int) -> Measurement:
+        value = getattr(counts[earlier], field) / max(1, getattr(counts[later], field))
+        label = f"{what}, step {earlier} over step {later}/{at}"
+        return exactly(label, value, "ratio", "simulated")
+
+    conflicts = counts[4].lds_conflicts / counts[4].lds_accesses
+    found = [
+        ratio("transactions", "transactions", 1, 2),
+        ratio("transactions", "transactions", 2, 3),
+        ratio("transactions", "transactions", 3, 4),
+        ratio("transactions", "transactions", 1, 4),
+        ratio("LDS accesses", "lds_accesses", 2, 3),
+        ratio("LDS accesses", "lds_accesses", 3, 4),
+        exactly(f"LDS conflicts an access, step 4/{at}", conflicts, "cycles", "simulated"),
+    ]
+    needed = 4 * HEADS * LENGTH * LENGTH * dim
+    for step in (3, 4):
+        flops = INSTRUCTIONS[PRODUCTS[step, name, dim]].flops * counts[step].mfma
+        label = f"products on matrix cores, of those needed, step {step}/{at}"
+        found.append(exactly(label, flops / needed, "ratio", "simulated"))
+    return found
+
+
+def errors(step: int, name: str, dim: int, *, is_causal: bool) -> tuple[float, float]:
+    """Largest errors against fp64 over AWKWARD lengths: of a step, and of plain torch."""
+    ours, plain = 0.0, 0.0
+    for seed, (queries, keys) in enumerate(AWKWARD):
+        inputs = [x.to(FORMATS[name]) for x in drawn(2, queries, keys, dim, seed=600 + seed)]
+        unseen = torch.ones(queries, keys, dtype=torch.bool).triu(1) if is_causal else None
+        query, key, value = (x.double() for x in inputs)
+        exact = attention(query, key, value, unseen)
+        out = emulate.forward(*inputs, step=step, is_causal=is_causal).out
+        query, key, value = inputs
+        theirs = attention(query, key, value, unseen)
+        ours = max(ours, float((out - exact).abs().max()))
+        plain = max(plain, float((theirs - exact).abs().max()))
+    return ours, plain
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, unseen: Tensor | None) -> Tensor:
+    """Three operations in the inputs' own dtype."""
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    if unseen is not None:
+        scores = scores.masked_fill(unseen, -math.inf)
+    return torch.softmax(scores, dim=-1) @ value
+
+
+@case("emulated/errors", minutes=1.0, needs="cpu")
+def largest_errors() -> list[Measurement]:
+    """Of each step over awkward lengths, head dimensions and masks, beside plain torch."""
+    found = []
+    for name, step in itertools.product(FORMATS, build.STEPS):
+        pairs = [
+            errors(step, name, dim, is_causal=is_causal)
+            for dim, is_causal in itertools.product((64, 128), (False, True))
+        ]
+        ours, plain = (max(column) for column in zip(*pairs, strict=True))
+        more = {"error": ours, "plain error": plain, "lengths": [list(x) for x in AWKWARD]}
+        label = f"error over plain torch's/step {step}, {name}"
+        found.append(exactly(label, ours / plain, "ratio", "simulated", **more))
+    return found
+
+
+def changed(before: str, after: str) -> int:
+    """Lines of `after` that are not lines of `before` at their place."""
+    lines = difflib.ndiff(before.splitlines(), after.splitlines())
+    return sum(line.startswith("+ ") for line in lines)
+
+
+@case("port/lines", minutes=0.1)
+def lines() -> list[Measurement]:
+    """Lines that hipify changes in the CUDA original, and those that it leaves to a person."""
+    cuda, hip = port.original(), port.hipified()
+    mended = port.mend(hip)
+    kernel = "// Host memory in"
+    counts = {
+        "whole file": (changed(cuda, hip), changed(hip, mended)),
+        "kernel": (
+            # The two lines before the includes and the includes are not the kernel's.
+            changed(body(cuda, kernel), body(hip, kernel)),
+            changed(body(hip, kernel), body(mended, kernel)),
+        ),
+    }
+    total = len(cuda.splitlines())
+    found = []
+    for where, (by_hipify, by_hand) in counts.items():
+        details = {"by hipify": by_hipify, "by hand": by_hand, "lines": total}
+        share = by_hipify / (by_hipify + by_hand)
+        found.append(
+            exactly(
+                f"changed lines that hipify changes/{where}", share, "share", "measured", **details
+            )
+        )
+    return found
+
+
+def body(source: str, end: str) -> str:
+    """From the first constant to the host's side: what runs on the GPU."""
+    return source[source.index("constexpr int ROWS") : source.index(end)]
+
+
+@case("law/memory", minutes=0.01)
+def memory() -> list[Measurement]:
+    """Bytes of global memory that a launch needs beside q, k, v and the output, by counting."""
+    shorter, longer = 2048, 16384
+    held = {n: 4 * n for n in (shorter, longer)}  # lse: one fp32 a row and head; no workspace
+    matrix = {n: 2 * n * n for n in (shorter, longer)}  # scores in fp16
+    growth = math.log(held[longer] / held[shorter]) / math.log(longer / shorter)
+    return [
+        exactly("memory beside inputs and output, exponent", growth, "power of T", "measured"),
+        *(
+            exactly(f"memory, a matrix of scores over ours/{n} tokens", matrix[n] / held[n],
+                    "ratio", "measured")
+            for n in held
+        ),
+    ]  # fmt: skip
+
+
+@case("compiled/resources", minutes=0.01)
+def compiled() -> list[Measurement]:
+    """The committed table of the compile gate, beside that of the Triton kernels."""
+    table = json.loads(RESOURCES.read_text(encoding="utf-8"))
+    triton = json.loads(TRITON.read_text(encoding="utf-8"))
+    found = []
+    for target in LIMITS:
+        rows = {form: needs[target] for form, needs in table["forms"].items() if target in needs}
+        tuned = [need for form, need in rows.items() if form.startswith(("step3", "step4"))]
+        most = max(need["lds"] for need in rows.values())
+        spilled = sum(need["spills"] > 0 for need in tuned)
+        wrong = sum(predicted(target, need) != need["occupancy"] for need in rows.values())
+        details = {"compiler": table["compilers"][target], "forms": rows}
+        found += [
+            exactly(f"forms compiled/{target}", len(rows), "forms", "compiled", **details),
+            exactly(f"largest LDS of a block/{target}", most, "bytes", "compiled"),
+            exactly(f"forms on matrix cores that spill/{target}", spilled, "forms", "compiled"),
+            exactly(
+                f"forms without matrix instruction, steps 3 and 4/{target}",
+                sum(not need["mfma"] for need in tuned), "forms", "compiled",
+            ),
+            exactly(f"occupancies predicted wrong/{target}", wrong, "forms", "compiled"),
+        ]  # fmt: skip
+    beside = beside_triton(table, triton)
+    found.append(
+        exactly("kernels beside Triton's", len(beside), "kernels", "compiled", rows=beside,
+                triton=triton["triton"])
+    )  # fmt: skip
+    return found
+
+
+def predicted(target: str, need: dict[str, int]) -> int:
+    """Waves of one SIMD by `labcore.hip.occupancy`."""
+    names = ("vgprs", "agprs", "sgprs", "lds", "threads")
+    return occupancy(target, **{name: need[name] for name in names}).waves_per_simd

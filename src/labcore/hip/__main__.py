@@ -1,0 +1,136 @@
+"""Build, check and time the steps on this machine's GPU, or hold what compilers report to a table.
+
+Without an option: needs an AMD GPU of CDNA and hipcc (or an NVIDIA GPU and nvcc, for the steps
+without matrix cores), and writes records that the chapter shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from labcore import records
+from labcore.device import badge, default_device, hardware, versions
+from labcore.hip import compile as compiling
+from labcore.hip import gpu
+from labcore.hip.build import SOURCE
+from labcore.records import Record, sources
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    top = argparse.ArgumentParser(prog="python -m labcore.hip", description=__doc__)
+    top.add_argument(
+        "--save",
+        type=Path,
+        default=records.FOLDER,
+        metavar="FOLDER",
+        help="where records are written (default: the package's own folder)",
+    )
+    top.add_argument("--check", type=Path, metavar="TABLE", help="hold what compilers report to it")
+    top.add_argument("--write", type=Path, metavar="TABLE", help="rewrite this table")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: 0 where all is well, 1 where something is wrong, 2 where it cannot run."""
+    asked = parser().parse_args(arguments)
+    try:
+        if asked.check or asked.write:
+            return hold(asked.check, asked.write)
+        return run(asked.save)
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"labcore.hip: {error}", file=sys.stderr)
+        return 2
+
+
+def hold(table: Path | None, write: Path | None) -> int:
+    """Compile for every target whose compiler is here; needs those of the gated targets."""
+    lacking = [compiling.missing(name) for name, t in compiling.TARGETS.items() if t.gated]
+    if any(lacking):
+        raise RuntimeError("; ".join(filter(None, lacking)))
+    found = compiling.measure()
+    print("\n".join(compiling.rows(found)))
+    if write:
+        text = json.dumps(compiling.table_of(found), indent=1) + "\n"
+        write.write_text(text, encoding="utf-8")
+    if table is None:
+        return 0
+    wrong = compiling.problems(found, json.loads(table.read_text(encoding="utf-8")))
+    print("".join(f"{sentence}\n" for sentence in wrong), end="")
+    return 1 if wrong else 0
+
+
+def run(folder: Path) -> int:
+    """Build, check, time, and write records into `folder`, which a wrong step prevents."""
+    lacking = gpu.problem()
+    if lacking:
+        print(f"labcore.hip: {lacking}", file=sys.stderr)
+        return 2
+    print(badge())
+    device, steps = default_device(), {}
+    failed = False
+    for name, step in gpu.build():
+        wrong = gpu.wrong(step, device)
+        print(f"{name}: {'agrees with torch' if not wrong else 'WRONG'}", flush=True)
+        print("".join(f"  {sentence}\n" for sentence in wrong), end="")
+        failed |= bool(wrong)
+        steps[name] = step
+    if failed:
+        return 1
+    for case in gpu.timed_cases():
+        record = timed(case, gpu.times(steps, case, device))
+        records.save([record], folder)
+        shown = {**record.peers, record.quantity.rpartition("/")[2]: record.samples}
+        medians = ", ".join(
+            f"{name} {sorted(samples)[len(samples) // 2]:.3g}" for name, samples in shown.items()
+        )
+        print(f"{case.name}: {medians} ms", flush=True)
+    print(f"records are in {folder}; `python -m benchmarks --merge {folder}` brings them elsewhere")
+    return 0
+
+
+def timed(case: gpu.Case, comparison: gpu.Comparison) -> Record:
+    """The record of one case: the last step's milliseconds, the others' beside it as peers."""
+    samples = {
+        name: tuple(1e3 * second for second in timing.samples)
+        for name, timing in comparison.timings.items()
+    }
+    last = max(name for name in samples if name != "torch")
+    file = sources.PACKAGE.parent.parent / "benchmarks" / "hip.py"
+    return Record(
+        slug="hip",
+        case="gpu/steps",
+        quantity=f"{case.name}/{last}",
+        unit="ms",
+        samples=samples.pop(last),
+        hardware=asdict(hardware()),
+        versions=versions(),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        # In a checkout a record grows old with the benchmark of its slug.
+        source=sources.describe(file if file.is_file() else Path(gpu.__file__)),
+        peers=samples,
+        details={
+            "arch": gpu.architecture(),
+            "heads": case.heads,
+            "queries": case.q_len,
+            "keys": case.k_len,
+            "kernels": digests(),
+        },
+    )
+
+
+def digests() -> Mapping[str, str]:
+    """A hash of each C++ source, which `Record.source` does not cover."""
+    files = sorted(path for path in SOURCE.rglob("*") if path.is_file())
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""Run a HIP kernel on the CPU: threads as fibers, barriers, LDS and 64-lane wavefronts.
+
+`forward` runs a step of the FlashAttention port; `load` takes any kernel that is written in the
+names of `source/portable.h`. What is counted follows the hardware's rules (`source/cpu_check.h`),
+what is timed here says nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labcore.checks import one_of, positive
+from labcore.hip.build import library, source_name, step_source
+
+__all__ = ["Counters", "Emulated", "EmulationError", "Program", "forward", "load"]
+
+Size = int | Sequence[int]
+
+DTYPES = {torch.float32: "f32", torch.float16: "f16"}
+HEAD_DIMS = (64, 128)
+# A library has one machine, and a call of it lets Python's other threads run.
+_ONE_LAUNCH = threading.Lock()
+
+
+class EmulationError(RuntimeError):
+    """What a GPU would not have said: the sentence names block, thread and line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counters:
+    """What a launch did, in the hardware's units: instructions of a wavefront.
+
+    lds_accesses: LDS instructions. lds_conflicts: cycles that they took beyond those of a
+    conflict-free access. transactions: distinct 64-byte segments of global memory, summed over
+    instructions; caches are not modelled. bytes: what lanes asked for there. barriers: of blocks.
+    mfma: matrix instructions.
+    """
+
+    lds_accesses: int
+    lds_conflicts: int
+    transactions: int
+    bytes: int
+    barriers: int
+    mfma: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Emulated:
+    """out: [B, H, T, D] in the query's dtype; lse: fp32 [B, H, T], natural logarithm.
+
+    counters: None unless they were asked for.
+    """
+
+    out: Tensor
+    lse: Tensor
+    counters: Counters | None
+
+
+class _Report(ctypes.Structure):
+    # The fields of cpu.h's Report.
+    _fields_ = [
+        ("counting", ctypes.c_int64),
+        *[(field.name, ctypes.c_int64) for field in fields(Counters)],
+        ("message", ctypes.c_char * 512),
+    ]
+
+
+class _Memory(ctypes.Structure):
+    # A Global as a kernel's checked form takes it; the plain form and a GPU read the first word.
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("element", ctypes.c_uint64),
+        ("name", ctypes.c_char_p),
+    ]
+
+
+class Program:
+    """A built kernel library; `load` makes it."""
+
+    def __init__(self, path: Path, *, name: str, checked: bool) -> None:
+        self.path = path
+        self.name = name
+        self.checked = checked
+        self._library = ctypes.CDLL(str(path))
+
+    def launch(
+        self,
+        name: str,
+        *,
+        grid: Size,
+        block: Size,
+        arguments: Mapping[str, Tensor | int | float],
+        count: bool = False,
+    ) -> Counters | None:
+        """Run the kernel of ENTRY `name` on `grid` blocks of `block` threads each.
+
+        arguments: in the kernel's order; a tensor (contiguous, on the CPU) is a Global, which
+        errors call by its key, and what the kernel writes is in it afterwards; an int is an int, a
+        float a float. count: return what the launch did; only a checked program can.
+        Raises EmulationError, ValueError for arguments that the kernel cannot take.
+        """
+        if count and not self.checked:
+            raise ValueError(
+                "counting needs a checked program, got a plain one; load it with check=True"
+            )
+        entry = self._function(name, f"add ENTRY({name}, kernel<…>) to it")
+        values = [_argument(key, value) for key, value in arguments.items()]
+        pointers = (ctypes.c_void_p * (len(values) + 1))(
+            *[ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values], None
+        )
+        report = _Report(counting=count)
+        sizes = _three("grid", grid), _three("block", block)
+        with _ONE_LAUNCH:
+            failed = entry(*sizes, pointers, ctypes.byref(report))
+        if failed:
+            raise EmulationError(f"{self.name}: {report.message.decode()}")
+        if not count:
+            return None
+        return Counters(**{field.name: getattr(report, field.name) for field in fields(Counters)})
+
+    def call(self, name: str, *values: Tensor | int | float) -> None:
+        """Call host function `name` of a source that hipify made of a CUDA one.
+
+        A tensor is given as its address, an int as an int, a float as a float. Raises
+        EmulationError where a launch fails; the pointers of such a kernel are not bounded.
+        """
+        function = self._function(name, f'declare {name} extern "C" in it')
+        plain = [
+            ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else _scalar(name, value)
+            for value in values
+        ]
+        with _ONE_LAUNCH:
+            if not function(*plain):
+                return
+            message = self._library.emulator_message
+            message.restype = ctypes.c_char_p
+            raise EmulationError(f"{self.name}: {message().decode()}")
+
+    def _function(self, name: str, remedy: str) -> Callable[..., int]:
+        found: Callable[..., int] | None = getattr(self._library, name, None)
+        if found is None:
+            raise ValueError(f"name must be in the source, got {name!r}; {remedy}")
+        return found
+
+    def attention_block(self, dtype: torch.dtype, dim: int) -> tuple[int, int]:
+        """Queries and threads of a block of a step of the port."""
+        queries, threads = ctypes.c_int(), ctypes.c_int()
+        half = dtype == torch.float16
+        self._library.attention_block(half, dim, ctypes.byref(queries), ctypes.byref(threads))
+        return queries.value, threads.value
+
+
+def load(source: Path | str, *, check: bool = True, wave: int = 64) -> Program:
+    """Build (once) and load a kernel: a file, or the text of one that includes "portable.h".
+
+    check: errors for accesses out of bounds, and counters; without it a wrong kernel may end the
+    process. wave: lanes of a wavefront; 32 shows what a kernel written for warps relies on.
+    """
+    return _load(library(source, checked=check, wave=wave), source_name(source), check)
+
+
+@functools.cache
+def _load(path: Path, name: str, checked: bool) -> Program:
+    return Program(path, name=name, checked=checked)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    step: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    count: bool = False,
+    check: bool = True,
+) -> Emulated:
+    """Attention by one step of the port, each thread emulated.
+
+    query: [B, H, T, D]; key, value: [B, H, S, D]; one dtype of fp32 and fp16, D of 64 and 128.
+    is_causal: query i sees the keys up to i. scale: of q·k, 1 / sqrt(D) by default.
+    count: fill `counters`. check: bounds on every access; False is faster and trusts the step.
+    """
+    heads = _check(query, key, value)
+    batch, _, q_len, dim = query.shape
+    k_len = key.shape[2]
+    scale = dim**-0.5 if scale is None else positive("scale", scale)
+    program = load(step_source(step), check=check or count)
+    queries, threads = program.attention_block(query.dtype, dim)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32)
+    counters = program.launch(
+        f"attention_forward_{DTYPES[query.dtype]}_d{dim}_{'causal' if is_causal else 'full'}",
+        grid=(math.ceil(q_len / queries), batch * heads),
+        block=threads,
+        arguments={
+            "q": query.detach().contiguous(),
+            "k": key.detach().contiguous(),
+            "v": value.detach().contiguous(),
+            "out": out,
+            "lse": lse,
+            "q_len": q_len,
+            "k_len": k_len,
+            "scale": float(scale),
+        },
+        count=count,
+    )
+    return Emulated(out=out, lse=lse, counters=counters)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Heads, after a look at what the kernels take."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} must be [B, H, T, D], got shape {tuple(tensor.shape)}")
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"{name} must be on the CPU, which emulates, got {tensor.device}; use {name}.cpu()"
+            )
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name} must have query's dtype {query.dtype}, got {tensor.dtype}")
+    if query.dtype not in DTYPES:
+        raise TypeError(
+            f"query must be float32 or float16, got {query.dtype}; convert it with query.float()"
+        )
+    batch, heads, _, dim = query.shape
+    one_of("the head dimension", dim, HEAD_DIMS)
+    if key.shape != (batch, heads, key.shape[2], dim) or value.shape != key.shape:
+        raise ValueError(
+            f"key and value must be [{batch}, {heads}, S, {dim}] as query is, got "
+            f"{tuple(key.shape)} and {tuple(value.shape)}; repeat shared heads first"
+        )
+    if key.shape[2] == 0:
+        raise ValueError("key must hold at least one position, got S = 0")
+    return heads
+
+
+def _argument(name: str, value: Tensor | int | float) -> Any:
+    if not isinstance(value, Tensor):
+        return _scalar(name, value)
+    if value.device.type != "cpu" or not value.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous and on the CPU, got strides {value.stride()} on "
+            f"{value.device}; use {name}.cpu().contiguous()"
+        )
+    return _Memory(value.data_ptr(), value.numel(), value.element_size(), name.encode())
+
+
+def _scalar(name: str, value: int | float) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a tensor, an int or a float, got {type(value).__name__}")
+    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
+
+
+def _three(name: str, size: Size) -> ctypes.Array[ctypes.c_uint]:
+    parts = [size] if isinstance(size, int) else list(size)
+    if not 1 <= len(parts) <= 3 or not all(isinstance(n, int) and n >= 0 for n in parts):
+        raise ValueError(f"{name} must be one to three whole numbers, got {size!r}")
+    return (ctypes.c_uint * 3)(*parts, *[1] * (3 - len(parts)))

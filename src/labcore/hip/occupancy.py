@@ -1,0 +1,182 @@
+"""How many waves a compute unit of CDNA2 or CDNA3 holds at once, and what bounds it.
+
+A compute unit has four SIMDs. Each has 512 registers a lane, which vector and accumulation
+registers share, and room for eight waves; the four share 64 KiB of LDS, and a workgroup stands on
+one compute unit as a whole. CDNA2 (gfx90a) and CDNA3 (gfx942) have the same numbers here.
+Source: AMD, CDNA 2 and CDNA 3 instruction set architecture; LLVM, User Guide for AMDGPU Backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from labcore.checks import one_of, positive_int
+
+__all__ = ["LIMITS", "Limits", "Occupancy", "Tile", "occupancy", "tile"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What one compute unit has.
+
+    wave: lanes; simds: of a compute unit; slots: waves that one SIMD holds; registers: of one lane,
+    given out in steps of register_step; lane_registers: the most of each kind, vector or
+    accumulation, that one lane names; scalars: of one SIMD; lds: bytes, given out in steps of
+    lds_step; threads: the most of a workgroup.
+    """
+
+    wave: int = 64
+    simds: int = 4
+    slots: int = 8
+    registers: int = 512
+    register_step: int = 8
+    lane_registers: int = 256
+    scalars: int = 800
+    lds: int = 64 * 1024
+    lds_step: int = 512
+    threads: int = 1024
+
+
+LIMITS: Mapping[str, Limits] = {"gfx90a": Limits(), "gfx942": Limits()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Occupancy:
+    """What fits.
+
+    waves_per_simd: as a compiler counts it, each bound by itself; 0 where no workgroup fits.
+    groups, waves: whole workgroups of one compute unit, and their waves.
+    allowed: waves of one SIMD that each resource ("registers", "scalars", "lds", "slots") allows.
+    bound_by: the resources that allow the fewest; "slots" alone means that nothing else binds.
+    """
+
+    waves_per_simd: int
+    groups: int
+    waves: int
+    allowed: Mapping[str, int]
+    bound_by: tuple[str, ...]
+
+
+def occupancy(
+    arch: str, *, vgprs: int, agprs: int = 0, sgprs: int = 0, lds: int, threads: int
+) -> Occupancy:
+    """Waves that stand on one SIMD of `arch` ("gfx90a", "gfx942") at once, and what bounds them.
+
+    vgprs, agprs: vector and accumulation registers of one lane, 0 to 256 each; sgprs: scalar
+    registers of one wave; lds: bytes of one workgroup; threads: of one workgroup, 1 to 1024.
+    Raises ValueError for what no kernel of that GPU can have. More LDS than there is is no error:
+    no workgroup fits then.
+    """
+    one_of("arch", arch, LIMITS)
+    limits = LIMITS[arch]
+    most = {"vgprs": limits.lane_registers, "agprs": limits.lane_registers, "sgprs": 128}
+    for name, value in (("vgprs", vgprs), ("agprs", agprs), ("sgprs", sgprs)):
+        if not 0 <= value <= most[name]:
+            raise ValueError(
+                f"{name} must be between 0 and {most[name]}, got {value}; a kernel that needs "
+                "more spills to memory"
+            )
+    if lds < 0:
+        raise ValueError(f"lds must be at least 0 bytes, got {lds}")
+    if positive_int("threads", threads) > limits.threads:
+        raise ValueError(
+            f"threads must be at most {limits.threads}, got {threads}; launch more workgroups"
+        )
+    group = -(-threads // limits.wave)  # waves of one workgroup
+    held = _up(_up(vgprs, 4) + agprs if agprs else vgprs, limits.register_step)
+    by_lds = limits.lds // _up(lds, limits.lds_step) if lds else limits.simds * limits.slots
+    allowed = {
+        "registers": min(limits.slots, limits.registers // held) if held else limits.slots,
+        "scalars": min(limits.slots, limits.scalars // sgprs) if sgprs else limits.slots,
+        "lds": min(limits.slots, -(-by_lds * group // limits.simds)),
+        "slots": limits.slots,
+    }
+    fewest = min(allowed.values())
+    standing = limits.simds * min(allowed["registers"], allowed["scalars"], limits.slots)
+    groups = min(by_lds, standing // group)
+    return Occupancy(
+        waves_per_simd=fewest if groups else 0,
+        groups=groups,
+        waves=groups * group,
+        allowed=allowed,
+        bound_by=tuple(name for name, waves in allowed.items() if waves == fewest),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """What a tile of attention asks for.
+
+    lds: bytes of one workgroup; registers: an estimate, of one lane; spilled: how many of them are
+    more than a lane can have; occupancy: what fits then.
+    """
+
+    lds: int
+    registers: int
+    spilled: int
+    occupancy: Occupancy
+
+
+# Addresses, bounds, the softmax's own numbers and what is on its way between LDS and the matrix
+# cores: about what the compilers take for step 4 beyond what can be counted.
+OTHER_REGISTERS = 60
+
+
+def tile(
+    arch: str,
+    *,
+    queries: int,
+    keys: int,
+    head_dim: int,
+    waves: int,
+    stages: int = 1,
+    dtype_bytes: int = 2,
+) -> Tile:
+    """LDS, registers and occupancy of a forward block laid out as step 4 lays out its own.
+
+    queries, keys: rows of the block's two tiles; waves: that share its queries; stages: tiles of
+    keys and values in LDS at once; dtype_bytes: 2 or 4.
+    LDS: K with 16 bytes more a row, V turned over with 4 more elements a row. Registers: queries
+    and the keys and values on their way in, in their own dtype, scores and output in fp32, and
+    OTHER_REGISTERS. For step 4 the compilers come within a quarter of it.
+    Raises ValueError for a tile that matrix instructions of 16 rows cannot make up.
+    """
+    one_of("dtype_bytes", dtype_bytes, (2, 4))
+    for name, value in (("waves", waves), ("stages", stages)):
+        positive_int(name, value)
+    for name, value in (
+        ("queries / waves", queries // waves if queries % waves == 0 else 0),
+        ("keys", keys),
+        ("head_dim", head_dim),
+    ):
+        if value < 16 or value % 16:
+            raise ValueError(
+                f"{name} must be a multiple of 16, the rows of a matrix instruction, got "
+                f"{queries / waves if name == 'queries / waves' else value:g}"
+            )
+    lanes = LIMITS[one_of("arch", arch, LIMITS)].wave
+    rows = queries // waves
+    padded = keys * (head_dim + 16 // dtype_bytes) + head_dim * (keys + 4)
+    fp32 = rows * (head_dim + keys) // lanes
+    moved = (rows * head_dim + 2 * keys * head_dim // waves) * dtype_bytes // (4 * lanes)
+    registers = fp32 + moved + OTHER_REGISTERS
+    limits = LIMITS[arch]
+    vgprs = min(registers, limits.lane_registers)
+    lds = stages * dtype_bytes * padded
+    return Tile(
+        lds=lds,
+        registers=registers,
+        spilled=max(0, registers - limits.registers),
+        occupancy=occupancy(
+            arch,
+            vgprs=vgprs,
+            agprs=min(registers - vgprs, limits.lane_registers),
+            lds=lds,
+            threads=waves * lanes,
+        ),
+    )
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,0 +1,229 @@
+// Bounds and counters of cpu.h: every access of a Global or a SHARED comes through a View.
+//
+// Counting follows the hardware's unit, the instruction of a wavefront. Its lanes run one after
+// another here, so accesses are kept until the wave meets (a barrier, or an operation that all its
+// lanes take part in) and are then put together: the n-th access of each lane on one line, to one
+// array, in one direction, is one instruction. Where lanes diverge between two such meetings and
+// come to a line in different turns of a loop, this pairs turns that the hardware would not.
+#pragma once
+
+namespace cpu {
+
+struct Index {
+  template <typename I>
+  Index(I at, int line = __builtin_LINE()) : at(static_cast<long>(at)), line(line) {}
+  long at;
+  int line;
+};
+
+// ---- counters ----
+
+struct Site {
+  int line;
+  const Array* array;
+  bool writes;
+  std::size_t bytes;
+  bool operator<(const Site& other) const {
+    return std::tie(line, array, writes, bytes) <
+           std::tie(other.line, other.array, other.writes, other.bytes);
+  }
+};
+
+// Each lane's accesses of one site, in order: bytes from the array's base.
+using Visits = std::array<std::vector<std::size_t>, WAVE>;
+
+inline std::array<std::map<Site, Visits>, MOST_THREADS / WAVE> sites;  // of each wave
+
+inline void forget_accesses() {
+  for (auto& wave : sites) wave.clear();
+}
+
+inline void count_access(const Array& array, const void* address, std::size_t bytes, bool writes,
+                         int line) {
+  const std::size_t offset = static_cast<const unsigned char*>(address) - array.base;
+  const int number = machine.self->number;
+  sites[number / WAVE][Site{line, &array, writes, bytes}][number % WAVE].push_back(offset);
+}
+
+constexpr int BANKS = 32;           // of 4 bytes: LDS of CDNA2 and CDNA3
+constexpr std::size_t SEGMENT = 64;  // bytes of a global transaction
+
+// The turn in which a lane's access is served; the lanes of one turn can be in each other's way.
+// 128 bytes a cycle are 32 lanes of 4 bytes, 16 of 8 or 8 of 16. These are neighbours, but for
+// 16-byte reads: lanes 0-3 go with 20-23, 4-7 with 16-19, 8-11 with 28-31, 12-15 with 24-27, and
+// so on from lane 32. Sources: for 16 bytes AMD's Composable Kernel documentation ("Understanding
+// AMD GPU LDS and Bank Conflicts"), for 4 and 8 bytes AMD's OpenCL programming guide for GCN, which
+// checks half wavefronts, and quarters of 8-byte accesses; no newer page says it for CDNA.
+inline int turn_of(int lane, std::size_t bytes, bool writes) {
+  if (bytes <= 4) return lane / 32;
+  if (bytes <= 8) return lane / 16;
+  if (writes) return lane / 8;
+  const int quad = lane % 32 / 4;
+  const int turn = quad < 4 ? quad : (quad ^ 1) - 4;
+  return lane / 32 * 4 + turn;
+}
+
+// One LDS instruction: cycles beyond one a turn. A bank gives one 4-byte word a cycle, to any
+// number of lanes.
+inline void count_lds(const Visits& visits, std::size_t visit, const Site& site) {
+  std::array<std::array<std::vector<std::size_t>, BANKS>, 8> words;
+  for (int lane = 0; lane < WAVE; ++lane) {
+    if (visits[lane].size() <= visit) continue;
+    const std::size_t first = visits[lane][visit];
+    for (std::size_t word = first / 4; word * 4 < first + site.bytes; ++word)
+      words[turn_of(lane, site.bytes, site.writes)][word % BANKS].push_back(word);
+  }
+  ++machine.report->lds_accesses;
+  for (auto& turn : words) {
+    std::size_t cycles = 1;
+    for (auto& bank : turn) {
+      std::sort(bank.begin(), bank.end());
+      cycles = std::max<std::size_t>(
+          cycles, std::unique(bank.begin(), bank.end()) - bank.begin());
+    }
+    machine.report->lds_conflicts += cycles - 1;
+  }
+}
+
+// One global instruction: the distinct segments that its lanes touch, and the bytes they asked for.
+inline void count_global(const Visits& visits, std::size_t visit, const Site& site) {
+  std::vector<std::size_t> segments;
+  for (int lane = 0; lane < WAVE; ++lane) {
+    if (visits[lane].size() <= visit) continue;
+    const std::size_t first = visits[lane][visit];
+    for (std::size_t s = first / SEGMENT; s * SEGMENT < first + site.bytes; ++s)
+      segments.push_back(s);
+    machine.report->bytes += site.bytes;
+  }
+  std::sort(segments.begin(), segments.end());
+  machine.report->transactions += std::unique(segments.begin(), segments.end()) - segments.begin();
+}
+
+// The wave has met: what its lanes have done since the last time are whole instructions.
+inline void instructions_end(int wave) {
+  if (!machine.report->counting) return;
+  for (auto& [site, visits] : sites[wave]) {
+    std::size_t most = 0;
+    for (const auto& lane : visits) most = std::max(most, lane.size());
+    for (std::size_t visit = 0; visit < most; ++visit)
+      site.array->lds ? count_lds(visits, visit, site) : count_global(visits, visit, site);
+    for (auto& lane : visits) lane.clear();
+  }
+}
+
+// ---- bounds ----
+
+// One element or vector, read when it is converted and written when it is assigned to.
+template <typename T>
+struct Element {
+  T* address;
+  const Array* array;
+  int line;
+
+  operator T() const {
+    if (machine.report->counting) count_access(*array, address, sizeof(T), false, line);
+    return *address;
+  }
+  const Element& operator=(T value) const {
+    if (machine.report->counting) count_access(*array, address, sizeof(T), true, line);
+    *address = value;
+    return *this;
+  }
+  const Element& operator=(const Element& other) const { return *this = T(other); }
+  const Element& operator+=(T value) const { return *this = T(T(*this) + value); }
+  const Element& operator*=(T value) const { return *this = T(T(*this) * value); }
+};
+
+template <typename T>
+struct View {
+  T* data;
+  long count;
+  const Array* array;
+
+  // The address of `length` elements from `at` on, all inside.
+  T* inside(Index at, long length) const {
+    if (at.at < 0 || at.at + length > count)
+      fail("line %d: %s[%ld] is outside its %ld elements%s", at.line, array->name,
+           at.at < 0 ? at.at : at.at + length - 1, count, array->lds ? " of LDS" : "");
+    return data + at.at;
+  }
+  auto operator[](Index at) const {
+    T* address = inside(at, 1);
+    if constexpr (std::is_const_v<T>) {
+      if (machine.report->counting) count_access(*array, address, sizeof(T), false, at.line);
+      return std::remove_const_t<T>(*address);
+    } else {
+      return Element<T>{address, array, at.line};
+    }
+  }
+  template <typename V>
+  T* aligned(Index at) const {
+    T* address = inside(at, sizeof(V) / sizeof(T));
+    if (reinterpret_cast<std::uintptr_t>(address) % sizeof(V))
+      fail("line %d: %s[%ld] is not aligned to %zu bytes", at.line, array->name, at.at, sizeof(V));
+    return address;
+  }
+};
+
+template <typename T>
+View<T> lds_view(unsigned char* bytes, long count, const Array& array) {
+  return {reinterpret_cast<T*>(bytes), count, &array};
+}
+
+template <typename P>
+struct Argument {
+  explicit Argument(void* value) : value(*static_cast<P*>(value)) {}
+  P value;
+};
+
+template <typename T>
+struct Argument<View<T>> {
+  struct Record {
+    T* data;
+    std::uint64_t count, element;
+    const char* name;
+  };
+  explicit Argument(void* value) {
+    const Record& record = *static_cast<Record*>(value);
+    if (record.element != sizeof(T))
+      refuse("%s has elements of %zu bytes, and the kernel takes elements of %zu", record.name,
+             std::size_t(record.element), sizeof(T));
+    array = {reinterpret_cast<const unsigned char*>(record.data), record.name, false};
+    this->value = {record.data, static_cast<long>(record.count), &array};
+  }
+  Array array;
+  View<T> value;
+};
+
+}  // namespace cpu
+
+template <typename T>
+using Global = cpu::View<T>;
+template <typename T>
+using Shared = cpu::View<T>;
+
+template <typename T>
+cpu::View<T> part(const cpu::View<T>& whole, long start, long count, int line = __builtin_LINE()) {
+  if (start < 0 || count < 0 || start + count > whole.count)
+    cpu::fail("line %d: the part %ld ... %ld of %s is outside its %ld elements", line, start,
+              start + count - 1, whole.array->name, whole.count);
+  return {whole.data + start, count, whole.array};
+}
+
+template <int N, typename T>
+auto load(const cpu::View<T>& from, cpu::Index at) {
+  Vec<std::remove_const_t<T>, N> values;
+  const T* address = from.template aligned<decltype(values)>(at);
+  if (cpu::machine.report->counting)
+    cpu::count_access(*from.array, address, sizeof values, false, at.line);
+  std::memcpy(&values, address, sizeof values);
+  return values;
+}
+
+template <int N, typename T>
+void store(const cpu::View<T>& to, cpu::Index at, const Vec<T, N>& values) {
+  T* address = to.template aligned<Vec<T, N>>(at);
+  if (cpu::machine.report->counting)
+    cpu::count_access(*to.array, address, sizeof values, true, at.line);
+  std::memcpy(address, &values, sizeof values);
+}

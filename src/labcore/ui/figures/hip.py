@@ -1,0 +1,209 @@
+"""Figures of the chapter `hip`: numbers in, plotly figures out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import plotly.graph_objects as go
+
+from labcore.hip.mfma import INSTRUCTIONS, Instruction, element
+from labcore.hip.occupancy import LIMITS, Occupancy, occupancy
+from labcore.ui.explorer import describe
+from labcore.ui.theme import PALETTE
+
+__all__ = ["banks", "lanes", "residents", "work"]
+
+BANKS = 32  # of 4 bytes; 32 lanes that read 4 bytes each are served at once
+_STEPS = ("vermillion", "orange", "blue", "green")
+_KIB = 1024
+_REGISTERS = tuple(range(16, 513, 8))
+_LAW = {"dash": "dash", "width": 1.5}
+
+
+def place(instruction: Instruction, matrix: str, item: int) -> str:
+    """Where a lane keeps its element `item`: a register, and which half where two share one."""
+    if matrix == "D" or instruction.bits == 32:
+        return f"register {item}"
+    return f"register {item // 2}, {('low', 'high')[item % 2]} half"
+
+
+def lanes(instruction: str = "32x32x8_f16", matrix: str = "A", lane: int = 37) -> go.Figure:
+    """Which lane and register holds which element of a matrix, and all that one lane holds.
+
+    instruction: a key of `mfma.INSTRUCTIONS`; matrix: "A", "B" or "D"; lane: 0 to 63. The color of
+    an element is its place within its lane; a ring marks those of `lane`.
+    """
+    chosen = INSTRUCTIONS[instruction]
+    held = chosen.results if matrix == "D" else chosen.operands
+    rows = chosen.depth if matrix == "B" else chosen.tile
+    columns = chosen.depth if matrix == "A" else chosen.tile
+    owner = [[0] * columns for _ in range(rows)]
+    items = [[0] * columns for _ in range(rows)]
+    for number in range(64):
+        for item in range(held):
+            row, column = element(chosen, matrix, number, item)
+            owner[row][column], items[row][column] = number, item
+    mine = [element(chosen, matrix, lane, item) for item in range(held)]
+    figure = go.Figure(
+        {
+            "type": "heatmap", "z": items, "customdata": owner, "text": owner,
+            "texttemplate": "%{text}" if rows * columns <= 256 else "",
+            "textfont": {"size": 9}, "zmin": 0, "zmax": max(15, held - 1),
+            "colorscale": [[0, "#e7f1fa"], [1, "#5a9fd4"]], "showscale": False,
+            "xgap": 1, "ygap": 1,
+            "hovertemplate": "row %{y}, column %{x}: lane %{customdata}, element %{z}"
+            "<extra></extra>",
+        }
+    )  # fmt: skip
+    ring = {
+        "symbol": "square-open",
+        "size": 12,
+        "color": PALETTE["vermillion"],
+        "line": {"width": 3},
+    }
+    figure.add_scatter(
+        x=[column for _, column in mine], y=[row for row, _ in mine],
+        mode="markers", marker=ring, name=f"lane {lane}", hoverinfo="skip",
+    )  # fmt: skip
+    (row, column), (last_row, last_column) = mine[0], mine[-1]
+    title = (
+        f"{instruction}, {matrix} [{rows}, {columns}]<br>"
+        f"lane {lane}: {held} element{'s' * (held > 1)}, first [{row}, {column}]<br>"
+        f"last [{last_row}, {last_column}], {place(chosen, matrix, held - 1)}"
+    )
+    figure.update_layout(
+        title={"text": title, "pad": {"t": 18}},
+        xaxis={"title": "column", "range": [-0.5, columns - 0.5], "constrain": "domain"},
+        yaxis={"title": "row", "range": [rows - 0.5, -0.5], "scaleanchor": "x"},
+        height=520,
+        margin={"t": 100},
+        showlegend=False,
+    )
+    return figure
+
+
+def banks(stride: int = 64, *, data: Mapping[int, int] | None = None) -> go.Figure:
+    """How many of 32 lanes, each on its own row, one bank of LDS has to serve.
+
+    stride: 4-byte words from row to row; data: stride -> cycles that the emulator counted beyond
+    the first, of 32 lanes.
+    """
+    hits = [0] * BANKS
+    for row in range(BANKS):
+        hits[row * stride % BANKS] += 1
+    counted = "" if data is None or stride not in data else f", emulator {1 + data[stride]}"
+    title = (
+        f"rows {stride} words apart<br>banks used: {BANKS - hits.count(0)} of {BANKS}<br>"
+        f"cycles: {max(hits)} by the rule{counted}"
+    )
+    figure = go.Figure()
+    color = PALETTE["blue"] if max(hits) == 1 else PALETTE["vermillion"]
+    figure.add_bar(x=list(range(BANKS)), y=hits, marker={"color": color}, name="lanes")
+    figure.update_layout(
+        title={"text": title, "pad": {"t": 18}},
+        xaxis={"title": "bank", "range": [-0.6, BANKS - 0.4]},
+        yaxis={"title": "lanes that want it", "range": [0, BANKS + 1]},
+        height=420,
+        margin={"t": 100},
+        showlegend=False,
+    )
+    return figure
+
+
+def residents(
+    registers: int = 168,
+    lds_kib: int = 17,
+    waves: int = 4,
+    arch: str = "gfx942",
+    *,
+    data: Mapping[str, Mapping[str, int]] | None = None,
+) -> go.Figure:
+    """Waves that one SIMD holds, by the registers of a lane, and what bounds them.
+
+    registers: of one lane, vector and accumulation together, 16 to 512; lds_kib: KiB of a
+    workgroup; waves: of a workgroup; data: kernel -> registers and occupancy that a compiler
+    reported, drawn as diamonds.
+    """
+
+    def found(count: int) -> int:
+        return _fits(count, lds_kib, waves, arch).waves_per_simd
+
+    here = _fits(registers, lds_kib, waves, arch)
+    by_lds = min(here.allowed["lds"], LIMITS[arch].slots)
+    figure = go.Figure()
+    figure.add_scatter(
+        x=list(_REGISTERS), y=[found(count) for count in _REGISTERS], mode="lines",
+        name="waves on a SIMD", line={"color": PALETTE["blue"], "shape": "hv"},
+    )  # fmt: skip
+    figure.add_scatter(
+        x=[_REGISTERS[0], _REGISTERS[-1]], y=[by_lds] * 2, mode="lines", name="allowed by LDS",
+        line={"color": PALETTE["orange"], **_LAW},
+    )  # fmt: skip
+    ring = {"symbol": "circle-open", "size": 18, "color": PALETTE["gray"], "line": {"width": 3}}
+    figure.add_scatter(
+        x=[registers], y=[here.waves_per_simd], mode="markers", name="chosen", marker=ring
+    )
+    shown = data or {}
+    figure.add_scatter(
+        x=[need["registers"] for need in shown.values()],
+        y=[need["occupancy"] for need in shown.values()],
+        text=list(shown), mode="markers", name="by the compiler",
+        marker={"symbol": "diamond", "size": 10, "color": PALETTE["vermillion"]},
+    )  # fmt: skip
+    bound = "no workgroup fits" if not here.groups else _bound(here)
+    figure.update_layout(
+        title={
+            "text": f"{arch}: {registers} registers, {lds_kib} KiB, {waves} waves<br>"
+            f"{here.waves_per_simd} waves a SIMD, {bound}<br>"
+            f"whole workgroups on a compute unit: {here.groups}",
+            "pad": {"t": 18},
+        },
+        xaxis={"title": "registers of a lane", "range": [0, 520], "dtick": 64},
+        yaxis={"title": "waves on a SIMD", "range": [0, 8.6], "dtick": 1},
+        height=460,
+        margin={"t": 100},
+    )
+    return figure
+
+
+def _fits(registers: int, lds_kib: int, waves: int, arch: str) -> Occupancy:
+    most = LIMITS[arch].lane_registers
+    return occupancy(
+        arch,
+        vgprs=min(registers, most),
+        agprs=max(0, registers - most),
+        lds=lds_kib * _KIB,
+        threads=waves * LIMITS[arch].wave,
+    )
+
+
+def _bound(found: Occupancy) -> str:
+    """What to change for more waves, of the two that the figure moves."""
+    if "slots" in found.bound_by:
+        return "all that it has room for"
+    said = {"registers": "registers", "lds": "LDS"}
+    return f"bound by {' and '.join(said[name] for name in found.bound_by if name in said)}"
+
+
+def work(counts: Mapping[str, Mapping[str, float]], *, title: str) -> go.Figure:
+    """Counts by step, on a logarithmic axis; a count of zero has no bar.
+
+    counts: step -> counter -> count.
+    """
+    figure, words = go.Figure(), []
+    for (step, counters), color in zip(counts.items(), _STEPS, strict=False):
+        figure.add_bar(
+            x=[name.replace(" ", "<br>") for name in counters],
+            y=[value or None for value in counters.values()],
+            name=step,
+            marker={"color": PALETTE[color]},
+        )
+        said = ", ".join(f"{name} {value:,.0f}" for name, value in counters.items())
+        words.append(f"{step}: {said}")
+    figure.update_layout(
+        title=title,
+        xaxis={"tickangle": 0},
+        yaxis={"type": "log", "title": "count", "dtick": 1, "exponentformat": "power"},
+        height=460,
+    )
+    return describe(figure, f"{title}. {'; '.join(words)}.")

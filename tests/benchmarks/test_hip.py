@@ -1,0 +1,79 @@
+"""The cases run small: what is counted is what the emulator, the diff and the table say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import hip as cases
+from benchmarks.runner import Measurement, cases_of
+from labcore.hip.emulate import Counters
+
+
+def by_quantity(found: list[Measurement]) -> dict[str, Measurement]:
+    json.dumps([(x.details, x.samples, x.peers) for x in found], allow_nan=False, default=dict)
+    names = [item.quantity for item in found]
+    assert len(set(names)) == len(names)
+    return {item.quantity: item for item in found}
+
+
+def test_no_case_needs_a_gpu_and_none_records_a_time() -> None:
+    assert {case.needs for case in cases_of("hip")} <= {"any", "cpu"}
+    assert sum(case.minutes for case in cases_of("hip")) <= 5
+    for name in ("port/lines", "law/memory", "compiled/resources"):
+        (case,) = (case for case in cases_of("hip") if case.name == name)
+        assert not {item.unit for item in case.function()} & {"s", "ms", "us", "GFLOP/s"}
+
+
+def test_a_ratio_is_the_earlier_step_over_the_later() -> None:
+    zero = dict.fromkeys(Counters.__dataclass_fields__, 0)
+    needed = 4 * cases.HEADS * cases.LENGTH**2 * 64
+    counts = {
+        step: Counters(**{**zero, "transactions": 60 // step, "lds_accesses": 12 * step})
+        for step in (1, 2)
+    }
+    counts |= {
+        step: Counters(**{**zero, "transactions": 10, "lds_accesses": 4, "lds_conflicts": 2,
+                          "mfma": needed // flops})
+        for step, flops in ((3, 2 * 16**3), (4, 2 * 32 * 32 * 8))
+    }  # fmt: skip
+    found = by_quantity(cases.compared(counts, "float16", 64))
+    assert found["transactions, step 1 over step 2/float16, D 64"].samples == [2]
+    assert found["LDS accesses, step 2 over step 3/float16, D 64"].samples == [6]
+    assert found["LDS conflicts an access, step 4/float16, D 64"].samples == [0.5]
+    for step in (3, 4):
+        name = f"products on matrix cores, of those needed, step {step}/float16, D 64"
+        assert found[name].samples == [1] and found[name].mode == "simulated"
+
+
+def test_changed_counts_new_lines() -> None:
+    assert cases.changed("a\nb\nc", "a\nB\nc\nd") == 2
+    assert cases.changed("a", "a") == 0
+
+
+def test_hipify_changes_no_line_of_the_kernel_and_a_person_some() -> None:
+    found = by_quantity(cases.lines())
+    kernel = found["changed lines that hipify changes/kernel"]
+    whole = found["changed lines that hipify changes/whole file"]
+    assert kernel.samples == [0] and kernel.details["by hand"] > 0
+    hipify, hand = whole.details["by hipify"], whole.details["by hand"]
+    assert whole.samples == [hipify / (hipify + hand)] and hand >= kernel.details["by hand"]
+
+
+def test_the_table_is_read_by_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need = {"vgprs": 160, "agprs": 0, "sgprs": 30, "spills": 0, "sgpr_spills": 0, "scratch": 0,
+            "lds": 4096, "occupancy": 3, "mfma": 8, "threads": 256}  # fmt: skip
+    bad = {**need, "spills": 2, "mfma": 0, "lds": 9000, "occupancy": 7}
+    forms = {"step3_mfma/x": {"gfx90a": need, "gfx942": bad}, "step1_straight/x": {"gfx90a": need}}
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"compilers": {"gfx90a": "a", "gfx942": "b"}, "forms": forms}))
+    monkeypatch.setattr(cases, "RESOURCES", table)
+    found = by_quantity(cases.compiled())
+    assert found["forms compiled/gfx90a"].samples == [2]
+    assert found["largest LDS of a block/gfx942"].samples == [9000]
+    assert found["forms on matrix cores that spill/gfx942"].samples == [1]
+    assert found["forms on matrix cores that spill/gfx90a"].samples == [0]
+    assert found["forms without matrix instruction, steps 3 and 4/gfx942"].samples == [1]
+    assert found["occupancies predicted wrong/gfx942"].samples == [1]
+    assert found["occupancies predicted wrong/gfx90a"].samples == [0]
+    assert {item.mode for item in found.values()} == {"compiled"}

@@ -1,0 +1,168 @@
+"""The reader's command, tested up to the missing device: the emulator stands in for the GPU."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from labcore import records
+from labcore.hip import __main__ as command
+from labcore.hip import compile as hip
+from labcore.hip import emulate, gpu
+from tests.hip.compilers import need
+
+CPU = torch.device("cpu")
+SMALL = [
+    gpu.Case(dtype=torch.float16, dim=64, is_causal=mask, heads=1, q_len=33, k_len=40)
+    for mask in (False, True)
+]
+
+
+class Emulated:
+    """A step as `gpu.Step` is one."""
+
+    def __init__(self, step: int, factor: float = 1.0) -> None:
+        self.step, self.factor = step, factor
+
+    def __call__(self, query, key, value, *, is_causal=False):
+        found = emulate.forward(query, key, value, step=self.step, is_causal=is_causal, check=False)
+        return found.out * self.factor, found.lse
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(gpu, "problem", lambda: None)
+    monkeypatch.setattr(gpu, "architecture", lambda: "gfx942")
+    monkeypatch.setattr(gpu, "LENGTHS", ((1, 1), (33, 40)))
+    monkeypatch.setattr(gpu, "timed_cases", lambda: SMALL)
+    monkeypatch.setattr(command, "default_device", lambda: CPU)
+    steps = {"step1_straight": Emulated(1), "step2_lds": Emulated(2)}
+    monkeypatch.setattr(gpu, "build", lambda: iter(steps.items()))
+    return monkeypatch
+
+
+def test_without_a_gpu_a_sentence_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "gpu_visible", lambda: False)
+    assert command.main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert said.err.startswith("labcore.hip: no GPU: the steps run on an AMD GPU of CDNA")
+    assert "labcore.hip.emulate" in said.err
+
+
+@pytest.mark.parametrize(
+    ("version", "arch", "sentence"),
+    [
+        (
+            "7.0",
+            "gfx1100",
+            "the steps are written for wavefronts of 64 lanes, .* this GPU is gfx1100",
+        ),
+        ("7.0", "gfx942", "built for gfx942 by hipcc, which is not on this machine's path; .*ROCm"),
+        (None, "sm_90", "built for sm_90 by nvcc, which is not on this machine's path; .*CUDA"),
+    ],
+)
+def test_each_lack_has_its_sentence(
+    version: str | None, arch: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "gpu_visible", lambda: True)
+    monkeypatch.setattr(gpu, "architecture", lambda: arch)
+    monkeypatch.setattr(torch.version, "hip", version)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(AssertionError, match=sentence):
+        raise AssertionError(gpu.problem())
+
+
+def test_every_step_is_checked_and_timed_and_a_record_is_written(
+    pretended_gpu: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["--save", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "step1_straight: agrees with torch" in said and "step2_lds: agrees with torch" in said
+    (file,) = tmp_path.glob("*.jsonl")
+    found = records.read(file)
+    assert [record.quantity for record in found] == [
+        "float16-d64-causal/step2_lds",
+        "float16-d64-full/step2_lds",
+    ]
+    for record in found:
+        assert (record.slug, record.case, record.unit, record.n) == ("hip", "gpu/steps", "ms", 20)
+        assert set(record.peers) == {"step1_straight", "torch"}
+        assert record.details["arch"] == "gfx942" and record.details["queries"] == 33
+        assert "step2_lds.hip" in record.details["kernels"]
+        assert not records.is_stale(record)
+
+
+def test_a_wrong_step_is_named_and_writes_no_record(
+    pretended_gpu: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretended_gpu.setattr(gpu, "build", lambda: iter([("step2_lds", Emulated(2, 1.1))]))
+    assert command.main(["--save", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "step2_lds: WRONG" in said
+    assert "float32-d64-full with 33 queries and 40 keys: out must be within 2e-05" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compiler_that_fails_is_one_sentence(
+    pretended_gpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails():
+        raise RuntimeError("step1_straight does not compile for gfx942: no space left")
+
+    pretended_gpu.setattr(gpu, "build", fails)
+    assert command.main([]) == 2
+    assert capsys.readouterr().err.startswith("labcore.hip: step1_straight does not compile")
+
+
+@pytest.mark.compile
+def test_hipcc_builds_libraries_that_only_the_device_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    need("gfx90a")
+    monkeypatch.setattr(gpu, "STEPS", {3: "step3_mfma"})
+    ((name, step),) = gpu.build("gfx90a")
+    assert name == "step3_mfma"
+    program = emulate.load(hip.SOURCE / "step3_mfma.hip", check=True)
+    for dtype in emulate.DTYPES:
+        for dim in emulate.HEAD_DIMS:
+            assert step.block(dtype, dim) == program.attention_block(dtype, dim)
+    values = [*[ctypes.c_void_p(0)] * 5, ctypes.c_int(1), ctypes.c_int(1), ctypes.c_float(1)]
+    with pytest.raises(RuntimeError, match="must take the launch, got its error [1-9]"):
+        step.launch("attention_forward_f16_d64_full", grid=(1, 1), threads=256, values=values)
+    with pytest.raises(ValueError, match="query must be contiguous, on the GPU, .* got .* on cpu"):
+        step(*SMALL[0].inputs(CPU))
+
+
+@pytest.mark.compile
+def test_a_step_that_hipcc_refuses_is_named(tmp_path: Path, monkeypatch) -> None:
+    need("gfx90a")
+    (tmp_path / "broken.hip").write_text("int f() { return nothing; }\n")
+    monkeypatch.setattr(gpu, "STEPS", {1: "broken"})
+    monkeypatch.setattr(gpu, "step_source", lambda step: tmp_path / "broken.hip")
+    with pytest.raises(RuntimeError, match=r"broken does not compile for gfx90a: .*nothing"):
+        list(gpu.build("gfx90a"))
+
+
+def test_two_hip_runtimes_in_one_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = {"/opt/rocm/lib/libamdhip64.so.6", "/torch/lib/libamdhip64.so.7"}
+    monkeypatch.setattr(gpu, "_hip_runtimes", lambda: two)
+    monkeypatch.setattr(gpu, "Step", lambda path: path)
+    monkeypatch.setattr(
+        gpu, "call", lambda command: ctypes.Structure and type("Done", (), {"returncode": 0})()
+    )
+    with pytest.raises(RuntimeError, match="one HIP runtime, got /opt/rocm.* and /torch.*install"):
+        list(gpu.build("gfx942"))
+
+
+def test_matrix_core_steps_are_not_built_for_nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+    monkeypatch.setattr(gpu, "Step", lambda path: path)
+    monkeypatch.setattr(
+        gpu, "call", lambda command: commands.append(command) or type("D", (), {"returncode": 0})()
+    )
+    assert [name for name, _ in gpu.build("sm_90")] == ["step1_straight", "step2_lds"]
+    assert all(command[0] == "nvcc" and "-arch=sm_90" in command for command in commands)
