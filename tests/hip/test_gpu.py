@@ -148,13 +148,13 @@ def test_a_step_that_hipcc_refuses_is_named(tmp_path: Path, monkeypatch) -> None
 
 
 def test_two_hip_runtimes_in_one_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    two = {"/opt/rocm/lib/libamdhip64.so.6", "/torch/lib/libamdhip64.so.7"}
+    two = {"/system/lib/libamdhip64.so.6", "/torch/lib/libamdhip64.so.7"}
     monkeypatch.setattr(gpu, "_hip_runtimes", lambda: two)
     monkeypatch.setattr(gpu, "Step", lambda path: path)
     monkeypatch.setattr(
         gpu, "call", lambda command: ctypes.Structure and type("Done", (), {"returncode": 0})()
     )
-    with pytest.raises(RuntimeError, match="one HIP runtime, got /opt/rocm.* and /torch.*install"):
+    with pytest.raises(RuntimeError, match="one HIP runtime, got /system.* and /torch.*install"):
         list(gpu.build("gfx942"))
 
 
