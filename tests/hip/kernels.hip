@@ -45,11 +45,12 @@ __global__ void votes(Global<int> low, Global<int> high) {
 }
 ENTRY(votes_, votes)
 
-// Lane i leaves a loop after i + 1 turns; how many lanes were there in its last one.
-__global__ void turns(Global<int> y) {
+// Lane i leaves a loop after i + 1 turns; how many lanes were there in its last one, and after it.
+__global__ void turns(Global<int> last, Global<int> after) {
   int there = 0;
   for (int turn = 0; turn <= int(threadIdx.x); ++turn) there = __builtin_popcountll(__ballot(1));
-  y[threadIdx.x] = there;
+  last[threadIdx.x] = there;
+  after[threadIdx.x] = __builtin_popcountll(__ballot(1));
 }
 ENTRY(turns_, turns)
 
@@ -132,23 +133,28 @@ ENTRY(much_, much)
 
 // ---- what is counted ----
 
-// Every lane accesses LDS at lane * stride elements, once.
+// Every lane accesses LDS once: row lane % rows, rows `stride` elements apart, and the lanes past
+// `rows` the next `N` columns.
+template <int N>
+__device__ int place(int stride, int rows) {
+  return int(threadIdx.x) % rows * stride + int(threadIdx.x) / rows * N;
+}
 template <typename T, int N>
-__global__ void lds_read(Global<float> y, int stride) {
+__global__ void lds_read(Global<float> y, int stride, int rows) {
   SHARED(T, tile, 65536 / sizeof(T));
   if constexpr (N == 1) {
-    y[threadIdx.x] = float(tile[threadIdx.x * stride]);
+    y[threadIdx.x] = float(tile[place<N>(stride, rows)]);
   } else {
-    y[threadIdx.x] = float(load<N>(tile, threadIdx.x * stride)[0]);
+    y[threadIdx.x] = float(load<N>(tile, place<N>(stride, rows))[0]);
   }
 }
 template <typename T, int N>
-__global__ void lds_write(int stride) {
+__global__ void lds_write(int stride, int rows) {
   SHARED(T, tile, 65536 / sizeof(T));
   if constexpr (N == 1) {
-    tile[threadIdx.x * stride] = T(1.0f);
+    tile[place<N>(stride, rows)] = T(1.0f);
   } else {
-    store<N>(tile, threadIdx.x * stride, Vec<T, N>{});
+    store<N>(tile, place<N>(stride, rows), Vec<T, N>{});
   }
 }
 ENTRY(lds_read_2, lds_read<Half, 1>)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from labcore.hip import Counters, EmulationError, Program, forward, load
+from labcore.hip import Counters, EmulationError, Program, emulate, forward, load
 
 KERNELS = Path(__file__).parent / "kernels.hip"
 LANES = torch.arange(64)
@@ -82,12 +82,14 @@ def test_a_vote_inside_a_branch_is_of_the_lanes_that_are_there() -> None:
 
 
 @pytest.mark.parametrize("block", [64, 40, 100])
-def test_lanes_that_left_a_loop_take_no_part_in_it(block: int) -> None:
-    y = torch.empty(block, dtype=torch.int32)
-    launch("turns", block=block, y=y)
+def test_lanes_that_left_a_loop_wait_behind_it(block: int) -> None:
+    last, after = (torch.empty(block, dtype=torch.int32) for _ in range(2))
+    launch("turns", block=block, last=last, after=after)
     # Lane i's last turn is the i-th: the lanes after it in its wave are still there.
-    ends = torch.tensor([min(t // 64 * 64 + 64, block) for t in range(block)])
-    assert torch.equal(y, (ends - torch.arange(block)).int())
+    first = torch.tensor([t // 64 * 64 for t in range(block)])
+    end = (first + 64).clamp(max=block)
+    assert torch.equal(last, (end - torch.arange(block)).int())
+    assert torch.equal(after, (end - first).int())
 
 
 def test_what_a_lane_that_left_would_say_is_an_error() -> None:
@@ -224,20 +226,15 @@ def test_two_libraries_have_a_machine_each() -> None:
         assert (y == 32).all()
 
 
-def test_two_threads_of_python_may_launch_at_once(generator) -> None:
-    xs = torch.randn(2, 40, 256, generator=generator)
-    ys = torch.empty_like(xs)
-
-    def work(i: int) -> None:
-        for x, y in zip(xs[i], ys[i], strict=True):
-            launch("reverse", block=256, x=x, y=y, n=256)
-
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert torch.equal(ys, xs.flip(2))
+def test_a_launch_waits_for_that_of_another_thread_of_python() -> None:
+    x, y = torch.arange(64.0)[None], torch.zeros(1, 64)
+    other = threading.Thread(target=lambda: launch("reverse", x=x, y=y, n=64))
+    with emulate._ONE_LAUNCH:
+        other.start()
+        other.join(0.3)
+        assert other.is_alive() and (y == 0).all()
+    other.join()
+    assert torch.equal(y, x.flip(1))
 
 
 # ---- what is counted ----
@@ -270,33 +267,36 @@ def conflicts(addresses: list[int], size: int, together) -> int:
 def test_lds_conflicts_of_narrow_accesses(stride: int) -> None:
     for size, bytes_ in ((2, 2), (4, 4)):
         wanted = conflicts([lane * stride * bytes_ for lane in range(64)], size, HALVES)
-        read = counted(f"lds_read_{size}", y=torch.empty(64), stride=stride)
-        write = counted(f"lds_write_{size}", stride=stride)
+        read = counted(f"lds_read_{size}", y=torch.empty(64), stride=stride, rows=64)
+        write = counted(f"lds_write_{size}", stride=stride, rows=64)
         assert read.lds_conflicts == write.lds_conflicts == wanted
         assert read.lds_accesses == write.lds_accesses == 1
 
 
 def test_the_known_cases_of_a_tile_with_32_columns() -> None:
     y = torch.empty(64)
-    assert counted("lds_read_4", y=y, stride=32).lds_conflicts == 2 * 31
-    assert counted("lds_read_4", y=y, stride=33).lds_conflicts == 0
-    assert counted("lds_read_4", y=y, stride=0).lds_conflicts == 0  # one word for all of them
+    assert counted("lds_read_4", y=y, stride=32, rows=64).lds_conflicts == 2 * 31
+    assert counted("lds_read_4", y=y, stride=33, rows=64).lds_conflicts == 0
+    assert (
+        counted("lds_read_4", y=y, stride=0, rows=64).lds_conflicts == 0
+    )  # one word for all of them
 
 
 @pytest.mark.parametrize("stride", [8, 16, 24, 40, 64, 72, 128, 136])
-def test_lds_conflicts_of_wide_accesses(stride: int) -> None:
-    addresses = [2 * lane * stride for lane in range(64)]
+@pytest.mark.parametrize("rows", [64, 32, 16])
+def test_lds_conflicts_of_wide_accesses(stride: int, rows: int) -> None:
     for size, reads, writes in ((8, QUARTERS, QUARTERS), (16, CROSSED, EIGHTHS)):
-        read = counted(f"lds_read_{size}", y=torch.empty(64), stride=stride)
-        write = counted(f"lds_write_{size}", stride=stride)
+        addresses = [lane % rows * stride * 2 + lane // rows * size for lane in range(64)]
+        read = counted(f"lds_read_{size}", y=torch.empty(64), stride=stride, rows=rows)
+        write = counted(f"lds_write_{size}", stride=stride, rows=rows)
         assert read.lds_conflicts == conflicts(addresses, size, reads)
         assert write.lds_conflicts == conflicts(addresses, size, writes)
 
 
 def test_rows_8_halves_apart_from_a_power_of_two_do_not_collide() -> None:
     y = torch.empty(64)
-    assert counted("lds_read_16", y=y, stride=64).lds_conflicts == 8 * 7
-    assert counted("lds_read_16", y=y, stride=72).lds_conflicts == 0
+    assert counted("lds_read_16", y=y, stride=64, rows=64).lds_conflicts == 8 * 7
+    assert counted("lds_read_16", y=y, stride=72, rows=64).lds_conflicts == 0
 
 
 @pytest.mark.parametrize(("turns", "quiet"), [(1, 0), (5, 0), (5, 40), (3, 64)])
