@@ -92,7 +92,6 @@ def test_every_step_is_checked_and_timed_and_a_record_is_written(
         assert (record.slug, record.case, record.unit, record.n) == ("hip", "gpu/steps", "ms", 20)
         assert set(record.peers) == {"step1_straight", "torch"}
         assert record.details["arch"] == "gfx942" and record.details["queries"] == 33
-        assert "step2_lds.hip" in record.details["kernels"]
         assert not records.is_stale(record)
 
 

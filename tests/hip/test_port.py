@@ -45,7 +45,7 @@ def test_hipify_is_quiet_and_writes_nowhere_else(
     assert capfd.readouterr() == ("", "")
 
 
-def test_hipify_leaves_every_rule_but_assumptions_have_no_name_to_change(hipified: str) -> None:
+def test_hipify_leaves_all_five_assumptions_and_mend_leaves_none(hipified: str) -> None:
     before = {finding.rule for finding in port.findings(port.original())}
     after = {finding.rule for finding in port.findings(hipified)}
     assert before == after == set(port.RULES)

@@ -1,12 +1,15 @@
 """Every step of the port against attention in double precision, and what each step is for."""
 
+import shutil
+import subprocess
+
 import pytest
 import torch
 from torch import Tensor
 
 from labcore.attention import Pattern, safe_attention
 from labcore.hip import Counters, Emulated, forward
-from labcore.hip.build import STEPS
+from labcore.hip.build import SOURCE, STEPS
 
 EVERY = list(STEPS)
 DTYPES = [torch.float32, torch.float16]
@@ -103,3 +106,14 @@ def test_what_each_step_buys(dim: int, dtype, generator) -> None:
     assert counters[2].mfma == 0
     assert all(counters[step].mfma > 0 for step in EVERY[2:])
     assert counters[4].lds_accesses < counters[2].lds_accesses / 10
+
+
+@pytest.mark.compile
+def test_the_cuda_original_compiles_for_nvidia(tmp_path) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc here: install the CUDA toolkit")
+    command = ["nvcc", "-arch=sm_80", "-std=c++17", "-c", str(SOURCE / "step0_cuda.cu")]
+    done = subprocess.run(
+        [*command, "-o", str(tmp_path / "step0.o")], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -163,3 +163,19 @@ def test_digest_changes_with_an_imported_module_and_with_no_other(tmp_path, monk
     assert sources.digest(script) == before
     (package / "b.py").write_text("x = 2")
     assert sources.digest(script) != before
+
+
+def test_digest_changes_with_a_file_that_a_package_compiles(tmp_path, monkeypatch):
+    folder = tmp_path / "labcore" / "a" / "source" / "deeper"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(sources, "PACKAGE", tmp_path / "labcore")
+    (folder.parent.parent / "__init__.py").write_text("")
+    (folder.parent.parent / "b.py").write_text("")
+    kernel, before = folder / "kernel.h", sources.digest_modules(["labcore.a", "labcore.a.b"])
+    for text in ("int x;", "int y;"):
+        kernel.write_text(text)
+        after = sources.digest_modules(["labcore.a", "labcore.a.b"])
+        assert after != before
+        before = after
+    (folder / "another.h").write_text("")
+    assert sources.digest_modules(["labcore.a", "labcore.a.b"]) != before

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from labcore import records
 from labcore.device import badge, default_device, hardware, versions
 from labcore.hip import compile as compiling
 from labcore.hip import gpu
-from labcore.hip.build import SOURCE
 from labcore.records import Record, sources
 
 
@@ -121,15 +119,8 @@ def timed(case: gpu.Case, comparison: gpu.Comparison) -> Record:
             "heads": case.heads,
             "queries": case.q_len,
             "keys": case.k_len,
-            "kernels": digests(),
         },
     )
-
-
-def digests() -> Mapping[str, str]:
-    """A hash of each C++ source, which `Record.source` does not cover."""
-    files = sorted(path for path in SOURCE.rglob("*") if path.is_file())
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
 
 
 if __name__ == "__main__":

@@ -105,13 +105,19 @@ def digest(path: Path | str) -> str:
 
 
 def digest_modules(names: Iterable[str]) -> str:
-    """A hash over the files of these labcore modules; one that is gone changes it too."""
-    files = {name: _module_file(name) for name in sorted(names)}
-    return _hash(
-        part
-        for name, file in files.items()
-        for part in (name.encode(), file.read_bytes() if file else b"")
-    )
+    """A hash over the files of these labcore modules; one that is gone changes it too.
+
+    A package's `source/` folder counts with it: what it compiles at run time.
+    """
+    parts: list[bytes] = []
+    for name in sorted(names):
+        file = _module_file(name)
+        parts += [name.encode(), file.read_bytes() if file else b""]
+        if file and file.name == "__init__.py":
+            folder = file.parent / "source"
+            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                parts += [path.relative_to(file.parent).as_posix().encode(), path.read_bytes()]
+    return _hash(parts)
 
 
 def describe(path: Path | str) -> dict[str, Any]:
