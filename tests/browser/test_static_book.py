@@ -198,7 +198,11 @@ def test_dark_mode_reaches_the_page_and_its_figures(watch: Any, bases: Any, chap
     page.wait_for_timeout(600)
     dark = page.evaluate(look)
     assert dark[0] != light[0] and dark[1] != light[1]
-    page.reload()
+    for _ in range(20):  # a busy browser stores the choice a moment later
+        page.reload()
+        if page.evaluate("() => document.documentElement.dataset.theme") == "dark":
+            break
+        page.wait_for_timeout(250)
     assert page.evaluate("() => document.documentElement.dataset.theme") == "dark"
     watched.calm()
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from labcore import hip
 from labcore.exercises import CheckFailedError, Exercise, student_seed
 from labcore.exercises.hip import BROKEN, CHOOSE_TILE, CLINIC, HELD, MEND, PLACE_TILE, emulated
 from labcore.exercises.hip.banks import COLUMNS
@@ -72,6 +74,23 @@ def assert_same(found: Any, wanted: Any) -> None:
 def test_the_models_are_what_the_emulator_computes(fault: str, seed: int) -> None:
     text = (MEND.wrong[fault][0] if fault else MEND.reference)(BROKEN)
     assert_same(launched(text, 64, seed), [MEND.model(data, fault) for data in MEND.data(seed)])
+
+
+def test_a_vote_kept_in_32_bits_gets_a_hint_that_names_its_type(seed: int) -> None:
+    text = MEND.reference(BROKEN).replace("unsigned long long above", "unsigned above")
+    found = launched(text, 64, seed)
+    assert_same(found, [MEND.model(data, "narrow count") for data in MEND.data(seed)])
+    assert "the type that holds a vote" in MEND.wrong["narrow count"][1]
+
+
+@pytest.mark.parametrize("name", ["warpSize", "__popc", "__popcll", "__shared__"])
+def test_names_that_portable_h_lacks_are_said_in_the_text(name: str) -> None:
+    source_folder = Path(hip.__file__).parent / "source"
+    files = [path for path in source_folder.glob("cpu*.h") if path.name != "cpu_hip.h"]
+    given = "".join(path.read_text("utf-8") for path in files)
+    assert "__ballot" in given
+    assert not re.search(rf"\b{name}\b", given)
+    assert f"`{name}`" in source("hip").read_text("utf-8")
 
 
 def test_the_right_model_is_sums_and_packed_values(seed: int) -> None:
@@ -232,6 +251,16 @@ def test_the_rule_for_bytes_is_graded_and_the_reference_does_not_know_it(seed: i
 # Banks -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("period", "mistake"), [(8, "four words more"), (16, "two words more")])
+def test_a_hint_fits_rows_that_are_turned_too(period: int, mistake: str, seed: int) -> None:
+    cases = PLACE_TILE.numbered_cases(seed)
+    row, column = torch.arange(64)[:, None], torch.arange(cases[0]["columns"])
+    table = row * len(column) + (column ^ row % period)
+    outcome = PLACE_TILE.judge([table[: case["rows"]] for case in cases], seed=seed)
+    assert outcome.mistake == mistake
+    assert outcome.message.startswith("Not yet: A column of yours stands in")
+
+
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_layouts_without_conflicts_pass_however_they_are_made(columns: int, seed: int) -> None:
     cases = [{**case, "columns": columns} for case in PLACE_TILE.numbered_cases(seed)]
@@ -316,6 +345,25 @@ def test_the_text_s_example_of_a_tile() -> None:
     own = {"waves": 2, "stages": 1, "wanted": 2, "other": 40}
     assert CHOOSE_TILE.reference(128, **own) == (96, 32, 2)
     assert "40 other registers give (96, 32, 2)" in source("hip").read_text("utf-8")
+
+
+def largest_area(head_dim: int, *, waves: int, stages: int, wanted: int, other: int) -> Any:
+    """With the text's rule for ties: the most keys."""
+    best = (0, 0, 0, 0)
+    for queries, keys in itertools.product(range(32, 257, 32), repeat=2):
+        part = queries / (64 * waves)
+        vgprs, agprs = int(part * (keys + head_dim / 2)) + other, int(part * head_dim)
+        if max(vgprs, agprs) <= 256:
+            lds = 2 * stages * keys * (2 * head_dim + 8)
+            found = occupancy("gfx942", vgprs=vgprs, agprs=agprs, lds=lds, threads=64 * waves)
+            if found.waves_per_simd >= wanted:
+                best = max(best, (queries * keys, keys, queries, found.waves_per_simd))
+    return best[2], best[1], best[3]
+
+
+def test_the_largest_area_is_known_with_the_text_s_rule_for_ties(seed: int) -> None:
+    given = [largest_area(**case) for case in CHOOSE_TILE.numbered_cases(seed)]
+    assert CHOOSE_TILE.judge(given, seed=seed).mistake == "largest area"
 
 
 def test_the_mistakes_in_a_tile_show_for_every_width_of_a_head(seed: int) -> None:

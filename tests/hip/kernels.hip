@@ -131,6 +131,34 @@ __global__ void much(Global<float> y) {
 }
 ENTRY(much_, much)
 
+// LDS between two waves of 64. way: 0 reads what the other wave wrote, 1 writes over what it reads,
+// 2 both write, 3 both write the same, 4 reads within its own wave, 5 with a barrier between.
+__global__ void meeting(Global<float> y, int way) {
+  SHARED(float, tile, 128);
+  const int t = threadIdx.x, wave = t / 64;
+  tile[t] = float(t);
+  if (way == 0) y[t] = tile[t % 64];  // Reads too early.
+  if (way == 4) y[t] = tile[wave * 64];
+  __syncthreads();
+  if (way == 1 && wave == 0) y[t] = tile[t + 64];
+  if (way == 1 && wave == 1) store<4>(tile, 64, Vec<float, 4>{});  // Writes too early.
+  if (way == 2) tile[7] = float(wave);  // Both write.
+  if (way == 3) tile[7] = 3.0f;
+  if (way == 5) y[t] = tile[127 - t];
+}
+ENTRY(meeting_, meeting)
+
+__global__ void scaled(Global<float> y, float factor, int n, long) { y[n] *= factor; }
+ENTRY(scaled_, scaled)
+__global__ void changed(Global<float> y, Global<const int> n, float by) {
+  y[0] += by;
+  y[1] -= by;
+  y[2] *= by;
+  y[3] /= by;
+  y[4] = y[5] = y[n[0]];
+}
+ENTRY(changed_, changed)
+
 // ---- what is counted ----
 
 // Every lane accesses LDS once: row lane % rows, rows `stride` elements apart, and the lanes past

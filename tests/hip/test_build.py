@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from labcore.hip import build, load
+from labcore.hip import Program, build, load
 
 DOUBLE = """
 #include "portable.h"
@@ -117,6 +117,41 @@ def test_the_compilers_own_words_carry_the_line(cache: Path) -> None:
     source.write_text("#error wrong\n")
     with pytest.raises(RuntimeError, match=r"mine\.hip:1:"):
         build.library(source)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        # One function would run past the end of its fiber's stack.
+        (
+            "float a[100000]; for (int i = 0; i < 100000; ++i) a[i] = y[0]; y[0] = a[int(y[0])];",
+            "fra",
+        ),
+        ("float a[int(y[0])]; a[0] = y[0]; y[0] = a[int(y[0])];", "vla"),
+        # It would be read where it is used.
+        ("auto e = y[0]; y[0] = 1.0f; y[1] = e;", "deleted"),
+        (
+            "auto e = y[0]; y[0] = 1.0f; float f = e; y[1] = f;",
+            "discards qualifiers|cannot convert",
+        ),
+    ],
+    ids=["frame", "vla", "auto", "auto to float"],
+)
+def test_what_would_go_wrong_unseen_does_not_compile(cache, body: str, sentence: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"does not compile: [\s\S]*({sentence})"):
+        build.library(DOUBLE.replace("y[threadIdx.x] *= 2.0f;", body))
+
+
+def test_fibers_live_under_a_compiler_that_fortifies(cache: Path, monkeypatch) -> None:
+    # As Ubuntu's does unasked. A broken launch would end the process.
+    monkeypatch.setenv("CXX", f"{' '.join(build.compiler())} -D_FORTIFY_SOURCE=2")
+    y = torch.ones(128)
+    path = build.library(DOUBLE.replace("2.0f;", "2.0f; __syncthreads();"))
+    assert b"longjmp_chk" not in path.read_bytes()
+    Program(path, name="kernel", checked=True).launch(
+        "twice_", grid=1, block=128, arguments={"y": y}
+    )
+    assert (y == 2).all()
 
 
 @pytest.mark.compile

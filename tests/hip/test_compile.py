@@ -184,6 +184,45 @@ def test_what_the_compiler_says_is_read_back(tmp_path: Path) -> None:
         assert has["mfma"] == (what == "matrix instructions")
 
 
+SYMBOL = "_Z17attention_forwardIfLi64ELb0EEvPf"
+AMD_REPORT = f"remark: Function Name: {SYMBOL}\n" + "".join(
+    f"remark:     {name}: 3\n"
+    for name in (
+        *("TotalSGPRs", "VGPRs", "AGPRs", "ScratchSize [bytes/lane]", "SGPRs Spill"),
+        *("Occupancy [waves/SIMD]", "VGPRs Spill", "LDS Size [bytes/block]"),
+    )
+)
+ASSEMBLY = (
+    f"\n{SYMBOL}:\n  v_mfma_f32\n.Lfunc_end0:\namdhsa.kernels:\n  - .max_flat_workgroup_size: 256\n"
+    f"    .name: {SYMBOL}\n"
+)
+PTXAS_REPORT = f"""ptxas info : Compiling entry function '{SYMBOL}' for 'sm_90'
+    0 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
+ptxas info : Used 40 registers, 384 bytes cmem[0]
+"""
+
+
+def test_a_report_that_changed_its_words_is_an_error_and_not_a_zero() -> None:
+    (has,) = hip._read_amd(AMD_REPORT, ASSEMBLY).values()
+    assert has["vgprs"] == has["lds"] == 3 and (has["mfma"], has["threads"]) == (1, 256)
+    with pytest.raises(RuntimeError, match="report of float32-d64-full must give lds, got none"):
+        hip._read_amd(AMD_REPORT.replace("LDS Size", "Local memory"), ASSEMBLY)
+    with pytest.raises(RuntimeError, match="must give threads, got none"):
+        hip._read_amd(AMD_REPORT, ASSEMBLY.replace("max_flat", "largest_flat"))
+    (has,) = hip._read_ptxas(PTXAS_REPORT).values()
+    assert has == {"vgprs": 40, "spills": 4, "scratch": 0, "lds": 0}
+    with pytest.raises(RuntimeError, match="must give vgprs, got none"):
+        hip._read_ptxas(PTXAS_REPORT.replace("Used 40 registers", "40 registers used"))
+
+
+@pytest.mark.compile
+def test_a_step_without_a_form_is_an_error(tmp_path: Path) -> None:
+    need("gfx942")
+    (tmp_path / "step9_planted.hip").write_text("int nothing;\n")
+    with pytest.raises(RuntimeError, match=r"step9_planted.hip must name attention_forward, got"):
+        hip.measure(["gfx942"], folder=tmp_path)
+
+
 @pytest.mark.compile
 def test_a_step_that_does_not_compile_is_named_with_the_compilers_word(tmp_path: Path) -> None:
     need("gfx942")

@@ -201,10 +201,24 @@ def test_a_block_has_64_kib_of_lds() -> None:
 
 def test_arguments_that_the_kernel_cannot_take() -> None:
     y = torch.zeros(1)
-    with pytest.raises(EmulationError, match="takes 2 arguments, got 1"):
+    with pytest.raises(ValueError, match="takes 2 arguments, got 1"):
         launch("some_return", y=y)
-    with pytest.raises(EmulationError, match="y has elements of 8 bytes, and the kernel takes"):
-        launch("some_return", y=y.double(), stay=64)
+    for other in (y.double(), y.int()):
+        with pytest.raises(ValueError, match=r"y must be a tensor of torch.float32, .* got torch"):
+            launch("some_return", y=other, stay=64)
+    with pytest.raises(ValueError, match="stay must be an int, as the kernel takes it, got float"):
+        launch("some_return", y=y, stay=64.0)
+    with pytest.raises(ValueError, match="stay must be an int, .* got torch.float32"):
+        launch("some_return", y=y, stay=y)
+    with pytest.raises(ValueError, match="stay must be a tensor of torch.float32, .* got int"):
+        launch("some_return", stay=64, y=y)  # the kernel knows order, not names
+    with pytest.raises(ValueError, match="stay must fit into an int of 32 bits, got 4294967360"):
+        launch("some_return", y=y, stay=2**32 + 64)
+    with pytest.raises(ValueError, match="c must be a number that is neither an int nor a float"):
+        launch("scaled", y=y, a=2.0, b=0, c=1)
+    for grid in (0, (1, 0), 2**32 + 1, -1):
+        with pytest.raises(ValueError, match="grid must be one to three whole numbers above 0"):
+            launch("some_return", grid=grid, y=y, stay=64)
     with pytest.raises(EmulationError, match="1 to 1024 threads, got 2048"):
         launch("some_return", block=(1024, 2), y=y, stay=1)
     with pytest.raises(ValueError, match=r"ENTRY\(nothing_"):
@@ -215,6 +229,40 @@ def test_arguments_that_the_kernel_cannot_take() -> None:
         launch("some_return", y=torch.zeros(4, 2).T, stay=64)
     with pytest.raises(TypeError, match="stay must be a tensor, an int or a float, got bool"):
         launch("some_return", y=y, stay=True)
+
+
+def test_an_int_is_a_float_where_the_kernel_takes_one() -> None:
+    y = torch.tensor([1.0, 2, 3, 4, 5, 6])
+    launch("changed", block=1, y=y, n=torch.tensor([1], dtype=torch.int32), by=2)
+    assert y.tolist() == [3, 0, 6, 2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("way", "where", "does"),
+    [
+        (0, "Reads too early.", "reads an element of tile that another wave has written"),
+        (1, "Writes too early.", "writes an element of tile that another wave has read"),
+        (2, "Both write.", "writes an element of tile that another wave has written"),
+    ],
+)
+def test_a_missing_barrier_is_an_error_though_the_numbers_may_be_right(
+    way: int, where: str, does: str
+) -> None:
+    fails(
+        "meeting",
+        rf"thread \(64, 0, 0\): line {line_of(where)} {does} on line \d+, with no barrier between",
+        block=128,
+        y=torch.empty(128),
+        way=way,
+    )
+
+
+@pytest.mark.parametrize("way", [3, 4, 5])
+def test_what_no_order_of_the_waves_can_change_is_no_race(way: int) -> None:
+    y = torch.empty(128)
+    launch("meeting", grid=2, block=128, y=y[:128], way=way)
+    if way == 5:
+        assert torch.equal(y, torch.arange(127.0, -1.0, -1.0))
 
 
 def test_two_libraries_have_a_machine_each() -> None:
@@ -336,7 +384,22 @@ def test_only_a_checked_program_counts() -> None:
         plain.launch("update_", grid=1, block=64, arguments={"y": torch.zeros(64)}, count=True)
 
 
-# ---- what forward refuses ----
+# ---- what forward takes and refuses ----
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_forward_takes_any_address_strides_gradients_and_nothing(step: int, generator) -> None:
+    plain = torch.randn(1, 1, 8, 64, generator=generator)
+    odd = torch.cat([torch.zeros(1), plain.flatten()])[1:].view_as(plain).requires_grad_()
+    assert odd.data_ptr() % 16
+    wanted = forward(plain, plain, plain, step=step).out
+    found = forward(odd, odd.mT.contiguous().mT, odd, step=step)
+    assert torch.equal(found.out, wanted) and not found.out.requires_grad
+    for empty in (plain[:, :, :0], plain[:0], plain[:, :0]):
+        keys = plain.expand(*empty.shape[:2], 8, 64)
+        nothing = forward(empty, keys, keys, step=step, count=True)
+        assert nothing.out.shape == empty.shape and nothing.lse.shape == empty.shape[:3]
+        assert nothing.counters is not None and nothing.counters.bytes == 0
 
 
 def test_forward_says_what_it_takes() -> None:

@@ -136,6 +136,14 @@ def test_hipcc_builds_libraries_that_only_the_device_refuses(
         step(*SMALL[0].inputs(CPU))
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 3, 64), (1, 1, 3, 128), (1, 3, 64), (2, 1, 3, 64)])
+def test_a_step_refuses_keys_that_are_not_the_queries(shape: tuple[int, ...]) -> None:
+    step, query, other = object.__new__(gpu.Step), torch.zeros(1, 1, 3, 64), torch.zeros(shape)
+    for tensors in ((query, other, other), (query, query, other), (query[0], query, query)):
+        with pytest.raises(ValueError, match=r"query must be \[B, H, T, D\], key and value \[B"):
+            step(*tensors)
+
+
 @pytest.mark.compile
 def test_a_step_that_hipcc_refuses_is_named(tmp_path: Path, monkeypatch) -> None:
     need("gfx90a")

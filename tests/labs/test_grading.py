@@ -54,6 +54,12 @@ display(Markdown("Prose " + "with `code`."))
 """
 
 
+# What a check raises that needs something which this machine lacks.
+UNCHECKED = """
+def square(x):
+    from labcore.exercises import Outcome
+    Outcome(passed=False, kind="unavailable", message="Nothing was checked: no g++.").require()
+"""
 # The answer is right where it is called; its default and its last line need what was imported.
 SHADOWS = """
 def double(x, two=math.floor(2.5)):
@@ -142,6 +148,7 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> Class:
     hand_in("exits", answers(square="import os; os._exit(0)"))
     hand_in("loops", answers(square="while True: pass"))
     hand_in("stubborn", answers(double=STUBBORN))
+    hand_in("no compiler", answers(square=UNCHECKED))
     hand_in("no syntax", answers(square="def square(:"))
     hand_in("cheats", told(answers(square=CHEATS), EVIL), "mini-lab.ipynb")
     hand_in("skips", skipped(copy.deepcopy(release)))
@@ -176,6 +183,11 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> Class:
         ("half", "2", "graded"),
         ("exits", "0", "not graded: its kernel died while it ran"),
         ("loops", "2", "graded; a cell ran out of time and got stopped"),
+        (
+            "no compiler",
+            "2",
+            "graded; a cell could not be checked on this machine, see the feedback page",
+        ),
         ("stubborn", "0", "not graded: a cell ran out of time and could not be interrupted"),
         ("no syntax", "2", "graded"),
         ("cheats", "5", "graded"),
@@ -203,7 +215,7 @@ def test_each_submission_has_its_row(graded: Class, student: str, points: str, s
 
 
 def test_there_are_no_other_rows_and_the_columns_are_named(graded: Class) -> None:
-    assert len(graded.rows) == 21
+    assert len(graded.rows) == 22
     columns = ["student", "lab", "number", "points", "maximum", "status", "flags"]
     assert list(graded.rows["solved"]) == [*columns, *EXERCISES]
 
@@ -269,8 +281,8 @@ def test_submissions_are_only_read(graded: Class) -> None:
 
 def test_progress_is_a_line_a_submission_and_the_rest_is_in_the_log(graded: Class) -> None:
     first, *lines, last = graded.said
-    assert first.startswith("21 notebooks of 21 students") and "grading.log" in first
-    assert len(lines) == 21 and all("\n" not in line for line in graded.said)
+    assert first.startswith("22 notebooks of 22 students") and "grading.log" in first
+    assert len(lines) == 22 and all("\n" not in line for line in graded.said)
     assert any(line.endswith("solved mini 5/5: graded") for line in lines)
     assert "grades.csv" in last
     assert "Autograding" in (graded.out / "grading.log").read_text("utf-8")

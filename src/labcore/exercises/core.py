@@ -22,7 +22,14 @@ from labcore.exercises.matching import difference, finite
 from labcore.exercises.running import Played, play
 from labcore.exercises.wording import describe, in_lines, inputs_at
 
-__all__ = ["CheckFailedError", "Exercise", "Outcome", "Solution", "student_seed"]
+__all__ = [
+    "CheckFailedError",
+    "Exercise",
+    "NotCheckedError",
+    "Outcome",
+    "Solution",
+    "student_seed",
+]
 
 _attempted: set[str] = set()  # ids whose solution is open: something of the student's was judged
 switched_off: set[str] = set()  # topics whose solutions a release keeps to itself
@@ -32,13 +39,17 @@ class CheckFailedError(AssertionError):
     """A graded cell's check did not pass; the message is the outcome's."""
 
 
+class NotCheckedError(CheckFailedError):
+    """A graded cell's check could not run on this machine, whatever the answer is."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Outcome:
     """What a check found. True where it passed; shown, it is its message and `repeat`, in lines.
 
     kind: "right", "known mistake", "wrong" (unlike every known mistake), "in place" (right but for
     its arguments, which it changed), "error", "missing" (the stub), "timeout", "memory", "exit"
-    or "unavailable" (no process can be started here).
+    or "unavailable" (this machine cannot check: no process can be started, no compiler).
     mistake: the name of the wrong answer that was recognized, or "".
     message: what the student reads.
     repeat: how to have the same cases again.
@@ -53,10 +64,12 @@ class Outcome:
     def require(self) -> None:
         """Raise CheckFailedError with the message unless the check passed: for graded cells.
 
+        NotCheckedError where this machine cannot check, so that grading can tell.
         It leaves out `repeat`: who reads a graded cell's message has not its cases, nor its rule.
         """
         if not self.passed:
-            raise CheckFailedError(in_lines(self.message))
+            failure = NotCheckedError if self.kind == "unavailable" else CheckFailedError
+            raise failure(in_lines(self.message))
 
     def __bool__(self) -> bool:
         return self.passed

@@ -22,7 +22,12 @@ __all__ = ["SOURCE", "STEPS", "cache_folder", "compiler", "library", "source_nam
 SOURCE = Path(__file__).resolve().parent / "source"
 # What each step adds to the one before it.
 STEPS = {1: "step1_straight", 2: "step2_lds", 3: "step3_mfma", 4: "step4_tuned"}
-FLAGS = ("-std=c++17", "-fPIC")
+# Ubuntu's compilers fortify by themselves, and a fortified longjmp takes a change of fibers for a
+# broken stack and ends the process. Half a fiber's stack is the most that one function may take.
+FLAGS = (
+    *("-std=c++17", "-fPIC", "-U_FORTIFY_SOURCE"),
+    *("-Werror=frame-larger-than=131072", "-Werror=vla"),
+)
 
 
 def step_source(step: int) -> Path:
@@ -124,5 +129,5 @@ def _compile(text: str, flags: list[str], target: Path) -> None:
         command += ["-shared", "-x", "c++", "-", "-o", str(built)]
         done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"the kernel does not compile: {done.stderr.strip()[-4000:]}")
+            raise RuntimeError(f"the kernel does not compile: {done.stderr.strip()[:4000]}")
         os.replace(built, target)

@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -283,8 +283,15 @@ def _compile(source: Path, target: str) -> dict[str, dict[str, int]]:
                 f"run {' '.join(map(str, command))} -o /dev/null"
             )
         if wanted.program == "nvcc":
-            return _read_ptxas(done.stderr)
-        return _read_amd(done.stderr, out.read_text(encoding="utf-8"))
+            found = _read_ptxas(done.stderr)
+        else:
+            found = _read_amd(done.stderr, out.read_text(encoding="utf-8"))
+    if not found:
+        raise RuntimeError(
+            f"the report of {wanted.program} on {source.name} must name attention_forward, got: "
+            f"{done.stderr[:500]!r}; the compiler writes it in another way than this module reads"
+        )
+    return found
 
 
 _SYMBOL = re.compile(r"attention_forwardI(?P<dtype>f|DF16_|6__half)Li(?P<dim>\d+)ELb(?P<mask>[01])")
@@ -328,8 +335,11 @@ def _read_amd(report: str, assembly: str) -> dict[str, dict[str, int]]:
         described = assembly.split("amdhsa.kernels:", 1)[1]
         record = next(part for part in described.split("\n  - ") if f" {symbol}\n" in part)
         size = re.search(r"\.max_flat_workgroup_size: *(\d+)", record)
-        need["threads"] = int(size[1]) if size else 0
-        found[form] = {name: need[name] for name in (*_QUANTITIES.values(), "mfma", "threads")}
+        if size:
+            need["threads"] = int(size[1])
+        wanted = dict.fromkeys((*_QUANTITIES.values(), "mfma", "threads"))
+        _all_there(form, wanted, need)
+        found[form] = {name: need[name] for name in wanted}
     return found
 
 
@@ -346,5 +356,17 @@ def _read_ptxas(report: str) -> dict[str, dict[str, int]]:
             "lds": r"(\d+) bytes smem",
         }
         matches = {name: re.search(pattern, block) for name, pattern in numbers.items()}
-        found[form] = {name: int(hit[1]) if hit else 0 for name, hit in matches.items()}
+        need = {name: int(hit[1]) for name, hit in matches.items() if hit}
+        need.setdefault("lds", 0)  # only LDS goes unsaid where there is none
+        _all_there(form, numbers, need)
+        found[form] = {name: need[name] for name in numbers}
     return found
+
+
+def _all_there(form: str, wanted: Iterable[str], need: Mapping[str, int]) -> None:
+    lacking = [name for name in wanted if name not in need]
+    if lacking:
+        raise RuntimeError(
+            f"the compiler's report of {form} must give {', '.join(lacking)}, got none; it writes "
+            "them in another way than this module reads"
+        )

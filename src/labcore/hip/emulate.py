@@ -1,8 +1,8 @@
 """Run a HIP kernel on the CPU: threads as fibers, barriers, LDS and 64-lane wavefronts.
 
 `forward` runs a step of the FlashAttention port; `load` takes any kernel that is written in the
-names of `source/portable.h`. What is counted follows the hardware's rules (`source/cpu_check.h`),
-what is timed here says nothing about a GPU.
+names of `source/portable.h`. What is counted follows the hardware's rules for the accesses as the
+source has them (`source/cpu_check.h`), what is timed here says nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ctypes
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,9 @@ class EmulationError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """What a launch did, in the hardware's units: instructions of a wavefront.
+    """What a launch did, each access of the source taken for one instruction of a wavefront.
+
+    A compiler may make one wide instruction of several narrow ones, and a GPU then does less.
 
     lds_accesses: LDS instructions. lds_conflicts: cycles that they took beyond those of a
     conflict-free access. transactions: distinct 64-byte segments of global memory, summed over
@@ -106,8 +108,9 @@ class Program:
         """Run the kernel of ENTRY `name` on `grid` blocks of `block` threads each.
 
         arguments: in the kernel's order; a tensor (contiguous, on the CPU) is a Global, which
-        errors call by its key, and what the kernel writes is in it afterwards; an int is an int, a
-        float a float. count: return what the launch did; only a checked program can.
+        errors call by its key, and what the kernel writes is in it afterwards; a number is an int
+        or a float, as the kernel takes it. count: return what the launch did; only a checked
+        program can.
         Raises EmulationError, ValueError for arguments that the kernel cannot take.
         """
         if count and not self.checked:
@@ -115,10 +118,18 @@ class Program:
                 "counting needs a checked program, got a plain one; load it with check=True"
             )
         entry = self._function(name, f"add ENTRY({name}, kernel<…>) to it")
-        values = [_argument(key, value) for key, value in arguments.items()]
-        pointers = (ctypes.c_void_p * (len(values) + 1))(
-            *[ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values], None
-        )
+        takes = self._function(f"{name}_takes", f"add ENTRY({name}, kernel<…>) to it")
+        takes.restype = ctypes.c_char_p
+        kinds = takes().decode()
+        if len(kinds) != len(arguments):
+            raise ValueError(
+                f"{name} takes {len(kinds)} arguments, got {len(arguments)}; name each of them"
+            )
+        values = [
+            _argument(key, value, kind)
+            for (key, value), kind in zip(arguments.items(), kinds, strict=True)
+        ]
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         report = _Report(counting=count)
         sizes = _three("grid", grid), _three("block", block)
         with _ONE_LAUNCH:
@@ -137,8 +148,10 @@ class Program:
         """
         function = self._function(name, f'declare {name} extern "C" in it')
         plain = [
-            ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else _scalar(name, value)
-            for value in values
+            ctypes.c_void_p(_on_cpu(f"argument {place} of {name}", value).data_ptr())
+            if isinstance(value, Tensor)
+            else _scalar(f"argument {place} of {name}", value)
+            for place, value in enumerate(values, 1)
         ]
         with _ONE_LAUNCH:
             if not function(*plain):
@@ -147,8 +160,8 @@ class Program:
             message.restype = ctypes.c_char_p
             raise EmulationError(f"{self.name}: {message().decode()}")
 
-    def _function(self, name: str, remedy: str) -> Callable[..., int]:
-        found: Callable[..., int] | None = getattr(self._library, name, None)
+    def _function(self, name: str, remedy: str) -> Any:
+        found = getattr(self._library, name, None)
         if found is None:
             raise ValueError(f"name must be in the source, got {name!r}; {remedy}")
         return found
@@ -164,8 +177,10 @@ class Program:
 def load(source: Path | str, *, check: bool = True, wave: int = 64) -> Program:
     """Build (once) and load a kernel: a file, or the text of one that includes "portable.h".
 
-    check: errors for accesses out of bounds, and counters; without it a wrong kernel may end the
-    process. wave: lanes of a wavefront; 32 shows what a kernel written for warps relies on.
+    check: errors for accesses out of bounds and for races of two waves in LDS, and counters;
+    without it a wrong kernel may end the process. Races in global memory or of one wave's lanes
+    are not looked for, and a kernel that never ends does not end. wave: lanes of a wavefront; 32
+    shows what a kernel written for warps relies on.
     """
     return _load(library(source, checked=check, wave=wave), source_name(source), check)
 
@@ -200,14 +215,17 @@ def forward(
     queries, threads = program.attention_block(query.dtype, dim)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = torch.empty(query.shape[:3], dtype=torch.float32)
+    if out.numel() == 0:  # a grid without a block, which no GPU takes
+        nothing = Counters(**dict.fromkeys((field.name for field in fields(Counters)), 0))
+        return Emulated(out=out, lse=lse, counters=nothing if count else None)
     counters = program.launch(
         f"attention_forward_{DTYPES[query.dtype]}_d{dim}_{'causal' if is_causal else 'full'}",
         grid=(math.ceil(q_len / queries), batch * heads),
         block=threads,
         arguments={
-            "q": query.detach().contiguous(),
-            "k": key.detach().contiguous(),
-            "v": value.detach().contiguous(),
+            "q": _aligned(query),
+            "k": _aligned(key),
+            "v": _aligned(value),
             "out": out,
             "lse": lse,
             "q_len": q_len,
@@ -246,25 +264,51 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> int:
     return heads
 
 
-def _argument(name: str, value: Tensor | int | float) -> Any:
+def _aligned(tensor: Tensor) -> Tensor:
+    """Contiguous and at an address that a vector of 16 bytes may have, copied if need be."""
+    tensor = tensor.detach().contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+# What a kernel takes, as takes() of cpu.h tells it; "?" and "P" are other numbers and pointers.
+_MEMORY = {"F": torch.float32, "H": torch.float16, "I": torch.int32}
+_KINDS = {"f": "a float", "i": "an int", "?": "a number that is neither an int nor a float"}
+
+
+def _argument(name: str, value: Tensor | int | float, kind: str) -> Any:
+    """A value as the kernel takes it, which has no other way to know what it got."""
+    wanted = _KINDS.get(kind, f"a tensor of {_MEMORY.get(kind, 'the elements it names')}")
+    got = value.dtype if isinstance(value, Tensor) else type(value).__name__
     if not isinstance(value, Tensor):
-        return _scalar(name, value)
+        scalar = _scalar(name, float(value) if kind == "f" and type(value) is int else value)
+        if kind not in "if" or (kind == "i" and isinstance(value, float)):
+            raise ValueError(f"{name} must be {wanted}, as the kernel takes it, got {got}")
+        return scalar
+    if kind != "P" and value.dtype != _MEMORY.get(kind):
+        raise ValueError(f"{name} must be {wanted}, as the kernel takes it, got {got}")
+    _on_cpu(name, value)
+    return _Memory(value.data_ptr(), value.numel(), value.element_size(), name.encode())
+
+
+def _on_cpu(name: str, value: Tensor) -> Tensor:
     if value.device.type != "cpu" or not value.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous and on the CPU, got strides {value.stride()} on "
             f"{value.device}; use {name}.cpu().contiguous()"
         )
-    return _Memory(value.data_ptr(), value.numel(), value.element_size(), name.encode())
+    return value
 
 
 def _scalar(name: str, value: int | float) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a tensor, an int or a float, got {type(value).__name__}")
+    if isinstance(value, int) and not -(2**31) <= value < 2**31:
+        raise ValueError(f"{name} must fit into an int of 32 bits, got {value}")
     return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
 
 
 def _three(name: str, size: Size) -> ctypes.Array[ctypes.c_uint]:
     parts = [size] if isinstance(size, int) else list(size)
-    if not 1 <= len(parts) <= 3 or not all(isinstance(n, int) and n >= 0 for n in parts):
-        raise ValueError(f"{name} must be one to three whole numbers, got {size!r}")
+    if not 1 <= len(parts) <= 3 or not all(isinstance(n, int) and 0 < n < 2**32 for n in parts):
+        raise ValueError(f"{name} must be one to three whole numbers above 0, got {size!r}")
     return (ctypes.c_uint * 3)(*parts, *[1] * (3 - len(parts)))

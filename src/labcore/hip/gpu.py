@@ -113,6 +113,12 @@ class Step:
         and 128. is_causal: query i sees the keys up to i. Raises ValueError for other tensors,
         RuntimeError with the runtime's number where the launch fails.
         """
+        keys = (*query.shape[:2], *key.shape[2:3], *query.shape[3:])
+        if query.ndim != 4 or not key.shape == value.shape == keys:
+            raise ValueError(
+                "query must be [B, H, T, D], key and value [B, H, S, D], got "
+                f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+            )
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             fits = tensor.dtype in DTYPES and tensor.shape[-1] in HEAD_DIMS and tensor.numel()
             alike = tensor.dtype == query.dtype and tensor.is_cuda and tensor.is_contiguous()

@@ -37,11 +37,12 @@ class Rule:
 
 RULES: Mapping[str, Rule] = {
     "mask": Rule(
-        pattern=r"\b0x[fF]{8}[uU]?\b",
-        wrong="a mask of 32 lanes: HIP up to 6 has no __shfl_xor_sync and its kin, HIP 7 refuses a "
-        "mask that has not 64 bits, and one that is widened leaves out the lanes from 32 on",
+        pattern=r"\b0x[fF]{8}[uUlL]*\b",
+        wrong="a mask of 32 lanes: before HIP 7 __shfl_xor_sync and its kin are there on request "
+        "at most, HIP 7 refuses a mask that has not 64 bits, and one that is widened leaves out "
+        "the lanes from 32 on",
         remedy="write __shfl_xor(x, step) without a mask: a wavefront runs in step",
-        mends=((r"(__\w+)_sync\(0x[fF]{8}[uU]?, ", r"\1("),),
+        mends=((r"(__\w+)_sync\(0x[fF]{8}[uUlL]*, ", r"\1("),),
     ),
     "vote": Rule(
         pattern=r"\b(?:unsigned int|unsigned|uint32_t|int)\s+\w+\s*=\s*__(?:ballot|activemask)"
@@ -53,15 +54,16 @@ RULES: Mapping[str, Rule] = {
     ),
     "width": Rule(
         # 32 or 31 where lanes are counted, 5 where they are shifted, 16 where a reduction begins.
-        pattern=r"[/%*&]\s*3[12]\b|\+=\s*32\b|>>\s*5\b|=\s*16\s*;\s*\w+\s*>\s*0"
-        r"|\b(?:const|constexpr)\s+(?:unsigned\s+)?int\s+\w+\s*=\s*32\b|#define\s+\w+\s+32\b",
+        pattern=r"[/%*&]\s*3[12]u?\b|\+=\s*32\b|>>\s*5\b|=\s*16\s*;\s*\w+\s*>\s*0"
+        r"|\b(?:const|constexpr)\s+(?:unsigned\s+)?(?:int|unsigned|auto|size_t|u?int32_t)\s+\w+"
+        r"\s*=\s*32u?\b|#define\s+\w+\s+32\b",
         wrong="a warp of 32 lanes: two such warps stand in one wavefront, lane 0 answers for both, "
         "and a reduction that begins at 16 never meets the other half",
         remedy="count in wavefronts of 64 (CDNA): 64 for 32, 63 for 31, 6 for 5, 32 for 16",
         mends=((r"([/*%+=]=?) 32\b", r"\1 64"), (r"= 16;", "= 32;")),
     ),
     "assembly": Rule(
-        pattern=r"\basm\b(?:\s+volatile)?\s*\(",
+        pattern=r"\b(?:asm|__asm|__asm__)\b(?:\s+(?:volatile|__volatile__))?\s*\(",
         wrong="PTX, NVIDIA's assembly: no AMD compiler takes it",
         remedy="call the function that it stands for, here exp2f, or a builtin of the compiler",
         mends=((r'asm\("ex2[^;]*;[^;]*;', "y = exp2f(x);"),),

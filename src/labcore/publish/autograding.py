@@ -31,6 +31,7 @@ from nbgrader.preprocessors import (  # type: ignore[import-untyped]
 from nbgrader.utils import is_grade  # type: ignore[import-untyped]
 from traitlets.config import Config
 
+from labcore.exercises.core import NotCheckedError
 from labcore.publish import feedback
 from labcore.publish.lab_source import HIDDEN, Lab, cell_text, import_cells, nbgrader_of
 from labcore.publish.nbgrader_settings import (
@@ -53,10 +54,14 @@ class GradingError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Graded:
-    """points by grade_id in reading order; how many cells were stopped; the feedback page."""
+    """points by grade_id in reading order, and the feedback page.
+
+    timeouts: cells that were stopped. unchecked: those that this machine could not check.
+    """
 
     points: Mapping[str, float]
     timeouts: int
+    unchecked: int
     feedback: Path
 
 
@@ -186,7 +191,7 @@ class Course:
             converter.start()
         except Exception as error:
             raise GradingError(_reason(converter.failure or error)) from error
-        timeouts = self._prepare_feedback(slug, student)
+        errors = self._prepare_feedback(slug, student)
         try:
             self._start(GenerateFeedback, slug, student).start()
         except Exception as error:
@@ -194,7 +199,12 @@ class Course:
         page = self._folder / "feedback" / student / slug / f"{slug}.html"
         named = feedback.titles(self._releases[slug])
         page.write_text(feedback.finish(page.read_text("utf-8"), named), encoding="utf-8")
-        return Graded(points=self._points(slug, student), timeouts=timeouts, feedback=page)
+        return Graded(
+            points=self._points(slug, student),
+            timeouts=errors.count(TIMEOUT),
+            unchecked=errors.count(NotCheckedError.__name__),
+            feedback=page,
+        )
 
     def _points(self, slug: str, student: str) -> dict[str, float]:
         with Gradebook(f"sqlite:///{self._folder / 'gradebook.db'}") as book:
@@ -203,12 +213,12 @@ class Course:
         order = [cell["metadata"].get("nbgrader", {}) for cell in self._releases[slug]["cells"]]
         return {cell["grade_id"]: found[cell["grade_id"]] for cell in order if cell.get("grade")}
 
-    def _prepare_feedback(self, slug: str, student: str) -> int:
+    def _prepare_feedback(self, slug: str, student: str) -> list[str]:
         """Takes the hidden tests out of the graded copy, so that feedback can be given out.
 
         Locked cells get the text of the release again, errors lose their traceback, which quotes
-        code, and the rest becomes what a page without scripts can show. Returns how many cells
-        were stopped for their time.
+        code, and the rest becomes what a page without scripts can show. Returns the names of the
+        errors, each once a cell.
         """
         path = self._folder / "autograded" / student / slug / f"{slug}.ipynb"
         notebook = json.loads(path.read_text(encoding="utf-8"))
@@ -217,10 +227,10 @@ class Course:
             for cell in self._releases[slug]["cells"]
             if cell["metadata"].get("nbgrader", {}).get("locked")
         }
-        stopped = 0
+        names: list[str] = []
         for cell in notebook["cells"]:
             errors = [out for out in cell.get("outputs", ()) if out["output_type"] == "error"]
-            stopped += any(error["ename"] == TIMEOUT for error in errors)
+            names += {error["ename"] for error in errors}
             name = cell["metadata"].get("nbgrader", {}).get("grade_id")
             if name in ours:
                 cell["source"] = ours[name]["source"]
@@ -230,7 +240,7 @@ class Course:
         # nbgrader leaves the file write-protected.
         path.unlink()
         path.write_text(json.dumps(notebook), encoding="utf-8")
-        return stopped
+        return names
 
 
 def _reason(error: Exception) -> str:

@@ -170,6 +170,9 @@ class _Grading:
         if graded.timeouts:
             cells = "a cell" if graded.timeouts == 1 else f"{graded.timeouts} cells"
             status += f"; {cells} ran out of time and got stopped"
+        if graded.unchecked:
+            cells = "a cell" if graded.unchecked == 1 else f"{graded.unchecked} cells"
+            status += f"; {cells} could not be checked on this machine, see the feedback page"
         return Row(
             student=submission.student,
             lab=submission.lab,

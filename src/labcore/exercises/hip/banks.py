@@ -51,6 +51,7 @@ def _wrongly(fault: str) -> Callable[..., Tensor]:
             "transposed": column * rows + row,
             "two words more": row * (columns + 2) + column,
             "four words more": row * (columns + 4) + column,
+            "eight words more": row * (columns + 8) + column,
             "a round of banks more": row * (columns + 32) + column,
             "shifted by the row's bank": row * columns + column + row % 32,
         }[fault]
@@ -122,10 +123,15 @@ _HINTS = {
     "stands in one bank, and 32 lanes that read it wait for each other.",
     "transposed": "Now a column's elements are neighbours, and a row stands in one bank: reading "
     "is free and writing is not.",
-    "two words more": "Two rows of yours are an even number of words apart. The multiples of an "
-    "even number meet half of the 32 banks at most, so two lanes share each of them.",
-    "four words more": "Four words more keep the rows aligned to 16 bytes, and a column in eight "
-    "of the 32 banks. The distance of two rows must have no factor in common with 32.",
+    "two words more": "A column of yours stands in every second bank, and two lanes share each of "
+    "them. That is so where rows are an even number of words apart: its multiples meet half of the "
+    "32 banks at most.",
+    "four words more": "A column of yours stands in eight of the 32 banks. Four words more for "
+    "each row do that, which keep the rows aligned to 16 bytes. Rows that are padded must be apart "
+    "by a number with no factor in common with 32.",
+    "eight words more": "A column of yours stands in four of the 32 banks. All eight spare words "
+    "in each row do that: rows that are padded must be apart by a number with no factor in common "
+    "with 32. You need not use all that there is.",
     "a round of banks more": "Your table is larger than it may be, and no better for it: 32 words "
     "more bring each row back to the bank where it was.",
     "shifted by the row's bank": "Each row is shifted by its number modulo 32, and after 32 rows "

@@ -46,17 +46,20 @@ def _wrongly(fault: str) -> Callable[..., list[tuple[int, int]]]:
                 row = groups * register + group
             if fault == "rows of the small tile":
                 row = 16 * (register // 4) + 4 * group + register % 4
-            return [(line, row) if fault == "D transposed" else (row, line)]
+            return [(line, row) if fault in ("D transposed", "columns first") else (row, line)]
         neighbours = depth // groups
         packed = 32 // bits
         ks = [neighbours * group + packed * register + item for item in range(packed)]
         if fault == "k in turn":
             ks = [groups * (packed * register + item) + group for item in range(packed)]
+        if fault == "registers in turn":
+            ks = [packed * (groups * register + group) + item for item in range(packed)]
         if fault == "one element a register":
             ks = [neighbours * group + register]
         if fault == "high half first":
             ks.reverse()
-        turned = {"A and B exchanged": "B", "B as A": "AB"}.get(fault, "A")
+        exchanged = ("A and B exchanged", "columns first")
+        turned = "B" if fault in exchanged else "AB" if fault == "B as A" else "A"
         return [(line, k) if matrix in turned else (k, line) for k in ks]
 
     return wrong
@@ -95,9 +98,12 @@ _HINTS = {
     "D transposed": "Your D is transposed: a lane holds elements of one column of it.",
     "k in turn": "Of A and B a lane holds neighbours along the depth. With you the groups take "
     "turns after each.",
+    "registers in turn": "Of A and B your groups take turns after each register. Each group has "
+    "one share of the depth, of neighbours.",
     "one element a register": "A register has 32 bits. Elements of 16 bits stand two in one.",
     "high half first": "The element in a register's low half comes first.",
     "A and B exchanged": "A has `tile` rows and B has `tile` columns; yours have it the other way.",
+    "columns first": "Your pairs are (column, row) throughout; (row, column) is asked for.",
     "B as A": "Your B lies as A does. Its depth runs along its rows, (k, column).",
 }
 

@@ -76,6 +76,7 @@ _MISTAKES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "reduction left": (("step = 32;", "step = 16;"),),
     "narrow count": (("popcountll(", "popcount("),),
     "narrow shift": (("1ull << lane", "1u << lane"),),
+    "narrow before": (("unsigned long long before", "unsigned before"),),
     "one step too many": (("step = 32;", "step = 64;"),),
 }
 
@@ -136,7 +137,8 @@ def _model(data: Data, fault: str) -> tuple[Tensor, ...]:
                 if fault == "votes left" or untouched:
                     lower = above[: lane % 32]
                 if positive:
-                    packed[row, count + sum(lower[:votes])] = values[row, first + lane]
+                    counted = 32 if fault == "narrow before" else votes
+                    packed[row, count + sum(lower[:counted])] = values[row, first + lane]
             count += sum(above[:votes])
         counts[row] = count
     return sums, packed, counts
@@ -163,11 +165,14 @@ _HINTS = {
     "lanes: look at the types of what holds them, and of all that is done with them.",
     "reduction left": "The votes are right, the sum is not. The first step of the reduction "
     "brings lane 16 to lane 0; lanes 32 to 63 never come.",
-    "narrow count": "You keep all 64 bits of a vote, and count those of the lower 32 lanes: "
-    "`__builtin_popcount` takes an unsigned int.",
+    "narrow count": "The sum is right, and only the votes of the lower 32 lanes are counted. See "
+    "where the other bits get lost: in the type that holds a vote, or in `__builtin_popcount`, "
+    "which takes an unsigned int.",
     "narrow shift": "The counts are right, but some values are packed one upon the other. For a "
     "lane above 31 the bits of the lower lanes are not what you make: an unsigned int has no bit "
     "40 to shift a 1 to.",
+    "narrow before": "The counts are right, but some values are packed one upon the other: of the "
+    "lower lanes' votes those above lane 31 get lost. See what holds them and what counts them.",
     "one step too many": "Your sums are twice too large. The first step goes past the last lane, "
     "and a lane that reads past the end reads itself.",
 }

@@ -84,7 +84,7 @@ def _wrongly(fault: str) -> Callable[..., tuple[int, int, int]]:
             return {
                 "keys first": (keys, queries),
                 "largest square": (min(queries, keys), queries, keys),
-                "largest area": (queries * keys, queries),
+                "largest area": (queries * keys, keys),
                 "fewest keys": (queries, -keys),
                 "most waves": (found, queries, keys),
             }.get(fault, one)

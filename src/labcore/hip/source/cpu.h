@@ -106,15 +106,36 @@ struct Call {
   }
 };
 
+// A letter for each argument, by which the host gives it: a float, an int or something else, in
+// capitals a tensor of them; h is a Half.
+template <typename T>
+constexpr char letter(bool memory) {
+  using Value = std::remove_const_t<T>;
+  if (std::is_same_v<Value, float>) return memory ? 'F' : 'f';
+  if (std::is_same_v<Value, int> || std::is_same_v<Value, unsigned>) return memory ? 'I' : 'i';
+  if (std::is_same_v<Value, Half>) return memory ? 'H' : '?';
+  return memory ? 'P' : '?';
+}
+template <typename P>
+struct Kind { static constexpr char value = letter<P>(false); };
+template <typename T>
+struct Kind<T*> { static constexpr char value = letter<T>(true); };
+#if defined(CHECKED)
+template <typename T>
+struct Kind<View<T>> { static constexpr char value = letter<T>(true); };
+#endif
+template <typename... P>
+const char* takes(void (*)(P...)) {
+  static constexpr char letters[] = {Kind<P>::value..., 0};
+  return letters;
+}
+
 // Returns 0, or 1 with a sentence in the report. One at a time: the host holds a lock.
 template <typename... P, std::size_t... I>
 int launch(void (*kernel)(P...), std::index_sequence<I...>, const unsigned* grid,
            const unsigned* block, void** arguments, void* report) {
   machine.report = static_cast<Report*>(report);
   try {
-    std::size_t came = 0;
-    while (arguments[came]) ++came;
-    if (came != sizeof...(P)) refuse("the kernel takes %zu arguments, got %zu", sizeof...(P), came);
     Call<P...> call{kernel, std::tuple<Argument<P>...>(arguments[I]...)};
     run_grid(Call<P...>::body, &call, grid, block);
   } catch (const Failure&) {
@@ -146,7 +167,8 @@ int launch(void (*kernel)(P...), const unsigned* grid, const unsigned* block, vo
   EXPORT int name(const unsigned* grid, const unsigned* block, void** arguments,         \
                   void* report) {                                                        \
     return ::cpu::launch(&__VA_ARGS__, grid, block, arguments, report);                  \
-  }
+  }                                                                                      \
+  EXPORT const char* name##_takes() { return ::cpu::takes(&__VA_ARGS__); }
 
 inline int lane_id() { return cpu::lane(); }
 

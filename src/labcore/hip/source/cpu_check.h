@@ -1,10 +1,11 @@
-// Bounds and counters of cpu.h: every access of a Global or a SHARED comes through a View.
+// Bounds, races and counters of cpu.h: every access of a Global or a SHARED comes through a View.
 //
 // Counting follows the hardware's unit, the instruction of a wavefront. Its lanes run one after
 // another here, so accesses are kept until the wave meets (a barrier, or an operation that all its
 // lanes take part in) and are then put together: the n-th access of each lane on one line, to one
 // array, in one direction, is one instruction. Where lanes diverge between two such meetings and
-// come to a line in different turns of a loop, this pairs turns that the hardware would not.
+// come to a line in different turns of a loop, this pairs turns that the hardware would not. And a
+// compiler may make one wide instruction of narrow accesses to neighbours, which here stay apart.
 #pragma once
 
 namespace cpu {
@@ -111,27 +112,74 @@ inline void instructions_end(int wave) {
   }
 }
 
+// ---- races ----
+
+// Who has touched an element of LDS between the last barrier and now. The waves of a block run in
+// any order there. Here it is always the same one, which may happen to give the right numbers.
+struct Touched {
+  std::int64_t span;
+  int writer, line;       // the wave that wrote it, from 1; where it was touched last
+  std::uint32_t readers;  // a bit for each wave
+};
+inline std::array<Touched, LDS_BYTES> touched;  // by the first byte of the element
+
+// written: what the access writes, null if it reads. To write what is there already is no race.
+template <typename T>
+void touch(const Array& array, const T* address, const T* written, int line) {
+  Touched& last = touched[reinterpret_cast<const unsigned char*>(address) - machine.lds];
+  if (last.span != machine.span) last = {machine.span, 0, 0, 0};
+  const int wave = machine.self->number / WAVE + 1;
+  const bool others_write = last.writer && last.writer != wave;
+  const bool others_read = last.readers & ~(1u << (wave - 1));
+  const bool race = written ? (others_write || others_read) &&
+                                  std::memcmp(address, written, sizeof(T)) != 0
+                            : others_write;
+  if (race)
+    fail("line %d %s an element of %s that another wave has %s on line %d, with no barrier between",
+         line, written ? "writes" : "reads", array.name, others_write ? "written" : "read",
+         last.line);
+  if (written)
+    last.writer = wave;
+  else
+    last.readers |= 1u << (wave - 1);
+  last.line = line;
+}
+
+// Every access comes here, of `length` neighbours.
+template <typename T>
+void note(const Array& array, const T* address, std::size_t length, const T* written, int line) {
+  if (array.lds)
+    for (std::size_t i = 0; i < length; ++i)
+      touch(array, address + i, written ? written + i : nullptr, line);
+  if (machine.report->counting)
+    count_access(array, address, length * sizeof(T), written != nullptr, line);
+}
+
 // ---- bounds ----
 
-// One element or vector, read when it is converted and written when it is assigned to.
+// One element, read when it is converted and written when it is assigned to: at once, so that
+// `auto e = p[i]`, which would be read where e is used, is of no use.
 template <typename T>
 struct Element {
   T* address;
   const Array* array;
   int line;
 
-  operator T() const {
-    if (machine.report->counting) count_access(*array, address, sizeof(T), false, line);
+  T get() const {
+    note<T>(*array, address, 1, nullptr, line);
     return *address;
   }
-  const Element& operator=(T value) const {
-    if (machine.report->counting) count_access(*array, address, sizeof(T), true, line);
-    *address = value;
-    return *this;
+  T set(T value) const {
+    note<T>(*array, address, 1, &value, line);
+    return *address = value;
   }
-  const Element& operator=(const Element& other) const { return *this = T(other); }
-  const Element& operator+=(T value) const { return *this = T(T(*this) + value); }
-  const Element& operator*=(T value) const { return *this = T(T(*this) * value); }
+  operator T() && { return get(); }
+  T operator=(T value) && { return set(value); }
+  T operator=(Element&& other) && { return set(other.get()); }
+  T operator+=(T value) && { return set(T(get() + value)); }
+  T operator-=(T value) && { return set(T(get() - value)); }
+  T operator*=(T value) && { return set(T(get() * value)); }
+  T operator/=(T value) && { return set(T(get() / value)); }
 };
 
 template <typename T>
@@ -150,7 +198,7 @@ struct View {
   auto operator[](Index at) const {
     T* address = inside(at, 1);
     if constexpr (std::is_const_v<T>) {
-      if (machine.report->counting) count_access(*array, address, sizeof(T), false, at.line);
+      note<T>(*array, address, 1, nullptr, at.line);
       return std::remove_const_t<T>(*address);
     } else {
       return Element<T>{address, array, at.line};
@@ -214,8 +262,7 @@ template <int N, typename T>
 auto load(const cpu::View<T>& from, cpu::Index at) {
   Vec<std::remove_const_t<T>, N> values;
   const T* address = from.template aligned<decltype(values)>(at);
-  if (cpu::machine.report->counting)
-    cpu::count_access(*from.array, address, sizeof values, false, at.line);
+  cpu::note<const T>(*from.array, address, N, nullptr, at.line);
   std::memcpy(&values, address, sizeof values);
   return values;
 }
@@ -223,7 +270,6 @@ auto load(const cpu::View<T>& from, cpu::Index at) {
 template <int N, typename T>
 void store(const cpu::View<T>& to, cpu::Index at, const Vec<T, N>& values) {
   T* address = to.template aligned<Vec<T, N>>(at);
-  if (cpu::machine.report->counting)
-    cpu::count_access(*to.array, address, sizeof values, true, at.line);
+  cpu::note<T>(*to.array, address, N, values.lanes, at.line);
   std::memcpy(address, &values, sizeof values);
 }

@@ -91,6 +91,7 @@ struct Machine {
   bool failed = false;
   Report* report = nullptr;
   std::int64_t launch = 0;
+  std::int64_t span = 0;  // from one barrier to the next, counted over all launches
   alignas(64) unsigned char lds[LDS_BYTES];
   std::size_t lds_used = 0;
   std::size_t dynamic_bytes = 0;  // at the end of lds, asked for by the launch
@@ -253,6 +254,7 @@ inline void run_block() {
   std::memset(m.lds, 0xff, sizeof m.lds);  // a NaN in every type: reading before writing shows
   for (int i = 0; i < m.threads; ++i) m.fibers[i]->state = State::RUNS;
   do {
+    ++m.span;
     for (int first = 0; first < m.threads; first += WAVE) {
       run_wave(first, first + WAVE < m.threads ? WAVE : m.threads - first);
       instructions_end(first / WAVE);
@@ -287,6 +289,8 @@ inline void run_grid(void (*body)(void*), void* arguments, const unsigned* grid,
   const std::size_t threads = std::size_t(block[0]) * block[1] * block[2];
   if (threads < 1 || threads > MOST_THREADS)
     refuse("a block has 1 to %zu threads, got %zu", MOST_THREADS, threads);
+  if (!grid[0] || !grid[1] || !grid[2])
+    refuse("a grid has at least one block, got %u x %u x %u", grid[0], grid[1], grid[2]);
   if (m.dynamic_bytes > LDS_BYTES)
     refuse("the launch asks for %zu bytes of LDS, and a block may use %zu", m.dynamic_bytes,
            LDS_BYTES);

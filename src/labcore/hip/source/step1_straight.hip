@@ -1,7 +1,7 @@
 // The straight port: one thread owns one row of queries and walks over all keys that it sees.
 //
 // Nothing is shared, so nothing can go wrong between threads; but each wave reads all of K and V
-// from global memory, four bytes an instruction, because its lanes all want the same element.
+// from global memory, one element an access as it is written, for its lanes all want the same one.
 #include "portable.h"
 
 template <typename T, int D>

@@ -19,7 +19,7 @@ struct Shape {
   static constexpr int THREADS = 256;
   static constexpr int QUERIES = THREADS / WAVE * TILE;  // rows of a block
   static constexpr int KEYS = 32;                        // of a tile
-  static constexpr int STRIDE = D + 4;  // of a row in LDS: a bank or two further than its neighbour
+  static constexpr int STRIDE = D + 4;  // of a row in LDS: two or four banks further on each
 };
 
 // c + a b, four values along k from each lane: 32 x 8 times 8 x 32, 16 x 16 times 16 x 16.

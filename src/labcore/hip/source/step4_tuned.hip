@@ -1,4 +1,4 @@
-// The same on the machine's terms: changes to step 3 that a counter or the compiler's report shows.
+// The same on the machine's terms: changes to step 3, most seen by a counter or in a report.
 //
 // Reads are of 16 bytes a lane, and V is turned over on its way into LDS, so that a lane finds its
 // four keys side by side: one read instead of four. All shapes use 32x32x8, where a read of LDS
