@@ -324,6 +324,8 @@ def test_where_no_process_can_be_started_one_sentence_says_so(
     outcome = EXERCISE.check(halve)
     assert outcome.kind == "unavailable" and not outcome.passed
     assert "Linux or macOS" in outcome.message and "WSL" in outcome.message
+    with pytest.raises(core.NotCheckedError, match="Nothing was checked"):
+        outcome.require()
 
 
 def test_judge_needs_no_process(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
