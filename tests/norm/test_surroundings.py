@@ -49,7 +49,8 @@ def test_a_layer_in_bfloat16_rounds_once(generator) -> None:
     out.sum().backward()
     assert out.dtype == x.grad.dtype == layer.weight.grad.dtype == torch.bfloat16
     truth = exact(x.detach().double())
-    torch.testing.assert_close(out.double(), truth, rtol=2**-8, atol=1e-5)
+    # Near the mean only float32's rounding of the statistics is left: 1e-5 in 3,000 seeds.
+    torch.testing.assert_close(out.double(), truth, rtol=2**-8, atol=1e-4)
 
 
 @pytest.mark.parametrize(("policy", "momentum"), [("sequential", 0.1), ("pooled", None)])
