@@ -7,7 +7,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labcore.norm import GhostBatchNorm1d, GhostBatchNorm2d, convert_ghost_batchnorm
+from labcore.norm import (
+    GhostBatchNorm1d,
+    GhostBatchNorm2d,
+    convert_ghost_batchnorm,
+    ghost_sizes,
+)
 from labcore.processes import rank_and_world, run
 from tests.norm.cases import affine, agree, draw, passed
 
@@ -43,14 +48,21 @@ def test_autocast_computes_half_inputs_in_float32(dtype, offset, generator) -> N
 
 def test_a_layer_in_bfloat16_rounds_once(generator) -> None:
     x = draw((14, 5), generator, torch.bfloat16)
-    layer = GhostBatchNorm1d(5, ghost_size=4, dtype=torch.bfloat16)
+    layer = affine(GhostBatchNorm1d(5, ghost_size=4, dtype=torch.bfloat16), generator)
     exact = copy.deepcopy(layer).double()
     out = layer(x.requires_grad_())
     out.sum().backward()
     assert out.dtype == x.grad.dtype == layer.weight.grad.dtype == torch.bfloat16
-    truth = exact(x.detach().double())
-    # Near the mean only float32's rounding of the statistics is left: 1e-5 in 3,000 seeds.
-    torch.testing.assert_close(out.double(), truth, rtol=2**-8, atol=1e-4)
+    wide = x.detach().double()
+    truth = exact(wide)
+    # Once to bfloat16; before that to float32, by a few of whose units the ghost's largest value
+    # may be off: less than one of them in 3,000 seeds.
+    largest = [
+        (ghost.abs().amax(0) * (ghost.var(0, correction=0) + layer.eps).rsqrt()).expand_as(ghost)
+        for ghost in wide.split(ghost_sizes(14, 4))
+    ]
+    scale = torch.cat(largest) * exact.weight + exact.bias
+    assert ((out - truth).abs() <= 2**-8 * truth.abs() + 2**-22 * scale).all()
 
 
 @pytest.mark.parametrize(("policy", "momentum"), [("sequential", 0.1), ("pooled", None)])
