@@ -24,18 +24,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from benchmarks.attention import naive
 from benchmarks.runner import Measurement, case
 from labcore import memory, processes
 from labcore.attention import traffic
 from labcore.memory import CONFIG, RECIPES, Breakdown, Meter, accumulation, distill, experts
-from labcore.memory.checkpointing import stretch_length
 from labcore.memory.model import held_out_rows
 from labcore.memory.part import parameter_shapes
 from labcore.memory.trials import LEARNING_RATE
-from labcore.models import Llama, LlamaConfig, next_token_loss
+from labcore.models import Llama, LlamaConfig, next_token_loss, train
 from labcore.models.llama import causal_attention
 from labcore.optim import SM3, Adafactor, AdamW8bit
 from labcore.timing import paired
@@ -96,11 +95,10 @@ def way(
     parts: int = 1,
     model: Llama | None = None,
     loss: Callable[[Llama, Tensor], Tensor] | None = None,
-    beside: Llama | None = None,
 ) -> Way:
     """Plain training but for what is named. A seed gives the same weights and batches to all.
 
-    model, loss: others than those of the topic. beside: a second model that is held.
+    model, loss: others than those of the topic.
     """
     how = RECIPES[recipe]
     generator = torch.Generator().manual_seed(seed)
@@ -130,8 +128,7 @@ def way(
                 memory.accumulate(trained, rows)
         chosen.step()
 
-    held = trained if beside is None else nn.ModuleList([trained, beside])
-    return Way(model=trained, held=held, optimizer=chosen, step=step)
+    return Way(model=trained, held=trained, optimizer=chosen, step=step)
 
 
 def mean_loss(model: Llama, tokens: Tensor) -> Tensor:
@@ -157,39 +154,40 @@ def metered(one: Way) -> Meter:
 
 
 @functools.cache
-def plain_peak(batch: int, length: int) -> Breakdown:
-    """Of plain training."""
-    return metered(way(0, batch=batch, length=length)).peak
+def plain(batch: int, length: int) -> tuple[Breakdown, Breakdown]:
+    """The peak of plain training, measured and predicted."""
+    size: Settings = {"batch": batch, "length": length}
+    return metered(way(0, **size)).peak, told(**size)
 
 
 def exact(
     quantity: str, value: float, unit: str, predicted: float | None = None, /, **details: Any
 ) -> Measurement:
     """A number that counting gives: it has no spread."""
-    return Measurement(
-        quantity=quantity,
-        unit=unit,
-        samples=[value],
-        peers={} if predicted is None else {"predicted": [predicted]},
-        details={"exact": True, **details},
-    )
+    peers = {} if predicted is None else {"predicted": [predicted]}
+    return replace(seen(quantity, unit, [value], exact=True, **details), peers=peers)
+
+
+def seen(quantity: str, unit: str, samples: Sequence[float], **details: Any) -> Measurement:
+    """A sample a seed, or a repetition."""
+    return Measurement(quantity=quantity, unit=unit, samples=samples, details=details)
 
 
 def against(
     name: str,
     measured: Breakdown,
     predicted: Breakdown | None,
-    plain: Breakdown,
-    plain_predicted: Breakdown,
+    reference: tuple[Breakdown, Breakdown],
     **details: Any,
 ) -> list[Measurement]:
-    """Bytes beside their prediction, and over the plain ones beside the predictions' ratio."""
-    details = {"measured": measured.parts(), "plain": plain.parts(), **details}
+    """Bytes beside their prediction, and over the reference's, measured and predicted."""
+    base, base_predicted = reference
+    details = {"measured": measured.parts(), "plain": base.parts(), **details}
     total = ratio = None
     if predicted is not None:
         details["predicted"] = predicted.parts()
-        total, ratio = predicted.total, predicted.total / plain_predicted.total
-    over = measured.total / plain.total
+        total, ratio = predicted.total, predicted.total / base_predicted.total
+    over = measured.total / base.total
     return [
         exact(f"peak/{name}", measured.total, "bytes", total, **details),
         exact(f"peak over plain/{name}", over, "ratio", ratio, **details),
@@ -202,78 +200,88 @@ def bytes_of(variants: Mapping[str, Settings], size: Settings | None = None) -> 
     for name, settings in variants.items():
         predicted = None if settings.get("optimizer") in PEERS else told(**settings, **size)
         peak = metered(way(0, **settings, **size)).peak
-        found += against(name, peak, predicted, plain_peak(**size), told(**size), **size)
+        found += against(name, peak, predicted, plain(**size), **size)
     return found
 
 
 # Prices ------------------------------------------------------------------------------------------
-def in_order(step: Callable[[int], object]) -> Callable[[], object]:
-    """Step 0, then 1, and so on."""
-    numbers = itertools.count()
-    return lambda: step(next(numbers))
+Costs = Mapping[str, tuple[float, float]]  # by way: time, in any unit, and loss
 
 
-def settings_of(variants: Mapping[str, Settings]) -> dict[str, Callable[..., Way]]:
-    """The ways that are given by settings."""
-    return {name: functools.partial(way, **settings) for name, settings in variants.items()}
+def race(
+    models: Mapping[str, Llama], calls: Mapping[str, Callable[[], object]], **timed: Any
+) -> Costs:
+    """Calls in turn, each one's time over the plain one's; then the models' held-out losses.
+
+    timed: settings of `paired`. The losses are computed in float32.
+    """
+    comparison, found = paired(calls, **timed), {}
+    for name, model in models.items():
+        if model.embed_tokens.weight.dtype != torch.float32:
+            model = copy.deepcopy(model).float()
+        found[name] = comparison.ratio(name, "plain"), memory.held_out_loss(model)
+    return found
 
 
 def prices(
-    make: Mapping[str, Callable[..., Way]],
+    variants: Mapping[str, Settings],
+    make: Callable[..., Way] = way,
     *,
     steps: int,
     size: Settings | None = None,
     seeds: Sequence[int] | None = None,
-    watch: Callable[[int, Mapping[str, Way]], None] | None = None,
-    **more: Any,
+    watch: Callable[[Mapping[str, Way]], None] | None = None,
 ) -> list[Measurement]:
     """Time of a step over the plain one's, and held-out loss minus its loss, seed by seed.
 
-    All ways and the plain one start from the same seed and take `steps` steps each, in turn. The
-    loss is computed in float32. watch: sees the seed and its ways when their losses are taken.
+    All ways and the plain one start from the same seed and take `steps` steps each, in turn.
+    make: of a way by its settings. watch: sees each seed's ways when their losses are taken.
     """
     seeds, size = SEEDS if seeds is None else seeds, SMALL if size is None else size
-    ratios: dict[str, list[float]] = {name: [] for name in make}
-    losses: dict[str, list[float]] = {name: [] for name in ("plain", *make)}
+    costs = []
     for seed in seeds:
-        ways = {name: made(seed, **size) for name, made in {"plain": way, **make}.items()}
-        calls = {name: in_order(one.step) for name, one in ways.items()}
-        comparison = paired(calls, rounds=steps, warmup=0, seed=seed)
-        for name, one in ways.items():
-            wide = one.model
-            if wide.embed_tokens.weight.dtype != torch.float32:
-                wide = copy.deepcopy(wide).float()
-            losses[name].append(memory.held_out_loss(wide))
-        for name in make:
-            ratios[name].append(comparison.ratio(name, "plain"))
+        ways = {"plain": way(seed, **size)}
+        ways |= {name: make(seed, **settings, **size) for name, settings in variants.items()}
+        models = {name: one.model for name, one in ways.items()}
+        # Each call takes the next step.
+        calls = {
+            name: functools.partial(next, map(one.step, itertools.count()))
+            for name, one in ways.items()
+        }
+        costs.append(race(models, calls, rounds=steps, warmup=0, seed=seed))
         if watch is not None:
-            watch(seed, ways)
-    return priced(ratios, losses, seeds=list(seeds), steps=steps, **size, **more)
+            watch(ways)
+    return priced(costs, seeds=list(seeds), steps=steps, **size)
 
 
-def priced(
-    ratios: Mapping[str, Sequence[float]], losses: Mapping[str, Sequence[float]], **details: Any
-) -> list[Measurement]:
-    """The two prices of each way in `ratios`, a sample a seed; losses has "plain" too."""
-    found, plain = [], list(losses["plain"])
-    for name, times in ratios.items():
-        gaps = [mine - theirs for mine, theirs in zip(losses[name], plain, strict=True)]
-        both = {"loss": list(losses[name]), "plain loss": plain}
+def priced(costs: Sequence[Costs], **details: Any) -> list[Measurement]:
+    """The two prices of each way, "plain" among them, from its costs seed by seed."""
+    found = []
+    plain_times, plain_losses = zip(*(each["plain"] for each in costs), strict=True)
+    for name in costs[0]:
+        if name == "plain":
+            continue
+        times, losses = zip(*(each[name] for each in costs), strict=True)
+        ratios = [mine / theirs for mine, theirs in zip(times, plain_times, strict=True)]
+        gaps = minus(losses, plain_losses)
+        both = {"loss": losses, "plain loss": plain_losses}
         found += [
-            seen(f"time over plain/{name}", "ratio", times, **details),
+            seen(f"time over plain/{name}", "ratio", ratios, **details),
             seen(f"loss minus plain/{name}", "nats a byte", gaps, **details, **both),
         ]
     return found
 
 
-def seen(quantity: str, unit: str, samples: Sequence[float], **details: Any) -> Measurement:
-    """A sample a seed, or a repetition."""
-    return Measurement(quantity=quantity, unit=unit, samples=samples, details=details)
+def minus(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Seed by seed."""
+    return [one - other for one, other in zip(mine, theirs, strict=True)]
 
 
 # Sixteen bits ------------------------------------------------------------------------------------
-RECIPE = ("autocast to bfloat16", "autocast to float16, scaled", "bfloat16")
-PRECISION: Mapping[str, Settings] = {name: {"recipe": name} for name in RECIPE}
+PRECISION: Mapping[str, Settings] = {
+    name: {"recipe": name}
+    for name in ("autocast to bfloat16", "autocast to float16, scaled", "bfloat16")
+}
 
 
 @case("bytes/precision", minutes=1.5, needs="cpu")
@@ -286,7 +294,7 @@ def bytes_of_precision() -> list[Measurement]:
 @case("price/precision", minutes=2, needs="cpu")
 def price_of_precision() -> list[Measurement]:
     """The time is that of processors without units for products in 16 bits."""
-    return prices(settings_of(PRECISION), steps=SAME, size=TINY, seeds=FEW)
+    return prices(PRECISION, steps=SAME, size=TINY, seeds=FEW)
 
 
 # Accumulation and checkpointing ------------------------------------------------------------------
@@ -312,7 +320,7 @@ def bytes_of_accumulation() -> list[Measurement]:
 @case("price/accumulation", minutes=0.5)
 def price_of_accumulation() -> list[Measurement]:
     """Smaller products."""
-    return prices(settings_of({"4 parts": ACCUMULATION["4 parts"]}), steps=SAME)
+    return prices({"4 parts": ACCUMULATION["4 parts"]}, steps=SAME)
 
 
 @case("gradient/accumulation", minutes=0.2)
@@ -363,31 +371,7 @@ def bytes_of_checkpointing() -> list[Measurement]:
 @case("price/checkpointing", minutes=1)
 def price_of_checkpointing() -> list[Measurement]:
     """The second forward."""
-    return prices(settings_of(CHECKPOINTING), steps=SAME)
-
-
-STRETCHES = (1, 2, 4, 8, "sqrt", 16, 32)
-BLOCKS: Settings = {"depth": 64, "width": 64, "rows": 64}
-
-
-@case("blocks/checkpointing", minutes=0.2)
-def blocks_of_checkpointing() -> list[Measurement]:
-    """64 blocks with dropout: activations by the length of a stretch, and gradients that differ."""
-    one, two = (memory.run_blocks(None, 0, **{**BLOCKS, "depth": n}).activations for n in (1, 2))
-    plain = memory.run_blocks(None, 0, **BLOCKS)
-    found = [exact("activations/none", plain.activations, "bytes", **BLOCKS)]
-    sizes = {"layer": two - one, "boundary": 4 * BLOCKS["rows"] * BLOCKS["width"]}
-    for how in STRETCHES:
-        run, every = memory.run_blocks(how, 0, **BLOCKS), stretch_length(how, BLOCKS["depth"])
-        predicted = memory.stretch_bytes(BLOCKS["depth"], every, **sizes)
-        pairs = zip(run.gradients, plain.gradients, strict=True)
-        name = how if isinstance(how, str) else f"every {how}"
-        differ = sum(not torch.equal(mine, theirs) for mine, theirs in pairs)
-        found += [
-            exact(f"activations/{name}", run.activations, "bytes", predicted, every=every),
-            exact(f"gradients that differ/{name}", differ, "tensors"),
-        ]
-    return found
+    return prices(CHECKPOINTING, steps=SAME)
 
 
 # Several processes -------------------------------------------------------------------------------
@@ -395,56 +379,53 @@ RANKS, MICRO, DIVIDED = 2, 4, 6  # processes, micro-batches, steps that are time
 SCHEDULES, STAGES = ("gpipe", "1f1b"), (1, 2, 3)
 
 
-def by_rank(work: Callable[..., Any], ranks: int, *args: Any, **kwargs: Any) -> list[Any]:
-    """What each process of a group returned."""
-    return processes.run(work, ranks, *args, timeout_s=400, **kwargs)
+def by_rank(
+    ranks: int, seeds: Sequence[int], ways: Mapping[str, Callable[[int], Any]]
+) -> list[dict[str, list[Any]]]:
+    """Seed by seed, what each process of one group returned for each way, in turn."""
+
+    def work() -> list[dict[str, Any]]:
+        return [{name: run(seed) for name, run in ways.items()} for seed in seeds]
+
+    came = zip(*processes.run(work, ranks, timeout_s=400), strict=True)
+    return [{name: [rank[name] for rank in every] for name in ways} for every in came]
 
 
-def in_group(
-    seeds: Sequence[int], ways: Mapping[str, Callable[..., Any]], settings: Settings
-) -> list[dict[str, Any]]:
-    """For each seed, in each process: plain training by the first alone, each way by all."""
-    found = []
-    for seed in seeds:
-        came: dict[str, Any] = {}
-        if dist.get_rank() == 0:
-            came["plain"] = memory.offload_run(seed, **settings)
-        dist.barrier()
-        found.append(came | {name: train(seed, **settings) for name, train in ways.items()})
-    return found
+def warm(seeds: Sequence[int]) -> list[int]:
+    """The first seed twice: what a process does for the first time is in times to leave out."""
+    return [seeds[0], *seeds]
 
 
 @case("bytes/pipeline", minutes=0.6)
 def bytes_of_pipeline() -> list[Measurement]:
     """Two stages, four micro-batches. The estimate is of 1F1B's fullest stage, the first."""
-    plain, plain_told = plain_peak(**BIG), told(**BIG)
     part: Settings = {"batch": BIG["batch"] // MICRO, "length": BIG["length"]}
     first = memory.estimate(CONFIG, pipeline_parallel=RANKS, **part)
     ahead = memory.estimate(CONFIG, pipeline_parallel=RANKS, moment="forward", **part).activations
+    (every,) = by_rank(RANKS, (0,), schedules(steps=2, **BIG))
     found = []
-    for schedule in SCHEDULES:
-        settings = {"schedule": schedule, "micro_batches": MICRO, "steps": 2, **BIG}
-        runs = by_rank(memory.train_stage, RANKS, 0, **settings)
+    for schedule, runs in every.items():
         for stage, run in enumerate(runs):
             known = first if (schedule, stage) == ("1f1b", 0) else None
-            found += against(f"{schedule}, stage {stage}", run.peak, known, plain, plain_told)
-        flying = memory.in_flight(0, RANKS, MICRO, schedule=schedule)
-        kept, predicted = runs[0].most.activations, ahead / RANKS * flying
-        fullest = max(run.peak.total for run in runs) / plain.total
+            found += against(f"{schedule}, stage {stage}", run.peak, known, plain(**BIG))
+        predicted = ahead / RANKS * memory.in_flight(0, RANKS, MICRO, schedule=schedule)
+        kept = runs[0].most.activations
+        fullest = max(run.peak.total for run in runs) / plain(**BIG)[0].total
         found += [
-            exact(f"activations/{schedule}, stage 0", kept, "bytes", predicted, flying=flying),
+            exact(f"activations/{schedule}, stage 0", kept, "bytes", predicted),
             exact(f"fullest stage over plain/{schedule}", fullest, "ratio"),
         ]
     return found
 
 
+def schedules(**settings: Any) -> dict[str, Callable[[int], memory.PipelineRun]]:
+    """Training by each schedule."""
+    run = functools.partial(memory.train_stage, micro_batches=MICRO, **settings)
+    return {name: functools.partial(run, schedule=name) for name in SCHEDULES}
+
+
 PIPELINES = ((2, 2), (2, 4), (2, 8), (4, 4), (4, 8))  # stages, micro-batches
 UNIT = {"forward": 1.0, "backward": 2.0}  # seconds of a replay
-
-
-def scheduled(settings: Sequence[Settings]) -> list[memory.PipelineRun]:
-    """Several pipelines, one after the other, in one group of processes."""
-    return [memory.train_stage(0, **one) for one in settings]
 
 
 @case("pipeline/bubble", minutes=1)
@@ -452,77 +433,81 @@ def bubbles() -> list[Measurement]:
     """Share of waiting in the order that torch's schedules took, and by the clock."""
     found = []
     for stages, group in itertools.groupby(PIPELINES, key=lambda pair: pair[0]):
-        asked: list[Settings] = [
-            {"schedule": name, "micro_batches": micro, "steps": 4, "batch": 8, "length": 64}
+        asked: dict[str, Settings] = {
+            f"bubble/{name}, {stages} stages, {micro} micro-batches": {
+                "schedule": name, "micro_batches": micro, "steps": 4, "batch": 8, "length": 64,
+            }
             for (_, micro), name in itertools.product(group, SCHEDULES)
-        ]
-        ranks = by_rank(scheduled, stages, asked)
-        for one, runs in zip(asked, zip(*ranks, strict=True), strict=True):
-            micro = one["micro_batches"]
-            name = f"bubble/{one['schedule']}, {stages} stages, {micro} micro-batches"
+        }  # fmt: skip
+        ways = {name: functools.partial(memory.train_stage, **one) for name, one in asked.items()}
+        (every,) = by_rank(stages, (0,), ways)
+        for name, runs in every.items():
             share = memory.idle([run.works[-1] for run in runs], UNIT)
+            predicted = memory.bubble(stages, asked[name]["micro_batches"])
+            # The first two steps are metered.
             clock = [memory.idle([run.works[n] for run in runs]) for n in (2, 3)]
-            more = {"cores": os.cpu_count(), "by the clock": clock, **one}
-            found.append(exact(name, share, "share", memory.bubble(stages, micro), **more))
+            more = {"cores": os.cpu_count(), "by the clock": clock, **asked[name]}
+            found.append(exact(name, share, "share", predicted, **more))
     return found
+
+
+def plain_alone(seed: int, *, steps: int, **size: Any) -> tuple[list[float], list[float]] | None:
+    """Plain training by the first process: when each step began, and its loss."""
+    found, begins = None, []
+    if dist.get_rank() == 0:
+        model, draw = memory.fresh(seed), memory.batches(seed, **size)
+
+        def noted(n: int) -> tuple[Tensor, Tensor | None]:
+            begins.append(time.monotonic())
+            return draw(n)
+
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        curve = train(model, noted, optimizer, steps=steps, progress=False)
+        found = begins, curve.losses
+    dist.barrier()
+    return found
+
+
+def pace(begins: Sequence[float]) -> float:
+    """Seconds of a step, from one's begin to the next one's; the first two are metered."""
+    return (begins[-1] - begins[2]) / (len(begins) - 3)
 
 
 @case("price/pipeline", minutes=1)
 def price_of_pipeline() -> list[Measurement]:
     """Two processes over one. The loss is of the last step's batch."""
-    settings = {"steps": 2 + DIVIDED, **SMALL}  # two are metered
-    ways = {
-        name: functools.partial(memory.train_stage, schedule=name, micro_batches=MICRO)
-        for name in SCHEDULES
-    }
-    first, last = by_rank(in_group, RANKS, FEW, ways, settings)
-
-    def seconds(run: memory.PipelineRun) -> float:
-        """Of a step, from one's first work to the next one's."""
-        return (run.works[-1][0].begin - run.works[2][0].begin) / (DIVIDED - 1)
-
-    plain = [seed["plain"].seconds / settings["steps"] for seed in first]
-    losses = {name: [seed[name].losses[-1] for seed in last] for name in ways}
-    losses["plain"] = [seed["plain"].losses[-1] for seed in first]
-    times = {name: [seconds(seed[name]) for seed in first] for name in ways}
-    return priced(over(times, plain), losses, **divided_details(settings))
+    settings = {"steps": 2 + DIVIDED, **SMALL}
+    ways: dict[str, Callable[[int], Any]] = {"plain": functools.partial(plain_alone, **settings)}
+    ways |= schedules(**settings)
+    costs = []
+    for runs in by_rank(RANKS, warm(FEW), ways)[1:]:
+        begins, losses = runs.pop("plain")[0]
+        cost = {"plain": (pace(begins), losses[-1])}
+        for name, (first, last) in runs.items():
+            cost[name] = pace([works[0].begin for works in first.works]), last.losses[-1]
+        costs.append(cost)
+    return priced(costs, seeds=FEW, processes=RANKS, cores=os.cpu_count(), **settings)
 
 
-def over(times: Mapping[str, Sequence[float]], plain: Sequence[float]) -> dict[str, list[float]]:
-    """Seed by seed, seconds over plain seconds."""
-    return {
-        name: [mine / theirs for mine, theirs in zip(found, plain, strict=True)]
-        for name, found in times.items()
-    }
-
-
-def divided_details(settings: Settings) -> Settings:
-    """Of runs in several processes."""
-    return {"seeds": FEW, "processes": RANKS, "cores": os.cpu_count(), **settings}
-
-
-def zero_ways() -> dict[str, Callable[..., Any]]:
-    """Stage 0 is plain data parallelism."""
-    return {f"stage {n}": functools.partial(memory.train_divided, stage=n) for n in (0, *STAGES)}
+def zero_stages(**settings: Any) -> dict[str, Callable[[int], memory.ZeroRun]]:
+    """Training by each stage of ZeRO, of which 0 is plain data parallelism."""
+    run = functools.partial(memory.train_divided, **settings)
+    return {f"stage {n}" if n else "plain": functools.partial(run, stage=n) for n in (0, *STAGES)}
 
 
 @case("bytes/zero", minutes=0.4)
 def bytes_of_zero() -> list[Measurement]:
     """Weights, gradients and state of the fuller of two ranks when a step has ended."""
     shared: Settings = {"data_parallel": RANKS, "moment": "step", **BIG}
-    ranks = by_rank(in_group, RANKS, (0,), zero_ways(), {"steps": 2, **BIG})
-    runs = {name: [rank[0][name] for rank in ranks] for name in zero_ways()}
+    (runs,) = by_rank(RANKS, (0,), zero_stages(steps=2, **BIG))
     fullest = {name: max((r.held for r in rs), key=lambda b: b.total) for name, rs in runs.items()}
-    plain_told = resting(memory.estimate(CONFIG, **shared))
+    reference = fullest["plain"], resting(memory.estimate(CONFIG, **shared))
     found = []
     for stage in STAGES:
         name = f"stage {stage}"
         predicted = resting(memory.estimate(CONFIG, zero_stage=stage, **shared))
-        gathered = max(run.gathered for run in runs[name])
-        found += against(
-            name, fullest[name], predicted, fullest["stage 0"], plain_told,
-            gathered=gathered, of=RESTING,
-        )  # fmt: skip
+        more = {"gathered": max(run.gathered for run in runs[name]), "of": RESTING}
+        found += against(name, fullest[name], predicted, reference, **more)
     return found
 
 
@@ -538,11 +523,11 @@ def resting(held: Breakdown) -> Breakdown:
 def price_of_zero() -> list[Measurement]:
     """Stages 1 to 3 over plain data parallelism in the same two processes."""
     settings = {"steps": DIVIDED, **SMALL}
-    first, _ = by_rank(in_group, RANKS, FEW, zero_ways(), settings)
-    losses = {name: [seed[name].losses[-1] for seed in first] for name in zero_ways()}
-    times = {name: [seed[name].seconds for seed in first] for name in zero_ways()}
-    plain, losses["plain"] = times.pop("stage 0"), losses.pop("stage 0")
-    return priced(over(times, plain), losses, **divided_details(settings))
+    costs = [
+        {name: (first.seconds, first.losses[-1]) for name, (first, _) in runs.items()}
+        for runs in by_rank(RANKS, warm(FEW), zero_stages(**settings))[1:]
+    ]
+    return priced(costs, seeds=FEW, processes=RANKS, cores=os.cpu_count(), **settings)
 
 
 # Offload -----------------------------------------------------------------------------------------
@@ -559,35 +544,24 @@ def offloaded_run(seed: int, name: str, steps: int) -> memory.OffloadRun:
 @case("bytes/offload", minutes=0.2)
 def bytes_of_offload() -> list[Measurement]:
     """Weights, gradients and state above; activations stay. Predicted are two layers at a time."""
-    plain = offloaded_run(0, "plain", 2).peak
-    plain_told = resting(memory.estimate(CONFIG, moment="step", **SMALL))
-    found = []
+    told_plain = resting(memory.estimate(CONFIG, moment="step", **SMALL))
+    reference, found = (offloaded_run(0, "plain", 2).peak, told_plain), []
     for name, ahead in OFFLOADS.items():
         predicted = memory.offloaded(CONFIG) if ahead else None
         peak = offloaded_run(0, name, 2).peak
-        found += against(name, peak, predicted, plain, plain_told, of=RESTING)
+        found += against(name, peak, predicted, reference, of=RESTING)
     return found
 
 
 @case("price/offload", minutes=0.8)
 def price_of_offload() -> list[Measurement]:
     """Whole runs in turn: a step that reads ahead would do so beside another run's."""
-    runs: dict[str, list[memory.OffloadRun]] = {name: [] for name in ("plain", *OFFLOADS)}
-    for seed in SEEDS:
-        for name in list(runs)[:: 1 if seed % 2 else -1]:
-            runs[name].append(offloaded_run(seed, name, SAME))
-    losses = {name: [run.held_out for run in found] for name, found in runs.items()}
-    times = {name: [run.seconds for run in found] for name, found in runs.items()}
-    details = {"seeds": SEEDS, "steps": SAME, **SMALL}
-    moved = [
-        seen(
-            f"moving that was hidden/{name}", "share", [run.traffic.hidden for run in runs[name]],
-            read=runs[name][0].traffic.read, written=runs[name][0].traffic.written, **details,
-        )
-        for name in OFFLOADS
-    ]  # fmt: skip
-    plain = times.pop("plain")
-    return priced(over(times, plain), losses, **details) + moved
+    names, costs = ["plain", *OFFLOADS], []
+    for seed in warm(SEEDS):
+        order = names[:: 1 if seed % 2 else -1]
+        runs = {name: offloaded_run(seed, name, SAME) for name in order}
+        costs.append({name: (runs[name].seconds, runs[name].held_out) for name in names})
+    return priced(costs[1:], seeds=SEEDS, steps=SAME, **SMALL)
 
 
 # Quantization and distillation -------------------------------------------------------------------
@@ -626,13 +600,13 @@ def inference_peak(model: Llama) -> int:
 def bytes_of_quantization() -> list[Measurement]:
     """The parameters, and the peak of a forward; embedding and norms keep float32."""
     model = memory.fresh(0).requires_grad_(False)
-    plain = Breakdown(parameters=memory.stored_bytes(model))
-    plain_told, plain_forward = memory.quantized_bytes(CONFIG, None), inference_peak(model)
+    stored = Breakdown(parameters=memory.stored_bytes(model))
+    reference, plain_forward = (stored, memory.quantized_bytes(CONFIG, None)), inference_peak(model)
     found = []
     for name, tried in every_scheme(model).items():
         stored = Breakdown(parameters=memory.stored_bytes(tried))
         predicted = memory.quantized_bytes(CONFIG, SCHEMES[name])
-        found += against(name, stored, predicted, plain, plain_told, of="parameters")
+        found += against(name, stored, predicted, reference, of="parameters")
         ratio = inference_peak(tried) / plain_forward
         found.append(exact(f"forward peak over plain/{name}", ratio, "ratio", **BIG))
     return found
@@ -644,21 +618,15 @@ def price_of_quantization() -> list[Measurement]:
 
     torchao's int4 has the numbers of our form; without 8-bit products it and "dynamic" are slow.
     """
-    names = [name for name in SCHEMES if name != "torchao int4"]
-    ratios: dict[str, list[float]] = {name: [] for name in names}
-    losses: dict[str, list[float]] = {name: [] for name in ("plain", *names)}
     rows = held_out_rows(SMALL["batch"])[:, : SMALL["length"]]
+    costs = []
     for seed in SEEDS:
-        copies = every_scheme(teacher(seed))
-        models = {"plain": teacher(seed), **{name: copies[name] for name in names}}
+        models = {"plain": teacher(seed), **every_scheme(teacher(seed))}
+        del models["torchao int4"]
+        calls = {name: functools.partial(model, rows) for name, model in models.items()}
         with torch.no_grad():
-            calls = {name: functools.partial(each, rows) for name, each in models.items()}
-            comparison = paired(calls, rounds=5, warmup=1, seed=seed)
-        for name, each in models.items():
-            losses[name].append(memory.held_out_loss(each))
-        for name in names:
-            ratios[name].append(comparison.ratio(name, "plain"))
-    return priced(ratios, losses, seeds=SEEDS, trained=STEPS, time="a forward", **SMALL)
+            costs.append(race(models, calls, rounds=5, warmup=1, seed=seed))
+    return priced(costs, seeds=SEEDS, trained=STEPS, time="a forward", **SMALL)
 
 
 def student_way(seed: int, *, batch: int, length: int, taught: bool) -> Way:
@@ -674,10 +642,11 @@ def student_way(seed: int, *, batch: int, length: int, taught: bool) -> Way:
             said = above(inputs).logits
         return memory.distillation_loss(model(inputs).logits, said, targets)
 
-    return way(seed, model=student, loss=loss, beside=above, **size)
+    learning = way(seed, model=student, loss=loss, **size)
+    return replace(learning, held=nn.ModuleList([student, above]))
 
 
-TAUGHT = {"student alone": False, "distilled": True}
+TAUGHT: Mapping[str, Settings] = {"student alone": {"taught": False}, "distilled": {"taught": True}}
 
 
 @case("bytes/distillation", minutes=0.3)
@@ -688,9 +657,9 @@ def bytes_of_distillation() -> list[Measurement]:
         "distilled": memory.estimate_distillation(distill.STUDENT, CONFIG, **BIG),
     }
     found = []
-    for name, taught in TAUGHT.items():
-        peak = metered(student_way(0, taught=taught, **BIG)).peak
-        found += against(name, peak, predicted[name], plain_peak(**BIG), told(**BIG), **BIG)
+    for name, settings in TAUGHT.items():
+        peak = metered(student_way(0, **settings, **BIG)).peak
+        found += against(name, peak, predicted[name], plain(**BIG), **BIG)
     small, large = (memory.quantized_bytes(c, None).total for c in (distill.STUDENT, CONFIG))
     return [*found, exact("parameters, student over teacher", small / large, "ratio")]
 
@@ -698,11 +667,10 @@ def bytes_of_distillation() -> list[Measurement]:
 @case("price/distillation", minutes=1.5)
 def price_of_distillation() -> list[Measurement]:
     """The plain model is the teacher; its own training is not in the time."""
-    make = {name: functools.partial(student_way, taught=taught) for name, taught in TAUGHT.items()}
-    found = prices(make, steps=STEPS)
-    losses = {x.quantity: x.details["loss"] for x in found if x.quantity.startswith("loss")}
+    found = prices(TAUGHT, student_way, steps=STEPS)
+    losses = {item.quantity: item.details["loss"] for item in found if "loss" in item.details}
     alone, taught = (losses[f"loss minus plain/{name}"] for name in TAUGHT)
-    gaps = [mine - theirs for mine, theirs in zip(taught, alone, strict=True)]
+    gaps = minus(taught, alone)
     gain = seen("loss minus student alone/distilled", "nats a byte", gaps, seeds=SEEDS, steps=STEPS)
     return [*found, gain]
 
@@ -735,47 +703,34 @@ def bytes_of_optimizers() -> list[Measurement]:
     """Peaks, and the state alone against AdamW's."""
     with torch.compiler.set_stance("force_eager"):  # torchao's compiler takes minutes here
         found = bytes_of(LESS_STATE)
-    plain, states = plain_peak(**BIG).optimizer, []
+    (measured, estimated), states = plain(**BIG), []
     for item in found:
         what, name = item.quantity.split("/")
         if what == "peak":
             state, known = item.details["measured"]["optimizer"], item.details.get("predicted")
-            predicted = known["optimizer"] / told(**BIG).optimizer if known else None
-            states.append(exact(f"state over AdamW's/{name}", state / plain, "ratio", predicted))
+            predicted = known["optimizer"] / estimated.optimizer if known else None
+            ratio = state / measured.optimizer
+            states.append(exact(f"state over AdamW's/{name}", ratio, "ratio", predicted))
     return found + states
 
 
 @case("price/optimizers", minutes=4)
 def price_of_optimizers() -> list[Measurement]:
-    """Training at each optimizer's own learning rate, and its step alone.
+    """Training at each optimizer's own learning rate.
 
     torchao's is not timed: it is meant for its compiler, and slow without.
     """
     variants = {n: s for n, s in LESS_STATE.items() if s["optimizer"] != "torchao"}
-    alone: dict[str, list[float]] = {name: [] for name in variants}
-
-    def steps_too(seed: int, ways: Mapping[str, Way]) -> None:
-        calls = {name: one.optimizer.step for name, one in ways.items()}
-        comparison = paired(calls, rounds=5, warmup=0, seed=seed)
-        for name in alone:
-            alone[name].append(comparison.ratio(name, "plain"))
-
-    rates = {"Adafactor": ADAFACTOR, "SM3": COVERS, "AdamW": LEARNING_RATE}
-    found = prices(settings_of(variants), steps=STEPS, watch=steps_too, rates=rates)
-    return found + [
-        seen(f"optimizer's step over plain/{name}", "ratio", samples, seeds=SEEDS)
-        for name, samples in alone.items()
-    ]
+    return prices(variants, steps=STEPS)
 
 
 # Contexts of one to three bytes, hashed, each a row of a table: few rows have gradients in a step.
 ROWS, ORDERS, SPARSE_BATCH, SPARSE_STEPS = 2048, 3, 256, 150
-# Chosen on seeds 100 and 101 among 0.003, 0.01, 0.03, 0.1, 0.3 and 1, and SM3's 3 too.
-SPARSE_RATES = {"AdamW": 0.03, "SM3": 1.0, "AdaGrad": 0.3}
-SPARSE: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": torch.optim.AdamW,
-    "SM3": SM3,
-    "AdaGrad": torch.optim.Adagrad,
+# Rates were chosen on seeds 100 and 101 among 0.003, 0.01, 0.03, 0.1, 0.3 and 1, and SM3's 3 too.
+SPARSE: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
+    "AdamW": (torch.optim.AdamW, 0.03),
+    "SM3": (SM3, 1.0),
+    "AdaGrad": (torch.optim.Adagrad, 0.3),
 }
 
 
@@ -789,12 +744,13 @@ def contexts(windows: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def sparse_run(seed: int, name: str, rate: float) -> float:
+def sparse_run(seed: int, name: str) -> float:
     """Held-out nats a byte of a table of logits, trained by one optimizer."""
     generator = torch.Generator().manual_seed(seed)
     start = 0.01 * torch.randn(ORDERS * ROWS, CONFIG.vocab_size, generator=generator)
     table = nn.Parameter(start)
-    optimizer = SPARSE[name]([table], lr=rate)
+    make, rate = SPARSE[name]
+    optimizer = make([table], lr=rate)
     draw = memory.batches(seed, batch=SPARSE_BATCH, length=ORDERS)
 
     def loss(windows: Tensor) -> Tensor:
@@ -811,14 +767,12 @@ def sparse_run(seed: int, name: str, rate: float) -> float:
 @case("sparse/SM3", minutes=0.7)
 def sparse_of_sm3() -> list[Measurement]:
     """Sparse gradients: the next byte by the three before it, out of a table."""
-    losses = {
-        name: [sparse_run(seed, name, rate) for seed in SEEDS]
-        for name, rate in SPARSE_RATES.items()
-    }
+    losses = {name: [sparse_run(seed, name) for seed in SEEDS] for name in SPARSE}
     found = []
     for name, other in (("SM3", "AdamW"), ("AdaGrad", "AdamW"), ("SM3", "AdaGrad")):
-        gaps = [mine - theirs for mine, theirs in zip(losses[name], losses[other], strict=True)]
-        details = {"seeds": SEEDS, "rates": SPARSE_RATES, "loss": losses}
+        gaps = minus(losses[name], losses[other])
+        rates = {name: rate for name, (_, rate) in SPARSE.items()}
+        details = {"seeds": SEEDS, "rates": rates, "loss": losses}
         found.append(seen(f"loss minus {other}/{name}", "nats a byte", gaps, **details))
     return found
 
@@ -846,11 +800,10 @@ def bytes_of_experts() -> list[Measurement]:
     dense: Settings = {"config": replace(CONFIG, intermediate_size=wide), **BIG}
     mine, theirs = metered(sparse), metered(way(0, **dense))
     predicted = memory.estimate_experts(CONFIG, experts=EXPERTS, **BIG)
-    plain, name = (plain_peak(**BIG), told(**BIG)), "dense, as many parameters"
     activations = mine.most.activations / theirs.most.activations
     return [
-        *against(MIXED, mine.peak, predicted, *plain, **BIG),
-        *against(name, theirs.peak, told(**dense), *plain, **BIG),
+        *against(MIXED, mine.peak, predicted, plain(**BIG), **BIG),
+        *against("dense, as many parameters", theirs.peak, told(**dense), plain(**BIG), **BIG),
         exact(f"peak over dense/{MIXED}", mine.peak.total / theirs.peak.total, "ratio"),
         exact(f"activations over dense/{MIXED}", activations, "ratio"),
         exact(f"active over all parameters/{MIXED}", counts.active / counts.total, "ratio"),
@@ -860,14 +813,11 @@ def bytes_of_experts() -> list[Measurement]:
 @case("price/experts", minutes=3)
 def price_of_experts() -> list[Measurement]:
     """Loss and time beside the dense model, and how even the routing of the held-out text is."""
-    make: dict[str, Callable[..., Way]] = {
-        MIXED: experts_way,
-        f"{MIXED}, unbalanced": functools.partial(experts_way, coefficient=0),
-    }
-    labels = dict(zip(make, ("with auxiliary loss", "without auxiliary loss"), strict=True))
+    variants: dict[str, Settings] = {MIXED: {}, f"{MIXED}, unbalanced": {"coefficient": 0}}
+    labels = dict(zip(variants, ("with auxiliary loss", "without auxiliary loss"), strict=True))
     found: dict[str, list[float]] = {}
 
-    def watch(_seed: int, ways: Mapping[str, Way]) -> None:
+    def watch(ways: Mapping[str, Way]) -> None:
         for name, label in labels.items():
             layers = [m for m in ways[name].model.modules() if isinstance(m, experts.SwitchMLP)]
             routings = [layer.routing for layer in layers if layer.routing is not None]
@@ -877,26 +827,13 @@ def price_of_experts() -> list[Measurement]:
             ):
                 found.setdefault(f"{what}/{label}", []).append(statistics.fmean(values))
 
-    paid = prices(make, steps=STEPS, watch=watch)
+    paid = prices(variants, experts_way, steps=STEPS, watch=watch)
     details = {"seeds": SEEDS, "steps": STEPS, "even": 1 / EXPERTS}
     return paid + [seen(name, "share", samples, **details) for name, samples in found.items()]
 
 
 # Loading -----------------------------------------------------------------------------------------
 SAMPLES, PER_FILE, LOADED, FREE_S, REPETITIONS = 512, 128, 16, 0.005, 5
-
-
-class RowFiles(Dataset[Tensor]):
-    """One file a row, as a folder of samples is."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = list(paths)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, number: int) -> Tensor:
-        return memory.token_row(self.paths[number].read_bytes())
 
 
 def written(rows: Tensor, folder: Path) -> dict[str, list[Path]]:
@@ -918,44 +855,43 @@ def loader(form: str, paths: Sequence[Path]) -> DataLoader[Tensor]:
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    source: Any = RowFiles(paths) if form == "file a row" else memory.RecordFiles(paths)
-    return DataLoader(source, batch_size=LOADED)
+    if form == "file a row":
+        return DataLoader(paths, batch_size=LOADED, collate_fn=read_rows)  # type: ignore[arg-type]
+    return DataLoader(memory.RecordFiles(paths), batch_size=LOADED)
 
 
-def waits(form: str, paths: Sequence[Path], found: dict[str, list[float]]) -> float:
-    """Note one form's waits, with and without reading ahead; returns the seconds without."""
-
-    def step(_batch: Tensor) -> None:  # leaves the processor free, as one on a GPU does
-        time.sleep(FREE_S)
-
-    asked = memory.stalls(loader(form, paths), step)
-    ahead = memory.stalls(memory.prefetch(loader(form, paths)), step)
-    for quantity, value in (
-        ("seconds a row", asked.waited / SAMPLES),
-        ("share of waiting", asked.share),
-        ("share of waiting, ahead", ahead.share),
-        ("waiting, ahead over not", ahead.waited / asked.waited),
-    ):
-        found.setdefault(f"{quantity}/{form}", []).append(value)
-    return asked.waited
+def read_rows(paths: Sequence[Path]) -> Tensor:
+    """A batch of rows that are a file each."""
+    return torch.stack([memory.token_row(path.read_bytes()) for path in paths])
 
 
 @case("price/loading", minutes=0.5, needs="cpu")
 def price_of_loading() -> list[Measurement]:
-    """Waits of a loop for its rows, by the form of the files."""
+    """Waits of a loop for its rows, by the form of the files, and with reading ahead."""
+
+    def step(_batch: Tensor) -> None:  # leaves the processor free, as one on a GPU does
+        time.sleep(FREE_S)
+
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         rows = memory.batches(0, batch=SAMPLES, length=BIG["length"])(0)[0]
         forms = written(rows, Path(folder))
         for repetition in range(REPETITIONS):
-            order = list(forms)[:: 1 if repetition % 2 else -1]
-            waited = {form: waits(form, forms[form], found) for form in order}
+            waited = {}
+            for form in list(forms)[:: 1 if repetition % 2 else -1]:
+                asked = memory.stalls(loader(form, forms[form]), step)
+                ahead = memory.stalls(memory.prefetch(loader(form, forms[form])), step)
+                waited[form] = asked.waited
+                found.setdefault(f"share of waiting/{form}", []).append(asked.share)
+                found.setdefault(f"share of waiting, ahead/{form}", []).append(ahead.share)
             for form in ("webdataset", "tfrecord"):
                 ratio = waited[form] / waited["file a row"]
                 found.setdefault(f"waiting over file a row/{form}", []).append(ratio)
-    units = {"seconds": "s", "share": "share", "waiting": "ratio", "waiting,": "ratio"}
     details = {"rows": SAMPLES, "batch": LOADED, "a step": FREE_S, "rows a file": PER_FILE}
-    return [seen(name, units[name.split()[0]], xs, **details) for name, xs in found.items()]
+    return [
+        seen(name, "share" if name.startswith("share") else "ratio", samples, **details)
+        for name, samples in found.items()
+    ]
 
 
 # Attention ---------------------------------------------------------------------------------------
@@ -1039,7 +975,7 @@ def combination() -> list[Measurement]:
     """Methods together: bytes, time and loss; in 16 bits the bytes alone."""
     tried = {name: settings for name, settings in TOGETHER.items() if "optimizer" in settings}
     found = bytes_of(TOGETHER) + bytes_of(IN_HALF, HALF)
-    return found + prices(settings_of(tried), steps=STEPS)
+    return found + prices(tried, steps=STEPS)
 
 
 # The estimate ------------------------------------------------------------------------------------

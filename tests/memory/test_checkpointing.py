@@ -187,6 +187,10 @@ def test_what_cannot_be_is_refused() -> None:
         set_checkpointing(model, 0)
     with pytest.raises(TypeError, match="a whole number, got 2.0"):
         set_checkpointing(model, 2.0)
+    with pytest.raises(ValueError, match="layer must be a finite number above 0"):
+        stretch_bytes(4, 2, layer=-1, boundary=1)
+    with pytest.raises(ValueError, match="boundary must be a finite number, at least 0"):
+        stretch_bytes(4, 2, layer=1, boundary=-1)
     assert type(model.layers) is nn.ModuleList
     model.layers = nn.Sequential()
     with pytest.raises(TypeError, match="must be a ModuleList, got Sequential"):

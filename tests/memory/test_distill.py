@@ -83,17 +83,23 @@ def test_what_cannot_be_is_refused(generator) -> None:
         distillation_loss(student, teacher[0])
     with pytest.raises(ValueError, match=r"labels must have shape \(2, 5\), got \(5,\)"):
         distillation_loss(student, teacher, labels[0])
+    with pytest.raises(ValueError, match=r"labels must have shape \(2, 5\), got \(5,\)"):
+        distillation_loss(student, teacher, labels[0], weight=1.0)
     with pytest.raises(ValueError, match=r"weight must lie between 0 and 1, got 1\.5"):
         distillation_loss(student, teacher, weight=1.5)
     with pytest.raises(ValueError, match="temperature must be a finite number above 0"):
         distillation_loss(student, teacher, temperature=0)
-    with pytest.raises(ValueError, match="labels must be at most 1438, got 2000"):
+    with pytest.raises(ValueError, match="labels must be at most 1438, got 2000; None is for"):
         distil_digits(0, labels=2000)
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        distil_digits(0, steps=0)
 
 
 def test_the_student_is_half_as_wide_and_deep() -> None:
-    sizes = [sum(p.numel() for p in model.parameters()) for model in (make_student(0),)]
-    assert sizes[0] == 2 * 256 * 96 + 2 * (4 * 96 * 96 + 3 * 96 * 288 + 2 * 96) + 96
+    assert 2 * STUDENT.hidden_size == CONFIG.hidden_size
+    assert 2 * STUDENT.num_hidden_layers == CONFIG.num_hidden_layers
+    size = sum(p.numel() for p in make_student(0).parameters())
+    assert size == 2 * 256 * 96 + 2 * (4 * 96 * 96 + 3 * 96 * 288 + 2 * 96) + 96
 
 
 def test_bytes_are_those_of_both_models(seed: int, monkeypatch) -> None:

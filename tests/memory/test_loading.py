@@ -197,6 +197,8 @@ def test_what_is_no_row_is_refused(rows, tmp_path) -> None:
     with pytest.raises(ValueError, match="form must be one of 'tfrecord', 'webdataset', got 'tar'"):
         write_rows(rows, tmp_path / "never", form="tar", rows_per_file=5)
     assert not (tmp_path / "never").exists()
+    with pytest.raises(FileExistsError):
+        write_rows(rows, tmp_path, rows_per_file=5)
     with pytest.raises(ValueError, match="a file's ending must be one of '.tar', '.tfrecord'"):
         RecordFiles([tmp_path / "rows.txt"])
     with pytest.raises(ValueError, match="on_corrupt must be one of"):
@@ -274,6 +276,7 @@ def test_waits_and_work_are_told_apart(seed) -> None:
     told = stalls(source(), clock.passes, clock=clock)
     assert (told.waited, told.worked, told.first) == (sum(loads), sum(steps), loads[0])
     assert told.batches == 6 and told.share == sum(loads) / (sum(loads) + sum(steps))
+    assert stalls([0.0], clock.passes, clock=clock).share == 0  # a clock that stood still
     with pytest.raises(ValueError, match="stalls needs at least one batch, got none"):
         stalls([], clock.passes)
 
@@ -293,8 +296,7 @@ def simulated(load: float, step: float, batches: int, readers: int) -> float:
 
 @pytest.mark.parametrize(("load", "step"), [(0.5, 0.25), (0.25, 0.5), (1.0, 0.25), (0.5, 0.0)])
 def test_the_waits_predicted_are_those_of_readers_in_turn(load, step) -> None:
-    for readers, rounds in itertools.product((1, 2, 3), (1, 2, 5)):
-        batches = readers * rounds
+    for readers, batches in itertools.product((1, 2, 3), (1, 2, 5, 6)):
         told = predicted_wait(load=load, step=step, batches=batches, readers=readers)
         assert told == simulated(load, step, batches, readers)
     assert predicted_wait(load=load, step=step, batches=7) == 7 * load
@@ -315,6 +317,18 @@ def test_stalls_are_measured_on_real_files(how, rows, tmp_path) -> None:
     assert torch.equal(torch.cat(seen), rows)
     assert told.batches == len(seen) == 6
     assert 0 < told.first <= told.waited and 0 < told.share < 1
+
+
+def test_a_steps_error_ends_the_thread(rows, tmp_path) -> None:
+    paths = write_rows(rows, tmp_path / "rows", rows_per_file=12)
+    before = set(threading.enumerate())
+
+    def step(batch: torch.Tensor) -> None:
+        raise KeyError("the planted fault")
+
+    with pytest.raises(KeyError, match="planted") as caught:
+        measured_stalls(paths, step, batch=4, thread=True)
+    assert set(threading.enumerate()) <= before, caught  # whose traceback holds the loop
 
 
 def test_a_row_is_its_bytes() -> None:

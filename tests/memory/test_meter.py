@@ -226,13 +226,22 @@ def test_a_meter_is_used_once_and_needs_something_to_see() -> None:
     meter = Meter(nn.Identity())
     with meter:
         pass
-    with pytest.raises(RuntimeError, match="saw no storage"):
-        _ = meter.peak
+    for name in ("peak", "most", "phases", "by_module"):
+        with pytest.raises(RuntimeError, match="saw no storage"):
+            getattr(meter, name)
     used = Meter(nn.Linear(2, 2))
     with used:
         pass
     with pytest.raises(RuntimeError, match="make a new one"), used:
         pass
+
+
+def test_results_that_are_read_too_early_do_not_stay() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    with Meter(layer) as meter:
+        assert meter.peak.total == 16
+        x = torch.zeros(100)
+    assert meter.peak.total == 16 + x.nbytes
 
 
 def test_a_gpu_is_asked_for_its_own_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,6 +287,46 @@ def test_a_full_disk_leaves_every_weight_somewhere(fit: int, change: float, seed
         torch.testing.assert_close(new.detach(), old, rtol=0, atol=change)
 
 
+@pytest.mark.parametrize("prefetch", [False, True], ids=["asked", "ahead"])
+@pytest.mark.parametrize("at", range(16))
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "for good"])
+def test_a_failed_read_costs_no_more_than_its_block(
+    at: int, prefetch: bool, lasting: bool, seed: int
+) -> None:
+    """In forward, backward or step: what is read again at the end is whole, or said to be lost."""
+    torch.manual_seed(seed)
+    model = Deep(False)
+    before = [p.detach().clone() for p in model.parameters()]
+    broken: list[tuple[int, int]] = []
+
+    class Flawed(Host):
+        reads = 0
+
+        def read(self, key: tuple[int, int], data: Tensor) -> None:
+            self.reads += 1
+            if self.reads == at + 1:
+                broken.append(key)
+            if broken == [key] and (lasting or self.reads == at + 1):
+                raise OSError("cannot be read: the planted fault")
+            super().read(key, data)
+
+    make = functools.partial(torch.optim.SGD, lr=0.0, momentum=0.9)
+    with (
+        pytest.raises(OSError, match="cannot be read") as caught,
+        Offload(model, model.blocks, make, Flawed(), prefetch=prefetch) as offload,
+    ):
+        model(torch.ones(2, 5)).sum().backward()
+        offload.step()
+    lost = {id(p) for p in model.blocks[broken[0][0]].parameters()} if lasting else set()
+    for old, new in zip(before, model.parameters(), strict=True):
+        if id(new) in lost:
+            assert not new.untyped_storage().nbytes()
+        else:
+            assert equal([old], [new.detach()])
+    notes = [f"what belongs to block {broken[0][0]} could not be read back and is lost"]
+    assert getattr(caught.value, "__notes__", []) == (notes if lasting else [])
+
+
 def test_an_interrupt_leaves_every_weight_somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     before = [p.detach().clone() for p in model.parameters()]

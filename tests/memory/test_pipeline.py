@@ -125,6 +125,14 @@ def test_measured_times_are_taken_as_they_are() -> None:
     assert idle([one, other]) == pytest.approx(1 - 4 / 10)
 
 
+def test_works_and_seconds_that_say_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="works must hold one work or more, got none"):
+        idle([[], []])
+    works = [order("1f1b", stage, 2, 3) for stage in range(2)]
+    with pytest.raises(ValueError, match=r"'forward' and 'backward', got \['forward'\]"):
+        idle(works, {"forward": 1.0})
+
+
 def test_an_order_that_waits_for_ever_is_reported() -> None:
     works = [order("1f1b", stage, 2, 3) for stage in range(2)]
     with pytest.raises(ValueError, match="an order that waits for ever"):

@@ -130,6 +130,10 @@ def test_two_codes_share_a_byte(generator) -> None:
     assert packed.shape == (7, 11) and packed.dtype == torch.uint8
     assert packed[3, 4].item() == codes[3, 8].item() + 16 * codes[3, 9].item()
     assert torch.equal(unpack(packed), codes)
+    assert pack(codes[:0]).shape == (0, 11)
+    for wrong in (codes[:, :3], codes + 16, codes.int(), codes[0]):
+        with pytest.raises(ValueError, match="codes must be uint8 .O, I. of 0 to 15 with I even"):
+            pack(wrong)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -211,6 +215,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed() -> None:
         (weight[:, :0], INT8, "group_size must divide the rows"),
         (weight[0], INT8, "weight must be .outputs, inputs., got shape"),
         (weight / 0, INT8, "weight must be finite, got 120 of 120"),
+        (torch.full((2, 30), 1e39, dtype=torch.float64), INT8, "weight must be finite, got 60 of"),
     ]
     for given, scheme, sentence in cases:
         with pytest.raises(ValueError, match=sentence):
@@ -255,9 +260,9 @@ def test_the_price_of_a_scheme_is_that_of_a_copy(generator) -> None:
     for one in (plain, eight, four):
         assert one.predicted == one.stored and one.seconds.n == 1
     assert four.stored < eight.stored < plain.stored
-    # Errors of 0.5 % and of 8 % of a weight; the loss of a random model is about 6 nats.
-    assert 0 < abs(eight.loss - plain.loss) < 0.05
-    assert 0 < abs(four.loss - plain.loss) < 1
+    # Of the 6 nats of a random model 8 bits change 0.003, 4 bits 0.08, over seeds at most.
+    assert 0 < abs(eight.loss - plain.loss) < 0.02
+    assert 0 < abs(four.loss - plain.loss) < 0.4
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
 
@@ -311,11 +316,14 @@ def test_torchaos_int4_agrees_with_the_form_to_read(generator) -> None:
         assert apart.max() <= (0.501 if dtype == torch.float32 else 0.7)
         if dtype == torch.float32:  # one code of ten thousand may fall on the other side of a tie
             near = (weight - ours[0].weight.double()).abs() < 1e-3 * steps
-            assert near.double().mean() > 0.99
+            assert near.double().mean() > 0.999
 
 
-@pytest.mark.parametrize("method", ["int8", "int8 dynamic", "int4"])
-def test_torchao_quantizes_a_llama(method, generator) -> None:
+# Over seeds the logits move by 0.5, 1.3 and 7 % at most.
+@pytest.mark.parametrize(
+    ("method", "most"), [("int8", 0.01), ("int8 dynamic", 0.03), ("int4", 0.15)]
+)
+def test_torchao_quantizes_a_llama(method, most, generator) -> None:
     pytest.importorskip("torchao")
     shape = LlamaConfig(
         vocab_size=64,
@@ -335,7 +343,7 @@ def test_torchao_quantizes_a_llama(method, generator) -> None:
     told = quantized_bytes(shape, scheme, keep=["lm_head"])
     assert told.parameters == stored_bytes(model)
     assert not torch.equal(after, before)
-    assert (after - before).norm() < 0.5 * before.norm()
+    assert (after - before).norm() < most * before.norm()
 
 
 def test_torchaos_limits_are_sentences(monkeypatch) -> None:
@@ -348,6 +356,8 @@ def test_torchaos_limits_are_sentences(monkeypatch) -> None:
         with pytest.raises(ValueError, match="got .* for 1; choose another group_size or keep"):
             convert(model, Torchao(method="int4"))
         assert type(model[0].weight) is nn.Parameter
+        with pytest.raises(ValueError, match=r"torchao's int4 takes rows of .* for weight; choose"):
+            Torchao(method="int4").bytes(shape[1], shape[0])
     model = nn.Sequential(nn.Linear(32, 16, device="meta"))
     with pytest.raises(ValueError, match="runs on a CPU here, got 0 on meta; move the model"):
         Torchao(method="int4").check("0", model[0].weight)

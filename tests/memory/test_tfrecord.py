@@ -93,6 +93,13 @@ def test_a_file_is_not_written_over(file, records) -> None:
     assert list(read_tfrecord(file)) == records
 
 
+def test_what_is_no_bytes_leaves_a_whole_file(tmp_path) -> None:
+    path = tmp_path / "rows.tfrecord"
+    with pytest.raises(TypeError, match="bytes-like"):
+        write_tfrecord(path, [b"one", "two"])
+    assert list(read_tfrecord(path)) == [b"one"]
+
+
 def damaged(file, at: int, bit: int) -> None:
     raw = bytearray(file.read_bytes())
     raw[at] ^= 1 << bit

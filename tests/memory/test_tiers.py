@@ -62,3 +62,22 @@ def test_a_disk_takes_nothing_of_a_gpu() -> None:
     with pytest.raises(ValueError, match=r"got one on meta; a GPU's tier is Host\(\)"):
         tier.write((0, 0), torch.empty(3, dtype=torch.uint8, device="meta"))
     tier.close()
+
+
+@pytest.mark.parametrize("make", [Host, Disk])
+def test_what_is_no_row_of_bytes_or_was_not_written_is_refused(
+    make: Callable[[], Host | Disk],
+) -> None:
+    tier = make()
+    data = torch.zeros(10, dtype=torch.uint8)
+    for wrong in (data.float(), data.view(2, 5), data[::2]):
+        with pytest.raises(ValueError, match=r"bytes without gaps, uint8 \[n\]"):
+            tier.write((0, 0), wrong)
+    tier.write((0, 0), data)
+    tier.write((1, 0), data)
+    with pytest.raises(ValueError, match=r"under \(2, 0\), where nothing was written"):
+        tier.read((2, 0), data)
+    for size in (9, 11):  # of a file, eleven would have a byte of the next one
+        with pytest.raises(ValueError, match="where 10 bytes were written"):
+            tier.read((0, 0), torch.empty(size, dtype=torch.uint8))
+    tier.close()

@@ -46,7 +46,7 @@ def every_stage(seed: int) -> tuple[dict[int, ZeroRun], list[str], list[int]]:
         return next_token_loss(model, tokens)
 
     zero.next_token_loss = watched
-    for asked in ({"stage": 4}, {"stage": 1, "batch": 3}):
+    for asked in ({"stage": 4}, {"stage": 1, "batch": 3}, {"stage": 1, "steps": 0}):
         try:
             train_divided(0, **asked)
         except ValueError as problem:
@@ -132,10 +132,13 @@ def test_the_estimate_has_the_same_bytes(runs: Runs) -> None:
         fullest = max((rank[stage].held for rank in runs[1]), key=lambda held: held.total)
         assert fullest.parameters == 2 * told.parameters
         assert fullest.gradients == 2 * told.gradients
-        assert fullest.optimizer == pytest.approx(2 * told.optimizer, rel=0.05)
+        # Stage 1 gives whole parameters to ranks; the counts of steps do not double.
+        rel = 0.05 if stage == 1 else 1e-4
+        assert fullest.optimizer == pytest.approx(2 * told.optimizer, rel=rel)
 
 
 def test_what_does_not_fit_is_refused(runs: Runs) -> None:
     for told in runs[2]:
         assert "stage must be one of 0, 1, 2, 3, got 4" in told[0]
         assert "batch must be a multiple of the 2 ranks, got 3" in told[1]
+        assert "steps must be at least 1, got 0" in told[2]

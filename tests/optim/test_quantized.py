@@ -182,7 +182,8 @@ def test_it_trains_as_adamw_does(seed: int) -> None:
             weight.grad = weight.detach() - target + noise
             optimizer.step()
         ends[cls] = (weight.detach() - target).square().mean().item()
-    assert ends[AdamW8bit] < 1.5 * ends[AdamW] + 1e-4 and ends[AdamW] < 0.05
+    # Over seeds AdamW ends at 1.7e-4 to 1.9e-4, from 1, and 8 bits at 1.06 to 1.11 times that.
+    assert ends[AdamW8bit] < 1.25 * ends[AdamW] and ends[AdamW] < 3e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -227,3 +228,5 @@ def test_a_bad_setting_is_refused() -> None:
         AdamW8bit([weight], eps=-1.0)
     with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
         AdamW8bit([weight], block_size=0)
+    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
+        quantize_blocks(weight.detach(), block_size=0)

@@ -219,6 +219,43 @@ def test_momentum_that_comes_later_starts_from_zero(path, generator: torch.Gener
     assert (weight - expected).abs().max() < 1e-12
 
 
+@PATHS
+@pytest.mark.parametrize("late_first", [False, True])
+def test_a_weight_that_joins_after_the_momentum_went_has_no_buffer(
+    path, late_first: bool, generator: torch.Generator
+) -> None:
+    draws = torch.randn(2, 5, 3, 4, generator=generator, dtype=torch.float64)
+    weights = [torch.nn.Parameter(mine[0].clone()) for mine in draws]
+    optimizer = SM3(weights[::-1] if late_first else weights, lr=0.1, **path)
+    expected, kept = [mine[0] for mine in draws], [{}, {}]
+    for step, momentum in enumerate((0.9, 0.0, 0.0, 0.9), 1):
+        optimizer.param_groups[0]["momentum"] = momentum
+        for i in range(2 if step > 1 else 1):
+            weights[i].grad = draws[i, step]
+            expected[i], kept[i] = sm3(expected[i], draws[i, step], kept[i], lr=0.1,
+                                       momentum=momentum)  # fmt: skip
+        optimizer.step()
+        for i, weight in enumerate(weights):
+            assert optimizer.state[weight].keys() == kept[i].keys()
+    assert largest_difference(weights, expected) < 1e-12
+
+
+@PATHS
+@pytest.mark.parametrize(("first", "then"), [(0.9, 0.0), (0.0, 0.9)])
+def test_a_state_loads_though_the_momentum_has_changed(path, first, then, seed: int) -> None:
+    ours = awkward(torch.float64, seed, FILLED)
+    optimizer = run(ours, lambda p: SM3(p, momentum=first, **path), seed=seed, steps=2)
+    optimizer.param_groups[0]["momentum"] = then
+    again = [torch.nn.Parameter(param.detach().clone()) for param in ours]
+    loaded = SM3(again, **path)
+    loaded.load_state_dict(optimizer.state_dict())
+    for momentum in (then, 0.5):
+        for params, each in ((ours, optimizer), (again, loaded)):
+            each.param_groups[0]["momentum"] = momentum
+            train(params, each, seed=seed + 1, steps=2)
+    assert largest_difference(ours, again) < 1e-13
+
+
 def test_state_of_other_settings_is_refused(seed: int) -> None:
     params = awkward(torch.float32, seed, [(3, 4)])
     saved = run(params, lambda p: SM3(p), seed=seed, steps=1).state_dict()

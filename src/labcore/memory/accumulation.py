@@ -62,10 +62,14 @@ def split_rows(inputs: Tensor, targets: Tensor, parts: int) -> list[Part]:
             f"inputs and targets must both have shape [B, T], got {tuple(inputs.shape)} and "
             f"{tuple(targets.shape)}"
         )
-    if positive_int("parts", parts) > inputs.shape[0]:
-        raise ValueError(f"parts must be at most the {inputs.shape[0]} rows, got {parts}")
+    _fits(inputs.shape[0], parts)
     pairs = zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)
     return list(pairs)
+
+
+def _fits(rows: int, parts: int) -> None:
+    if positive_int("parts", parts) > rows:
+        raise ValueError(f"parts must be at most the {rows} rows, got {parts}; pass fewer")
 
 
 def accumulate(model: Llama, parts: Sequence[Part]) -> float:
@@ -114,8 +118,10 @@ def estimate_accumulated(
 
     Activations and workspace are those of the largest part, but all gradients stand from the
     second part on. options: those of `estimate` but the moment.
+    Raises ValueError or TypeError for more parts than rows, and as `estimate` does.
     """
-    rows = -(-batch // positive_int("parts", parts))
+    _fits(positive_int("batch", batch), parts)
+    rows = -(-batch // parts)
     found = [
         estimate(config, batch=rows, length=length, moment=moment, **options) for moment in MOMENTS
     ]

@@ -13,8 +13,8 @@ class Breakdown:
 
     parameters: weights and buffers. gradients: of the parameters. optimizer: its state.
     activations: what the forward leaves for the backward, and what checkpointing recomputes.
-    workspace: everything else, temporary: results on their way, weights
-    gathered from other devices.
+    workspace: everything else, temporary: results on their way, weights gathered from other
+    devices.
     """
 
     parameters: int = 0

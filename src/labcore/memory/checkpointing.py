@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from labcore.checks import fraction, positive_int
+from labcore.checks import fraction, non_negative, positive, positive_int
 from labcore.memory.meter import Meter
 from labcore.memory.model import batches, fresh
 from labcore.memory.prediction import estimate
@@ -114,7 +114,8 @@ def set_checkpointing(model: nn.Module, how: How) -> None:
 
     how: k, every k layers as one, a rest at the end; "sqrt", about √N layers; "selective", each
     layer but for its products and attention, whose results are kept; None, nothing.
-    Raises ValueError or TypeError for anything else. Without gradients nothing is recomputed.
+    Raises ValueError or TypeError for anything else, TypeError for `model.layers` that is no
+    ModuleList. Without gradients nothing is recomputed.
     """
     layers = model.layers
     if not isinstance(layers, nn.ModuleList):
@@ -131,6 +132,8 @@ def stretch_bytes(layers: int, every: int, *, layer: int, boundary: int) -> int:
     layer: what autograd keeps of one layer, its input with it; boundary: that input.
     """
     positive_int("layers", layers)
+    positive("layer", layer)
+    non_negative("boundary", boundary)
     stretches = -(-layers // positive_int("every", every))
     last = layers - (stretches - 1) * every
     longest = max(every * layer - boundary, last * layer) if stretches > 1 else last * layer

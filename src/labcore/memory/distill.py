@@ -71,6 +71,10 @@ def distillation_loss(
             f"student and teacher must both have shape [..., K], got {tuple(student.shape)} and "
             f"{tuple(teacher.shape)}"
         )
+    if labels is not None and labels.shape != student.shape[:-1]:
+        raise ValueError(
+            f"labels must have shape {tuple(student.shape[:-1])}, got {tuple(labels.shape)}"
+        )
     if not 0 <= weight <= 1:
         raise ValueError(f"weight must lie between 0 and 1, got {weight}")
     positive("temperature", temperature)
@@ -85,10 +89,6 @@ def distillation_loss(
     loss = weight * temperature**2 * loss
     if labels is None or weight == 1:
         return loss
-    if labels.shape != student.shape[:-1]:
-        raise ValueError(
-            f"labels must have shape {tuple(student.shape[:-1])}, got {tuple(labels.shape)}"
-        )
     # A mean over no label at all would be NaN.
     given = (labels != -100).sum().clamp(min=1)
     hard = F.cross_entropy(ours, labels.flatten(), ignore_index=-100, reduction="sum") / given
@@ -181,10 +181,14 @@ def distil_digits(
 
     labels: how many training digits have one for the student, None for all. The teacher was trained
     on all of them: what the student gains with few labels are the labels that the teacher saw.
+    steps: of each model's full-batch Adam. Raises ValueError for more labels than digits.
     """
     data = digits(seed=seed)
     if labels is not None and positive_int("labels", labels) > len(data.train_y):
-        raise ValueError(f"labels must be at most {len(data.train_y)}, got {labels}")
+        raise ValueError(
+            f"labels must be at most {len(data.train_y)}, got {labels}; None is for all of them"
+        )
+    positive_int("steps", steps)
     few = data.train_y.clone()
     few[len(few) if labels is None else labels :] = -100
     known = few != -100

@@ -6,12 +6,13 @@ leaves the device waiting; reading ahead hides as much of it as a step takes.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -184,7 +185,7 @@ def token_row(data: bytes | dict[str, Any]) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
 
 
-FORMS = {"tfrecord": "tfrecord", "webdataset": "tar"}
+FORMS = ("tfrecord", "webdataset")
 
 
 def write_rows(
@@ -193,9 +194,10 @@ def write_rows(
     """Write rows of byte tokens into files of a new folder, and return those in their order.
 
     rows: integers [N, T] of 0 to 255. form: "webdataset" for shards with one field "bin", or
-    "tfrecord". rows_per_file: of every file but the last. ValueError for tokens that are no bytes.
+    "tfrecord". rows_per_file: of every file but the last. Raises ValueError for tokens that are no
+    bytes, FileExistsError where the folder is there already.
     """
-    ending = FORMS[one_of("form", form, FORMS)]
+    one_of("form", form, FORMS)
     positive_int("rows_per_file", rows_per_file)
     fits = rows.dim() == 2 and rows.numel() and not rows.is_floating_point()
     if not fits or not 0 <= int(rows.min()) <= int(rows.max()) < 256:
@@ -211,7 +213,7 @@ def write_rows(
         return [shard.path for shard in write_shards(samples, folder, rows_per_shard=rows_per_file)]
     paths: list[Path] = []
     for first in range(0, len(contents), rows_per_file):
-        paths.append(folder / f"shard-{len(paths):06d}.{ending}")
+        paths.append(folder / f"shard-{len(paths):06d}.tfrecord")
         write_tfrecord(paths[-1], contents[first : first + rows_per_file])
     return paths
 
@@ -246,7 +248,7 @@ class RecordFiles(IterableDataset[Any]):
                 yield self.decode(record)
 
 
-def prefetch(source: Iterable[T], *, depth: int = 2) -> Iterator[T]:
+def prefetch(source: Iterable[T], *, depth: int = 2) -> Generator[T, None, None]:
     """The items of `source` in their order, read by a thread while the caller works.
 
     depth: items at most that are read or being read and not yet taken. An error of the source is
@@ -258,7 +260,7 @@ def prefetch(source: Iterable[T], *, depth: int = 2) -> Iterator[T]:
     return _prefetched(source, depth)
 
 
-def _prefetched(source: Iterable[T], depth: int) -> Iterator[T]:
+def _prefetched(source: Iterable[T], depth: int) -> Generator[T, None, None]:
     ready: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
     room, closed = threading.Semaphore(depth), threading.Event()
 
@@ -302,7 +304,7 @@ class Stalls:
     @property
     def share(self) -> float:
         """The part of the time in which the step waited for its data, from 0 to 1."""
-        return self.waited / (self.waited + self.worked)
+        return self.waited / (self.waited + self.worked or 1.0)
 
 
 def stalls(
@@ -359,4 +361,7 @@ def measured_stalls(
     workers: of the DataLoader, processes that read ahead. thread: read ahead in a thread.
     """
     loader = DataLoader(RecordFiles(paths, decode), batch_size=batch, num_workers=workers)
-    return stalls(prefetch(loader) if thread else loader, step)
+    if not thread:
+        return stalls(loader, step)
+    with contextlib.closing(prefetch(loader)) as ahead:  # a step's error ends the thread too
+        return stalls(ahead, step)

@@ -114,7 +114,8 @@ class Meter:
     before, and belongs to neither model nor optimizers, counts once an operation returns it.
     allocator_peak: on a GPU the allocator's own record of the same steps, in bytes, less what it
     held for others when they began; None on a CPU, whose allocator keeps no record.
-    The results stand ready after the block; a meter is used once.
+    The results stand ready after the block; a meter is used once. RuntimeError for a second `with`,
+    and for results where no storage was seen.
     """
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
@@ -165,6 +166,7 @@ class Meter:
         for finalizer in self._finalizers.values():
             finalizer.detach()
         self._finalizers.clear()
+        self.__dict__.pop("timeline", None)  # one that was read inside ends there
         if gpus := self._gpus():
             highest = sum(torch.cuda.max_memory_allocated(device) for device in gpus)
             self.allocator_peak = highest - self._others
@@ -322,10 +324,14 @@ class Meter:
             moments.append(Moment(phase=event.phase, module=event.module, held=Breakdown(**held)))
         return tuple(moments)
 
-    def _highest(self) -> int:
+    @property
+    def _moments(self) -> tuple[Moment, ...]:
         if not self.timeline:
             raise RuntimeError("the Meter saw no storage; run a step of training inside its block")
-        totals = [moment.held.total for moment in self.timeline]
+        return self.timeline
+
+    def _highest(self) -> int:
+        totals = [moment.held.total for moment in self._moments]
         return totals.index(max(totals))
 
     @property
@@ -337,7 +343,7 @@ class Meter:
     def phases(self) -> dict[str, Breakdown]:
         """What was held when most was held, in each phase that occurred."""
         found: dict[str, Breakdown] = {}
-        for moment in self.timeline:
+        for moment in self._moments:
             before = found.get(moment.phase)
             if before is None or moment.held.total > before.total:
                 found[moment.phase] = moment.held
@@ -346,7 +352,7 @@ class Meter:
     @property
     def most(self) -> Breakdown:
         """The highest that each part was on its own: these need not belong to one moment."""
-        held = [moment.held for moment in self.timeline]
+        held = [moment.held for moment in self._moments]
         return Breakdown(**{name: max(getattr(h, name) for h in held) for name in KINDS})
 
     @property

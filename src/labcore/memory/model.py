@@ -56,9 +56,9 @@ def batches(seed: int, *, batch: int = 8, length: int = 256) -> Batches:
 
 def held_out_rows(rows: int = HELD_OUT_ROWS) -> Tensor:
     """Fixed windows of files that training never sees: int64 [rows, 257]."""
-    return windows(_corpus("held_out"), batch=positive_int("rows", rows), length=HELD_OUT_LENGTH)(
-        0
-    )[0]
+    positive_int("rows", rows)
+    draw = windows(_corpus("held_out"), batch=rows, length=HELD_OUT_LENGTH)
+    return draw(0)[0]
 
 
 @torch.no_grad()

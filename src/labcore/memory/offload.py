@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -82,6 +83,8 @@ class Offload:
     prefetch: False brings each block when it is asked for.
     `models.train` takes it for an optimizer. Weights that are down have no memory: read them after
     the `with` block, when all are back in place and `optimizers` have their state; it is used once.
+    A read that failed is asked for again at the end; what still cannot be read is lost, and the
+    error says whose it was; all else comes back.
     peak: the most that weights, gradients and state held at a time. traffic: what was moved.
     Raises ValueError for blocks that share weights, have none, or are not the model's.
     """
@@ -145,13 +148,27 @@ class Offload:
             if error is None:
                 self._arrive()
             self._work.submit(int).result()  # In order: all that could be written is down now.
-            self._drop(*self._above)
-            for group in self._groups.values():
-                self._fetch(group, state=True)
-                self._wait(group)
+            for number in list(self._above):
+                with suppress(Exception):  # A read that failed is asked for again.
+                    self._drop(number)
+            self._back()
         finally:
             self._work.shutdown()
             self._tier.close()
+
+    def _back(self) -> None:
+        """Bring everything back; a group that cannot be read costs no other."""
+        fault: Exception | None = None
+        for group in self._groups.values():
+            try:
+                self._fetch(group, state=True)
+                self._wait(group)
+            except Exception as error:
+                whose = "no block" if group.number == REST else f"block {group.number}"
+                fault = fault or error
+                fault.add_note(f"what belongs to {whose} could not be read back and is lost")
+        if fault is not None:
+            raise fault
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As that of an optimizer."""
@@ -240,16 +257,22 @@ class Offload:
             begin = time.perf_counter()
             for event in events:
                 event.synchronize()
-            for key, storage in storages.items():
-                move(key, _bytes(storage))
-                if free:
-                    storage.resize_(0)
+            try:
+                for key, storage in storages.items():
+                    move(key, _bytes(storage))
+                    if free:
+                        storage.resize_(0)
+            except BaseException:
+                if not free:  # Half a group is none: below it is whole.
+                    for storage in storages.values():
+                        storage.resize_(0)
+                raise
             return time.perf_counter() - begin
 
         return self._work.submit(work)
 
     def _wait(self, group: _Group) -> None:
-        self._count(self._above[group.number])
+        self._count(self._above.pop(group.number))
         self._above[group.number] = None
 
     def _arrive(self) -> None:

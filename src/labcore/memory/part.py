@@ -12,9 +12,11 @@ values, attention's output and its log-sum-exp, and four rows of I in the MLP.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -35,12 +37,27 @@ TEMPORARIES = {"lion": (0, 3), "adafactor": (1, 3), "sm3": (1, 3), "adamw8bit": 
 # Copies of all weights that the foreach forms, the usual ones on a GPU, hold at a time.
 FOREACH = {"adamw": 1, "lion": 2, "adafactor": 1, "sm3": 1}
 
+# Bytes of one parameter's state. AdamW and Lion keep moments in its dtype, as torch does.
+STATE: dict[str, Callable[[Shape, torch.dtype], int]] = {
+    "adamw": lambda shape, dtype: 2 * math.prod(shape) * dtype.itemsize + FLOAT,  # a step's number
+    "sgd": lambda *_: 0,
+    "lion": lambda shape, dtype: math.prod(shape) * dtype.itemsize,
+    "adafactor": Adafactor.state_bytes,
+    "sm3": SM3.state_bytes,
+    "adamw8bit": AdamW8bit.state_bytes,
+}
+
+
+def _share(whole: int, shares: int) -> int:
+    """The largest of these shares."""
+    return -(-whole // shares)
+
 
 def _layer_shapes(config: LlamaConfig, shares: int = 1) -> dict[str, Shape]:
     """One layer's parameters, the products' divided by output, o_proj and down_proj by input."""
-    width, wide = config.hidden_size, -(-config.intermediate_size // shares)
-    queries = -(-config.num_attention_heads // shares) * config.head_size
-    keys = -(-config.kv_heads // shares) * config.head_size
+    width, wide = config.hidden_size, _share(config.intermediate_size, shares)
+    queries = _share(config.num_attention_heads, shares) * config.head_size
+    keys = _share(config.kv_heads, shares) * config.head_size
     shapes: dict[str, Shape] = {"input_layernorm.weight": (width,)}
     for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
         shapes[f"self_attn.{name}.weight"] = (rows, width)
@@ -66,19 +83,6 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, Shape]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = table
     return shapes
-
-
-def _state_bytes(optimizer: str, shape: Shape, dtype: torch.dtype) -> int:
-    """State of one parameter. AdamW and Lion keep moments in its dtype, as torch does."""
-    if optimizer == "adamw":
-        return 2 * math.prod(shape) * dtype.itemsize + FLOAT
-    if optimizer == "lion":
-        return math.prod(shape) * dtype.itemsize
-    if optimizer == "adafactor":
-        return Adafactor.state_bytes(shape, dtype)
-    if optimizer == "sm3":
-        return SM3.state_bytes(shape, dtype)
-    return AdamW8bit.state_bytes(shape, dtype) if optimizer == "adamw8bit" else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,33 +128,29 @@ class Part:
 
     @property
     def wide(self) -> int:
-        """g"""
+        """Bytes of an element of the weights and of the residual stream: g."""
         return self.weight_dtype.itemsize
 
     @property
     def narrow(self) -> int:
-        """e"""
+        """Bytes of an element of a product: e."""
         return 2 if self.mixed else self.wide
 
     @cached_property
     def shapes(self) -> list[tuple[Shape, int]]:
         """Shapes of this part's parameters and how many there are of each."""
         config = self.config
-        table = (-(-config.vocab_size // self.shares), config.hidden_size)
+        table = (_share(config.vocab_size, self.shares), config.hidden_size)
         found = [(shape, self.layers) for shape in _layer_shapes(config, self.shares).values()]
         tables = self.embedding + (
             self.head and not (config.tie_word_embeddings and self.embedding)
         )
         return [*found, (table, int(tables)), ((config.hidden_size,), int(self.head))]
 
-    def _elements(self, *names: str) -> int:
-        """Parameters of one layer whose names contain one of these; all of it without names."""
+    def _elements(self, within: str = "") -> int:
+        """Parameters of one layer whose names contain this."""
         shapes = _layer_shapes(self.config, self.shares)
-        return sum(
-            math.prod(shape)
-            for name, shape in shapes.items()
-            if not names or any(part in name for part in names)
-        )
+        return sum(math.prod(shape) for name, shape in shapes.items() if within in name)
 
     @cached_property
     def parameters(self) -> int:
@@ -165,13 +165,13 @@ class Part:
     @property
     def state(self) -> int:
         """Bytes of the optimizer's state."""
-        dtype = self.weight_dtype
-        return sum(_state_bytes(self.optimizer, shape, dtype) * n for shape, n in self.shapes)
+        bytes_of = STATE[self.optimizer]
+        return sum(bytes_of(shape, self.weight_dtype) * count for shape, count in self.shapes)
 
     @property
     def table(self) -> int:
         """Elements of the embedding or of the head."""
-        return -(-self.config.vocab_size // self.shares) * self.config.hidden_size
+        return _share(self.config.vocab_size, self.shares) * self.config.hidden_size
 
     @property
     def largest(self) -> int:
@@ -198,12 +198,12 @@ class Part:
     @property
     def logits(self) -> int:
         """[B, T, V] in float32."""
-        return self.tokens * -(-self.config.vocab_size // self.shares) * FLOAT
+        return self.tokens * _share(self.config.vocab_size, self.shares) * FLOAT
 
     @property
     def row(self) -> int:
         """One of the MLP's rows: [B, T, I] in e bytes."""
-        return self.tokens * -(-self.config.intermediate_size // self.shares) * self.narrow
+        return self.tokens * _share(self.config.intermediate_size, self.shares) * self.narrow
 
     def _read(self, products: int) -> int:
         """A norm's output as the products keep it: once, under autocast a copy for each."""
@@ -219,15 +219,18 @@ class Part:
         statistic = self.tokens * FLOAT
         return self.norm_input + statistic + self.stream + self._read(products)
 
+    def _attention(self, outputs: int) -> int:
+        """Queries, keys, values, log-sum-exp, and so many copies of the output."""
+        heads = _share(self.config.num_attention_heads, self.shares)
+        keys = _share(self.config.kv_heads, self.shares)
+        elements = ((1 + outputs) * heads + 2 * keys) * self.config.head_size
+        return self.tokens * (elements * self.narrow + heads * FLOAT)
+
     @property
     def attention(self) -> int:
         """What a layer's attention keeps, without the norm before it."""
-        config = self.config
-        heads, keys = (-(-n // self.shares) for n in (config.num_attention_heads, config.kv_heads))
         # A CPU's attention lays its output out by head, so that o_proj reads a copy of it.
-        outputs = 1 if self.gpu else 2
-        elements = ((1 + outputs) * heads + 2 * keys) * config.head_size
-        return self.tokens * (elements * self.narrow + heads * FLOAT)
+        return self._attention(1 if self.gpu else 2)
 
     @property
     def casts(self) -> int:
@@ -240,22 +243,22 @@ class Part:
         return self._norm(3) + self.attention + self._norm(2) + 4 * self.row + self.casts
 
     @property
-    def inputs(self) -> int:
-        """Tokens, and the rotation's cosines and sines, which all layers share."""
-        rotation = self.tokens * self.config.head_size * self.wide
-        return self.batch * (self.length + 1) * INDEX + rotation
+    def ids(self) -> int:
+        """The batch: int64 [B, T + 1]."""
+        return self.batch * (self.length + 1) * INDEX
 
     @property
-    def head_cast(self) -> int:
-        """The 16-bit copy of the head's matrix."""
-        return self.table * self.narrow if self.mixed else 0
+    def inputs(self) -> int:
+        """The batch, and the rotation's cosines and sines, which all layers share."""
+        return self.ids + self.tokens * self.config.head_size * self.wide
 
     @property
     def top(self) -> int:
         """What the final norm, the head and the loss keep."""
         if not self.head:
             return 0
-        return self._norm(1) + self.head_cast + self.logits + self.tokens * INDEX
+        cast = self.table * self.narrow if self.mixed else 0
+        return self._norm(1) + cast + self.logits + self.tokens * INDEX
 
     @cached_property
     def segments(self) -> list[int]:
@@ -277,11 +280,7 @@ class Part:
         """What a stretch keeps: its input; "selective" the results of products and attention."""
         if self.checkpointing != "selective":
             return self.stream
-        config = self.config
-        heads, keys = (-(-n // self.shares) for n in (config.num_attention_heads, config.kv_heads))
-        elements = (2 * heads + 2 * keys) * config.head_size
-        mixing = self.tokens * (elements * self.narrow + heads * FLOAT)
-        return self.stream + mixing + 2 * self.last_product + 2 * self.row
+        return self.stream + self._attention(1) + 2 * self.last_product + 2 * self.row
 
     @property
     def stack(self) -> int:
@@ -299,8 +298,11 @@ class Part:
         """Where a forward may hold most; gradients of an earlier micro-batch are not in it."""
         width = self.norm_input
         loss = self.logits if self.head else 0
-        found = [Held(activations=self.kept, workspace=loss, gathered=0)]
-        found.append(Held(activations=self.inputs + self.stream, first=True))
+        cached = self.layers * self.casts if self.segments else 0  # else among what is kept
+        found = [
+            Held(activations=self.kept, workspace=loss + cached, gathered=0),
+            Held(activations=self.inputs + self.stream, first=True),
+        ]
         if self.head:  # before the loss
             before = self.kept - self.logits - self.tokens * INDEX
             found.append(Held(activations=before, workspace=loss, gathered=1))
@@ -310,58 +312,51 @@ class Part:
             below = self.kept - self.top + self.stream
             found.append(Held(activations=below, workspace=self.stream))
         if self.segments:  # nothing of the layer at work is kept
-            cached = self.layers * self.casts
             streams = 2 if self.segments[-1] == 1 else 3  # the stretch's input is the layer's own
             mixing = 2 * self.row
             if self.checkpointing != "selective":
                 mixing = max(3 * self.row, self.attention)
             working = streams * self.stream + mixing + cached
-            found[0] = replace(found[0], workspace=found[0].workspace + cached)
             found.append(Held(activations=self.inputs + self.stack, workspace=working))
         return found
 
     def backward(self) -> list[Held]:
         """Where a backward may hold most: the loss, norms, last and first MLP, the embedding."""
         g, width = self.wide, self.norm_input
+        wider = self.stream if g < FLOAT else 0  # a norm's input in float32 is not the stream
         norm, mlp = 5 * width, self.stream + 3 * self.row
-        down, layer = self._elements("down_proj.weight") * g, self._elements() * g
+        down, mlp_elements = self._elements("down_proj.weight"), self._elements("mlp.")
         found: list[Held] = []
 
-        def hold(activations: float, gradients: float, workspace: float, done: int = 0) -> None:
-            held = Held(activations=activations, gradients=gradients, workspace=workspace)
-            found.append(replace(held, done=done))
+        def hold(kept: int, gradients: int, workspace: int, **place: Any) -> None:
+            held = Held(activations=kept, gradients=gradients, workspace=workspace)
+            found.append(replace(held, **place))
 
         head = 0
-        below = self.kept - self.top
         if self.head:
-            hold(self.kept - self.tokens * INDEX, 0, 2 * self.logits)
+            hold(self.kept - self.tokens * INDEX, 0, 2 * self.logits, gathered=0)
             head = (self.table + self.config.hidden_size) * g
-            hold(below + width, head, norm)
-            found = [replace(held, gathered=0) for held in found]
-        one = self.row + (down // g * 2 if self.mixed else 0)
+            hold(self.kept - self.top + width, head, norm, gathered=0)
+        one = self.row + (2 * down if self.mixed else 0)
         stretches = self.segments or [1] * self.layers
         waits = self.segment if self.segments else self.layer
         last = len(stretches) - 1
         for number in sorted({0, max(0, last - 1), last}):  # those between hold less
             below = self.inputs + (number + 1) * waits
             if self.segments:
-                # A norm's float32 input is the stretch's own where the stream is float32.
-                apart = (self.stream if g < FLOAT else 0) + self.last_product
+                apart = wider + self.last_product
                 below += stretches[number] * self.layer + apart - self.segment
             over = sum(stretches[number + 1 :])
-            hold(below - one, head + over * layer + down, mlp, done=over)
-        mlp_elements = self._elements("mlp.")
+            hold(below - one, head + over * self.unit + down * g, mlp, done=over)
         freed = 4 * self.row + self._norm(2) - width + (mlp_elements * 2 if self.mixed else 0)
-        wider = self.stream if g < FLOAT else 0
         hold(below - freed, head + mlp_elements * g, norm + wider)
-        every = head + self.layers * layer
+        every = head + self.layers * self.unit
         hold(self.inputs + width, every, norm, done=self.layers - 1)
         if self.embedding:
-            tokens = self.batch * (self.length + 1) * INDEX
             workspace = self.stream
             if self.config.tie_word_embeddings and self.head:  # two gradients and their sum
                 workspace = max(self.stream, self.table * g) + self.table * g
-            hold(tokens, self.weights, workspace, done=self.layers)
+            hold(self.ids, self.weights, workspace, done=self.layers)
         return found
 
     def buffers(self) -> int:
@@ -399,5 +394,4 @@ class Part:
             elif self.optimizer != "adamw8bit" and g == FLOAT:
                 line = max(line, self._below(tensorwise.SMALL + 1))
             workspace = arrays * FLOAT * min(CHUNK, line)
-        tokens = self.batch * (self.length + 1) * INDEX
-        return [Held(activations=tokens, gradients=self.weights, workspace=workspace)]
+        return [Held(activations=self.ids, gradients=self.weights, workspace=workspace)]

@@ -147,9 +147,11 @@ def train_stage(
     Call it in all ranks of a group: `processes.run(train_stage, 2, 0, schedule="1f1b",
     micro_batches=8)`, and the same line in a script under torchrun.
     batch: rows of a step, a multiple of micro_batches; 1F1B needs as many of these as stages.
+    Raises ValueError for a batch that cannot be divided so, or another schedule.
     """
     rank, stages = dist.get_rank(), dist.get_world_size()
     one_of("schedule", schedule, SCHEDULES)
+    positive_int("steps", steps)
     least = stages if schedule == "1f1b" else 1
     if batch % positive_int("micro_batches", micro_batches) or micro_batches < least:
         raise ValueError(
@@ -178,7 +180,7 @@ def train_stage(
         done.clear()
 
     with Meter(part, optimizer) as meter:
-        for number in range(min(METERED, positive_int("steps", steps))):
+        for number in range(min(METERED, steps)):
             train_step(number)
     for number in range(METERED, steps):
         train_step(number)
@@ -227,9 +229,17 @@ def idle(works: Sequence[Sequence[Work]], seconds: Mapping[str, float] | None = 
     seconds: of a forward and of a backward: what the order would give if every work took these
     and messages no time, whatever else the machine had to do. None takes the times as measured;
     processes that share cores then count what they wait for a core as work.
-    Raises ValueError for an order in which a work waits for ever.
+    Raises ValueError for no works, for seconds of another kind of work, and for an order in which a
+    work waits for ever.
     """
+    if not any(works):
+        raise ValueError("works must hold one work or more, got none; pass all stages' of one step")
     if seconds is not None:
+        if set(seconds) != {"forward", "backward"}:
+            raise ValueError(
+                f"seconds must be those of 'forward' and 'backward', got {sorted(seconds)}; "
+                "pass both"
+            )
         works = _replayed(works, {kind: positive(kind, s) for kind, s in seconds.items()})
     done = [work for stage in works for work in stage]
     busy = sum(work.end - work.begin for work in done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from labcore.checks import one_of, positive_int
@@ -88,10 +89,11 @@ def estimate(
     if pipeline_parallel > config.num_hidden_layers:
         raise ValueError(
             f"pipeline_parallel must be at most the number of layers, {config.num_hidden_layers}, "
-            f"got {pipeline_parallel}"
+            f"got {pipeline_parallel}; each stage needs a layer of its own"
         )
     last = pipeline_parallel - 1
-    found = []
+    fewest, more = divmod(config.num_hidden_layers, pipeline_parallel)
+    found: list[Breakdown] = []
     for stage in {0, last}:  # those between hold less than the first
         part = Part(
             config=config,
@@ -101,37 +103,46 @@ def estimate(
             optimizer=optimizer,
             checkpointing=checkpointing,
             shares=tensor_parallel,
-            layers=-(-config.num_hidden_layers // pipeline_parallel),
+            layers=fewest + (stage < more),
             embedding=stage == 0,
             head=stage == last,
             in_flight=pipeline_parallel - stage,
             gpu=device == "gpu",
         )
-        moments = {"forward": part.forward, "backward": part.backward, "step": part.step}
         for name in MOMENTS if moment == "peak" else (moment,):
-            # Micro-batches that have gone ahead wait for their backward, with their gradients' sum.
-            waiting = (part.in_flight - 1) * part.kept if name != "step" else 0
-            for moment_held in moments[name]():
-                held = replace(moment_held, activations=moment_held.activations + waiting)
-                if name == "step" and (zero_stage >= 2 or (zero_stage and part.gpu)):
-                    # On a CPU stage 1 still takes whole parameters, one after the other.
-                    held = replace(held, workspace=held.workspace / data_parallel)
-                if convention == "exact":
-                    found.append(
-                        _exact(part, held, name, zero_stage, data_parallel, pipeline_parallel > 1)
-                    )
-                else:
-                    found.append(_counted(part, held, convention, zero_stage, data_parallel))
+            found += _moment(part, name, convention, zero_stage, data_parallel)
     return max(found, key=lambda breakdown: breakdown.total)
 
 
-def _exact(part: Part, held: Held, moment: str, stage: int, devices: int, stand: bool) -> Breakdown:
+def _moment(
+    part: Part, moment: str, convention: str, stage: int, devices: int
+) -> Iterator[Breakdown]:
+    """Every point of one of MOMENTS at which `part` may hold most."""
+    points = {"forward": part.forward, "backward": part.backward, "step": part.step}[moment]()
+    # Micro-batches that have gone ahead wait for their backward, with their gradients' sum.
+    waiting = (part.in_flight - 1) * part.kept if moment != "step" else 0
+    # On a CPU stage 1 still takes whole parameters, one after the other.
+    divided = moment == "step" and (stage >= 2 or (stage == 1 and part.gpu))
+    for point in points:
+        held = replace(
+            point,
+            activations=point.activations + waiting,
+            workspace=point.workspace / (devices if divided else 1),
+        )
+        if convention == "exact":
+            yield _exact(part, held, moment, stage, devices)
+        else:
+            yield _counted(part, held, convention, stage, devices)
+
+
+def _exact(part: Part, held: Held, moment: str, stage: int, devices: int) -> Breakdown:
     """What torch holds at one moment, divided as the stage says.
 
-    stand: whether gradients of earlier micro-batches do. DistributedDataParallel (stages 0 and 1)
-    keeps room for all gradients from its first step on. FSDP2's units are the layers; what belongs
-    to none is one more, which stands gathered to the end of the backward.
+    DistributedDataParallel (stages 0 and 1) keeps room for all gradients from its first step on.
+    FSDP2's units are the layers; what belongs to none is one more, which stands gathered to the end
+    of the backward.
     """
+    stand = not (part.embedding and part.head)  # a pipeline's gradients, of earlier micro-batches
     weights, gradients, state = float(part.weights), held.gradients, float(part.state)
     workspace = held.workspace
     if stand or (stage < 2 and devices > 1):

@@ -137,7 +137,14 @@ def pack(codes: Tensor) -> Tensor:
     """Two codes to a byte: uint8 [O, I] of 0 to 15, I even -> uint8 [O, I / 2].
 
     An even column goes into the low four bits, the odd one after it into the high four.
+    Raises ValueError for other codes: they would run into their neighbours.
     """
+    if codes.dtype != torch.uint8 or codes.dim() != 2 or codes.shape[1] % 2 or (codes > 15).any():
+        raise ValueError(
+            f"codes must be uint8 [O, I] of 0 to 15 with I even, got {codes.dtype} "
+            f"{tuple(codes.shape)} up to {codes.max().item() if codes.numel() else 'none'}; "
+            "quantize to 4 bits first"
+        )
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
@@ -152,10 +159,10 @@ def quantize(weight: Tensor, scheme: Scheme) -> Quantized:
 
     That is the group's largest magnitude / 254 (/ 14 for 4 bits), without symmetry its range / 510
     (/ 30), besides float32's own rounding. A group of equal weights is exact without symmetry.
-    weight: float; computed in float32. Raises ValueError for NaN, infinity, or rows that the groups
-    do not fill.
+    weight: float; computed in float32. Raises ValueError for NaN, infinity (a float64 number beyond
+    float32's range is one), or rows that the groups do not fill.
     """
-    finite("weight", floating("weight", weight))
+    finite("weight", floating("weight", weight).float())
     if weight.dim() != 2:
         raise ValueError(f"weight must be [outputs, inputs], got shape {tuple(weight.shape)}")
     wide = weight.float().unflatten(1, (scheme.groups(weight.shape[1]), -1))
@@ -242,7 +249,11 @@ class Torchao:
         one_of("group_size", self.group_size, TORCHAO_GROUPS)
 
     def bytes(self, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of what torchao keeps of a weight [outputs, inputs] of `dtype`."""
+        """Bytes of what torchao keeps of a weight [outputs, inputs] of `dtype`.
+
+        Raises ValueError for a shape that it would refuse.
+        """
+        self._fit("weight", outputs, inputs)
         if self.method == "int4":  # scale and zero in the weight's dtype
             groups = outputs * (inputs // self.group_size)
             return outputs * inputs // 2 + groups * 2 * dtype.itemsize
@@ -250,17 +261,18 @@ class Torchao:
 
     def check(self, name: str, weight: Tensor) -> None:
         """ValueError for a weight [O, I] that torchao would refuse, or pass over in silence."""
-        if self.method != "int4":
-            return
-        if weight.shape[1] % self.group_size or weight.shape[0] % TORCHAO_ROWS:
-            raise ValueError(
-                f"torchao's int4 takes rows of a multiple of {self.group_size} (group_size) and a "
-                f"multiple of {TORCHAO_ROWS} outputs, got {tuple(weight.shape)} for {name}; "
-                "choose another group_size or keep that layer"
-            )
-        if weight.device.type != "cpu":
+        self._fit(name, *weight.shape)
+        if self.method == "int4" and weight.device.type != "cpu":
             raise ValueError(
                 f"torchao's int4 runs on a CPU here, got {name} on {weight.device}; move the model"
+            )
+
+    def _fit(self, name: str, outputs: int, inputs: int) -> None:
+        if self.method == "int4" and (inputs % self.group_size or outputs % TORCHAO_ROWS):
+            raise ValueError(
+                f"torchao's int4 takes rows of a multiple of {self.group_size} (group_size) and a "
+                f"multiple of {TORCHAO_ROWS} outputs, got {(outputs, inputs)} for {name}; "
+                "choose another group_size or keep that layer"
             )
 
     def apply(self, model: nn.Module, linears: dict[str, nn.Linear]) -> None:
@@ -311,7 +323,8 @@ def convert(model: nn.Module, scheme: Scheme | Torchao, *, keep: Collection[str]
     linears = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
     linears = {name: linears[name] for name in _chosen(linears, keep)}
     for name, linear in linears.items():
-        scheme.check(name, finite(f"{name}.weight", linear.weight))
+        finite(f"{name}.weight", linear.weight.float())
+        scheme.check(name, linear.weight)
     scheme.apply(model, linears)
 
 

@@ -5,7 +5,7 @@ These are rules of thumb with a convention behind each; `estimate` counts what t
 
 from __future__ import annotations
 
-from labcore.checks import one_of, positive, positive_int
+from labcore.checks import non_negative, one_of, positive, positive_int
 from labcore.memory.breakdown import Breakdown
 
 __all__ = ["BUFFER", "CONVENTIONS", "STAGES", "deepspeed_host", "gpt_layer", "model_states"]
@@ -33,13 +33,15 @@ def model_states(
     with "18" it is 18P, 4P + 16P/N for 1 and 2, and 4 `largest_layer` + 18P/N, where the layer's
     16-bit weights and gradients stand gathered as workspace.
     largest_layer: parameters of the module with most of its own; read by "18" at stage 3 alone.
+    Raises ValueError for sizes that are not positive and for an unknown convention or stage.
     Sources: Rajbhandari et al., 2019, arXiv 1910.02054; DeepSpeed's page "Memory Requirements".
     """
     positive("parameters", parameters)
+    non_negative("largest_layer", largest_layer)
     weight, gradient, kept = CONVENTIONS[one_of("convention", convention, CONVENTIONS)]
     one_of("zero_stage", zero_stage, STAGES)
     share = parameters / positive_int("data_parallel", data_parallel)
-    weights, gradients, state, gathered = weight * parameters, gradient * parameters, 0.0, 0.0
+    weights, gradients, gathered = weight * parameters, gradient * parameters, 0.0
     state = kept * (share if zero_stage else parameters)
     if convention == "18" and zero_stage in (1, 2):
         gradients = 2 * parameters + 4 * share  # in 16 bits whole, in 32 divided
@@ -80,13 +82,17 @@ def deepspeed_host(
         offload,
         ("none", "optimizer", "all") if zero_stage == 3 else ("none", "optimizer"),
     )
+    positive_int("nodes", nodes)
     built = 4 * positive_int("devices", devices)  # bytes a parameter: a float32 copy a process
-    kept = {"none": 0, "optimizer": 16, "all": 18}[offload]
-    if zero_stage == 3:
-        share = kept / positive_int("nodes", nodes)
+    kept: float = {"none": 0, "optimizer": 16, "all": 18}[offload]
+    if zero_stage == 2:
+        if kept:  # here, and only here, the estimator takes the processes of all nodes
+            built *= nodes
+    else:
+        kept /= nodes
         if largest_layer is not None:
-            return round(BUFFER * (share * parameters if kept else built * largest_layer))
-        kept = share  # type: ignore[assignment]
+            positive("largest_layer", largest_layer)
+            return round(BUFFER * (kept * parameters if kept else built * largest_layer))
     return round(BUFFER * parameters * max(built, kept))
 
 

@@ -68,7 +68,7 @@ def warn(problem: CorruptRecord) -> None:
 
 def refuse_or_report(problem: CorruptRecord, on_corrupt: str, report: Report) -> None:
     """Raise the problem, or report it where records are to be skipped."""
-    if one_of("on_corrupt", on_corrupt, CHOICES) == "raise":
+    if on_corrupt == "raise":
         raise problem
     report(problem)
 
@@ -122,10 +122,11 @@ def write_tfrecord(path: str | Path, records: Iterable[bytes]) -> int:
     count = 0
     with Path(path).open("xb") as file:
         for data in records:
+            told = masked_crc32c(data)  # first: what is no bytes fails with nothing half written
             length = LENGTH.pack(len(data))
             file.write(length + CHECKSUM.pack(masked_crc32c(length)))
             file.write(data)
-            file.write(CHECKSUM.pack(masked_crc32c(data)))
+            file.write(CHECKSUM.pack(told))
             count += 1
     return count
 

@@ -18,7 +18,8 @@ Key = tuple[int, int]  # a group's number, and which of its storages
 class Tier(Protocol):
     """Where bytes rest. One thread calls it; `data` is uint8 [n], of the same n for the same key.
 
-    Both return when `data` may be used again.
+    Both return when `data` may be used again. Those below raise ValueError for other data, and for
+    a read of what was not written.
     """
 
     def write(self, key: Key, data: Tensor) -> None:
@@ -40,12 +41,14 @@ class Host:
 
     def write(self, key: Key, data: Tensor) -> None:
         """Keep `data` under `key`, in place of what was there."""
+        _check_bytes(data)
         if key not in self._kept or self._kept[key].numel() != data.numel():
             self._kept[key] = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=data.is_cuda)
         self._copy(self._kept[key], data)
 
     def read(self, key: Key, data: Tensor) -> None:
         """Fill `data` with what was last written under `key`."""
+        _check_read(key, data, self._kept[key].numel() if key in self._kept else None)
         self._copy(data, self._kept[key])
 
     def close(self) -> None:
@@ -78,6 +81,7 @@ class Disk:
 
     def write(self, key: Key, data: Tensor) -> None:
         """Keep `data` under `key`, in place of what was there."""
+        _check_bytes(data)
         left = _memory(data)
         if key not in self._places or self._places[key][1] != len(left):
             self._places[key] = (self._end, len(left))
@@ -88,6 +92,7 @@ class Disk:
 
     def read(self, key: Key, data: Tensor) -> None:
         """Fill `data` with what was last written under `key`."""
+        _check_read(key, data, self._places[key][1] if key in self._places else None)
         left = _memory(data)
         self._file.seek(self._places[key][0])
         while left:
@@ -103,6 +108,24 @@ class Disk:
         """Give everything back."""
         self._file.close()
         self._places.clear()
+
+
+def _check_bytes(data: Tensor) -> None:
+    if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
+        raise ValueError(
+            f"a tier takes bytes without gaps, uint8 [n], got {data.dtype} {tuple(data.shape)}; "
+            "pass those of the storage"
+        )
+
+
+def _check_read(key: Key, data: Tensor, written: int | None) -> None:
+    _check_bytes(data)
+    if written != data.numel():
+        came = "nothing was written" if written is None else f"{written} bytes were written"
+        raise ValueError(
+            f"a read takes what was written, got room for {data.numel()} bytes under {key}, where "
+            f"{came}; write first and read as many"
+        )
 
 
 def _memory(data: Tensor) -> memoryview:

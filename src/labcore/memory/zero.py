@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from labcore.checks import one_of
+from labcore.checks import one_of, positive_int
 from labcore.memory.breakdown import Breakdown
 from labcore.memory.model import batches, fresh
 from labcore.memory.states import STAGES
@@ -45,12 +45,13 @@ def divide(
     stage: 0 to 3; 0 is plain data parallelism. Gradients are means over the ranks.
     settings: of the optimizer. One that looks at more than an element's own history (Adafactor,
     SM3, blocks of 8 bits) is another on rows of a parameter: stages 2 and 3 want one like AdamW.
+    Raises ValueError for another stage, and torch's own errors without a process group.
     """
-    # Each of these imports takes a second.
     if one_of("stage", stage, STAGES) < 2:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if stage == 0:
             return wrapped, optimizer(model.parameters(), **settings)
+        # This import and those below take a second each.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return wrapped, ZeroRedundancyOptimizer(
@@ -61,7 +62,7 @@ def divide(
 
     device = model.embed_tokens.weight.device.type
     mesh = init_device_mesh(device, (dist.get_world_size(),))
-    for layer in model.layers:
+    for layer in model.layers.children():  # iterating over checkpointed layers gives stretches
         fully_shard(layer, mesh=mesh, reshard_after_forward=stage == 3)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     return model, optimizer(model.parameters(), **settings)
@@ -94,7 +95,7 @@ class ZeroRun:
 
     losses: nats a byte of all ranks' rows before each step. held: bytes when the last step ended,
     gradients still standing. gathered: the most bytes of whole weights that stood beside the
-    shards while a layer computed; 0 where nothing is divided. seconds: of all steps.
+    shards while a layer computed; 0 in stages 0 and 1, which divide none. seconds: of all steps.
     """
 
     losses: tuple[float, ...]
@@ -116,11 +117,14 @@ def train_divided(
     """Train the topic's model by AdamW on this process's rows; batch: of all ranks together.
 
     Call it in all ranks of a group: `processes.run(train_divided, 2, 0, stage=3)`, and the same
-    line in a script under torchrun.
+    line in a script under torchrun. Raises ValueError for a batch that the ranks cannot share.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if batch % ranks:
-        raise ValueError(f"batch must be a multiple of the {ranks} ranks, got {batch}")
+    positive_int("steps", steps)
+    if positive_int("batch", batch) % ranks:
+        raise ValueError(
+            f"batch must be a multiple of the {ranks} ranks, got {batch}; each takes as many"
+        )
     whole = fresh(seed, dtype=dtype)
     draw = batches(seed, batch=batch, length=length)
     losses: list[float] = []

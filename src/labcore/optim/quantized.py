@@ -77,7 +77,11 @@ def quantize_blocks(
     its largest magnitude. Each element becomes the nearest value of the map, and errs by at most
     `largest_error` scales. Without a sign, a number above 0 never becomes 0: a second moment of 0
     beside a first moment that is not would divide it by eps. NaN or infinity spoils its block.
+
+    x: float, computed in float32; at least 0 where `signed` is False: what lies below becomes 0.
+    Raises ValueError for a block_size below 1.
     """
+    checks.positive_int("block_size", block_size)
     flat = functional.pad(x.reshape(-1).float(), (0, -x.numel() % block_size))
     blocks = flat.view(-1, block_size)
     scales = blocks.abs().amax(1)

@@ -133,6 +133,16 @@ class SM3(TensorShell):
     def _layout(self, group: dict[str, Any], param: Tensor) -> Layout:
         return _layout(tuple(param.shape), param.dtype, group["momentum"])
 
+    def _saved_layout(self, group: dict[str, Any], param: Tensor, entry: dict[str, Any]) -> Layout:
+        # A schedule may have turned the momentum on or off since the state was made.
+        return self._layout({**group, "momentum": float("momentum_buffer" in entry)}, param)
+
+    def _loaded(
+        self, group: dict[str, Any], param: Tensor, saved: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        momentum = group["momentum"] or float("momentum_buffer" in saved)
+        return super()._loaded({**group, "momentum": momentum}, param, saved)
+
     def _hyperparameters(self, group: dict[str, Any], *, tensors: bool = False) -> dict[str, Any]:
         return {
             "lr": group["lr"] if tensors else float(group["lr"]),
@@ -189,7 +199,9 @@ class SM3(TensorShell):
             old.copy_(new)
 
     def _foreach(self, group: dict[str, Any], items: list[Item]) -> bool:
-        if not is_plain(items):
+        # Where the momentum was turned off, only the parameters of before have a buffer.
+        buffered = {"momentum_buffer" in state for _, _, state in items}
+        if not is_plain(items) or len(buffered) > 1:
             return False
         hyper = self._hyperparameters(group)
         params, grads = [item[0] for item in items], [item[1] for item in items]
@@ -204,7 +216,7 @@ class SM3(TensorShell):
         torch._foreach_clamp_min_(bounds, torch.finfo(params[0].dtype).tiny)
         torch._foreach_rsqrt_(bounds)
         torch._foreach_mul_(bounds, grads)
-        if "momentum_buffer" in items[0][2]:
+        if True in buffered:
             buffers = [state["momentum_buffer"] for _, _, state in items]
             torch._foreach_lerp_(buffers, bounds, 1 - hyper["momentum"])
             bounds = buffers

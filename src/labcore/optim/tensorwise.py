@@ -77,6 +77,15 @@ class TensorShell(Shell):
             state["master"] = param.detach().to(torch.float32, copy=True)
         return state
 
+    def _saved_layout(
+        self,
+        group: dict[str, Any],
+        param: Tensor,
+        entry: dict[str, Any],  # noqa: ARG002 (for SM3, whose entries differ)
+    ) -> Layout:
+        """The layout that a parameter's saved state must have."""
+        return self._layout(group, param)
+
     def _check_loaded(self, saved: dict[str, Any]) -> None:
         for theirs, ours in zip(saved["param_groups"], self.param_groups, strict=False):
             for key, param in zip(theirs["params"], ours["params"], strict=False):
@@ -88,7 +97,7 @@ class TensorShell(Shell):
                     for name, value in entry.items()
                     if name != "master"
                 }
-                layout = self._layout({**ABSENT, **ours, **theirs}, param)
+                layout = self._saved_layout({**ABSENT, **ours, **theirs}, param, entry)
                 wanted = {name: shape for name, (shape, _) in layout.items()}
                 if came != wanted:
                     raise ValueError(
