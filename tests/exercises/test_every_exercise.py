@@ -34,7 +34,7 @@ def test_a_lab_has_enough_of_everything_and_good_names(slug: str) -> None:
     names = [one.id for one in every]
     assert len(set(names)) == len(names)
     assert all(name.startswith(f"{slug}.") for name in names)
-    assert 3 <= len(every) <= 5 and sum(isinstance(one, Clinic) for one in every) >= 1
+    assert 3 <= len(every) <= 6 and sum(isinstance(one, Clinic) for one in every) >= 1
     wrong = [one.wrong for one in every if isinstance(one, Exercise)]
     assert min(map(len, wrong)) >= 2 and sum(map(len, wrong)) >= 6
     hints = [hint for mistakes in wrong for _, hint in mistakes.values()]

@@ -9,7 +9,7 @@ from typing import Any
 from labcore.publish.address import is_first_cell
 from labcore.publish.lab_source import HIDDEN, SOLUTION, Lab, cell_text, nbgrader_of, regions
 
-EXERCISES = (3, 5)
+EXERCISES = (3, 6)
 CELL_LINES = 20
 FACTS = re.compile(r"^\*(\d+) points? · (\d+) minutes · (easy|medium|hard)\*$", re.MULTILINE)
 STUB = "raise NotImplementedError"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from labcore.optim import AdamW, Lion, rules
+from labcore.optim import SM3, Adafactor, AdamW, Lion, rules
 
 
 def parabola(x: Tensor) -> Tensor:
@@ -43,6 +43,8 @@ OPTIMIZERS = {
     "AdamW": lambda p: AdamW(p, lr=0.1, weight_decay=0.0),
     "AdamW atan2": lambda p: AdamW(p, lr=0.1, weight_decay=0.0, eps_mode="atan2"),
     "AdamW inside": lambda p: AdamW(p, lr=0.1, weight_decay=0.0, eps_mode="inside", eps=1e-12),
+    "Adafactor": lambda p: Adafactor(p, lr=0.1),
+    "SM3": lambda p: SM3(p, lr=0.5, momentum=0.9),
     "AdamW master": lambda p: AdamW(p, lr=0.1, weight_decay=0.0, master_weights=True),
 }
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from labcore.optim import AdamW, Lion
+from labcore.optim import Adafactor, AdamW, Lion
 from labcore.optim.precision import compute_dtype, stochastic_round
 
 
@@ -49,7 +49,7 @@ def after(cls: type, steps: int, dtype: torch.dtype, **choices) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("cls", [Lion, AdamW])
+@pytest.mark.parametrize("cls", [Lion, AdamW, Adafactor])
 def test_a_bfloat16_weight_stalls_and_two_choices_free_it(
     cls: type, foreach: bool, seed: int
 ) -> None:

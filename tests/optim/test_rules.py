@@ -5,7 +5,17 @@ import math
 import pytest
 import torch
 
-from labcore.optim import adagrad, adam, adamw, gradient_descent, lion, momentum, rmsprop
+from labcore.optim import (
+    adafactor,
+    adagrad,
+    adam,
+    adamw,
+    gradient_descent,
+    lion,
+    momentum,
+    rmsprop,
+    sm3,
+)
 from labcore.optim.rules import sign_or_nan
 
 PEERS = {
@@ -32,7 +42,7 @@ def test_a_rule_follows_its_torch_peer_for_50_steps(name: str, generator: torch.
     assert (param - peer).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("rule", [r for r, _ in PEERS.values()] + [lion])
+@pytest.mark.parametrize("rule", [r for r, _ in PEERS.values()] + [lion, adafactor, sm3])
 def test_a_rule_changes_nothing_in_place(rule, generator: torch.Generator) -> None:
     param, grad = torch.randn(2, 6, generator=generator)
     _, state = rule(param, grad, {}, lr=0.1)

@@ -1,37 +1,55 @@
-"""What Lion and AdamW share: groups, flags, refusals, policies and the round trip of state."""
+"""What the optimizers share: groups, flags, refusals, policies and the round trip of state."""
 
 import copy
+import inspect
 import io
 import pickle
 
 import pytest
 import torch
 
-from labcore.optim import AdamW, Lion
+from labcore.optim import SM3, Adafactor, AdamW, AdamW8bit, Lion
 from tests.optim.lists import awkward, far, largest_difference, run, states, train
 
 BOTH = pytest.mark.parametrize("cls", [Lion, AdamW])
 PATHS = pytest.mark.parametrize("path", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+EVERY = (Lion, AdamW, Adafactor, SM3, AdamW8bit)
+ALL = pytest.mark.parametrize("cls", EVERY)
+ALL_PATHS = pytest.mark.parametrize(
+    ("cls", "path"),
+    [
+        *((cls, {"foreach": choice}) for cls in EVERY[:4] for choice in (False, True)),
+        *((cls, {"fused": True}) for cls in EVERY[:2]),
+        (AdamW8bit, {}),
+    ],
+    ids=str,
+)
+
+BAD_SETTINGS = [
+    ({"lr": -0.1}, "lr must be .*at least 0, got -0.1; pass lr=0 to freeze"),
+    ({"lr": float("nan")}, "lr must be"),
+    ({"betas": (0.9, 1.0)}, r"betas\[1\] must be .*below 1, got 1.0"),
+    ({"betas": (0.9,)}, "betas must be two numbers"),
+    ({"weight_decay": -1.0}, "weight_decay must be"),
+    ({"nonfinite": "skipp"}, "nonfinite must be one of .*did you mean 'skip'"),
+    ({"state_dtype": torch.int8}, "state_dtype must be one of"),
+    ({"foreach": True, "fused": True}, "two paths, got both"),
+    ({"master_weights": True, "stochastic_rounding": True}, "got both; choose one"),
+    ({"capturable": True, "nonfinite": "skip"}, "use nonfinite='propagate'"),
+]
 
 
 def weight(*values: float, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.tensor(values or (1.0, 2.0), dtype=dtype))
 
 
-@BOTH
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("cls", "settings", "sentence"),
     [
-        ({"lr": -0.1}, "lr must be .*at least 0, got -0.1; pass lr=0 to freeze"),
-        ({"lr": float("nan")}, "lr must be"),
-        ({"betas": (0.9, 1.0)}, r"betas\[1\] must be .*below 1, got 1.0"),
-        ({"betas": (0.9,)}, "betas must be two numbers"),
-        ({"weight_decay": -1.0}, "weight_decay must be"),
-        ({"nonfinite": "skipp"}, "nonfinite must be one of .*did you mean 'skip'"),
-        ({"state_dtype": torch.int8}, "state_dtype must be one of"),
-        ({"foreach": True, "fused": True}, "two paths, got both"),
-        ({"master_weights": True, "stochastic_rounding": True}, "got both; choose one"),
-        ({"capturable": True, "nonfinite": "skip"}, "use nonfinite='propagate'"),
+        (cls, settings, sentence)
+        for cls in EVERY
+        for settings, sentence in BAD_SETTINGS
+        if settings.keys() <= inspect.signature(cls).parameters.keys()
     ],
 )
 def test_a_bad_setting_is_refused_with_the_way_out(cls, settings, sentence: str) -> None:
@@ -69,8 +87,14 @@ def test_a_setting_that_does_not_fit_the_parameter_is_refused(
     assert len(optimizer.param_groups) == 1  # the refused group is not left behind
 
 
-@BOTH
-@PATHS
+@pytest.mark.parametrize("cls", [Adafactor, SM3, AdamW8bit])
+def test_complex_parameters_are_refused_by_those_with_small_state(cls) -> None:
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=f"{cls.__name__} takes real parameters, got .*complex64"):
+        cls([param])
+
+
+@ALL_PATHS
 def test_sparse_gradients_are_refused_by_name(cls, path) -> None:
     embedding = torch.nn.Embedding(5, 3, sparse=True)
     embedding(torch.tensor([1, 3])).sum().backward()
@@ -79,8 +103,7 @@ def test_sparse_gradients_are_refused_by_name(cls, path) -> None:
         optimizer.step()
 
 
-@BOTH
-@PATHS
+@ALL_PATHS
 def test_groups_without_gradients_and_with_their_own_settings(cls, path) -> None:
     params = [weight(1.0, -2.0) for _ in range(4)]
     optimizer = cls(
@@ -98,14 +121,14 @@ def test_groups_without_gradients_and_with_their_own_settings(cls, path) -> None
     optimizer.step()
     start = torch.tensor([1.0, -2.0])
     assert torch.equal(params[1], start) and torch.equal(params[3], start)
-    # Both rules move by lr · sign(g) on their first step; decay is lr · λ · p of its own group.
-    assert (params[0] - (start - 0.1)).abs().max() < 1e-6
-    assert (params[2] - (start * 0.95 - 0.1)).abs().max() < 1e-6
+    # All move by lr · sign(g) on their first step; decay is lr · λ · p of its own group.
+    move = 0.1 * (2.5**0.5 if cls is Adafactor else 1.0)  # a share of the weights' RMS there
+    assert (params[0] - (start - move)).abs().max() < 1e-6
+    assert (params[2] - (start * 0.95 - move)).abs().max() < 1e-6
     assert not optimizer.state[params[1]]
 
 
-@BOTH
-@PATHS
+@ALL_PATHS
 def test_maximize_climbs_and_leaves_the_gradient_alone(cls, path, seed: int) -> None:
     up, down = awkward(torch.float32, seed), awkward(torch.float32, seed)
     climber, faller = cls(up, maximize=True, **path), cls(down, **path)
@@ -120,8 +143,7 @@ def test_maximize_climbs_and_leaves_the_gradient_alone(cls, path, seed: int) -> 
     assert largest_difference(up, down) == 0
 
 
-@BOTH
-@PATHS
+@ALL_PATHS
 def test_raise_stops_before_any_weight_changes(cls, path) -> None:
     fine, bad = weight(), weight()
     fine.grad, bad.grad = torch.ones(2), torch.tensor([1.0, float("nan")])
@@ -131,8 +153,7 @@ def test_raise_stops_before_any_weight_changes(cls, path) -> None:
     assert torch.equal(fine, torch.tensor([1.0, 2.0]))
 
 
-@BOTH
-@PATHS
+@ALL_PATHS
 def test_skip_leaves_that_parameter_out_and_counts(cls, path) -> None:
     fine, bad = weight(), weight()
     optimizer = cls([fine, bad], lr=0.1, nonfinite="skip", **path)
@@ -168,8 +189,7 @@ def test_tensor_learning_rate_and_betas_are_read_at_every_step(
     assert far(ours, plain, 1e-5) <= (4 if cls is Lion else 0)
 
 
-@BOTH
-@PATHS
+@ALL_PATHS
 def test_a_saved_state_goes_on_to_the_same_weights(cls, path, seed: int) -> None:
     def missing(step: int, index: int) -> bool:
         return index == 3 and step < 2
@@ -222,7 +242,7 @@ def test_another_optimizers_state_is_refused(seed: int) -> None:
         Lion(params).load_state_dict(saved)
 
 
-@BOTH
+@ALL
 def test_pickle_and_an_old_state_without_our_settings(cls, seed: int) -> None:
     params = awkward(torch.float32, seed, [(3,), (70_000,)])
     optimizer = run(params, lambda p: cls(p), seed=seed, steps=2)
@@ -232,13 +252,13 @@ def test_pickle_and_an_old_state_without_our_settings(cls, seed: int) -> None:
     assert largest_difference(params, again.param_groups[0]["params"]) == 0
     for group in again.param_groups:
         for name in ("nonfinite", "maximize", "state_dtype", "fused"):
-            del group[name]
+            group.pop(name, None)
     again.__setstate__(again.__getstate__())
     again.step()
     assert again.param_groups[0]["nonfinite"] == "propagate"
 
 
-@BOTH
+@ALL
 def test_a_closure_runs_with_gradients_and_gives_its_loss(cls) -> None:
     param = weight(3.0)
     optimizer = cls([param], lr=0.1)

@@ -74,6 +74,13 @@ def test_the_page_folds_the_measurement(book):
     assert bundle["text/plain"] == "Measured: 8 B."
 
 
+def test_a_computed_number_is_not_called_measured(book):
+    html = predict("How many?", unit="B").reveal(8, computed=True)._repr_mimebundle_()["text/html"]
+    assert "reveal the number: How many?" in html
+    assert "Computed: 8 B." in html
+    assert "easure" not in html
+
+
 QUESTIONS = [
     Question("Is 1 < 2?", ("No & never", "Yes"), 1, "By <order>."),
     Question("And 2 < 3?", ("Yes", "No"), 0, "Again."),

@@ -1,11 +1,19 @@
-"""Optimizers: the rules as pure functions, and Lion and AdamW as `torch.optim.Optimizer`s.
+"""Optimizers: the rules as pure functions, and five of them as `torch.optim.Optimizer`s.
 
 The line of descent stands in `rules`: gradient_descent, momentum, adagrad, rmsprop, adam, adamw,
-lion.
+lion. `Lion` and `AdamW` are the fast ones; `Adafactor`, `SM3` and `AdamW8bit` keep less state.
 """
 
+from labcore.optim.adafactor import Adafactor, adafactor
 from labcore.optim.adamw import AdamW
 from labcore.optim.lion import Lion
+from labcore.optim.quantized import (
+    AdamW8bit,
+    dequantize_blocks,
+    dynamic_map,
+    largest_error,
+    quantize_blocks,
+)
 from labcore.optim.rules import (
     adagrad,
     adam,
@@ -15,15 +23,25 @@ from labcore.optim.rules import (
     momentum,
     rmsprop,
 )
+from labcore.optim.sm3 import SM3, sm3
 
 __all__ = [
+    "SM3",
+    "Adafactor",
     "AdamW",
+    "AdamW8bit",
     "Lion",
+    "adafactor",
     "adagrad",
     "adam",
     "adamw",
+    "dequantize_blocks",
+    "dynamic_map",
     "gradient_descent",
+    "largest_error",
     "lion",
     "momentum",
+    "quantize_blocks",
     "rmsprop",
+    "sm3",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import signal
@@ -65,7 +66,8 @@ def run(
     Returns the list of n results. Arguments and results are copied; tensors arrive on the CPU,
     cut from their graph, and modules with them. What a process prints is shown behind its rank.
     Under `torchrun --nproc-per-node n script.py` the same call starts nothing: the processes of
-    torchrun are the ranks, each calls fn, and each gets the list.
+    torchrun are the ranks, each calls fn, and each gets the list; the first call's process group
+    and its timeout stay to the end.
     Raises ProcessesError for the first process that failed, naming its rank, when the others were
     ended; TypeError for arguments that cannot travel. No process outlives the call, nor the
     caller, even one that is killed.
@@ -302,9 +304,11 @@ def _run_under_torchrun(
             f"n must be the number of torchrun's processes, {world}, got {n}; "
             f"start it with --nproc-per-node {n}"
         )
-    mine = not dist.is_initialized()
-    if mine:
+    if not dist.is_initialized():
+        # To the process's end: a group made anew by the next call would meet this one's keys in
+        # torchrun's store.
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        atexit.register(_leave_group)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -313,6 +317,9 @@ def _run_under_torchrun(
         dist.all_gather_object(gathered, packed)
     finally:
         torch.set_num_threads(before)
-        if mine:
-            dist.destroy_process_group()
     return [loads(one) for one in gathered]
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

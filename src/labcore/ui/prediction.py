@@ -34,12 +34,13 @@ class Prediction:
         self._reveals: list[Reveal] = []
         self._live: _Form | None = None
 
-    def reveal(self, measured: float, *, digits: int = 3) -> Reveal:
+    def reveal(self, measured: float, *, digits: int = 3, computed: bool = False) -> Reveal:
         """Show the guess beside `measured`, in this prediction's unit, with the factor between.
 
-        digits: significant digits shown. Raises ValueError unless measured is a finite number.
+        digits: significant digits shown. computed: the number follows from a formula and nothing
+        was run for it; the words say so. Raises ValueError unless measured is a finite number.
         """
-        shown = Reveal(self, measured, digits=digits)
+        shown = Reveal(self, measured, digits=digits, computed=computed)
         self._reveals.append(shown)
         return shown
 
@@ -106,7 +107,14 @@ class _Form:
 class Reveal:
     """The measurement, with the guess where there is one."""
 
-    def __init__(self, prediction: Prediction, measured: float, *, digits: int = 3) -> None:
+    def __init__(
+        self,
+        prediction: Prediction,
+        measured: float,
+        *,
+        digits: int = 3,
+        computed: bool = False,
+    ) -> None:
         if isinstance(measured, bool) or not math.isfinite(measured):
             raise ValueError(f"measured must be a finite number, got {measured!r}")
         if not isinstance(digits, int) or digits < 1:
@@ -114,6 +122,9 @@ class Reveal:
         self.prediction = prediction
         self.measured = float(measured)
         self._digits = digits
+        self._found, self._thing = (
+            ("Computed", "number") if computed else ("Measured", "measurement")
+        )
         self._live: widgets.HTML | None = None
 
     def _number(self, value: float) -> str:
@@ -124,7 +135,7 @@ class Reveal:
 
     def sentence(self) -> str:
         """The measurement in words; with a guess, the guess and the factor between the two."""
-        measured = f"Measured: {self._number(self.measured)}."
+        measured = f"{self._found}: {self._number(self.measured)}."
         guess = self.prediction.guess
         if guess is None:
             return measured
@@ -145,7 +156,7 @@ class Reveal:
         question = html.escape(self.prediction.question)
         return (
             '<details class="labcore-html labcore-reveal"><summary>Make your guess, then '
-            f"reveal the measurement: {question}</summary><p>{line}</p></details>"
+            f"reveal the {self._thing}: {question}</summary><p>{line}</p></details>"
         )
 
     def refresh(self) -> None:

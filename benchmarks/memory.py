@@ -1,0 +1,1016 @@
+"""Ways to need less memory: bytes predicted and measured, and what each costs in time and loss.
+
+"plain" is torch's AdamW in float32. Bytes are counted on batches of 8 rows of 256 bytes and prices
+taken on 4 rows of 64 where the details of a record say nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from benchmarks.attention import naive
+from benchmarks.runner import Measurement, case
+from labcore import memory, processes
+from labcore.attention import traffic
+from labcore.memory import CONFIG, RECIPES, Breakdown, Meter, accumulation, distill, experts
+from labcore.memory.model import held_out_rows
+from labcore.memory.part import parameter_shapes
+from labcore.memory.trials import LEARNING_RATE
+from labcore.models import Llama, LlamaConfig, next_token_loss, train
+from labcore.models.llama import causal_attention
+from labcore.optim import SM3, Adafactor, AdamW8bit
+from labcore.timing import paired
+
+Settings = dict[str, Any]
+SEEDS = (0, 1, 2, 3, 4)
+FEW = SEEDS[:3]  # where a step is slow, or processes share the cores
+BIG: Settings = {"batch": 8, "length": 256}
+HALF: Settings = {"batch": 4, "length": 128}  # bytes in 16 bits, whose products are slow here
+SMALL: Settings = {"batch": 4, "length": 64}
+TINY: Settings = {"batch": 2, "length": 32}
+STEPS, SAME = 40, 10  # SAME: of ways that compute what plain training does, or are slow
+
+# Learning rates were chosen on seeds 100 and 101, by the held-out loss after STEPS: Adafactor's
+# among 0.003, 0.01, 0.03 and 0.1, SM3's among 0.001, 0.003, 0.01 and 0.03. AdamW has the topic's;
+# so has its form in 8 bits.
+ADAFACTOR, COVERS = 0.01, 0.01
+
+
+def _torchao(weights: Any) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit as Peer
+
+    return Peer(weights, lr=LEARNING_RATE)
+
+
+# By the names of `estimate`, and peers by their own.
+OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=LEARNING_RATE),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+    "adafactor": functools.partial(Adafactor, lr=ADAFACTOR),
+    "sm3": functools.partial(SM3, lr=COVERS),
+    "adamw8bit": functools.partial(AdamW8bit, lr=LEARNING_RATE),
+    "torch": functools.partial(torch.optim.Adafactor, lr=ADAFACTOR),
+    "torchao": _torchao,
+}
+PEERS = ("torch", "torchao")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way to train. step(n): all of step n. held: whose bytes count; model: whose loss."""
+
+    model: Llama
+    held: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Callable[[int], object]
+
+
+def way(
+    seed: int,
+    *,
+    batch: int,
+    length: int,
+    config: LlamaConfig = CONFIG,
+    recipe: str = "float32",
+    optimizer: str = "adamw",
+    checkpointing: int | str | None = None,
+    parts: int = 1,
+    model: Llama | None = None,
+    loss: Callable[[Llama, Tensor], Tensor] | None = None,
+) -> Way:
+    """Plain training but for what is named. A seed gives the same weights and batches to all.
+
+    model, loss: others than those of the topic.
+    """
+    how = RECIPES[recipe]
+    generator = torch.Generator().manual_seed(seed)
+    trained = Llama(config, generator=generator).to(how.weights) if model is None else model
+    memory.set_checkpointing(trained, checkpointing)
+    chosen = OPTIMIZERS[optimizer](trained.parameters())
+    draw = memory.batches(seed, batch=batch, length=length)
+    scaler = GradScaler("cpu", enabled=how.scaled)
+
+    def step(n: int) -> None:
+        tokens, _ = draw(n)
+        if parts == 1 and loss is None:
+            memory.precise_step(trained, chosen, tokens, how, scaler)
+            return
+        chosen.zero_grad()
+        if loss is not None:
+            loss(trained, tokens).backward()
+        else:
+            rows = memory.split_rows(tokens[:, :-1], tokens[:, 1:], parts)
+            # A cache of autocast's would keep its copies of the weights from part to part.
+            with torch.autocast(
+                "cpu",
+                dtype=how.products,
+                enabled=how.products is not None,
+                cache_enabled=False,
+            ):
+                memory.accumulate(trained, rows)
+        chosen.step()
+
+    return Way(model=trained, held=trained, optimizer=chosen, step=step)
+
+
+def mean_loss(model: Llama, tokens: Tensor) -> Tensor:
+    """Nats a byte of the next one."""
+    loss, count = next_token_loss(model, tokens)
+    return loss / count
+
+
+def told(
+    *, config: LlamaConfig = CONFIG, recipe: str = "float32", parts: int = 1, **rest: Any
+) -> Breakdown:
+    """The prediction for `way` with the same settings."""
+    dtype = RECIPES[recipe].estimated_as
+    return memory.estimate_accumulated(config, parts=parts, dtype=dtype, **rest)
+
+
+def metered(one: Way) -> Meter:
+    """Two steps, of which the first makes the optimizer's state."""
+    with Meter(one.held, one.optimizer) as meter:
+        for n in range(2):
+            one.step(n)
+    return meter
+
+
+@functools.cache
+def plain(batch: int, length: int) -> tuple[Breakdown, Breakdown]:
+    """The peak of plain training, measured and predicted."""
+    size: Settings = {"batch": batch, "length": length}
+    return metered(way(0, **size)).peak, told(**size)
+
+
+def exact(
+    quantity: str, value: float, unit: str, predicted: float | None = None, /, **details: Any
+) -> Measurement:
+    """A number that counting gives: it has no spread."""
+    peers = {} if predicted is None else {"predicted": [predicted]}
+    return replace(seen(quantity, unit, [value], exact=True, **details), peers=peers)
+
+
+def seen(quantity: str, unit: str, samples: Sequence[float], **details: Any) -> Measurement:
+    """A sample a seed, or a repetition."""
+    return Measurement(quantity=quantity, unit=unit, samples=samples, details=details)
+
+
+def against(
+    name: str,
+    measured: Breakdown,
+    predicted: Breakdown | None,
+    reference: tuple[Breakdown, Breakdown],
+    **details: Any,
+) -> list[Measurement]:
+    """Bytes beside their prediction, and over the reference's, measured and predicted."""
+    base, base_predicted = reference
+    details = {"measured": measured.parts(), "plain": base.parts(), **details}
+    total = ratio = None
+    if predicted is not None:
+        details["predicted"] = predicted.parts()
+        total, ratio = predicted.total, predicted.total / base_predicted.total
+    over = measured.total / base.total
+    return [
+        exact(f"peak/{name}", measured.total, "bytes", total, **details),
+        exact(f"peak over plain/{name}", over, "ratio", ratio, **details),
+    ]
+
+
+def bytes_of(variants: Mapping[str, Settings], size: Settings | None = None) -> list[Measurement]:
+    """The peaks of ways, each given by the settings that `way` and `told` share."""
+    size, found = BIG if size is None else size, []
+    for name, settings in variants.items():
+        predicted = None if settings.get("optimizer") in PEERS else told(**settings, **size)
+        peak = metered(way(0, **settings, **size)).peak
+        found += against(name, peak, predicted, plain(**size), **size)
+    return found
+
+
+# Prices ------------------------------------------------------------------------------------------
+Costs = Mapping[str, tuple[float, float]]  # by way: time, in any unit, and loss
+
+
+def race(
+    models: Mapping[str, Llama], calls: Mapping[str, Callable[[], object]], **timed: Any
+) -> Costs:
+    """Calls in turn, each one's time over the plain one's; then the models' held-out losses.
+
+    timed: settings of `paired`. The losses are computed in float32.
+    """
+    comparison, found = paired(calls, **timed), {}
+    for name, model in models.items():
+        if model.embed_tokens.weight.dtype != torch.float32:
+            model = copy.deepcopy(model).float()
+        found[name] = comparison.ratio(name, "plain"), memory.held_out_loss(model)
+    return found
+
+
+def prices(
+    variants: Mapping[str, Settings],
+    make: Callable[..., Way] = way,
+    *,
+    steps: int,
+    size: Settings | None = None,
+    seeds: Sequence[int] | None = None,
+    watch: Callable[[Mapping[str, Way]], None] | None = None,
+) -> list[Measurement]:
+    """Time of a step over the plain one's, and held-out loss minus its loss, seed by seed.
+
+    All ways and the plain one start from the same seed and take `steps` steps each, in turn.
+    make: of a way by its settings. watch: sees each seed's ways when their losses are taken.
+    """
+    seeds, size = SEEDS if seeds is None else seeds, SMALL if size is None else size
+    costs = []
+    for seed in seeds:
+        ways = {"plain": way(seed, **size)}
+        ways |= {name: make(seed, **settings, **size) for name, settings in variants.items()}
+        models = {name: one.model for name, one in ways.items()}
+        # Each call takes the next step.
+        calls = {
+            name: functools.partial(next, map(one.step, itertools.count()))
+            for name, one in ways.items()
+        }
+        costs.append(race(models, calls, rounds=steps, warmup=0, seed=seed))
+        if watch is not None:
+            watch(ways)
+    return priced(costs, seeds=list(seeds), steps=steps, **size)
+
+
+def priced(costs: Sequence[Costs], **details: Any) -> list[Measurement]:
+    """The two prices of each way, "plain" among them, from its costs seed by seed."""
+    found = []
+    plain_times, plain_losses = zip(*(each["plain"] for each in costs), strict=True)
+    for name in costs[0]:
+        if name == "plain":
+            continue
+        times, losses = zip(*(each[name] for each in costs), strict=True)
+        ratios = [mine / theirs for mine, theirs in zip(times, plain_times, strict=True)]
+        gaps = minus(losses, plain_losses)
+        both = {"loss": losses, "plain loss": plain_losses}
+        found += [
+            seen(f"time over plain/{name}", "ratio", ratios, **details),
+            seen(f"loss minus plain/{name}", "nats a byte", gaps, **details, **both),
+        ]
+    return found
+
+
+def minus(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Seed by seed."""
+    return [one - other for one, other in zip(mine, theirs, strict=True)]
+
+
+# Sixteen bits ------------------------------------------------------------------------------------
+PRECISION: Mapping[str, Settings] = {
+    name: {"recipe": name}
+    for name in ("autocast to bfloat16", "autocast to float16, scaled", "bfloat16")
+}
+
+
+@case("bytes/precision", minutes=1.5, needs="cpu")
+def bytes_of_precision() -> list[Measurement]:
+    """Where activations outweigh weights, and on a tiny batch, where they do not."""
+    tiny = {f"{name}, tiny batch": settings for name, settings in PRECISION.items()}
+    return bytes_of(PRECISION, HALF) + bytes_of(tiny, TINY)
+
+
+@case("price/precision", minutes=2, needs="cpu")
+def price_of_precision() -> list[Measurement]:
+    """The time is that of processors without units for products in 16 bits."""
+    return prices(PRECISION, steps=SAME, size=TINY, seeds=FEW)
+
+
+# Accumulation and checkpointing ------------------------------------------------------------------
+ACCUMULATION: Mapping[str, Settings] = {f"{n} parts": {"parts": n} for n in (2, 4, 8)}
+
+
+@case("bytes/accumulation", minutes=0.3)
+def bytes_of_accumulation() -> list[Measurement]:
+    """A batch in parts, and over what a batch as small as a part holds."""
+    found = bytes_of(ACCUMULATION)
+    for name, settings in ACCUMULATION.items():
+        parts, rows = metered(way(0, **settings, **BIG)), BIG["batch"] // settings["parts"]
+        alone = metered(way(0, **{**BIG, "batch": rows}))
+        peak = parts.peak.total / alone.peak.total
+        kept = parts.most.activations / alone.most.activations
+        found += [
+            exact(f"peak over the small batch's/{name}", peak, "ratio"),
+            exact(f"activations over the small batch's/{name}", kept, "ratio"),
+        ]
+    return found
+
+
+@case("price/accumulation", minutes=0.5)
+def price_of_accumulation() -> list[Measurement]:
+    """Smaller products."""
+    return prices({"4 parts": ACCUMULATION["4 parts"]}, steps=SAME)
+
+
+@case("gradient/accumulation", minutes=0.2)
+def gradient_of_accumulation() -> list[Measurement]:
+    """Relative error of the accumulated gradient against one backward of the whole batch."""
+    ways = {"exact": memory.accumulate, "mean of means": memory.accumulate_means}
+    found: dict[str, list[float]] = {}
+    rows, length = SMALL["batch"], SMALL["length"]
+    for seed, kind in itertools.product(SEEDS, ("equal", "ragged")):
+        model, (tokens, _) = memory.fresh(seed), memory.batches(seed, **SMALL)(0)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+        if kind == "ragged":
+            generator = torch.Generator().manual_seed(seed)
+            ends = torch.randint(1, length + 1, (rows, 1), generator=generator)
+            targets[torch.arange(length) >= ends] = accumulation.IGNORED
+        whole = gradient(model, memory.accumulate, [(inputs, targets)])
+        for name, accumulate in ways.items():
+            split = memory.split_rows(inputs, targets, rows)
+            gap = gradient(model, accumulate, split) - whole
+            at = f"relative error/{name}, {kind} rows"
+            found.setdefault(at, []).append(float(gap.norm() / whole.norm()))
+    return [seen(name, "ratio", xs, seeds=SEEDS, parts=rows, **SMALL) for name, xs in found.items()]
+
+
+def gradient(model: Llama, accumulate: Callable[..., float], parts: Sequence[Any]) -> Tensor:
+    """All gradients of one accumulation, in float64."""
+    model.zero_grad()
+    accumulate(model, parts)
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.cat([x.double().flatten() for x in found])
+
+
+# Of four layers, every 2 is the square root.
+CHECKPOINTING: Mapping[str, Settings] = {
+    "every 1": {"checkpointing": 1},
+    "every 2": {"checkpointing": 2},
+    "every 4": {"checkpointing": 4},
+    "selective": {"checkpointing": "selective"},
+}
+
+
+@case("bytes/checkpointing", minutes=0.4)
+def bytes_of_checkpointing() -> list[Measurement]:
+    """Peaks by what is recomputed as one."""
+    return bytes_of(CHECKPOINTING)
+
+
+@case("price/checkpointing", minutes=1)
+def price_of_checkpointing() -> list[Measurement]:
+    """The second forward."""
+    return prices(CHECKPOINTING, steps=SAME)
+
+
+# Several processes -------------------------------------------------------------------------------
+RANKS, MICRO, DIVIDED = 2, 4, 6  # processes, micro-batches, steps that are timed
+SCHEDULES, STAGES = ("gpipe", "1f1b"), (1, 2, 3)
+
+
+def by_rank(
+    ranks: int, seeds: Sequence[int], ways: Mapping[str, Callable[[int], Any]]
+) -> list[dict[str, list[Any]]]:
+    """Seed by seed, what each process of one group returned for each way, in turn."""
+
+    def work() -> list[dict[str, Any]]:
+        return [{name: run(seed) for name, run in ways.items()} for seed in seeds]
+
+    came = zip(*processes.run(work, ranks, timeout_s=400), strict=True)
+    return [{name: [rank[name] for rank in every] for name in ways} for every in came]
+
+
+def warm(seeds: Sequence[int]) -> list[int]:
+    """The first seed twice: what a process does for the first time is in times to leave out."""
+    return [seeds[0], *seeds]
+
+
+@case("bytes/pipeline", minutes=0.6)
+def bytes_of_pipeline() -> list[Measurement]:
+    """Two stages, four micro-batches. The estimate is of 1F1B's fullest stage, the first."""
+    part: Settings = {"batch": BIG["batch"] // MICRO, "length": BIG["length"]}
+    first = memory.estimate(CONFIG, pipeline_parallel=RANKS, **part)
+    ahead = memory.estimate(CONFIG, pipeline_parallel=RANKS, moment="forward", **part).activations
+    (every,) = by_rank(RANKS, (0,), schedules(steps=2, **BIG))
+    found = []
+    for schedule, runs in every.items():
+        for stage, run in enumerate(runs):
+            known = first if (schedule, stage) == ("1f1b", 0) else None
+            found += against(f"{schedule}, stage {stage}", run.peak, known, plain(**BIG))
+        predicted = ahead / RANKS * memory.in_flight(0, RANKS, MICRO, schedule=schedule)
+        kept = runs[0].most.activations
+        fullest = max(run.peak.total for run in runs) / plain(**BIG)[0].total
+        found += [
+            exact(f"activations/{schedule}, stage 0", kept, "bytes", predicted),
+            exact(f"fullest stage over plain/{schedule}", fullest, "ratio"),
+        ]
+    return found
+
+
+def schedules(**settings: Any) -> dict[str, Callable[[int], memory.PipelineRun]]:
+    """Training by each schedule."""
+    run = functools.partial(memory.train_stage, micro_batches=MICRO, **settings)
+    return {name: functools.partial(run, schedule=name) for name in SCHEDULES}
+
+
+PIPELINES = ((2, 2), (2, 4), (2, 8), (4, 4), (4, 8))  # stages, micro-batches
+UNIT = {"forward": 1.0, "backward": 2.0}  # seconds of a replay
+
+
+@case("pipeline/bubble", minutes=1)
+def bubbles() -> list[Measurement]:
+    """Share of waiting in the order that torch's schedules took, and by the clock."""
+    found = []
+    for stages, group in itertools.groupby(PIPELINES, key=lambda pair: pair[0]):
+        asked: dict[str, Settings] = {
+            f"bubble/{name}, {stages} stages, {micro} micro-batches": {
+                "schedule": name, "micro_batches": micro, "steps": 4, "batch": 8, "length": 64,
+            }
+            for (_, micro), name in itertools.product(group, SCHEDULES)
+        }  # fmt: skip
+        ways = {name: functools.partial(memory.train_stage, **one) for name, one in asked.items()}
+        (every,) = by_rank(stages, (0,), ways)
+        for name, runs in every.items():
+            share = memory.idle([run.works[-1] for run in runs], UNIT)
+            predicted = memory.bubble(stages, asked[name]["micro_batches"])
+            # The first two steps are metered.
+            clock = [memory.idle([run.works[n] for run in runs]) for n in (2, 3)]
+            more = {"cores": os.cpu_count(), "by the clock": clock, **asked[name]}
+            found.append(exact(name, share, "share", predicted, **more))
+    return found
+
+
+def plain_alone(seed: int, *, steps: int, **size: Any) -> tuple[list[float], list[float]] | None:
+    """Plain training by the first process: when each step began, and its loss."""
+    found, begins = None, []
+    if dist.get_rank() == 0:
+        model, draw = memory.fresh(seed), memory.batches(seed, **size)
+
+        def noted(n: int) -> tuple[Tensor, Tensor | None]:
+            begins.append(time.monotonic())
+            return draw(n)
+
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        curve = train(model, noted, optimizer, steps=steps, progress=False)
+        found = begins, curve.losses
+    dist.barrier()
+    return found
+
+
+def pace(begins: Sequence[float]) -> float:
+    """Seconds of a step, from one's begin to the next one's; the first two are metered."""
+    return (begins[-1] - begins[2]) / (len(begins) - 3)
+
+
+@case("price/pipeline", minutes=1)
+def price_of_pipeline() -> list[Measurement]:
+    """Two processes over one. The loss is of the last step's batch."""
+    settings = {"steps": 2 + DIVIDED, **SMALL}
+    ways: dict[str, Callable[[int], Any]] = {"plain": functools.partial(plain_alone, **settings)}
+    ways |= schedules(**settings)
+    costs = []
+    for runs in by_rank(RANKS, warm(FEW), ways)[1:]:
+        begins, losses = runs.pop("plain")[0]
+        cost = {"plain": (pace(begins), losses[-1])}
+        for name, (first, last) in runs.items():
+            cost[name] = pace([works[0].begin for works in first.works]), last.losses[-1]
+        costs.append(cost)
+    return priced(costs, seeds=FEW, processes=RANKS, cores=os.cpu_count(), **settings)
+
+
+def zero_stages(**settings: Any) -> dict[str, Callable[[int], memory.ZeroRun]]:
+    """Training by each stage of ZeRO, of which 0 is plain data parallelism."""
+    run = functools.partial(memory.train_divided, **settings)
+    return {f"stage {n}" if n else "plain": functools.partial(run, stage=n) for n in (0, *STAGES)}
+
+
+@case("bytes/zero", minutes=0.4)
+def bytes_of_zero() -> list[Measurement]:
+    """Weights, gradients and state of the fuller of two ranks when a step has ended."""
+    shared: Settings = {"data_parallel": RANKS, "moment": "step", **BIG}
+    (runs,) = by_rank(RANKS, (0,), zero_stages(steps=2, **BIG))
+    fullest = {name: max((r.held for r in rs), key=lambda b: b.total) for name, rs in runs.items()}
+    reference = fullest["plain"], resting(memory.estimate(CONFIG, **shared))
+    found = []
+    for stage in STAGES:
+        name = f"stage {stage}"
+        predicted = resting(memory.estimate(CONFIG, zero_stage=stage, **shared))
+        more = {"gathered": max(run.gathered for run in runs[name]), "of": RESTING}
+        found += against(name, fullest[name], predicted, reference, **more)
+    return found
+
+
+RESTING = "weights, gradients, optimizer state"
+
+
+def resting(held: Breakdown) -> Breakdown:
+    """What stands between steps."""
+    return replace(held, activations=0, workspace=0)
+
+
+@case("price/zero", minutes=1)
+def price_of_zero() -> list[Measurement]:
+    """Stages 1 to 3 over plain data parallelism in the same two processes."""
+    settings = {"steps": DIVIDED, **SMALL}
+    costs = [
+        {name: (first.seconds, first.losses[-1]) for name, (first, _) in runs.items()}
+        for runs in by_rank(RANKS, warm(FEW), zero_stages(**settings))[1:]
+    ]
+    return priced(costs, seeds=FEW, processes=RANKS, cores=os.cpu_count(), **settings)
+
+
+# Offload -----------------------------------------------------------------------------------------
+OFFLOADS = {"disk": False, "disk, ahead": True}
+
+
+def offloaded_run(seed: int, name: str, steps: int) -> memory.OffloadRun:
+    """Plain training, or with its layers on disk."""
+    tier = None if name == "plain" else memory.Disk()
+    ahead = OFFLOADS.get(name, False)
+    return memory.offload_run(seed, steps=steps, tier=tier, prefetch=ahead, **SMALL)
+
+
+@case("bytes/offload", minutes=0.2)
+def bytes_of_offload() -> list[Measurement]:
+    """Weights, gradients and state above; activations stay. Predicted are two layers at a time."""
+    told_plain = resting(memory.estimate(CONFIG, moment="step", **SMALL))
+    reference, found = (offloaded_run(0, "plain", 2).peak, told_plain), []
+    for name, ahead in OFFLOADS.items():
+        predicted = memory.offloaded(CONFIG) if ahead else None
+        peak = offloaded_run(0, name, 2).peak
+        found += against(name, peak, predicted, reference, of=RESTING)
+    return found
+
+
+@case("price/offload", minutes=0.8)
+def price_of_offload() -> list[Measurement]:
+    """Whole runs in turn: a step that reads ahead would do so beside another run's."""
+    names, costs = ["plain", *OFFLOADS], []
+    for seed in warm(SEEDS):
+        order = names[:: 1 if seed % 2 else -1]
+        runs = {name: offloaded_run(seed, name, SAME) for name in order}
+        costs.append({name: (runs[name].seconds, runs[name].held_out) for name in names})
+    return priced(costs[1:], seeds=SEEDS, steps=SAME, **SMALL)
+
+
+# Quantization and distillation -------------------------------------------------------------------
+SCHEMES: Mapping[str, memory.Scheme | memory.Torchao] = {
+    "int8": memory.INT8,
+    "int4": memory.INT4,
+    "torchao int8": memory.Torchao(),
+    "torchao int8 dynamic": memory.Torchao(method="int8 dynamic"),
+    "torchao int4": memory.Torchao(method="int4"),
+}
+
+
+@functools.cache
+def teacher(seed: int) -> Llama:
+    """The plain model after its steps, frozen."""
+    return memory.make_teacher(seed, steps=STEPS, **SMALL)
+
+
+def every_scheme(model: Llama) -> dict[str, Llama]:
+    """Copies in fewer bits."""
+    models = {name: copy.deepcopy(model).requires_grad_(False) for name in SCHEMES}
+    for name, tried in models.items():
+        memory.convert(tried, SCHEMES[name])
+    return models
+
+
+@torch.no_grad()
+def inference_peak(model: Llama) -> int:
+    """The most bytes of a forward without gradients."""
+    with Meter(model) as meter:
+        model(held_out_rows(BIG["batch"])[:, : BIG["length"]])
+    return meter.peak.total
+
+
+@case("bytes/quantization", minutes=0.2, needs="cpu")
+def bytes_of_quantization() -> list[Measurement]:
+    """The parameters, and the peak of a forward; embedding and norms keep float32."""
+    model = memory.fresh(0).requires_grad_(False)
+    stored = Breakdown(parameters=memory.stored_bytes(model))
+    reference, plain_forward = (stored, memory.quantized_bytes(CONFIG, None)), inference_peak(model)
+    found = []
+    for name, tried in every_scheme(model).items():
+        stored = Breakdown(parameters=memory.stored_bytes(tried))
+        predicted = memory.quantized_bytes(CONFIG, SCHEMES[name])
+        found += against(name, stored, predicted, reference, of="parameters")
+        ratio = inference_peak(tried) / plain_forward
+        found.append(exact(f"forward peak over plain/{name}", ratio, "ratio", **BIG))
+    return found
+
+
+@case("price/quantization", minutes=4, needs="cpu")
+def price_of_quantization() -> list[Measurement]:
+    """A trained model's loss, and the time of its forward, in fewer bits.
+
+    torchao's int4 has the numbers of our form; without 8-bit products it and "dynamic" are slow.
+    """
+    rows = held_out_rows(SMALL["batch"])[:, : SMALL["length"]]
+    costs = []
+    for seed in SEEDS:
+        models = {"plain": teacher(seed), **every_scheme(teacher(seed))}
+        del models["torchao int4"]
+        calls = {name: functools.partial(model, rows) for name, model in models.items()}
+        with torch.no_grad():
+            costs.append(race(models, calls, rounds=5, warmup=1, seed=seed))
+    return priced(costs, seeds=SEEDS, trained=STEPS, time="a forward", **SMALL)
+
+
+def student_way(seed: int, *, batch: int, length: int, taught: bool) -> Way:
+    """The small model, by the text alone or with the teacher of the same seed."""
+    student, size = memory.make_student(seed), Settings(batch=batch, length=length)
+    if not taught:
+        return way(seed, model=student, **size)
+    above = teacher(seed)
+
+    def loss(model: Llama, tokens: Tensor) -> Tensor:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        with torch.no_grad():  # first, when none of the student's activations stand
+            said = above(inputs).logits
+        return memory.distillation_loss(model(inputs).logits, said, targets)
+
+    learning = way(seed, model=student, loss=loss, **size)
+    return replace(learning, held=nn.ModuleList([student, above]))
+
+
+TAUGHT: Mapping[str, Settings] = {"student alone": {"taught": False}, "distilled": {"taught": True}}
+
+
+@case("bytes/distillation", minutes=0.3)
+def bytes_of_distillation() -> list[Measurement]:
+    """Training of the student, with the teacher beside it; and the parameters that are left."""
+    predicted = {
+        "student alone": told(config=distill.STUDENT, **BIG),
+        "distilled": memory.estimate_distillation(distill.STUDENT, CONFIG, **BIG),
+    }
+    found = []
+    for name, settings in TAUGHT.items():
+        peak = metered(student_way(0, **settings, **BIG)).peak
+        found += against(name, peak, predicted[name], plain(**BIG), **BIG)
+    small, large = (memory.quantized_bytes(c, None).total for c in (distill.STUDENT, CONFIG))
+    return [*found, exact("parameters, student over teacher", small / large, "ratio")]
+
+
+@case("price/distillation", minutes=1.5)
+def price_of_distillation() -> list[Measurement]:
+    """The plain model is the teacher; its own training is not in the time."""
+    found = prices(TAUGHT, student_way, steps=STEPS)
+    losses = {item.quantity: item.details["loss"] for item in found if "loss" in item.details}
+    alone, taught = (losses[f"loss minus plain/{name}"] for name in TAUGHT)
+    gaps = minus(taught, alone)
+    gain = seen("loss minus student alone/distilled", "nats a byte", gaps, seeds=SEEDS, steps=STEPS)
+    return [*found, gain]
+
+
+@case("digits/distillation", minutes=0.4)
+def digits_of_distillation() -> list[Measurement]:
+    """Points of accuracy on digits; the teacher saw all labels, the student few or all."""
+    found = []
+    for name, labels in (("80 labels", 80), ("all labels", None)):
+        runs = [memory.distil_digits(seed, labels=labels) for seed in SEEDS]
+        gains = [100 * (run.distilled - run.alone) for run in runs]
+        every = {k: [getattr(r, k) for r in runs] for k in ("alone", "distilled", "teacher")}
+        quantity = f"accuracy gained/{name}"
+        found.append(seen(quantity, "percentage points", gains, seeds=SEEDS, **every))
+    return found
+
+
+# Optimizers --------------------------------------------------------------------------------------
+LESS_STATE: Mapping[str, Settings] = {
+    "Adafactor": {"optimizer": "adafactor"},
+    "torch Adafactor": {"optimizer": "torch"},
+    "SM3": {"optimizer": "sm3"},
+    "AdamW8bit": {"optimizer": "adamw8bit"},
+    "torchao AdamW8bit": {"optimizer": "torchao"},
+}
+
+
+@case("bytes/optimizers", minutes=0.6, needs="cpu")
+def bytes_of_optimizers() -> list[Measurement]:
+    """Peaks, and the state alone against AdamW's."""
+    with torch.compiler.set_stance("force_eager"):  # torchao's compiler takes minutes here
+        found = bytes_of(LESS_STATE)
+    (measured, estimated), states = plain(**BIG), []
+    for item in found:
+        what, name = item.quantity.split("/")
+        if what == "peak":
+            state, known = item.details["measured"]["optimizer"], item.details.get("predicted")
+            predicted = known["optimizer"] / estimated.optimizer if known else None
+            ratio = state / measured.optimizer
+            states.append(exact(f"state over AdamW's/{name}", ratio, "ratio", predicted))
+    return found + states
+
+
+@case("price/optimizers", minutes=4)
+def price_of_optimizers() -> list[Measurement]:
+    """Training at each optimizer's own learning rate.
+
+    torchao's is not timed: it is meant for its compiler, and slow without.
+    """
+    variants = {n: s for n, s in LESS_STATE.items() if s["optimizer"] != "torchao"}
+    return prices(variants, steps=STEPS)
+
+
+# Contexts of one to three bytes, hashed, each a row of a table: few rows have gradients in a step.
+ROWS, ORDERS, SPARSE_BATCH, SPARSE_STEPS = 2048, 3, 256, 150
+# Rates were chosen on seeds 100 and 101 among 0.003, 0.01, 0.03, 0.1, 0.3 and 1, and SM3's 3 too.
+SPARSE: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
+    "AdamW": (torch.optim.AdamW, 0.03),
+    "SM3": (SM3, 1.0),
+    "AdaGrad": (torch.optim.Adagrad, 0.3),
+}
+
+
+def contexts(windows: Tensor) -> Tensor:
+    """The rows that belong to the bytes before the last: int64 [N, 4] to int64 [N, 3]."""
+    place = windows[:, ORDERS - 1] % ROWS
+    found = [place]
+    for order in range(1, ORDERS):
+        place = (place * 257 + windows[:, ORDERS - 1 - order] + 1) % ROWS
+        found.append(place + order * ROWS)
+    return torch.stack(found, 1)
+
+
+def sparse_run(seed: int, name: str) -> float:
+    """Held-out nats a byte of a table of logits, trained by one optimizer."""
+    generator = torch.Generator().manual_seed(seed)
+    start = 0.01 * torch.randn(ORDERS * ROWS, CONFIG.vocab_size, generator=generator)
+    table = nn.Parameter(start)
+    make, rate = SPARSE[name]
+    optimizer = make([table], lr=rate)
+    draw = memory.batches(seed, batch=SPARSE_BATCH, length=ORDERS)
+
+    def loss(windows: Tensor) -> Tensor:
+        return F.cross_entropy(F.embedding(contexts(windows), table).sum(1), windows[:, -1])
+
+    for n in range(SPARSE_STEPS):
+        optimizer.zero_grad()
+        loss(draw(n)[0]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(loss(held_out_rows().unfold(1, ORDERS + 1, 1).flatten(0, 1)))
+
+
+@case("sparse/SM3", minutes=0.7)
+def sparse_of_sm3() -> list[Measurement]:
+    """Sparse gradients: the next byte by the three before it, out of a table."""
+    losses = {name: [sparse_run(seed, name) for seed in SEEDS] for name in SPARSE}
+    found = []
+    for name, other in (("SM3", "AdamW"), ("AdaGrad", "AdamW"), ("SM3", "AdaGrad")):
+        gaps = minus(losses[name], losses[other])
+        rates = {name: rate for name, (_, rate) in SPARSE.items()}
+        details = {"seeds": SEEDS, "rates": rates, "loss": losses}
+        found.append(seen(f"loss minus {other}/{name}", "nats a byte", gaps, **details))
+    return found
+
+
+# Mixture of experts ------------------------------------------------------------------------------
+EXPERTS = 4
+MIXED = f"{EXPERTS} experts"
+
+
+def experts_way(seed: int, *, batch: int, length: int, coefficient: float = 0.01) -> Way:
+    """Experts in the place of each MLP; coefficient: of the auxiliary loss."""
+
+    def loss(model: Llama, tokens: Tensor) -> Tensor:
+        return mean_loss(model, tokens) + coefficient * memory.model_balance_loss(model)
+
+    model = memory.with_experts(memory.fresh(seed), EXPERTS, seed=seed)
+    return way(seed, batch=batch, length=length, model=model, loss=loss)
+
+
+@case("bytes/experts", minutes=0.4)
+def bytes_of_experts() -> list[Measurement]:
+    """Beside the dense model with as many active parameters, and one with as many in all."""
+    sparse, wide = experts_way(0, **BIG), EXPERTS * CONFIG.intermediate_size
+    counts = memory.count_parameters(sparse.model)
+    dense: Settings = {"config": replace(CONFIG, intermediate_size=wide), **BIG}
+    mine, theirs = metered(sparse), metered(way(0, **dense))
+    predicted = memory.estimate_experts(CONFIG, experts=EXPERTS, **BIG)
+    activations = mine.most.activations / theirs.most.activations
+    return [
+        *against(MIXED, mine.peak, predicted, plain(**BIG), **BIG),
+        *against("dense, as many parameters", theirs.peak, told(**dense), plain(**BIG), **BIG),
+        exact(f"peak over dense/{MIXED}", mine.peak.total / theirs.peak.total, "ratio"),
+        exact(f"activations over dense/{MIXED}", activations, "ratio"),
+        exact(f"active over all parameters/{MIXED}", counts.active / counts.total, "ratio"),
+    ]
+
+
+@case("price/experts", minutes=3)
+def price_of_experts() -> list[Measurement]:
+    """Loss and time beside the dense model, and how even the routing of the held-out text is."""
+    variants: dict[str, Settings] = {MIXED: {}, f"{MIXED}, unbalanced": {"coefficient": 0}}
+    labels = dict(zip(variants, ("with auxiliary loss", "without auxiliary loss"), strict=True))
+    found: dict[str, list[float]] = {}
+
+    def watch(ways: Mapping[str, Way]) -> None:
+        for name, label in labels.items():
+            layers = [m for m in ways[name].model.modules() if isinstance(m, experts.SwitchMLP)]
+            routings = [layer.routing for layer in layers if layer.routing is not None]
+            for what, values in (
+                ("busiest expert", [float(routing.load.max()) for routing in routings]),
+                ("dropped tokens", [float(routing.dropped) for routing in routings]),
+            ):
+                found.setdefault(f"{what}/{label}", []).append(statistics.fmean(values))
+
+    paid = prices(variants, experts_way, steps=STEPS, watch=watch)
+    details = {"seeds": SEEDS, "steps": STEPS, "even": 1 / EXPERTS}
+    return paid + [seen(name, "share", samples, **details) for name, samples in found.items()]
+
+
+# Loading -----------------------------------------------------------------------------------------
+SAMPLES, PER_FILE, LOADED, FREE_S, REPETITIONS = 512, 128, 16, 0.005, 5
+
+
+def written(rows: Tensor, folder: Path) -> dict[str, list[Path]]:
+    """The same rows in each form."""
+    alone = folder / "alone"
+    alone.mkdir()
+    paths = [alone / f"{number:08d}.bin" for number in range(len(rows))]
+    for path, row in zip(paths, rows.to(torch.uint8).numpy(), strict=True):
+        path.write_bytes(bytes(row))
+    return {"file a row": paths} | {
+        form: memory.write_rows(rows, folder / form, form=form, rows_per_file=PER_FILE)
+        for form in ("webdataset", "tfrecord")
+    }
+
+
+def loader(form: str, paths: Sequence[Path]) -> DataLoader[Tensor]:
+    """Batches of rows, read in this process, after the system was asked to forget the files."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if form == "file a row":
+        return DataLoader(paths, batch_size=LOADED, collate_fn=read_rows)  # type: ignore[arg-type]
+    return DataLoader(memory.RecordFiles(paths), batch_size=LOADED)
+
+
+def read_rows(paths: Sequence[Path]) -> Tensor:
+    """A batch of rows that are a file each."""
+    return torch.stack([memory.token_row(path.read_bytes()) for path in paths])
+
+
+@case("price/loading", minutes=0.5, needs="cpu")
+def price_of_loading() -> list[Measurement]:
+    """Waits of a loop for its rows, by the form of the files, and with reading ahead."""
+
+    def step(_batch: Tensor) -> None:  # leaves the processor free, as one on a GPU does
+        time.sleep(FREE_S)
+
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        rows = memory.batches(0, batch=SAMPLES, length=BIG["length"])(0)[0]
+        forms = written(rows, Path(folder))
+        for repetition in range(REPETITIONS):
+            waited = {}
+            for form in list(forms)[:: 1 if repetition % 2 else -1]:
+                asked = memory.stalls(loader(form, forms[form]), step)
+                ahead = memory.stalls(memory.prefetch(loader(form, forms[form])), step)
+                waited[form] = asked.waited
+                found.setdefault(f"share of waiting/{form}", []).append(asked.share)
+                found.setdefault(f"share of waiting, ahead/{form}", []).append(ahead.share)
+            for form in ("webdataset", "tfrecord"):
+                ratio = waited[form] / waited["file a row"]
+                found.setdefault(f"waiting over file a row/{form}", []).append(ratio)
+    details = {"rows": SAMPLES, "batch": LOADED, "a step": FREE_S, "rows a file": PER_FILE}
+    return [
+        seen(name, "share" if name.startswith("share") else "ratio", samples, **details)
+        for name, samples in found.items()
+    ]
+
+
+# Attention ---------------------------------------------------------------------------------------
+def naive_told(config: LlamaConfig, *, batch: int, length: int) -> int:
+    """Bytes at the peak of plain training with an attention that keeps its weights.
+
+    A layer keeps them and a mask, and not what the fused form does: its output by head, which
+    o_proj copies, and a log-sum-exp a row. Most is held at the loss, or where the last layer's
+    scores get their gradients: two matrices more, the gradients of what comes after them, and of
+    that layer its first norm, queries and keys.
+    """
+    shape = traffic.Shape(
+        batch=batch, heads=config.num_attention_heads, length=length, dtype_bytes=4,
+        head_dim=config.head_size, is_causal=True,
+    )  # fmt: skip
+    given: Settings = {"batch": batch, "length": length}
+    layers, row, tokens = config.num_hidden_layers, shape.query_bytes, batch * length
+    weights = traffic.kept_bytes(shape, "naive")
+    more = weights + length**2 - row - shape.row_bytes
+    fused = memory.estimate(config, **given)
+    one, two = (
+        memory.estimate(replace(config, num_hidden_layers=n), moment="forward", **given).activations
+        for n in (layers, layers + 1)
+    )
+    inputs = 8 * batch * (length + 1) + 4 * tokens * config.head_size
+    last = 5 * row + 4 * tokens + weights + length**2
+    kept = inputs + (layers - 1) * (two - one + more) + last
+    top = f"layers.{layers - 1}."
+    after = ("lm_head.", "norm.", f"{top}mlp.", f"{top}post_", f"{top}self_attn.o_proj.")
+    gradients = sum(
+        4 * math.prod(size)
+        for name, size in parameter_shapes(config).items()
+        if name.startswith(after)
+    )
+    at_scores = fused.parameters + fused.optimizer + gradients + kept + 2 * weights + 2 * row
+    return max(at_scores, fused.total + layers * more)
+
+
+LENGTHS = {"model": (256, 512, 1024), "layer": (1024, 2048, 4096)}
+
+
+@case("bytes/attention", minutes=1)
+def bytes_of_attention() -> list[Measurement]:
+    """The peak of training with all scores in memory over the fused form's, by length."""
+    alone = replace(CONFIG, num_hidden_layers=1, max_position_embeddings=4096)
+    forms: dict[str, Callable[..., Tensor]] = {
+        "naive": functools.partial(naive, is_causal=True),
+        "flash": causal_attention,
+    }
+    found = []
+    for what, config, batch in (("model", CONFIG, 2), ("layer", alone, 1)):
+        for length in LENGTHS[what]:
+            size: Settings = {"batch": batch, "length": length}
+            models = {name: Llama(config, attention=form) for name, form in forms.items()}
+            peaks = {n: metered(way(0, model=m, **size)).peak for n, m in models.items()}
+            ratio = peaks["naive"].total / peaks["flash"].total
+            predicted = naive_told(config, **size) / memory.estimate(config, **size).total
+            name = f"peak, naive over flash/{what}, {length} tokens"
+            parts = {form: peak.parts() for form, peak in peaks.items()}
+            found.append(exact(name, ratio, "ratio", predicted, **parts, **size))
+    return found
+
+
+# Together ----------------------------------------------------------------------------------------
+SAVING: Settings = {"checkpointing": 1, "parts": 4}
+TOGETHER: Mapping[str, Settings] = {
+    "checkpointing, accumulation": SAVING,
+    "checkpointing, accumulation, Adafactor": {**SAVING, **LESS_STATE["Adafactor"]},
+    "checkpointing, accumulation, AdamW8bit": {**SAVING, **LESS_STATE["AdamW8bit"]},
+}
+IN_HALF: Mapping[str, Settings] = {
+    "autocast, accumulation": {"recipe": "autocast to bfloat16", "parts": 4},
+    "bfloat16, checkpointing, accumulation, Adafactor": {
+        "recipe": "bfloat16", **SAVING, **LESS_STATE["Adafactor"],
+    },
+}  # fmt: skip
+
+
+@case("combination", minutes=5, needs="cpu")
+def combination() -> list[Measurement]:
+    """Methods together: bytes, time and loss; in 16 bits the bytes alone."""
+    tried = {name: settings for name, settings in TOGETHER.items() if "optimizer" in settings}
+    found = bytes_of(TOGETHER) + bytes_of(IN_HALF, HALF)
+    return found + prices(tried, steps=STEPS)
+
+
+# The estimate ------------------------------------------------------------------------------------
+GROUPED = LlamaConfig(
+    vocab_size=300, hidden_size=80, intermediate_size=200, num_hidden_layers=6,
+    num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True,
+)  # fmt: skip
+ASKED: Mapping[str, Settings] = {
+    "plain": BIG,
+    "one row": {"batch": 1, "length": 77},
+    "long": {"batch": 1, "length": 1024},
+    "grouped, tied, 6 layers": {"config": GROUPED, "batch": 3, "length": 131},
+    "SGD": {"optimizer": "sgd", **TINY},
+    "Adafactor": {"optimizer": "adafactor", **TINY},
+    "SM3": {"optimizer": "sm3", **TINY},
+    "AdamW8bit": {"optimizer": "adamw8bit", **TINY},
+    "every 1": {"checkpointing": 1, **HALF},
+    "every 3": {"checkpointing": 3, **HALF},
+    "selective": {"checkpointing": "selective", **HALF},
+    "bfloat16": {"recipe": "bfloat16", **TINY},
+    "mixed": {"recipe": "autocast to bfloat16", **TINY},
+    "bfloat16, every 2, Adafactor": {
+        "recipe": "bfloat16", "checkpointing": 2, "optimizer": "adafactor", **TINY,
+    },
+}  # fmt: skip
+
+
+@case("estimate/error", minutes=0.7, needs="cpu")
+def error_of_estimate() -> list[Measurement]:
+    """The estimate beside the meter: shapes, batches, dtypes, optimizers, checkpoints."""
+    found = []
+    for name, settings in ASKED.items():
+        predicted, peak = told(**settings), metered(way(0, **settings)).peak
+        parts: Settings = {"predicted": predicted.parts(), "measured": peak.parts()}
+        error = predicted.total / peak.total - 1
+        found.append(exact(f"relative error/{name}", error, "share", **parts))
+    largest = max(abs(item.samples[0]) for item in found)
+    return [*found, exact("largest relative error", largest, "share")]

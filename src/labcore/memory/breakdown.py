@@ -1,0 +1,34 @@
+"""What a training step's bytes are for: one type for what is measured and what is predicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+__all__ = ["Breakdown"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Breakdown:
+    """Bytes that one device holds at one moment of a training step.
+
+    parameters: weights and buffers. gradients: of the parameters. optimizer: its state.
+    activations: what the forward leaves for the backward, and what checkpointing recomputes.
+    workspace: everything else, temporary: results on their way, weights gathered from other
+    devices.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    workspace: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all five."""
+        kept = self.parameters + self.gradients + self.optimizer
+        return kept + self.activations + self.workspace
+
+    def parts(self) -> dict[str, int]:
+        """The five by name, in the order in which a picture stacks them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}

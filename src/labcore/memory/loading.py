@@ -1,0 +1,367 @@
+"""Reading training data from shards: ahead of the step, past damage, and with its waits counted.
+
+Rows lie in webdataset shards (tar files) or TFRecord files. A loader that is slower than the step
+leaves the device waiting; reading ahead hides as much of it as a step takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
+
+from labcore.checks import non_negative, one_of, positive_int
+from labcore.memory.tfrecord import (
+    CHOICES,
+    CorruptRecord,
+    Report,
+    read_tfrecord,
+    refuse_or_report,
+    warn,
+    write_tfrecord,
+)
+from labcore.shuffling import write_shards
+
+__all__ = [
+    "RecordFiles",
+    "Stalls",
+    "measured_stalls",
+    "predicted_wait",
+    "prefetch",
+    "read_shard",
+    "stalls",
+    "tar_bytes",
+    "token_row",
+    "write_rows",
+]
+
+T = TypeVar("T")
+
+BLOCK = 512  # bytes: tar's headers and contents fill whole blocks,
+RECORD = 20 * BLOCK  # and a file whole records
+FIELD = "bin"
+
+
+def tar_bytes(lengths: Iterable[int]) -> int:
+    """Bytes of a tar file with contents of these lengths, as `labcore.shuffling` writes it.
+
+    A header of 512 for each, the contents in blocks of 512, two blocks to close, all in 10,240s.
+    """
+    total = 2 * BLOCK + sum(BLOCK - -length // BLOCK * BLOCK for length in lengths)
+    return -(-total // RECORD) * RECORD
+
+
+@dataclass(kw_only=True, slots=True)
+class _Walk:
+    """What a tar file's headers say: whole stretches, damage between them, the fields' names."""
+
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    problems: list[CorruptRecord] = field(default_factory=list)
+    fields: set[str] = field(default_factory=set)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Span:
+    """A stretch of a file as a stream of its own."""
+
+    file: BinaryIO
+    end: int
+
+    def read(self, count: int) -> bytes:
+        return self.file.read(min(count, self.end - self.file.tell()))
+
+
+def _header(block: bytes) -> tarfile.TarInfo | None:
+    try:
+        info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return None
+    return info if info.size >= 0 else None
+
+
+def _next_header(file: BinaryIO, at: int) -> tuple[int | None, bool]:
+    """Where the next header stands, or None; whether all bytes before it are zero."""
+    file.seek(at)
+    blank = True
+    while block := file.read(BLOCK):
+        if _header(block) is not None:
+            return at, blank
+        blank = blank and not any(block)
+        at += BLOCK
+    return None, blank
+
+
+def _walk(path: Path) -> _Walk:
+    """Read every header of a tar file. tarfile itself takes a damaged one for the file's end."""
+    found, size = _Walk(), path.stat().st_size
+    start = at = 0
+
+    def damage(fault: str) -> None:
+        found.problems.append(CorruptRecord.at(path, at, fault))
+        found.spans.append((start, at))
+
+    with path.open("rb") as file:
+        while at < size:
+            file.seek(at)
+            info = _header(file.read(BLOCK))
+            if info is None:
+                following, blank = _next_header(file, at)
+                if following is None and blank:
+                    found.spans.append((start, at))
+                    return found
+                lost = (size if following is None else following) - at
+                damage(f"no header of a tar file stands there, and {lost} bytes are lost")
+                start = at = at + lost
+                continue
+            end = at + BLOCK - -info.size // BLOCK * BLOCK
+            if end > size:
+                damage(f"the file ends in it, after {size - at} of {end - at} bytes")
+                return found
+            if info.isreg() and (name := base_plus_ext(info.name)[1]):
+                found.fields.add(name.lower())
+            at = end
+    if start < at or not found.problems:
+        damage("the file ends there without a tar file's closing blocks")
+    return found
+
+
+def read_shard(
+    path: str | Path, *, on_corrupt: str = "raise", report: Report = warn
+) -> Iterator[dict[str, Any]]:
+    """The samples of an uncompressed webdataset shard, as webdataset gives them before decoding.
+
+    That is a dict with "__key__", "__url__" (the file) and the fields as bytes. All headers are
+    read first. tar has a checksum for a header and none for what follows, so a changed byte of a
+    field passes here; it is TFRecord that finds it.
+
+    on_corrupt: "raise": a CorruptRecord with file and offset before the first sample; "skip":
+    `report` gets that error, and reading goes on at the next header. A sample beside the damage
+    that lacks a field which the shard has elsewhere is reported and left out too.
+    report: called with each error; the default warns.
+    """
+    one_of("on_corrupt", on_corrupt, CHOICES)
+    return _samples(Path(path), on_corrupt, report)
+
+
+def _samples(path: Path, on_corrupt: str, report: Report) -> Iterator[dict[str, Any]]:
+    walk = _walk(path)
+    for problem in walk.problems:
+        refuse_or_report(problem, on_corrupt, report)
+    with path.open("rb") as file:
+        for number, (start, end) in enumerate(walk.spans):
+            if start == end:
+                continue
+            file.seek(start)
+            source = {"url": str(path), "stream": _Span(file=file, end=end)}
+            samples: Iterator[Any] = group_by_keys(tar_file_expander([source]))
+            none: list[Any] = [None]
+            beside = number > 0
+            for sample, following in itertools.pairwise(itertools.chain(samples, none)):
+                beside = beside or (following is None and number < len(walk.problems))
+                missing = sorted(walk.fields - sample.keys())
+                if beside and missing:
+                    fault = f"sample {sample['__key__']!r} beside the damage lacks {missing}"
+                    report(CorruptRecord.at(path, start, fault))
+                else:
+                    yield sample
+                beside = False
+
+
+def token_row(data: bytes | dict[str, Any]) -> Tensor:
+    """The tokens of a row that `write_rows` wrote: int64 [T]."""
+    content = data if isinstance(data, bytes) else data[FIELD]
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
+
+
+FORMS = ("tfrecord", "webdataset")
+
+
+def write_rows(
+    rows: Tensor, folder: str | Path, *, form: str = "webdataset", rows_per_file: int
+) -> list[Path]:
+    """Write rows of byte tokens into files of a new folder, and return those in their order.
+
+    rows: integers [N, T] of 0 to 255. form: "webdataset" for shards with one field "bin", or
+    "tfrecord". rows_per_file: of every file but the last. Raises ValueError for tokens that are no
+    bytes, FileExistsError where the folder is there already.
+    """
+    one_of("form", form, FORMS)
+    positive_int("rows_per_file", rows_per_file)
+    fits = rows.dim() == 2 and rows.numel() and not rows.is_floating_point()
+    if not fits or not 0 <= int(rows.min()) <= int(rows.max()) < 256:
+        raise ValueError(
+            f"rows must be byte tokens [N, T], integers of 0 to 255, got {rows.dtype} "
+            f"{tuple(rows.shape)}; encode the text first"
+        )
+    contents = [bytes(row) for row in rows.to(torch.uint8).numpy()]
+    folder = Path(folder)
+    folder.mkdir(parents=True)
+    if form == "webdataset":
+        samples = ({"__key__": f"{n:08d}", FIELD: data} for n, data in enumerate(contents))
+        return [shard.path for shard in write_shards(samples, folder, rows_per_shard=rows_per_file)]
+    paths: list[Path] = []
+    for first in range(0, len(contents), rows_per_file):
+        paths.append(folder / f"shard-{len(paths):06d}.tfrecord")
+        write_tfrecord(paths[-1], contents[first : first + rows_per_file])
+    return paths
+
+
+class RecordFiles(IterableDataset[Any]):
+    """The records of many files, for a DataLoader: each of its workers reads some of the files.
+
+    paths: files ending in .tar (webdataset) or .tfrecord. decode: what makes a row of a sample's
+    dict or of a record's bytes. on_corrupt, report: as in `read_shard`; a worker's report is called
+    in the worker's process. Workers beyond the number of files have nothing to read.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        decode: Callable[[Any], Any] = token_row,
+        *,
+        on_corrupt: str = "raise",
+        report: Report = warn,
+    ) -> None:
+        for path in paths:
+            one_of("a file's ending", Path(path).suffix, (".tar", ".tfrecord"))
+        self.paths, self.decode = list(paths), decode
+        self.on_corrupt, self.report = one_of("on_corrupt", on_corrupt, CHOICES), report
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        share = self.paths[info.id :: info.num_workers] if info else self.paths
+        for path in share:
+            read = read_shard if Path(path).suffix == ".tar" else read_tfrecord
+            for record in read(path, on_corrupt=self.on_corrupt, report=self.report):
+                yield self.decode(record)
+
+
+def prefetch(source: Iterable[T], *, depth: int = 2) -> Generator[T, None, None]:
+    """The items of `source` in their order, read by a thread while the caller works.
+
+    depth: items at most that are read or being read and not yet taken. An error of the source is
+    raised in its place. The thread ends with the loop, or with `.close()` after the item that it
+    is reading. It helps where reading waits (a disk, a network) or leaves Python's lock; Python
+    code that computes needs a DataLoader's workers.
+    """
+    positive_int("depth", depth)
+    return _prefetched(source, depth)
+
+
+def _prefetched(source: Iterable[T], depth: int) -> Generator[T, None, None]:
+    ready: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+    room, closed = threading.Semaphore(depth), threading.Event()
+
+    def fill() -> None:
+        try:
+            items = iter(source)
+            while room.acquire() and not closed.is_set():
+                ready.put((True, next(items)))
+        except BaseException as error:  # StopIteration among them: the end
+            ready.put((False, error))
+
+    reader = threading.Thread(target=fill, daemon=True)
+    reader.start()
+    try:
+        while True:
+            more, item = ready.get()
+            if not more and isinstance(item, StopIteration):
+                return
+            if not more:
+                raise item
+            room.release()
+            yield item
+    finally:
+        closed.set()
+        room.release()
+        reader.join()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stalls:
+    """Where a loop's seconds went.
+
+    waited: for batches, `first` of it for the first one. worked: in steps. batches: how many.
+    """
+
+    waited: float
+    worked: float
+    first: float
+    batches: int
+
+    @property
+    def share(self) -> float:
+        """The part of the time in which the step waited for its data, from 0 to 1."""
+        return self.waited / (self.waited + self.worked or 1.0)
+
+
+def stalls(
+    batches: Iterable[T],
+    step: Callable[[T], object],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Stalls:
+    """Run `step` on every batch, and count the seconds that it waited for them.
+
+    A step on a GPU must end with a synchronization, or its time is counted where the host waits.
+    Raises ValueError where there is no batch.
+    """
+    waits, worked, begin = [], 0.0, clock()
+    for batch in batches:
+        arrived = clock()
+        waits.append(arrived - begin)
+        step(batch)
+        begin = clock()
+        worked += begin - arrived
+    if not waits:
+        raise ValueError("stalls needs at least one batch, got none")
+    return Stalls(waited=sum(waits), worked=worked, first=waits[0], batches=len(waits))
+
+
+def predicted_wait(*, load: float, step: float, batches: int, readers: int = 0) -> float:
+    """Seconds that a loop waits for `batches` batches.
+
+    load: seconds to read one batch; step: seconds of the caller's work on it. readers: 0 reads when
+    the batch is asked for; n threads or workers read ahead, each a batch in its turn, on cores of
+    their own: the first batch is waited for whole, and of the next n together, which are read at
+    the same time, what n steps do not cover.
+    """
+    non_negative("load", load)
+    non_negative("step", step)
+    positive_int("batches", batches)
+    if not non_negative("readers", readers):
+        return batches * load
+    rounds = -(-batches // readers)
+    return load + (rounds - 1) * max(0.0, load - readers * step)
+
+
+def measured_stalls(
+    paths: Sequence[Path],
+    step: Callable[[Tensor], object],
+    *,
+    batch: int = 8,
+    workers: int = 0,
+    thread: bool = False,
+    decode: Callable[[Any], Any] = token_row,
+) -> Stalls:
+    """Run `step` on batches [batch, T] of the files' rows, and count its waits.
+
+    workers: of the DataLoader, processes that read ahead. thread: read ahead in a thread.
+    """
+    loader = DataLoader(RecordFiles(paths, decode), batch_size=batch, num_workers=workers)
+    if not thread:
+        return stalls(loader, step)
+    with contextlib.closing(prefetch(loader)) as ahead:  # a step's error ends the thread too
+        return stalls(ahead, step)

@@ -1,0 +1,262 @@
+"""Optimizer state in 8 bits: a code for each number, a scale for each block of them.
+
+A block is divided by its largest magnitude, and each number becomes the index of the nearest value
+in a map of 256. The map is dynamic: its values lie dense near 0, over seven powers of ten, since
+the moments of one block differ that much.
+
+For training on a GPU take `torchao.optim.AdamW8bit` or bitsandbytes, which do the same in one
+kernel. torchao's compiles each shape at its first step; on a CPU that takes a C++ compiler and
+minutes, and `torch.compiler.set_stance("force_eager")` around its `step` avoids it.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from labcore import checks
+from labcore.optim import rules
+from labcore.optim.chunked import CHUNK
+from labcore.optim.precision import apply_rule
+from labcore.optim.shell import Item
+from labcore.optim.tensorwise import Layout, TensorShell, layout_bytes, state_dtype
+
+__all__ = ["AdamW8bit", "dequantize_blocks", "dynamic_map", "largest_error", "quantize_blocks"]
+
+SMALLEST = 4096  # elements: below it a state stays in float32, as in bitsandbytes and torchao
+DECADES = 7
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+
+
+def dynamic_map(*, signed: bool) -> Tensor:
+    """The 256 values of the dynamic 8-bit data type, ascending: float32 [256].
+
+    A code is a row of zeros, a one that ends it, and the rest: z zeros scale by 10^-z, and the rest
+    counts equal steps from 0.1 to 1, whose midpoints are the values. So the numbers near 1 have
+    most of the bits. Signed codes spend one bit on the sign and reach from -0.993 to 1, unsigned
+    ones from 0 to 1. 0 and 1 themselves are added.
+    Source: Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit optimizers via block-wise
+    quantization", arXiv 2110.02861.
+    """
+    bits = DECADES - 1 if signed else DECADES
+    values = [0.0, 1.0]
+    for zeros in range(DECADES):
+        edges = torch.linspace(0.1, 1, 2 ** (bits - zeros) + 1, dtype=torch.float64)
+        middles = ((edges[1:] + edges[:-1]) / 2 * 10.0**-zeros).tolist()
+        values += middles + ([-value for value in middles] if signed else [])
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+def largest_error(*, signed: bool) -> float:
+    """The largest error of `quantize_blocks`, in units of a block's largest magnitude.
+
+    Half of the widest gap of the map: 0.0070 signed, 0.0035 unsigned. From -0.993 down to -1, which
+    the signed map does not hold, it is as much.
+    """
+    values = dynamic_map(signed=signed).double()
+    return float(values.diff().max()) / 2
+
+
+@functools.cache
+def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The map, and the borders between the numbers that are nearest to one value or the next."""
+    values = dynamic_map(signed=signed).to(device)
+    return values, (values[1:] + values[:-1]) / 2
+
+
+def quantize_blocks(
+    x: Tensor, *, signed: bool = True, block_size: int = 256
+) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [shape of x] and scales float32 [number of blocks] of a tensor of any shape.
+
+    A block is `block_size` elements in row-major order, the last one perhaps shorter; its scale is
+    its largest magnitude. Each element becomes the nearest value of the map, and errs by at most
+    `largest_error` scales. Without a sign, a number above 0 never becomes 0: a second moment of 0
+    beside a first moment that is not would divide it by eps. NaN or infinity spoils its block.
+
+    x: float, computed in float32; at least 0 where `signed` is False: what lies below becomes 0.
+    Raises ValueError for a block_size below 1.
+    """
+    checks.positive_int("block_size", block_size)
+    flat = functional.pad(x.reshape(-1).float(), (0, -x.numel() % block_size))
+    blocks = flat.view(-1, block_size)
+    scales = blocks.abs().amax(1)
+    unit = blocks / torch.where(scales == 0, 1.0, scales).unsqueeze(1)
+    _, borders = _tables(signed, x.device)
+    codes = torch.bucketize(unit, borders, out_int32=True, right=True)
+    if not signed:
+        codes = torch.where(blocks > 0, codes.clamp(min=1), codes)
+    return codes.to(torch.uint8).view(-1)[: x.numel()].view(x.shape), scales
+
+
+def dequantize_blocks(
+    codes: Tensor, scales: Tensor, *, signed: bool = True, block_size: int = 256
+) -> Tensor:
+    """The float32 tensor [shape of codes] behind the codes and scales of `quantize_blocks`."""
+    values, _ = _tables(signed, codes.device)
+    wide = scales.repeat_interleave(block_size)[: codes.numel()]
+    return values[codes.int()] * wide.view(codes.shape)
+
+
+class AdamW8bit(TensorShell):
+    """AdamW whose two moments are kept in 8 bits: a reading copy of the method, not a fast one.
+
+    State: `exp_avg` and `exp_avg_sq` as uint8 codes [shape of the parameter] with `..._scales`
+    float32, one a block: 2.03 bytes a weight instead of 8. Parameters below 4096 elements keep
+    float32 moments. A step restores the moments of one block of the walk at a time, follows
+    `rules.adamw` in float32 and rounds them back; the weight sees the moments before that rounding.
+
+    Args:
+        params: parameters, named parameters, or parameter groups.
+        lr: learning rate, at least 0; a one-element tensor is read at every step.
+        betas: (beta1, beta2), each in [0, 1).
+        eps: added to the root of the second moment, in units of the gradient.
+        weight_decay: decoupled decay λ, per unit of lr.
+        block_size: elements with one scale.
+        maximize: climb instead; the gradient itself is never changed.
+        master_weights: keep a float32 copy of bfloat16 and float16 parameters in the state.
+        stochastic_rounding: round bfloat16 parameters by chance, unbiased.
+        generator: randomness of that rounding, on the parameters' device; None: torch's default.
+            Its state is the caller's to save.
+        nonfinite: "propagate"; "raise": RuntimeError before any weight changes; "skip": that
+            parameter's step is left out and counted in `optimizer.skipped`.
+
+    Errors: ValueError and TypeError for settings and complex parameters, RuntimeError for sparse
+    gradients. Source: Dettmers et al., arXiv 2110.02861.
+    """
+
+    rule = staticmethod(rules.adamw)
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    counts_steps: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        block_size: int = 256,
+        maximize: bool = False,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        generator: torch.Generator | None = None,
+        nonfinite: str = "propagate",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "block_size": block_size,
+            "maximize": maximize,
+            "master_weights": master_weights,
+            "stochastic_rounding": stochastic_rounding,
+            "nonfinite": nonfinite,
+        }
+        super().__init__(params, defaults, generator)
+
+    @staticmethod
+    def state_bytes(
+        shape: Sequence[int], dtype: torch.dtype = torch.float32, *, block_size: int = 256
+    ) -> int:
+        """Bytes of state for a parameter of this shape and dtype, without a master copy."""
+        return layout_bytes(_layout(tuple(shape), dtype, block_size))
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        checks.non_negative("eps", group["eps"])
+        checks.positive_int("block_size", group["block_size"])
+        super()._check_group(group)
+
+    def _layout(self, group: dict[str, Any], param: Tensor) -> Layout:
+        return _layout(tuple(param.shape), param.dtype, group["block_size"])
+
+    def _hyperparameters(self, group: dict[str, Any], *, tensors: bool = False) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        same = {"eps": group["eps"], "weight_decay": group["weight_decay"]}
+        return {
+            "lr": group["lr"] if tensors else float(group["lr"]),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            **same,
+        }
+
+    def _foreach(self, group: dict[str, Any], items: list[Item]) -> bool:
+        for item in items:
+            self._block_step(group, *item)
+        return True
+
+    def _block_step(
+        self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        if "exp_avg_scales" not in state:
+            self._by_rule(group, param, grad, state)
+            return
+        step = state["step"].item()
+        state["step"] += 1
+        for weight, slope, piece in _pieces(param, grad, state, group["block_size"]):
+            moments = {
+                name: dequantize_blocks(
+                    piece[name],
+                    piece[f"{name}_scales"],
+                    signed=signed,
+                    block_size=group["block_size"],
+                )
+                for name, signed in SIGNED.items()
+            }
+            if "master" in piece:
+                moments["master"] = piece["master"]
+            apply_rule(
+                type(self).rule,
+                weight,
+                slope,
+                moments,
+                step=step,
+                maximize=group["maximize"],
+                stochastic=group["stochastic_rounding"],
+                generator=self.generator,
+                **self._hyperparameters(group),
+            )
+            for name, signed in SIGNED.items():
+                codes, scales = quantize_blocks(
+                    moments[name], signed=signed, block_size=group["block_size"]
+                )
+                piece[name].copy_(codes)
+                piece[f"{name}_scales"].copy_(scales)
+
+
+def _layout(shape: tuple[int, ...], dtype: torch.dtype, block_size: int) -> Layout:
+    layout: Layout = {"step": ((), torch.float32)}
+    for name in SIGNED:
+        if prod(shape) < SMALLEST:
+            layout[name] = (shape, state_dtype(dtype))
+        else:
+            layout[name] = (shape, torch.uint8)
+            layout[f"{name}_scales"] = ((-(-prod(shape) // block_size),), torch.float32)
+    return layout
+
+
+def _pieces(
+    param: Tensor, grad: Tensor, state: dict[str, Tensor], block_size: int
+) -> Iterable[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    """Views of weights, gradients and state, whole blocks each, so that temporaries stay small.
+
+    Blocks run in row-major order, so a tensor that lies otherwise in memory is one piece.
+    """
+    arrays = {name: value for name, value in state.items() if name != "step"}
+    wide = {name: value for name, value in arrays.items() if not name.endswith("_scales")}
+    if not all(value.is_contiguous() for value in (param, *wide.values())):
+        yield param, grad, arrays
+        return
+    blocks = max(1, CHUNK // block_size)
+    tensors = {"param": param, "grad": grad.reshape(-1), **wide}
+    split = {name: value.view(-1).split(blocks * block_size) for name, value in tensors.items()}
+    split |= {name: arrays[name].split(blocks) for name in arrays.keys() - wide.keys()}
+    for pieces in zip(*split.values(), strict=True):
+        piece = dict(zip(split, pieces, strict=True))
+        yield piece.pop("param"), piece.pop("grad"), piece

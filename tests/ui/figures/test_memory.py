@@ -1,0 +1,200 @@
+"""The chapter's figures show the bytes that they are given or that `estimate` says, and say so."""
+
+import itertools
+import random
+
+import plotly.graph_objects as go
+import pytest
+
+from labcore.memory import Breakdown, Moment, estimate
+from labcore.memory.prediction import DTYPES, OPTIMIZERS
+from labcore.ui import Choice, explore, twin
+from labcore.ui.figures import memory as figures
+
+PARTS = tuple(figures.COLORS)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+CONTROLS = {
+    "moments": {
+        "model": Choice(options=tuple(figures.MODELS), default="7B"),
+        "length": Choice(options=LENGTHS, default=4096),
+        "batch": Choice(options=(1, 2, 4, 8, 16)),
+        "dtype": Choice(options=DTYPES, default="bfloat16"),
+        "optimizer": Choice(options=OPTIMIZERS),
+        "checkpointing": Choice(options=tuple(figures.CHECKPOINTING)),
+    },
+    "stages": {
+        "optimizer": Choice(options=OPTIMIZERS),
+        "checkpointing": Choice(options=tuple(figures.CHECKPOINTING)),
+        "model": Choice(options=tuple(figures.MODELS), default="7B"),
+        "dtype": Choice(options=DTYPES, default="bfloat16"),
+        "devices": Choice(options=(2, 4, 8, 16, 64), default=8),
+    },
+}
+
+
+def alt(figure: go.Figure) -> str:
+    return figure.layout.meta["alt"]
+
+
+def heights(figure: go.Figure) -> dict[str, dict[str, float]]:
+    """Part -> column -> GB."""
+    return {bar.name: dict(zip(bar.x, bar.y, strict=True)) for bar in figure.data}
+
+
+def test_stacks_show_every_part_and_the_lines_that_are_near() -> None:
+    columns = {
+        "a": Breakdown(parameters=10**10, activations=8 * 10**9),
+        "b": Breakdown(workspace=3 * 10**9),
+    }
+    figure = figures.stacks(columns, title="Two")
+    shown = heights(figure)
+    assert tuple(shown) == PARTS
+    assert shown["parameters"] == {"a": 10, "b": 0} and shown["activations"] == {"a": 8, "b": 0}
+    assert shown["workspace"]["b"] == 3
+    assert [shape.y0 for shape in figure.layout.shapes] == [24, 16]
+    assert [note.text for note in figure.layout.annotations] == ["24 GB", "16 GB"]
+    assert figure.layout.yaxis.range[1] > 24
+    assert "a: parameters 10 GB, activations 8 GB, together 18 GB; b: workspace 3 GB" in alt(figure)
+
+
+def test_a_stack_above_all_lines_has_them_all() -> None:
+    figure = figures.stacks({"a": Breakdown(parameters=10**12)}, title="One")
+    assert {shape.y0 for shape in figure.layout.shapes} == set(figures.CAPACITIES)
+    assert [note.text for note in figure.layout.annotations] == ["141 GB", "80 GB", "24 GB"]
+    assert "1 TB" in alt(figure) and figure.layout.yaxis.range[1] > 1000
+
+
+def test_moments_are_the_estimate_s_and_name_the_highest() -> None:
+    settings = {"length": 16384, "batch": 2, "dtype": "mixed", "optimizer": "lion"}
+    figure = figures.moments("1.1B", **settings, checkpointing="every 4 layers")
+    shown = heights(figure)
+    found = {
+        moment: estimate(
+            figures.MODELS["1.1B"], **settings, checkpointing=4, moment=moment, device="gpu"
+        )
+        for moment in ("forward", "backward", "step")
+    }
+    for moment, held in found.items():
+        assert {part: shown[part][moment] for part in PARTS} == pytest.approx(
+            {part: size / 1e9 for part, size in held.parts().items()}
+        )
+    highest = max(found, key=lambda moment: found[moment].total)
+    assert figure.layout.title.text.endswith(f"GB in the {highest}")
+
+
+def test_stages_are_the_peaks_of_one_gpu_among_many() -> None:
+    figure = figures.stages("sgd", "selective", "13B", "float16", devices=64)
+    shown = heights(figure)
+    for stage in range(4):
+        held = estimate(
+            figures.MODELS["13B"], batch=1, length=4096, dtype="float16", optimizer="sgd",
+            checkpointing="selective", zero_stage=stage, data_parallel=64, device="gpu",
+        )  # fmt: skip
+        total = sum(shown[part][f"stage {stage}"] for part in PARTS)
+        assert total == pytest.approx(held.total / 1e9)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_every_frame_has_the_same_traces_and_titles_that_a_phone_can_show(
+    name: str, seed: int
+) -> None:
+    controls, draw = CONTROLS[name], getattr(figures, name)
+    points = [
+        dict(zip(controls, values, strict=True))
+        for values in itertools.product(*(control.positions() for control in controls.values()))
+    ]
+    longest = {
+        key: max(control.positions(), key=lambda value: len(f"{value}"))
+        for key, control in controls.items()
+    }
+    kinds = set()
+    for point in [longest, *random.Random(seed).sample(points, 40)]:
+        figure = draw(**point)
+        kinds.add(tuple((trace.name, trace.type) for trace in figure.data))
+        lines = figure.layout.title.text.split("<br>")
+        assert len(lines) == 3 and max(map(len, lines)) <= 40, lines
+        tallest = max(map(sum, zip(*(bar.y for bar in figure.data), strict=True)))
+        assert tallest < figure.layout.yaxis.range[1]
+    assert len(kinds) == 1
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_the_static_page_moves_two_controls_within_its_limits(name: str) -> None:
+    controls = CONTROLS[name]
+    explore(getattr(figures, name), alt="x", **controls)
+    frames = [len(control.positions()) for control in list(controls.values())[:2]]
+    assert frames[0] * frames[1] <= twin.MOST_FRAMES
+
+
+def moment(phase: str, **held: int) -> Moment:
+    return Moment(phase=phase, module="", held=Breakdown(**held))
+
+
+def test_the_timeline_is_the_last_step_stacked() -> None:
+    steps = [
+        moment("forward", parameters=10**6),
+        moment("backward", parameters=10**6),
+        moment("between", parameters=10**6),
+        moment("forward", parameters=10**6, activations=2 * 10**6),
+        moment("backward", parameters=10**6, gradients=3 * 10**6, activations=10**6),
+        moment("step", parameters=10**6, gradients=3 * 10**6, optimizer=10**6),
+    ]
+    figure = figures.timeline(steps, title="One step")
+    tops = {trace.name: list(trace.y) for trace in figure.data}
+    assert tops["parameters"] == [1, 1, 1]
+    assert tops["gradients"] == [1, 4, 4]
+    assert tops["workspace"] == [3, 5, 5]
+    # What is drawn later covers what was drawn before.
+    assert [trace.name for trace in figure.data] == list(reversed(PARTS))
+    assert [note.text for note in figure.layout.annotations] == ["forward", "backward", "step"]
+    assert "forward: at most 3 MB; backward: at most 5 MB; step: at most 5 MB" in alt(figure)
+
+
+def test_a_long_timeline_keeps_its_highest_moment(seed: int) -> None:
+    sizes = random.Random(seed).sample(range(10**6, 10**8), 5000)
+    steps = [moment("forward", activations=size) for size in sizes]
+    figure = figures.timeline(steps, title="Many")
+    shown = figure.data[0].y
+    assert len(shown) <= 250
+    assert max(shown) == pytest.approx(max(sizes) / 1e6)
+    assert figure.data[0].x[-1] < len(steps)
+
+
+def test_modules_add_up_in_the_order_of_a_forward() -> None:
+    held = {
+        "lm_head": Breakdown(parameters=10**6),
+        "": Breakdown(activations=2 * 10**6),
+        "layers.10.mlp": Breakdown(parameters=10**6),
+        "layers.9.mlp.up_proj": Breakdown(parameters=10**6),
+        "layers.9.self_attn": Breakdown(parameters=2 * 10**6, activations=10**6),
+        "embed_tokens": Breakdown(parameters=5 * 10**6),
+    }
+    figure = figures.modules(held, title="By module")
+    shown = {bar.name: dict(zip(bar.y, bar.x, strict=True)) for bar in figure.data}
+    assert list(shown["parameters"]) == [
+        "embed_tokens", "layers.9", "layers.10", "lm_head", "loss, inputs"
+    ]  # fmt: skip
+    assert shown["parameters"]["layers.9"] == 3 and shown["activations"]["layers.9"] == 1
+    total = sum(sum(row.values()) for row in shown.values())
+    assert total == pytest.approx(sum(one.total for one in held.values()) / 1e6)
+    assert "layers.9 4 MB, layers.10 1 MB" in alt(figure)
+
+
+def test_stretches_set_what_was_held_beside_the_prediction() -> None:
+    figure = figures.stretches({1: 4000.0, 2: 3000.0}, {2: 3100.0}, title="Blocks")
+    line, dots = figure.data
+    assert list(line.y) == [4, 3] and list(dots.x) == [2] and list(dots.y) == [3.1]
+    assert figure.layout.xaxis.type == "log" and list(figure.layout.xaxis.tickvals) == [2]
+    assert "3 kB at 2" in alt(figure)
+
+
+def test_prices_have_bytes_and_times_over_plain() -> None:
+    rows = {"a": (0.5, [1.0, 1.2]), "b": (2.0, [0.5, 0.5, 0.5])}
+    figure = figures.prices(rows, title="Prices")
+    sizes, times = figure.data
+    assert list(sizes.x) == [0.5, 2.0] and list(sizes.y) == ["a", "b"]
+    assert list(times.x) == pytest.approx([1.1, 0.5])
+    # Student's t with one degree of freedom: 12.706 times 0.1.
+    assert times.error_x.array[0] == pytest.approx(1.2706, rel=1e-4)
+    assert times.error_x.array[1] == 0
+    assert "a: bytes 0.50, time 1.10; b: bytes 2.00, time 0.50" in alt(figure)
