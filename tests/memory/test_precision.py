@@ -143,4 +143,6 @@ def test_bytes_are_those_of_the_estimate(name: str, seed: int, monkeypatch) -> N
     found = try_precision(seed, recipe, steps=1, batch=2, length=24)
     predicted = estimate(CONFIG, batch=2, length=24, dtype=recipe.estimated_as)
     assert found.trial.peak.total == pytest.approx(predicted.total, rel=0.05)
-    assert found.skipped == 0 and found.scale == (65536.0 if recipe.scaled else 1.0)
+    # Some seeds' first gradients are too large for the scale: it is halved, the step skipped.
+    assert found.scale == (65536.0 / 2**found.skipped if recipe.scaled else 1.0)
+    assert recipe.scaled or found.skipped == 0

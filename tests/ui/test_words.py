@@ -5,7 +5,7 @@ import re
 import pytest
 
 from labcore import checks
-from labcore.ui import Question, controls, predict, quiz, show_source
+from labcore.ui import Question, controls, predict, quiz, show_source, table
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -141,3 +141,18 @@ def test_the_page_takes_its_colors_from_the_theme(monkeypatch):
     assert "<style>" in show_source(checks.one_of)._repr_mimebundle_()["text/html"]
     monkeypatch.setenv("LABCORE_BOOK", "1")
     assert "<style>" not in show_source(checks.one_of)._repr_mimebundle_()["text/html"]
+
+
+def test_a_table_has_headings_and_keeps_what_looks_like_markup():
+    shown = table(("way", "a < b"), [("plain", "1"), ("longer name", "10")], note="<note>")
+    bundle = shown._repr_mimebundle_()
+    assert bundle["text/html"].count('scope="row"') == 2
+    assert "a &lt; b" in bundle["text/html"]
+    assert "&lt;note&gt;" in bundle["text/html"]
+    lines = ("way          a < b", "plain            1", "longer name     10", "<note>")
+    assert bundle["text/plain"] == "\n".join(lines)
+
+
+def test_a_row_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="a row must have 2 cells, a column each, got"):
+        table(("way", "ratio"), [("plain", "1"), ("short",)])

@@ -1,0 +1,59 @@
+"""table(): rows of words and numbers that a narrow page can scroll and a screen reader can read."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Table", "table"]
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, note: str = "") -> Table:
+    """A table of text; each row begins with its name. Display it by ending the cell with it.
+
+    columns: a heading each. rows: as many cells each, "" for an empty one. note: shown below.
+    Raises ValueError for a row of another length.
+    """
+    return Table(columns, rows, note=note)
+
+
+class Table:
+    """What `table` returns."""
+
+    def __init__(
+        self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, note: str = ""
+    ) -> None:
+        for row in rows:
+            if len(row) != len(columns):
+                raise ValueError(f"a row must have {len(columns)} cells, a column each, got {row}")
+        self.columns, self.rows, self.note = list(columns), [list(row) for row in rows], note
+
+    def markup(self) -> str:
+        """HTML."""
+        head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in self.columns)
+        body = "".join(
+            f'<tr><th scope="row">{html.escape(name)}</th>'
+            + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+            + "</tr>"
+            for name, *cells in self.rows
+        )
+        note = f"<p><small>{html.escape(self.note)}</small></p>" if self.note else ""
+        return (
+            '<div class="labcore-html labcore-table" style="overflow-x:auto" tabindex="0">'
+            f'<table class="table"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+            f"{note}</div>"
+        )
+
+    def _repr_mimebundle_(self, **_wanted: Any) -> dict[str, Any]:
+        lines = [self.columns, *self.rows]
+        widths = [max(len(line[place]) for line in lines) for place in range(len(self.columns))]
+        plain = [
+            "  ".join(
+                cell.rjust(width) if place else cell.ljust(width)
+                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        note = [self.note] if self.note else []
+        return {"text/html": self.markup(), "text/plain": "\n".join(plain + note)}
