@@ -88,7 +88,7 @@ def _loss_cases(seed: int) -> list[dict[str, Any]]:
     """Falling curves with heavy tails, so that all margins occur; some losses are not finite."""
     generator = torch.Generator().manual_seed(seed)
     cases = []
-    for steps, factor, floor in ((150, 5.0, 0.01), (400, 3.0, 0.04)):
+    for steps, factor, floor in ((150, 5.0, 0.01), (400, 3.0, 0.04), (400, 4.0, 0.001)):
         noise = torch.randn(2, steps, generator=generator, dtype=torch.float64)
         curve = 2 + 2 * torch.exp(-torch.arange(steps) / 60) + 0.05 * noise[0] / noise[1].abs()
         curve[[0, -1]] += 99
