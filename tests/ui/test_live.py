@@ -1,6 +1,7 @@
 import asyncio
 import threading
 
+import ipywidgets.widgets as widgets
 import numpy as np
 import plotly.graph_objects as go
 import plotly.io as pio
@@ -229,3 +230,15 @@ def test_slider_values_are_checked_at_the_figure():
     explorer = explore(waves, alt="x", lr=Slider(low=0, high=1, default=0.5))
     assert explorer.figure(lr=0.25).layout.title.text == "0.25"
     assert explorer.values() == {"lr": 0.5}
+
+
+def test_the_page_hears_of_a_figure_with_its_traces(monkeypatch):
+    opened = []
+    create = widgets.widget.comm.create_comm
+    monkeypatch.setattr(
+        widgets.widget.comm, "create_comm", lambda **told: opened.append(told) or create(**told)
+    )
+    figure = live.WholeFigure(waves(0.1, n=3))
+    states = [told["data"]["state"] for told in opened]
+    assert [len(s["_widget_data"]) for s in states if "_widget_data" in s] == [3]
+    assert figure.comm is not None

@@ -52,14 +52,19 @@ def _is_code(thing: object) -> bool:
 
 
 class ApiReference(SphinxDirective):
-    """```{labcore-api} checks device``` makes one section a module, packages with all below."""
+    """```{labcore-api} checks memory -memory.part``` makes one section a module.
+
+    A package comes with all modules below it but those behind a minus, which have another page.
+    """
 
     required_arguments = 1
     optional_arguments = 20
 
     def run(self) -> list[nodes.Node]:
         """The sections, in the order of the arguments."""
-        found = [module for name in self.arguments for module in modules(name)]
+        left = {f"labcore.{name[1:]}" for name in self.arguments if name.startswith("-")}
+        wanted = [name for name in self.arguments if not name.startswith("-")]
+        found = [m for name in wanted for m in modules(name) if m.__name__ not in left]
         return [self._section(module, names) for module in found if (names := own_names(module))]
 
     def _section(self, module: ModuleType, names: list[str]) -> nodes.section:

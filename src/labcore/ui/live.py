@@ -104,6 +104,26 @@ def update_in_place(shown: go.FigureWidget, last: go.Figure, fresh: go.Figure) -
             shown.layout[path] = value
 
 
+class WholeFigure(go.FigureWidget):
+    """A FigureWidget that reaches the page with its traces.
+
+    plotly's own is announced empty and sends its traces behind; a busy page that draws it in
+    between shows none, for good.
+    """
+
+    _filled = False
+
+    def __init__(self, figure: go.Figure) -> None:
+        super().__init__(figure)
+        self._filled = True
+        self.open()
+
+    def open(self) -> None:
+        """Announce the widget to the page, once it has its traces."""
+        if self._filled:
+            super().open()
+
+
 class LiveView:
     """Controls, figure and messages of one explorer in a running kernel.
 
@@ -126,7 +146,7 @@ class LiveView:
         self._scheduled = False
         letters = max(len(_label(name, control)) for name, control in controls.items()) + 1
         self.inputs = {name: _input(name, control, letters) for name, control in controls.items()}
-        self.figure = go.FigureWidget(first)
+        self.figure = WholeFigure(first)
         self.message = widgets.HTML()
         self.progress = widgets.HTML(
             '<label>computing <progress aria-label="computing"></progress></label>',
