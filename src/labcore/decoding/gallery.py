@@ -1,0 +1,279 @@
+"""Broken verifiers, one for each way in which real ones were wrong; `exact` catches each.
+
+All but the last few are `rejection_sampling` with one line changed. They are for exercises and
+tests: none has the law of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labcore.decoding.contract import Accepted, Draft, Verifier
+from labcore.decoding.draws import Drawing, draws_of
+from labcore.decoding.verify import one_hot, residual, tree_children
+
+__all__ = ["FAULTS", "Fault"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """A broken verifier. summary: what it does wrong. evidence: where it was met. case: the name
+    of the one of `exact.cases` that shows it.
+    """
+
+    verify: Verifier
+    summary: str
+    evidence: str
+    case: str
+
+
+def _keep(p: Tensor, draft: Draft) -> tuple[Tensor, Draft]:
+    return p, draft
+
+
+def _ratio(px: float, qx: float) -> float:
+    return px / qx
+
+
+def _broken(
+    *,
+    prepare: Callable[[Tensor, Draft], tuple[Tensor, Draft]] = _keep,
+    accept: Callable[[float, float], float] = _ratio,
+    left_of: Callable[[Tensor, Tensor], Tensor] = residual,
+    between: Callable[[Tensor, Tensor], Tensor] | None = None,
+    bonus: Callable[[Tensor, Tensor | None], Tensor] = lambda p, q: p,  # noqa: ARG005
+    trusts: Callable[[int, float], bool] = lambda node, qx: False,  # noqa: ARG005
+) -> Verifier:
+    """Rejection sampling with a part exchanged.
+
+    prepare: p and the draft before anything else. accept: the probability from p(x) and q(x).
+    left_of: what the next token is drawn from after a rejection; between: what the next sibling is
+    judged by, the same if None. bonus: from p behind the last node and that node's own q (or None).
+    trusts: nodes (with their q(x)) that are accepted without a look at p.
+    """
+
+    def verify(p: Tensor, draft: Draft, generator: Any = None) -> Accepted:
+        p, draft = prepare(p, draft)
+        children = tree_children(p, draft)
+        draws = draws_of(generator)
+        start = len(draws.log)
+        tokens = draft.tokens.tolist()
+        path: list[int] = []
+        node = -1
+        while True:
+            end = left = p[node + 1]
+            for child in children[node + 1]:
+                q = one_hot(tokens[child], left) if draft.q is None else draft.q[child]
+                px, qx = left[tokens[child]].item(), q[tokens[child]].item()
+                if trusts(child, qx) or draws.coin(accept(px, qx)):
+                    path.append(child)
+                    break
+                end = left_of(left, q)
+                left = end if between is None else between(left, q)
+            else:
+                if not children[node + 1]:
+                    drawn = None if draft.q is None or node < 0 else draft.q[node]
+                    end = bonus(end, drawn)
+                return Accepted(tuple(path), draws.token(end), tuple(draws.log[start:]))
+            node = path[-1]
+
+    return verify
+
+
+def _hotter(rows: Tensor) -> Tensor:
+    """The distribution at twice the temperature, as if the request's had been left out."""
+    return rows.sqrt() / rows.sqrt().sum(-1, keepdim=True)
+
+
+def _soften(draft: Draft, vocab: int) -> Draft:
+    """A greedy draft with the softmax behind it as its q: half the mass, say, at the argmax."""
+    if draft.q is not None or not len(draft):
+        return draft
+    q = torch.full((len(draft), vocab), 0.5 / (vocab - 1))
+    q[torch.arange(len(draft)), draft.tokens] = 0.5
+    return Draft(draft.tokens, draft.parents, q)
+
+
+def _withdraw(draft: Draft) -> Draft:
+    """The draft up to the first token of which its own drafter was not sure."""
+    if draft.q is None:
+        return draft
+    sure = draft.q[torch.arange(len(draft)), draft.tokens] >= 0.25
+    kept = int(sure.long().cumprod(0).sum())
+    return Draft(draft.tokens[:kept], draft.parents[:kept], draft.q[:kept])
+
+
+def _shifted(p: Tensor) -> Tensor:
+    return torch.cat([p[1:], p[-1:]])
+
+
+def _confident(node: int, qx: float) -> bool:  # noqa: ARG001
+    return qx > 0.5
+
+
+def _whole(p: Tensor, q: Tensor) -> Tensor:  # noqa: ARG001
+    """After a rejection p as it was."""
+    return p
+
+
+def _whole_without_q(p: Tensor, q: Tensor) -> Tensor:
+    return p if q.max() == 1 else residual(p, q)
+
+
+def _softmaxed(p: Tensor, q: Tensor) -> Tensor:
+    return (p - q).clamp(min=0).softmax(0)
+
+
+def _unclamped(p: Tensor, q: Tensor) -> Tensor:
+    return (p - q).abs() if (p - q).any() else p
+
+
+def _goes_on(p: Tensor, draft: Draft, generator: Any = None) -> Accepted:
+    """Judge every node of a chain and keep all that pass, also behind one that did not."""
+    tree_children(p, draft)
+    draws: Drawing = draws_of(generator)
+    start = len(draws.log)
+    path = []
+    for node, token in enumerate(draft.tokens.tolist()):
+        row = p[int(draft.parents[node]) + 1]
+        if draws.coin(
+            row[token].item() / (1.0 if draft.q is None else draft.q[node, token].item())
+        ):
+            path.append(node)
+    return Accepted(tuple(path), draws.token(p[-1]), tuple(draws.log[start:]))
+
+
+FAULTS: dict[str, Fault] = {
+    "softmaxed_residual": Fault(
+        verify=_broken(left_of=_softmaxed),
+        summary="The residual goes through a softmax instead of being divided by its sum, so tokens"
+        " without any residual can follow a rejection.",
+        evidence="HF PR 28508",
+        case="drawn chain",
+    ),
+    "greedy_draft_sampled_rule": Fault(
+        verify=_broken(prepare=lambda p, draft: (p, _soften(draft, p.shape[1]))),
+        summary="The draft took its argmax, yet it is judged as if it had drawn from its softmax:"
+        " p / q with a q below 1 accepts too often.",
+        evidence="HF PR 30778, reverted in HF PR 33534",
+        case="one-hot chain",
+    ),
+    "parameters_missing_on_p": Fault(
+        verify=_broken(prepare=lambda p, draft: (_hotter(p), draft)),
+        summary="Temperature, top-k and top-p reach the draft and not the target: the output has"
+        " the law of a hotter target.",
+        evidence="vLLM PR 10198",
+        case="drawn chain",
+    ),
+    "q_before_parameters": Fault(
+        verify=_broken(
+            prepare=lambda p, draft: (
+                p,
+                Draft(draft.tokens, draft.parents, None if draft.q is None else _hotter(draft.q)),
+            )
+        ),
+        summary="Temperature, top-k and top-p are applied where the draft draws and not in the q"
+        " that it hands over: the ratio is taken with a q that nothing was drawn from.",
+        evidence="HF issue 47932; the other half of vLLM PR 10198",
+        case="drawn chain",
+    ),
+    "bf16_draws": Fault(
+        verify=_broken(accept=lambda px, qx: max(px / qx, 1 / 512)),
+        summary="The uniform number is bf16 and the token is rejected where it exceeds the ratio:"
+        " one draw in 512 is 0, and 0 does not exceed the ratio of a token with p = 0.",
+        evidence="measured on the CPU: torch.rand in bf16 is 0 once in 512 draws",
+        case="nothing in common",
+    ),
+    "no_residual": Fault(
+        verify=_broken(left_of=_whole),
+        summary="After a rejection the next token is drawn from p: tokens that the draft favours"
+        " get their share twice.",
+        evidence="Leviathan et al., arXiv:2211.17192: the residual is what makes it exact",
+        case="drawn chain",
+    ),
+    "one_hot_without_residual": Fault(
+        verify=_broken(left_of=_whole_without_q),
+        summary="Without a q (an n-gram's draft) the residual is left out, so the rejected token"
+        " can come back.",
+        evidence="vLLM takes q as one-hot there: the recovered token is p without the drafted one",
+        case="one-hot chain",
+    ),
+    "residual_not_clamped": Fault(
+        verify=_broken(left_of=_unclamped),
+        summary="The residual is |p - q| instead of max(p - q, 0): tokens that the draft already"
+        " gave too often are drawn again.",
+        evidence="the max(0, .) in Leviathan et al., arXiv:2211.17192",
+        case="drawn chain",
+    ),
+    "accept_without_q": Fault(
+        verify=_broken(accept=lambda px, qx: px),  # noqa: ARG005
+        summary="A token is accepted with probability p(x) and not min(1, p(x) / q(x)), with the"
+        " residual that belongs to the other rule.",
+        evidence="two exact rules mixed: p(x) belongs to sample-and-compare",
+        case="drawn chain",
+    ),
+    "accept_where_p_is_larger": Fault(
+        verify=_broken(accept=lambda px, qx: float(px >= qx)),
+        summary="A token is accepted wherever p(x) >= q(x) and never otherwise: no coin.",
+        evidence="caught in review: vllm-project.github.io PR 80",
+        case="drawn chain",
+    ),
+    "swapped": Fault(
+        verify=_broken(accept=lambda px, qx: qx / px if px > 0 else 1.0),
+        summary="Draft and target have changed places: accepted with min(1, q / p).",
+        evidence="papers name the two the other way round: p is the target's here",
+        case="drawn chain",
+    ),
+    "bonus_from_q": Fault(
+        verify=_broken(bonus=lambda p, q: p if q is None else q),
+        summary="When all is accepted, the extra token comes from the draft and not from p.",
+        evidence="the bonus token of Leviathan et al., arXiv:2211.17192",
+        case="drawn chain",
+    ),
+    "rows_shifted": Fault(
+        verify=_broken(prepare=lambda p, draft: (_shifted(p), draft)),
+        summary="Each token is judged by the distribution behind it and not before it.",
+        evidence="the row of node i is i + 1, row 0 follows the prefix",
+        case="drawn chain",
+    ),
+    "first_unverified": Fault(
+        verify=_broken(trusts=lambda node, qx: node == 0),  # noqa: ARG005
+        summary="The first drafted token is never verified.",
+        evidence="several engines",
+        case="drawn chain",
+    ),
+    "confirmed_unseen": Fault(
+        verify=_broken(trusts=_confident),
+        summary="A token that a second guess confirms (an n-gram match, a sure draft) is accepted"
+        " without a look at p.",
+        evidence="the tempting reading of n-gram then logits: only p can make a token stand",
+        case="one-hot chain",
+    ),
+    "withdrawn_token": Fault(
+        verify=_broken(prepare=lambda p, draft: (p[: len(_withdraw(draft)) + 1], _withdraw(draft))),
+        summary="The draft ends before a token of which the draft model was not sure, although it"
+        " had been drawn: what is left no longer follows q.",
+        evidence="a stop rule may look at a drafted token, it may never withdraw it",
+        case="drawn chain",
+    ),
+    "siblings_by_whole_p": Fault(
+        verify=_broken(between=_whole),
+        summary="In a tree each sibling is judged by the whole p and not by what its elder"
+        " siblings left.",
+        evidence="the tree rule of EAGLE's evaluate_posterior and of SpecInfer, arXiv:2305.09781",
+        case="drawn tree",
+    ),
+    "goes_on_after_rejection": Fault(
+        verify=_goes_on,
+        summary="Tokens behind a rejected one are still accepted, although they were judged behind"
+        " a token that is not in the output.",
+        evidence="acceptance counted as the number of accepted nodes instead of the first prefix",
+        case="drawn chain",
+    ),
+}
+"""By name; each fails `exact.Case.distance` on the case that it names."""

@@ -1,0 +1,231 @@
+"""Proposers: none, n-gram lookup, a draft model, and two rules for how long a draft is.
+
+A rule may look at a drafted token to decide whether another is drafted. It never withdraws one:
+which tokens are judged would then depend on what they are, and the output's law with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from labcore.checks import positive_int
+from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig
+from labcore.decoding.draft_model import DraftModel, GoOn, always
+from labcore.decoding.ngram import NGram, NGramIndex
+from labcore.decoding.rows import check_rows
+
+__all__ = [
+    "Adaptive",
+    "DraftModel",
+    "Gated",
+    "GoOn",
+    "NGram",
+    "NGramIndex",
+    "NoProposer",
+    "Stepwise",
+]
+
+
+class Stepwise(Proposer, Protocol):
+    """A proposer that can be asked behind each of its tokens whether to go on."""
+
+    gamma: int
+
+    def propose_while(
+        self,
+        contexts: Sequence[Sequence[int]],
+        samplings: Sequence[SamplingConfig],
+        max_tokens: Sequence[int],
+        generators: Sequence[torch.Generator],
+        go_on: GoOn,
+    ) -> list[Draft]:
+        """As `propose`; a row ends behind the token for which `go_on` is False."""
+
+
+class NoProposer:
+    """Proposes nothing: each step gives one token, as plain decoding does."""
+
+    def propose(
+        self,
+        contexts: Sequence[Sequence[int]],
+        samplings: Sequence[SamplingConfig],
+        max_tokens: Sequence[int],
+        generators: Sequence[torch.Generator],
+        *,
+        hidden: Tensor | None = None,  # noqa: ARG002 - the protocol's
+    ) -> list[Draft]:
+        """An empty draft for each row."""
+        check_rows(contexts, samplings, max_tokens, generators)
+        return [Draft.chain([]) for _ in contexts]
+
+    def commit(self, accepted: Sequence[Accepted]) -> None:
+        """Nothing to do."""
+
+
+class Adaptive:
+    """Longer drafts while they are accepted: two tokens more after a full accept, else one less.
+
+    proposer: any; start, maximum: tokens of a draft at first and at most (None: the proposer's
+    gamma, 16 without one; start is cut to it); at least one. A row without a draft keeps its
+    length, and a row whose context does not continue the one before starts again.
+    confidence: a draft also ends behind a token that the draft model gave a smaller probability;
+    that token stays in the draft. Above 0 it needs a proposer with `propose_while`.
+    Raises TypeError or ValueError for other options.
+    Source: the heuristic schedule of transformers' assisted generation.
+    """
+
+    def __init__(
+        self,
+        proposer: Any,
+        *,
+        start: int = 4,
+        maximum: int | None = None,
+        confidence: float = 0.0,
+    ) -> None:
+        if not 0 <= confidence < 1:
+            raise ValueError(f"confidence must be at least 0 and below 1, got {confidence}")
+        if confidence and not hasattr(proposer, "propose_while"):
+            raise TypeError(
+                "confidence must be 0 for a proposer that gives no probabilities, got "
+                f"{confidence} and {type(proposer).__name__}; use it with a DraftModel"
+            )
+        self.proposer, self.confidence = proposer, confidence
+        most = getattr(proposer, "gamma", 16) if maximum is None else maximum
+        self.gamma = positive_int("maximum", most)
+        self.start = min(positive_int("start", start), self.gamma)
+        self.lengths: list[int] = []  # of the next draft of each row
+        self._contexts: list[list[int]] = []
+        self._depths: list[int] = []  # of the drafts that commit is told about
+
+    def propose(
+        self,
+        contexts: Sequence[Sequence[int]],
+        samplings: Sequence[SamplingConfig],
+        max_tokens: Sequence[int],
+        generators: Sequence[torch.Generator],
+        *,
+        hidden: Tensor | None = None,
+    ) -> list[Draft]:
+        """A draft of at most `lengths[b]` tokens in depth for each row; see `Proposer`."""
+        check_rows(contexts, samplings, max_tokens, generators)
+        self._follow(contexts)
+        limits = [min(pair) for pair in zip(self.lengths, max_tokens, strict=True)]
+        if self.confidence:
+            drafts = self.proposer.propose_while(
+                contexts, samplings, limits, generators, self._confident
+            )
+        else:
+            drafts = self.proposer.propose(contexts, samplings, limits, generators, hidden=hidden)
+        self._depths = [_depth(draft) for draft in drafts]
+        return drafts
+
+    def commit(self, accepted: Sequence[Accepted]) -> None:
+        """Set the next lengths and tell the proposer. Raises ValueError for another batch."""
+        if len(accepted) != len(self._depths):
+            raise ValueError(
+                f"accepted must have one entry for each of {len(self._depths)} drafts, got "
+                f"{len(accepted)}; call commit once after each propose"
+            )
+        for row, (told, depth) in enumerate(zip(accepted, self._depths, strict=True)):
+            if depth:
+                change = 2 if len(told.path) == depth else -1
+                self.lengths[row] = max(1, min(self.lengths[row] + change, self.gamma))
+        self._depths = []
+        self.proposer.commit(accepted)
+
+    def _confident(self, row: int, token: int, confidence: Callable[[], float]) -> bool:  # noqa: ARG002
+        return confidence() >= self.confidence
+
+    def _follow(self, contexts: Sequence[Sequence[int]]) -> None:
+        if len(self._contexts) != len(contexts):
+            self._contexts = [[] for _ in contexts]
+            self.lengths = [self.start] * len(contexts)
+        for row, context in enumerate(contexts):
+            before = self._contexts[row]
+            self._contexts[row] = list(context)
+            if self._contexts[row][: len(before)] != before:
+                self.lengths[row] = self.start
+
+
+def _depth(draft: Draft) -> int:
+    """Tokens on the longest path of a draft."""
+    depths: list[int] = []
+    for parent in draft.parents.tolist():
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    return max(depths, default=0)
+
+
+class Gated:
+    """The draft model drafts while an n-gram lookup confirms it: two checks before the target's.
+
+    drafter: a `DraftModel` or another proposer with `propose_while`; it chooses every token.
+    ngram: whose options the lookup has. A token is confirmed if it is the one that the lookup in
+    prompt, output and the draft so far expects at its place. slack: so many unconfirmed tokens may
+    have another behind them; behind the next one the draft ends, and it stays in the draft.
+    So a draft has at most slack + 1 unconfirmed tokens, and one at least where any is allowed.
+    A confirmed token is still judged by the target: confirmation decides the length alone.
+    confirmed: for each row, which tokens of the last draft were.
+    """
+
+    def __init__(self, drafter: Any, ngram: NGram, slack: int = 0) -> None:
+        if not hasattr(drafter, "propose_while"):
+            raise TypeError(
+                "drafter must have propose_while, as a DraftModel does, got "
+                f"{type(drafter).__name__}"
+            )
+        if not isinstance(ngram, NGram):
+            raise TypeError(f"ngram must be an NGram, got {type(ngram).__name__}")
+        if isinstance(slack, bool) or not isinstance(slack, int):
+            raise TypeError(f"slack must be a whole number, got {slack!r}")
+        if slack < 0:
+            raise ValueError(f"slack must be at least 0, got {slack}")
+        self.drafter: Stepwise = drafter
+        self.ngram, self.slack, self.gamma = ngram, slack, int(drafter.gamma)
+        self.confirmed: list[list[bool]] = []
+        self._rows: list[NGramIndex] = []
+
+    def propose(
+        self,
+        contexts: Sequence[Sequence[int]],
+        samplings: Sequence[SamplingConfig],
+        max_tokens: Sequence[int],
+        generators: Sequence[torch.Generator],
+        *,
+        hidden: Tensor | None = None,  # noqa: ARG002 - the protocol's
+    ) -> list[Draft]:
+        """A chain for each row, with the draft model's q; see `Proposer`."""
+        return self.propose_while(contexts, samplings, max_tokens, generators, always)
+
+    def propose_while(
+        self,
+        contexts: Sequence[Sequence[int]],
+        samplings: Sequence[SamplingConfig],
+        max_tokens: Sequence[int],
+        generators: Sequence[torch.Generator],
+        go_on: GoOn,
+    ) -> list[Draft]:
+        """As `propose`; a row also ends behind the token for which `go_on` is False."""
+        check_rows(contexts, samplings, max_tokens, generators)
+        if len(self._rows) != len(contexts):
+            self._rows = [self.ngram.index() for _ in contexts]
+        for index, context, most in zip(self._rows, contexts, max_tokens, strict=True):
+            if most:
+                index.follow(context)  # drops what was drafted and not accepted
+        self.confirmed = [[] for _ in contexts]
+
+        def gate(row: int, token: int, confidence: Callable[[], float]) -> bool:
+            index, confirmed = self._rows[row], self.confirmed[row]
+            confirmed.append(index.lookup(1) == [token])
+            index.append(token)
+            asked = go_on(row, token, confidence)
+            return asked and confirmed.count(False) <= self.slack
+
+        return self.drafter.propose_while(contexts, samplings, max_tokens, generators, gate)
+
+    def commit(self, accepted: Sequence[Accepted]) -> None:
+        """Tell the drafter."""
+        self.drafter.commit(accepted)

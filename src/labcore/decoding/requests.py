@@ -1,0 +1,126 @@
+"""What generation keeps of one request: its output so far, and the draft of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from labcore.decoding.contract import Draft, SamplingConfig
+from labcore.decoding.stops import StopTexts, TextDecoder
+from labcore.decoding.trace import Tally
+
+__all__ = ["Plan", "Request"]
+
+
+class Request:
+    """One request: its tokens so far, and whether and why its output ended."""
+
+    def __init__(
+        self, prompt: Sequence[int], sampling: SamplingConfig, tokenizer: TextDecoder | None
+    ) -> None:
+        self.context = list(prompt)  # all tokens, the last not yet read by the target
+        self.prompt = len(prompt)
+        self.sampling = sampling
+        self.generator = torch.Generator().manual_seed(sampling.seed)
+        self.stops: StopTexts | None = None
+        if sampling.stop and tokenizer is not None:
+            self.stops = StopTexts(sampling.stop, tokenizer)
+        self.tally = Tally()
+        self.finish = ""
+        self._stopped: tuple[int, int] | None = None  # tokens and characters before a stop text
+
+    @property
+    def emitted(self) -> int:
+        """Tokens behind the prompt."""
+        return len(self.context) - self.prompt
+
+    @property
+    def kept(self) -> int:
+        """Tokens of the output."""
+        return self.emitted if self._stopped is None else self._stopped[0]
+
+    def output(self) -> list[int]:
+        """Tokens of the output so far; a stop text that is still incomplete is in it."""
+        return self.context[self.prompt : self.prompt + self.kept]
+
+    def text(self, tokenizer: TextDecoder) -> str:
+        """Text of the output."""
+        end = None if self._stopped is None else self._stopped[1]
+        return tokenizer.decode(self.output())[:end]
+
+    def take(self, block: Sequence[int], ends: frozenset[int]) -> int:
+        """Add a block of tokens up to where the output ends; how many were added, at least 1.
+
+        What ends the output with the earliest token counts; with the same token, EOS before a stop
+        text before max_tokens.
+        """
+        start, left = self.emitted, self.sampling.max_tokens - self.emitted
+        count = plain = min(len(block), left)  # plain: those that have a text
+        if count == left:
+            self.finish = "length"
+        if not ends.isdisjoint(block[:count]):
+            plain = next(place for place, token in enumerate(block) if token in ends)
+            count, self.finish = plain + 1, "eos"
+        self.context += block[:count]
+        if self.stops is not None and plain:
+            said = self.context[self.prompt : self.prompt + start + plain]
+            match = self.stops.match(said, plain)
+            if match is not None:
+                self.finish, self._stopped = "stop", (match.kept, match.characters)
+                del self.context[self.prompt + match.read :]
+        return self.emitted - start
+
+
+class Plan:
+    """A row's draft in Python's numbers: one look at the tensors a step.
+
+    depth: most tokens of a path; room: most nodes. Of a larger tree the first nodes stay: which
+    are cut depends on no token, so the output keeps its law.
+    parents: None for a chain. Raises ValueError for a deeper draft and for parents that are none.
+    """
+
+    __slots__ = ("draft", "parents", "size", "tokens")
+
+    def __init__(self, draft: Draft, depth: int, room: int) -> None:
+        parents: list[int] = draft.parents.tolist()
+        chain = parents == list(range(-1, len(parents) - 1))
+        deepest = len(parents) if chain else _depth(parents)
+        if deepest > depth:
+            raise ValueError(
+                f"a draft must be at most max_tokens[b] = {depth} tokens deep, got {deepest}; a "
+                "proposer must not go past what is left of the output"
+            )
+        if len(parents) > room:
+            q = None if draft.q is None else draft.q[:room]
+            draft, parents = Draft(draft.tokens[:room], draft.parents[:room], q), parents[:room]
+        self.draft = draft
+        self.size = len(parents)
+        self.tokens: list[int] = draft.tokens.tolist()
+        self.parents = None if chain else parents
+
+    def check_path(self, path: Sequence[int]) -> None:
+        """Raise ValueError unless each node follows the one before it."""
+        if self.parents is None:
+            sound = len(path) <= self.size and all(i == node for i, node in enumerate(path))
+        else:
+            before = (-1, *path)
+            sound = all(
+                0 <= node < self.size and self.parents[node] == parent
+                for parent, node in zip(before, path, strict=False)
+            )
+        if not sound:
+            raise ValueError(
+                f"a verifier's path must go from parent to child, got {tuple(path)}; accept no "
+                "token behind one that was rejected"
+            )
+
+
+def _depth(parents: Sequence[int]) -> int:
+    depths = [0]
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            rule = "draft.parents must be -1 or a node before the child"
+            raise ValueError(f"{rule}, got {parent} at node {node}")
+        depths.append(depths[parent + 1] + 1)
+    return max(depths)

@@ -1,0 +1,193 @@
+"""What speculation can gain: tokens a step from acceptance, and speed from tokens and costs.
+
+Times are in units of one forward over one token, so that plain decoding takes 1 a token. gamma is
+the number of drafted tokens of a step, alpha the probability that a drafted token is accepted once
+all before it were. Source: Leviathan, Kalman, Matias, 2023, "Fast inference from transformers via
+speculative decoding", arXiv 2211.17192, theorem 3.8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from labcore.checks import non_negative, positive, positive_int
+
+__all__ = [
+    "RIDGE",
+    "acceptance_after",
+    "best_length",
+    "bursty_tokens",
+    "conditionals",
+    "expected_tokens",
+    "expected_tokens_of",
+    "judged",
+    "roofline_cost",
+    "speedup",
+]
+
+RIDGE = 300
+"""Tokens of one forward at which an H100 computes in 16 bits for as long as it reads weights:
+990 TFLOP/s over 3.35 TB/s, 2 FLOP and 2 bytes a weight."""
+
+
+def _probability(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a probability from 0 to 1, got {value!r}")
+    return float(value)
+
+
+def _length(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
+    return value
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """Tokens a step: (1 - alpha^(gamma + 1)) / (1 - alpha), gamma + 1 at alpha = 1.
+
+    Every drafted token is accepted with probability alpha, independent of all others; the token
+    that the target adds is counted. Raises ValueError outside 0..1 and for a negative gamma.
+    """
+    _probability("alpha", alpha), _length("gamma", gamma)
+    # The sum of the powers is the closed form, without its 0 / 0 at alpha = 1.
+    return math.fsum(alpha**power for power in range(gamma + 1))
+
+
+def speedup(
+    alpha: float, gamma: int, *, verify_cost: float = 1.0, draft_cost: float = 0.0
+) -> float:
+    """Speed over plain decoding: expected_tokens / (verify_cost + draft_cost * gamma).
+
+    verify_cost: v(gamma + 1), the target's forward over gamma + 1 tokens in forwards over one;
+    1 where decoding waits for memory. draft_cost: c, what one drafted token takes, in the same
+    unit. With verify_cost 1 this is Leviathan's theorem 3.8.
+    """
+    positive("verify_cost", verify_cost)
+    non_negative("draft_cost", draft_cost)
+    return expected_tokens(alpha, gamma) / (verify_cost + draft_cost * gamma)
+
+
+def best_length(
+    alpha: float, costs: Sequence[float], draft_cost: float, longest: int | None = None
+) -> int:
+    """The number of drafted tokens with the largest speed-up, 0 where drafting does not pay.
+
+    costs: v(1), v(2), ... in forwards over one token; longest: the most drafted tokens, as many as
+    costs allow by default. Of equals the shortest. Raises ValueError where costs are too few.
+    """
+    most = len(costs) - 1 if longest is None else _length("longest", longest)
+    if not 0 <= most < len(costs):
+        raise ValueError(
+            f"costs must hold v(1) to v({most + 1}), one more than the longest draft, "
+            f"got {len(costs)} numbers"
+        )
+
+    def gain(gamma: int) -> float:
+        return speedup(alpha, gamma, verify_cost=costs[gamma], draft_cost=draft_cost)
+
+    return max(range(most + 1), key=gain)
+
+
+def roofline_cost(tokens: int, *, batch: int = 1, ridge: float = RIDGE) -> float:
+    """v(tokens) of a machine that either reads the weights or computes, whichever takes longer.
+
+    tokens: of one row in one forward; batch: rows of that forward; ridge: tokens of a forward at
+    which both take equally long. Flat for one row, linear for a batch of `ridge` rows or more.
+    Attention is left out.
+    """
+    positive_int("tokens", tokens)
+    positive_int("batch", batch)
+    positive("ridge", ridge)
+    return max(1.0, batch * tokens / ridge) / max(1.0, batch / ridge)
+
+
+def conditionals(accepted: Sequence[float], tried: float | Sequence[float] = 1.0) -> list[float]:
+    """P(accepted | all before it accepted) for each place in the draft.
+
+    accepted: how many drafts had their token accepted at each place, or its share of all drafts.
+    tried: the number of drafts (1 for shares), all of one length; or, where lengths differ, how
+    many tokens were judged at each place. Ends before the first place that was never judged.
+    Raises ValueError where more were accepted than judged.
+    """
+    reached = (
+        [float(tried), *accepted[:-1]]
+        if isinstance(tried, int | float)
+        else [float(t) for t in tried]
+    )
+    if len(reached) < len(accepted):
+        raise ValueError(
+            f"tried must have a number for each of the {len(accepted)} places, got {len(reached)}"
+        )
+    found = []
+    for place, (taken, judged_here) in enumerate(zip(accepted, reached, strict=False)):
+        if not 0 <= taken <= judged_here:
+            raise ValueError(
+                f"accepted must be at least 0 and at most what was judged, got {taken} of "
+                f"{judged_here} at place {place}; counts need the number of drafts as tried"
+            )
+        if judged_here == 0:
+            break
+        found.append(taken / judged_here)
+    return found
+
+
+def expected_tokens_of(conditionals: Sequence[float]) -> float:
+    """Tokens a step when place i of the draft is accepted with conditionals[i] once it is reached.
+
+    1 + c0 + c0 c1 + c0 c1 c2 + ...; `expected_tokens` where all are equal.
+    """
+    total, reached = 1.0, 1.0
+    for place, one in enumerate(conditionals):
+        reached *= _probability(f"conditionals[{place}]", one)
+        total += reached
+    return total
+
+
+def judged(accepted: Iterable[int], drafted: Iterable[int]) -> list[bool]:
+    """The outcomes of all drafted tokens that were judged, in order, for one request.
+
+    accepted, drafted: tokens of each step. A step that rejects one leaves those behind it unjudged.
+    Raises ValueError for a step that accepts more than it drafts, or for lists of two lengths.
+    """
+    outcomes: list[bool] = []
+    for taken, count in zip(accepted, drafted, strict=True):
+        if not 0 <= taken <= count:
+            raise ValueError(f"a step must accept 0 to all {count} of its tokens, got {taken}")
+        outcomes += [True] * taken + [False] * (taken < count)
+    return outcomes
+
+
+def acceptance_after(outcomes: Sequence[bool]) -> tuple[float, float]:
+    """P(accepted | the one before was accepted), P(accepted | the one before was rejected).
+
+    outcomes: of the judged tokens in order, see `judged`. Equal where acceptance is independent,
+    as the closed form assumes; the first is larger where it comes in bursts. NaN where no token of
+    that kind has a successor.
+    """
+    after: dict[bool, list[bool]] = {True: [], False: []}
+    for before, now in pairwise(outcomes):
+        after[bool(before)].append(bool(now))
+    rates = [sum(seen) / len(seen) if seen else math.nan for seen in (after[True], after[False])]
+    return rates[0], rates[1]
+
+
+def bursty_tokens(after_accepted: float, after_rejected: float, gamma: int) -> float:
+    """Tokens a step where each outcome depends on the one before, as `acceptance_after` counts.
+
+    A Markov chain over the judged tokens, long after its start; `expected_tokens` where both
+    probabilities are equal. Raises ValueError outside 0..1.
+    """
+    _probability("after_accepted", after_accepted)
+    _probability("after_rejected", after_rejected)
+    if _length("gamma", gamma) == 0:
+        return 1.0
+    rest = after_accepted ** (gamma - 1)  # all accepted, given that the first was
+    slope = (after_accepted - after_rejected) * rest
+    if slope == 1:  # nothing is ever rejected
+        return gamma + 1.0
+    # full: the share of steps that accept all, after which a step starts as after an acceptance.
+    full = after_rejected * rest / (1 - slope)
+    first = after_rejected + full * (after_accepted - after_rejected)
+    return 1 + first * expected_tokens(after_accepted, gamma - 1)

@@ -1,0 +1,397 @@
+"""The same Llama for fast decoding of a few rows on a CPU: fused matrices, a cache of slices.
+
+Letters: B rows, T tokens of a forward, R = B * T, C hidden_size, H attention heads, Hkv key and
+value heads, G = H / Hkv, D head_dim, V vocab_size, N nodes of a tree, S capacity.
+
+What makes a step fast here: one product for q, k and v and one for gate and up; weights packed in
+fp16 where that loses nothing, so that a step reads half the bytes and a few rows cost little more
+than one; rotary angles as one complex product; keys and values appended by one copy a layer and
+attended to as views.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from labcore.checks import positive_int
+from labcore.models.cache import tree_mask
+from labcore.models.config import LlamaConfig
+from labcore.models.llama import Llama, LlamaOutput, inverse_frequencies
+
+__all__ = ["FusedCache", "FusedLlama"]
+
+PACKED_ROWS = 64  # from more rows on a product is bound by arithmetic, not by reading weights
+_ROUNDING = 2.0**-25  # half of fp16's smallest step
+
+
+class FusedCache:
+    """Keys and values of B rows, made by `FusedLlama.new_cache`: [2, Hkv, B, S, D] a layer.
+
+    lengths: int32 [B], the tokens of each row; it is read anew by each forward.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, config: LlamaConfig, *, batch: int, capacity: int) -> None:
+        self.capacity = positive_int("capacity", capacity)
+        size = (2, config.kv_heads, positive_int("batch", batch), capacity, config.head_size)
+        self._layers = [torch.zeros(size) for _ in range(config.num_hidden_layers)]
+        with torch.inference_mode(False):  # a caller may change them outside of inference mode
+            self.lengths = torch.zeros(batch, dtype=torch.int32)
+        self._starts = [0] * batch  # lengths before the last forward
+        self._counts = [0] * batch  # tokens of the last forward
+
+    @torch.inference_mode()
+    def truncate(self, lengths: Tensor) -> None:
+        """Forget all tokens of row b after its first lengths[b]; a shorter row stays.
+
+        lengths: integers [B]. Raises ValueError for another shape.
+        """
+        if lengths.shape != self.lengths.shape:
+            raise ValueError(
+                f"lengths must have shape {tuple(self.lengths.shape)}, got {tuple(lengths.shape)}"
+            )
+        kept = lengths.to(self.lengths).clamp(min=0)
+        self.lengths.copy_(torch.minimum(self.lengths, kept))
+
+    @torch.inference_mode()
+    def keep(self, row: int, slots: Tensor | Sequence[int]) -> None:
+        """Of a row's tokens in the last forward keep those at `slots`, moved behind the prefix.
+
+        slots: integers [K], places in that forward (a tree's nodes), in the order to be kept.
+        The row's length becomes that before the forward plus K.
+        Raises ValueError for a place at which that forward stored no token.
+        """
+        places = slots.tolist() if isinstance(slots, Tensor) else list(slots)
+        start, count = self._starts[row], self._counts[row]
+        if any(not 0 <= place < count for place in places):
+            raise ValueError(
+                f"slots must be places of the {count} tokens that the last forward stored for row "
+                f"{row}, got {places}"
+            )
+        if places != list(range(len(places))):  # an accepted chain lies where it belongs
+            index = torch.tensor(places) + start
+            for layer in self._layers:
+                moved = layer[:, :, row].index_select(2, index)
+                layer[:, :, row, start : start + len(places)] = moved
+        self.lengths[row] = start + len(places)
+
+    def _begin(self, counts: list[int]) -> list[int]:
+        """The rows' lengths before a forward. Raises ValueError when a row cannot take its own."""
+        starts: list[int] = self.lengths.tolist()
+        longest = max(start + count for start, count in zip(starts, counts, strict=True))
+        if longest > self.capacity:
+            raise ValueError(
+                f"a row must hold at most {self.capacity} tokens, got {longest}; make the cache "
+                "with a larger capacity or truncate it"
+            )
+        return starts
+
+    def _advance(self, starts: list[int], counts: list[int]) -> None:
+        self._starts, self._counts = starts, counts
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        self.lengths.copy_(torch.tensor(ends, dtype=torch.int32))
+
+
+class _Matrix:
+    """x @ weight.T + bias, times `scale`, a power of two.
+
+    The scale brings the largest weight just below fp16's largest number. bf16 weights (8 bits) are
+    then exact in fp16 (11 bits) but for those 2**-31 times smaller, whose error is at most 2**-39
+    of the largest: far below what adding the products up in fp32 rounds away. fp32 weights are not.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        largest = float(weight.abs().max())
+        self.scale = 2.0 ** (15 - math.frexp(largest)[1]) if 1e-25 < largest < 1e25 else 1.0
+        self.weight, self.bias = (weight * self.scale).contiguous(), bias
+        self._packed: Any = None
+
+    def fits(self) -> bool:
+        """Whether fp16 holds the weights."""
+        return bool((self.weight.half().float() - self.weight).abs().max() <= _ROUNDING)
+
+    def pack(self) -> None:
+        """From now on up to PACKED_ROWS rows are multiplied with weights in fp16."""
+        self._packed = torch.ops.quantized.linear_prepack_fp16(self.weight, self.bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: fp32 [R, inputs]; returns fp32 [R, outputs]; sums are in fp32 in both forms."""
+        if self._packed is None or x.shape[0] > PACKED_ROWS:
+            return F.linear(x, self.weight, self.bias)
+        return torch.ops.quantized.linear_dynamic_fp16.default(x, self._packed)
+
+
+def _packing_works() -> bool:
+    """Whether this build of torch can multiply with fp16 weights (FBGEMM) on this processor."""
+    weight = torch.arange(12.0).view(3, 4)
+    matrix = _Matrix(weight)
+    try:
+        matrix.pack()
+        product = matrix(torch.ones(2, 4))
+    except (AttributeError, RuntimeError):  # not compiled in, or no kernel for this processor
+        return False
+    return torch.equal(product, (weight.sum(1) * matrix.scale).expand(2, 3))
+
+
+class _Layer:
+    """One block's weights: norms' gains next to the matrices behind them, scales taken out."""
+
+    def __init__(self, model: Llama, index: int) -> None:
+        config = model.config
+        source: Any = model.layers[index]
+        heads, kv, size = config.num_attention_heads, config.kv_heads, config.head_size
+        attention, mlp = source.self_attn, source.mlp
+        # Inside a head the pair (i, i + D / 2) becomes neighbours: a complex number. Query heads
+        # go by their place in the group first: attention's output then needs no rearranging.
+        pairs = torch.arange(size).view(2, size // 2).T.flatten()
+        order = torch.arange(heads).view(kv, heads // kv).T.flatten()
+        every = torch.arange(heads * size).view(heads, size)
+        queries, keys = every[order][:, pairs].flatten(), every[:kv][:, pairs].flatten()
+        rows = (
+            (attention.q_proj, queries),
+            (attention.k_proj, keys),
+            (attention.v_proj, slice(None)),
+        )
+        biases = [projection.bias[chosen] for projection, chosen in rows if config.qkv_bias]
+        self.qkv = _Matrix(
+            torch.cat([projection.weight[chosen] for projection, chosen in rows]),
+            torch.cat(biases) if biases else None,
+        )
+        self.out = _Matrix(attention.o_proj.weight[:, every[order].flatten()])
+        self.out_bias = attention.o_proj.bias.clone() if config.output_bias else None
+        self.gate_up = _Matrix(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+        self.down = _Matrix(mlp.down_proj.weight)
+        self.before_attention = _gain(source.input_layernorm.weight, self.qkv.scale)
+        self.before_mlp = _gain(source.post_attention_layernorm.weight, self.gate_up.scale)
+
+    def matrices(self) -> tuple[_Matrix, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+def _gain(weight: Tensor, scale: float) -> Tensor:
+    """What a vector of unit length is multiplied with to be normed, for a matrix of that scale."""
+    return weight * (math.sqrt(weight.numel()) / scale)
+
+
+class FusedLlama:
+    """A `Llama` as a decoder for few rows on a CPU: the same logits, to fp32's rounding, sooner.
+
+    model: on the CPU, in fp32. Its weights are copied: what becomes of the model later is not
+    seen. packed: whether forwards of up to 64 rows of tokens read weights in fp16, which needs
+    FBGEMM and weights that lose nothing by it, as those of a bf16 checkpoint do; activations and
+    sums are fp32 in any case.
+    Raises TypeError for another dtype, ValueError for another device.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: Llama) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.device.type != "cpu":
+                raise ValueError(
+                    f"a FusedLlama runs on the CPU, got {name} on {parameter.device}; move the "
+                    "model with .cpu() or decode with the Llama itself"
+                )
+            if parameter.dtype != torch.float32:
+                raise TypeError(
+                    f"a FusedLlama computes in torch.float32, got {name} in {parameter.dtype}; "
+                    "convert the model with .float()"
+                )
+        self.config = config = model.config
+        self.vocab_size, self.eos_token_ids = config.vocab_size, config.eos_token_ids
+        self.device = torch.device("cpu")
+        self._embedding = model.embed_tokens.weight.clone()
+        self._layers = [_Layer(model, index) for index in range(config.num_hidden_layers)]
+        self._head = _Matrix((model.lm_head or model.embed_tokens).weight)
+        self._last_gain = _gain(model.norm.weight, 1.0)
+        # rms(x)**2 + eps = (|x|**2 + C eps) / C
+        self._floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps))
+        self._frequencies = inverse_frequencies(config)
+        self._turns = torch.empty(0, config.head_size // 2, dtype=torch.complex64)
+        matrices = [m for layer in self._layers for m in layer.matrices()] + [self._head]
+        self.packed = _packing_works() and all(matrix.fits() for matrix in matrices)
+        if self.packed:
+            for matrix in matrices:
+                matrix.pack()
+
+    def new_cache(self, batch: int, capacity: int) -> FusedCache:
+        """An empty cache for `batch` rows of at most `capacity` tokens."""
+        return FusedCache(self.config, batch=batch, capacity=capacity)
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        tokens: Tensor,
+        *,
+        counts: Tensor | None = None,
+        cache: FusedCache,
+        tree: Tensor | None = None,
+    ) -> LlamaOutput:
+        """Logits fp32 [B, T, V] and hidden [B, T, C], as `Llama` gives them with a cache.
+
+        tokens: integers [B, T], right-padded. counts: integers [B], the valid tokens of each row,
+        0 for a row that rests; None is T, or a tree's nodes. tree: parents, int32 [B, T], -1 is a
+        child of the prefix, -2 padding. What comes back at padding is finite and means nothing.
+        Raises ValueError or TypeError for what does not fit, a full row included.
+        """
+        batch, width = _checked(tokens, counts, cache, tree)
+        if counts is not None:
+            valid = counts.tolist()
+        else:
+            valid = [width] * batch if tree is None else (tree != -2).sum(1).tolist()
+        if min(valid) < 0 or max(valid) > width:
+            raise ValueError(f"counts must be between 0 and {width} tokens, got {valid}")
+        starts = cache._begin(valid)
+        step = _Step(self, starts, valid, width, cache.capacity, tree)
+        x = F.embedding(tokens.reshape(-1), self._embedding)  # [R, C]
+        for layer, stored in zip(self._layers, cache._layers, strict=True):
+            qkv = layer.qkv(self._normed(x, layer.before_attention))
+            x.add_(layer.out(step.attend(qkv, stored)), alpha=1 / layer.out.scale)
+            if layer.out_bias is not None:
+                x.add_(layer.out_bias)
+            gate_up = layer.gate_up(self._normed(x, layer.before_mlp))
+            gate, up = gate_up.chunk(2, dim=1)
+            x.add_(layer.down(F.silu(gate) * up), alpha=1 / layer.down.scale)
+        cache._advance(starts, valid)
+        hidden = self._normed(x, self._last_gain)
+        logits = self._head(hidden * (1 / self._head.scale))
+        return LlamaOutput(
+            logits=logits.view(batch, width, -1), hidden=hidden.view(batch, width, -1)
+        )
+
+    def _normed(self, x: Tensor, gain: Tensor) -> Tensor:
+        """RMSNorm of x [R, C] in four calls; torch's own takes twice as long on a CPU."""
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x.div(torch.hypot(length, self._floor)).mul_(gain)
+
+    def _turns_up_to(self, positions: int) -> Tensor:
+        """cos + i sin of each angle, for at least so many positions: complex64 [.., D / 2]."""
+        if positions > self._turns.shape[0]:
+            longer = max(positions, 2 * self._turns.shape[0], 256)
+            angles = torch.arange(longer).float()[:, None] * self._frequencies
+            self._turns = torch.complex(angles.cos(), angles.sin())
+        return self._turns
+
+
+class _Step:
+    """What all layers of one forward share: where tokens go and what each of them sees."""
+
+    def __init__(
+        self,
+        model: FusedLlama,
+        starts: list[int],
+        counts: list[int],
+        width: int,
+        capacity: int,
+        tree: Tensor | None,
+    ) -> None:
+        config, batch = model.config, len(starts)
+        self.kv, self.size = config.kv_heads, config.head_size
+        self.group = config.num_attention_heads // self.kv
+        self.batch, self.width = batch, width
+        self.turned = (config.num_attention_heads + self.kv) * self.size
+        self.reach = max(1, *(s + c for s, c in zip(starts, counts, strict=True)))
+        self.first, self.count = starts[0], counts[0]
+        # Nothing lies before these tokens: attention is causal among themselves.
+        self.fresh = tree is None and width > 1 and not any(starts)
+        self.index = None if batch == 1 else _Index(starts, counts, width, capacity)
+        self.mask: Tensor | None = None
+        turns = model._turns_up_to(max(starts) + width)
+        if tree is None and batch == 1:
+            self.turns = turns[self.first : self.first + width, None]
+        else:
+            before = torch.tensor(starts)[:, None]
+            related = None if tree is None else tree_mask(tree)
+            after = torch.arange(width) if related is None else related.sum(-1) - 1
+            self.turns = turns[(before + after).view(-1), None]
+        if self.fresh or (tree is None and width == 1 and len(set(starts)) == 1):
+            return
+        seen = self._seen(torch.tensor(starts)[:, None, None], tree)
+        mask = torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
+        self.mask = mask.repeat_interleave(self.group, 1)[:, None]  # [B, 1, T * G, reach]
+
+    def _seen(self, starts: Tensor, tree: Tensor | None) -> Tensor:
+        """Which slots each query sees: bool [B, T, reach]. starts: [B, 1, 1]."""
+        ahead = torch.arange(self.reach) - starts  # place in this forward, < 0 before it
+        if tree is None:
+            return ahead <= torch.arange(self.width)[:, None]
+        nodes = ahead.clamp(0, self.width - 1).expand(-1, self.width, -1)
+        related = tree_mask(tree).gather(2, nodes) & (ahead < self.width)
+        return related | (ahead < 0) | (tree == -2)[:, :, None]  # padding sees anything: finite
+
+    def attend(self, qkv: Tensor, stored: Tensor) -> Tensor:
+        """Rotate, store and attend. qkv: [R, (H + 2 Hkv) D], changed; returns [R, H D].
+
+        stored: [2, Hkv, B, S, D].
+        """
+        rows, kv, size = qkv.shape[0], self.kv, self.size
+        pairs = qkv[:, : self.turned].view(rows, -1, size // 2, 2)
+        torch.view_as_complex(pairs).mul_(self.turns)
+        split = self.turned - kv * size
+        queries = qkv[:, :split].view(self.batch, self.width, self.group, kv, size)
+        new = qkv[:, split:].view(rows, 2, kv, size).permute(1, 2, 0, 3)  # [2, Hkv, R, D]
+        if self.index is None:
+            stored[:, :, 0, self.first : self.first + self.count] = new[:, :, : self.count]
+        else:
+            self.index.write(stored, new)
+        if self.fresh:
+            # [2, B, G Hkv, T, D]: a key head stands once for each query head of its group.
+            wide = new.unflatten(2, (self.batch, self.width)).permute(0, 2, 1, 3, 4)
+            k, v = wide[:, :, None].expand(-1, -1, self.group, -1, -1, -1).flatten(2, 3)
+            q = queries.flatten(2, 3).transpose(1, 2)
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return mixed.transpose(1, 2).reshape(rows, split)
+        q = queries.permute(0, 3, 1, 2, 4).reshape(self.batch, kv, -1, size)
+        k, v = stored[:, :, :, : self.reach].transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        return mixed.transpose(1, 2).reshape(rows, split)
+
+
+class _Index:
+    """Where the tokens of several rows go: slots of [B * S], and which of [R] are valid."""
+
+    def __init__(self, starts: list[int], counts: list[int], width: int, capacity: int) -> None:
+        into: list[int] = []
+        taken: list[int] = []
+        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            into += range(row * capacity + start, row * capacity + start + count)
+            taken += range(row * width, row * width + count)
+        self.into = torch.tensor(into, dtype=torch.long)
+        self.taken = None if min(counts) == width else torch.tensor(taken, dtype=torch.long)
+
+    def write(self, stored: Tensor, new: Tensor) -> None:
+        """stored: [2, Hkv, B, S, D]; new: [2, Hkv, R, D]."""
+        given = new if self.taken is None else new.index_select(2, self.taken)
+        stored.flatten(2, 3).index_copy_(2, self.into, given)
+
+
+def _checked(
+    tokens: Tensor, counts: Tensor | None, cache: FusedCache, tree: Tensor | None
+) -> tuple[int, int]:
+    """B and T. Raises for shapes and dtypes that do not fit."""
+    if tokens.dim() != 2 or tokens.is_floating_point() or tokens.numel() == 0:
+        raise ValueError(
+            f"tokens must be integers [B, T], both at least 1, got {tokens.dtype} "
+            f"{tuple(tokens.shape)}"
+        )
+    batch, width = tokens.shape
+    if not isinstance(cache, FusedCache):
+        raise TypeError(
+            f"cache must come from FusedLlama.new_cache, got a {type(cache).__name__}; make one"
+        )
+    if cache.lengths.shape[0] != batch:
+        raise ValueError(
+            f"cache must have one row for each of the {batch} rows of tokens, "
+            f"got {cache.lengths.shape[0]}"
+        )
+    for name, tensor, shape in (("counts", counts, (batch,)), ("tree", tree, (batch, width))):
+        if tensor is not None and tensor.is_floating_point():
+            raise TypeError(f"{name} must hold integers, got {tensor.dtype}")
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    return batch, width
