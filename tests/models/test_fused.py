@@ -158,17 +158,22 @@ def products(decoder: FusedLlama, rows: int) -> set[str]:
     return {event.key for event in profiler.key_averages()} & {PACKED, "aten::linear"}
 
 
-def test_weights_are_packed_where_it_loses_nothing(generator) -> None:
+def test_weights_are_packed_where_it_loses_nothing(generator, monkeypatch) -> None:
     if not fused._packing_works():
         pytest.skip("this build of torch multiplies no fp16 weights on this processor")
     plain = quiet(CONFIGS["grouped"], generator)
     assert not FusedLlama(plain).packed
     assert products(FusedLlama(plain), 3) == {"aten::linear"}
-    decoder = FusedLlama(through_bf16(plain))
+    rounded = through_bf16(plain)
+    decoder = FusedLlama(rounded)
     assert decoder.packed
-    for rows in (1, 2, fused.PACKED_ROWS):
+    for rows in (2, fused.PACKED_ROWS):
         assert products(decoder, rows) == {PACKED}
-    assert products(decoder, fused.PACKED_ROWS + 1) == {"aten::linear"}
+    # Small matrices are multiplied with one row as they are, large ones never.
+    for rows in (1, fused.PACKED_ROWS + 1):
+        assert products(decoder, rows) == {"aten::linear"}
+    monkeypatch.setattr(fused, "_SMALL", 0)
+    assert products(FusedLlama(rounded), 1) == {PACKED}
     # One weight that fp16 cannot hold is enough.
     spoilt = through_bf16(quiet(CONFIGS["tied"], generator))
     with torch.no_grad():

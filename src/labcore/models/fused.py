@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,17 @@ from labcore.models.llama import Llama, LlamaOutput, inverse_frequencies
 __all__ = ["FusedCache", "FusedLlama"]
 
 PACKED_ROWS = 64  # from more rows on a product is bound by arithmetic, not by reading weights
+_SMALL = 1 << 16  # fewer weights are near anyway: for one row the plain product begins sooner
 _ROUNDING = 2.0**-25  # half of fp16's smallest step
+
+
+class _Stored(NamedTuple):
+    """Views of one layer's keys and values, made once: each step makes few of its own."""
+
+    rows: Tensor  # [2, Hkv, B, S, D]
+    slots: Tensor  # [2, Hkv, B * S, D]
+    keys: Tensor  # [B, Hkv, S, D]
+    values: Tensor
 
 
 class FusedCache:
@@ -40,13 +50,13 @@ class FusedCache:
     def __init__(self, config: LlamaConfig, *, batch: int, capacity: int) -> None:
         self.capacity = positive_int("capacity", capacity)
         size = (2, config.kv_heads, positive_int("batch", batch), capacity, config.head_size)
-        self._layers = [torch.zeros(size) for _ in range(config.num_hidden_layers)]
+        rectangles = [torch.zeros(size) for _ in range(config.num_hidden_layers)]
+        self._layers = [_Stored(x, x.flatten(2, 3), *x.transpose(1, 2)) for x in rectangles]
         with torch.inference_mode(False):  # a caller may change them outside of inference mode
             self.lengths = torch.zeros(batch, dtype=torch.int32)
         self._starts = [0] * batch  # lengths before the last forward
         self._counts = [0] * batch  # tokens of the last forward
 
-    @torch.inference_mode()
     def truncate(self, lengths: Tensor) -> None:
         """Forget all tokens of row b after its first lengths[b]; a shorter row stays.
 
@@ -56,8 +66,8 @@ class FusedCache:
             raise ValueError(
                 f"lengths must have shape {tuple(self.lengths.shape)}, got {tuple(lengths.shape)}"
             )
-        kept = lengths.to(self.lengths).clamp(min=0)
-        self.lengths.copy_(torch.minimum(self.lengths, kept))
+        pairs = zip(self.lengths.tolist(), lengths.tolist(), strict=True)
+        self._set([min(length, max(int(kept), 0)) for length, kept in pairs])
 
     @torch.inference_mode()
     def keep(self, row: int, slots: Tensor | Sequence[int]) -> None:
@@ -77,8 +87,8 @@ class FusedCache:
         if places != list(range(len(places))):  # an accepted chain lies where it belongs
             index = torch.tensor(places) + start
             for layer in self._layers:
-                moved = layer[:, :, row].index_select(2, index)
-                layer[:, :, row, start : start + len(places)] = moved
+                of_row = layer.rows[:, :, row]
+                of_row[:, :, start : start + len(places)] = of_row.index_select(2, index)
         self.lengths[row] = start + len(places)
 
     def _begin(self, counts: list[int]) -> list[int]:
@@ -94,8 +104,13 @@ class FusedCache:
 
     def _advance(self, starts: list[int], counts: list[int]) -> None:
         self._starts, self._counts = starts, counts
-        ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        self.lengths.copy_(torch.tensor(ends, dtype=torch.int32))
+        self._set([start + count for start, count in zip(starts, counts, strict=True)])
+
+    def _set(self, lengths: list[int]) -> None:
+        if len(lengths) == 1:  # in one call
+            self.lengths.fill_(lengths[0])
+        else:
+            self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
 
 
 class _Matrix:
@@ -111,6 +126,7 @@ class _Matrix:
         self.scale = 2.0 ** (15 - math.frexp(largest)[1]) if 1e-25 < largest < 1e25 else 1.0
         self.weight, self.bias = (weight * self.scale).contiguous(), bias
         self._packed: Any = None
+        self._fewest = 1  # rows from which on packed weights are read
 
     def fits(self) -> bool:
         """Whether fp16 holds the weights."""
@@ -119,12 +135,17 @@ class _Matrix:
     def pack(self) -> None:
         """From now on up to PACKED_ROWS rows are multiplied with weights in fp16."""
         self._packed = torch.ops.quantized.linear_prepack_fp16(self.weight, self.bias)
+        self._fewest = 2 if self.weight.numel() < _SMALL else 1
+        product = torch.ops.quantized.linear_dynamic_fp16.default
+        # What the overload's own call does besides (looking for traced objects) takes 1 us.
+        self._product = getattr(product, "_op", product)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: fp32 [R, inputs]; returns fp32 [R, outputs]; sums are in fp32 in both forms."""
-        if self._packed is None or x.shape[0] > PACKED_ROWS:
+        if self._packed is None or not self._fewest <= x.shape[0] <= PACKED_ROWS:
             return F.linear(x, self.weight, self.bias)
-        return torch.ops.quantized.linear_dynamic_fp16.default(x, self._packed)
+        product: Tensor = self._product(x, self._packed)
+        return product
 
 
 def _packing_works() -> bool:
@@ -212,7 +233,9 @@ class FusedLlama:
         # rms(x)**2 + eps = (|x|**2 + C eps) / C
         self._floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps))
         self._frequencies = inverse_frequencies(config)
-        self._turns = torch.empty(0, config.head_size // 2, dtype=torch.complex64)
+        # Of each position one number for each pair of all heads: values turn by nothing.
+        self._heads = config.num_attention_heads + config.kv_heads, config.kv_heads
+        self._turns = torch.empty(0, 0, dtype=torch.complex64)
         matrices = [m for layer in self._layers for m in layer.matrices()] + [self._head]
         self.packed = _packing_works() and all(matrix.fits() for matrix in matrices)
         if self.packed:
@@ -270,11 +293,14 @@ class FusedLlama:
         return x.div(torch.hypot(length, self._floor)).mul_(gain)
 
     def _turns_up_to(self, positions: int) -> Tensor:
-        """cos + i sin of each angle, for at least so many positions: complex64 [.., D / 2]."""
+        """cos + i sin of each angle, for at least so many positions: [.., (H + 2 Hkv) D / 2]."""
         if positions > self._turns.shape[0]:
             longer = max(positions, 2 * self._turns.shape[0], 256)
             angles = torch.arange(longer).float()[:, None] * self._frequencies
-            self._turns = torch.complex(angles.cos(), angles.sin())
+            turning, still = self._heads
+            turns = torch.complex(angles.cos(), angles.sin()).repeat(1, turning)
+            ones = torch.ones(longer, still * self._frequencies.numel())
+            self._turns = torch.cat((turns, ones), 1)
         return self._turns
 
 
@@ -294,7 +320,7 @@ class _Step:
         self.kv, self.size = config.kv_heads, config.head_size
         self.group = config.num_attention_heads // self.kv
         self.batch, self.width = batch, width
-        self.turned = (config.num_attention_heads + self.kv) * self.size
+        self.split = config.num_attention_heads * self.size
         self.reach = max(1, *(s + c for s, c in zip(starts, counts, strict=True)))
         self.first, self.count = starts[0], counts[0]
         # Nothing lies before these tokens: attention is causal among themselves.
@@ -303,12 +329,12 @@ class _Step:
         self.mask: Tensor | None = None
         turns = model._turns_up_to(max(starts) + width)
         if tree is None and batch == 1:
-            self.turns = turns[self.first : self.first + width, None]
+            self.turns = turns[self.first : self.first + width]
         else:
             before = torch.tensor(starts)[:, None]
             related = None if tree is None else tree_mask(tree)
             after = torch.arange(width) if related is None else related.sum(-1) - 1
-            self.turns = turns[(before + after).view(-1), None]
+            self.turns = turns[(before + after).view(-1)]
         if self.fresh or (tree is None and width == 1 and len(set(starts)) == 1):
             return
         seen = self._seen(torch.tensor(starts)[:, None, None], tree)
@@ -324,31 +350,28 @@ class _Step:
         related = tree_mask(tree).gather(2, nodes) & (ahead < self.width)
         return related | (ahead < 0) | (tree == -2)[:, :, None]  # padding sees anything: finite
 
-    def attend(self, qkv: Tensor, stored: Tensor) -> Tensor:
-        """Rotate, store and attend. qkv: [R, (H + 2 Hkv) D], changed; returns [R, H D].
-
-        stored: [2, Hkv, B, S, D].
-        """
-        rows, kv, size = qkv.shape[0], self.kv, self.size
-        pairs = qkv[:, : self.turned].view(rows, -1, size // 2, 2)
-        torch.view_as_complex(pairs).mul_(self.turns)
-        split = self.turned - kv * size
-        queries = qkv[:, :split].view(self.batch, self.width, self.group, kv, size)
+    def attend(self, qkv: Tensor, stored: _Stored) -> Tensor:
+        """Rotate, store and attend. qkv: [R, (H + 2 Hkv) D], changed; returns [R, H D]."""
+        rows, kv, size, split = qkv.shape[0], self.kv, self.size, self.split
+        qkv.view(torch.complex64).mul_(self.turns)
         new = qkv[:, split:].view(rows, 2, kv, size).permute(1, 2, 0, 3)  # [2, Hkv, R, D]
-        if self.index is None:
-            stored[:, :, 0, self.first : self.first + self.count] = new[:, :, : self.count]
-        else:
-            self.index.write(stored, new)
+        if self.index is not None:
+            self.index.write(stored.slots, new)
+        elif self.count:
+            place = stored.slots.narrow(2, self.first, self.count)
+            place.copy_(new if self.count == rows else new[:, :, : self.count])
+        queries = qkv[:, :split].view(self.batch, self.width, self.group, kv, size)
         if self.fresh:
             # [2, B, G Hkv, T, D]: a key head stands once for each query head of its group.
             wide = new.unflatten(2, (self.batch, self.width)).permute(0, 2, 1, 3, 4)
             k, v = wide[:, :, None].expand(-1, -1, self.group, -1, -1, -1).flatten(2, 3)
             q = queries.flatten(2, 3).transpose(1, 2)
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return mixed.transpose(1, 2).reshape(rows, split)
-        q = queries.permute(0, 3, 1, 2, 4).reshape(self.batch, kv, -1, size)
-        k, v = stored[:, :, :, : self.reach].transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        else:
+            q = queries.permute(0, 3, 1, 2, 4).reshape(self.batch, kv, -1, size)
+            k = stored.keys.narrow(2, 0, self.reach)
+            v = stored.values.narrow(2, 0, self.reach)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
         return mixed.transpose(1, 2).reshape(rows, split)
 
 
@@ -364,10 +387,10 @@ class _Index:
         self.into = torch.tensor(into, dtype=torch.long)
         self.taken = None if min(counts) == width else torch.tensor(taken, dtype=torch.long)
 
-    def write(self, stored: Tensor, new: Tensor) -> None:
-        """stored: [2, Hkv, B, S, D]; new: [2, Hkv, R, D]."""
+    def write(self, slots: Tensor, new: Tensor) -> None:
+        """slots: [2, Hkv, B * S, D]; new: [2, Hkv, R, D]."""
         given = new if self.taken is None else new.index_select(2, self.taken)
-        stored.flatten(2, 3).index_copy_(2, self.into, given)
+        slots.index_copy_(2, self.into, given)
 
 
 def _checked(
