@@ -202,3 +202,31 @@ def test_a_grid_of_axes_stays_a_grid_with_its_titles():
     ]
     assert [len({round(at) for at in side}) for side in zip(*frames, strict=True)] == [2, 3]
     assert len(frames) == 6 and {">first<", ">second<", ">B<"} <= {*re.findall(">[^<>]+<", picture)}
+
+
+def test_a_picture_has_the_rows_heights_the_bars_texts_and_colors_and_no_hidden_axis():
+    figure = go.Figure()
+    colors = ["#8fd3bd", "rgba(242,180,140,1)"]
+    figure.add_bar(x=[1, 2], y=[1, 1], text=["a &lt; b", "c"], marker={"color": colors})
+    figure.add_scatter(x=[0, 1], y=[0.25, 0.75], xaxis="x2", yaxis="y2")
+    figure.update_layout(
+        title="1 &lt; 2",
+        xaxis={"visible": False, "title": "never"},
+        yaxis={"domain": [0.9, 1], "visible": False},
+        xaxis2={"anchor": "y2", "title": "seen"},
+        yaxis2={"domain": [0, 0.7], "anchor": "x2"},
+    )
+    picture = svg(figure.to_dict())
+    texts = [
+        "".join(each.itertext()).strip()
+        for each in ET.fromstring(picture).iter()
+        if "text" in each.tag
+    ]
+    assert {"1 < 2", "a < b", "c", "seen"} <= set(texts) and "never" not in texts
+    assert all(color in picture for color in ("#8fd3bd", "#f2b48c"))
+    edges = [
+        [float(y) for y in re.findall(r"[\d.]+ ([\d.]+)", path)]
+        for path in re.findall(r'id="patch_\d+">\s*<path d="([^"]*)"', picture)
+    ]
+    heights = sorted({round(max(ys) - min(ys)) for ys in edges[1:] if max(ys) > min(ys) + 1})
+    assert heights[-1] > 5 * heights[0] > 0

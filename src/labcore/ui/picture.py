@@ -5,6 +5,7 @@ It draws what plotly's own JSON says through matplotlib, so no browser is needed
 
 from __future__ import annotations
 
+import html
 import io
 import re
 from collections.abc import Callable, Mapping
@@ -91,7 +92,7 @@ def _text(part: Any) -> str:
     """The text of a plotly title, without its HTML."""
     text = part.get("text", "") if isinstance(part, Mapping) else (part or "")
     plain = re.sub(r"<[^>]+>", " ", str(text).replace("<br>", "\n"))
-    return plain.replace("$", r"\$")
+    return html.unescape(plain).replace("$", r"\$")
 
 
 def _title(canvas: Any, layout: Mapping[str, Any]) -> None:
@@ -107,13 +108,16 @@ def _axes(canvas: Any, data: list[Any], layout: Mapping[str, Any]) -> dict[tuple
     left = {x: _domain(layout, "x", x)[0] for x, _ in pairs}
     low = {y: _domain(layout, "y", y)[0] for _, y in pairs}
     columns, rows = sorted({*left.values()}), sorted({*low.values()}, reverse=True)
+    tall = {low[y]: _domain(layout, "y", y)[1] - low[y] for _, y in pairs}
+    grid = canvas.add_gridspec(len(rows), len(columns), height_ratios=[tall[at] for at in rows])
     made = {}
     for x, y in pairs:
-        place = rows.index(low[y]) * len(columns) + columns.index(left[x])
-        axes = canvas.add_subplot(len(rows), len(columns), place + 1)
+        axes = canvas.add_subplot(grid[rows.index(low[y]), columns.index(left[x])])
         for letter, name in (("x", x), ("y", y)):
             spec = layout.get(f"{letter}axis{name[1:]}", {})
             getattr(axes, f"set_{letter}label")(_text(spec.get("title")))
+            if spec.get("visible") is False:
+                getattr(axes, f"{letter}axis").set_visible(False)
             if spec.get("type") == "log":
                 getattr(axes, f"set_{letter}scale")("log")
             limits = spec.get("range")
@@ -223,9 +227,13 @@ def _bars(axes: Any, bars: list[tuple[Mapping[str, Any], str]], *, stacked: bool
         base = np.asarray([tops.get(float(v), 0.0) for v in at]) if stacked else np.zeros(len(at))
         tops |= {float(v): float(b + s) for v, b, s in zip(at, base, sizes, strict=True)}
         place = at if stacked else at + (number - (len(bars) - 1) / 2) * width
-        ink = _color((trace.get("marker") or {}).get("color"), color)
+        told = (trace.get("marker") or {}).get("color")
+        many = told if isinstance(told, list) else None
+        ink = _color(told, color) if many is None else [_color(one, color) for one in many]
         draw = axes.barh if sideways else axes.bar
-        draw(place, sizes, width, base, color=ink, alpha=0.85, label=trace.get("name"))
+        drawn = draw(place, sizes, width, base, color=ink, alpha=0.85, label=trace.get("name"))
+        if isinstance(trace.get("text"), list):
+            axes.bar_label(drawn, [_text(word) for word in trace["text"]], label_type="center")
         ends = (sizes, place) if sideways else (place, sizes)
         _errors(axes, trace, ends[0], ends[1], "#444444")
     if names:

@@ -1,0 +1,354 @@
+"""Figures of the chapter `speculative`: numbers in, plotly figures out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+from torch import Tensor
+
+from labcore.decoding import overlap
+from labcore.decoding.speedup import RIDGE, best_length, roofline_cost, speedup
+from labcore.timing import quantiles
+from labcore.ui.explorer import describe
+from labcore.ui.theme import PALETTE
+
+__all__ = [
+    "acceptance_by_length",
+    "costs",
+    "exactness",
+    "gate_tradeoff",
+    "ngram_options",
+    "predictions",
+    "speedup_explorer",
+]
+
+_LAW = {"color": PALETTE["gray"], "dash": "dash", "width": 1.5}
+_COLORS = tuple(
+    PALETTE[name] for name in ("blue", "vermillion", "green", "orange", "purple", "sky")
+)
+_SYMBOLS = ("circle", "square", "diamond", "x", "triangle-up", "cross")
+_THREE_LINES = {"height": 500, "margin": {"t": 100}}
+_TICKS = (0.25, 0.5, 1, 2, 4, 8, 16)
+BATCH = 2 * RIDGE  # rows of the machine that computes all the time
+
+
+def _spread(samples: Sequence[Sequence[float]]) -> tuple[list[float], dict[str, Any]]:
+    """Medians, and bars from the 20th to the 80th percentile."""
+    rows = [quantiles([*one]) for one in samples]
+    return [middle for _, middle, _ in rows], {
+        "array": [high - middle for _, middle, high in rows],
+        "arrayminus": [middle - low for low, middle, _ in rows],
+        "thickness": 1.2,
+    }
+
+
+def _lines(text: str) -> dict[str, Any]:
+    return {"text": text, "pad": {"t": 18}}  # several lines at 12 touch the edge
+
+
+def acceptance_by_length(
+    measured: Mapping[str, Mapping[int, Sequence[float]]],
+    predicted: Mapping[str, Mapping[int, float]],
+    *,
+    title: str,
+) -> go.Figure:
+    """Tokens a step by the length of the draft: measured as dots, the closed form dashed.
+
+    measured: name -> drafted tokens -> samples, shown by their median and middle 60 %; predicted:
+    the same names -> drafted tokens -> `expected_tokens`.
+    """
+    figure, words = go.Figure(), []
+    colors = {name: _COLORS[at % len(_COLORS)] for at, name in enumerate(measured)}
+    for name, law in predicted.items():
+        figure.add_scatter(
+            x=list(law), y=list(law.values()), mode="lines", showlegend=False, hoverinfo="skip",
+            line={**_LAW, "color": colors.get(name, PALETTE["gray"])},
+        )  # fmt: skip
+    for at, (name, by_length) in enumerate(measured.items()):
+        middles, bars = _spread(list(by_length.values()))
+        figure.add_scatter(
+            x=list(by_length), y=middles, error_y=bars, mode="markers", name=name,
+            marker={"color": colors[name], "size": 10, "symbol": _SYMBOLS[at % len(_SYMBOLS)]},
+        )  # fmt: skip
+        law = predicted.get(name, {})
+        words.append(
+            f"{name}: "
+            + ", ".join(
+                f"{y:.2f}" + (f" (law {law[x]:.2f})" if x in law else "") + f" at {x}"
+                for x, y in zip(by_length, middles, strict=True)
+            )
+        )
+    figure.add_scatter(
+        x=[None], y=[None], mode="lines", line=_LAW, name="if acceptance were independent"
+    )
+    every = sorted({x for by_length in measured.values() for x in by_length})
+    figure.update_layout(
+        title=title,
+        xaxis={"title": "drafted tokens a step", "tickvals": every},
+        yaxis={"title": "tokens a step", "rangemode": "tozero"},
+        height=460,
+    )
+    return describe(figure, f"{title}. {'; '.join(words)}.")
+
+
+def _machines(measured: Sequence[float]) -> dict[str, Sequence[float]]:
+    """v(1), v(2), ... of three machines."""
+    tokens = range(1, len(measured) + 1)
+    return {
+        "one row on a GPU": [roofline_cost(k) for k in tokens],
+        "measured here": measured,
+        "large batch on a GPU": [roofline_cost(k, batch=BATCH) for k in tokens],
+    }
+
+
+def speedup_explorer(
+    alpha: float = 0.7, draft_cost: float = 0.1, *, data: Sequence[float]
+) -> go.Figure:
+    """The speed-up by the length of the draft on three machines; a ring marks each one's best.
+
+    alpha: P(a drafted token is accepted, once those before it are); draft_cost: a drafted token in
+    target forwards; data: v(1), v(2), ..., the measured forward over so many tokens in forwards
+    over one. The other two read weights all the time (v = 1) or compute all the time (v = k).
+    What is slower than a quarter of plain decoding leaves the figure.
+    """
+    figure, said = go.Figure(), []
+    lengths = list(range(len(data)))
+    figure.add_scatter(
+        x=[0, lengths[-1]], y=[1, 1], mode="lines", line=_LAW, showlegend=False, hoverinfo="skip"
+    )
+    colors = ("green", "blue", "vermillion")
+    best: dict[str, tuple[int, float]] = {}
+    for (name, costs), color in zip(_machines(data).items(), colors, strict=True):
+        gains = [
+            speedup(alpha, gamma, verify_cost=costs[gamma], draft_cost=draft_cost)
+            for gamma in lengths
+        ]
+        at = best_length(alpha, costs, draft_cost)
+        best[name] = (at, gains[at])
+        figure.add_scatter(
+            x=lengths, y=gains, mode="lines+markers", name=name, marker={"size": 6},
+            line={"color": PALETTE[color]},
+        )  # fmt: skip
+    figure.add_scatter(
+        x=[at for at, _ in best.values()], y=[gain for _, gain in best.values()],
+        mode="markers", name="best length",
+        marker={
+            "symbol": "circle-open", "size": 18, "color": PALETTE["gray"], "line": {"width": 3}
+        },
+    )  # fmt: skip
+    for name, label in (("measured here", "here"), ("one row on a GPU", "GPU, one row"),
+                        ("large batch on a GPU", "GPU, large batch")):  # fmt: skip
+        at, gain = best[name]
+        said.append(f"{label}: {gain:.2f}x at length {at}" if at else f"{label}: no draft pays")
+    figure.update_layout(
+        title=_lines("<br>".join(said)),
+        xaxis={"title": "drafted tokens a step", "range": [-0.4, lengths[-1] + 0.4], "dtick": 1},
+        yaxis={
+            "title": "speed over plain decoding",
+            "type": "log",
+            "range": [math.log10(0.24), math.log10(1.1 * max(8, len(data)))],
+            "tickvals": _TICKS,
+            "ticktext": [f"{tick:g}" for tick in _TICKS],
+        },
+        **_THREE_LINES,
+    )
+    return figure
+
+
+def costs(v: Mapping[int, Sequence[float]], *, title: str) -> go.Figure:
+    """A forward over several tokens in forwards over one, as bars, beside paying for each.
+
+    v: tokens -> samples of the ratio, shown by their median and middle 60 %.
+    """
+    middles, bars = _spread(list(v.values()))
+    figure = go.Figure()
+    figure.add_bar(
+        x=list(v), y=middles, error_y=bars, name="measured", marker={"color": PALETTE["blue"]}
+    )
+    figure.add_scatter(
+        x=[min(v), max(v)], y=[1, 1], mode="lines", name="verifying is free",
+        line={**_LAW, "color": PALETTE["green"]},
+    )  # fmt: skip
+    figure.add_scatter(
+        x=list(v), y=list(v), mode="lines", name="each token costs the same",
+        line={**_LAW, "color": PALETTE["vermillion"]},
+    )  # fmt: skip
+    figure.update_layout(
+        title=title,
+        xaxis={"title": "tokens of one forward", "tickvals": list(v)},
+        yaxis={"title": "forwards over one token", "range": [0, 1.6 * max(middles)]},
+        height=460,
+    )
+    words = ", ".join(f"{y:.2f} at {x}" for x, y in zip(v, middles, strict=True))
+    return describe(figure, f"{title}. {words}.")
+
+
+def predictions(
+    rows: Mapping[str, tuple[float, Sequence[float]]], *, title: str, band: float = 0.15
+) -> go.Figure:
+    """Measured speed-ups against predicted ones, with the diagonal and a band around it.
+
+    rows: name -> (predicted, samples measured), shown by their median and middle 60 %; band: how
+    far measured may be from predicted, as a share of it.
+    """
+    every = [x for predicted, samples in rows.values() for x in (predicted, *samples)]
+    low, high = 0.9 * min(every), 1.1 * max(every)
+    figure, words = go.Figure(), []
+    figure.add_scatter(
+        x=[low, high, high, low],
+        y=[low * (1 - band), high * (1 - band), high * (1 + band), low * (1 + band)],
+        mode="lines", line={"width": 0, "color": PALETTE["gray"]}, fill="toself",
+        fillcolor="rgba(128,128,128,0.25)", name=f"within {band:.0%}", hoverinfo="skip",
+    )  # fmt: skip
+    figure.add_scatter(x=[low, high], y=[low, high], mode="lines", line=_LAW, name="as predicted")
+    for at, (name, (predicted, samples)) in enumerate(rows.items()):
+        (middle,), bars = _spread([samples])
+        figure.add_scatter(
+            x=[predicted], y=[middle], error_y=bars, mode="markers", name=name,
+            marker={
+                "color": _COLORS[at % len(_COLORS)], "size": 12,
+                "symbol": _SYMBOLS[at % len(_SYMBOLS)],
+            },
+        )  # fmt: skip
+        words.append(f"{name}: {middle:.2f} measured, {predicted:.2f} predicted")
+    figure.update_layout(
+        title=title,
+        xaxis={"title": "predicted speed-up", "range": [low, high]},
+        yaxis={"title": "measured speed-up", "range": [low * (1 - band), high * (1 + band)]},
+        height=500,
+    )
+    return describe(figure, f"{title}. {'; '.join(words)}.")
+
+
+def ngram_options(
+    rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str, unit: str = "tokens a step"
+) -> go.Figure:
+    """Tokens a step of n-gram lookup by its options, one symbol a kind of text.
+
+    rows: options -> kind of text -> samples, shown by their median and middle 60 %. A dashed line
+    stands at 1, where nothing is gained.
+    """
+    kinds = list(dict.fromkeys(kind for row in rows.values() for kind in row))
+    figure, words = go.Figure(), []
+    for at, kind in enumerate(kinds):
+        shown = {option: row[kind] for option, row in rows.items() if kind in row}
+        middles, bars = _spread(list(shown.values()))
+        figure.add_scatter(
+            x=middles, y=list(shown), error_x=bars, mode="markers", name=kind,
+            marker={
+                "size": 12, "symbol": _SYMBOLS[at % len(_SYMBOLS)],
+                "color": _COLORS[at % len(_COLORS)],
+            },
+        )  # fmt: skip
+        words.append(
+            f"{kind}: "
+            + ", ".join(f"{option} {x:.2f}" for option, x in zip(shown, middles, strict=True))
+        )
+    figure.add_vline(x=1, line=_LAW)
+    figure.update_layout(
+        title=title,
+        xaxis={"title": unit},
+        yaxis={"autorange": "reversed"},
+        legend={"xref": "container"},  # beside the long names a phone has no room for it
+        height=180 + 44 * len(rows),
+    )
+    return describe(figure, f"{title}. {'; '.join(words)}.")
+
+
+def gate_tradeoff(
+    slacks: Sequence[int | str],
+    acceptance: Sequence[Sequence[float]],
+    tokens_a_step: Sequence[Sequence[float]],
+    cost: Sequence[Sequence[float]],
+    *,
+    title: str,
+    cost_unit: str = "drafted a token",
+) -> go.Figure:
+    """What a gate does to acceptance, tokens a step and the cost of drafting: one above the other.
+
+    slacks: how many tokens a draft may have that the n-gram did not confirm, or the name of a
+    setting; the others: samples for each, shown by their median and middle 60 %.
+    """
+    figure, words = go.Figure(), []
+    panels = (
+        ("acceptance", acceptance, "accepted of drafted", "blue"),
+        ("tokens a step", tokens_a_step, "tokens a step", "green"),
+        ("cost", cost, cost_unit, "vermillion"),
+    )
+    names = [str(slack) for slack in slacks]
+    axes: dict[str, Any] = {}
+    for at, (name, samples, unit, color) in enumerate(panels):
+        middles, bars = _spread(samples)
+        foot, letter = (2 - at) / 3, "" if at == 0 else str(at + 1)
+        figure.add_scatter(
+            x=names, y=middles, error_y=bars, mode="lines+markers", name=name, marker={"size": 9},
+            line={"color": PALETTE[color]}, xaxis=f"x{letter}", yaxis=f"y{letter}",
+        )  # fmt: skip
+        axes[f"xaxis{letter}"] = {
+            "type": "category", "anchor": f"y{letter}", "showticklabels": at == 2,
+            "title": "unconfirmed tokens allowed" if at == 2 else None,
+        }  # fmt: skip
+        axes[f"yaxis{letter}"] = {
+            "title": {"text": unit, "font": {"size": 12}}, "anchor": f"x{letter}",
+            "domain": [foot + 0.03, foot + 0.3], "rangemode": "tozero", "nticks": 4,
+        }  # fmt: skip
+        words.append(
+            f"{unit}: " + ", ".join(f"{y:.2f} at {x}" for x, y in zip(names, middles, strict=True))
+        )
+    figure.update_layout(title=title, showlegend=False, height=560, **axes)
+    return describe(figure, f"{title}. {'; '.join(words)}.")
+
+
+def exactness(
+    toward_p: float = 0.0,
+    rule: str = "residual",
+    *,
+    data: tuple[Sequence[str], Tensor, Tensor],
+) -> go.Figure:
+    """What leaves one step: the accepted part and, on top, what the rule draws after a rejection.
+
+    toward_p: how far the draft has moved from data's q (0) to p (1); rule: one of `overlap.RULES`.
+    data: the tokens' names, p [V] and q [V]; a diamond marks p, a ring the draft.
+    """
+    names, p, q = data
+    draft = overlap.toward(p, q, toward_p)
+    found = overlap.one_token(p, draft, rule)
+    off = found.distance(p)
+    verdict = "what leaves is exactly p" if off < 1e-6 else f"{off:.3f} off p (total variation)"
+    title = f"after a rejection: {rule}<br>accepted {found.acceptance:.0%}<br>{verdict}"
+    highest = max(float(overlap.one_token(p, q, one).out.max()) for one in overlap.RULES)
+    top = 1.08 * max(highest, float(q.max()), float(p.max()))
+    x = list(names)
+    figure = go.Figure(
+        [
+            _part(x, found.accepted, "accepted", "blue"),
+            _part(x, found.replaced, "after a rejection", "orange"),
+            {
+                "x": x, "y": p.tolist(), "mode": "markers", "name": "target p",
+                "marker": {"symbol": "diamond", "size": 11, "color": PALETTE["vermillion"]},
+            },
+            {
+                "x": x, "y": draft.tolist(), "mode": "markers", "name": "draft q",
+                "marker": {"symbol": "circle-open", "size": 10, "color": PALETTE["gray"],
+                           "line": {"width": 2}},
+            },
+        ],
+        {
+            "title": _lines(title),
+            "barmode": "stack",
+            "xaxis": {"title": "token", "type": "category"},
+            "yaxis": {"title": "probability", "range": [0, top]},
+            **_THREE_LINES,
+        },
+    )  # fmt: skip
+    return figure
+
+
+def _part(x: list[str], heights: Tensor, name: str, color: str) -> dict[str, Any]:
+    return {
+        "type": "bar", "x": x, "y": heights.tolist(), "name": name,
+        "marker": {"color": PALETTE[color]},
+    }  # fmt: skip
