@@ -1,0 +1,928 @@
+"""Speculative decoding with the shipped models, beside transformers': speed, costs, acceptance.
+
+One thread, fp32, greedy unless a temperature is named. Times are those of a CPU; what is only
+counted (acceptance, tokens a step, distances of laws) is the same everywhere up to rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.runner import Measurement, case
+from labcore.decoding import exact, speedup
+from labcore.decoding.audit import near_tie_audit
+from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig
+from labcore.decoding.draft_model import DraftModel
+from labcore.decoding.generate import generate, stream
+from labcore.decoding.ngram import NGram
+from labcore.decoding.overlap import one_token
+from labcore.decoding.proposers import Adaptive, Gated
+from labcore.decoding.sampling import probabilities
+from labcore.decoding.trace import Statistics
+from labcore.decoding.verify import VERIFIERS, TypicalAcceptance, rejection_sampling
+from labcore.models import DenseCache, Llama, Tokenizer, save_pretrained
+from labcore.models.fused import FusedLlama
+from labcore.models.pretrained import pretrained, prompts, shipped_tokenizer
+from labcore.timing import paired
+
+PROMPTS, TOKENS, ROUNDS = 12, 128, 5  # prompts of a kind at most, tokens of an output, rounds
+SHORT, LONG = 64, 512  # tokens of a prompt
+DRAFTS, CONSTANT = (1, 2, 3, 4, 5), 4  # lengths of the draft model's drafts; the one of both sides
+NGRAMS, MAXIMUM = (2, 4, 8), 3  # lengths of n-gram drafts, the longest n
+ADAPTIVE = 8  # the longest draft where the length is free
+CONFIDENCE = 0.4  # transformers' own threshold
+GAP = 1e-3  # nats: a near tie
+# Ratios that this form is held to, by the quantity's first words and the kind of prompts.
+BARS = {
+    ("plain over transformers' plain", "code"): 1.5,
+    ("draft over transformers' assisted", "code"): 1.8,
+    ("best draft over plain", "code"): 1.15,
+    ("n-gram over transformers' lookup", "code"): 1.5,
+    ("n-gram over transformers' lookup", "long_code"): 1.5,
+    ("best n-gram over plain", "long_code"): 1.1,
+}
+WITHIN = 0.15  # how far a measured speed-up may be from the prediction
+COST_PROMPTS, FORWARDS, CONTEXTS = 4, (1, 2, 3, 4, 5, 6, 7, 8), (64, 512)
+LENGTHS, TEMPERATURES, SEEDS, BURSTY = (1, 2, 3, 4, 5, 6, 7, 8), (0.0, 0.5, 1.0), (0, 1), 4
+MAXIMA, KINDS = (1, 2, 3, 5), ("copy", "code", "prose")
+SLACKS = (0, 1, 2, 3)
+THRESHOLDS = (0.03, 0.09, 0.3)
+TABLES, SMALL = 20, 4  # random models whose laws are enumerated, and their vocabulary
+WORLDS = 5  # seeds of the cases that are enumerated, and of typical acceptance's texts
+
+PLAIN, PEER = "labcore plain", "transformers plain"
+Decode = Callable[[list[int]], list[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Target and draft: the models, and their fused forms, which are timed."""
+
+    target: Llama
+    draft: Llama
+    tokenizer: Tokenizer
+    fast_target: FusedLlama
+    fast_draft: FusedLlama
+
+    @classmethod
+    def of(cls, target: Llama, draft: Llama, tokenizer: Tokenizer) -> Pair:
+        """The pair with its fused forms."""
+        return cls(
+            target=target,
+            draft=draft,
+            tokenizer=tokenizer,
+            fast_target=FusedLlama(target),
+            fast_draft=FusedLlama(draft),
+        )
+
+
+@functools.cache
+def shipped() -> Pair:
+    """The models of this course."""
+    return Pair.of(pretrained("target"), pretrained("draft"), shipped_tokenizer())
+
+
+def rows(kind: str, length: int) -> list[list[int]]:
+    """The last `length` tokens of each prompt of a kind."""
+    every = [shipped().tokenizer.encode(text) for text in prompts(kind)]
+    return [tokens[-length:] for tokens in every[:PROMPTS]]
+
+
+def settings(temperature: float = 0.0, seed: int = 0) -> SamplingConfig:
+    """What every request here asks for."""
+    return SamplingConfig(temperature=temperature, max_tokens=TOKENS, seed=seed)
+
+
+def ours(proposer: Proposer | None) -> Decode:
+    """Greedy decoding by labcore, one prompt at a time."""
+    target = shipped().fast_target
+
+    def decode(prompt: list[int]) -> list[int]:
+        return generate(target, [prompt], settings(), proposer=proposer).tokens[0]
+
+    return decode
+
+
+def of_transformers(model: Llama) -> Any:
+    """The same weights in transformers."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        save_pretrained(model, folder)
+        peer = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return peer.eval()
+
+
+def theirs(model: Any, **options: Any) -> Decode:
+    """Greedy decoding by transformers' generate."""
+
+    def decode(prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        asked = {"do_sample": False, "max_new_tokens": TOKENS, "pad_token_id": 0, **options}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
+        return [int(token) for token in out[0, len(prompt) :]]
+
+    return decode
+
+
+def draft_models() -> dict[str, Proposer]:
+    """Drafts by a model: constant lengths, and lengths that follow the acceptance."""
+    small = shipped().fast_draft
+    found: dict[str, Proposer] = {f"draft {n}": DraftModel(small, gamma=n) for n in DRAFTS}
+    found["draft adaptive"] = Adaptive(DraftModel(small, gamma=ADAPTIVE), start=2)
+    found["draft confident"] = Adaptive(
+        DraftModel(small, gamma=ADAPTIVE), start=2, confidence=CONFIDENCE
+    )
+    return found
+
+
+def ngrams() -> dict[str, Proposer]:
+    """Drafts by lookup."""
+    return {f"n-gram {n}": NGram(MAXIMUM, 1, gamma=n) for n in NGRAMS}
+
+
+def peers(model: Any, *, drafts: bool) -> dict[str, Decode]:
+    """What transformers has, with the same lengths of the drafts."""
+    found = {PEER: theirs(model)}
+    if drafts:
+        small = of_transformers(shipped().draft)
+        small.generation_config.num_assistant_tokens = CONSTANT
+        small.generation_config.num_assistant_tokens_schedule = "constant"
+        small.generation_config.assistant_confidence_threshold = 0.0  # else it drafts fewer
+        found[f"transformers assisted {CONSTANT}"] = theirs(model, assistant_model=small)
+    for length in NGRAMS:
+        found[f"transformers lookup {length}"] = theirs(
+            model, prompt_lookup_num_tokens=length, max_matching_ngram_size=MAXIMUM
+        )
+    return found
+
+
+def refuse_wrong(
+    outputs: Mapping[str, list[list[int]]], given: Sequence[list[int]]
+) -> dict[str, Any]:
+    """What is not greedy is not timed: each output is the plain one, or differs by near ties."""
+    same, worst = {}, 0.0
+    for name, found in outputs.items():
+        same[name] = 0
+        for prompt, tokens, plain in zip(given, found, outputs[PLAIN], strict=True):
+            same[name] += tokens == plain
+            if tokens == plain and name != PLAIN:
+                continue
+            audit = near_tie_audit(shipped().target, prompt, tokens, gap=GAP)
+            if not audit.passed:
+                raise RuntimeError(
+                    f"each output must be greedy up to near ties of {GAP} nats, got a gap of "
+                    f"{audit.worst:.3g} nats from {name}"
+                )
+            worst = max(worst, audit.worst)
+    return {"prompts": len(given), "identical to plain": same, "largest gap, nats": worst}
+
+
+def counted(proposer: Proposer | None, given: Sequence[list[int]]) -> Statistics:
+    """What a proposer drafts and what is accepted of it, greedy."""
+    target = shipped().fast_target
+    return generate(target, list(given), settings(), proposer=proposer).statistics
+
+
+def steps_of(model: Any, decode: Decode, given: Sequence[list[int]]) -> int:
+    """Forwards of a transformers model that it takes to go on from all prompts."""
+    forwards = 0
+
+    def note(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    hook = model.register_forward_hook(note)
+    try:
+        for prompt in given:
+            decode(prompt)
+    finally:
+        hook.remove()
+    return forwards
+
+
+def plain_numbers(found: Statistics) -> dict[str, float | None]:
+    """Counts for the details of a record, None for a share of nothing."""
+    every = {
+        "acceptance rate": found.acceptance_rate,
+        "alpha": found.alpha,
+        "tokens a step": found.tokens_per_step,
+        "steps": float(found.steps),
+        "drafted": float(found.drafted),
+        "tokens": float(found.tokens),
+    }
+    return {name: None if math.isnan(value) else value for name, value in every.items()}
+
+
+def race(
+    calls: Mapping[str, Decode], given: Sequence[list[int]], tokens: Mapping[str, int]
+) -> dict[str, list[float]]:
+    """Tokens a second of each way, a number a round: every prompt by all ways, shuffled.
+
+    tokens: how many each way gives for all prompts.
+    """
+    seconds = {name: [0.0] * ROUNDS for name in calls}
+    for place, prompt in enumerate(given):
+        comparison = paired(
+            {name: functools.partial(call, prompt) for name, call in calls.items()},
+            rounds=ROUNDS,
+            warmup=1,
+            seed=place,
+        )
+        for name, timing in comparison.timings.items():
+            for turn, sample in enumerate(timing.samples):
+                seconds[name][turn] += sample
+    return {name: [tokens[name] / sample for sample in seconds[name]] for name in calls}
+
+
+def decoding(kind: str, length: int, *, drafts: bool) -> list[Measurement]:
+    """Every way in the same rounds, then the ratios that this form is held to."""
+    given = rows(kind, length)
+    model = of_transformers(shipped().target)
+    proposers = {**(draft_models() if drafts else {}), **ngrams()}
+    calls = {PLAIN: ours(None)} | {f"labcore {n}": ours(p) for n, p in proposers.items()}
+    others = peers(model, drafts=drafts)
+    calls |= others
+    outputs = {name: [call(prompt) for prompt in given] for name, call in calls.items()}
+    details = {
+        **refuse_wrong(outputs, given),
+        "tokens of each prompt": [len(prompt) for prompt in given],
+        "kind of prompts": kind,
+        "tokens of each output": TOKENS,
+        "weights packed in fp16": shipped().fast_target.packed,
+        "dtype": "float32",
+    }
+    tokens = {name: sum(map(len, found)) for name, found in outputs.items()}
+    speeds = race(calls, given, tokens)
+    at = f"{length} tokens of {kind}"
+    found = [
+        Measurement(
+            quantity=f"largest gap of an output/{at}",
+            unit="nats",
+            samples=[details["largest gap, nats"]],
+            details={**details, "exact": True},
+        ),
+        Measurement(
+            quantity=f"tokens a second/{at}",
+            unit="tokens/s",
+            samples=speeds[PLAIN],
+            peers={name: samples for name, samples in speeds.items() if name != PLAIN},
+            details=details,
+        ),
+    ]
+    for name, proposer in proposers.items():
+        numbers = plain_numbers(counted(proposer, given))
+        found.append(
+            Measurement(
+                quantity=f"tokens a step of labcore {name}/{at}",
+                unit="tokens",
+                samples=[numbers["tokens a step"] or 0.0],
+                details={**details, **numbers},
+            )
+        )
+    for name, call in others.items():
+        found.append(
+            Measurement(
+                quantity=f"tokens a step of {name}/{at}",
+                unit="tokens",
+                samples=[tokens[name] / steps_of(model, call, given)],
+                details={**details, "steps": "all forwards of the target, the prompt's included"},
+            )
+        )
+    return found + ratios(speeds, kind, at, details, drafts=drafts)
+
+
+def ratios(
+    speeds: Mapping[str, list[float]],
+    kind: str,
+    at: str,
+    details: Mapping[str, Any],
+    *,
+    drafts: bool,
+) -> list[Measurement]:
+    """Speed of one way over that of another, round by round, with its bar."""
+
+    def best(family: str) -> str:
+        ways = [name for name in speeds if name.startswith(f"labcore {family}")]
+        return max(ways, key=lambda name: statistics.median(speeds[name]))
+
+    def over(what: str, name: str, other: str, suffix: str = "") -> Measurement:
+        bar = BARS.get((what, kind))
+        return Measurement(
+            quantity=f"{what}{suffix}/{at}",
+            unit="ratio",
+            samples=[a / b for a, b in zip(speeds[name], speeds[other], strict=True)],
+            details={**details, "of": name, "over": other, **({"bar": bar} if bar else {})},
+        )
+
+    found = [over("plain over transformers' plain", PLAIN, PEER)]
+    if drafts:
+        assisted = f"transformers assisted {CONSTANT}"
+        pair = (f"labcore draft {CONSTANT}", assisted)
+        found.append(over("draft over transformers' assisted", *pair, suffix=f" of {CONSTANT}"))
+        found.append(over("best draft over plain", best("draft"), PLAIN))
+    found.append(over("best n-gram over plain", best("n-gram"), PLAIN))
+    for n in NGRAMS:
+        pair = (f"labcore n-gram {n}", f"transformers lookup {n}")
+        found.append(over("n-gram over transformers' lookup", *pair, suffix=f" of {n}"))
+    return found
+
+
+@case("decoding/64 tokens of code", minutes=6, needs="cpu")
+def decoding_short() -> list[Measurement]:
+    """Plain, draft model and n-gram, ours and transformers', behind short prompts."""
+    return decoding("code", SHORT, drafts=True)
+
+
+@case("decoding/512 tokens of code", minutes=4, needs="cpu")
+def decoding_long() -> list[Measurement]:
+    """N-gram where there is more to look up."""
+    return decoding("long_code", LONG, drafts=False)
+
+
+class Metered:
+    """A proposer whose time and drafts are noted."""
+
+    def __init__(self, inner: Proposer) -> None:
+        self.inner = inner
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin to count anew."""
+        self.seconds = 0.0
+        self.sizes: list[list[int]] = []  # of each step, the rows' drafts
+        self.accepted: list[list[int]] = []
+
+    def propose(self, *arguments: Any, **options: Any) -> list[Draft]:
+        """As the proposer inside."""
+        begin = time.perf_counter()
+        drafts = self.inner.propose(*arguments, **options)
+        self.seconds += time.perf_counter() - begin
+        self.sizes.append([len(draft) for draft in drafts])
+        return drafts
+
+    def commit(self, accepted: Sequence[Accepted]) -> None:
+        """As the proposer inside."""
+        begin = time.perf_counter()
+        self.inner.commit(accepted)
+        self.seconds += time.perf_counter() - begin
+        self.accepted.append([len(one.path) for one in accepted])
+
+    def outcomes(self) -> list[list[bool]]:
+        """Which judged tokens were accepted, of each row; the step that ended it is left out."""
+        found = []
+        by_row = (zip(*steps, strict=True) for steps in (self.sizes, self.accepted))
+        for sizes, accepted in zip(*by_row, strict=True):
+            last = max((step for step, size in enumerate(sizes) if size), default=0)
+            found.append(speedup.judged(accepted[:last], sizes[:last]))
+        return found
+
+
+class Wrong:
+    """Drafts of a fixed length, at no cost, whose first token the target will not say.
+
+    text: the prompt and the output that the target will give.
+    """
+
+    def __init__(self, text: list[int], length: int) -> None:
+        self.text, self.length = text, length
+
+    def propose(
+        self,
+        contexts: Sequence[Sequence[int]],
+        samplings: Sequence[SamplingConfig],  # noqa: ARG002 - the protocol's
+        max_tokens: Sequence[int],
+        generators: Sequence[torch.Generator],  # noqa: ARG002
+        *,
+        hidden: Tensor | None = None,  # noqa: ARG002
+    ) -> list[Draft]:
+        """One chain of one token's neighbour in the vocabulary, again and again."""
+        (context,), (most,) = contexts, max_tokens
+        if len(context) >= len(self.text):
+            return [Draft.chain([])]
+        other = (self.text[len(context)] + 1) % shipped().fast_target.vocab_size
+        return [Draft.chain([other] * min(self.length, most))]
+
+    def commit(self, accepted: Sequence[Accepted]) -> None:
+        """Nothing to do."""
+
+
+@dataclass(kw_only=True)
+class Steady:
+    """Steps behind the first one of some outputs: the prompts' forwards are in none of them."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    drafting: float = 0.0
+    sizes: list[int] = field(default_factory=list)
+
+    @property
+    def step(self) -> float:
+        """Seconds a step."""
+        return self.seconds / self.steps
+
+    def run(self, prompt: list[int], proposer: Proposer | None) -> None:
+        """Add one output; of wrong drafts only the steps that have room for a whole one."""
+        room = TOKENS - 1 - proposer.length if isinstance(proposer, Wrong) else None
+        meter = None if proposer is None else Metered(proposer)
+        blocks = stream(shipped().fast_target, prompt, settings(), proposer=meter)
+        next(blocks)
+        if meter is not None:
+            meter.forget()
+        begin = time.perf_counter()
+        lengths = [len(block) for block in itertools.islice(blocks, room)]
+        self.seconds += time.perf_counter() - begin
+        self.tokens += sum(lengths)
+        self.steps += len(lengths)
+        self.drafting += 0.0 if meter is None else meter.seconds
+        self.sizes += [0] * len(lengths) if meter is None else [size for (size,) in meter.sizes]
+
+
+def steady(
+    ways: Mapping[str, Callable[[int], Proposer | None]], given: Sequence[list[int]], rounds: int
+) -> dict[str, list[Steady]]:
+    """Every way on every prompt, in shuffled order: a `Steady` a round.
+
+    ways: functions of the prompt's place, as some proposers know what comes.
+    """
+    dice, found = random.Random(0), {name: [Steady() for _ in range(rounds)] for name in ways}
+    for turn in range(-1, rounds):  # the first turn warms up
+        for place, prompt in enumerate(given):
+            for name in dice.sample(list(ways), len(ways)):
+                into = found[name][turn] if turn >= 0 else Steady()
+                into.run(prompt, ways[name](place))
+    return found
+
+
+def always(proposer: Proposer | None) -> Callable[[int], Proposer | None]:
+    """The same proposer for every prompt."""
+    return lambda place: proposer  # noqa: ARG005
+
+
+def costs(kind: str, length: int, proposers: Mapping[str, Any]) -> list[Measurement]:
+    """v of each number of tokens, what drafting costs, and the speed-ups that follow from them."""
+    given = rows(kind, length)[:COST_PROMPTS]
+    texts = [prompt + ours(None)(prompt) for prompt in given]
+    longest = max(proposer.gamma for proposer in proposers.values())
+    ways: dict[str, Callable[[int], Proposer | None]] = {PLAIN: always(None)}
+    for size in range(1, longest + 1):
+        ways[f"v {size}"] = lambda place, size=size: Wrong(texts[place], size)  # type: ignore[misc]
+    ways |= {name: always(proposer) for name, proposer in proposers.items()}
+    rounds = steady(ways, given, ROUNDS)
+    at = f"{length} tokens of {kind}"
+    one = [x.step for x in rounds[PLAIN]]
+    table = {0: [1.0] * ROUNDS}
+    for size in range(1, longest + 1):
+        # Behind an output that ended early there is no draft: a plain step.
+        table[size] = [
+            (x.seconds - x.sizes.count(0) * t) / max(1, x.steps - x.sizes.count(0)) / t
+            for x, t in zip(rounds[f"v {size}"], one, strict=True)
+        ]
+    found = [
+        Measurement(
+            quantity=f"v/{size + 1} tokens behind {at}",
+            unit="plain steps",
+            samples=samples,
+            details={"seconds of a plain step": one, "packed": shipped().fast_target.packed},
+        )
+        for size, samples in table.items()
+        if size
+    ]
+    for name in proposers:
+        found += predicted(name, rounds[name], one, table, at)
+    return found
+
+
+def predicted(
+    name: str,
+    rounds: Sequence[Steady],
+    one: Sequence[float],
+    v: Mapping[int, Sequence[float]],
+    at: str,
+) -> list[Measurement]:
+    """A way's cost of drafting, and tokens a step / (v + cost of drafting) beside its speed-up.
+
+    one: seconds of a plain step; v: plain steps that verifying a draft of that length takes; both
+    round by round.
+    """
+    drafting = [x.drafting / x.steps / t for x, t in zip(rounds, one, strict=True)]
+    drafted = [max(1, sum(x.sizes)) / x.steps for x in rounds]
+    verifying = [
+        statistics.fmean(v[size][turn] for size in x.sizes) for turn, x in enumerate(rounds)
+    ]
+    measured = [x.tokens / x.seconds * t for x, t in zip(rounds, one, strict=True)]
+    expected = [
+        x.tokens / x.steps / (a + b) for x, a, b in zip(rounds, verifying, drafting, strict=True)
+    ]
+    details = {
+        "tokens a step": rounds[0].tokens / rounds[0].steps,
+        "drafted a step": drafted[0],
+        "v of its steps": statistics.median(verifying),
+        "cost of drafting a step": statistics.median(drafting),
+    }
+    return [
+        Measurement(
+            quantity=f"c/{name}, {at}",
+            unit="plain steps a drafted token",
+            samples=[a / b for a, b in zip(drafting, drafted, strict=True)],
+            details=details,
+        ),
+        Measurement(
+            quantity=f"speed-up/{name}, {at}",
+            unit="ratio",
+            samples=measured,
+            peers={"predicted": expected},
+            details=details,
+        ),
+        Measurement(
+            quantity=f"tokens a step over speed-up/{name}, {at}",
+            unit="ratio",
+            samples=[x.tokens / x.steps / b for x, b in zip(rounds, measured, strict=True)],
+            details=details,
+        ),
+        Measurement(
+            quantity=f"speed-up, predicted over measured/{name}, {at}",
+            unit="ratio",
+            samples=[a / b for a, b in zip(expected, measured, strict=True)],
+            details={**details, "within": WITHIN},
+        ),
+    ]
+
+
+@case("cost/64 tokens of code", minutes=2.5, needs="cpu")
+def cost_short() -> list[Measurement]:
+    """Costs and predictions for drafts of all lengths."""
+    return costs("code", SHORT, {**draft_models(), **ngrams()})
+
+
+@case("cost/64 tokens of prose", minutes=1, needs="cpu")
+def cost_prose() -> list[Measurement]:
+    """The same behind free text, for one length of each."""
+    small = shipped().fast_draft
+    ways: dict[str, Proposer] = {
+        f"draft {CONSTANT}": DraftModel(small, gamma=CONSTANT),
+        f"n-gram {CONSTANT}": NGram(MAXIMUM, 1, gamma=CONSTANT),
+    }
+    return costs("prose", SHORT, ways)
+
+
+@case("cost/512 tokens of code", minutes=1.5, needs="cpu")
+def cost_long() -> list[Measurement]:
+    """The same for n-grams behind long prompts."""
+    return costs("long_code", LONG, ngrams())
+
+
+@case("cost/forwards", minutes=0.5, needs="cpu")
+def forwards() -> list[Measurement]:
+    """v of the forward alone: with packed weights, and as torch's linear has it."""
+    pair, found = shipped(), []
+    for context in CONTEXTS:
+        chance = torch.Generator().manual_seed(0)
+        prompt = torch.randint(pair.fast_target.vocab_size, (1, context), generator=chance)
+        room = context + max(FORWARDS)
+        forms: dict[str, tuple[Any, Any]] = {
+            "labcore": (pair.fast_target, pair.fast_target.new_cache(1, room)),
+            "Llama": (pair.target, DenseCache(pair.target.config, batch=1, capacity=room)),
+            "draft": (pair.fast_draft, pair.fast_draft.new_cache(1, room)),
+        }
+        calls = {}
+        with torch.inference_mode():
+            for name, (model, cache) in forms.items():
+                model(prompt, cache=cache)
+                for width in FORWARDS:
+                    tokens, before = prompt[:, :width], torch.tensor([context])
+                    calls[name, width] = functools.partial(forward, model, cache, tokens, before)
+            named = {f"{name} {width}": call for (name, width), call in calls.items()}
+            comparison = paired(named, rounds=10 * ROUNDS)
+        for width in FORWARDS:
+            if width > 1:
+                found.append(
+                    Measurement(
+                        quantity=f"forward over {width} tokens/{context} before",
+                        unit="forwards over one token",
+                        samples=comparison.ratios(f"labcore {width}", "labcore 1"),
+                        peers={"Llama": comparison.ratios(f"Llama {width}", "Llama 1")},
+                        details={"packed": pair.fast_target.packed},
+                    )
+                )
+        found += [
+            Measurement(
+                quantity=f"{what}/{context} before",
+                unit="forwards of the target",
+                samples=comparison.ratios(name, "labcore 1"),
+            )
+            for what, name in (("forward of the draft", "draft 1"), ("forward of Llama", "Llama 1"))
+        ]
+    return found
+
+
+def forward(model: Any, cache: Any, tokens: Tensor, before: Tensor) -> None:
+    """One forward, taken back."""
+    model(tokens, cache=cache)
+    cache.truncate(before)
+
+
+def outcomes_of(
+    proposer: Proposer, given: Sequence[list[int]], temperature: float, seed: int
+) -> tuple[list[Statistics], list[list[bool]]]:
+    """Counts and outcomes of each row of a batch, in which every row draws for itself."""
+    meter = Metered(proposer)
+    asked = [settings(temperature, 1000 * seed + place) for place in range(len(given))]
+    done = generate(shipped().fast_target, list(given), asked, proposer=meter)
+    return done.per_row, meter.outcomes()
+
+
+def seeds_for(temperature: float) -> tuple[int, ...]:
+    """Greedy outputs have no chance in them."""
+    return SEEDS if temperature else SEEDS[:1]
+
+
+def finite(samples: Iterable[float]) -> list[float]:
+    """Without those that are shares of nothing."""
+    return [sample for sample in samples if not math.isnan(sample)]
+
+
+@case("acceptance", minutes=2)
+def acceptance() -> list[Measurement]:
+    """Acceptance and tokens a step by draft length and temperature, beside the closed forms."""
+    given, found = rows("code", SHORT), []
+    for temperature in TEMPERATURES:
+        after: list[tuple[float, float]] = []
+        for gamma in LENGTHS:
+            runs = [
+                outcomes_of(DraftModel(shipped().fast_draft, gamma=gamma), given, temperature, seed)
+                for seed in seeds_for(temperature)
+            ]
+            every = [one for run in runs for one in run[0]]
+            counts = [Statistics.total(run[0]) for run in runs]
+            pairs = [pooled(run[1]) for run in runs]
+            after += pairs if gamma == BURSTY else []
+            at = f"temperature {temperature:g}, {gamma} drafted"
+            places = [[p.alpha for p in one.by_position if p.tried] for one in counts]
+            details = {
+                **plain_numbers(counts[0]),
+                "alpha of each place": places[0],
+                "P(accepted | accepted), P(accepted | rejected)": [
+                    None if math.isnan(x) else x for x in pairs[0]
+                ],
+            }
+            chains = {
+                "i.i.d.": [speedup.expected_tokens(one.alpha, gamma) for one in counts],
+                "by place": [speedup.expected_tokens_of(one) for one in places],
+                "bursts": [
+                    speedup.bursty_tokens(*pair, gamma) for pair in pairs if len(finite(pair)) == 2
+                ],
+            }
+            found += [
+                Measurement(
+                    quantity=f"alpha/{at}",
+                    unit="probability",
+                    samples=finite(one.alpha for one in every),
+                    peers={"accepted / drafted": finite(one.acceptance_rate for one in every)},
+                    details=details,
+                ),
+                Measurement(
+                    quantity=f"tokens a step/{at}",
+                    unit="tokens",
+                    samples=[one.tokens_per_step for one in every],
+                    peers={name: samples for name, samples in chains.items() if samples},
+                    details=details,
+                ),
+            ]
+        for place, before in enumerate(("an accepted", "a rejected")):
+            if samples := finite(pair[place] for pair in after):
+                found.append(
+                    Measurement(
+                        quantity=f"P(accepted) behind {before} one/temperature {temperature:g}",
+                        unit="probability",
+                        samples=samples,
+                        details={"drafted": BURSTY},
+                    )
+                )
+    return found
+
+
+def pooled(outcomes: Sequence[Sequence[bool]]) -> tuple[float, float]:
+    """P(accepted | accepted) and P(accepted | rejected) over all rows; none follows another's."""
+    after: dict[bool, list[bool]] = {True: [], False: []}
+    for row in outcomes:
+        for before, now in itertools.pairwise(row):
+            after[before].append(now)
+    shares = [statistics.fmean(x) if x else math.nan for x in (after[True], after[False])]
+    return shares[0], shares[1]
+
+
+@case("ngram", minutes=2)
+def ngram() -> list[Measurement]:
+    """Tokens a step of the lookup by its options, on copying, on code and on free text."""
+    found = []
+    for kind in KINDS:
+        given = rows(kind, LONG)
+        options = [(n, occurrence, 0.0) for n in MAXIMA for occurrence in ("latest", "earliest")]
+        options += [(MAXIMUM, "latest", t) for t in TEMPERATURES if t]
+        for n, occurrence, temperature in options:
+            counts = [
+                one
+                for seed in seeds_for(temperature)
+                for one in outcomes_of(
+                    NGram(n, 1, gamma=ADAPTIVE, occurrence=occurrence), given, temperature, seed
+                )[0]
+            ]
+            warm = f", temperature {temperature:g}" if temperature else ""
+            found.append(
+                Measurement(
+                    quantity=f"tokens a step/{kind}, n up to {n}, {occurrence}{warm}",
+                    unit="tokens",
+                    samples=[one.tokens_per_step for one in counts],
+                    details={**plain_numbers(Statistics.total(counts)), "gamma": ADAPTIVE},
+                )
+            )
+    return found
+
+
+GATE_COUNTS: dict[str, tuple[str, Callable[[Statistics], float]]] = {
+    "acceptance rate": ("share", lambda one: one.acceptance_rate),
+    "tokens a step": ("tokens", lambda one: one.tokens_per_step),
+    "drafted a token": ("tokens", lambda one: one.drafted / one.tokens),
+}
+
+
+@case("gate", minutes=3, needs="cpu")
+def gate() -> list[Measurement]:
+    """Drafts that go on while n-grams confirm them: what each unconfirmed token more brings."""
+    small, found = shipped().fast_draft, []
+    ways: dict[str, Proposer] = {
+        f"slack {slack}": Gated(DraftModel(small, gamma=ADAPTIVE), NGram(MAXIMUM, 1), slack)
+        for slack in SLACKS
+    }
+    ways["no gate"] = DraftModel(small, gamma=ADAPTIVE)
+    ways["n-gram alone"] = NGram(MAXIMUM, 1, gamma=ADAPTIVE)
+    for kind in ("long_code", "prose"):
+        given = rows(kind, LONG)
+        rounds = steady(
+            {PLAIN: always(None)} | {name: always(proposer) for name, proposer in ways.items()},
+            given,
+            ROUNDS,
+        )
+        ungated = outcomes_of(ways["no gate"], given, 0.0, 0)[0]
+        for name, proposer in ways.items():
+            every = outcomes_of(proposer, given, 0.0, 0)[0]
+            details = plain_numbers(Statistics.total(every))
+            at = f"{kind}, {name}"
+            for quantity, (unit, of) in GATE_COUNTS.items():
+                ratios = [of(a) / of(b) for a, b in zip(every, ungated, strict=True)]
+                for what, of_what, samples in (
+                    (quantity, unit, finite(map(of, every))),
+                    (f"{quantity} over no gate", "ratio", finite(ratios)),
+                ):
+                    if samples:
+                        found.append(
+                            Measurement(
+                                quantity=f"{what}/{at}",
+                                unit=of_what,
+                                samples=samples,
+                                details=details,
+                            )
+                        )
+            times = [x.seconds / x.tokens for x in rounds[name]]
+            for what, other in (("time a token", PLAIN), ("time a token over no gate", "no gate")):
+                found.append(
+                    Measurement(
+                        quantity=f"{what}/{at}",
+                        unit="plain times" if other == PLAIN else "ratio",
+                        samples=[
+                            t * x.tokens / x.seconds
+                            for t, x in zip(times, rounds[other], strict=True)
+                        ],
+                        details=details,
+                    )
+                )
+    return found
+
+
+@torch.inference_mode()
+def distributions(temperature: float, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """p and q, fp32 [T, V], behind each token of what the target says behind each prompt."""
+    pair, found = shipped(), []
+    for place, prompt in enumerate(rows("code", SHORT)):
+        said = generate(pair.fast_target, [prompt], settings(temperature, 1000 * seed + place))
+        text = torch.tensor([prompt + said.tokens[0]])
+        p, q = (
+            probabilities(model(text).logits[0, len(prompt) - 1 : -1], settings(temperature))
+            for model in (pair.target, pair.draft)
+        )
+        found.append((p, q))
+    return found
+
+
+def typical_law(rule: TypicalAcceptance, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The law of one token drafted from q under typical acceptance, and P(accepted): of [T, V].
+
+    It leaves if it is typical; otherwise a token from p takes its place.
+    """
+    taken = q * (p > rule.bound(p)[:, None])
+    accepted = taken.sum(-1)
+    return taken + (1 - accepted)[:, None] * p, accepted
+
+
+@case("typical", minutes=1)
+def typical() -> list[Measurement]:
+    """How far typical acceptance takes the output from the target's law, beside the exact rule."""
+    found = []
+    for temperature in filter(None, TEMPERATURES):
+        every = [distributions(temperature, seed) for seed in range(WORLDS)]
+        # Rows of fp32 add up to 1 to seven digits only, which would look like a bias.
+        wide = [[torch.cat(x).double() for x in zip(*one, strict=True)] for one in every]
+        pairs = [[x / x.sum(-1, keepdim=True) for x in one] for one in wide]
+        exactly = [float(torch.minimum(p, q).sum(-1).mean()) for p, q in pairs]
+        p, q = pairs[0]
+        kept = max(one_token(p[i], q[i]).distance(p[i]) for i in range(0, len(p), 16))
+        for threshold in THRESHOLDS:
+            laws = [typical_law(TypicalAcceptance(threshold=threshold), p, q) for p, q in pairs]
+            at = f"temperature {temperature:g}, threshold {threshold:g}"
+            distance = [
+                float((law - p).abs().sum(-1).mean() / 2)
+                for (law, _), (p, _) in zip(laws, pairs, strict=True)
+            ]
+            entropy = [
+                float((torch.special.entr(law).sum(-1) - torch.special.entr(p).sum(-1)).mean())
+                for (law, _), (p, _) in zip(laws, pairs, strict=True)
+            ]
+            found += [
+                Measurement(
+                    quantity=f"total variation a token/{at}",
+                    unit="probability",
+                    samples=distance,
+                    details={"largest of rejection sampling": kept, "tokens": len(p)},
+                ),
+                Measurement(
+                    quantity=f"P(accepted)/{at}",
+                    unit="probability",
+                    samples=[float(accepted.mean()) for _, accepted in laws],
+                    peers={"rejection sampling": exactly},
+                ),
+                Measurement(
+                    quantity=f"P(accepted) minus rejection sampling's/{at}",
+                    unit="probability",
+                    samples=[
+                        float(accepted.mean()) - b
+                        for (_, accepted), b in zip(laws, exactly, strict=True)
+                    ],
+                ),
+                Measurement(quantity=f"entropy gained/{at}", unit="nats", samples=entropy),
+            ]
+    return found + enumerated()
+
+
+@case("exact", minutes=0.5)
+def every_outcome() -> list[Measurement]:
+    """The largest distance from the target's law over all cases, every outcome added up."""
+    return [
+        Measurement(
+            quantity=f"total variation/{name}",
+            unit="probability",
+            samples=[
+                max(one.distance(VERIFIERS[name]) for one in exact.cases(seed).values())
+                for seed in range(WORLDS)
+            ],
+            details={"cases": list(exact.cases())},
+        )
+        for name in ("rejection", "sample_and_compare", "typical")
+    ]
+
+
+def enumerated() -> list[Measurement]:
+    """The same for random models with so few tokens that every outcome can be listed."""
+    found = []
+    for gamma in (1, 2, 3):
+        biases, left = [], 0.0
+        for seed in range(TABLES):
+            p, q = (exact.random_table(SMALL, 2 * seed + i) for i in range(2))
+            proposed = exact.chain_proposal(q, gamma)
+            rule = TypicalAcceptance()
+            biases.append(exact.typical_bias(rule, p, proposed, gamma))
+            law = exact.output_law(rejection_sampling, p, proposed, gamma)
+            left = max(left, exact.total_variation(law, exact.target_law(p, gamma)))
+        found.append(
+            Measurement(
+                quantity=f"total variation/{gamma} drafted, {SMALL} tokens in all",
+                unit="probability",
+                samples=biases,
+                details={"largest of rejection sampling": left, "exact": True},
+            )
+        )
+    return found

@@ -1,0 +1,281 @@
+"""The cases run small, with random models: what is compared is the same, and greedy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import speculative as cases
+from benchmarks.runner import cases_of
+from labcore.decoding import exact, speedup
+from labcore.decoding.contract import Accepted, Draft
+from labcore.decoding.ngram import NGram
+from labcore.decoding.verify import TypicalAcceptance
+from labcore.models import Llama, LlamaConfig
+from labcore.models.pretrained import shipped_tokenizer
+from tests.benchmarks.measurements import by_quantity
+
+CONFIG = LlamaConfig(
+    vocab_size=2048,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    initializer_range=0.3,
+    bos_token_id=0,
+    eos_token_ids=(0,),
+)
+
+
+def random_pair(seed: int = 0) -> cases.Pair:
+    """A target and a draft that agrees with it now and then."""
+    generator = torch.Generator().manual_seed(seed)
+    target, draft = Llama(CONFIG, generator=generator), Llama(CONFIG)
+    draft.load_state_dict(target.state_dict())
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.03)
+    models = (model.bfloat16().float().eval() for model in (target, draft))
+    return cases.Pair.of(*models, shipped_tokenizer())
+
+
+PAIR = random_pair()
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "PROMPTS": 2,
+        "TOKENS": 12,
+        "ROUNDS": 2,
+        "SHORT": 6,
+        "LONG": 16,
+        "DRAFTS": (1, 4),
+        "NGRAMS": (2,),
+        "ADAPTIVE": 4,
+        "COST_PROMPTS": 2,
+        "FORWARDS": (1, 2),
+        "CONTEXTS": (4,),
+        "LENGTHS": (1, 3),
+        "BURSTY": 3,
+        "MAXIMA": (1, 3),
+        "SLACKS": (0, 1),
+        "THRESHOLDS": (0.09,),
+        "TABLES": 2,
+    }.items():
+        monkeypatch.setattr(cases, name, value)
+    monkeypatch.setattr(cases, "shipped", lambda: PAIR)
+
+
+def case(name: str):
+    return next(one for one in cases_of("speculative") if one.name == name).function
+
+
+def test_what_is_timed_runs_on_a_cpu_and_takes_minutes() -> None:
+    every = {one.name: one for one in cases_of("speculative")}
+    assert all(one.minutes <= 6 for one in every.values())
+    timed = ("decoding", "cost", "gate")
+    assert {name.split("/")[0] for name in every} == {
+        *timed,
+        "acceptance",
+        "exact",
+        "ngram",
+        "typical",
+    }
+    assert all((one.needs == "cpu") == name.startswith(timed) for name, one in every.items())
+
+
+def test_every_way_is_timed_on_the_same_prompts() -> None:
+    found = by_quantity(case("decoding/64 tokens of code")())
+    speeds = found["tokens a second/6 tokens of code"]
+    ways = {
+        *(
+            f"labcore {name}"
+            for name in ("draft 1", "draft 4", "draft adaptive", "draft confident")
+        ),
+        "labcore n-gram 2",
+        "transformers plain",
+        "transformers assisted 4",
+        "transformers lookup 2",
+    }
+    assert set(speeds.peers) == ways
+    assert all(len(samples) == 2 for samples in (speeds.samples, *speeds.peers.values()))
+    assert speeds.details["identical to plain"] == dict.fromkeys([cases.PLAIN, *ways], 2)
+    held = {item.quantity.split("/")[0]: item for item in found.values() if "bar" in item.details}
+    assert set(held) == {
+        "plain over transformers' plain",
+        "draft over transformers' assisted of 4",
+        "best draft over plain",
+        "n-gram over transformers' lookup of 2",
+    }
+    for item in held.values():
+        of, over = (
+            speeds.samples if name == cases.PLAIN else speeds.peers[name]
+            for name in (item.details["of"], item.details["over"])
+        )
+        assert item.samples == pytest.approx([a / b for a, b in zip(of, over, strict=True)])
+    for name in ways - {"transformers plain"}:
+        assert found[f"tokens a step of {name}/6 tokens of code"].samples[0] >= 0.9
+    # A forward for each token, the first one that of the prompt.
+    assert found["tokens a step of transformers plain/6 tokens of code"].samples == [1]
+
+
+def test_behind_long_prompts_only_lookups_are_timed() -> None:
+    found = by_quantity(case("decoding/512 tokens of code")())
+    speeds = found["tokens a second/16 tokens of long_code"]
+    assert set(speeds.peers) == {"labcore n-gram 2", "transformers plain", "transformers lookup 2"}
+    assert found["best n-gram over plain/16 tokens of long_code"].details["bar"] == 1.1
+
+
+def test_what_is_not_greedy_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cases.theirs
+
+    def wrong(model, **options):
+        decode = right(model, **options)
+        return lambda prompt: [*decode(prompt)[:-1], 7]
+
+    monkeypatch.setattr(cases, "theirs", wrong)
+    with pytest.raises(RuntimeError, match="greedy up to near ties .* from transformers plain"):
+        case("decoding/512 tokens of code")()
+
+
+def test_wrong_drafts_cost_a_step_each_and_bring_nothing() -> None:
+    (prompt, _) = cases.rows("code", 6)
+    text = prompt + cases.ours(None)(prompt)
+    run = cases.Steady()
+    run.run(prompt, cases.Wrong(text, 3))
+    assert run.tokens == run.steps == 12 - 1 - 3 and run.sizes == [3] * run.steps
+    run = cases.Steady()
+    run.run(prompt, None)
+    assert run.tokens == run.steps == 11 and run.sizes == [0] * 11 and run.drafting == 0
+
+
+def test_the_prediction_is_tokens_over_verification_and_drafting() -> None:
+    round_ = cases.Steady(seconds=6.0, tokens=8, steps=4, drafting=1.0, sizes=[0, 2, 2, 2])
+    _, speed, alone, ratio = cases.predicted("x", [round_], [0.5], {0: [1.0], 2: [1.4]}, "here")
+    cost = (1 + 3 * 1.4) / 4 + 1.0 / 4 / 0.5
+    assert speed.samples == pytest.approx([8 / 6 * 0.5])
+    assert speed.peers["predicted"] == pytest.approx([2 / cost])
+    assert alone.samples == pytest.approx([2 / (8 / 12)])
+    assert ratio.samples == pytest.approx([2 / cost / (8 / 12)])
+
+
+@pytest.mark.parametrize("name", ["cost/64 tokens of code", "cost/512 tokens of code"])
+def test_costs_are_those_of_every_length(name: str) -> None:
+    found = by_quantity(case(name)())
+    short = "64" in name
+    at = "6 tokens of code" if short else "16 tokens of long_code"
+    longest = 4 if short else 2
+    v = [f"v/{size} tokens behind {at}" for size in range(2, longest + 2)]
+    ways = ["draft 1", "draft 4", "draft adaptive", "draft confident"] if short else []
+    kinds = ("c", "speed-up", "tokens a step over speed-up", "speed-up, predicted over measured")
+    assert set(found) == {*v, *(f"{k}/{w}, {at}" for k in kinds for w in [*ways, "n-gram 2"])}
+    assert all(len(item.samples) == 2 and min(item.samples) > 0 for item in found.values())
+
+
+def test_forwards_are_held_against_one_token() -> None:
+    found = by_quantity(case("cost/forwards")())
+    assert set(found) == {
+        "forward over 2 tokens/4 before",
+        "forward of the draft/4 before",
+        "forward of Llama/4 before",
+    }
+    assert set(found["forward over 2 tokens/4 before"].peers) == {"Llama"}
+
+
+def test_outcomes_leave_out_the_step_that_ended_the_row() -> None:
+    meter = cases.Metered(NGram())
+    meter.sizes = [[3, 2], [3, 2], [1, 0]]
+    meter.accepted = [[1, 2], [3, 0], [0, 0]]
+    assert meter.outcomes() == [[True, False, True, True, True], [True, True]]
+    assert cases.pooled(meter.outcomes()) == (3 / 4, 1)
+    meter.forget()
+    drafts = meter.propose([[1, 2, 1]], [cases.settings()], [5], [torch.Generator()])
+    meter.commit([Accepted((0,), 3)])
+    assert isinstance(drafts[0], Draft) and meter.sizes == [[2]] and meter.accepted == [[1]]
+
+
+def test_acceptance_has_every_length_and_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = by_quantity(case("acceptance")())
+    for temperature in ("0", "0.5", "1"):
+        for gamma in (1, 3):
+            at = f"temperature {temperature}, {gamma} drafted"
+            alpha, tokens = found[f"alpha/{at}"], found[f"tokens a step/{at}"]
+            seeds = 1 if temperature == "0" else 2
+            assert 1 <= len(alpha.samples) <= len(tokens.samples) == 2 * seeds  # a prompt each
+            assert all(1 <= sample <= gamma + 1 for sample in tokens.samples)
+            assert len(tokens.peers["i.i.d."]) == seeds
+            assert tokens.peers["i.i.d."][0] == pytest.approx(
+                speedup.expected_tokens(alpha.details["alpha"], gamma)
+            )
+    # A draft that is the target is always right.
+    same = cases.Pair.of(PAIR.target, PAIR.target, PAIR.tokenizer)
+    monkeypatch.setattr(cases, "shipped", lambda: same)
+    found = by_quantity(case("acceptance")())
+    for name, item in found.items():
+        if name.startswith("alpha"):
+            assert min(item.samples) > 0.97, name
+
+
+def test_the_lookup_is_counted_by_its_options() -> None:
+    found = by_quantity(case("ngram")())
+    options = {f"n up to {n}, {o}" for n in (1, 3) for o in ("latest", "earliest")}
+    options |= {f"n up to 3, latest, temperature {t}" for t in ("0.5", "1")}
+    assert set(found) == {f"tokens a step/{kind}, {o}" for kind in cases.KINDS for o in options}
+    assert all(min(item.samples) >= 1 for item in found.values())
+
+
+def test_the_gate_trades_drafted_tokens_for_time() -> None:
+    found = by_quantity(case("gate")())
+    for kind in ("long_code", "prose"):
+        drafted = [
+            found[f"drafted a token/{kind}, {name}"].samples[0]
+            for name in ("slack 0", "slack 1", "no gate")
+        ]
+        assert drafted == sorted(drafted)
+        share = found[f"drafted a token over no gate/{kind}, slack 0"].samples
+        assert share[0] == pytest.approx(drafted[0] / drafted[-1])
+        assert set(found[f"tokens a step over no gate/{kind}, no gate"].samples) == {1.0}
+        assert len(found[f"time a token/{kind}, slack 0"].samples) == 2
+
+
+def test_the_law_of_typical_acceptance_is_the_enumerated_one(seed: int) -> None:
+    p, q = (exact.random_table(5, 2 * seed + i) for i in range(2))
+    rule = TypicalAcceptance(threshold=0.2)
+    law = exact.output_law(rule, p, exact.chain_proposal(q, 1), 1)
+    found, accepted = cases.typical_law(rule, p(())[None], q(())[None])
+    torch.testing.assert_close(found[0], law)
+    reached = exact.expected_acceptance(rule, p, exact.chain_proposal(q, 1))
+    assert float(accepted) == pytest.approx(sum(reached))
+
+
+def test_typical_acceptance_is_biased_and_rejection_sampling_is_not() -> None:
+    found = by_quantity(case("typical")())
+    for temperature in ("0.5", "1"):
+        at = f"temperature {temperature}, threshold 0.09"
+        item = found[f"total variation a token/{at}"]
+        assert min(item.samples) > item.details["largest of rejection sampling"] + 1e-6
+        assert item.details["largest of rejection sampling"] < 1e-9
+        accepted = found[f"P(accepted)/{at}"]
+        assert found[f"P(accepted) minus rejection sampling's/{at}"].samples == pytest.approx(
+            [a - b for a, b in zip(accepted.samples, *accepted.peers.values(), strict=True)]
+        )
+    for gamma in (1, 2, 3):
+        item = found[f"total variation/{gamma} drafted, 4 tokens in all"]
+        assert max(item.samples) > 0.01 > 1e-9 > item.details["largest of rejection sampling"]
+
+
+def test_every_outcome_of_every_case_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "WORLDS", 1)
+    found = by_quantity(case("exact")())
+    for name in ("rejection", "sample_and_compare"):
+        assert max(found[f"total variation/{name}"].samples) < 1e-9
+    assert min(found["total variation/typical"].samples) > 0.01
+
+
+def test_the_largest_gap_of_an_output_is_recorded() -> None:
+    found = by_quantity(case("decoding/512 tokens of code")())
+    gap = found["largest gap of an output/16 tokens of long_code"]
+    assert 0 <= gap.samples[0] <= cases.GAP and gap.details["exact"] is True
