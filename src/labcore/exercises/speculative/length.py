@@ -9,7 +9,7 @@ from typing import Any
 
 from labcore.exercises.core import Exercise
 
-__all__ = ["BEST_LENGTH", "simulated_log"]
+__all__ = ["BEST_LENGTH"]
 
 DRAFT_TIMES = (0.9, 1.1, 1.3, 1.5)  # a student's; nobody's is 1.0
 BURSTS = 0.85  # chance that the text stays as easy or hard as it is
