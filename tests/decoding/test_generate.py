@@ -79,7 +79,7 @@ def test_a_llama_passes_the_near_tie_audit(dtype, family, children: int, seed: i
         assert audit.passed and audit.tokens == len(tokens)
     if dtype == torch.float64:
         assert found.tokens == alone
-    assert found.statistics.accepted > 0 and found.statistics.tried > found.statistics.accepted
+    assert found.statistics.accepted > 0  # that some guess is wrong too is likely, not certain
 
 
 SHAPE = {
