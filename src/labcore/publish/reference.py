@@ -54,7 +54,8 @@ def _is_code(thing: object) -> bool:
 class ApiReference(SphinxDirective):
     """```{labcore-api} checks memory -memory.part``` makes one section a module.
 
-    A package comes with all modules below it but those behind a minus, which have another page.
+    A package comes with all modules below it but those behind a minus, which have another page,
+    they and what is below them.
     """
 
     required_arguments = 1
@@ -62,9 +63,11 @@ class ApiReference(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """The sections, in the order of the arguments."""
-        left = {f"labcore.{name[1:]}" for name in self.arguments if name.startswith("-")}
+        left = tuple(f"labcore.{name[1:]}." for name in self.arguments if name.startswith("-"))
         wanted = [name for name in self.arguments if not name.startswith("-")]
-        found = [m for name in wanted for m in modules(name) if m.__name__ not in left]
+        found = [
+            m for name in wanted for m in modules(name) if not f"{m.__name__}.".startswith(left)
+        ]
         return [self._section(module, names) for module in found if (names := own_names(module))]
 
     def _section(self, module: ModuleType, names: list[str]) -> nodes.section:

@@ -1,0 +1,118 @@
+"""Medusa as a proposer: one call of the heads fills a fixed tree with tokens.
+
+Letters: B rows, C width, V vocabulary, K heads, N nodes, R ranks.
+Source: Cai et al., Medusa, 2024, arXiv 2401.10774.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from labcore.decoding.contract import Accepted, Draft, SamplingConfig
+from labcore.decoding.medusa.trees import Tree
+from labcore.decoding.rows import check_rows
+from labcore.models import LlamaConfig
+
+__all__ = ["Medusa"]
+
+
+class _Heads(Protocol):
+    """What the proposer asks of heads: `MedusaHeads` and `FusedHeads` have it."""
+
+    heads: int
+    config: LlamaConfig
+
+    def __call__(self, hidden: Tensor, count: int | None = None, /) -> Tensor:
+        """Logits [count, B, V] of the first heads from hidden [B, C]."""
+
+
+class _Cut(NamedTuple):
+    """A tree down to some level. picks: the place of each node among a row's [depth * R] tokens."""
+
+    picks: list[int]
+    parents: Tensor  # int32 [N]
+
+
+_NOTHING = Draft.chain([])
+
+
+class Medusa:
+    """Drafts a tree of the heads' likeliest tokens, the same tree at every step.
+
+    heads: `MedusaHeads` or `FusedHeads` of the target, with `heads` and `config`; on the device of
+    its hidden states. tree: which ranks of which heads; head 0 says the token behind the context's
+    last one. gamma: the tree's levels, the longest path of a draft.
+    Nothing is drawn, so q is None at every temperature and lossless verifiers stay lossless: a
+    rejected child's token is taken out of p before the next child is tried.
+    Raises ValueError for a tree with more levels than heads or ranks beyond the vocabulary.
+    """
+
+    def __init__(self, heads: _Heads, tree: Tree) -> None:
+        vocab = heads.config.vocab_size
+        if tree.depth > heads.heads:
+            raise ValueError(
+                f"a tree must be at most {heads.heads} levels deep for {heads.heads} heads, got "
+                f"{tree.depth}; pass tree.cut({heads.heads})"
+            )
+        self._ranks = 1 + max(tree.ranks, default=-1)
+        if self._ranks > vocab:
+            raise ValueError(
+                f"ranks must lie below {vocab}, the vocabulary's size, got {self._ranks - 1}"
+            )
+        self.heads, self.tree, self.gamma = heads, tree, tree.depth
+        self._cuts = [self._cut(depth) for depth in range(tree.depth + 1)]
+
+    def _cut(self, depth: int) -> _Cut:
+        tree = self.tree.cut(depth)
+        return _Cut(
+            [
+                level * self._ranks + rank
+                for level, rank in zip(tree.depths, tree.ranks, strict=True)
+            ],
+            torch.tensor(tree.parents, dtype=torch.int32),
+        )
+
+    @torch.no_grad()
+    def propose(
+        self,
+        contexts: Sequence[Sequence[int]],
+        samplings: Sequence[SamplingConfig],
+        max_tokens: Sequence[int],
+        generators: Sequence[torch.Generator],
+        *,
+        hidden: Tensor | None = None,
+    ) -> list[Draft]:
+        """The tree for each row, down to level max_tokens[b]; see `Proposer`.
+
+        hidden: [B, C], at the token before each context's last. Empty drafts without it, and for a
+        row with a single token, of which the target has read nothing.
+        Raises ValueError for hidden of another number of rows.
+        """
+        check_rows(contexts, samplings, max_tokens, generators)
+        drafts = [_NOTHING] * len(contexts)
+        if hidden is None:
+            return drafts
+        if hidden.ndim != 2 or len(hidden) != len(contexts):
+            raise ValueError(
+                f"hidden must be [B, C] with B = {len(contexts)} rows, got {tuple(hidden.shape)}"
+            )
+        rows = zip(contexts, max_tokens, strict=True)
+        live = [row for row, (context, most) in enumerate(rows) if most and len(context) > 1]
+        depth = min(self.tree.depth, max((max_tokens[row] for row in live), default=0))
+        if not depth:
+            return drafts
+        logits = self.heads(hidden if len(live) == len(contexts) else hidden[live], depth)
+        best = logits.topk(self._ranks, dim=-1).indices  # [depth, rows, R]
+        likeliest = best.transpose(0, 1).flatten(1).tolist()
+        for row, tokens in zip(live, likeliest, strict=True):
+            cut = self._cuts[min(depth, max_tokens[row])]
+            picked = torch.tensor([tokens[pick] for pick in cut.picks])
+            drafts[row] = Draft(picked, cut.parents)
+        return drafts
+
+    def commit(self, accepted: Sequence[Accepted]) -> None:
+        """Nothing to do: the tree stays, and the next hidden states say what was accepted."""
