@@ -5,6 +5,8 @@ Letters: B rows, C hidden_size, V vocabulary, K heads.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -39,7 +41,9 @@ class FusedHeads:
                     "and heads with .float()"
                 )
         self.heads, self.layers, self.config = heads.heads, heads.layers, heads.config
-        blocks = [list(block) for block in heads.blocks]
+        sources: Any = heads.blocks
+        projections: Any = heads.projections
+        blocks = [list(block) for block in sources]
         firsts = [block[0].linear for block in blocks]
         self._first = _Matrix(torch.cat([one.weight for one in firsts]))
         self._first_bias = torch.cat([one.bias for one in firsts])
@@ -49,7 +53,7 @@ class FusedHeads:
         ]
         self._shared = None if heads.projection == "full" else _Matrix(weight)
         self._own: list[list[_Matrix]] = []  # of each head, the products behind one another
-        for own in heads.projections:
+        for own in projections:
             parts = [own] if heads.projection == "full" else [own.down, own.up]
             self._own.append([_Matrix(part.weight) for part in parts])
         every = [self._first, *(m for layer in self._later for m, _ in layer)]

@@ -36,7 +36,8 @@ def replay(tree: Tree, ranks: Tensor | Sequence[Sequence[int]]) -> list[tuple[in
     steps: list[tuple[int, ...]] = []
     place = 0
     while place < len(table):
-        row, path = table[place], []
+        row = table[place]
+        path: list[int] = []
         while len(path) < len(row) and tuple(row[: len(path) + 1]) in numbers:
             path.append(numbers[tuple(row[: len(path) + 1])])
         steps.append(tuple(path))

@@ -289,7 +289,8 @@ def _as_text(told: Mapping[str, Any]) -> str:
                 "\n".join([table, *rows]),
                 "## Recipe\n\n" + "\n".join([table, *recipe]),
                 "## Top-1 accuracy of each head\n\nShares of places at which the head's first "
-                "token is the text's, teacher-forced; calibration text was seen by the target.\n\n"
+                "token is the text's: of the target's own words that were kept from training, and "
+                "of texts that were written for the course.\n\n"
                 + "\n".join(["| text | heads |\n|---|---|", *top]),
             ]
         )
