@@ -1,0 +1,317 @@
+"""The cases run small, with a random backbone and heads that know little of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import medusa as cases
+from benchmarks import speculative
+from benchmarks.runner import Measurement, cases_of
+from labcore.decoding.medusa.heads import PROJECTIONS, MedusaHeads
+from labcore.decoding.medusa.training import hidden_states, train_heads
+from labcore.decoding.medusa.trees import Tree, chain_tree
+from tests.benchmarks.measurements import by_quantity
+from tests.benchmarks.test_speculative import random_pair
+
+PAIR = random_pair()
+
+
+def small_heads() -> MedusaHeads:
+    """Three heads that were trained for a few steps on what the backbone says."""
+    text = "".join(cases.held_out("code")[:2000])
+    heads = MedusaHeads(PAIR.target, heads=3, projection="tied")
+    states = hidden_states(PAIR.target, PAIR.tokenizer.encode(text), length=32, ahead=4)
+    train_heads(heads, states, steps=8, batch=8, rate=0.02, warmup=1, progress=False)
+    return heads
+
+
+HEADS = small_heads()
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "PROMPTS": 2,
+        "TOKENS": 16,
+        "ROUNDS": 2,
+        "SHORT": 6,
+        "COST_PROMPTS": 2,
+    }.items():
+        monkeypatch.setattr(speculative, name, value)
+    monkeypatch.setattr(speculative, "shipped", lambda: PAIR)
+    for name, value in {
+        "DRAFTS": (2,),
+        "NGRAMS": (2,),
+        "CHAINS": (2, 4),
+        "FEW": (2, 3),
+        "BUDGETS": (2, 6),
+        "DENSE": ((2,), (2, 1, 1, 1)),
+        "HELD_OUT": 2,
+        "CALIBRATION": 3,
+        "CONTEXTS": (4,),
+        "COSTED": (3,),
+        "WINDOW": 16,
+        "STEPS": 2,
+        "ROWS": 2,
+        "WARMUP": 1,
+        "SEEDS": (0, 1),
+        "PIECES": 2,
+        "BATCH": 2,
+        "LENGTH": 8,
+        "TIMED": 2,
+        "TYPICAL": (3,),
+        "REPEATS": (0, 1),
+        "WORLDS": 2,
+        "TRIAL": 2,
+    }.items():
+        monkeypatch.setattr(cases, name, value)
+    monkeypatch.setattr(cases, "trained", lambda: HEADS)
+    # Else the sources of the whole library are read.
+    text = cases.held_out("code")
+    texts = type("Text", (), {"text": text})
+    monkeypatch.setattr(cases, "python_sources", lambda *_, **__: texts)
+    monkeypatch.setattr(cases, "held_out", lambda kind: text[:1500] + kind)
+
+
+def case(name: str) -> dict[str, Measurement]:
+    return by_quantity(next(one for one in cases_of("medusa") if one.name == name).function())
+
+
+def test_what_is_timed_runs_on_a_cpu_and_takes_minutes() -> None:
+    every = {one.name: one for one in cases_of("medusa")}
+    assert all(one.minutes <= 6 for one in every.values())
+    timed = {name for name, one in every.items() if one.needs == "cpu"}
+    assert timed == {
+        "decoding/64 tokens of code",
+        "decoding/64 tokens of held-out code",
+        "trees/forwards",
+        "cost/64 tokens of code",
+        "cost/heads",
+        "training",
+    }
+    counted = {"trees/tokens", "accuracy", "projections", "typical", "exact", "layers"}
+    assert set(every) - timed == counted
+
+
+def test_trees_are_as_deep_as_there_are_heads_at_most() -> None:
+    assert set(cases.small_trees()) == {"chain 2", "dense 4", "sparse 2", "sparse 3"}
+    assert set(cases.dense(cases.DENSE)) == {"dense 2"}
+    table = cases.calibrated(HEADS)
+    assert table.shape == (3, cases.TOP) and table.sum() > 0 and table.sum(1).max() <= 1
+
+
+@pytest.mark.parametrize("kind", ["code", "held-out code"])
+def test_every_way_is_timed_on_the_same_prompts(kind: str) -> None:
+    found, at = case(f"decoding/64 tokens of {kind}"), f"6 tokens of {kind}"
+    speeds = found[f"tokens a second/{at}"]
+    trees = {f"Medusa {name}" for name in ("chain 2", "dense 4", "sparse 2", "sparse 3")}
+    ways = {"n-gram 2", "draft 2", *trees}
+    assert set(speeds.peers) == ways
+    assert all(len(samples) == 2 for samples in (speeds.samples, *speeds.peers.values()))
+    assert set(speeds.details["identical to plain"].values()) == {2}
+    assert found[f"largest gap of an output/{at}"].samples[0] <= speculative.GAP
+    steps = {}
+    for name in ways:
+        (steps[name],) = found[f"tokens a step of {name}/{at}"].samples
+        shares = found[f"forwards over plain's of {name}/{at}"].samples
+        assert 1 <= steps[name] <= 5 and all(0 < share <= 1 for share in shares)
+    most = found[f"most tokens a step of Medusa/{at}"]
+    assert most.samples == [max(steps[name] for name in trees)] == [steps[most.details["of"]]]
+    assert most.details["bar"] == 1.6 and most.details["nodes"] <= 4
+    best = found[f"best Medusa over plain/{at}"]
+    assert best.details["bar"] == 1.1
+    ours = speeds.peers[best.details["of"]]
+    assert best.samples == [a / b for a, b in zip(ours, speeds.samples, strict=True)]
+    others = {"best n-gram over plain", "best draft over plain"}
+    others |= {"best Medusa over best n-gram", "best Medusa over best draft"}
+    assert {f"{name}/{at}" for name in others} <= set(found)
+
+
+def test_what_is_not_greedy_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = speculative.ours
+
+    def wrong(proposer: object) -> object:
+        decode = right(proposer)  # type: ignore[arg-type]
+        return decode if proposer is None else lambda prompt: [*decode(prompt)[:-1], 7]
+
+    monkeypatch.setattr(speculative, "ours", wrong)
+    for name in ("decoding/64 tokens of code", "cost/64 tokens of code", "layers"):
+        with pytest.raises(RuntimeError, match="greedy up to near ties"):
+            case(name)
+
+
+def test_tokens_a_step_stand_beside_what_is_expected() -> None:
+    found = case("trees/tokens")
+    for name in ("sparse 2", "sparse 6", "dense 2"):
+        for temperature in ("0", "0.7", "1"):
+            at = f"{name}, temperature {temperature}"
+            item = found[f"tokens a step/{at}"]
+            ratio = found[f"tokens a step, measured over expected/{at}"]
+            assert len(item.samples) == 2 and all(1 <= x <= 4 for x in item.samples)
+            assert item.peers["expected"] == [ratio.details["expected"]]
+            assert ratio.samples == [ratio.details["measured"] / ratio.details["expected"]]
+
+
+def test_forwards_over_trees_stand_beside_chains() -> None:
+    found = case("trees/forwards")
+    assert set(found) == {f"v/{n + 1} rows, 4 before" for n in (2, 3, 6)}
+    assert all(set(item.peers) == {"chain of as many"} for item in found.values())
+
+
+def test_costs_are_those_of_every_tree() -> None:
+    found, at = case("cost/64 tokens of code"), "6 tokens of code"
+    kinds = ("v", "c", "speed-up", "tokens a step over speed-up")
+    kinds += ("speed-up, predicted over measured",)
+    assert set(found) == {
+        f"{k}/{t}, {at}" for k in kinds for t in ("chain 2", "dense 4", "sparse 3")
+    }
+    assert all(len(item.samples) == 2 and min(item.samples) > 0 for item in found.values())
+
+
+def test_wrong_trees_cost_a_step_each_and_bring_nothing() -> None:
+    (prompt, _) = speculative.rows("code", 6)
+    text = prompt + speculative.ours(None)(prompt)
+    tree = Tree(((0,), (1,), (0, 0)))
+    run = speculative.Steady()
+    run.run(prompt, cases.WrongTree(text, tree))
+    assert run.tokens == run.steps == 16 - 1 - 2 and run.sizes == [3] * run.steps
+
+
+def test_every_projection_is_timed() -> None:
+    found = case("cost/heads")
+    every = {f"heads' forward/{p}, {n} heads" for p in PROJECTIONS for n in (1, 2, 3)}
+    assert set(found) == every
+    assert all(set(item.peers) == {"MedusaHeads"} for item in found.values())
+
+
+def test_accuracies_are_those_of_texts_and_of_own_words() -> None:
+    found = case("accuracy")
+    for kind in cases.KINDS:
+        few, many = (
+            found[f"tokens a step of the text/held-out {kind}, sparse {n}"] for n in (2, 6)
+        )
+        # A larger tree settles at least as much, but for where its steps begin.
+        assert 1 <= few.samples[0] <= many.samples[0] + 0.05 <= 4
+    own = [f"own words behind {name}" for name in ("code", "prose", "held-out code")]
+    for text in ("held-out code", "held-out prose", *own):
+        for i in range(3):
+            first, five = (found[f"top-{n}/head {i}, {text}"] for n in (1, 5))
+            assert 0 <= first.samples[0] <= five.samples[0] <= 1
+            assert five.samples[0] == pytest.approx(sum(first.details["share of each rank"][:5]))
+
+
+def test_own_words_are_labels_place_by_place() -> None:
+    given = speculative.rows("code", 6)
+    outputs = cases.said(given)
+    for prompt, output, one in zip(given, outputs, cases.behind(3, given, outputs), strict=True):
+        hidden, tokens = one.rows(torch.tensor([0]))
+        # Head 0's first label is the output's second token, head 2's last one its last.
+        assert tokens[0, 2:].tolist() == output[1:] and tokens[0, 1] == output[0]
+        assert hidden.shape[1] + 4 == tokens.shape[1] and tokens[0, 0] == prompt[-1]
+        said = PAIR.target.head(hidden[0]).argmax(-1).tolist()
+        assert said == output[: len(said)]
+
+
+def test_projections_are_trained_alike() -> None:
+    found = case("projections")
+    sizes = {}
+    for name in (*PROJECTIONS, "untrained"):
+        seeds = 1 if name == "untrained" else 2
+        for i in range(3):
+            assert len(found[f"top-1 of head {i}/{name}"].samples) == seeds
+        for what in ("expected tokens", "tokens a step"):
+            assert min(found[f"{what}/{name}, sparse 4"].samples) >= 1
+        if name != "untrained":
+            (sizes[name],) = found[f"parameters/{name}"].samples
+            stored = found[f"stored bytes/{name}"].samples[0]
+            assert 0 < stored - 2 * sizes[name] < 4000
+    narrow, vocab, (count, rank) = 32, 2048, (HEADS.heads, HEADS.rank)
+    assert sizes["tied"] == count * narrow * (narrow + 1)
+    assert sizes["full"] - sizes["tied"] == count * narrow * vocab
+    assert sizes["low_rank"] - sizes["tied"] == count * rank * (narrow + vocab)
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_training_of_heads_alone_holds_less(
+    projection: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = cases.like(HEADS, PAIR.target, projection=projection, rank=4)
+    monkeypatch.setattr(cases, "trained", lambda: heads)
+    monkeypatch.setattr(cases, "LENGTH", 256)  # so that activations outweigh AdamW's scratch
+    found = case("training")
+    cached, live, full = cases.WAYS
+    for name in cases.WAYS:
+        held = found[f"bytes of weights, gradients and states/{name}"]
+        assert held.samples == pytest.approx(held.peers["predicted"], rel=0.01)
+        peak = found[f"peak bytes/{name}"]
+        assert peak.samples == pytest.approx(peak.peers["predicted"], rel=0.1)
+        assert len(found[f"seconds a step/{name}"].samples) == 2
+        assert len(found[f"time over {full}/{name}"].samples) == 2
+    peaks = [found[f"peak over {full}/{name}"].samples[0] for name in (cached, live, full)]
+    assert peaks == sorted(peaks) and peaks[-1] == 1
+    flops = [found[f"time over {full}/{n}"].peers["predicted"][0] for n in (cached, live, full)]
+    assert flops == sorted(flops) and flops[-1] == 1
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_products_are_counted_as_torch_counts_them(
+    projection: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    heads = cases.like(HEADS, PAIR.target, projection=projection, rank=4)
+    monkeypatch.setattr(cases, "trained", lambda: heads)
+    # torch counts no attention on a CPU.
+    monkeypatch.setattr(cases.traffic, "flops", lambda *_: 0)
+    states = cases.states_of_corpus(cases.BATCH, cases.LENGTH, heads.heads)
+    for name in cases.WAYS:
+        way = cases.training_way(name, states)
+        with FlopCounterMode(display=False) as counter:
+            way.step()
+        assert counter.get_total_flops() == cases.flops(name, heads), name
+
+
+def test_typical_acceptance_is_measured_beside_the_lossless_rule() -> None:
+    found = case("typical")
+    for temperature in ("0.7", "1"):
+        for threshold in ("0.09", "0.3"):
+            at = f"temperature {temperature}, sparse 3, threshold {threshold}"
+            tokens = found[f"tokens a step/{at}"]
+            gain = found[f"tokens a step over lossless/{at}"].samples
+            pairs = zip(tokens.samples, tokens.peers["rejection sampling"], strict=True)
+            assert gain == [a / b for a, b in pairs]
+            assert all(0 <= x < 1 for x in found[f"total variation a token/{at}"].samples)
+
+
+def test_a_certain_token_is_as_far_as_the_rest_of_the_law() -> None:
+    rule = cases.Biased(cases.TypicalAcceptance(threshold=0.3))
+    p = torch.tensor([[0.6, 0.4, 0.0], [0.1, 0.1, 0.8], [0.5, 0.25, 0.25]])
+    draft = cases.Draft.chain([0, 1])
+    found = rule(p, draft, torch.Generator().manual_seed(0))
+    assert found.path == (0,) and rule.tokens == 2
+    assert rule.distance == pytest.approx(0.4)
+
+
+def test_lossless_rules_keep_the_law_to_rounding() -> None:
+    found = case("exact")
+    for name in ("chain 2", "dense 6", "sparse 4", "sparse 5"):
+        for rule in ("rejection", "sample_and_compare"):
+            assert max(found[f"total variation/{name}, {rule}"].samples) < 1e-12
+        assert min(found[f"total variation/{name}, typical"].samples) > 0.01
+
+
+def test_heads_change_neither_outputs_nor_backbone() -> None:
+    found = case("layers")
+    for kind in ("code", "prose", "held-out code"):
+        for name in ("sparse 4", "sparse 6"):
+            assert found[f"identical outputs/{kind}, {name}"].samples == [1]
+            assert 0 <= found[f"largest gap/{kind}, {name}"].samples[0] <= speculative.GAP
+    assert found["weights of the backbone that changed"].samples == [0]
+    for kind in cases.KINDS:
+        what = "bits a byte of the backbone, after minus before"
+        assert found[f"{what}/held-out {kind}"].samples == [0]
+
+
+def test_chains_have_their_own_names() -> None:
+    assert cases.chains((2,)) == {"chain 2": chain_tree(2)}
