@@ -84,9 +84,12 @@ def _wrongly(fault: str) -> Callable[..., _Answer]:
 
 
 def filled(
-    chance: random.Random, plan: Sequence[tuple[int, Sequence[int]]], *, layers: int, width: int
+    chance: Any, plan: Sequence[tuple[int, Sequence[int]]], *, layers: int, width: int
 ) -> dict[str, Any]:
-    """A cache after a forward. plan: for each row the number of nodes and the accepted path."""
+    """A cache after a forward. plan: for each row the number of nodes and the accepted path.
+
+    chance: Python's `random.Random`.
+    """
     draw = torch.Generator().manual_seed(chance.randrange(2**31))
     lengths = [chance.randint(1, 6) for _ in plan]
     written = [length + 1 + nodes for length, (nodes, _) in zip(lengths, plan, strict=True)]
