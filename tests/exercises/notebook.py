@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
-from torch.testing import assert_close
 
 from labcore.exercises import CheckFailedError, Exercise
 from labcore.publish.lab_source import cell_text, nbgrader_of
+from tests.exercises.draws import answers, draws
 
 LABS = Path(__file__).resolve().parents[2] / "labs/source"
 
@@ -77,25 +79,29 @@ def complaints_about(slug: str, function: str, right: str, wrong: str) -> dict[s
     return {name: complaint for name, complaint in complaints.items() if complaint}
 
 
-def solved(slug: str) -> dict[str, Any]:
+@functools.cache
+def solved(slug: str) -> Mapping[str, Any]:
     """The notebook's names after all of its cells ran with the solutions in place."""
     space: dict[str, Any] = {}
     run(slug, space=space)
-    return space
+    return MappingProxyType(space)
 
 
 def check_changed_rule(
     slug: str, cell: str, function: str, exercise: Exercise, words: str, seed: int
 ) -> None:
-    """The graded cell's own rule: the public reference fails it with `words`, each mistake of it
-    has its own hint, and the notebook's answer is right."""
-    names, graded = solved(slug), texts(slug)[cell]
-    with pytest.raises(CheckFailedError, match=words):
+    """The graded cell's own rule: the notebook's answer is right, the public reference fails the
+    cell with `words`, and each of the rule's mistakes has its own hint."""
+    names, graded = dict(solved(slug)), texts(slug)[cell]
+    with pytest.raises(CheckFailedError) as caught:
         exec(graded, {**names, function: exercise.reference})
-    changed = names["changed"]
-    for name, (fn, hint) in changed.wrong.items():
-        given = [fn(**case) for case in changed.numbered_cases(seed, seed)]
-        outcome = changed.judge(given, seed=seed, student=seed)
-        assert (outcome.mistake, hint in outcome.message) == (name, True)
-    for case in changed.numbered_cases(seed, seed):
-        assert_close(names[function](**case), changed.reference(**case))
+    assert words in " ".join(str(caught.value).split())
+    exec(graded, names)
+    changed = names["changed"]  # of this cell: each one names its own so
+    for number, student in draws(seed, 2):
+        given = answers(changed, names[function], number, student)
+        assert changed.judge(given, seed=number, student=student).passed
+        for name, (fn, hint) in changed.wrong.items():
+            given = answers(changed, fn, number, student)
+            outcome = changed.judge(given, seed=number, student=student)
+            assert (outcome.mistake, hint in outcome.message) == (name, True), outcome

@@ -23,9 +23,10 @@ each_exercise = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda one: o
 each_clinic = pytest.mark.parametrize("clinic", CLINICS, ids=lambda one: one.id)
 
 
-def draws(seed: int) -> list[tuple[int, int]]:
-    """(seed of the cases, student's number): nobody's, and two students'."""
-    return [(seed, 0)] + [(seed + n, student_seed("secret", f"{seed} {n}")) for n in (1, 2)]
+def draws(seed: int, students: int = 2) -> list[tuple[int, int]]:
+    """(seed of the cases, student's number): nobody's, and some students'."""
+    numbers = range(1, students + 1)
+    return [(seed, 0)] + [(seed + n, student_seed("secret", f"{seed} {n}")) for n in numbers]
 
 
 @pytest.mark.parametrize("slug", ALL)
@@ -53,7 +54,7 @@ def test_the_reference_passes(exercise: Exercise, seed: int) -> None:
 @each_exercise
 def test_each_wrong_answer_gets_its_own_hint(exercise: Exercise, seed: int) -> None:
     for (number, student), (name, (fn, hint)) in itertools.product(
-        draws(seed), exercise.wrong.items()
+        draws(seed, students=4), exercise.wrong.items()
     ):
         outcome = exercise.judge(
             answers(exercise, fn, number, student), seed=number, student=student

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from labcore.decoding import medusa
-from labcore.exercises import CheckFailedError, Exercise, student_seed
+from labcore.exercises import Exercise
 from labcore.exercises.medusa import (
     CLINIC,
     COMPACT,
@@ -28,31 +27,16 @@ from labcore.exercises.medusa.engine import Engine, run, training
 from labcore.exercises.medusa.labels import NOTHING
 from labcore.exercises.medusa.trees import rates
 from labcore.models import LlamaConfig, cache
-from tests.exercises.draws import draws
-from tests.exercises.notebook import solved, source, texts
+from tests.exercises.draws import check_variants
+from tests.exercises.notebook import check_changed_rule, solved, source
 
 FUNCTIONS = (SHIFTED_LABELS, TREE_MASK, SPARSE_TREE, COMPACT)
 OWN = (SHIFTED_LABELS, SPARSE_TREE)
-solved_lab = functools.cache(solved)
-
-
-@pytest.mark.parametrize("exercise", FUNCTIONS, ids=lambda one: one.id)
-def test_each_wrong_answer_gets_its_own_hint_for_any_student(exercise: Exercise, seed: int) -> None:
-    for draw, student in draws(seed, 2):
-        for name, (fn, hint) in exercise.wrong.items():
-            given = [fn(**case) for case in exercise.numbered_cases(draw, student)]
-            outcome = exercise.judge(given, seed=draw, student=student)
-            assert outcome.mistake == name, (draw, student, outcome)
-            assert hint in outcome.message
 
 
 def test_students_have_their_own_numbers(seed: int) -> None:
-    numbers = [student_seed("secret", f"{seed} {n}") for n in range(60)]
     for exercise in OWN:
-        assert exercise.variant(numbers[0]) == exercise.variant(numbers[0])
-        drawn = {tuple(exercise.variant(number).values()) for number in numbers}
-        assert len(drawn) == 4
-        assert tuple(exercise.variant(0).values()) not in drawn
+        check_variants(exercise, 4, seed)
 
 
 # Labels ------------------------------------------------------------------------------------------
@@ -75,7 +59,7 @@ def test_labels_are_those_of_each_text_by_itself(seed: int) -> None:
 
 
 def test_the_text_s_example_of_labels() -> None:
-    label_of = solved_lab("medusa")["shifted_labels"]
+    label_of = solved("medusa")["shifted_labels"]
     row, counts = torch.tensor([[4, 2, 1, 5, 6, 7, 8]]), torch.tensor([7])
     wanted = [[[1, -100, -100, 7, 8, -100, -100]], [[-100, -100, -100, 8, -100, -100, -100]]]
     assert SHIFTED_LABELS.reference(row, counts, 2, None, end=1).tolist() == wanted
@@ -120,12 +104,12 @@ def test_the_tree_s_part_is_the_mask_of_labcore(seed: int) -> None:
 
 def test_the_text_s_example_of_a_mask() -> None:
     def seen(window: int | None) -> tuple[list[list[int]], list[int]]:
-        mask, places = solved_lab("medusa")["tree_mask"]([-1, -1, 0], 2, window)
+        mask, places = solved("medusa")["tree_mask"]([-1, -1, 0], 2, window)
         return [row.eq(0).nonzero().flatten().tolist() for row in mask], places.tolist()
 
     mask, places = TREE_MASK.reference([-1, -1, 0], 2, None)
     assert seen(None) == ([[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 2, 3, 5]], [2, 3, 3, 4])
-    assert_close(solved_lab("medusa")["tree_mask"]([-1, -1, 0], 2, None), (mask, places))
+    assert_close(solved("medusa")["tree_mask"]([-1, -1, 0], 2, None), (mask, places))
     assert seen(2) == ([[1, 2], [2, 3], [2, 4], [3, 5]], [2, 3, 3, 4])
 
 
@@ -146,7 +130,7 @@ def all_nodes(ranks: int, depth: int) -> list[tuple[int, ...]]:
 def test_no_other_tree_brings_more(seed: int) -> None:
     """Against every set of nodes with all their parents, also of two requests."""
     draw = torch.Generator().manual_seed(seed)
-    batch_of = solved_lab("medusa")["sparse_tree"]
+    batch_of = solved("medusa")["sparse_tree"]
     for requests, budget in ((1, 3), (1, 4), (2, 3)):
         case = rates(draw, requests, 2, 2)
         nodes = [(b, path) for b in range(requests) for path in all_nodes(2, 2)]
@@ -189,7 +173,7 @@ def test_the_text_s_example_of_trees() -> None:
     )
     (tree,), tokens = SPARSE_TREE.reference(first[:1], later[:1], budget=4)
     assert tree == [(0,), (0, 0), (1,), (1, 1)] and tokens == pytest.approx(2.15)
-    trees, tokens = solved_lab("medusa")["sparse_tree"](first, later, budget=4)
+    trees, tokens = solved("medusa")["sparse_tree"](first, later, budget=4)
     assert trees == [[(0,), (0, 0), (1,)], [(0,)]] and tokens == pytest.approx(3.25)
 
 
@@ -259,7 +243,7 @@ def test_the_text_s_example_of_compaction() -> None:
     after, lengths = COMPACT.reference(before, *one, None)
     assert_close(after, row(10.0, 11, 12, 21, 23, 0, 0, 0))
     assert lengths.tolist() == [5]
-    paged, lengths = solved_lab("medusa")["compact"](
+    paged, lengths = solved("medusa")["compact"](
         row(21.0, 22, 23, 0, 10, 11, 12, 20), *one, torch.tensor([[1, 0]])
     )
     assert_close(paged, row(23.0, 0, 0, 0, 10, 11, 12, 21))
@@ -345,20 +329,7 @@ RULES: dict[str, tuple[str, Exercise, str]] = {
 @pytest.mark.parametrize("cell", RULES)
 def test_a_rule_that_labcore_does_not_know_is_graded(cell: str, seed: int) -> None:
     function, exercise, words = RULES[cell]
-    names, graded = dict(solved_lab("medusa")), texts("medusa")[cell]
-    with pytest.raises(CheckFailedError) as caught:
-        exec(graded, {**names, function: exercise.reference})
-    assert words in " ".join(str(caught.value).split())
-    exec(graded, names)
-    changed = names["changed"]
-    for number, student in draws(seed, 2):
-        cases = changed.numbered_cases(number, student)
-        answers = [names[function](**case) for case in cases]
-        assert changed.judge(answers, seed=number, student=student).passed
-        for name, (fn, hint) in changed.wrong.items():
-            given = [fn(**case) for case in changed.numbered_cases(number, student)]
-            outcome = changed.judge(given, seed=number, student=student)
-            assert (outcome.mistake, hint in outcome.message) == (name, True), outcome
+    check_changed_rule("medusa", cell, function, exercise, words, seed)
 
 
 # What students may also write: no hint that leads away -------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from labcore import memory
-from labcore.exercises import CheckFailedError, Exercise, student_seed
+from labcore.exercises import Exercise
 from labcore.exercises.memory import (
     BALANCE,
     CLINIC,
@@ -30,31 +29,16 @@ from labcore.exercises.memory.card import CONTEXT, GIB, MIB, TOTAL, Allocator, C
 from labcore.exercises.memory.clinic import LENGTHS, LINES, MODEL, RANKS, ROWS, Job
 from labcore.exercises.memory.stretches import divisions, peak
 from labcore.memory.checkpointing import stretch_bytes
-from tests.exercises.draws import draws
-from tests.exercises.notebook import solved, source, texts
+from tests.exercises.draws import check_variants
+from tests.exercises.notebook import check_changed_rule, solved, source
 
 FUNCTIONS = (LOSS_FACTORS, STRETCHES, HELD_BYTES, PACKED_GROUPS, BALANCE)
 OWN = (HELD_BYTES, BALANCE)
-solved_lab = functools.cache(solved)
-
-
-@pytest.mark.parametrize("exercise", FUNCTIONS, ids=lambda one: one.id)
-def test_each_wrong_answer_gets_its_own_hint_for_any_student(exercise: Exercise, seed: int) -> None:
-    for draw, student in draws(seed, 2):
-        for name, (fn, hint) in exercise.wrong.items():
-            given = [fn(**case) for case in exercise.numbered_cases(draw, student)]
-            outcome = exercise.judge(given, seed=draw, student=student)
-            assert outcome.mistake == name, (draw, student, outcome)
-            assert hint in outcome.message
 
 
 def test_students_have_their_own_numbers(seed: int) -> None:
-    numbers = [student_seed("secret", f"{seed} {n}") for n in range(60)]
     for exercise, kinds in zip(OWN, (4, 2), strict=True):
-        assert exercise.variant(numbers[0]) == exercise.variant(numbers[0])
-        drawn = {tuple(exercise.variant(number).values()) for number in numbers}
-        assert len(drawn) == kinds
-        assert tuple(exercise.variant(0).values()) not in drawn
+        check_variants(exercise, kinds, seed)
 
 
 # Parts that add up -------------------------------------------------------------------------------
@@ -115,7 +99,7 @@ def test_the_best_of_equal_layers_is_no_worse_than_the_best_equal_stretches(seed
 
 
 def test_the_notebook_s_answers_are_the_best_there_are(seed: int) -> None:
-    names = solved_lab("memory")
+    names = solved("memory")
     for case in STRETCHES.numbered_cases(seed):
         for most in (None, 1, 2, 3):
             inputs, kept = case["inputs"], case["kept"]
@@ -180,7 +164,7 @@ def test_the_shares_are_torch_s_chunks_and_add_up(seed: int) -> None:
 def test_the_text_s_example_of_shares() -> None:
     case = {"shapes": [[5, 3], [2]], "stage": 2, "device": 1, "devices": 4}
     assert HELD_BYTES.reference(**case, factored=False) == (34, 28, 84)
-    assert solved_lab("memory")["held_bytes"](**case, factored=True) == (34, 28, 52)
+    assert solved("memory")["held_bytes"](**case, factored=True) == (34, 28, 52)
     text = source("memory").read_text("utf-8")
     assert "(34, 28, 84)" in text and "the state is then 52 bytes" in text
 
@@ -192,7 +176,7 @@ def test_the_text_s_example_of_shares() -> None:
 def test_codes_and_scales_give_the_weight_back(bits: int, generator: torch.Generator) -> None:
     group, half = 8, 2 ** (bits - 1)
     weight = torch.randn(5, 4 * group, generator=generator)
-    packed, scales = solved_lab("memory")["packed_groups"](weight, group=group, bits=bits)
+    packed, scales = solved("memory")["packed_groups"](weight, group=group, bits=bits)
     runs = [packed.int() >> (place * bits) & (2 * half - 1) for place in range(8 // bits)]
     codes = torch.cat(runs, -1)
     if bits == 4:
@@ -430,20 +414,7 @@ RULES: dict[str, tuple[str, Exercise, str]] = {
 @pytest.mark.parametrize("cell", RULES)
 def test_a_rule_that_labcore_does_not_know_is_graded(cell: str, seed: int) -> None:
     function, exercise, words = RULES[cell]
-    names, graded = dict(solved_lab("memory")), texts("memory")[cell]
-    with pytest.raises(CheckFailedError) as caught:
-        exec(graded, {**names, function: exercise.reference})
-    assert words in " ".join(str(caught.value).split())
-    exec(graded, names)
-    changed = names["changed"]
-    for number, student in draws(seed, 2):
-        cases = changed.numbered_cases(number, student)
-        answers = [names[function](**case) for case in cases]
-        assert changed.judge(answers, seed=number, student=student).passed
-        for name, (fn, hint) in changed.wrong.items():
-            given = [fn(**case) for case in changed.numbered_cases(number, student)]
-            outcome = changed.judge(given, seed=number, student=student)
-            assert (outcome.mistake, hint in outcome.message) == (name, True)
+    check_changed_rule("memory", cell, function, exercise, words, seed)
 
 
 # What students may also write: no hint that leads away -------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from labcore.exercises import CheckFailedError, Exercise, student_seed
+from labcore.exercises import Exercise
 from labcore.exercises.speculative import (
     AFTER_BLOCK,
     BEST_LENGTH,
@@ -25,31 +24,16 @@ from labcore.exercises.speculative import (
 from labcore.exercises.speculative.acceptance import NOBODYS, TEMPERATURES, clear_of_ties
 from labcore.exercises.speculative.engine import BLOCKS, END, REQUESTS, Engine, run, tables
 from labcore.exercises.speculative.length import simulated_log
-from tests.exercises.draws import draws
-from tests.exercises.notebook import solved, source, texts
+from tests.exercises.draws import check_variants, draws
+from tests.exercises.notebook import check_changed_rule, solved, source
 
 FUNCTIONS = (COUNT_ACCEPTED, NEXT_LAW, AFTER_BLOCK, BEST_LENGTH)
 OWN = (COUNT_ACCEPTED, BEST_LENGTH)
-solved_lab = functools.cache(solved)
-
-
-@pytest.mark.parametrize("exercise", FUNCTIONS, ids=lambda one: one.id)
-def test_each_wrong_answer_gets_its_own_hint_for_any_student(exercise: Exercise, seed: int) -> None:
-    for draw, student in draws(seed, 2):
-        for name, (fn, hint) in exercise.wrong.items():
-            given = [fn(**case) for case in exercise.numbered_cases(draw, student)]
-            outcome = exercise.judge(given, seed=draw, student=student)
-            assert outcome.mistake == name, (draw, student, outcome)
-            assert hint in outcome.message
 
 
 def test_students_have_their_own_numbers(seed: int) -> None:
-    numbers = [student_seed("secret", f"{seed} {n}") for n in range(60)]
     for exercise in OWN:
-        assert exercise.variant(numbers[0]) == exercise.variant(numbers[0])
-        drawn = {tuple(exercise.variant(number).values()) for number in numbers}
-        assert len(drawn) == 4
-        assert tuple(exercise.variant(0).values()) not in drawn
+        check_variants(exercise, 4, seed)
 
 
 # Acceptance and what follows ---------------------------------------------------------------------
@@ -70,7 +54,7 @@ def test_the_text_s_example_of_acceptance() -> None:
         "temperature": 1.0,
     }
     assert COUNT_ACCEPTED.reference(**case, lenience=1.0) == 2
-    assert solved_lab("speculative")["count_accepted"](**case, lenience=0.8) == 3
+    assert solved("speculative")["count_accepted"](**case, lenience=0.8) == 3
     text = source("speculative").read_text("utf-8")
     assert "two are accepted" in text and "all three are accepted" in text
 
@@ -111,7 +95,7 @@ def test_acceptance_and_residual_together_give_the_target(seed: int) -> None:
 def test_siblings_one_after_the_other_give_the_target(seed: int) -> None:
     """The notebook's rule for trees is exact: enumerated over two drafts for one place."""
     draw = torch.Generator().manual_seed(seed)
-    law_of = solved_lab("speculative")["next_law"]
+    law_of = solved("speculative")["next_law"]
     p = torch.randn(2, 5, generator=draw, dtype=torch.float64).softmax(-1)
     q, other = torch.randn(2, 1, 5, generator=draw, dtype=torch.float64).softmax(-1)
     zero = torch.tensor([0])
@@ -129,7 +113,7 @@ def test_the_text_s_example_of_what_comes_behind() -> None:
     right = torch.tensor([0.8, 0, 0.2], dtype=torch.float64)
     assert_close(NEXT_LAW.reference(p, q, torch.tensor([1]), 0, None), right)
     more = torch.tensor([[0.5, 0.1, 0.4]], dtype=torch.float64)
-    law_of = solved_lab("speculative")["next_law"]
+    law_of = solved("speculative")["next_law"]
     assert law_of(p, q, torch.tensor([1]), 0, more).tolist() == [1, 0, 0]
 
 
@@ -156,7 +140,7 @@ def test_caches_hold_the_text_when_both_have_read_what_is_next(seed: int) -> Non
 
 def test_the_text_s_examples_of_two_caches() -> None:
     def block(drafted: list[int], path: list[int], parents: Any) -> Any:
-        function = solved_lab("speculative")["after_block"]
+        function = solved("speculative")["after_block"]
         return function([[7, 8, 9, 5]], [3], [drafted], [path], [6], parents)
 
     for path, right in (
@@ -171,7 +155,7 @@ def test_the_text_s_examples_of_two_caches() -> None:
 
 
 def test_a_chain_as_a_tree_is_a_chain(seed: int) -> None:
-    function = solved_lab("speculative")["after_block"]
+    function = solved("speculative")["after_block"]
     for case in AFTER_BLOCK.numbered_cases(seed):
         chains = [[*range(-1, len(drafted) - 1)] for drafted in case["drafts"]]
         assert function(**{**case, "parents": chains}) == AFTER_BLOCK.reference(**case)
@@ -185,7 +169,7 @@ def test_the_text_s_example_of_lengths() -> None:
     length, speedup = BEST_LENGTH.reference(log, [0.0, 10.0, 11.0, 12.0], 1, draft_time=1.0)
     assert length == 2 and speedup == pytest.approx(1.518, abs=5e-4)
     times = [0.0, *map(float, range(10, 19))]
-    function = solved_lab("speculative")["best_length"]
+    function = solved("speculative")["best_length"]
     assert function(log, times, 3, draft_time=1.0) == (1, pytest.approx(1.3125))
 
 
@@ -271,20 +255,7 @@ RULES: dict[str, tuple[str, Exercise, str]] = {
 @pytest.mark.parametrize("cell", RULES)
 def test_a_rule_that_labcore_does_not_know_is_graded(cell: str, seed: int) -> None:
     function, exercise, words = RULES[cell]
-    names, graded = dict(solved_lab("speculative")), texts("speculative")[cell]
-    with pytest.raises(CheckFailedError) as caught:
-        exec(graded, {**names, function: exercise.reference})
-    assert words in " ".join(str(caught.value).split())
-    exec(graded, names)
-    changed = names["changed"]
-    for number, student in draws(seed, 2):
-        cases = changed.numbered_cases(number, student)
-        answers = [names[function](**case) for case in cases]
-        assert changed.judge(answers, seed=number, student=student).passed
-        for name, (fn, hint) in changed.wrong.items():
-            given = [fn(**case) for case in changed.numbered_cases(number, student)]
-            outcome = changed.judge(given, seed=number, student=student)
-            assert (outcome.mistake, hint in outcome.message) == (name, True)
+    check_changed_rule("speculative", cell, function, exercise, words, seed)
 
 
 # What students may also write: no hint that leads away -------------------------------------------

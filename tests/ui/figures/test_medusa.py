@@ -92,15 +92,12 @@ def test_a_sketch_of_no_heads_or_of_another_projection_is_refused() -> None:
 
 def test_accuracy_shows_the_first_guess_and_the_sum_of_the_best(accuracies) -> None:
     short = accuracies[:2, :3]
-    figure = figures.accuracy_by_distance(
-        {"full": accuracies, "tied": short.tolist()}, title="x", reference={"Vicuna": [0.56, 0.3]}
-    )
+    figure = figures.accuracy_by_distance({"full": accuracies, "tied": short.tolist()}, title="x")
     assert list(trace(figure, "full, first guess").y) == accuracies[:, 0].tolist()
     assert list(trace(figure, "full, best 5").y) == pytest.approx(accuracies[:, :5].sum(1).tolist())
     # Where there are fewer ranks, all of them count.
     assert list(trace(figure, "tied, best 5").y) == pytest.approx(short.sum(1).tolist())
     assert list(trace(figure, "full, best 5").x) == [2, 3, 4, 5]
-    assert list(trace(figure, "Vicuna").x) == [2, 3] and trace(figure, "Vicuna").line.dash == "dot"
     assert figure.layout.xaxis.ticktext[1] == "3<br>head 1"
     assert f"head 0 {accuracies[0, 0]:.1%}" in alt(figure) and small(figure)
 

@@ -36,13 +36,11 @@ def accuracy_by_distance(
     *,
     title: str,
     top: int = 5,
-    reference: Mapping[str, Sequence[float]] | None = None,
 ) -> go.Figure:
     """How often each head is right, with one guess (solid) and with `top` guesses (dashed).
 
     accuracies: name -> [K, R], as of `head_accuracies`: the share of head i's token of rank r.
-    reference: name -> first guesses alone, head by head, such as published ones. Head i says the
-    token i + 2 places behind the last one read.
+    Head i says the token i + 2 places behind the last one read.
     """
     figure, words, most = go.Figure(), [], 0
     for at, (name, table) in enumerate(accuracies.items()):
@@ -67,14 +65,6 @@ def accuracy_by_distance(
                 for i, (one, more) in enumerate(zip(best, several, strict=True))
             )
         )
-    for at, (name, shares) in enumerate((reference or {}).items()):
-        most = max(most, len(shares))
-        figure.add_scatter(
-            x=list(range(2, len(shares) + 2)), y=list(shares), mode="lines+markers", name=name,
-            marker={"size": 10, "symbol": _SYMBOLS[-1 - at % len(_SYMBOLS)]},
-            line={"color": PALETTE["gray"], "dash": "dot", "width": 1.5},
-        )  # fmt: skip
-        words.append(f"{name}: " + ", ".join(f"{share:.1%}" for share in shares))
     places = list(range(2, most + 2))
     figure.update_layout(
         title=title,
