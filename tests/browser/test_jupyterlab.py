@@ -23,6 +23,23 @@ def trouble(slow, wrong):
 
 ui.explore(trouble, alt="A line.", slow=ui.Toggle(), wrong=ui.Toggle())
 """
+# On a busy machine plotly's code takes this long to load.
+LATE = """\
+import pathlib
+import plotly
+from labcore.ui import live
+
+bundle = pathlib.Path(plotly.__file__).parent / "package_data" / "widgetbundle.js"
+
+class LateFigure(live.WholeFigure):
+    _esm = "await new Promise(done => setTimeout(done, 3000));" + bundle.read_text("utf-8")
+
+def level(high):
+    return go.Figure(go.Scatter(y=[0, 1])).update_layout(title="high" if high else "low")
+
+live.WholeFigure = LateFigure
+ui.explore(level, alt="A line.", high=ui.Toggle())
+"""
 CELLS = [
     EXPLORER % 0,
     TROUBLE,
@@ -30,6 +47,7 @@ CELLS = [
     "guess.reveal(8)",
     'ui.quiz([ui.Question("Which?", ("this", "that"), 1, "Because.")])',
     "from labcore import checks\nui.show_source(checks.one_of)",
+    LATE,
 ]
 
 
@@ -105,6 +123,13 @@ def test_a_slow_call_shows_a_bar_and_an_error_is_shown_and_goes(lab: Any) -> Non
     assert _plot(lab, 1)[0] == "quick"
     wrong.uncheck()
     alert.wait_for(state="detached")
+
+
+def test_a_figure_whose_code_comes_late_moves(lab: Any) -> None:
+    title = "() => document.querySelectorAll('.js-plotly-plot')[2]?.layout.title.text"
+    lab.wait_for_function(f"({title})() === 'low'")
+    lab.get_by_label("high").check()
+    lab.wait_for_function(f"({title})() === 'high'")
 
 
 def test_a_guess_stands_beside_the_measurement(lab: Any) -> None:

@@ -1,6 +1,7 @@
 """The study on digits: scaled gradients, what each remedy heals, and recorded gradients."""
 
 import functools
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -106,13 +107,15 @@ FAILS = {
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_remedy_heals_its_own_failure_alone(failure: str, seed: int) -> None:
+    def median(remedy: str) -> float:
+        runs = (epsilon_study.accuracy(remedy, failure, seed + more) for more in range(5))
+        return statistics.median(runs)
+
     right = epsilon_study.healthy_accuracy(failure, seed)
-    healed, failed = (
-        {remedy: epsilon_study.accuracy(remedy, failure, seed) for remedy in remedies[failure]}
-        for remedies in (HEALS, FAILS)
-    )
+    healed = {r: epsilon_study.accuracy(r, failure, seed) for r in HEALS[failure]}
     assert min(healed.values()) > right - 0.06, healed
-    # Over the ten reported seeds these lay at 0.6 of the healthy run and below.
+    # A single run that fails can come far: fp16 with fp32 arithmetic passed 0.75 in 3 of 107.
+    failed = {remedy: median(remedy) for remedy in FAILS[failure]}
     assert max(failed.values()) < 0.75 * right, failed
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import re
 import string
 
 import plotly.graph_objects as go
@@ -316,6 +317,13 @@ def test_the_explorer_shows_the_tree_of_each_budget(accuracies) -> None:
         told = figure.layout.title.text
         assert f"expected {expected_tokens(tree, accuracies):.2f} tokens a step" in told
     assert "6 nodes" in trees.tree_explorer(15, 2, 2, "1", data=data).layout.title.text
+    for nodes, heads, branching in itertools.product((1, 3, 7, 15), (2, 4), (2, 3)):
+        told = trees.tree_explorer(nodes, heads, branching, "0", data=data).layout.title.text
+        used = {len(c) - 1 for c in data[heads, branching, "0"].tree.choices[:nodes]}
+        idle = [str(head) for head in range(heads) if head not in used]
+        found = re.search("none of heads? (.+?)<", told)
+        named = found.group(1).split(" to ") if found else []
+        assert named == (idle if len(idle) < 3 else [idle[0], idle[-1]]), told
     with pytest.raises(ValueError, match="data must have the tree of 3 heads"):
         trees.tree_explorer(4, 3, 3, "0", data=data)
 

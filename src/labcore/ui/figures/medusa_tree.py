@@ -224,10 +224,10 @@ def tree_view(
     return describe(figure, f"{title.replace('<br>', '; ')}. Nodes: {edges}.")
 
 
-def _told(chances: Sequence[float], measured: Sequence[float] | None) -> str:
+def _told(chances: Sequence[float], measured: Sequence[float] | None, idle: str = "") -> str:
     """Both sums: of each level at most one node stands, and the target adds a token."""
     nodes = f"{len(chances)} {'node' if len(chances) == 1 else 'nodes'}"
-    title = f"{nodes}<br>expected {1 + math.fsum(chances):.2f} tokens a step"
+    title = f"{nodes}{idle}<br>expected {1 + math.fsum(chances):.2f} tokens a step"
     return title if measured is None else f"{title}<br>measured {1 + math.fsum(measured):.2f}"
 
 
@@ -250,6 +250,7 @@ def tree_explorer(
 ) -> go.Figure:
     """The first `nodes` nodes of a tree as `tree_view` shows them, all of it where it has fewer.
 
+    The title names the heads of which they take no candidate.
     data: (heads, branching, temperature) -> the largest tree of `sparse_tree`, whose first n nodes
     are the tree for a budget of n. A node stands or not whatever else is tried, so shares measured
     with the largest tree are those of the smaller ones as far as both see the same contexts.
@@ -267,7 +268,17 @@ def tree_explorer(
     measured = None if run.measured is None else run.measured[:size]
     room = max(len(one.tree.parents) for one in data.values())
     deepest = max(len(choice) for one in data.values() for choice in one.tree.choices)
-    return _drawn(run.tree, size, chances, measured, None, _told(chances, measured), room, deepest)
+    title = _told(chances, measured, _idle(run.tree.choices[:size], heads))
+    return _drawn(run.tree, size, chances, measured, None, title, room, deepest)
+
+
+def _idle(choices: Sequence[tuple[int, ...]], heads: int) -> str:
+    """The heads of which no candidate is taken: the last ones, as nodes grow from the root."""
+    first = max(map(len, choices))
+    if first == heads:
+        return ""
+    names = f"head {first}" if first == heads - 1 else f"heads {first} to {heads - 1}"
+    return f", none of {names}"
 
 
 def _drawn(
