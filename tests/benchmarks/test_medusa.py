@@ -119,13 +119,17 @@ def test_every_way_is_timed_on_the_same_prompts(kind: str) -> None:
     most = found[f"most tokens a step of Medusa/{at}"]
     assert most.samples == [max(steps[name] for name in trees)] == [steps[most.details["of"]]]
     assert most.details["bar"] == 1.6 and most.details["nodes"] <= 4
-    best = found[f"best Medusa over plain/{at}"]
-    assert best.details["bar"] == 1.1
-    ours = speeds.peers[best.details["of"]]
-    assert best.samples == [a / b for a, b in zip(ours, speeds.samples, strict=True)]
-    others = {"best n-gram over plain", "best draft over plain"}
-    others |= {"best Medusa over best n-gram", "best Medusa over best draft"}
-    assert {f"{name}/{at}" for name in others} <= set(found)
+    alone = found[f"Medusa over plain/{at}"]
+    assert (alone.details["of"], alone.details["nodes"]) == (cases.NAMED, 2)
+    assert alone.details["bar"] == 1.1
+    assert len(alone.samples) == 2 * cases.RACES
+    for family in ("n-gram", "draft"):
+        best = found[f"best {family} over plain/{at}"]
+        fastest = speeds.peers[best.details["of"]]
+        assert best.details["of"].startswith(family)
+        assert best.samples == [a / b for a, b in zip(fastest, speeds.samples, strict=True)]
+        ours = [a / b for a, b in zip(speeds.peers[cases.NAMED], fastest, strict=True)]
+        assert found[f"Medusa over best {family}/{at}"].samples == ours
 
 
 def test_what_is_not_greedy_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +187,7 @@ def test_every_projection_is_timed() -> None:
     every = {f"heads' forward/{p}, {n} heads" for p in PROJECTIONS for n in (1, 2, 3)}
     assert set(found) == every
     assert all(set(item.peers) == {"MedusaHeads"} for item in found.values())
+    assert len({item.details["packed"] for item in found.values()}) == 1
 
 
 def test_accuracies_are_those_of_texts_and_of_own_words() -> None:
