@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,40 +43,72 @@ def from_pretrained(
     Raises FileNotFoundError for a missing file; ValueError that names the keys of config.json
     that are not supported, and the tensors that are missing, unexpected or of another shape.
     """
-    folder = Path(folder)
-    config = LlamaConfig.from_hugging_face(_json(folder / "config.json"))
+    config = read_config(folder)
     model = Llama(config, attention=attention, device="meta")
-    wanted = {_stored_name(name): tensor for name, tensor in model.state_dict().items()}
-    files = _weight_files(folder)
+
+    def take(_: str, stored: Any) -> Tensor:
+        return stored[:].to(device=device, dtype=dtype)
+
+    model.load_state_dict(read_state(folder, config, shapes_of(model), take), assign=True)
+    return model.eval()
+
+
+def read_config(folder: str | Path) -> LlamaConfig:
+    """The configuration in a checkpoint's config.json. Errors as in `from_pretrained`."""
+    return LlamaConfig.from_hugging_face(_json(Path(folder) / "config.json"))
+
+
+def shapes_of(model: Llama) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of the model's state, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def read_state(
+    folder: str | Path,
+    config: LlamaConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    take: Callable[[str, Any], Tensor],
+) -> dict[str, Tensor]:
+    """What `take` keeps of each stored tensor, by its name in a `Llama`'s state.
+
+    config: of the checkpoint. shapes: that the stored tensors must have, those of the whole model.
+    take: is called as `take(name, stored)`, where `stored[rows, columns]` reads from the file; with
+    a name that shapes lacks for the head that a tied checkpoint may store too.
+    Raises FileNotFoundError and ValueError as `from_pretrained` does.
+    """
+    folder = Path(folder)
+    keys = {name: _stored_name(name) for name in shapes}
+    names = {key: name for name, key in keys.items()}
+    wanted = {key: shapes[name] for key, name in names.items()}
+    if config.tie_word_embeddings:
+        # A tied checkpoint may store its head too; another one than the embedding would be lost.
+        names[_HEAD], wanted[_HEAD] = _HEAD, (config.vocab_size, config.hidden_size)
     found: dict[str, Tensor] = {}
     problems: list[str] = []
-    for file in files:
+    for file in _weight_files(folder):
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - the file is no dictionary
-                if _DERIVED.fullmatch(name):
+            for key in opened.keys():  # noqa: SIM118 - the file is no dictionary
+                if _DERIVED.fullmatch(key):
                     continue
-                shape = tuple(opened.get_slice(name).get_shape())
-                needed = _shape_of(name, wanted, config)
-                if name in found:
-                    problems.append(f"{name} stands in two files")
+                stored = opened.get_slice(key)
+                shape, needed = tuple(stored.get_shape()), wanted.get(key)
+                if key in found:
+                    problems.append(f"{key} stands in two files")
                 elif needed is None:
-                    problems.append(f"{name} is unexpected")
+                    problems.append(f"{key} is unexpected")
                 elif shape != needed:
-                    problems.append(f"{name} must have shape {needed}, got {shape}")
+                    problems.append(f"{key} must have shape {needed}, got {shape}")
                 else:
-                    found[name] = opened.get_tensor(name).to(device=device, dtype=dtype)
-    refused = {problem.split(" ")[0] for problem in problems}
-    problems += [f"{name} is missing" for name in wanted if name not in {*found, *refused}]
-    # A tied checkpoint may store its head too; another one than the embedding would be lost.
+                    found[key] = take(names[key], stored)
+    told = {problem.split(" ")[0] for problem in problems}
+    problems += [f"{key} is missing" for key in keys.values() if key not in {*found, *told}]
     head, embedding = found.get(_HEAD), found.get(_EMBEDDING)
     tied = config.tie_word_embeddings and head is not None and embedding is not None
     if tied and not torch.equal(head, embedding):  # type: ignore[arg-type]
         problems.append(f"{_HEAD} differs from {_EMBEDDING}, which config.json ties it to")
     if problems:
         raise ValueError(f"{folder} does not hold the model of its config.json: {_few(problems)}")
-    state = {name: found[_stored_name(name)] for name in model.state_dict()}
-    model.load_state_dict(state, assign=True)
-    return model.eval()
+    return {name: found[key] for name, key in keys.items()}
 
 
 def save_pretrained(
@@ -87,10 +119,12 @@ def save_pretrained(
     max_shard_bytes: weights above it go into several files with an index; one tensor is never
     split. Each file is written beside its place and then moved there; weights of an earlier save
     that this one does not replace are removed.
-    Raises ValueError for a configuration that no family of checkpoints has.
+    Raises ValueError for a configuration that no family of checkpoints has, and, before anything is
+    written, for tensors that are not those of the configuration: a part of a divided model.
     """
     positive_int("max_shard_bytes", max_shard_bytes)
     told = model.config.to_hugging_face()
+    _check_whole(model)
     tensors = {
         _stored_name(name): tensor.detach().cpu().contiguous()
         for name, tensor in model.state_dict().items()
@@ -119,19 +153,20 @@ def save_pretrained(
             path.unlink()
 
 
+def _check_whole(model: Llama) -> None:
+    whole = shapes_of(Llama(model.config, device="meta"))
+    for name, shape in shapes_of(model).items():
+        if shape != whole.get(name, shape):
+            raise ValueError(
+                f"save_pretrained saves whole models, got {name} of shape {shape} where config has "
+                f"{whole[name]}; of a model that is divided among ranks take "
+                "labcore.parallel.gathered_state(model) first, and save a Llama(model.config) "
+                "that has loaded it"
+            )
+
+
 def _stored_name(name: str) -> str:
     return name if name == _HEAD else f"model.{name}"
-
-
-def _shape_of(
-    name: str, wanted: Mapping[str, Tensor], config: LlamaConfig
-) -> tuple[int, ...] | None:
-    """The shape that the model needs of a stored tensor; None where it needs none."""
-    if name in wanted:
-        return tuple(wanted[name].shape)
-    if name == _HEAD and config.tie_word_embeddings:
-        return (config.vocab_size, config.hidden_size)
-    return None
 
 
 def _json(path: Path) -> dict[str, Any]:

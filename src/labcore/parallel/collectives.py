@@ -1,0 +1,322 @@
+"""All-reduces over point-to-point sends, written to be read: after them every rank has the sum.
+
+Letters: N ranks, r this one. A tensor is taken as one row of elements and cut into N parts, as
+even as they can be, the earlier ones longer by one; some are empty when there are fewer elements
+than ranks. A step is a round in which a rank sends and receives at the same time.
+
+    name              steps                          bytes a rank sends, of a tensor of n
+    ring              2 (N - 1)                      2 n (N - 1) / N
+    halving_doubling  2 log2 N, N a power of two     2 n (N - 1) / N
+    one_shot          1                              n (N - 1)
+    two_shot          2                              2 n (N - 1) / N
+
+2 n (N - 1) / N is the least that an all-reduce can do with, where a message has one receiver. The
+bytes are means over the ranks: of parts that are not even some ranks send more, and no rank's
+count is off by more than 2 (N - 1) elements.
+
+Every rank gets the same bits. The order of a sum is fixed: by rank in `one_shot` and `two_shot`;
+along the ring, from the part's own next rank on, in `ring`; by pairs in `halving_doubling`. Tensors
+of 16-bit floats are added in fp32. What travels has the tensor's dtype, so that their sum is
+rounded once in `one_shot` and `two_shot`, and at every addition in the other two. Integers wrap.
+
+Sources: Patarasuk and Yuan, 2009, Journal of Parallel and Distributed Computing 69 (ring, and the
+least bytes); Thakur, Rabenseifner and Gropp, 2005, Int. J. of High Performance Computing
+Applications 19 (halving and doubling); the one-shot and two-shot kernels of vLLM's custom
+all-reduce and of TensorRT-LLM, whose MultiShot has NVSwitch send a message to all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labcore.checks import non_negative, one_of, positive_int
+from labcore.parallel.regions import rank_and_size
+
+__all__ = [
+    "ALL_REDUCES",
+    "Expected",
+    "Traffic",
+    "expected",
+    "halving_doubling",
+    "one_shot",
+    "ring",
+    "ring_all_gather",
+    "ring_reduce_scatter",
+    "two_shot",
+]
+
+
+@dataclass(kw_only=True, slots=True)
+class Traffic:
+    """What this rank sent, added up over the calls that were given it.
+
+    steps: rounds, those too in which this rank had nothing to send.
+    sent: (step, receiver's rank in the group, bytes) of each message; none is empty.
+    """
+
+    steps: int = 0
+    sent: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def messages(self) -> int:
+        """How many messages this rank sent."""
+        return len(self.sent)
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes this rank sent."""
+        return sum(size for _, _, size in self.sent)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """What an all-reduce does by its definition.
+
+    steps: rounds. messages, bytes: that a rank sends, bytes as the mean over the ranks; both for
+    parts that are not empty. summed: bytes that a rank adds to others, the mean too.
+    """
+
+    steps: int
+    messages: int
+    bytes: float
+    summed: float
+
+
+def expected(name: str, ranks: int, nbytes: float) -> Expected:
+    """Steps, messages and bytes of the all-reduce `name` of a tensor of nbytes on each rank.
+
+    Raises ValueError for an unknown name, and for halving_doubling unless ranks is a power of two.
+    """
+    one_of("name", name, ALL_REDUCES)
+    positive_int("ranks", ranks)
+    non_negative("nbytes", nbytes, "pass the bytes of one rank's tensor")
+    others = ranks - 1
+    share = nbytes * others / ranks
+    if name == "one_shot":
+        return Expected(
+            steps=min(others, 1), messages=others, bytes=nbytes * others, summed=nbytes * others
+        )
+    if name == "halving_doubling":
+        steps = messages = 2 * _log2(ranks)
+    else:
+        steps = 2 * (min(others, 1) if name == "two_shot" else others)
+        messages = 2 * others
+    return Expected(steps=steps, messages=messages, bytes=2 * share, summed=share)
+
+
+def _log2(ranks: int) -> int:
+    if ranks & (ranks - 1):
+        raise ValueError(
+            f"halving_doubling needs a number of ranks that is a power of two, got {ranks}; "
+            "use 'ring' or 'two_shot'"
+        )
+    return ranks.bit_length() - 1
+
+
+class _Wire:
+    """This rank's end of a group, which counts what it sends."""
+
+    def __init__(self, group: dist.ProcessGroup | None, traffic: Traffic | None) -> None:
+        self.group, self.traffic = group, traffic
+        self.rank, self.ranks = rank_and_size(group)
+
+    def step(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        """One round: a tensor to each rank of sends, one from each rank of receives, at once."""
+        # Both ends know that an empty part is empty: nobody sends it.
+        out = {peer: part for peer, part in sends.items() if part.numel()}
+        operations = [
+            dist.P2POp(dist.isend, part, group=self.group, group_peer=peer)
+            for peer, part in out.items()
+        ]
+        operations += [
+            dist.P2POp(dist.irecv, part, group=self.group, group_peer=peer)
+            for peer, part in receives.items()
+            if part.numel()
+        ]
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        if self.traffic is not None:
+            self.traffic.sent += [
+                (self.traffic.steps, peer, part.nbytes) for peer, part in out.items()
+            ]
+            self.traffic.steps += 1
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The tensor's elements in a row, contiguous; a view where they lie so."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype == torch.bool:
+        raise TypeError("tensor must hold numbers, got torch.bool; convert it with tensor.int()")
+    return tensor.detach().reshape(-1).contiguous()
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    """A new tensor: the sum from left to right, in at least fp32, rounded once to the dtype."""
+    dtype = terms[0].dtype
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    total = terms[0].to(wide, copy=True)
+    for term in terms[1:]:
+        total += term
+    return total.to(dtype)
+
+
+def _bounds(numel: int, ranks: int) -> list[int]:
+    """Where the N parts begin, and the end of the last; the same cuts as `tensor_split`."""
+    size, longer = divmod(numel, ranks)
+    return [part * size + min(part, longer) for part in range(ranks + 1)]
+
+
+def ring_reduce_scatter(
+    tensor: Tensor, group: dist.ProcessGroup | None = None, *, traffic: Traffic | None = None
+) -> Tensor:
+    """Part r of the sum over the ranks, in N - 1 steps: the first half of `ring`.
+
+    tensor: the same shape and dtype on every rank; it is only read.
+    traffic: is told what this rank sends.
+    Returns a new tensor [numel / N], part r of `tensor.flatten().tensor_split(N)`.
+    """
+    wire = _Wire(group, traffic)
+    rank, ranks = wire.rank, wire.ranks
+    parts = _flat(tensor).tensor_split(ranks)
+    # Each part's sum starts beside its owner and comes to it last, when all have added to it.
+    total = parts[(rank - 1) % ranks]
+    for step in range(ranks - 1):
+        own = parts[(rank - 2 - step) % ranks]
+        came = torch.empty_like(own)
+        wire.step({(rank + 1) % ranks: total}, {(rank - 1) % ranks: came})
+        total = _sum((came, own))
+    return total.clone() if ranks == 1 else total
+
+
+def ring_all_gather(
+    part: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    numel: int | None = None,
+    traffic: Traffic | None = None,
+) -> Tensor:
+    """All ranks' parts in the order of the ranks, in N - 1 steps: the second half of `ring`.
+
+    part: [numel / N], as long as part r of `tensor_split(N)` of numel elements; only read.
+    numel: of all parts together; without it all are as long as this one.
+    traffic: is told what this rank sends.
+    Returns a new tensor [numel]. Raises ValueError for a part of another length.
+    """
+    wire = _Wire(group, traffic)
+    rank, ranks = wire.rank, wire.ranks
+    own = _flat(part)
+    whole = own.new_empty(own.numel() * ranks if numel is None else numel)
+    parts = whole.tensor_split(ranks)
+    if parts[rank].numel() != own.numel():
+        raise ValueError(
+            f"part must have {parts[rank].numel()} elements on rank {rank} of {ranks} for "
+            f"numel={numel}, got {own.numel()}; pass part {rank} of tensor_split({ranks})"
+        )
+    parts[rank].copy_(own)
+    for step in range(ranks - 1):
+        newest, next_one = parts[(rank - step) % ranks], parts[(rank - step - 1) % ranks]
+        wire.step({(rank + 1) % ranks: newest}, {(rank - 1) % ranks: next_one})
+    return whole
+
+
+def ring(
+    tensor: Tensor, group: dist.ProcessGroup | None = None, *, traffic: Traffic | None = None
+) -> Tensor:
+    """The sum over the ranks: each speaks to the next one only, 2 (N - 1) steps.
+
+    tensor: any shape, also empty; the same shape and dtype on every rank, fp64, fp32, 16-bit
+    floats (added in fp32) or integers. It is only read, and no gradient flows.
+    traffic: is told what this rank sends.
+    Returns a new tensor of the same shape, dtype and device, with the same bits on every rank.
+    On a fresh NCCL group do another collective first, as `torch.distributed.batch_isend_irecv`
+    asks. Raises TypeError for a tensor of bools, ValueError for a group without this process.
+    """
+    part = ring_reduce_scatter(tensor, group, traffic=traffic)
+    return ring_all_gather(part, group, numel=tensor.numel(), traffic=traffic).view(tensor.shape)
+
+
+def halving_doubling(
+    tensor: Tensor, group: dist.ProcessGroup | None = None, *, traffic: Traffic | None = None
+) -> Tensor:
+    """The sum over the ranks: halves exchanged with ranks N/2, N/4, ... 1 away, and back.
+
+    Arguments, result and errors as in `ring`; and ValueError unless N is a power of two.
+    """
+    wire = _Wire(group, traffic)
+    rank, ranks = wire.rank, wire.ranks
+    flat = _flat(tensor)
+    bounds = _bounds(flat.numel(), ranks)
+    distances = [ranks >> (step + 1) for step in range(_log2(ranks))]
+    total, first = flat, 0  # This rank sums the parts from the first one on.
+    for distance in distances:
+        lower, upper = total.tensor_split([bounds[first + distance] - bounds[first]])
+        own, given = (upper, lower) if rank & distance else (lower, upper)
+        first += rank & distance
+        came = torch.empty_like(own)
+        wire.step({rank ^ distance: given}, {rank ^ distance: came})
+        total = _sum((own, came))
+    whole = torch.empty_like(flat)
+    whole[bounds[rank] : bounds[rank + 1]] = total
+    for distance in reversed(distances):
+        here, there = (peer & -distance for peer in (rank, rank ^ distance))
+        known = whole[bounds[here] : bounds[here + distance]]
+        missing = whole[bounds[there] : bounds[there + distance]]
+        wire.step({rank ^ distance: known}, {rank ^ distance: missing})
+    return whole.view(tensor.shape)
+
+
+def one_shot(
+    tensor: Tensor, group: dist.ProcessGroup | None = None, *, traffic: Traffic | None = None
+) -> Tensor:
+    """The sum over the ranks: each sends all of it to all, and adds up by itself; 1 step.
+
+    Arguments, result and errors as in `ring`.
+    """
+    wire = _Wire(group, traffic)
+    rank, ranks = wire.rank, wire.ranks
+    flat = _flat(tensor)
+    others = [peer for peer in range(ranks) if peer != rank]
+    terms = [flat if peer == rank else torch.empty_like(flat) for peer in range(ranks)]
+    if others:
+        wire.step(dict.fromkeys(others, flat), {peer: terms[peer] for peer in others})
+    return _sum(terms).view(tensor.shape)
+
+
+def two_shot(
+    tensor: Tensor, group: dist.ProcessGroup | None = None, *, traffic: Traffic | None = None
+) -> Tensor:
+    """The sum over the ranks: part p of all goes to rank p, and its sum from there to all.
+
+    A reduce-scatter and an all-gather of one step each. Arguments, result and errors as in `ring`.
+    """
+    wire = _Wire(group, traffic)
+    rank, ranks = wire.rank, wire.ranks
+    flat = _flat(tensor)
+    parts = flat.tensor_split(ranks)
+    others = [peer for peer in range(ranks) if peer != rank]
+    own = parts[rank]
+    terms = [own if peer == rank else torch.empty_like(own) for peer in range(ranks)]
+    if others:
+        wire.step({peer: parts[peer] for peer in others}, {peer: terms[peer] for peer in others})
+    whole = torch.empty_like(flat)
+    sums = whole.tensor_split(ranks)
+    sums[rank].copy_(_sum(terms))
+    if others:
+        wire.step(dict.fromkeys(others, sums[rank]), {peer: sums[peer] for peer in others})
+    return whole.view(tensor.shape)
+
+
+ALL_REDUCES: dict[str, Callable[..., Tensor]] = {
+    "ring": ring,
+    "halving_doubling": halving_doubling,
+    "one_shot": one_shot,
+    "two_shot": two_shot,
+}
+"""The all-reduces by name; each is called as `ring` is."""

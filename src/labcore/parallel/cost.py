@@ -1,0 +1,337 @@
+"""What an all-reduce costs: seconds = steps * alpha + bytes * beta, and a fit of the two.
+
+alpha is what a step costs even of an empty message, beta what each byte adds, and gamma, where it
+is given, what adding a byte to another costs. A rank sends and receives at the same time; all that
+it sends shares its link out, and the messages of one step start together. Small messages are bound
+by alpha and want few steps; large ones are bound by beta and want few bytes.
+
+Source: Thakur, Rabenseifner and Gropp, 2005, Int. J. of High Performance Computing Applications
+19; the model is that of Hockney, 1994, Parallel Computing 20.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from labcore import processes
+from labcore.checks import non_negative, one_of, positive, positive_int
+from labcore.parallel.collectives import ALL_REDUCES, expected
+from labcore.parallel.regions import rank_and_size
+
+__all__ = [
+    "LINKS",
+    "Fit",
+    "Link",
+    "all_reduce_seconds",
+    "crossover",
+    "fit",
+    "measure_all_reduce",
+    "time_all_reduce",
+]
+
+BACKEND = "backend"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What joins a rank to the others, in one direction; the other has as much again.
+
+    alpha: seconds a step. beta: seconds a byte. source: where the two come from.
+    """
+
+    name: str
+    alpha: float
+    beta: float
+    source: str
+
+    def __post_init__(self) -> None:
+        non_negative("alpha", self.alpha, "pass seconds")
+        non_negative("beta", self.beta, "pass seconds a byte, 1 / bandwidth")
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second in one direction; inf where beta is 0."""
+        return 1 / self.beta if self.beta else math.inf
+
+
+def _link(name: str, microseconds: float, step: str, gigabytes: float, rate: str) -> Link:
+    alpha = f"alpha: {microseconds:g} us, protocol LL of {step} in src/graph/tuning.cc of NCCL 2.30"
+    return Link(
+        name=name,
+        alpha=microseconds * 1e-6,
+        beta=1e-9 / gigabytes,
+        source=f"{alpha}; beta: {gigabytes:.4g} GB/s, {rate}",
+    )
+
+
+_RING_NVLINK, _RING_PCI = "a ring's step over NVLink", "a ring's step over PCI"
+_TREE_NET = "a tree's step over the network, which stands for rings of one GPU a node"
+_PCIE = "16 lanes of {} GT/s coded 128b/130b, PCI Express Base Specification {} of the PCI-SIG"
+_NVLINK = "half of the {} GB/s of both directions in the data sheet of NVIDIA's {} SXM"
+_PORT = "a port of {} Gb/s ({}) in the user manual of NVIDIA's {} adapters"
+LINKS: dict[str, Link] = {
+    link.name: link
+    for link in (
+        _link("NVLink 4", 0.6, _RING_NVLINK, 450, _NVLINK.format(900, "H100")),
+        _link("NVLink 3", 0.6, _RING_NVLINK, 300, _NVLINK.format(600, "A100")),
+        _link("PCIe 5.0 x16", 1.0, _RING_PCI, 64 * 128 / 130, _PCIE.format(32, "5.0")),
+        _link("PCIe 4.0 x16", 1.0, _RING_PCI, 32 * 128 / 130, _PCIE.format(16, "4.0")),
+        _link("InfiniBand 400 Gb/s", 5.0, _TREE_NET, 50, _PORT.format(400, "NDR", "ConnectX-7")),
+        _link("InfiniBand 100 Gb/s", 5.0, _TREE_NET, 12.5, _PORT.format(100, "EDR", "ConnectX-4")),
+    )
+}
+"""Links by name, what one rank has in one direction, from published figures.
+
+The bandwidths are what the wire can carry, the alphas the shortest that NCCL reckons with: its
+protocol LL, which carries at most half of that; the 6.6 us that it adds to a ring of any length
+are left out. So a time by these lies below what one measures, unless the switch does the sums
+(NVLink SHARP); a real machine wants `fit`. InfiniBand is one port for each rank, each rank a node
+of its own.
+"""
+
+
+def all_reduce_seconds(
+    name: str, ranks: int, nbytes: float, link: Link, gamma: float = 0.0
+) -> float:
+    """Seconds of an all-reduce by one of `ALL_REDUCES`: steps * alpha + bytes * beta (+ sums).
+
+    nbytes: of the tensor on each rank. gamma: seconds a byte that is added to another.
+    0 for one rank. Raises ValueError for an unknown name, and for ranks that it cannot have.
+    """
+    non_negative("gamma", gamma, "pass seconds a byte")
+    does = expected(name, ranks, nbytes)
+    return does.steps * link.alpha + does.bytes * link.beta + does.summed * gamma
+
+
+def crossover(a: str, b: str, ranks: int, link: Link, gamma: float = 0.0) -> float:
+    """The size in bytes at which the all-reduces a and b take equally long.
+
+    Below it the one with fewer steps is faster, above it the other. inf if there is no such size:
+    one of them is at least as fast at every size.
+    """
+    empty = [all_reduce_seconds(name, ranks, 0, link, gamma) for name in (a, b)]
+    # Per byte, and not as a difference of times, which would lose digits.
+    bare = Link(name=link.name, alpha=0.0, beta=link.beta, source=link.source)
+    slopes = [all_reduce_seconds(name, ranks, 1, bare, gamma) for name in (a, b)]
+    ahead, steeper = empty[1] - empty[0], slopes[0] - slopes[1]
+    if ahead * steeper <= 0:
+        return math.inf if ahead or not steeper else 0.0
+    return ahead / steeper
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """seconds = alpha + beta * bytes, fitted to an operation's times.
+
+    alpha: seconds of an empty message, all its steps. beta: seconds a byte of the tensor.
+    sizes: bytes. seconds: measured, of each size the median. residuals: (seconds - fitted) /
+    seconds of each size, the sum of whose squares is the least.
+    """
+
+    alpha: float
+    beta: float
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    residuals: tuple[float, ...]
+
+    @property
+    def worst(self) -> float:
+        """The largest of the residuals' absolute values."""
+        return max(map(abs, self.residuals))
+
+    def at(self, nbytes: float) -> float:
+        """Seconds of a tensor of nbytes by the fit."""
+        return self.alpha + self.beta * non_negative("nbytes", nbytes)
+
+    def link(self, algorithm: str, ranks: int, *, name: str = "fitted") -> Link:
+        """The link on which `all_reduce_seconds(algorithm, ranks, ...)` gives this fit's times.
+
+        algorithm: one of `ALL_REDUCES`: the one that was measured, or the backend's as one takes
+        it to be. ranks: at least 2, of the measurement.
+        """
+        does = expected(algorithm, ranks, 1)
+        if ranks < 2:
+            raise ValueError("ranks must be at least 2, got 1; one rank sends nothing")
+        return Link(
+            name=name,
+            alpha=self.alpha / does.steps,
+            beta=self.beta / does.bytes,
+            source=f"fitted to {len(self.sizes)} sizes of {algorithm} on {ranks} ranks",
+        )
+
+
+def fit(sizes: Sequence[int], seconds: Sequence[float] | Sequence[Sequence[float]]) -> Fit:
+    """alpha, beta >= 0 of seconds = alpha + beta * bytes, by relative least squares.
+
+    sizes: bytes, at least two different ones. seconds: of each size a time or its repeats, of
+    which the median counts, so that a few late ones do not. The errors are taken relative to the
+    times: absolute ones would be those of the largest messages alone, and alpha a guess.
+    `fit(list(times), list(times.values()))` takes what `measure_all_reduce` returns.
+    Raises ValueError for fewer sizes, other lengths, or times that are not above 0.
+    """
+    if len(sizes) != len(seconds) or len(set(sizes)) < 2:
+        raise ValueError(
+            f"fit needs at least two different sizes and a time for each, got {len(set(sizes))} "
+            f"different sizes and {len(seconds)} times; measure more sizes"
+        )
+    for size in sizes:
+        non_negative("sizes", size, "pass bytes")
+    times = [statistics.median(one) if isinstance(one, Sequence) else float(one) for one in seconds]
+    for one in times:
+        positive("seconds", one)
+    alpha, beta = _least_squares([float(size) for size in sizes], times)
+    residuals = [(t - alpha - beta * n) / t for n, t in zip(sizes, times, strict=True)]
+    return Fit(
+        alpha=alpha,
+        beta=beta,
+        sizes=tuple(sizes),
+        seconds=tuple(times),
+        residuals=tuple(residuals),
+    )
+
+
+def _least_squares(sizes: list[float], times: list[float]) -> tuple[float, float]:
+    """alpha, beta >= 0 with the least sum of ((alpha + beta * size - time) / time)**2."""
+    weights = [one**-2 for one in times]
+
+    def mean(values: list[float]) -> float:
+        return math.fsum(map(math.prod, zip(weights, values, strict=True))) / math.fsum(weights)
+
+    size, seconds = mean(sizes), mean(times)
+    aside = [one - size for one in sizes]
+    both = [d * (t - seconds) for d, t in zip(aside, times, strict=True)]
+    beta = mean(both) / mean([d * d for d in aside])
+    alpha = seconds - beta * size
+    # The sum is convex: where its free minimum is not allowed, the best lies on the border that
+    # is crossed on the way there.
+    if beta < 0:
+        return seconds, 0.0
+    if alpha < 0:
+        products = [n * t for n, t in zip(sizes, times, strict=True)]
+        return 0.0, mean(products) / mean([n * n for n in sizes])
+    return alpha, beta
+
+
+def in_rounds(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    repeats: int,
+    warmup: int = 3,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of each call, round by round, those of the rank that took longest.
+
+    In every round each is called once, in an order that is drawn anew and is the same on all
+    ranks; they begin together. Without a process group this process is alone.
+    Raises ValueError for a group without this process, which torch would let pass untimed.
+    """
+    rank_and_size(group)
+    joined = dist.is_available() and dist.is_initialized()
+    meeting = torch.zeros(1, device=device)
+    gpu = meeting.is_cuda
+
+    def once(call: Callable[[], object]) -> float:
+        if joined:
+            dist.all_reduce(meeting, group=group)  # It ends when the last rank has come.
+        if gpu:
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        call()
+        if gpu:
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    order, dice = list(calls), random.Random(0)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(warmup + positive_int("repeats", repeats)):
+        dice.shuffle(order)
+        for name in order:
+            took = once(calls[name])
+            if number >= warmup:
+                samples[name].append(took)
+    if not joined:
+        return samples
+    slowest = torch.tensor(list(samples.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return dict(zip(calls, slowest.tolist(), strict=True))
+
+
+def time_all_reduce(
+    sizes: Sequence[int],
+    *,
+    algorithm: str = BACKEND,
+    repeats: int = 20,
+    warmup: int = 3,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+) -> dict[int, list[float]]:
+    """Seconds of all-reduces of each size, repeat by repeat; call it in all ranks of a group.
+
+    sizes: bytes of an fp32 tensor, multiples of 4. algorithm: "backend" for `dist.all_reduce`, or
+    one of `ALL_REDUCES`. device: of the tensors; a GPU where the group's backend is NCCL.
+    Returns the same on every rank: of each repeat the rank that took longest. A round has every
+    size, in a random order, so that a slow phase of the machine falls on all of them.
+    Raises ValueError for sizes that are none, another algorithm, ranks that it cannot have, or a
+    group without this process.
+    """
+    _check_measurement(sizes, algorithm, repeats)
+
+    def call(size: int) -> Callable[[], object]:
+        tensor = torch.empty(size // 4, device=device).zero_()  # Zeros stay zeros when summed.
+        if algorithm == BACKEND:
+            return lambda: dist.all_reduce(tensor, group=group)
+        return lambda: ALL_REDUCES[algorithm](tensor, group)
+
+    calls = {str(size): call(size) for size in sizes}
+    told = in_rounds(calls, repeats=repeats, warmup=warmup, group=group, device=device)
+    return {int(size): seconds for size, seconds in told.items()}
+
+
+def _check_measurement(sizes: Sequence[int], algorithm: str, repeats: int) -> None:
+    one_of("algorithm", algorithm, (BACKEND, *ALL_REDUCES))
+    positive_int("repeats", repeats)
+    if not sizes:
+        raise ValueError("sizes must hold at least one size, got none; pass bytes")
+    for size in sizes:
+        if positive_int("sizes", size, "pass bytes") % 4:
+            raise ValueError(
+                f"sizes must be multiples of 4, the bytes of an fp32 element, got {size}; "
+                f"pass {size - size % 4 + 4}"
+            )
+
+
+def measure_all_reduce(
+    ranks: int,
+    sizes: Sequence[int],
+    *,
+    algorithm: str = BACKEND,
+    repeats: int = 20,
+    timeout_s: float = 120,
+) -> dict[int, list[float]]:
+    """`time_all_reduce` in processes of this machine that talk through gloo: seconds by size.
+
+    They share its cores, and their links are sockets and memory. timeout_s: for everything.
+    Raises ValueError as `time_all_reduce` does, and `ProcessesError` if a process failed.
+    """
+    positive_int("ranks", ranks, "pass the number of processes")
+    _check_measurement(sizes, algorithm, repeats)  # here, and not in a process that would fail
+    if algorithm != BACKEND:
+        expected(algorithm, ranks, 0)
+    told = processes.run(
+        time_all_reduce,
+        ranks,
+        list(sizes),
+        algorithm=algorithm,
+        repeats=repeats,
+        timeout_s=timeout_s,
+    )
+    return told[0]

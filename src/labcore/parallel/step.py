@@ -1,0 +1,298 @@
+"""What each GPU does for a token of a Llama: kernels by their work, collectives by their bytes.
+
+A kernel takes the longer of its arithmetic and its bytes at the GPU's published peaks (the
+roofline: Williams, Waterman and Patterson, 2009), a collective what `cost.all_reduce_seconds` says.
+Kernels reach 60 to 90 % of a peak, so such a time is one that real ones stay above.
+
+Letters: N ranks, B rows, C hidden_size, F intermediate_size, H heads, Hkv kv heads, D head_dim,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from labcore.checks import non_negative, one_of, positive, positive_int
+from labcore.models.config import LlamaConfig
+from labcore.parallel.cost import Link, all_reduce_seconds
+
+__all__ = [
+    "GPUS",
+    "MODELS",
+    "Collective",
+    "Gpu",
+    "Kernel",
+    "decode_step",
+    "held_bytes",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """What a timeline asks of a GPU.
+
+    flops: dense 16-bit FLOP/s with float32 sums; bandwidth: bytes/s of its memory; capacity: bytes
+    of it; launch: seconds of the host for one launch, of a kernel or of a whole graph; gap: seconds
+    from the end of a kernel to the beginning of the next one that is launched already.
+    Raises ValueError for numbers that are no GPU.
+    """
+
+    name: str
+    flops: float
+    bandwidth: float
+    capacity: float
+    launch: float
+    gap: float
+    source: str
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "bandwidth", "capacity"):
+            positive(name, getattr(self, name))
+        for name in ("launch", "gap"):
+            non_negative(name, getattr(self, name))
+
+
+# Neither is on a data sheet. Gray, "Getting started with CUDA graphs", NVIDIA, 2019: a kernel of
+# 2.9 us takes 3.4 us in a graph's replay, and 3.8 us where launches run ahead of it; one gap stands
+# for both. A bare launch is 2 to 3 us of the host; one through an operator of torch is longer by
+# its dispatch and by Python: 5 us stands for it.
+_LAUNCH = 5e-6
+_GAP = 0.5e-6
+
+
+def _gpu(name: str, flops: float, bandwidth: float, capacity: float, source: str) -> Gpu:
+    return Gpu(
+        name=name, flops=flops, bandwidth=bandwidth, capacity=capacity, launch=_LAUNCH, gap=_GAP,
+        source=source,
+    )  # fmt: skip
+
+
+_HALF = "FLOP/s: half of those with sparsity"
+GPUS: Mapping[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("A100 SXM", 312e12, 2039e9, 80e9, "NVIDIA A100 80GB SXM, data sheet, 2021"),
+        _gpu("RTX 4090", 165.2e12, 1008e9, 24e9, "NVIDIA Ada architecture paper, 2022"),
+        _gpu("H100 SXM", 989.4e12, 3350e9, 80e9, f"NVIDIA H100 SXM, data sheet, 2022, {_HALF}"),
+        _gpu("H200", 989.4e12, 4800e9, 141e9, f"NVIDIA H200 SXM, data sheet, 2023, {_HALF}"),
+    )
+}
+"""GPUs by name: peaks of their data sheets, 5 us a launch and a gap of 0.5 us for all of them."""
+
+MODELS: Mapping[str, LlamaConfig] = {
+    name: LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=wide,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=length,
+        rms_norm_eps=1e-5,
+        rope_theta=base,
+    )
+    for name, (vocabulary, width, wide, layers, heads, kv_heads, length, base) in {
+        "7B": (32000, 4096, 11008, 32, 32, 32, 4096, 1e4),
+        "8B": (128256, 4096, 14336, 32, 32, 8, 8192, 5e5),
+        "13B": (32000, 5120, 13824, 40, 40, 40, 4096, 1e4),
+        "70B": (32000, 8192, 28672, 80, 64, 8, 4096, 1e4),
+    }.items()
+}
+"""The shapes of Llama 2 (7B, 13B, 70B: arXiv 2307.09288) and of Llama 3 (8B: arXiv 2407.21783)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """What one GPU does in one launch.
+
+    flops: floating-point operations. weights, inputs, outputs: bytes that it reads of parameters,
+    reads of activations and of the cache, and writes.
+    """
+
+    name: str
+    flops: float
+    weights: float = 0
+    inputs: float = 0
+    outputs: float = 0
+
+    @property
+    def nbytes(self) -> float:
+        """All bytes that pass between the kernel and memory."""
+        return self.weights + self.inputs + self.outputs
+
+    def seconds(self, gpu: Gpu) -> float:
+        """The longer of arithmetic and memory, each at its peak."""
+        return max(self.flops / gpu.flops, self.nbytes / gpu.bandwidth)
+
+    def chunk(self, chunks: int) -> Kernel:
+        """One of `chunks` kernels that make equal parts of the output's columns.
+
+        Each reads its part of the weights and all of the inputs. In a decode step chunks of rows,
+        which suit a prompt, would each read all of the weights.
+        """
+        return Kernel(
+            name=self.name,
+            flops=self.flops / chunks,
+            weights=self.weights / chunks,
+            inputs=self.inputs,
+            outputs=self.outputs / chunks,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """What N ranks do together. kind: all_reduce or all_gather; nbytes: of the whole result.
+
+    Raises ValueError for another kind or for fewer ranks than two.
+    """
+
+    name: str
+    kind: str
+    ranks: int
+    nbytes: float
+
+    def __post_init__(self) -> None:
+        one_of("kind", self.kind, ("all_reduce", "all_gather"))
+        if positive_int("ranks", self.ranks) < 2:
+            raise ValueError(
+                f"a collective needs two ranks or more, got {self.ranks}; leave it out for one"
+            )
+
+    def seconds(self, link: Link, algorithm: str) -> float:
+        """By the alpha-beta model of an all-reduce; an all-gather is the second half of one.
+
+        one_shot has no such half: a gather of one step is that of two_shot.
+        """
+        if self.kind == "all_reduce":
+            return all_reduce_seconds(algorithm, self.ranks, self.nbytes, link)
+        halves = "two_shot" if algorithm == "one_shot" else algorithm
+        return all_reduce_seconds(halves, self.ranks, self.nbytes, link) / 2
+
+    def chunk(self, chunks: int) -> Collective:
+        """One of `chunks` collectives over equal parts of the message."""
+        return Collective(
+            name=self.name, kind=self.kind, ranks=self.ranks, nbytes=self.nbytes / chunks
+        )
+
+
+def _part(name: str, size: int, ranks: int) -> int:
+    if size % ranks:
+        fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise ValueError(
+            f"{name} must be a multiple of ranks, got {size} and {ranks}; ranks may be {fitting}"
+        )
+    return size // ranks
+
+
+def _kv_part(config: LlamaConfig, ranks: int) -> int:
+    """Kv heads of a rank: where there are fewer than ranks, several ranks hold the same one."""
+    if config.kv_heads < ranks and ranks % config.kv_heads == 0:
+        return 1
+    return _part("num_key_value_heads", config.kv_heads, ranks)
+
+
+def decode_step(
+    config: LlamaConfig,
+    *,
+    ranks: int = 1,
+    batch: int = 1,
+    context: int = 1024,
+    dtype_bytes: int = 2,
+) -> tuple[Kernel | Collective, ...]:
+    """What each of N ranks does for one token of each of B rows, in order.
+
+    Embedding; in each layer norm, qkv, attention, o, all-reduce, norm, gate and up, silu and
+    product, down, all-reduce; norm, head, all-gather of the logits. As in `parallelize` the
+    embedding is divided by vocabulary, so an all-reduce follows it too; one rank has no collective.
+    Kernels are fused as serving engines fuse them (rotary embedding with attention, residual sums
+    with norms); torch's single operators are two to three times as many.
+
+    ranks: must divide H, F and V. Where Hkv is below it, ranks that share a kv head hold copies of
+    it, as vLLM does; `parallelize` refuses that. context: tokens of each row in the cache with this
+    one. dtype_bytes: of weights, activations, cache and messages.
+    Raises ValueError that names a dimension which does not divide.
+    """
+    for name, value in (("ranks", ranks), ("batch", batch), ("context", context)):
+        positive_int(name, value)
+    size, width = positive_int("dtype_bytes", dtype_bytes), config.hidden_size
+    queries = config.head_size * _part("num_attention_heads", config.num_attention_heads, ranks)
+    keys = config.head_size * _kv_part(config, ranks)
+    wide = _part("intermediate_size", config.intermediate_size, ranks)
+    vocabulary = _part("vocab_size", config.vocab_size, ranks)
+    hidden = size * batch * width  # bytes of the residual stream, and of an all-reduce
+
+    def product(name: str, wide_in: int, wide_out: int, bias: int = 0) -> Kernel:
+        return Kernel(
+            name=name,
+            flops=2 * batch * wide_in * wide_out,
+            weights=size * (wide_in * wide_out + bias),
+            inputs=size * batch * wide_in,
+            outputs=size * batch * wide_out,
+        )
+
+    norm = Kernel(  # the sum with the residual stream, which is written beside the normed rows
+        name="norm", flops=5 * batch * width, weights=size * width, inputs=2 * hidden,
+        outputs=2 * hidden,
+    )  # fmt: skip
+    silu = Kernel(
+        name="silu", flops=5 * batch * wide, inputs=2 * size * batch * wide,
+        outputs=size * batch * wide,
+    )  # fmt: skip
+    heads = queries + 2 * keys
+    layer = (
+        norm,
+        product("qkv", width, heads, bias=heads if config.qkv_bias else 0),
+        _attention(batch, context, queries, keys, size),
+        product("o", queries, width, bias=width if config.output_bias else 0),
+        *_together("all_reduce", ranks, hidden),
+        norm,
+        product("gate, up", width, 2 * wide),
+        silu,
+        product("down", wide, width),
+        *_together("all_reduce", ranks, hidden),
+    )
+    return (
+        Kernel(name="embedding", flops=0, inputs=hidden, outputs=hidden),
+        *_together("all_reduce", ranks, hidden),
+        *(layer * config.num_hidden_layers),
+        norm,
+        product("head", width, vocabulary),
+        *_together("all_gather", ranks, size * batch * config.vocab_size),
+    )
+
+
+def _attention(batch: int, context: int, queries: int, keys: int, size: int) -> Kernel:
+    """queries, keys: numbers of a rank's heads for one token; keys and values are read and kept."""
+    return Kernel(
+        name="attention",
+        flops=4 * batch * queries * context,
+        inputs=size * batch * (2 * keys * context + queries),
+        outputs=size * batch * (2 * keys + queries),
+    )
+
+
+def _together(kind: str, ranks: int, nbytes: int) -> tuple[Kernel | Collective, ...]:
+    name = kind.replace("_", "-")
+    return (Collective(name=name, kind=kind, ranks=ranks, nbytes=nbytes),) if ranks > 1 else ()
+
+
+def held_bytes(
+    config: LlamaConfig,
+    *,
+    ranks: int = 1,
+    batch: int = 1,
+    context: int = 1024,
+    dtype_bytes: int = 2,
+) -> int:
+    """Bytes of weights and cache on each rank, to compare with `Gpu.capacity`.
+
+    Arguments and errors as in `decode_step`; room for activations is not counted.
+    """
+    step = decode_step(config, ranks=ranks, batch=batch, context=context, dtype_bytes=dtype_bytes)
+    weights = sum(op.weights for op in step if isinstance(op, Kernel))
+    if not config.tie_word_embeddings:
+        weights += dtype_bytes * config.vocab_size * config.hidden_size // ranks
+    keys = config.head_size * _kv_part(config, ranks)
+    cache = 2 * config.num_hidden_layers * keys * batch * context * dtype_bytes
+    return int(weights) + cache

@@ -1,0 +1,313 @@
+"""Figures of the chapter `tensor_parallel`: a token's timeline here, the others beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from labcore.checks import one_of
+from labcore.parallel.cost import LINKS
+from labcore.parallel.timeline import (
+    GPUS,
+    MODELS,
+    Event,
+    Timeline,
+    decode_step,
+    held_bytes,
+    simulate,
+)
+from labcore.ui.explorer import describe
+from labcore.ui.figures.tensor_parallel_cost import (
+    _lines,
+    _link,
+    _time,
+    all_reduce_curves,
+    fit_view,
+)
+from labcore.ui.figures.tensor_parallel_sketch import split_picture, steps_view
+from labcore.ui.theme import PALETTE
+
+__all__ = [
+    "BATCHES",
+    "all_reduce_curves",
+    "fit_view",
+    "share_by_batch",
+    "split_picture",
+    "steps_view",
+    "timeline_view",
+]
+
+BATCHES = tuple(4**power for power in range(6))
+"""Rows of the steps whose share of the wire is drawn: 1 to 1024."""
+
+_STREAMS = {  # of a timeline: its row and its color
+    "host": (2, PALETTE["gray"], "launches"),
+    "compute": (1, PALETTE["blue"], "kernels"),
+    "wire": (0, PALETTE["vermillion"], "collectives"),
+}
+_HALF = 0.36  # of a bar's height, in rows
+_LETTER = 0.022  # of a letter's width on a phone, in lengths of the axis
+_WHOLE = {"exponentformat": "none", "separatethousands": True}  # 10,000 us and not 10k us
+_WAYS = {
+    "eager": (False, False),
+    "graph": (True, False),
+    "eager, overlap": (False, True),
+    "graph, overlap": (True, True),
+}
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'' if count == 1 else 's'}"
+
+
+def _ceiling(value: float) -> float:
+    """The least of 1, 1.25, 1.6, 2, 2.5, ... that is not below it: axes then change rarely."""
+    power = 10.0 ** math.floor(math.log10(max(value, 1e-9)))
+    steps = (1, 1.25, 1.6, 2, 2.5, 3.2, 4, 5, 6.4, 8, 10)
+    return next(step * power for step in steps if step * power >= value * (1 - 1e-9))
+
+
+def timeline_view(
+    gpus: int = 8,
+    graph: bool = False,
+    batch: int = 1,
+    overlap: bool = False,
+    algorithm: str = "ring",
+    alpha_us: float = 0.6,
+    gb_per_s: float = 450.0,
+    model: str = "7B",
+    gpu: str = "H100 SXM",
+    context: int = 1024,
+) -> go.Figure:
+    """One layer of a decode step on three streams, and below it a token's time in four ways.
+
+    gpus: 1, 2, 4, ..., which must divide the model's dimensions; batch: rows; graph, overlap,
+    algorithm: as in `simulate`; alpha_us: µs of a step between ranks; gb_per_s: GB/s in one
+    direction; model, gpu: keys of MODELS and GPUS; context: tokens of a row in the cache.
+    The layer is the one in the middle, from its first kernel to that of the next; its time is 0 at
+    the beginning. The bars below stack what a token's time is made of: kernels, what the wire adds
+    to them, and the rest, in which the device waits; the chosen way stands in bold type.
+    Raises ValueError for what `decode_step` and `simulate` refuse.
+    """
+    config, machine = MODELS[model], GPUS[gpu]
+    link = _link(alpha_us, gb_per_s)
+    shape = {"ranks": gpus, "batch": batch, "context": context}
+    ops = decode_step(config, **shape)
+    runs = {
+        name: simulate(
+            ops, machine, link, algorithm=algorithm, graph=by_graph, overlap=cut,
+            events=(by_graph, cut) == (graph, overlap),
+        )
+        for name, (by_graph, cut) in _WAYS.items()
+    }  # fmt: skip
+    chosen = next(name for name, way in _WAYS.items() if way == (graph, overlap))
+    run = runs[chosen]
+    held = held_bytes(config, **shape)
+    title = (
+        f"{model}, {_gpus(gpus)}, batch {batch}, {chosen}<br>"
+        f"{_time(run.seconds)} a token, wire alone {run.wire_share:.0%}<br>"
+        f"{run.launches:,} launch{'' if run.launches == 1 else 'es'}, {held / 1e9:.3g} GB"
+        f"{' of' if held <= machine.capacity else ', above'} {machine.capacity / 1e9:.3g} a GPU"
+    )
+    begin, end, bars = _layer(run, len(ops), config.num_hidden_layers, gpus)
+    wide = _ceiling((end - begin) * 1e6)
+    figure = go.Figure(
+        [
+            *(_bars(bars, stream, begin, end) for stream in _STREAMS),
+            _names(bars, begin, end, wide),
+            *_stacked(runs),
+        ],
+        {
+            "title": _lines(title),
+            **_two_panels(runs, chosen, wide, f"µs of one layer of {model}, simulated"),
+        },
+    )
+    words = "; ".join(
+        f"{name}: {_time(one.seconds)}, kernels {_time(one.compute)}, wire alone "
+        f"{_time(one.exposed)}, idle {_time(one.idle)}"
+        for name, one in runs.items()
+    )
+    return describe(figure, f"{title.replace('<br>', ', ')}. A token's time, {words}.")
+
+
+def _two_panels(
+    runs: Mapping[str, Timeline], chosen: str, wide: float, title: str
+) -> dict[str, Any]:
+    """The layout: streams above, the ways of a token below; wide: µs of the axis above."""
+    return {
+        "barmode": "stack",
+        "xaxis": {
+            "anchor": "y", "range": [0, wide], "title": title, "zeroline": False, **_WHOLE
+        },
+        "yaxis": {
+            "domain": [0.56, 1], "anchor": "x", "range": [-0.5, 2.5], "zeroline": False,
+            "tickvals": [row for row, _, _ in _STREAMS.values()], "ticktext": list(_STREAMS),
+            "showgrid": False,
+        },
+        "xaxis2": {
+            "anchor": "y2", "title": "ms a token, simulated", "rangemode": "tozero",
+            "range": [0, 1.04e3 * max(one.seconds for one in runs.values())], **_WHOLE,
+        },
+        "yaxis2": {
+            "domain": [0, 0.36], "anchor": "x2", "type": "category", "autorange": "reversed",
+            "tickvals": list(runs),
+            "ticktext": [f"<b>{name}</b>" if name == chosen else name for name in runs],
+        },
+        "height": 600,
+        "margin": {"t": 100},
+        # Beside the ways a phone has no room for it; stacked bars would turn it around.
+        "legend": {"xref": "container", "traceorder": "normal"},
+    }  # fmt: skip
+
+
+def _layer(
+    run: Timeline, operations: int, layers: int, gpus: int
+) -> tuple[float, float, list[Event]]:
+    """Where the middle layer begins and ends, and all bars that reach into it."""
+    before, behind = (2, 3) if gpus > 1 else (1, 2)  # operations that belong to no layer
+    long = (operations - before - behind) // layers
+    first = before + long * (layers // 2)
+    device = [event for event in run.events if event.stream != "host"]
+    begin = next(event.begin for event in device if event.at == first)
+    end = next(event.begin for event in device if event.at == first + long)
+    return begin, end, [event for event in run.events if event.end > begin and event.begin < end]
+
+
+def _bars(bars: Sequence[Event], stream: str, begin: float, end: float) -> dict[str, Any]:
+    """A stream's events as boxes in µs, cut at the ends of the layer."""
+    row, color, name = _STREAMS[stream]
+    x: list[float | None] = []
+    y: list[float | None] = []
+    for event in bars:
+        if event.stream == stream:
+            left, right = (
+                1e6 * (min(max(at, begin), end) - begin) for at in (event.begin, event.end)
+            )
+            gap = [None] if x else []
+            x += [*gap, left, right, right, left, left]
+            y += [*gap, row - _HALF, row - _HALF, row + _HALF, row + _HALF, row - _HALF]
+    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return {
+        "type": "scatter", "x": x or [None], "y": y or [None], "mode": "lines", "name": name,
+        "fill": "toself", "fillcolor": f"rgba({red},{green},{blue},0.4)", "hoverinfo": "skip",
+        "line": {"color": color, "width": 1}, "showlegend": False,
+    }  # fmt: skip
+
+
+def _names(bars: Sequence[Event], begin: float, end: float, wide: float) -> dict[str, Any]:
+    """What each bar is: where a reader points, and where there is room in words on it.
+
+    There is for words up to twice as long as their bar that reach no other one.
+    """
+    x, y, words, hover = [], [], [], []
+    for stream, (row, _, _) in _STREAMS.items():
+        here = [event for event in bars if event.stream == stream]
+        edges = [begin, *(edge for event in here for edge in (event.begin, event.end))]
+        edges.append(begin + 1.03e-6 * wide)
+        for at, event in enumerate(here):
+            left, right = max(event.begin, begin), min(event.end, end)
+            middle = (left + right) / 2
+            # A comma and its space are as wide as one letter.
+            half = 0.5e-6 * _LETTER * wide * len(event.name.replace(", ", ","))
+            free = edges[2 * at] <= middle - half and middle + half <= edges[2 * at + 3]
+            x.append(1e6 * (middle - begin))
+            y.append(row)
+            words.append(event.name if free and half <= right - left else "")
+            hover.append(f"{event.name}: {_time(event.end - event.begin)}")
+    if not any(event.stream == "host" for event in bars):
+        x.append(1e6 * (end - begin) / 2)
+        y.append(_STREAMS["host"][0])
+        words.append("launched already")
+        hover.append("all launches were made before this layer")
+    return {
+        "type": "scatter", "x": x, "y": y, "mode": "text", "text": words, "hovertext": hover,
+        "hoverinfo": "text", "showlegend": False, "textposition": "middle center",
+        "textfont": {"size": 10},
+    }  # fmt: skip
+
+
+def _stacked(runs: Mapping[str, Timeline]) -> list[dict[str, Any]]:
+    """A token's time of each way: kernels, what the wire adds, and what waits for a launch."""
+    parts = {
+        "kernels": ([run.compute for run in runs.values()], PALETTE["blue"]),
+        "wire alone": ([run.exposed for run in runs.values()], PALETTE["vermillion"]),
+        "device idle": ([run.idle for run in runs.values()], PALETTE["orange"]),
+    }
+    return [
+        {
+            "type": "bar", "orientation": "h", "x": [1e3 * one for one in seconds],
+            "y": list(runs), "name": name, "xaxis": "x2", "yaxis": "y2",
+            "marker": {"color": color},
+        }
+        for name, (seconds, color) in parts.items()
+    ]  # fmt: skip
+
+
+def share_by_batch(
+    model: str = "7B",
+    link: str = "NVLink 4",
+    algorithm: str = "ring",
+    gpu: str = "H100 SXM",
+    context: int = 1024,
+) -> go.Figure:
+    """The share of a token's time that collectives take, by batch, for 2 to 16 GPUs.
+
+    model, link, gpu: keys of MODELS, LINKS and GPUS; algorithm: as in `simulate`; context: tokens
+    of a row in the cache. Replayed as a graph and without overlap, where launches hide nothing.
+    A number of GPUs that does not divide the model has no curve; a batch whose weights and cache
+    are more than a GPU's memory has a hollow dot.
+    """
+    one_of("link", link, LINKS)
+    traces, said = [], []
+    for gpus, color in zip((2, 4, 8, 16), ("blue", "green", "orange", "vermillion"), strict=True):
+        shares: dict[int, float | None] = {}
+        symbols = []
+        for batch in BATCHES:
+            shape = {"ranks": gpus, "batch": batch, "context": context}
+            try:
+                ops = decode_step(MODELS[model], **shape)
+            except ValueError:  # of the dimensions
+                shares[batch] = None
+                continue
+            fits = held_bytes(MODELS[model], **shape) <= GPUS[gpu].capacity
+            symbols.append("circle" if fits else "circle-open")
+            run = simulate(
+                ops, GPUS[gpu], LINKS[link], algorithm=algorithm, graph=True, events=False
+            )
+            shares[batch] = run.wire_share
+        ink = {"color": PALETTE[color], "width": 2}
+        traces.append(
+            {
+                "type": "scatter", "x": list(shares), "y": list(shares.values()),
+                "mode": "lines+markers", "name": _gpus(gpus), "line": ink,
+                "marker": {"size": 8, "symbol": symbols or "circle", "line": ink},
+            }
+        )  # fmt: skip
+        first, last = shares[BATCHES[0]], shares[BATCHES[-1]]
+        if first is not None and last is not None:
+            said.append(f"{_gpus(gpus)} {first:.0%} of a token of one row, {last:.0%} of "
+                        f"{BATCHES[-1]}")  # fmt: skip
+    title = (
+        f"{model}, {gpu}, {algorithm}<br>{link}, {context:,} tokens a row<br>"
+        "as a graph; hollow: more than GPUs hold"
+    )
+    figure = go.Figure(
+        traces,
+        {
+            "title": _lines(title),
+            "xaxis": {
+                "title": "batch (rows)", "type": "log", "tickvals": list(BATCHES),
+                "ticktext": [str(batch) for batch in BATCHES],
+            },
+            "yaxis": {
+                "title": "collectives, of a simulated token", "range": [0, 1], "tickformat": ".0%"
+            },
+            "height": 480,
+            "margin": {"t": 100},
+            "legend": {"xref": "container"},
+        },
+    )  # fmt: skip
+    return describe(figure, f"{title.replace('<br>', ', ')}. {'; '.join(said)}.")

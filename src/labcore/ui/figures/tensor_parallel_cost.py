@@ -1,0 +1,255 @@
+"""What all-reduces cost by their size, by the alpha-beta model and as measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import plotly.graph_objects as go
+
+from labcore.parallel.cost import Fit, Link, all_reduce_seconds
+from labcore.timing import quantiles
+from labcore.ui.explorer import describe
+from labcore.ui.theme import PALETTE
+
+__all__ = ["SIZES", "all_reduce_curves", "fit_view"]
+
+SIZES = tuple(2**power for power in range(10, 27, 2))
+"""Bytes of the all-reduces whose curves are drawn: 1 KiB to 64 MiB."""
+
+_COLORS = {
+    "ring": PALETTE["blue"],
+    "halving_doubling": PALETTE["orange"],
+    "one_shot": PALETTE["vermillion"],
+    "two_shot": PALETTE["green"],
+}
+_STROKES: Mapping[str, dict[str, Any]] = {  # where curves lie on each other, all are seen
+    "ring": {"width": 5.5},
+    "halving_doubling": {"width": 3.5},
+    "one_shot": {"width": 2},
+    "two_shot": {"width": 2, "dash": "dash"},
+}
+_REACH = (6e-8, 1.6)  # seconds: of links from 900 down to 1 GB/s
+_SYMBOLS = ("circle-open", "square-open", "diamond-open", "x", "triangle-up-open")
+_LAW = {"color": PALETTE["gray"], "dash": "dash", "width": 1.5}
+
+
+def _lines(text: str) -> dict[str, Any]:
+    return {"text": text, "pad": {"t": 22}}  # several lines at 12 touch the edge
+
+
+def _size(nbytes: float) -> str:
+    """Bytes in powers of 1024, three digits."""
+    power = min(3, int(math.log2(max(nbytes, 1)) // 10))
+    return f"{_digits(nbytes / 1024**power)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def _digits(value: float) -> str:
+    """Three digits, and no power of ten where a number has four."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
+def _time(seconds: float) -> str:
+    """A time with three digits and its unit."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * factor >= 1:
+            return f"{_digits(seconds * factor)} {unit}"
+    return f"{_digits(seconds * 1e9)} ns"
+
+
+def _link(alpha_us: float, gb_per_s: float) -> Link:
+    return Link(name="chosen", alpha=alpha_us * 1e-6, beta=1e-9 / gb_per_s, source="chosen")
+
+
+def all_reduce_curves(
+    ranks: int = 8,
+    alpha_us: float = 0.6,
+    gb_per_s: float = 450.0,
+    *,
+    data: Mapping[str, Mapping[int, Sequence[float]]] | None = None,
+) -> go.Figure:
+    """Seconds of an all-reduce by its size, for each algorithm by the alpha-beta model.
+
+    ranks: N; halving_doubling has no curve unless it is a power of two. alpha_us: µs of a step;
+    gb_per_s: GB/s of a rank in one direction. data: name -> bytes -> samples in seconds that were
+    measured, a key of `ALL_REDUCES` in its color, "backend" or another in gray. The axis of time
+    is the same for every link: 60 ns to 1.6 s, with data a decade more than they need.
+    """
+    link, figure = _link(alpha_us, gb_per_s), go.Figure()
+    curves: dict[str, list[float]] = {}
+    measured = {size: None for by_size in (data or {}).values() for size in by_size}
+    sizes = _sizes(min([*measured, SIZES[0]]))
+    nothing = [None] * len(sizes)
+    middles: list[float] = []
+    for name, color in _COLORS.items():
+        if name != "halving_doubling" or not ranks & (ranks - 1):
+            curves[name] = [all_reduce_seconds(name, ranks, size, link) for size in sizes]
+        figure.add_scatter(
+            x=sizes, y=[1e6 * one for one in curves[name]] if name in curves else nothing,
+            mode="lines", name=name, line={"color": color, **_STROKES[name]},
+        )  # fmt: skip
+    said = _fastest(sizes, curves)
+    words = [f"{name} {_time(y[0])} to {_time(y[-1])}" for name, y in curves.items()]
+    for at, (name, by_size) in enumerate((data or {}).items()):
+        rows = [quantiles(list(samples)) for samples in by_size.values()]
+        middles += [middle for _, middle, _ in rows]
+        figure.add_scatter(
+            x=list(by_size), y=[1e6 * middle for _, middle, _ in rows], mode="markers",
+            name=f"{name}, measured", error_y=_bars(rows),
+            marker={
+                "color": _COLORS.get(name, PALETTE["gray"]), "size": 10, "line": {"width": 2},
+                "symbol": _SYMBOLS[at % len(_SYMBOLS)],
+            },
+        )  # fmt: skip
+        words.append(f"{name} measured: " + ", ".join(
+            f"{_size(size)} {_time(middle)}"
+            for size, (_, middle, _) in zip(by_size, rows, strict=True)
+        ))  # fmt: skip
+    low, high = (min(middles) / 10, 10 * max(middles)) if middles else _REACH
+    title = f"{ranks} ranks, {_digits(alpha_us)} µs, {_digits(gb_per_s)} GB/s<br>{said}"
+    figure.update_layout(
+        title=_lines(title),
+        xaxis={"title": "size of the tensor", **_size_axis(sizes)},
+        yaxis={
+            "title": "time", "type": "log", **_time_ticks(low, high, (1,)),
+            "range": [math.log10(1e6 * low), math.log10(1e6 * high)],
+        },
+        height=500,
+        margin={"t": 100},
+        legend={"xref": "container"},
+    )  # fmt: skip
+    return describe(figure, f"{title.replace('<br>', ' ')}. {'; '.join(words)}.")
+
+
+def _sizes(least: float) -> list[int]:
+    """Powers of 4 from `least` bytes or below to the largest of SIZES."""
+    first = math.floor(math.log(max(least, 1), 4) + 1e-9)
+    return [4**power for power in range(first, round(math.log(SIZES[-1], 4)) + 1)]
+
+
+def _fastest(sizes: Sequence[int], curves: Mapping[str, Sequence[float]]) -> str:
+    """The fastest algorithm of the smallest size, and the first that takes over from it."""
+    best = [min((curve[at], name) for name, curve in curves.items())[1] for at in range(len(sizes))]
+    changes = [(sizes[at + 1], now) for at, (was, now) in enumerate(pairwise(best)) if was != now]
+    if not changes:
+        return f"fastest: {best[0]}<br>at every size"
+    size, name = changes[0]
+    return f"fastest: {best[0]},<br>from {_size(size)} on {name}"
+
+
+def _size_axis(sizes: Sequence[int]) -> dict[str, Any]:
+    """A logarithmic axis of bytes with five ticks at most: a phone has no room for more."""
+    ticks = sizes[:: -(-(len(sizes) - 1) // 4)]
+    return {
+        "type": "log", "tickvals": ticks, "ticktext": [_size(tick) for tick in ticks],
+        "range": [math.log10(sizes[0] / 2), math.log10(2 * sizes[-1])],
+    }  # fmt: skip
+
+
+def _time_ticks(low: float, high: float, steps: Sequence[int]) -> dict[str, Any]:
+    """Ticks at `steps` of every power of ten from low to high seconds, on an axis in µs."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [step * 10.0**power for power in powers for step in steps]
+    return {
+        "tickvals": [1e6 * tick for tick in ticks],
+        "ticktext": [_time(tick * (1 + 1e-9)) for tick in ticks],  # 0.001 s is 1 ms, not 1000 µs
+    }
+
+
+def fit_view(
+    sizes: Sequence[int],
+    seconds: Sequence[float] | Sequence[Sequence[float]],
+    fit: Fit,
+    *,
+    title: str,
+) -> go.Figure:
+    """Measured times of messages, the line alpha + beta * bytes, and below it what is left over.
+
+    sizes: bytes, above 0. seconds: of each size a time or its repeats, shown by their median and
+    middle 60 %. fit: as of `cost.fit`; a residual is (measured - line) / measured, in percent.
+    title: what was measured; the line's alpha and beta stand below it.
+    Raises ValueError where the lengths differ or are 0.
+    """
+    if len(sizes) != len(seconds) or not sizes or min(sizes) <= 0:
+        raise ValueError(
+            f"sizes must be above 0 with seconds for each of them, got {list(sizes)} and "
+            f"{len(seconds)} times"
+        )
+    rows = [quantiles([*one] if isinstance(one, Sequence) else [float(one)]) for one in seconds]
+    middles = [middle for _, middle, _ in rows]
+    residuals = [
+        100 * (1 - fit.at(size) / middle) for size, middle in zip(sizes, middles, strict=True)
+    ]
+    low, high = min(sizes), max(sizes)
+    line = [low * (high / low) ** (at / 40) for at in range(41)]
+    reach = {"type": "log", "range": [math.log10(low / 2), math.log10(2 * high)]}
+    every = -(-len(sizes) // 5)  # a phone has room for five ticks
+    ticks = list(sizes)[::every]
+    told = f"alpha {_time(fit.alpha)}, beta {1e9 * fit.beta:.3g} ns a byte"
+    figure = go.Figure(
+        [
+            {
+                "type": "scatter", "x": line, "y": [1e6 * fit.at(size) for size in line],
+                "mode": "lines", "name": "alpha + beta × bytes", "line": _LAW,
+            },
+            {
+                "type": "scatter", "x": list(sizes), "y": [1e6 * one for one in middles],
+                "mode": "markers", "name": "measured", "error_y": _bars(rows),
+                "marker": {"color": PALETTE["blue"], "size": 10},
+            },
+            *_stems(sizes, residuals),
+        ],
+        {
+            "title": _lines(f"{title}<br>{told}"),
+            "xaxis": {"anchor": "y", "showticklabels": False, "tickvals": ticks, **reach},
+            "yaxis": {
+                "domain": [0.44, 1], "title": "time", "type": "log",
+                **_time_ticks(min(middles), max(middles), (1, 2, 5)),
+            },
+            "xaxis2": {
+                "anchor": "y2", "title": "size of the tensor", **reach,
+                "tickvals": ticks, "ticktext": [_size(size) for size in ticks],
+            },
+            "yaxis2": {"domain": [0, 0.34], "anchor": "x2", "title": "residual (%)"},
+            "height": 560,
+            "margin": {"t": 72},
+            "legend": {"xref": "container"},
+        },
+    )  # fmt: skip
+    found = ", ".join(
+        f"{_size(size)} {left:+.0f} %" for size, left in zip(sizes, residuals, strict=True)
+    )
+    return describe(figure, f"{title}. {told}. Residuals: {found}.")
+
+
+def _bars(rows: Sequence[tuple[float, float, float]]) -> dict[str, Any]:
+    """Error bars in µs of 20th, 50th and 80th percentiles in seconds."""
+    return {
+        "array": [1e6 * (high - middle) for _, middle, high in rows],
+        "arrayminus": [1e6 * (middle - low) for low, middle, _ in rows],
+        "thickness": 1.2,
+    }
+
+
+def _stems(sizes: Sequence[int], residuals: Sequence[float]) -> list[dict[str, Any]]:
+    """Residuals in percent as diamonds on stems, in the lower panel."""
+    x: list[float | None] = []
+    y: list[float | None] = []
+    for size, left in zip(sizes, residuals, strict=True):
+        x += [size, size, None]
+        y += [0, left, None]
+    red = PALETTE["vermillion"]
+    panel = {"type": "scatter", "xaxis": "x2", "yaxis": "y2"}
+    return [
+        {
+            **panel, "x": x, "y": y, "mode": "lines", "showlegend": False, "hoverinfo": "skip",
+            "line": {"color": red, "width": 2},
+        },
+        {
+            **panel, "x": list(sizes), "y": list(residuals), "mode": "markers",
+            "name": "residual", "marker": {"color": red, "size": 8, "symbol": "diamond"},
+            "showlegend": False,
+        },
+    ]  # fmt: skip

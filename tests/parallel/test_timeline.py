@@ -1,0 +1,264 @@
+"""A simulated token obeys the laws of its streams."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+
+from labcore.models import LlamaConfig
+from labcore.parallel import cost
+from labcore.parallel.collectives import ALL_REDUCES
+from labcore.parallel.timeline import (
+    CHUNKS,
+    GPUS,
+    Collective,
+    Gpu,
+    Kernel,
+    Timeline,
+    decode_step,
+    simulate,
+)
+
+SMALL = LlamaConfig(
+    vocab_size=240,
+    hidden_size=48,
+    intermediate_size=120,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    qkv_bias=True,
+    output_bias=True,
+)
+ATOL = 1e-15  # seconds: rounding of sums of microseconds
+
+
+def some_gpu(dice: random.Random, **fixed: float) -> Gpu:
+    """Peaks at which the small model's kernels take microseconds."""
+    values = {
+        "flops": dice.uniform(1e9, 1e12),
+        "bandwidth": dice.uniform(1e9, 1e11),
+        "capacity": 1e9,
+        "launch": dice.uniform(1e-7, 2e-5),
+        "gap": dice.uniform(0, 2e-6),
+        **fixed,
+    }
+    return Gpu(name="some", source="drawn", **values)
+
+
+def some_link(dice: random.Random) -> cost.Link:
+    return cost.Link(
+        name="some", alpha=dice.uniform(0, 1e-5), beta=dice.uniform(1e-12, 1e-8), source="drawn"
+    )
+
+
+def some_ops(dice: random.Random) -> tuple[Kernel | Collective, ...]:
+    """Kernels and collectives in any order, with and without weights."""
+    found: list[Kernel | Collective] = []
+    for number in range(dice.randint(1, 23)):
+        if dice.random() < 0.4:
+            kind = dice.choice(("all_reduce", "all_reduce", "all_gather"))
+            found.append(Collective(name=kind, kind=kind, ranks=4, nbytes=dice.randint(1, 40_000)))
+        else:
+            found.append(
+                Kernel(
+                    name=f"k{number}",
+                    flops=dice.uniform(0, 1e7),
+                    weights=dice.choice((0, dice.uniform(1, 1e5))),
+                    inputs=dice.uniform(0, 1e4),
+                    outputs=dice.uniform(0, 1e4),
+                )
+            )
+    return tuple(found)
+
+
+def settings(dice: random.Random) -> dict:
+    return {
+        "algorithm": dice.choice(list(ALL_REDUCES)),
+        "graph": dice.random() < 0.5,
+        "overlap": dice.choice((False, True, 1, 2, 3, 7)),
+    }
+
+
+def alone(ops, gpu: Gpu, link: cost.Link, algorithm: str) -> tuple[float, float]:
+    """Seconds of all kernels, and of all collectives, one by one."""
+    kernels = [op.seconds(gpu) for op in ops if isinstance(op, Kernel)]
+    wires = [op.seconds(link, algorithm) for op in ops if isinstance(op, Collective)]
+    return sum(kernels), sum(wires)
+
+
+def check(run: Timeline, gpu: Gpu, graph: bool) -> None:
+    """What holds of every timeline: order in streams, launches before work, sums of the bars."""
+    streams = {name: [e for e in run.events if e.stream == name] for name in
+               ("host", "compute", "wire")}  # fmt: skip
+    for name, bars in streams.items():
+        gap = 0.0 if name == "host" else gpu.gap
+        for before, after in itertools.pairwise(bars):
+            assert after.begin >= before.end + gap - ATOL
+    device = [event for event in run.events if event.stream != "host"]
+    assert len(device) == run.operations and len(streams["host"]) == run.launches
+    launched = streams["host"] * len(device) if graph else streams["host"]
+    for launch, event in zip(launched, device, strict=False):
+        assert event.begin >= launch.end - ATOL
+        assert graph or (launch.name, launch.at) == (event.name, event.at)
+    for name, told in (("host", run.host), ("compute", run.compute), ("wire", run.wire)):
+        assert sum(e.end - e.begin for e in streams[name]) == pytest.approx(told, rel=1e-9)
+    assert run.seconds == max(event.end for event in device)
+    # The union of the device's bars, counted between neighbouring ends.
+    edges = sorted({edge for e in device for edge in (e.begin, e.end)})
+    busy = sum(
+        high - low
+        for low, high in itertools.pairwise(edges)
+        if any(e.begin <= low and high <= e.end for e in device)
+    )
+    assert run.busy == pytest.approx(busy, rel=1e-9)
+    assert run.busy + run.idle == pytest.approx(run.seconds)
+    assert run.wire_share == pytest.approx(run.exposed / run.seconds)
+    assert run.launch_bound == (run.host > run.busy)
+
+
+def test_every_timeline_keeps_the_order_of_its_streams(seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(200):
+        ops, gpu, link, how = some_ops(dice), some_gpu(dice), some_link(dice), settings(dice)
+        run = simulate(ops, gpu, link, **how)
+        check(run, gpu, how["graph"])
+        bare = simulate(ops, gpu, link, **how, events=False)
+        assert bare == dataclasses.replace(run, events=())
+
+
+def test_nothing_runs_before_what_it_waits_for(seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(200):
+        ops, gpu, link, how = some_ops(dice), some_gpu(dice), some_link(dice), settings(dice)
+        run = simulate(ops, gpu, link, **how)
+        device = [event for event in run.events if event.stream != "host"]
+        last = {at: max(e.end for e in device if e.at == at) for at in range(len(ops))}
+        pieces = {at: [e for e in device if e.at == at] for at in range(len(ops))}
+        for at, bars in pieces.items():
+            product = at > 0 and len(pieces[at - 1]) > 1 and ops[at - 1].name[0] == "k"
+            for number, event in enumerate(bars):
+                if product:  # a message leaves when its own part of the product is there
+                    assert event.begin >= pieces[at - 1][number].end + gpu.gap - ATOL
+                elif number == 0 and at:
+                    assert event.begin >= max(last[one] for one in range(at)) + gpu.gap - ATOL
+
+
+def test_without_overlap_a_replayed_step_is_the_sum_of_its_parts(seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(200):
+        ops, gpu, link = some_ops(dice), some_gpu(dice), some_link(dice)
+        for algorithm in ALL_REDUCES:
+            compute, wire = alone(ops, gpu, link, algorithm)
+            replay = simulate(ops, gpu, link, algorithm=algorithm, graph=True)
+            expected = gpu.launch + compute + wire + (len(ops) - 1) * gpu.gap
+            assert replay.seconds == pytest.approx(expected)
+            assert (replay.compute, replay.wire) == pytest.approx((compute, wire))
+            assert replay.exposed == pytest.approx(replay.wire)
+            eager = simulate(ops, gpu, link, algorithm=algorithm)
+            assert eager.seconds >= replay.seconds - ATOL
+            assert eager.seconds >= max(len(ops) * gpu.launch, compute + wire) - ATOL
+
+
+def test_a_graph_changes_launches_and_never_the_wire(seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(200):
+        ops, link, how = some_ops(dice), some_link(dice), settings(dice)
+        how.pop("graph")
+        gpu = some_gpu(dice)
+        eager, replay = (simulate(ops, gpu, link, **how, graph=way) for way in (False, True))
+        assert replay.wire == eager.wire and replay.compute == eager.compute
+        assert replay.operations == eager.operations == eager.launches
+        assert replay.launches == 1 and replay.seconds <= eager.seconds + ATOL
+        gpu = dataclasses.replace(gpu, launch=0.0)
+        eager, replay = (simulate(ops, gpu, link, **how, graph=way) for way in (False, True))
+        assert replay.seconds == eager.seconds
+        bars = [[e for e in run.events if e.stream != "host"] for run in (eager, replay)]
+        assert bars[0] == bars[1]
+
+
+def test_overlap_hides_the_shorter_of_two_at_most(seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(200):
+        ops, gpu, link, how = some_ops(dice), some_gpu(dice), some_link(dice), settings(dice)
+        run = simulate(ops, gpu, link, **how)
+        assert run.seconds >= max(run.compute, run.wire) - ATOL
+        assert 0 <= run.exposed <= run.wire + ATOL
+        one, none = (simulate(ops, gpu, link, **how | {"overlap": n}) for n in (1, False))
+        assert one == none
+        assert simulate(ops, gpu, link, **how | {"overlap": True}) == simulate(
+            ops, gpu, link, **how | {"overlap": CHUNKS}
+        )
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8, 31])
+def test_overlap_of_one_product_is_the_pipeline_s_closed_form(chunks: int, seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(20):
+        gpu = some_gpu(dice, gap=0.0)
+        link = dataclasses.replace(some_link(dice), alpha=0.0)
+        product = Kernel(name="down", flops=dice.uniform(1, 1e8), weights=dice.uniform(1, 1e6))
+        message = Collective(name="sum", kind="all_reduce", ranks=3, nbytes=dice.uniform(1, 1e6))
+        run = simulate((product, message), gpu, link, graph=True, overlap=chunks)
+        work, wire = product.seconds(gpu) / chunks, message.seconds(link, "ring") / chunks
+        expected = work + (chunks - 1) * max(work, wire) + wire
+        assert run.seconds - gpu.launch == pytest.approx(expected)
+        assert run.exposed == pytest.approx(expected - chunks * work, abs=ATOL)
+
+
+def test_each_chunk_pays_the_latency_and_reads_its_inputs_again() -> None:
+    product = Kernel(name="o", flops=6e6, weights=3000, inputs=90, outputs=60)
+    assert product.chunk(3) == Kernel(name="o", flops=2e6, weights=1000, inputs=90, outputs=20)
+    message = Collective(name="sum", kind="all_reduce", ranks=4, nbytes=3000)
+    gpu = Gpu(name="x", flops=1e12, bandwidth=1e9, capacity=1, launch=0, gap=0, source="")
+    link = cost.Link(name="x", alpha=1e-6, beta=1e-9, source="")
+    whole, cut = (simulate((product, message), gpu, link, overlap=n) for n in (1, 3))
+    assert cut.operations == 3 * whole.operations == 6
+    assert cut.wire - whole.wire == pytest.approx(2 * 6 * 1e-6)  # 6 steps of a ring of 4
+    assert product.seconds(gpu) == 6e-6  # the longer of arithmetic and memory
+    assert cut.compute == pytest.approx(3 * 2e-6)
+    # The same product, once cut and once not.
+    both = simulate((product, message, product), gpu, link, overlap=3)
+    assert both.compute == pytest.approx(3 * 2e-6 + 6e-6)
+    # Only a product is cut, and only before an all-reduce.
+    gather = dataclasses.replace(message, kind="all_gather")
+    silu = dataclasses.replace(product, weights=0)
+    for ops in ((product, gather), (silu, message), (message, product), (product, product)):
+        assert simulate(ops, gpu, link, overlap=3) == simulate(ops, gpu, link)
+
+
+def test_time_grows_with_launch_alpha_beta_and_slower_peaks(seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(200):
+        ops, gpu, link, how = some_ops(dice), some_gpu(dice), some_link(dice), settings(dice)
+        before = simulate(ops, gpu, link, **how).seconds
+        factor = dice.uniform(1, 5)
+        for worse in (
+            (dataclasses.replace(gpu, launch=factor * gpu.launch), link),
+            (dataclasses.replace(gpu, gap=factor * gpu.gap), link),
+            (dataclasses.replace(gpu, flops=gpu.flops / factor), link),
+            (dataclasses.replace(gpu, bandwidth=gpu.bandwidth / factor), link),
+            (gpu, dataclasses.replace(link, alpha=factor * link.alpha)),
+            (gpu, dataclasses.replace(link, beta=factor * link.beta)),
+        ):
+            assert simulate(ops, *worse, **how).seconds >= before - ATOL
+
+
+def test_misuse_is_refused() -> None:
+    link = cost.LINKS["NVLink 4"]
+    ops = decode_step(SMALL, ranks=2)
+    with pytest.raises(ValueError, match="algorithm must be one of .*did you mean 'ring'"):
+        simulate(decode_step(SMALL), GPUS["H200"], link, algorithm="rings")
+    with pytest.raises(ValueError, match="overlap must be at least 1, got 0"):
+        simulate(ops, GPUS["H200"], link, overlap=0)
+    with pytest.raises(ValueError, match="power of two"):
+        odd = Collective(name="x", kind="all_reduce", ranks=3, nbytes=1)
+        simulate((odd,), GPUS["H200"], link, algorithm="halving_doubling")
+    with pytest.raises(ValueError, match="two ranks or more, got 1"):
+        Collective(name="x", kind="all_reduce", ranks=1, nbytes=1)
+    with pytest.raises(ValueError, match="kind must be one of"):
+        Collective(name="x", kind="all_to_all", ranks=2, nbytes=1)
+    with pytest.raises(ValueError, match="bandwidth must be a finite number above 0"):
+        dataclasses.replace(GPUS["H200"], bandwidth=0)
