@@ -1,0 +1,650 @@
+"""Tensor parallelism: what dividing a model saves, what its all-reduces cost, what graphs save.
+
+Measured on processes of one machine that talk through gloo, one thread each; where they outnumber
+its cores, or fill them, they wait for each other's turns: details name both numbers. Cases under
+"paper" are not measured: they are formulas and the simulator of `labcore.parallel.timeline`, fed
+with data sheets.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.runner import Measurement, case
+from labcore import processes
+from labcore.models import Llama, LlamaConfig
+from labcore.models.pretrained import pretrained, prompts, shipped_tokenizer
+from labcore.parallel.collectives import ALL_REDUCES, Traffic, expected, ring, ring_all_gather
+from labcore.parallel.cost import BACKEND, LINKS, Link, fit, in_rounds, time_all_reduce
+from labcore.parallel.graphs import GraphedDecoder
+from labcore.parallel.greedy import Decoded, timed_decode
+from labcore.parallel.launch_time import LaunchSeconds, launch_seconds
+from labcore.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from labcore.parallel.llama import local_cache, parallelize
+from labcore.parallel.overlap import measure_overlap, overlapped_seconds
+from labcore.parallel.regions import (
+    copy_to_ranks,
+    gather_from_ranks,
+    part,
+    rank_and_size,
+    reduce_from_ranks,
+)
+from labcore.parallel.timeline import GPUS, MODELS, decode_step, held_bytes, simulate
+from labcore.timing import measure
+
+SEEDS, RANKS = (0, 1, 2, 3, 4), (2, 4)
+TIMEOUT_S = 400.0
+
+
+def exact(
+    quantity: str, value: float, unit: str, mode: str = "measured", /, **details: Any
+) -> Measurement:
+    """A number that counting or a formula gives: it has no spread."""
+    return replace(seen(quantity, unit, [value], exact=True, **details), mode=mode)
+
+
+def seen(quantity: str, unit: str, samples: Sequence[float], **details: Any) -> Measurement:
+    """A sample a seed, a repeat or a block of repeats."""
+    return Measurement(quantity=quantity, unit=unit, samples=samples, details=details)
+
+
+def on(ranks: int) -> dict[str, Any]:
+    """How many processes shared how many cores."""
+    return {"processes": ranks, "cores": os.cpu_count()}
+
+
+# What a rank holds -------------------------------------------------------------------------------
+ROWS, LENGTH = 4, 64  # of the forward whose activations are counted
+CAPACITY = 256  # tokens of a row of the cache
+
+
+def kept_bytes(model: Llama) -> int:
+    """Bytes of the storages that a forward saves for its backward, weights not counted."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(tokens)  # the graph, and so what it saved, lives as long as this
+    return sum(kept.values()) if out.logits.requires_grad else 0
+
+
+def held_by(model: Llama) -> dict[str, int]:
+    """Bytes that this process holds of a model, of a cache and of a forward."""
+    cache = local_cache(model, batch=ROWS, capacity=CAPACITY)
+    return {
+        "bytes of weights": sum(p.nbytes for p in model.parameters()),
+        "bytes of cache": sum(x.nbytes for x in (*cache._keys, *cache._values)),
+        "bytes of a forward's activations": kept_bytes(model),
+    }
+
+
+def held() -> dict[str, dict[str, int]]:
+    """In every rank: what it holds of the whole target, and of its part."""
+    divided, by_tokens = (
+        parallelize(pretrained("target"), sequence_parallel=spread) for spread in (False, True)
+    )
+    return {
+        "whole": held_by(pretrained("target")),
+        "divided": held_by(divided),
+        "sequence parallel": held_by(by_tokens),
+    }
+
+
+@case("memory", minutes=0.1)
+def memory() -> list[Measurement]:
+    """The fullest rank over the whole model: the shipped target in fp32, counted in processes."""
+    found = []
+    for ranks in RANKS:
+        told = processes.run(held, ranks, timeout_s=TIMEOUT_S)
+        whole = told[0]["whole"]
+        for what, alone in whole.items():
+            most = {form: max(rank[form][what] for rank in told) for form in told[0]}
+            details = {"bytes": most, "rows": ROWS, "capacity": CAPACITY, "tokens": LENGTH}
+            name = f"{what} over the whole model's/{ranks} ranks"
+            found.append(exact(name, most["divided"] / alone, "ratio", **details))
+            if "activations" in what:
+                share = most["sequence parallel"] / alone
+                found.append(exact(f"{name}, sequence parallel", share, "ratio", **details))
+    return found
+
+
+# Which collective behind which split -------------------------------------------------------------
+SHAPE = (37, 48, 60)  # of Y = XW: rows of X, its columns, columns of W
+
+
+def products(seeds: Sequence[int]) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """In every rank: the errors of each split and collective, seed by seed, and bytes sent.
+
+    What a rank has behind the collective is compared with what it should be: an all-reduced block
+    of columns with this rank's block of Y, summands side by side with Y side by side.
+    """
+    ranks = rank_and_size()[1]
+    rows, inner, width = SHAPE
+    columns, terms = part("columns of W", width), part("rows of W", inner)
+    errors: dict[str, list[float]] = {}
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        x, w = (torch.randn(n, m, generator=generator) for n, m in ((rows, inner), (inner, width)))
+        y = x.double() @ w.double()
+        block, summand = x @ w[:, columns], x[:, terms] @ w[terms]
+        padded = torch.zeros(rows, width)
+        padded[:, columns] = block
+        for name, result, wanted in (
+            ("columns, all-reduce", reduce_from_ranks(block), y[:, columns]),
+            ("columns, all-gather", gather_from_ranks(block), y),
+            ("columns, all-reduce of parts padded with zeros", reduce_from_ranks(padded), y),
+            ("rows, all-reduce", reduce_from_ranks(summand), y),
+            ("rows, all-gather", gather_from_ranks(summand), y.tile(1, ranks)),
+        ):
+            error = (result.double() - wanted).abs().max() / y.abs().max()
+            errors.setdefault(name, []).append(float(error))
+    gathered, reduced = Traffic(), Traffic()
+    ring_all_gather(block, traffic=gathered)
+    ring(padded, traffic=reduced)
+    return errors, {"all-gather": gathered.bytes, "padded all-reduce": reduced.bytes}
+
+
+@case("split", minutes=0.05)
+def split() -> list[Measurement]:
+    """Relative error against fp64, of the rank that is furthest off; 1 and more is a wrong sum."""
+    found = []
+    for ranks in RANKS:
+        told = processes.run(products, ranks, SEEDS, timeout_s=TIMEOUT_S)
+        for name in told[0][0]:
+            worst = [max(each) for each in zip(*(errors[name] for errors, _ in told), strict=True)]
+            details = {"seeds": SEEDS, "rows, inner, columns": SHAPE, "dtype": "float32"}
+            found.append(seen(f"error/{name}, {ranks} ranks", "ratio", worst, **details))
+        sent = [traffic for _, traffic in told]
+        ratio = sum(each["padded all-reduce"] for each in sent) / sum(
+            each["all-gather"] for each in sent
+        )
+        name = f"bytes sent a rank over those of the all-gather/padded all-reduce, {ranks} ranks"
+        found.append(exact(name, ratio, "ratio", algorithm="ring", by_rank=sent))
+    return found
+
+
+# All-reduces -------------------------------------------------------------------------------------
+SIZES = tuple(4 * n for n in (1, 256, 4096, 65536, 262144, 1048576))
+LEFT_OUT = (4 * 65536, 4 * 1048576)  # in turn, to be predicted by a fit of the others
+BLOCKS, REPEATS = 5, 15  # blocks of rounds; each has its own fit
+ALGORITHMS, FITTED = (BACKEND, *ALL_REDUCES), (BACKEND, "ring")
+Blocks = Mapping[str, Sequence[Mapping[int, Sequence[float]]]]
+
+
+def group_of(backend: str) -> tuple[dist.ProcessGroup | None, torch.device]:
+    """A group of all processes, and where its tensors live: for NCCL a GPU for each process."""
+    if backend != "nccl":
+        return None, torch.device("cpu")
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    return dist.new_group(backend=backend), device
+
+
+def timed_blocks(
+    algorithms: Sequence[str], sizes: Sequence[int], blocks: int, repeats: int, backend: str
+) -> Blocks:
+    """In every rank: each algorithm's seconds by size, block by block, the algorithms in turn."""
+    group, device = group_of(backend)
+    found: dict[str, list[Mapping[int, Sequence[float]]]] = {name: [] for name in algorithms}
+    for _, name in itertools.product(range(blocks), algorithms):
+        told = time_all_reduce(sizes, algorithm=name, repeats=repeats, group=group, device=device)
+        found[name].append(told)
+    return found
+
+
+def told_of(blocks: Blocks, **details: Any) -> list[Measurement]:
+    """Times, and of FITTED the alpha and beta of each block with what they predict."""
+    found = []
+    for name, told in blocks.items():
+        for size in told[0]:
+            samples = [seconds for one in told for seconds in one[size]]
+            found.append(seen(f"seconds/{name}, {size} bytes", "s", samples, **details))
+    for name in FITTED:
+        fits = [fit(list(one), list(one.values())) for one in blocks[name]]
+        more = {"sizes": SIZES, "residuals": [each.residuals for each in fits], **details}
+        found += [
+            seen(f"alpha/{name}", "us", [1e6 * each.alpha for each in fits], **more),
+            seen(f"beta/{name}", "ns a byte", [1e9 * each.beta for each in fits], **more),
+            seen(f"worst residual/{name}", "share", [each.worst for each in fits], **more),
+        ]
+        for size in LEFT_OUT:
+            ratios = []
+            for one in blocks[name]:
+                others = {n: seconds for n, seconds in one.items() if n != size}
+                predicted = fit(list(others), list(others.values())).at(size)
+                ratios.append(predicted / statistics.median(one[size]))
+            at = f"predicted over measured/{name}, {size} bytes"
+            found.append(seen(at, "ratio", ratios, left_out=size, **details))
+    return found
+
+
+def all_reduces(ranks: int) -> list[Measurement]:
+    """The backend's all-reduce beside those of labcore."""
+    told = processes.run(
+        timed_blocks, ranks, ALGORITHMS, SIZES, BLOCKS, REPEATS, "gloo", timeout_s=TIMEOUT_S
+    )
+    return told_of(told[0], **on(ranks))
+
+
+@case("allreduce/2 ranks", minutes=0.3, needs="cpu")
+def all_reduces_of_two() -> list[Measurement]:
+    """A core for each process."""
+    return all_reduces(2)
+
+
+@case("allreduce/4 ranks", minutes=0.5, needs="cpu")
+def all_reduces_of_four() -> list[Measurement]:
+    """On two cores the processes take turns."""
+    return all_reduces(4)
+
+
+@case("allreduce/nccl", minutes=0.5, needs="gpu")
+def all_reduces_of_gpus() -> list[Measurement]:
+    """All GPUs of this machine, a process each; one GPU alone has a launch and nothing to send."""
+    gpus = torch.cuda.device_count()
+    names = [name for name in ALGORITHMS if name != "halving_doubling" or gpus.bit_count() == 1]
+    told = processes.run(
+        timed_blocks, gpus, names, SIZES, BLOCKS, REPEATS, "nccl", timeout_s=TIMEOUT_S
+    )
+    return told_of(told[0], gpus=gpus)
+
+
+# Layers beside torch's ---------------------------------------------------------------------------
+WIDTH, INNER, TOKENS = 256, 704, 256  # of an MLP: C, F, and the rows of its input
+ROUNDS = 100
+
+
+class MLP(nn.Module):
+    """Gate, up and down, as in a Llama."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., C]; returns the same shape."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def by_labcore(whole: MLP) -> nn.Module:
+    """This rank's part, divided as `parallelize` divides a layer of a Llama."""
+    own = copy.deepcopy(whole)
+    own.gate = ColumnParallelLinear.of(whole.gate, input_is_copied=True)  # type: ignore[assignment]
+    own.up = ColumnParallelLinear.of(whole.up, input_is_copied=True)  # type: ignore[assignment]
+    own.down = RowParallelLinear.of(whole.down)  # type: ignore[assignment]
+    own.register_forward_pre_hook(lambda _, inputs: (copy_to_ranks(inputs[0]),))
+    return own
+
+
+def by_torch(whole: MLP, *, one_input: bool) -> nn.Module:
+    """This rank's part by torch. one_input: x enters both column layers as one DTensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    plan: dict[str, Any] = {
+        "gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(),
+    }  # fmt: skip
+    if one_input:  # then its gradient is summed over the ranks once, not for each of the two
+        plan[""] = PrepareModuleInput(
+            input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
+        )
+    mesh = init_device_mesh("cpu", (rank_and_size()[1],))
+    return parallelize_module(copy.deepcopy(whole), mesh, plan)
+
+
+PEER, LATER = "torch's parallelize_module", "torch's, an input for each column layer"
+
+
+def timed_layers(width: int, inner: int, rows: int, rounds: int) -> dict[str, list[float]]:
+    """In every rank: seconds of each form forward, and forward and backward, in turn."""
+    generator = torch.Generator().manual_seed(0)
+    whole = MLP(width, inner)
+    with torch.no_grad():
+        for weight in whole.parameters():
+            weight.normal_(std=0.05, generator=generator)
+    x, probe = (torch.randn(rows, width, generator=generator) for _ in range(2))
+    forms = {
+        "labcore": by_labcore(whole),
+        PEER: by_torch(whole, one_input=True),
+        LATER: by_torch(whole, one_input=False),
+    }
+    leaf = x.clone().requires_grad_()
+
+    # Reading a number waits for a collective that torch leaves under way.
+    @torch.no_grad()
+    def forward(model: nn.Module) -> float:
+        return model(x)[-1, -1].item()
+
+    def both(model: nn.Module) -> float:
+        grads = torch.autograd.grad(model(leaf), [leaf, *model.parameters()], probe)
+        return grads[0][-1, -1].item()
+
+    wanted = (y := whole(leaf), *torch.autograd.grad(y, [leaf], probe))
+    for model in forms.values():  # what is not equal is not timed
+        found = (y := model(leaf) + 0, *torch.autograd.grad(y, [leaf], probe))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    calls: dict[str, Callable[[], float]] = {}
+    for name, model in forms.items():
+        calls[f"forward, {name}"] = functools.partial(forward, model)
+        calls[f"forward and backward, {name}"] = functools.partial(both, model)
+    return in_rounds(calls, repeats=rounds)
+
+
+@case("layers/2 ranks", minutes=0.2, needs="cpu")
+def layers() -> list[Measurement]:
+    """An MLP by columns and rows, beside torch's: below 1 this one is faster."""
+    told = processes.run(timed_layers, 2, WIDTH, INNER, TOKENS, ROUNDS, timeout_s=TIMEOUT_S)[0]
+    details = {"width": WIDTH, "inner": INNER, "rows": TOKENS, **on(2)}
+    found = []
+    for what in ("forward", "forward and backward"):
+        ours, theirs, later = (told[f"{what}, {name}"] for name in ("labcore", PEER, LATER))
+        for name, peer in ((PEER, theirs), (LATER, later)):
+            ratios = [mine / other for mine, other in zip(ours, peer, strict=True)]
+            found.append(seen(f"{what}, over {name}/2 ranks", "ratio", ratios, **details))
+        seconds = seen(f"seconds/{what}, 2 ranks", "s", ours, **details)
+        found.append(replace(seconds, peers={PEER: theirs, LATER: later}))
+    return found
+
+
+# Decoding ----------------------------------------------------------------------------------------
+PROMPT, NEW, RUNS = 64, 64, 5  # tokens of a prompt, tokens written, prompts
+
+
+def decodings(texts: Sequence[Sequence[int]], new: int) -> list[tuple[Decoded | None, Decoded]]:
+    """In every rank: each prompt by the first process alone, then by all of them."""
+    whole, divided = pretrained("target"), parallelize(pretrained("target"))
+    found = []
+    for text in (texts[0], *texts):  # what a process does for the first time is slow
+        alone = timed_decode(whole, text, max_tokens=new) if rank_and_size()[0] == 0 else None
+        dist.barrier()
+        found.append((alone, timed_decode(divided, text, max_tokens=new)))
+        dist.barrier()
+    return found[1:]
+
+
+def decoded(ranks: int) -> list[Measurement]:
+    """The shipped target behind five prompts of code, greedy, one row, no graph."""
+    every = [shipped_tokenizer().encode(text) for text in prompts("code")]
+    texts = [tokens[-PROMPT:] for tokens in every[:RUNS]]
+    pairs = processes.run(decodings, ranks, texts, NEW, timeout_s=TIMEOUT_S)[0]
+    at = f"{ranks} ranks"
+    rates, alone = ([each[side].tokens_per_second for each in pairs] for side in (1, 0))
+    details = {
+        "prompt tokens": [len(text) for text in texts],
+        "steps": [one.steps for _, one in pairs],
+        "all-reduces a token": pairs[0][1].all_reduces,
+        "their seconds alone": [one.all_reduce_seconds for _, one in pairs],
+        "the same tokens": sum(own.tokens == one.tokens for own, one in pairs),
+        **on(ranks),
+    }
+    ratios = [together / own for together, own in zip(rates, alone, strict=True)]
+    shares = [one.all_reduce_share for _, one in pairs]
+    speeds = seen(f"tokens a second/{at}", "tokens/s", rates, **details)
+    return [
+        replace(speeds, peers={"one process": alone}),
+        seen(f"tokens a second over one process's/{at}", "ratio", ratios, **details),
+        seen(f"all-reduce share/{at}", "share", shares, **details),
+    ]
+
+
+@case("decode/1 ranks", minutes=0.1, needs="cpu")
+def decoded_by_one() -> list[Measurement]:
+    """A group of one, which sends nothing: what dividing costs by itself."""
+    return decoded(1)
+
+
+@case("decode/2 ranks", minutes=0.3, needs="cpu")
+def decoded_by_two() -> list[Measurement]:
+    """A core for each process."""
+    return decoded(2)
+
+
+@case("decode/4 ranks", minutes=1.0, needs="cpu")
+def decoded_by_four() -> list[Measurement]:
+    """On two cores the processes take turns."""
+    return decoded(4)
+
+
+# Launches ----------------------------------------------------------------------------------------
+def launched() -> tuple[int, int]:
+    """In every rank: operations of a decode step of one row, and how many are collectives."""
+    model = parallelize(pretrained("target"))
+    cache = local_cache(model, batch=1, capacity=CAPACITY)
+    with GraphedDecoder(model, cache, batches=(1,)) as decoder:
+        ops = decoder.recorded(1)
+    return len(ops), sum(op.collective for op in ops)
+
+
+@case("launches", minutes=0.1)
+def launches() -> list[Measurement]:
+    """Operations of torch that a decode step launches, one by one; a graph is one launch."""
+    found = []
+    for ranks in (1, 2):
+        ops, collectives = processes.run(launched, ranks, timeout_s=TIMEOUT_S)[0]
+        at = f"target, {ranks} ranks"
+        found += [
+            exact(f"launches a token/eager, {at}", ops, "launches", collectives=collectives),
+            exact(f"launches a token/graph, {at}", 1, "launches", "simulated", operations=ops),
+        ]
+    return found
+
+
+# Overlap -----------------------------------------------------------------------------------------
+CHUNKS = (1, 2, 4, 8)
+PRODUCT: Mapping[str, Any] = {"rows": 256, "inner": 1024, "width": 1024}
+FORMS = ("compute", "wire", "plain", "chunked", "overlapped")
+OVERLAP_REPEATS = 40
+
+
+@case("overlap", minutes=0.6, needs="cpu")
+def overlap() -> list[Measurement]:
+    """A product and its all-reduce in chunks, over one behind the other: above 1 overlap pays.
+
+    Through gloo the cores that compute also carry the bytes. The simulated link carries them by
+    itself and takes just as long as the product, which is the best case for overlap.
+    """
+    rows, inner, width = PRODUCT.values()
+    x, weight = torch.ones(rows, inner), torch.full((inner, width), 1 / inner)
+    alone = measure(lambda: torch.mm(x, weight), repeats=OVERLAP_REPEATS).p50
+    beta = alone / expected("ring", 2, 4 * rows * width).bytes
+    equal = Link(name="simulated link", alpha=0.0, beta=beta, source="the product's time here")
+    found = []
+    for link, chunks in itertools.product((None, equal), CHUNKS):
+        run = measure_overlap(ranks=2, chunks=chunks, repeats=OVERLAP_REPEATS, link=link, **PRODUCT)
+        forms = {form: getattr(run, form).p50 for form in FORMS}
+        details = {"seconds": forms, **PRODUCT, **on(2 if link is None else 1)}
+        if link:
+            details["link"] = "no bytes; its all-reduce takes as long as the whole product"
+        at = f"plain over overlapped/{run.link}, {chunks} chunks"
+        pairs = zip(run.plain.samples, run.overlapped.samples, strict=True)
+        compute, wire = forms["compute"], forms["wire"]
+        predicted = (compute + wire) / overlapped_seconds(compute, wire, chunks)
+        details["predicted"] = "a link of its own, chunks that cost nothing"
+        found += [
+            seen(at, "ratio", [plain / chunked for plain, chunked in pairs], **details),
+            exact(f"predicted {at}", predicted, "ratio", "simulated", **details),
+        ]
+    return found
+
+
+# On paper ----------------------------------------------------------------------------------------
+GPU, LINKED, CONTEXT = "H100 SXM", ("NVLink 4", "PCIe 5.0 x16"), 1024
+ON_PAPER, BATCHES, TOGETHER = ("7B", "70B"), (1, 64), 8
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "eager": {},
+    "graph": {"graph": True},
+    "eager overlap": {"overlap": True},
+    "graph overlap": {"graph": True, "overlap": True},
+}
+
+
+FREE = Link(name="free", alpha=0.0, beta=0.0, source="a wire that takes no time")
+
+
+def token_of(model: str, link: Link, batch: int) -> list[Measurement]:
+    """A token on TOGETHER GPUs in each mode, and what the wire adds to it.
+
+    What it adds is the time minus that of the same operations, in one piece, on a wire that takes
+    none: what overlap pays for its chunks counts.
+    """
+    ops = decode_step(MODELS[model], ranks=TOGETHER, batch=batch, context=CONTEXT)
+    gpu, at = GPUS[GPU], f"{model}, {link.name}, batch {batch}"
+    runs = {name: simulate(ops, gpu, link, events=False, **how) for name, how in MODES.items()}
+    free = {name: simulate(ops, gpu, FREE, **MODES[name]).seconds for name in ("eager", "graph")}
+    adds = {name: run.seconds - free[name.split()[0]] for name, run in runs.items()}
+    chunked = {
+        n: simulate(ops, gpu, link, graph=True, overlap=n, events=False).seconds for n in CHUNKS
+    }
+    setting = {"gpus": TOGETHER, "gpu": GPU, "context": CONTEXT, "algorithm": "ring"}
+    found = [
+        exact(
+            f"token seconds/{at}, {name}", run.seconds, "s", "simulated", compute=run.compute,
+            wire=run.wire, exposed=run.exposed, host=run.host, launches=run.launches,
+            launch_bound=run.launch_bound, **setting,
+        )
+        for name, run in runs.items()
+    ]  # fmt: skip
+    setting |= {"seconds that the wire adds": adds, "seconds of a graph, by chunks": chunked}
+    faster, hidden = runs["eager"].seconds / runs["graph"].seconds, adds["graph"] / adds["eager"]
+    split, added = adds["graph overlap"] / adds["graph"], "seconds that the wire adds, graph"
+    return [
+        *found,
+        exact(f"eager over graph/{at}", faster, "ratio", "simulated", **setting),
+        exact(f"wire share/{at}, graph", runs["graph"].wire_share, "share", "simulated", **setting),
+        exact(f"{added} over eager/{at}", hidden, "ratio", "simulated", **setting),
+        exact(f"{added} with overlap over graph/{at}", split, "ratio", "simulated", **setting),
+    ]
+
+
+@case("paper/token", minutes=0.05)
+def token() -> list[Measurement]:
+    """Eight H100 by their data sheets, and one of them, whether or not the model fits."""
+    found, gpu = [], GPUS[GPU]
+    for model, batch in itertools.product(ON_PAPER, BATCHES):
+        for link in LINKED:
+            found += token_of(model, LINKS[link], batch)
+        fits = held_bytes(MODELS[model], batch=batch, context=CONTEXT) <= gpu.capacity
+        details = {"gpu": GPU, "fits": fits, "context": CONTEXT}
+        ops = decode_step(MODELS[model], batch=batch, context=CONTEXT)
+        for name in ("eager", "graph"):
+            run = simulate(ops, gpu, FREE, **MODES[name])
+            at = f"token seconds/{model}, 1 GPU, batch {batch}, {name}"
+            found.append(exact(at, run.seconds, "s", "simulated", **details))
+    for model in ON_PAPER:
+        many, few = (len(decode_step(MODELS[model], ranks=n)) for n in (TOGETHER, 1))
+        at = f"launches over one rank's/{model}, {TOGETHER} GPUs"
+        found.append(exact(at, many / few, "ratio", "simulated", launches=many, alone=few))
+    return found
+
+
+# Tokens a second by number of GPUs, of weights in bfloat16.
+PUBLISHED = {
+    "7B": {1: 104.9, 2: 168.84, 4: 254.02, 8: 328.43},
+    "70B": {2: 21.32, 4: 38.01, 8: 62.50},
+}
+SOURCE = (
+    "README of pytorch-labs/gpt-fast, tensor parallelism: Llama 2, batch 1, compiled with CUDA "
+    "graphs, ENABLE_INTRA_NODE_COMM=1 (one- and two-shot kernels), A100-80GB limited to 330 W, "
+    "which leaves a peak of about 1,700 GB/s, in a hybrid cube mesh, 5 tokens of a prompt"
+)
+# 200 new tokens, the default of its generate.py, behind the 5: the mean of a step.
+MEAN_CONTEXT = 105
+
+
+@case("paper/published", minutes=0.02)
+def published() -> list[Measurement]:
+    """Tokens a second by the simulator over published ones: above 1 the data sheets promise more.
+
+    gpt-fast leaves embedding and head whole on each GPU, the simulator divides them.
+    """
+    found, gpu, link = [], GPUS["A100 SXM"], LINKS["NVLink 3"]
+    for model, rates in PUBLISHED.items():
+        for gpus, rate in rates.items():
+            ops = decode_step(MODELS[model], ranks=gpus, batch=1, context=MEAN_CONTEXT)
+            for algorithm in ("ring", "two_shot"):
+                run = simulate(ops, gpu, link, algorithm=algorithm, graph=True)
+                at = f"predicted over published/{model}, {gpus} GPUs, {algorithm}"
+                both = {"predicted": 1 / run.seconds, "published": rate, "source": SOURCE}
+                details = {"gpu": gpu.name, "link": link.name, "context": MEAN_CONTEXT, **both}
+                found.append(exact(at, 1 / run.seconds / rate, "ratio", "simulated", **details))
+    return found
+
+
+# Graphs on a GPU ---------------------------------------------------------------------------------
+# The shape of TinyLlama (arXiv 2401.02385): 1.1 B weights.
+BILLION = LlamaConfig(
+    vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22,
+    num_attention_heads=32, num_key_value_heads=4,
+)  # fmt: skip
+GRAPHED, GRAPH_ROUNDS = (1, 8), 50
+
+
+def graphed_steps(
+    shapes: Mapping[str, LlamaConfig], batches: Sequence[int], rounds: int, backend: str
+) -> dict[tuple[str, int], LaunchSeconds]:
+    """In one process: steps of models with random weights, before and after a capture."""
+    group, device = group_of(backend)
+    found = {}
+    for name, config in shapes.items():
+        model = parallelize(Llama(config, device=device, dtype=torch.bfloat16).eval(), group)
+        cache = local_cache(model, batch=max(batches), capacity=CAPACITY)
+        with torch.no_grad():
+            prompt = torch.zeros(max(batches), PROMPT, dtype=torch.int64, device=device)
+            model(prompt, cache=cache)
+        with GraphedDecoder(model, cache, batches=batches, group=group) as decoder:
+            decoder.capture()
+            for batch in batches:
+                found[name, batch] = launch_seconds(decoder, batch=batch, rounds=rounds)
+    return found
+
+
+@case("graph/one GPU", minutes=1, needs="gpu")
+def graph() -> list[Measurement]:
+    """A decode step launched one by one over the same step as a graph: above 1 the graph pays."""
+    shapes = {"target": pretrained("target").config, "1.1B": BILLION}
+    (told,) = processes.run(
+        graphed_steps, 1, shapes, GRAPHED, GRAPH_ROUNDS, "nccl", timeout_s=TIMEOUT_S
+    )
+    found = []
+    for (name, batch), run in told.items():
+        at = f"{name}, batch {batch}"
+        details = {"launches": run.launches, "context": CAPACITY, "dtype": "bfloat16"}
+        pairs = zip(run.eager.samples, run.graphed.samples, strict=True)
+        ratios = [eager / graphed for eager, graphed in pairs]
+        found.append(seen(f"eager over graph/{at}", "ratio", ratios, **details))
+        for how, whole, host in (
+            ("eager", run.eager, run.eager_host),
+            ("graph", run.graphed, run.graphed_host),
+        ):
+            found += [
+                seen(f"seconds a step/{at}, {how}", "s", whole.samples, **details),
+                seen(f"host seconds a step/{at}, {how}", "s", host.samples, **details),
+            ]
+    return found
