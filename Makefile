@@ -1,6 +1,6 @@
 # Two commands: `make course` and `make test`. Each makes .venv first where that is needed.
 # Settings: HOST, PORT, NO_BROWSER=1, PYTHON=<path>, TORCH_INDEX=<address of torch's builds>;
-# for grade: SUBMISSIONS=<folder>, OUT=<folder>, UNSANDBOXED=1.
+# for grade: SUBMISSIONS=<folder>, OUT=<folder>, UNSANDBOXED=1; for server: MODEL=<checkpoint's folder>.
 
 HOST ?= 127.0.0.1
 PORT ?= 8888
@@ -8,7 +8,7 @@ BIN := .venv/bin
 FOUND := $(firstword $(foreach name,$(or $(PYTHON),python3 python3.12 python3.11),$(shell command -v $(name) 2>/dev/null)))
 SETUP = $(or $(FOUND),$(error Python 3.11 or 3.12 is needed and $(or $(PYTHON),python3) was not found: on Debian run "apt install python3-venv" as root)) scripts/setup.py
 
-.PHONY: help course test check book jupyter labs grade claims bench test-installed clean setup
+.PHONY: help course test check book jupyter labs grade claims bench soak server test-installed clean setup
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1: /p' Makefile
@@ -46,6 +46,18 @@ claims: setup  ## judges the articles' claims anew and writes claims.toml
 
 bench: setup  ## measures what has no record on this kind of hardware; BENCH="lion --save" for one
 	@$(BIN)/python -m benchmarks $(BENCH)
+
+soak: setup  ## what `make test` runs small: 100,000 scheduler steps, 2,000 requests; minutes
+	@LABCORE_SOAK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider --durations=5 \
+		tests/serving/test_scheduler_stateful.py tests/serving/test_soak.py
+
+server: .venv-triton  ## NVIDIA's Triton Inference Server with the shipped model, on loopback
+	@exec $(BIN)/python -m labcore.serving.triton_server start --model "$(or $(MODEL),target)"
+
+# 366 MB to download on first use; does nothing where it is whole.
+.PHONY: .venv-triton
+.venv-triton: setup
+	@$(BIN)/python -m labcore.serving.triton_server install
 
 test-installed: setup  ## builds the wheel, installs it elsewhere, runs a chapter from it
 	@$(BIN)/python -m pytest tests/test_installed.py

@@ -79,6 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
     failed = 0
     for case in cases:
         print(f"{case.slug}/{case.name}", flush=True)
+        if lack := case.lacks():
+            print(f"  left out: {lack}", flush=True)
+            continue
         start = time.perf_counter()
         try:
             found = runner.run(case)

@@ -35,13 +35,17 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A named function; minutes (an estimate) orders the cases, needs says where it can run."""
+    """A named function; minutes (an estimate) orders the cases, needs says where it can run.
+
+    lacks: says in a sentence what must be installed first to run it here, "" for nothing.
+    """
 
     slug: str
     name: str
     minutes: float
     needs: Literal["any", "cpu", "gpu"]
     function: Callable[[], list[Measurement]]
+    lacks: Callable[[], str] = str
 
     def runs_here(self) -> bool:
         """Whether this machine is of the kind that the case needs."""
@@ -52,7 +56,11 @@ _CASES: dict[tuple[str, str], Case] = {}
 
 
 def case(
-    name: str, *, minutes: float, needs: Literal["any", "cpu", "gpu"] = "any"
+    name: str,
+    *,
+    minutes: float,
+    needs: Literal["any", "cpu", "gpu"] = "any",
+    lacks: Callable[[], str] = str,
 ) -> Callable[[Callable[[], list[Measurement]]], Callable[[], list[Measurement]]]:
     """Declare the function below as the case `name` of its file's slug."""
     one_of("needs", needs, ("any", "cpu", "gpu"))
@@ -62,7 +70,7 @@ def case(
         if (slug, name) in _CASES:
             raise ValueError(f"the case {name!r} of {slug} is declared twice; rename one")
         _CASES[slug, name] = Case(
-            slug=slug, name=name, minutes=minutes, needs=needs, function=function
+            slug=slug, name=name, minutes=minutes, needs=needs, function=function, lacks=lacks
         )
         return function
 

@@ -20,6 +20,9 @@ CLOSING = re.compile(r"^(=+ )?(\d+ \w+|no tests ran)(, \d+ \w+)* in [0-9.]+s.*$"
 LONG_FILES = (
     *("tests/book", "tests/browser", "tests/labs/test_cycle.py", "tests/labs/test_grading.py"),
     *("tests/test_chapters.py", "tests/test_installed.py"),
+    *("tests/serving/test_soak.py", "tests/serving/test_triton_program.py"),
+    *("tests/serving/test_triton_requests.py", "tests/serving/test_triton_server.py"),
+    "tests/serving/test_triton_supervised.py",
 )
 WORKERS = 2  # each starts notebooks, compilers and browsers besides
 LONG_MARKS = "not browser and not compile and not book"

@@ -79,6 +79,18 @@ def test_a_case_for_a_gpu_waits_for_one(cases, monkeypatch, tmp_path):
     assert command._chosen([], None, tmp_path)[0].name == "fused"
 
 
+def test_a_case_whose_needs_are_not_installed_is_left_out_and_said_so(cases, tmp_path, capsys):
+    lacks = ["a server is missing; `make server` brings it"]
+    add(cases, "served", lambda: [measurement()], lacks=lambda: lacks[0])
+    add(cases, "other", lambda: [measurement()])
+    assert command.main(["--save", str(tmp_path)]) == 0
+    assert "left out: a server is missing" in capsys.readouterr().out
+    assert {r.case for r in records.load("lion", folder=tmp_path)} == {"other"}
+    lacks[0] = ""
+    assert command.main(["--save", str(tmp_path)]) == 0
+    assert {r.case for r in records.load("lion", folder=tmp_path)} == {"served", "other"}
+
+
 def test_a_case_that_measures_nothing_is_an_error(cases, capsys):
     add(cases, "empty", lambda: [])
     assert command.main(["lion"]) == 1

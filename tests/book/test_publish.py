@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 from pathlib import Path
 
@@ -121,15 +122,18 @@ def test_docstrings_mean_what_they_say(text: str) -> None:
     assert found.replace("\x00", "") == DOCSTRINGS[text]
 
 
-def test_the_api_pages_hold_every_module_with_public_names() -> None:
-    pages = Path(__file__).parents[2] / "book" / "api"
-    named = [
-        word
-        for file in pages.glob("*.md")
+def api_pages() -> list[list[str]]:
+    """The arguments of each directive."""
+    return [
+        line.split()[1:]
+        for file in (Path(__file__).parents[2] / "book" / "api").glob("*.md")
         for line in file.read_text(encoding="utf-8").splitlines()
         if line.startswith("```{labcore-api} ")
-        for word in line.split()[1:]
     ]
+
+
+def test_the_api_pages_hold_every_module_with_public_names() -> None:
+    named = [word for words in api_pages() for word in words]
     assert len(named) == len(set(named))
     # What a page leaves out by a minus stands on another one.
     assert {word[1:] for word in named if word[0] == "-"} == {
@@ -151,6 +155,31 @@ def test_a_name_is_listed_where_its_package_shows_it() -> None:
     assert listed["labcore.optim.lion"] == []
     assert "sign_or_nan" in listed["labcore.optim.rules"]
     assert "lion" not in listed["labcore.optim.rules"]
+
+
+def test_each_public_name_stands_on_a_page() -> None:
+    shown = {
+        (name, id(vars(module)[name]))
+        for arguments in api_pages()
+        for module, names in reference.listed(arguments)
+        for name in names
+    }
+    for package in {word for words in api_pages() for word in words if "." not in word}:
+        for module in reference.modules(package):
+            lost = {name for name in module.__all__ if (name, id(vars(module)[name])) not in shown}
+            assert lost == set(), module.__name__
+
+
+def test_a_module_with_a_page_of_its_own_keeps_what_its_package_exports() -> None:
+    serving, router, simulate = (
+        importlib.import_module(f"labcore.serving{end}") for end in ("", ".router", ".simulate")
+    )
+    assert "route" not in reference.own_names(router)
+    assert "route" in reference.own_names(router, page="serving.router")
+    elsewhere = [("route", router.route)]
+    assert "route" in reference.own_names(serving)
+    assert "route" not in reference.own_names(serving, page="serving", elsewhere=elsewhere)
+    assert "CostModel" not in reference.own_names(simulate, page="serving.simulate")  # from costs
 
 
 @pytest.mark.parametrize(

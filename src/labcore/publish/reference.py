@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Sequence
 from types import ModuleType
 
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
-__all__ = ["ApiReference", "modules", "own_names"]
+__all__ = ["ApiReference", "listed", "modules", "own_names"]
 
 
 def modules(name: str) -> list[ModuleType]:
@@ -37,12 +38,20 @@ def _import(name: str) -> ModuleType | None:
             setattr(face, last, function)
 
 
-def own_names(module: ModuleType) -> list[str]:
-    """The module's public names, without those that a package above it shows as its own."""
+def own_names(
+    module: ModuleType, *, page: str = "", elsewhere: Sequence[tuple[str, object]] = ()
+) -> list[str]:
+    """The module's public names that stand on its page.
+
+    A name that a package above it shows as its own stands there, with two exceptions. page: the
+    argument that brought the module here, without "labcore."; packages above that one have another
+    page, where it does not stand. elsewhere: what modules behind a minus show, as name and thing.
+    """
     faces, name = [], module.__name__.rpartition(".")[0]
-    while name and name != "labcore":
+    while name and name != "labcore" and name.startswith(f"labcore.{page}"):
         faces.append(importlib.import_module(name))
         name = name.rpartition(".")[0]
+    lent = "." in page and not hasattr(module, "__path__")
     return [
         name
         for name in module.__all__
@@ -50,31 +59,53 @@ def own_names(module: ModuleType) -> list[str]:
             name in getattr(face, "__all__", ()) and vars(face)[name] is vars(module)[name]
             for face in faces
         )
+        and not any(name == one and vars(module)[name] is thing for one, thing in elsewhere)
+        and not (lent and _home(vars(module)[name], module) != module.__name__)
     ]
+
+
+def _home(thing: object, module: ModuleType) -> str:
+    """The module of labcore that defines a class or a function; a constant's is this one."""
+    home = str(thing.__module__) if _is_code(thing) else ""
+    return home if home.startswith("labcore.") else module.__name__
 
 
 def _is_code(thing: object) -> bool:
     return callable(thing) and hasattr(thing, "__qualname__")
 
 
+def listed(arguments: Sequence[str]) -> list[tuple[ModuleType, list[str]]]:
+    """The sections of a page by the directive's arguments: modules, and the names in each."""
+    behind = [(name[1:], m) for name in arguments if name[0] == "-" for m in modules(name[1:])]
+    elsewhere = [
+        (name, vars(module)[name])
+        for page, module in behind
+        for name in own_names(module, page=page)
+    ]
+    hidden = {module.__name__ for _, module in behind}
+    found = [(page, m) for page in arguments if page[0] != "-" for m in modules(page)]
+    sections = [
+        (module, own_names(module, page=page, elsewhere=elsewhere))
+        for page, module in found
+        if module.__name__ not in hidden
+    ]
+    return [(module, names) for module, names in sections if names]
+
+
 class ApiReference(SphinxDirective):
     """```{labcore-api} checks memory -memory.part``` makes one section a module.
 
     A package comes with all modules below it but those behind a minus, which have another page,
-    they and what is below them.
+    they and what is below them. There they show all that they define, also what their package
+    exports.
     """
 
     required_arguments = 1
-    optional_arguments = 20
+    optional_arguments = 60
 
     def run(self) -> list[nodes.Node]:
         """The sections, in the order of the arguments."""
-        left = tuple(f"labcore.{name[1:]}." for name in self.arguments if name.startswith("-"))
-        wanted = [name for name in self.arguments if not name.startswith("-")]
-        found = [
-            m for name in wanted for m in modules(name) if not f"{m.__name__}.".startswith(left)
-        ]
-        return [self._section(module, names) for module in found if (names := own_names(module))]
+        return [self._section(module, names) for module, names in listed(self.arguments)]
 
     def _section(self, module: ModuleType, names: list[str]) -> nodes.section:
         title = nodes.title("", "", nodes.literal(text=module.__name__))

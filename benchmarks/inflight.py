@@ -1,0 +1,1056 @@
+"""In-flight batching: our policies beside each other, beside transformers, and behind a server.
+
+One thread, the shipped target in fp32, greedy. Output lengths are imposed and unknown to whoever
+schedules: every request asks for MOST tokens and ends earlier. Times are those of a CPU; counts
+(rows, tokens, blocks) are the same everywhere. Cases under "paper" are simulated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import os
+import random
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from benchmarks.runner import Measurement, case
+from labcore.decoding import SamplingConfig, generate
+from labcore.decoding.audit import near_tie_audit
+from labcore.models import Llama, save_pretrained
+from labcore.models.pretrained import pretrained, prompts, shipped_tokenizer
+from labcore.serving import triton_environment
+from labcore.serving.blocks import BlockPool
+from labcore.serving.client import EngineClient
+from labcore.serving.costs import CostModel, fit
+from labcore.serving.engine import Engine
+from labcore.serving.replay import Replay, replay
+from labcore.serving.requests import Request
+from labcore.serving.router import ROUTERS, route
+from labcore.serving.scheduler import Scheduler
+from labcore.serving.simulate import Run, bootstrap, simulate
+from labcore.serving.triton_client import generate_stream
+from labcore.serving.triton_server import TritonServer
+from labcore.serving.workload import Workload, fixed, long_tail, poisson
+
+# What all cases share ----------------------------------------------------------------------------
+SLOTS, PAGE, PAGES, BUDGET = 8, 16, 256, 256  # the pool holds eight of the longest requests
+LEAST, MOST, SHORTEST, LONGEST = 8, 256, 16, 96  # tokens of outputs and of prompts
+STATIC, OURS, GREEDY = "static", "guaranteed_no_evict", "max_utilization"
+POLICIES = (STATIC, OURS, GREEDY)
+GAP = 1e-3  # nats: a near tie
+TIMES = ("queue", "ttft", "tpot", "e2e", "normalised latency")  # the last: e2e by output token
+
+
+def target() -> Llama:
+    """The model of every measured case."""
+    return pretrained("target")
+
+
+def prompt_lengths(n: int, seed: int) -> tuple[int, ...]:
+    """Uniform between SHORTEST and LONGEST."""
+    dice = random.Random(f"prompts {seed}")
+    return tuple(dice.randint(SHORTEST, LONGEST) for _ in range(n))
+
+
+def workload(n: int, seed: int, arrivals: Sequence[float] | None = None) -> Workload:
+    """n requests with long-tailed outputs, which max_tokens hides; all wait unless they arrive."""
+    return Workload(
+        arrivals=(0.0,) * n if arrivals is None else tuple(arrivals),
+        prompts=prompt_lengths(n, seed),
+        outputs=long_tail(LEAST, n, seed, most=MOST),
+        max_tokens=MOST,
+        vocabulary=target().config.vocab_size,
+        seed=seed,
+    )
+
+
+def engine(policy: str = OURS, **changed: Any) -> Engine:
+    """Each prompt is read anew: what an earlier round left must help nobody."""
+    options = {
+        "pages": PAGES, "page": PAGE, "slots": SLOTS, "budget": BUDGET, "policy": policy,
+        "max_length": LONGEST + MOST, "eos_token_ids": (), "share_prefixes": False,
+    }  # fmt: skip
+    return Engine(target(), **{**options, **changed})
+
+
+def setting(*given: Workload, **more: Any) -> dict[str, Any]:
+    """Details: sizes, and of each workload what came when."""
+    return {
+        "slots": SLOTS, "page": PAGE, "blocks": PAGES, "budget": BUDGET, "dtype": "float32",
+        "prompt tokens": [one.prompts for one in given],
+        "output tokens": [one.outputs for one in given],
+        "max_tokens": [one.max_tokens for one in given], **more,
+    }  # fmt: skip
+
+
+def seen(
+    quantity: str, unit: str, samples: Iterable[float], mode: str = "measured", /, **details: Any
+) -> Measurement:
+    """A sample a round or a seed."""
+    return Measurement(quantity=quantity, unit=unit, samples=[*samples], mode=mode, details=details)
+
+
+def beside(
+    quantity: str, unit: str, samples: Mapping[str, Sequence[float]], ours: str = OURS,
+    mode: str = "measured", /, **details: Any
+) -> Measurement:  # fmt: skip
+    """The samples of one system, with the others' as its peers."""
+    others = {name: found for name, found in samples.items() if name != ours}
+    return Measurement(
+        quantity=quantity, unit=unit, samples=samples[ours], mode=mode, peers=others,
+        details=details,
+    )  # fmt: skip
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Pair by pair."""
+    return [one / other for one, other in zip(above, below, strict=True)]
+
+
+def values(run: Run, name: str) -> list[float]:
+    """One of TIMES, of each request that has it, in seconds."""
+    if name == "normalised latency":
+        return [one.e2e / one.output for one in run.metrics if one.e2e and one.output]
+    found = (getattr(one, name) for one in run.metrics)
+    return [one for one in found if one is not None]
+
+
+def quantile(found: Sequence[float], at: float) -> float:
+    """Interpolated between the two nearest."""
+    return float(numpy.quantile(found, at))
+
+
+def shuffled(names: Iterable[str], *seed: Any) -> list[str]:
+    """An order of its own for each round, so that nobody always follows the same."""
+    order = [*names]
+    random.Random(str(seed)).shuffle(order)
+    gc.collect()
+    return order
+
+
+# Beside transformers -----------------------------------------------------------------------------
+PEER_SEEDS, PEER_REQUESTS, PEER_ROUNDS = (0, 1, 2, 3, 4), 32, 2
+CONTINUOUS, PADDED = "transformers continuous", "transformers static"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What a system did with a workload whose requests all wait. Times in seconds."""
+
+    seconds: float
+    outputs: Sequence[Sequence[int]]
+    ttft: Sequence[float]
+    tpot: Sequence[float]
+    facts: Mapping[str, float]
+
+    @classmethod
+    def of(cls, run: Replay) -> Served:
+        """By an engine."""
+        return cls(
+            seconds=run.seconds,
+            outputs=[run.outputs[one.id] for one in run.metrics],
+            ttft=values(run, "ttft"),
+            tpot=values(run, "tpot"),
+            facts={
+                "wasted rows": run.wasted,
+                "steps": len(run.steps),
+                "preemptions": sum(one.preemptions for one in run.metrics),
+            },
+        )
+
+    @classmethod
+    def at(
+        cls, moments: Sequence[Sequence[float]], outputs: Sequence[Sequence[int]], **facts: float
+    ) -> Served:
+        """By the moments at which the tokens of each request came."""
+        return cls(
+            seconds=max(one[-1] for one in moments),
+            outputs=outputs,
+            ttft=[one[0] for one in moments],
+            tpot=[(one[-1] - one[0]) / (len(one) - 1) for one in moments if len(one) > 1],
+            facts=facts,
+        )
+
+
+def of_transformers(model: Llama) -> Any:
+    """The same weights in transformers."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        save_pretrained(model, folder)
+        peer = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa"
+        )
+    return peer.eval()
+
+
+@contextlib.contextmanager
+def continuous(model: Any) -> Iterator[Callable[[Workload], Served]]:
+    """transformers' continuous batching: slots, pages and budget as ours, lengths imposed."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(
+            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=MOST
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=PAGE, num_blocks=PAGES, max_batch_tokens=BUDGET,
+            max_requests_per_batch=SLOTS, allow_block_sharing=False,
+        ),
+    )  # fmt: skip
+    numbers = itertools.count()
+
+    def serve(given: Workload) -> Served:
+        asked = given.requests()
+        ids = [f"{next(numbers)} {one.id}" for one in asked]
+        begin = time.perf_counter()
+        for id, one, length in zip(ids, asked, given.outputs, strict=True):
+            manager.add_request(
+                [*one.prompt], request_id=id, max_new_tokens=length, record_timestamps=True
+            )
+        found: dict[str, Any] = {}
+        while len(found) < len(ids):
+            result = manager.get_result(timeout=1.0)
+            if result is None and not manager.is_running():
+                raise RuntimeError("transformers' continuous batching ended before its requests")
+            if result is not None and result.is_finished():
+                if result.error:
+                    raise RuntimeError(f"transformers' continuous batching: {result.error}")
+                found[result.request_id] = result
+        told = [found[id] for id in ids]
+        return Served.at(
+            [[moment - begin for moment in one.timestamps] for one in told],
+            [one.generated_tokens for one in told],
+            most_at_once=at_once([one.lifespan for one in told]),
+        )
+
+    manager.start()
+    try:
+        yield serve
+    finally:
+        manager.stop(block=True)
+
+
+def at_once(spans: Sequence[tuple[float, float]]) -> int:
+    """How many of these overlap at most; one that begins where another ends does not."""
+    changes = sorted([(end, -1) for _, end in spans] + [(begin, 1) for begin, _ in spans])
+    return max(itertools.accumulate(change for _, change in changes))
+
+
+def padded(model: Any) -> Callable[[Workload], Served]:
+    """transformers' generate on batches of SLOTS in the order of arrival, padded on the left.
+
+    A row ends at its imposed length and is computed on until the longest of its batch has ended.
+    """
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    class Ends(StoppingCriteria):
+        def __init__(self, width: int, lengths: Sequence[int]) -> None:
+            self.width, self.lengths = width, torch.tensor(lengths)
+            self.moments: list[float] = []
+
+        def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:  # noqa: ARG002
+            self.moments.append(time.perf_counter())
+            return self.lengths <= input_ids.shape[1] - self.width
+
+    def serve(given: Workload) -> Served:
+        asked, begin = given.requests(), time.perf_counter()
+        moments, outputs, pads, places = [], [], 0, 0
+        for first in range(0, len(asked), SLOTS):
+            rows = [[*one.prompt] for one in asked[first : first + SLOTS]]
+            lengths = given.outputs[first : first + SLOTS]
+            width = max(map(len, rows))
+            ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+            mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+            pads, places = pads + int((1 - mask).sum()), places + mask.numel()
+            ends = Ends(width, lengths)
+            out = model.generate(
+                ids, attention_mask=mask, do_sample=False, max_new_tokens=MOST, pad_token_id=0,
+                eos_token_id=None, stopping_criteria=StoppingCriteriaList([ends]),
+            )  # fmt: skip
+            for row, length in enumerate(lengths):
+                moments.append([moment - begin for moment in ends.moments[:length]])
+                outputs.append(out[row, width : width + length].tolist())
+        return Served.at(moments, outputs, padding_share=pads / places)
+
+    return serve
+
+
+def refuse_wrong(found: Mapping[str, Served], given: Workload) -> dict[str, Any]:
+    """What is not greedy, or has another length than the imposed one, is not timed."""
+    worst, same = 0.0, dict.fromkeys(found, 0)
+    for name, served in found.items():
+        for request, length, tokens, ours in zip(
+            given.requests(), given.outputs, served.outputs, found[OURS].outputs, strict=True
+        ):
+            same[name] += [*tokens] == [*ours]
+            if len(tokens) != length:
+                raise RuntimeError(f"{name} must say {length} tokens, said {len(tokens)}")
+            if [*tokens] == [*ours] and name != OURS:
+                continue
+            audit = near_tie_audit(target(), request.prompt, tokens, gap=GAP)
+            if not audit.passed:
+                raise RuntimeError(
+                    f"each output must be greedy up to near ties of {GAP} nats, got a gap of "
+                    f"{audit.worst:.3g} nats from {name}"
+                )
+            worst = max(worst, audit.worst)
+    return {"requests": len(given), f"identical to {OURS}": same, "largest gap, nats": worst}
+
+
+@case("peers", minutes=1.6, needs="cpu")
+def peers() -> list[Measurement]:
+    """Requests that all wait: each system in the same rounds, and what static batches waste."""
+    given = {seed: workload(PEER_REQUESTS, seed) for seed in PEER_SEEDS}
+    engines = {policy: engine(policy) for policy in POLICIES}
+    model = of_transformers(target())
+    runs: dict[str, list[Served]] = {}
+    first: dict[int, dict[str, Served]] = {}
+    with continuous(model) as serve:
+        systems: dict[str, Callable[[Workload], Served]] = {
+            name: functools.partial(served_by, one) for name, one in engines.items()
+        }
+        systems |= {CONTINUOUS: serve, PADDED: padded(model)}
+        for seed, one in given.items():  # warms up, and is looked through
+            first[seed] = {name: system(one) for name, system in systems.items()}
+        audits = [refuse_wrong(first[seed], one) for seed, one in given.items()]
+        for turn, (seed, one) in itertools.product(range(PEER_ROUNDS), given.items()):
+            for name in shuffled(systems, "peers", turn, seed):
+                runs.setdefault(name, []).append(systems[name](one))
+    most = max(int(one.facts["most_at_once"]) for one in runs[CONTINUOUS])
+    if most > SLOTS:
+        raise RuntimeError(f"transformers must run at most {SLOTS} requests at once, ran {most}")
+    details = setting(*given.values(), audits=audits, seeds=PEER_SEEDS, rounds=PEER_ROUNDS)
+    details["most requests at once in transformers"] = most
+    details["seconds"] = {name: [one.seconds for one in found] for name, found in runs.items()}
+    return [*compared(runs, given, details), *wasted_by(first, details)]
+
+
+def served_by(one: Engine, given: Workload) -> Served:
+    """By an engine, from an empty pool."""
+    one.pool.clear()
+    return Served.of(replay(one, given))
+
+
+def compared(
+    runs: Mapping[str, Sequence[Served]], given: Mapping[int, Workload], details: dict[str, Any]
+) -> list[Measurement]:
+    """Rates and times of every system, and ours over each of the others."""
+    totals = [sum(one.outputs) for one in given.values()] * PEER_ROUNDS
+    speeds = {
+        name: [total / one.seconds for total, one in zip(totals, found, strict=True)]
+        for name, found in runs.items()
+    }
+    rates = {name: [PEER_REQUESTS / one.seconds for one in found] for name, found in runs.items()}
+    found = [
+        beside("tokens a second", "tokens/s", speeds, **details),
+        beside("requests a second", "requests/s", rates),
+    ]
+    for what, (label, at) in itertools.product(
+        ("ttft", "tpot"), (("p50", 0.5), ("p99", 0.99))
+    ):  # fmt: skip
+        times = {
+            name: [quantile(getattr(one, what), at) for one in served]
+            for name, served in runs.items()
+        }
+        found.append(beside(f"{what} {label}", "s", times))
+    for name in runs:
+        if name != OURS:
+            both = {"medians": {one: statistics.median(speeds[one]) for one in (OURS, name)}}
+            quantity = f"tokens a second, {OURS} over {name}"
+            found.append(seen(quantity, "ratio", ratios(speeds[OURS], speeds[name]), **both))
+    return found
+
+
+def wasted_by(first: Mapping[int, Mapping[str, Served]], details: Any) -> list[Measurement]:
+    """Counts: the same in every round."""
+    lengths = {"output tokens": details["output tokens"], "exact": True}
+    found = [
+        seen(
+            f"share of rows computed for requests that had ended/{policy}",
+            "share",
+            [one[policy].facts["wasted rows"] for one in first.values()],
+            **lengths,
+        )
+        for policy in (STATIC, OURS)
+    ]
+    padding = [one[PADDED].facts["padding_share"] for one in first.values()]
+    found.append(
+        seen(
+            f"share of padding in the prompts/{PADDED}", "share", padding,
+            exact=True, **{"prompt tokens": details["prompt tokens"]},
+        )
+    )  # fmt: skip
+    steps = {name: [one[name].facts["steps"] for one in first.values()] for name in POLICIES}
+    found.append(beside("steps", "steps", steps, exact=True))
+    return found
+
+
+# Pages beside contiguous slots -------------------------------------------------------------------
+CACHE_SEEDS, CACHE_ROUNDS = (10, 11, 12, 13), 3
+
+
+@case("cache", minutes=0.5, needs="cpu")
+def cache() -> list[Measurement]:
+    """One engine over pages and one over contiguous slots: what looking up pages costs."""
+    engines = {"paged": engine(), "slots": engine(cache="slots")}
+    given = {seed: workload(PEER_REQUESTS, seed) for seed in CACHE_SEEDS}
+    speeds: dict[str, list[float]] = {name: [] for name in engines}
+    for turn, (seed, one) in itertools.product(range(-1, CACHE_ROUNDS), given.items()):
+        for name in shuffled(engines, "cache", turn, seed):
+            run = replay(engines[name], one)
+            if turn >= 0:
+                speeds[name].append(run.tokens_per_second)
+    details = setting(*given.values(), tokens_of_a_slot=LONGEST + MOST)
+    over = ratios(speeds["paged"], speeds["slots"])
+    return [
+        seen("tokens a second, paged over contiguous slots", "ratio", over, **details),
+        beside("tokens a second", "tokens/s", speeds, "paged"),
+    ]
+
+
+# Arrivals ----------------------------------------------------------------------------------------
+LOADS: Mapping[str, float] = {"light": 0.3, "busy": 0.7, "saturated": 1.2}
+LOAD_SEEDS, LOAD_REQUESTS, RATE_SEEDS = (20, 21, 22, 23), 64, (30, 31, 32)
+
+
+def served_rate(one: Engine) -> list[float]:
+    """Requests a second where all wait from the start: what the loads are shares of."""
+    replay(one, workload(LOAD_REQUESTS, RATE_SEEDS[0]))  # warms up
+    given = (workload(LOAD_REQUESTS, seed) for seed in RATE_SEEDS)
+    return [replay(one, each).requests_per_second for each in given]
+
+
+def arriving(seed: int, rate: float) -> Workload:
+    """A Poisson process of this rate in requests a second."""
+    return workload(LOAD_REQUESTS, seed, poisson(rate, LOAD_REQUESTS, seed))
+
+
+@case("load", minutes=2.2, needs="cpu")
+def load() -> list[Measurement]:
+    """Poisson arrivals in real time: what a request waits for under each policy and load."""
+    engines = {policy: engine(policy) for policy in POLICIES}
+    rates = served_rate(engines[OURS])
+    rate = statistics.median(rates)
+    for policy in (STATIC, GREEDY):
+        replay(engines[policy], workload(LOAD_REQUESTS, RATE_SEEDS[0]))
+    runs: dict[tuple[str, str], list[Replay]] = {}
+    for seed, (name, share) in itertools.product(LOAD_SEEDS, LOADS.items()):
+        given = arriving(seed, share * rate)
+        for policy in shuffled(engines, "load", name, seed):
+            runs.setdefault((policy, name), []).append(replay(engines[policy], given))
+    details = setting(
+        *(workload(LOAD_REQUESTS, seed) for seed in LOAD_SEEDS), seeds=LOAD_SEEDS, loads=LOADS
+    )
+    found = [seen(f"requests a second, all waiting/{OURS}", "requests/s", rates, **details)]
+    for name, share in LOADS.items():
+        by_policy = {policy: runs[policy, name] for policy in POLICIES}
+        arrivals = {"arrivals": [poisson(share * rate, LOAD_REQUESTS, s) for s in LOAD_SEEDS]}
+        found += told_of_load(name, by_policy, {"rate": share * rate, **arrivals})
+    return found
+
+
+def told_of_load(
+    name: str, runs: Mapping[str, Sequence[Run]], details: dict[str, Any]
+) -> list[Measurement]:
+    """Static over ours in the three ways of the claims, and all times raw; a sample a seed."""
+    told: dict[str, dict[str, list[float]]] = {}
+    for policy, each in runs.items():
+        for what in TIMES:
+            found = [values(run, what) for run in each]
+            told.setdefault(f"{what} p50", {})[policy] = [quantile(x, 0.5) for x in found]
+            told.setdefault(f"{what} p99", {})[policy] = [quantile(x, 0.99) for x in found]
+            told.setdefault(f"{what} mean", {})[policy] = [statistics.fmean(x) for x in found]
+        median, far = (told[f"normalised latency {at}"][policy] for at in ("p50", "p99"))
+        told.setdefault("latency spread", {})[policy] = ratios(far, median)
+        speeds = [run.tokens_per_second for run in each]
+        told.setdefault("tokens a second", {})[policy] = speeds
+    spread, queue = told["latency spread"], told["queue mean"]
+    middle = told["normalised latency p50"]
+    over = {
+        f"latency spread, {STATIC} over {OURS}": ratios(spread[STATIC], spread[OURS]),
+        f"queue seconds, {STATIC} over {OURS}": ratios(queue[STATIC], queue[OURS]),
+        f"normalised latency p50, {OURS} over {STATIC}": ratios(middle[OURS], middle[STATIC]),
+    }
+    units = {"latency spread": "ratio", "tokens a second": "tokens/s"}
+    return [
+        *(seen(f"{what}/{name}", "ratio", samples, **details) for what, samples in over.items()),
+        *(
+            beside(f"{what}/{name}", units.get(what, "s"), samples)
+            for what, samples in told.items()
+            if not what.endswith("mean") or what == "queue mean"
+        ),
+    ]
+
+
+# The simulator beside the engine -----------------------------------------------------------------
+# A round: the seed of the run that is fitted to, and of those that are predicted.
+SIMULATED_ROUNDS, PREDICTED = ((40, 43), (41, 44), (42, 45)), (STATIC, OURS)
+WARM_UP = 20  # steps of the fitted run that are left out
+WITHIN = 0.15  # how far a prediction may be off
+
+
+def scheduler_of(one: Engine) -> Callable[[], Scheduler]:
+    """Makes schedulers as the engine's."""
+
+    def make() -> Scheduler:
+        return Scheduler(
+            BlockPool(one.pool.count, one.pool.page), policy=one.scheduler.policy,
+            slots=one.scheduler.slots, budget=one.scheduler.budget, chunk=one.scheduler.chunk,
+            max_length=one.max_length, share_prefixes=one.scheduler.share_prefixes,
+        )  # fmt: skip
+
+    return make
+
+
+# What a run is told by: costs fitted to a run before it; costs fitted to its own steps, from which
+# the machine's change of speed between two runs is gone; and the same requests, served once more.
+FORECAST, CALIBRATED, REPEATED = "costs of an earlier run", "costs of its own steps", "served again"
+
+
+@case("simulator", minutes=2.6, needs="cpu")
+def simulator() -> list[Measurement]:
+    """Costs fitted to steps predict runs: other requests, loads, and a policy."""
+    engines = {policy: engine(policy) for policy in PREDICTED}
+    rate = statistics.median(served_rate(engines[OURS]))
+    replay(engines[STATIC], workload(LOAD_REQUESTS, RATE_SEEDS[0]))
+    told: dict[tuple[str, str], list[tuple[Run, dict[str, Run]]]] = {}
+    fits = []
+    for fitted_seed, seed in SIMULATED_ROUNDS:
+        run = replay(engines[OURS], arriving(fitted_seed, LOADS["busy"] * rate))
+        fits.append(fit(run.steps, skip=WARM_UP, padded=None))
+        for name, share in LOADS.items():
+            given = arriving(seed, share * rate)
+            for policy in shuffled(PREDICTED, "simulator", name, seed):
+                was, again = (replay(engines[policy], given) for _ in range(2))
+                make = scheduler_of(engines[policy])
+                ways: dict[str, Run] = {REPEATED: again}
+                for way, one in ((FORECAST, fits[-1]), (CALIBRATED, fit(was.steps, padded=None))):
+                    ways[way] = simulate(
+                        given, make, one.cost, residuals=one.residuals, seed=seed
+                    )  # fmt: skip
+                told.setdefault((policy, name), []).append((was, ways))
+    details = {
+        "costs": [asdict(each.cost) for each in fits],
+        "steps": [len(each.seconds) for each in fits],
+        "typical residual": [each.typical for each in fits],
+        "fitted to": f"{OURS}, busy",
+        "seeds of what is fitted to and of what is predicted": SIMULATED_ROUNDS,
+        "rate": rate,
+        "bar": WITHIN,
+    }
+    return [
+        one
+        for way in (FORECAST, CALIBRATED, REPEATED)
+        for one in predictions(way, told, details)
+    ]  # fmt: skip
+
+
+def predictions(
+    way: str,
+    told: Mapping[tuple[str, str], Sequence[tuple[Run, Mapping[str, Run]]]],
+    details: dict[str, Any],
+) -> list[Measurement]:
+    """What a way says over what was measured; whether its p99 lies where the run leaves doubt."""
+    found, off = [], []
+    inside: dict[str, list[float]] = {"ttft": [], "tpot": [], "e2e": []}
+    for (policy, load_name), each in told.items():
+        pairs = [(ways[way], was) for was, ways in each]
+        over = {"tokens a second": [a.tokens_per_second / b.tokens_per_second for a, b in pairs]}
+        for name in inside:
+            both = [(values(a, name), values(b, name)) for a, b in pairs]
+            over[f"{name} p50"] = [quantile(a, 0.5) / quantile(b, 0.5) for a, b in both]
+            over[f"{name} p99"] = [quantile(a, 0.99) / quantile(b, 0.99) for a, b in both]
+            for said, was in both:
+                low, high = bootstrap(was, 0.99)
+                inside[name].append(float(low <= quantile(said, 0.99) <= high))
+        for what, samples in over.items():
+            at = f"{what} over measured/{way}, {policy}, {load_name}"
+            found.append(seen(at, "ratio", samples))
+            if not what.endswith("p99"):
+                off += [abs(sample - 1) for sample in samples]
+    within = statistics.fmean(one <= WITHIN for one in off)
+    hits = {name: statistics.fmean(each) for name, each in inside.items()}
+    runs = {"runs": len(inside["e2e"])}
+    return [
+        seen(f"deviation of throughput and medians/{way}", "share", off, **details),
+        seen(f"throughput and medians within the bar/{way}", "share", [within], bar=WITHIN),
+        *(
+            seen(f"{name} p99 inside the measured interval/{way}", "share", [share], **runs)
+            for name, share in hits.items()
+        ),
+        *found,
+    ]
+
+
+# A pool that is too small ------------------------------------------------------------------------
+PRESSED_SEEDS, PRESSED_REQUESTS, FEW_PAGES, EXACT_OUTPUT = (50, 51, 52), 24, 40, 96
+
+
+def pressed(kind: str, seed: int) -> tuple[Workload, int]:
+    """Requests and the blocks of their pool."""
+    if kind == "off pressure":
+        return workload(PRESSED_REQUESTS, seed), PAGES
+    if kind == "small pool, long-tailed outputs":
+        return workload(PRESSED_REQUESTS, seed), FEW_PAGES
+    outputs = fixed(EXACT_OUTPUT, PRESSED_REQUESTS)
+    exact = Workload(
+        arrivals=(0.0,) * PRESSED_REQUESTS,
+        prompts=prompt_lengths(PRESSED_REQUESTS, seed),
+        outputs=outputs,
+        vocabulary=target().config.vocab_size,
+        seed=seed,
+    )
+    return exact, FEW_PAGES
+
+
+PRESSURES = (
+    "small pool, outputs as long as asked for",
+    "small pool, long-tailed outputs",
+    "off pressure",
+)
+
+
+@case("pressure", minutes=0.6, needs="cpu")
+def pressure() -> list[Measurement]:
+    """Preemption beside promises, where the pool is too small for all slots and where it is not."""
+    found = []
+    for kind in PRESSURES:
+        runs: dict[str, list[Replay]] = {OURS: [], GREEDY: []}
+        engines: dict[str, Engine] = {}
+        for turn, seed in enumerate((PRESSED_SEEDS[0], *PRESSED_SEEDS)):
+            given, pages = pressed(kind, seed)
+            for policy in shuffled(runs, "pressure", kind, turn):
+                one = engines.setdefault(policy, engine(policy, pages=pages))
+                run = replay(one, given)
+                if turn:
+                    runs[policy].append(run)
+        found += told_of_pressure(kind, runs, pages)
+    return found
+
+
+def told_of_pressure(
+    kind: str, runs: Mapping[str, Sequence[Replay]], pages: int
+) -> list[Measurement]:
+    """max_utilization over guaranteed_no_evict, and what it read again."""
+    tails = {name: [quantile(values(r, "tpot"), 0.99) for r in x] for name, x in runs.items()}
+    speeds = {name: [run.tokens_per_second for run in each] for name, each in runs.items()}
+    again = {name: [recomputed(run) for run in each] for name, each in runs.items()}
+    details = {
+        "blocks": pages,
+        "preemptions": [sum(m.preemptions for m in run.metrics) for run in runs[GREEDY]],
+        "most at once": {
+            name: [max(step.running for step in run.steps) for run in each]
+            for name, each in runs.items()
+        },
+        "prompt tokens": [[m.prompt for m in run.metrics] for run in runs[GREEDY]],
+        "output tokens": [[m.output for m in run.metrics] for run in runs[GREEDY]],
+    }
+    pair = f"{GREEDY} over {OURS}/{kind}"
+    return [
+        seen(f"tokens a second, {pair}", "ratio", ratios(speeds[GREEDY], speeds[OURS]), **details),
+        seen(f"tpot p99, {pair}", "ratio", ratios(tails[GREEDY], tails[OURS])),
+        beside(f"tokens a second/{kind}", "tokens/s", speeds),
+        beside(f"tpot p99/{kind}", "s", tails),
+        beside(f"recomputed tokens share/{kind}", "share", again, GREEDY, exact=True),
+    ]
+
+
+def recomputed(run: Run) -> float:
+    """Tokens that were read again, over all that were read."""
+    again = sum(one.recomputed for one in run.metrics)
+    read = sum(one.prompt + one.output - 1 for one in run.metrics)
+    return again / (again + read)
+
+
+# A long prompt among short ones ------------------------------------------------------------------
+CHUNKS, LONG_PROMPT, DECODING, BEFORE, CHUNK_ROUNDS = (16, 64, 256, 896), 896, 7, 12, 5
+
+
+def interrupted(one: Engine, seed: int) -> tuple[float, float, float]:
+    """Largest and median gap between two steps of rows that decode, and TTFT of the long prompt."""
+    dice = random.Random(f"chunks {seed}")
+    vocabulary = range(target().config.vocab_size)
+    most = SamplingConfig(max_tokens=MOST)
+    for length in prompt_lengths(DECODING, seed):
+        one.submit(dice.choices(vocabulary, k=length), most)
+    while sum(len(step.decodes) == DECODING for step in one.trace) < BEFORE:
+        one.step()
+    moments, began = [one.clock.now()], time.perf_counter()
+    few = SamplingConfig(max_tokens=2)
+    long = one.submit(dice.choices(vocabulary, k=LONG_PROMPT), few)
+    first = 0.0
+    while not first:
+        told = {output.id: output for output in one.step()}
+        moments.append(one.clock.now())
+        if long in told:
+            first = time.perf_counter() - began
+    alone = [step.seconds for step in one.trace if not step.chunks]
+    one.close()
+    gaps = [after - before for before, after in itertools.pairwise(moments)]
+    return max(gaps), statistics.median(alone), first
+
+
+@case("chunks", minutes=0.2, needs="cpu")
+def chunks() -> list[Measurement]:
+    """What the rows that decode notice of a long prompt, by how much of it a step reads."""
+    found: dict[int, list[tuple[float, float, float]]] = {size: [] for size in CHUNKS}
+    for turn in range(-1, CHUNK_ROUNDS):
+        for name in shuffled(map(str, CHUNKS), "chunks", turn):
+            size = int(name)
+            told = interrupted(
+                engine(
+                    chunk=size, budget=max(size + DECODING, BUDGET),
+                    max_length=target().config.max_position_embeddings,
+                ),
+                turn,
+            )  # fmt: skip
+            if turn >= 0:
+                found[size].append(told)
+    details = {"rows that decode": DECODING, "tokens of the long prompt": LONG_PROMPT}
+    every: list[Measurement] = []
+    for size, each in found.items():
+        gaps, medians, firsts = (list(x) for x in zip(*each, strict=True))
+        over = ratios(gaps, medians)
+        both = {"gap": gaps, "median": medians, **details}
+        every += [
+            seen(f"largest gap over the median gap/chunks of {size}", "ratio", over, **both),
+            seen(f"ttft of the long prompt/chunks of {size}", "s", firsts, **details),
+        ]
+    return every
+
+
+# Speculation in the engine -----------------------------------------------------------------------
+KINDS, DRAFTED_ROWS, DRAFT_PROMPTS, DRAFT_TOKENS, DRAFT_ROUNDS = (
+    ("code", "long_code"), (1, 8), 8, 64, 3,
+)  # fmt: skip
+
+
+def code(kind: str) -> list[Request]:
+    """Shipped prompts, all waiting, none of which ends before DRAFT_TOKENS."""
+    texts = [shipped_tokenizer().encode(text) for text in prompts(kind)][:DRAFT_PROMPTS]
+    asked = SamplingConfig(max_tokens=DRAFT_TOKENS)
+    return [Request(f"{kind} {place}", tuple(text), asked) for place, text in enumerate(texts)]
+
+
+@case("speculation", minutes=0.6, needs="cpu")
+def speculation() -> list[Measurement]:
+    """n-gram drafts inside the engine over none, by how many rows decode together."""
+    found = []
+    for kind, rows in itertools.product(KINDS, DRAFTED_ROWS):
+        given = code(kind)
+        longest = max(len(one.prompt) for one in given) + DRAFT_TOKENS
+        ways = {
+            name: engine(slots=rows, proposer=name, max_length=longest, pages=4 * PAGES)
+            for name in ("ngram", None)
+        }
+        speeds: dict[str | None, list[float]] = {name: [] for name in ways}
+        shares: dict[str | None, Replay] = {}
+        for turn in range(-1, DRAFT_ROUNDS):
+            for name in sorted(ways, key=str, reverse=turn % 2 == 0):
+                shares[name] = replay(ways[name], given)
+                if turn >= 0:
+                    speeds[name].append(shares[name].tokens_per_second)
+        drafted, accepted = (
+            sum(getattr(step, what) for step in shares["ngram"].steps)
+            for what in ("drafted", "accepted")
+        )
+        same = sum(shares["ngram"].outputs[one.id] == shares[None].outputs[one.id] for one in given)
+        at = f"{kind}, {rows} rows"
+        details = {"outputs equal": same, "requests": len(given), "tokens": DRAFT_TOKENS}
+        over = ratios(speeds["ngram"], speeds[None])
+        found += [
+            seen(f"tokens a second, n-gram over none/{at}", "ratio", over, **details),
+            seen(f"accepted share/{at}", "share", [accepted / max(drafted, 1)], drafted=drafted),
+        ]
+    return found
+
+
+# Shared prefixes ---------------------------------------------------------------------------------
+SYSTEM, OWN, SHARING, SHARED_OUTPUT, SHARED_SEEDS = 256, (8, 48), 24, 16, (60, 61, 62, 63, 64)
+
+
+@case("prefixes", minutes=0.2, needs="cpu")
+def prefixes() -> list[Measurement]:
+    """One system prompt in front of all requests: read once or by each."""
+    runs: dict[bool, list[Replay]] = {True: [], False: []}
+    engines = {
+        share: engine(share_prefixes=share, pages=2 * PAGES, max_length=None) for share in runs
+    }
+    for turn, seed in enumerate((SHARED_SEEDS[0], *SHARED_SEEDS)):
+        dice = random.Random(f"prefixes {seed}")
+        given = Workload(
+            arrivals=(0.0,) * SHARING,
+            prompts=tuple(SYSTEM + dice.randint(*OWN) for _ in range(SHARING)),
+            outputs=fixed(SHARED_OUTPUT, SHARING),
+            prefix=SYSTEM,
+            vocabulary=target().config.vocab_size,
+            seed=seed,
+        )
+        for share in sorted(runs, reverse=turn % 2 == 0):
+            engines[share].pool.clear()  # each round begins without a known prefix
+            run = replay(engines[share], given)
+            if turn:
+                runs[share].append(run)
+    firsts = {share: [statistics.fmean(values(r, "ttft")) for r in x] for share, x in runs.items()}
+    read = {
+        share: [float(sum(step.prefill_tokens for step in run.steps)) for run in each]
+        for share, each in runs.items()
+    }
+    details = {"tokens of the shared prompt": SYSTEM, "requests": SHARING, "slots": SLOTS}
+    return [
+        seen("ttft, shared over each its own", "ratio", ratios(firsts[True], firsts[False]),
+             **details),
+        seen("prompt tokens read, shared over each its own", "ratio",
+             ratios(read[True], read[False]), exact=True, tokens=read[True], alone=read[False]),
+    ]  # fmt: skip
+
+
+# Outputs -----------------------------------------------------------------------------------------
+EQUAL_SEED, EQUAL_REQUESTS = 70, 64
+EQUAL_WAYS: Mapping[str, Mapping[str, Any]] = {
+    OURS: {},
+    STATIC: {"policy": STATIC},
+    f"{GREEDY}, {FEW_PAGES} blocks": {"policy": GREEDY, "pages": FEW_PAGES},
+    "n-gram": {"proposer": "ngram"},
+}
+
+
+@case("equal", minutes=0.4)
+def equal() -> list[Measurement]:
+    """Outputs beside those of the request alone, by `generate`; the audit reads all of each.
+
+    `generate` ends at an EOS: behind it the audit alone decides.
+    """
+    given = workload(EQUAL_REQUESTS, EQUAL_SEED)
+    asked = given.requests()
+    alone = [
+        generate(target(), [one.prompt], SamplingConfig(max_tokens=length)).tokens[0]
+        for one, length in zip(asked, given.outputs, strict=True)
+    ]
+    found = []
+    for way, options in EQUAL_WAYS.items():
+        run = replay(engine(**options), given)
+        counts = {"equal": 0, "near tie": 0, "other": 0}
+        worst = 0.0
+        for one, told, length in zip(asked, alone, given.outputs, strict=True):
+            tokens = [*run.outputs[one.id]]
+            audit = near_tie_audit(target(), one.prompt, tokens, gap=GAP)
+            worst = max(worst, audit.worst)
+            right = audit.passed and len(tokens) == length
+            same = right and tokens[: len(told)] == told
+            counts["equal" if same else "near tie" if right else "other"] += 1
+        details = {
+            **counts,
+            "requests": len(given),
+            "largest gap, nats": worst,
+            "preemptions": sum(m.preemptions for m in run.metrics),
+        }
+        for what, label in (
+            ("equal", "outputs equal to the request alone"),
+            ("near tie", "outputs that differ by a near tie"),
+            ("other", "outputs that differ otherwise"),
+        ):
+            found.append(seen(f"{label}/{way}", "requests", [counts[what]], **details))
+    return found
+
+
+# The real server ---------------------------------------------------------------------------------
+ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-triton"
+STREAMS, STREAM_TOKENS, STREAM_ROUNDS, STARTS, KILLS = (8, 32), 32, 5, 2, 3
+PATIENCE_S = 60.0
+
+
+def lacks_server() -> str:
+    """Why the server cannot be started here, "" where it can."""
+    return triton_environment.missing(ENVIRONMENT)
+
+
+Talk = Callable[[str], Iterator[Any]]
+
+
+def streamed(talk: Talk, text: str, ready: threading.Barrier) -> tuple[float, float]:
+    """Seconds to the first token, and between two tokens, as a client sees them."""
+    ready.wait()
+    begin = time.perf_counter()
+    moments = []
+    for part in talk(text):
+        moments += [time.perf_counter() - begin] * len(part.tokens)
+    if len(moments) < 2:
+        raise RuntimeError(f"a stream must bring tokens, got {len(moments)}")
+    return moments[0], (moments[-1] - moments[0]) / (len(moments) - 1)
+
+
+def all_at_once(talk: Talk, count: int) -> tuple[float, float]:
+    """The medians over as many clients, which ask at one moment."""
+    texts = prompts("code")
+    ready = threading.Barrier(count)
+    with ThreadPoolExecutor(count) as pool:
+        asked = [
+            pool.submit(streamed, talk, texts[place % len(texts)], ready)
+            for place in range(count)
+        ]  # fmt: skip
+        told = [one.result() for one in asked]
+    return statistics.median(x for x, _ in told), statistics.median(x for _, x in told)
+
+
+def healthy_again(one: TritonServer, name: str) -> float:
+    """Seconds from the SIGKILL of a process to the moment at which requests are taken again."""
+    wait_for(lambda: one.supervisor.spare_ready("engine"))
+    pid = one.pids()[name]
+    if pid is None:
+        raise RuntimeError(f"the server's {name} must be there to be killed; see its log")
+    begin = time.perf_counter()
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: one.pids()[name] not in (None, pid))
+    one.wait_healthy(PATIENCE_S)
+    took = time.perf_counter() - begin
+    list(generate_stream(one.addresses, prompts("code")[0], max_tokens=2))
+    return took
+
+
+def wait_for(what: Callable[[], Any]) -> None:
+    """Ask until it is so. Raises TimeoutError."""
+    until = time.monotonic() + PATIENCE_S
+    while not what():
+        if time.monotonic() > until:
+            raise TimeoutError(f"nothing came within {PATIENCE_S} s; see the server's logs")
+        time.sleep(0.01)
+
+
+@case("server", minutes=0.7, needs="cpu", lacks=lacks_server)
+def server() -> list[Measurement]:
+    """NVIDIA's Triton Inference Server before an engine: what it adds, and how it recovers.
+
+    Both ways lead to one engine process; its clients are threads of this one, on the same cores.
+    """
+    starts: list[float] = []
+    killed: dict[str, list[float]] = {"engine": [], "stub": []}
+    options = ["--threads", "1", "--slots", str(max(STREAMS))]
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(STARTS):
+            one = TritonServer(
+                Path(folder) / str(turn), environment=ENVIRONMENT, engine_options=options
+            )
+            begin = time.perf_counter()
+            with one:
+                starts.append(time.perf_counter() - begin)
+                if turn == STARTS - 1:
+                    found = overheads(one)
+                    for _, name in itertools.product(range(KILLS), killed):
+                        killed[name].append(healthy_again(one, name))
+    details = {"server": triton_environment.SERVER_VERSION, "cores": os.cpu_count()}
+    return [
+        seen("seconds to ready", "s", starts, **details),
+        *found,
+        *(seen(f"seconds until healthy/{name}", "s", x, **details) for name, x in killed.items()),
+    ]
+
+
+def overheads(one: TritonServer) -> list[Measurement]:
+    """What a client waits for through the server, and past it over the engine's socket."""
+    wait_for(lambda: one.supervisor.spare_ready("engine"))  # it loads on the same cores
+    found = []
+    with one.client(timeout=PATIENCE_S) as client:
+        ways: dict[str, Talk] = {
+            "server": lambda text: generate_stream(
+                one.addresses, text, max_tokens=STREAM_TOKENS, timeout=PATIENCE_S
+            ),
+            "socket": lambda text: iter(asked_of(client, text)),
+        }
+        for count in STREAMS:
+            told: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+            for turn in range(-1, STREAM_ROUNDS):
+                for name in shuffled(ways, "server", turn, count):
+                    medians = all_at_once(ways[name], count)
+                    if turn >= 0:
+                        told[name].append(medians)
+            details = {"streams": count, "tokens": STREAM_TOKENS, "cores": os.cpu_count()}
+            for place, what in enumerate(("first token", "token")):
+                times = {name: [pair[place] for pair in each] for name, each in told.items()}
+                added = [a - b for a, b in zip(times["server"], times["socket"], strict=True)]
+                found += [
+                    beside(f"seconds a {what}/{count} streams", "s", times, "server", **details),
+                    seen(f"seconds that the server adds a {what}/{count} streams", "s", added),
+                ]
+    return found
+
+
+def asked_of(client: EngineClient, text: str) -> Iterable[Any]:
+    """The parts of an output, from the engine itself."""
+    return client.submit(text, max_tokens=STREAM_TOKENS, timeout=PATIENCE_S)
+
+
+# Replicas, on paper ------------------------------------------------------------------------------
+REPLICAS, ROUTED_REQUESTS, ROUTED_SEEDS = 4, 400, (80, 81, 82, 83, 84)
+GROUPS, GROUP_PREFIX, ROUTED_LOADS = 32, 192, (0.5, 0.9)
+# Near what the case "simulator" fits to a CPU, in round numbers.
+COST = CostModel(base=2e-3, per_prefill_token=1e-4, per_decode_row=4e-4, per_context_token=5e-7)
+
+
+def routed_workload(seed: int, arrivals: tuple[float, ...]) -> Workload:
+    """Requests of GROUPS system prompts, too many for one replica's pool."""
+    dice = random.Random(f"routed {seed}")
+    n = len(arrivals)
+    return Workload(
+        arrivals=arrivals,
+        prompts=tuple(GROUP_PREFIX + dice.randint(8, 48) for _ in range(n)),
+        outputs=long_tail(LEAST, n, seed, most=MOST // 2),
+        max_tokens=MOST // 2,
+        prefix=GROUP_PREFIX,
+        groups=GROUPS,
+        seed=seed,
+    )
+
+
+def replica() -> Scheduler:
+    """One of the simulated servers."""
+    return Scheduler(BlockPool(PAGES, PAGE), policy=OURS, slots=SLOTS, budget=BUDGET)
+
+
+@case("replicas", minutes=0.15)
+def replicas() -> list[Measurement]:
+    """Routers in front of four simulated replicas: waiting times and prefixes found."""
+    waiting = routed_workload(ROUTED_SEEDS[0], (0.0,) * ROUTED_REQUESTS)
+    rate = REPLICAS * simulate(waiting, replica, COST).requests_per_second
+    found = []
+    for share in ROUTED_LOADS:
+        told: dict[str, dict[str, list[float]]] = {}
+        for seed, router in itertools.product(ROUTED_SEEDS, ROUTERS):
+            arrivals = poisson(share * rate, ROUTED_REQUESTS, seed)
+            run = route(routed_workload(seed, arrivals), REPLICAS, replica, COST, policy=router)
+            summary = run.summary()
+            for what, value in {
+                "ttft p99": summary["ttft"]["p99"],
+                "e2e p99": summary["e2e"]["p99"],
+                "hit share": run.hit_rate,
+            }.items():
+                told.setdefault(what, {}).setdefault(router, []).append(value)
+        details = {
+            "replicas": REPLICAS, "slots": SLOTS, "blocks": PAGES, "requests": ROUTED_REQUESTS,
+            "groups": GROUPS, "prefix": GROUP_PREFIX, "rate": share * rate, **asdict(COST),
+        }  # fmt: skip
+        found += [
+            beside(
+                f"{what}/{share:g} of the load", "share" if what == "hit share" else "s", samples,
+                "prefix_aware", "simulated", **details,
+            )
+            for what, samples in told.items()
+        ]  # fmt: skip
+    return found

@@ -1,0 +1,75 @@
+"""Cases that tell every two answers apart."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from labcore.exercises.matching import difference
+
+__all__ = ["kept", "separating"]
+
+TRIES = 6000
+
+
+def kept(
+    draw: Callable[[int], list[dict[str, Any]]],
+) -> Callable[[int], list[dict[str, Any]]]:
+    """`draw`, which makes the cases of a seed, with copies of what it made for the last seeds."""
+    made = functools.lru_cache(maxsize=32)(draw)
+
+    @functools.wraps(draw)
+    def cases(seed: int) -> list[dict[str, Any]]:
+        return copy.deepcopy(made(seed))
+
+    return cases
+
+
+def separating(
+    draw: Callable[[], dict[str, Any]],
+    answers: Sequence[Callable[..., Any]],
+    variants: Sequence[Mapping[str, Any]] = ({},),
+    *,
+    least: int = 5,
+) -> list[dict[str, Any]]:
+    """The first `least` cases of `draw`, and those after them that are needed.
+
+    Afterwards no two of `answers` agree in all cases, whichever of `variants`, keyword arguments
+    beside a case's own, is used. So a mistake is never taken for the right answer or for another
+    mistake by bad luck. Raises RuntimeError where two answers stay alike.
+    """
+    pairs = itertools.combinations(range(len(answers)), 2)
+    alike = {(*pair, number) for pair in pairs for number in range(len(variants))}
+    cases: list[dict[str, Any]] = []
+    for _ in range(TRIES):
+        if not alike and len(cases) >= least:
+            return cases
+        case = draw()
+        told = _told_apart(case, answers, variants, alike)
+        if told or len(cases) < least:
+            cases.append(case)
+        alike -= told
+    raise RuntimeError(f"cases must tell all answers apart, and {sorted(alike)[:3]} stay alike")
+
+
+def _told_apart(
+    case: Mapping[str, Any],
+    answers: Sequence[Callable[..., Any]],
+    variants: Sequence[Mapping[str, Any]],
+    alike: set[tuple[int, int, int]],
+) -> set[tuple[int, int, int]]:
+    """Of `alike`, (answer, answer, variant), those that this case tells apart."""
+    given: dict[tuple[int, int], Any] = {}
+    for one, other, number in alike:
+        for place in (one, other):
+            if (place, number) not in given:
+                arguments = copy.deepcopy({**case, **variants[number]})
+                given[place, number] = answers[place](**arguments)
+    return {
+        (one, other, number)
+        for one, other, number in alike
+        if difference(given[one, number], given[other, number], rtol=1e-5, atol=1e-9)
+    }

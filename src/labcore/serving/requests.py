@@ -1,0 +1,141 @@
+"""What a client asks for, and what the scheduler knows about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from labcore.decoding import SamplingConfig
+
+__all__ = ["FINISHES", "Request", "State"]
+
+FINISHES = ("eos", "stop", "length", "cancelled", "deadline", "refused", "error")
+"""Why a request ended; "" while it has not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request, as it came.
+
+    id: its name, unlike that of every other request under way. prompt: its tokens, at least one.
+    sampling: how its tokens are drawn, and at most how many. priority: smaller goes first.
+    deadline: seconds on the engine's clock at which it ends, done or not; None is never.
+    arrival: seconds on the same clock; of equal priorities the earlier goes first.
+    Raises TypeError or ValueError that names the field.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingConfig
+    priority: int = 0
+    deadline: float | None = None
+    arrival: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not self.id:
+            raise ValueError(f"id must be a text, not empty, got {self.id!r}")
+        if isinstance(self.prompt, str | bytes) or not isinstance(self.prompt, Iterable):
+            raise TypeError(
+                f"prompt must be a row of tokens, got {type(self.prompt).__name__}; encode the "
+                "text with a tokenizer"
+            )
+        object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
+        if not self.prompt:
+            raise ValueError(
+                "prompt must hold at least one token, got none; begin with the model's BOS"
+            )
+        if min(self.prompt) < 0:
+            raise ValueError(f"tokens must be at least 0, got {min(self.prompt)}")
+        if not isinstance(self.sampling, SamplingConfig):
+            raise TypeError(
+                f"sampling must be a SamplingConfig, got {type(self.sampling).__name__}"
+            )
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise TypeError(f"priority must be a whole number, got {self.priority!r}")
+        if self.deadline is not None and not math.isfinite(self.deadline):
+            raise ValueError(f"deadline must be finite or None (never), got {self.deadline}")
+        if not math.isfinite(self.arrival):
+            raise ValueError(f"arrival must be a finite number of seconds, got {self.arrival}")
+
+    @property
+    def longest(self) -> int:
+        """Most tokens whose keys and values it needs: the last of the output is never read."""
+        return len(self.prompt) + self.sampling.max_tokens - 1
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """What a scheduler knows about one request; only the scheduler changes it.
+
+    tokens: prompt and output so far. computed: how many of them have their keys and values in
+    `blocks`. status: "waiting", "running" or "finished". finish: "" or one of `FINISHES`; reason:
+    a sentence where the finish needs one.
+    preemptions: times that it lost its blocks. recomputed: tokens read again after that.
+    wasted: drafted tokens that were read and rejected. matched: tokens found in shared blocks
+    instead of being read. peak: most tokens that were ever computed.
+    added_at, admitted_at (the first time), first_token_at, finished_at: seconds on the engine's
+    clock, None before.
+    digests: of its first full blocks, a chain; registered: how many of `blocks` are known to the
+    pool by them; order: counts the requests of a scheduler.
+    """
+
+    request: Request
+    order: int = 0
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    status: str = "waiting"
+    finish: str = ""
+    reason: str = ""
+    preemptions: int = 0
+    recomputed: int = 0
+    wasted: int = 0
+    matched: int = 0
+    peak: int = 0
+    added_at: float | None = None
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    digests: list[bytes] = field(default_factory=list)
+    registered: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            self.tokens = list(self.request.prompt)
+
+    @property
+    def id(self) -> str:
+        """The request's."""
+        return self.request.id
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens behind the prompt."""
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def emitted(self) -> int:
+        """How many tokens are behind the prompt."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def missing(self) -> int:
+        """Tokens not read yet: 1 while it decodes."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """Whether only the newest token of its output is not read yet."""
+        return self.missing == 1 and self.emitted > 0
+
+    @property
+    def seniority(self) -> tuple[int, float, int]:
+        """Who goes first: priority, then arrival, then the order of adding; smaller first."""
+        return self.request.priority, self.request.arrival, self.order
+
+    @property
+    def place(self) -> tuple[int, bool, float, int]:
+        """Its place in the queue: by seniority, but of equal priorities the preempted first."""
+        priority, arrival, order = self.seniority
+        return priority, not self.preemptions, arrival, order

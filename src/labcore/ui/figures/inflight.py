@@ -1,0 +1,343 @@
+"""Figures of the chapter `inflight`: timelines of batches here, the others beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from labcore.checks import one_of
+from labcore.serving.scenes import PROMISED, Bar, Scene
+from labcore.serving.simulate import CACHED, FREE, SHARED
+from labcore.ui.explorer import describe
+from labcore.ui.figures.inflight_load import latency_curves, replicas, simulated_against_measured
+from labcore.ui.figures.inflight_step import anatomy, chunk_gaps
+from labcore.ui.figures.tensor_parallel import _ceiling
+from labcore.ui.figures.tensor_parallel_cost import _lines, _time
+from labcore.ui.theme import PALETTE
+
+__all__ = [
+    "anatomy",
+    "chunk_gaps",
+    "latency_curves",
+    "replicas",
+    "simulated_against_measured",
+    "timeline",
+    "two_batches",
+]
+
+_KINDS = {
+    "prefill": ("prefill", PALETTE["orange"]),
+    "decode": ("decode", PALETTE["blue"]),
+    "recompute": ("recompute", PALETTE["vermillion"]),
+    "stalled": ("stalled", PALETTE["purple"]),
+    "idle": ("ended, row held", "#a7adb4"),
+}
+_WAIT = "#7d6b91"
+# Tones of the requests that hold blocks; neighbours differ, and none is a color of a bar.
+_TONES = ("#5f93bd", "#9bc4a8", "#8f82b5", "#8fb8d8", "#5f9c83", "#b9a9d6")
+_PROMISE, _SHARED, _CACHED = "rgba(230,159,0,0.3)", "#6c757d", "#c6cbd0"
+_LETTER = 0.026  # of a digit's width on a phone, in lengths of the time axis
+
+
+def timeline(
+    policy: str = "static",
+    rate: float = 0.9,
+    mix: str = "long tail",
+    pool: int = 24,
+    *,
+    data: Mapping[tuple[str, float, str, int], Scene],
+) -> go.Figure:
+    """What each row of the batch does, how many requests wait, and who holds the blocks.
+
+    data: scenes by (policy, rate, mix, pool), such as `scenarios.grid()`; the others choose one.
+    All policies share the axes at the same rate, mix and pool. A number on a bar is the request's.
+    Of the blocks each request has a tone; what is promised is marked on the last free ones.
+    Raises ValueError for a combination that is not in the data.
+    """
+    one_of("policy, rate, mix and pool", (policy, rate, mix, pool), data)
+    now = data[policy, rate, mix, pool]
+    peers = [one for key, one in data.items() if key[1:] == (rate, mix, pool)]
+    wide = _ceiling(max(one.seconds for one in peers))
+    longest = max((count for one in peers for _, count in one.waiting), default=0)
+    work = sum(now.shares.get(kind, 0.0) for kind in ("prefill", "decode", "recompute"))
+    held = now.shares.get("idle", 0.0)
+    title = (
+        f"{policy}, {rate:g} of capacity<br>"
+        f"{now.tokens_per_second:.0f} tokens/s, p50 {_time(now.p50)}, p99 {_time(now.p99)}<br>"
+        f"rows: {work:.0%} work, {held:.0%} held by ended"
+    )
+    figure = go.Figure(
+        [
+            *_rows(now.bars, 18),
+            _numbers(now.bars, wide),
+            _queue_line(now, wide),
+            _block_map(now, wide),
+            *_keys(now),
+        ],
+        {
+            "title": _lines(title),
+            "xaxis": {**_time_axis(wide), "anchor": "y", "showticklabels": False},
+            "yaxis": {**_row_axis(now.slots), "domain": [0.56, 1], "anchor": "x"},
+            "xaxis2": {**_time_axis(wide), "anchor": "y2", "showticklabels": False},
+            "yaxis2": {
+                "domain": [0.4, 0.52], "anchor": "x2", "title": "waiting", "nticks": 3,
+                "range": [0, max(longest, 1) * 1.1], "zeroline": False,
+            },
+            "xaxis3": {
+                **_time_axis(wide), "anchor": "y3",
+                "title": f"seconds; {mix}, {pool} blocks",
+            },
+            "yaxis3": {
+                "domain": [0, 0.36], "anchor": "x3", "title": "blocks", "showgrid": False,
+                "range": [-0.5, now.pages - 0.5], "zeroline": False, "nticks": 4,
+            },
+            "height": 700,
+            "margin": {"t": 100},
+            "legend": {"xref": "container"},
+        },
+    )  # fmt: skip
+    words = ", ".join(f"{_KINDS[k][0]} {now.shares[k]:.0%}" for k in _KINDS if k in now.shares)
+    return describe(
+        figure,
+        f"{title.replace('<br>', ', ')}. Lengths {mix}, {pool} blocks, {now.slots} rows. Of the "
+        f"rows' time: {words}, empty {now.shares['empty']:.0%}. At most "
+        f"{max((count for _, count in now.waiting), default=0)} requests wait; "
+        f"{now.preemptions} preemptions, {now.recomputed} tokens read again.",
+    )
+
+
+def _time_axis(wide: float) -> dict[str, Any]:
+    return {"range": [0, wide], "zeroline": False, "exponentformat": "none", "nticks": 6}
+
+
+def _row_axis(slots: int) -> dict[str, Any]:
+    return {
+        "range": [slots + 0.5, 0.5], "title": "rows", "zeroline": False, "showgrid": False,
+        "tickvals": list(range(1, slots + 1)),
+    }  # fmt: skip
+
+
+def _rows(
+    bars: Iterable[Bar], width: float, *, panel: str = "", keys: bool = True
+) -> list[dict[str, Any]]:
+    """Bars as thick lines, a trace for each kind; keys: whether they stand in the legend."""
+    given = list(bars)
+    made = []
+    for kind, (name, color) in _KINDS.items():
+        x: list[float | None] = []
+        y: list[float | None] = []
+        for bar in given:
+            if bar.kind == kind:
+                gap = [None] if x else []
+                x += [*gap, bar.begin, bar.end]
+                y += [*gap, bar.slot + 1, bar.slot + 1]
+        made.append(
+            {
+                "type": "scatter", "x": x or [None], "y": y or [None], "mode": "lines",
+                "name": name, "line": {"color": color, "width": width, "simplify": False},
+                "hoverinfo": "skip", "showlegend": keys, "legendgroup": kind,
+                "xaxis": f"x{panel}", "yaxis": f"y{panel}",
+            }
+        )  # fmt: skip
+    return made
+
+
+def _numbers(bars: Sequence[Bar], wide: float, *, panel: str = "") -> dict[str, Any]:
+    """Each request's number on its longest bars, and what the bar is where a reader points."""
+    x, y, words, hover = [], [], [], []
+    for bar in bars:
+        long = bar.end - bar.begin
+        told = str(bar.number + 1)
+        x.append((bar.begin + bar.end) / 2)
+        y.append(bar.slot + 1)
+        words.append(told if bar.kind == "decode" and _LETTER * wide * len(told) <= long else "")
+        hover.append(f"request {told}: {_KINDS[bar.kind][0]}, {_time(long)}")
+    return {
+        "type": "scatter", "x": x, "y": y, "mode": "text", "text": words, "hovertext": hover,
+        "hoverinfo": "text", "showlegend": False, "textposition": "middle center",
+        "textfont": {"size": 11, "color": "#ffffff"}, "name": "request",
+        "xaxis": f"x{panel}", "yaxis": f"y{panel}",
+    }  # fmt: skip
+
+
+def _queue_line(now: Scene, wide: float) -> dict[str, Any]:
+    """How many wait, as steps."""
+    times = [time for time, _ in now.waiting]
+    counts = [count for _, count in now.waiting]
+    return {
+        "type": "scatter", "x": [*times, wide], "y": [*counts, counts[-1]], "mode": "lines",
+        "line": {"shape": "hv", "width": 1.5, "color": _WAIT}, "fill": "tozeroy",
+        "fillcolor": "rgba(125,107,145,0.35)", "name": "waiting", "showlegend": False,
+        "xaxis": "x2", "yaxis": "y2",
+    }  # fmt: skip
+
+
+def _block_map(now: Scene, wide: float) -> dict[str, Any]:
+    """Blocks over time: nothing where they are free, a tone for each request."""
+    special = {PROMISED: 0, CACHED: 1, SHARED: 2}
+    colors = [_PROMISE, _CACHED, _SHARED, *_TONES]
+    z = [
+        [
+            None if one == FREE else special.get(one, len(special) + one % len(_TONES))
+            for one in row
+        ]
+        for row in now.blocks
+    ]  # fmt: skip
+    scale: list[list[Any]] = []
+    for at, color in enumerate(colors):
+        scale += [[at / len(colors), color], [(at + 1) / len(colors), color]]
+    columns = len(z[0]) if z else 0
+    step = now.seconds / columns if columns else wide
+    return {
+        "type": "heatmap", "x": [(at + 0.5) * step for at in range(columns)],
+        "y": list(range(len(z))), "z": z, "zmin": -0.5, "zmax": len(colors) - 0.5,
+        "colorscale": scale, "showscale": False, "hoverinfo": "skip", "name": "blocks",
+        "ygap": 1, "xaxis": "x3", "yaxis": "y3",
+    }  # fmt: skip
+
+
+def _keys(now: Scene) -> list[dict[str, Any]]:
+    """What the tones of the block map mean, for the legend."""
+    codes = {code for row in now.blocks for code in row}
+    wanted = [("held block", _TONES[0]), ("promised block", _PROMISE)]
+    if CACHED in codes:
+        wanted.append(("cached block", _CACHED))
+    if SHARED in codes:
+        wanted.append(("shared block", _SHARED))
+    return [
+        {
+            "type": "scatter", "x": [None], "y": [None], "mode": "markers", "name": name,
+            "marker": {"symbol": "square", "size": 12, "color": color, "opacity": 1},
+            "xaxis": "x3", "yaxis": "y3",
+        }
+        for name, color in wanted
+    ]  # fmt: skip
+
+
+def two_batches(
+    static: Scene, inflight: Scene, *, names: tuple[str, str] = ("static", "in flight")
+) -> go.Figure:
+    """The same requests in a static batch and in flight, above each other on one time axis.
+
+    Of the same requests; names: of the two panels. Below the rows of each panel stand the requests
+    that wait, a thin line each from arrival to admission. The request that waits longest in the
+    first panel is marked in both, and so is the longest time in which an ended one holds a row.
+    Raises ValueError where the two are not of as many requests.
+    """
+    if len(static.ends) != len(inflight.ends):
+        raise ValueError(
+            f"both must be of the same requests, got {len(static.ends)} and {len(inflight.ends)}"
+        )
+    wide = _ceiling(max(static.seconds, inflight.seconds))
+    newcomer = max(static.queue, key=_length, default=None)
+    number = -1 if newcomer is None else newcomer.number
+    depth = max(len(set(_lanes(now.queue))) for now in (static, inflight))
+    traces: list[dict[str, Any]] = []
+    layout: dict[str, Any] = {}
+    for panel, now, domain in (("", static, [0.54, 1]), ("2", inflight, [0, 0.46])):
+        traces += _rows(now.bars, 16, panel=panel, keys=panel == "")
+        traces.append(_numbers(now.bars, wide, panel=panel))
+        traces += _waits(now, number, panel=panel)
+        traces += _callouts(now, number, wide, panel=panel)
+        layout[f"xaxis{panel}"] = {**_time_axis(wide), "anchor": f"y{panel}"}
+        layout[f"yaxis{panel}"] = {
+            **_row_axis(now.slots), "domain": domain, "anchor": f"x{panel}",
+            "range": [_lane(now, depth) + 0.8, 0.5], "title": names[panel == "2"],
+        }  # fmt: skip
+    layout["xaxis"]["showticklabels"] = False
+    layout["xaxis2"]["title"] = "seconds"
+    saved = static.seconds / inflight.seconds
+    title = (
+        f"{len(static.ends)} requests, {static.slots} rows<br>"
+        f"{names[0]}: {_time(static.seconds)}, p50 {_time(static.p50)}<br>"
+        f"{names[1]}: {_time(inflight.seconds)}, p50 {_time(inflight.p50)}"
+    )
+    figure = go.Figure(
+        traces,
+        {
+            "title": _lines(title), **layout, "height": 620, "margin": {"t": 100},
+            "legend": {"xref": "container"},
+        },
+    )  # fmt: skip
+    held = static.shares.get("idle", 0.0)
+    said = f"{title.replace('<br>', ', ')}: {saved:.2f} times as long. "
+    said += f"{names[0]} leaves {held:.0%} of the rows' time to requests that have ended"
+    if newcomer is not None:
+        said += (
+            f"; request {newcomer.number + 1} waits {_time(_length(newcomer))} there and "
+            f"{_time(_wait(inflight, newcomer.number))} {names[1]}"
+        )
+    return describe(figure, f"{said}.")
+
+
+def _length(bar: Bar) -> float:
+    return bar.end - bar.begin
+
+
+def _wait(now: Scene, number: int) -> float:
+    return math.fsum(_length(bar) for bar in now.queue if bar.number == number)
+
+
+def _lanes(bars: Sequence[Bar]) -> list[int]:
+    """Of each bar the first lane that is free when it begins."""
+    busy: list[float] = []
+    told = []
+    for bar in bars:
+        lane = next((at for at, end in enumerate(busy) if end <= bar.begin), len(busy))
+        busy[lane : lane + 1] = [bar.end]
+        told.append(lane)
+    return told
+
+
+def _lane(now: Scene, lane: int) -> float:
+    """Where a lane of the queue stands, in rows."""
+    return now.slots + 0.95 + 0.28 * lane
+
+
+def _waits(now: Scene, number: int, *, panel: str) -> list[dict[str, Any]]:
+    """Thin lines below the rows: those who wait, and the request `number` among them."""
+    lines: dict[bool, tuple[list[float | None], list[float | None]]] = {
+        False: ([], []),
+        True: ([], []),
+    }
+    for bar, lane in zip(now.queue, _lanes(now.queue), strict=True):
+        x, y = lines[bar.number == number]
+        gap = [None] if x else []
+        x += [*gap, bar.begin, bar.end]
+        y += [*gap, _lane(now, lane), _lane(now, lane)]
+    return [
+        {
+            "type": "scatter", "x": lines[one][0] or [None], "y": lines[one][1] or [None],
+            "mode": "lines", "name": name, "hoverinfo": "skip",
+            "line": {"color": color, "width": width, "simplify": False},
+            "showlegend": not panel, "xaxis": f"x{panel}", "yaxis": f"y{panel}",
+        }
+        for one, name, color, width in (
+            (False, "waiting", _WAIT, 3), (True, "the longest wait", PALETTE["vermillion"], 5),
+        )
+    ]  # fmt: skip
+
+
+def _callouts(now: Scene, number: int, wide: float, *, panel: str) -> list[dict[str, Any]]:
+    """Words where a row is held for nothing, and of the wait of the request `number`."""
+    idle = max((bar for bar in now.bars if bar.kind == "idle"), key=_length, default=None)
+    room = idle is not None and _length(idle) > 4 * _LETTER * wide
+    depth = len(set(_lanes(now.queue)))
+    said = f"request {number + 1} waits {_time(_wait(now, number))}" if number >= 0 else ""
+    places = [
+        ([(idle.begin + idle.end) / 2], [idle.slot + 1], "idle", {"size": 12, "color": "#222832"})
+        if idle is not None and room
+        else ([None], [None], "", {"size": 12}),
+        ([0.5 * wide], [_lane(now, depth) + 0.25], said, {"size": 12}),
+    ]
+    return [
+        {
+            "type": "scatter", "x": x, "y": y, "text": [word], "mode": "text", "textfont": font,
+            "textposition": "middle center", "hoverinfo": "skip", "showlegend": False,
+            "name": "words", "xaxis": f"x{panel}", "yaxis": f"y{panel}",
+        }
+        for x, y, word, font in places
+    ]  # fmt: skip

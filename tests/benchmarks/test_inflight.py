@@ -1,0 +1,356 @@
+"""The cases run small: every quantity that a claim asks for is there, and counts are right."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import inflight as cases
+from benchmarks.runner import Measurement, cases_of
+from labcore.serving.triton_client import Streamed
+from tests.benchmarks.measurements import asked, by_quantity
+
+NAMES = (
+    "peers", "cache", "load", "simulator", "pressure", "chunks", "speculation", "prefixes", "equal",
+    "server", "replicas",
+)  # fmt: skip
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "SLOTS": 3,
+        "PAGE": 4,
+        "PAGES": 40,
+        "BUDGET": 24,
+        "LEAST": 2,
+        "MOST": 14,
+        "SHORTEST": 3,
+        "LONGEST": 11,
+        "PEER_SEEDS": (3, 4),
+        "PEER_REQUESTS": 7,
+        "PEER_ROUNDS": 1,
+        "CACHE_SEEDS": (5,),
+        "CACHE_ROUNDS": 2,
+        "LOAD_SEEDS": (6, 7),
+        "LOAD_REQUESTS": 9,
+        "RATE_SEEDS": (8,),
+        "SIMULATED_ROUNDS": ((9, 10), (11, 12)),
+        "WARM_UP": 2,
+        "PRESSED_SEEDS": (13, 14),
+        "PRESSED_REQUESTS": 6,
+        "FEW_PAGES": 8,
+        "EXACT_OUTPUT": 12,
+        "CHUNKS": (4, 60),
+        "LONG_PROMPT": 60,
+        "DECODING": 2,
+        "BEFORE": 2,
+        "CHUNK_ROUNDS": 2,
+        "KINDS": ("code",),
+        "DRAFT_PROMPTS": 3,
+        "DRAFT_TOKENS": 12,
+        "DRAFT_ROUNDS": 2,
+        "SYSTEM": 20,
+        "OWN": (2, 5),
+        "SHARING": 6,
+        "SHARED_OUTPUT": 3,
+        "SHARED_SEEDS": (15, 16),
+        "EQUAL_REQUESTS": 5,
+        "EQUAL_WAYS": {
+            "guaranteed_no_evict": {},
+            "small": {"policy": "max_utilization", "pages": 8},
+            "n-gram": {"proposer": "ngram"},
+        },
+        "ROUTED_REQUESTS": 40,
+        "GROUP_PREFIX": 20,
+        "ROUTED_SEEDS": (17, 18),
+        "STREAMS": (2,),
+        "STREAM_TOKENS": 3,
+        "STREAM_ROUNDS": 2,
+        "STARTS": 1,
+        "KILLS": 1,
+    }.items():
+        monkeypatch.setattr(cases, name, value)
+
+
+def test_all_take_ten_minutes_and_have_their_names() -> None:
+    every = {one.name: one for one in cases_of("inflight")}
+    assert set(every) == set(NAMES)
+    assert sum(one.minutes for one in every.values()) <= 10
+    assert {name for name, one in every.items() if one.needs == "any"} == {"equal", "replicas"}
+    assert every["server"].lacks is cases.lacks_server
+    assert all(one.lacks() == "" for name, one in every.items() if name != "server")
+
+
+def test_what_is_measured_was_chosen_before_and_hides_its_lengths() -> None:
+    given = cases.workload(400, 0)
+    assert given == cases.workload(400, 0) != cases.workload(400, 1)
+    assert {one.sampling.max_tokens for one in given.requests()} == {256} == {cases.MOST}
+    assert {one.arrival for one in given.requests()} == {0.0}
+    ordered = sorted(given.outputs)
+    assert ordered[0] == 8 and ordered[-1] > 128
+    # A long tail: the longest tenth of the outputs has near half of the tokens or more.
+    assert statistics.median(ordered) < 20 < statistics.fmean(ordered)
+    assert sum(ordered[-40:]) > 0.4 * sum(ordered)
+    assert min(given.prompts) >= 16 and max(given.prompts) <= 96
+    seeds = [
+        *cases.PEER_SEEDS, *cases.CACHE_SEEDS, *cases.LOAD_SEEDS, *cases.RATE_SEEDS,
+        *(seed for pair in cases.SIMULATED_ROUNDS for seed in pair), *cases.PRESSED_SEEDS,
+        *cases.SHARED_SEEDS, cases.EQUAL_SEED, *cases.ROUTED_SEEDS,
+    ]  # fmt: skip
+    assert len(set(seeds)) == len(seeds)
+    # Eight of the longest fit: no policy lacks blocks unless the case is about that.
+    longest = cases.LONGEST + cases.MOST
+    assert cases.SLOTS * longest <= cases.PAGES * cases.PAGE
+    assert len(cases.LOAD_SEEDS) >= 3 and dict(cases.LOADS) == {
+        "light": 0.3, "busy": 0.7, "saturated": 1.2,
+    }  # fmt: skip
+
+
+def needs(case: str, found: dict[str, Measurement], *names: str) -> None:
+    assert asked("inflight", case) | set(names) <= set(found)
+
+
+@pytest.mark.usefixtures("small")
+def test_every_system_serves_the_same_requests() -> None:
+    found = by_quantity(cases.peers())
+    over = "tokens a second, guaranteed_no_evict over"
+    wasted = "share of rows computed for requests that had ended"
+    needs(
+        "peers", found, f"{over} static", f"{over} max_utilization", f"{wasted}/static",
+        f"{over} transformers continuous", f"{over} transformers static",
+    )  # fmt: skip
+    speed = found["tokens a second"]
+    assert set(speed.peers) == {"static", "max_utilization", cases.CONTINUOUS, cases.PADDED}
+    assert all(len(samples) == 2 for samples in (speed.samples, *speed.peers.values()))
+    for peer, samples in speed.peers.items():
+        pairs = zip(speed.samples, samples, strict=True)
+        assert found[f"{over} {peer}"].samples == [ours / theirs for ours, theirs in pairs]
+    assert 1 <= speed.details["most requests at once in transformers"] <= 3
+    for audit in speed.details["audits"]:
+        same = audit["identical to guaranteed_no_evict"]
+        assert audit["requests"] == 7 and len(same) == 5
+        assert audit["largest gap, nats"] <= cases.GAP
+    for what in ("ttft", "tpot"):
+        low, high = (found[f"{what} {at}"] for at in ("p50", "p99"))
+        assert all(a <= b for a, b in zip(low.samples, high.samples, strict=True))
+        for name in low.peers:
+            assert min(low.peers[name]) > 0 and len(low.peers[name]) == 2
+    # Counted here once more: prompts are read one after the other, so at least this is wasted.
+    for seed, share in zip((3, 4), found[f"{wasted}/static"].samples, strict=True):
+        lengths = cases.workload(7, seed).outputs
+        batches = [lengths[at : at + 3] for at in (0, 3, 6)]
+        rows = sum((max(batch) - 1) * len(batch) for batch in batches)
+        assert 0 < share <= 1 - sum(length - 1 for length in lengths) / rows + 0.1
+    assert found[f"{wasted}/guaranteed_no_evict"].samples == [0, 0]
+    padding = found["share of padding in the prompts/transformers static"].samples
+    for seed, share in zip((3, 4), padding, strict=True):
+        given = cases.workload(7, seed).prompts
+        wide = sum(max(given[at : at + 3]) * len(given[at : at + 3]) for at in (0, 3, 6))
+        assert share == pytest.approx(1 - sum(given) / wide)
+
+
+@pytest.mark.usefixtures("small")
+def test_an_output_that_is_not_the_models_is_not_timed() -> None:
+    given = cases.workload(4, 0)
+    right = cases.served_by(cases.engine(), given)
+    wrong = [[*tokens] for tokens in right.outputs]
+    assert cases.refuse_wrong({cases.OURS: right}, given)["requests"] == 4
+    wrong[2][0] = (wrong[2][0] + 1) % 2048
+    other = cases.Served(seconds=1, outputs=wrong, ttft=[], tpot=[], facts={})
+    with pytest.raises(RuntimeError, match="greedy up to near ties"):
+        cases.refuse_wrong({cases.OURS: right, "peer": other}, given)
+    wrong[2] = [*right.outputs[2], 5]
+    with pytest.raises(RuntimeError, match="tokens, said"):
+        cases.refuse_wrong({cases.OURS: right, "peer": other}, given)
+
+
+def test_how_many_run_at_once_is_counted_at_every_beginning(seed: int) -> None:
+    dice = random.Random(seed)
+    spans = [(begin := dice.random(), begin + dice.random()) for _ in range(30)]
+    most = max(sum(a <= begin < b for a, b in spans) for begin, _ in spans)
+    assert cases.at_once(spans) == most
+    assert cases.at_once([(0.0, 1.0), (1.0, 2.0)]) == 1
+
+
+@pytest.mark.usefixtures("small")
+def test_pages_and_slots_serve_the_same() -> None:
+    found = by_quantity(cases.cache())
+    needs("cache", found, "tokens a second, paged over contiguous slots")
+    speed = found["tokens a second"]
+    over = found["tokens a second, paged over contiguous slots"].samples
+    assert over == [a / b for a, b in zip(speed.samples, speed.peers["slots"], strict=True)]
+    assert len(over) == 2
+
+
+@pytest.mark.usefixtures("small")
+def test_arrivals_are_measured_under_every_load() -> None:
+    found = by_quantity(cases.load())
+    ratios = (
+        "latency spread, static over guaranteed_no_evict",
+        "queue seconds, static over guaranteed_no_evict",
+        "normalised latency p50, guaranteed_no_evict over static",
+    )
+    raw = [f"{what} {at}" for what in cases.TIMES for at in ("p50", "p99")]
+    names = [f"{what}/{load}" for what in (*ratios, *raw) for load in cases.LOADS]
+    needs("load", found, *names)
+    rate = statistics.median(found["requests a second, all waiting/guaranteed_no_evict"].samples)
+    for load, share in cases.LOADS.items():
+        spread, queue, middle = (found[f"{what}/{load}"] for what in ratios)
+        assert spread.details["rate"] == pytest.approx(share * rate)
+        for arrivals in spread.details["arrivals"]:
+            assert len(arrivals) == 9 and all(a <= b for a, b in pairwise(arrivals))
+        for item in (spread, queue, middle):
+            assert len(item.samples) == 2 and min(item.samples) > 0
+        far, near = (found[f"normalised latency {at}/{load}"] for at in ("p99", "p50"))
+        ours = [a / b for a, b in zip(far.samples, near.samples, strict=True)]
+        static = [
+            a / b for a, b in zip(far.peers["static"], near.peers["static"], strict=True)
+        ]  # fmt: skip
+        assert spread.samples == pytest.approx([a / b for a, b in zip(static, ours, strict=True)])
+        assert middle.samples == [
+            a / b for a, b in zip(near.samples, near.peers["static"], strict=True)
+        ]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_fitted_simulator_predicts_every_load_and_policy() -> None:
+    found = by_quantity(cases.simulator())
+    ways = (cases.FORECAST, cases.CALIBRATED, cases.REPEATED)
+    names = [
+        f"{what} over measured/{way}, {policy}, {load}"
+        for what in ("tokens a second", "ttft p50", "tpot p50", "e2e p50", "e2e p99")
+        for way in ways
+        for policy in cases.PREDICTED
+        for load in cases.LOADS
+    ]
+    needs("simulator", found, *names)
+    for way in ways:
+        off = found[f"deviation of throughput and medians/{way}"]
+        assert len(off.samples) == 2 * 3 * 2 * 4 and len(off.details["costs"]) == 2
+        inside = found[f"throughput and medians within the bar/{way}"].samples[0]
+        assert inside == statistics.fmean(sample <= 0.15 for sample in off.samples)
+        for name in ("ttft", "tpot", "e2e"):
+            share = found[f"{name} p99 inside the measured interval/{way}"]
+            assert 0 <= share.samples[0] <= 1 and share.details["runs"] == 12
+
+
+@pytest.mark.usefixtures("small")
+def test_a_small_pool_makes_max_utilization_read_again() -> None:
+    found = by_quantity(cases.pressure())
+    pair = "max_utilization over guaranteed_no_evict"
+    names = [f"{w}, {pair}/{k}" for w in ("tokens a second", "tpot p99") for k in cases.PRESSURES]
+    needs("pressure", found, *names)
+    again = {kind: found[f"recomputed tokens share/{kind}"] for kind in cases.PRESSURES}
+    assert min(again[cases.PRESSURES[0]].samples) > 0
+    assert again["off pressure"].samples == [0, 0]
+    assert all(item.peers["guaranteed_no_evict"] == [0, 0] for item in again.values())
+    for kind in cases.PRESSURES:
+        counted = found[f"tokens a second, {pair}/{kind}"].details["preemptions"]
+        assert all((n > 0) == (x > 0) for n, x in zip(counted, again[kind].samples, strict=True))
+
+
+@pytest.mark.usefixtures("small")
+def test_a_long_prompt_is_read_beside_decoding_rows() -> None:
+    found = by_quantity(cases.chunks())
+    names = [f"largest gap over the median gap/chunks of {size}" for size in (4, 60)]
+    names += [f"ttft of the long prompt/chunks of {size}" for size in (4, 60)]
+    needs("chunks", found, *names)
+    for name in names:
+        assert len(found[name].samples) == 2 and min(found[name].samples) > 0
+
+
+@pytest.mark.usefixtures("small")
+def test_drafts_change_no_output() -> None:
+    found = by_quantity(cases.speculation())
+    for rows in (1, 8):
+        over = found[f"tokens a second, n-gram over none/code, {rows} rows"]
+        assert over.details["outputs equal"] == over.details["requests"] == 3
+        assert len(over.samples) == 2
+        share = found[f"accepted share/code, {rows} rows"]
+        assert 0 <= share.samples[0] <= 1 and share.details["drafted"] > 0
+    needs("speculation", found)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_shared_prompt_is_read_less_often() -> None:
+    found = by_quantity(cases.prefixes())
+    read = found["prompt tokens read, shared over each its own"]
+    needs("prefixes", found, "ttft, shared over each its own")
+    assert max(read.samples) < 1
+    pairs = zip(read.details["tokens"], read.details["alone"], strict=True)
+    assert all(less < whole for less, whole in pairs)
+
+
+@pytest.mark.usefixtures("small")
+def test_every_output_is_counted_once() -> None:
+    found = by_quantity(cases.equal())
+    labels = (
+        "outputs equal to the request alone",
+        "outputs that differ by a near tie",
+        "outputs that differ otherwise",
+    )
+    for way in cases.EQUAL_WAYS:
+        assert sum(found[f"{label}/{way}"].samples[0] for label in labels) == 5
+        assert found[f"outputs that differ otherwise/{way}"].samples == [0]
+    needs("equal", found)
+
+
+@pytest.mark.usefixtures("small")
+def test_routers_are_simulated_on_the_same_requests() -> None:
+    found = by_quantity(cases.replicas())
+    assert {item.mode for item in found.values()} == {"simulated"}
+    names = [f"{w}/{s:g} of the load" for w in ("ttft p99", "hit share") for s in (0.5, 0.9)]
+    needs("replicas", found, *names)
+    for share in (0.5, 0.9):
+        hits = found[f"hit share/{share:g} of the load"]
+        assert set(hits.peers) == {"round_robin", "least_loaded"} and len(hits.samples) == 2
+        assert by_quantity(cases.replicas())[f"hit share/{share:g} of the load"] == hits
+
+
+def test_a_stream_is_timed_from_its_question_to_its_tokens() -> None:
+    asked_for: list[str] = []
+    lock = threading.Lock()
+
+    def talk(text: str) -> Iterator[Any]:
+        with lock:
+            asked_for.append(text)
+        yield Streamed(tokens=(1,))
+        yield Streamed(text="held back")
+        yield Streamed(tokens=(2, 3))
+        yield Streamed(finish="length")
+
+    first, between = cases.all_at_once(talk, 5)
+    assert len(asked_for) == 5 and first > 0 and between >= 0
+    with pytest.raises(RuntimeError, match="must bring tokens"):
+        cases.all_at_once(lambda text: iter([Streamed(finish="error")]), 2)
+
+
+def test_a_process_that_is_gone_is_said_to_be() -> None:
+    one = SimpleNamespace(
+        supervisor=SimpleNamespace(spare_ready=lambda name: True), pids=lambda: {"stub": None}
+    )
+    with pytest.raises(RuntimeError, match="stub must be there"):
+        cases.healthy_again(one, "stub")  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("small")
+def test_the_real_server_is_started_asked_and_killed() -> None:
+    if lack := cases.lacks_server():
+        pytest.skip(lack)
+    found = by_quantity(cases.server())
+    needs(
+        "server", found, "seconds to ready", "seconds until healthy/engine",
+        "seconds until healthy/stub", "seconds that the server adds a token/2 streams",
+        "seconds that the server adds a first token/2 streams",
+    )  # fmt: skip
+    assert all(min(item.samples) > 0 for name, item in found.items() if "adds" not in name)
+    first = found["seconds a first token/2 streams"]
+    assert len(first.samples) == len(first.peers["socket"]) == 2

@@ -1,0 +1,141 @@
+"""Seconds of a step by hand, and a fit that finds what was planted, with noise and without."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from dataclasses import astuple, replace
+
+import pytest
+
+from labcore.serving.blocks import BlockPool
+from labcore.serving.costs import CostModel, Work, fit, work
+from labcore.serving.metrics import StepRecord
+from labcore.serving.scheduler import Chunk, Decode, Scheduler, StepPlan
+from labcore.serving.simulate import simulate
+from labcore.serving.workload import Workload, lognormal, long_tail, poisson
+
+
+def drawn(dice: random.Random) -> CostModel:
+    return CostModel(
+        base=10 ** dice.uniform(-3, -1),
+        per_prefill_token=10 ** dice.uniform(-5, -3),
+        per_decode_row=10 ** dice.uniform(-4, -2),
+        per_context_token=10 ** dice.uniform(-6, -4),
+    )
+
+
+def steps(cost: CostModel, seed: int, n: int = 60) -> list[StepRecord]:
+    requests = Workload(
+        poisson(0.8 / (cost.seconds(StepPlan(step=0, decodes=(Decode("a"),))) * 4), n, seed),
+        lognormal(40, n, seed, most=300),
+        long_tail(3, n, seed, most=120),
+        seed=seed,
+    )
+    pool = BlockPool(200, 8)
+    return list(simulate(requests, lambda: Scheduler(pool, slots=6, budget=64), cost).steps)
+
+
+def test_seconds_are_those_of_the_parts(seed: int) -> None:
+    cost = drawn(random.Random(seed))
+    chunks = (Chunk("a", 0, 7, False), Chunk("b", 32, 5, True))
+    decodes = (Decode("c", 0, 11), Decode("d", 3, 2))
+    assert work(chunks, decodes) == Work(2, 12, 5, 7 + 37 + 12 + 6)
+    assert work(chunks, ()) == Work(1, 12, 0, 44)
+    assert work((), decodes) == Work(1, 0, 5, 18)
+    told = cost.seconds(StepPlan(step=3, chunks=chunks, decodes=decodes))
+    base, prefill, row, context, _ = astuple(cost)
+    assert told == pytest.approx(2 * base + 12 * prefill + 5 * row + 62 * context)
+    apart = [StepPlan(step=0, chunks=chunks), StepPlan(step=1, decodes=decodes)]
+    assert told == pytest.approx(sum(map(cost.seconds, apart)))
+    assert cost.seconds(StepPlan(step=0)) == 0
+    # Ended rows of a static batch are computed beside decodes, and nowhere else.
+    resting = StepPlan(step=3, chunks=chunks, decodes=decodes, idle=("x", "y"))
+    assert cost.seconds(resting) == pytest.approx(told + 2 * (row + context))
+    alone = StepPlan(step=3, chunks=chunks, idle=("x", "y"))
+    assert cost.seconds(alone) == cost.seconds(apart[0])
+
+
+def test_a_padded_row_pays_for_the_longest_beside_it(seed: int) -> None:
+    cost = replace(drawn(random.Random(seed)), padded=True)
+    chunks = (Chunk("a", 0, 7, False), Chunk("b", 32, 5, True), Chunk("e", 1, 1, True))
+    decodes = (Decode("c", 0, 11), Decode("d", 3, 2))
+    assert work(chunks, decodes, padded=True) == Work(2, 21, 8, 3 * 37 + 2 * 12)
+    assert work((), (), padded=True) == Work()
+    alike = (Chunk("a", 4, 7, False), Chunk("b", 4, 7, True))
+    assert work(alike, decodes[:1], padded=True) == work(alike, decodes[:1])
+    told = cost.seconds(StepPlan(step=3, chunks=chunks, decodes=decodes))
+    assert told == pytest.approx(cost.of(work(chunks, decodes, padded=True)))
+    assert told > replace(cost, padded=False).seconds(
+        StepPlan(step=3, chunks=chunks, decodes=decodes)
+    )
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_fit_tells_padded_rows_from_others(padded: bool, seed: int) -> None:
+    planted = CostModel(
+        base=3e-4, per_prefill_token=2e-4, per_decode_row=3e-4, per_context_token=2e-5,
+        padded=padded,
+    )  # fmt: skip
+    records = steps(planted, seed, n=120)
+    found = fit(records, padded=None)
+    assert found.cost.padded == padded
+    assert astuple(found.cost)[:4] == pytest.approx(astuple(planted)[:4], rel=1e-6)
+    assert fit(records, padded=not padded).worst > 0.05 and fit(records, padded=padded) == found
+
+
+def test_a_fit_finds_what_was_planted(seed: int) -> None:
+    planted = drawn(random.Random(seed))
+    found = fit(steps(planted, seed), skip=2)
+    assert astuple(found.cost) == pytest.approx(astuple(planted), rel=1e-6)
+    assert found.worst < 1e-9 and found.total == pytest.approx(1)
+    assert [found.cost.of(done) for done in found.works] == pytest.approx(list(found.seconds))
+
+
+def test_noise_does_not_shift_the_sum(seed: int) -> None:
+    """Relative to measured times the fit would come out a sixth short; ours has no mean error."""
+    dice = random.Random(seed)
+    planted = CostModel(
+        base=0.01, per_prefill_token=2e-4, per_decode_row=1e-3, per_context_token=1e-5
+    )
+    noisy = [
+        replace(step, seconds=step.seconds * dice.lognormvariate(-0.045, 0.3))  # mean 1
+        for step in steps(planted, seed, n=400)
+    ]
+    found = fit(noisy)
+    assert len(found.residuals) > 700
+    assert statistics.fmean(found.residuals) == pytest.approx(0, abs=1e-6)
+    assert found.total == pytest.approx(1, abs=0.05)
+    assert 0.1 < found.typical < 0.35 < found.worst
+    for done, plain in ((Work(1, 0, 6, 400), 0.02), (Work(2, 64, 5, 600), 0.0438)):
+        assert planted.of(done) == pytest.approx(plain)
+        assert found.cost.of(done) == pytest.approx(plain, rel=0.12)
+
+
+def test_what_never_occurs_costs_nothing(seed: int) -> None:
+    planted = drawn(random.Random(seed))
+    only = [step for step in steps(planted, seed) if step.chunks and not step.decodes]
+    found = fit([replace(one, step=number) for number, one in enumerate(only * 4)])
+    assert found.cost.per_decode_row == 0
+
+
+def test_no_coefficient_is_negative(seed: int) -> None:
+    """Steps that get shorter with more rows, as a free fit would have it."""
+    dice = random.Random(seed)
+    records = [
+        replace(one, seconds=0.02 / (1 + len(one.decodes)) + 1e-3 * dice.random())
+        for one in steps(drawn(dice), seed)
+    ]
+    assert min(astuple(fit(records).cost)) >= 0
+
+
+def test_what_cannot_be_fitted_is_refused(seed: int) -> None:
+    records = steps(drawn(random.Random(seed)), seed)
+    with pytest.raises(ValueError, match="at least four steps with work, one a coefficient, got 3"):
+        fit(records[:3])
+    with pytest.raises(ValueError, match="seconds must be a finite number above 0"):
+        fit([*records[:8], replace(records[8], seconds=0.0)])
+    with pytest.raises(ValueError, match="base must be a finite number, at least 0, got -1"):
+        CostModel(base=-1.0)
+    with pytest.raises(ValueError, match="a step must take time"):
+        CostModel(base=0.0)

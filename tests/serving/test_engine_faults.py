@@ -1,0 +1,203 @@
+"""What fails ends its own requests with a sentence; the others go on, and nothing is leaked."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from labcore.decoding import Draft, NGram, SamplingConfig
+from labcore.serving.engine import Engine
+from tests.serving.tiny import BYTES, Heard, alone, mixed, nothing_left, run, tiny
+
+OPTIONS = {"pages": 40, "page": 8, "slots": 5, "budget": 40, "max_length": 96}
+
+
+class Fails:
+    """Stands before a method, and raises in the calls that are named."""
+
+    def __init__(self, method, *calls: int, problem: BaseException | None = None) -> None:
+        self.method, self.calls, self.count = method, calls, 0
+        self.problem = problem or RuntimeError("planted")
+        self.rows: list = []  # of the calls that failed
+
+    def __call__(self, rows):
+        self.count += 1
+        if self.count in self.calls:
+            self.rows += rows
+            raise self.problem
+        return self.method(rows)
+
+
+def poison(engine: Engine, blocks) -> None:
+    """What a failed forward leaves behind must be read by nobody."""
+    for pages in (*engine.forwards.cache.key_pages, *engine.forwards.cache.value_pages):
+        pages[list(blocks)] = float("nan")
+
+
+def as_alone(engine: Engine, heard: Heard, names, asked, *, but=()) -> None:
+    for name, reference in zip(names, alone(engine.model, asked), strict=True):
+        said = heard.tokens.get(name, [])
+        if name in but:
+            assert heard.finish[name] == "error"
+            assert reference.tokens[0][: len(said)] == said
+            assert heard.text[name] == BYTES.decode(said)
+        else:
+            assert (said, heard.finish[name]) == (reference.tokens[0], reference.finish[0])
+
+
+@pytest.mark.parametrize("policy", ["static", "guaranteed_no_evict", "max_utilization"])
+def test_a_forward_that_fails(seed: int, policy: str) -> None:
+    chance = random.Random(seed)
+    engine = Engine(tiny(seed), BYTES, policy=policy, proposer="ngram", **OPTIONS)
+    asked = mixed(chance, 16)
+    names = [engine.submit(*one) for one in asked]
+    forwards = engine.forwards
+    prefill = forwards.prefill = Fails(forwards.prefill, 1, 3)
+    decode = forwards.decode = Fails(forwards.decode, 4)
+    heard, seen = Heard(), 0
+    while not engine.idle:
+        heard.add(engine.step())
+        engine.scheduler.check()
+        failed = prefill.rows + decode.rows
+        if len(failed) > seen:
+            theirs, pool = {block for row in failed[seen:] for block in row.blocks}, engine.pool
+            poison(
+                engine,
+                {b for b in theirs if not pool.references(b) and pool.digest(b) is None},
+            )
+            seen = len(failed)
+    failed = {name for record in engine.trace for name in record.failed}
+    assert len(failed) == len(prefill.rows) + len([row for row in decode.rows if row.tokens]) > 2
+    assert {heard.reason[name] for name in failed} == {"RuntimeError: planted"}
+    as_alone(engine, heard, names, asked, but=failed)
+    nothing_left(engine)
+    # What was poisoned is not found as a shared beginning.
+    again = [engine.submit(*one) for one in asked]
+    as_alone(engine, run(engine), again, asked)
+    assert engine.stats().finished["error"] == len(failed)
+
+
+def test_an_interrupt_ends_the_step_and_not_the_engine(seed: int) -> None:
+    engine = Engine(tiny(seed), BYTES, **OPTIONS)
+    asked = mixed(random.Random(seed), 9)
+    names = [engine.submit(*one) for one in asked]
+    engine.forwards.decode = Fails(engine.forwards.decode, 2, problem=KeyboardInterrupt())
+    heard = Heard()
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            heard.add(engine.step())
+    engine.scheduler.check()
+    run(engine, heard)
+    failed = {name for name in names if heard.finish[name] == "error"}
+    assert failed and all("interrupted" in heard.reason[name] for name in failed)
+    as_alone(engine, heard, names, asked, but=failed)
+    nothing_left(engine)
+
+
+def test_logits_that_are_not_finite_end_their_row_alone(seed: int) -> None:
+    engine = Engine(tiny(seed, eos_token_ids=()), BYTES, **OPTIONS)
+    asked = [
+        ([n, 7, 9], SamplingConfig(max_tokens=9, temperature=0.5 * (n % 3), seed=n))
+        for n in range(5)
+    ]
+    names = [engine.submit(*one) for one in asked]
+    whole, calls = engine.forwards.decode, []
+
+    def decode(rows):
+        calls.append(len(rows))
+        logits, hidden = whole(rows)
+        if len(calls) == 3:
+            logits[1] = float("nan")
+            logits[3, :, 5] = float("inf")
+        return logits, hidden
+
+    engine.forwards.decode = decode
+    heard = run(engine)
+    assert [heard.finish[name] for name in names] == ["length", "error"] * 2 + ["length"]
+    assert "logits must have a finite largest value" in heard.reason[names[1]]
+    assert [len(heard.tokens[name]) for name in names] == [9, 3, 9, 3, 9]
+    as_alone(engine, heard, names, asked, but={names[1], names[3]})
+    nothing_left(engine)
+
+
+class Proposes(NGram):
+    """Raises in the calls that are named, or gives a draft that is none."""
+
+    def __init__(self, fault: str, *calls: int) -> None:
+        super().__init__()
+        self.fault, self.calls, self.count = fault, calls, 0
+
+    def propose(self, contexts, samplings, max_tokens, generators, *, hidden=None):
+        self.count += 1
+        drafts = super().propose(contexts, samplings, max_tokens, generators)
+        if self.count not in self.calls:
+            return drafts
+        if self.fault == "raises":
+            raise RuntimeError("planted")
+        if self.fault == "too few":
+            return drafts[1:]
+        deepest = max(range(len(max_tokens)), key=max_tokens.__getitem__)
+        drafts[deepest] = Draft.chain([1] * (max_tokens[deepest] + 1))
+        return drafts
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("raises", "RuntimeError: planted"),
+        ("too few", "a draft for each of the 5 rows"),
+        ("too deep", "tokens deep, got"),
+    ],
+)
+def test_a_proposer_that_fails(seed: int, fault: str, reason: str) -> None:
+    engine = Engine(tiny(seed), BYTES, proposer=Proposes(fault, 2, 6), **OPTIONS)
+    asked = mixed(random.Random(seed), 14, most=30)
+    names = [engine.submit(*one) for one in asked]
+    heard = run(engine)
+    failed = {name for name in names if heard.finish[name] == "error"}
+    assert failed and all(reason in heard.reason[name] for name in failed)
+    as_alone(engine, heard, names, asked, but=failed)
+    nothing_left(engine)
+
+
+class Stumbles:
+    """A tokenizer that cannot read one token, as where a model's vocabulary is padded."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def decode(self, tokens) -> str:
+        if self.token in tokens:
+            raise ValueError(f"token {self.token} has no text")
+        return BYTES.decode(tokens)
+
+
+def test_a_token_without_a_text_ends_its_request_alone(seed: int) -> None:
+    model = tiny(seed)
+    asked = mixed(random.Random(seed), 12)
+    references = [reference.tokens[0] for reference in alone(model, asked)]
+    token = next(said[1] for said in references if len(said) > 3)
+    engine = Engine(model, Stumbles(token), **OPTIONS)
+    names = [engine.submit(*one) for one in asked]
+    heard = run(engine)
+    for name, said in zip(names, references, strict=True):
+        if token not in said[:-1]:
+            assert heard.tokens[name] == said
+            continue
+        # The token that has no text is delivered as a token.
+        assert heard.finish[name] == "error" and "has no text" in heard.reason[name]
+        assert heard.tokens[name] == said[: said.index(token) + 1]
+    assert "error" in heard.finish.values()
+    nothing_left(engine)
+
+
+def test_close_cancels(seed: int) -> None:
+    engine = Engine(tiny(seed, eos_token_ids=()), BYTES, graphs=True, **OPTIONS)
+    names = [engine.submit([n, 4], SamplingConfig(max_tokens=9)) for n in range(8)]
+    heard = Heard()
+    with engine:
+        heard.add(engine.step())
+    heard.add(engine.step())
+    assert heard.finish == dict.fromkeys(names, "cancelled")
+    nothing_left(engine)

@@ -1,0 +1,127 @@
+"""Replayed decode steps inside an engine; on a CPU the same steps run one by one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from labcore.decoding import SamplingConfig
+from labcore.serving.clock import ManualClock
+from labcore.serving.engine import Engine
+from tests.serving.tiny import BYTES, TINY_POOL, Heard, alone, mixed, nothing_left, run, tiny
+
+
+class Replays:
+    """Stands before a GraphedDecoder and writes down what its steps are given and leave."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.inner, self.cache = engine.forwards._graphed, engine.forwards.cache
+        self.active: list[list[bool] | None] = []
+        self.grown: list[list[int]] = []
+        engine.forwards._graphed = self
+
+    def __call__(self, tokens, *, active=None):
+        before = self.cache.lengths.clone()
+        logits = self.inner(tokens, active=active)
+        self.active.append(None if active is None else active.tolist())
+        self.grown.append((self.cache.lengths - before).tolist())
+        return logits
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def test_rows_that_have_ended_rest_in_a_static_batch(seed: int) -> None:
+    model = tiny(seed, eos_token_ids=())
+    asked = [([most, 1, 2], SamplingConfig(max_tokens=most)) for most in (2, 4, 7, 3)]
+    with Engine(model, policy="static", slots=3, pages=40, graphs=True) as engine:
+        replays = Replays(engine)
+        names = [engine.submit(*one) for one in asked]
+        heard = run(engine)
+        for name, reference in zip(names, alone(model, asked, None), strict=True):
+            assert heard.tokens[name] == reference.tokens[0]
+        # Of 2, 4 and 7 tokens the first comes with the prompt; the fourth waits for the seventh.
+        one, two = [True, False, False], [True, True, False]
+        assert replays.active == [None, two, two, one, one, one, None, None]
+        assert replays.grown[:6] == [[1, 1, 1], *[[1, 1, 0]] * 2, *[[1, 0, 0]] * 3]
+        nothing_left(engine)
+
+
+@pytest.mark.parametrize("proposer", [None, "ngram"])
+def test_steps_that_drafted_nothing_are_replayed(seed: int, proposer: str | None) -> None:
+    model, asked = tiny(seed), mixed(random.Random(seed), 12)
+    with Engine(model, BYTES, graphs=True, proposer=proposer, **TINY_POOL) as engine:
+        replays, cache, told = Replays(engine), engine.forwards.cache, []
+        bind = cache.bind
+
+        def spy(rows, counts=None):
+            told.append(counts)
+            bind(rows, counts)
+
+        cache.bind = spy
+        names = [engine.submit(*one) for one in asked]
+        heard = run(engine)
+        for name, reference in zip(names, alone(model, asked), strict=True):
+            assert heard.tokens[name] == reference.tokens[0]
+        plain = [
+            record
+            for record in engine.trace
+            if record.decodes and not any(decode.drafted for decode in record.decodes)
+        ]
+        assert len(replays.grown) == len(plain) > 0
+        assert (engine.stats().drafted > 0) == (proposer is not None)
+        assert None not in told  # so that no forward has to ask the device
+        nothing_left(engine)
+
+
+def test_a_static_batch_tells_each_client_its_own_end(seed: int) -> None:
+    model, clock = tiny(seed, eos_token_ids=()), ManualClock()
+    engine = Engine(model, policy="static", slots=3, pages=40, clock=clock)
+    names = [engine.submit([3, n], SamplingConfig(max_tokens=n)) for n in (2, 5, 9)]
+    heard, ended = Heard(), {}
+    while not engine.idle:
+        outputs = engine.step()
+        heard.add(outputs)
+        ended |= {output.id: clock.now() for output in outputs if output.finish}
+        assert all(len(output.tokens) == 1 for output in outputs)
+        # The slots stay taken: what has ended holds its blocks.
+        assert engine.pool.held == (0 if engine.idle else 3)
+        clock.advance(1.0)
+    assert [ended[name] for name in names] == [1.0, 4.0, 8.0]
+    assert {one.id: one.e2e for one in engine.metrics} == ended
+
+
+@pytest.mark.parametrize("policy", ["static", "guaranteed_no_evict", "max_utilization"])
+@pytest.mark.parametrize("proposer", [None, "ngram"])
+def test_cancelled_at_any_time(seed: int, policy: str, proposer: str | None) -> None:
+    """In the queue, amid its prompt, behind its prompt, amid its output; others hear no change."""
+    model, chance = tiny(seed, eos_token_ids=()), random.Random(seed)
+    asked = mixed(chance, 20, most=30)
+    engine = Engine(
+        model, BYTES, policy=policy, proposer=proposer, **{**TINY_POOL, "chunk": 5, "budget": 12}
+    )
+    names = [engine.submit(*one) for one in asked]
+    heard, seen = Heard(), set()
+    while not engine.idle:
+        for state in list(engine.scheduler.states.values()):
+            where = state.status, state.computed > 0, state.emitted > 0, state.missing > 1
+            if where not in seen and len(seen) < 6:
+                seen.add(where)
+                held = engine.pool.held
+                assert engine.cancel(state.id) and not engine.cancel(state.id)
+                engine.scheduler.check()
+                assert engine.pool.held <= held
+                break
+        heard.add(engine.step())
+        engine.scheduler.check()
+    assert {("waiting", False, False, True), ("running", True, False, True)} & seen
+    gone = [name for name in names if heard.finish[name] == "cancelled"]
+    assert len(gone) == len(seen) >= 3
+    for name, reference in zip(names, alone(model, asked), strict=True):
+        said = heard.tokens[name]
+        assert said == reference.tokens[0][: len(said)]
+        assert name in gone or said == reference.tokens[0]
+    assert torch.isfinite(engine.forwards.cache.key_pages[0][: engine.pool.count]).all()
+    nothing_left(engine)

@@ -1,0 +1,225 @@
+"""A replay tells what the engine did: the simulator's plans, the clients' waits, its own tokens."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+
+from labcore.decoding import SamplingConfig
+from labcore.models import Llama
+from labcore.serving.blocks import BlockPool
+from labcore.serving.clock import ManualClock
+from labcore.serving.engine import Engine
+from labcore.serving.policies import POLICIES
+from labcore.serving.replay import Replay, replay
+from labcore.serving.requests import Request
+from labcore.serving.scheduler import Scheduler
+from labcore.serving.simulate import QUEUE_FULL, CostModel, Run, simulate
+from labcore.serving.workload import Workload, bursts, long_tail
+from tests.serving.tiny import TINY_POOL, tiny
+
+COST = CostModel(base=0.01, per_prefill_token=1e-3, per_decode_row=2e-3)
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return tiny(5)
+
+
+def workload(seed: int, n: int = 20, *, arrivals: Any = None, **more: Any) -> Workload:
+    dice = random.Random(f"replay {seed}")
+    return Workload(
+        arrivals=(0.0,) * n if arrivals is None else arrivals,
+        prompts=tuple(dice.randint(1, 40) for _ in range(n)),
+        outputs=long_tail(1, n, seed, most=40),
+        **{"max_tokens": 40, "vocabulary": 256, "seed": seed, **more},
+    )
+
+
+def made(model: Llama, **options: Any) -> Engine:
+    return Engine(model, eos_token_ids=(), **{**TINY_POOL, **options})
+
+
+def timed(model: Llama, cost: CostModel = COST, **options: Any) -> tuple[Engine, ManualClock]:
+    """An engine whose steps take what the cost model says, on a clock that began long ago."""
+    clock = ManualClock(1234.5)
+    engine = made(model, clock=clock, **options)
+    commit_at = engine.scheduler.commit
+
+    def commit(plan: Any, results: Any, now: float) -> Any:
+        clock.advance(cost.seconds(plan))
+        return commit_at(plan, results, clock.now())
+
+    engine.scheduler.commit = commit  # type: ignore[method-assign]
+    return engine, clock
+
+
+def scheduler(**options: Any) -> Scheduler:
+    given = {**TINY_POOL, **options}
+    return Scheduler(BlockPool(given.pop("pages"), given.pop("page")), **given)
+
+
+def plans(run: Run) -> list[tuple[Any, ...]]:
+    return [
+        (s.chunks, s.decodes, s.admitted, s.preempted, s.expired, s.running, s.held)
+        for s in run.steps
+    ]
+
+
+def bars(run: Run) -> list[tuple[Any, ...]]:
+    """Those that last: on a clock that has run for long, sums are rounded."""
+    lasting = [s for s in run.spans if s.end - s.begin > 1e-6]
+    return [(s.id, s.kind, s.slot, s.tokens, s.begin, s.end) for s in lasting]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("patience", [None, 0.7])
+def test_with_the_costs_of_the_simulator_it_is_the_simulated_run(
+    model: Llama, policy: str, patience: float | None, seed: int
+) -> None:
+    given = workload(seed, arrivals=bursts(15.0, 20, seed, size=4, within=0.05), patience=patience)
+    engine, clock = timed(model, policy=policy)
+    run = replay(engine, given, sleep=clock.advance)
+    expected = simulate(given, lambda: scheduler(policy=policy), COST)
+    assert plans(run) == plans(expected)
+    assert [step.at for step in run.steps] == pytest.approx([step.at for step in expected.steps])
+    for one, other in zip(run.metrics, expected.metrics, strict=True):
+        for name in ("id", "prompt", "output", "finish", "preemptions", "recomputed", "cached"):
+            assert getattr(one, name) == getattr(other, name), (one.id, name)
+        for name in ("arrival", "queue", "ttft", "tpot", "e2e"):
+            mine, theirs = getattr(one, name), getattr(other, name)
+            assert mine == (None if theirs is None else pytest.approx(theirs)), (one.id, name)
+    assert run.seconds == pytest.approx(expected.seconds)
+    assert run.tokens_per_second == pytest.approx(expected.tokens_per_second)
+    assert sorted(bar[:4] for bar in bars(run)) == sorted(bar[:4] for bar in bars(expected))
+    assert (run.pages, run.slots, run.blocks) == (15, 6, ())
+    engine.scheduler.check()
+
+
+def test_bars_end_where_the_next_step_begins(model: Llama, seed: int) -> None:
+    engine, clock = timed(model, policy="max_utilization")
+    run = replay(engine, workload(seed), sleep=clock.advance)
+    expected = bars(simulate(workload(seed), lambda: scheduler(policy="max_utilization"), COST))
+    last = run.steps[-1]
+    found = [bar for bar in bars(run) if bar[5] <= last.at + 1e-6]
+    wanted = [bar for bar in expected if bar[5] <= last.at + 1e-6]
+    assert len(found) == len(wanted) > 30
+    for one, other in zip(sorted(found), sorted(wanted), strict=True):
+        assert one[:4] == other[:4] and one[4:] == pytest.approx(other[4:])
+
+
+def test_outputs_have_the_imposed_lengths_and_the_tokens_that_were_streamed(
+    model: Llama, seed: int
+) -> None:
+    given = workload(seed)
+    engine = made(model, policy="max_utilization")
+    run = replay(engine, given)
+    assert isinstance(run, Replay)
+    assert {id: len(tokens) for id, tokens in run.outputs.items()} == given.lengths
+    for one in given.requests():
+        engine.submit(one.prompt, one.sampling, id=one.id, ends_after=given.lengths[one.id])
+    drained = engine.drain()
+    assert run.outputs == {id: drained[id].tokens for id in run.outputs}
+    for told in run.metrics:
+        moments = run.moments[told.id]
+        assert len(moments) == told.output and list(moments) == sorted(moments)
+        assert told.ttft is not None and told.e2e is not None
+        assert told.ttft <= moments[0] and told.e2e <= moments[-1] <= told.e2e + run.seconds
+        assert told.finish in ("eos", "length")
+
+
+def test_a_request_that_comes_during_a_step_waits_from_its_moment(model: Llama) -> None:
+    cost = CostModel(base=2.0)
+    engine, clock = timed(model, cost)
+    sampling = SamplingConfig(max_tokens=3)
+    first, late = Request("a", (1,), sampling), Request("b", (2,), sampling, arrival=0.5)
+    run = replay(engine, [late, first], sleep=clock.advance)
+    a, b = run.metrics
+    assert (a.id, a.arrival, a.queue, a.ttft) == ("a", 0, 0, 2)
+    assert (b.id, b.arrival, b.queue) == ("b", 0.5, 1.5)
+    # Its chunk and the other's decode are two forwards of one step.
+    assert b.ttft == 5.5 and b.e2e == pytest.approx(run.moments["b"][-1] - 0.5)
+    assert run.moments["a"] == (2, 6, 8) and run.begin == 0
+
+
+def test_it_sleeps_until_the_next_and_steps_no_more(model: Llama) -> None:
+    engine, clock = timed(model)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock.advance(seconds)
+
+    sampling = SamplingConfig(max_tokens=2)
+    given = [Request(f"{n}", (n,), sampling, arrival=10.0 * n) for n in (1, 2, 3)]
+    run = replay(engine, given, sleep=sleep)
+    assert len(slept) == 3 and slept[0] == pytest.approx(10)
+    assert len(run.steps) == 6 and run.begin == pytest.approx(10)
+    assert all(one.queue == pytest.approx(0, abs=1e-9) for one in run.metrics)
+    assert all(b.end - b.begin < 5 for b in run.spans)
+    # The next replay begins at its own second 0.
+    again = replay(engine, given[:1], sleep=sleep)
+    assert len(again.metrics) == 1 and again.metrics[0].arrival == pytest.approx(10)
+    assert again.steps[0].at == pytest.approx(10)
+
+
+def test_in_real_time_it_waits_for_the_arrivals(model: Llama, seed: int) -> None:
+    given = workload(seed, 3, arrivals=(0.02, 0.06, 0.06))
+    begin = time.monotonic()
+    run = replay(made(model), given)
+    assert time.monotonic() - begin >= 0.06
+    assert [one.arrival for one in run.metrics] == pytest.approx([0.02, 0.06, 0.06])
+    assert run.begin == pytest.approx(0.02) and run.seconds >= 0.04
+
+
+def test_a_static_batch_computes_for_the_ended_until_the_last_has_ended(
+    model: Llama, seed: int
+) -> None:
+    given = workload(seed, 17)
+    roomy = {"pages": 200, "page": 8, "slots": 5, "budget": 500, "chunk": None}
+    run = replay(made(model, policy="static", **roomy), given)
+    batches = [given.outputs[first : first + 5] for first in range(0, 17, 5)]
+    # All prompts are read in a batch's first step, which brings each its first token.
+    rows = sum((max(batch) - 1) * len(batch) for batch in batches)
+    useful = sum(length - 1 for length in given.outputs)
+    assert run.wasted == pytest.approx(1 - useful / rows if rows else 0)
+    kept = {(bar.id, bar.kind) for bar in run.spans if bar.kind == "idle"}
+    assert len(kept) == sum(
+        length < max(batch) for batch in batches for length in batch
+    )  # fmt: skip
+    for policy in set(POLICIES) - {"static"}:
+        other = replay(made(model, policy=policy, **roomy), given)
+        assert other.wasted == 0
+
+
+def test_who_finds_the_queue_full_is_told_so(model: Llama, seed: int) -> None:
+    given = workload(seed, 12)
+    engine = made(model, max_waiting=2, slots=2)
+    run = replay(engine, given)
+    away = [one for one in run.metrics if one.finish == QUEUE_FULL]
+    assert away and all(one.output == 0 and one.ttft is None for one in away)
+    assert len(run.metrics) == 12 and len(away) == 10
+    assert {bar.id for bar in run.spans}.isdisjoint(one.id for one in away)
+    assert run.summary()["e2e"]["n"] == 2
+
+
+def test_what_does_not_fit_is_refused_in_a_sentence_and_leaves_nothing(model: Llama) -> None:
+    engine = made(model)
+    sampling = SamplingConfig(max_tokens=3)
+    good = Request("good", (1, 2), sampling)
+    with pytest.raises(ValueError, match="ids must differ"):
+        replay(engine, [good, good])
+    with pytest.raises(ValueError, match="prompt and max_tokens"):
+        replay(engine, [good, Request("bad", (1,) * 500, sampling)])
+    assert engine.idle and engine.pool.held == 0
+    engine.submit((1, 2), sampling)
+    with pytest.raises(ValueError, match="must be idle"):
+        replay(engine, [good])
+    engine.drain()
+    with pytest.raises(ValueError, match="larger keep"):
+        replay(made(model, keep=2), [good])
+    nothing = replay(engine, [])
+    assert nothing.metrics == () and nothing.wasted == 0 and nothing.seconds == 0

@@ -1,0 +1,251 @@
+"""An engine in its own thread: any thread submits, reads, cancels, leaves."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from labcore.decoding import SamplingConfig
+from labcore.serving.engine import Engine
+from labcore.serving.scheduler import QueueFull
+from labcore.serving.service import Service
+from tests.serving.tiny import BYTES, Heard, alone, mixed, nothing_left, tiny
+
+OPTIONS = {"pages": 24, "page": 8, "slots": 4, "budget": 40, "max_length": 96, "max_waiting": 6}
+LONG = SamplingConfig(max_tokens=90)
+PATIENCE = 60.0  # seconds that a test waits before it fails; nothing is measured
+
+
+class Gate:
+    """Stands before an engine's step: one step for each that is allowed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._step, self._allowed = engine, engine.step, threading.Semaphore(0)
+        engine.step = self  # type: ignore[method-assign]
+
+    def __call__(self):
+        self._allowed.acquire(timeout=PATIENCE)
+        return self._step()
+
+    def allow(self, steps: int) -> None:
+        self._allowed.release(steps)
+
+    def open(self) -> None:
+        self._engine.step = self._step  # type: ignore[method-assign]
+        self._allowed.release()
+
+
+@contextmanager
+def held_up(service: Service) -> Iterator[Gate]:
+    """The engine makes only the steps that are allowed, up to the end of the block."""
+    gate = Gate(service.engine)
+    try:
+        yield gate
+    finally:
+        gate.open()
+
+
+def settled(service: Service) -> None:
+    """Wait until the engine has nothing to do; then nothing may be left."""
+    for _ in range(int(PATIENCE * 100)):
+        if service._ask(lambda: service.engine.idle):
+            break
+        with service._stepped:
+            service._stepped.wait(0.01)
+    service._ask(lambda: nothing_left(service.engine))
+    assert not service._boxes
+
+
+def test_many_threads_at_once(seed: int) -> None:
+    model = tiny(seed)
+    asked = mixed(random.Random(seed), 40)
+    references = alone(model, asked)
+    engine = Engine(model, BYTES, policy="max_utilization", proposer="ngram", **OPTIONS)
+    with Service(engine) as service, ThreadPoolExecutor(12) as pool:
+
+        def one(number: int) -> Heard:
+            heard = Heard()
+            stream = service.submit(*asked[number], timeout=PATIENCE, wait=PATIENCE)
+            heard.add(list(stream))
+            assert [*heard.finish] == [stream.id]
+            assert stream.finish == heard.finish[stream.id]
+            return heard
+
+        for heard, reference in zip(pool.map(one, range(40)), references, strict=True):
+            assert [*heard.tokens.values()] == reference.tokens
+            assert [*heard.text.values()] == reference.texts
+            assert [*heard.finish.values()] == reference.finish
+        settled(service)
+        assert sum(service.stats().finished.values()) >= 40
+        assert 'labcore_requests_total{finish="length"}' in service.exposition()
+
+
+def test_cancel_and_leave(seed: int) -> None:
+    engine = Engine(tiny(seed, eos_token_ids=()), BYTES, **{**OPTIONS, "pages": 60})
+    with Service(engine) as service:
+        with held_up(service) as gate:
+            # The first waits in the step for which there is no leave; the others come with it.
+            streams = [service.submit([0, 5], LONG, id="r0", timeout=PATIENCE)]
+            with ask(service):
+                streams += [
+                    service.submit([n, 5], LONG, id=f"r{n}", timeout=PATIENCE) for n in (1, 2, 3)
+                ]
+            gate.allow(2)
+            for stream in streams:
+                assert next(stream).tokens
+            streams[0].cancel()
+            with streams[1] as stream:
+                next(stream)
+            streams[2].close()
+            streams[2].close()
+            first = streams[0]
+            del streams, stream
+            gc.collect()  # nobody has the last one any more
+            gate.allow(1)
+        *_, last = first
+        assert (last.finish, first.finish) == ("cancelled", "cancelled")
+        first.cancel()  # harmless
+        settled(service)
+        assert service.stats().finished == {"cancelled": 4}
+        again = service.submit([3, 5], SamplingConfig(max_tokens=3), id="r0", timeout=PATIENCE)
+        assert [output.finish for output in again][-1] == "length"
+
+
+def test_an_old_stream_does_not_cancel_a_new_request_of_its_name(seed: int) -> None:
+    with Service(Engine(tiny(seed, eos_token_ids=()), BYTES, **OPTIONS)) as service:
+        short = SamplingConfig(max_tokens=1)
+        old = service.submit([4], short, id="same", timeout=PATIENCE)
+        assert next(old).finish == "length"
+        new = service.submit([4], LONG, id="same", timeout=PATIENCE)
+        old.cancel()
+        old.close()
+        assert [output.finish for output in new][-1] == "length"
+        with pytest.raises(StopIteration):
+            next(new)
+
+
+def test_a_reader_waits_no_longer_than_asked(seed: int) -> None:
+    with Service(Engine(tiny(seed), BYTES, **OPTIONS)) as service, held_up(service) as gate:
+        stream = service.submit([1, 2], SamplingConfig(max_tokens=4), timeout=0.01)
+        with pytest.raises(TimeoutError, match=r"say something within 0\.01 s"):
+            next(stream)
+        gate.open()
+        assert stream.get(PATIENCE).tokens
+        stream.timeout = PATIENCE
+        assert [output.finish for output in stream][-1] in ("length", "eos")
+
+
+def test_backpressure(seed: int) -> None:
+    with Service(Engine(tiny(seed, eos_token_ids=()), BYTES, **OPTIONS)) as service:
+        with held_up(service):
+            first = service.submit([1], SamplingConfig(max_tokens=2), timeout=PATIENCE)
+            kept = [first]
+            with pytest.raises(QueueFull, match="at most 6 requests may wait"), ask(service):
+                while True:
+                    kept.append(service.submit([1], SamplingConfig(max_tokens=2)))
+            assert len(kept) == 6
+        late = service.submit([1], SamplingConfig(max_tokens=2), wait=PATIENCE, timeout=PATIENCE)
+        for stream in (*kept, late):
+            stream.timeout = PATIENCE
+            assert [output.finish for output in stream][-1] == "length"
+        settled(service)
+
+
+@contextmanager
+def ask(service: Service) -> Iterator[None]:
+    """Submit past the thread, which a held-up step keeps from answering."""
+    whole = service._ask
+    service._ask = lambda what: what()  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        service._ask = whole  # type: ignore[method-assign]
+
+
+def test_errors_at_the_door_come_to_the_caller(seed: int) -> None:
+    with Service(Engine(tiny(seed), BYTES, **OPTIONS)) as service:
+        with pytest.raises(ValueError, match="between 0 and 256"):
+            service.submit([999])
+        with pytest.raises(ValueError, match="prompt and max_tokens"):
+            service.submit([9], SamplingConfig(max_tokens=10**9))
+        with pytest.raises(ValueError, match="wait must be"):
+            service.submit([9], wait=-1)
+        with pytest.raises(ValueError, match="seconds must be"):
+            service.submit([9], seconds=float("inf"))
+        late = service.submit([9], SamplingConfig(max_tokens=3), seconds=0.0, timeout=PATIENCE)
+        assert [output.finish for output in late] == ["deadline"]
+        stream = service.submit("é", SamplingConfig(max_tokens=3), timeout=PATIENCE)
+        assert [output.finish for output in stream][-1] in ("length", "eos")
+        settled(service)
+
+
+def test_close_ends_every_stream(seed: int) -> None:
+    service = Service(Engine(tiny(seed, eos_token_ids=()), BYTES, **OPTIONS))
+    with held_up(service):
+        streams = [service.submit([n], LONG, timeout=PATIENCE) for n in range(1)]
+        closing = threading.Thread(target=service.close)
+        closing.start()
+        while service.healthy:
+            time.sleep(0.001)
+    closing.join(PATIENCE)
+    assert not closing.is_alive() and not service.healthy
+    assert [[output.finish for output in stream][-1] for stream in streams] == ["cancelled"]
+    nothing_left(service.engine)
+    for asked in (lambda: service.submit([1]), service.stats, service.exposition):
+        with pytest.raises(RuntimeError, match="the service is closed; make another"):
+            asked()
+    service.close()
+
+
+def test_an_engine_that_breaks_ends_every_stream(seed: int) -> None:
+    engine = Engine(tiny(seed, eos_token_ids=()), BYTES, **OPTIONS)
+    submitted, calls, whole = threading.Event(), [], engine.step
+
+    def breaks():
+        submitted.wait(PATIENCE)
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("planted")
+        return whole()
+
+    engine.step = breaks
+    with Service(engine) as service:
+        streams = [service.submit([1], LONG, timeout=PATIENCE)]
+        with ask(service):
+            streams += [service.submit([n], LONG, timeout=PATIENCE) for n in (2, 3)]
+        submitted.set()
+        for stream in streams:
+            *_, last = stream
+            assert last.finish == "error" and "planted" in last.reason
+        service._thread.join(PATIENCE)
+        assert not service.healthy
+        with pytest.raises(RuntimeError, match="broken.*planted"):
+            service.submit([1])
+
+
+def test_an_interrupted_request_is_not_forgotten(seed: int) -> None:
+    """A forward that fails ends its requests, and the service goes on."""
+    engine = Engine(tiny(seed, eos_token_ids=()), BYTES, **OPTIONS)
+    whole, calls = engine.forwards.decode, []
+
+    def decode(rows):
+        calls.append(len(rows))
+        if len(calls) == 2:
+            raise RuntimeError("planted")
+        return whole(rows)
+
+    engine.forwards.decode = decode
+    with Service(engine) as service:
+        first = service.submit([1], LONG, timeout=PATIENCE)
+        assert [output.finish for output in first][-1] == "error"
+        second = service.submit([1], LONG, timeout=PATIENCE)
+        assert [output.finish for output in second][-1] == "length"
+        assert service.healthy
+        settled(service)

@@ -1,0 +1,146 @@
+"""Drafts inside an engine: trees, hidden states, places, and what a proposer is told."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from labcore.decoding import Accepted, Draft, SamplingConfig
+from labcore.serving.engine import Engine
+from tests.serving.tiny import BYTES, Heard, alone, mixed, nothing_left, run, tiny
+
+OPTIONS = {"pages": 15, "page": 8, "slots": 4, "budget": 40, "chunk": 13, "max_length": 104}
+
+
+class Oracle:
+    """Knows what each request says alone, and hides it in trees among wrong siblings."""
+
+    def __init__(self, known: dict[tuple[int, ...], list[int]], chance: random.Random) -> None:
+        self.known, self.chance = known, chance
+        self.told: list[tuple[list[int], list[Accepted]]] = []
+        self.sizes: list[int] = []
+
+    def propose(self, contexts, samplings, max_tokens, generators, *, hidden=None):
+        assert len(contexts) == len(samplings) == len(max_tokens) == len(generators) == 4
+        drafts = [
+            self._tree(context, most) if most else Draft.chain([])
+            for context, most in zip(contexts, max_tokens, strict=True)
+        ]
+        self.sizes = [len(draft) for draft in drafts]
+        return drafts
+
+    def _tree(self, context: list[int], most: int) -> Draft:
+        whole = next(
+            [*prompt, *said]
+            for prompt, said in self.known.items()
+            if context[: len(prompt)] == list(prompt)
+            and [*prompt, *said][: len(context)] == context
+        )
+        rest = whole[len(context) :][: min(most, 3)]
+        tokens, parents, parent = [], [], -1
+        for right in rest:
+            siblings = [self.chance.randrange(256) for _ in range(self.chance.randrange(3))]
+            siblings = [token for token in siblings if token != right]
+            tokens += [*siblings, right]
+            parents += [parent] * (len(siblings) + 1)
+            parent = len(tokens) - 1
+        return Draft(
+            torch.tensor(tokens, dtype=torch.int64), torch.tensor(parents, dtype=torch.int32)
+        )
+
+    def commit(self, accepted) -> None:
+        self.told.append((self.sizes, list(accepted)))
+
+
+def known_of(asked, references) -> dict[tuple[int, ...], list[int]]:
+    return {
+        tuple(prompt): reference.tokens[0]
+        for (prompt, _), reference in zip(asked, references, strict=True)
+    }
+
+
+@pytest.mark.parametrize("policy", ["static", "guaranteed_no_evict", "max_utilization"])
+def test_trees_are_verified_and_their_paths_kept(seed: int, policy: str) -> None:
+    model, chance = tiny(seed), random.Random(seed)
+    asked = [(prompt, one) for prompt, one in mixed(chance, 12, most=30)]
+    references = alone(model, asked)
+    oracle = Oracle(known_of(asked, references), chance)
+    engine = Engine(model, BYTES, policy=policy, proposer=oracle, **OPTIONS)
+    names = [engine.submit(*one) for one in asked]
+    heard = run(engine)
+    for name, reference in zip(names, references, strict=True):
+        assert heard.tokens[name] == reference.tokens[0]
+        assert heard.finish[name] == reference.finish[0]
+    told = engine.stats()
+    assert told.accepted > told.steps / 4
+    gaps = 0
+    for sizes, accepted in oracle.told:
+        assert len(accepted) == 4
+        for size, one in zip(sizes, accepted, strict=True):
+            assert all(node < size for node in one.path)
+            gaps += one.path != tuple(range(len(one.path)))
+    assert gaps, "no path had a gap, so that keeping one was never tried"
+    assert sum(len(one.path) for _, rows in oracle.told for one in rows) == told.accepted
+    nothing_left(engine)
+
+
+class Looks(Oracle):
+    """Compares the hidden states that it is given with the model's own."""
+
+    def __init__(self, model, known, chance: random.Random) -> None:
+        super().__init__(known, chance)
+        self.model, self.compared = model, 0
+
+    @torch.inference_mode()
+    def propose(self, contexts, samplings, max_tokens, generators, *, hidden=None):
+        for place, (context, most) in enumerate(zip(contexts, max_tokens, strict=True)):
+            if most:
+                own = self.model(torch.tensor([context[:-1]])).hidden[0, -1]
+                torch.testing.assert_close(hidden[place], own)
+                self.compared += 1
+        return super().propose(contexts, samplings, max_tokens, generators)
+
+
+def test_hidden_states_are_those_of_the_last_token_read(seed: int) -> None:
+    model, chance = tiny(seed), random.Random(seed)
+    asked = mixed(chance, 12, most=40)
+    references = alone(model, asked)
+    looks = Looks(model, known_of(asked, references), chance)
+    tight = {**OPTIONS, "pages": 13}
+    engine = Engine(model, BYTES, policy="max_utilization", proposer=looks, **tight)
+    names, heard = [engine.submit(*one) for one in asked], Heard()
+    while not engine.idle:
+        heard.add(engine.step())
+        # Who was sent back has left its place to another.
+        placed = {one.id for one in engine._entries.values() if one.place is not None}
+        assert placed <= {state.id for state in engine.scheduler.running}
+    for name, reference in zip(names, references, strict=True):
+        assert (heard.tokens[name], heard.reason[name]) == (reference.tokens[0], "")
+    assert looks.compared > 20
+    told = engine.stats()
+    assert told.preemptions > 0 and told.accepted > 0
+    nothing_left(engine)
+
+
+class Always:
+    def propose(self, contexts, samplings, max_tokens, generators, *, hidden=None):
+        return [Draft.chain([1, 2, 3][:most]) for most in max_tokens]
+
+    def commit(self, accepted) -> None:
+        pass
+
+
+def test_drafts_never_cost_a_neighbour_its_place_in_the_step(seed: int) -> None:
+    """A budget for one token a row leaves no room for drafts; one more token is one more."""
+    model = tiny(seed, eos_token_ids=())
+    prompt = [5, 6, 7] * 4
+    for budget, most in ((4, 0), (5, 1), (40, 12)):
+        engine = Engine(model, proposer=Always(), pages=40, page=8, slots=4, budget=budget)
+        for n in range(4):
+            engine.submit(prompt, SamplingConfig(max_tokens=40, temperature=1.0, seed=n))
+        run(engine)
+        full = [record.drafted for record in engine.trace if len(record.decodes) == 4]
+        assert max(full) == most
+        nothing_left(engine)

@@ -1,0 +1,219 @@
+"""The file that the server's python backend runs, without the server: each request ends once."""
+
+from __future__ import annotations
+
+import ast
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from labcore.serving import triton_repository
+from labcore.serving.ipc import Listener
+from tests.serving import bridge
+from tests.serving.bridge import MetricFamily, Request, Sender
+from tests.serving.standin import StandIn, expected
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="labcore-") as folder:
+        yield Path(folder) / "engine"
+
+
+def until(what: Callable[[], Any], seconds: float = 120.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if what():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def ask(model: Any, prompt: Any = b"hello", **inputs: Any) -> Sender:
+    sender = Sender()
+    model.execute([Request(sender, text_input=prompt, **inputs)])
+    return sender
+
+
+def connected(listener: Listener) -> bool:
+    return until(lambda: [one["name"] for one in listener.clients()] == ["stub"])
+
+
+def error_of(sender: Sender) -> Any:
+    return sender.all()[2].error
+
+
+def test_it_imports_the_standard_library_and_the_backends_utilities_alone() -> None:
+    source = Path(triton_repository.__file__).parent / "files" / "model.py"
+    tree = ast.parse(
+        source.read_text("utf-8"), feature_version=(3, 9)
+    )  # The oldest Python of the server's stubs.
+    names = {
+        name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [node.module or "?"]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+        )
+    }
+    assert names - set(sys.stdlib_module_names) == {"triton_python_backend_utils"}
+
+
+def test_requests_stream_or_come_whole(path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    engine = StandIn(slots=3)
+    with Listener(engine, path) as listener, bridge.loaded(path) as model:
+        assert connected(listener)
+        sizes = [draw.randrange(1, 40) for _ in range(12)]
+        senders = [
+            ask(
+                model,
+                f"p{n}".encode(),
+                max_tokens=numpy.array([size], dtype=numpy.int32),
+                seed=numpy.array([n], dtype=numpy.int64),
+                stream=numpy.array([n % 2 == 0]),
+            )
+            for n, size in enumerate(sizes)
+        ]
+        for n, (sender, size) in enumerate(zip(senders, sizes, strict=True)):
+            tokens, text, last = sender.all()
+            assert tokens == expected(f"p{n}", size, n)
+            assert text == "".join(f"{token} " for token in tokens)
+            assert last.outputs["finish_reason"][0] == b"length"
+            if n % 2:
+                assert last.outputs["token_ids"].tolist() == tokens  # all in one
+        assert until(engine.quiet)
+
+
+def test_what_is_no_request_is_said_at_once(path: Path) -> None:
+    engine = StandIn()
+    with Listener(engine, path) as listener, bridge.loaded(path) as model:
+        assert connected(listener)
+        int32 = numpy.array([-4], dtype=numpy.int32)
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"prompt": b"\xff\xfe"}, "text_input must be UTF-8"),
+            ({"prompt": b""}, "prompt must not be empty"),
+            ({"prompt": numpy.array([b"a", b"b"], dtype=object)}, "must hold one value, got 2"),
+            ({"prompt": numpy.array([], dtype=object)}, "must hold one value, got 0"),
+            ({"max_tokens": int32}, "max_tokens must be at least 1"),
+            ({"temperature": numpy.array([numpy.nan], dtype=numpy.float32)}, "must be finite"),
+            ({"timeout": numpy.array([-1.0], dtype=numpy.float32)}, "timeout must be above 0"),
+            ({"stop": numpy.array([b"ok", b"\xff"], dtype=object)}, "stop must be UTF-8"),
+            ({"prompt": b"x" * (1 << 20)}, "at most 1048576 bytes"),
+            ({"max_tokens": numpy.array([10**6], dtype=numpy.int32)}, "must fit into the pool"),
+        ]
+        for inputs, words in cases:
+            error = error_of(ask(model, **inputs))
+            assert words in str(error) and error.code == "invalid", (inputs, error)
+        sender = Sender()
+        model.execute([Request(sender, text_input=b"x", parameters='{"max_token": 3}')])
+        assert "'max_token' is no input; there are text_input" in str(error_of(sender))
+        own = '{"id": "mine", "triton_enable_empty_final_response": true}'  # the server's
+        sender = Sender()
+        one = numpy.array([1], dtype=numpy.int32)
+        model.execute([Request(sender, text_input=b"x", max_tokens=one, parameters=own)])
+        assert sender.all()[0] == expected("x", 1)
+        sender = Sender()
+        model.execute([Request(sender, text_input=b"x", parameters="[")])
+        assert error_of(sender).code == "invalid"
+        sender = Sender()
+        model.execute([Request(sender)])
+        assert "text_input is missing" in str(error_of(sender))
+        assert "planted" in str(error := error_of(ask(model, b"raise"))), error
+        assert error.code == "internal"
+        assert engine.quiet()
+
+
+def test_a_client_that_leaves_is_cancelled_even_while_it_waits(path: Path) -> None:
+    engine = StandIn(slots=1, delay=0.002)
+    with Listener(engine, path) as listener, bridge.loaded(path) as model:
+        assert connected(listener)
+        long = numpy.array([9000], dtype=numpy.int32)
+        runs, waits = ask(model, b"runs", max_tokens=long), ask(model, b"waits", max_tokens=long)
+        assert until(lambda: engine.stats()["waiting"] == 1)
+        for sender in (waits, runs):
+            sender.client_left = True
+            assert error_of(sender).code == "cancelled"
+        assert until(engine.quiet)
+
+
+def test_a_response_that_the_server_refuses_costs_that_request_alone(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its blocks are free again; the bridge's threads and its connection live on."""
+    engine = StandIn(delay=0.002)
+    with Listener(engine, path) as listener, bridge.loaded(path) as model:
+        assert connected(listener)
+        long = numpy.array([9000], dtype=numpy.int32)
+        bad = ask(model, b"bad", max_tokens=long)
+        good = ask(model, b"good", max_tokens=numpy.array([60], dtype=numpy.int32))
+        assert until(lambda: engine.stats()["running"] == 2)
+        bad.refuses = True
+        assert good.all()[0] == expected("good", 60)
+        assert until(engine.quiet)
+        assert "model.py: RuntimeError: planted" in capsys.readouterr().err
+        few = numpy.array([3], dtype=numpy.int32)
+        assert ask(model, b"next", max_tokens=few).all()[0] == expected("next", 3)
+
+
+def test_numbers_that_are_none_and_lines_that_are_none_take_no_thread(path: Path) -> None:
+    class Odd(StandIn):
+        odd = True
+
+        def stats(self) -> dict[str, Any]:
+            return {"blocks": 10**400} if self.odd else super().stats()
+
+    engine = Odd()
+    with Listener(engine, path) as listener, bridge.loaded(path) as model:
+        assert connected(listener)
+        time.sleep(1.3)  # the numbers were asked for
+        few = numpy.array([3], dtype=numpy.int32)
+        assert ask(model, b"next", max_tokens=few).all()[0] == expected("next", 3)
+        engine.odd = False
+        assert until(lambda: MetricFamily.values.get("blocks") == 64.0)
+        for connection in list(listener._connections):
+            connection.send({"type": "tokens", "id": "t1"})  # known to nobody
+            connection._end.sendall(b"[1]\n")
+        assert until(lambda: not [one for one in listener.clients() if one["requests"]])
+        assert connected(listener)
+        assert until(lambda: not ask(model, b"n", max_tokens=few).all()[2].error)
+
+
+def test_an_engine_that_is_away_is_an_error_and_one_that_is_back_is_used(path: Path) -> None:
+    with bridge.loaded(path) as model:
+        assert error_of(ask(model)).code == "unavailable"
+        engine = StandIn(delay=0.002)
+        listener = Listener(engine, path).start()
+        assert connected(listener)
+        long = numpy.array([9000], dtype=numpy.int32)
+        senders = [ask(model, max_tokens=long) for _ in range(5)]
+        assert until(lambda: engine.stats()["running"] == 5)
+        listener.close()
+        assert [error_of(sender).code for sender in senders] == ["unavailable"] * 5
+        assert until(engine.quiet)
+        with Listener(StandIn(), path) as fresh:
+            assert connected(fresh)
+            few = numpy.array([3], dtype=numpy.int32)
+            assert ask(model, b"again", max_tokens=few).all()[0] == expected("again", 3)
+
+
+def test_unloading_ends_what_runs_and_the_engines_numbers_are_metrics(path: Path) -> None:
+    MetricFamily.values.clear()
+    engine = StandIn(delay=0.002)
+    with Listener(engine, path) as listener:
+        with bridge.loaded(path) as model:
+            assert connected(listener)
+            sender = ask(model, max_tokens=numpy.array([9000], dtype=numpy.int32))
+            assert until(lambda: MetricFamily.values.get("running") == 1.0)
+            assert MetricFamily.values["blocks"] == 64.0
+        assert error_of(sender).code == "unavailable"
+        assert until(engine.quiet)

@@ -1,0 +1,208 @@
+"""The server as a program: what it prints, how it ends, and what stands behind it then: nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from labcore.decoding import SamplingConfig, generate
+from labcore.models import pretrained, shipped_tokenizer
+from labcore.serving.client import EngineClient, EngineError
+from labcore.serving.triton_client import (
+    Addresses,
+    ServerError,
+    Streamed,
+    examples,
+    generate_stream,
+    ready,
+)
+from labcore.serving.triton_client import generate as whole
+from labcore.serving.triton_server import main
+from labcore.serving.triton_state import alive, regions, running
+from tests.serving.triton import (
+    ENVIRONMENT,
+    FAULT_S,
+    LONG_S,
+    need_server,
+    outcome,
+    standin_server,
+    until,
+    works,
+)
+
+PROMPT = "def area(width, height):\n"
+
+
+def family(pid: int) -> list[int]:
+    """The processes that a process started, and those that they started."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            found += [int(child), *family(int(child))]
+    return found
+
+
+@contextmanager
+def program(folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """`start` with free ports, killed at the end if it still runs."""
+    command = [sys.executable, "-m", "labcore.serving.triton_server", "start"]
+    command += ["--folder", str(folder), "--environment", str(ENVIRONMENT), *more]
+    with subprocess.Popen(
+        [*command, "--http", "0"], cwd=folder.parent, stdout=subprocess.PIPE, text=True
+    ) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def greeting(started: subprocess.Popen[str]) -> str:
+    """What it prints once it is ready."""
+    lines = []
+    for line in started.stdout or ():
+        lines.append(line)
+        if line.startswith("Ctrl-C"):
+            break
+    return "".join(lines)
+
+
+def addresses(folder: Path) -> tuple[Addresses, str]:
+    state = running(folder)
+    assert state is not None
+    return Addresses(**state["addresses"]), state["socket"]
+
+
+def held(path: str) -> Any:
+    """Blocks that the real engine holds; None while it is away."""
+    try:
+        with EngineClient(path) as client:
+            return client.stats()["held"]
+    except (ConnectionError, EngineError, TimeoutError):
+        return None
+
+
+def text_of(prompt: str, count: int) -> str:
+    model, tokenizer = pretrained("target"), shipped_tokenizer()
+    ids = [tokenizer.encode(prompt)]
+    alone = generate(model, ids, SamplingConfig(max_tokens=count), tokenizer=tokenizer)
+    return (alone.texts or [""])[0]
+
+
+def test_what_it_prints_works_as_printed_and_stopping_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each by a shell elsewhere; clients that leave, a killed engine; one request at the end."""
+    need_server()
+    folder = tmp_path / "s"
+    options = ["--folder", str(folder), "--environment", str(ENVIRONMENT)]
+    assert main(["status", *options]) == 1
+    with program(folder) as started:
+        said = greeting(started)
+        assert said.startswith("ready: http://127.0.0.1:"), said
+        at, path = addresses(folder)
+        commands = examples(at)
+        assert commands in said
+        wanted = text_of(PROMPT, 24)
+        blocks = [b for b in commands.split("\n\n") if shutil.which("curl") or "curl" not in b]
+        shell = subprocess.run(
+            ["bash", "-e"],
+            input="\n\n".join(blocks),
+            cwd=tmp_path,
+            env={"PATH": os.environ["PATH"]},
+            capture_output=True,
+            text=True,
+            timeout=FAULT_S,
+        )
+        assert shell.returncode == 0 and not shell.stderr, shell
+        assert f"{wanted}\nlength\n" in shell.stdout
+        if shutil.which("curl"):
+            assert shell.stdout.count("data: ") == 25
+            assert 'labcore_engine{value="pages"}' in shell.stdout
+
+        with pytest.raises(ServerError):
+            list(generate_stream(at, PROMPT, max_tokens=1_000_000))
+        left = [generate_stream(at, PROMPT, max_tokens=400, seed=n) for n in range(4)]
+        assert all(next(parts).tokens for parts in left)
+        for parts in left:
+            parts.close()
+        assert until(lambda: held(path) == 0)
+        with EngineClient(path) as client:
+            pid = client.health()["pid"]
+        os.kill(pid, signal.SIGKILL)
+        assert until(lambda: not alive(pid) and held(path) == 0)
+        assert until(lambda: isinstance(outcome(lambda: whole(at, PROMPT, max_tokens=2)), Streamed))
+        for command in re.findall(r"^.* status --folder .*$", said, re.MULTILINE):
+            shown = subprocess.run(
+                ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True
+            )
+            assert shown.returncode == 0 and "server ready" in shown.stdout, shown
+            assert "held 0" in shown.stdout
+        assert main(["write", *options]) == 1  # over the running one's files
+        assert main(["start", *options]) == 1
+        assert capsys.readouterr().err.count(f"a server runs from {folder}") == 2
+
+        there = family(started.pid)
+        assert len(there) >= 3 and regions(folder)[1]
+        busy = generate_stream(at, PROMPT, max_tokens=900, timeout=LONG_S)
+        assert next(busy).tokens
+        assert main(["stop", *options]) == 0
+        assert started.wait(FAULT_S) == 0
+        assert isinstance(outcome(lambda: busy), list | Exception)
+    assert until(lambda: not any(alive(pid) for pid in there))
+    assert not regions(folder)[1] and not Path(path).parent.exists() and not ready(at)
+    assert not (folder / "server.json").exists()
+    capsys.readouterr()
+    assert main(["stop", *options]) == 1 and main(["status", *options]) == 1
+    assert capsys.readouterr().out.count("no server runs from") == 2
+
+
+def test_a_killed_supervisor_takes_all_with_it_and_the_next_start_cleans_up(tmp_path: Path) -> None:
+    need_server()
+    folder = tmp_path / "s"
+    with program(folder, "--model", "draft") as started:
+        assert greeting(started)
+        path = addresses(folder)[1]
+        there = family(started.pid)
+        assert len(there) >= 3
+        started.send_signal(signal.SIGKILL)
+        started.wait()
+    assert until(lambda: not any(alive(pid) for pid in there)), there
+    assert running(folder) is None and (folder / "server.json").exists()
+    left = regions(folder)[1]
+    assert left and Path(path).exists()
+    # Its number may be another's by now: that one must not be taken for a server, nor be ended.
+    with subprocess.Popen(["sleep", "600"]) as other:
+        (folder / "server.lock").write_text(str(other.pid))
+        assert main(["stop", "--folder", str(folder)]) == 1
+        with standin_server(folder) as server:
+            assert not set(left) & set(regions(folder)[1]) and not Path(path).parent.exists()
+            works(server)
+        assert other.poll() is None
+        other.kill()
+    assert not regions(folder)[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_told_to_end_while_it_starts_it_leaves_nothing(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    need_server()
+    folder = tmp_path / "s"
+    with program(folder) as started:
+        assert until(lambda: (folder / "logs").exists() and family(started.pid))
+        there = family(started.pid)
+        started.send_signal(number)
+        assert started.wait(FAULT_S) == 0
+        assert "ready" not in (started.stdout.read() if started.stdout else "")
+    assert until(lambda: not any(alive(pid) for pid in there))
+    assert running(folder) is None and not regions(folder)[1]

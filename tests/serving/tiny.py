@@ -1,0 +1,106 @@
+"""A small Llama in float64 for the engine's tests, requests for it, and what each says alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from labcore.decoding import Generation, SamplingConfig, generate
+from labcore.models import ByteTokenizer, Llama, LlamaConfig
+from labcore.serving.engine import Engine
+from labcore.serving.outputs import Output
+
+BYTES = ByteTokenizer()
+Asked = tuple[list[int], SamplingConfig]
+# So few blocks that requests wait, and are preempted where a policy does that.
+TINY_POOL = {"pages": 15, "page": 8, "slots": 6, "budget": 24, "chunk": 11, "max_length": 104}
+
+
+def tiny(seed: int, **changed: Any) -> Llama:
+    """Its words are bytes; float64, so that a batch's rounding changes no token."""
+    config = LlamaConfig(
+        **{
+            "vocab_size": BYTES.vocab_size,
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "initializer_range": 0.4,
+            "eos_token_ids": (BYTES.eos, 3),
+            **changed,
+        }
+    )
+    generator = torch.Generator().manual_seed(seed)
+    return Llama(config, generator=generator, dtype=torch.float64).eval()
+
+
+def sampling_of(chance: random.Random, most: int) -> SamplingConfig:
+    return SamplingConfig(
+        temperature=chance.choice((0.0, 0.0, 0.7, 1.0, 1.6)),
+        top_k=chance.choice((0, 0, 5, 40)),
+        top_p=chance.choice((1.0, 1.0, 0.8)),
+        repetition_penalty=chance.choice((1.0, 1.0, 1.3)),
+        max_tokens=chance.randint(1, most),
+        seed=chance.randrange(2**40),
+    )
+
+
+def mixed(chance: random.Random, count: int, *, longest: int = 60, most: int = 20) -> list[Asked]:
+    """Requests with prompts of 1 to `longest` bytes, some of which begin alike."""
+    shared = [chance.randrange(256) for _ in range(longest)]
+    asked = []
+    for _ in range(count):
+        prompt = [chance.randrange(256) for _ in range(chance.randint(1, longest))]
+        if chance.random() < 0.4:
+            same = chance.randint(1, len(prompt))
+            prompt[:same] = shared[:same]
+        asked.append((prompt, sampling_of(chance, most)))
+    return asked
+
+
+def alone(model: Any, asked: Sequence[Asked], tokenizer: Any = BYTES) -> list[Generation]:
+    return [generate(model, [prompt], one, tokenizer=tokenizer) for prompt, one in asked]
+
+
+class Heard:
+    """What outputs add up to, by id; an output behind the last one is an error."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.text: dict[str, str] = {}
+        self.finish: dict[str, str] = {}
+        self.reason: dict[str, str] = {}
+
+    def add(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            assert output.id not in self.finish, "something was said behind the end"
+            assert output.tokens or output.text or output.finish, "an output says nothing"
+            self.tokens.setdefault(output.id, []).extend(output.tokens)
+            self.text[output.id] = self.text.get(output.id, "") + output.text
+            if output.finish:
+                self.finish[output.id], self.reason[output.id] = output.finish, output.reason
+
+
+def run(engine: Engine, heard: Heard | None = None, *, steps: int = 5_000) -> Heard:
+    """Step to the end; every invariant is asked after each step."""
+    heard = heard or Heard()
+    for _ in range(steps):
+        if engine.idle:
+            return heard
+        heard.add(engine.step())
+        engine.scheduler.check()
+    raise AssertionError(f"the engine must come to an end, it took more than {steps} steps")
+
+
+def nothing_left(engine: Engine) -> None:
+    """No request, no block that is held, no place at the proposer."""
+    engine.scheduler.check()
+    pool = engine.pool
+    assert engine.idle and not engine.scheduler.states
+    assert pool.held == 0
+    assert pool.free + pool.cached == pool.count
+    assert sorted(engine.speculation._free) == list(range(engine.scheduler.slots))
