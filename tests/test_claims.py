@@ -1,6 +1,7 @@
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,24 @@ def test_the_interval_of_a_mean_covers_it_as_often_as_it_says(seed):
             m = Measured.of([dice.gauss(2.0, 3.0) for _ in range(n)])
             hits += m.low <= 2.0 <= m.high
         assert 0.936 < hits / 4000 < 0.964
+
+
+def test_on_logarithms_twice_and_half_are_as_far_from_one(seed):
+    dice = random.Random(seed)
+    ratios = [math.exp(dice.gauss(0, 1)) for _ in range(7)]
+    straight, turned = (
+        Measured.of(one, scale="log") for one in (ratios, [1 / ratio for ratio in ratios])
+    )
+    assert straight.mean == pytest.approx(math.prod(ratios) ** (1 / 7))
+    assert (straight.low, straight.high) == pytest.approx((1 / turned.high, 1 / turned.low))
+    logs = Measured.of([math.log(ratio) for ratio in ratios])
+    assert math.log(straight.high) == pytest.approx(logs.high)
+    one = Measured.of([3.0], scale="log")
+    assert one.mean == pytest.approx(3.0) and (one.low, one.high, one.n) == (0.0, math.inf, 1)
+    with pytest.raises(ValueError, match="above 0"):
+        Measured.of([1.0, 0.0], scale="log")
+    with pytest.raises(ValueError, match="scale"):
+        Measured.of([1.0], scale="logarithmic")
 
 
 def test_one_sample_says_nothing_about_its_spread():
@@ -82,7 +101,7 @@ def test_a_claim_that_holds_in_part_is_held_to_its_first_evidence(clean_environm
             continue
         first = item.evidence[0]
         record = claims.records.find(item.slug, first.case, first.quantity)
-        recorded = first.rule.judge(claims._measured(record))
+        recorded = first.rule.judge(first.measured(record))
         bound, step = (
             (first.rule.at_most, 1) if first.rule.at_least is None else (first.rule.at_least, -1)
         )
@@ -127,6 +146,18 @@ def test_records_decide_a_claim(monkeypatch, first, second, verdict):
     by_case = {"case 0": FakeRecord(first), "case 1": FakeRecord(second)}
     monkeypatch.setattr(records, "find", lambda slug, case, quantity: by_case[case])
     assert claims.judge_records(make_claim())[0] == verdict
+
+
+def test_evidence_on_logarithms_is_judged_there(monkeypatch):
+    # The mean of these says nothing, their geometric mean lies above 2 with its interval.
+    scattered = FakeRecord([20.0, 41.0, 74.0, 818.0])
+    monkeypatch.setattr(records, "find", lambda *key: scattered)
+    one = Evidence(case="x", quantity="y", rule=Rule(at_least=2.0))
+    verdicts = []
+    for scale in ("linear", "log"):
+        item = replace(make_claim(evidence=1), evidence=(replace(one, scale=scale),))
+        verdicts.append(claims.judge_records(item)[0])
+    assert verdicts == ["below the noise here", "holds"]
 
 
 def test_a_single_number_decides_only_when_it_is_exact(monkeypatch):

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from scipy.special import stdtrit
 
@@ -43,6 +43,8 @@ Verdict = Literal[
     "holds", "holds in part", "does not hold", "below the noise here", "not testable here"
 ]
 
+Scale = Literal["linear", "log"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
@@ -68,13 +70,27 @@ class Measured:
         return cls(mean=value, low=value, high=value, n=1)
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> Measured:
+    def of(cls, samples: Sequence[float], *, scale: Scale = "linear") -> Measured:
         """Mean of independent samples with its 95 % confidence interval (Student's t).
 
-        One sample says nothing about its spread: its interval is infinite.
+        scale: "log" takes both of the logarithms, and gives the geometric mean: for ratios, of
+        which twice and half are as far from 1. One sample says nothing about its spread: its
+        interval is infinite. Raises ValueError for no sample, and on "log" for one not above 0.
         """
         if not samples:
             raise ValueError("Measured.of needs at least one sample, got none")
+        if one_of("scale", scale, get_args(Scale)) == "log":
+            if min(samples) <= 0:
+                raise ValueError(
+                    f'samples must be above 0 on the scale "log", got {min(samples)}; '
+                    'leave scale at "linear"'
+                )
+            found = cls.of([math.log(one) for one in samples])
+            mean, low, high = (
+                math.exp(one) if one < 700 else math.inf
+                for one in (found.mean, found.low, found.high)
+            )
+            return cls(mean=mean, low=low, high=high, n=found.n)
         mean, n = fmean(samples), len(samples)
         if n == 1:
             return cls(mean=mean, low=-math.inf, high=math.inf, n=1)
@@ -121,11 +137,21 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """Where a claim's number comes from: a record's case and quantity, and its own rule if any."""
+    """Where a claim's number comes from: a record's case and quantity, and its own rule if any.
+
+    scale: of the samples' mean and interval, as in `Measured.of`.
+    """
 
     case: str
     quantity: str
     rule: Rule
+    scale: Scale = "linear"
+
+    def measured(self, record: records.Record) -> Measured:
+        """A record's number; one that follows from an exact law says so in its details."""
+        if record.details.get("exact"):
+            return Measured.exactly(record.p50)
+        return Measured.of(record.samples, scale=self.scale)
 
 
 class ClaimContradictedError(AssertionError):
@@ -181,7 +207,7 @@ class Claim:
             record = records.find(self.slug, first.case, first.quantity)
         except KeyError:
             return self.verdict
-        return first.rule.judge(_measured(record))
+        return first.rule.judge(first.measured(record))
 
 
 def _rule(raw: Mapping[str, Any]) -> Rule:
@@ -190,7 +216,12 @@ def _rule(raw: Mapping[str, Any]) -> Rule:
 
 def _claim(id: str, raw: Mapping[str, Any]) -> Claim:
     evidence = tuple(
-        Evidence(case=item["case"], quantity=item["quantity"], rule=_rule(item))
+        Evidence(
+            case=item["case"],
+            quantity=item["quantity"],
+            rule=_rule(item),
+            scale=one_of("scale", item.get("scale", "linear"), get_args(Scale)),
+        )
         for item in raw.get("evidence", ())
     )
     if not evidence and not raw.get("note"):
@@ -227,13 +258,6 @@ def claim(id: str) -> Claim:
     return claims[one_of("claim", id, claims)]
 
 
-def _measured(record: records.Record) -> Measured:
-    """A record's number; one that follows from an exact law says so in its details."""
-    if record.details.get("exact"):
-        return Measured.exactly(record.p50)
-    return Measured.of(record.samples)
-
-
 def judge_records(claim: Claim) -> tuple[Verdict, str, str]:
     """Verdict, measured numbers and hardware of a claim, from its records alone.
 
@@ -243,7 +267,7 @@ def judge_records(claim: Claim) -> tuple[Verdict, str, str]:
     if not claim.evidence:
         return "not testable here", "", ""
     found = [(item, records.find(claim.slug, item.case, item.quantity)) for item in claim.evidence]
-    measured = [_measured(record) for _, record in found]
+    measured = [item.measured(record) for item, record in found]
     verdicts = {item.rule.judge(m) for (item, _), m in zip(found, measured, strict=True)}
     if len(verdicts) == 1:
         verdict = verdicts.pop()
