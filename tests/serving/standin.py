@@ -10,7 +10,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,16 @@ def expected(prompt: str | tuple[int, ...], count: int, seed: int = 0) -> list[i
     """The tokens that the stand-in says to a prompt."""
     draw = random.Random(f"{prompt!r}/{seed}")
     return [draw.randrange(1000) for _ in range(count)]
+
+
+def until(what: Callable[[], Any], seconds: float = 120.0) -> bool:
+    """Whether it comes true; the bound is for a fault, nothing is timed."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if what():
+            return True
+        time.sleep(0.005)
+    return False
 
 
 class Running:

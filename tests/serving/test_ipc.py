@@ -9,8 +9,7 @@ import socket
 import stat
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from labcore.serving.messages import (
     parse,
     parse_submit,
 )
-from tests.serving.standin import StandIn, expected
+from tests.serving.standin import StandIn, expected, until
 
 
 @pytest.fixture
@@ -37,16 +36,6 @@ def path() -> Iterator[Path]:
     """A short one: pytest's own folders may be too long for the address of a socket."""
     with tempfile.TemporaryDirectory(prefix="labcore-") as folder:
         yield Path(folder) / "engine"
-
-
-def until(what: Callable[[], Any], seconds: float = 120.0) -> bool:
-    """Whether it comes true; the bound is for a fault, nothing is timed."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if what():
-            return True
-        time.sleep(0.005)
-    return False
 
 
 class Raw:

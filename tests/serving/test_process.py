@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from labcore.models import pretrained, shipped_tokenizer
 from labcore.serving import process
 from labcore.serving.client import EngineClient, EngineError
 from labcore.serving.supervisor import Part, Supervisor, SupervisorError
-from tests.serving.standin import StandIn
+from tests.serving.standin import StandIn, until
 
 ROOT = Path(__file__).resolve().parents[2]
 STANDIN = [sys.executable, "-m", "tests.serving.standin"]
@@ -30,15 +29,6 @@ STANDIN = [sys.executable, "-m", "tests.serving.standin"]
 def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="labcore-") as name:
         yield Path(name)
-
-
-def until(what: Callable[[], Any], seconds: float = 120.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if what():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def answers(path: Path) -> bool:

@@ -7,7 +7,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,13 @@ from labcore.serving import triton_repository
 from labcore.serving.ipc import Listener
 from tests.serving import bridge
 from tests.serving.bridge import MetricFamily, Request, Sender
-from tests.serving.standin import StandIn, expected
+from tests.serving.standin import StandIn, expected, until
 
 
 @pytest.fixture
 def path() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="labcore-") as folder:
         yield Path(folder) / "engine"
-
-
-def until(what: Callable[[], Any], seconds: float = 120.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if what():
-            return True
-        time.sleep(0.005)
-    return False
 
 
 def ask(model: Any, prompt: Any = b"hello", **inputs: Any) -> Sender:

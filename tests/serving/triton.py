@@ -10,7 +10,6 @@ from __future__ import annotations
 import http.client
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ from labcore.serving.triton_client import (
     generate_stream,
 )
 from labcore.serving.triton_server import TritonServer
-from tests.serving.standin import expected
+from tests.serving.standin import expected, until
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = Path(os.environ.get("LABCORE_TRITON_ENVIRONMENT", ROOT / ".venv-triton"))
@@ -67,15 +66,6 @@ def standin_server(folder: Path, engine: Sequence[str] = STANDIN) -> Iterator[Tr
         yield server
     finally:
         server.stop()
-
-
-def until(what: Callable[[], Any], seconds: float = FAULT_S) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if what():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def stats(server: TritonServer) -> dict[str, Any]:
