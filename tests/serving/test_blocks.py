@@ -70,7 +70,8 @@ def test_random_calls_keep_every_invariant(seed: int) -> None:
             elif names:
                 digest = str(rng.randrange(1, names + 1)).encode()
                 found = pool.peek([digest])
-                assert pool.match([digest, b"never known"]) == found
+                assert pool.peek([digest, b"never known"]) == found
+                pool.share(found)
                 holders.append(found)
             pool.check()
             held = Counter(block for blocks in holders for block in blocks)
@@ -99,7 +100,9 @@ def test_free_blocks_go_first_then_the_longest_unused_the_end_of_a_prefix_before
             pool.register(block, f"{name}{place}".encode())
     pool.release(old)
     pool.release(new)
-    pool.release(pool.match([b"old0"]))  # used again: now the newest
+    again = pool.peek([b"old0"])
+    pool.share(again)
+    pool.release(again)  # used again: now the newest
     assert (pool.free, pool.held, pool.cached) == (2, 0, 5)
     assert pool.allocate(2) == [5, 6] and pool.evicted == 0
     gone = []
@@ -116,8 +119,8 @@ def test_a_prefix_is_found_up_to_its_first_gap() -> None:
     blocks = pool.allocate(3)
     for place in (0, 2):
         pool.register(blocks[place], bytes([place]))
-    assert pool.match([b"\0", b"\1", b"\2"]) == blocks[:1]
-    assert [pool.references(block) for block in blocks] == [2, 1, 1]
+    assert pool.peek([b"\0", b"\1", b"\2"]) == blocks[:1]
+    assert [pool.references(block) for block in blocks] == [1, 1, 1]
 
 
 def test_the_first_of_two_equal_blocks_is_the_known_one() -> None:

@@ -164,8 +164,8 @@ def test_deadlines_end_requests_with_what_they_have(seed: int) -> None:
 
 
 def test_the_trace_adds_up(seed: int) -> None:
-    model = tiny(seed)
-    asked = mixed(random.Random(seed), 14)
+    model = tiny(seed, eos_token_ids=())  # so that the blocks do not suffice
+    asked = mixed(random.Random(seed), 36)
     engine = Engine(model, BYTES, policy="max_utilization", proposer="ngram", **TINY_POOL)
     names = [engine.submit(*one) for one in asked]
     heard = run(engine)
@@ -224,6 +224,12 @@ def test_refused_at_the_door(seed: int) -> None:
         (ValueError, "between 0 and 256, got 3 to 257", ([257, 3],)),
         (ValueError, "between 0 and 256, got -1 to 3", ([3, -1],)),
         (TypeError, "sampling must be a SamplingConfig, got dict", ([3], {"temperature": 1})),
+        (TypeError, "tokens must be whole numbers", ([1.9],)),
+        (TypeError, "tokens must be whole numbers", (torch.tensor([3.0, 4.0]),)),
+        (ValueError, r"seed must be at least -2\*\*63", ([3], SamplingConfig(seed=2**64))),
+        (ValueError, r"below 2\*\*64, got -", ([3], SamplingConfig(seed=-(2**63) - 1))),
+        (TypeError, "seed must be a whole number, got 1.5", ([3], SamplingConfig(seed=1.5))),  # type: ignore[arg-type]
+        (TypeError, "seed must be a whole number, got None", ([3], SamplingConfig(seed=None))),  # type: ignore[arg-type]
         (ValueError, "stop texts need a tokenizer", ([3], SamplingConfig(stop=("x",)))),
         (ValueError, "at most 50 tokens", ([3] * 10, SamplingConfig(max_tokens=42))),
     ]
@@ -232,7 +238,7 @@ def test_refused_at_the_door(seed: int) -> None:
             engine.submit(*arguments)
     with pytest.raises(ValueError, match="deadline must be finite"):
         engine.submit([3], deadline=float("nan"))
-    assert engine.idle
+    assert engine.idle and engine.scheduler.idle
     assert engine.stats().finished == {"refused": 1}
     short = SamplingConfig(max_tokens=2)
     assert engine.submit([3], short, id="request-2") == "request-2"
@@ -263,11 +269,40 @@ def test_refused_at_the_door(seed: int) -> None:
         ({"slots": 0}, "slots must be at least 1"),
         ({"keep": 0}, "keep must be at least 1"),
         ({"max_length": -1}, "max_length must be at least 1"),
+        ({"max_length": 10**6}, "max_length must be at most the model's max_position_embeddings"),
     ],
 )
 def test_options_that_do_not_fit(options: dict, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         Engine(tiny(0), **options)
+
+
+def test_a_name_is_taken_until_its_last_output_is_told(seed: int) -> None:
+    engine = Engine(tiny(seed, eos_token_ids=()), BYTES)
+    short = SamplingConfig(max_tokens=2)
+    for name in ("mine", "request-1"):
+        engine.submit([3, 4], short, id=name)
+        assert engine.cancel(name)
+        with pytest.raises(ValueError, match=f"unlike those under way, got '{name}'"):
+            engine.submit([3, 4], short, id=name)
+    assert engine.submit([3, 4], short) == "request-2"
+    heard = Heard()
+    heard.add(engine.step())
+    assert heard.finish == {"mine": "cancelled", "request-1": "cancelled"}
+    assert engine.submit([3, 4], short, id="mine") == "mine"
+    assert {id: one.finish for id, one in engine.drain().items()} == {
+        "request-2": "length",
+        "mine": "length",
+    }
+    nothing_left(engine)
+
+
+@pytest.mark.parametrize("value", [-(2**63), -1, 2**63, 2**64 - 1])
+def test_every_seed_of_a_generator_is_taken(seed: int, value: int) -> None:
+    model, asked = tiny(seed), ([3, 4], SamplingConfig(temperature=1.0, max_tokens=4, seed=value))
+    engine = Engine(model, BYTES)
+    engine.submit(*asked)
+    assert engine.drain()["request-1"].tokens == tuple(alone(model, [asked])[0].tokens[0])
 
 
 def test_graphs_do_not_go_with_a_proposer_that_may_read_hidden_states() -> None:

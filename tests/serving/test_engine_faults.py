@@ -5,12 +5,23 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from labcore.decoding import Draft, NGram, SamplingConfig
+from labcore.serving.clock import ManualClock
 from labcore.serving.engine import Engine
 from tests.serving.tiny import BYTES, Heard, alone, mixed, nothing_left, run, tiny
 
 OPTIONS = {"pages": 40, "page": 8, "slots": 5, "budget": 40, "max_length": 96}
+
+
+def counted_as_heard(engine: Engine, heard: Heard) -> None:
+    """Clients, metrics and counters agree on how many tokens there were."""
+    told = engine.stats()
+    for one in engine.metrics:
+        assert one.output == len(heard.tokens.get(one.id, []))
+    assert told.output_tokens == sum(map(len, heard.tokens.values()))
+    assert told.wasted == told.drafted - told.accepted
 
 
 class Fails:
@@ -185,10 +196,11 @@ def test_a_token_without_a_text_ends_its_request_alone(seed: int) -> None:
         if token not in said[:-1]:
             assert heard.tokens[name] == said
             continue
-        # The token that has no text is delivered as a token.
+        # The token that has no text is not delivered, nor counted.
         assert heard.finish[name] == "error" and "has no text" in heard.reason[name]
-        assert heard.tokens[name] == said[: said.index(token) + 1]
+        assert heard.tokens.get(name, []) == said[: said.index(token)]
     assert "error" in heard.finish.values()
+    counted_as_heard(engine, heard)
     nothing_left(engine)
 
 
@@ -200,4 +212,128 @@ def test_close_cancels(seed: int) -> None:
         heard.add(engine.step())
     heard.add(engine.step())
     assert heard.finish == dict.fromkeys(names, "cancelled")
+    nothing_left(engine)
+
+
+class Siblings(NGram):
+    """Drafts a wrong token and the right one beside it, so that each accepted path has a gap."""
+
+    def __init__(self, known: dict[tuple[int, ...], list[int]]) -> None:
+        super().__init__()
+        self.known = known
+
+    def propose(self, contexts, samplings, max_tokens, generators, *, hidden=None):
+        drafts = []
+        for context, most in zip(contexts, max_tokens, strict=True):
+            tokens: list[int] = []
+            for prompt, said in self.known.items():
+                if most and tuple(context[: len(prompt)]) == prompt:
+                    right = said[len(context) - len(prompt)]
+                    tokens = [(right + 1) % BYTES.vocab_size, right]
+            parents = torch.full((len(tokens),), -1, dtype=torch.int32)
+            drafts.append(Draft(torch.tensor(tokens, dtype=torch.int64), parents))
+        return drafts
+
+
+def test_a_path_that_cannot_be_kept_brings_nothing(seed: int) -> None:
+    model = tiny(seed, eos_token_ids=())
+    asked = [([n, 7, 9 + n], SamplingConfig(max_tokens=9)) for n in range(4)]
+    references = [one.tokens[0] for one in alone(model, asked)]
+    known = {tuple(prompt): said for (prompt, _), said in zip(asked, references, strict=True)}
+    engine = Engine(model, BYTES, proposer=Siblings(known), **OPTIONS)
+    names = [engine.submit(*one) for one in asked]
+    whole, calls = engine.forwards.keep, []
+
+    def keep(row, slots):
+        calls.append(row)
+        if len(calls) in (2, 7):
+            raise RuntimeError("planted")
+        whole(row, slots)
+
+    engine.forwards.keep = keep
+    heard = run(engine)
+    failed = {name for name in names if heard.finish[name] == "error"}
+    assert len(failed) == 2 and {heard.reason[name] for name in failed} == {"RuntimeError: planted"}
+    as_alone(engine, heard, names, asked, but=failed)
+    counted_as_heard(engine, heard)
+    nothing_left(engine)
+
+
+@pytest.mark.parametrize("why", ["deadline", ""])
+def test_what_stumbles_before_the_forwards_leaves_no_step_open(seed: int, why: str) -> None:
+    """A request that ran out of time, or lost its blocks, does not give its place back at once."""
+    clock = ManualClock()
+    engine = Engine(
+        tiny(seed, eos_token_ids=()),
+        BYTES,
+        proposer="ngram",
+        clock=clock,
+        policy="max_utilization",
+        **{**OPTIONS, "pages": 6},
+    )
+    names = [engine.submit([n] * 9, SamplingConfig(max_tokens=22)) for n in range(3)]
+    if why:
+        names.append(engine.submit([5] * 3, SamplingConfig(max_tokens=22), deadline=1.0))
+    heard, whole, fails = Heard(), engine.speculation.leave, []
+
+    def leave(entry):
+        if entry.state.finish == why and not fails:
+            fails.append(entry.id)
+            raise RuntimeError("planted")
+        whole(entry)
+
+    engine.speculation.leave = leave
+    for _ in range(400):
+        if engine.idle:
+            break
+        try:
+            heard.add(engine.step())
+        except RuntimeError as problem:
+            assert str(problem) == "planted"
+        clock.advance(0.25)
+        engine.scheduler.check()
+    assert heard.finish.keys() == set(names) and heard.finish[fails[0]] == (why or "length")
+    assert set(heard.finish.values()) - {"length", "deadline"} == {"error"}
+    counted_as_heard(engine, heard)
+    nothing_left(engine)
+
+
+def test_an_entry_that_cannot_be_made_leaves_no_request(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tiny(seed), BYTES, **OPTIONS)
+    with monkeypatch.context() as patch:
+        patch.setattr("labcore.serving.engine.Entry", Fails(None, 1))
+        with pytest.raises(TypeError):  # Fails takes one argument
+            engine.submit([3], SamplingConfig(max_tokens=2), id="same")
+    assert engine.scheduler.idle
+    engine.submit([3], SamplingConfig(max_tokens=2), id="same")
+    assert engine.drain()["same"].tokens
+    nothing_left(engine)
+
+
+class Forgets(NGram):
+    """Its commit raises in the calls that are named."""
+
+    def __init__(self, *calls: int) -> None:
+        super().__init__()
+        self.calls, self.count = calls, 0
+
+    def commit(self, accepted) -> None:
+        self.count += 1
+        if self.count in self.calls:
+            raise RuntimeError("planted")
+
+
+def test_a_proposer_that_cannot_take_a_commit(seed: int) -> None:
+    engine = Engine(tiny(seed), BYTES, proposer=Forgets(2, 5), **OPTIONS)
+    asked = mixed(random.Random(seed), 14, most=30)
+    names = [engine.submit(*one) for one in asked]
+    heard = run(engine)
+    failed = {name for name in names if heard.finish[name] == "error"}
+    assert failed and {heard.reason[name] for name in failed} == {"RuntimeError: planted"}
+    as_alone(engine, heard, names, asked, but=failed)
+    # What was decided in the step itself was said.
+    assert all(heard.tokens[name] for name in failed)
+    counted_as_heard(engine, heard)
     nothing_left(engine)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
 
 from labcore.decoding import SamplingConfig
+from labcore.serving.binding import Host
 from labcore.serving.clock import ManualClock
 from labcore.serving.engine import Engine
 from tests.serving.tiny import BYTES, TINY_POOL, Heard, alone, mixed, nothing_left, run, tiny
@@ -125,3 +127,26 @@ def test_cancelled_at_any_time(seed: int, policy: str, proposer: str | None) -> 
         assert name in gone or said == reference.tokens[0]
     assert torch.isfinite(engine.forwards.cache.key_pages[0][: engine.pool.count]).all()
     nothing_left(engine)
+
+
+@pytest.mark.parametrize("cache", ["paged", "slots"])
+def test_the_table_is_copied_where_blocks_have_changed(
+    seed: int, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[tuple] = []
+    copied: list[bool] = []
+    whole = Host.bind
+
+    def bind(host, rows, counts):
+        bound.append(tuple(tuple(blocks) for blocks, _ in rows))
+        copied.append(whole(host, rows, counts))
+        return copied[-1]
+
+    monkeypatch.setattr(Host, "bind", bind)
+    model, asked = tiny(seed, eos_token_ids=()), ([1, 2, 3], SamplingConfig(max_tokens=20))
+    with Engine(model, BYTES, graphs=True, cache=cache, **TINY_POOL) as engine:
+        engine.submit(*asked)
+        heard = run(engine)
+    assert [*heard.tokens.values()] == alone(model, [asked])[0].tokens
+    assert copied == [before != now for before, now in pairwise([(), *bound])]
+    assert sum(copied) == (1 if cache == "slots" else 3)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from labcore.decoding import DraftModel, NGram, SamplingConfig, near_tie_audit
 from labcore.models import Llama
+from labcore.serving.binding import Host
 from labcore.serving.engine import Engine
 from labcore.serving.forwards import Forwards, Reading
 from labcore.serving.fused import can_be_fused
@@ -161,3 +162,20 @@ def test_a_model_that_was_changed_is_read_as_it_is(seed: int) -> None:
     name = engine.submit([1, 2, 3], SamplingConfig(max_tokens=9))
     audit = near_tie_audit(model, [1, 2, 3], engine.drain()[name].tokens)
     assert audit.passed, audit.worst
+
+
+def test_slots_do_not_pay_for_the_places_of_pages(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which tokens a row reads is worked out where they are gathered, and nowhere else."""
+    reads: list[int] = []
+    whole = Host.read
+    monkeypatch.setattr(Host, "read", lambda *given: reads.append(1) or whole(*given))
+    counts = {}
+    for cache in ("slots", "paged"):
+        engine = Engine(tiny(seed).float(), BYTES, cache=cache, fused=True, **TINY_POOL)
+        for prompt, sampling in mixed(random.Random(seed), 4):
+            engine.submit(prompt, sampling)
+        run(engine)
+        counts[cache] = len(reads)
+    assert counts["slots"] == 0 < counts["paged"]

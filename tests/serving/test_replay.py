@@ -12,12 +12,13 @@ from labcore.decoding import SamplingConfig
 from labcore.models import Llama
 from labcore.serving.blocks import BlockPool
 from labcore.serving.clock import ManualClock
+from labcore.serving.costs import CostModel
 from labcore.serving.engine import Engine
 from labcore.serving.policies import POLICIES
 from labcore.serving.replay import Replay, replay
 from labcore.serving.requests import Request
 from labcore.serving.scheduler import Scheduler
-from labcore.serving.simulate import QUEUE_FULL, CostModel, Run, simulate
+from labcore.serving.simulate import QUEUE_FULL, Run, simulate
 from labcore.serving.workload import Workload, bursts, long_tail
 from tests.serving.tiny import TINY_POOL, tiny
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import pytest
 
 from labcore.serving.blocks import BlockPool
+from labcore.serving.costs import CostModel
 from labcore.serving.requests import Request
 from labcore.serving.router import ROUTERS, LeastLoaded, PrefixAware, RoundRobin, route
 from labcore.serving.scheduler import Scheduler
-from labcore.serving.simulate import CostModel, Simulator, simulate
+from labcore.serving.simulate import Simulator, simulate
 from labcore.serving.workload import (
     Workload,
     bursts,

@@ -249,3 +249,131 @@ def test_an_interrupted_request_is_not_forgotten(seed: int) -> None:
         assert [output.finish for output in second][-1] == "length"
         assert service.healthy
         settled(service)
+
+
+class Counts:
+    """A tokenizer that counts what it encodes."""
+
+    def __init__(self) -> None:
+        self.encoded = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.encoded += 1
+        return BYTES.encode(text)
+
+    def decode(self, tokens) -> str:
+        return BYTES.decode(tokens)
+
+
+def test_a_text_that_waits_is_encoded_once_and_refused_once(seed: int) -> None:
+    counts, short = Counts(), SamplingConfig(max_tokens=2)
+    engine = Engine(tiny(seed, eos_token_ids=()), counts, **OPTIONS)
+    with Service(engine) as service:
+        with held_up(service), ask(service):
+            kept = [service.submit([1], short) for _ in range(OPTIONS["max_waiting"])]
+            with pytest.raises(QueueFull):
+                service.submit("text", short, wait=0.2)
+            assert counts.encoded == 1 and engine.counters.finished == {"queue_full": 1}
+            with pytest.raises(QueueFull):
+                service.submit([1], short)
+        late = service.submit("text", short, wait=PATIENCE)
+        for stream in (*kept, late):
+            stream.timeout = PATIENCE
+            assert [output.finish for output in stream][-1] == "length"
+        assert counts.encoded == 2
+        assert service.stats().finished == {"queue_full": 2, "length": len(kept) + 1}
+        settled(service)
+
+
+def test_an_engine_that_is_not_idle_is_refused(seed: int) -> None:
+    engine = Engine(tiny(seed), BYTES, **OPTIONS)
+    engine.submit([1], LONG)
+    with pytest.raises(ValueError, match="an engine must be idle to be served"):
+        Service(engine)
+    engine.close()
+    with pytest.raises(ValueError, match="outputs to be said"):
+        Service(engine)
+    engine.step()
+    with Service(engine) as service:
+        assert list(service.submit([1], SamplingConfig(max_tokens=2), timeout=PATIENCE))
+
+
+def test_a_name_comes_again_before_its_end_is_told(seed: int) -> None:
+    with Service(Engine(tiny(seed, eos_token_ids=()), BYTES, **OPTIONS)) as service:
+        with held_up(service) as gate, ThreadPoolExecutor(1) as pool:
+            old = service.submit([4], LONG, id="same", timeout=PATIENCE)
+            old.cancel()
+            again = pool.submit(service.submit, [4], LONG, id="same")
+            while service._inbox.qsize() < 2:  # both come between two steps
+                time.sleep(0.001)
+            gate.open()
+            with pytest.raises(ValueError, match="unlike those under way, got 'same'"):
+                again.result(PATIENCE)
+        assert [output.finish for output in old][-1] == "cancelled"
+        new = service.submit([4], LONG, id="same", timeout=PATIENCE)
+        assert [output.finish for output in new][-1] == "length"
+        settled(service)
+
+
+@pytest.mark.parametrize("broken", ["cancel", "stats", "close"])
+def test_nobody_waits_for_an_engine_that_broke(seed: int, broken: str) -> None:
+    """Whatever raises in the engine's thread, all who ask are answered, and it is closed."""
+    engine = Engine(tiny(seed, eos_token_ids=()), BYTES, **OPTIONS)
+    closed, close = [], engine.close
+
+    def breaks(*_):
+        raise SystemExit("planted") if broken == "stats" else RuntimeError("planted")
+
+    def closes():
+        closed.append(1)
+        if broken == "close":
+            breaks()
+        close()
+
+    engine.close = closes  # type: ignore[method-assign]
+    service = Service(engine)
+    with held_up(service) as gate, ThreadPoolExecutor(6) as pool:
+        stream = service.submit([4], LONG, timeout=PATIENCE)
+        if broken != "close":
+            setattr(engine, broken, breaks)
+        if broken == "cancel":
+            for _ in range(2):
+                stream.cancel()
+        answers = [pool.submit(service.stats) for _ in range(3)]
+        while service._inbox.qsize() < 3 + 2 * (broken == "cancel"):
+            time.sleep(0.001)
+        if broken == "close":
+            service._inbox.put(breaks)
+        gate.open()
+        for answer in answers:
+            if broken == "stats":
+                with pytest.raises(RuntimeError, match="planted"):
+                    answer.result(PATIENCE)
+            else:
+                assert answer.result(PATIENCE).pages == OPTIONS["pages"]
+        *_, last = stream
+        assert last.finish == "error" and "planted" in last.reason
+    service._thread.join(PATIENCE)
+    assert closed and not service._thread.is_alive() and not service.healthy
+    with pytest.raises(RuntimeError, match="broken.*planted"):
+        service.stats()
+    service.close()
+
+
+def test_those_who_ask_without_end_do_not_hold_up_a_step(seed: int) -> None:
+    with Service(Engine(tiny(seed, eos_token_ids=()), BYTES, **OPTIONS)) as service:
+        asked: list[int] = []
+
+        def again() -> None:
+            if service.engine.trace:
+                return
+            if not service.engine.idle:
+                asked.append(1)
+            if len(asked) < 1000:
+                service._inbox.put(again)
+
+        service._inbox.put(again)
+        stream = service.submit([4], LONG, timeout=PATIENCE)
+        assert [output.finish for output in stream][-1] == "length"
+        assert len(asked) < 1000
+        settled(service)

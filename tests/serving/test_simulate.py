@@ -13,19 +13,18 @@ import pytest
 
 from labcore.decoding import SamplingConfig
 from labcore.serving.blocks import BlockPool, blocks_for
+from labcore.serving.costs import CostModel
+from labcore.serving.gantt import KINDS, Span
 from labcore.serving.policies import POLICIES
 from labcore.serving.requests import Request
 from labcore.serving.scheduler import Scheduler, StepPlan
 from labcore.serving.simulate import (
     CACHED,
     FREE,
-    KINDS,
     QUEUE_FULL,
     SHARED,
-    CostModel,
     Run,
     Simulator,
-    Span,
     bootstrap,
     simulate,
 )
@@ -114,6 +113,14 @@ def test_a_small_pool_preempts_and_a_shared_prefix_is_found(seed: int) -> None:
     assert sum(one.recomputed for one in run.metrics) > 0
     assert sum(one.cached for one in run.metrics) > 0
     assert {span.kind for span in run.spans} >= {"waiting", "prefill", "recompute", "decode"}
+
+
+def test_what_a_preempted_request_finds_of_its_own_is_not_counted(seed: int) -> None:
+    n = 24
+    work = Workload(recorded([0.0] * n), fixed(17, n), fixed(40, n), seed=seed)
+    run = simulate(work, Made(pages=32, policy="max_utilization"), COST)
+    assert sum(one.preemptions for one in run.metrics) > 0
+    assert not any(one.cached for one in run.metrics)  # no two prompts begin alike
 
 
 def test_the_same_arguments_give_the_same_run(seed: int) -> None:

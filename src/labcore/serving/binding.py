@@ -55,7 +55,9 @@ class Host:
         return [len(blocks) * self.page for blocks in self.blocks]
 
     def bind(self, rows: Sequence[Bound], counts: Sequence[int] | None) -> bool:
-        """Make row b the request rows[b]; whether a block of any row is another than before.
+        """Make row b the request rows[b]; whether the device's table may be another one.
+
+        So it is where a block of any row is another than before, and where the table was lent.
 
         Raises ValueError, and changes nothing, for rows that do not fit.
         """

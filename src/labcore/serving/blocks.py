@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from labcore.checks import positive_int
@@ -48,7 +48,7 @@ class BlockPool:
     """`count` blocks of `page` tokens each, with reference counts and a cache of known prefixes.
 
     A block is free, held (one reference or more), or cached: without a reference, but with a digest
-    by which `match` finds it again, until an allocation evicts it. The block that was released
+    by which `peek` finds it again, until an allocation evicts it. The block that was released
     longest ago is evicted first, and of blocks released together the last ones of the prefix.
     evicted: how many were, so far.
     Raises TypeError or ValueError unless count and page are whole numbers of at least 1.
@@ -137,8 +137,8 @@ class BlockPool:
         Raises ValueError, and releases none, where a block has fewer references than are given.
         """
         given = list(blocks)
-        for block in set(given):
-            if given.count(block) > self._references[self._own(block)]:
+        for block, times in Counter(given).items():
+            if times > self._references[self._own(block)]:
                 raise ValueError(
                     f"block {block} must be held to be released, it has "
                     f"{self._references[block]} references; release a block once for each"
@@ -155,7 +155,7 @@ class BlockPool:
     def register(self, block: int, digest: bytes) -> bool:
         """Make a held block known by its digest; False where another block has that digest.
 
-        Only for a full block whose keys and values are written: whoever matches it reads them.
+        Only for a full block whose keys and values are written: whoever shares it reads them.
         Raises ValueError for a block that nobody holds, or that has another digest.
         """
         if not self._references[self._own(block)]:
@@ -178,12 +178,6 @@ class BlockPool:
             if block is None:
                 break
             found.append(block)
-        return found
-
-    def match(self, digests: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest known prefix, one reference more for each."""
-        found = self.peek(digests)
-        self.share(found)
         return found
 
     def clear(self) -> int:

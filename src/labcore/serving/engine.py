@@ -11,6 +11,7 @@ Letters: B rows of a forward, N drafted tokens of a row, V vocabulary, C width.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from labcore.serving.clock import Clock, MonotonicClock
 from labcore.serving.forwards import Forwards
 from labcore.serving.fused import MOST_WEIGHTS, can_be_fused
 from labcore.serving.metrics import Counters, RequestMetrics, Snapshot, StepRecord
-from labcore.serving.outputs import Entry, Output, check_ends_after
+from labcore.serving.outputs import Entry, Output, check_ends_after, check_seed
 from labcore.serving.paged import PagedCache
 from labcore.serving.requests import Request
 from labcore.serving.scheduler import QueueFull, Scheduler, StepPlan
@@ -99,10 +100,15 @@ class Engine:
             )
         self.model, self.tokenizer = model, tokenizer
         self.clock: Clock = MonotonicClock() if clock is None else clock
+        most = model.config.max_position_embeddings
         if max_length is None:
-            held = positive_int("pages", pages) * positive_int("page", page)
-            max_length = min(held, model.config.max_position_embeddings)
-        self.max_length = positive_int("max_length", max_length)
+            max_length = min(positive_int("pages", pages) * positive_int("page", page), most)
+        if positive_int("max_length", max_length) > most:
+            raise ValueError(
+                f"max_length must be at most the model's max_position_embeddings = {most}, got "
+                f"{max_length}; leave it out"
+            )
+        self.max_length = max_length
         one_of("cache", cache, ("paged", "slots"))
         if cache == "slots":
             pages, page = positive_int("slots", slots), self.max_length
@@ -143,8 +149,7 @@ class Engine:
                 "graphs must be False with a proposer of one's own, which may read hidden states, "
                 "got True; a replayed step gives logits alone"
             )
-        on_gpu = self.model.norm.weight.is_cuda
-        return (on_gpu if asked is None else bool(asked)) and possible
+        return (self.model.norm.weight.is_cuda if asked is None else bool(asked)) and possible
 
     def _wants_fused(self, asked: bool | None, graphs: bool) -> bool:
         refused = "graphs replay the model itself" if graphs else can_be_fused(self.model)
@@ -179,6 +184,7 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
         ends_after: int | None = None,
+        counted: bool = True,
     ) -> str:
         """Take a request; its id.
 
@@ -186,25 +192,31 @@ class Engine:
         tokens. priority: smaller goes first. deadline: the moment on `clock` at which it ends, done
         or not. ends_after: a measurement's output of imposed length, between 1 and max_tokens: it
         ends as by EOS, "eos", when it has as many tokens, which the scheduler does not know.
+        counted: whether a QueueFull counts as a request that ended; not where it is tried again.
         Raises QueueFull where as many as may wait do so: come back later. Raises TypeError or
         ValueError, at once, for a request that is none or can never fit.
         """
-        tokens = self._checked(prompt)
+        tokens, now = self.tokens_of(prompt), self.clock.now()
         asked = SamplingConfig() if sampling is None else sampling
-        if isinstance(asked, SamplingConfig) and asked.stop and self.tokenizer is None:
+        request = Request(self._name(id), tokens, asked, priority, deadline, now)
+        if asked.stop and self.tokenizer is None:
             raise ValueError(
                 "stop texts need a tokenizer, which says what the tokens spell; make the engine "
                 "with tokenizer=…"
             )
-        now = self.clock.now()
-        request = Request(self._name(id), tokens, asked, priority, deadline, now)
+        check_seed(asked)
         check_ends_after(ends_after, asked)
         try:
             state = self.scheduler.add(request, now)
         except QueueFull:
-            self.counters.finished["queue_full"] += 1
+            if counted:
+                self.counters.finished["queue_full"] += 1
             raise
-        entry = Entry(state, self.tokenizer, ends_after)
+        try:
+            entry = Entry(state, self.tokenizer, ends_after)
+        except BaseException:
+            self.scheduler.cancel(state.id, now)  # nobody else knows of it
+            raise
         if state.finish == "refused":
             self._note(entry)
             raise ValueError(state.reason)
@@ -213,7 +225,8 @@ class Engine:
             self._end(entry)
         return state.id
 
-    def _checked(self, prompt: Sequence[int] | str) -> tuple[int, ...]:
+    def tokens_of(self, prompt: Sequence[int] | str) -> tuple[int, ...]:
+        """A prompt's tokens. Raises TypeError or ValueError for what is none."""
         if isinstance(prompt, str):
             encode = getattr(self.tokenizer, "encode", None)
             if encode is None:
@@ -224,7 +237,10 @@ class Engine:
             prompt = encode(prompt)
         if isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
             raise TypeError(f"a prompt must be a row of tokens, got {type(prompt).__name__}")
-        tokens = tuple(int(token) for token in prompt)
+        try:
+            tokens = tuple(operator.index(token) for token in prompt)  # type: ignore[arg-type]
+        except TypeError as problem:
+            raise TypeError(f"tokens must be whole numbers: {problem}") from None
         vocab = self.model.config.vocab_size
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
             raise ValueError(
@@ -233,17 +249,19 @@ class Engine:
         return tokens
 
     def _name(self, asked: str | None) -> str:
+        # The last output of a request that ended may still have to be said.
+        known = self._entries.keys() | {output.id for output in self._news}
         if asked is not None:
-            if asked in self._entries:
+            if asked in known:
                 raise ValueError(
                     f"an id must be unlike those under way, got {asked!r} again; leave it out to "
                     "have one made"
                 )
             return asked
-        while True:
+        self._named += 1
+        while f"request-{self._named}" in known:
             self._named += 1
-            if (name := f"request-{self._named}") not in self._entries:
-                return name
+        return f"request-{self._named}"
 
     def cancel(self, id: str) -> bool:
         """End a request now; its last output comes with the next step. False if it is not there."""
@@ -263,32 +281,27 @@ class Engine:
         drafts = self.speculation.propose(self._entries.values())
         sizes = {id: one.size for id, one in drafts.items() if isinstance(one, Plan)}
         plan = self.scheduler.schedule(at, drafts=sizes)
-        for id in plan.preempted:
-            self.speculation.leave(self._entries[id])
-        for id in plan.expired:
-            self._end(self._entries[id])
-        read = [chunk.id for chunk in plan.chunks] + [decode.id for decode in plan.decodes]
-        entries = {id: self._entries[id] for id in read}
-        contexts = {id: entry.state.computed for id, entry in entries.items()}
         turn = Turn(
             self.forwards,
             self.speculation,
             plan,
-            entries=entries,
+            entries=dict(self._entries),
             drafts=drafts,
             verifier=self.verifier,
             ends=self.ends,
         )
         try:
+            self._make_way(plan)
             turn.run()
         finally:
             # An interrupted step ends its requests; none keeps a block, nothing said is lost.
             finished = self.scheduler.commit(plan, turn.all_results(), self.clock.now())
-            self._news += [turn.news[id] for id in entries if id in turn.news]
+            self._make_way(plan)
+            self._news += turn.news.values()
             for state in finished:
                 self._end(self._entries[state.id])
             if plan.tokens or plan.preempted or plan.expired:
-                self._record(plan, turn, contexts, at, time.perf_counter() - began)
+                self._record(plan, turn, at, time.perf_counter() - began)
         told, self._news = self._news, []
         return told
 
@@ -316,9 +329,11 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what is under way and destroy the graphs, before a process group is destroyed."""
-        for id in list(self._entries):
-            self.cancel(id)
-        self.forwards.close()
+        try:
+            for id in list(self._entries):
+                self.cancel(id)
+        finally:
+            self.forwards.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -326,11 +341,20 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _make_way(self, plan: StepPlan) -> None:
+        """Take the places of the preempted and the expired; harmless where that is done."""
+        for id in plan.preempted:
+            self.speculation.leave(self._entries[id])
+        for id in plan.expired:
+            if id in self._entries:
+                self._end(self._entries[id])
+
     def _end(self, entry: Entry) -> None:
         """Let go of a request that the scheduler has ended."""
-        del self._entries[entry.id]
         self.speculation.leave(entry)
-        self._news.append(entry.last_news())
+        last = entry.last_news()
+        del self._entries[entry.id]
+        self._news.append(last)
         self._note(entry)
         if self._whole is not None:
             self._whole[entry.id] = entry.whole()
@@ -340,16 +364,14 @@ class Engine:
         self._metrics.append(metrics)
         self.counters.add_request(metrics)
 
-    def _record(
-        self, plan: StepPlan, turn: Turn, contexts: dict[str, int], at: float, seconds: float
-    ) -> None:
+    def _record(self, plan: StepPlan, turn: Turn, at: float, seconds: float) -> None:
         record = StepRecord(
             step=plan.step,
             at=at,
             seconds=seconds,
             chunks=plan.chunks,
             decodes=plan.decodes,
-            contexts=contexts,
+            contexts={c.id: c.start for c in plan.chunks} | {d.id: d.start for d in plan.decodes},
             tokens=plan.tokens,
             waiting=len(self.scheduler.waiting),
             running=len(self.scheduler.running),

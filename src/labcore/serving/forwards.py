@@ -57,11 +57,6 @@ class Forwards:
                 self._graphed.capture()  # now, rather than in the first requests' time
 
     @property
-    def graphed(self) -> bool:
-        """Whether decode steps are replayed."""
-        return self._graphed is not None
-
-    @property
     def fused(self) -> bool:
         """Whether forwards are those of `FusedPages`."""
         return self._fused is not None
@@ -91,6 +86,7 @@ class Forwards:
             if not all(row.tokens for row in rows):
                 active = torch.tensor([bool(row.tokens) for row in rows]).to(self.device)
             logits = self._graphed(tokens.to(self.device), active=active)
+            self.cache.take_back()  # a check of addresses lent the buffers, and nobody filled them
             return logits[:, None], None
         parents = None
         if any(row.parents is not None for row in rows):

@@ -97,7 +97,8 @@ class RequestMetrics:
     ttft without a token, no tpot without two.
     preemptions: how often it lost its blocks. recomputed: tokens that were read again for that
     reason. wasted: drafted tokens that were read and rejected. cached: tokens that were found in
-    blocks of an earlier request instead of being read.
+    blocks of an earlier request instead of being read; after a preemption they may be its own, and
+    are not counted.
     """
 
     id: str

@@ -13,7 +13,7 @@ from labcore.decoding.requests import Request as Row
 from labcore.decoding.stops import TextDecoder
 from labcore.serving.requests import State
 
-__all__ = ["Entry", "Output", "check_ends_after"]
+__all__ = ["Entry", "Output", "check_ends_after", "check_seed"]
 
 _BROKEN = "\ufffd"  # what stands for the first bytes of a character
 # Drafts are drawn with numbers of their own, so that the output does not depend on how many are.
@@ -101,6 +101,15 @@ def check_ends_after(ends_after: int | None, sampling: SamplingConfig) -> None:
         )
 
 
+def check_seed(sampling: SamplingConfig) -> None:
+    """Raise ValueError or TypeError for a seed that no generator takes."""
+    seed = sampling.seed
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be a whole number, got {seed!r}")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed must be at least -2**63 and below 2**64, got {seed}")
+
+
 class Entry:
     """A request in an engine: how it decodes, and what was said of it so far.
 
@@ -115,7 +124,7 @@ class Entry:
         request = state.request
         self.state = state
         self.tokenizer = None if tokenizer is None else Following(tokenizer)
-        self.row = Row(request.prompt, request.sampling, self.tokenizer)
+        self.step_back()
         seed = (request.sampling.seed ^ _DRAFTING) & (2**64 - 1)
         self.drafting = torch.Generator().manual_seed(seed)
         self.place: int | None = None
@@ -127,6 +136,12 @@ class Entry:
     def id(self) -> str:
         """The request's."""
         return self.state.id
+
+    def step_back(self) -> None:
+        """Have the scheduler's tokens and no others, before its first step or behind its last."""
+        request = self.state.request
+        self.row = Row(request.prompt, request.sampling, self.tokenizer)
+        self.row.context = list(self.state.tokens)
 
     def take(self, block: Sequence[int], ends: frozenset[int]) -> int:
         """Add a block of tokens up to where the output ends; how many were added, at least 1."""

@@ -32,12 +32,16 @@ __all__ = ["PagedCache"]
 class Forward:
     """What the layers of one forward share."""
 
-    slots: Tensor  # int64 [B * T], where each token goes; a slot is page * block + place
+    # Where each token goes: int64 [B * T], or [R] without padding, of a hosted one. A slot is
+    # page * block + place.
+    slots: Tensor
     reach: int  # S
     totals: Tensor | None = None  # int32 [B], lengths with the tokens of this forward
     counts: Tensor | None = None  # int32 [B]
-    source: Tensor | None = None  # int64 [B * S], where the row's tokens are read
-    mask: Tensor | None = None  # [B, 1, G * T, S], added to scores
+    ends: list[int] | None = None  # of a hosted one, in place of totals and counts
+    # Where the rows' tokens are read: int64 [B * S]; of a SlotCache the rows' slots, int64 [B].
+    source: Tensor | None = None
+    mask: Tensor | None = None  # [B, 1, G * T, S], or [B, 1, 1, S] for all queries; added to scores
 
 
 class PagedCache:
@@ -174,7 +178,10 @@ class PagedCache:
 
     @property
     def starts(self) -> list[int]:
-        """Lengths as the rows were bound, without asking the device."""
+        """Of all rows the most tokens they can have, without asking the device.
+
+        After a bind these are the lengths themselves.
+        """
         return self._host.longest
 
     def hosted(self, counts: Sequence[int]) -> Forward:
@@ -186,7 +193,7 @@ class PagedCache:
         host = self._host
         totals = [start + count for start, count in zip(host.longest, counts, strict=False)]
         reach = max(totals)
-        forward = Forward(slots=host.written(counts), reach=reach, source=host.read(totals, reach))
+        forward = Forward(slots=host.written(counts), reach=reach, ends=totals)
         if max(counts) == 1:
             forward.mask = ends_mask(totals, reach)
         return forward
@@ -260,9 +267,12 @@ class PagedCache:
         return unfold(self.mix(layer, fold(q, kv_heads), forward), q.shape[2])
 
     def mix(self, layer: int, q: Tensor, forward: Forward) -> Tensor:
-        """Attention of q [B, Hkv, N, D] over its rows, by the forward's mask [B, 1, N, S]."""
+        """Attention of q [B, Hkv, N, D] over its rows, by the mask [B, 1, N or 1, S]."""
         if forward.source is None:
-            forward.source = self._read(forward)
+            ends = forward.ends
+            forward.source = (
+                self._read(forward) if ends is None else self._host.read(ends, forward.reach)
+            )
         shape = (len(q), forward.reach)
         k, v = (
             pages.flatten(0, 1).index_select(0, forward.source).unflatten(0, shape)
@@ -343,3 +353,11 @@ class PagedCache:
         """
         self._host.lent = True
         return {"lengths": self.lengths, "block_table": self.block_table}
+
+    def take_back(self) -> None:
+        """Say that nobody filled the buffers but replays, which leave the table as it is.
+
+        Lengths may have grown: rows must be bound anew before the next forward, and a table that
+        is then the same is not copied again.
+        """
+        self._host.lent = False

@@ -5,9 +5,9 @@ Letters: B rows of the step, N drafted tokens of a row, T tokens of the forward,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from labcore.decoding.contract import Accepted, Verifier
@@ -39,8 +39,9 @@ def decide(
         # One look at the device for all of them.
         first = logits[:, 0] if len(plain) == len(rows) else logits[plain, 0]
         largest, tokens = first.max(-1)
-        for place, top, token in zip(plain, largest.tolist(), tokens.tolist(), strict=True):
-            if math.isfinite(top):
+        tokens = torch.where(largest.isfinite(), tokens, -1)
+        for place, token in zip(plain, tokens.tolist(), strict=True):
+            if token >= 0:
                 told[place] = Accepted((), token)
     for place, (row, plan) in enumerate(zip(rows, plans, strict=True)):
         if place not in told:

@@ -298,7 +298,8 @@ class Scheduler:
             state.blocks = shared
             state.registered = len(shared)
             state.computed = len(shared) * self.pool.page
-            state.matched += state.computed
+            if not state.preemptions:  # else they may be its own
+                state.matched += state.computed
             self._grow(state, len(state.tokens))
             state.status = "running"
             if state.admitted_at is None:

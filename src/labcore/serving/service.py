@@ -98,12 +98,18 @@ class _Box:
 class Service:
     """Steps an engine in a thread of its own while there is work; its methods are for any thread.
 
-    engine: used by nobody else from then on; it is closed with the service.
+    engine: idle, and used by nobody else from then on; it is closed with the service.
     The waiting queue is the engine's, bounded by its max_waiting. Where the engine breaks (not a
     request in it), every stream ends with "error", and `submit` raises RuntimeError.
+    Raises ValueError for an engine that is not idle: nobody would read what it says.
     """
 
     def __init__(self, engine: Engine) -> None:
+        if not engine.idle:
+            raise ValueError(
+                "an engine must be idle to be served, got one with requests under way or outputs "
+                "to be said; drain it first"
+            )
         self.engine = engine
         # SimpleQueue.put may be entered again by a finalizer in the same thread.
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
@@ -143,17 +149,25 @@ class Service:
         if seconds is not None:
             due = self.engine.clock.now() + non_negative("seconds", seconds)
 
+        tokens: Sequence[int] | None = None
+
         def take() -> Stream:
-            name = self.engine.submit(prompt, sampling, id=id, priority=priority, deadline=due)
+            nonlocal tokens
+            if tokens is None:  # a text is encoded once, in the engine's thread
+                tokens = self.engine.tokens_of(prompt)
+            name = self.engine.submit(
+                tokens, sampling, id=id, priority=priority, deadline=due, counted=last
+            )
             box = self._boxes[name] = _Box()
             return Stream(self, name, box, timeout)
 
         while True:
+            left = until - time.monotonic()
+            last = left <= 0
             try:
                 return self._ask(take)
             except QueueFull:
-                left = until - time.monotonic()
-                if left <= 0:
+                if last:
                     raise
                 with self._stepped:
                     self._stepped.wait(min(left, 0.05))
@@ -190,6 +204,9 @@ class Service:
                 answer.set_result(what())
             except Exception as problem:
                 answer.set_exception(problem)
+            except BaseException as problem:  # it ends the engine's thread, not the caller's
+                answer.set_exception(RuntimeError(f"the engine broke: {problem!r}"))
+                raise
 
         with self._lock:
             if not self.healthy:
@@ -222,8 +239,11 @@ class Service:
             self._finish()
 
     def _obey(self, *, wait: bool) -> None:
-        """Do all that is asked; wait for something to be asked if there is nothing else to do."""
-        while True:
+        """Do what has been asked; wait for something to be asked if there is nothing else to do.
+
+        What is asked meanwhile comes behind the next step.
+        """
+        for _ in range(max(self._inbox.qsize(), int(wait))):
             try:
                 command = self._inbox.get(block=wait)
             except queue.Empty:
@@ -244,15 +264,23 @@ class Service:
     def _finish(self) -> None:
         """End every stream, and answer everybody who still waits."""
         with self._lock:
-            self._closing = self._closing or self._broken is not None
-        try:
-            self._obey(wait=False)
-            if self._broken is None:
-                for id in list(self._boxes):
-                    self.engine.cancel(id)
-                self._deliver(self.engine.step())
-            self.engine.close()
-        except BaseException as problem:
-            self._broken = self._broken or problem
+            self._closing = True
+        while not self._inbox.empty():
+            self._guarded(lambda: self._obey(wait=False))
+        if self._broken is None:
+            self._guarded(self._cancel_all)
+        self._guarded(self.engine.close)
         reason = f"the engine broke: {self._broken!r}"
         self._deliver([Output(id=id, finish="error", reason=reason) for id in self._boxes])
+
+    def _guarded(self, what: _Command) -> None:
+        """Do it; where it raises, the engine is broken, and what comes behind it is done."""
+        try:
+            what()
+        except BaseException as problem:
+            self._broken = self._broken or problem
+
+    def _cancel_all(self) -> None:
+        for id in list(self._boxes):
+            self.engine.cancel(id)
+        self._deliver(self.engine.step())

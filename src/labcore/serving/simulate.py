@@ -18,8 +18,8 @@ import numpy
 
 from labcore.checks import fraction, positive, positive_int
 from labcore.serving.clock import ManualClock
-from labcore.serving.costs import CostModel, Fit, Work, fit, work
-from labcore.serving.gantt import KINDS, Gantt, Span
+from labcore.serving.costs import CostModel
+from labcore.serving.gantt import Gantt, Span
 from labcore.serving.metrics import RequestMetrics, StepRecord, summary
 from labcore.serving.requests import Request, State
 from labcore.serving.scheduler import QueueFull, Scheduler, StepPlan, StepResult
@@ -28,19 +28,12 @@ from labcore.serving.workload import Workload
 __all__ = [
     "CACHED",
     "FREE",
-    "KINDS",
     "QUEUE_FULL",
     "SHARED",
-    "CostModel",
-    "Fit",
     "Run",
     "Simulator",
-    "Span",
-    "Work",
     "bootstrap",
-    "fit",
     "simulate",
-    "work",
 ]
 
 QUEUE_FULL = "queue_full"

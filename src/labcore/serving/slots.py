@@ -63,14 +63,8 @@ class SlotCache(PagedCache):
             for slot in begun:
                 pages[slot].zero_()
 
-    def hosted(self, counts: Sequence[int]) -> Forward:
-        """As a `PagedCache`."""
-        forward = super().hosted(counts)
-        forward.source = None  # it names slots here, not tokens
-        return forward
-
     def mix(self, layer: int, q: Tensor, forward: Forward) -> Tensor:
-        """Attention of q [B, Hkv, N, D] over its rows, by the forward's mask [B, 1, N, S]."""
+        """Attention of q [B, Hkv, N, D] over its rows, by the mask [B, 1, N or 1, S]."""
         mask = cast(Tensor, forward.mask)
         pages = self.key_pages[layer], self.value_pages[layer]
         keys, values = (stored[:, : forward.reach] for stored in pages)

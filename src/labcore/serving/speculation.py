@@ -49,14 +49,23 @@ class Speculation:
         self._resting = torch.Generator()
         self._hidden: Tensor | None = None  # [B, C], at the last token that was read
         self._asked: list[Entry] = []
+        self._failed: dict[str, Exception] = {}  # of a commit, by the ids that it was about
 
     @torch.inference_mode()
     def propose(self, entries: Iterable[Entry]) -> dict[str, Plan | Exception]:
-        """The drafts of the requests that decode, by id; what went wrong in place of one."""
+        """The drafts of the requests that decode, by id; what went wrong in place of one.
+
+        Where the commit before went wrong, that is what its requests get.
+        """
         self._asked = []
+        failed, self._failed = self._failed, {}
         if self.proposer is None:
             return {}
         asked = [one for one in entries if one.state.status == "running" and one.state.decoding]
+        told: dict[str, Plan | Exception] = {
+            one.id: failed[one.id] for one in asked if one.id in failed
+        }
+        asked = [one for one in asked if one.id not in told]
         limits = [0] * self._slots
         rooms = {one.id: self._max_length - len(one.row.context) for one in asked}
         contexts: list[list[int]] = [[] for _ in limits]
@@ -68,7 +77,7 @@ class Speculation:
             left = row.sampling.max_tokens - row.emitted - 1  # the last token follows a draft
             limits[place] = max(0, min(left, rooms[one.id]))
         if not any(limits):
-            return {}
+            return told
         self._asked = asked
         try:
             drafts = self.proposer.propose(
@@ -81,8 +90,7 @@ class Speculation:
                 )
         except Exception as problem:
             self._asked = []
-            return {one.id: problem for one in asked}
-        told: dict[str, Plan | Exception] = {}
+            return told | {one.id: problem for one in asked}
         for one in asked:
             place = self._place(one)
             try:
@@ -92,15 +100,21 @@ class Speculation:
         return told
 
     def commit(self, accepted: Mapping[str, Accepted]) -> None:
-        """Tell the proposer what became of its drafts; of those not read, nothing stands."""
+        """Tell the proposer what became of its drafts; of those not read, nothing stands.
+
+        Their tokens are decided, so an error of the proposer waits for the next `propose`.
+        """
         if self.proposer is None or not self._asked:
             return
         rows = [_NOTHING] * self._slots
         for one in self._asked:
             if one.place is not None:  # else it has left meanwhile
                 rows[one.place] = accepted.get(one.id, _NOTHING)
-        self._asked = []
-        self.proposer.commit(rows)
+        asked, self._asked = self._asked, []
+        try:
+            self.proposer.commit(rows)
+        except Exception as problem:
+            self._failed = {one.id: problem for one in asked}
 
     def remember(self, entry: Entry, hidden: Tensor | None) -> None:
         """Keep the hidden state [C] at the last token of the request that was read."""

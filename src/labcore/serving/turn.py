@@ -26,8 +26,9 @@ _RESTING = Reading(blocks=(), start=0, tokens=())
 class Turn:
     """What a plan brings its requests.
 
-    entries: of the plan's chunks and decodes. drafts: by id; an error in place of one ends its
-    request. results, reasons (of errors), news: by id, filled by `run`. drafted, accepted: tokens.
+    entries: of the plan's chunks and decodes at least. drafts: by id; an error in place of one
+    ends its request. results, reasons (of errors), news: by id, filled by `run`. drafted,
+    accepted: tokens.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Turn:
 
     def all_results(self) -> dict[str, StepResult]:
         """The results, with an error for each request that has none."""
-        for id in self.entries:
+        for id in self.plan.blocks:
             if id not in self.results:
                 self._fail(id, "the step was interrupted before it came to this request")
         return self.results
@@ -80,6 +81,7 @@ class Turn:
         reason = problem
         if isinstance(problem, Exception):
             reason = f"{type(problem).__name__}: {problem}"
+        self.entries[id].step_back()  # what the scheduler does not take in is not said either
         self.reasons[id] = str(reason)
         self.results[id] = StepResult((), "error", str(reason))
 
@@ -146,25 +148,29 @@ class Turn:
                 self._fail(id, verdict)
                 continue
             try:
-                slots = self._take(id, plan, verdict)
-                if slots[-1] != len(slots) - 1:  # a path of a tree with gaps
-                    self.forwards.keep(place, slots)
+                slots = self._take(place, id, plan, verdict)
             except Exception as problem:
                 self._fail(id, problem)
                 continue
             if hidden is not None:
                 self.speculation.remember(self.entries[id], hidden[place, slots[-1]])
 
-    def _take(self, id: str, plan: Plan, verdict: Accepted) -> list[int]:
-        """Add what was decided to a request; of the tokens read, the places of those that stay."""
+    def _take(self, place: int, id: str, plan: Plan, verdict: Accepted) -> list[int]:
+        """Add what was decided to a request; of the tokens read, the places of those that stay.
+
+        What can fail comes first, so that a request that fails has brought nothing.
+        """
         entry = self.entries[id]
         block = [*(plan.tokens[node] for node in verdict.path), int(verdict.next_token)]
         taken = entry.take(block, self.ends)
         path = verdict.path[: taken - 1]
+        slots = [0, *(node + 1 for node in path)]
+        if slots[-1] != len(slots) - 1:  # a path of a tree with gaps
+            self.forwards.keep(place, slots)
         if not entry.row.finish and (news := entry.news()):
             self.news[id] = news
         self.results[id] = StepResult(tuple(block[:taken]), entry.row.finish)
         self.drafted += plan.size
         self.accepted += len(path)
         self._verdicts[id] = Accepted(path, block[taken - 1], verdict.draws)
-        return [0, *(node + 1 for node in path)]
+        return slots
