@@ -145,6 +145,7 @@ def shuffled(names: Iterable[str], *seed: Any) -> list[str]:
 # Beside transformers -----------------------------------------------------------------------------
 PEER_SEEDS, PEER_REQUESTS, PEER_ROUNDS = (0, 1, 2, 3, 4), 32, 2
 CONTINUOUS, PADDED = "transformers continuous", "transformers static"
+UNFUSED = f"{OURS}, not fused"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +319,7 @@ def refuse_wrong(found: Mapping[str, Served], given: Workload) -> dict[str, Any]
 def peers() -> list[Measurement]:
     """Requests that all wait: each system in the same rounds, and what static batches waste."""
     given = {seed: workload(PEER_REQUESTS, seed) for seed in PEER_SEEDS}
-    engines = {policy: engine(policy) for policy in POLICIES}
+    engines = {policy: engine(policy) for policy in POLICIES} | {UNFUSED: engine(fused=False)}
     model = of_transformers(target())
     runs: dict[str, list[Served]] = {}
     first: dict[int, dict[str, Served]] = {}

@@ -123,5 +123,11 @@ def test_only_device_reads_the_environment():
     }
     # These make the environment of processes that they start, and hip/build.py follows
     # conventions that are not labcore's: CXX and XDG_CACHE_HOME.
-    starters = {"compile_only.py", "hip/compile.py", "processes/child.py", "processes/run.py"}
+    starters = {
+        "compile_only.py",
+        "hip/compile.py",
+        "processes/child.py",
+        "processes/run.py",
+        "serving/triton_server.py",
+    }
     assert readers <= {"device.py", "hip/build.py", *starters}

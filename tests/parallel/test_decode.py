@@ -141,7 +141,8 @@ def text_of(name: str, count: int) -> str:
 
 
 def command(*arguments: str) -> int:
-    """The command in this process: as a module that nothing imports."""
+    """The command in this process: as a module that nothing imports, whatever other tests did."""
+    sys.modules.pop("labcore.parallel.decode", None)
     main = runpy.run_module("labcore.parallel.decode", run_name="the_command")["main"]
     return main(["--prompt", PROMPT, *arguments])
 

@@ -176,10 +176,9 @@ def test_the_trace_adds_up(seed: int) -> None:
         assert record.tokens <= 24
         assert all(chunk.count <= 11 for chunk in record.chunks)
         drafted = sum(decode.drafted for decode in record.decodes)
-        assert record.tokens == record.prefill_tokens + record.decode_rows + drafted
+        assert record.tokens == record.prefill_tokens + len(record.decodes) + drafted
         assert record.seconds > 0 and record.accepted <= record.drafted == drafted
         assert {one.id: one.start for one in (*record.chunks, *record.decodes)} == record.contexts
-        assert record.context_tokens == sum(record.contexts.values())
         for chunk in record.chunks:
             read[chunk.id] = read.get(chunk.id, 0) + chunk.count
     assert sum(record.emitted for record in trace) == told.output_tokens

@@ -7,9 +7,7 @@ import os
 import random
 import socket
 import stat
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +27,6 @@ from labcore.serving.messages import (
     parse_submit,
 )
 from tests.serving.standin import StandIn, expected, until
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    """A short one: pytest's own folders may be too long for the address of a socket."""
-    with tempfile.TemporaryDirectory(prefix="labcore-") as folder:
-        yield Path(folder) / "engine"
 
 
 class Raw:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import random
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,6 @@ from labcore.serving.ipc import Listener
 from tests.serving import bridge
 from tests.serving.bridge import MetricFamily, Request, Sender
 from tests.serving.standin import StandIn, expected, until
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="labcore-") as folder:
-        yield Path(folder) / "engine"
 
 
 def ask(model: Any, prompt: Any = b"hello", **inputs: Any) -> Sender:

@@ -76,16 +76,6 @@ class StepRecord:
         """Tokens of the chunks."""
         return sum(chunk.count for chunk in self.chunks)
 
-    @property
-    def decode_rows(self) -> int:
-        """Requests that decoded."""
-        return len(self.decodes)
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens that the requests of this step had in the cache before it."""
-        return sum(self.contexts.values())
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestMetrics:

@@ -26,7 +26,8 @@ __all__ = ["Bridge", "Pending", "TritonPythonModel"]
 
 LIMIT = 1 << 20  # bytes of a line, as the engine reads them
 LOOK_S = 0.05  # between two looks at whether clients left, and between attempts to connect
-GAUGES_S = 1.0
+GAUGES_S = 1.0  # between two questions for the engine's numbers
+STATS = {"type": "stats", "id": "gauges"}
 # Inputs that go to the engine under their own names, and how a value of numpy becomes JSON.
 PLAIN: dict[str, Any] = {
     "max_tokens": int,
@@ -216,6 +217,7 @@ class Bridge:
                 with self._writing:  # Who sees the hello may send at once, and nobody before it.
                     self._end = end
                     end.sendall(_encoded({"type": "hello", "name": "stub", "pid": os.getpid()}))
+                    end.sendall(_encoded(STATS))
                 with end.makefile("rb") as lines:
                     for line in lines:
                         self._hear(json.loads(line))
@@ -264,7 +266,7 @@ class Bridge:
                     pending.fail("cancelled", "the client left")
             if time.monotonic() - asked > GAUGES_S:
                 asked = time.monotonic()
-                self._send(_encoded({"type": "stats", "id": "gauges"}))
+                self._send(_encoded(STATS))
 
 
 class _Gauges:
