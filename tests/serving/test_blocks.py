@@ -214,3 +214,20 @@ def test_each_broken_invariant_is_named(harm, said: str) -> None:
     harm(pool)
     with pytest.raises(RuntimeError, match=said):
         pool.check()
+
+
+def test_forgotten_blocks_are_found_by_nobody(seed: int) -> None:
+    pool, chance = BlockPool(9, 4), random.Random(seed)
+    held = pool.allocate(5)
+    digests = chain_hashes([chance.randrange(99) for _ in range(16)], 4)
+    for block, digest in zip(held, digests, strict=False):
+        pool.register(block, digest)
+    pool.share(held[:1])
+    pool.forget(held[2:])
+    assert pool.peek(digests) == held[:2]
+    with pytest.raises(ValueError, match="must be held to be forgotten"):
+        pool.forget([held[0], *set(range(9)) - set(held)])
+    assert pool.peek(digests) == held[:2]
+    pool.release(held)
+    assert (pool.free, pool.cached, pool.held) == (7, 1, 1)
+    pool.check()

@@ -337,3 +337,47 @@ def test_a_proposer_that_cannot_take_a_commit(seed: int) -> None:
     assert all(heard.tokens[name] for name in failed)
     counted_as_heard(engine, heard)
     nothing_left(engine)
+
+
+def test_what_failed_once_is_found_by_nobody(seed: int) -> None:
+    """A chunk that is not the last writes NaN, and its pages were shared before it showed."""
+    engine = Engine(tiny(seed, eos_token_ids=()), BYTES, **{**OPTIONS, "budget": 16})
+    common = list(range(40))
+    asked = [([*common, 100 + n], SamplingConfig(max_tokens=3)) for n in range(3)]
+    read, planted = engine.forwards.prefill, []
+
+    def writes_nan(rows):
+        found = read(rows)
+        if not planted:
+            planted.append(rows[0].blocks[0])
+            poison(engine, planted)
+        return found
+
+    engine.forwards.prefill = writes_nan
+    for n, one in enumerate(asked):
+        name = engine.submit(*one, id=f"u{n}")
+        as_alone(engine, run(engine), [name], [one], but=[name] if n == 0 else ())
+    assert [one.cached for one in engine.metrics] == [0, 0, 40]
+    nothing_left(engine)
+
+
+def test_stop_texts_are_few_and_short(seed: int) -> None:
+    """They are looked for at each token, in the thread that serves everybody."""
+    engine = Engine(tiny(seed), BYTES, **OPTIONS)
+    for stop in (("a" * 257,), tuple(map(str, range(17)))):
+        with pytest.raises(ValueError, match=r"at most 16 texts of at most 256 characters, got"):
+            engine.submit([1], SamplingConfig(stop=stop))
+    engine.submit([1], SamplingConfig(max_tokens=2, stop=("a" * 256, *map(str, range(15)))))
+    assert len(engine.drain()) == 1
+
+
+def test_drain_tells_of_all_that_ended_since_the_last_step(seed: int) -> None:
+    engine = Engine(tiny(seed, eos_token_ids=()), BYTES, clock=ManualClock(5.0), **OPTIONS)
+    went, late, stays = (
+        engine.submit([n], SamplingConfig(max_tokens=2), deadline=4.0 if n == 2 else None)
+        for n in (1, 2, 3)
+    )
+    engine.cancel(went)
+    ends = {name: output.finish for name, output in engine.drain().items()}
+    assert ends == {went: "cancelled", late: "deadline", stays: "length"}
+    assert engine.drain() == {}

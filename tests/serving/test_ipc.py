@@ -335,6 +335,65 @@ def test_closing_tells_every_client_and_cancels_what_ran(path: Path) -> None:
     listener.close()  # harmless
 
 
+def test_an_engine_in_a_long_step_holds_up_no_other_line(path: Path) -> None:
+    class Stuck(StandIn):
+        gate = threading.Event()
+
+        def stats(self) -> dict[str, Any]:
+            assert self.gate.wait(120)
+            return super().stats()
+
+    engine = Stuck()
+    with Listener(engine, path):
+        raw = Raw(path)
+        for number in range(20):
+            raw.send({"type": "stats", "id": f"s{number}"})
+        raw.send({"type": "health", "id": "h"})
+        raw.send(submit("a", "x", max_tokens=1))
+        said = [raw.hear() for _ in range(7)]
+        refused = [one["id"] for one in said if one.get("code") == "overloaded"]
+        assert refused == [f"s{number}" for number in range(16, 20)]
+        assert {one["type"] for one in said if one["id"] == "h"} == {"health"}
+        assert [one["type"] for one in said if one["id"] == "a"] == ["tokens", "finish"]
+        engine.gate.set()
+        assert {raw.hear()["id"] for _ in range(16)} == {f"s{number}" for number in range(16)}
+        raw.close()
+
+
+def test_where_no_thread_is_to_be_had_nothing_is_lost_for_good(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = threading.Thread.start, ["ipc-request", "ipc-request", "ipc-3"]
+
+    def refuses(thread: threading.Thread) -> None:
+        if thread.name in refused:
+            refused.remove(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    with Listener(StandIn(), path, most=2), EngineClient(path) as one, EngineClient(path) as two:
+        assert two.health()["clients"]
+        for _ in range(2):
+            with pytest.raises(EngineError, match="can't start new thread"):
+                one.submit("x", max_tokens=1).result()
+        assert one.submit("x", max_tokens=1).result().finish == "length"
+        with EngineClient(path) as third, pytest.raises(EngineError, match="lost"):
+            third.health()
+        with EngineClient(path) as fourth:
+            assert [told["name"] for told in fourth.health()["clients"]] == ["client"] * 3
+    assert not refused and not path.exists()
+
+
+def test_a_name_that_is_made_is_nobody_elses(path: Path) -> None:
+    with Listener(StandIn(delay=0.002), path), EngineClient(path) as client:
+        own = [client.submit(name, id=name, max_tokens=9) for name in ("r1", "r2", "r4")]
+        assert client.health()["status"] == "ok"
+        assert client.submit("x", max_tokens=1).id not in ("r1", "r2", "r4")
+        for replies in own:
+            assert list(replies.result().tokens) == expected(replies.id, 9)
+
+
 # The client's deadline, and the socket
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -112,6 +113,18 @@ def test_a_process_ends_with_its_input_and_a_spare_waits_for_a_line(folder: Path
     assert not path.exists()
 
 
+def test_a_spare_ends_with_its_input_though_nobody_has_read_what_it_said(folder: Path) -> None:
+    """The kernel then tells it of a reset, and not of the end."""
+    ours, theirs = socket.socketpair()
+    command = [*STANDIN, "--socket", str(folder / "engine"), "--spare"]
+    with subprocess.Popen(command, stdin=theirs.fileno()) as spare:
+        theirs.close()
+        ours.sendall(b"begin\n")
+        assert until(lambda: answers(folder / "engine")), spare.poll()
+        ours.close()
+        assert spare.wait(120) == 0
+
+
 def test_a_spare_that_is_never_needed_makes_no_engine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +160,26 @@ def test_an_engine_that_breaks_ends_its_process(
     assert process.attend(lambda: engine, folder / "engine", attached=False) == 1
     assert engine.closed and not (folder / "engine").exists()
     assert capsys.readouterr().err == "the engine ends: planted\n"
+
+
+STALLED = """
+import sys, time
+from labcore.serving import process
+process.STALLED_S = 0.3
+class Service:
+    healthy, since = True, time.monotonic()
+    busy = property(lambda self: time.monotonic() - self.since)
+    close = lambda self: time.sleep(1000)
+process.attend(lambda: process.ServiceBackend(Service()), sys.argv[1], attached=False)
+"""
+
+
+def test_an_engine_that_hangs_ends_its_process(folder: Path) -> None:
+    """Its thread cannot be joined, so that nothing is closed."""
+    command = [sys.executable, "-c", STALLED, str(folder / "engine")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr == "the engine ends: a step has taken more than 0 s; start another\n"
 
 
 # The supervisor, over processes that only touch files: no torch
@@ -281,6 +314,42 @@ def test_what_is_started_in_vain_is_given_up_however_long_each_start_takes(folde
         assert "it ended with code 5" in supervisor.report()
         with pytest.raises(SupervisorError, match="was never healthy"):
             supervisor.wait_healthy(120)
+
+
+def test_a_process_that_cannot_be_made_takes_no_other_with_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, refused = subprocess.Popen, []
+
+    def refuses(command: list[str], **options: Any) -> Any:
+        if str(folder / "one") in command and len(refused) < 3:
+            refused.append("--spare" in command)
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return make(command, **options)
+
+    parts = [worker(folder, "one", spare=True), worker(folder, "two")]
+    with Supervisor(parts) as supervisor:
+        first, two = supervisor.pid("one"), supervisor.pid("two")
+        assert until(lambda: supervisor.spare_ready("one"))
+        spare = supervisor.spare_pid("one")
+        assert first is not None and spare is not None
+        monkeypatch.setattr("labcore.serving.supervisor.subprocess.Popen", refuses)
+        os.kill(spare, signal.SIGKILL)
+        assert until(lambda: refused == [True])
+        os.kill(first, signal.SIGKILL)
+        assert until(lambda: len(refused) == 3 and supervisor.pid("one") not in (None, first))
+        supervisor.wait_healthy(120)
+        assert supervisor.pid("two") == two and not supervisor.failure
+
+
+def test_parts_end_though_one_cannot_be_cleaned_up(folder: Path) -> None:
+    def fails() -> None:
+        raise OSError("planted")
+
+    with Supervisor([worker(folder, "one"), worker(folder, "two", clean=fails)]) as supervisor:
+        first = supervisor.pid("one")
+    assert first is not None and not alive(first)
+    assert supervisor.failure == "two was not cleaned up: planted"
 
 
 def test_what_never_becomes_healthy_is_said_by_name(folder: Path) -> None:

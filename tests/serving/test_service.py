@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from labcore.decoding import SamplingConfig
 from labcore.serving.engine import Engine
 from labcore.serving.scheduler import QueueFull
 from labcore.serving.service import Service
+from tests.serving.standin import until
 from tests.serving.tiny import BYTES, Heard, alone, mixed, nothing_left, tiny
 
 OPTIONS = {"pages": 24, "page": 8, "slots": 4, "budget": 40, "max_length": 96, "max_waiting": 6}
@@ -377,3 +379,28 @@ def test_those_who_ask_without_end_do_not_hold_up_a_step(seed: int) -> None:
         assert [output.finish for output in stream][-1] == "length"
         assert len(asked) < 1000
         settled(service)
+
+
+def test_how_long_the_thread_has_been_at_it(seed: int) -> None:
+    with Service(Engine(tiny(seed, eos_token_ids=()), BYTES, **OPTIONS)) as service:
+        assert service.busy == 0
+        with held_up(service) as gate:
+            service.submit([4], LONG, timeout=PATIENCE)
+            assert until(lambda: service.busy > 0.05, PATIENCE)
+            gate.open()
+        settled(service)
+        assert until(lambda: service.busy == 0, PATIENCE)
+
+
+def test_a_broken_service_keeps_no_engine(seed: int) -> None:
+    service = Service(Engine(tiny(seed), BYTES, **OPTIONS))
+    engine = weakref.ref(service.engine)
+
+    def breaks() -> None:
+        raise SystemExit("planted")
+
+    service._inbox.put(breaks)
+    service._thread.join(PATIENCE)
+    del service, breaks
+    gc.collect()
+    assert engine() is None

@@ -66,6 +66,21 @@ def test_an_owner_that_is_killed_owns_nothing(
     claim.release()
 
 
+def test_a_server_that_has_not_said_its_number_is_not_signalled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0 would be the group of whoever asks."""
+    claim = Claim(tmp_path)
+    (tmp_path / "server.lock").write_text("")
+    assert running(tmp_path) == {"pid": 0}
+    assert main(["stop", "--folder", str(tmp_path)]) == 1
+    assert "a server is just starting" in capsys.readouterr().err
+    claim.release()
+    claim = Claim(tmp_path)
+    claim.release()
+    assert (tmp_path / "server.lock").read_text() == ""
+
+
 @pytest.mark.parametrize("left", ["{", "[]", "{}", '{"socket": "/etc/passwd"}', "\x00"])
 def test_damaged_state_is_nothing_and_only_our_own_sockets_go(tmp_path: Path, left: str) -> None:
     kept = tmp_path / "labcore-server-elsewhere" / "engine"

@@ -170,6 +170,20 @@ class BlockPool:
         self._digest[block] = digest
         return True
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Have nobody find these held blocks any more: what is written there is not to be trusted.
+
+        Raises ValueError, and forgets none, where nobody holds one.
+        """
+        given = list(blocks)
+        for block in given:
+            if not self._references[self._own(block)]:
+                raise ValueError(f"block {block} must be held to be forgotten, nobody holds it")
+        for block in given:
+            digest = self._digest.pop(block, None)
+            if digest is not None:
+                del self._block[digest]
+
     def peek(self, digests: Iterable[bytes]) -> list[int]:
         """The blocks of the longest known prefix, without a reference."""
         found = []

@@ -140,7 +140,7 @@ class EngineClient:
         if "stop" in message:
             message["stop"] = list(message["stop"])
         with self._lock:
-            message["id"] = next(self._names) if id is None else id
+            message["id"] = self._free_name() if id is None else id
             if (size := len(encode(message))) > LIMIT:
                 raise ValueError(f"a request must have at most {LIMIT} bytes as JSON, got {size}")
             # The engine keeps the deadline; this clock is for an engine that hangs.
@@ -177,10 +177,13 @@ class EngineClient:
     ) -> None:
         self.close()
 
+    def _free_name(self) -> str:
+        return next(name for name in self._names if name not in self._waiting)
+
     def _ask(self, kind: str) -> dict[str, Any]:
         answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         with self._lock:
-            name = next(self._names)
+            name = self._free_name()
             self._waiting[name] = answers
         self._send({"type": kind, "id": name})
         try:

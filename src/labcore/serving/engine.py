@@ -28,7 +28,7 @@ from labcore.serving.clock import Clock, MonotonicClock
 from labcore.serving.forwards import Forwards
 from labcore.serving.fused import MOST_WEIGHTS, can_be_fused
 from labcore.serving.metrics import Counters, RequestMetrics, Snapshot, StepRecord
-from labcore.serving.outputs import Entry, Output, check_ends_after, check_seed
+from labcore.serving.outputs import Entry, Output, check_ends_after, check_sampling
 from labcore.serving.paged import PagedCache
 from labcore.serving.requests import Request
 from labcore.serving.scheduler import QueueFull, Scheduler, StepPlan
@@ -139,6 +139,7 @@ class Engine:
         self._metrics: deque[RequestMetrics] = deque(maxlen=keep)
         self._entries: dict[str, Entry] = {}
         self._news: list[Output] = []  # of requests that ended between two steps
+        self._ended: list[Entry] = []  # whose last output is among them
         self._whole: dict[str, Output] | None = None  # what drain collects
         self._named = 0
 
@@ -204,7 +205,7 @@ class Engine:
                 "stop texts need a tokenizer, which says what the tokens spell; make the engine "
                 "with tokenizer=…"
             )
-        check_seed(asked)
+        check_sampling(asked)
         check_ends_after(ends_after, asked)
         try:
             state = self.scheduler.add(request, now)
@@ -303,10 +304,13 @@ class Engine:
             if plan.tokens or plan.preempted or plan.expired:
                 self._record(plan, turn, at, time.perf_counter() - began)
         told, self._news = self._news, []
+        if self._whole is not None:
+            self._whole.update((entry.id, entry.whole()) for entry in self._ended)
+        self._ended = []
         return told
 
     def drain(self) -> dict[str, Output]:
-        """Step until nothing is left; of each request that ended its whole output in one."""
+        """Step until nothing is left; the whole output of each whose end was not said before."""
         self._whole = {}
         try:
             while not self.idle:
@@ -355,9 +359,8 @@ class Engine:
         last = entry.last_news()
         del self._entries[entry.id]
         self._news.append(last)
+        self._ended.append(entry)
         self._note(entry)
-        if self._whole is not None:
-            self._whole[entry.id] = entry.whole()
 
     def _note(self, entry: Entry) -> None:
         metrics = RequestMetrics.of(entry.state)

@@ -13,6 +13,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +34,7 @@ __all__ = ["Backend", "Listener", "Overloaded", "Running"]
 
 LONGEST_PATH = 107  # bytes, as Linux stores the address of a Unix socket
 CHUNK = 1 << 16
+QUESTIONS = 16  # stats of one connection that may be on their way
 
 
 class Overloaded(RuntimeError):
@@ -146,14 +148,19 @@ class Listener:
             except OSError:
                 if self._closing:
                     return
-                continue  # The client left before it was let in.
+                time.sleep(0.01)  # The client has left, or no file descriptor is free.
+                continue
             connection = _Connection(self, end, next(self._numbers))
             with self._lock:
                 if self._closing:
                     end.close()
                     return
                 self._connections.add(connection)
-            connection.start()
+            try:
+                connection.start()
+            except RuntimeError:  # No thread is to be had: this client is lost, others may come.
+                end.close()
+                self._forget(connection)
 
     def _forget(self, connection: _Connection) -> None:
         with self._lock:
@@ -171,6 +178,7 @@ class _Connection:
         self._tasks: dict[str, _Task] = {}
         self._lock = threading.Lock()
         self._writing = threading.Lock()
+        self._asking = threading.Semaphore(QUESTIONS)
         self._lost = False
         self._reader = threading.Thread(target=self._read, name=f"ipc-{number}", daemon=True)
         # Only sending may time out: recv waits in `_read` for as long as the client is silent.
@@ -185,7 +193,8 @@ class _Connection:
         with self._lock:
             threads = [self._reader, *(task.thread for task in self._tasks.values())]
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
     def told(self) -> dict[str, Any]:
         with self._lock:
@@ -253,8 +262,24 @@ class _Connection:
         self.send({"type": "health", "id": message.get("id"), "values": values})
 
     def _on_stats(self, message: Mapping[str, Any]) -> None:
-        values = dict(self.listener.backend.stats())
-        self.send({"type": "stats", "id": message.get("id"), "values": values})
+        # An engine in a long step must not hold up what comes behind.
+        if not self._asking.acquire(blocking=False):
+            self.fail(message.get("id"), "overloaded", "too many stats are on their way; wait")
+            return
+        try:
+            threading.Thread(target=self._stats, args=(message.get("id"),), daemon=True).start()
+        except BaseException:
+            self._asking.release()
+            raise
+
+    def _stats(self, name: str | None) -> None:
+        try:
+            values = dict(self.listener.backend.stats())
+            self.send({"type": "stats", "id": name, "values": values})
+        except Exception as error:
+            self.fail(name, "internal", f"{type(error).__name__}: {error}")
+        finally:
+            self._asking.release()
 
     def _on_cancel(self, message: Mapping[str, Any]) -> None:
         with self._lock:
@@ -280,7 +305,11 @@ class _Connection:
             lost = self._lost
         if lost:
             task.cancel()
-        task.thread.start()
+        try:
+            task.thread.start()
+        except RuntimeError:  # No thread is to be had.
+            self.finished(task)
+            raise
 
     def finished(self, task: _Task) -> None:
         with self._lock:

@@ -13,11 +13,13 @@ from labcore.decoding.requests import Request as Row
 from labcore.decoding.stops import TextDecoder
 from labcore.serving.requests import State
 
-__all__ = ["Entry", "Output", "check_ends_after", "check_seed"]
+__all__ = ["Entry", "Output", "check_ends_after", "check_sampling"]
 
 _BROKEN = "\ufffd"  # what stands for the first bytes of a character
 # Drafts are drawn with numbers of their own, so that the output does not depend on how many are.
 _DRAFTING = 0x9E3779B97F4A7C15
+# Every stop text is looked for at each token, in the thread that serves everybody.
+_MOST_STOPS, _LONGEST_STOP = 16, 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +103,14 @@ def check_ends_after(ends_after: int | None, sampling: SamplingConfig) -> None:
         )
 
 
-def check_seed(sampling: SamplingConfig) -> None:
-    """Raise ValueError or TypeError for a seed that no generator takes."""
+def check_sampling(sampling: SamplingConfig) -> None:
+    """Raise ValueError or TypeError for a seed that no generator takes, and too many stop texts."""
+    stops = sampling.stop
+    if len(stops) > _MOST_STOPS or max(map(len, stops), default=0) > _LONGEST_STOP:
+        raise ValueError(
+            f"stop must be at most {_MOST_STOPS} texts of at most {_LONGEST_STOP} characters, got "
+            f"{len(stops)}, the longest of {max(map(len, stops))}"
+        )
     seed = sampling.seed
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be a whole number, got {seed!r}")

@@ -37,6 +37,11 @@ __all__ = ["ServiceBackend", "attend", "main"]
 SHIPPED = ("target", "draft")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOOK_S = 0.1
+STALLED_S = 60.0  # longer than a first step that compiles or captures
+
+
+class StalledError(RuntimeError):
+    """The engine's thread hangs in a step: nothing can be closed, only the process can end."""
 
 
 class ServiceBackend:
@@ -59,9 +64,11 @@ class ServiceBackend:
             raise Overloaded(str(error)) from None
 
     def health(self) -> Mapping[str, Any]:
-        """Raises RuntimeError for a service that takes no requests any more."""
+        """Raises RuntimeError for a service that takes no requests, or hangs in a step."""
         if not self.service.healthy:
             raise RuntimeError("the engine is closed or broken; start another")
+        if self.service.busy > STALLED_S:
+            raise StalledError(f"a step has taken more than {STALLED_S:.0f} s; start another")
         return {"status": "ok"}
 
     def stats(self) -> Mapping[str, Any]:
@@ -107,6 +114,9 @@ def attend(
                         backend.health()
                     except Exception as error:
                         sys.stderr.write(f"the engine ends: {error}\n")
+                        if isinstance(error, StalledError):
+                            sys.stderr.flush()
+                            os._exit(1)
                         return 1
         finally:
             close = getattr(backend, "close", None)
@@ -130,8 +140,9 @@ def _signals(ended: threading.Event) -> Iterator[None]:
 
 def _watch_input(ended: threading.Event) -> None:
     # os.read, not sys.stdin: a thread inside sys.stdin would stop the interpreter from ending.
-    while os.read(0, 4096):
-        pass
+    with suppress(OSError):  # The other end may be closed with something unread in it.
+        while os.read(0, 4096):
+            pass
     ended.set()
 
 

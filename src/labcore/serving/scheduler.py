@@ -205,7 +205,7 @@ class Scheduler:
         results: of every decode and every last chunk; other chunks may go without, and requests
         that were cancelled since the plan was made are passed over. An output that reaches
         max_tokens ends with "length" here. A request with the finish "error" keeps no token of the
-        step, and its keys and values of the step are not shared.
+        step, and nobody finds its blocks any more: an earlier step may have written what failed.
         Raises RuntimeError for a plan that is not open, ValueError, and changes nothing, for
         results that do not fit it.
         """
@@ -221,7 +221,9 @@ class Scheduler:
         finished = []
         for id, state in reading.items():
             result = results.get(id, StepResult())
-            if result.finish != "error":
+            if result.finish == "error":
+                self.pool.forget(state.blocks)
+            else:
                 self._take(state, result, *reads[id], now)
             if result.finish or state.emitted == state.request.sampling.max_tokens:
                 self._finish(state, result.finish or "length", result.reason, now)

@@ -118,6 +118,7 @@ class Service:
         self._lock = threading.Lock()  # nothing comes in behind the last look at the inbox
         self._closing = False
         self._broken: BaseException | None = None
+        self._since: float | None = None  # when the engine's thread began what it is doing
         self._thread = threading.Thread(target=self._run, name="labcore-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that computes must not outlive the interpreter
@@ -126,6 +127,12 @@ class Service:
     def healthy(self) -> bool:
         """Whether requests are taken."""
         return not self._closing and self._broken is None and self._thread.is_alive()
+
+    @property
+    def busy(self) -> float:
+        """Seconds that the engine's thread has been at one step or question; 0.0 between two."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
 
     def submit(
         self,
@@ -187,7 +194,6 @@ class Service:
         self._inbox.put(lambda: None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
-            atexit.unregister(self.close)
 
     def __enter__(self) -> Service:
         return self
@@ -232,11 +238,15 @@ class Service:
                 self._obey(wait=self.engine.idle)
                 if self._closing or self.engine.idle:
                     continue
+                self._since = time.monotonic()
                 self._deliver(self.engine.step())
+                self._since = None
         except BaseException as problem:
             self._broken = problem
         finally:
             self._finish()
+            self._since = None
+            atexit.unregister(self.close)  # it would keep a broken engine
 
     def _obey(self, *, wait: bool) -> None:
         """Do what has been asked; wait for something to be asked if there is nothing else to do.
@@ -249,7 +259,9 @@ class Service:
             except queue.Empty:
                 return
             wait = False
+            self._since = time.monotonic()
             command()
+            self._since = None
 
     def _deliver(self, outputs: Sequence[Output]) -> None:
         for output in outputs:

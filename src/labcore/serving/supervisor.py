@@ -89,6 +89,10 @@ class _Process:
                     env=None if part.environment is None else dict(part.environment),
                     start_new_session=True,  # The terminal's Ctrl-C goes to the supervisor alone.
                 )
+        except OSError:
+            if self._control is not None:
+                self._control.close()
+            raise
         finally:
             if not isinstance(theirs, int):
                 theirs.close()
@@ -261,7 +265,10 @@ class Supervisor:
                     state.spare.end(gently=False)
                 if state.process is not None:
                     state.process.end(gently=True, attached=part.attached)
-                part.clean()
+                try:
+                    part.clean()
+                except Exception as error:  # The other parts are to be ended all the same.
+                    self.failure = self.failure or f"{part.name} was not cleaned up: {error}"
             with self._changed:
                 self._changed.notify_all()
 
@@ -322,7 +329,10 @@ class Supervisor:
             if state.process.begin():
                 return
             state.process.end(gently=False)
-        state.process = _Process(part)
+        try:
+            state.process = _Process(part)
+        except OSError as error:  # No process or memory is to be had; the next look tries again.
+            state.process, state.why = None, f"it could not be started: {error}"
 
     def _start_spares(self) -> None:
         for part in self.parts:
@@ -332,8 +342,10 @@ class Supervisor:
             if state.spare is None or state.spare.code() is not None:
                 if state.spare is not None:
                     state.spare.end(gently=False)
-                state.spare = _Process(part, "--spare")
+                state.spare = None
                 state.spares += 1
+                with suppress(OSError):
+                    state.spare = _Process(part, "--spare")
 
 
 def _tail(log: Path, lines: int = 15) -> str:

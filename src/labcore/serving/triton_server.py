@@ -299,6 +299,8 @@ def _stop(told: argparse.Namespace, say: Callable[[str], object]) -> int:
     if state is None:
         say(f"no server runs from {told.folder}\n")
         return 1
+    if state["pid"] <= 0:  # It has the folder and has not yet written its number.
+        raise RuntimeError(f"a server is just starting from {told.folder}; stop it in a second")
     os.kill(state["pid"], signal.SIGTERM)
     until = time.monotonic() + STOPS_S
     while running(told.folder) is not None:

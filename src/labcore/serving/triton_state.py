@@ -70,12 +70,13 @@ class Claim:
         """Give the folder back; harmless when done before."""
         if not self._file.closed:
             (self.folder / STATE).unlink(missing_ok=True)
+            self._file.truncate(0)  # The next one must not be taken for this process.
             self._file.close()
 
 
 def running(folder: Path) -> dict[str, Any] | None:
-    """What is known of the server that runs from `folder`: pid, and once it takes requests model,
-    socket and addresses. None where none runs.
+    """What is known of the server that runs from `folder`: pid, 0 while it is taking the folder,
+    and once it takes requests model, socket and addresses. None where none runs.
     """
     try:
         with (folder / LOCK).open() as file:

@@ -18,6 +18,7 @@ __all__ = ["LATENCY", "NOBODYS", "PERCENTS", "some_replicas"]
 
 NOBODYS = 90
 PERCENTS = (75, 80, 85, 95)  # a student's
+BETWEEN = 0.000_176  # s; no time is equal to a goal, in which rounding would decide
 _Step = tuple[float, float, Sequence[str], Mapping[str, int]]
 _Replicas = Sequence[tuple[Mapping[str, float], Sequence[_Step]]]
 _Answer = tuple[float, ...]
@@ -206,7 +207,7 @@ def some_replicas(chance: random.Random, *, goal: bool = False) -> dict[str, Any
     ]
     return {
         "replicas": replicas,
-        "goal": (round(chance.uniform(0.2, 0.9), 3), round(chance.uniform(0.05, 0.12), 3))
+        "goal": tuple(round(chance.uniform(*at), 3) + BETWEEN for at in ((0.2, 0.9), (0.05, 0.12)))
         if goal
         else None,
     }

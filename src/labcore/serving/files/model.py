@@ -177,16 +177,18 @@ class Bridge:
             self._take(name)
             reason = f"a request must have at most {LIMIT} bytes as JSON, got {len(line)}"
             pending.fail("too_long", reason)
-        elif not self._send(line):
+        elif not self._send(line, name):
             self._lose(name)
 
-    def _send(self, line: bytes) -> bool:
-        """Whether the line went to the engine."""
+    def _send(self, line: bytes, name: str = "") -> bool:
+        """Whether the line went to the engine; not for a request that was lost meanwhile."""
         end = self._end
         if end is None:
             return False
         try:
             with self._writing:
+                if name and name not in self._pending:
+                    return True  # Its caller was told so, and the engine has become another one.
                 end.sendall(line)
         except OSError:
             _hang_up(end)  # Wakes the reader, which ends what was in flight.
