@@ -8,6 +8,7 @@ import random
 import socket
 import stat
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,28 @@ def test_where_no_thread_is_to_be_had_nothing_is_lost_for_good(
         with EngineClient(path) as fourth:
             assert [told["name"] for told in fourth.health()["clients"]] == ["client"] * 3
     assert not refused and not path.exists()
+
+
+def test_where_no_descriptor_is_free_it_waits_and_comes_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        asked = 0
+
+        def accept(self) -> None:
+            self.asked += 1
+            raise OSError(24, "Too many open files")
+
+    listener, full = Listener(StandIn(), path), Full()
+    began = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(listener, "_socket", full)
+        listener.start()
+        assert until(lambda: full.asked > 20)
+    with EngineClient(path) as client:
+        assert client.health()["status"] == "ok"
+    assert full.asked <= (time.monotonic() - began) / 0.01 + 2  # One that spins asks thousands.
+    listener.close()
 
 
 def test_a_name_that_is_made_is_nobody_elses(path: Path) -> None:

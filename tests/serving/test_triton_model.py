@@ -6,6 +6,7 @@ import ast
 import random
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,31 @@ def test_an_engine_that_is_away_is_an_error_and_one_that_is_back_is_used(path: P
             assert connected(fresh)
             few = numpy.array([3], dtype=numpy.int32)
             assert ask(model, b"again", max_tokens=few).all()[0] == expected("again", 3)
+
+
+def test_a_request_that_was_lost_before_it_was_sent_goes_to_no_other_engine(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller was told so: nobody would hear it there, or cancel it."""
+    fresh = StandIn(delay=0.002)
+    with ExitStack() as stack, bridge.loaded(path) as model:
+        first = Listener(StandIn(), path).start()
+        assert connected(first)
+        send = model.bridge._send
+
+        def late(line: bytes, *name: str) -> bool:
+            if b'"submit"' in line:
+                monkeypatch.undo()
+                first.close()
+                assert connected(stack.enter_context(Listener(fresh, path)))
+            return bool(send(line, *name))
+
+        monkeypatch.setattr(model.bridge, "_send", late)
+        lost = ask(model, b"lost", max_tokens=numpy.array([9000], dtype=numpy.int32))
+        assert error_of(lost).code == "unavailable"
+        few = numpy.array([3], dtype=numpy.int32)
+        assert ask(model, b"next", max_tokens=few).all()[0] == expected("next", 3)
+        assert until(fresh.quiet, 20) and len(fresh.names) == 1
 
 
 def test_unloading_ends_what_runs_and_the_engines_numbers_are_metrics(path: Path) -> None:

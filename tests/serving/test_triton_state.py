@@ -75,6 +75,8 @@ def test_a_server_that_has_not_said_its_number_is_not_signalled(
     assert running(tmp_path) == {"pid": 0}
     assert main(["stop", "--folder", str(tmp_path)]) == 1
     assert "a server is just starting" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="process unknown"):
+        Claim(tmp_path)
     claim.release()
     claim = Claim(tmp_path)
     claim.release()

@@ -48,7 +48,7 @@ class Claim:
         while not _locked(self._file.fileno(), fcntl.LOCK_EX):
             if time.monotonic() > until:
                 self._file.close()
-                pid = (running(folder) or {}).get("pid", "unknown")
+                pid = (running(folder) or {}).get("pid") or "unknown"  # 0 of one that starts
                 raise RuntimeError(
                     f"a server runs from {folder} (process {pid}); stop it first, with `python -m "
                     "labcore.serving.triton_server stop`, or choose another folder"
