@@ -122,7 +122,10 @@ def test_a_spare_ends_with_its_input_though_nobody_has_read_what_it_said(folder:
         ours.sendall(b"begin\n")
         assert until(lambda: answers(folder / "engine")), spare.poll()
         ours.close()
-        assert spare.wait(120) == 0
+        try:
+            assert spare.wait(120) == 0
+        finally:
+            spare.kill()
 
 
 def test_a_spare_that_is_never_needed_makes_no_engine(
