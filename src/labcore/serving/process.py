@@ -37,7 +37,7 @@ __all__ = ["ServiceBackend", "attend", "main"]
 SHIPPED = ("target", "draft")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOOK_S = 0.1
-STALLED_S = 60.0  # longer than a first step that compiles or captures
+STALLED_S = 300.0  # longer than a first step that compiles, or a large model on a slow CPU
 
 
 class StalledError(RuntimeError):
