@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from labcore.publish.address import is_first_cell
-from labcore.publish.lab_source import HIDDEN, SOLUTION, Lab, cell_text, nbgrader_of, regions
+from labcore.publish.judging import answer_names
+from labcore.publish.lab_source import (
+    HIDDEN,
+    SOLUTION,
+    Lab,
+    cell_text,
+    code_tree,
+    import_cells,
+    nbgrader_of,
+    regions,
+)
 
 EXERCISES = (3, 6)
 CELL_LINES = 20
 FACTS = re.compile(r"^\*(\d+) points? · (\d+) minutes · (easy|medium|hard)\*$", re.MULTILINE)
 STUB = "raise NotImplementedError"
+BINDING = (ast.arg, ast.FunctionDef, ast.ClassDef, ast.alias, ast.ExceptHandler)
 
 
 def _exercises(cells: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -53,6 +66,38 @@ def _exercise_problems(exercise: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{title}: no plain cell calls .check(…)"
 
 
+def _bound(tree: ast.Module) -> set[str]:
+    """The names that code gives a value itself, arguments and comprehensions too."""
+    return {
+        getattr(node, "id", "") or getattr(node, "arg", "") or getattr(node, "name", "") or ""
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
+        or isinstance(node, BINDING)
+    }
+
+
+def strange_names(lab: Lab) -> list[str]:
+    """Names in graded cells that grading does not know: it runs them apart from the notebook."""
+    cells = lab.notebook["cells"]
+    known = set(dir(builtins)) | set(answer_names(lab))
+    for cell in import_cells(cells):
+        for alias in ast.walk(code_tree(cell_text(cell))):
+            if isinstance(alias, ast.alias):
+                known.add(alias.asname or alias.name.partition(".")[0])
+    problems = []
+    for cell in cells:
+        if nbgrader_of(cell).get("grade"):
+            tree = code_tree(cell_text(cell))
+            known |= _bound(tree)  # for the graded cells after it too
+            used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            problems += [
+                f"{nbgrader_of(cell)['grade_id']} uses {name}: a graded cell may use the lab's "
+                "imports, STUDENT and answers alone"
+                for name in sorted(used - known)
+            ]
+    return problems
+
+
 def form_problems(lab: Lab) -> list[str]:
     """What keeps a source without faults from being a lab of this course."""
     cells = list(lab.notebook["cells"])
@@ -89,6 +134,7 @@ def form_problems(lab: Lab) -> list[str]:
     minutes = sum(int(FACTS.findall(cell_text(exercise[0]))[0][1]) for exercise in exercises)
     if minutes > lab.metadata.minutes:
         problems.append(f"exercises of {minutes} minutes in a lab of {lab.metadata.minutes}")
+    problems += strange_names(lab)
     return [f"{lab.path.name}: {problem}" for problem in problems]
 
 

@@ -91,6 +91,8 @@ def text(name: str, old: str, new: str) -> Any:
         (cut("cube-test"), "1 points stated, 0"),
         (text("cube-check", "check", "chequers"), "no plain cell calls .check"),
         (text("cube-check", "lab", "\n" * 20 + "lab"), "more than 20 lines"),
+        (text("cube-test", "cube(0)", "secret_two + cube(0)"), "cube-test uses secret_two"),
+        (text("cube-test", "cube(0)", "sum(cube(i) for i in [int(), 0])"), None),
         (lambda n: mini.cell(n, "cube").update(execution_count=1), "execution count"),
         (lambda n: mini.cell(n, "cube").update(outputs=[{}]), "has outputs"),
     ],

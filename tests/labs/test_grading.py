@@ -19,12 +19,15 @@ import pytest
 from nbgrader.converters import GenerateAssignment
 
 from labcore.__main__ import run
-from labcore.publish import grading
+from labcore.publish import grading, sandbox
 from labcore.publish.autograding import GradingError
+from labcore.publish.grading import Settings
+from labcore.publish.job_queue import locked
+from labcore.publish.sandbox import Limits
 from tests.labs import mini
 
 ROOT = Path(__file__).resolve().parents[2]
-CELL_SECONDS = 12  # a busy machine needs some for a plain cell
+SETTINGS = Settings(limits=Limits(cell_s=20))  # a busy machine needs some for a plain cell
 EXERCISES = [f"mini: {mini.DOUBLE} (2)", f"mini: {mini.SQUARE} (3)"]
 STUBBORN = """
 import time
@@ -54,14 +57,6 @@ display(Markdown("Prose " + "with `code`."))
 """
 
 
-# What a check raises that needs something which this machine lacks: labcore's error by its name,
-# for importing it may take longer than a cell has here.
-UNCHECKED = """
-class NotCheckedError(AssertionError):
-    pass
-def square(x):
-    raise NotCheckedError("Nothing was checked: no g++.")
-"""
 # The answer is right where it is called; its default and its last line need what was imported.
 SHADOWS = """
 def double(x, two=math.floor(2.5)):
@@ -72,13 +67,17 @@ math = "mine"
 
 @dataclass(frozen=True, kw_only=True)
 class Class:
-    """A class that was graded: its folder, what came out, what was said, and the tree's hash."""
+    """A class that was graded: what came out, what was said, and the tree's hash."""
 
     rows: dict[str, dict[str, str]]
     out: Path
     said: list[str]
     before: str
     after: str
+
+
+def page_of(graded: Class, student: str) -> str:
+    return (graded.out / graded.rows[student]["feedback"]).read_text("utf-8")
 
 
 def tree(folder: Path) -> str:
@@ -132,7 +131,7 @@ def imports(notebook: mini.Notebook, source: str) -> mini.Notebook:
 
 
 @pytest.fixture(scope="module")
-def graded(tmp_path_factory: pytest.TempPathFactory) -> Class:
+def graded(tmp_path_factory: pytest.TempPathFactory, bubblewrap: None) -> Class:
     """One run over a class of the mini lab."""
     root = mini.checkout(tmp_path_factory.mktemp("checkout"), hidden_math)
     release = mini.released(root)
@@ -150,7 +149,6 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> Class:
     hand_in("exits", answers(square="import os; os._exit(0)"))
     hand_in("loops", answers(square="while True: pass"))
     hand_in("stubborn", answers(double=STUBBORN))
-    hand_in("no compiler", answers(square=UNCHECKED))
     hand_in("no syntax", answers(square="def square(:"))
     hand_in("cheats", told(answers(square=CHEATS), EVIL), "mini-lab.ipynb")
     hand_in("skips", skipped(copy.deepcopy(release)))
@@ -159,7 +157,8 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> Class:
     hand_in("no imports", imports(answers(), "import mathematics_of_mine, math"))
     hand_in("other names", imports(answers(double=SHADOWS), ""))
     hand_in("李雷", answers(double="double = labcore_exercise.reference"))
-    hand_in("other lab", answers(), "maxi.ipynb")
+    hand_in("renamed", answers(), "my homework.ipynb")
+    hand_in("other lab", answers() | {"metadata": {}}, "maxi.ipynb")
     hand_in("other notebook", {"cells": [], "nbformat": 4, "metadata": {}})
     hand_in("=1+1", answers())
     for student, content in {"empty": b"", "no json": b"{", "text": b"\xff"}.items():
@@ -171,7 +170,7 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> Class:
 
     said: list[str] = []
     before, out = tree(folder), root / "grades"
-    grading.grade(root, folder, out, say=said.append, cell_seconds=CELL_SECONDS)
+    grading.grade(root, folder, out, say=said.append, settings=SETTINGS)
     with (out / "grades.csv").open(encoding="utf-8", newline="") as file:
         rows = {row["student"]: row for row in csv.DictReader(file)}
     return Class(rows=rows, out=out, said=said, before=before, after=tree(folder))
@@ -183,14 +182,9 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> Class:
         ("solved", "5", "graded"),
         ("untouched", "0", "graded"),
         ("half", "2", "graded"),
-        ("exits", "0", "not graded: its kernel died while it ran"),
+        ("exits", "2", "graded; a cell ended the kernel and got left out"),
         ("loops", "2", "graded; a cell ran out of time and got stopped"),
-        (
-            "no compiler",
-            "2",
-            "graded; a cell could not be checked on this machine, see the feedback page",
-        ),
-        ("stubborn", "0", "not graded: a cell ran out of time and could not be interrupted"),
+        ("stubborn", "3", "graded; a cell ran out of time and got stopped"),
         ("no syntax", "2", "graded"),
         ("cheats", "5", "graded"),
         ("skips", "0", "graded"),
@@ -199,6 +193,7 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> Class:
         ("no imports", "5", "graded"),
         ("other names", "5", "graded"),
         ("李雷", "3", "graded"),
+        ("renamed", "5", "graded"),
         ("other lab", "", "not graded: there is no lab of this name"),
         ("other notebook", "0", "not graded: the notebook has none of this lab's graded cells"),
         ("empty", "0", "not graded: the file is empty"),
@@ -218,13 +213,16 @@ def test_each_submission_has_its_row(graded: Class, student: str, points: str, s
 
 def test_there_are_no_other_rows_and_the_columns_are_named(graded: Class) -> None:
     assert len(graded.rows) == 22
-    columns = ["student", "lab", "number", "points", "maximum", "status", "flags"]
-    assert list(graded.rows["solved"]) == [*columns, *EXERCISES]
+    columns = ["student", "lab", "number", "points", "maximum", "status", "handed_in", "late"]
+    assert list(graded.rows["solved"]) == [*columns, "flags", "feedback", *EXERCISES]
 
 
 def test_flags_name_what_a_person_should_look_at(graded: Class) -> None:
     flags = {student: row["flags"] for student, row in graded.rows.items() if row["flags"]}
     assert flags == {
+        "cheats": 'below "Twice <b>as</b> much" uses sys: read it',
+        "exits": 'below "Twice <b>as</b> much" uses os: read it',
+        "renamed": "'my homework.ipynb' is the lab mini by its metadata",
         "eases": "locked cell square-test changed, restored",
         "drops [1]": "cell double-test missing, put back",
         "李雷": 'below "Twice <b>as</b> much" uses labcore_exercise.reference',
@@ -236,11 +234,21 @@ def test_flags_name_what_a_person_should_look_at(graded: Class) -> None:
 
 def test_every_student_of_a_known_lab_gets_a_page(graded: Class) -> None:
     known = {student for student, row in graded.rows.items() if row["maximum"]}
-    pages = {path.parent.name: path for path in (graded.out / "feedback").rglob("*.html")}
-    assert pages.keys() == known
-    assert all(path.name == "mini.html" for path in pages.values())
-    assert "Score: 2.0 / 5.0" in pages["half"].read_text("utf-8")
-    assert "kernel died" in pages["exits"].read_text("utf-8")
+    pages = {row["feedback"] for row in graded.rows.values() if row["feedback"]}
+    assert {student for student, row in graded.rows.items() if row["feedback"]} == known
+    assert len(pages) == len(known)
+    made = {path for path in (graded.out / "feedback").rglob("*") if path.is_file()}
+    assert {graded.out / page for page in pages} == made
+    assert "Score: 2.0 / 5.0" in page_of(graded, "half")
+    assert "the kernel died" in page_of(graded, "exits")
+    assert "the file is empty" in page_of(graded, "empty")
+
+
+def test_neither_a_path_nor_a_page_of_feedback_names_its_student(graded: Class) -> None:
+    for student, row in graded.rows.items():
+        folder = row["feedback"].split("/")[1] if row["feedback"] else ""
+        assert student not in folder and (not folder or re.fullmatch("[0-9a-f]{20}", folder))
+    assert "李雷" not in page_of(graded, "李雷") and "solved" not in page_of(graded, "solved")
 
 
 def test_feedback_says_what_failed_and_shows_no_hidden_test(graded: Class) -> None:
@@ -248,12 +256,12 @@ def test_feedback_says_what_failed_and_shows_no_hidden_test(graded: Class) -> No
         text = path.read_text("utf-8")
         for word in ("square(-3)", "double(4)", "HIDDEN TESTS", "secret_two * x", "x**2"):
             assert word not in text, (path, word)
-    half = (graded.out / "feedback" / "half" / "mini.html").read_text("utf-8")
+    half = page_of(graded, "half")
     assert "AssertionError: hidden square" in half
 
 
 def test_nothing_of_a_student_runs_in_the_browser_that_shows_feedback(graded: Class) -> None:
-    text = (graded.out / "feedback" / "cheats" / "mini.html").read_text("utf-8")
+    text = page_of(graded, "cheats")
     assert "<b>shown</b>" in text
     assert "<script>alert" not in text
 
@@ -266,14 +274,14 @@ def test_a_page_of_feedback_can_be_read_without_scripts_and_asks_nobody(graded: 
         assert not re.findall(r"<[^>]*src=[\"']?(?!data:)", text), path
         assert not re.findall(r"url\([\"']?(?!data:)", text), path
         assert len(re.findall(r"<meta[^>]*http-equiv", text)) == 1, path
-    page = (graded.out / "feedback" / "half" / "mini.html").read_text("utf-8")
+    page = page_of(graded, "half")
     assert "Test cell" not in page
     assert f'<a href="#{mini.SQUARE}">Twice &lt;b&gt;as&lt;/b&gt; much (square-test)</a>' in page
     assert "A figure, which this page cannot show" in page
     assert "Prose with `code`." in page and "&lt;p&gt;" not in page
     assert "<code>2 · η^(n+1)</code>" in page and "<code>$HOME</code>" in page
     assert "Twice <b>as</b> much" in page and "white-space: pre-wrap" in page
-    cheats = (graded.out / "feedback" / "cheats" / "mini.html").read_text("utf-8")
+    cheats = page_of(graded, "cheats")
     assert "&lt;meta" in cheats and "evil.example" in cheats and "<code>&lt;b</code>" in cheats
 
 
@@ -282,11 +290,12 @@ def test_submissions_are_only_read(graded: Class) -> None:
 
 
 def test_progress_is_a_line_a_submission_and_the_rest_is_in_the_log(graded: Class) -> None:
-    first, *lines, last = graded.said
+    first, *lines, summary, last = graded.said
     assert first.startswith("22 notebooks of 22 students") and "grading.log" in first
     assert len(lines) == 22 and all("\n" not in line for line in graded.said)
     assert any(line.endswith("solved mini 5/5: graded") for line in lines)
     assert "grades.csv" in last
+    assert summary == "graded 15 of 22; not graded 7; timed out 2; flagged 7"
     assert "Autograding" in (graded.out / "grading.log").read_text("utf-8")
 
 
@@ -299,29 +308,66 @@ def small(tmp_path: Path) -> tuple[Path, Path]:
     return root, tmp_path / "class"
 
 
-def test_without_the_flag_nothing_is_run_or_written(
-    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("step", [[], ["--work", "out"]])
+def test_without_a_sandbox_nothing_is_run_or_written(
+    small: tuple[Path, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    step: list[str],
 ) -> None:
     root, folder = small
     before = tree(root.parent)
-    assert run(["grade", str(folder)], root) == 2
+    monkeypatch.setattr(sandbox, "missing", lambda: "the program bwrap is missing")
+    assert run(["grade", *(step or [str(folder)])], root) == 2
     said = capsys.readouterr()
-    assert "not sandboxed" in said.err and "with your rights" in said.err and not said.out
+    assert "bwrap is missing" in said.err and "with your rights" in said.err and not said.out
     assert "--unsandboxed" in said.err and "UNSANDBOXED=1" in said.err
     assert tree(root.parent) == before
 
 
 def test_the_flag_goes_on_and_a_second_run_takes_the_place_of_the_first(
-    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, folder = small
+    monkeypatch.setattr(sandbox, "missing", lambda: "the program bwrap is missing")
     assert run(["grade", str(folder), "--unsandboxed"], root) == 0
     assert "[1/1] anna mini 0/5: not graded: the file is empty" in capsys.readouterr().out
     out = root / "_build" / "grades"
-    assert sorted(p.name for p in out.iterdir()) == ["feedback", "grades.csv", "grading.log"]
+    kept = {"course", "feedback", "grades.csv", "grading.log", "plan.json", "queue", "writer.lock"}
+    assert {path.name for path in out.iterdir()} == kept
+    assert out.stat().st_mode & 0o077 == 0
+    (anna,) = (path.name for path in (out / "feedback").iterdir())
     (folder / "anna").rename(folder / "bo")
     assert run(["grade", str(folder), "--unsandboxed"], root) == 0
-    assert [p.name for p in (out / "feedback").iterdir()] == ["bo"]
+    (bo,) = (path.name for path in (out / "feedback").iterdir())
+    assert bo != anna
+    (folder / "bo").rename(folder / "anna")
+    assert run(["grade", str(folder), "--unsandboxed"], root) == 0
+    assert [path.name for path in (out / "feedback").iterdir()] == [anna]
+
+
+def test_one_process_alone_writes(small: tuple[Path, Path]) -> None:
+    root, folder = small
+    out = root.parent / "out"
+    grading.grade(root, folder, out, say=print)
+    with locked(out / "writer.lock") as mine:
+        assert mine
+        for write in (grading.grade, grading.prepare):
+            with pytest.raises(ValueError, match="another grading writes to"):
+                write(root, folder, out, say=print)
+        with pytest.raises(ValueError, match="another grading writes to"):
+            grading.collect(root, out, say=print)
+    assert grading.collect(root, out, say=print)
+
+
+def test_nothing_to_work_on_is_said(small: tuple[Path, Path]) -> None:
+    root, _ = small
+    for step in (["--work", "out"], ["--collect", "out"]):
+        (root / "out").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=r"has no queue; make it with: .*--only-queue"):
+            run(["grade", *step, "--unsandboxed"] if "--work" in step else ["grade", *step], root)
+    with pytest.raises(ValueError, match="name what was handed in"):
+        run(["grade", "--unsandboxed"], root)
 
 
 @pytest.mark.parametrize("out", ["class", "class/out", "."])

@@ -27,7 +27,7 @@ __all__ = [
     "switch_off_solutions",
 ]
 
-_MACHINERY = {"clinic", "core", "matching", "running", "wording"}
+_MACHINERY = {"__main__", "clinic", "core", "matching", "running", "wording"}
 
 
 def slugs() -> list[str]:

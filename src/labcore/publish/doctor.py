@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from labcore import claims, device, records
+from labcore.publish import sandbox
 
 __all__ = ["Finding", "examine"]
 
@@ -56,6 +57,7 @@ def examine(root: Path) -> list[Finding]:
         lambda: _machine(root),
         _notebooks,
         _tools,
+        _sandbox,
         lambda: _versions(root / "constraints.txt"),
         _data,
     )
@@ -178,6 +180,15 @@ def _tools() -> Iterator[Finding]:
         name="git",
         text=git or "missing: pages cannot say which commit they show",
         mend=None if git else "`apt install git` as root",
+    )
+
+
+def _sandbox() -> Iterator[Finding]:
+    lack = sandbox.missing()
+    yield Finding(
+        name="sandbox",
+        text=f"{lack}: `make grade` then runs nothing" if lack else "bubblewrap, for `make grade`",
+        mend=f"{sandbox.INSTALL}" if lack else None,
     )
 
 

@@ -1,90 +1,68 @@
 """A class's notebooks graded: `make grade SUBMISSIONS=folder`.
 
-Points into `grades.csv`, a page of feedback for each notebook, what nbgrader logs into
-`grading.log`. Students' code runs with the rights of whoever grades: there is no sandbox yet.
+Three steps, in one command or, on a cluster, in one each: `prepare` makes a queue of what was
+handed in, any number of processes `work` on it, and `collect`, alone, writes the gradebook, the
+tables and a page of feedback for each notebook. All is below one folder, which a teacher keeps to
+themselves, but for `feedback`. What was graded once and did not change is not run again.
 """
 
 from __future__ import annotations
 
-import csv
-import html
+import contextlib
+import json
+import multiprocessing
+import os
 import shutil
 import tempfile
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from labcore.publish.autograding import Course, GradingError
-from labcore.publish.feedback import PAGE_HEAD
-from labcore.publish.lab_source import Lab, read_lab
+from labcore.publish import sandbox
+from labcore.publish.autograding import Course
+from labcore.publish.class_book import COURSE, NOT_YET, ClassBook, Entry, Settings, code_of
+from labcore.publish.intake import collect as take_in
+from labcore.publish.job_queue import Job, Queue, locked, write_whole
+from labcore.publish.lab_source import read_lab
 from labcore.publish.labs import source_paths
-from labcore.publish.nbgrader_settings import CELL_SECONDS
-from labcore.publish.references import uses_of_answers
-from labcore.publish.submissions import Submission, find, mend, number_of, read_notebook
+from labcore.publish.nbgrader_settings import quiet_log
+from labcore.publish.tables import Row, lateness, summary, write_csv, write_export
+from labcore.publish.trial import Trial, try_out
 
-__all__ = ["NOT_SANDBOXED", "Row", "grade"]
+__all__ = ["NOT_YET", "Settings", "collect", "grade", "prepare", "refusal", "work"]
 
-NOT_SANDBOXED = """Grading is not sandboxed yet: it runs the students' code with your rights.
-To grade all the same, on a machine where that is acceptable:
+PLAN, QUEUE, LOG = "plan.json", "queue", "grading.log"
+LOOK_S = 0.3
+USUAL = Settings()
+
+Say = Callable[[str], object]
+
+
+def refusal() -> str:
+    """Why students' code is not run here; "" where a sandbox is there for it."""
+    if not (lack := sandbox.missing()):
+        return ""
+    return f"""Students' code is run in a sandbox only, and there is none here: {lack}.
+To run it with your rights all the same, where nothing is to be lost:
   make grade SUBMISSIONS=<folder> UNSANDBOXED=1
-  python -m labcore grade <folder> --unsandboxed"""
-COLUMNS = ("student", "lab", "number", "points", "maximum", "status", "flags")
-LOG = "grading.log"
-
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-{head}<title>{lab}</title></head>
-<body><main><h1>{lab}: not graded</h1><p>{reason}.</p></main></body>
-</html>
-"""
+  python -m labcore.exercises grade <folder> --unsandboxed"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One line of grades.csv. status: "graded", or what happened; flags: for a person to look at.
-
-    number: what the notebook has as STUDENT. points: None where the lab is not known. exercises:
-    points by graded cell; worth: the most that each can give.
-    """
-
-    student: str
-    lab: str
-    status: str
-    number: str = ""
-    flags: Sequence[str] = ()
-    exercises: Mapping[str, float] = field(default_factory=dict)
-    worth: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def points(self) -> float | None:
-        """The sum over the exercises."""
-        return sum(self.exercises.values()) if self.worth else None
-
-    @property
-    def maximum(self) -> float | None:
-        """The most that the lab can give."""
-        return sum(self.worth.values()) if self.worth else None
-
-    def cells(self) -> dict[str, str]:
-        """The row by column."""
-        numbers = {"points": self.points, "maximum": self.maximum}
-        named = {
-            f"{self.lab}: {name} ({self.worth[name]:g})": value
-            for name, value in self.exercises.items()
-        }
-        return {
-            "student": self.student,
-            "lab": self.lab,
-            "number": self.number,
-            "status": self.status,
-            "flags": "; ".join(self.flags),
-        } | {key: f"{value:g}" for key, value in (numbers | named).items() if value is not None}
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """The one process that writes below out."""
+    with locked(out / "writer.lock") as mine:
+        if not mine:
+            raise ValueError(f"another grading writes to {out}; wait for it, or name another --out")
+        yield
 
 
-def _clear(out: Path, submissions: Path) -> None:
-    """Makes out ready: new, or rid of an earlier grading. Raises ValueError for other folders."""
+def _make_ready(out: Path, submissions: Path) -> None:
+    """Makes out, or takes an earlier grading's. Raises ValueError for other folders."""
     here, theirs = out.resolve(), submissions.resolve()
     if here == theirs or here in theirs.parents or theirs in here.parents:
         raise ValueError(f"{out} and {submissions} lie in each other; name another --out")
@@ -92,138 +70,222 @@ def _clear(out: Path, submissions: Path) -> None:
         raise ValueError(f"{out} is no folder; name another --out")
     if out.is_dir() and any(out.iterdir()) and not (out / LOG).is_file():
         raise ValueError(f"{out} holds something else than an earlier grading; name another --out")
-    out.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(out / "feedback", ignore_errors=True)
-    for name in ("grades.csv", LOG):
-        (out / name).unlink(missing_ok=True)
+    out.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (out / LOG).touch(mode=0o600)
 
 
-def _write_csv(path: Path, rows: Sequence[Row]) -> None:
-    exercises = dict.fromkeys(key for row in rows for key in row.cells() if key not in COLUMNS)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, *exercises], restval="")
-        writer.writeheader()
-        writer.writerows(row.cells() for row in rows)
+@contextlib.contextmanager
+def _open(root: Path, out: Path) -> Iterator[ClassBook]:
+    (out / COURSE).mkdir(exist_ok=True, mode=0o700)
+    with Course(out / COURSE, out / LOG) as course, warnings.catch_warnings():
+        # What nbgrader's database library has to say is for nbgrader's authors.
+        warnings.simplefilter("ignore")
+        yield ClassBook(root, out, course)
 
 
-class _Grading:
-    """One run over a class: the course, the labs read so far, the output folder."""
-
-    def __init__(self, root: Path, out: Path, course: Course) -> None:
-        self._sources = source_paths(root)
-        self._out = out
-        self._course = course
-        self._labs: dict[str, Lab] = {}
-
-    def lab(self, slug: str) -> Lab:
-        """The lab, read and entered into the course at the first call."""
-        if slug not in self._labs:
-            lab = read_lab(self._sources[slug])
-            self._course.open_lab(lab)
-            self._labs[slug] = lab
-        return self._labs[slug]
-
-    def one(self, submission: Submission, number: int) -> Row:
-        """Grades one submission; a submission that cannot be graded gives a row that says why."""
-        if submission.problem:
-            row = Row(
-                student=submission.student,
-                lab=submission.lab,
-                status=f"not graded: {submission.problem}",
-            )
-            known = submission.lab in self._sources
-            return self._none(submission, submission.problem) if known else row
+def _prepare(
+    course: ClassBook, root: Path, submissions: Path, out: Path, settings: Settings, say: Say
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            return self._graded(submission, number)
-        except (ValueError, GradingError) as problem:
-            return self._none(submission, str(problem))
-        except OSError as problem:
-            return self._none(submission, f"the file cannot be read ({problem.strerror})")
+            found = take_in(submissions, Path(folder), source_paths(root))
+        except OSError as error:
+            raise ValueError(f"{submissions} cannot be read ({error.strerror})") from error
+        students = len({one.student for one in found})
+        say(f"{len(found)} notebooks of {students} students; the log is {out / LOG}")
+        # A lab with a fault stops here, before anything runs.
+        for slug in sorted({one.lab for one in found} & source_paths(root).keys()):
+            course.lab(slug)
+        planned = [course.plan(one, settings) for one in found]
+    Queue(out / QUEUE).fill(job for _, job in planned if job is not None)
+    plan = {
+        "entries": [asdict(entry) for entry, _ in planned],
+        "due": settings.due and settings.due.isoformat(),
+        "columns": dict(settings.columns),
+        "roster": {student: dict(row) for student, row in settings.roster.items()},
+    }
+    write_whole(out / PLAN, json.dumps(plan, ensure_ascii=False, indent=1))
+    shutil.rmtree(out / "feedback", ignore_errors=True)
 
-    def _none(self, submission: Submission, reason: str) -> Row:
-        """No points, and a page that says why."""
-        lab = html.escape(submission.lab)
-        page = PAGE.format(head=PAGE_HEAD, lab=lab, reason=html.escape(reason))
-        self._page(submission).write_text(page, encoding="utf-8")
-        points = self.lab(submission.lab).points
-        return Row(
-            student=submission.student,
-            lab=submission.lab,
-            status=f"not graded: {reason}",
-            exercises=dict.fromkeys(points, 0.0),
-            worth=points,
-        )
 
-    def _page(self, submission: Submission) -> Path:
-        path = self._out / "feedback" / submission.student / f"{submission.lab}.html"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+def prepare(
+    root: Path, submissions: Path, out: Path, *, settings: Settings = USUAL, say: Say
+) -> None:
+    """Fills out's queue with what was handed in, and runs nothing of it. Raises ValueError."""
+    _make_ready(out, submissions)
+    with _alone(out), _open(root, out) as course:
+        _prepare(course, root, submissions, out, settings, say)
 
-    def _graded(self, submission: Submission, number: int) -> Row:
-        notebook = read_notebook(submission.path)
-        release = self._course.open_lab(self.lab(submission.lab))
-        mended = mend(notebook, release)
-        # nbgrader takes a student's name for a pattern and a part of paths: it gets a plain one.
-        graded = self._course.grade(submission.lab, f"student{number:05}", mended.notebook)
-        shutil.copyfile(graded.feedback, self._page(submission))
-        status = "graded"
-        if graded.timeouts:
-            cells = "a cell" if graded.timeouts == 1 else f"{graded.timeouts} cells"
-            status += f"; {cells} ran out of time and got stopped"
-        if graded.unchecked:
-            cells = "a cell" if graded.unchecked == 1 else f"{graded.unchecked} cells"
-            status += f"; {cells} could not be checked on this machine, see the feedback page"
-        return Row(
-            student=submission.student,
-            lab=submission.lab,
-            status=status,
-            number=number_of(notebook, release),
-            flags=(*uses_of_answers(notebook, release), *mended.changes),
-            exercises=graded.points,
-            worth=self.lab(submission.lab).points,
-        )
+
+def _plan(out: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((out / PLAN).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{out} has no queue; make it with: python -m labcore.exercises grade <submissions> "
+            f"--only-queue --out {out}"
+        ) from error
+
+
+def work(
+    root: Path,
+    out: Path,
+    *,
+    settings: Settings = USUAL,
+    go_on: Callable[[], bool] = lambda: True,
+) -> int:
+    """Tries out what nobody else has taken of out's queue, until all is done; how many.
+
+    Of the settings it uses `sandboxed` alone: limits are a part of each job. Raises ValueError
+    where the queue was made with other code than this.
+    """
+    _plan(out)
+    log = quiet_log(out / LOG)
+    labs = {slug: read_lab(path) for slug, path in source_paths(root).items()}
+
+    def run(job: Job) -> Trial:
+        lab = labs.get(job.lab)
+        if lab is None or code_of(lab) != job.code:
+            raise ValueError(
+                f"{out} was made with another version of labcore or of the lab {job.lab} than "
+                "this checkout has; run both from the same one"
+            )
+        try:
+            return try_out(
+                lab,
+                job.notebook,
+                number=job.number,
+                limits=job.limits,
+                sandboxed=settings.sandboxed,
+            )
+        except (OSError, MemoryError):
+            raise  # of this machine, not of the notebook
+        except Exception:
+            log.exception("trying out %s of %s", job.lab, job.student)
+            cells = job.notebook["cells"]
+            return Trial(
+                outputs=[[] for _ in cells],
+                counts=[None] * len(cells),
+                errors={},
+                problem="it could not be tried out, and grading.log says why; report this",
+            )
+
+    try:
+        return Queue(out / QUEUE).work(run, go_on)
+    finally:
+        for handler in log.handlers:
+            handler.close()
+
+
+def _help(root: Path, out: Path, settings: Settings, parent: int) -> None:
+    """A process beside the one that collects; it ends with that one."""
+    with contextlib.suppress(KeyboardInterrupt):
+        work(root, out, settings=settings, go_on=lambda: os.getppid() == parent)
+
+
+@contextlib.contextmanager
+def _helpers(root: Path, out: Path, settings: Settings, jobs: int) -> Iterator[Callable[[], None]]:
+    """Processes that work on the queue; what it yields starts those anew that ended too early."""
+    context = multiprocessing.get_context("spawn")
+    running: list[Any] = []
+    queue = Queue(out / QUEUE)
+
+    def keep_up() -> None:
+        running[:] = [one for one in running if one.is_alive()]
+        for _ in range(min(jobs, len(queue.left())) - len(running)):
+            process = context.Process(target=_help, args=(root, out, settings, os.getpid()))
+            process.start()
+            running.append(process)
+
+    try:
+        yield keep_up
+    finally:
+        for process in running:
+            process.terminate()
+            process.join()
+
+
+class _Collecting:
+    """The rows so far, said and written as they come."""
+
+    def __init__(self, course: ClassBook, out: Path, say: Say) -> None:
+        plan = _plan(out)
+        due = plan["due"] and datetime.fromisoformat(plan["due"])
+        self._due: datetime | None = due
+        self._columns, self._roster = plan["columns"], plan["roster"]
+        self._entries = [Entry(**entry) for entry in plan["entries"]]
+        self._course, self._out, self._say = course, out, say
+        self._queue = Queue(out / QUEUE)
+        self._rows: dict[int, Row] = {}
+
+    def take(self, *, all_of_them: bool = False) -> bool:
+        """Enters what is new; whether everything is in. all_of_them: also what was not tried."""
+        for place, entry in enumerate(self._entries):
+            if place in self._rows:
+                continue
+            trial = self._queue.result(entry.key) if entry.key else None
+            if entry.key and trial is None and not all_of_them:
+                continue
+            job = self._queue.job(entry.key) if trial is not None else None
+            row = self._course.row(entry, job, trial)
+            self._rows[place] = replace(row, late=lateness(row.handed_in, self._due))
+            self._tell(self._rows[place])
+        return len(self._rows) == len(self._entries)
+
+    def _tell(self, row: Row) -> None:
+        # After each one: an interrupt leaves what was graded until then.
+        write_csv(self._out / "grades.csv", self.rows)
+        got = "" if row.points is None else f" {row.points:g}/{row.maximum:g}"
+        notes = [f"late by {row.late}"] if row.late else []
+        if count := len(row.flags):
+            notes.append(f"{count} flag{'s' * (count > 1)}")
+        told = f" ({', '.join(notes)})" if notes else ""
+        place = f"[{len(self._rows)}/{len(self._entries)}]"
+        self._say(f"{place} {row.student} {row.lab}{got}: {row.status}{told}")
+
+    @property
+    def rows(self) -> list[Row]:
+        """In the order of the plan."""
+        return [self._rows[place] for place in sorted(self._rows)]
+
+    def finish(self) -> list[Row]:
+        """Writes the learning system's table, and says the summary."""
+        written = [self._out / "grades.csv", self._out / "feedback"]
+        if self._columns:
+            written.insert(1, self._out / "export.csv")
+            write_export(written[1], self.rows, self._columns, self._roster)
+        self._say(summary(self.rows))
+        self._say(f"written: {', '.join(map(str, written))}")
+        return self.rows
+
+
+def collect(root: Path, out: Path, *, say: Say) -> list[Row]:
+    """Enters the results of out's queue; what was not tried yet has a row that says so."""
+    with _alone(out), _open(root, out) as course:
+        collecting = _Collecting(course, out, say)
+        collecting.take(all_of_them=True)
+        return collecting.finish()
 
 
 def grade(
-    root: Path,
-    submissions: Path,
-    out: Path,
-    *,
-    say: Callable[[str], object],
-    cell_seconds: float = CELL_SECONDS,
+    root: Path, submissions: Path, out: Path, *, settings: Settings = USUAL, say: Say
 ) -> list[Row]:
-    """Grades every notebook below submissions with the labs of the checkout at root.
+    """Grades every notebook of submissions with the labs of the checkout at root.
 
-    submissions: `<student>/<slug>.ipynb` or `<student>/<slug>/<slug>.ipynb`; only read.
-    out: gets grades.csv, feedback/<student>/<slug>.html and grading.log; an earlier grading there
-    gives way. say: takes a line of progress at a time. cell_seconds: the limit of a cell.
-    Runs the students' code without a sandbox. Raises ValueError for folders that do not fit and
-    for a lab whose source has a fault, GradingError where nbgrader does not take a lab; never for
-    a submission.
+    submissions: a folder, a zip or a list of repositories, see `intake.collect`; only read.
+    out: gets grades.csv, export.csv with columns, feedback/<token>/<slug>.html, grading.log, and
+    the gradebook in course; an earlier grading there is taken up, and what has not changed is not
+    run again. say: takes a line of progress at a time.
+    Raises ValueError for folders that do not fit and for a lab whose source has a fault,
+    GradingError where nbgrader does not take a lab; never for a submission.
     """
-    found = find(submissions, source_paths(root))
-    _clear(out, submissions)
-    students = len({one.student for one in found})
-    say(f"{len(found)} notebooks of {students} students; the log is {out / LOG}")
-    rows: list[Row] = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Course(Path(folder), out / LOG, cell_seconds=cell_seconds) as course,
-        warnings.catch_warnings(),
-    ):
-        # What nbgrader's database library has to say is for nbgrader's authors.
-        warnings.simplefilter("ignore")
-        run = _Grading(root, out, course)
-        for slug in sorted({one.lab for one in found} & source_paths(root).keys()):
-            run.lab(slug)
-        for number, submission in enumerate(found, 1):
-            row = run.one(submission, number)
-            rows.append(row)
-            # After each one: an interrupt leaves what was graded until then.
-            _write_csv(out / "grades.csv", rows)
-            got = "" if row.points is None else f" {row.points:g}/{row.maximum:g}"
-            count = len(row.flags)
-            flags = f" ({count} flag{'s' * (count > 1)})" if count else ""
-            say(f"[{number}/{len(found)}] {row.student} {row.lab}{got}: {row.status}{flags}")
-    say(f"written: {out / 'grades.csv'} and {out / 'feedback'}")
-    return rows
+    _make_ready(out, submissions)
+    jobs = settings.jobs or len(os.sched_getaffinity(0))
+    with _alone(out), _open(root, out) as course:
+        _prepare(course, root, submissions, out, settings, say)
+        collecting = _Collecting(course, out, say)
+        with _helpers(root, out, settings, jobs) as keep_up:
+            while not collecting.take():
+                keep_up()
+                time.sleep(LOOK_S)
+        return collecting.finish()

@@ -1,22 +1,30 @@
 """Does a student's notebook use an exercise's answer? Read from its syntax, never run.
 
 The package is public and so are the references: looking is allowed, handing in a call is not.
-A flag is for the instructor's eyes and takes no points away; code that hides what it does is not
-recognized here.
+A flag is for the instructor's eyes and takes no points away. Code that hides what it does is not
+recognized here, but what it would need for that is: `doubts` names it for a person to read.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from labcore.publish.lab_source import cell_text, code_tree, nbgrader_of, sections
 
-__all__ = ["uses_of_answers"]
+__all__ = ["doubts", "uses_of_answers"]
 
 ANSWERS = ("diagnoses", "reference", "wrong")
 PACKAGE = "labcore.exercises"
+# Ways to code and processes that syntax does not show: no lab needs one for an answer.
+HIDING = ("eval", "exec", "compile", "__import__", "open", "globals", "vars", "breakpoint")
+REACHING = (
+    *("ctypes", "gc", "importlib", "inspect", "linecache", "marshal", "multiprocessing"),
+    *("os", "pathlib", "pickle", "pkgutil", "runpy", "shutil", "signal", "socket", "subprocess"),
+    *("sys", "threading", "traceback", "types", "_thread", "builtins"),
+)
+INSIDE = ("__globals__", "__code__", "__closure__", "__subclasses__", "__builtins__", "f_back")
 # What recognizes mistakes, in every topic.
 MACHINERY = ("clinic", "core", "matching", "running")
 
@@ -59,6 +67,19 @@ def _uses(tree: ast.Module) -> Iterator[str]:
             yield _said(node)
 
 
+def _doubtful(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None)
+            for name in [module] if module else [alias.name for alias in node.names]:
+                if name.partition(".")[0] in REACHING:
+                    yield name
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in HIDING:
+            yield f"{_said(node.func)}()"
+        elif isinstance(node, ast.Attribute) and node.attr in INSIDE:
+            yield _said(node)
+
+
 def _reveals(call: ast.Call) -> bool:
     """Whether a call is x.solution(reveal=…) with anything but a plain False."""
     return (
@@ -82,13 +103,15 @@ def _places(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f'below "{words}"' if words else "at the top"
 
 
-def _found(notebook: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _found(
+    notebook: Mapping[str, Any], uses_of: Callable[[ast.Module], Iterator[str]]
+) -> Iterator[tuple[str, str]]:
     cells = notebook["cells"]
     for cell, place in zip(cells, _places(cells), strict=True):
         if cell["cell_type"] != "code":
             continue
         try:
-            uses = list(_uses(code_tree(cell_text(cell))))
+            uses = list(uses_of(code_tree(cell_text(cell))))
         except SyntaxError:
             continue  # It does not run either.
         except (ValueError, RecursionError, MemoryError):
@@ -101,6 +124,33 @@ def uses_of_answers(notebook: Mapping[str, Any], release: Mapping[str, Any]) -> 
 
     The words in quotes are the heading above the cell, else the grade_id at it or above it.
     """
-    own = {use for _, use in _found(release)}
-    found = [f"{place} uses {use}" for place, use in _found(notebook) if use not in own]
-    return list(dict.fromkeys(found))
+    return _new(notebook, release, _uses)
+
+
+def doubts(notebook: Mapping[str, Any], release: Mapping[str, Any]) -> list[str]:
+    """`below "Settings" uses exec(): read it`, for each way to hide what an answer does.
+
+    Such code may be honest. That it is cannot be proved by running it in the same Python.
+    """
+    commands = [
+        f"{place} runs a command of the system: read it"
+        for cell, place in zip(notebook["cells"], _places(notebook["cells"]), strict=True)
+        if cell["cell_type"] == "code" and _commands(cell_text(cell))
+    ]
+    found = [f"{use}: read it" for use in _new(notebook, release, _doubtful)]
+    return list(dict.fromkeys([*found, *commands]))
+
+
+def _commands(text: str) -> bool:
+    lines = [line.strip() for line in text.splitlines()]
+    return any(line.startswith(("!", "%%", "%sx", "%system")) for line in lines)
+
+
+def _new(
+    notebook: Mapping[str, Any],
+    release: Mapping[str, Any],
+    uses_of: Callable[[ast.Module], Iterator[str]],
+) -> list[str]:
+    own = {use for _, use in _found(release, uses_of)}
+    found = _found(notebook, uses_of)
+    return list(dict.fromkeys(f"{place} uses {use}" for place, use in found if use not in own))

@@ -9,21 +9,33 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from labcore.publish.intake_forms import STAMP, STAMP_BYTES, lab_of, several, stamped
 from labcore.publish.lab_source import cell_text, import_cells, nbgrader_of, statements
 
-__all__ = ["Mended", "Submission", "find", "mend", "name_problem", "number_of", "read_notebook"]
+__all__ = [
+    "Mended",
+    "Submission",
+    "find",
+    "mend",
+    "name_problem",
+    "number_of",
+    "read_notebook",
+]
 
 MAX_BYTES = 20_000_000
+# Of a notebook's cells: a lab has some fifty, and reading code takes a thousand times its size.
+MAX_CELLS, MAX_TEXT = 1000, 1_000_000
 CELL_TYPES = ("code", "markdown", "raw")
-# "my/lion-lab.ipynb" is where "Run this page" puts a reader's copy of the lab lion.
-COPY = re.compile(r"-lab(-[0-9]+)?$")
+# What nbgrader has beside "submitted" in a course's folder, and writes beside what it collects.
+NBGRADER_FOLDERS = {"source", "release", "autograded", "feedback"}
 # A spreadsheet takes a cell that begins so for a formula.
 FORMULA = ("=", "+", "-", "@")
 NUMBER = "STUDENT"
@@ -32,12 +44,18 @@ PUT_BACK = "# Put back for grading, as the lab has it.\n"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
-    """One notebook of one student. problem: why it cannot be graded, "" where it can be tried."""
+    """One notebook of one student. problem: why it cannot be graded, "" where it can be tried.
+
+    handed_in: when, in UTC, where something other than a file's own date says so. notes: what a
+    person should look at, a phrase each; none of it hinders the grading.
+    """
 
     student: str
     lab: str
     path: Path
     problem: str = ""
+    handed_in: datetime | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +77,12 @@ def name_problem(name: str) -> str:
     return ""
 
 
-def _lab_of(path: Path, labs: Container[str]) -> str:
-    """The lab that a file's name means; the name itself where it means none."""
-    whole = COPY.sub("", path.stem) if path.stem not in labs else path.stem
-    return whole if whole in labs else path.stem
+def _start_of(path: Path, limit: int) -> bytes:
+    """The first bytes of a plain file; none of anything else."""
+    if path.is_symlink() or not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(limit)
 
 
 def _notebooks(folder: Path) -> Iterator[Path]:
@@ -88,29 +108,49 @@ def _of_student(folder: Path, labs: Container[str]) -> Iterator[Submission]:
     if folder.is_symlink():
         yield Submission(student=student, lab="", path=folder, problem="the folder is a link")
         return
-    by_lab: dict[str, list[Path]] = {}
+    by_lab: dict[str, list[tuple[Path, tuple[str, ...]]]] = {}
     for path in _notebooks(folder):
-        by_lab.setdefault(_lab_of(path, labs), []).append(path)
+        lab, notes = lab_of(path.stem, labs, partial(_start_of, path, MAX_BYTES))
+        by_lab.setdefault(lab, []).append((path, notes))
     if not by_lab:
         yield Submission(student=student, lab="", path=folder, problem="the folder has no notebook")
-    for lab, paths in sorted(by_lab.items()):
-        problem = ""
+    for lab, found in sorted(by_lab.items()):
+        problem, (path, notes) = "", found[0]
         if lab not in labs:
             # What is no lab's name could be anything, a formula too.
             lab, problem = ascii(lab), "there is no lab of this name"
-        elif len(paths) > 1:
-            names = ", ".join(path.relative_to(folder).as_posix() for path in paths)
-            problem = f"{len(paths)} notebooks for one lab ({names}); leave one"
-        yield Submission(student=student, lab=lab, path=paths[0], problem=problem)
+        elif len(found) > 1:
+            problem = several([one.relative_to(folder).as_posix() for one, _ in found])
+        handed_in = None
+        if stamp := _start_of(path.parent / STAMP, STAMP_BYTES):
+            handed_in, more = stamped(stamp)
+            notes += more
+        yield Submission(
+            student=student, lab=lab, path=path, problem=problem, handed_in=handed_in, notes=notes
+        )
+
+
+def _submitted(folder: Path, labs: Container[str]) -> Path:
+    """The folder of the students: "submitted" where folder is the one of a course in nbgrader."""
+    inner = folder / "submitted"
+    names = {path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."}
+    if names - NBGRADER_FOLDERS != {inner.name} or inner.is_symlink():
+        return folder
+    # A student may be called so.
+    own = any(path.parent == inner or path.parent.name in labs for path in _notebooks(inner))
+    return folder if own else inner
 
 
 def find(folder: Path, labs: Container[str]) -> list[Submission]:
     """The submissions in `<folder>/<student>/<slug>.ipynb` or `<folder>/<student>/<slug>/`.
 
-    labs: the slugs that exist. Raises ValueError where the folder is none or holds no student.
+    labs: the slugs that exist. Of nbgrader's course the folder "submitted" is taken. handed_in is
+    what `timestamp.txt` beside a notebook says, else None: the date of a file tells when it was
+    copied. Raises ValueError where the folder is none or holds no student.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; name the one that holds a folder a student")
+    folder = _submitted(folder, labs)
     found: list[Submission] = []
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") and not path.name.startswith(".."):
@@ -141,14 +181,25 @@ def read_notebook(path: Path) -> dict[str, Any]:
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(cells, list) or notebook.get("nbformat") != 4:
         raise ValueError("the file is no notebook of format 4")
+    if len(cells) > MAX_CELLS:
+        raise ValueError(f"the notebook has {len(cells)} cells, more than {MAX_CELLS}")
+    length = 0
     for number, cell in enumerate(cells, 1):
         source = cell.get("source") if isinstance(cell, dict) else None
         lines = [source] if isinstance(source, str) else source
-        fine = isinstance(lines, list) and all(isinstance(line, str) for line in lines)
-        if not fine or cell.get("cell_type") not in CELL_TYPES:
+        if (
+            not isinstance(lines, list)
+            or not all(isinstance(line, str) for line in lines)
+            or cell.get("cell_type") not in CELL_TYPES
+        ):
             raise ValueError(f"cell {number} of the notebook is damaged")
+        # JSON can hold halves of signs, which no file in UTF-8 can.
+        cell["source"] = "".join(lines).encode("utf-8", errors="replace").decode()
+        length += len(cell["source"])
         if not isinstance(cell.get("metadata"), dict):
             cell["metadata"] = {}
+    if length > MAX_TEXT:
+        raise ValueError(f"the texts of its cells are longer than {MAX_TEXT // 1_000_000} MB")
     return notebook
 
 
