@@ -21,7 +21,17 @@ from labcore.publish.address import is_first_cell
 from labcore.publish.lab_source import Lab, LabError, cell_text, code_tree, nbgrader_of, read_lab
 from labcore.publish.nbgrader_settings import course_settings, quiet_log
 
-__all__ = ["Release", "generate", "release_path", "source_paths", "stale", "write"]
+__all__ = [
+    "Release",
+    "chosen",
+    "generate",
+    "place",
+    "release_path",
+    "sealed",
+    "source_paths",
+    "stale",
+    "write",
+]
 
 KEPT_METADATA = ("kernelspec", "language_info", "labcore")
 KEPT_CELL_METADATA = ("nbgrader", "editable", "deletable", "tags")
@@ -60,6 +70,14 @@ def source_paths(root: Path) -> dict[str, Path]:
     if not found:
         raise ValueError(f"{root} has no labs/source/<slug>; run this in the course's own folder")
     return found
+
+
+def chosen(root: Path, slugs: Sequence[str]) -> dict[str, Path]:
+    """The sources of these labs, of all where none is named; ValueError for an unknown slug."""
+    sources = source_paths(root)
+    if unknown := sorted(set(slugs) - sources.keys()):
+        raise ValueError(f"no lab {', '.join(unknown)}; there are {', '.join(sources)}")
+    return {slug: path for slug, path in sources.items() if slug in (slugs or sources)}
 
 
 def release_path(root: Path, slug: str) -> Path:
@@ -144,9 +162,14 @@ def generate(source: Path) -> str:
     metadata = {key: made["metadata"][key] for key in KEPT_METADATA if key in made["metadata"]}
     metadata["labcore"] |= {
         "points": sum(lab.points.values()),
-        "release": {"cells": _digest(cells), "source": _digest(lab.notebook["cells"])},
+        "release": {"source": _digest(lab.notebook["cells"])},
     }
-    release = {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    return sealed({"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5})
+
+
+def sealed(release: dict[str, Any]) -> str:
+    """The text of a release, in whose metadata the digest of its cells is written."""
+    release["metadata"]["labcore"]["release"]["cells"] = _digest(release["cells"])
     return json.dumps(release, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 
@@ -180,6 +203,11 @@ def _release(root: Path, slug: str, source: Path) -> Release:
         text = generate(source)
     except LabError as problem:
         return Release(slug=slug, path=path, problem=str(problem))
+    return place(slug, path, text)
+
+
+def place(slug: str, path: Path, text: str) -> Release:
+    """Writes the text of a release to path; what someone edited there is kept beside it."""
     old = path.read_bytes() if path.is_file() else None
     if old == text.encode():
         return Release(slug=slug, path=path)
@@ -198,12 +226,7 @@ def write(root: Path, slugs: Sequence[str] = ()) -> list[Release]:
 
     A source with a fault leaves its old release as it is. Raises ValueError for an unknown slug.
     """
-    sources = source_paths(root)
-    if unknown := sorted(set(slugs) - sources.keys()):
-        raise ValueError(f"no lab {', '.join(unknown)}; there are {', '.join(sources)}")
-    return [
-        _release(root, slug, path) for slug, path in sources.items() if slug in (slugs or sources)
-    ]
+    return [_release(root, slug, path) for slug, path in chosen(root, slugs).items()]
 
 
 def stale(root: Path) -> list[str]:
