@@ -24,7 +24,7 @@ from sphinx.util.osutil import relative_uri
 from labcore.ui import twin
 from labcore.ui.compact import dumps
 
-__all__ = ["FigureMime", "setup"]
+__all__ = ["FigureMime", "alternative_text", "drawn_markup", "plotly_script", "setup"]
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
@@ -57,7 +57,7 @@ class FigureMime(MimeRenderPlugin):
             return None
         if data.mime_type == twin.MIME:
             return [_node(env, dict(data.content))]
-        alt = _alt(data.content)
+        alt = alternative_text(data.content)
         if not alt:
             renderer.logger.warning(
                 "a figure without a text alternative: give it a title, or end the cell with "
@@ -73,7 +73,8 @@ class FigureMime(MimeRenderPlugin):
         return [_node(env, packed)]
 
 
-def _alt(spec: dict[str, Any]) -> str:
+def alternative_text(spec: dict[str, Any]) -> str:
+    """What a plotly figure, as JSON, says of itself; "" where it says nothing."""
     layout = spec.get("layout", {})
     meta, title = layout.get("meta"), layout.get("title")
     if isinstance(meta, dict) and meta.get("alt"):
@@ -96,12 +97,13 @@ def _node(env: BuildEnvironment, packed: dict[str, Any]) -> TwinNode:
     on_page = _store(env).setdefault(env.docname, [])
     on_page.append((key, script, picture))
     node = TwinNode()
-    node["html"] = _markup(f"twin-{len(on_page)}", key, packed)
+    node["html"] = drawn_markup(f"twin-{len(on_page)}", key, packed)
     node["alt"] = packed["alt"]
     return node
 
 
-def _markup(uid: str, key: str, packed: dict[str, Any]) -> str:
+def drawn_markup(uid: str, key: str, packed: dict[str, Any]) -> str:
+    """The HTML of a packed explorer. uid: its own on its page; key: names its script."""
     alt = html.escape(packed["alt"])
     controls = "".join(
         _control(f"{uid}-{number}", control) for number, control in enumerate(packed["controls"])
@@ -167,7 +169,8 @@ def _merge(
     _store(env).update({name: theirs[name] for name in docnames if name in theirs})
 
 
-def _plotly() -> Path:
+def plotly_script() -> Path:
+    """The plotly.js of the installed package; ExtensionError without it."""
     spec = importlib.util.find_spec("plotly")
     if spec is None or spec.origin is None:
         raise ExtensionError("plotly is not installed; run pip install 'labcore[book]'")
@@ -198,9 +201,9 @@ def _write_files(app: Sphinx, env: BuildEnvironment) -> list[str]:
     if wanted:
         _write(static / SCRIPT, (ASSETS / SCRIPT).read_bytes())
         library = static / PLOTLY_FILE
-        if not library.exists() or library.stat().st_size != _plotly().stat().st_size:
+        if not library.exists() or library.stat().st_size != plotly_script().stat().st_size:
             library.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(_plotly(), library)
+            shutil.copyfile(plotly_script(), library)
     return []
 
 
