@@ -1,6 +1,8 @@
 # Two commands: `make course` and `make test`. Each makes .venv first where that is needed.
 # Settings: HOST, PORT, NO_BROWSER=1, PYTHON=<path>, TORCH_INDEX=<address of torch's builds>;
-# for grade: SUBMISSIONS=<folder>, OUT=<folder>, UNSANDBOXED=1; for server: MODEL=<checkpoint's folder>.
+# for grade: SUBMISSIONS=<folder, zip or list>, OUT=<folder>, DUE=<time>, COLUMNS=<toml>, ROSTER=<csv>,
+# VARIANT=<csv>, SECRET=<file>, JOBS=<n>, UNSANDBOXED=1; for labs: VARIANT=<csv>, SECRET=<file>, OUT=<folder>;
+# for server: MODEL=<checkpoint's folder>.
 
 HOST ?= 127.0.0.1
 PORT ?= 8888
@@ -8,7 +10,7 @@ BIN := .venv/bin
 FOUND := $(firstword $(foreach name,$(or $(PYTHON),python3 python3.12 python3.11),$(shell command -v $(name) 2>/dev/null)))
 SETUP = $(or $(FOUND),$(error Python 3.11 or 3.12 is needed and $(or $(PYTHON),python3) was not found: on Debian run "apt install python3-venv" as root)) scripts/setup.py
 
-.PHONY: help course test check book jupyter labs grade claims bench soak server test-installed clean setup
+.PHONY: help course test check book jupyter labs grade slides pdf zip claims bench soak server test-installed clean setup
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1: /p' Makefile
@@ -35,11 +37,24 @@ book: setup  ## the book in _build/html, as strictly as the tests build it
 jupyter: setup  ## JupyterLab alone
 	@$(BIN)/jupyter lab --ip $(HOST) --port $(PORT) --allow-root
 
-labs: setup  ## students' notebooks, labs/release, from labs/source
-	@$(BIN)/python -m labcore labs
+labs: setup  ## students' notebooks, labs/release, from labs/source; VARIANT=<roster> for each student's own
+	@$(BIN)/python -m labcore labs $(if $(VARIANT),--variant "$(VARIANT)") $(if $(SECRET),--secret "$(SECRET)") \
+		$(if $(OUT),--out "$(OUT)")
 
-grade: setup  ## grades SUBMISSIONS=<folder of students' folders>; the last line says where
-	@$(BIN)/python -m labcore grade "$(or $(SUBMISSIONS),$(error Name the folder: make grade SUBMISSIONS=<folder>))" $(if $(OUT),--out "$(OUT)") $(if $(UNSANDBOXED),--unsandboxed)
+grade: setup  ## grades SUBMISSIONS=<folder, zip or list of repositories>; the last line says where
+	@$(BIN)/python -m labcore.exercises grade "$(or $(SUBMISSIONS),$(error Name the folder: make grade SUBMISSIONS=<folder>))" \
+		$(if $(OUT),--out "$(OUT)") $(if $(DUE),--due "$(DUE)") $(if $(COLUMNS),--columns "$(COLUMNS)") \
+		$(if $(ROSTER),--roster "$(ROSTER)") $(if $(VARIANT),--variant "$(VARIANT)") \
+		$(if $(SECRET),--secret "$(SECRET)") $(if $(JOBS),--jobs "$(JOBS)") $(if $(UNSANDBOXED),--unsandboxed)
+
+slides: setup  ## a deck a chapter, in _build/slides; SLIDES="lion memory" for some
+	@$(BIN)/python -m labcore slides $(SLIDES)
+
+pdf: book  ## the book as _build/course.pdf, printed by Chromium
+	@$(BIN)/python -m labcore pdf
+
+zip: book  ## the book as _build/course.zip, to be opened without a network
+	@$(BIN)/python -m labcore zip
 
 claims: setup  ## judges the articles' claims anew and writes claims.toml
 	@$(BIN)/python -m labcore.claims
@@ -47,9 +62,10 @@ claims: setup  ## judges the articles' claims anew and writes claims.toml
 bench: setup  ## measures what has no record on this kind of hardware; BENCH="lion --save" for one
 	@$(BIN)/python -m benchmarks $(BENCH)
 
-soak: setup  ## what `make test` runs small: 100,000 scheduler steps, 2,000 requests; minutes
+soak: setup  ## what `make test` runs small: 100,000 scheduler steps, 2,000 requests, a class of 200; minutes
 	@LABCORE_SOAK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider --durations=5 \
-		tests/serving/test_scheduler_stateful.py tests/serving/test_soak.py
+		tests/serving/test_scheduler_stateful.py tests/serving/test_soak.py \
+		tests/labs/test_generated_class.py
 
 server: .venv-triton  ## NVIDIA's Triton Inference Server with the shipped model, on loopback
 	@exec $(BIN)/python -m labcore.serving.triton_server start --model "$(or $(MODEL),target)"
@@ -62,6 +78,7 @@ server: .venv-triton  ## NVIDIA's Triton Inference Server with the shipped model
 test-installed: setup  ## builds the wheel, installs it elsewhere, runs a chapter from it
 	@$(BIN)/python -m pytest tests/test_installed.py
 
-clean:  ## removes what was built; .venv, my/ and records stay
-	@rm -rf _build dist build .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean:  ## removes what was built; .venv, my/, records, grades and variants with their secret stay
+	@if [ -d _build ]; then find _build -mindepth 1 -maxdepth 1 ! -name variants ! -name grades -exec rm -rf {} +; fi
+	@rm -rf dist build .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +

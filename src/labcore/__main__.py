@@ -1,9 +1,10 @@
-"""`python -m labcore course | doctor | address | labs | grade`: the course's commands."""
+"""`python -m labcore <command>`: the course's commands; `--help` lists them."""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 
@@ -20,10 +21,37 @@ def parser() -> argparse.ArgumentParser:
     address.add_argument("url", nargs="?", help='https://<host>/<owner>/<name>, "" to remove it')
     labs = commands.add_parser("labs", help="students' notebooks from the labs' sources")
     labs.add_argument("slug", nargs="*", help="labs to release; all where none is named")
+    labs.add_argument("--variant", type=Path, metavar="CSV", help="a roster: each student's own")
+    labs.add_argument("--secret", type=Path, metavar="FILE", help="where it is not the usual one")
+    labs.add_argument("--out", type=Path, help="for --variant; default: _build/variants/release")
     grade = commands.add_parser("grade", help="grades the notebooks of a class")
-    grade.add_argument("folder", type=Path, help="holds <student>/<slug>.ipynb")
-    grade.add_argument("--out", type=Path, default=Path("_build/grades"))
+    grade.add_argument(
+        "submissions", type=Path, nargs="?", help="a folder, a zip, or a list of repositories"
+    )
+    grade.add_argument("--out", type=Path, help="default: _build/grades; private")
+    grade.add_argument("--due", metavar="TIME", help="2026-11-30T23:59+01:00; later is late")
+    grade.add_argument("--columns", type=Path, metavar="TOML", help="a learning system's columns")
+    grade.add_argument("--roster", type=Path, metavar="CSV", help="all students, for --columns")
+    grade.add_argument("--variant", type=Path, metavar="CSV", help="the roster of `labs --variant`")
+    grade.add_argument("--secret", type=Path, metavar="FILE", help="where it is not the usual one")
+    grade.add_argument("--jobs", type=int, default=0, help="at once; default: one a processor")
     grade.add_argument("--unsandboxed", action="store_true", help="run students' code as it is")
+    step = grade.add_mutually_exclusive_group()
+    step.add_argument("--only-queue", action="store_true", help="fill the queue, run nothing")
+    step.add_argument("--work", type=Path, metavar="OUT", help="work on the queue of OUT")
+    step.add_argument("--collect", type=Path, metavar="OUT", help="write the results of OUT")
+    students = commands.add_parser("student-repository", help="what students get, as a repository")
+    students.add_argument("out", type=Path, help="a new folder, or that of an earlier one")
+    slides = commands.add_parser("slides", help="a deck a chapter")
+    slides.add_argument("slug", nargs="*", help="chapters; all where none is named")
+    slides.add_argument("--out", type=Path, default=Path("_build/slides"))
+    pdf = commands.add_parser("pdf", help="the built book as a PDF")
+    pdf.add_argument("--out", type=Path, default=Path("_build/course.pdf"))
+    offline = commands.add_parser("zip", help="the built book, to be opened without a network")
+    offline.add_argument("--out", type=Path, default=Path("_build/course.zip"))
+    key = commands.add_parser("clinic-key", help="the instructor's key to the clinics")
+    key.add_argument("slug", nargs="*", help="labs; all where none is named")
+    key.add_argument("--number", type=int, default=0, help="the student's; default: 0")
     return top
 
 
@@ -37,6 +65,12 @@ def run(arguments: Sequence[str] | None = None, root: Path | None = None) -> int
         quiet = asked.no_browser or bool(os.environ.get("NO_BROWSER"))
         serve(root, host=asked.host, port=asked.port, browser=not quiet)
         return 0
+    if asked.command == "labs" and asked.variant:
+        from labcore.publish import variants
+
+        secret, out = root / (asked.secret or variants.SECRET), root / (asked.out or variants.OUT)
+        print("\n".join(variants.write(root, asked.variant, secret, out, asked.slug)))
+        return 0
     if asked.command == "labs":
         from labcore.publish import labs
 
@@ -44,13 +78,16 @@ def run(arguments: Sequence[str] | None = None, root: Path | None = None) -> int
         print("\n".join(map(str, releases)))
         return 1 if any(release.problem for release in releases) else 0
     if asked.command == "grade":
-        return grade(root, asked.folder, asked.out, unsandboxed=asked.unsandboxed)
+        return grade(root, asked)
     if asked.command == "doctor":
         from labcore.publish import doctor
 
         findings = doctor.examine(root)
         print("\n".join(map(str, findings)))
         return 0 if all(finding.fine for finding in findings) else 1
+    if asked.command != "address":
+        print("\n".join(lines_of(root, asked)))
+        return 0
     from labcore.publish import address
 
     if asked.url is not None:
@@ -61,14 +98,61 @@ def run(arguments: Sequence[str] | None = None, root: Path | None = None) -> int
     return 0 if agree else 1
 
 
-def grade(root: Path, folder: Path, out: Path, *, unsandboxed: bool) -> int:
-    """Grades a class; exit code 2, and nothing is run, without `--unsandboxed`."""
-    from labcore.publish import grading
+def lines_of(root: Path, asked: argparse.Namespace) -> list[str]:
+    """Runs one of the commands that make something to hand out; what it says."""
+    if asked.command == "student-repository":
+        from labcore.publish import student_repository
 
-    if not unsandboxed:
-        print(grading.NOT_SANDBOXED, file=sys.stderr)
+        return student_repository.write(root, root / asked.out)
+    if asked.command == "slides":
+        from labcore.publish import slides
+
+        return slides.write(root, asked.slug, root / asked.out)
+    if asked.command == "clinic-key":
+        from labcore.publish import clinics
+
+        return [clinics.key(asked.number, asked.slug)]
+    from labcore.publish import printing
+
+    make = printing.pdf if asked.command == "pdf" else printing.zipped
+    return make(root, root / asked.out)
+
+
+def grade(root: Path, asked: argparse.Namespace) -> int:
+    """Grades a class; exit code 2, and nothing is run, where there is no sandbox for it."""
+    from labcore.publish import grading, tables, variants
+    from labcore.publish.labs import source_paths
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    if asked.collect:
+        rows = grading.collect(root, root / asked.collect, say=say)
+        return 1 if any(grading.NOT_YET in row.status for row in rows) else 0
+    if not asked.unsandboxed and not asked.only_queue and (why := grading.refusal()):
+        print(why, file=sys.stderr)
         return 2
-    grading.grade(root, folder, root / out, say=lambda line: print(line, flush=True))
+    settings = grading.Settings(sandboxed=not asked.unsandboxed, jobs=asked.jobs)
+    if asked.work:
+        say(f"{grading.work(root, root / asked.work, settings=settings)} tried out here")
+        return 0
+    if asked.submissions is None:
+        raise ValueError("name what was handed in: a folder, a zip, or a list of repositories")
+    roster = variants.read_table(asked.roster) if asked.roster else {}
+    names = next(iter(roster.values()), {}).keys()
+    settings = replace(
+        settings,
+        due=tables.parse_due(asked.due) if asked.due else None,
+        columns=tables.read_columns(asked.columns, source_paths(root), names)
+        if asked.columns
+        else {},
+        roster=roster,
+        numbers=variants.numbers(asked.variant, asked.secret or root / variants.SECRET)
+        if asked.variant
+        else {},
+    )
+    step = grading.prepare if asked.only_queue else grading.grade
+    step(root, asked.submissions, root / (asked.out or "_build/grades"), settings=settings, say=say)
     return 0
 
 

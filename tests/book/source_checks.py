@@ -14,6 +14,7 @@ from pybtex.database import parse_string
 
 from labcore.publish.address import SETUP_LINE
 from labcore.publish.chapter import parse_metadata
+from labcore.publish.teaching import words
 
 CELL_LINES = 20
 WORDS = (1500, 3500)
@@ -21,26 +22,10 @@ AT_LEAST = {"predict": 2, "explore": 1, "quiz": 1}
 CITE = re.compile(r"\{cite(?::\w+)?\}`([^`]+)`")
 DOI = re.compile(r"10\.\d{4,9}/\S+")
 ARXIV = re.compile(r"(?:arXiv:)?(\d{4}\.\d{4,5}|[a-z.-]+/\d{7})(v\d+)?", re.IGNORECASE)
-# What is not prose: fences, directives' options, formulas, roles' names, HTML.
-NOT_PROSE = [
-    re.compile(r"^(```|~~~|:::).*$", re.MULTILINE),
-    re.compile(r"^:\w[\w-]*:.*$", re.MULTILINE),
-    re.compile(r"\$\$.*?\$\$", re.DOTALL),
-    re.compile(r"\$[^$\n]+\$"),
-    re.compile(r"\{[\w:-]+\}(?=`)"),
-    re.compile(r"<[^>]+>"),
-]
 
 
 def _text(cell: dict[str, Any]) -> str:
     return "".join(cell["source"])
-
-
-def words(markdown: str) -> int:
-    """How many words of prose a Markdown text has."""
-    for pattern in NOT_PROSE:
-        markdown = pattern.sub(" ", markdown)
-    return len(re.findall(r"[A-Za-z][\w'’-]*", markdown))
 
 
 def _nodes(code: str) -> Iterator[ast.AST]:

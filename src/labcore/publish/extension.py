@@ -10,8 +10,19 @@ from sphinx.config import Config
 from sphinx.errors import ConfigError
 
 from labcore import __version__
-from labcore.publish import chapter, docstrings, explorers, ledger, page, reference, runs, vendor
+from labcore.publish import (
+    chapter,
+    clinics,
+    docstrings,
+    explorers,
+    ledger,
+    page,
+    reference,
+    runs,
+    vendor,
+)
 from labcore.publish.address import parse_address
+from labcore.publish.teaching_pages import Teaching
 
 __all__ = ["connect"]
 
@@ -45,8 +56,10 @@ def connect(app: Sphinx) -> dict[str, Any]:
     app.add_config_value("labcore_build", "", "html", str)
     app.add_directive("claims-ledger", ledger.ClaimsLedger)
     app.add_directive("labcore-api", reference.ApiReference)
+    app.add_directive("teaching", Teaching)
     app.setup_extension("sphinx.ext.autodoc")
     explorers.setup(app)
+    clinics.setup(app)
     app.connect("config-inited", configure)
     app.connect("env-get-outdated", runs.forget_changed)
     app.connect("doctree-read", vendor.drop_widget_state)
