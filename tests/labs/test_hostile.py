@@ -203,7 +203,9 @@ def test_no_secret_is_in_anything_that_came_out(graded: Class) -> None:
 
 
 def test_no_page_has_what_a_browser_runs(graded: Class) -> None:
-    runs = re.compile(r"<script|<iframe|<[a-z][^>]*\son[a-z]+=|=[\"']?javascript:", re.IGNORECASE)
+    runs = re.compile(
+        r"<script|<iframe|<[a-z][^>]*\son[a-z]+=|<[a-z][^>]*=[\"']?javascript:", re.IGNORECASE
+    )
     assert runs.search("<img src=x onerror=alert(2)>") and runs.search("<a href='javascript:x'>")
     for student, row in graded.rows.items():
         if row["feedback"]:

@@ -116,6 +116,8 @@ def test_a_job_that_ends_whoever_tries_it_is_given_up(tmp_path: Path) -> None:
     assert Queue(tmp_path).work(lambda _: pytest.fail("tried again")) == 1
     result = Queue(tmp_path).result(key)
     assert result is not None and result.problem == GAVE_UP and len(result.outputs) == 2
+    Queue(tmp_path).fill([job("bomb")])
+    assert Queue(tmp_path).work(lambda _: trial("better now")) == 1
 
 
 def end_at_once(folder: Path) -> None:

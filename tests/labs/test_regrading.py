@@ -16,7 +16,7 @@ import pytest
 from nbgrader.api import Gradebook
 
 from labcore.__main__ import run
-from labcore.publish import grading, tables
+from labcore.publish import class_book, grading, tables
 from labcore.publish.grading import Settings
 from labcore.publish.sandbox import Limits
 from tests.labs import mini
@@ -166,4 +166,14 @@ def test_a_queue_of_another_version_is_refused(folder: Folder) -> None:
     mini.checkout(folder.root, lambda notebook: mini.cell(notebook, "more").update(source="x = 3"))
     with pytest.raises(ValueError, match="made with another version of labcore or of the lab mini"):
         grading.work(folder.root, folder.out)
+    assert not folder.results()
+
+
+def test_a_change_while_it_grades_ends_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.hand_in("anna")
+    real = class_book.code_of
+    # The helpers are processes of their own, and find the true digest.
+    monkeypatch.setattr(class_book, "code_of", lambda lab: real(lab)[::-1])
+    with pytest.raises(ValueError, match="was changed while it graded; run the command again"):
+        folder.grade()
     assert not folder.results()

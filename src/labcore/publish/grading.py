@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 import time
 import warnings
@@ -38,6 +39,7 @@ __all__ = ["NOT_YET", "Settings", "collect", "grade", "prepare", "refusal", "wor
 PLAN, QUEUE, LOG = "plan.json", "queue", "grading.log"
 LOOK_S = 0.3
 USUAL = Settings()
+REFUSED = 3  # the exit code of a helper that met a job of another version
 
 Say = Callable[[str], object]
 
@@ -180,7 +182,10 @@ def work(
 def _help(root: Path, out: Path, settings: Settings, parent: int) -> None:
     """A process beside the one that collects; it ends with that one."""
     with contextlib.suppress(KeyboardInterrupt):
-        work(root, out, settings=settings, go_on=lambda: os.getppid() == parent)
+        try:
+            work(root, out, settings=settings, go_on=lambda: os.getppid() == parent)
+        except ValueError:
+            sys.exit(REFUSED)
 
 
 @contextlib.contextmanager
@@ -191,6 +196,8 @@ def _helpers(root: Path, out: Path, settings: Settings, jobs: int) -> Iterator[C
     queue = Queue(out / QUEUE)
 
     def keep_up() -> None:
+        if any(one.exitcode == REFUSED for one in running):
+            raise ValueError("labcore or a lab was changed while it graded; run the command again")
         running[:] = [one for one in running if one.is_alive()]
         for _ in range(min(jobs, len(queue.left())) - len(running)):
             process = context.Process(target=_help, args=(root, out, settings, os.getpid()))

@@ -6,6 +6,7 @@ system lets go of the lock when that process ends, however it ends, and the job 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -91,7 +92,10 @@ class Queue:
         )
 
     def fill(self, jobs: Iterable[Job]) -> list[str]:
-        """Makes the queue hold exactly these jobs; their keys. Earlier results stay."""
+        """Makes the queue hold exactly these jobs; their keys. Earlier results stay.
+
+        What was given up is tried again: it may have been the machine.
+        """
         for folder in (self._jobs, self._claims, self._results):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         wanted = {job.key: job for job in jobs}
@@ -102,7 +106,12 @@ class Queue:
         for key, job in wanted.items():
             if not self._path(self._jobs, key).is_file():
                 write_whole(self._path(self._jobs, key), job.to_json())
-            if self._path(self._claims, key).is_file() and self.result(key) is None:
+            result = self.result(key)
+            if result is not None and result.problem == GAVE_UP:
+                self._path(self._results, key).unlink()
+            elif result is not None:
+                continue
+            with contextlib.suppress(FileNotFoundError):
                 os.truncate(self._path(self._claims, key), 0)  # its tries count from here
         return list(wanted)
 

@@ -8,12 +8,16 @@ recognized here, but what it would need for that is: `doubts` names it for a per
 from __future__ import annotations
 
 import ast
+import dis
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
+from labcore.exercises import Clinic, load, slugs
 from labcore.publish.lab_source import cell_text, code_tree, nbgrader_of, sections
 
-__all__ = ["doubts", "uses_of_answers"]
+__all__ = ["copied", "doubts", "uses_of_answers"]
 
 ANSWERS = ("diagnoses", "reference", "wrong")
 PACKAGE = "labcore.exercises"
@@ -154,3 +158,36 @@ def _new(
     own = {use for _, use in _found(release, uses_of)}
     found = _found(notebook, uses_of)
     return list(dict.fromkeys(f"{place} uses {use}" for place, use in found if use not in own))
+
+
+def _shape(thing: Any) -> list[tuple[str, Any]] | None:
+    """What a function's code does step by step, as it is wherever the same text was compiled.
+
+    Where torch is imported beside it, Python loads an attribute; elsewhere it loads a method.
+    """
+    code = getattr(thing, "__code__", None)
+    if code is None:
+        return None
+    named = {*dis.hasname, *dis.haslocal, *dis.hasconst, *dis.hascompare}
+    return [
+        (
+            one.opname.replace("LOAD_METHOD", "LOAD_ATTR"),
+            one.argval
+            if one.opcode in named and not isinstance(one.argval, CodeType)
+            else one.argrepr * (one.opname == "BINARY_OP"),
+        )
+        for one in dis.get_instructions(code)
+        if one.opname not in ("PUSH_NULL", "PRECALL", "NOP")
+    ]
+
+
+def copied(thing: Any) -> bool:
+    """Whether a function is a loaded lab's reference, name for name and constant for constant."""
+    own = [
+        exercise.reference
+        for slug in slugs()
+        if f"labcore.exercises.{slug}" in sys.modules
+        for exercise in load(slug)
+        if not isinstance(exercise, Clinic)
+    ]
+    return _shape(thing) is not None and any(_shape(thing) == _shape(one) for one in own)

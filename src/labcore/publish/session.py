@@ -9,18 +9,16 @@ that is right.
 from __future__ import annotations
 
 import dataclasses
-import dis
 import functools
 import importlib
 import inspect
 import json
 import linecache
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import nbformat
@@ -30,10 +28,11 @@ from nbclient.exceptions import DeadKernelError
 from nbformat.v4 import new_code_cell, new_output
 from traitlets.config import Config
 
-from labcore.exercises import Clinic, load, slugs
+from labcore.exercises import Clinic, load
 from labcore.exercises.running import Played, play_forked, unsendable
 from labcore.processes import wire
 from labcore.processes.travel import dumps, loads
+from labcore.publish.references import copied
 
 __all__ = ["DIED", "LABCORES_OWN", "TIMEOUT", "export", "main"]
 
@@ -155,7 +154,7 @@ def _keep_timeout(cell: Any, execute_reply: Any, **_more: Any) -> None:
 
 def _described(thing: Any) -> dict[str, Any]:
     """What a judge has to know of a function without having it."""
-    told: dict[str, Any] = {"parameters": None, "copied": _copied(thing), "lines": []}
+    told: dict[str, Any] = {"parameters": None, "copied": copied(thing), "lines": []}
     try:
         found = inspect.signature(thing).parameters.values()
         told["parameters"] = [
@@ -169,37 +168,12 @@ def _described(thing: Any) -> dict[str, Any]:
     return told
 
 
-def _shape(thing: Any) -> list[tuple[str, Any]] | None:
-    """What a function's code does step by step, as it is wherever the same text was compiled.
-
-    Where torch is imported beside it, Python loads an attribute; elsewhere it loads a method.
-    """
-    code = getattr(thing, "__code__", None)
-    if code is None:
+def _plain(thing: Any) -> Any:
+    """What a name stands for where that is plain data, as the dict that a clinic takes; or None."""
+    try:
+        return thing if json.loads(json.dumps(thing)) == thing else None
+    except (TypeError, ValueError, RecursionError):
         return None
-    named = {*dis.hasname, *dis.haslocal, *dis.hasconst, *dis.hascompare}
-    return [
-        (
-            one.opname.replace("LOAD_METHOD", "LOAD_ATTR"),
-            one.argval
-            if one.opcode in named and not isinstance(one.argval, CodeType)
-            else one.argrepr * (one.opname == "BINARY_OP"),
-        )
-        for one in dis.get_instructions(code)
-        if one.opname not in ("PUSH_NULL", "PRECALL", "NOP")
-    ]
-
-
-def _copied(thing: Any) -> bool:
-    """Whether a function is a loaded lab's reference, name for name and constant for constant."""
-    own = [
-        exercise.reference
-        for slug in slugs()
-        if f"labcore.exercises.{slug}" in sys.modules
-        for exercise in load(slug)
-        if not isinstance(exercise, Clinic)
-    ]
-    return _shape(thing) is not None and any(_shape(thing) == _shape(one) for one in own)
 
 
 def export(names: Sequence[str], folder: str) -> None:
@@ -213,8 +187,7 @@ def export(names: Sequence[str], folder: str) -> None:
             continue
         thing = namespace[name]
         if not callable(thing):
-            found[name] = {"value": thing if type(thing) in (int, str) else None}
-            found[name]["kind"] = type(thing).__name__
+            found[name] = {"value": _plain(thing)}
             continue
         told = _described(thing)
         try:
