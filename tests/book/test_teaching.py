@@ -33,8 +33,8 @@ from tests.book.mini import mini_book
 from tests.book_fixtures import ROOT, Build, build_book
 
 PAGES = ROOT / "book" / "teaching"
-# Each has a module and tests of its own.
-ELSEWHERE = {"clinics", "grading_at_scale"}
+# Its commands have tests of their own, tests/labs/test_cluster_guide.py.
+ELSEWHERE = {"grading_at_scale"}
 
 
 @pytest.fixture(scope="module")
@@ -388,7 +388,7 @@ def small_book(folder: Path) -> Path:
             "sections": [{"file": lab.relative_to(folder).with_suffix("").as_posix()}],
         }
         parts.setdefault(unit.part, []).append(page)
-    ours = sorted(path.stem for path in PAGES.glob("*.md") if path.stem not in ELSEWHERE)
+    ours = sorted(path.stem for path in PAGES.glob("*.md"))
     parts["Teaching"] = [{"file": f"book/teaching/{name}"} for name in ours]
     toc = {
         "format": "jb-book",

@@ -250,6 +250,6 @@ class ClinicCases(SphinxDirective):
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Connect to Sphinx; labcore.publish calls it, and it works as an extension of its own."""
+    """Connect to Sphinx."""
     app.add_directive("clinic-cases", ClinicCases)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
