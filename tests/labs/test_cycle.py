@@ -21,10 +21,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory, bubblewrap: None) -> dict[str
     """What four students got for the lab on Lion."""
     source = read_lab(labs.source_paths(ROOT)[SLUG])
     release = mini.read(labs.release_path(ROOT, SLUG))
-    solution, broken = copy.deepcopy(release), copy.deepcopy(release)
+    solution = copy.deepcopy(release)
     for cell in source.notebook["cells"]:
         if nbgrader_of(cell).get("solution"):
             mini.cell(solution, cell["id"])["source"] = cell_text(cell)
+    broken = copy.deepcopy(solution)
     first = next(cell for cell in broken["cells"] if nbgrader_of(cell).get("solution"))
     first["source"] = "import os\n\nos._exit(0)"
     folder = tmp_path_factory.mktemp("class")
@@ -63,4 +64,4 @@ def test_damaged_imports_cost_nothing_and_the_number_stays(rows: dict[str, dict[
 def test_a_broken_submission_loses_its_own_answer_alone(rows: dict[str, dict[str, str]]) -> None:
     lost = float(rows["a"]["maximum"]) - float(rows["a"]["points"])
     first = next(iter(read_lab(labs.source_paths(ROOT)[SLUG]).points.values()))
-    assert 0 < lost <= first + 0 and "ended the kernel" in rows["a"]["status"]
+    assert lost == first and "ended the kernel" in rows["a"]["status"]

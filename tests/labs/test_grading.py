@@ -228,7 +228,7 @@ def test_flags_name_what_a_person_should_look_at(graded: Class) -> None:
         "李雷": 'below "Twice <b>as</b> much" uses labcore_exercise.reference',
         "other names": "imports missing, put back",
     }
-    said = {line.split("] ")[1] for line in graded.said if "flag" in line}
+    said = {line.split("] ")[1] for line in graded.said if "flag" in line and "[" in line}
     assert "eases mini 0/5: graded (1 flag)" in said and len(said) == len(flags)
 
 
