@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from labcore.publish import clinics
+from labcore.ui.picture import svg
 from tests.book import html_checks
 from tests.book.mini import mini_book, notebook
 from tests.book_fixtures import ROOT, build_book
@@ -50,6 +51,13 @@ def test_a_case_is_what_the_lab_shows(slug: str) -> None:
     assert "points" not in found.text and "Choose from" not in found.printed
     whole = json.dumps([found.title, found.text, found.figure, found.printed])
     assert leaks(whole, slug) == []
+    # What stands at the left of a row, a patient's letter first, is not cut off.
+    picture = svg(found.figure)
+    edge = float(re.findall(r'viewBox="(\S+)', picture)[0])
+    beside = [
+        float(x) for x in re.findall(r'x="([\d.-]+)" y="[^"]*" transform="rotate\(-90', picture)
+    ]
+    assert len(beside) >= len(ill.diagnoses()) and min(beside) - edge >= 4
 
 
 def test_another_number_reorders_the_patients() -> None:

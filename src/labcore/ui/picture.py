@@ -79,7 +79,13 @@ def svg(figure: Mapping[str, Any]) -> str:
             _headings(pairs, layout)
         canvas.tight_layout()
         out = io.StringIO()
-        canvas.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        canvas.savefig(
+            out,
+            format="svg",
+            metadata={"Date": None, "Creator": None},
+            bbox_inches="tight",  # a row's heading may stand left of what the layout foresaw
+            pad_inches=0.05,
+        )
     # Hundredths of a point are finer than any screen.
     return re.sub(r' d="[^"]*"', _shorter, out.getvalue())
 
