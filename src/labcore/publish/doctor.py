@@ -19,7 +19,7 @@ import torch
 from labcore import claims, device, records
 from labcore.publish import sandbox
 
-__all__ = ["Finding", "examine"]
+__all__ = ["Finding", "browser", "examine"]
 
 GIB = 1024**3
 MEMORY_GIB = 4.0
@@ -27,7 +27,7 @@ DISK_GIB = 1.0
 SET_UP = "run `make course` (or: pip install -c constraints.txt -e '.[all]')"
 NOTEBOOK_PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "anywidget", "plotly")
 LAB_EXTENSIONS = ("@jupyter-widgets/jupyterlab-manager", "anywidget")
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 
 
@@ -168,12 +168,18 @@ def _notebooks() -> Iterator[Finding]:
     )
 
 
+def browser() -> str:
+    """The system's Chromium: what CHROMIUM names, else the first on the path; "" without one."""
+    asked = os.environ.get("CHROMIUM")
+    return next(filter(None, map(shutil.which, [asked] if asked else BROWSERS)), "")
+
+
 def _tools() -> Iterator[Finding]:
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    found = browser()
     yield Finding(
         name="Chromium",
-        text=browser or "missing: `make test` then skips the tests that open pages",
-        mend=None if browser else "`apt install chromium` as root",
+        text=found or "missing: `make test` then skips the tests that open pages",
+        mend=None if found else "`apt install chromium` as root",
     )
     git = shutil.which("git")
     yield Finding(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +17,10 @@ from urllib.parse import unquote, urlsplit
 from pypdf import PdfReader, PdfWriter
 from pypdf.generic import ArrayObject, NameObject
 
-from labcore.publish import contents
+from labcore.publish import contents, doctor
 
 __all__ = ["Printed", "merged", "pdf", "strangers", "zipped"]
 
-CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # As root Chromium has no sandbox; the rest keeps it from talking to the network on its own.
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
 PATIENCE = 60_000  # milliseconds for a page to load and to draw
@@ -174,10 +172,10 @@ def _browser() -> Iterator[Any]:
         raise RuntimeError(
             "playwright is not installed; run pip install 'labcore[development]'"
         ) from error
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUM_NAMES)), "")
-    if not found or shutil.which(found) is None:
+    found, asked = doctor.browser(), os.environ.get("CHROMIUM")
+    if not found:
         raise RuntimeError(
-            f"no Chromium {f'at {found}' if found else 'here'}: install it, on Debian by "
+            f"no Chromium {f'at {asked}' if asked else 'here'}: install it, on Debian by "
             "`apt install chromium`, or set CHROMIUM to its path"
         )
     with sync_playwright() as driver:

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from labcore import exercises
+from labcore.publish import contents
 from labcore.publish.chapter import ChapterMetadata, parse_metadata
 from labcore.publish.lab_source import LabMetadata, cell_text, parse_lab_metadata, sections
 from labcore.publish.labs import release_path
@@ -115,12 +114,11 @@ def words(markdown: str) -> int:
 
 def _order(root: Path) -> dict[str, str]:
     """slug -> part of each chapter, in the order of the table of contents."""
-    toc = yaml.safe_load((root / "_toc.yml").read_text(encoding="utf-8"))
     return {
-        chapter["file"].rpartition("/")[2]: str(part["caption"])
-        for part in toc.get("parts", [])
-        for chapter in part["chapters"]
-        if (root / f"{chapter['file']}.ipynb").is_file()
+        name.rpartition("/")[2]: part.caption
+        for part in contents.parts(root)
+        for name, depth in part.pages
+        if depth == 0 and (root / f"{name}.ipynb").is_file()
     }
 
 
