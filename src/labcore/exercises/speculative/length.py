@@ -129,7 +129,7 @@ def _times(chance: random.Random, plain: float, slope: float, count: int) -> lis
 
 
 def _cases(seed: int) -> list[dict[str, Any]]:
-    """Cheap and dear targets, drafts of up to 6, and a target for which no draft pays."""
+    """Cheap and dear targets, drafts of up to 6, none that pays, and one token that does."""
     chance = random.Random(seed)
     cases: list[dict[str, Any]] = []
     for easy, hard, longest, plain, slope in (
@@ -142,6 +142,10 @@ def _cases(seed: int) -> list[dict[str, Any]]:
         log = simulated_log(chance, easy, hard, longest)
         cases.append({"log": log, "times": _times(chance, plain, slope, longest + 2), "rows": 1})
     cases[1]["log"] += [(0, 0)] * 5  # nothing was drafted
+    # One token pays and four never do, whatever was drawn: the longest is not always the best.
+    log = [(4, 1)] * 40 + [(4, 0)] * 8 + [(4, 4)] * 4
+    chance.shuffle(log)
+    cases.append({"log": log, "times": _times(chance, 10.0, 2.0, 6), "rows": 1})
     return cases
 
 
