@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from pypdf import PdfReader, PdfWriter
 
-from labcore.publish import printing
+from labcore.publish import doctor, printing
 from tests.book import html_checks
-from tests.browser.conftest import chromium
 
 TOC = """format: jb-book
 root: book/index
@@ -81,7 +80,7 @@ def test_a_page_on_no_sheet_is_refused() -> None:
         printing.merged([page("A", "", 0, 1), page("B", "", 0, 0)], sheets(1))
 
 
-needs_chromium = pytest.mark.skipif(chromium() is None, reason="no Chromium here")
+needs_chromium = pytest.mark.skipif(not doctor.browser(), reason="no Chromium here")
 
 
 @pytest.mark.browser

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+
+from labcore.publish import doctor
 
 # As root Chromium has no sandbox; the rest keeps it from talking to the network on its own.
 FLAGS = [
@@ -20,20 +21,14 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LOCAL = ("file://", "data:", "blob:", "about:", "http://127.0.0.1", "ws://127.0.0.1")
-
-
-def chromium() -> str | None:
-    """The path of the installed Chromium; CHROMIUM names another one."""
-    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """One Chromium a module: Playwright's event loop must not outlive it."""
-    path = chromium()
-    if path is None:
+    path = doctor.browser()
+    if not path:
         if os.environ.get("CI") == "true":
             pytest.fail("CI has no Chromium: install it or set CHROMIUM to its path")
         pytest.skip("no Chromium here: install it or set CHROMIUM to its path")

@@ -23,7 +23,8 @@ from typing import Any
 
 import nbformat
 
-from tests.browser.conftest import FLAGS, chromium
+from labcore.publish import doctor
+from tests.browser.conftest import FLAGS
 
 PATIENCE_MS = 90_000
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -183,8 +184,8 @@ def measure(presses: int = 40, work_s: float = 0.022) -> list[float]:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         root = Path(folder)
         write_notebook(root / "delay.ipynb", [EXPLORER % work_s])
-        path = chromium()
-        if path is None:
+        path = doctor.browser()
+        if not path:
             raise RuntimeError("no Chromium here: install it or set CHROMIUM to its path")
         with jupyterlab(root) as address:
             browser = driver.chromium.launch(executable_path=path, args=FLAGS)

@@ -20,7 +20,7 @@ from nbgrader.converters import GenerateAssignment
 
 from labcore.__main__ import run
 from labcore.publish import grading, sandbox
-from labcore.publish.autograding import GradingError
+from labcore.publish.autograding import Course, GradingError
 from labcore.publish.grading import Settings
 from labcore.publish.job_queue import locked
 from labcore.publish.sandbox import Limits
@@ -427,6 +427,25 @@ def test_a_lab_that_nbgrader_refuses_is_one_sentence_and_no_zeros(
     with pytest.raises(GradingError, match=r"the lab mini could not be opened: .*grading\.log"):
         grading.grade(root, folder, root.parent / "out", say=print)
     assert not (root.parent / "out" / "grades.csv").exists()
+
+
+def test_a_notebook_that_nbgrader_refuses_keeps_what_a_person_should_look_at(
+    tmp_path: Path, bubblewrap: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def numbered(lab: mini.Notebook) -> None:
+        mini.cell(lab, "begin")["source"] = "STUDENT = 0"
+
+    def refused(*_: object, **__: object) -> None:
+        raise GradingError("nbgrader does not take it")
+
+    root = mini.checkout(tmp_path / "checkout", numbered)
+    notebook = mini.solved(mini.released(root))
+    mini.cell(notebook, "begin")["source"] = "STUDENT = 2 + 3"
+    mini.save(notebook, tmp_path / "class" / "anna" / "mini.ipynb")
+    monkeypatch.setattr(Course, "record", refused)
+    (row,) = grading.grade(root, tmp_path / "class", tmp_path / "out", say=print)
+    assert row.status == "not graded: nbgrader does not take it" and not any(row.exercises.values())
+    assert row.flags == ("STUDENT is no plain number; graded as 5, its last value",)
 
 
 def test_a_folder_for_grades_counts_from_where_the_command_is_run(

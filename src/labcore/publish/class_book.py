@@ -172,9 +172,9 @@ class ClassBook:
         )
         if job is None or trial is None:
             return self._not_graded(row, page)
+        row = replace(row, flags=(*entry.flags, *trial.concerns), timed_out=trial.stopped)
         if trial.problem:
-            row = replace(row, status=f"not graded: {trial.problem}", timed_out=trial.stopped)
-            return self._not_graded(row, page)
+            return self._not_graded(replace(row, status=f"not graded: {trial.problem}"), page)
         try:
             graded = self._course.record(
                 entry.lab, self.token(entry.student), job.notebook, trial, name=entry.student
@@ -185,9 +185,8 @@ class ClassBook:
         return replace(
             row,
             status="; ".join(["graded", *_happened(trial)]),
-            flags=(*entry.flags, *trial.concerns, *graded.changes),
+            flags=(*row.flags, *graded.changes),
             exercises=graded.points,
-            timed_out=trial.stopped,
             unchecked=trial.unchecked,
         )
 
