@@ -193,7 +193,10 @@ def _print(page: Any, path: Path) -> tuple[str, bytes]:
     if not path.is_file():
         raise RuntimeError(f"{path} is missing though _toc.yml has it; run `make book` again")
     wrong: list[str] = []
-    keep = lambda error: wrong.append(str(error))  # noqa: E731
+
+    def keep(error: object) -> None:
+        wrong.append(str(error))
+
     page.on("pageerror", keep)
     try:
         page.goto(path.as_uri(), timeout=PATIENCE)
