@@ -204,7 +204,10 @@ class Volume:
         ).start()
 
     def collect(self, home: Path) -> None:
-        """As the page says: student by student, each from their own folder."""
+        """As the page says: student by student, each from their own folder, to this one."""
+        page = (ROOT / "book" / "teaching" / "jupyterhub.md").read_text(encoding="utf-8")
+        assert '--CourseDirectory.submitted_directory="$PWD/submitted"' in page
+        self.config.CourseDirectory.submitted_directory = str(home / "submitted")
         for own in sorted((self.place / "class" / "students").iterdir()):
             self.run(ExchangeCollect, own, own.name, home, update=True)
 
@@ -216,6 +219,9 @@ def test_a_notebook_goes_out_and_its_last_version_comes_back(
         raise PermissionError("nobody owns the folder above the mounts")
 
     monkeypatch.setattr(Exchange, "ensure_root", refused)
+    # An earlier grading that lies here does not get what is collected.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "grades" / "course").mkdir(parents=True)
     volume = Volume(tmp_path, loaded(values, "nbgrader", tmp_path))
     shutil.copytree(release_path(ROOT, "lion").parent, tmp_path / "class" / "outbound" / "lion")
     for student in ("anna", "李雷"):
@@ -233,7 +239,9 @@ def test_a_notebook_goes_out_and_its_last_version_comes_back(
     shutil.copytree(theirs, inbound / theirs.name.replace("anna+", "bo+"))
     teacher = tmp_path / "teacher"
     teacher.mkdir()
-    open_gradebook(teacher)  # nbgrader by itself would need `alembic` on PATH
+    open_gradebook(
+        tmp_path / "grades" / "course"
+    )  # nbgrader by itself would need `alembic` on PATH
     volume.collect(teacher)
     found = find(teacher / "submitted", {"lion"})
     assert [(one.student, one.lab, one.problem) for one in found] == [

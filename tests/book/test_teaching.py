@@ -314,6 +314,7 @@ def cell_of(notebook: dict[str, Any], name: str) -> dict[str, Any]:
         ("the text of a task", []),
         ("the points of a cell", ["grading data of drift-test changed, restored"]),
         ("the text of a locked cell", ["locked cell drift-test changed, restored"]),
+        ("a cell of code that is not graded", []),
         (
             "a new exercise",
             ["cell drift missing", "cell drift-test missing, put back"],
@@ -326,6 +327,8 @@ def test_an_older_copy_of_a_lab_is_graded_as_the_page_says(change: str, flags: l
         cell_of(older, "drift-task")["source"] = ["## Drift\n"]
     elif change == "the points of a cell":
         cell_of(older, "drift-test")["metadata"]["nbgrader"]["points"] = 1
+    elif change == "a cell of code that is not graded":
+        cell_of(older, "transfer-numbers")["source"] = ["print(7)"]
     elif change == "the text of a locked cell":
         cell_of(older, "drift-test")["source"] = ["# Graded.\n"]
     else:
@@ -333,13 +336,15 @@ def test_an_older_copy_of_a_lab_is_graded_as_the_page_says(change: str, flags: l
     cell_of(older, "stall")["source"] = ["kept = 1\n"]
     mended = mend(older, now)
     assert list(mended.changes) == flags
+    texts = ["".join(cell["source"]) for cell in mended.notebook["cells"]]
+    assert ("print(7)" in texts) == (change == "a cell of code that is not graded")
     ours = {nbgrader_of(cell).get("grade_id"): cell for cell in mended.notebook["cells"]}
     assert ours["stall"]["source"] == "kept = 1\n"
     assert ours["drift-test"]["source"] == "".join(cell_of(now, "drift-test")["source"])
     assert nbgrader_of(ours["drift-test"])["points"] == 4
     page = (PAGES / "updating.md").read_text(encoding="utf-8")
     (line,) = [one for one in page.splitlines() if one.startswith(f"| {change}")]
-    assert ("flag" in line) == (change.startswith("the ") and bool(flags))
+    assert ("flag" in line) == bool(flags)
 
 
 def commands() -> list[tuple[str, list[str]]]:
@@ -348,12 +353,14 @@ def commands() -> list[tuple[str, list[str]]]:
         (path.name, shlex.split(line))
         for path in sorted(PAGES.glob("*.md"))
         if path.stem not in ELSEWHERE
-        for line in re.findall(r"python -m labcore +([a-z][^\n`]*)", path.read_text("utf-8"))
+        for line in re.findall(
+            r"python -m labcore(?:\.exercises)? +([a-z][^\n`]*)", path.read_text("utf-8")
+        )
     ]
 
 
 def test_commands_and_columns_on_the_pages_are_there() -> None:
-    assert {words[0] for _, words in commands()} == {"doctor", "grade"}
+    assert {words[0] for _, words in commands()} == {"doctor", "grade", "student-repository"}
     for name, words in commands():
         try:
             asked = parser().parse_args(words)

@@ -151,9 +151,9 @@ Never Came,99,s3,never,A,
 "Student, Test",,,,,
 """
 MOODLE = """\
-Identifier,Full name,Email address,Grade
-Participant 4711,Anna O'Neil,a@example.org,
-Participant 4712,李 雷,l@example.org,
+Identifier,Full name,Email address,Grade,Last modified (grade)
+Participant 4711,Anna O'Neil,a@example.org,,-
+Participant 4712,李 雷,l@example.org,,"Monday, 2 March 2026, 10:00 AM"
 """
 
 
@@ -166,8 +166,9 @@ Participant 4712,李 雷,l@example.org,
             ("Never Came", "99", "never", "A", "", ""),
         ]),
         (1, MOODLE, "Identifier", ("Anna O'Neil_4711", "李 雷_4712"), [
-            ("Participant 4711", "Anna O'Neil", "17.5", "graded"),
-            ("Participant 4712", "李 雷", "0", "not graded: it is empty"),
+            ("Participant 4711", "Anna O'Neil", "17.5", "-", "graded"),
+            ("Participant 4712", "李 雷", "0", "Monday, 2 March 2026, 10:00 AM",
+             "not graded: it is empty"),
         ]),
     ],
 )  # fmt: skip

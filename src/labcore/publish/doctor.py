@@ -127,7 +127,7 @@ def _compiler() -> Iterator[Finding]:
         return
     yield Finding(
         name="compiler",
-        text=f"missing: {', '.join(lacks)} (for kernels on a GPU and torch.compile)",
+        text=f"missing: {', '.join(lacks)} (for kernels on a GPU, torch.compile, AMD's chapter)",
         fine=not device.gpu_visible(),
         mend=f"`apt install {' '.join(lacks)}` as root",
     )
@@ -194,7 +194,9 @@ def _sandbox() -> Iterator[Finding]:
     yield Finding(
         name="sandbox",
         text=f"{lack}: `make grade` then runs nothing" if lack else "bubblewrap, for `make grade`",
-        mend=f"{sandbox.INSTALL}" if lack else None,
+        mend=f"{sandbox.INSTALL}; where it does not work: book/teaching/hardware.md"
+        if lack
+        else None,
     )
 
 

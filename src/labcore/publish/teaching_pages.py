@@ -13,6 +13,7 @@ from sphinx.util.docutils import SphinxDirective
 from labcore import exercises
 from labcore.publish.lab_source import TIERS
 from labcore.publish.labs import release_path
+from labcore.publish.sandbox import Limits
 from labcore.publish.teaching import CHAPTERS, OPEN, QUIZ, Course, Unit, read_course
 from labcore.publish.teaching_graph import graph_figure
 from labcore.publish.teaching_plans import SYLLABI, Plan, Session, Step, read_plans
@@ -114,6 +115,12 @@ def _hardware(course: Course) -> Iterator[Part]:
         (_chapter(unit), TIERS[unit.chapter.tier], TIERS[unit.lab.tier]) for unit in course.values()
     ]
     yield "", _table(("", "chapter", "lab"), rows)
+    each = Limits().memory_mib / 1024
+    yield (
+        "",
+        f"Grading tries out a notebook a processor at once and lets each use up to {each:g} GiB of "
+        "memory. Most use far less; on a machine that has little, grade with `--jobs 2` or 1.",
+    )
 
 
 def _misconceptions(course: Course) -> Iterator[Part]:

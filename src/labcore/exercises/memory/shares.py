@@ -101,6 +101,7 @@ def _cases(seed: int) -> list[dict[str, Any]]:
                 [chance.choice((22, 23, 37, 64))],
                 [chance.choice((8, 9, 16, 17)), 3, chance.randint(5, 9)],
                 [1],
+                [421],  # one more than a multiple of 3, 4, 5, 6 and 7: no number of devices fits
             ]
             chance.shuffle(shapes)
             cases.append({"shapes": shapes, "stage": stage, "device": device, "factored": False})
