@@ -241,7 +241,7 @@ def test_a_notebook_goes_out_and_its_last_version_comes_back(
     teacher.mkdir()
     open_gradebook(
         tmp_path / "grades" / "course"
-    )  # nbgrader by itself would need `alembic` on PATH
+    )  # nbgrader would need `alembic`
     volume.collect(teacher)
     found = find(teacher / "submitted", {"lion"})
     assert [(one.student, one.lab, one.problem) for one in found] == [
