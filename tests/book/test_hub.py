@@ -239,9 +239,7 @@ def test_a_notebook_goes_out_and_its_last_version_comes_back(
     shutil.copytree(theirs, inbound / theirs.name.replace("anna+", "bo+"))
     teacher = tmp_path / "teacher"
     teacher.mkdir()
-    open_gradebook(
-        tmp_path / "grades" / "course"
-    )  # nbgrader would need `alembic`
+    open_gradebook(tmp_path / "grades" / "course")  # nbgrader would need `alembic`
     volume.collect(teacher)
     found = find(teacher / "submitted", {"lion"})
     assert [(one.student, one.lab, one.problem) for one in found] == [
