@@ -74,6 +74,8 @@ def run(arguments: Sequence[str] | None = None, root: Path | None = None) -> int
     if asked.command == "labs":
         from labcore.publish import labs
 
+        if asked.out or asked.secret:
+            raise ValueError("--out and --secret go with --variant; releases lie in labs/release")
         releases = labs.write(root, asked.slug)
         print("\n".join(map(str, releases)))
         return 1 if any(release.problem for release in releases) else 0
@@ -138,14 +140,17 @@ def grade(root: Path, asked: argparse.Namespace) -> int:
         return 0
     if asked.submissions is None:
         raise ValueError("name what was handed in: a folder, a zip, or a list of repositories")
+    if asked.roster and not asked.columns:
+        raise ValueError("--roster fills --columns, the table for a learning system; give both")
+    if asked.jobs < 0:
+        raise ValueError(f"--jobs is a number of processes, got {asked.jobs}")
+    sources = source_paths(root)
     roster = variants.read_table(asked.roster) if asked.roster else {}
     names = next(iter(roster.values()), {}).keys()
     settings = replace(
         settings,
         due=tables.parse_due(asked.due) if asked.due else None,
-        columns=tables.read_columns(asked.columns, source_paths(root), names)
-        if asked.columns
-        else {},
+        columns=tables.read_columns(asked.columns, sources, names) if asked.columns else {},
         roster=roster,
         numbers=variants.numbers(asked.variant, asked.secret or root / variants.SECRET)
         if asked.variant

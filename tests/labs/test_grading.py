@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -296,7 +297,7 @@ def test_progress_is_a_line_a_submission_and_the_rest_is_in_the_log(graded: Clas
     assert any(line.endswith("solved mini 5/5: graded") for line in lines)
     assert "grades.csv" in last
     assert summary == "graded 15 of 22; not graded 7; timed out 2; flagged 7"
-    assert "Autograding" in (graded.out / "grading.log").read_text("utf-8")
+    assert (graded.out / "grading.log").read_text("utf-8") == ""
 
 
 @pytest.fixture
@@ -393,6 +394,52 @@ def test_a_lab_with_a_fault_stops_before_anything_runs(small: tuple[Path, Path])
     mini.checkout(root, lambda notebook: notebook["metadata"].pop("labcore"))
     with pytest.raises(ValueError, match=r"mini\.ipynb, metadata\.labcore"):
         grading.grade(root, folder, root.parent / "out", say=print)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["grade", "nowhere", "--out", "new"], r"there is no /.*/nowhere; name a folder"),
+        (["grade", "{}", "--out", "new", "--roster", "r.csv"], "fills --columns, .* give both"),
+        (["grade", "{}", "--out", "new", "--jobs", "-1"], "number of processes, got -1"),
+        (["grade", "{}", "--out", "new", "--due", "2026-11-30"], "has no zone"),
+        (["grade", "--collect", "new"], "new has no queue; make it with"),
+        (["labs", "--out", "new"], "--out and --secret go with --variant"),
+    ],
+)
+def test_a_command_that_is_refused_leaves_nothing(
+    small: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    root, folder = small
+    monkeypatch.chdir(root)
+    unsandboxed = ["--unsandboxed"] if words[0] == "grade" else []
+    with pytest.raises(ValueError, match=said):
+        run([*(word.format(folder) for word in words), *unsandboxed])
+    assert not (root / "new").exists()
+    monkeypatch.chdir(folder)  # no checkout
+    with pytest.raises(ValueError, match="run this in the course's own folder"):
+        run(["grade", str(folder / "anna"), "--out", "new"], folder)
+    assert not (folder / "new").exists()
+
+
+def test_the_last_lines_say_who_is_on_the_roster_and_what_nobody_knows(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, folder = small
+    out = root.parent / "out"
+    settings = grading.Settings(
+        due=datetime(2026, 3, 1, 22, 59, tzinfo=UTC),
+        columns={"ID": "roster:ID"},
+        roster={"anna meier": {"ID": "1"}, "bo": {"ID": "2"}},
+    )
+    grading.grade(root, folder, out, say=print, settings=settings)
+    said = capsys.readouterr().out
+    assert "1 notebooks of 1 students; due 2026-03-01 22:59 UTC; the log is " in said
+    assert "\nnobody's time is known, so nobody is late\n" in said
+    assert "\non the roster 0 of 1 students; not on it: anna\n" in said
+    assert (out / "export.csv").is_file()
+    grading.grade(root, folder, out, say=print)
+    assert "roster" not in capsys.readouterr().out and not (out / "export.csv").exists()
 
 
 def bare_environment() -> dict[str, str]:

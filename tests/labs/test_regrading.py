@@ -17,10 +17,14 @@ from nbgrader.api import Gradebook
 
 from labcore.__main__ import run
 from labcore.publish import class_book, grading, tables
+from labcore.publish.autograding import Course
+from labcore.publish.class_book import ClassBook
 from labcore.publish.grading import Settings
 from labcore.publish.sandbox import Limits
 from tests.labs import mini
+from tests.labs.slurm import until
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 SETTINGS = Settings(limits=Limits(cell_s=20))
 STAMP = "2026-03-01 22:30:00.000001 UTC"
@@ -56,10 +60,12 @@ class Folder:
             notebook = book.find_submission_notebook("mini", "mini", token)
             (grade,) = (one for one in notebook.grades if one.name == cell)
             before: float | None = grade.manual_score
-            if points is not None:
-                grade.manual_score = points
-                book.db.commit()
-            return before
+        if points is not None:
+            page = (ROOT / "book" / "teaching" / "policies.md").read_text(encoding="utf-8")
+            program = page.partition("```python\n")[2].partition("```")[0]
+            words = [str(self.out), token, "mini", cell, str(points)]
+            subprocess.run([sys.executable, "-c", program, *words], check=True)
+        return before
 
 
 @pytest.fixture
@@ -91,6 +97,29 @@ def test_points_by_hand_stay_until_their_own_answer_changes(folder: Folder) -> N
     assert folder.grade()["bo"].exercises == {mini.DOUBLE: 0.5, mini.SQUARE: 0}
     assert folder.by_hand("bo", mini.SQUARE, None) is None
     assert folder.results() == after
+
+
+def test_a_machine_that_fails_ends_the_grading(folder: Folder) -> None:
+    folder.hand_in("anna")
+    grading.prepare(folder.root, folder.submissions, folder.out, settings=SETTINGS, say=print)
+    (job,) = (folder.out / "queue" / "jobs").iterdir()
+    (folder.out / "queue" / "claims" / job.name).mkdir()  # no file: every helper fails
+    with (
+        grading._helpers(folder.root, folder.out, SETTINGS, 1) as keep_up,
+        pytest.raises(RuntimeError, match="ended 4 times; what they wrote above says why"),
+    ):
+        until("the helpers to fail", lambda: keep_up(), 120)
+
+
+def test_a_token_tells_nothing_without_the_secret(tmp_path: Path) -> None:
+    root = mini.checkout(tmp_path / "checkout")
+
+    def token(out: str) -> str:
+        (tmp_path / out / "course").mkdir(parents=True, exist_ok=True)
+        with Course(tmp_path / out / "course", tmp_path / out / "log") as course:
+            return ClassBook(root, tmp_path / out, course).token("anna")
+
+    assert token("a") == token("a") != token("b")
 
 
 def children(pid: int) -> Iterator[int]:

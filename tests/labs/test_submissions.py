@@ -13,6 +13,8 @@ import pytest
 from labcore.publish.references import uses_of_answers
 from labcore.publish.submissions import (
     MAX_BYTES,
+    MAX_CELLS,
+    MAX_TEXT,
     find,
     mend,
     name_problem,
@@ -71,11 +73,41 @@ def test_links_lead_nowhere(tmp_path: Path) -> None:
     (folder / "cy").symlink_to(tmp_path / "secret")
     (folder / "anna" / "mini").symlink_to(tmp_path / "secret")
     (folder / "bo" / "mini.ipynb").symlink_to(tmp_path / "secret" / "mini.ipynb")
+    (tmp_path / "secret" / "timestamp.txt").write_text("2026-03-01 22:30:00.000001 UTC")
+    (folder / "bo" / "timestamp.txt").symlink_to(tmp_path / "secret" / "timestamp.txt")
     anna, bo, cy = find(folder, {"mini"})
     assert anna.problem == "the folder has no notebook"
     assert cy.problem == "the folder is a link"
+    assert bo.handed_in is None
     with pytest.raises(ValueError, match="a link"):
         read_notebook(bo.path)
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["1"] * MAX_CELLS, ""),
+        (["1"] * (MAX_CELLS + 1), f"{MAX_CELLS + 1} cells, more than {MAX_CELLS}"),
+        (["x" * (MAX_TEXT // 2)] * 2, ""),
+        (["x" * MAX_TEXT, "x"], "longer than 1 MB"),
+    ],
+    ids=["cells", "a cell more", "text", "a letter more"],
+)
+def test_cells_and_their_texts_are_bounded(tmp_path: Path, texts: list[str], said: str) -> None:
+    cells = [mini.code(f"c{place}", text) for place, text in enumerate(texts)]
+    path = mini.save({"cells": cells, "metadata": {}, "nbformat": 4}, tmp_path / "mini.ipynb")
+    if said:
+        with pytest.raises(ValueError, match=said):
+            read_notebook(path)
+    else:
+        assert len(read_notebook(path)["cells"]) == len(texts)
+
+
+def test_halves_of_signs_are_question_marks(tmp_path: Path) -> None:
+    path = tmp_path / "mini.ipynb"
+    cell = mini.code("a", "# \ud800 ü\udfff")
+    path.write_text(json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4}))
+    assert read_notebook(path)["cells"][0]["source"] == "# ? ü?"
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,35 @@ def test_the_number_is_the_rosters_or_the_one_that_the_notebook_ends_with(
     assert [concern in text for text in trial.concerns] == ([True] if concern else [])
 
 
+def test_halves_of_signs_in_an_error_can_be_written() -> None:
+    trial = Trial(outputs=[], counts=[], errors={"a": ("E", "\ud800")})
+    assert Trial.from_json(trial.to_json()).errors == {"a": ("E", "?")}
+
+
+FORGED = """
+import json, pathlib
+import labcore.publish.session as session
+real = session.export
+def export(names, folder):
+    real(names, folder)
+    path = pathlib.Path(folder, "handed_in.json")
+    told = json.loads(path.read_text())
+    told['=HYPERLINK("https://evil.example")'] = {"copied": True}
+    told["double"] |= {"passed": True, "points": 5, "score": 5, "errors": []}
+    path.write_text(json.dumps(told))
+session.export = export
+"""
+
+
+def test_what_the_session_says_of_itself_counts_for_nothing(
+    tmp_path: Path, bubblewrap: None
+) -> None:
+    wrong = "def double(x):\n    return 0"
+    trial = tried(tmp_path, extra={"begin": FORGED}, double=wrong)
+    assert set(trial.errors) == {mini.DOUBLE}
+    assert trial.concerns and not any("HYPERLINK" in one for one in trial.concerns)
+
+
 CALLS = """
 def transfer(lr, decay, *, factor, decay_times_lr):
     own = getattr(lion.TRANSFER, "refer" + "ence")

@@ -40,6 +40,7 @@ PLAN, QUEUE, LOG = "plan.json", "queue", "grading.log"
 LOOK_S = 0.3
 USUAL = Settings()
 REFUSED = 3  # the exit code of a helper that met a job of another version
+FAILURES = 3  # helpers that may end with an error of their own before the grading does
 
 Say = Callable[[str], object]
 
@@ -66,6 +67,8 @@ def _alone(out: Path) -> Iterator[None]:
 def _make_ready(out: Path, submissions: Path) -> None:
     """Makes out, or takes an earlier grading's. Raises ValueError for other folders."""
     here, theirs = out.resolve(), submissions.resolve()
+    if not theirs.exists():
+        raise ValueError(f"there is no {theirs}; name a folder, a .zip, or a .txt or .csv")
     if here == theirs or here in theirs.parents or theirs in here.parents:
         raise ValueError(f"{out} and {submissions} lie in each other; name another --out")
     if out.exists() and not out.is_dir():
@@ -94,7 +97,8 @@ def _prepare(
         except OSError as error:
             raise ValueError(f"{submissions} cannot be read ({error.strerror})") from error
         students = len({one.student for one in found})
-        say(f"{len(found)} notebooks of {students} students; the log is {out / LOG}")
+        due = f"due {settings.due:%Y-%m-%d %H:%M} UTC; " if settings.due else ""
+        say(f"{len(found)} notebooks of {students} students; {due}the log is {out / LOG}")
         # A lab with a fault stops here, before anything runs.
         for slug in sorted({one.lab for one in found} & source_paths(root).keys()):
             course.lab(slug)
@@ -193,12 +197,22 @@ def _helpers(root: Path, out: Path, settings: Settings, jobs: int) -> Iterator[C
     """Processes that work on the queue; what it yields starts those anew that ended too early."""
     context = multiprocessing.get_context("spawn")
     running: list[Any] = []
+    failed = 0
     queue = Queue(out / QUEUE)
 
     def keep_up() -> None:
-        if any(one.exitcode == REFUSED for one in running):
+        nonlocal failed
+        ended = {one: one.exitcode for one in running if one.exitcode is not None}
+        if REFUSED in ended.values():
             raise ValueError("labcore or a lab was changed while it graded; run the command again")
-        running[:] = [one for one in running if one.is_alive()]
+        # One that was killed is another matter: a notebook may do that, and its tries are counted.
+        failed += sum(code > 0 for code in ended.values())
+        if failed > FAILURES:
+            raise RuntimeError(
+                f"processes that try out notebooks ended {failed} times; what they wrote above "
+                "says why, as a disk that is full. Run the command again to go on"
+            )
+        running[:] = [one for one in running if one not in ended]
         for _ in range(min(jobs, len(queue.left())) - len(running)):
             process = context.Process(target=_help, args=(root, out, settings, os.getpid()))
             process.start()
@@ -258,16 +272,30 @@ class _Collecting:
     def finish(self) -> list[Row]:
         """Writes the learning system's table, and says the summary."""
         written = [self._out / "grades.csv", self._out / "feedback"]
+        export = self._out / "export.csv"
         if self._columns:
-            written.insert(1, self._out / "export.csv")
-            write_export(written[1], self.rows, self._columns, self._roster)
+            written.insert(1, export)
+            write_export(export, self.rows, self._columns, self._roster)
+        else:
+            export.unlink(missing_ok=True)  # an earlier grading's
         self._say(summary(self.rows))
+        if self._due and not any(row.handed_in for row in self.rows):
+            self._say("nobody's time is known, so nobody is late")
+        if self._roster:
+            students = {row.student for row in self.rows if row.student}
+            there = len(students & self._roster.keys())
+            strangers = ", ".join(sorted(students - self._roster.keys())) or "nobody"
+            self._say(f"on the roster {there} of {len(students)} students; not on it: {strangers}")
         self._say(f"written: {', '.join(map(str, written))}")
         return self.rows
 
 
 def collect(root: Path, out: Path, *, say: Say) -> list[Row]:
-    """Enters the results of out's queue; what was not tried yet has a row that says so."""
+    """Enters the results of out's queue; what was not tried yet has a row that says so.
+
+    Raises ValueError where there is no queue.
+    """
+    _plan(out)
     with _alone(out), _open(root, out) as course:
         collecting = _Collecting(course, out, say)
         collecting.take(all_of_them=True)
@@ -284,7 +312,8 @@ def grade(
     the gradebook in course; an earlier grading there is taken up, and what has not changed is not
     run again. say: takes a line of progress at a time.
     Raises ValueError for folders that do not fit and for a lab whose source has a fault,
-    GradingError where nbgrader does not take a lab; never for a submission.
+    GradingError where nbgrader does not take a lab, RuntimeError where this machine fails; never
+    for a submission.
     """
     _make_ready(out, submissions)
     jobs = settings.jobs or len(os.sched_getaffinity(0))

@@ -124,7 +124,9 @@ class Sandbox:
             self._packed = {
                 str(name): data for name, data in answer["packed"].items() if name in names
             }
-            self.told = {name: one for name, one in told.items() if isinstance(one, dict)}
+            self.told = {
+                name: one for name, one in told.items() if name in names and isinstance(one, dict)
+            }
             outputs, counts = json.loads(answer["outputs"].tobytes())
             outputs = [list(map(dict, one)) for one in outputs]
             counts = [one if type(one) is int else None for one in counts]

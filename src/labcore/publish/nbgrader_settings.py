@@ -61,8 +61,11 @@ def open_gradebook(work: Path) -> None:
 
 
 def quiet_log(path: Path | None) -> logging.Logger:
-    """A log of its own that goes to the file at path, or nowhere: never to the screen."""
-    log = logging.Logger("nbgrader", logging.INFO)
+    """A log of errors that goes to the file at path, or nowhere: never to the screen.
+
+    nbgrader warns of every cell that `mend` puts back in its own form, which says nothing.
+    """
+    log = logging.Logger("nbgrader", logging.ERROR)
     log.addHandler(
         logging.NullHandler() if path is None else logging.FileHandler(path, encoding="utf-8")
     )

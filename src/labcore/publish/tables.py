@@ -98,11 +98,14 @@ def lateness(handed_in: datetime | None, due: datetime | None) -> str:
 
 
 def parse_due(text: str) -> datetime:
-    """A time such as 2026-11-30T23:59 in this machine's zone, or with one. Raises ValueError."""
+    """A time with its zone, such as 2026-11-30T23:59+01:00, in UTC. Raises ValueError."""
     try:
-        return datetime.fromisoformat(text).astimezone(UTC)
+        due = datetime.fromisoformat(text)
     except ValueError as error:
         raise ValueError(f"{text!r} is no time; write it as 2026-11-30T23:59+01:00") from error
+    if due.tzinfo is None:
+        raise ValueError(f"{text!r} has no zone; write it as 2026-11-30T23:59+01:00")
+    return due.astimezone(UTC)
 
 
 def _written(columns: Sequence[str], lines: Iterable[Mapping[str, str]], path: Path) -> None:
@@ -141,7 +144,8 @@ def read_columns(path: Path, labs: Iterable[str], roster: Iterable[str]) -> dict
     for title, what in columns.items():
         if what not in known:
             raise ValueError(f"{path}: column {title!r} is {what!r}, which is nothing known; "
-                             f"{COLUMN_HELP}")  # fmt: skip
+                             f"{COLUMN_HELP}; the roster's columns: {', '.join(roster) or 'none'}"
+                             )  # fmt: skip
     return dict(columns)
 
 

@@ -87,6 +87,8 @@ def _buffer_cases(seed: int) -> list[dict[str, Any]]:
         picks = [chance.randrange(100) for _ in range(rows)]
         if rows == 3:  # fewer rows than slots, and yet they change places
             picks[0] = 3 * chance.randrange(33) + chance.choice((1, 2))
+        if rows == 40:  # whatever was drawn, the rows that wait do not go out as they stand
+            picks[-2] |= 1
         cases.append({"rows": rows, "picks": picks})
     # With any buffer of 3 to 9 rows, what is drawn at the end is drawn by zeros.
     return [*cases, {"rows": 25, "picks": [1] * 12 + [0] * 13}]
