@@ -197,13 +197,15 @@ def test_output_is_shown_up_to_a_limit(worker: Worker, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.endswith("[worker] again\n")
 
 
+# A shell that runs the tests in its background has them ignore SIGINT.
 SCRIPT = """
-import os, sys, time
+import os, signal, sys
 from labcore.processes import Worker
 def wait(folder):
     open(os.path.join(folder, str(os.getpid())), "w").close()
     while True: pass
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     Worker(timeout_s=60).call(wait, sys.argv[1])
 """
 

@@ -131,9 +131,13 @@ def serve(engine: Engine, asked: Sequence[Asked], chance: random.Random) -> Hear
 
 def judge(
     heard: Heard, asked: Sequence[Asked], references: Sequence[Generation], seen: Counter[str]
-) -> None:
-    """Every output is the lone one, or begins it where its request was cut short, up to ties."""
+) -> set[str]:
+    """Every output is the lone one, or begins it where its request was cut short, up to ties.
+
+    Returns the requests of the ties.
+    """
     model, tokenizer = target()
+    ties = set()
     assert set(heard.finish) == {f"r{number}" for number in range(len(asked))}
     for number, (one, lone) in enumerate(zip(asked, references, strict=True)):
         name = f"r{number}"
@@ -147,11 +151,12 @@ def judge(
         if said == whole:
             assert (finish, text) == (lone.finish[0], lone.texts[0]), name
             continue
-        seen["near ties"] += 1
+        ties.add(name)
         assert not (away := departure(model, one.prompt, one.sampling, said)), f"{name}: {away}"
         assert tokenizer.decode(said).startswith(text)
         assert finish != "length" or len(said) == one.sampling.max_tokens
         assert (finish == "eos") == (said[-1:] == [0])
+    return ties
 
 
 def none_left(engine: Engine) -> None:
@@ -170,13 +175,16 @@ def none_left(engine: Engine) -> None:
 def test_each_request_is_as_alone(seed: int) -> None:
     """Every policy, every victim rule, with drafts and without; four engines each in a soak."""
     seen: Counter[str] = Counter()
+    ties: set[tuple[int, str]] = set()
     for number in range(len(KINDS) * (4 if SOAK else 1)):
         policy, victim, proposer = KINDS[number % len(KINDS)]
-        asked, references = crowd(seed + (number if SOAK else 0))
+        whose = seed + (number if SOAK else 0)
+        asked, references = crowd(whose)
         chance = random.Random(seed - number)
         engine = engine_of(chance, policy=policy, victim=victim, proposer=proposer)
         print(number, policy, victim, proposer, engine.pool.count, engine.pool.page)
-        judge(serve(engine, asked, chance), asked, references, seen)
+        heard = serve(engine, asked, chance)
+        ties |= {(whose, name) for name in judge(heard, asked, references, seen)}
         none_left(engine)
         told = engine.stats()
         assert told.preemptions == 0 or policy == "max_utilization"
@@ -184,9 +192,10 @@ def test_each_request_is_as_alone(seed: int) -> None:
         for count in ("preemptions", "recomputed", "cached_tokens", "accepted", "wasted"):
             seen[count] += getattr(told, count)
         seen["queue_full"] += told.finished.get("queue_full", 0)
-    print(dict(seen))
-    # Rounding decides once in thousands of tokens; whatever is wrong does so at once.
-    assert seen["near ties"] <= 2 + number // 10
+    print(dict(seen), ties)
+    # Rounding decides once in thousands of tokens, then in many of the engines that serve the same
+    # request; whatever is wrong does so at once.
+    assert len(ties) <= 2 + number // 10
     kinds = ["length", "stop", "cancelled", "deadline", "queue_full"]
     kinds += ["preemptions", "recomputed", "cached_tokens", "accepted", "wasted"]
     assert all(seen[kind] for kind in kinds) and not seen["error"] + seen["refused"]
