@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,10 @@ import labcore  # noqa: F401  (before triton, so that kernels run in the interpr
 from labcore.device import seed_from_environment
 
 pytest_plugins = ["tests.book_fixtures"]
+
+# A shell that runs the tests in its background has them, and all that they start, ignore SIGINT.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -17,10 +17,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = sorted((ROOT / "book").glob("*.ipynb"))
 LABS = sorted((ROOT / "labs" / "source").glob("*/*.ipynb"))
-# The law of a chapter: 60 s on two cores, and 20 s for a cell. nbval's own limit is the hard stop.
+# The law of a chapter: 60 s on two cores.
 # Seconds of processor time: what else the machine does meanwhile is not the chapter's fault.
 CHAPTER_SECONDS = 60
-CELL_SECONDS = 60
+# By the clock: only for a cell that never ends.
+CELL_SECONDS = 300
 # A lab with its solutions and hidden tests takes about 15 s on two cores.
 LAB_SECONDS = 30
 
@@ -141,10 +142,10 @@ def test_the_gate_sees_a_cell_that_raises(tmp_path: Path) -> None:
 
 
 def test_the_gate_sees_a_kernel_that_works_too_long(tmp_path: Path) -> None:
-    busy = "import time\nwhile time.process_time() < 20:\n    pass"
+    busy = "import time\nwhile time.process_time() < 5:\n    pass"
     notebook = write_notebook(tmp_path / "slow.ipynb", busy)
-    with pytest.raises(AssertionError, match="< 20"):
-        check_run(notebook, tmp_path, 20)
+    with pytest.raises(AssertionError, match="< 5"):
+        check_run(notebook, tmp_path, 5)
 
 
 def test_the_gate_sees_an_output_that_changed(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from labcore.attention import Pattern, allowed, naive_attention, safe_attention
-from tests.attention.cases import BANDS, draw, error, exact, plain
+from tests.attention.cases import BANDS, draw, error, exact
 
 SIZES = ((1, 1), (31, 63), (63, 31), (100, 128))
 
@@ -114,5 +114,7 @@ def test_sixteen_bits_go_in_and_out(dtype: torch.dtype, generator: torch.Generat
     _, truth, true_lse = exact(q, k, v, pattern)
     out, lse = safe_attention(q, k, v, pattern=pattern)
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-    assert error(out, truth) <= error(plain(q, k, v, pattern), truth)
+    # Rounded once: half a step of the dtype, and what fp32 does not know before it.
+    half = torch.finfo(dtype).eps / 2 * truth.abs()
+    assert ((out.double() - truth).abs() <= half + 5e-6).all()
     assert error(lse, true_lse) < 1e-5

@@ -22,6 +22,11 @@ FLAGS = [
     "--disable-sync",
 ]
 LOCAL = ("file://", "data:", "blob:", "about:", "http://127.0.0.1", "ws://127.0.0.1")
+PATIENCE_MS = 180_000  # what a machine that does much else may need for one step
+# What is drawn, whole: a moved slider changes it.
+DRAWN = """element => JSON.stringify(element.querySelector('.twin-plot').data
+    .map(trace => [trace.name, trace.x, trace.y, trace.z]))
+    + JSON.stringify(element.querySelector('.twin-plot').layout.title)"""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,7 @@ def browser() -> Iterator[Any]:
         pytest.skip("no Chromium here: install it or set CHROMIUM to its path")
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=path, args=FLAGS, headless=True)
+        started = driver.chromium.launch(executable_path=path, args=FLAGS, timeout=PATIENCE_MS)
         yield started
         started.close()
 
@@ -53,6 +58,12 @@ class Watched:
         assert self.errors == []
 
 
+def wait_for_another(page: Any, figure: Any, before: str) -> None:
+    """Until something else than `before` is drawn: a busy browser's next frame comes late."""
+    changed = f"([element, before]) => ({DRAWN})(element) !== before"
+    page.wait_for_function(changed, arg=[figure.element_handle(), before])
+
+
 @pytest.fixture
 def watch(browser: Any) -> Iterator[Any]:
     """A function that makes a watched page: width, height, javascript, theme."""
@@ -61,6 +72,7 @@ def watch(browser: Any) -> Iterator[Any]:
     def make(width: int = 1200, height: int = 900, **options: Any) -> Watched:
         context = browser.new_context(viewport={"width": width, "height": height}, **options)
         contexts.append(context)
+        context.set_default_timeout(PATIENCE_MS)
         watched = Watched(context.new_page())
         watched.page.on(
             "console", lambda m: watched.errors.append(m.text) if m.type == "error" else None

@@ -24,9 +24,8 @@ from typing import Any
 import nbformat
 
 from labcore.publish import doctor
-from tests.browser.conftest import FLAGS
+from tests.browser.conftest import FLAGS, PATIENCE_MS
 
-PATIENCE_MS = 90_000
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 
 # `work` keeps the figure function busy: 25 ms in all is near the most that a chapter allows itself.
@@ -117,7 +116,7 @@ def jupyterlab(root: Path) -> Iterator[str]:
 
 
 def _wait(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while time.monotonic() < end and server.poll() is None:
         try:
             with urllib.request.urlopen(address, timeout=5):
@@ -140,9 +139,10 @@ def run_all(page: Any, address: str, name: str) -> None:
     page.locator(".jp-NotebookPanel:visible .jp-Notebook").click(position={"x": 30, "y": 10})
     prompts = "Array.from(document.querySelectorAll('.jp-CodeCell .jp-InputPrompt'))"
     started = f"() => {prompts}.some(e => /\\[[*\\d]/.test(e.textContent))"
-    for _ in range(20):  # the menu does nothing while the kernel's session is still being made
-        page.get_by_role("menuitem", name="Run", exact=True).click()
-        page.get_by_text("Run All Cells", exact=True).click()
+    for attempt in range(200):
+        if attempt % 10 == 0:  # the menu does nothing while the kernel's session is being made
+            page.get_by_role("menuitem", name="Run", exact=True).click()
+            page.get_by_text("Run All Cells", exact=True).click()
         page.wait_for_timeout(1000)
         if page.evaluate(started):
             break

@@ -31,13 +31,13 @@ def test_from_the_progress_to_a_copy_in_jupyterlab_and_to_its_differences(
     page = watched.page
     start = f"http://127.0.0.1:{course.port}"
     page.goto(f"{start}/book/?token={TOKEN}")
-    page.wait_for_selector("article h1", timeout=90_000)  # the progress turned into the book
+    page.wait_for_selector("article h1", timeout=300_000)  # the progress turned into the book
     page.goto(f"{start}/book/book/lion.html")
 
     with page.context.expect_page() as opened:
         page.get_by_role("button", name="Run this page").click()
     lab = opened.value
-    lab.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
+    lab.wait_for_selector(".jp-Notebook .jp-CodeCell")
     assert lab.url.endswith("/lab/tree/my/lion.ipynb")
     mine = course.root / "my" / "lion.ipynb"
     page.get_by_text("opens your copy, my/lion.ipynb").wait_for()
@@ -51,7 +51,7 @@ def test_from_the_progress_to_a_copy_in_jupyterlab_and_to_its_differences(
     opened.value.get_by_text("+ x + 2").wait_for()
     with page.context.expect_page() as opened:
         page.get_by_role("button", name="Make a fresh copy beside it").click()
-    opened.value.wait_for_url("**/lab/tree/my/lion-2.ipynb", timeout=60_000)
+    opened.value.wait_for_url("**/lab/tree/my/lion-2.ipynb")
     assert Path(course.root, "my", "lion-2.ipynb").is_file()
     assert json.loads(mine.read_text("utf-8"))["cells"] == before
     assert watched.strangers == []

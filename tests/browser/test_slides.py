@@ -13,6 +13,7 @@ import pytest
 from labcore.publish import slides
 from labcore.ui import Choice, Slider, explore
 from tests.book_fixtures import ROOT
+from tests.browser.conftest import DRAWN, wait_for_another
 
 pytestmark = pytest.mark.browser
 CHAPTERS = sorted(path.stem for path in (ROOT / "book").glob("*.ipynb"))
@@ -27,8 +28,6 @@ OVER = """() => {
     const right = Math.max(...edges.map(e => e.right)) - 1280;
     return [right, Math.max(...edges.map(e => e.bottom)) - 720, Number(slide.dataset.zoom)];
 }"""
-DRAWN = """e => JSON.stringify(e.querySelector('.twin-plot').data.map(t => [t.x, t.y, t.z]))
-    + JSON.stringify(e.querySelector('.twin-plot').layout.title)"""
 
 
 def save(notebook: Any, path: Path, out: Path) -> str:
@@ -100,8 +99,7 @@ def test_a_small_deck(watch: Any, small: Any, tmp_path: Path) -> None:
     figure.locator("select").press("ArrowDown")  # a list too keeps the keys of the deck
     assert figure.locator("select").input_value() == "1"
     figure.locator("input").press("ArrowRight")
-    page.wait_for_timeout(150)
-    assert figure.evaluate(DRAWN) != before
+    wait_for_another(page, figure, before)
     assert page.evaluate("() => deck.getSlidePastCount()") == slide  # the slider kept its key
     page.keyboard.press("Escape")
     page.keyboard.press("ArrowRight")
@@ -110,9 +108,10 @@ def test_a_small_deck(watch: Any, small: Any, tmp_path: Path) -> None:
     light, text = page.evaluate(ground), "document.querySelector('.twin-plot .xtick text')"
     fill = page.evaluate(f"() => getComputedStyle({text}).fill")
     page.keyboard.press("d")
-    page.wait_for_timeout(300)
-    assert page.evaluate(ground) != light
-    assert page.evaluate(f"() => getComputedStyle({text}).fill") != fill
+    page.wait_for_function(
+        f"([light, fill]) => ({ground})() !== light && getComputedStyle({text}).fill !== fill",
+        arg=[light, fill],
+    )
     watched.calm()
 
 
@@ -153,7 +152,6 @@ def test_a_chapters_deck(watch: Any, book_html: Path, tmp_path: Path, chapter: s
         before = figure.evaluate(DRAWN)
         atop = slider.evaluate("e => e.value === e.max")
         slider.press("ArrowLeft" if atop else "ArrowRight")
-        page.wait_for_timeout(150)
-        assert figure.evaluate(DRAWN) != before
+        wait_for_another(page, figure, before)
         page.keyboard.press("Escape")
     watched.calm()

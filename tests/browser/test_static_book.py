@@ -13,15 +13,12 @@ import pytest
 
 from tests.book import html_checks
 from tests.book_fixtures import ROOT
+from tests.browser.conftest import DRAWN, wait_for_another
 
 pytestmark = [pytest.mark.browser, pytest.mark.book]
 CHAPTERS = sorted(path.stem for path in (ROOT / "book").glob("*.ipynb"))
 PHONE = {"width": 360, "height": 740}
 
-# What is drawn, whole: a moved slider changes it.
-DRAWN = """element => JSON.stringify(element.querySelector('.twin-plot').data
-    .map(trace => [trace.name, trace.x, trace.y, trace.z]))
-    + JSON.stringify(element.querySelector('.twin-plot').layout.title)"""
 # What is written, without code: a regular expression in it may look like a formula.
 PROSE = """() => {
     const page = document.querySelector('article').cloneNode(true);
@@ -172,10 +169,10 @@ def test_each_slider_moves_its_figure_by_keyboard(watch: Any, base: str, chapter
     for number in range(twins.count()):
         twin = twins.nth(number)
         for control in twin.locator(".twin-control :is(input, select)").all():
+            print(number, control.get_attribute("id"))
             before = twin.evaluate(DRAWN)
             control.press(control.evaluate(KEY))
-            watched.page.wait_for_timeout(100)
-            assert twin.evaluate(DRAWN) != before, (number, control.get_attribute("id"))
+            wait_for_another(watched.page, twin, before)
     watched.calm()
 
 
@@ -195,9 +192,9 @@ def test_dark_mode_reaches_the_page_and_its_figures(watch: Any, bases: Any, chap
         button.focus()
         button.press("Enter")
     page.wait_for_function("() => document.documentElement.dataset.theme === 'dark'")
-    page.wait_for_timeout(600)
-    dark = page.evaluate(look)
-    assert dark[0] != light[0] and dark[1] != light[1]
+    page.wait_for_function(
+        f"light => ({look})().every((color, at) => color !== light[at])", arg=light
+    )
     for _ in range(20):  # a busy browser stores the choice a moment later
         page.reload()
         if page.evaluate("() => document.documentElement.dataset.theme") == "dark":

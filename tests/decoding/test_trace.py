@@ -162,7 +162,9 @@ def test_a_trace_is_what_the_rule_says(wrapped: bool, seed: int) -> None:
             else:
                 assert step.residual is None and step.bonus == bool(step.draft_tokens)
             place = int(
-                (weights.double().cumsum(0) > step.draws[-1] * weights.sum()).int().argmax()
+                (weights.double().cumsum(0) > step.draws[-1] * weights.double().sum())
+                .int()
+                .argmax()
             )
             assert step.next_token == place
             path = [step.draft_tokens[node] for node in step.path]

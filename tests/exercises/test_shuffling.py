@@ -127,7 +127,7 @@ def test_the_correlation_is_the_library_s_and_the_variance_its_design_effect(see
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(2, 30, (12,), generator=generator)
     batches = [
-        torch.randn((), generator=generator, dtype=torch.float64)
+        5 * torch.randn((), generator=generator, dtype=torch.float64)
         + torch.randn(int(count), generator=generator, dtype=torch.float64)
         for count in counts
     ]
@@ -146,7 +146,7 @@ def test_equal_batches_have_the_variance_that_was_measured(seed: int) -> None:
     """At the size of the log itself, the prediction is the variance of the logged means."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(9, 6, generator=generator, dtype=torch.float64)
-    rows += 2 * torch.randn(9, 1, generator=generator, dtype=torch.float64)
+    rows += 5 * torch.randn(9, 1, generator=generator, dtype=torch.float64)
     counts = torch.full((9,), 6.0, dtype=torch.float64)
     log = {"counts": counts, "means": rows.mean(1), "variances": rows.var(1)}
     icc, variance = CORRELATION.reference(**log, size=6)

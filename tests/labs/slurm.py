@@ -74,6 +74,9 @@ SlurmdParameters=config_overrides
 MpiDefault=none
 JobRequeue=0
 KillWait=5
+MessageTimeout=60
+BatchStartTimeout=120
+MinJobAge=3600
 NodeName={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=65536
 PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE
 """)
@@ -90,10 +93,10 @@ PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE
             "munged", "--foreground", "--force", f"--socket={munge}", f"--key-file={key}",
             f"--pid-file={folder}/munged.pid", f"--seed-file={folder}/seed",
         )  # fmt: skip
-        until("munged", munge.exists, 20)
+        until("munged", munge.exists)
         self._daemon("slurmctld", "-D")
         self._daemon("slurmd", "-D")
-        until("the node", lambda: "idle" in self.say("sinfo", "-h", "-o", "%T", fine=False), 60)
+        until("the node", lambda: "idle" in self.say("sinfo", "-h", "-o", "%T", fine=False))
 
     def _daemon(self, name: str, *words: str) -> None:
         with (self.folder / f"{name}.log").open("wb") as log:

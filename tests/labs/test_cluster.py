@@ -33,7 +33,9 @@ def cluster(bubblewrap: None) -> Iterator[Slurm]:
             pytest.fail(f"CI has no {', '.join(lacking)}")
         pytest.skip(f"no {', '.join(lacking)}: apt-get install slurmctld slurmd slurm-client munge")
     # A short path, for munge's socket.
-    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="slurm-", dir="/tmp", ignore_cleanup_errors=True
+    ) as folder:
         Path(folder).chmod(0o755)
         found = Slurm(Path(folder))
         try:
@@ -48,7 +50,7 @@ def slurm(cluster: Slurm) -> Iterator[Slurm]:
     yield cluster
     cluster.say("scancel", f"--user={os.getuid()}")
     # Without its daemons a job's last process would stay.
-    until("the jobs to end", lambda: not cluster.say("squeue", "-h").strip(), 60)
+    until("the jobs to end", lambda: not cluster.say("squeue", "-h").strip())
 
 
 class Class:

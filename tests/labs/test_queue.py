@@ -26,19 +26,29 @@ def trial(text: str) -> Trial:
     return Trial(outputs=[[], []], counts=[1, None], errors={"double": ("E", text)}, stopped=2)
 
 
-def slow(folder: Path, tries: Path, seconds: float) -> None:
-    """Works on the queue; each try leaves a file of its own."""
+def at_work(tries: Path) -> set[str]:
+    """The processes that tried something."""
+    return {path.name.rpartition(".")[2] for path in tries.iterdir()}
+
+
+def slow(folder: Path, tries: Path, seconds: float, together: int) -> None:
+    """Works on the queue once so many have begun; each try leaves a file of its own."""
 
     def run(one: Job) -> Trial:
         (tries / f"{one.student}.{os.getpid()}").touch()
+        end = time.monotonic() + 300
+        while len(at_work(tries)) < together and time.monotonic() < end:
+            time.sleep(0.02)
         time.sleep(seconds)
         return trial(f"{one.student} by {os.getpid()}")
 
     Queue(folder).work(run)
 
 
-def begin(folder: Path, tries: Path, seconds: float) -> multiprocessing.process.BaseProcess:
-    process = SPAWN.Process(target=slow, args=(folder, tries, seconds))
+def begin(
+    folder: Path, tries: Path, seconds: float, together: int = 1
+) -> multiprocessing.process.BaseProcess:
+    process = SPAWN.Process(target=slow, args=(folder, tries, seconds, together))
     process.start()
     return process
 
@@ -47,7 +57,7 @@ def tried(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.iterdir())
 
 
-def until(what: object, folder: Path, count: int, seconds: float = 60) -> None:
+def until(what: object, folder: Path, count: int, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while len(tried(folder)) < count:
         assert time.monotonic() < end, what
@@ -77,16 +87,15 @@ def test_a_job_and_a_trial_survive_the_file(tmp_path: Path) -> None:
 
 def test_two_at_work_try_each_job_once(tmp_path: Path, tries: Path) -> None:
     keys = Queue(tmp_path / "q").fill(map(job, STUDENTS))
-    both = [begin(tmp_path / "q", tries, 0.05) for _ in range(2)]
+    both = [begin(tmp_path / "q", tries, 0.05, together=2) for _ in range(2)]
     for process in both:
-        process.join(60)
+        process.join(300)
         assert process.exitcode == 0
     assert tried(tries) == sorted(STUDENTS)
     assert Queue(tmp_path / "q").left() == []
     told = [Queue(tmp_path / "q").result(key) for key in keys]
     assert all(one is not None for one in told)
-    by = {path.name.rpartition(".")[2] for path in tries.iterdir()}
-    assert len(by) == 2, "one did it all"
+    assert len(at_work(tries)) == 2, "one did it all"
 
 
 def test_what_a_killed_one_held_is_tried_by_another(tmp_path: Path, tries: Path) -> None:
@@ -100,7 +109,7 @@ def test_what_a_killed_one_held_is_tried_by_another(tmp_path: Path, tries: Path)
     assert held.pid is not None
     os.kill(held.pid, signal.SIGKILL)
     held.join()
-    other.join(60)
+    other.join(300)
     assert other.exitcode == 0
     assert len(list(tries.iterdir())) == len(STUDENTS) + 1
     assert all(Queue(tmp_path / "q").result(key) for key in keys)
@@ -111,7 +120,7 @@ def test_a_job_that_ends_whoever_tries_it_is_given_up(tmp_path: Path) -> None:
     for _ in range(TRIES):
         process = SPAWN.Process(target=end_at_once, args=(tmp_path,))
         process.start()
-        process.join(60)
+        process.join(300)
         assert process.exitcode == 9
     assert Queue(tmp_path).work(lambda _: pytest.fail("tried again")) == 1
     result = Queue(tmp_path).result(key)

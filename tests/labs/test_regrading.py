@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from labcore.publish.grading import Settings
 from labcore.publish.sandbox import Limits
 from tests.labs import mini
 from tests.labs.slurm import until
+from tests.processes.test_run import gone
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("bubblewrap")
@@ -108,7 +108,7 @@ def test_a_machine_that_fails_ends_the_grading(folder: Folder) -> None:
         grading._helpers(folder.root, folder.out, SETTINGS, 1) as keep_up,
         pytest.raises(RuntimeError, match="ended 4 times; what they wrote above says why"),
     ):
-        until("the helpers to fail", lambda: keep_up(), 120)
+        until("the helpers to fail", lambda: keep_up())
 
 
 def test_a_token_tells_nothing_without_the_secret(tmp_path: Path) -> None:
@@ -123,7 +123,11 @@ def test_a_token_tells_nothing_without_the_secret(tmp_path: Path) -> None:
 
 
 def children(pid: int) -> Iterator[int]:
-    for line in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+    try:
+        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return
+    for line in listed:
         yield int(line)
         yield from children(int(line))
 
@@ -142,14 +146,11 @@ def test_a_killed_run_is_taken_up_where_it_was(folder: Folder) -> None:
     assert family
     kept = folder.results()
     with (folder.out / "grades.csv").open(encoding="utf-8", newline="") as file:
-        assert len(list(csv.DictReader(file))) == 1 and 1 <= len(kept) < 4
+        assert 1 <= len(list(csv.DictReader(file))) <= len(kept) < 4
     rows = folder.grade(Settings())  # those of the command: other limits are other jobs
     assert [row.points for row in rows.values()] == [5, 2, 2, 2]
     assert kept.items() <= folder.results().items()
-    end = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in family):
-        assert time.monotonic() < end, "what the killed run began goes on"
-        time.sleep(0.2)
+    assert gone(family), "what the killed run began goes on"
 
 
 def test_the_steps_of_a_cluster_give_what_one_command_gives(folder: Folder) -> None:

@@ -118,6 +118,7 @@ def test_bytes_are_those_of_both_models(seed: int, monkeypatch) -> None:
 
 
 def test_few_labels_gain_from_a_teacher_who_saw_all(seed: int) -> None:
-    """With 30 labels the gain is 0.25 on average, and 0.04 its spread from seed to seed."""
-    found = distil_digits(seed, labels=30)
-    assert found.distilled > found.alone + 0.05 and found.teacher > 0.9
+    """With 30 labels the gain is 0.24 on average, and 0.056 its spread from seed to seed."""
+    found = [distil_digits(seed + more, labels=30) for more in range(2)]
+    assert sum(one.distilled - one.alone for one in found) > 0  # six times the spread of the sum
+    assert min(one.teacher for one in found) > 0.9

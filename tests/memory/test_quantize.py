@@ -261,8 +261,9 @@ def test_the_price_of_a_scheme_is_that_of_a_copy(generator) -> None:
         assert one.predicted == one.stored and one.seconds.n == 1
     assert four.stored < eight.stored < plain.stored
     # Of the 6 nats of a random model 8 bits change 0.003, 4 bits 0.08, over seeds at most.
-    assert 0 < abs(eight.loss - plain.loss) < 0.02
-    assert 0 < abs(four.loss - plain.loss) < 0.4
+    assert abs(eight.loss - plain.loss) < 0.02
+    assert abs(four.loss - plain.loss) < 0.4
+    assert len({plain.loss, eight.loss, four.loss}) > 1  # one may agree by chance, not both
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
 

@@ -69,7 +69,8 @@ def test_ragged_accumulation_is_one_large_batch(generator: torch.Generator) -> N
     mean_of_means = (
         sum(loss.detach() / (n - 1) for loss, n in zip(losses, (10, 1, 6, 3), strict=True)) / 4
     )
-    assert abs(float(mean_of_means) - curve.losses[0]) > 1e-3
+    # The loss is known to 1e-12 (above); the two means come this near in 3 of 10^9 runs.
+    assert abs(float(mean_of_means) - curve.losses[0]) > 1e-9
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Lion])

@@ -1,6 +1,7 @@
 """The law of the variance where it is exact, and what the estimates answer."""
 
 import copy
+import dataclasses
 import itertools
 
 import pytest
@@ -14,15 +15,17 @@ from labcore.norm.study import Regime
 
 def test_a_gradient_is_that_of_the_mean_loss_of_different_images(seed: int) -> None:
     data = study.split(seed)
-    model = study.network(Regime(batch=32, lr=0.1), torch.Generator().manual_seed(seed))
+    data = dataclasses.replace(data, train_x=data.train_x.double())
+    model = study.network(Regime(batch=32, lr=0.1), torch.Generator().manual_seed(seed)).double()
     drawn = gradients.batch_gradients(
         model, data, 512, draws=2, generator=torch.Generator().manual_seed(seed)
     )
     loss = F.cross_entropy(model.train()(data.train_x), data.train_y)
     whole = parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
-    # A batch of all images is always the same one, up to the order of its sums.
+    # A batch of all images is always the same one, up to the order of its sums, which in float32
+    # puts some ReLU on the other side of 0 for one seed in 50.
     for row in drawn:
-        torch.testing.assert_close(row, whole, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(row, whole, rtol=1e-9, atol=1e-12)
     assert gradients.gradient_bias(drawn, whole) < 1e-3
 
 

@@ -38,7 +38,7 @@ def exact_blocks(model: nn.Sequential, x: Tensor, y: Tensor) -> list[float]:
 
 @pytest.mark.parametrize("normalized", [True, False])
 def test_the_estimate_meets_the_exact_trace(generator: torch.Generator, normalized: bool) -> None:
-    """Four standard errors are left in one run of 16,000 by chance."""
+    """Six standard errors are left in one run of 10^8 by chance."""
     model, x = small(generator, normalized=normalized)
     y = torch.randint(2, (17,), generator=generator)
     found = sharpness.hessian_trace(
@@ -48,11 +48,11 @@ def test_the_estimate_meets_the_exact_trace(generator: torch.Generator, normaliz
         generator=generator,
     )
     blocks = exact_blocks(model, x, y)
-    assert abs(found.mean - sum(blocks)) < 4 * found.standard_error + 1e-9
+    assert abs(found.mean - sum(blocks)) < 6 * found.standard_error + 1e-9
     assert sum(found.by_parameter) == pytest.approx(found.mean)
     largest = max(abs(block) for block in blocks)
     for ours, exact in zip(found.by_parameter, blocks, strict=True):
-        assert ours == pytest.approx(exact, abs=0.5 * largest + 4 * found.standard_error)
+        assert ours == pytest.approx(exact, abs=0.5 * largest + 6 * found.standard_error)
 
 
 def test_a_diagonal_hessian_needs_one_probe(generator: torch.Generator) -> None:

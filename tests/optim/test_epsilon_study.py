@@ -1,7 +1,6 @@
 """The study on digits: scaled gradients, what each remedy heals, and recorded gradients."""
 
 import functools
-import statistics
 from dataclasses import replace
 
 import pytest
@@ -107,15 +106,14 @@ FAILS = {
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_remedy_heals_its_own_failure_alone(failure: str, seed: int) -> None:
-    def median(remedy: str) -> float:
-        runs = (epsilon_study.accuracy(remedy, failure, seed + more) for more in range(5))
-        return statistics.median(runs)
+    def worst(remedy: str) -> float:
+        return min(epsilon_study.accuracy(remedy, failure, seed + more) for more in range(5))
 
     right = epsilon_study.healthy_accuracy(failure, seed)
     healed = {r: epsilon_study.accuracy(r, failure, seed) for r in HEALS[failure]}
     assert min(healed.values()) > right - 0.06, healed
     # A single run that fails can come far: fp16 with fp32 arithmetic passed 0.75 in 3 of 107.
-    failed = {remedy: median(remedy) for remedy in FAILS[failure]}
+    failed = {remedy: worst(remedy) for remedy in FAILS[failure]}
     assert max(failed.values()) < 0.75 * right, failed
 
 
@@ -130,7 +128,7 @@ def test_accuracy_depends_on_eps_over_the_scale(seed: int) -> None:
     for eps in (1e-8, 0.1):
         small = epsilon_study.accuracy_at(scale, scale * eps, seed)
         assert abs(small - epsilon_study.accuracy_at(1.0, eps, seed)) < 0.02
-    assert small < 0.85 < epsilon_study.accuracy_at(scale, 1e-15, seed)
+    assert small < 0.9 < epsilon_study.accuracy_at(scale, 1e-15, seed)
 
 
 @pytest.fixture
@@ -154,9 +152,9 @@ def test_every_offered_pair_runs_and_the_others_are_refused() -> None:
 @pytest.mark.usefixtures("short")
 def test_a_run_is_repeated_by_its_seed_and_leaves_torchs_generator_alone(seed: int) -> None:
     before = torch.get_rng_state()
-    first = [epsilon_study.accuracy("stochastic rounding", BF16, seed + i) for i in range(4)]
+    first = [epsilon_study.accuracy("stochastic rounding", BF16, seed + i) for i in range(6)]
     assert first == [
-        epsilon_study.accuracy("stochastic rounding", BF16, seed + i) for i in range(4)
+        epsilon_study.accuracy("stochastic rounding", BF16, seed + i) for i in range(6)
     ]
     assert len(set(first)) > 1
     assert torch.equal(torch.get_rng_state(), before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import runpy
@@ -42,7 +43,7 @@ TOKENS = 12
 
 
 def made(seed: int, eos: tuple[int, ...] = ()) -> Llama:
-    """Its weights are far apart, so that no two tokens are nearly equally likely."""
+    """Its weights are far apart, so that two tokens are seldom nearly equally likely."""
     settings = {name: getattr(CONFIG, name) for name in CONFIG.__dataclass_fields__}
     settings |= {"eos_token_ids": eos, "initializer_range": 0.5}
     generator = torch.Generator().manual_seed(seed)
@@ -63,8 +64,21 @@ def prompt(generator: torch.Generator) -> list[int]:
     return torch.randint(CONFIG.vocab_size, (5,), generator=generator).tolist()
 
 
+@torch.no_grad()
+def clear_of_ties(seed: int, prompt: list[int]) -> int:
+    """The first seed from `seed` on whose model prefers each of its tokens by 1e-3 or more."""
+
+    def closest(model: Llama) -> float:
+        row = torch.tensor([prompt + rereading(model, prompt, TOKENS)])
+        best = model(row).logits[0, :-1].topk(2).values
+        return float((best[:, 0] - best[:, 1]).min())
+
+    return next(one for one in itertools.count(seed) if closest(made(one)) > 1e-3)
+
+
 @pytest.mark.parametrize("graphed", [False, True])
 def test_the_likeliest_tokens_come(graphed: bool, seed: int, prompt: list[int]) -> None:
+    seed = clear_of_ties(seed, prompt)
     model = made(seed)
     expected = rereading(model, prompt, TOKENS)
     assert decode(model, prompt, max_tokens=TOKENS, graphed=graphed) == expected
@@ -119,6 +133,7 @@ def together(seed: int, prompt: list[int], folder: str) -> tuple[list[Decoded], 
 
 
 def test_ranks_say_what_one_process_says(seed: int, prompt: list[int], tmp_path: Path) -> None:
+    seed = clear_of_ties(seed, prompt)
     whole = made(seed)
     save_pretrained(whole, tmp_path)
     expected = rereading(whole, prompt, TOKENS)

@@ -27,7 +27,8 @@ from tests.parallel.shapes import CONFIGS, LAYERS, SHORT, B, T, gradients, mine,
 COUNTS = (2, 4)
 # The stricter dtype for two ranks only: four of them share a few cores.
 DTYPES = {2: (torch.float32, torch.float64), 4: (torch.float32,)}
-LIMITS = {torch.float32: 1e-5, torch.float64: 1e-12}
+# As many roundings in both: a gradient that is small everywhere is held to its own largest number.
+LIMITS = {dtype: 4_500 * torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
 
 
 def training(name: str, g: torch.Generator, *, dtype: torch.dtype, spread: bool) -> Pairs:
@@ -297,7 +298,9 @@ def test_torch_divides_alike(runs) -> None:
 
 def test_groups_of_ranks_divide_models_of_their_own(runs) -> None:
     if runs[0] == 4:
-        assert not say([one["found"][torch.float32] for one in runs[1]], "groups", 1e-5)
+        assert not say(
+            [one["found"][torch.float32] for one in runs[1]], "groups", LIMITS[torch.float32]
+        )
 
 
 def test_each_planted_fault_is_seen(runs) -> None:

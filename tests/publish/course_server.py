@@ -84,13 +84,13 @@ class Course:
         request = urllib.request.Request(address, data=data, headers=headers)
         opener = urllib.request.build_opener(_Stay)
         try:
-            with contextlib.closing(opener.open(request, timeout=20)) as answer:
+            with contextlib.closing(opener.open(request, timeout=120)) as answer:
                 return _answer(answer)
         except urllib.error.HTTPError as error:
             with contextlib.closing(error):
                 return _answer(error)
 
-    def wait_for_book(self, seconds: float = 90) -> None:
+    def wait_for_book(self, seconds: float = 300) -> None:
         """Until the build is done."""
         end = time.monotonic() + seconds
         while json.loads(self.ask("/book/_labcore/progress").text)["state"] == "building":
@@ -149,6 +149,6 @@ def running_course(root: Path, *options: str) -> Iterator[Course]:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
                 try:
-                    process.communicate(timeout=20)
+                    process.communicate(timeout=120)
                 except subprocess.TimeoutExpired:
                     process.kill()

@@ -221,22 +221,24 @@ def test_its_end_leaves_nothing_running(tmp_path: Path, ending: signal.Signals) 
     config.write_text(config.read_text("utf-8").replace('"off"', "force"), "utf-8")
     (root / CHAPTER).write_text(notebook("import time; time.sleep(600)"), "utf-8")
     with running_course(root) as course:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not runs_a_kernel(family := course.family()) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert runs_a_kernel(family), "the build did not come to the notebook"
         course.process.send_signal(ending)
-        course.process.communicate(timeout=20)
-        _, alive = psutil.wait_procs(family, timeout=10)
+        course.process.communicate(timeout=120)
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert alive == []
 
 
 def test_a_port_in_use_is_one_sentence_that_names_the_course(course: Course) -> None:
     call = [sys.executable, "-m", "labcore", "course", "--port", str(course.port), "--no-browser"]
-    done = subprocess.run(call, cwd=course.root, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(call, cwd=course.root, capture_output=True, text=True, timeout=180)
     assert done.returncode == 1
     assert f"this course runs already on port {course.port}: open http://" in done.stderr
     assert done.stderr.count("\n") == 1
-    other = subprocess.run(call, cwd=course.root.parent, capture_output=True, text=True, timeout=60)
+    other = subprocess.run(
+        call, cwd=course.root.parent, capture_output=True, text=True, timeout=180
+    )
     assert other.returncode == 1
     assert "has no _config.yml" in other.stderr

@@ -67,7 +67,7 @@ def test_added_and_removed_cells_are_named(root: Path) -> None:
 
 
 def finished(build: BookBuild) -> Progress:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while (progress := build.progress()).state == "building" and time.monotonic() < deadline:
         time.sleep(0.05)
     return progress

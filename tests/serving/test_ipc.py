@@ -292,13 +292,13 @@ def test_a_duplicate_never_ends_the_first(path: Path) -> None:
     engine = StandIn(delay=0.001)
     with Listener(engine, path):
         raw = Raw(path)
-        raw.send(submit("same", "first", max_tokens=30))
-        raw.send(submit("same", "second", max_tokens=30))
-        heard = [raw.hear() for _ in range(32)]
+        raw.send(submit("same", "first", max_tokens=300))
+        raw.send(submit("same", "second", max_tokens=300))
+        heard = [raw.hear() for _ in range(302)]
         errors = [message for message in heard if message["type"] == "error"]
         assert [(e["id"], e["code"]) for e in errors] == [(None, "duplicate")]
         tokens = [token for one in heard if one["type"] == "tokens" for token in one["tokens"]]
-        assert tokens == expected("first", 30)
+        assert tokens == expected("first", 300)
         raw.send(submit("same", "again", max_tokens=1))  # free once its end was said
         assert raw.hear()["tokens"] == expected("again", 1)
         raw.close()

@@ -357,8 +357,9 @@ def test_parts_end_though_one_cannot_be_cleaned_up(folder: Path) -> None:
 
 def test_what_never_becomes_healthy_is_said_by_name(folder: Path) -> None:
     never = worker(folder, "never", healthy=lambda: False)
-    with pytest.raises(SupervisorError, match=r"never was not healthy within 0\.5 s"):
-        Supervisor([worker(folder, "fine"), never]).start(0.5)
+    fine = worker(folder, "fine", healthy=lambda: True)
+    with pytest.raises(SupervisorError, match=r"never was not healthy within 2\.0 s"):
+        Supervisor([fine, never]).start(2.0)
     assert not any(alive(pid) for name in ("fine", "never") for pid, _ in starts(folder, name))
 
 

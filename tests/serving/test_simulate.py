@@ -225,7 +225,8 @@ def test_one_slot_is_the_queue_with_one_server(load: float, seed: int) -> None:
     # Neighbours wait alike, so the error is that of means of long stretches.
     means = [statistics.fmean(waits[at : at + 400]) for at in range(0, n, 400)]
     error = statistics.stdev(means) / math.sqrt(len(means))
-    assert abs(statistics.fmean(means) - wanted) < 6 * error
+    # The error comes from few means, and is too small where their own mean is.
+    assert abs(statistics.fmean(means) - wanted) < 8 * error
 
 
 def test_a_request_is_read_by_no_step_that_began_before_it_came(seed: int) -> None:
@@ -276,7 +277,7 @@ def test_who_is_turned_away_or_too_late_is_told_and_leaks_nothing(seed: int) -> 
     work = Workload(
         bursts(30.0, n, seed, size=20),
         lognormal(14, n, seed, most=60),
-        long_tail(4, n, seed, most=60),
+        (60, *long_tail(4, n - 1, seed, most=60)),  # the first needs over 0.6 s
         max_tokens=60,
         patience=0.4,
         seed=seed,

@@ -139,10 +139,10 @@ def test_a_response_that_the_server_refuses_costs_that_request_alone(
         assert connected(listener)
         long = numpy.array([9000], dtype=numpy.int32)
         bad = ask(model, b"bad", max_tokens=long)
-        good = ask(model, b"good", max_tokens=numpy.array([60], dtype=numpy.int32))
+        good = ask(model, b"good", max_tokens=numpy.array([600], dtype=numpy.int32))
         assert until(lambda: engine.stats()["running"] == 2)
         bad.refuses = True
-        assert good.all()[0] == expected("good", 60)
+        assert good.all()[0] == expected("good", 600)
         assert until(engine.quiet)
         assert "model.py: RuntimeError: planted" in capsys.readouterr().err
         few = numpy.array([3], dtype=numpy.int32)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,9 @@ def family(pid: int) -> list[int]:
     """The processes that a process started, and those that they started."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            found += [int(child), *family(int(child))]
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            for child in task.read_text().split():
+                found += [int(child), *family(int(child))]
     return found
 
 

@@ -85,15 +85,24 @@ def _logged(generator: torch.Generator, batches: int, between: float) -> dict[st
     }
 
 
+def _correlated(
+    generator: torch.Generator, batches: int, between: float, *, single: bool = False
+) -> dict[str, Any]:
+    """A log that shows its correlation: by chance the means spread no more than noise would."""
+    while True:
+        log = _logged(generator, batches, between)
+        if single:
+            log["counts"][2], log["variances"][2] = 1, torch.nan
+        if predicted(**log, size=1)[0] > 0:
+            return log
+
+
 def _log_cases(seed: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
-    cases = [_logged(generator, batches, between) for batches, between in ((5, 1.5), (14, 0.8))]
+    cases = [_correlated(generator, 5, 1.5), _correlated(generator, 14, 0.8)]
     alike = _logged(generator, 8, 0.0)
     alike["means"] = 2 + (alike["means"] - 2) / 10  # batches more alike than chance makes them
-    single = _logged(generator, 7, 1.2)
-    single["counts"][2] = 1
-    single["variances"][2] = torch.nan
-    return [*cases, alike, single]
+    return [*cases, alike, _correlated(generator, 7, 1.2, single=True)]
 
 
 _HINTS = {
