@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,15 @@ def test_a_lab_that_has_no_clinic_says_so(tmp_path: Path) -> None:
     (tmp_path / "lion.ipynb").write_text(json.dumps(lab), encoding="utf-8")
     with pytest.raises(ValueError, match="no cell calls CLINIC.patients"):
         clinics.case(tmp_path / "lion.ipynb")
+
+
+def test_a_reader_of_the_key_may_stop_reading() -> None:
+    command = [sys.executable, "-m", "labcore", "clinic-key", "lion"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as asked:
+        assert asked.stdout is not None and asked.stderr is not None
+        asked.stdout.close()
+        assert asked.stderr.read() == b""
+    assert asked.returncode == 0
 
 
 @pytest.mark.book

@@ -135,7 +135,8 @@ ENDLESS = {
     "memory of many processes": Hostile(
         guarded=True,
         points=0,
-        status="not graded: the notebook's processes together used more memory than their 1500 MiB",
+        status="not graded: the notebook's processes together used more memory than their "
+        f"{mini.MEMORY_MIB} MiB",
         square="import os, time\nfor _ in range(30):\n    if os.fork() == 0:\n"
         "        kept = b'x' * (200 << 20)\n        time.sleep(50)\ntime.sleep(50)",
     ),

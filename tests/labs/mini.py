@@ -7,8 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from labcore.publish import labs
 
+# For a program that imports labcore: what CUDA's libraries only reserve counts too.
+MEMORY_MIB = 1500 if torch.version.cuda is None else 4500
 SLUG = "mini"
 Notebook = dict[str, Any]
 DOUBLE, SQUARE = "double-test", "square-test"

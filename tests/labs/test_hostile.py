@@ -34,7 +34,7 @@ from tests.labs.test_grading import tree
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = Settings(limits=Limits(cell_s=6, wall_s=150, memory_mib=1500, file_mib=64))
+SETTINGS = Settings(limits=Limits(cell_s=6, wall_s=150, memory_mib=mini.MEMORY_MIB, file_mib=64))
 CORPUS = ENDLESS | ENDS | SPIES | LIES
 INSTRUCTORS = ("labs/source", "tests", "pyproject.toml", ".git")
 RUN = CORPUS | FORMS

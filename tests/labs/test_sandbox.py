@@ -8,12 +8,14 @@ import secrets
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from labcore.publish import sandbox
 from labcore.publish.sandbox import Limits, Process
+from tests.labs import mini
 from tests.labs.slurm import until
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
@@ -42,7 +44,7 @@ for folder in ("/", "/home", "/root", {str(ROOT)!r}, os.path.dirname(labcore.__f
         pass
 print(os.getcwd(), os.listdir("."), sorted(os.environ))
 """
-    seen, _ = said_by(program)
+    seen, _ = said_by(program, replace(SMALL, memory_mib=mini.MEMORY_MIB))
     assert seen.splitlines()[0] == f"{[False] * len(hidden)} True"
     assert "written" not in seen
     assert f"{sandbox.HOME} []" in seen and "LABCORE" not in seen and "SSH" not in seen

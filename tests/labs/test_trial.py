@@ -27,7 +27,7 @@ from tests.labs import mini
 from tests.labs.hostile import GUARD
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS = Limits(cell_s=8, wall_s=150, memory_mib=1500, file_mib=64)
+LIMITS = Limits(cell_s=8, wall_s=150, memory_mib=mini.MEMORY_MIB, file_mib=64)
 
 
 def tried(

@@ -171,7 +171,8 @@ def train_stage(
         parts: list[Tensor] = []
         given = {"target": tokens[:, 1:], "losses": parts} if rank == stages - 1 else {}
         optimizer.zero_grad()
-        inputs = [tokens[:, :-1]] if rank == 0 else []
+        # torch 2.11 takes only the strides that it derived.
+        inputs = [tokens[:, :-1].contiguous()] if rank == 0 else []
         runner.step(*inputs, **given, return_outputs=False)
         optimizer.step()
         if parts:
