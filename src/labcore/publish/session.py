@@ -97,7 +97,6 @@ def _run(notebook: Any, names: Sequence[str], seconds: float, folder: str) -> st
             timeout_func=budget,
             interrupt_on_timeout=True,
             allow_errors=True,
-            iopub_timeout=int(OWN_S),
             raise_on_iopub_timeout=True,
             store_widget_state=False,
             extra_arguments=KERNEL,
