@@ -21,8 +21,8 @@ import labcore
 
 ROOT = Path(__file__).resolve().parent.parent
 AGREEING = ("pyproject.toml", "constraints.txt", "environment.yml", "Makefile", "README.md",
-            "CITATION.cff", "CHANGELOG.md", "_toc.yml", "scripts/setup.py", "LICENSE",
-            "THIRD_PARTY.md")  # fmt: skip
+            "CITATION.cff", "CHANGELOG.md", "_toc.yml", "scripts/setup.py", "scripts/matrix.py",
+            "LICENSE", "THIRD_PARTY.md")  # fmt: skip
 # Machine paths and package servers belong to one machine, not to the course.
 PRIVATE = re.compile(
     r"/(?:home|root|Users|work)/\w|/opt/\w+/|file:///opt|files\.pythonhosted|pypi\.org/simple"
@@ -155,7 +155,21 @@ def slug_problems(root: Path) -> list[str]:
     return problems
 
 
-CHECKS = (dependency_problems, version_problems, command_problems, slug_problems)
+def corner_problems(root: Path) -> list[str]:
+    """Corners that nobody could install, and ends of the ranges that no corner runs."""
+    text = (root / "scripts" / "matrix.py").read_text("utf-8")
+    corners = re.findall(r'"python": "(3\.\d+)", "torch": "(\d+\.\d+)', text)
+    python = SpecifierSet(project(root)["requires-python"])
+    torch = [str(version) for version in chosen(root)["torch"][1:]]
+    problems = [f"a corner asks for Python {p}" for p, _ in corners if Version(p) not in python]
+    problems += [f"a corner asks for torch {t}" for _, t in corners if t not in torch]
+    run = {t for _, t in corners}
+    return problems + [f"no corner runs torch {t}" for t in (torch[0], torch[-1]) if t not in run]
+
+
+CHECKS = (
+    dependency_problems, version_problems, command_problems, slug_problems, corner_problems,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -179,6 +193,9 @@ PLANTS = [
     ("constraints.txt", r"\Z", "torch==2.13.0\n", "constraints.txt names torch"),
     ("scripts/setup.py", r'"2\.15": ', '"2.16": ', "torch==2.16 is outside"),
     ("scripts/setup.py", '"3.9.0"', '"3.10.0"', "triton==3.10.0 is outside"),
+    ("scripts/matrix.py", '"2.15.0"', '"2.16.0"', "a corner asks for torch 2.16"),
+    ("scripts/matrix.py", '"2.15.0"', '"2.14.1"', "no corner runs torch 2.15"),
+    ("scripts/matrix.py", '"python": "3.14"', '"python": "3.15"', "a corner asks for Python 3.15"),
     ("environment.yml", "python=3.11", "python=3.10", "python=3.10 is outside"),
     ("environment.yml", r"-e \.\[all\]", "-e .[book]", "environment.yml installs"),
     ("pyproject.toml", r"<3\.15", "<3.16", "scripts/setup.py takes Python"),
