@@ -1,5 +1,5 @@
 # Two commands: `make course` and `make test`. Each makes .venv first where that is needed.
-# Settings: HOST, PORT, NO_BROWSER=1, PYTHON=<path>, TORCH_INDEX=<address of torch's builds>;
+# Settings: HOST, PORT, NO_BROWSER=1, PYTHON=<path>, TORCH=<version>, TORCH_INDEX=<address of torch's builds>;
 # for grade: SUBMISSIONS=<folder, zip or list>, OUT=<folder>, DUE=<time>, COLUMNS=<toml>, ROSTER=<csv>,
 # VARIANT=<csv>, SECRET=<file>, JOBS=<n>, UNSANDBOXED=1; for labs: VARIANT=<csv>, SECRET=<file>, OUT=<folder>;
 # for server: MODEL=<checkpoint's folder>.
@@ -7,10 +7,10 @@
 HOST ?= 127.0.0.1
 PORT ?= 8888
 BIN := .venv/bin
-FOUND := $(firstword $(foreach name,$(or $(PYTHON),python3 python3.12 python3.11),$(shell command -v $(name) 2>/dev/null)))
-SETUP = $(or $(FOUND),$(error Python 3.11 or 3.12 is needed and $(or $(PYTHON),python3) was not found: on Debian run "apt install python3-venv" as root)) scripts/setup.py
+FOUND := $(firstword $(foreach name,$(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14),$(shell command -v $(name) 2>/dev/null)))
+SETUP = $(or $(FOUND),$(error Python 3.11, 3.12, 3.13 or 3.14 is needed and $(or $(PYTHON),python3) was not found: on Debian run "apt install python3-venv" as root)) scripts/setup.py
 
-.PHONY: help course test check book jupyter labs grade slides pdf zip claims bench soak server test-installed clean setup
+.PHONY: help course test check book jupyter labs grade slides pdf zip claims bench soak server test-installed lock matrix clean setup
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1: /p' Makefile
@@ -74,6 +74,12 @@ server: .venv-triton  ## NVIDIA's Triton Inference Server with the shipped model
 .PHONY: .venv-triton
 .venv-triton: setup
 	@$(BIN)/python -m labcore.serving.triton_server install
+
+lock: setup  ## constraints.txt from pyproject.toml; LOCK=--upgrade takes today's versions
+	@$(BIN)/python scripts/lock.py $(LOCK)
+
+matrix: setup  ## `make check` and two chapters on CORNER=<oldest, newest or gpu>, each with its own Python and torch
+	@$(BIN)/python scripts/matrix.py $(CORNER)
 
 test-installed: setup  ## builds the wheel, installs it elsewhere, runs a chapter from it
 	@$(BIN)/python -m pytest tests/test_installed.py

@@ -89,7 +89,7 @@ def pytest_command(which: str) -> list[str]:
         "-q",
         "-p",
         "no:cacheprovider",
-        "--durations=15",
+        "--durations=30",
         f"--numprocesses={min(WORKERS, os.cpu_count() or 1)}",
         *("--dist=loadfile", "--no-loadscope-reorder"),  # in order: the longest files come early
     ]

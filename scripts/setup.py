@@ -3,9 +3,12 @@
     python3 scripts/setup.py [--port PORT [--host HOST]]
 
 It looks first at what would stop it later and says each lack in one sentence. A second call
-does nothing until pyproject.toml, constraints.txt or TORCH_INDEX changes; a set-up that was
-interrupted is mended by calling it again. TORCH_INDEX=<address> chooses another build of torch,
-PYTHON=<path> another Python.
+does nothing until pyproject.toml, constraints.txt, TORCH or TORCH_INDEX changes; a set-up that
+was interrupted is mended by calling it again. TORCH=<version> chooses another release of torch,
+TORCH_INDEX=<address> another build of it, PYTHON=<path> another Python.
+
+pip installs torch, first and alone. uv installs the rest where this machine has it, pip elsewhere;
+both take the versions of constraints.txt, which names neither torch nor triton.
 
 This file needs the standard library alone and must parse on any Python 3, however old: it is
 what says that the Python is too old.
@@ -19,18 +22,24 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
+import time
 import urllib.request
 from pathlib import Path
 
-VERSIONS = ((3, 11), (3, 12))
-WANTED = "Python 3.11 or 3.12"
+VERSIONS = ((3, 11), (3, 12), (3, 13), (3, 14))
+WANTED = "Python 3.11, 3.12, 3.13 or 3.14"
+TORCH = "2.13.0"
+# The triton that each release of torch was built with; torch's CPU builds do not ask for it.
+TRITON = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
+# Triton 3.6's interpreter fails with numpy 2.4 and later.
+OLD_NUMPY = "numpy==2.3.5"
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = "git make g++ python3-venv python3-dev"
 NO_ADDRESS = "HOST={} is no address of this machine: leave it out, or name one."
@@ -68,6 +77,15 @@ def runs(python):
         done = subprocess.run([python, "-c", code], stderr=subprocess.DEVNULL)
         return done.returncode == 0
     return False
+
+
+def require_torch(release):
+    """A misspelt release would fail only after the environment is made."""
+    if release.rpartition(".")[0] not in TRITON:
+        raise Lack(
+            f"TORCH={release} is no release of torch that the course runs on: leave it out for "
+            f"{TORCH}, or name one of {', '.join(TRITON)} with its last number, such as {TORCH}."
+        )
 
 
 def require_venv():
@@ -143,12 +161,12 @@ def notes(find=shutil.which, devices=GPU_DEVICES):
         )
 
 
-def stamp(root, python_version, index):
-    """What the environment was made from: a change of it calls for a new set-up."""
+def stamp(root, python_version, torch, index):
+    """What the environment was made from; if any of it changes, the set-up runs again."""
     digest = hashlib.sha256()
     for name in ("pyproject.toml", "constraints.txt"):
         digest.update((root / name).read_bytes())
-    return {"files": digest.hexdigest(), "python": python_version, "index": index}
+    return {"files": digest.hexdigest(), "python": python_version, "torch": torch, "index": index}
 
 
 class Environment:
@@ -179,43 +197,63 @@ class Environment:
             saved = json.loads(self.stamp_file.read_text())
         except (OSError, ValueError):
             return {}
-        return saved if set(saved) == {"files", "python", "index"} else {}
+        return saved if set(saved) == {"files", "python", "torch", "index"} else {}
 
-    def ready(self, index, chosen=False):
+    def ready(self, torch, index, chosen=False):
         """Whether the last set-up is complete and made from today's files."""
         saved = self.saved()
         if not saved or (chosen and not self.fits()):
             return False
-        return saved == stamp(self.root, saved["python"], index or saved["index"])
+        wanted = (torch or saved["torch"], index or saved["index"])
+        return saved == stamp(self.root, saved["python"], *wanted)
 
     def fits(self):
         """Whether the Python inside is of the version that runs this file."""
         return (self.version() or "").split(".")[:2] == [str(n) for n in sys.version_info[:2]]
 
+    def sites(self):
+        """The folders that packages are installed in."""
+        return [
+            *self.folder.glob("lib/python*/site-packages"),
+            *self.folder.glob("Lib/site-packages"),
+        ]
+
     def pip(self, *arguments):
         """Runs the environment's pip; raises Lack when it fails."""
-        command = [str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments]
-        live = sys.stdout.isatty()
+        self.run([str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments])
+
+    def run(self, command):
+        """Runs a command with one line that moves on a terminal; raises Lack when it fails."""
         last = collections.deque(maxlen=40)
+        began = time.monotonic()
         with subprocess.Popen(
-            command, cwd=str(self.root), stdout=subprocess.PIPE, universal_newlines=True
-        ) as process:
-            # One line that changes says enough: pip writes several for each of 180 packages.
-            for line in process.stdout:
-                last.append(line)
-                if live and line.startswith(("Collecting", "  Downloading", "Installing")):
-                    print("\r\033[K     " + line.strip()[:72], end="", flush=True)
-        if live:
+            command, cwd=str(self.root), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            universal_newlines=True,
+        ) as process:  # fmt: skip
+            reader = threading.Thread(target=last.extend, args=(process.stdout,))
+            reader.start()
+            while reader.is_alive():
+                reader.join(0.5)
+                if sys.stdout.isatty():
+                    count = sum(len(list(site.glob("*.dist-info"))) for site in self.sites())
+                    line = (last or [""])[-1].strip()[:40]
+                    seconds = time.monotonic() - began
+                    print(
+                        f"\r\033[K     {count} packages, {seconds:.0f} s  {line}",
+                        end="",
+                        flush=True,
+                    )
+        if sys.stdout.isatty():
             print("\r\033[K", end="", flush=True)
         if process.returncode:
             say("".join(last))
             raise Lack(
-                f"`pip {' '.join(arguments[:2])} …` failed, its last lines above say why "
+                f"`{' '.join(command)[:90]} …` failed, its last lines above say why "
                 "(network, proxy, disk?): mend that and run this again, it goes on from here."
             )
 
 
-def make(environment, index, chosen):
+def make(environment, torch, index, chosen):
     """Makes or mends the environment."""
     saved = environment.saved()
     environment.stamp_file.unlink(missing_ok=True)
@@ -232,22 +270,20 @@ def make(environment, index, chosen):
         say("1/3  .venv is there: what it lacks is added")
         mend(environment)
     environment.pip("install", "--upgrade", "-c", "constraints.txt", "pip")
+    torch = torch or saved.get("torch", TORCH)
     index = index or saved.get("index", "")
-    install_torch(environment, index, renew=bool(saved) and saved.get("index", "") != index)
-    say("3/3  the rest: some 180 packages, a few minutes")
-    environment.pip("install", "-c", "constraints.txt", "-e", ".[all]")
-    fresh = stamp(environment.root, environment.version(), index)
+    install_torch(environment, torch, index, renew=bool(saved) and saved["index"] != index)
+    install_rest(environment, torch)
+    fresh = stamp(environment.root, environment.version(), torch, index)
     partial = environment.stamp_file.with_suffix(".partial")
     partial.write_text(json.dumps(fresh))
     partial.replace(environment.stamp_file)
 
 
-def install_torch(environment, index, renew):
+def install_torch(environment, release, index, renew):
     """Torch first and alone: in any other order pip may choose another build of it."""
-    pin = re.search(r"^torch==\S+", (environment.root / "constraints.txt").read_text(), re.M)
-    if pin is None:
-        raise Lack("constraints.txt has no line `torch==…`: get that file again with git.")
-    options = ["-c", "constraints.txt", pin.group()] + (["--index-url", index] if index else [])
+    options = ["-c", "constraints.txt", "torch==" + release]
+    options += ["--index-url", index] if index else []
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         environment.pip(
@@ -259,6 +295,34 @@ def install_torch(environment, index, renew):
     if renew:
         environment.pip("install", "--force-reinstall", "--no-deps", *options)
     environment.pip("install", *options)
+    if sys.platform == "linux":
+        environment.pip("install", "triton==" + TRITON[release.rpartition(".")[0]])
+
+
+def fitting(root, torch):
+    """The file of versions that go with this release of torch."""
+    lock = root / "constraints.txt"
+    if TRITON[torch.rpartition(".")[0]] != "3.6.0":
+        return lock
+    lines = [line for line in lock.read_text().splitlines() if not line.startswith("numpy==")]
+    changed = root / ".cache" / "constraints.txt"
+    changed.write_text("\n".join([*lines, OLD_NUMPY, ""]))
+    return changed
+
+
+def install_rest(environment, torch, find=shutil.which):
+    """Everything but torch and triton, which neither uv nor pip may exchange."""
+    uv = find("uv")
+    say(f"3/3  the rest: some 180 packages, with {'uv' if uv else 'pip, a few minutes'}")
+    rest = ["-c", str(fitting(environment.root, torch)), "-e", ".[all]"]
+    if uv:
+        # The overrides make uv blind to torch and triton: it has no word for "as installed".
+        apart = ["--python", str(environment.python), "--override", "scripts/apart.txt"]
+        try:
+            return environment.run([uv, "pip", "install", "--no-progress", *apart, *rest])
+        except Lack:
+            say("     uv failed, its lines above say why; pip, which has its own settings, tries")
+    return environment.pip("install", "torch==" + torch, *rest)
 
 
 def describe_torch(planned, folder):
@@ -299,7 +363,7 @@ def readable(size):
 
 def mend(environment):
     """Takes away packages that an interrupted pip left incomplete: pip would call them done."""
-    for site in environment.folder.glob("[Ll]ib/**/site-packages"):
+    for site in environment.sites():
         for leftover in site.glob("~*"):
             shutil.rmtree(str(leftover), ignore_errors=True)
         for info in site.glob("*.dist-info"):
@@ -347,7 +411,7 @@ def main():
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int)
     options = parser.parse_args()
-    index = os.environ.get("TORCH_INDEX", "")
+    torch, index = os.environ.get("TORCH", ""), os.environ.get("TORCH_INDEX", "")
     chosen = bool(os.environ.get("PYTHON"))
     better = require_python(sys.version_info, chosen)
     if better:
@@ -356,14 +420,15 @@ def main():
     environment = Environment(ROOT)
     if options.port is not None:
         require_port(options.host, options.port)
-    if environment.ready(index, chosen):
+    if environment.ready(torch, index, chosen):
         return
+    require_torch(torch or TORCH)
     with alone(ROOT):
         require_venv()
         require_disk(ROOT, DISK_GIB if environment.version() is None else 1)
         for note in notes():
             say(f"note: {note}")
-        make(environment, index, chosen)
+        make(environment, torch, index, chosen)
 
 
 if __name__ == "__main__":

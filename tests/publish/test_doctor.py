@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -96,12 +97,27 @@ def test_a_gpu_that_torch_does_not_see_is_said(
 def test_another_version_than_the_tested_one_is_named(tmp_path: Path) -> None:
     numpy = importlib.metadata.version("numpy")
     constraints = tmp_path / "constraints.txt"
-    constraints.write_text(f"numpy=={numpy}\ntorch=={torch.__version__.partition('+')[0]}\n")
+    constraints.write_text(
+        f"# a comment\nnumpy=={numpy} ; python_version >= '3'\n"
+        "numpy==0.0.1 ; python_version < '3'\n"
+        f"torch=={torch.__version__.partition('+')[0]}\n"
+    )
     assert named("versions", tmp_path).fine  # a build after "+" is a choice, not a version
     constraints.write_text("numpy==0.0.1\nno-such-package==1.0\n")
     found = named("versions", tmp_path)
     assert not found.fine
-    assert found.text == f"numpy {numpy} (tested: 0.0.1)"
+    assert found.text == f"numpy {numpy} (tested: ==0.0.1)"
+
+
+def test_the_corners_that_were_run_are_told_with_how_they_ended(tmp_path: Path) -> None:
+    run = {"python": "3.14", "torch": "2.15.0", "date": "2026-11-24", "make check": "FAILED"}
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "corners.json").write_text(
+        json.dumps({"newest": run | {"chapters": "passed"}})
+    )
+    assert named("also run on", tmp_path).text == (
+        "Python 3.14 with torch 2.15.0 (2026-11-24: make check FAILED, chapters passed)"
+    )
 
 
 def test_without_a_checkout_there_are_no_tested_versions(tmp_path: Path) -> None:

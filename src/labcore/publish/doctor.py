@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
-import re
 import shutil
 import sys
 import sysconfig
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from packaging.requirements import Requirement
 
 from labcore import claims, device, records
 from labcore.publish import sandbox
@@ -59,14 +60,15 @@ def examine(root: Path) -> list[Finding]:
         _tools,
         _sandbox,
         lambda: _versions(root / "constraints.txt"),
+        lambda: _corners(root / "scripts" / "corners.json"),
         _data,
     )
     return [finding for look in looks for finding in look()]
 
 
 def _python() -> Iterator[Finding]:
-    fine = (3, 11) <= sys.version_info[:2] <= (3, 12)
-    mend = None if fine else "install Python 3.11 or 3.12 and run `make course PYTHON=<its path>`"
+    fine = (3, 11) <= sys.version_info[:2] <= (3, 14)
+    mend = None if fine else "install Python 3.11 to 3.14 and run `make course PYTHON=<its path>`"
     yield Finding(
         name="Python",
         text=f"{platform.python_version()} on {platform.system()}",
@@ -204,23 +206,35 @@ def _versions(constraints: Path) -> Iterator[Finding]:
     """Installed versions against the tested ones; a build after "+" is the reader's choice."""
     if not constraints.is_file():
         return
-    pins = re.findall(
-        r"^([\w.-]+)==([^\s;#]+)", constraints.read_text(encoding="utf-8"), re.MULTILINE
-    )
+    lines = constraints.read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    here = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
     apart = []
-    for name, wanted in pins:
+    for pin in here:
         try:
-            found = importlib.metadata.version(name)
+            found = importlib.metadata.version(pin.name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if found.partition("+")[0] != wanted.partition("+")[0]:
-            apart.append(f"{name} {found} (tested: {wanted})")
+        if found.partition("+")[0] not in pin.specifier:
+            apart.append(f"{pin.name} {found} (tested: {pin.specifier})")
     yield Finding(
         name="versions",
-        text=", ".join(apart) or f"those of constraints.txt ({len(pins)} packages)",
+        text=", ".join(apart) or f"those of constraints.txt ({len(here)} packages)",
         fine=not apart,
         mend=SET_UP if apart else None,
     )
+
+
+def _corners(runs: Path) -> Iterator[Finding]:
+    """The other Pythons and releases of torch that `make matrix` ran, and how each run ended."""
+    if not runs.is_file():
+        return
+    told = [
+        f"Python {run['python']} with torch {run['torch']} "
+        f"({run['date']}: make check {run['make check']}, chapters {run['chapters']})"
+        for run in json.loads(runs.read_text(encoding="utf-8")).values()
+    ]
+    yield Finding(name="also run on", text="; ".join(told))
 
 
 def _data() -> Iterator[Finding]:
