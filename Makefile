@@ -78,7 +78,7 @@ server: .venv-triton  ## NVIDIA's Triton Inference Server with the shipped model
 lock: setup  ## constraints.txt from pyproject.toml; LOCK=--upgrade takes today's versions
 	@$(BIN)/python scripts/lock.py $(LOCK)
 
-matrix: setup  ## `make check` and two chapters on CORNER=<oldest, newest or gpu>, each with its own Python and torch
+matrix: setup  ## `make check` and two chapters on CORNER=<oldest, newest, gpu or colab>, each with its own Python and torch
 	@$(BIN)/python scripts/matrix.py $(CORNER)
 
 test-installed: setup  ## builds the wheel, installs it elsewhere, runs a chapter from it

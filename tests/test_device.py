@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +84,28 @@ def test_without_triton_a_sentence_says_why(monkeypatch, platform, words):
     with pytest.raises(ValueError, match="use backend='torch'"):
         device.choose_backend("triton", torch.ones(2), op="f")
     assert device.choose_backend("auto", torch.ones(2), op="f") == "torch"
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("capability", "form", "words"),
+    [((7, 5), "torch", "torch form"), ((8, 0), "triton", "run on the GPU")],
+    ids=["T4", "A100"],
+)
+def test_auto_and_the_badge_agree_on_a_gpu(monkeypatch, capability, form, words):
+    monkeypatch.setattr(device, "gpu_visible", lambda: True)
+    monkeypatch.setattr(device, "interpreting", lambda: False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "a GPU")
+    machine = device.Hardware(kind="gpu", name="a GPU", cores=2, memory_gib=15.0)
+    monkeypatch.setattr(device, "hardware", lambda: machine)
+    tensor = SimpleNamespace(device=torch.device("cuda", 0))
+    assert device.choose_backend("auto", tensor, op="f") == form
+    assert words in device.badge()
+    if form == "torch":
+        with pytest.raises(ValueError, match="from sm_80 on or AMD CDNA, got a GPU"):
+            device.choose_backend("triton", tensor, op="f")
 
 
 def test_badge_names_the_machine_and_torch():

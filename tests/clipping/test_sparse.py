@@ -60,11 +60,6 @@ def test_a_sparse_gradient_is_clipped_as_the_dense_one_it_stands_for(clip, seed:
     torch.optim.SGD(sparse, lr=0.1).step()
 
 
-def test_torch_has_no_foreach_norm_of_sparse_gradients(seed: int) -> None:
-    with pytest.raises(NotImplementedError):
-        torch.nn.utils.clip_grad_norm_(embedded(True, seed), 1.0, foreach=True)
-
-
 def test_policies_see_sparse_values(seed: int) -> None:
     params = embedded(True, seed)
     assert params[0].grad is not None

@@ -77,7 +77,7 @@ def test_without_an_address_none_is_invented(checkout: Path) -> None:
         own = setup_cell(text) if name.endswith(".ipynb") else text
         for word in ("github.com/", "colab.research", "mybinder", "github.io"):
             assert word not in own, f"{name} names {word}"
-    assert "set REPOSITORY above" in contents(checkout)["more.ipynb"]
+    assert "REPOSITORY needs" in contents(checkout)["more.ipynb"]
 
 
 def test_an_address_is_written_everywhere_and_taken_away_again(checkout: Path) -> None:
@@ -172,19 +172,6 @@ def test_a_configuration_without_the_line_says_what_to_add(checkout: Path) -> No
     (checkout / "_config.yml").write_text("title: x\n", "utf-8")
     with pytest.raises(ValueError, match="`url:` under `repository:`"):
         address.write(checkout, GITHUB)
-
-
-def test_the_first_cell_installs_only_where_labcore_is_missing() -> None:
-    code = address.first_cell("")
-    assert len(code.splitlines()) <= 20
-    with_labcore = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert with_labcore.returncode == 0, with_labcore.stderr
-    assert "torch" in with_labcore.stdout
-    hidden = "import sys; sys.modules['labcore'] = None\nimport importlib.util\n"
-    hidden += "importlib.util.find_spec = lambda name: None\n"
-    without = subprocess.run([sys.executable, "-c", hidden + code], capture_output=True, text=True)
-    assert without.returncode == 1
-    assert "set REPOSITORY above to the course's git address" in without.stderr
 
 
 def test_the_command_shows_sets_and_refuses(checkout: Path) -> None:

@@ -109,6 +109,16 @@ def test_another_version_than_the_tested_one_is_named(tmp_path: Path) -> None:
     assert found.text == f"numpy {numpy} (tested: ==0.0.1)"
 
 
+def test_a_hosted_machine_without_jupyterlab_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "jupyterlab" else real(name)
+    )
+    monkeypatch.setattr(doctor, "LAB_EXTENSIONS", ("no-such-extension",))
+    found = named("notebooks")
+    assert found.fine and "not JupyterLab" in found.text
+
+
 def test_the_corners_that_were_run_are_told_with_how_they_ended(tmp_path: Path) -> None:
     run = {"python": "3.14", "torch": "2.15.0", "date": "2026-11-24", "make check": "FAILED"}
     (tmp_path / "scripts").mkdir()

@@ -42,27 +42,34 @@ CITATION_LINE = re.compile(r"^repository-code:.*\n", re.MULTILINE)
 BINDER_LINE = re.compile(r"^# Binder:.*\n", re.MULTILINE)
 
 
-def first_cell(address: str) -> str:
-    """The first code cell of each notebook, for this address ("" while there is none)."""
-    return f'''{SETUP_LINE}
-import importlib.util
+# pip keeps the torch and the triton that it finds: a notebook's kernel may have them loaded, and a
+# hosted machine has the builds for its GPU. Without a terminal git fails where it would ask for a
+# password. A notebook shows what _render_traceback_ gives, one sentence, and stops there.
+_CELL = """
 import subprocess
 import sys
+from importlib.metadata import version
+from importlib.util import find_spec
 
 REPOSITORY = "{address}"  # `python -m labcore address <URL>` writes it
-if importlib.util.find_spec("labcore") is None:
-    if not REPOSITORY:
-        raise RuntimeError("labcore is missing; set REPOSITORY above to the course's git address")
-    package = f"labcore[labs] @ git+{{REPOSITORY}}"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", package], check=True)
-if "google.colab" in sys.modules:
-    from google.colab import output
-
-    output.enable_custom_widget_manager()
+if find_spec("labcore") is None:
+    kept = [f"{name}=={version(name)}" for name in ("torch", "triton") if find_spec(name)]
+    pip = [sys.executable, "-mpip", "install", "-q", *kept, f"labcore[labs] @ git+{REPOSITORY}"]
+    done = subprocess.run(pip, capture_output=True, text=True, start_new_session=True)
+    said = [s for s in done.stderr.splitlines() if "ERROR: " in s or "fatal: " in s]
+    why = (said or [done.stderr])[0].strip() if REPOSITORY else "REPOSITORY needs the course's URL"
+    if done.returncode:
+        text = f"labcore is missing ({why}): mend that and run the cell again, or use `make course`"
+        raise type("Stop", (RuntimeError,), {"_render_traceback_": lambda e: [*e.args]})(text)
 
 from labcore import device
 
-print(device.badge())'''
+print(device.badge())"""
+
+
+def first_cell(address: str) -> str:
+    """The first code cell of each notebook, for this address ("" while there is none)."""
+    return SETUP_LINE + _CELL.replace("{address}", address)
 
 
 def is_first_cell(text: str) -> bool:

@@ -26,7 +26,7 @@ GIB = 1024**3
 MEMORY_GIB = 4.0
 DISK_GIB = 1.0
 SET_UP = "run `make course` (or: pip install -c constraints.txt -e '.[all]')"
-NOTEBOOK_PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "anywidget", "plotly")
+NOTEBOOK_PACKAGES = ("ipykernel", "ipywidgets", "anywidget", "plotly")
 LAB_EXTENSIONS = ("@jupyter-widgets/jupyterlab-manager", "anywidget")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
@@ -159,14 +159,20 @@ def _machine(root: Path) -> Iterator[Finding]:
 def _notebooks() -> Iterator[Finding]:
     missing = [name for name in NOTEBOOK_PACKAGES if importlib.util.find_spec(name) is None]
     folders = [Path(sys.prefix, "share", "jupyter", "labextensions", x) for x in LAB_EXTENSIONS]
+    lab = importlib.util.find_spec("jupyterlab") is not None
     missing += [
-        f"JupyterLab's part of {f.name}" for f in folders if not (f / "package.json").is_file()
+        f"JupyterLab's part of {f.name}"
+        for f in folders
+        if lab and not (f / "package.json").is_file()
     ]
+    there = "live widgets and figures are there" + (
+        "" if lab else ", for a page that is not JupyterLab"
+    )
     yield Finding(
         name="notebooks",
-        text=f"missing: {', '.join(missing)}" if missing else "live widgets and figures are there",
+        text=f"missing: {', '.join(missing)}" if missing else there,
         fine=not missing,
-        mend=SET_UP if missing else None,
+        mend=SET_UP if missing or not lab else None,
     )
 
 

@@ -8,7 +8,7 @@ except ImportError as missing:  # pragma: no cover - needs an environment withou
         f"labcore.ui needs {missing.name}; install the notebook extra: pip install 'labcore[labs]'"
     ) from missing
 
-from labcore.ui import theme
+from labcore.ui import hosts, theme
 from labcore.ui.controls import Choice, Control, IntSlider, LogSlider, Slider, Toggle
 from labcore.ui.explorer import Explorer, describe, explore
 from labcore.ui.prediction import Prediction, Reveal, predict
@@ -40,3 +40,4 @@ __all__ = [
 ]
 
 theme.install()
+hosts.enable_widgets()

@@ -12,6 +12,7 @@ from labcore import device
 from labcore.checks import one_of
 from labcore.ui import twin
 from labcore.ui.controls import Control
+from labcore.ui.hosts import Displayed, view
 from labcore.ui.live import LiveView
 
 __all__ = ["Explorer", "describe", "explore"]
@@ -55,7 +56,7 @@ def _alt(alt: Any) -> str:
     return " ".join(alt.split())
 
 
-class Explorer:
+class Explorer(Displayed):
     """What `explore` returns; display it by ending a cell with it."""
 
     def __init__(
@@ -133,5 +134,4 @@ class Explorer:
     def _repr_mimebundle_(self, **_wanted: Any) -> dict[str, Any]:
         if self._payload is not None:
             return {twin.MIME: self._payload, "text/plain": self.alt}
-        bundle = dict(self.live.box._repr_mimebundle_() or {})
-        return {**bundle, "text/plain": self.alt}
+        return view(self.live.box, self.alt)

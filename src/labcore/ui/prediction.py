@@ -9,6 +9,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from labcore import device
+from labcore.ui.hosts import Displayed, view
 
 __all__ = ["Prediction", "Reveal", "predict"]
 
@@ -22,7 +23,7 @@ def predict(question: str, *, unit: str = "") -> Prediction:
     return Prediction(question, unit=unit)
 
 
-class Prediction:
+class Prediction(Displayed):
     """A question with the reader's guess; guess is None until one is entered."""
 
     def __init__(self, question: str, *, unit: str = "") -> None:
@@ -68,7 +69,7 @@ class Prediction:
                 f"{html.escape(self.question + unit)}</div>",
                 "text/plain": plain,
             }
-        return {**(self.live.box._repr_mimebundle_() or {}), "text/plain": plain}
+        return view(self.live.box, plain)
 
 
 class _Form:
@@ -104,7 +105,7 @@ class _Form:
         self.answer.value = f"Kept: {html.escape(kept)}. Go on to the measurement."
 
 
-class Reveal:
+class Reveal(Displayed):
     """The measurement, with the guess where there is one."""
 
     def __init__(
@@ -169,4 +170,4 @@ class Reveal:
             return {"text/html": self.markup(), "text/plain": self.sentence()}
         if self._live is None:
             self._live = widgets.HTML(self.markup())
-        return {**(self._live._repr_mimebundle_() or {}), "text/plain": self.sentence()}
+        return view(self._live, self.sentence())
