@@ -33,6 +33,7 @@ LONG_MARKS = "not browser and not compile and not book"
 GATES = {
     "lint": ("ruff", "check", "."),
     "format": ("ruff", "format", "--check", "."),
+    "spelling": ("codespell",),
     "types": ("mypy",),
     "imports": ("lint-imports",),
 }

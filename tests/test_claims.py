@@ -223,4 +223,4 @@ def test_the_shipped_verdicts_are_what_the_records_say():
 def test_an_unknown_claim_names_the_nearest(monkeypatch):
     monkeypatch.setattr(claims, "load", lambda: {"lion.memory": make_claim()})
     with pytest.raises(ValueError, match=r"did you mean 'lion\.memory'"):
-        claims.claim("lion.memmory")
+        claims.claim("lion.memmory")  # codespell:ignore

@@ -27,7 +27,9 @@ def result(gates: ModuleType, name: str, passed: bool = True, line: str = CLOSIN
     return gates.Result(name=name, passed=passed, seconds=1.0, line=line)
 
 
-@pytest.mark.parametrize("failing", [None, "lint", "format", "types", "imports", "tests"])
+@pytest.mark.parametrize(
+    "failing", [None, "lint", "format", "spelling", "types", "imports", "tests"]
+)
 @pytest.mark.parametrize("which", ["all", "quick"])
 def test_each_gate_can_fail_the_whole(
     gates: ModuleType, failing: str | None, which: str, capsys: pytest.CaptureFixture[str]
@@ -40,7 +42,7 @@ def test_each_gate_can_fail_the_whole(
 
     code = gates.main(which, runner)
     lines = capsys.readouterr().out.rstrip().splitlines()
-    assert ran == ["lint", "format", "types", "imports", "tests"]
+    assert ran == ["lint", "format", "spelling", "types", "imports", "tests"]
     assert code == (failing is not None)
     assert lines[-1] == CLOSING
     assert sum(line.startswith("FAILED") for line in lines) == (failing is not None)

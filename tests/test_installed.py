@@ -12,10 +12,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from labcore.publish import leaks
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "labcore"
@@ -63,13 +66,17 @@ def in_folder(command: list[str], folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """labcore's wheel, built from this checkout."""
-    folder = tmp_path_factory.mktemp("wheel")
-    in_folder(
-        [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)], folder
-    )
-    (built,) = folder.glob("labcore-*.whl")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a release publishes: the sources, and the wheel that is built from them."""
+    folder = tmp_path_factory.mktemp("dist")
+    in_folder([sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)], folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    """labcore's wheel."""
+    (built,) = dist.glob("labcore-*.whl")
     return built
 
 
@@ -105,6 +112,30 @@ def test_the_licences_are_in_the_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {Path(name).name for name in archive.namelist() if ".dist-info/licenses/" in name}
     assert {"LICENSE", "THIRD_PARTY.md"} <= names
+
+
+def test_the_sources_that_anybody_can_download_hold_the_package_alone(dist: Path) -> None:
+    """A checkout has hidden tests besides, and whatever git does not know."""
+    (archive,) = dist.glob("labcore-*.tar.gz")
+    with tarfile.open(archive) as opened:
+        files = {
+            member.name.partition("/")[2]: content.read()
+            for member in opened
+            if (content := opened.extractfile(member)) is not None
+        }
+    package = {name for name in files if name.startswith("src/labcore/")}
+    assert files.keys() - package == {
+        *("LICENSE", "README.md", "THIRD_PARTY.md", "pyproject.toml"),
+        *(".gitignore", "PKG-INFO"),
+    }
+    secrets = leaks.read_secrets(ROOT)
+    assert secrets.hidden
+    leaked = [
+        f"{name}: {line}"
+        for name, text in files.items()
+        for line in leaks.found(text, secrets, open_source=name in package)
+    ]
+    assert leaked == []
 
 
 def test_without_the_wheel_the_fresh_environment_has_no_labcore(

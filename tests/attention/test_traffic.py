@@ -263,4 +263,4 @@ def test_unknown_words_are_refused() -> None:
     with pytest.raises(ValueError, match="direction must be one of"):
         traffic.flops(shape, "sideways")
     with pytest.raises(ValueError, match="form must be one of 'naive', 'flash', got 'flahs'"):
-        roofline(shape, GPUS["H100"], "flahs")
+        roofline(shape, GPUS["H100"], "flahs")  # codespell:ignore

@@ -15,6 +15,7 @@ from pybtex.database import parse_string
 from labcore.publish.address import SETUP_LINE
 from labcore.publish.chapter import parse_metadata
 from labcore.publish.teaching import words
+from tests.book.outputs import output_problems
 
 CELL_LINES = 20
 WORDS = (1500, 3500)
@@ -83,11 +84,7 @@ def _cell_problems(cells: list[dict[str, Any]]) -> list[str]:
                 f"{where} shows the answers above the questions: tag it hide-input, and set "
                 "jupyter.source_hidden"
             )
-        kept = "# NBVAL_CHECK_OUTPUT" in _text(cell)
-        if not kept and (cell.get("outputs") or cell.get("execution_count") is not None):
-            problems.append(f"{where} has outputs or an execution count; strip them")
-        if kept and not cell.get("outputs"):
-            problems.append(f"{where} is marked NBVAL_CHECK_OUTPUT and has no output to compare")
+        problems += [f"{where} {problem}" for problem in output_problems(cell)]
     ids = [cell.get("id") for cell in cells]
     return problems + ([] if len(set(ids)) == len(ids) else ["two cells share an id"])
 

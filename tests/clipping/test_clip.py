@@ -186,7 +186,7 @@ def test_what_is_no_parameter_and_misspelt_choices_are_refused() -> None:
         with pytest.raises(TypeError, match=r"named_parameters\(\)"):
             clip_by_global_norm(wrong, 1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="did you mean 'skip'"):
-        clip_by_global_norm([], 1.0, nonfinite="skipp")
+        clip_by_global_norm([], 1.0, nonfinite="skipp")  # codespell:ignore
     with pytest.raises(ValueError, match="by must be one of"):
         clip_by_local_norm([], 1.0, by="module")
     with pytest.raises(ValueError, match="named_parameters"):

@@ -256,7 +256,7 @@ def test_the_global_norm_starves_healthy_layers_and_the_local_one_does_not(seed:
         (lambda: study.loud_layer("head.", math.inf), "factor must be"),
         (lambda: brief("conv", spoil=study.loud_layer("layers.9.")), "no parameter's name begins"),
         (lambda: brief("RNN", optimizer="Adam"), "optimizer must be one of"),
-        (lambda: study.method("locall", "RNN"), "method must be one of"),
+        (lambda: study.method("locall", "RNN"), "method must be one of"),  # codespell:ignore
         (lambda: study.method("global", "cnn"), "network must be one of"),
         (lambda: study.bad_batch("cnn", "none", "SGD", 0), "network must be one of"),
         (lambda: study.comparable("AutoClip", effects.snapshot("conv"), 1.0), "name must be one"),

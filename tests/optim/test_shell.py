@@ -31,7 +31,7 @@ BAD_SETTINGS = [
     ({"betas": (0.9, 1.0)}, r"betas\[1\] must be .*below 1, got 1.0"),
     ({"betas": (0.9,)}, "betas must be two numbers"),
     ({"weight_decay": -1.0}, "weight_decay must be"),
-    ({"nonfinite": "skipp"}, "nonfinite must be one of .*did you mean 'skip'"),
+    ({"nonfinite": "skipp"}, "nonfinite must be one of .*did you mean 'skip'"),  # codespell:ignore
     ({"state_dtype": torch.int8}, "state_dtype must be one of"),
     ({"foreach": True, "fused": True}, "two paths, got both"),
     ({"master_weights": True, "stochastic_rounding": True}, "got both; choose one"),

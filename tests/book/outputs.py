@@ -1,0 +1,38 @@
+"""No notebook is committed with outputs, except below `# NBVAL_CHECK_OUTPUT`, which compares them.
+
+It needs Python alone: pre-commit runs it as a program, and the gate on chapters imports it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def output_problems(cell: dict[str, Any]) -> list[str]:
+    """What is wrong with the outputs of one code cell."""
+    kept = "# NBVAL_CHECK_OUTPUT" in "".join(cell["source"])
+    if not kept and (cell.get("outputs") or cell.get("execution_count") is not None):
+        return ["has outputs or an execution count; strip them"]
+    if kept and not cell.get("outputs"):
+        return ["is marked NBVAL_CHECK_OUTPUT and has no output to compare"]
+    return []
+
+
+def main(paths: list[str]) -> int:
+    """Prints a line for each cell that breaks the rule; returns 1 if there is one, else 0."""
+    lines = [
+        f"{path}: cell {number} {problem}"
+        for path in paths
+        for number, cell in enumerate(json.loads(Path(path).read_text("utf-8"))["cells"], 1)
+        if cell["cell_type"] == "code"
+        for problem in output_problems(cell)
+    ]
+    print(*lines, sep="\n", end="\n" if lines else "")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
