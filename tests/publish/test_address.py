@@ -89,6 +89,7 @@ def test_an_address_is_written_everywhere_and_taken_away_again(checkout: Path) -
     assert address.check(checkout) == []
     assert f"git clone {GITHUB} course" in after["README.md"]
     assert "https://someone.github.io/some-course/" in after["README.md"]
+    assert "https://codespaces.new/someone/some-course)" in after["README.md"]
     assert f'repository-code: "{GITHUB}"' in after["CITATION.cff"]
     assert "https://mybinder.org/v2/gh/someone/some-course/" in after["environment.yml"]
     for name in after:

@@ -126,7 +126,8 @@ def _readme_block(kind: str, address: str) -> str:
     return (
         f"[Read the book]({pages_address(address)}) · "
         f"[open a chapter in Colab](https://colab.research.google.com/github/{slug}) · "
-        f"[start it on Binder]({_binder(address)})\n"
+        f"[start it on Binder]({_binder(address)}) · "
+        f"[open it in a codespace](https://codespaces.new/{slug})\n"
     )
 
 
