@@ -21,6 +21,7 @@ from labcore.ui import (
     show_source,
     theme,
 )  # fmt: skip
+from labcore.ui.figure_widget import WholeFigure
 
 
 def waves(lr, n=2, kind="line", grid=True):
@@ -238,7 +239,7 @@ def test_the_page_hears_of_a_figure_with_its_traces(monkeypatch):
     monkeypatch.setattr(
         widgets.widget.comm, "create_comm", lambda **told: opened.append(told) or create(**told)
     )
-    figure = live.WholeFigure(waves(0.1, n=3))
+    figure = WholeFigure(waves(0.1, n=3))
     states = [told["data"]["state"] for told in opened]
     assert [len(s["_widget_data"]) for s in states if "_widget_data" in s] == [3]
     assert figure.comm is not None

@@ -15,6 +15,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from labcore.ui.controls import Choice, Control, IntSlider, LogSlider, Slider, Toggle
+from labcore.ui.figure_widget import WholeFigure
 
 __all__ = ["LiveView", "update_in_place"]
 
@@ -102,26 +103,6 @@ def update_in_place(shown: go.FigureWidget, last: go.Figure, fresh: go.Figure) -
                     trace[path] = value
         for path, value in _changes(old_layout, new_layout):
             shown.layout[path] = value
-
-
-class WholeFigure(go.FigureWidget):
-    """A FigureWidget that reaches the page with its traces.
-
-    plotly's own is announced empty and sends its traces behind; a busy page that draws it in
-    between shows none, for good.
-    """
-
-    _filled = False
-
-    def __init__(self, figure: go.Figure) -> None:
-        super().__init__(figure)
-        self._filled = True
-        self.open()
-
-    def open(self) -> None:
-        """Announce the widget to the page, once it has its traces."""
-        if self._filled:
-            super().open()
 
 
 class LiveView:
