@@ -122,6 +122,11 @@ def lines_of(root: Path, asked: argparse.Namespace) -> list[str]:
 
 def grade(root: Path, asked: argparse.Namespace) -> int:
     """Grades a class; exit code 2, and nothing is run, where there is no sandbox for it."""
+    if sys.platform != "linux":
+        raise RuntimeError(
+            f"grading needs Linux, for its sandbox, limits and locks, got {sys.platform}; use WSL "
+            "on Windows, a container or a virtual machine on macOS"
+        )
     from labcore.publish import grading, tables, variants
     from labcore.publish.labs import source_paths
 

@@ -7,7 +7,6 @@ import functools
 import io
 import linecache
 import os
-import resource
 import selectors
 import signal
 import struct
@@ -98,10 +97,8 @@ def play(fn: Callable[..., Any], cases: Sequence[Mapping[str, Any]], *, timeout_
     """
     if _player is not None:
         return _player(fn, cases, timeout_s)
-    try:
-        from labcore.processes import Worker, WorkerError
-    except ImportError:
-        return _unavailable("labcore.processes needs Linux or macOS; on Windows use WSL")
+    from labcore.processes import Worker, WorkerError
+
     if hasattr(fn, "cache_parameters"):  # Python 3.14 sends such a function by its name alone
         return Played(kind="error", problem=WRAPPED)
     global _worker
@@ -163,6 +160,8 @@ def _answer_and_leave(
     fn: Callable[..., Any], cases: Sequence[Mapping[str, Any]], theirs: int
 ) -> NoReturn:
     """The forked process: one answer, and an end that runs nothing of its parent's."""
+    import resource
+
     from labcore.processes import wire
 
     try:

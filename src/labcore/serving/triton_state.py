@@ -6,7 +6,6 @@ told from a server that runs, and a process that got the same number later is no
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -45,7 +44,7 @@ class Claim:
         self.folder = folder
         self._file = (folder / LOCK).open("a+")  # "a": what stands in it is another's until then
         until = time.monotonic() + WAIT_S
-        while not _locked(self._file.fileno(), fcntl.LOCK_EX):
+        while not _locked(self._file.fileno(), alone=True):
             if time.monotonic() > until:
                 self._file.close()
                 pid = (running(folder) or {}).get("pid") or "unknown"  # 0 of one that starts
@@ -80,7 +79,7 @@ def running(folder: Path) -> dict[str, Any] | None:
     """
     try:
         with (folder / LOCK).open() as file:
-            if _locked(file.fileno(), fcntl.LOCK_SH):
+            if _locked(file.fileno(), alone=False):
                 return None
             pid = int(file.read() or 0)
     except (FileNotFoundError, ValueError):
@@ -132,9 +131,11 @@ def with_free_ports(asked: Addresses) -> Addresses:
     return Addresses(host=asked.host, **found)
 
 
-def _locked(file: int, kind: int) -> bool:
+def _locked(file: int, *, alone: bool) -> bool:
+    import fcntl  # not on Windows, where no server runs
+
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
