@@ -34,7 +34,7 @@ GATES = {
     "lint": ("ruff", "check", "."),
     "format": ("ruff", "format", "--check", "."),
     "spelling": ("codespell",),
-    "types": ("mypy",),
+    "types": ("mypy", "--platform=linux"),  # wherever it runs: Windows has no os.fork
     "imports": ("lint-imports",),
 }
 
@@ -60,7 +60,7 @@ def run(name: str, command: list[str], environment: dict[str, str]) -> Result:
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
         errors="replace",
     ) as process:
         for line in process.stdout or ():
@@ -101,6 +101,7 @@ def pytest_command(which: str) -> list[str]:
 def main(which: str, runner: Callable[..., Result] = run) -> int:
     """Runs the gates and prints the summary. Returns the exit code."""
     environment = os.environ | {"LABCORE_STRICT_CLAIMS": "1", "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONUTF8"] = "1"  # Windows would write and read in another encoding.
     # Two threads of one process on a machine of two cores only wait for each other.
     environment.setdefault("OMP_NUM_THREADS", "1")
     results = [
@@ -122,4 +123,5 @@ def main(which: str, runner: Callable[..., Result] = run) -> int:
 if __name__ == "__main__":
     if sys.argv[1:] not in (["all"], ["quick"]):
         sys.exit("usage: python scripts/gates.py all|quick")
+    sys.stdout.reconfigure(encoding="utf-8")
     sys.exit(main(sys.argv[1]))

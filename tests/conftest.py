@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,46 @@ pytest_plugins = ["tests.book_fixtures"]
 # A shell that runs the tests in its background has them, and all that they start, ignore SIGINT.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# On other systems these folders and files are skipped, before anything in them is imported.
+NEEDS_LINUX = {
+    "grading and the tools around it need Linux": ("labs",),
+    "an engine in a process of its own is tested on Linux": (
+        *("serving/test_ipc.py", "serving/test_kubernetes_guide.py", "serving/test_process.py"),
+        *("serving/test_triton_model.py", "serving/test_triton_program.py"),
+        *("serving/test_triton_requests.py", "serving/test_triton_server.py"),
+        *("serving/test_triton_state.py", "serving/test_triton_supervised.py"),
+        "serving/test_triton_environment.py",
+    ),
+    "children of the fork server need Linux": ("processes/test_run.py", "processes/test_worker.py"),
+    "signals of a terminal are tested on Linux": ("publish/test_server.py",),
+    "it takes from Linux what other systems lack": ("test_other_systems.py",),
+}
+
+
+class Skipped(pytest.Module):
+    """A file of tests that need Linux, somewhere else."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        pytest.skip(why_not(self.path), allow_module_level=True)
+
+
+def why_not(path: Path) -> str:
+    """Why the tests in a file need Linux; "" where they run everywhere."""
+    place = Path(path).relative_to(Path(__file__).parent).as_posix()
+    found = (
+        why
+        for why, names in NEEDS_LINUX.items()
+        if any(place == name or place.startswith(f"{name}/") for name in names)
+    )
+    return next(found, "")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> Skipped | None:
+    """Skips on other systems than Linux what needs it."""
+    if sys.platform == "linux" or not why_not(module_path):
+        return None
+    return Skipped.from_parent(parent, path=module_path)
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.conftest import NEEDS_LINUX
+
 # Their kernels are Triton's: labcore asks for them only where Triton is.
 KERNELS = {
     *("labcore.attention.backward", "labcore.attention.decode", "labcore.attention.forward"),
@@ -132,3 +134,19 @@ def test_without_what_windows_lacks_labcore_imports_and_a_lab_is_checked(tmp_pat
         assert code == 1 and "grading needs Linux" in said and "\n" not in said.strip()
     code, said = told["server"]
     assert code == 1 and said.strip()
+
+
+def test_tests_that_need_linux_are_skipped_elsewhere_with_a_reason() -> None:
+    here = Path(__file__).parent
+    for name in (name for names in NEEDS_LINUX.values() for name in names):
+        assert (here / name).exists(), name
+    some = [str(here / name) for name in ("labs/test_sandbox.py", "processes/test_run.py")]
+    code = (
+        "import sys, pytest, torch; sys.platform = 'darwin'; "
+        "pytest.main(['-q', '-rs', '-p', 'no:cacheprovider', *sys.argv[1:]])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *some], cwd=here.parent, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1].startswith("2 skipped"), done.stdout + done.stderr
+    assert done.stdout.count("need Linux") == 2

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from labcore import processes
 from labcore.exercises import (
     CheckFailedError,
     Exercise,
@@ -27,7 +26,7 @@ from labcore.exercises import (
     switch_off_solutions,
 )
 from labcore.exercises.lion import CLINIC, MASKED_STEP
-from labcore.processes import Worker
+from labcore.processes import Worker, worker
 
 
 def halve(x: torch.Tensor, k: float) -> tuple[torch.Tensor, float]:
@@ -325,7 +324,7 @@ def test_where_no_process_can_be_started_one_sentence_says_so(
         raise OSError("no process is left")
 
     monkeypatch.setattr(running, "_worker", None)
-    monkeypatch.setattr(processes, "Worker", none_left)
+    monkeypatch.setattr(worker, "Child", none_left)
     outcome = EXERCISE.check(halve)
     assert outcome.kind == "unavailable" and not outcome.passed
     assert "none can be started here: no process is left" in outcome.message
