@@ -116,7 +116,8 @@ def require_port(host, port):
     except socket.gaierror:
         raise Lack(NO_ADDRESS.format(host)) from None
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if os.name != "nt":  # there it would share a port that is in use
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except PermissionError:
@@ -416,7 +417,7 @@ def main():
     better = require_python(sys.version_info, chosen)
     if better:
         say(f"python3 is {sys.version.split()[0]}: {better} is used")
-        os.execv(better, [better, *sys.argv])
+        sys.exit(subprocess.call([better, *sys.argv]))
     environment = Environment(ROOT)
     if options.port is not None:
         require_port(options.host, options.port)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from packaging.requirements import Requirement
 
@@ -136,7 +137,7 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _machine(root: Path) -> Iterator[Finding]:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    memory = psutil.virtual_memory().total / GIB
     small = memory < MEMORY_GIB
     yield Finding(
         name="memory",
