@@ -14,6 +14,7 @@ from labcore.ui import (
     Question,
     Slider,
     Toggle,
+    describe,
     explore,
     live,
     predict,
@@ -81,6 +82,17 @@ def test_what_the_reader_did_to_the_figure_stays():
     shows(view, lr=0.7)
     assert view.figure.layout.yaxis.range == (0, 0.5)
     assert view.figure.data[1].visible == "legendonly"
+
+
+def test_a_described_figure_moves():
+    def described(lr):
+        return describe(waves(lr), f"Waves, {lr:.1f} high.")
+
+    view = explore(described, alt="Waves.", lr=CONTROLS["lr"]).live
+    view.inputs["lr"].value = 0.5
+    assert view.message.value == ""
+    shows(view, lr=0.5)
+    assert view.figure.layout.meta == {"alt": "Waves, 0.5 high."}
 
 
 def test_one_change_is_one_message(monkeypatch):

@@ -71,7 +71,8 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[s
     """Property paths whose value differs, with the new value; None where it is gone."""
     for key in {**old, **new}:
         before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
+        # meta holds any dictionary: plotly knows no paths in it.
+        if key != "meta" and isinstance(before, dict) and isinstance(after, dict):
             yield from ((f"{key}.{path}", value) for path, value in _changes(before, after))
         elif not _same(before, after):
             yield key, after
