@@ -139,14 +139,19 @@ def run_all(page: Any, address: str, name: str) -> None:
     page.locator(".jp-NotebookPanel:visible .jp-Notebook").click(position={"x": 30, "y": 10})
     prompts = "Array.from(document.querySelectorAll('.jp-CodeCell .jp-InputPrompt'))"
     started = f"() => {prompts}.some(e => /\\[[*\\d]/.test(e.textContent))"
+    done = f"() => {prompts}.every(e => /\\[\\d+\\]/.test(e.textContent))"
+    accept = page.locator(".jp-Dialog .jp-mod-accept")
     for attempt in range(200):
-        if attempt % 10 == 0:  # the menu does nothing while the kernel's session is being made
+        # While the kernel's session is being made, the menu does nothing or asks for a kernel.
+        if accept.is_visible():
+            accept.click()
+        elif attempt % 10 == 0 and not page.evaluate(started):
             page.get_by_role("menuitem", name="Run", exact=True).click()
             page.get_by_text("Run All Cells", exact=True).click()
         page.wait_for_timeout(1000)
-        if page.evaluate(started):
-            break
-    page.wait_for_function(f"() => {prompts}.every(e => /\\[\\d+\\]/.test(e.textContent))")
+        if page.evaluate(done):
+            return
+    page.wait_for_function(done)
 
 
 def slider_of_figure(page: Any) -> Any:
