@@ -267,7 +267,7 @@ def test_products_are_counted_as_torch_counts_them(
 
     heads = cases.like(HEADS, PAIR.target, projection=projection, rank=4)
     monkeypatch.setattr(cases, "trained", lambda: heads)
-    # Attention apart: on a CPU, torch counts it from 2.14 on.
+    # Attention apart: on a CPU, torch 2.15 counts it and 2.13 does not.
     monkeypatch.setattr(cases.traffic, "flops", lambda *_: 0)
     states = cases.states_of_corpus(cases.BATCH, cases.LENGTH, heads.heads)
     for name in cases.WAYS:

@@ -50,7 +50,8 @@ def agrees(shape: LlamaConfig, *, batch: int, length: int, **settings: object) -
     found = {**meter.phases, "peak": meter.peak}
     moments = [*MOMENTS, "peak"]
     if NEW_FSDP and settings.get("zero_stage") == 3 and settings["checkpointing"]:
-        # It gives the last layer's weights back before the backward, which the estimate does not.
+        # Seen on 2.15: it gives the last layer's weights back before the backward, which the
+        # estimate does not.
         moments.remove("forward")
     for moment in moments:
         guess = estimate(shape, batch=batch, length=length, moment=moment, **settings)
