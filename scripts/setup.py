@@ -320,7 +320,9 @@ def install_rest(environment, torch, find=shutil.which):
         # The overrides make uv blind to torch and triton: it has no word for "as installed".
         apart = ["--python", str(environment.python), "--override", "scripts/apart.txt"]
         try:
-            return environment.run([uv, "pip", "install", "--no-progress", *apart, *rest])
+            # Compiled at once, as pip does: a compiler's warnings are no business of the first import.
+            asked = ["--no-progress", "--compile-bytecode"]
+            return environment.run([uv, "pip", "install", *asked, *apart, *rest])
         except Lack:
             say("     uv failed, its lines above say why; pip, which has its own settings, tries")
     return environment.pip("install", "torch==" + torch, *rest)
