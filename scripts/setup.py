@@ -320,7 +320,7 @@ def install_rest(environment, torch, find=shutil.which):
         # The overrides make uv blind to torch and triton: it has no word for "as installed".
         apart = ["--python", str(environment.python), "--override", "scripts/apart.txt"]
         try:
-            # Compiled at once, as pip does: a compiler's warnings are no business of the first import.
+            # Compiled now, as pip does, so that no first import shows the compiler's warnings.
             asked = ["--no-progress", "--compile-bytecode"]
             return environment.run([uv, "pip", "install", *asked, *apart, *rest])
         except Lack:

@@ -26,9 +26,9 @@ CHOICES = [
     {"state_dtype": torch.float16},
     {"capturable": True},
 ]
-# What four steps may differ by. All weights and moments are below 8, where the last place is 2^-21 in
-# float32: a step rounds the decayed weight and the update, and with capturable the decay itself, so
-# two units a step. In the small dtypes a step rounds once, and one unit is the most that was seen.
+# How far four steps may be apart. All weights and moments are below 8, where one unit in the last
+# place is 2^-21 in float32. A step rounds the decayed weight, the update and, with capturable, the
+# decay itself: two units per step. Half precision rounds once per step, and gets one unit.
 ULP = {torch.float32: 2**-18, torch.float16: 2**-8, torch.bfloat16: 2**-5}
 
 
