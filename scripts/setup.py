@@ -38,8 +38,9 @@ WANTED = "Python 3.11, 3.12, 3.13 or 3.14"
 TORCH = "2.13.0"
 # The triton that each release of torch was built with; torch's CPU builds do not ask for it.
 TRITON = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
-# Triton 3.6's interpreter fails with numpy 2.4 and later.
-OLD_NUMPY = "numpy==2.3.5"
+# Where a release of torch needs another version than constraints.txt has: torch before 2.13 asks
+# for setuptools<82, and triton 3.6's interpreter fails with numpy 2.4 and later.
+OLDER = {"2.11": ("numpy==2.3.5", "setuptools==81.0.0"), "2.12": ("setuptools==81.0.0",)}
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = "git make g++ python3-venv python3-dev"
 NO_ADDRESS = "HOST={} is no address of this machine: leave it out, or name one."
@@ -283,7 +284,7 @@ def make(environment, torch, index, chosen):
 
 def install_torch(environment, release, index, renew):
     """Torch first and alone: in any other order pip may choose another build of it."""
-    options = ["-c", "constraints.txt", "torch==" + release]
+    options = ["-c", str(fitting(environment.root, release)), "torch==" + release]
     options += ["--index-url", index] if index else []
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
@@ -303,11 +304,14 @@ def install_torch(environment, release, index, renew):
 def fitting(root, torch):
     """The file of versions that go with this release of torch."""
     lock = root / "constraints.txt"
-    if TRITON[torch.rpartition(".")[0]] != "3.6.0":
+    older = OLDER.get(torch.rpartition(".")[0], ())
+    if not older:
         return lock
-    lines = [line for line in lock.read_text().splitlines() if not line.startswith("numpy==")]
+    pinned = tuple(line.partition("==")[0] + "==" for line in older)
+    lines = [line for line in lock.read_text().splitlines() if not line.startswith(pinned)]
     changed = root / ".cache" / "constraints.txt"
-    changed.write_text("\n".join([*lines, OLD_NUMPY, ""]))
+    changed.parent.mkdir(exist_ok=True)
+    changed.write_text("\n".join([*lines, *older, ""]))
     return changed
 
 
