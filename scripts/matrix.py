@@ -81,8 +81,9 @@ def main() -> int:
     python = options.python or shutil.which(name)
     if python is None:
         sys.exit(f"{name} was not found: install it, or name it with --python=<its path>.")
-    runs = json.loads(RUNS.read_text("utf-8")) if RUNS.exists() else {}
-    runs[options.corner] = result = run(options.corner, python)
+    result = run(options.corner, python)
+    runs = json.loads(RUNS.read_text("utf-8")) if RUNS.exists() else {}  # others may have ended since
+    runs[options.corner] = result
     RUNS.write_text(json.dumps(runs, indent=2, sort_keys=True) + "\n", "utf-8")
     print(options.corner, *(f"{key}: {value}" for key, value in result.items()), sep="\n  ")
     return int("FAILED" in result.values())
