@@ -82,7 +82,8 @@ def main() -> int:
     if python is None:
         sys.exit(f"{name} was not found: install it, or name it with --python=<its path>.")
     result = run(options.corner, python)
-    runs = json.loads(RUNS.read_text("utf-8")) if RUNS.exists() else {}  # others may have ended since
+    # Read only now: another corner may have ended since this one began.
+    runs = json.loads(RUNS.read_text("utf-8")) if RUNS.exists() else {}
     runs[options.corner] = result
     RUNS.write_text(json.dumps(runs, indent=2, sort_keys=True) + "\n", "utf-8")
     print(options.corner, *(f"{key}: {value}" for key, value in result.items()), sep="\n  ")
