@@ -39,7 +39,7 @@ print(json.dumps([failed, [name for name in sys.modules if name.split(".")[0] !=
 
 # Other people's modules come first: they look at the system that they are on.
 WITHOUT = """
-import contextlib, functools, importlib, json, os, platform, signal, socket, subprocess, sys
+import contextlib, functools, importlib, json, os, platform, shutil, signal, socket, subprocess, sys
 
 GONE = {"fcntl", "grp", "pwd", "resource", "termios", "triton"}
 for name in json.load(sys.stdin):
@@ -63,6 +63,7 @@ for module, names in {
         delattr(module, name)
 sys.platform = "win32"
 platform.system = lambda: "Windows"
+shutil._use_fd_functions = False
 """
 
 LOOK = """
