@@ -26,10 +26,11 @@ CHOICES = [
     {"state_dtype": torch.float16},
     {"capturable": True},
 ]
-# How far four steps may be apart. All weights and moments are below 8, where one unit in the last
-# place is 2^-21 in float32. A step rounds the decayed weight, the update and, with capturable, the
-# decay itself: two units per step. Half precision rounds once per step, and gets one unit.
-ULP = {torch.float32: 2**-18, torch.float16: 2**-8, torch.bfloat16: 2**-5}
+# Weights and moments are below 8: one unit in the last place of 4 to 8, in float32 two of them.
+ULP = {torch.float32: 2**-20, torch.float16: 2**-8, torch.bfloat16: 2**-5}
+# With capturable a float32 step rounds the decay, the decayed weight and the update: two units each
+# of four steps.
+CAPTURED = 2**-18
 
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[fused.Launch]:
@@ -63,7 +64,10 @@ def test_fused_is_the_loop(cls, dtype, choice, seed: int, monkeypatch) -> None:
     assert len(seen) >= 4  # the kernels did the work
     # A moment that rounds to its other neighbour moves the weight by lr times the moment's step.
     state = ULP[settings.get("state_dtype", dtype)]
-    assert far(loop, ours, ULP[dtype] + 1e-2 * state) <= (4 if cls is Lion else 0)
+    apart = ULP[dtype] + 1e-2 * state
+    if choice.get("capturable") and dtype == torch.float32:
+        apart = CAPTURED
+    assert far(loop, ours, apart) <= (4 if cls is Lion else 0)
     assert largest_difference(states(one), states(two)) <= max(ULP[dtype], state)
 
 
