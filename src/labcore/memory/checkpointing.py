@@ -10,6 +10,7 @@ Sources: Chen et al., 2016, arXiv 1604.06174; selective: Korthikanti et al., 202
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ class CheckpointedLayers(nn.ModuleList):
     def __iter__(self) -> Iterator[Any]:
         layers = list(self.children())
         every = stretch_length(self.how, len(layers))
-        options: dict[str, Any] = {"context_fn": _selective} if self.how == "selective" else {}
+        options = SELECTIVE if self.how == "selective" else {}
         for first in range(0, len(layers), every):
             run = functools.partial(_run, layers[first : first + every])
             yield functools.partial(checkpoint, run, use_reentrant=False, **options)
@@ -107,6 +108,12 @@ def _policy(_context: object, operation: object, *_: object, **__: object) -> Ch
 
 def _selective() -> Any:
     return create_selective_checkpoint_contexts(_policy)
+
+
+SELECTIVE: dict[str, Any] = {"context_fn": _selective}
+if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+    # torch 2.15 asks for a choice. False is what earlier releases do.
+    SELECTIVE["respect_saved_tensors_hooks"] = False
 
 
 def set_checkpointing(model: nn.Module, how: How) -> None:
