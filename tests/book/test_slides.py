@@ -211,7 +211,6 @@ def test_what_cannot_be_made_says_what_to_do(
 
 
 def test_the_books_cache_is_used_only_while_nothing_changed(tmp_path: Path) -> None:
-    from jupyter_cache import get_cache
     from nbclient import NotebookClient
 
     root = course(tmp_path / "c", "import time\n\nprint(time.time_ns())")
@@ -219,8 +218,8 @@ def test_the_books_cache_is_used_only_while_nothing_changed(tmp_path: Path) -> N
     folder = root / "_build" / ".jupyter_cache"
     ran = NotebookClient(nbformat.read(path, as_version=4), record_timing=False).execute()
     nbformat.write(ran, tmp_path / "ran.ipynb")
-    cache = get_cache(folder)
-    cache.cache_notebook_file(tmp_path / "ran.ipynb", path, check_validity=False)
+    with runs.open_cache(folder) as cache:
+        cache.cache_notebook_file(tmp_path / "ran.ipynb", path, check_validity=False)
     kept = ran.cells[1]["outputs"][0]["text"]
 
     def told() -> str:

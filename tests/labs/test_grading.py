@@ -418,7 +418,7 @@ def test_a_command_that_is_refused_leaves_nothing(
     assert not (root / "new").exists()
     monkeypatch.chdir(folder)  # no checkout
     with pytest.raises(ValueError, match="run this in the course's own folder"):
-        run(["grade", str(folder / "anna"), "--out", "new"], folder)
+        run(["grade", str(folder / "anna"), "--out", "new", "--unsandboxed"], folder)
     assert not (folder / "new").exists()
 
 

@@ -12,6 +12,8 @@ import datetime
 import functools
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ import labcore
 from labcore import device
 from labcore.records import sources
 
-__all__ = ["forget_changed", "remember_run", "run_key", "run_line"]
+__all__ = ["forget_changed", "open_cache", "remember_run", "run_key", "run_line"]
 
 PACKAGE = Path(labcore.__file__).parent
 # Not results: how pages look does not change what a notebook computes.
@@ -71,13 +73,23 @@ def _notebooks(env: BuildEnvironment) -> dict[str, Path]:
     return {name: path for name, path in sorted(paths.items()) if path.suffix == ".ipynb"}
 
 
-def _drop_execution(cache_folder: Path, notebook: Path) -> None:
-    cache = get_cache(cache_folder)
+@contextmanager
+def open_cache(folder: Path) -> Iterator[Any]:
+    """jupyter-cache's executions in a folder; it leaves its database open, this closes it."""
+    cache = get_cache(folder)
     try:
-        record = cache.match_cache_notebook(nbformat.read(notebook, as_version=4))
-    except KeyError:
-        return
-    cache.remove_cache(record.pk)
+        yield cache
+    finally:
+        cache.db.dispose()
+
+
+def _drop_execution(cache_folder: Path, notebook: Path) -> None:
+    with open_cache(cache_folder) as cache:
+        try:
+            record = cache.match_cache_notebook(nbformat.read(notebook, as_version=4))
+        except KeyError:
+            return
+        cache.remove_cache(record.pk)
 
 
 def forget_changed(

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from jupyter_cache import get_cache
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbconvert import SlidesExporter
@@ -84,7 +83,8 @@ def executed(root: Path, path: Path) -> dict[str, Any]:
         memory = json.loads((cache / "labcore.json").read_text(encoding="utf-8"))
         name = path.relative_to(root).with_suffix("").as_posix()
         if memory.get(name, {}).get("key") == runs.run_key(path):
-            return get_cache(cache).merge_match_into_notebook(notebook)[1]
+            with runs.open_cache(cache) as kept:
+                return kept.merge_match_into_notebook(notebook)[1]
     except (OSError, KeyError, ValueError, AttributeError):
         pass  # no cache, or a damaged one: run
     quiet = {"LABCORE_BOOK": "1", "NO_COLOR": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
