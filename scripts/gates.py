@@ -18,10 +18,14 @@ BIN = Path(sys.executable).parent
 CLOSING = re.compile(r"^(=+ )?(\d+ \w+|no tests ran)(, \d+ \w+)* in [0-9.]+s.*$")
 # What `make check` leaves to `make test`: minutes, a browser, kernels for GPUs that are not here.
 LONG_FILES = (
-    *("tests/book", "tests/browser", "tests/labs/test_cluster.py", "tests/labs/test_cycle.py"),
-    *("tests/labs/test_every_lab.py", "tests/labs/test_generated_class.py"),
-    *("tests/labs/test_grading.py", "tests/labs/test_hostile.py", "tests/labs/test_queue.py"),
-    *("tests/labs/test_regrading.py", "tests/labs/test_trial.py"),
+    *("tests/book", "tests/browser", "tests/grading/test_cluster.py", "tests/labs/test_cycle.py"),
+    *("tests/labs/test_every_lab.py", "tests/grading/test_generated_class.py"),
+    *(
+        "tests/grading/test_grading.py",
+        "tests/grading/test_hostile.py",
+        "tests/grading/test_queue.py",
+    ),
+    *("tests/grading/test_regrading.py", "tests/grading/test_judged.py"),
     *("tests/test_chapters.py", "tests/test_installed.py"),
     *("tests/serving/test_soak.py", "tests/serving/test_triton_program.py"),
     *("tests/serving/test_triton_requests.py", "tests/serving/test_triton_server.py"),

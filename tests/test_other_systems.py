@@ -142,7 +142,7 @@ def test_tests_that_need_linux_are_skipped_elsewhere_with_a_reason() -> None:
     here = Path(__file__).parent
     for name in (name for names in NEEDS_LINUX.values() for name in names):
         assert (here / name).exists(), name
-    some = [str(here / name) for name in ("labs/test_sandbox.py", "processes/test_run.py")]
+    some = [str(here / name) for name in ("grading/test_sandbox.py", "processes/test_run.py")]
     code = (
         "import sys, pytest, torch; sys.platform = 'darwin'; "
         "pytest.main(['-q', '-rs', '-p', 'no:cacheprovider', *sys.argv[1:]])"

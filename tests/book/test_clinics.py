@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from labcore.publish import clinics
+from labcore.book import clinics
 from labcore.ui.picture import svg
 from tests.book import html_checks
 from tests.book.mini import mini_book, notebook

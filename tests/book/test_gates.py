@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from labcore.publish.address import first_cell
+from labcore.labs.first_cell import first_cell
 from tests.book import html_checks, source_checks
 from tests.book.mini import METADATA
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from pypdf import PdfReader, PdfWriter
 
-from labcore.publish import doctor, printing
+from labcore.book import printing
+from labcore.course import doctor
 from tests.book import html_checks
 
 TOC = """format: jb-book

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from labcore.publish import labs
-from labcore.publish.lab_source import read_lab
+from labcore.labs import releases
+from labcore.labs.source import read_lab
 from tests.book import html_checks, source_checks
 from tests.book_fixtures import ROOT, Build
 from tests.labs import lab_checks
 
 BOOK = ROOT / "book"
 CHAPTERS = sorted(BOOK.glob("*.ipynb"))
-LABS = {slug: labs.release_path(ROOT, slug) for slug in labs.source_paths(ROOT)}
+LABS = {slug: releases.release_path(ROOT, slug) for slug in releases.source_paths(ROOT)}
 SOURCES = [*sorted(BOOK.rglob("*.md")), *CHAPTERS, *LABS.values()]
 
 
@@ -81,7 +81,7 @@ class TestPages:
     ) -> None:
         page = book_html / "labs" / "release" / slug / f"{slug}.html"
         text = page.read_text(encoding="utf-8")
-        points = sum(read_lab(labs.source_paths(ROOT)[slug]).points.values())
+        points = sum(read_lab(releases.source_paths(ROOT)[slug]).points.values())
         assert f"<span>{points:g} points</span>" in text
         assert "raise</span> <span" in text and "NotImplementedError" in text
         assert "This page ran on" not in text
@@ -90,7 +90,7 @@ class TestPages:
 
     @pytest.mark.parametrize("slug", LABS)
     def test_no_solution_and_no_hidden_test_is_published(self, book_html: Path, slug: str) -> None:
-        assert lab_checks.published(book_html, read_lab(labs.source_paths(ROOT)[slug])) == []
+        assert lab_checks.published(book_html, read_lab(releases.source_paths(ROOT)[slug])) == []
         assert not (book_html / "labs" / "source").exists()
         assert not (book_html / "_sources" / "labs" / "source").exists()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.publish.course_server import TOKEN, Course, make_checkout, notebook, running_course
+from tests.course.course_server import TOKEN, Course, make_checkout, notebook, running_course
 
 pytestmark = pytest.mark.browser
 

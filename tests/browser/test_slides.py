@@ -10,7 +10,7 @@ import nbformat
 import plotly.graph_objects as go
 import pytest
 
-from labcore.publish import slides
+from labcore.book import slides
 from labcore.ui import Choice, Slider, explore
 from tests.book_fixtures import ROOT
 from tests.browser.conftest import DRAWN, wait_for_another

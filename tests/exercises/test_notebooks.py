@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 
 from labcore.exercises import CheckFailedError, Clinic, Exercise, load, slugs
-from labcore.publish.lab_source import read_lab
+from labcore.labs.source import read_lab
 from tests.exercises.notebook import complaints_about, run, solved, source, texts
 
 names_of = functools.cache(solved)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["closure", "describe", "digest", "digest_modules"]
+__all__ = ["closure", "describe", "digest", "digest_modules", "modules"]
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -89,6 +89,11 @@ def closure(path: Path | str) -> tuple[Path, ...]:
     return tuple(sorted(set(found.values())))
 
 
+def modules(path: Path | str) -> list[str]:
+    """The dotted names of `closure(path)`."""
+    return [_module_name(file) for file in closure(path)]
+
+
 def _hash(parts: Iterable[bytes]) -> str:
     total = hashlib.sha256()
     for part in parts:
@@ -122,10 +127,9 @@ def digest_modules(names: Iterable[str]) -> str:
 
 def describe(path: Path | str) -> dict[str, Any]:
     """What a record keeps of its code: hashes of the benchmark file and of labcore, and which."""
-    path = Path(path).resolve()
-    modules = [_module_name(file) for file in closure(path)]
+    names = modules(path)
     return {
-        "benchmark": _hash([_code(path).encode()]),
-        "labcore": digest_modules(modules),
-        "modules": modules,
+        "benchmark": _hash([_code(Path(path)).encode()]),
+        "labcore": digest_modules(names),
+        "modules": names,
     }
