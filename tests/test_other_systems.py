@@ -72,7 +72,7 @@ import torch
 failed = walk()
 
 from labcore import device, parallel, processes, serving
-from labcore.exercises import lion
+from labcore.exercises.topics import lion
 
 def sentence(call):
     try:

@@ -66,7 +66,7 @@ def test_graded_cells_refuse_a_wrong_answer_and_say_nothing_of_the_seed(
         if isinstance(exercise, Exercise):
             (name,) = (
                 n
-                for n, one in vars(import_module(f"labcore.exercises.{slug}")).items()
+                for n, one in vars(import_module(f"labcore.exercises.topics.{slug}")).items()
                 if one is exercise
             )
             function, (cell,) = graded(slug, name)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-from labcore.exercises.lion import CLINIC, DRIFT, MASKED_STEP, STALL, TRANSFER
+from labcore.exercises.topics.lion import CLINIC, DRIFT, MASKED_STEP, STALL, TRANSFER
 from tests.labs import mini
 
 SLUG = "lion"

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from labcore.exercises.lion import STALL
 from labcore.exercises.running import play, play_forked
+from labcore.exercises.topics.lion import STALL
 from labcore.grading.intake.submissions import mend
 from labcore.grading.judged import Judged, run_and_judge
 from labcore.grading.judging import HandedIn, Sandbox, _read

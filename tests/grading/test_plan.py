@@ -19,7 +19,7 @@ def test_the_judge_and_the_exercises_decide(path: Path) -> None:
     names = plan.deciding_modules(path)
     judge = ("judged", "judging", "sandbox", "session", "references")
     decides = {f"labcore.grading.{name}" for name in judge}
-    assert decides | {f"labcore.exercises.{path.stem}"} <= set(names)
+    assert decides | {f"labcore.exercises.topics.{path.stem}"} <= set(names)
     assert [name for name in names if name.split(".")[1:2] in (["ui"], ["book"], ["course"])] == []
 
 
@@ -43,7 +43,7 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("book/assets/twin.css", False),
         ("course/doctor.py", False),
         ("grading/report.py", False),
-        ("exercises/lion/step.py", True),
+        ("exercises/topics/lion/step.py", True),
         ("exercises/core.py", True),
         ("grading/session.py", True),
         ("labs/source.py", True),

@@ -32,7 +32,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory, bubblewrap: None) -> dict[str
     folder = tmp_path_factory.mktemp("class")
     damaged = copy.deepcopy(solution)
     mini.cell(damaged, "imports")["source"] = (
-        f"import labcore.exercises.{SLUG} as lab\nimport no_such"
+        f"import labcore.exercises.topics.{SLUG} as lab\nimport no_such"
     )
     mini.cell(damaged, "student")["source"] = "STUDENT = 17"
     # The broken one is graded first: the others follow all the same.

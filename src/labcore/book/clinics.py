@@ -60,11 +60,13 @@ class Case:
 def clinic(slug: str) -> Clinic:
     """The clinic of a lab. Raises ValueError where there is none."""
     try:
-        found = importlib.import_module(f"labcore.exercises.{slug}").CLINIC
+        found = importlib.import_module(f"labcore.exercises.topics.{slug}").CLINIC
     except (ModuleNotFoundError, AttributeError):
         found = None
     if not isinstance(found, Clinic):
-        raise ValueError(f"labcore.exercises.{slug} has no CLINIC; a lab's last exercise is one")
+        raise ValueError(
+            f"labcore.exercises.topics.{slug} has no CLINIC; a lab's last exercise is one"
+        )
     return found
 
 
@@ -202,7 +204,9 @@ class ClinicCases(SphinxDirective):
 
     def _depend(self, source: Path) -> None:
         """The page is read again when the lab or its exercises change."""
-        folder = Path(str(importlib.import_module(f"labcore.exercises.{source.stem}").__file__))
+        folder = Path(
+            str(importlib.import_module(f"labcore.exercises.topics.{source.stem}").__file__)
+        )
         for path in (source, *sorted(folder.parent.glob("*.py"))):
             self.env.note_dependency(str(path))
 

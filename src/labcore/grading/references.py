@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
+from labcore import exercises
 from labcore.exercises import Clinic, load, slugs
 from labcore.labs.source import cell_text, code_tree, nbgrader_of, sections
 
@@ -21,6 +22,7 @@ __all__ = ["copied", "doubts", "uses_of_answers"]
 
 ANSWERS = ("diagnoses", "reference", "wrong")
 PACKAGE = "labcore.exercises"
+TOPICS = f"{PACKAGE}.topics"
 # Ways to code and processes that syntax does not show: no lab needs one for an answer.
 HIDING = ("eval", "exec", "compile", "__import__", "open", "globals", "vars", "breakpoint")
 REACHING = (
@@ -29,8 +31,6 @@ REACHING = (
     *("sys", "threading", "traceback", "types", "_thread", "builtins"),
 )
 INSIDE = ("__globals__", "__code__", "__closure__", "__subclasses__", "__builtins__", "f_back")
-# What recognizes mistakes, in every topic.
-MACHINERY = ("clinic", "core", "matching", "running")
 
 
 def _said(node: ast.AST) -> str:
@@ -38,9 +38,9 @@ def _said(node: ast.AST) -> str:
 
 
 def _topic(module: str) -> bool:
-    """Whether a module is a lab's own, `labcore.exercises.<slug>`, and no part of one."""
-    inside = module.removeprefix(f"{PACKAGE}.")
-    return "." not in inside and not inside.startswith("_") and inside not in MACHINERY
+    """Whether a module is a lab's own, `labcore.exercises.topics.<slug>`, and no part of one."""
+    parent, _, slug = module.rpartition(".")
+    return parent == TOPICS and not slug.startswith("_")
 
 
 def _imports(node: ast.AST) -> Iterator[str]:
@@ -52,7 +52,9 @@ def _imports(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.ImportFrom) and node.module:
         for alias in node.names:
             if node.module == PACKAGE:
-                own = _topic(alias.name)
+                own = alias.name in (*exercises.__all__, "topics", "*")
+            elif node.module == TOPICS:
+                own = _topic(f"{TOPICS}.{alias.name}")
             else:
                 own = _topic(node.module) and (alias.name.isupper() or alias.name == "*")
             if f"{node.module}.".startswith(f"{PACKAGE}.") and not own:
@@ -186,7 +188,7 @@ def copied(thing: Any) -> bool:
     own = [
         exercise.reference
         for slug in slugs()
-        if f"labcore.exercises.{slug}" in sys.modules
+        if f"labcore.exercises.topics.{slug}" in sys.modules
         for exercise in load(slug)
         if not isinstance(exercise, Clinic)
     ]

@@ -207,7 +207,7 @@ def _without_solutions(slug: str, fn: Callable[..., Any], **case: Any) -> Any:
     def called(*_: Any, **__: Any) -> Any:
         raise RuntimeError(LABCORES_OWN)
 
-    importlib.import_module(f"labcore.exercises.{slug}")
+    importlib.import_module(f"labcore.exercises.topics.{slug}")
     Clinic.diagnoses = called  # type: ignore[method-assign]
     for exercise in load(slug):
         reference = getattr(exercise, "reference", None)

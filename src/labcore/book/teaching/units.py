@@ -124,7 +124,7 @@ def _order(root: Path) -> dict[str, str]:
 
 def _tasks(slug: str, cells: Sequence[Mapping[str, Any]]) -> dict[str, Task]:
     """The exercises of a lab by name: a heading with its facts, and the first check below it."""
-    objects = vars(importlib.import_module(f"labcore.exercises.{slug}"))
+    objects = vars(importlib.import_module(f"labcore.exercises.topics.{slug}"))
     known = {item.id: item.id.partition(".")[2] for item in exercises.load(slug)}
     found: dict[str, Task] = {}
     named = set()
