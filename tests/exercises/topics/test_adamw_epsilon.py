@@ -19,7 +19,8 @@ from labcore.exercises.topics.adamw_epsilon import (
     LARGEST_EPS,
     ROUND_BY_CHANCE,
 )
-from labcore.optim import epsilon, rules
+from labcore.optim import rules
+from labcore.studies.adamw_epsilon import epsilon
 from labcore.ui.figures.clinic import curves
 from tests.exercises.draws import answers, draws
 from tests.exercises.notebook import complaints_about, source

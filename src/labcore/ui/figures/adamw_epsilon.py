@@ -12,7 +12,8 @@ from typing import Any
 import plotly.graph_objects as go
 import torch
 
-from labcore.optim import epsilon, traps
+from labcore.studies.adamw_epsilon import epsilon
+from labcore.studies.lion import traps
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from labcore.clipping import study
-from labcore.clipping.effects import Snapshot, effect
+from labcore.studies.clipping import exploding
+from labcore.studies.clipping.effects import Snapshot, effect
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -40,10 +40,10 @@ def norm_choice(
 ) -> go.Figure:
     """The norm of each parameter's gradient, before and after clipping by `norm` at `max_norm`.
 
-    norm: one of `study.COMPARABLE`. gradient: a key of `data`, its first by default.
+    norm: one of `exploding.COMPARABLE`. gradient: a key of `data`, its first by default.
     """
     taken = data[gradient or next(iter(data))]
-    found = effect(taken, study.comparable(norm, taken, max_norm))
+    found = effect(taken, exploding.comparable(norm, taken, max_norm))
     names = [_short(name) for name in found.names]
     before, after = list(found.before), list(found.after)
     links: dict[str, list[Any]] = {"x": [], "y": []}

@@ -11,8 +11,8 @@ from typing import Any
 import plotly.graph_objects as go
 import torch
 
-from labcore.optim import landscape
-from labcore.optim.experiments import STATE_TENSORS
+from labcore.studies.digits_runs import STATE_TENSORS
+from labcore.studies.lion import landscape
 from labcore.timing import quantiles
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
