@@ -31,7 +31,7 @@ from benchmarks.runner import Measurement, case
 from labcore.decoding import SamplingConfig, generate
 from labcore.decoding.audit import near_tie_audit
 from labcore.models import Llama, save_pretrained
-from labcore.models.pretrained import pretrained, prompts, shipped_tokenizer
+from labcore.models.shipped import pretrained, prompts, shipped_tokenizer
 from labcore.serving import triton_environment
 from labcore.serving.blocks import BlockPool
 from labcore.serving.client import EngineClient

@@ -151,7 +151,7 @@ def test_only_device_reads_the_environment():
         "compile_only.py",
         "hip/compile.py",
         "processes/child.py",
-        "processes/run.py",
+        "processes/ranks.py",
         "serving/triton_server.py",
     }
     assert readers <= {"device.py", "hip/build.py", *starters}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from labcore.checks import non_negative, one_of, positive
 from labcore.data import digits
 from labcore.optim import rules
-from labcore.optim.adamw import AdamW
+from labcore.optim.adamw_optimizer import AdamW
 from labcore.studies.adamw_epsilon.epsilon import NaiveAdamW
 from labcore.studies.digits_runs import TrainConfig, train_digits
 

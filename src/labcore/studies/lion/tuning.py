@@ -15,8 +15,8 @@ import torch
 
 from labcore.checks import one_of
 from labcore.data import digits
-from labcore.optim.adamw import AdamW
-from labcore.optim.lion import Lion
+from labcore.optim.adamw_optimizer import AdamW
+from labcore.optim.lion_optimizer import Lion
 from labcore.studies.digits_runs import (
     Run,
     Setting,

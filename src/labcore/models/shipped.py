@@ -137,7 +137,7 @@ def _folder(name: str) -> Path:
     folder = FILES / one_of("shipped model", name, NAMES)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"this installation holds no weights of {name!r}; `python -m labcore.models.train "
+            f"this installation holds no weights of {name!r}; `python -m labcore.models.ship "
             f"{name} --out FOLDER --commit COMMIT` makes FOLDER/{name}, which belongs into {FILES}"
         )
     return folder

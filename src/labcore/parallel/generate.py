@@ -1,9 +1,12 @@
 """Greedy decoding from the command line, by one process or several.
 
-One process:       python -m labcore.parallel.decode --model target --prompt "def add(" --tokens 32
-All GPUs here:     torchrun --nproc-per-node gpu -m labcore.parallel.decode --model FOLDER …
-Two machines of 8: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d
-                   --rdzv-endpoint HOST:29500 -m labcore.parallel.decode --model FOLDER …
+One process:
+    python -m labcore.parallel.generate --model target --prompt "def add(" --tokens 32
+All GPUs here:
+    torchrun --nproc-per-node gpu -m labcore.parallel.generate --model FOLDER …
+Two machines of 8:
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500
+        -m labcore.parallel.generate --model FOLDER …
 
 Processes talk through NCCL where there are GPUs, a GPU for each, and through gloo elsewhere. Each
 reads its part of the weights. The first one prints the text, tokens a second, and what share of a
@@ -26,7 +29,7 @@ from labcore.checks import positive_int
 from labcore.device import gpu_visible
 from labcore.models.checkpoint import from_pretrained
 from labcore.models.llama import Llama
-from labcore.models.pretrained import FILES, NAMES
+from labcore.models.shipped import FILES, NAMES
 from labcore.models.tokenizer import Tokenizer
 from labcore.parallel.greedy import Decoded, timed_decode
 from labcore.parallel.llama import load_parallel
@@ -38,7 +41,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
     made = argparse.ArgumentParser(
-        prog="labcore.parallel.decode",
+        prog="labcore.parallel.generate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -66,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FileNotFoundError, RuntimeError, TypeError, ValueError) as error:
         # torchrun ends the other ranks.
         who = f"rank {rank}: " if ranks > 1 else ""
-        sys.stderr.write(f"labcore.parallel.decode: {who}{error}\n")
+        sys.stderr.write(f"labcore.parallel.generate: {who}{error}\n")
         return 2
     if rank == 0:
         sys.stdout.write(text)

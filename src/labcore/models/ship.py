@@ -1,4 +1,4 @@
-"""Makes a shipped model: `python -m labcore.models.train target --out FOLDER --commit COMMIT`.
+"""Makes a shipped model: `python -m labcore.models.ship target --out FOLDER --commit COMMIT`.
 
 FOLDER gets tokenizer.json (learned where it is missing) and a checkpoint from which a training
 that was broken off goes on. With a commit, the finished model is written to FOLDER/<name> in the
@@ -21,7 +21,7 @@ from labcore.models.shipping import checked_commit, export, trained
 
 def main() -> int:
     """Train, or export, one of the shipped models; 2 for what was asked wrongly."""
-    parser = argparse.ArgumentParser(prog="labcore.models.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="labcore.models.ship", description=__doc__)
     parser.add_argument("name", choices=[*RECIPES])
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--commit", help="of the code that trains: exports the finished model")
@@ -41,7 +41,7 @@ def main() -> int:
             place = export(told.name, told.out, commit=told.commit)
             sys.stdout.write((place / "README.md").read_text("utf-8"))
     except (ValueError, FileNotFoundError) as error:
-        sys.stderr.write(f"labcore.models.train: {error}\n")
+        sys.stderr.write(f"labcore.models.ship: {error}\n")
         return 2
     return 0
 
