@@ -152,6 +152,6 @@ def test_only_device_reads_the_environment():
         "hip/compile.py",
         "processes/child.py",
         "processes/ranks.py",
-        "serving/triton_server.py",
+        "serving/triton/server.py",
     }
     assert readers <= {"device.py", "hip/build.py", *starters}

@@ -99,7 +99,7 @@ print(json.dumps({
     "engine": sentence(lambda: serving.EngineClient("nowhere")),
     "grade": command("labcore.__main__", "grade", "class"),
     "grade all the same": command("labcore.__main__", "grade", "class", "--unsandboxed"),
-    "server": command("labcore.serving.triton_server", "start", "--folder", sys.argv[1]),
+    "server": command("labcore.serving.triton.server", "start", "--folder", sys.argv[1]),
 }))
 """
 

@@ -19,11 +19,11 @@ import torch
 
 from labcore.decoding import Generation, SamplingConfig
 from labcore.models import Llama, Tokenizer, pretrained, prompts, shipped_tokenizer
-from labcore.serving.blocks import blocks_for
-from labcore.serving.clock import ManualClock
-from labcore.serving.engine import Engine
-from labcore.serving.policies import POLICIES, VICTIMS
-from labcore.serving.scheduler import QueueFull
+from labcore.serving.cache.blocks import blocks_for
+from labcore.serving.engine.clock import ManualClock
+from labcore.serving.engine.engine import Engine
+from labcore.serving.engine.policies import POLICIES, VICTIMS
+from labcore.serving.engine.scheduler import QueueFull
 from tests.serving.lone import departure
 from tests.serving.tiny import Heard, alone, nothing_left, sampling_of
 

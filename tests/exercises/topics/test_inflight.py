@@ -21,11 +21,11 @@ from labcore.exercises.topics.inflight.drawing import separating
 from labcore.exercises.topics.inflight.freeing import some_pool
 from labcore.exercises.topics.inflight.latency import some_replicas
 from labcore.exercises.topics.inflight.timelines import NAMES, some_timeline
-from labcore.serving.blocks import BlockPool, blocks_for
-from labcore.serving.metrics import summary
-from labcore.serving.plans import StepResult
-from labcore.serving.requests import Request
-from labcore.serving.scheduler import Scheduler
+from labcore.serving.cache.blocks import BlockPool, blocks_for
+from labcore.serving.engine.metrics import summary
+from labcore.serving.engine.plans import StepResult
+from labcore.serving.engine.requests import Request
+from labcore.serving.engine.scheduler import Scheduler
 from tests.exercises.draws import check_variants
 from tests.exercises.notebook import check_changed_rule, solved
 

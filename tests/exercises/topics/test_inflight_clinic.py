@@ -18,10 +18,10 @@ from labcore.exercises.topics.inflight.clinic import (
     observe,
 )
 from labcore.exercises.topics.inflight.engine import Engine, Job, alone, run
-from labcore.serving.blocks import BlockPool
-from labcore.serving.plans import StepResult
-from labcore.serving.requests import Request
-from labcore.serving.scheduler import Scheduler
+from labcore.serving.cache.blocks import BlockPool
+from labcore.serving.engine.plans import StepResult
+from labcore.serving.engine.requests import Request
+from labcore.serving.engine.scheduler import Scheduler
 from tests.exercises.notebook import solved, source
 
 SLUG = "inflight"

@@ -9,8 +9,8 @@ from typing import Any
 import plotly.graph_objects as go
 
 from labcore.checks import one_of
-from labcore.serving.scenes import PROMISED, Bar, Scene
-from labcore.serving.simulate import CACHED, FREE, SHARED
+from labcore.serving.simulation.scenes import PROMISED, Bar, Scene
+from labcore.serving.simulation.simulate import CACHED, FREE, SHARED
 from labcore.ui.explorer import describe
 from labcore.ui.figures.inflight_load import latency_curves, replicas, simulated_against_measured
 from labcore.ui.figures.inflight_step import anatomy, chunk_gaps

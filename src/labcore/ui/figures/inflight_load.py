@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from labcore.checks import one_of, positive
-from labcore.serving.scenarios import MEASURES, Fleet, Quantiles
+from labcore.serving.simulation.scenarios import MEASURES, Fleet, Quantiles
 from labcore.ui.explorer import describe
 from labcore.ui.figures.tensor_parallel import _ceiling
 from labcore.ui.figures.tensor_parallel_cost import _lines, _time

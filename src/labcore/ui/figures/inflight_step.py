@@ -8,8 +8,8 @@ from typing import Any
 import plotly.graph_objects as go
 
 from labcore.checks import one_of
-from labcore.serving.scenarios import Gaps
-from labcore.serving.scenes import StepParts
+from labcore.serving.simulation.scenarios import Gaps
+from labcore.serving.simulation.scenes import StepParts
 from labcore.ui.explorer import describe
 from labcore.ui.figures.inflight_load import _seconds_axis
 from labcore.ui.figures.tensor_parallel_cost import _lines, _time
