@@ -20,6 +20,8 @@ import pytest
 
 from labcore.labs import leaks
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "labcore"
 CHAPTER = ROOT / "book" / "lion.ipynb"

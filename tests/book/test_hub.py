@@ -36,6 +36,8 @@ from labcore.labs.releases import release_path
 from tests.book import hub_schema
 from tests.book_fixtures import ROOT
 
+pytestmark = pytest.mark.long
+
 SCHEMA = os.environ.get("Z2JH_SCHEMA")
 COURSE = "llm"
 

@@ -15,6 +15,8 @@ from labcore.book.slide_outline import LINES, ROOM, outline
 from labcore.ui import Slider, explore
 from tests.book import html_checks
 
+pytestmark = pytest.mark.long
+
 
 def no_figure(_data: dict[str, Any]) -> tuple[str, int]:
     return "<div class='labcore-twin'></div>", 420

@@ -13,6 +13,8 @@ from tests.book import html_checks, source_checks
 from tests.book_fixtures import ROOT, Build
 from tests.labs import lab_checks
 
+pytestmark = pytest.mark.long
+
 BOOK = ROOT / "book"
 CHAPTERS = sorted(BOOK.glob("*.ipynb"))
 LABS = {slug: releases.release_path(ROOT, slug) for slug in releases.source_paths(ROOT)}
@@ -45,7 +47,6 @@ def test_every_citation_resolves_and_every_entry_can_be_found() -> None:
     assert source_checks.citation_problems(SOURCES, bibliography) == []
 
 
-@pytest.mark.book
 class TestPages:
     def test_the_build_is_clean(self, strict_build: Build) -> None:
         assert strict_build.status == 0, strict_build.log[-6000:]

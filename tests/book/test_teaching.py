@@ -32,6 +32,8 @@ from tests.book import html_checks, source_checks
 from tests.book.mini import mini_book
 from tests.book_fixtures import ROOT, Build, build_book
 
+pytestmark = pytest.mark.long
+
 PAGES = ROOT / "book" / "teaching"
 # Its commands have tests of their own, tests/grading/test_cluster_guide.py.
 ELSEWHERE = {"grading_at_scale"}
@@ -417,7 +419,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Build:
     return build_book(small_book(place / "source"), place / "out")
 
 
-@pytest.mark.book
 class TestBuilt:
     def test_the_build_is_clean(self, built: Build) -> None:
         assert built.status == 0, built.log[-4000:]
@@ -448,7 +449,6 @@ class TestBuilt:
         assert "Parts averaged as if they were equal" in text("misconceptions")
 
 
-@pytest.mark.book
 def test_a_fault_in_a_file_fails_the_build_with_its_sentence(tmp_path: Path) -> None:
     folder = mini_book(tmp_path / "source")
     (folder / "book" / "teaching").mkdir()

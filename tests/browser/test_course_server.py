@@ -11,7 +11,7 @@ import pytest
 
 from tests.course.course_server import TOKEN, Course, make_checkout, notebook, running_course
 
-pytestmark = pytest.mark.browser
+pytestmark = pytest.mark.long
 
 CHAPTER = "book/lion.ipynb"
 

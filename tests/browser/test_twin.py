@@ -12,7 +12,7 @@ from typing import Any
 import nbformat
 import pytest
 
-pytestmark = pytest.mark.browser
+pytestmark = pytest.mark.long
 
 CELLS = [
     """\

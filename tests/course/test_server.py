@@ -16,7 +16,7 @@ import pytest
 
 from tests.course.course_server import Course, make_checkout, notebook, running_course
 
-pytestmark = pytest.mark.book  # it builds small books
+pytestmark = pytest.mark.long  # it builds small books
 
 CHAPTER = "book/lion.ipynb"
 COPY = "/book/_labcore/copy"

@@ -21,6 +21,8 @@ from tests.grading.test_cluster_guide import CLUSTER, blocks
 from tests.grading.test_regrading import children
 from tests.labs import mini
 
+pytestmark = pytest.mark.long
+
 # Longer than it takes to see who began a notebook and to end that task.
 SLOW = "import time\ntime.sleep(3)\ndef double(x):\n    return 2 * x"
 STUDENTS = ("anna", "bo b", "李雷", "o'neil")

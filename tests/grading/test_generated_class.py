@@ -21,6 +21,8 @@ from labcore.labs.source import read_lab
 from tests.grading.generated_class import EXERCISES, SLUG, WORTH, Made, generated, mistakes, runs
 from tests.labs import mini
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 SOAK = os.environ.get("LABCORE_SOAK") == "1"
 COUNT = 200 if SOAK else 6

@@ -27,6 +27,8 @@ from labcore.grading.sandbox import Limits
 from labcore.grading.steps import Settings
 from tests.labs import mini
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Settings(limits=Limits(cell_s=20))  # a busy machine needs some for a plain cell
 EXERCISES = [f"mini: {mini.DOUBLE} (2)", f"mini: {mini.SQUARE} (3)"]

@@ -32,7 +32,7 @@ from tests.grading.hostile_lies import LIES, SPIES
 from tests.grading.test_grading import tree
 from tests.labs import mini
 
-pytestmark = pytest.mark.usefixtures("bubblewrap")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("bubblewrap")]
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Settings(limits=Limits(cell_s=6, wall_s=150, memory_mib=mini.MEMORY_MIB, file_mib=64))
 CORPUS = ENDLESS | ENDS | SPIES | LIES

@@ -26,6 +26,8 @@ from labcore.labs.source import read_lab
 from tests.grading.hostile import GUARD
 from tests.labs import mini
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(cell_s=8, wall_s=150, memory_mib=mini.MEMORY_MIB, file_mib=64)
 

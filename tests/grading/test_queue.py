@@ -15,6 +15,8 @@ from labcore.grading.judged import Judged
 from labcore.grading.queue import GAVE_UP, TRIES, Job, Queue, locked
 from labcore.grading.sandbox import Limits
 
+pytestmark = pytest.mark.long
+
 SPAWN = multiprocessing.get_context("spawn")
 
 

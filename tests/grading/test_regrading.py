@@ -25,7 +25,7 @@ from tests.labs import mini
 from tests.processes.test_run import gone
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.usefixtures("bubblewrap")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("bubblewrap")]
 SETTINGS = Settings(limits=Limits(cell_s=20))
 STAMP = "2026-03-01 22:30:00.000001 UTC"
 

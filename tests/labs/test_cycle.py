@@ -13,6 +13,8 @@ from labcore.labs import releases
 from labcore.labs.source import cell_text, nbgrader_of, read_lab
 from tests.labs import mini
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 SLUG = "lion"
 

@@ -14,7 +14,7 @@ from labcore.labs import releases
 from labcore.labs.source import Lab, cell_text, nbgrader_of, read_lab
 from tests.labs import mini
 
-pytestmark = pytest.mark.usefixtures("bubblewrap")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("bubblewrap")]
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = releases.source_paths(ROOT)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
+import pytest
 import torch
 
 from labcore.decoding import Generation, SamplingConfig
@@ -26,6 +27,8 @@ from labcore.serving.engine.policies import POLICIES, VICTIMS
 from labcore.serving.engine.scheduler import QueueFull
 from tests.serving.lone import departure
 from tests.serving.tiny import Heard, alone, nothing_left, sampling_of
+
+pytestmark = pytest.mark.long
 
 SOAK = os.environ.get("LABCORE_SOAK") == "1"
 COUNT, LONGEST, MOST = 50, 70, 20  # requests of a crowd, tokens of a prompt and of an output

@@ -40,6 +40,8 @@ from tests.serving.triton import (
     works,
 )
 
+pytestmark = pytest.mark.long
+
 PROMPT = "def area(width, height):\n"
 
 

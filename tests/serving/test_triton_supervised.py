@@ -31,6 +31,8 @@ from tests.serving.triton import (
     works,
 )
 
+pytestmark = pytest.mark.long
+
 
 def test_two_servers_stand_side_by_side(tmp_path: Path) -> None:
     need_server()
