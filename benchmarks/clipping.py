@@ -22,6 +22,7 @@ from labcore.clipping import (
     clip_by_value,
 )
 from labcore.studies.clipping import effects, exploding, networks
+from labcore.studies.clipping.exploding import ClippedRun
 from labcore.timing import paired
 
 # Experiments -------------------------------------------------------------------------------------
@@ -174,14 +175,14 @@ def bad_step(moves: Sequence[float]) -> float:
     return moves[exploding.BAD_STEP] / usual_step(moves)
 
 
-def last_steps(run: exploding.Run) -> float | None:
+def last_steps(run: ClippedRun) -> float | None:
     """The median of the last 20 steps over the usual one before the bad batch; None if it died."""
     if not run.finite:
         return None
     return statistics.median(run.moves[-20:]) / usual_step(run.moves)
 
 
-def _of_runs(name: str, runs: Sequence[exploding.Run], clean: Sequence[float]) -> list[Measurement]:
+def _of_runs(name: str, runs: Sequence[ClippedRun], clean: Sequence[float]) -> list[Measurement]:
     details = {
         "seeds": exploding.SEEDS,
         "accuracy": [run.accuracy for run in runs],
@@ -207,7 +208,7 @@ def _of_runs(name: str, runs: Sequence[exploding.Run], clean: Sequence[float]) -
     ]
 
 
-def clipped_cosine(run: exploding.Run) -> float | None:
+def clipped_cosine(run: ClippedRun) -> float | None:
     """Mean cosine to the raw gradient over the steps that were clipped; None where none was."""
     pairs = zip(run.cosines, run.kept, strict=True)
     clipped = [cosine for cosine, kept in pairs if kept < 0.999]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from benchmarks.runner import Measurement, case
 from labcore.norm import GhostBatchNorm1d, GhostBatchNorm2d
 from labcore.studies.ghost_norm import gradients, large_batches, sharpness
-from labcore.studies.ghost_norm.large_batches import Regime, Run
+from labcore.studies.ghost_norm.large_batches import GhostRun, Regime
 from labcore.timing import Comparison, paired
 
 # Experiments -------------------------------------------------------------------------------------
@@ -82,12 +82,12 @@ def tuning() -> list[Measurement]:
     return found
 
 
-def _points(runs: Sequence[Run], reference: Sequence[Run]) -> list[float]:
+def _points(runs: Sequence[GhostRun], reference: Sequence[GhostRun]) -> list[float]:
     """Differences of test accuracy in percentage points, seed by seed."""
     return [100 * (a.accuracy - b.accuracy) for a, b in zip(runs, reference, strict=True)]
 
 
-def _regime_details(regime: Regime, runs: Sequence[Run]) -> dict[str, object]:
+def _regime_details(regime: Regime, runs: Sequence[GhostRun]) -> dict[str, object]:
     return {
         "batch": regime.batch,
         "lr": regime.lr,
@@ -95,13 +95,13 @@ def _regime_details(regime: Regime, runs: Sequence[Run]) -> dict[str, object]:
         "updates": regime.updates,
         "seeds": large_batches.SEEDS,
         "refreshed": [run.refreshed for run in runs],
-        "test loss": [run.judged_loss for run in runs],
+        "test loss": [run.test_loss for run in runs],
         "training accuracy": [run.training_accuracy for run in runs],
         "training loss": [run.training_loss for run in runs],
     }
 
 
-def _against_small(runs: Mapping[str, Sequence[Run]]) -> list[Measurement]:
+def _against_small(runs: Mapping[str, Sequence[GhostRun]]) -> list[Measurement]:
     return [
         Measurement(
             quantity=f"minus small batch/{name}",
@@ -114,7 +114,7 @@ def _against_small(runs: Mapping[str, Sequence[Run]]) -> list[Measurement]:
     ]
 
 
-def _trained(regimes: Mapping[str, Regime]) -> dict[str, list[Run]]:
+def _trained(regimes: Mapping[str, Regime]) -> dict[str, list[GhostRun]]:
     """The runs of each regime on the reported seeds."""
     return {
         n: [large_batches.train(regime, seed) for seed in large_batches.SEEDS]
@@ -123,7 +123,7 @@ def _trained(regimes: Mapping[str, Regime]) -> dict[str, list[Run]]:
 
 
 def _accuracies(
-    regimes: Mapping[str, Regime], runs: Mapping[str, Sequence[Run]]
+    regimes: Mapping[str, Regime], runs: Mapping[str, Sequence[GhostRun]]
 ) -> list[Measurement]:
     """The accuracy of each regime, then its distance from the small batch."""
     accuracies = [
@@ -138,7 +138,7 @@ def _accuracies(
     return accuracies + _against_small(runs)
 
 
-def _flatness(name: str, runs: Sequence[Run]) -> list[Measurement]:
+def _flatness(name: str, runs: Sequence[GhostRun]) -> list[Measurement]:
     """The trace of the Hessian at the end of each run, and the loss a random step away."""
     traces, errors, rises = [], [], []
     for seed, run in zip(large_batches.SEEDS, runs, strict=True):
@@ -194,9 +194,7 @@ def _arrivals(batch: int) -> list[int]:
     until = functools.partial(
         large_batches.train, regime, check_every=1, until=large_batches.TARGET
     )
-    steps = (
-        large_batches.steps_to(until(seed), large_batches.TARGET) for seed in CONVERGENCE_SEEDS
-    )
+    steps = (until(seed).steps_to(large_batches.TARGET) for seed in CONVERGENCE_SEEDS)
     return [regime.updates + 1 if step is None else step for step in steps]
 
 
@@ -239,8 +237,8 @@ def _sweep_point(batch: int, ghost: int, budget: str) -> dict[str, object]:
     regime = large_batches.sweep_regime(batch, ghost, many=budget == "updates")
     every = max(1, regime.updates // CHECKS)
     runs = [large_batches.train(regime, seed, check_every=every) for seed in SWEEP_SEEDS]
-    steps = [step for step, _ in runs[0].losses]
-    losses = [fmean(at) for at in zip(*([x for _, x in r.losses] for r in runs), strict=True)]
+    steps = [step for step, _ in runs[0].checks]
+    losses = [fmean(at) for at in zip(*([x for _, x in r.checks] for r in runs), strict=True)]
     return {
         "accuracy": [run.accuracy for run in runs],
         "steps": steps,

@@ -17,7 +17,7 @@ from benchmarks.runner import Measurement, case
 from labcore.data import digits
 from labcore.device import default_device
 from labcore.optim import AdamW, Lion
-from labcore.studies.digits_runs import Run, Setting, TrainConfig, train_digits
+from labcore.studies.digits_runs import DigitsRun, Setting, TrainConfig, train_digits
 from labcore.studies.lion import tuning
 from labcore.timing import Comparison, paired
 
@@ -252,7 +252,7 @@ def fused_128m() -> list[Measurement]:
 
 
 # Lion against AdamW on digits; `tuning` says how settings are chosen and reported.
-def _reported(name: str, setting: Setting, batch: int) -> list[Run]:
+def _reported(name: str, setting: Setting, batch: int) -> list[DigitsRun]:
     return tuning.report(name, setting, batch, tuning.REPORT_SEEDS)
 
 

@@ -27,7 +27,7 @@ from labcore.shuffling import (
     write_shards,
 )
 from labcore.studies.shuffling import characters, digit_orders, tracing
-from labcore.studies.shuffling.characters import BATCH, Run
+from labcore.studies.shuffling.characters import BATCH, EpochRun
 from labcore.timing import Timing, paired
 
 # Experiments -------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def _shares(kind: str, seed: int) -> Tensor:
     return tracing.letter_shares(characters.corpus(kind, seed).rows)
 
 
-def _distances(run: Run, kind: str, seed: int) -> list[float]:
+def _distances(run: EpochRun, kind: str, seed: int) -> list[float]:
     shares = _shares(kind, seed)
     return tracing.batch_distances((shares[list(rows)] for rows in run.rows), shares)
 
@@ -100,7 +100,9 @@ def _traced(kind: str, onsets: Sequence[Sequence[int]]) -> list[Measurement]:
     ]
 
 
-def _arm(kind: str, order: str, runs: Sequence[Run], full: Sequence[Run]) -> list[Measurement]:
+def _arm(
+    kind: str, order: str, runs: Sequence[EpochRun], full: Sequence[EpochRun]
+) -> list[Measurement]:
     seeds = characters.SEEDS
     onsets = [[spike.step for spike in tracing.spikes_of(run.losses)] for run in runs]
     effects = [_distances(run, kind, seed) for run, seed in zip(runs, seeds, strict=True)]
@@ -134,7 +136,7 @@ def _arm(kind: str, order: str, runs: Sequence[Run], full: Sequence[Run]) -> lis
     ]
 
 
-def _flags(runs: dict[tuple[str, str], list[Run]]) -> list[Measurement]:
+def _flags(runs: dict[tuple[str, str], list[EpochRun]]) -> list[Measurement]:
     """Which runs end worse than a full shuffle, and which of two signs had said so."""
     scores: dict[str, list[tuple[float, float]]] = {"design effect": [], "spikes": []}
     tables: list[dict[str, Any]] = []

@@ -113,7 +113,7 @@ def test_steps_are_counted_to_the_target_and_images_follow() -> None:
         assert item.details["images"] == [batch * step for step in item.samples]
         regime = large_batches.sweep_regime(batch, batch)
         run = large_batches.train(regime, 1, check_every=1)
-        arrived = large_batches.steps_to(run, large_batches.TARGET)
+        arrived = run.steps_to(large_batches.TARGET)
         assert item.samples[1] == (regime.updates + 1 if arrived is None else arrived)
     steps, images = (found[f"{unit} ratio/batch 512 over 32"] for unit in ("steps", "images"))
     assert images.samples == pytest.approx([16 * ratio for ratio in steps.samples])

@@ -55,8 +55,10 @@ def test_the_other_rate_is_another(small: None) -> None:
 def test_a_flag_is_judged_by_precision_and_recall(
     small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(held_out: float) -> characters.Run:
-        return characters.Run(losses=(3.0,) * 12, rows=((0,) * 32,) * 12, checks=((12, held_out),))
+    def run(held_out: float) -> characters.EpochRun:
+        return characters.EpochRun(
+            losses=(3.0,) * 12, rows=((0,) * 32,) * 12, checks=((12, held_out),)
+        )
 
     runs = {
         ("sources", "full"): [run(2.0)] * 2,

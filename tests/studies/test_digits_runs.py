@@ -22,14 +22,14 @@ def test_a_run_is_repeated_by_its_seed_and_leaves_torchs_generator_alone(seed: i
     assert torch.equal(torch.get_rng_state(), before)
     assert first == digits_runs.train_digits(LION, config, digits())
     other = TrainConfig(steps=12, batch=31, hidden=9, seed=seed + 1)
-    assert first.batch_losses != digits_runs.train_digits(LION, other, digits()).batch_losses
+    assert first.losses != digits_runs.train_digits(LION, other, digits()).losses
 
 
 def test_two_optimizers_meet_the_same_weights_and_the_same_batches() -> None:
     frozen = functools.partial(torch.optim.SGD, lr=0.0)
     lion = digits_runs.train_digits(functools.partial(Lion, lr=0.0), SHORT, digits())
-    assert lion.batch_losses == digits_runs.train_digits(frozen, SHORT, digits()).batch_losses
-    assert len(set(lion.batch_losses)) > 1
+    assert lion.losses == digits_runs.train_digits(frozen, SHORT, digits()).losses
+    assert len(set(lion.losses)) > 1
     assert len({loss for _, loss in lion.checks}) == 1
 
 
@@ -37,7 +37,7 @@ def test_checks_stand_at_their_steps_and_learning_lowers_the_loss() -> None:
     run = digits_runs.train_digits(LION, SHORT, digits())
     assert [step for step, _ in run.checks] == [0, 6, 12, 18, 23]
     assert [step for step, _ in run.update_rms] == [0, 6, 12, 18]
-    assert len(run.batch_losses) == 23
+    assert len(run.losses) == 23
     assert run.checks[-1][1] < run.checks[0][1] - 0.2
     assert run.accuracy > 0.3
 
@@ -105,7 +105,7 @@ def test_a_sweep_holds_the_single_runs_and_chooses_the_best() -> None:
     make = functools.partial(Lion, lr=1e-2, weight_decay=0.5)
     single = digits_runs.train_digits(make, TrainConfig(steps=60, check_every=5, seed=8), digits())
     assert found.accuracy[1, 1, 1] == single.accuracy
-    assert found.steps[1, 1, 1] == digits_runs.steps_to(single, 0.5)
+    assert found.steps[1, 1, 1] == single.steps_to(0.5)
     assert found.steps[:, 0].isnan().all()
     assert found.best().lr == found.fastest().lr == 1e-2
     assert found.plateau() == (1e-2,)
@@ -122,8 +122,8 @@ def test_a_sweep_that_never_arrives_says_so() -> None:
 def test_steps_to_takes_the_first_check_at_or_below_the_target() -> None:
     run = digits_runs.train_digits(LION, SHORT, digits())
     step, loss = run.checks[2]
-    assert digits_runs.steps_to(run, loss) == step
-    assert digits_runs.steps_to(run, 0.0) is None
+    assert run.steps_to(loss) == step
+    assert run.steps_to(0.0) is None
 
 
 @pytest.mark.parametrize("signal", [0.0, 0.4, 2.0])

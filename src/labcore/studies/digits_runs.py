@@ -8,28 +8,29 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
 from labcore.checks import fraction, one_of, positive_int
 from labcore.data import Digits
+from labcore.studies import runs
 from labcore.studies.lion.traps import weight_path
+from labcore.studies.runs import Run
 
 __all__ = [
     "STATE_TENSORS",
-    "Run",
+    "DigitsRun",
     "Setting",
     "Sweep",
     "TrainConfig",
     "predict_state_bytes",
     "predict_update_rms",
     "state_bytes",
-    "steps_to",
     "sweep",
     "train_digits",
     "train_seeds",
@@ -75,25 +76,22 @@ class TrainConfig:
         one_of("schedule", self.schedule, ("constant", "cosine"))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """What one training run measured.
+@dataclass(frozen=True, kw_only=True)
+class DigitsRun(Run):
+    """A run of the digits network; its checks are over the whole training part.
 
-    batch_losses: the loss of each step's batch, before the step; checks: (step, loss over the
-    whole training part); update_rms: (step, root mean square of the change of a weight, in units
-    of the learning rate); accuracy and test_loss: on the test part, after the last step;
-    state_bytes: what the optimizer keeps.
+    update_rms: (step, root mean square of the change of a weight, in units of the learning rate);
+    accuracy and test_loss: on the test part, after the last step; state_bytes: what the optimizer
+    keeps.
     """
 
-    batch_losses: tuple[float, ...]
-    checks: tuple[tuple[int, float], ...]
     update_rms: tuple[tuple[int, float], ...]
     accuracy: float
     test_loss: float
     state_bytes: int
 
 
-def _network(hidden: int, generator: torch.Generator, like: torch.Tensor) -> nn.Sequential:
+def _network(hidden: int, generator: torch.Generator, like: Tensor) -> nn.Sequential:
     """64 pixels -> hidden, ReLU -> 10 logits, drawn from `generator` alone."""
     layers = [
         nn.utils.skip_init(nn.Linear, 64, hidden),
@@ -108,14 +106,7 @@ def _network(hidden: int, generator: torch.Generator, like: torch.Tensor) -> nn.
     return nn.Sequential(*layers).to(like)
 
 
-def _batches(count: int, batch: int, generator: torch.Generator) -> Iterable[torch.Tensor]:
-    """Index tensors [batch] for ever: each pass a new order, an incomplete last batch left out."""
-    while True:
-        order = torch.randperm(count, generator=generator)
-        yield from order[: count - count % batch].split(batch)
-
-
-def train_digits(make_optimizer: OptimizerFactory, config: TrainConfig, data: Digits) -> Run:
+def train_digits(make_optimizer: OptimizerFactory, config: TrainConfig, data: Digits) -> DigitsRun:
     """Train the digits network once with `make_optimizer(parameters)`.
 
     Runs where data.train_x lies. The same config gives the same initial weights and the same
@@ -129,54 +120,46 @@ def train_digits(make_optimizer: OptimizerFactory, config: TrainConfig, data: Di
     train_x, test_x = data.train_x.to(config.dtype), data.test_x.to(config.dtype)
     model = _network(config.hidden, generator, train_x)
     optimizer = make_optimizer(model.parameters())
-    base = [float(group["lr"]) for group in optimizer.param_groups]
-    losses: list[float] = []
     checks: list[tuple[int, float]] = []
     updates: list[tuple[int, float]] = []
-    batches = _batches(count, config.batch, generator)
-    for step, rows in enumerate(itertools.islice(batches, config.steps)):
-        if config.schedule == "cosine":
-            factor = 0.5 * (1 + math.cos(math.pi * step / config.steps))
-            for group, lr in zip(optimizer.param_groups, base, strict=True):
-                group["lr"] = lr * factor
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(train_x[rows]).float(), data.train_y[rows])
-        loss.backward()
-        losses.append(loss.item())
+
+    def loss_of(rows: Tensor) -> Tensor:
+        return F.cross_entropy(model(train_x[rows]).float(), data.train_y[rows])
+
+    drawn = runs.shuffled(count, config.batch, generator)
+    batches: Iterator[Tensor] = itertools.islice(drawn, config.steps)
+    if config.schedule == "cosine":
+        batches = runs.cosine(optimizer, batches, config.steps)
+    losses: list[float] = []
+    for rows in batches:
+        step, before = len(losses), None
         if step % config.check_every == 0:
-            checks.append((step, _loss(model, train_x, data.train_y)))
-            updates.append((step, _measured_step(model, optimizer)))
-        else:
-            optimizer.step()
-    checks.append((config.steps, _loss(model, train_x, data.train_y)))
-    with torch.no_grad():
-        guesses = model(test_x).argmax(1)
-    return Run(
-        batch_losses=tuple(losses),
+            checks.append((step, runs.judge(model, train_x, data.train_y)[1]))
+            before = parameters_to_vector(model.parameters()).detach().clone()
+        losses += runs.train(loss_of, optimizer, [rows])
+        if before is not None:
+            updates.append((step, _relative_change(model, before, optimizer)))
+    checks.append((config.steps, runs.judge(model, train_x, data.train_y)[1]))
+    accuracy, test_loss = runs.judge(model, test_x, data.test_y)
+    return DigitsRun(
+        losses=tuple(losses),
         checks=tuple(checks),
         update_rms=tuple(updates),
-        accuracy=(guesses == data.test_y).double().mean().item(),
-        test_loss=_loss(model, test_x, data.test_y),
+        accuracy=accuracy,
+        test_loss=test_loss,
         state_bytes=state_bytes(optimizer),
     )
 
 
 def train_seeds(
     make_optimizer: OptimizerFactory, config: TrainConfig, data: Digits, seeds: Sequence[int]
-) -> list[Run]:
+) -> list[DigitsRun]:
     """`train_digits` once for each seed, which takes the place of config.seed."""
     return [train_digits(make_optimizer, replace(config, seed=seed), data) for seed in seeds]
 
 
-@torch.no_grad()
-def _loss(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    return F.cross_entropy(model(images).float(), labels).item()
-
-
-def _measured_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """Take one step; the root mean square of a weight's change over the learning rate."""
-    before = parameters_to_vector(model.parameters()).detach().clone()
-    optimizer.step()
+def _relative_change(model: nn.Module, before: Tensor, optimizer: torch.optim.Optimizer) -> float:
+    """The root mean square of a weight's change since `before`, over the learning rate."""
     moved = parameters_to_vector(model.parameters()).detach() - before
     rate = float(optimizer.param_groups[0]["lr"])
     return moved.double().square().mean().sqrt().item() / rate if rate else 0.0
@@ -198,21 +181,13 @@ def validation_split(data: Digits, share: float = 0.2) -> Digits:
     )
 
 
-def steps_to(run: Run, target: float) -> int | None:
-    """Steps until the loss over the training part is at most `target`; None if it never is.
-
-    The answer is a multiple of the config's check_every (or the last step).
-    """
-    return next((step for step, loss in run.checks if loss <= target), None)
-
-
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the tensors in the optimizer's state, parameters and gradients not counted."""
     return sum(
         value.numel() * value.element_size()
         for state in optimizer.state.values()
         for value in state.values()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, Tensor)
     )
 
 
@@ -246,8 +221,8 @@ class Sweep:
     decays: tuple[float, ...]
     seeds: tuple[int, ...]
     target: float
-    accuracy: torch.Tensor
-    steps: torch.Tensor
+    accuracy: Tensor
+    steps: Tensor
 
     def best(self) -> Setting:
         """The setting with the highest mean accuracy; of equal ones the first of the grid."""
@@ -301,7 +276,7 @@ def sweep(
         make = functools.partial(optimizer, lr=lr, weight_decay=decay)
         run = train_digits(make, replace(config, seed=seed), data)
         accuracy[cell] = run.accuracy
-        arrived = steps_to(run, target)
+        arrived = run.steps_to(target)
         steps[cell] = math.nan if arrived is None else arrived
     return Sweep(
         learning_rates=tuple(learning_rates),

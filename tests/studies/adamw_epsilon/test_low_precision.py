@@ -170,8 +170,8 @@ def test_a_case_is_trained_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
         weight.grad = torch.ones(1)
         optimizer.step()
         seen.append((config, optimizer.param_groups[0]["lr"], weight.grad.item()))
-        return digits_runs.Run(
-            batch_losses=(), checks=(), update_rms=(), accuracy=0.5, test_loss=0.0, state_bytes=0
+        return digits_runs.DigitsRun(
+            losses=(), checks=(), update_rms=(), accuracy=0.5, test_loss=0.0, state_bytes=0
         )
 
     monkeypatch.setattr(low_precision, "train_digits", watched)

@@ -153,7 +153,7 @@ def test_comparable_thresholds_leave_about_max_norm(name: str, seed: int) -> Non
 # Runs ---------------------------------------------------------------------
 
 
-def brief(network: str, clip=None, **settings) -> exploding.Run:
+def brief(network: str, clip=None, **settings) -> exploding.ClippedRun:
     settings = {"lr": 1e-2, "steps": 6, **SMALL[network], **settings}
     return exploding.train(network, clip, **settings)
 

@@ -72,9 +72,9 @@ def test_every_regime_starts_from_the_same_weights(seed: int) -> None:
 def test_a_run_depends_on_its_seed_and_regime_alone(seed: int) -> None:
     regime = Regime(batch=128, lr=0.3, ghost=32, steps=5)
     a, b = (large_batches.train(regime, seed, check_every=2) for _ in range(2))
-    assert (a.accuracy, a.losses) == (b.accuracy, b.losses)
-    assert [step for step, _ in a.losses] == [0, 2, 4, 5]
-    assert a.losses[-1][1] == a.training_loss
+    assert (a.accuracy, a.checks) == (b.accuracy, b.checks)
+    assert [step for step, _ in a.checks] == [0, 2, 4, 5]
+    assert a.checks[-1][1] == a.training_loss
     unchecked = large_batches.train(regime, seed)
     assert unchecked.training_loss == a.training_loss  # checking leaves the run as it is
     assert large_batches.train(regime, seed + 1).training_loss != a.training_loss
@@ -133,13 +133,13 @@ def test_the_training_loss_is_taken_with_the_statistics_of_all_images(seed: int)
 def test_a_run_ends_where_it_arrives(seed: int) -> None:
     regime = Regime(batch=128, lr=0.3)
     whole = large_batches.train(regime, seed, check_every=3)
-    target = whole.losses[4][1]
+    target = whole.checks[4][1]
     short = large_batches.train(regime, seed, check_every=3, until=target)
-    arrived = large_batches.steps_to(whole, target)
-    assert arrived is not None and large_batches.steps_to(short, target) == arrived
+    arrived = whole.steps_to(target)
+    assert arrived is not None and short.steps_to(target) == arrived
     # The last two entries are one step: the check that ended the run, and the end.
-    assert short.losses[:-1] == whole.losses[: arrived // 3 + 1]
-    assert large_batches.steps_to(short, -1.0) is None
+    assert short.checks[:-1] == whole.checks[: arrived // 3 + 1]
+    assert short.steps_to(-1.0) is None
 
 
 def test_what_cannot_be_trained_is_refused() -> None:

@@ -24,8 +24,8 @@ def test_a_report_uses_the_setting_and_the_seeds_in_their_order(
     monkeypatch.setattr(tuning, "STEPS", {64: 9})
     setting = digits_runs.Setting(lr=0.01, weight_decay=0.5)
     both = tuning.report("Lion", setting, 64, seeds=(5, 2))
-    assert [run.batch_losses for run in both] == [
-        tuning.report("Lion", setting, 64, seeds=(seed,))[0].batch_losses for seed in (5, 2)
+    assert [run.losses for run in both] == [
+        tuning.report("Lion", setting, 64, seeds=(seed,))[0].losses for seed in (5, 2)
     ]
     other = digits_runs.Setting(lr=0.01, weight_decay=0.0)
     assert tuning.report("Lion", other, 64, seeds=(5,))[0].checks != both[0].checks

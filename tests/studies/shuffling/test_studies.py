@@ -108,22 +108,22 @@ def test_noise_replaces_the_batches_and_not_the_order() -> None:
 
 
 def test_steps_to_one_loss() -> None:
-    def made(*checks: tuple[int, float]) -> characters.Run:
-        return characters.Run(losses=(), rows=(), checks=checks)
+    def made(*checks: tuple[int, float]) -> characters.EpochRun:
+        return characters.EpochRun(losses=(), rows=(), checks=checks)
 
     slow = made((25, 3.0), (50, 2.5), (75, 2.2), (100, 2.3))
     quick = made((25, 2.1), (50, 1.9), (75, 1.8), (100, 1.7))
-    assert characters.steps_to(slow.checks, 2.5) == 50
-    assert characters.steps_to(slow.checks, 2.0) is None
+    assert slow.steps_to(2.5) == 50
+    assert slow.steps_to(2.0) is None
     assert characters.steps_ratio(slow, quick) == 3.0
     assert characters.steps_ratio(quick, slow) == pytest.approx(1 / 3)
     assert characters.steps_ratio(slow, slow) == 1.0
 
 
 def test_every_rate_above_the_largest_stable_one_diverged(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(order: str, seed: int, *, steps: int, lr: float, **_: object) -> characters.Run:
+    def fake(order: str, seed: int, *, steps: int, lr: float, **_: object) -> characters.EpochRun:
         end = float("nan") if lr > 2.5 else 1.0
-        return characters.Run(losses=(4.8,), rows=(), checks=((steps, end),))
+        return characters.EpochRun(losses=(4.8,), rows=(), checks=((steps, end),))
 
     monkeypatch.setattr(characters, "run", fake)
     assert characters.largest_stable_rate("full", 0) == 2.0

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from labcore.checks import one_of, positive, positive_int
 from labcore.clipping.adaptive import clip_adaptive
 from labcore.clipping.clip import clip_by_global_norm, clip_by_local_norm, clip_by_value
 from labcore.clipping.history import AutoClip, ZClip
+from labcore.studies import runs
 from labcore.studies.clipping import networks
 from labcore.studies.clipping.effects import Clip, Named, Snapshot, Spoil, cosine, flat
+from labcore.studies.runs import Run
 
 __all__ = [
     "BAD_STEP",
@@ -35,7 +38,7 @@ __all__ = [
     "STEPS",
     "THRESHOLDS",
     "TUNING_SEEDS",
-    "Run",
+    "ClippedRun",
     "bad_batch",
     "comparable",
     "loud_layer",
@@ -115,17 +118,15 @@ THRESHOLDS: Mapping[str, Mapping[str, float]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """What one training run measured, step by step; it ends early where a loss is not finite.
+@dataclass(frozen=True, kw_only=True)
+class ClippedRun(Run):
+    """A run with clipped gradients, step by step; it ends early where a loss is not finite.
 
-    losses: of the batches, nats; norms: of the gradient before clipping; kept: the norm after over
-    the norm before; cosines: between the two gradients; moves: norm of the step over that of the
-    weights. model: at the end; accuracy: share of what was held out that it gets right; finite:
-    whether every weight of it is.
+    norms: of the gradient before clipping; kept: the norm after over the norm before; cosines:
+    between the two gradients; moves: norm of the step over that of the weights. model: at the end;
+    accuracy: share of what was held out that it gets right; finite: whether every weight of it is.
     """
 
-    losses: tuple[float, ...]
     norms: tuple[float, ...]
     kept: tuple[float, ...]
     cosines: tuple[float, ...]
@@ -171,7 +172,7 @@ def train(
     seed: int = 0,
     spoil: Spoil | None = None,
     **settings: Any,
-) -> Run:
+) -> ClippedRun:
     """Train a network of `networks` and measure what `clip` does to each gradient.
 
     clip: called with the named parameters after the backward pass; None leaves the gradients alone.
@@ -184,31 +185,43 @@ def train(
     make = OPTIMIZERS[one_of("optimizer", optimizer, OPTIMIZERS)]
     stepper = make(weights, lr=lr, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
-    rows: list[tuple[float, ...]] = []
-    for step in range(positive_int("steps", steps)):
-        loss = networks.loss(model, *networks.draw(network, BATCH[network], generator=generator))
-        stepper.zero_grad()
-        loss.backward()
+    batches = (
+        networks.draw(network, BATCH[network], generator=generator)
+        for _ in range(positive_int("steps", steps))
+    )
+    measured: list[tuple[Tensor, Tensor, float]] = []
+
+    def spoil_and_clip() -> None:
         if spoil is not None:
-            spoil(step, named)
-        raw, before = flat([weight.grad for weight in weights]), flat(weights)
+            spoil(len(measured), named)
+        raw = flat([weight.grad for weight in weights])
         if clip is not None:
             clip(named)
         clipped = flat([weight.grad for weight in weights])
-        stepper.step()
-        move = (flat(weights) - before).norm() / before.norm()
-        kept = clipped.norm() / raw.norm()
-        measured = (loss.detach(), raw.norm(), kept, cosine(raw, clipped), move)
-        rows.append(tuple(float(value) for value in measured))
-        if not math.isfinite(rows[-1][0]):
+        measured.append((raw.norm(), clipped.norm() / raw.norm(), cosine(raw, clipped)))
+
+    losses: list[float] = []
+    moves: list[Tensor] = []
+    before = flat(weights)
+    for loss in runs.train(
+        lambda batch: networks.loss(model, *batch),
+        stepper,
+        batches,
+        change_gradients=spoil_and_clip,
+    ):
+        after = flat(weights)
+        losses.append(loss)
+        moves.append((after - before).norm() / before.norm())
+        before = after
+        if not math.isfinite(loss):
             break
-    losses, norms, kept, cosines, moves = zip(*rows, strict=True)
-    return Run(
-        losses=losses,
-        norms=norms,
-        kept=kept,
+    norms, kept, cosines = zip(*measured, strict=True)
+    return ClippedRun(
+        losses=tuple(losses),
+        norms=tuple(map(float, norms)),
+        kept=tuple(map(float, kept)),
         cosines=cosines,
-        moves=moves,
+        moves=tuple(map(float, moves)),
         model=model,
         accuracy=networks.accuracy(model),
         finite=bool(flat(weights).isfinite().all()),
@@ -240,7 +253,7 @@ def method(name: str, network: str) -> Clip | None:
 
 def _run(
     network: str, name: str, optimizer: str, seed: int, spoil: Spoil | None, **settings: Any
-) -> Run:
+) -> ClippedRun:
     lr = LEARNING_RATES[one_of("network", network, LEARNING_RATES)]
     return train(
         network,
@@ -256,7 +269,7 @@ def _run(
 
 def bad_batch(
     network: str, method: str, optimizer: str, seed: int, *, factor: float = FACTOR
-) -> Run:
+) -> ClippedRun:
     """A healthy network meets one gradient that is `factor` times too large, at BAD_STEP.
 
     method: "none" or a key of METHODS. factor: 1 for a run without the accident.
@@ -266,12 +279,12 @@ def bad_batch(
     return _run(network, method, optimizer, seed, spoil, **settings)
 
 
-def natural(method: str, optimizer: str, seed: int) -> Run:
+def natural(method: str, optimizer: str, seed: int) -> ClippedRun:
     """The recurrent network at He's initialization: its gradients explode by themselves."""
     return _run("RNN", method, optimizer, seed, None, **EXPLODING)
 
 
-def loud_run(network: str, method: str, optimizer: str, seed: int) -> Run:
+def loud_run(network: str, method: str, optimizer: str, seed: int) -> ClippedRun:
     """One layer's gradient (LOUD) comes FACTOR times too large in every step."""
     spoil = loud_layer(LOUD[one_of("network", network, LOUD)], FACTOR)
     settings = HEALTHY[one_of("network", network, HEALTHY)]

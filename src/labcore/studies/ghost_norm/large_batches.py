@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from labcore.checks import one_of, positive, positive_int
 from labcore.data import Digits, digits
 from labcore.norm.layers import GhostBatchNorm1d
+from labcore.studies import runs
+from labcore.studies.runs import Run
 
 __all__ = [
     "EPOCHS",
@@ -36,12 +38,11 @@ __all__ = [
     "SWEEP_GHOSTS",
     "TARGET",
     "TUNING_SEEDS",
+    "GhostRun",
     "Regime",
-    "Run",
     "landscape",
     "network",
     "split",
-    "steps_to",
     "sweep_regime",
     "train",
 ]
@@ -187,29 +188,21 @@ def _norm(width: int, ghost: int | None) -> nn.Module:
     return GhostBatchNorm1d(width, ghost_size=ghost)
 
 
-def _batches(batch: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Row indices [batch] for ever: each pass a new order, an incomplete last batch left out."""
-    while True:
-        order = torch.randperm(IMAGES, generator=generator)
-        yield from order[: IMAGES - IMAGES % batch].split(batch)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GhostRun(Run):
+    """A run of one regime; its checks are over the training part with its own statistics.
 
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Run:
-    """What one training run measured.
-
-    accuracy, judged_loss: on the images outside the training part, by the running statistics;
+    accuracy, test_loss: on the images outside the training part, by the running statistics;
     refreshed: that accuracy once the statistics are those of the whole training part;
-    training_accuracy, training_loss: on the training part with its own statistics;
-    losses: (step, that loss) for each check, the last one after the last step; model: the network.
+    training_accuracy, training_loss: on the training part with its own statistics, at the end;
+    model: the network.
     """
 
     accuracy: float
-    judged_loss: float
+    test_loss: float
     refreshed: float
     training_accuracy: float
     training_loss: float
-    losses: tuple[tuple[int, float], ...]
     model: nn.Sequential
 
 
@@ -220,7 +213,7 @@ def train(
     part: str = "test",
     check_every: int = 0,
     until: float = -math.inf,
-) -> Run:
+) -> GhostRun:
     """Train once; `seed` draws the images, the weights and the order.
 
     Two regimes with one seed share images and first weights, so runs compare in pairs.
@@ -231,38 +224,31 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     model = network(regime, generator)
     optimizer = torch.optim.SGD(model.parameters(), lr=regime.lr, momentum=0.9)
-    losses: list[tuple[int, float]] = []
-    steps = 0
-    for chosen in itertools.islice(_batches(regime.batch, generator), regime.updates):
-        if check_every and steps % check_every == 0:
-            losses.append((steps, _with_own_statistics(model, data)[1]))
-            if losses[-1][1] <= until:
+    checks: list[tuple[int, float]] = []
+    losses: list[float] = []
+
+    def loss_of(rows: Tensor) -> Tensor:
+        return F.cross_entropy(model(data.train_x[rows]), data.train_y[rows])
+
+    drawn = itertools.islice(runs.shuffled(IMAGES, regime.batch, generator), regime.updates)
+    for rows in runs.cosine(optimizer, drawn, regime.updates):
+        if check_every and len(losses) % check_every == 0:
+            checks.append((len(losses), _with_own_statistics(model, data)[1]))
+            if checks[-1][1] <= until:
                 break
-        share = 0.5 * (1 + math.cos(math.pi * steps / regime.updates))
-        optimizer.param_groups[0]["lr"] = regime.lr * share
-        optimizer.zero_grad()
-        F.cross_entropy(model(data.train_x[chosen]), data.train_y[chosen]).backward()
-        optimizer.step()
-        steps += 1
-    accuracy, judged_loss = _judge(model.eval(), data.test_x, data.test_y)
+        losses += runs.train(loss_of, optimizer, [rows])
+    accuracy, test_loss = runs.judge(model.eval(), data.test_x, data.test_y)
     training_accuracy, training_loss = _with_own_statistics(model, data)
-    return Run(
+    return GhostRun(
+        losses=tuple(losses),
+        checks=(*checks, (len(losses), training_loss)),
         accuracy=accuracy,
-        judged_loss=judged_loss,
-        refreshed=_judge(_refreshed(model, data.train_x), data.test_x, data.test_y)[0],
+        test_loss=test_loss,
+        refreshed=runs.judge(_refreshed(model, data.train_x), data.test_x, data.test_y)[0],
         training_accuracy=training_accuracy,
         training_loss=training_loss,
-        losses=(*losses, (steps, training_loss)),
         model=model,
     )
-
-
-@torch.no_grad()
-def _judge(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Share of right guesses, and the mean loss."""
-    logits = model(images)
-    right = (logits.argmax(1) == labels).double().mean().item()
-    return right, F.cross_entropy(logits, labels).item()
 
 
 def _plain(model: nn.Sequential) -> nn.Sequential:
@@ -287,12 +273,7 @@ def _refreshed(model: nn.Sequential, images: Tensor) -> nn.Sequential:
 
 def _with_own_statistics(model: nn.Sequential, data: Digits) -> tuple[float, float]:
     """Accuracy and loss over the training part, whose own statistics normalize it."""
-    return _judge(_plain(model), data.train_x, data.train_y)
-
-
-def steps_to(run: Run, target: float = TARGET) -> int | None:
-    """The first checked step whose loss over the training part is at most `target`, or None."""
-    return next((step for step, loss in run.losses if loss <= target), None)
+    return runs.judge(_plain(model), data.train_x, data.train_y)
 
 
 def landscape(model: nn.Sequential, data: Digits) -> tuple[Callable[[], Tensor], list[Tensor]]:

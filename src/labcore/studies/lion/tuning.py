@@ -18,11 +18,10 @@ from labcore.data import digits
 from labcore.optim.adamw_optimizer import AdamW
 from labcore.optim.lion_optimizer import Lion
 from labcore.studies.digits_runs import (
-    Run,
+    DigitsRun,
     Setting,
     Sweep,
     TrainConfig,
-    steps_to,
     sweep,
     train_seeds,
     validation_split,
@@ -71,7 +70,7 @@ def tuned(optimizer: str, batch: int) -> Sweep:
     )
 
 
-def report(optimizer: str, setting: Setting, batch: int, seeds: Sequence[int]) -> list[Run]:
+def report(optimizer: str, setting: Setting, batch: int, seeds: Sequence[int]) -> list[DigitsRun]:
     """Runs of one setting on the whole training part, judged on the test part."""
     make = functools.partial(
         OPTIMIZERS[one_of("optimizer", optimizer, OPTIMIZERS)], **asdict(setting)
@@ -79,10 +78,9 @@ def report(optimizer: str, setting: Setting, batch: int, seeds: Sequence[int]) -
     return train_seeds(make, config(batch, checks=300), digits(), seeds)
 
 
-def steps_to_target(runs: Sequence[Run]) -> list[int]:
+def steps_to_target(runs: Sequence[DigitsRun]) -> list[int]:
     """Steps to TARGET for each run; one that never arrives counts one step more than it had."""
-    found = (steps_to(run, TARGET) for run in runs)
+    found = (run.steps_to(TARGET) for run in runs)
     return [
-        len(run.batch_losses) + 1 if step is None else step
-        for run, step in zip(runs, found, strict=True)
+        len(run.losses) + 1 if step is None else step for run, step in zip(runs, found, strict=True)
     ]

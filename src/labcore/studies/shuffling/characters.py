@@ -33,6 +33,8 @@ from labcore.shuffling.orders import (
     Sequential,
     shards_of,
 )
+from labcore.studies import runs
+from labcore.studies.runs import Run
 
 __all__ = [
     "BATCH",
@@ -49,15 +51,14 @@ __all__ = [
     "SLICES",
     "TUNING_SEEDS",
     "Corpus",
+    "EpochRun",
     "NextCharacter",
-    "Run",
     "corpus",
     "largest_stable_rate",
     "letters_of",
     "row_losses",
     "run",
     "steps_ratio",
-    "steps_to",
     "train",
 ]
 
@@ -174,16 +175,8 @@ def row_losses(model: nn.Module, rows: Tensor) -> Tensor:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Tensor]
 ) -> Iterator[float]:
-    """One step a batch [B, CONTEXT + ROW]; yields the batch's loss before the step.
-
-    A generator: between two steps the caller may look at the model, or change the optimizer.
-    """
-    for batch in batches:
-        loss = row_losses(model, batch).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield loss.item()
+    """`runs.train` on the mean loss of each batch's letters, [B, CONTEXT + ROW]."""
+    return runs.train(lambda batch: row_losses(model, batch).mean(), optimizer, batches)
 
 
 # Orders ------------------------------------------------------------------------------------------
@@ -230,16 +223,14 @@ ORDERS: Mapping[str, Order] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """One epoch. losses: of each batch before its step, nats a letter. rows: row indices a step.
+@dataclass(frozen=True, kw_only=True)
+class EpochRun(Run):
+    """One epoch, in nats a letter; its checks are over held-out rows, the last one at the end.
 
-    checks: (steps done, held-out loss), the last one at the end.
+    rows: row indices, step by step.
     """
 
-    losses: tuple[float, ...]
     rows: tuple[tuple[int, ...], ...]
-    checks: tuple[tuple[int, float], ...]
 
     @property
     def held_out(self) -> float:
@@ -256,7 +247,7 @@ def run(
     lr: float = LEARNING_RATE,
     optimizer: str = "adamw",
     check_every: int = 25,
-) -> Run:
+) -> EpochRun:
     """Train a fresh model for one epoch, or its first `steps`, in one of ORDERS.
 
     seed: of the weights, of the order, and of the files: the data are corpus(kind, seed).
@@ -280,7 +271,7 @@ def run(
         if len(losses) % check_every == 0 or len(losses) == count:
             with torch.no_grad():
                 checks.append((len(losses), row_losses(model, data.held_out).mean().item()))
-    return Run(losses=tuple(losses), rows=tuple(rows), checks=tuple(checks))
+    return EpochRun(losses=tuple(losses), rows=tuple(rows), checks=tuple(checks))
 
 
 OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]] = {
@@ -298,18 +289,13 @@ def _noisy(batches: Iterable[Tensor], rows: int, seed: int) -> Iterator[Tensor]:
         yield noise if step in places else batch
 
 
-def steps_to(checks: Iterable[tuple[int, float]], target: float) -> int | None:
-    """The first check at which the held-out loss is at most `target`; None where it never is."""
-    return next((step for step, loss in checks if loss <= target), None)
-
-
-def steps_ratio(ours: Run, other: Run) -> float:
+def steps_ratio(ours: EpochRun, other: EpochRun) -> float:
     """Steps to one held-out loss, ours over the other's: the worse of the best that each reached.
 
     Both reach it, so no run is cut off; checks are as far apart as `run` was told.
     """
     target = max(min(loss for _, loss in each.checks) for each in (ours, other))
-    first, second = (steps_to(each.checks, target) or 0 for each in (ours, other))
+    first, second = (each.steps_to(target) or 0 for each in (ours, other))
     return first / second
 
 

@@ -35,6 +35,8 @@ from labcore.shuffling.orders import (
     Sequential,
     shards_of,
 )
+from labcore.studies import runs
+from labcore.studies.runs import Run
 
 __all__ = [
     "BATCH",
@@ -43,7 +45,7 @@ __all__ = [
     "SIZES",
     "TUNING_SEEDS",
     "Effects",
-    "Trained",
+    "OrderRun",
     "batches_of",
     "effects",
     "gradients",
@@ -100,30 +102,28 @@ def _network(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
-    """A run on sorted digits. accuracy: on the test images; losses: a step; entropy: of labels."""
+@dataclass(frozen=True, kw_only=True)
+class OrderRun(Run):
+    """A run on sorted digits. accuracy: on the test images; entropy: of each batch's labels."""
 
     accuracy: float
-    losses: tuple[float, ...]
     entropy: LabelEntropy
 
 
-def train(order: str, seed: int, *, epochs: int = EPOCHS) -> Trained:
+def train(order: str, seed: int, *, epochs: int = EPOCHS) -> OrderRun:
     """Plain gradient descent on a network with one hidden layer, the rows in one of ORDERS."""
     data, model = sorted_digits(), _network(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    batches, losses = batches_of(order, BATCH, seed=seed, epochs=epochs), []
-    for rows in batches:
-        loss = F.cross_entropy(model(data.train_x[rows]), data.train_y[rows])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    with torch.no_grad():
-        right = (model(data.test_x).argmax(1) == data.test_y).double().mean().item()
-    entropy = label_entropy(data.train_y[rows] for rows in batches)
-    return Trained(accuracy=right, losses=tuple(losses), entropy=entropy)
+    batches = batches_of(order, BATCH, seed=seed, epochs=epochs)
+
+    def loss_of(rows: Tensor) -> Tensor:
+        return F.cross_entropy(model(data.train_x[rows]), data.train_y[rows])
+
+    return OrderRun(
+        losses=tuple(runs.train(loss_of, optimizer, batches)),
+        accuracy=runs.judge(model, data.test_x, data.test_y)[0],
+        entropy=label_entropy(data.train_y[rows] for rows in batches),
+    )
 
 
 @functools.cache
