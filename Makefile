@@ -68,12 +68,12 @@ soak: setup  ## what `make test` runs small: 100,000 scheduler steps, 2,000 requ
 		tests/labs/test_generated_class.py
 
 server: .venv-triton  ## NVIDIA's Triton Inference Server with the shipped model, on loopback
-	@exec $(BIN)/python -m labcore.serving.triton_server start --model "$(or $(MODEL),target)"
+	@exec $(BIN)/python -m labcore.serving.triton.server start --model "$(or $(MODEL),target)"
 
 # 366 MB to download on first use; does nothing where it is whole.
 .PHONY: .venv-triton
 .venv-triton: setup
-	@$(BIN)/python -m labcore.serving.triton_server install
+	@$(BIN)/python -m labcore.serving.triton.server install
 
 lock: setup  ## constraints.txt from pyproject.toml; LOCK=--upgrade takes today's versions
 	@$(BIN)/python scripts/lock.py $(LOCK)

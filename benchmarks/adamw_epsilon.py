@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from benchmarks.lion import parameters, quarter_gpt2
 from benchmarks.runner import Measurement, case
 from labcore.data import digits
-from labcore.models import gradient_scale, train
-from labcore.optim import AdamW, epsilon, epsilon_study
-from labcore.optim.epsilon_study import Failure
-from labcore.optim.experiments import TrainConfig, train_digits
+from labcore.models import train
+from labcore.optim import AdamW
+from labcore.studies.adamw_epsilon import epsilon, gradient_scale, low_precision
+from labcore.studies.adamw_epsilon.low_precision import Failure
+from labcore.studies.digits_runs import TrainConfig, train_digits
 from labcore.timing import Comparison, paired
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -134,31 +135,31 @@ def accuracy(make: Make, failure: Failure, seed: int) -> float:
         seed=seed,
         check_every=failure.steps,
     )
-    factory = epsilon_study.scaled(functools.partial(make, lr=failure.lr), failure.scale)
+    factory = low_precision.scaled(functools.partial(make, lr=failure.lr), failure.scale)
     return train_digits(factory, config, digits()).accuracy
 
 
 def _atan2(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    return epsilon_study.REMEDIES["atan2"](parameters, lr, 0)
+    return low_precision.REMEDIES["atan2"](parameters, lr, 0)
 
 
 @case("digits/loss-scale", minutes=0.5)
 def loss_scale() -> list[Measurement]:
     """Test accuracy by eps and by the factor on the loss, in fp32, with atan2 beside."""
-    found, seeds = [], epsilon_study.SEEDS
-    for scale in epsilon_study.SCALES:
+    found, seeds = [], low_precision.SEEDS
+    for scale in low_precision.SCALES:
         measured = {
-            f"eps {eps:g}": [epsilon_study.accuracy_at(scale, eps, seed) for seed in seeds]
-            for eps in epsilon_study.EPSILONS
+            f"eps {eps:g}": [low_precision.accuracy_at(scale, eps, seed) for seed in seeds]
+            for eps in low_precision.EPSILONS
         }
         measured["atan2"] = [accuracy(_atan2, Failure(scale=scale), seed) for seed in seeds]
-        rms = epsilon_study.gradient_rms(scale)
+        rms = low_precision.gradient_rms(scale)
         attenuation = {
             f"eps {eps:g}": {
-                "measured": epsilon_study.digits_attenuation(eps, scale),
+                "measured": low_precision.digits_attenuation(eps, scale),
                 "predicted": epsilon.predict_attenuation(rms, eps),
             }
-            for eps in epsilon_study.EPSILONS
+            for eps in low_precision.EPSILONS
         }
         found.append(
             Measurement(
@@ -175,11 +176,11 @@ def loss_scale() -> list[Measurement]:
 @case("digits/remedies", minutes=2.5)
 def remedies() -> list[Measurement]:
     """Test accuracy of every remedy under every failure, and what it lacks to a healthy run."""
-    found, seeds = [], epsilon_study.SEEDS
-    for failure in epsilon_study.FAILURES:
-        healthy = [epsilon_study.healthy_accuracy(failure, seed) for seed in seeds]
-        for remedy in epsilon_study.remedies_for(failure):
-            measured = [epsilon_study.accuracy(remedy, failure, seed) for seed in seeds]
+    found, seeds = [], low_precision.SEEDS
+    for failure in low_precision.FAILURES:
+        healthy = [low_precision.healthy_accuracy(failure, seed) for seed in seeds]
+        for remedy in low_precision.remedies_for(failure):
+            measured = [low_precision.accuracy(remedy, failure, seed) for seed in seeds]
             details = {"seeds": seeds, "accuracy": measured, "healthy": healthy}
             found.append(
                 Measurement(
@@ -426,7 +427,7 @@ OURS = "AdamW, fp32 state and master weights"
 def digits_peers() -> list[Measurement]:
     """Test accuracy of other makers' remedies under the study's failures, same seeds."""
     found = []
-    for title, failure in epsilon_study.FAILURES.items():
+    for title, failure in low_precision.FAILURES.items():
         measured = {}
         for name, make in DIGITS_PEERS.items():
             runs = []

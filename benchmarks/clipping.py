@@ -20,10 +20,9 @@ from labcore.clipping import (
     clip_by_global_norm,
     clip_by_local_norm,
     clip_by_value,
-    effects,
-    networks,
-    study,
 )
+from labcore.studies.clipping import effects, exploding, networks
+from labcore.studies.clipping.exploding import ClippedRun
 from labcore.timing import paired
 
 # Experiments -------------------------------------------------------------------------------------
@@ -51,14 +50,17 @@ def growth_factor() -> list[Measurement]:
     found = {
         name: [
             growth_of(networks.make(network, seed=seed, **settings), network, seed)
-            for seed in study.SEEDS
+            for seed in exploding.SEEDS
         ]
         for name, (network, settings) in FRESH.items()
     }
     for network in networks.NETWORKS:
-        runs = [study.bad_batch(network, "none", "AdamW", s, factor=1.0) for s in study.SEEDS]
+        runs = [
+            exploding.bad_batch(network, "none", "AdamW", s, factor=1.0) for s in exploding.SEEDS
+        ]
         found[f"{network}, trained"] = [
-            growth_of(run.model, network, seed) for run, seed in zip(runs, study.SEEDS, strict=True)
+            growth_of(run.model, network, seed)
+            for run, seed in zip(runs, exploding.SEEDS, strict=True)
         ]
     return [
         Measurement(
@@ -67,7 +69,7 @@ def growth_factor() -> list[Measurement]:
             samples=[each.factor for each in growths],
             peers={"predicted": [each.predicted_factor for each in growths]},
             details={
-                "seeds": study.SEEDS,
+                "seeds": exploding.SEEDS,
                 "whole way": [each.rms[0] / each.rms[-1] for each in growths],
             },
         )
@@ -83,8 +85,8 @@ def direction_by_depth() -> list[Measurement]:
     """Cosine between a fresh network's gradient raw and clipped to a tenth of its norm."""
     found: list[Measurement] = []
     for depth in DEPTHS:
-        deep = {**study.HEALTHY["conv"], "depth": depth}
-        taken = [effects.snapshot("conv", seed=seed, **deep) for seed in study.SEEDS]
+        deep = {**exploding.HEALTHY["conv"], "depth": depth}
+        taken = [effects.snapshot("conv", seed=seed, **deep) for seed in exploding.SEEDS]
         found += _cosines(f"conv of {depth}", taken)
     local = {
         item.quantity: item.samples for item in found if item.quantity.endswith("local, per layer")
@@ -95,17 +97,18 @@ def direction_by_depth() -> list[Measurement]:
             quantity=f"local cosine, {DEPTHS[-1]} convolutions minus {DEPTHS[0]}",
             unit="",
             samples=[one - other for one, other in zip(deepest, shallow, strict=True)],
-            details={"seeds": study.SEEDS},
+            details={"seeds": exploding.SEEDS},
         )
     )
-    loud = study.loud_layer(study.LOUD["conv"], study.FACTOR)
+    loud = exploding.loud_layer(exploding.LOUD["conv"], exploding.FACTOR)
     cases: dict[str, tuple[str, Mapping[str, Any], effects.Spoil | None]] = {
-        "RNN": ("RNN", study.EXPLODING, None),
-        "conv, a loud layer": ("conv", study.HEALTHY["conv"], loud),
+        "RNN": ("RNN", exploding.EXPLODING, None),
+        "conv, a loud layer": ("conv", exploding.HEALTHY["conv"], loud),
     }
     for name, (network, settings, spoil) in cases.items():
         taken = [
-            effects.snapshot(network, seed=seed, spoil=spoil, **settings) for seed in study.SEEDS
+            effects.snapshot(network, seed=seed, spoil=spoil, **settings)
+            for seed in exploding.SEEDS
         ]
         found += _cosines(name, taken)
     return found
@@ -113,16 +116,16 @@ def direction_by_depth() -> list[Measurement]:
 
 def _cosines(name: str, taken: Sequence[effects.Snapshot]) -> list[Measurement]:
     found = []
-    for choice in study.COMPARABLE:
+    for choice in exploding.COMPARABLE:
         effect = [
-            effects.effect(each, study.comparable(choice, each, _tenth(each))) for each in taken
+            effects.effect(each, exploding.comparable(choice, each, _tenth(each))) for each in taken
         ]
         found.append(
             Measurement(
                 quantity=f"cosine/{name}, {choice}",
                 unit="",
                 samples=[each.cosine for each in effect],
-                details={"seeds": study.SEEDS, "kept": [each.kept for each in effect]},
+                details={"seeds": exploding.SEEDS, "kept": [each.kept for each in effect]},
             )
         )
     return found
@@ -133,7 +136,7 @@ def _tenth(taken: effects.Snapshot) -> float:
 
 
 BAD_METHODS = {
-    "RNN": ("none", *(name for name in study.METHODS if name != "local, per parameter")),
+    "RNN": ("none", *(name for name in exploding.METHODS if name != "local, per parameter")),
     "conv": ("none", "global", "local, per layer"),
 }
 
@@ -141,20 +144,22 @@ BAD_METHODS = {
 def bad_batch(network: str) -> list[Measurement]:
     """What one bad batch does under each method: the step that it makes, and the accuracy lost."""
     found = []
-    for optimizer in study.OPTIMIZERS:
+    for optimizer in exploding.OPTIMIZERS:
         clean = [
-            study.bad_batch(network, "none", optimizer, seed, factor=1.0).accuracy
-            for seed in study.SEEDS
+            exploding.bad_batch(network, "none", optimizer, seed, factor=1.0).accuracy
+            for seed in exploding.SEEDS
         ]
         for method in BAD_METHODS[network]:
-            runs = [study.bad_batch(network, method, optimizer, seed) for seed in study.SEEDS]
+            runs = [
+                exploding.bad_batch(network, method, optimizer, seed) for seed in exploding.SEEDS
+            ]
             found += _of_runs(f"{optimizer}, {method}", runs, clean)
             found.append(
                 Measurement(
                     quantity=f"bad step over its median/{optimizer}, {method}",
                     unit="ratio",
                     samples=[bad_step(run.moves) for run in runs],
-                    details={"seeds": study.SEEDS, "last steps": [last_steps(r) for r in runs]},
+                    details={"seeds": exploding.SEEDS, "last steps": [last_steps(r) for r in runs]},
                 )
             )
     return found
@@ -162,24 +167,24 @@ def bad_batch(network: str) -> list[Measurement]:
 
 def usual_step(moves: Sequence[float]) -> float:
     """The median of the 20 steps before the bad batch."""
-    return statistics.median(moves[study.BAD_STEP - 20 : study.BAD_STEP])
+    return statistics.median(moves[exploding.BAD_STEP - 20 : exploding.BAD_STEP])
 
 
 def bad_step(moves: Sequence[float]) -> float:
     """The step at the bad batch over the usual one."""
-    return moves[study.BAD_STEP] / usual_step(moves)
+    return moves[exploding.BAD_STEP] / usual_step(moves)
 
 
-def last_steps(run: study.Run) -> float | None:
+def last_steps(run: ClippedRun) -> float | None:
     """The median of the last 20 steps over the usual one before the bad batch; None if it died."""
     if not run.finite:
         return None
     return statistics.median(run.moves[-20:]) / usual_step(run.moves)
 
 
-def _of_runs(name: str, runs: Sequence[study.Run], clean: Sequence[float]) -> list[Measurement]:
+def _of_runs(name: str, runs: Sequence[ClippedRun], clean: Sequence[float]) -> list[Measurement]:
     details = {
-        "seeds": study.SEEDS,
+        "seeds": exploding.SEEDS,
         "accuracy": [run.accuracy for run in runs],
         "clean": clean,
         "mean cosine of the clipped steps": [clipped_cosine(run) for run in runs],
@@ -198,12 +203,12 @@ def _of_runs(name: str, runs: Sequence[study.Run], clean: Sequence[float]) -> li
             quantity=f"not finite/{name}",
             unit="share of runs",
             samples=[float(not run.finite) for run in runs],
-            details={"seeds": study.SEEDS, "steps": [len(run.losses) for run in runs]},
+            details={"seeds": exploding.SEEDS, "steps": [len(run.losses) for run in runs]},
         ),
     ]
 
 
-def clipped_cosine(run: study.Run) -> float | None:
+def clipped_cosine(run: ClippedRun) -> float | None:
     """Mean cosine to the raw gradient over the steps that were clipped; None where none was."""
     pairs = zip(run.cosines, run.kept, strict=True)
     clipped = [cosine for cosine, kept in pairs if kept < 0.999]
@@ -231,17 +236,17 @@ def bad_batch_convolutional() -> list[Measurement]:
 def natural() -> list[Measurement]:
     """The recurrent network at He's initialization: gradients that explode by themselves."""
     found = []
-    for optimizer in study.OPTIMIZERS:
-        clean = [study.natural("global", optimizer, seed).accuracy for seed in study.SEEDS]
+    for optimizer in exploding.OPTIMIZERS:
+        clean = [exploding.natural("global", optimizer, seed).accuracy for seed in exploding.SEEDS]
         for method in ("none", "local, per layer", "ZClip"):
-            runs = [study.natural(method, optimizer, seed) for seed in study.SEEDS]
+            runs = [exploding.natural(method, optimizer, seed) for seed in exploding.SEEDS]
             found += _of_runs(f"{optimizer}, {method}", runs, clean)
             found.append(
                 Measurement(
                     quantity=f"largest step over the weights/{optimizer}, {method}",
                     unit="ratio",
                     samples=[max(filter(math.isfinite, run.moves)) for run in runs],
-                    details={"seeds": study.SEEDS},
+                    details={"seeds": exploding.SEEDS},
                 )
             )
     return found
@@ -252,11 +257,11 @@ def loud_layer() -> list[Measurement]:
     """One layer's gradient a thousand times too large in every step: local minus global."""
     found = []
     for network in networks.NETWORKS:
-        for optimizer in study.OPTIMIZERS:
+        for optimizer in exploding.OPTIMIZERS:
             accuracy = {
                 method: [
-                    study.loud_run(network, method, optimizer, seed).accuracy
-                    for seed in study.SEEDS
+                    exploding.loud_run(network, method, optimizer, seed).accuracy
+                    for seed in exploding.SEEDS
                 ]
                 for method in ("none", "global", "local, per layer")
             }
@@ -266,7 +271,7 @@ def loud_layer() -> list[Measurement]:
                     quantity=f"local minus global/{network}, {optimizer}",
                     unit="percentage points",
                     samples=[100 * (local - whole) for local, whole in pairs],
-                    details={"seeds": study.SEEDS, "accuracy": accuracy},
+                    details={"seeds": exploding.SEEDS, "accuracy": accuracy},
                 )
             )
     return found
@@ -277,15 +282,15 @@ def loud_first_step() -> list[Measurement]:
     """How much of their step the healthy layers keep, of what they have without the loud one."""
     found = []
     for network in networks.NETWORKS:
-        for optimizer, make in study.OPTIMIZERS.items():
+        for optimizer, make in exploding.OPTIMIZERS.items():
             for method in ("global", "local, per layer"):
-                kept = [healthy_step(network, make, method, seed) for seed in study.SEEDS]
+                kept = [healthy_step(network, make, method, seed) for seed in exploding.SEEDS]
                 found.append(
                     Measurement(
                         quantity=f"healthy layers keep/{network}, {optimizer}, {method}",
                         unit="share of the step",
                         samples=kept,
-                        details={"seeds": study.SEEDS},
+                        details={"seeds": exploding.SEEDS},
                     )
                 )
     return found
@@ -295,11 +300,11 @@ def healthy_step(
     network: str, make: Callable[..., torch.optim.Optimizer], method: str, seed: int
 ) -> float:
     """Mean share of the healthy layers' first step, under `method`, that a loud layer leaves."""
-    layer = study.LOUD[network]
+    layer = exploding.LOUD[network]
     sizes = []
-    for spoil in (None, study.loud_layer(layer, study.FACTOR)):
-        taken = effects.snapshot(network, seed=seed, spoil=spoil, **study.HEALTHY[network])
-        sizes.append(effects.step_sizes(taken, study.method(method, network), make))
+    for spoil in (None, exploding.loud_layer(layer, exploding.FACTOR)):
+        taken = effects.snapshot(network, seed=seed, spoil=spoil, **exploding.HEALTHY[network])
+        sizes.append(effects.step_sizes(taken, exploding.method(method, network), make))
     names = taken.names
     return statistics.fmean(
         loud / quiet

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.runner import Measurement, case
-from labcore.norm import GhostBatchNorm1d, GhostBatchNorm2d, gradients, sharpness, study
-from labcore.norm.study import Regime, Run
+from labcore.norm import GhostBatchNorm1d, GhostBatchNorm2d
+from labcore.studies.ghost_norm import gradients, large_batches, sharpness
+from labcore.studies.ghost_norm.large_batches import GhostRun, Regime
 from labcore.timing import Comparison, paired
 
 # Experiments -------------------------------------------------------------------------------------
@@ -47,21 +48,23 @@ OWN_EFFECT = {
 def tuning() -> list[Measurement]:
     """Validation accuracy by learning rate; the small batch's best rate is the study's."""
     kinds: dict[str, Callable[[float], Regime]] = {
-        "small batch": lambda lr: Regime(batch=study.SMALL, lr=lr),
-        "large batch": lambda lr: Regime(batch=study.LARGE, lr=lr),
-        "large batch, ghosts": lambda lr: Regime(batch=study.LARGE, lr=lr, ghost=study.GHOST),
+        "small batch": lambda lr: Regime(batch=large_batches.SMALL, lr=lr),
+        "large batch": lambda lr: Regime(batch=large_batches.LARGE, lr=lr),
+        "large batch, ghosts": lambda lr: Regime(
+            batch=large_batches.LARGE, lr=lr, ghost=large_batches.GHOST
+        ),
         "small batch, without normalization": lambda lr: Regime(
-            batch=study.SMALL, lr=lr, normalized=False
+            batch=large_batches.SMALL, lr=lr, normalized=False
         ),
     }
     found = []
     for name, regime in kinds.items():
         grid = {
             f"{lr:g}": [
-                study.train(regime(lr), seed, part="validation").accuracy
-                for seed in study.TUNING_SEEDS
+                large_batches.train(regime(lr), seed, part="validation").accuracy
+                for seed in large_batches.TUNING_SEEDS
             ]
-            for lr in study.LEARNING_RATES
+            for lr in large_batches.LEARNING_RATES
         }
         best = max(grid, key=lambda rate, of=grid: fmean(of[rate]))  # type: ignore[misc]
         found.append(
@@ -69,51 +72,58 @@ def tuning() -> list[Measurement]:
                 quantity=f"validation accuracy/{name}",
                 unit="",
                 samples=grid[best],
-                details={"best": float(best), "accuracy": grid, "seeds": study.TUNING_SEEDS},
+                details={
+                    "best": float(best),
+                    "accuracy": grid,
+                    "seeds": large_batches.TUNING_SEEDS,
+                },
             )
         )
     return found
 
 
-def _points(runs: Sequence[Run], reference: Sequence[Run]) -> list[float]:
+def _points(runs: Sequence[GhostRun], reference: Sequence[GhostRun]) -> list[float]:
     """Differences of test accuracy in percentage points, seed by seed."""
     return [100 * (a.accuracy - b.accuracy) for a, b in zip(runs, reference, strict=True)]
 
 
-def _regime_details(regime: Regime, runs: Sequence[Run]) -> dict[str, object]:
+def _regime_details(regime: Regime, runs: Sequence[GhostRun]) -> dict[str, object]:
     return {
         "batch": regime.batch,
         "lr": regime.lr,
         "ghost": regime.ghost,
         "updates": regime.updates,
-        "seeds": study.SEEDS,
+        "seeds": large_batches.SEEDS,
         "refreshed": [run.refreshed for run in runs],
-        "test loss": [run.judged_loss for run in runs],
+        "test loss": [run.test_loss for run in runs],
         "training accuracy": [run.training_accuracy for run in runs],
         "training loss": [run.training_loss for run in runs],
     }
 
 
-def _against_small(runs: Mapping[str, Sequence[Run]]) -> list[Measurement]:
+def _against_small(runs: Mapping[str, Sequence[GhostRun]]) -> list[Measurement]:
     return [
         Measurement(
             quantity=f"minus small batch/{name}",
             unit="percentage points",
             samples=_points(mine, runs["small batch"]),
-            details={"seeds": study.SEEDS},
+            details={"seeds": large_batches.SEEDS},
         )
         for name, mine in runs.items()
         if name != "small batch"
     ]
 
 
-def _trained(regimes: Mapping[str, Regime]) -> dict[str, list[Run]]:
+def _trained(regimes: Mapping[str, Regime]) -> dict[str, list[GhostRun]]:
     """The runs of each regime on the reported seeds."""
-    return {n: [study.train(regime, seed) for seed in study.SEEDS] for n, regime in regimes.items()}
+    return {
+        n: [large_batches.train(regime, seed) for seed in large_batches.SEEDS]
+        for n, regime in regimes.items()
+    }
 
 
 def _accuracies(
-    regimes: Mapping[str, Regime], runs: Mapping[str, Sequence[Run]]
+    regimes: Mapping[str, Regime], runs: Mapping[str, Sequence[GhostRun]]
 ) -> list[Measurement]:
     """The accuracy of each regime, then its distance from the small batch."""
     accuracies = [
@@ -128,12 +138,12 @@ def _accuracies(
     return accuracies + _against_small(runs)
 
 
-def _flatness(name: str, runs: Sequence[Run]) -> list[Measurement]:
+def _flatness(name: str, runs: Sequence[GhostRun]) -> list[Measurement]:
     """The trace of the Hessian at the end of each run, and the loss a random step away."""
     traces, errors, rises = [], [], []
-    for seed, run in zip(study.SEEDS, runs, strict=True):
+    for seed, run in zip(large_batches.SEEDS, runs, strict=True):
         dice = torch.Generator().manual_seed(seed)
-        loss, weights = study.landscape(run.model, study.split(seed))
+        loss, weights = large_batches.landscape(run.model, large_batches.split(seed))
         trace = sharpness.hessian_trace(loss, weights, generator=dice)
         moved = sharpness.perturbed_losses(loss, weights, radius=RADIUS, generator=dice)
         traces.append(trace.mean)
@@ -144,13 +154,13 @@ def _flatness(name: str, runs: Sequence[Run]) -> list[Measurement]:
             quantity=f"trace/{name}",
             unit="nats",
             samples=traces,
-            details={"standard error": errors, "seeds": study.SEEDS},
+            details={"standard error": errors, "seeds": large_batches.SEEDS},
         ),
         Measurement(
             quantity=f"rise/{name}",
             unit="nats",
             samples=rises,
-            details={"radius": RADIUS, "seeds": study.SEEDS},
+            details={"radius": RADIUS, "seeds": large_batches.SEEDS},
         ),
     ]
 
@@ -158,31 +168,33 @@ def _flatness(name: str, runs: Sequence[Run]) -> list[Measurement]:
 @case("digits/regimes", minutes=2.5)
 def regimes() -> list[Measurement]:
     """Every regime of the study on the reported seeds: accuracy, differences, sharpness."""
-    runs = _trained(study.REGIMES)
+    runs = _trained(large_batches.REGIMES)
     effects = [
         Measurement(
             quantity=f"ghosts' own effect/{name}",
             unit="percentage points",
             samples=_points(runs[ghosts], runs[whole]),
-            details={"with": ghosts, "without": whole, "seeds": study.SEEDS},
+            details={"with": ghosts, "without": whole, "seeds": large_batches.SEEDS},
         )
         for name, (ghosts, whole) in OWN_EFFECT.items()
     ]
     flatness = [item for name, mine in runs.items() for item in _flatness(name, mine)]
-    return _accuracies(study.REGIMES, runs) + effects + flatness
+    return _accuracies(large_batches.REGIMES, runs) + effects + flatness
 
 
 @case("digits/plain", minutes=0.4)
 def without_normalization() -> list[Measurement]:
     """A network without batch normalization, the small batch beside the large one."""
-    return _accuracies(study.PLAIN_REGIMES, _trained(study.PLAIN_REGIMES))
+    return _accuracies(large_batches.PLAIN_REGIMES, _trained(large_batches.PLAIN_REGIMES))
 
 
 def _arrivals(batch: int) -> list[int]:
     """For each seed the steps to the target; one too many where it is not reached."""
-    regime = study.sweep_regime(batch, batch)
-    until = functools.partial(study.train, regime, check_every=1, until=study.TARGET)
-    steps = (study.steps_to(until(seed), study.TARGET) for seed in CONVERGENCE_SEEDS)
+    regime = large_batches.sweep_regime(batch, batch)
+    until = functools.partial(
+        large_batches.train, regime, check_every=1, until=large_batches.TARGET
+    )
+    steps = (until(seed).steps_to(large_batches.TARGET) for seed in CONVERGENCE_SEEDS)
     return [regime.updates + 1 if step is None else step for step in steps]
 
 
@@ -190,7 +202,7 @@ def _arrivals(batch: int) -> list[int]:
 def convergence() -> list[Measurement]:
     """Steps and images until the training loss is at most the target, by batch size."""
     steps, found = {}, []
-    for batch in study.SWEEP_BATCHES:
+    for batch in large_batches.SWEEP_BATCHES:
         steps[batch] = _arrivals(batch)
         found.append(
             Measurement(
@@ -199,15 +211,17 @@ def convergence() -> list[Measurement]:
                 samples=steps[batch],
                 details={
                     "images": [batch * step for step in steps[batch]],
-                    "lr": study.sweep_regime(batch, batch).lr,
-                    "target": study.TARGET,
+                    "lr": large_batches.sweep_regime(batch, batch).lr,
+                    "target": large_batches.TARGET,
                     "seeds": CONVERGENCE_SEEDS,
                 },
             )
         )
-    ratios = [a / b for a, b in zip(steps[study.LARGE], steps[study.SMALL], strict=True)]
-    name = f"batch {study.LARGE} over {study.SMALL}"
-    by_unit = {"steps": 1.0, "images": study.LARGE / study.SMALL}
+    ratios = [
+        a / b for a, b in zip(steps[large_batches.LARGE], steps[large_batches.SMALL], strict=True)
+    ]
+    name = f"batch {large_batches.LARGE} over {large_batches.SMALL}"
+    by_unit = {"steps": 1.0, "images": large_batches.LARGE / large_batches.SMALL}
     return found + [
         Measurement(
             quantity=f"{unit} ratio/{name}",
@@ -220,11 +234,11 @@ def convergence() -> list[Measurement]:
 
 
 def _sweep_point(batch: int, ghost: int, budget: str) -> dict[str, object]:
-    regime = study.sweep_regime(batch, ghost, many=budget == "updates")
+    regime = large_batches.sweep_regime(batch, ghost, many=budget == "updates")
     every = max(1, regime.updates // CHECKS)
-    runs = [study.train(regime, seed, check_every=every) for seed in SWEEP_SEEDS]
-    steps = [step for step, _ in runs[0].losses]
-    losses = [fmean(at) for at in zip(*([x for _, x in r.losses] for r in runs), strict=True)]
+    runs = [large_batches.train(regime, seed, check_every=every) for seed in SWEEP_SEEDS]
+    steps = [step for step, _ in runs[0].checks]
+    losses = [fmean(at) for at in zip(*([x for _, x in r.checks] for r in runs), strict=True)]
     return {
         "accuracy": [run.accuracy for run in runs],
         "steps": steps,
@@ -236,10 +250,10 @@ def _sweep_point(batch: int, ghost: int, budget: str) -> dict[str, object]:
 def sweep() -> list[Measurement]:
     """Batch size by ghost size, at equal epochs and at equal updates: what the explorer shows."""
     found = []
-    for batch, budget in itertools.product(study.SWEEP_BATCHES, ("epochs", "updates")):
+    for batch, budget in itertools.product(large_batches.SWEEP_BATCHES, ("epochs", "updates")):
         points = {
             str(ghost): _sweep_point(batch, ghost, budget)
-            for ghost in study.SWEEP_GHOSTS
+            for ghost in large_batches.SWEEP_GHOSTS
             if ghost <= batch
         }
         found.append(
@@ -255,25 +269,35 @@ def sweep() -> list[Measurement]:
 
 GRADIENT_KINDS = {
     "without normalization": Regime(
-        batch=study.SMALL, lr=study.PLAIN_LEARNING_RATE, steps=GRADIENT_STEPS, normalized=False
+        batch=large_batches.SMALL,
+        lr=large_batches.PLAIN_LEARNING_RATE,
+        steps=GRADIENT_STEPS,
+        normalized=False,
     ),
-    "batch normalization": Regime(batch=study.SMALL, lr=study.LEARNING_RATE, steps=GRADIENT_STEPS),
+    "batch normalization": Regime(
+        batch=large_batches.SMALL, lr=large_batches.LEARNING_RATE, steps=GRADIENT_STEPS
+    ),
     "ghosts of 32": Regime(
-        batch=study.SMALL, lr=study.LEARNING_RATE, steps=GRADIENT_STEPS, ghost=study.GHOST
+        batch=large_batches.SMALL,
+        lr=large_batches.LEARNING_RATE,
+        steps=GRADIENT_STEPS,
+        ghost=large_batches.GHOST,
     ),
 }
 
 
 def _gradient_row(name: str, seed: int) -> dict[str, list[float]]:
     """Variance and bias by batch size, at one network after a few steps of training."""
-    run, data = study.train(GRADIENT_KINDS[name], seed), study.split(seed)
+    run, data = large_batches.train(GRADIENT_KINDS[name], seed), large_batches.split(seed)
     dice = torch.Generator().manual_seed(seed)
     draw = functools.partial(gradients.batch_gradients, data=data, generator=dice)
     # Where a batch is one ghost, the weights are those of plain batch normalization.
     whole = (
-        run if name != "ghosts of 32" else study.train(GRADIENT_KINDS["batch normalization"], seed)
+        run
+        if name != "ghosts of 32"
+        else large_batches.train(GRADIENT_KINDS["batch normalization"], seed)
     )
-    full = draw(whole.model, batch=study.IMAGES, draws=1)[0]
+    full = draw(whole.model, batch=large_batches.IMAGES, draws=1)[0]
     row: dict[str, list[float]] = {"variance": [], "bias": []}
     for batch in GRADIENT_BATCHES:
         drawn = draw(run.model, batch=batch, draws=DRAWS)
@@ -295,7 +319,9 @@ def gradient_variance() -> list[Measurement]:
                 unit="ratio",
                 samples=[row["variance"][large] / row["variance"][small] for row in rows],
                 details={
-                    "predicted": gradients.predict_gradient_variance(1.0, 32, [256], study.IMAGES),
+                    "predicted": gradients.predict_gradient_variance(
+                        1.0, 32, [256], large_batches.IMAGES
+                    ),
                     "batches": GRADIENT_BATCHES,
                     "variance": [row["variance"] for row in rows],
                     "bias": [row["bias"] for row in rows],
@@ -309,8 +335,8 @@ def gradient_variance() -> list[Measurement]:
 
 def _step(regime: Regime) -> Callable[[], None]:
     """One training step: forward, backward, SGD with momentum."""
-    data = study.split(0)
-    model = study.network(regime, torch.Generator().manual_seed(0)).train()
+    data = large_batches.split(0)
+    model = large_batches.network(regime, torch.Generator().manual_seed(0)).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     images, labels = data.train_x[: regime.batch].clone(), data.train_y[: regime.batch].clone()
 
@@ -325,9 +351,13 @@ def _step(regime: Regime) -> Callable[[], None]:
 @case("throughput", minutes=0.2, needs="cpu")
 def throughput() -> list[Measurement]:
     """Images a second by batch size, and what a large batch's training takes in time."""
-    regimes = {f"batch {b}": Regime(batch=b, lr=1.0) for b in (8, 16, *study.SWEEP_BATCHES)}
-    small, large, both = f"batch {study.SMALL}", f"batch {study.LARGE}", "batch 512, ghosts"
-    regimes[both] = Regime(batch=study.LARGE, lr=1.0, ghost=study.GHOST)
+    regimes = {f"batch {b}": Regime(batch=b, lr=1.0) for b in (8, 16, *large_batches.SWEEP_BATCHES)}
+    small, large, both = (
+        f"batch {large_batches.SMALL}",
+        f"batch {large_batches.LARGE}",
+        "batch 512, ghosts",
+    )
+    regimes[both] = Regime(batch=large_batches.LARGE, lr=1.0, ghost=large_batches.GHOST)
     steps = {name: _step(regime) for name, regime in regimes.items()}
     comparisons: list[Comparison] = [
         paired(steps, rounds=ROUNDS, warmup=5, seed=seed) for seed in range(REPETITIONS)
@@ -341,9 +371,9 @@ def throughput() -> list[Measurement]:
         for name, regime in regimes.items()
     ]
     a_step = [each.ratio(large, small) for each in comparisons]
-    arrivals = [_arrivals(batch) for batch in (study.SMALL, study.LARGE)]
+    arrivals = [_arrivals(batch) for batch in (large_batches.SMALL, large_batches.LARGE)]
     ratios = {
-        "of an epoch": [ratio * study.SMALL / study.LARGE for ratio in a_step],
+        "of an epoch": [ratio * large_batches.SMALL / large_batches.LARGE for ratio in a_step],
         # Repetition i of the timing with seed i of the training.
         "to the training loss": [
             ratio * many / few for ratio, few, many in zip(a_step, *arrivals, strict=True)

@@ -31,20 +31,20 @@ from benchmarks.runner import Measurement, case
 from labcore.decoding import SamplingConfig, generate
 from labcore.decoding.audit import near_tie_audit
 from labcore.models import Llama, save_pretrained
-from labcore.models.pretrained import pretrained, prompts, shipped_tokenizer
-from labcore.serving import triton_environment
-from labcore.serving.blocks import BlockPool
-from labcore.serving.client import EngineClient
-from labcore.serving.costs import CostModel, fit
-from labcore.serving.engine import Engine
-from labcore.serving.replay import Replay, replay
-from labcore.serving.requests import Request
-from labcore.serving.router import ROUTERS, route
-from labcore.serving.scheduler import Scheduler
-from labcore.serving.simulate import Run, bootstrap, simulate
-from labcore.serving.triton_client import generate_stream
-from labcore.serving.triton_server import TritonServer
-from labcore.serving.workload import Workload, fixed, long_tail, poisson
+from labcore.models.shipped import pretrained, prompts, shipped_tokenizer
+from labcore.serving.cache.blocks import BlockPool
+from labcore.serving.engine.engine import Engine
+from labcore.serving.engine.requests import Request
+from labcore.serving.engine.scheduler import Scheduler
+from labcore.serving.remote.client import EngineClient
+from labcore.serving.simulation.costs import CostModel, fit
+from labcore.serving.simulation.replay import Replay, replay
+from labcore.serving.simulation.router import ROUTERS, route
+from labcore.serving.simulation.simulate import Run, bootstrap, simulate
+from labcore.serving.simulation.workload import Workload, fixed, long_tail, poisson
+from labcore.serving.triton import environment as triton_environment
+from labcore.serving.triton.client import generate_stream
+from labcore.serving.triton.server import TritonServer
 
 # What all cases share ----------------------------------------------------------------------------
 SLOTS, PAGE, PAGES, BUDGET = 8, 16, 256, 256  # the pool holds eight of the longest requests

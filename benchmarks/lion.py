@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from benchmarks.runner import Measurement, case
 from labcore.data import digits
 from labcore.device import default_device
-from labcore.optim import AdamW, Lion, study
-from labcore.optim.experiments import Run, Setting, TrainConfig, train_digits
+from labcore.optim import AdamW, Lion
+from labcore.studies.digits_runs import DigitsRun, Setting, TrainConfig, train_digits
+from labcore.studies.lion import tuning
 from labcore.timing import Comparison, paired
 
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -250,9 +251,9 @@ def fused_128m() -> list[Measurement]:
     return gpu_steps(1 << 27)
 
 
-# Lion against AdamW on digits; `study` says how settings are chosen and reported.
-def _reported(name: str, setting: Setting, batch: int) -> list[Run]:
-    return study.report(name, setting, batch, study.REPORT_SEEDS)
+# Lion against AdamW on digits; `tuning` says how settings are chosen and reported.
+def _reported(name: str, setting: Setting, batch: int) -> list[DigitsRun]:
+    return tuning.report(name, setting, batch, tuning.REPORT_SEEDS)
 
 
 def _plain(chosen: dict[str, Setting]) -> dict[str, Any]:
@@ -280,15 +281,15 @@ def _compared(
 def digits_sweep() -> list[Measurement]:
     """Middle of the good learning rates on validation images, AdamW's over Lion's, by batch."""
     found = []
-    for batch in study.STEPS:
-        sweeps = {name: study.tuned(name, batch) for name in study.OPTIMIZERS}
+    for batch in tuning.STEPS:
+        sweeps = {name: tuning.tuned(name, batch) for name in tuning.OPTIMIZERS}
         # The winner of a flat top is chance; the middle of what comes within a point is steadier.
         plateau = {name: result.plateau(0.01) for name, result in sweeps.items()}
         middle = {name: statistics.geometric_mean(rates) for name, rates in plateau.items()}
         details = {
-            "learning_rates": study.LEARNING_RATES,
-            "decays": study.DECAYS,
-            "seeds": study.TUNING_SEEDS,
+            "learning_rates": tuning.LEARNING_RATES,
+            "decays": tuning.DECAYS,
+            "seeds": tuning.TUNING_SEEDS,
             "chosen": _plain({name: result.best() for name, result in sweeps.items()}),
             "plateau": plateau,
             # [decays, learning_rates, seeds]
@@ -312,8 +313,8 @@ def digits_sweep() -> list[Measurement]:
 def digits_accuracy() -> list[Measurement]:
     """Test accuracy of the settings with the best validation accuracy."""
     found = []
-    for batch in study.STEPS:
-        chosen = {name: study.tuned(name, batch).best() for name in study.OPTIMIZERS}
+    for batch in tuning.STEPS:
+        chosen = {name: tuning.tuned(name, batch).best() for name in tuning.OPTIMIZERS}
         runs = {name: _reported(name, best, batch) for name, best in chosen.items()}
         found += _compared(
             f"accuracy/batch {batch}",
@@ -321,7 +322,7 @@ def digits_accuracy() -> list[Measurement]:
             ("", "percentage points"),
             {name: [run.accuracy for run in each] for name, each in runs.items()},
             chosen=_plain(chosen),
-            seeds=study.REPORT_SEEDS,
+            seeds=tuning.REPORT_SEEDS,
         )
     return found
 
@@ -330,17 +331,17 @@ def digits_accuracy() -> list[Measurement]:
 def digits_convergence() -> list[Measurement]:
     """Steps to the target loss with the settings that get there first."""
     found = []
-    for batch in study.STEPS:
-        chosen = {name: study.tuned(name, batch).fastest() for name in study.OPTIMIZERS}
+    for batch in tuning.STEPS:
+        chosen = {name: tuning.tuned(name, batch).fastest() for name in tuning.OPTIMIZERS}
         runs = {name: _reported(name, best, batch) for name, best in chosen.items()}
         found += _compared(
             f"steps/batch {batch}",
             f"steps ratio/batch {batch}",
             ("steps", "Lion / AdamW"),
-            {name: [*map(float, study.steps_to_target(each))] for name, each in runs.items()},
+            {name: [*map(float, tuning.steps_to_target(each))] for name, each in runs.items()},
             chosen=_plain(chosen),
-            seeds=study.REPORT_SEEDS,
-            target=study.TARGET,
+            seeds=tuning.REPORT_SEEDS,
+            target=tuning.TARGET,
         )
     return found
 
@@ -400,7 +401,7 @@ def training_step() -> list[Measurement]:
     for batch in (32, 512):
         comparisons = []
         for seed in range(REPETITIONS):
-            steps = {n: _training_step(make, batch) for n, make in study.OPTIMIZERS.items()}
+            steps = {n: _training_step(make, batch) for n, make in tuning.OPTIMIZERS.items()}
             comparisons.append(paired(steps, rounds=15, seed=seed, device=default_device()))
         found.append(
             Measurement(

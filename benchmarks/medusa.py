@@ -29,11 +29,11 @@ from labcore.data import python_sources
 from labcore.decoding import exact
 from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig
 from labcore.decoding.draft_model import DraftModel
-from labcore.decoding.generate import generate
+from labcore.decoding.generation import generate
 from labcore.decoding.medusa.fused import FusedHeads
 from labcore.decoding.medusa.heads import PROJECTIONS, MedusaHeads, save_heads
+from labcore.decoding.medusa.known_text import replay
 from labcore.decoding.medusa.proposer import Medusa
-from labcore.decoding.medusa.replay import replay
 from labcore.decoding.medusa.shipped import pretrained_heads
 from labcore.decoding.medusa.training import (
     HiddenStates,

@@ -23,20 +23,18 @@ from labcore.shuffling import (
     ResumableLoader,
     StreamRows,
     TarShard,
-    digits_study,
     label_entropy,
-    study,
-    tracing,
     write_shards,
 )
-from labcore.shuffling.study import BATCH, Run
+from labcore.studies.shuffling import characters, digit_orders, tracing
+from labcore.studies.shuffling.characters import BATCH, EpochRun
 from labcore.timing import Timing, paired
 
 # Experiments -------------------------------------------------------------------------------------
 SPIKES_FROM = 50  # the detector's window: no spike can be seen before
 # Arms of the documentation: enough to see whether the sources are an exception.
 ARMS: dict[str, tuple[str, ...]] = {
-    "sources": tuple(study.ORDERS),
+    "sources": tuple(characters.ORDERS),
     "documentation": ("file order", "buffer 256", "buffer 2048", "full"),
 }
 DRAWN = (0, 1)  # seeds whose curves the explorer shows
@@ -45,10 +43,10 @@ HARM, FLAG, MANY = 0.05, 1.5, 2  # nats a letter; design effect; spikes in an ep
 
 @functools.cache
 def _shares(kind: str, seed: int) -> Tensor:
-    return tracing.letter_shares(study.corpus(kind, seed).rows)
+    return tracing.letter_shares(characters.corpus(kind, seed).rows)
 
 
-def _distances(run: Run, kind: str, seed: int) -> list[float]:
+def _distances(run: EpochRun, kind: str, seed: int) -> list[float]:
     shares = _shares(kind, seed)
     return tracing.batch_distances((shares[list(rows)] for rows in run.rows), shares)
 
@@ -60,7 +58,7 @@ def _smooth(values: Sequence[float], window: int = 25, every: int = 5) -> list[f
 
 
 def _boundaries(kind: str, seed: int, onsets: Sequence[int]) -> tracing.BoundaryTest | None:
-    data = study.corpus(kind, seed)
+    data = characters.corpus(kind, seed)
     starts = [row // BATCH for row in data.files.first_rows]
     steps = range(SPIKES_FROM, data.steps)
     if not any(step in steps for step in onsets):
@@ -73,7 +71,9 @@ WITHIN = 2  # steps from a file's beginning to its spike
 
 def _traced(kind: str, onsets: Sequence[Sequence[int]]) -> list[Measurement]:
     """Where the spikes of the file order begin; a seed without a spike has nothing to trace."""
-    tests = [_boundaries(kind, seed, each) for seed, each in zip(study.SEEDS, onsets, strict=True)]
+    tests = [
+        _boundaries(kind, seed, each) for seed, each in zip(characters.SEEDS, onsets, strict=True)
+    ]
     found = [test for test in tests if test is not None]
     if not found:
         raise RuntimeError(f"no spike in the file order of {kind}; there is nothing to trace")
@@ -100,8 +100,10 @@ def _traced(kind: str, onsets: Sequence[Sequence[int]]) -> list[Measurement]:
     ]
 
 
-def _arm(kind: str, order: str, runs: Sequence[Run], full: Sequence[Run]) -> list[Measurement]:
-    seeds = study.SEEDS
+def _arm(
+    kind: str, order: str, runs: Sequence[EpochRun], full: Sequence[EpochRun]
+) -> list[Measurement]:
+    seeds = characters.SEEDS
     onsets = [[spike.step for spike in tracing.spikes_of(run.losses)] for run in runs]
     effects = [_distances(run, kind, seed) for run, seed in zip(runs, seeds, strict=True)]
     rate = [1000 * len(each) / len(run.losses) for each, run in zip(onsets, runs, strict=True)]
@@ -126,7 +128,7 @@ def _arm(kind: str, order: str, runs: Sequence[Run], full: Sequence[Run]) -> lis
     compared = {
         ("spikes minus full", "in 1,000 steps"): [a - b for a, b in zip(rate, base, strict=True)],
         ("held-out loss minus full", "nats a letter"): [a.held_out - b.held_out for a, b in pairs],
-        ("steps over full", "ratio"): [study.steps_ratio(a, b) for a, b in pairs],
+        ("steps over full", "ratio"): [characters.steps_ratio(a, b) for a, b in pairs],
     }
     return found + [
         Measurement(quantity=f"{name}/{kind}, {order}", unit=unit, samples=samples)
@@ -134,11 +136,11 @@ def _arm(kind: str, order: str, runs: Sequence[Run], full: Sequence[Run]) -> lis
     ]
 
 
-def _flags(runs: dict[tuple[str, str], list[Run]]) -> list[Measurement]:
+def _flags(runs: dict[tuple[str, str], list[EpochRun]]) -> list[Measurement]:
     """Which runs end worse than a full shuffle, and which of two signs had said so."""
     scores: dict[str, list[tuple[float, float]]] = {"design effect": [], "spikes": []}
     tables: list[dict[str, Any]] = []
-    for place, seed in enumerate(study.SEEDS):
+    for place, seed in enumerate(characters.SEEDS):
         table = {}
         for (kind, order), each in runs.items():
             run, full = each[place], runs[kind, "full"][place]
@@ -180,7 +182,7 @@ def _flags(runs: dict[tuple[str, str], list[Run]]) -> list[Measurement]:
 def text_orders() -> list[Measurement]:
     """One epoch in every order: spikes, held-out loss, steps, correlation, and what they tell."""
     runs = {
-        (kind, order): [study.run(order, seed, kind=kind) for seed in study.SEEDS]
+        (kind, order): [characters.run(order, seed, kind=kind) for seed in characters.SEEDS]
         for kind, orders in ARMS.items()
         for order in orders
     }
@@ -197,14 +199,14 @@ def text_orders() -> list[Measurement]:
 def text_learning_rate() -> list[Measurement]:
     """Spikes and held-out loss at the rate that a full shuffle likes better."""
     runs = {
-        order: [study.run(order, seed, lr=study.OTHER_RATE) for seed in study.SEEDS]
+        order: [characters.run(order, seed, lr=characters.OTHER_RATE) for seed in characters.SEEDS]
         for order in ("file order", "buffer 256", "full")
     }
     found = []
     for order, each in runs.items():
         counts = [len(tracing.spikes_of(run.losses)) / len(run.losses) for run in each]
         pairs = zip(each, runs["full"], strict=True)
-        details = {"seeds": study.SEEDS, "held out": [run.held_out for run in each]}
+        details = {"seeds": characters.SEEDS, "held out": [run.held_out for run in each]}
         found += [
             Measurement(
                 quantity=f"spikes/{order}",
@@ -228,17 +230,17 @@ STABILITY_SEEDS = tuple(range(8))  # a coarse grid of rates needs more runs
 def text_stability() -> list[Measurement]:
     """The largest learning rate of plain gradient descent that does not diverge, by order."""
     largest = {
-        order: [study.largest_stable_rate(order, seed) for seed in STABILITY_SEEDS]
+        order: [characters.largest_stable_rate(order, seed) for seed in STABILITY_SEEDS]
         for order in ("file order", "full")
     }
     if not min(largest["full"]):
-        raise RuntimeError(f"a full shuffle diverges at {study.RATES[0]}; lower the rates")
+        raise RuntimeError(f"a full shuffle diverges at {characters.RATES[0]}; lower the rates")
     return [
         Measurement(
             quantity="largest stable learning rate, file order over full",
             unit="ratio",
             samples=[a / b for a, b in zip(largest["file order"], largest["full"], strict=True)],
-            details={"seeds": STABILITY_SEEDS, "rates": study.RATES, "largest": largest},
+            details={"seeds": STABILITY_SEEDS, "rates": characters.RATES, "largest": largest},
         )
     ]
 
@@ -247,15 +249,15 @@ def text_stability() -> list[Measurement]:
 def digits_collapse() -> list[Measurement]:
     """Test accuracy on class-sorted digits by order, with the entropy of the labels in a batch."""
     found = []
-    for order in digits_study.ORDERS:
-        runs = [digits_study.train(order, seed) for seed in digits_study.SEEDS]
+    for order in digit_orders.ORDERS:
+        runs = [digit_orders.train(order, seed) for seed in digit_orders.SEEDS]
         found.append(
             Measurement(
                 quantity=f"accuracy/{order}",
                 unit="",
                 samples=[run.accuracy for run in runs],
                 details={
-                    "seeds": digits_study.SEEDS,
+                    "seeds": digit_orders.SEEDS,
                     "entropy within a batch": [run.entropy.within for run in runs],
                     "entropy expected": runs[0].entropy.expected,
                     "entropy of the data": runs[0].entropy.data,
@@ -269,10 +271,10 @@ def digits_collapse() -> list[Measurement]:
 def digits_design_effect() -> list[Measurement]:
     """Measured minus predicted design effect, at the batch size of the prediction and at others."""
     found = []
-    for order in digits_study.ORDERS:
-        every = [digits_study.effects(order, seed=seed) for seed in digits_study.SEEDS]
+    for order in digit_orders.ORDERS:
+        every = [digit_orders.effects(order, seed=seed) for seed in digit_orders.SEEDS]
         details = {
-            "seeds": digits_study.SEEDS,
+            "seeds": digit_orders.SEEDS,
             "at": every[0].at,
             "icc": [each.icc for each in every],
             "sizes": every[0].sizes,
@@ -295,15 +297,15 @@ def digits_design_effect() -> list[Measurement]:
 def digits_noise_scale() -> list[Measurement]:
     """The noise scale that two batches estimate over the exact one, by order."""
     found = []
-    for order in digits_study.ORDERS:
-        pairs = [digits_study.noise_scales(order, seed=seed) for seed in digits_study.SEEDS]
+    for order in digit_orders.ORDERS:
+        pairs = [digit_orders.noise_scales(order, seed=seed) for seed in digit_orders.SEEDS]
         found.append(
             Measurement(
                 quantity=f"two batches over exact/{order}",
                 unit="ratio",
                 samples=[estimate.scale / exact.scale for exact, estimate in pairs],
                 details={
-                    "seeds": digits_study.SEEDS,
+                    "seeds": digit_orders.SEEDS,
                     "exact": [exact.scale for exact, _ in pairs],
                     "two batches": [estimate.scale for _, estimate in pairs],
                 },

@@ -25,7 +25,7 @@ from labcore.decoding import exact, speedup
 from labcore.decoding.audit import near_tie_audit
 from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig
 from labcore.decoding.draft_model import DraftModel
-from labcore.decoding.generate import generate, stream
+from labcore.decoding.generation import generate, stream
 from labcore.decoding.ngram import NGram
 from labcore.decoding.overlap import one_token
 from labcore.decoding.proposers import Adaptive, Gated
@@ -34,7 +34,7 @@ from labcore.decoding.trace import Statistics
 from labcore.decoding.verify import VERIFIERS, TypicalAcceptance, rejection_sampling
 from labcore.models import DenseCache, Llama, Tokenizer, save_pretrained
 from labcore.models.fused import FusedLlama
-from labcore.models.pretrained import pretrained, prompts, shipped_tokenizer
+from labcore.models.shipped import pretrained, prompts, shipped_tokenizer
 from labcore.timing import paired
 
 PROMPTS, TOKENS, ROUNDS = 12, 128, 5  # prompts of a kind at most, tokens of an output, rounds

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from benchmarks.runner import Measurement, case
 from labcore import processes
 from labcore.models import Llama, LlamaConfig
-from labcore.models.pretrained import pretrained, prompts, shipped_tokenizer
+from labcore.models.shipped import pretrained, prompts, shipped_tokenizer
 from labcore.parallel.collectives import ALL_REDUCES, Traffic, expected, ring, ring_all_gather
 from labcore.parallel.cost import BACKEND, LINKS, Link, fit, in_rounds, time_all_reduce
 from labcore.parallel.graphs import GraphedDecoder

@@ -7,7 +7,7 @@ gradebook too, goes below `labs/grading/`, which git ignores: submissions are ex
 
 from pathlib import Path
 
-from labcore.publish.nbgrader_settings import course_settings, open_gradebook
+from labcore.labs.nbgrader_settings import course_settings, open_gradebook
 
 LABS = Path(__file__).resolve().parent
 (LABS / "grading").mkdir(exist_ok=True)

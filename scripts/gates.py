@@ -16,19 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 CLOSING = re.compile(r"^(=+ )?(\d+ \w+|no tests ran)(, \d+ \w+)* in [0-9.]+s.*$")
-# What `make check` leaves to `make test`: minutes, a browser, kernels for GPUs that are not here.
-LONG_FILES = (
-    *("tests/book", "tests/browser", "tests/labs/test_cluster.py", "tests/labs/test_cycle.py"),
-    *("tests/labs/test_every_lab.py", "tests/labs/test_generated_class.py"),
-    *("tests/labs/test_grading.py", "tests/labs/test_hostile.py", "tests/labs/test_queue.py"),
-    *("tests/labs/test_regrading.py", "tests/labs/test_trial.py"),
-    *("tests/test_chapters.py", "tests/test_installed.py"),
-    *("tests/serving/test_soak.py", "tests/serving/test_triton_program.py"),
-    *("tests/serving/test_triton_requests.py", "tests/serving/test_triton_server.py"),
-    "tests/serving/test_triton_supervised.py",
-)
 WORKERS = 2  # each starts notebooks, compilers and browsers besides
-LONG_MARKS = "not browser and not compile and not book"
 
 GATES = {
     "lint": ("ruff", "check", "."),
@@ -94,7 +82,7 @@ def pytest_command(which: str) -> list[str]:
         *("--dist=loadfile", "--no-loadscope-reorder"),  # in order: the longest files come early
     ]
     if which == "quick":
-        command += ["-m", LONG_MARKS, *(f"--ignore={path}" for path in LONG_FILES)]
+        command += ["-m", "not long"]
     return command
 
 

@@ -23,7 +23,7 @@ def table() -> dict:
     return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
-@pytest.mark.compile
+@pytest.mark.long
 def test_kernels_compile_within_the_table_and_the_limits(found, table) -> None:
     assert compile_only.problems(found, table) == []
     assert {tuple(targets) for targets in found.values()} == {tuple(compile_only.TARGETS)}
@@ -31,7 +31,7 @@ def test_kernels_compile_within_the_table_and_the_limits(found, table) -> None:
         assert all(need["registers"] > 0 for need in targets.values())
 
 
-@pytest.mark.compile
+@pytest.mark.long
 def test_the_table_names_no_kernel_that_is_gone(found, table) -> None:
     assert list(table["kernels"]) == list(found)
 

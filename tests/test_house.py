@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import itertools
+import pkgutil
 import re
 import shutil
 import subprocess
 import tomllib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -271,3 +275,41 @@ def test_links_into_the_repository_lead_somewhere(name: str) -> None:
     assert dead_links("![x](book/_assets/none.png) [y](https://a.b/c)", ROOT) == [
         "book/_assets/none.png"
     ]
+
+
+def hidden_modules(package: ModuleType) -> list[str]:
+    """Modules of a package that a function or a class of its face hides."""
+    names = [info.name for info in pkgutil.iter_modules(package.__path__)]
+    faces = {name: vars(package).get(name) for name in names}
+    return [name for name, value in faces.items() if not isinstance(value, ModuleType | None)]
+
+
+def packages() -> list[str]:
+    """The dotted names of labcore's packages."""
+    inits = (ROOT / "src").rglob("labcore/**/__init__.py")
+    return sorted(".".join(path.parent.relative_to(ROOT / "src").parts) for path in inits)
+
+
+@pytest.mark.parametrize("name", packages())
+def test_no_face_hides_a_module(name: str) -> None:
+    assert hidden_modules(importlib.import_module(name)) == []
+
+
+def test_a_hidden_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(labcore, "checks", len)
+    assert hidden_modules(labcore) == ["checks"]
+
+
+def private_imports(code: str) -> list[str]:
+    """Private names that the code imports from modules of labcore."""
+    nodes = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom))
+    ours = (node for node in nodes if (node.module or "").split(".")[0] == "labcore")
+    names = (alias.name for node in ours for alias in node.names)
+    return [name for name in names if re.match(r"_[^_]", name)]
+
+
+def test_no_module_imports_a_private_name_of_another() -> None:
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    found = {path.name: private_imports(path.read_text("utf-8")) for path in files}
+    assert {name: names for name, names in found.items() if names} == {}
+    assert private_imports("from labcore.optim.rules import lion, _wide\nimport os") == ["_wide"]

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from labcore.publish import leaks
+from labcore.labs import leaks
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "labcore"
@@ -104,7 +106,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
     }
     assert files, "labcore has no files"
     assert sorted(files - inside) == []
-    assert {"labcore/claims.toml", "labcore/py.typed", "labcore/publish/assets/run.js"} <= inside
+    assert {"labcore/claims.toml", "labcore/py.typed", "labcore/course/assets/run.js"} <= inside
     assert any(name.startswith("labcore/records/") and name.endswith(".jsonl") for name in inside)
 
 

@@ -72,7 +72,7 @@ import torch
 failed = walk()
 
 from labcore import device, parallel, processes, serving
-from labcore.exercises import lion
+from labcore.exercises.topics import lion
 
 def sentence(call):
     try:
@@ -99,7 +99,7 @@ print(json.dumps({
     "engine": sentence(lambda: serving.EngineClient("nowhere")),
     "grade": command("labcore.__main__", "grade", "class"),
     "grade all the same": command("labcore.__main__", "grade", "class", "--unsandboxed"),
-    "server": command("labcore.serving.triton_server", "start", "--folder", sys.argv[1]),
+    "server": command("labcore.serving.triton.server", "start", "--folder", sys.argv[1]),
 }))
 """
 
@@ -142,7 +142,7 @@ def test_tests_that_need_linux_are_skipped_elsewhere_with_a_reason() -> None:
     here = Path(__file__).parent
     for name in (name for names in NEEDS_LINUX.values() for name in names):
         assert (here / name).exists(), name
-    some = [str(here / name) for name in ("labs/test_sandbox.py", "processes/test_run.py")]
+    some = [str(here / name) for name in ("grading/test_sandbox.py", "processes/test_run.py")]
     code = (
         "import sys, pytest, torch; sys.platform = 'darwin'; "
         "pytest.main(['-q', '-rs', '-p', 'no:cacheprovider', *sys.argv[1:]])"

@@ -60,29 +60,29 @@ def run(arguments: Sequence[str] | None = None, root: Path | None = None) -> int
     asked = parser().parse_args(arguments)
     root = root or Path.cwd()
     if asked.command == "course":
-        from labcore.publish.server import serve
+        from labcore.course.server import serve
 
         quiet = asked.no_browser or bool(os.environ.get("NO_BROWSER"))
         serve(root, host=asked.host, port=asked.port, browser=not quiet)
         return 0
     if asked.command == "labs" and asked.variant:
-        from labcore.publish import variants
+        from labcore.labs import variants
 
         secret, out = root / (asked.secret or variants.SECRET), root / (asked.out or variants.OUT)
         print("\n".join(variants.write(root, asked.variant, secret, out, asked.slug)))
         return 0
     if asked.command == "labs":
-        from labcore.publish import labs
+        from labcore.labs import releases
 
         if asked.out or asked.secret:
             raise ValueError("--out and --secret go with --variant; releases lie in labs/release")
-        releases = labs.write(root, asked.slug)
-        print("\n".join(map(str, releases)))
-        return 1 if any(release.problem for release in releases) else 0
+        written = releases.write(root, asked.slug)
+        print("\n".join(map(str, written)))
+        return 1 if any(release.problem for release in written) else 0
     if asked.command == "grade":
         return grade(root, asked)
     if asked.command == "doctor":
-        from labcore.publish import doctor
+        from labcore.course import doctor
 
         findings = doctor.examine(root)
         print("\n".join(map(str, findings)))
@@ -90,7 +90,7 @@ def run(arguments: Sequence[str] | None = None, root: Path | None = None) -> int
     if asked.command != "address":
         print("\n".join(lines_of(root, asked)))
         return 0
-    from labcore.publish import address
+    from labcore.course import address
 
     if asked.url is not None:
         for path in address.write(root, asked.url):
@@ -103,18 +103,18 @@ def run(arguments: Sequence[str] | None = None, root: Path | None = None) -> int
 def lines_of(root: Path, asked: argparse.Namespace) -> list[str]:
     """Runs one of the commands that make something to hand out; what it says."""
     if asked.command == "student-repository":
-        from labcore.publish import student_repository
+        from labcore.labs import student_repository
 
         return student_repository.write(root, root / asked.out)
     if asked.command == "slides":
-        from labcore.publish import slides
+        from labcore.book import slides
 
         return slides.write(root, asked.slug, root / asked.out)
     if asked.command == "clinic-key":
-        from labcore.publish import clinics
+        from labcore.book import clinics
 
         return [clinics.key(asked.number, asked.slug)]
-    from labcore.publish import printing
+    from labcore.book import printing
 
     make = printing.pdf if asked.command == "pdf" else printing.zipped
     return make(root, root / asked.out)
@@ -127,21 +127,22 @@ def grade(root: Path, asked: argparse.Namespace) -> int:
             f"grading needs Linux, for its sandbox, limits and locks, got {sys.platform}; use WSL "
             "on Windows, a container or a virtual machine on macOS"
         )
-    from labcore.publish import grading, tables, variants
-    from labcore.publish.labs import source_paths
+    from labcore.grading import report, steps
+    from labcore.labs import variants
+    from labcore.labs.releases import source_paths
 
     def say(line: str) -> None:
         print(line, flush=True)
 
     if asked.collect:
-        rows = grading.collect(root, root / asked.collect, say=say)
-        return 1 if any(grading.NOT_YET in row.status for row in rows) else 0
-    if not asked.unsandboxed and not asked.only_queue and (why := grading.refusal()):
+        rows = steps.collect(root, root / asked.collect, say=say)
+        return 1 if any(steps.NOT_YET in row.status for row in rows) else 0
+    if not asked.unsandboxed and not asked.only_queue and (why := steps.refusal()):
         print(why, file=sys.stderr)
         return 2
-    settings = grading.Settings(sandboxed=not asked.unsandboxed, jobs=asked.jobs)
+    settings = steps.Settings(sandboxed=not asked.unsandboxed, jobs=asked.jobs)
     if asked.work:
-        say(f"{grading.work(root, root / asked.work, settings=settings)} tried out here")
+        say(f"{steps.work(root, root / asked.work, settings=settings)} tried out here")
         return 0
     if asked.submissions is None:
         raise ValueError("name what was handed in: a folder, a zip, or a list of repositories")
@@ -154,14 +155,14 @@ def grade(root: Path, asked: argparse.Namespace) -> int:
     names = next(iter(roster.values()), {}).keys()
     settings = replace(
         settings,
-        due=tables.parse_due(asked.due) if asked.due else None,
-        columns=tables.read_columns(asked.columns, sources, names) if asked.columns else {},
+        due=report.parse_due(asked.due) if asked.due else None,
+        columns=report.read_columns(asked.columns, sources, names) if asked.columns else {},
         roster=roster,
         numbers=variants.numbers(asked.variant, asked.secret or root / variants.SECRET)
         if asked.variant
         else {},
     )
-    step = grading.prepare if asked.only_queue else grading.grade
+    step = steps.prepare if asked.only_queue else steps.grade
     step(root, asked.submissions, root / (asked.out or "_build/grades"), settings=settings, say=say)
     return 0
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from benchmarks import adamw_epsilon as cases
-from labcore.models import gradient_scale
-from labcore.optim import AdamW, epsilon, epsilon_study
-from labcore.optim.epsilon_study import Failure
+from labcore.optim import AdamW
+from labcore.studies.adamw_epsilon import epsilon, gradient_scale, low_precision
+from labcore.studies.adamw_epsilon.low_precision import Failure
 from tests.benchmarks.measurements import asked, by_quantity
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module, settings in {
-        epsilon_study: {
+        low_precision: {
             "SEEDS": (0, 1),
             "SCALES": (1e-8,),
             "digits_attenuation": lambda *_: 0.5,
@@ -116,14 +116,14 @@ def test_the_loss_scale_case_has_every_eps_and_atan2() -> None:
     (item,) = by_quantity(cases.loss_scale()).values()
     assert item.quantity == "accuracy/loss times 1e-08"
     assert set(item.peers) == {"eps 1e-15", "eps 1e-06", "atan2"}
-    assert list(item.samples) == [epsilon_study.accuracy_at(1e-8, 1e-8, seed) for seed in (0, 1)]
+    assert list(item.samples) == [low_precision.accuracy_at(1e-8, 1e-8, seed) for seed in (0, 1)]
 
 
 def test_a_run_of_the_benchmark_is_one_of_the_study() -> None:
-    make = epsilon_study.REMEDIES["atan2"]
-    failure = epsilon_study.FAILURES["loss scaled by 1e-8 (fp32)"]
+    make = low_precision.REMEDIES["atan2"]
+    failure = low_precision.FAILURES["loss scaled by 1e-8 (fp32)"]
     ours = cases.accuracy(lambda parameters, lr: make(parameters, lr, 0), failure, 1)
-    assert ours == epsilon_study.accuracy("atan2", "loss scaled by 1e-8 (fp32)", 1)
+    assert ours == low_precision.accuracy("atan2", "loss scaled by 1e-8 (fp32)", 1)
 
 
 def test_every_remedy_is_taken_seed_by_seed_from_the_healthy_run() -> None:
@@ -185,7 +185,7 @@ def test_naive_fp16_diverges_on_its_first_step_and_fp32_does_not() -> None:
 
 def test_the_peers_meet_every_failure() -> None:
     found = by_quantity(cases.digits_peers())
-    assert set(found) == {f"accuracy/{failure}" for failure in epsilon_study.FAILURES}
+    assert set(found) == {f"accuracy/{failure}" for failure in low_precision.FAILURES}
     for item in found.values():
         assert {cases.OURS, *item.peers} == set(cases.DIGITS_PEERS)
         assert all(len(each) == 2 for each in (item.samples, *item.peers.values()))

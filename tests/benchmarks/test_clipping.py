@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import clipping as cases
 from benchmarks.runner import Measurement
-from labcore.clipping import study
+from labcore.studies.clipping import exploding
 from tests.benchmarks.measurements import asked, by_quantity
 
 RNN, CONV = {"width": 10, "gain": 0.5}, {"depth": 3, "channels": 3}
@@ -16,7 +16,7 @@ RNN, CONV = {"width": 10, "gain": 0.5}, {"depth": 3, "channels": 3}
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module, settings in {
-        study: {
+        exploding: {
             "SEEDS": (0, 1),
             "STEPS": 24,
             "BAD_STEP": 21,
@@ -82,7 +82,7 @@ def test_accuracy_is_lost_seed_by_seed(case: str, function) -> None:
         if name.startswith("accuracy lost"):
             pairs = zip(item.details["clean"], item.details["accuracy"], strict=True)
             assert list(item.samples) == [100 * (clean - lost) for clean, lost in pairs]
-            assert len(item.details["losses of the first seed"]) <= study.STEPS
+            assert len(item.details["losses of the first seed"]) <= exploding.STEPS
         if name.startswith("not finite"):
             assert set(item.samples) <= {0.0, 1.0}
     assert found["bad step over its median/SGD, none"].samples[0] > 50
@@ -91,7 +91,7 @@ def test_accuracy_is_lost_seed_by_seed(case: str, function) -> None:
 def test_gradients_that_explode_by_themselves_are_counted_against_global_clipping() -> None:
     found = one_a_seed(cases.natural())
     assert asked("clipping", "natural/RNN") <= set(found)
-    clean = [study.natural("global", "AdamW", seed).accuracy for seed in study.SEEDS]
+    clean = [exploding.natural("global", "AdamW", seed).accuracy for seed in exploding.SEEDS]
     assert found["accuracy lost/AdamW, none"].details["clean"] == clean
 
 
@@ -121,10 +121,10 @@ def test_steps_are_measured_against_the_twenty_before_the_bad_batch() -> None:
 
 
 def test_what_was_not_clipped_has_no_cosine() -> None:
-    run = study.train("conv", lr=1e-3, steps=3, **CONV)
+    run = exploding.train("conv", lr=1e-3, steps=3, **CONV)
     assert cases.clipped_cosine(run) is None
-    clip = study.METHODS["value"](1e-4)
-    assert 0 < cases.clipped_cosine(study.train("conv", clip, lr=1e-3, steps=3, **CONV)) < 1
+    clip = exploding.METHODS["value"](1e-4)
+    assert 0 < cases.clipped_cosine(exploding.train("conv", clip, lr=1e-3, steps=3, **CONV)) < 1
     assert cases.finite([1.23456, math.nan, math.inf]) == [1.235, None, None]
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks import ghost_norm as cases
-from labcore.norm import study
-from labcore.norm.study import Regime
+from labcore.studies.ghost_norm import large_batches
+from labcore.studies.ghost_norm.large_batches import Regime
 from tests.benchmarks.measurements import asked, by_quantity
 
 
@@ -27,7 +27,7 @@ def short(regimes: dict[str, Regime]) -> dict[str, Regime]:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module, settings in {
-        study: {
+        large_batches: {
             "SEEDS": (0, 1),
             "TUNING_SEEDS": (900, 901),
             "EPOCHS": 1,
@@ -35,8 +35,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "SWEEP_BATCHES": (32, 512),
             "SWEEP_GHOSTS": (8, 32, 512),
             "TARGET": 2.0,
-            "REGIMES": short(dict(study.REGIMES)),
-            "PLAIN_REGIMES": short(dict(study.PLAIN_REGIMES)),
+            "REGIMES": short(dict(large_batches.REGIMES)),
+            "PLAIN_REGIMES": short(dict(large_batches.PLAIN_REGIMES)),
         },
         cases: {
             "CONVERGENCE_SEEDS": (0, 1),
@@ -49,13 +49,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     }.items():
         for name, value in settings.items():
             monkeypatch.setattr(module, name, value)
-    sweep_regime = study.sweep_regime
+    sweep_regime = large_batches.sweep_regime
 
     def two_steps(batch: int, ghost: int, *, many: bool = False) -> Regime:
         regime = sweep_regime(batch, ghost)
         return Regime(batch=batch, lr=regime.lr, ghost=regime.ghost, steps=16 if many else 8)
 
-    monkeypatch.setattr(study, "sweep_regime", two_steps)
+    monkeypatch.setattr(large_batches, "sweep_regime", two_steps)
     yield
 
 
@@ -72,8 +72,8 @@ def test_tuning_takes_the_best_rate_of_each_kind() -> None:
 def test_the_study_took_the_rates_that_a_record_chose() -> None:
     from labcore import records
 
-    kinds = {"small batch": study.LEARNING_RATE}
-    kinds["small batch, without normalization"] = study.PLAIN_LEARNING_RATE
+    kinds = {"small batch": large_batches.LEARNING_RATE}
+    kinds["small batch, without normalization"] = large_batches.PLAIN_LEARNING_RATE
     for name, rate in kinds.items():
         quantity = f"validation accuracy/{name}"
         assert records.find("ghost_norm", "digits/tuning", quantity).details["best"] == rate
@@ -83,37 +83,37 @@ def test_regimes_are_compared_seed_by_seed() -> None:
     found = by_quantity(cases.regimes())
     assert asked("ghost_norm", "digits/regimes") <= set(found)
     small = found["accuracy/small batch"].samples
-    for name in study.REGIMES:
+    for name in large_batches.REGIMES:
         assert {f"trace/{name}", f"rise/{name}"} <= set(found)
         if name != "small batch":
             pairs = zip(found[f"accuracy/{name}"].samples, small, strict=True)
             points = found[f"minus small batch/{name}"].samples
             assert points == [100 * (a - b) for a, b in pairs]
     for name, (ghosts, whole) in cases.OWN_EFFECT.items():
-        assert study.REGIMES[ghosts].ghost and not study.REGIMES[whole].ghost
+        assert large_batches.REGIMES[ghosts].ghost and not large_batches.REGIMES[whole].ghost
         samples = (found[f"accuracy/{each}"].samples for each in (ghosts, whole))
         effect = [100 * (a - b) for a, b in zip(*samples, strict=True)]
         assert found[f"ghosts' own effect/{name}"].samples == effect
-    run = study.train(study.REGIMES["large, root rate, ghosts"], 1)
+    run = large_batches.train(large_batches.REGIMES["large, root rate, ghosts"], 1)
     assert found["accuracy/large, root rate, ghosts"].samples[1] == run.accuracy
 
 
 def test_a_network_without_normalization_is_compared_with_its_own_small_batch() -> None:
     found = by_quantity(cases.without_normalization())
     assert asked("ghost_norm", "digits/plain") <= set(found)
-    run = study.train(study.PLAIN_REGIMES["small batch"], 0)
+    run = large_batches.train(large_batches.PLAIN_REGIMES["small batch"], 0)
     assert found["accuracy/small batch"].samples[0] == run.accuracy
 
 
 def test_steps_are_counted_to_the_target_and_images_follow() -> None:
     found = by_quantity(cases.convergence())
     assert asked("ghost_norm", "digits/convergence") <= set(found)
-    for batch in study.SWEEP_BATCHES:
+    for batch in large_batches.SWEEP_BATCHES:
         item = found[f"steps/batch {batch}"]
         assert item.details["images"] == [batch * step for step in item.samples]
-        regime = study.sweep_regime(batch, batch)
-        run = study.train(regime, 1, check_every=1)
-        arrived = study.steps_to(run, study.TARGET)
+        regime = large_batches.sweep_regime(batch, batch)
+        run = large_batches.train(regime, 1, check_every=1)
+        arrived = run.steps_to(large_batches.TARGET)
         assert item.samples[1] == (regime.updates + 1 if arrived is None else arrived)
     steps, images = (found[f"{unit} ratio/batch 512 over 32"] for unit in ("steps", "images"))
     assert images.samples == pytest.approx([16 * ratio for ratio in steps.samples])
@@ -129,7 +129,7 @@ def test_the_sweep_has_every_ghost_up_to_the_batch_and_both_budgets() -> None:
         assert len(point["accuracy"]) == 2
         assert len(point["steps"]) == len(point["loss"])
         assert point["steps"][-1] == 16
-    run = study.train(study.sweep_regime(512, 8, many=True), 1)
+    run = large_batches.train(large_batches.sweep_regime(512, 8, many=True), 1)
     assert points["8"]["accuracy"][1] == run.accuracy
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import inflight as cases
 from benchmarks.runner import Measurement, cases_of
-from labcore.serving.triton_client import Streamed
+from labcore.serving.triton.client import Streamed
 from tests.benchmarks.measurements import asked, by_quantity
 
 NAMES = (

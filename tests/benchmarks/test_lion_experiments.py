@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from benchmarks import lion as cases
-from labcore.optim import experiments, study
+from labcore.studies import digits_runs
+from labcore.studies.lion import tuning
 from tests.benchmarks.measurements import by_quantity
 
 
@@ -20,12 +21,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "STEPS": {16: 24, 64: 8},
         "TARGET": 2.2,
     }.items():
-        monkeypatch.setattr(study, name, value)
+        monkeypatch.setattr(tuning, name, value)
     monkeypatch.setattr(cases, "PRECISION_SEEDS", (0, 1))
     monkeypatch.setattr(cases, "PRECISION_STEPS", 5)
-    study.tuned.cache_clear()
+    tuning.tuned.cache_clear()
     yield
-    study.tuned.cache_clear()
+    tuning.tuned.cache_clear()
 
 
 def test_the_sweep_keeps_the_whole_grid_and_what_it_chose() -> None:
@@ -53,10 +54,10 @@ def test_what_lies_between_is_taken_seed_by_seed(case: str, quantity: str, betwe
         expected = [a / b for a, b in zip(lion, adamw, strict=True)]
     assert found[between].samples == expected
     # The settings in the details give the samples again.
-    setting = experiments.Setting(**found[quantity].details["chosen"]["Lion"])
-    again = study.report("Lion", setting, 64, seeds=study.REPORT_SEEDS)
+    setting = digits_runs.Setting(**found[quantity].details["chosen"]["Lion"])
+    again = tuning.report("Lion", setting, 64, seeds=tuning.REPORT_SEEDS)
     repeated = (
-        [run.accuracy for run in again] if "acc" in quantity else study.steps_to_target(again)
+        [run.accuracy for run in again] if "acc" in quantity else tuning.steps_to_target(again)
     )
     assert list(lion) == repeated
 

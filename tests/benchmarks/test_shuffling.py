@@ -6,18 +6,18 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks import shuffling as cases
-from labcore.shuffling import digits_study, study, tracing
+from labcore.studies.shuffling import characters, digit_orders, tracing
 from tests.benchmarks.measurements import asked, by_quantity
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    whole, spikes = study.run, tracing.spikes_of
-    monkeypatch.setattr(study, "SEEDS", (0, 1))
-    monkeypatch.setattr(digits_study, "SEEDS", (0, 1))
+    whole, spikes = characters.run, tracing.spikes_of
+    monkeypatch.setattr(characters, "SEEDS", (0, 1))
+    monkeypatch.setattr(digit_orders, "SEEDS", (0, 1))
     monkeypatch.setattr(cases, "STABILITY_SEEDS", (0, 1))
-    monkeypatch.setattr(digits_study, "SIZES", (16, 32, 64))
-    monkeypatch.setattr(study, "run", lambda *a, **k: whole(*a, **{"steps": 12, **k}))
+    monkeypatch.setattr(digit_orders, "SIZES", (16, 32, 64))
+    monkeypatch.setattr(characters, "run", lambda *a, **k: whole(*a, **{"steps": 12, **k}))
 
     def planted(losses: tuple[float, ...], provenance: object = ()):
         """The detector needs more steps than a test has: a spike at step 55 of the file order."""
@@ -40,7 +40,7 @@ def test_the_orders_are_compared_seed_by_seed(small: None) -> None:
     assert found["spikes minus full/sources, file order"].samples == [0.0, 0.0]
     # The explorer needs the curves of these and of no other.
     drawn = {q for q, item in found.items() if "losses" in item.details}
-    names = ("file order", *(f"buffer {size}" for size in study.BUFFERS), "full")
+    names = ("file order", *(f"buffer {size}" for size in characters.BUFFERS), "full")
     assert drawn == {f"spikes/sources, {name}" for name in names}
     assert order.details["design effect"][0] > 1.5
 
@@ -48,15 +48,17 @@ def test_the_orders_are_compared_seed_by_seed(small: None) -> None:
 def test_the_other_rate_is_another(small: None) -> None:
     found = by_quantity(cases.text_learning_rate())
     assert found["held-out loss minus full/full"].samples == [0.0, 0.0]
-    at_first = study.run("full", 0).held_out
+    at_first = characters.run("full", 0).held_out
     assert found["spikes/full"].details["held out"][0] != at_first
 
 
 def test_a_flag_is_judged_by_precision_and_recall(
     small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(held_out: float) -> study.Run:
-        return study.Run(losses=(3.0,) * 12, rows=((0,) * 32,) * 12, checks=((12, held_out),))
+    def run(held_out: float) -> characters.EpochRun:
+        return characters.EpochRun(
+            losses=(3.0,) * 12, rows=((0,) * 32,) * 12, checks=((12, held_out),)
+        )
 
     runs = {
         ("sources", "full"): [run(2.0)] * 2,
@@ -74,7 +76,7 @@ def test_a_flag_is_judged_by_precision_and_recall(
 
 def test_no_spike_leaves_nothing_to_trace() -> None:
     with pytest.raises(RuntimeError, match="nothing to trace"):
-        cases._traced("sources", [[] for _ in study.SEEDS])
+        cases._traced("sources", [[] for _ in characters.SEEDS])
 
 
 def test_smooth_is_the_trailing_mean() -> None:
@@ -84,7 +86,7 @@ def test_smooth_is_the_trailing_mean() -> None:
 
 def test_stability_is_a_ratio_of_rates(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"file order": 1.0, "full": 2.0}
-    monkeypatch.setattr(study, "largest_stable_rate", lambda order, _: rates[order])
+    monkeypatch.setattr(characters, "largest_stable_rate", lambda order, _: rates[order])
     (item,) = by_quantity(cases.text_stability()).values()
     assert {item.quantity} == asked("shuffling", "text/stability")
     assert item.samples == [0.5, 0.5]
@@ -95,9 +97,9 @@ def test_stability_is_a_ratio_of_rates(small: None, monkeypatch: pytest.MonkeyPa
 
 def test_the_digits_cases_cover_every_order(small: None) -> None:
     accuracy = by_quantity(cases.digits_collapse())
-    assert set(accuracy) == {f"accuracy/{order}" for order in digits_study.ORDERS}
+    assert set(accuracy) == {f"accuracy/{order}" for order in digit_orders.ORDERS}
     effects = by_quantity(cases.digits_design_effect())
-    assert len(effects) == 3 * len(digits_study.ORDERS)
+    assert len(effects) == 3 * len(digit_orders.ORDERS)
     assert effects["measured minus predicted/sorted, batch 32"].details["at"] == 32
     scales = by_quantity(cases.digits_noise_scale())
     item = scales["two batches over exact/full"]

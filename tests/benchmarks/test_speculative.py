@@ -12,7 +12,7 @@ from labcore.decoding.contract import Accepted, Draft
 from labcore.decoding.ngram import NGram
 from labcore.decoding.verify import TypicalAcceptance
 from labcore.models import Llama, LlamaConfig
-from labcore.models.pretrained import shipped_tokenizer
+from labcore.models.shipped import shipped_tokenizer
 from tests.benchmarks.measurements import by_quantity
 
 CONFIG = LlamaConfig(

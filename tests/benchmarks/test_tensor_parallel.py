@@ -11,7 +11,7 @@ import pytest
 from benchmarks import tensor_parallel as cases
 from benchmarks.runner import cases_of
 from labcore import processes
-from labcore.models.pretrained import pretrained
+from labcore.models.shipped import pretrained
 from labcore.parallel.launch_time import LaunchSeconds, _in_turns
 from labcore.timing import Timing
 from tests.benchmarks.measurements import asked, by_quantity

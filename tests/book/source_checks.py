@@ -12,9 +12,9 @@ from typing import Any
 
 from pybtex.database import parse_string
 
-from labcore.publish.address import SETUP_LINE
-from labcore.publish.chapter import parse_metadata
-from labcore.publish.teaching import words
+from labcore.book.chapter import parse_metadata
+from labcore.book.teaching.units import words
+from labcore.labs.first_cell import SETUP_LINE
 from tests.book.outputs import output_problems
 
 CELL_LINES = 20

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from labcore.publish import clinics
+from labcore.book import clinics
 from labcore.ui.picture import svg
 from tests.book import html_checks
 from tests.book.mini import mini_book, notebook
 from tests.book_fixtures import ROOT, build_book
+
+pytestmark = pytest.mark.long
 
 SOURCES = {path.stem: path for path in sorted((ROOT / "labs" / "source").glob("*/*.ipynb"))}
 FAST = ("lion", "ghost_norm", "attention", "tensor_parallel")
@@ -133,7 +135,6 @@ def test_a_reader_of_the_key_may_stop_reading() -> None:
     assert asked.returncode == 0
 
 
-@pytest.mark.book
 def test_the_page_holds_the_cases_and_no_answer(tmp_path: Path) -> None:
     folder = mini_book(tmp_path / "source")
     shutil.copy(ROOT / "book" / "clinics.md", folder / "book")
@@ -167,7 +168,6 @@ def test_the_page_holds_the_cases_and_no_answer(tmp_path: Path) -> None:
     assert broken == []
 
 
-@pytest.mark.book
 @pytest.mark.parametrize("slug", SOURCES)
 def test_the_real_page_has_every_lab_and_no_answer(book_html: Path, slug: str) -> None:
     page = book_html / "book" / "clinics.html"

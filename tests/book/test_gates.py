@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from labcore.publish.address import first_cell
+from labcore.labs.first_cell import first_cell
 from tests.book import html_checks, source_checks
 from tests.book.mini import METADATA
+
+pytestmark = pytest.mark.long
 
 HEAD = '<html lang="en"><head><title>t</title>{head}</head><body>{body}</body></html>'
 

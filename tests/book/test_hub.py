@@ -29,12 +29,14 @@ from nbgrader.exchange.default import (
 from traitlets.config import Config
 from traitlets.config.loader import PyFileConfigLoader
 
-from labcore.publish.labs import release_path
-from labcore.publish.nbgrader_settings import open_gradebook
-from labcore.publish.sandbox import Limits
-from labcore.publish.submissions import find
+from labcore.grading.intake.submissions import find
+from labcore.grading.sandbox import Limits
+from labcore.labs.nbgrader_settings import open_gradebook
+from labcore.labs.releases import release_path
 from tests.book import hub_schema
 from tests.book_fixtures import ROOT
+
+pytestmark = pytest.mark.long
 
 SCHEMA = os.environ.get("Z2JH_SCHEMA")
 COURSE = "llm"

@@ -13,7 +13,7 @@ import pytest
 from tests.book.mini import mini_book, notebook, write_toc
 from tests.book_fixtures import JUPYTER_BOOK, STRICT, build_book
 
-pytestmark = pytest.mark.book
+pytestmark = pytest.mark.long
 OWN = "'jupyter_book', "  # the extension, which only declares two settings for LaTeX
 
 

@@ -14,7 +14,7 @@ from tests.book import html_checks
 from tests.book.mini import mini_book, notebook, write_toc
 from tests.book_fixtures import build_book
 
-pytestmark = pytest.mark.book
+pytestmark = pytest.mark.long
 ADDRESS = "https://github.com/someone/course"
 
 

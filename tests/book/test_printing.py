@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from pypdf import PdfReader, PdfWriter
 
-from labcore.publish import doctor, printing
+from labcore.book import printing
+from labcore.course import doctor
 from tests.book import html_checks
+
+pytestmark = pytest.mark.long
 
 TOC = """format: jb-book
 root: book/index
@@ -83,7 +86,6 @@ def test_a_page_on_no_sheet_is_refused() -> None:
 needs_chromium = pytest.mark.skipif(not doctor.browser(), reason="no Chromium here")
 
 
-@pytest.mark.browser
 @needs_chromium
 def test_a_site_becomes_one_pdf(tmp_path: Path) -> None:
     links = (
@@ -114,7 +116,6 @@ def test_a_site_becomes_one_pdf(tmp_path: Path) -> None:
     assert there == [found.pages[4].indirect_reference]
 
 
-@pytest.mark.browser
 @needs_chromium
 @pytest.mark.parametrize(
     ("head", "sentence"),
@@ -138,7 +139,6 @@ def test_a_page_that_fails_stops_the_pdf(
     assert (root / "course.pdf").read_text() == "the old one"
 
 
-@pytest.mark.browser
 @needs_chromium
 def test_a_page_of_the_toc_that_was_not_built_is_named(tmp_path: Path) -> None:
     root = site(tmp_path)
@@ -209,7 +209,6 @@ def test_a_book_that_fetches_is_not_packed(tmp_path: Path, head: str, css: str, 
     assert not (root / "course.zip").exists()
 
 
-@pytest.mark.book
 def test_the_real_book_is_packed(book_html: Path, tmp_path: Path) -> None:
     (tmp_path / "_build").mkdir()
     (tmp_path / "_build" / "html").symlink_to(book_html)

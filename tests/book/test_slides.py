@@ -10,10 +10,12 @@ from typing import Any
 import nbformat
 import pytest
 
-from labcore.publish import runs, slides
-from labcore.publish.slide_outline import LINES, ROOM, outline
+from labcore.book import runs, slides
+from labcore.book.slide_outline import LINES, ROOM, outline
 from labcore.ui import Slider, explore
 from tests.book import html_checks
+
+pytestmark = pytest.mark.long
 
 
 def no_figure(_data: dict[str, Any]) -> tuple[str, int]:

@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from labcore.publish import labs
-from labcore.publish.lab_source import read_lab
+from labcore.labs import releases
+from labcore.labs.source import read_lab
 from tests.book import html_checks, source_checks
 from tests.book_fixtures import ROOT, Build
 from tests.labs import lab_checks
 
+pytestmark = pytest.mark.long
+
 BOOK = ROOT / "book"
 CHAPTERS = sorted(BOOK.glob("*.ipynb"))
-LABS = {slug: labs.release_path(ROOT, slug) for slug in labs.source_paths(ROOT)}
+LABS = {slug: releases.release_path(ROOT, slug) for slug in releases.source_paths(ROOT)}
 SOURCES = [*sorted(BOOK.rglob("*.md")), *CHAPTERS, *LABS.values()]
 
 
@@ -45,7 +47,6 @@ def test_every_citation_resolves_and_every_entry_can_be_found() -> None:
     assert source_checks.citation_problems(SOURCES, bibliography) == []
 
 
-@pytest.mark.book
 class TestPages:
     def test_the_build_is_clean(self, strict_build: Build) -> None:
         assert strict_build.status == 0, strict_build.log[-6000:]
@@ -81,7 +82,7 @@ class TestPages:
     ) -> None:
         page = book_html / "labs" / "release" / slug / f"{slug}.html"
         text = page.read_text(encoding="utf-8")
-        points = sum(read_lab(labs.source_paths(ROOT)[slug]).points.values())
+        points = sum(read_lab(releases.source_paths(ROOT)[slug]).points.values())
         assert f"<span>{points:g} points</span>" in text
         assert "raise</span> <span" in text and "NotImplementedError" in text
         assert "This page ran on" not in text
@@ -90,7 +91,7 @@ class TestPages:
 
     @pytest.mark.parametrize("slug", LABS)
     def test_no_solution_and_no_hidden_test_is_published(self, book_html: Path, slug: str) -> None:
-        assert lab_checks.published(book_html, read_lab(labs.source_paths(ROOT)[slug])) == []
+        assert lab_checks.published(book_html, read_lab(releases.source_paths(ROOT)[slug])) == []
         assert not (book_html / "labs" / "source").exists()
         assert not (book_html / "_sources" / "labs" / "source").exists()
 

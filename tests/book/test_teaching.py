@@ -19,21 +19,23 @@ import yaml
 
 from labcore import exercises
 from labcore.__main__ import parser
-from labcore.publish import tables as grade_tables
-from labcore.publish import teaching, teaching_pages
-from labcore.publish.lab_source import nbgrader_of
-from labcore.publish.labs import release_path
-from labcore.publish.submissions import mend
-from labcore.publish.teaching import CHAPTERS, Course, read_course, read_units
-from labcore.publish.teaching_graph import graph_figure
-from labcore.publish.teaching_plans import SYLLABI, read_plan, read_plans
-from labcore.publish.teaching_themes import read_themes, themes_of
+from labcore.book.teaching import pages, units
+from labcore.book.teaching.graph import graph_figure
+from labcore.book.teaching.plans import SYLLABI, read_plan, read_plans
+from labcore.book.teaching.themes import read_themes, themes_of
+from labcore.book.teaching.units import CHAPTERS, Course, read_course, read_units
+from labcore.grading import report as grade_tables
+from labcore.grading.intake.submissions import mend
+from labcore.labs.releases import release_path
+from labcore.labs.source import nbgrader_of
 from tests.book import html_checks, source_checks
 from tests.book.mini import mini_book
 from tests.book_fixtures import ROOT, Build, build_book
 
+pytestmark = pytest.mark.long
+
 PAGES = ROOT / "book" / "teaching"
-# Its commands have tests of their own, tests/labs/test_cluster_guide.py.
+# Its commands have tests of their own, tests/grading/test_cluster_guide.py.
 ELSEWHERE = {"grading_at_scale"}
 
 
@@ -153,7 +155,7 @@ def test_a_lab_whose_exercise_lost_its_check_is_named() -> None:
     release = json.loads(release_path(ROOT, "lion").read_text(encoding="utf-8"))
     cells = [cell for cell in release["cells"] if cell["id"] != "drift-check"]
     with pytest.raises(ValueError, match=r"the lab lion has no task with a check of lion\.drift"):
-        teaching._tasks("lion", cells)
+        units._tasks("lion", cells)
 
 
 def test_the_plans_are_a_workshop_five_days_and_twelve_weeks(course: Course) -> None:
@@ -280,24 +282,24 @@ def test_the_drawing_has_an_arc_for_each_need_and_all_lead_down(course: Course) 
 
 
 def test_plain_text_stays_plain_in_markdown() -> None:
-    assert teaching_pages.escape("2 * x_i <= |a| `b_c*` $3") == r"2 \* x\_i \<= \|a\| `b_c*` \$3"
-    assert [teaching_pages.hours(m) for m in (0, 45, 60, 90)] == ["", "45 min", "1 h", "1 h 30 min"]
+    assert pages.escape("2 * x_i <= |a| `b_c*` $3") == r"2 \* x\_i \<= \|a\| `b_c*` \$3"
+    assert [pages.hours(m) for m in (0, 45, 60, 90)] == ["", "45 min", "1 h", "1 h 30 min"]
     with pytest.raises(ValueError, match="the directive teaching knows goals, graph,"):
-        teaching_pages.parts(ROOT, "syllabus years")
+        pages.parts(ROOT, "syllabus years")
 
 
 def test_every_known_mistake_of_a_function_is_on_the_page() -> None:
-    found = dict(teaching_pages.parts(ROOT, "misconceptions"))
+    found = dict(pages.parts(ROOT, "misconceptions"))
     assert len(found) == len(exercises.slugs())
     text = "\n".join(found.values())
     for slug in exercises.slugs():
         for item in exercises.load(slug):
             if isinstance(item, exercises.Clinic):
                 symptoms = [fault.symptom for fault in item.faults.values()]
-                assert not any(teaching_pages.escape(one) in text for one in symptoms)
+                assert not any(pages.escape(one) in text for one in symptoms)
             else:
                 for _, hint in item.wrong.values():
-                    assert teaching_pages.escape(hint) in text
+                    assert pages.escape(hint) in text
 
 
 def released(slug: str) -> dict[str, Any]:
@@ -417,7 +419,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Build:
     return build_book(small_book(place / "source"), place / "out")
 
 
-@pytest.mark.book
 class TestBuilt:
     def test_the_build_is_clean(self, built: Build) -> None:
         assert built.status == 0, built.log[-4000:]
@@ -448,7 +449,6 @@ class TestBuilt:
         assert "Parts averaged as if they were equal" in text("misconceptions")
 
 
-@pytest.mark.book
 def test_a_fault_in_a_file_fails_the_build_with_its_sentence(tmp_path: Path) -> None:
     folder = mini_book(tmp_path / "source")
     (folder / "book" / "teaching").mkdir()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from labcore.publish import doctor
+from labcore.course import doctor
 
 # As root Chromium has no sandbox; the rest keeps it from talking to the network on its own.
 FLAGS = [

@@ -23,7 +23,7 @@ from typing import Any
 
 import nbformat
 
-from labcore.publish import doctor
+from labcore.course import doctor
 from tests.browser.conftest import FLAGS, PATIENCE_MS
 
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}

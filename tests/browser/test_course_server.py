@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.publish.course_server import TOKEN, Course, make_checkout, notebook, running_course
+from tests.course.course_server import TOKEN, Course, make_checkout, notebook, running_course
 
-pytestmark = pytest.mark.browser
+pytestmark = pytest.mark.long
 
 CHAPTER = "book/lion.ipynb"
 

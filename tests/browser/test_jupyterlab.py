@@ -11,7 +11,7 @@ import pytest
 from tests.browser.conftest import LOCAL
 from tests.browser.jupyterlab import EXPLORER, jupyterlab, run_all, slider_of_figure, write_notebook
 
-pytestmark = pytest.mark.browser
+pytestmark = pytest.mark.long
 
 TROUBLE = """\
 def trouble(slow, wrong):

@@ -10,12 +10,12 @@ import nbformat
 import plotly.graph_objects as go
 import pytest
 
-from labcore.publish import slides
+from labcore.book import slides
 from labcore.ui import Choice, Slider, explore
 from tests.book_fixtures import ROOT
 from tests.browser.conftest import DRAWN, wait_for_another
 
-pytestmark = pytest.mark.browser
+pytestmark = pytest.mark.long
 CHAPTERS = sorted(path.stem for path in (ROOT / "book").glob("*.ipynb"))
 STAGE = {"width": 1280, "height": 720}
 READY = "() => document.documentElement.dataset.deck === 'ready'"
@@ -128,7 +128,6 @@ def test_the_speaker_sees_what_the_slide_leaves_out(watch: Any, tmp_path: Path) 
     watched.calm()
 
 
-@pytest.mark.book
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_a_chapters_deck(watch: Any, book_html: Path, tmp_path: Path, chapter: str) -> None:
     ran = book_html.parent / "jupyter_execute" / "book" / f"{chapter}.ipynb"

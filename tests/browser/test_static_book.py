@@ -15,7 +15,7 @@ from tests.book import html_checks
 from tests.book_fixtures import ROOT
 from tests.browser.conftest import DRAWN, wait_for_another
 
-pytestmark = [pytest.mark.browser, pytest.mark.book]
+pytestmark = pytest.mark.long
 CHAPTERS = sorted(path.stem for path in (ROOT / "book").glob("*.ipynb"))
 PHONE = {"width": 360, "height": 740}
 

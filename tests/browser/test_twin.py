@@ -12,7 +12,7 @@ from typing import Any
 import nbformat
 import pytest
 
-pytestmark = pytest.mark.browser
+pytestmark = pytest.mark.long
 
 CELLS = [
     """\
@@ -57,7 +57,7 @@ ui.quiz([ui.Question("Which keeps one buffer?", ("AdamW", "Lion"), 1, "Only the 
 ]
 CONF = """\
 project = "mini"
-extensions = ["myst_nb", "labcore.publish.explorers"]
+extensions = ["myst_nb", "labcore.book.explorers"]
 html_theme = "sphinx_book_theme"
 html_context = {"default_mode": "auto"}
 nb_execution_mode = "force"

@@ -7,7 +7,7 @@ import torch
 
 from labcore.decoding.audit import Audit, Difference, near_tie_audit
 from labcore.decoding.contract import SamplingConfig
-from labcore.decoding.generate import generate
+from labcore.decoding.generation import generate
 from tests.decoding.toys import Toy
 from tests.models.shapes import CONFIGS, model_of
 

@@ -12,7 +12,7 @@ import transformers
 
 from labcore.decoding.audit import near_tie_audit
 from labcore.decoding.contract import Draft, SamplingConfig
-from labcore.decoding.generate import generate, stream
+from labcore.decoding.generation import generate, stream
 from labcore.decoding.proposers import Adaptive, DraftModel, NGram
 from labcore.decoding.sampling import probabilities
 from labcore.decoding.verify import greedy_match

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from labcore.decoding.contract import SamplingConfig
-from labcore.decoding.generate import generate, stream
+from labcore.decoding.generation import generate, stream
 from labcore.decoding.stops import StopMatch, StopTexts
 from labcore.models import ByteTokenizer
 from tests.decoding.toys import Guess, Toy, plain

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from labcore.decoding.contract import Accepted, Draft, SamplingConfig
-from labcore.decoding.generate import generate
+from labcore.decoding.generation import generate
 from labcore.decoding.proposers import Adaptive, DraftModel
 from labcore.decoding.sampling import probabilities
 from labcore.decoding.trace import Position, Statistics, Tally, step_of, tried_nodes

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from labcore.exercises import CheckFailedError, Exercise
-from labcore.publish.lab_source import cell_text, nbgrader_of
+from labcore.labs.source import cell_text, nbgrader_of
 from tests.exercises.draws import answers, draws
 
 LABS = Path(__file__).resolve().parents[2] / "labs/source"

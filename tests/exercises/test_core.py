@@ -25,7 +25,7 @@ from labcore.exercises import (
     student_seed,
     switch_off_solutions,
 )
-from labcore.exercises.lion import CLINIC, MASKED_STEP
+from labcore.exercises.topics.lion import CLINIC, MASKED_STEP
 from labcore.processes import Worker, worker
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from labcore.exercises import Clinic, Exercise, load, slugs, student_seed
-from labcore.exercises.lion import MASKED_STEP
 from labcore.exercises.matching import difference
+from labcore.exercises.topics.lion import MASKED_STEP
 from tests.exercises.draws import answers
 
 ALL = {slug: load(slug) for slug in slugs()}

@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 
 from labcore.exercises import CheckFailedError, Clinic, Exercise, load, slugs
-from labcore.publish.lab_source import read_lab
+from labcore.labs.source import read_lab
 from tests.exercises.notebook import complaints_about, run, solved, source, texts
 
 names_of = functools.cache(solved)
@@ -66,7 +66,7 @@ def test_graded_cells_refuse_a_wrong_answer_and_say_nothing_of_the_seed(
         if isinstance(exercise, Exercise):
             (name,) = (
                 n
-                for n, one in vars(import_module(f"labcore.exercises.{slug}")).items()
+                for n, one in vars(import_module(f"labcore.exercises.topics.{slug}")).items()
                 if one is exercise
             )
             function, (cell,) = graded(slug, name)

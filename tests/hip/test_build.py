@@ -154,7 +154,7 @@ def test_fibers_live_under_a_compiler_that_fortifies(cache: Path, monkeypatch) -
     assert (y == 2).all()
 
 
-@pytest.mark.compile
+@pytest.mark.long
 def test_clang_builds_it_too(cache: Path, monkeypatch) -> None:
     name = "clang++-19"
     if shutil.which(name) is None:
@@ -170,7 +170,7 @@ def test_clang_builds_it_too(cache: Path, monkeypatch) -> None:
         load(DOUBLE).launch("twice_", grid=1, block=65, arguments={"y": y})
 
 
-@pytest.mark.compile
+@pytest.mark.long
 def test_the_sources_compile_without_a_warning() -> None:
     for step in build.STEPS:
         for form in ([], ["-DCHECKED"]):

@@ -34,7 +34,7 @@ def table() -> dict:
     return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
-@pytest.mark.compile
+@pytest.mark.long
 def test_the_steps_compile_within_the_table_and_the_limits(found, table) -> None:
     assert hip.problems(found, table) == []
     assert list(found) == [f"{step}/{form}" for step in STEPS.values() for form in FORMS]
@@ -45,7 +45,7 @@ def test_the_steps_compile_within_the_table_and_the_limits(found, table) -> None
             assert has["lds"] <= hip.TARGETS[name].shared_limit
 
 
-@pytest.mark.compile
+@pytest.mark.long
 def test_the_table_names_no_form_that_is_gone(found, table) -> None:
     assert set(table["forms"]) == set(found)
 
@@ -167,7 +167,7 @@ BODIES = {
 }
 
 
-@pytest.mark.compile
+@pytest.mark.long
 def test_what_the_compiler_says_is_read_back(tmp_path: Path) -> None:
     need("gfx942")
     for what, body in BODIES.items():
@@ -215,7 +215,7 @@ def test_a_report_that_changed_its_words_is_an_error_and_not_a_zero() -> None:
         hip._read_ptxas(PTXAS_REPORT.replace("Used 40 registers", "40 registers used"))
 
 
-@pytest.mark.compile
+@pytest.mark.long
 def test_a_step_without_a_form_is_an_error(tmp_path: Path) -> None:
     need("gfx942")
     (tmp_path / "step9_planted.hip").write_text("int nothing;\n")
@@ -223,7 +223,7 @@ def test_a_step_without_a_form_is_an_error(tmp_path: Path) -> None:
         hip.measure(["gfx942"], folder=tmp_path)
 
 
-@pytest.mark.compile
+@pytest.mark.long
 def test_a_step_that_does_not_compile_is_named_with_the_compilers_word(tmp_path: Path) -> None:
     need("gfx942")
     (tmp_path / "step9_planted.hip").write_text("int f() { return nothing; }\n")
@@ -233,7 +233,7 @@ def test_a_step_that_does_not_compile_is_named_with_the_compilers_word(tmp_path:
         hip.measure(["gfx942"], folder=tmp_path)
 
 
-@pytest.mark.compile
+@pytest.mark.long
 def test_nvcc_reads_the_same_sources(tmp_path: Path) -> None:
     if hip.missing("sm_90"):
         pytest.skip(hip.missing("sm_90"))

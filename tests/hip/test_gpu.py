@@ -117,7 +117,7 @@ def test_a_compiler_that_fails_is_one_sentence(
     assert capsys.readouterr().err.startswith("labcore.hip: step1_straight does not compile")
 
 
-@pytest.mark.compile
+@pytest.mark.long
 def test_hipcc_builds_libraries_that_only_the_device_refuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -144,7 +144,7 @@ def test_a_step_refuses_keys_that_are_not_the_queries(shape: tuple[int, ...]) ->
             step(*tensors)
 
 
-@pytest.mark.compile
+@pytest.mark.long
 def test_a_step_that_hipcc_refuses_is_named(tmp_path: Path, monkeypatch) -> None:
     need("gfx90a")
     (tmp_path / "broken.hip").write_text("int f() { return nothing; }\n")

@@ -131,7 +131,7 @@ def kernel(vgprs: int, agprs: int, lds: int, threads: int) -> str:
     )
 
 
-@pytest.mark.compile
+@pytest.mark.long
 @pytest.mark.parametrize("target", LIMITS)
 def test_the_compiler_reports_the_same_for_kernels_that_take_what_they_are_told(
     target: str, tmp_path: Path

@@ -164,7 +164,7 @@ def test_each_assumption_that_is_left_gives_wrong_numbers_in_silence(
     assert gap(source, wave=64, is_causal=True, seed=seed) > 0.01
 
 
-@pytest.mark.compile
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("left", "says"),
     [

@@ -108,7 +108,7 @@ def test_what_each_step_buys(dim: int, dtype, generator) -> None:
     assert counters[4].lds_accesses < counters[2].lds_accesses / 10
 
 
-@pytest.mark.compile
+@pytest.mark.long
 def test_the_cuda_original_compiles_for_nvidia(tmp_path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc here: install the CUDA toolkit")

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from labcore.publish import sandbox
+from labcore.grading import sandbox
 
 
 @pytest.fixture(scope="session")

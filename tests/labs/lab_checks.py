@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from labcore.publish.address import is_first_cell
-from labcore.publish.judging import answer_names
-from labcore.publish.lab_source import (
+from labcore.grading.judging import answer_names
+from labcore.labs.first_cell import is_first_cell
+from labcore.labs.source import (
     HIDDEN,
     SOLUTION,
     Lab,
@@ -106,7 +106,7 @@ def form_problems(lab: Lab) -> list[str]:
     if not re.match(r"# Lab: \S", cell_text(cells[0])):
         problems.append("the first cell must be the title, '# Lab: …'")
     if not is_first_cell(cell_text(code[0])):
-        problems.append("the first code cell must be the one of labcore.publish.address")
+        problems.append("the first code cell must be the one of labcore.course.address")
     for cell in code:
         name = cell["id"]
         if cell.get("outputs") or cell.get("execution_count") is not None:

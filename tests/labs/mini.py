@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from labcore.publish import labs
+from labcore.labs import releases
 
 # For a program that imports labcore: what CUDA's libraries only reserve counts too.
 MEMORY_MIB = 1500 if torch.version.cuda is None else 4500
@@ -97,7 +97,7 @@ def cell(notebook: Notebook, name: str) -> dict[str, Any]:
 
 def released(root: Path) -> Notebook:
     """The release of the checkout's mini lab, made now."""
-    (made,) = labs.write(root)
+    (made,) = releases.write(root)
     assert not made.problem, made.problem
     return read(made.path)
 

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from labcore.publish import grading, labs
-from labcore.publish.lab_source import cell_text, nbgrader_of, read_lab
+from labcore.grading import steps
+from labcore.labs import releases
+from labcore.labs.source import cell_text, nbgrader_of, read_lab
 from tests.labs import mini
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 SLUG = "lion"
@@ -19,8 +22,8 @@ SLUG = "lion"
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory, bubblewrap: None) -> dict[str, dict[str, str]]:
     """What four students got for the lab on Lion."""
-    source = read_lab(labs.source_paths(ROOT)[SLUG])
-    release = mini.read(labs.release_path(ROOT, SLUG))
+    source = read_lab(releases.source_paths(ROOT)[SLUG])
+    release = mini.read(releases.release_path(ROOT, SLUG))
     solution = copy.deepcopy(release)
     for cell in source.notebook["cells"]:
         if nbgrader_of(cell).get("solution"):
@@ -31,20 +34,20 @@ def rows(tmp_path_factory: pytest.TempPathFactory, bubblewrap: None) -> dict[str
     folder = tmp_path_factory.mktemp("class")
     damaged = copy.deepcopy(solution)
     mini.cell(damaged, "imports")["source"] = (
-        f"import labcore.exercises.{SLUG} as lab\nimport no_such"
+        f"import labcore.exercises.topics.{SLUG} as lab\nimport no_such"
     )
     mini.cell(damaged, "student")["source"] = "STUDENT = 17"
     # The broken one is graded first: the others follow all the same.
     for student, notebook in {"a": broken, "b": solution, "c": release, "d": damaged}.items():
         mini.save(notebook, folder / student / f"{SLUG}.ipynb")
     out = tmp_path_factory.mktemp("out") / "grades"
-    grading.grade(ROOT, folder, out, say=print)
+    steps.grade(ROOT, folder, out, say=print)
     with (out / "grades.csv").open(encoding="utf-8", newline="") as file:
         return {row["student"]: row for row in csv.DictReader(file)}
 
 
 def test_the_solution_gets_every_point_of_every_exercise(rows: dict[str, dict[str, str]]) -> None:
-    points = read_lab(labs.source_paths(ROOT)[SLUG]).points
+    points = read_lab(releases.source_paths(ROOT)[SLUG]).points
     got = {name: float(rows["b"][f"{SLUG}: {name} ({most:g})"]) for name, most in points.items()}
     assert rows["b"]["status"] == "graded" and got == points
     assert float(rows["b"]["points"]) == float(rows["b"]["maximum"]) == sum(points.values())
@@ -63,5 +66,5 @@ def test_damaged_imports_cost_nothing_and_the_number_stays(rows: dict[str, dict[
 
 def test_a_broken_submission_loses_its_own_answer_alone(rows: dict[str, dict[str, str]]) -> None:
     lost = float(rows["a"]["maximum"]) - float(rows["a"]["points"])
-    first = next(iter(read_lab(labs.source_paths(ROOT)[SLUG]).points.values()))
+    first = next(iter(read_lab(releases.source_paths(ROOT)[SLUG]).points.values()))
     assert lost == first and "ended the kernel" in rows["a"]["status"]

@@ -7,30 +7,30 @@ from typing import Any
 
 import pytest
 
-from labcore.publish import labs
-from labcore.publish.lab_source import Lab, cell_text, nbgrader_of, read_lab
-from labcore.publish.sandbox import Limits
-from labcore.publish.submissions import mend
-from labcore.publish.trial import Trial, try_out
+from labcore.grading.intake.submissions import mend
+from labcore.grading.judged import Judged, run_and_judge
+from labcore.grading.sandbox import Limits
+from labcore.labs import releases
+from labcore.labs.source import Lab, cell_text, nbgrader_of, read_lab
 from tests.labs import mini
 
-pytestmark = pytest.mark.usefixtures("bubblewrap")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("bubblewrap")]
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = labs.source_paths(ROOT)
+SOURCES = releases.source_paths(ROOT)
 
 
-def tried(lab: Lab, notebook: dict[str, Any], seed: int) -> Trial:
-    release = mini.read(labs.release_path(ROOT, lab.metadata.slug))
+def tried(lab: Lab, notebook: dict[str, Any], seed: int) -> Judged:
+    release = mini.read(releases.release_path(ROOT, lab.metadata.slug))
     mended = mend(notebook, release)
     assert mended.changes == ()
-    return try_out(lab, mended.notebook, number=seed, limits=Limits(wall_s=900))
+    return run_and_judge(lab, mended.notebook, number=seed, limits=Limits(wall_s=900))
 
 
 @pytest.mark.parametrize("slug", SOURCES)
 def test_a_solution_gets_every_point_and_a_stub_none(slug: str, seed: int) -> None:
     lab = read_lab(SOURCES[slug])
-    release = mini.read(labs.release_path(ROOT, slug))
-    solution = mini.read(labs.release_path(ROOT, slug))
+    release = mini.read(releases.release_path(ROOT, slug))
+    solution = mini.read(releases.release_path(ROOT, slug))
     for cell in lab.notebook["cells"]:
         if nbgrader_of(cell).get("solution"):
             mini.cell(solution, cell["id"])["source"] = cell_text(cell)

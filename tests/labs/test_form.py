@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from labcore.publish import labs
-from labcore.publish.address import first_cell
-from labcore.publish.lab_source import Lab, read_lab
+from labcore.labs import releases
+from labcore.labs.first_cell import first_cell
+from labcore.labs.source import Lab, read_lab
 from tests.labs import lab_checks, mini
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = labs.source_paths(ROOT)
+SOURCES = releases.source_paths(ROOT)
 
 
 @pytest.mark.parametrize("slug", SOURCES)
@@ -26,7 +26,7 @@ def test_a_lab_has_the_form_of_one(slug: str) -> None:
 
 @pytest.mark.parametrize("slug", SOURCES)
 def test_a_release_shows_no_solution_and_no_hidden_test(slug: str) -> None:
-    release = mini.read(labs.release_path(ROOT, slug))
+    release = mini.read(releases.release_path(ROOT, slug))
     assert lab_checks.leaks(read_lab(SOURCES[slug]), release) == []
     assert all(not cell.get("outputs") for cell in release["cells"])
     assert all(cell.get("id") for cell in release["cells"])

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from labcore.__main__ import run
-from labcore.publish import labs
-from labcore.publish.address import first_cell
-from labcore.publish.lab_source import LabError, read_lab
+from labcore.labs import releases
+from labcore.labs.first_cell import first_cell
+from labcore.labs.source import LabError, read_lab
 from tests.labs import mini
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,18 +26,18 @@ def with_address(notebook: mini.Notebook, address: str = "") -> None:
 
 
 def test_the_committed_releases_are_what_make_labs_gives() -> None:
-    assert labs.stale(ROOT) == []
+    assert releases.stale(ROOT) == []
 
 
 def test_a_release_that_differs_or_misses_or_has_no_source_is_named(tmp_path: Path) -> None:
     root = mini.checkout(tmp_path)
-    assert labs.stale(root) == ["labs/release/mini/mini.ipynb is missing; run make labs"]
+    assert releases.stale(root) == ["labs/release/mini/mini.ipynb is missing; run make labs"]
     mini.released(root)
-    assert labs.stale(root) == []
-    path = labs.release_path(root, "mini")
+    assert releases.stale(root) == []
+    path = releases.release_path(root, "mini")
     path.write_text(path.read_text("utf-8").replace("secret_two = 2", "secret_two = 3"), "utf-8")
     shutil.copytree(path.parent, path.parent.parent / "gone")
-    differs, orphan = labs.stale(root)
+    differs, orphan = releases.stale(root)
     assert differs == "labs/release/mini/mini.ipynb is not what its source gives; run make labs"
     assert orphan == "labs/release/gone has no source; remove it"
 
@@ -46,10 +46,10 @@ def test_the_same_source_gives_the_same_bytes_wherever_it_stands(tmp_path: Path)
     texts = []
     for folder in ("a", "an/other place"):
         root = mini.checkout(tmp_path / folder)
-        labs.write(root)
-        texts.append(labs.release_path(root, "mini").read_bytes())
+        releases.write(root)
+        texts.append(releases.release_path(root, "mini").read_bytes())
         assert str(tmp_path).encode() not in texts[-1] and b"/tmp" not in texts[-1]
-        assert not labs.write(root)[0].written
+        assert not releases.write(root)[0].written
     assert texts[0] == texts[1]
 
 
@@ -64,7 +64,7 @@ def test_a_release_has_stubs_and_neither_answers_nor_tests_nor_the_instructors_n
         more |= {"execution_count": 7, "outputs": [output("private output")]}
 
     release = mini.released(mini.checkout(tmp_path, add))
-    text = labs.release_path(tmp_path, "mini").read_text("utf-8")
+    text = releases.release_path(tmp_path, "mini").read_text("utf-8")
     for word in ("secret_two * x", "x**2", "hidden", "HIDDEN", "SOLUTION", "rivate"):
         assert word not in text, word
     assert mini.cell(release, "more")["metadata"] == {"tags": ["kept"]}
@@ -100,13 +100,13 @@ def test_an_edited_release_is_kept_beside_the_new_one_and_named(
 ) -> None:
     root = mini.checkout(tmp_path)
     fresh = mini.released(root)
-    path = labs.release_path(root, "mini")
+    path = releases.release_path(root, "mini")
     for number in (1, 2):
         notebook = copy.deepcopy(fresh)
         edit(notebook)
         mini.save(notebook, path)
         edited = path.read_bytes()
-        (made,) = labs.write(root)
+        (made,) = releases.write(root)
         assert made.written and made.kept == path.with_name(f"mini.edited-{number}.ipynb")
         assert made.kept.read_bytes() == edited
         assert made.kept.name in str(made)
@@ -114,30 +114,30 @@ def test_an_edited_release_is_kept_beside_the_new_one_and_named(
 
 
 def test_a_file_that_is_no_text_is_kept_too(tmp_path: Path) -> None:
-    path = labs.release_path(mini.checkout(tmp_path), "mini")
+    path = releases.release_path(mini.checkout(tmp_path), "mini")
     path.parent.mkdir(parents=True)
     path.write_bytes(b"\xff\x00 mine")
-    (made,) = labs.write(tmp_path)
+    (made,) = releases.write(tmp_path)
     assert made.kept is not None and made.kept.read_bytes() == b"\xff\x00 mine"
 
 
 def test_an_address_or_another_source_is_no_edit(tmp_path: Path) -> None:
     root = mini.checkout(tmp_path, with_address)
     release = mini.released(root)
-    path = labs.release_path(root, "mini")
+    path = releases.release_path(root, "mini")
     with_address(release, "https://github.com/someone/course")
     mini.save(release, path)
     notebook = mini.mini_lab()
     with_address(notebook)
     mini.cell(notebook, "more")["source"] = "secret_two = 1 + 1"
     mini.save(notebook, mini.source_path(root))
-    (made,) = labs.write(root)
+    (made,) = releases.write(root)
     assert made.written and made.kept is None
     # A set-up cell that a person changed is an edit.
     release = mini.read(path)
     mini.cell(release, "begin")["source"] = first_cell("") + "\nprint('mine')"
     mini.save(release, path)
-    assert labs.write(root)[0].kept is not None
+    assert releases.write(root)[0].kept is not None
 
 
 def swap(name: str, old: str, new: str) -> Change:
@@ -201,7 +201,7 @@ def test_a_bad_source_is_refused_by_file_and_cell_and_the_old_release_stays(
     tmp_path: Path, change: Change, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = mini.checkout(tmp_path)
-    path = labs.release_path(root, "mini")
+    path = releases.release_path(root, "mini")
     mini.save({"old": "release"}, path)
     mini.checkout(root, change)
     before = path.read_bytes()
@@ -227,14 +227,14 @@ def test_the_error_names_the_cell_and_every_fault(tmp_path: Path) -> None:
 def test_a_source_that_is_no_json_is_refused(tmp_path: Path) -> None:
     path = mini.source_path(mini.checkout(tmp_path))
     path.write_text("{", "utf-8")
-    (made,) = labs.write(tmp_path)
+    (made,) = releases.write(tmp_path)
     assert "is no JSON" in made.problem and not made.path.exists()
 
 
 def test_one_bad_lab_does_not_keep_the_others_back(tmp_path: Path) -> None:
     root = mini.checkout(tmp_path, without_grading)
     mini.save(mini.mini_lab("other"), mini.source_path(root, "other"))
-    bad, good = labs.write(root)
+    bad, good = releases.write(root)
     assert bad.problem and good.written and good.path.is_file()
 
 

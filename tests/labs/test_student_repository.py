@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from labcore.publish import labs, leaks, student_repository, variants
-from labcore.publish.lab_source import HIDDEN, SOLUTION, cell_text, code_tree, regions
+from labcore.labs import leaks, releases, student_repository, variants
+from labcore.labs.source import HIDDEN, SOLUTION, cell_text, code_tree, regions
 from tests.labs import mini
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,7 +163,7 @@ def test_what_would_leak_is_refused_and_nothing_is_left_behind(
 
 
 def test_a_release_with_an_answer_in_it_is_refused(course: Path, tmp_path: Path) -> None:
-    path = labs.release_path(course, "mini")
+    path = releases.release_path(course, "mini")
     notebook = mini.read(path)
     mini.cell(notebook, "double")["source"] = [f"def double(x):\n    {SOLUTION_LINE}"]
     mini.save(notebook, path)
@@ -273,7 +273,7 @@ def released_anew(course: Path, value: str) -> None:
     notebook = mini.read(mini.source_path(course))
     mini.cell(notebook, "more")["source"] = f"secret_two = {value}"
     mini.save(notebook, mini.source_path(course))
-    labs.write(course)
+    releases.write(course)
     git(course, "rm", "-q", "--ignore-unmatch", "src/labcore/empty.py")
     commit(course)
 
@@ -295,8 +295,8 @@ def test_an_update_is_a_commit_on_top_that_students_pull(course: Path, tmp_path:
     assert git(out, "status", "--porcelain") == ""
     assert "example.org" in git(out, "remote", "-v") and (out / "_build/big.bin").is_file()
     git(student, "pull", "-q", "--ff-only")
-    path = labs.release_path(student, "mini")
-    assert path.read_bytes() == labs.release_path(course, "mini").read_bytes()
+    path = releases.release_path(student, "mini")
+    assert path.read_bytes() == releases.release_path(course, "mini").read_bytes()
     assert not (student / "src/labcore/empty.py").exists()
     assert (student / "my/mini-lab.ipynb").read_text("utf-8") == "the student's"
     add(out, "book/index.md", "# The instructor's own change")
@@ -354,7 +354,7 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lines_of(kind: str) -> set[str]:
     """The long lines of all labs' regions of a kind."""
     found = set()
-    for path in labs.source_paths(ROOT).values():
+    for path in releases.source_paths(ROOT).values():
         for cell in mini.read(path)["cells"]:
             for region in regions(cell_text(cell), kind):
                 found |= {line.strip() for line in region.split("\n")}
@@ -402,7 +402,7 @@ def test_the_courses_table_of_contents_is_whole(public: Path) -> None:
     for page in [*pages, yaml.safe_load(toc)["root"]]:
         assert any((public / f"{page}{ending}").is_file() for ending in (".md", ".ipynb")), page
     assert all(
-        slug in (public / "README.md").read_text("utf-8") for slug in labs.source_paths(ROOT)
+        slug in (public / "README.md").read_text("utf-8") for slug in releases.source_paths(ROOT)
     )
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from labcore import exercises
 from labcore.exercises import CheckFailedError, Clinic, student_seed
-from labcore.publish import labs, leaks, variants
-from labcore.publish.lab_source import LabError, cell_text, nbgrader_of, read_lab
-from labcore.publish.submissions import name_problem, number_of
+from labcore.labs import leaks, releases, variants
+from labcore.labs.source import LabError, cell_text, nbgrader_of, read_lab
+from labcore.labs.students import name_problem, number_of
 from tests.labs import mini
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -208,7 +208,7 @@ def test_a_lab_without_a_number_is_its_release(tmp_path: Path) -> None:
     course = mini.checkout(tmp_path / "course")
     write(course, tmp_path / "class", ["Ada", "Bo"])
     mini.released(course)
-    release = labs.release_path(course, "mini").read_bytes()
+    release = releases.release_path(course, "mini").read_bytes()
     assert set(files(tmp_path / "class/out of it").values()) == {release}
     key = (tmp_path / "class/key.csv").read_text("utf-8").splitlines()
     assert [line.split(",")[0] for line in key] == ["student", "Ada", "Bo"]
@@ -320,9 +320,9 @@ def test_every_lab_takes_a_students_number(klass: Path) -> None:
     numbers = numbers_of(klass)
     assert len(set(numbers.values())) == 2
     for name, number in numbers.items():
-        for slug in labs.source_paths(ROOT):
+        for slug in releases.source_paths(ROOT):
             variant = mini.read(klass / "out of it" / name / f"{slug}.ipynb")
-            release = mini.read(labs.release_path(ROOT, slug))
+            release = mini.read(releases.release_path(ROOT, slug))
             assert number_of(variant, release) == str(number)
             pairs = zip(variant["cells"], release["cells"], strict=True)
             assert [theirs["id"] for theirs, ours in pairs if theirs != ours] == ["student"]
@@ -360,7 +360,7 @@ def answered(klass: Path, student: str, slug: str, number: int | None = None) ->
     variant = mini.read(klass / "out of it" / student / f"{slug}.ipynb")
     space: dict[str, Any] = {"__name__": "__main__"}
     complaints = {}
-    for cell in read_lab(labs.source_paths(ROOT)[slug]).notebook["cells"]:
+    for cell in read_lab(releases.source_paths(ROOT)[slug]).notebook["cells"]:
         if cell["cell_type"] != "code" or cell["id"] == "setup":
             continue
         meta = nbgrader_of(cell)

@@ -159,7 +159,7 @@ def products(decoder: FusedLlama, rows: int) -> set[str]:
 
 
 def test_weights_are_packed_where_it_loses_nothing(generator, monkeypatch) -> None:
-    if not fused._packing_works():
+    if not fused.packing_works():
         pytest.skip("this build of torch multiplies no fp16 weights on this processor")
     plain = quiet(CONFIGS["grouped"], generator)
     assert not FusedLlama(plain).packed
@@ -186,9 +186,9 @@ def test_packed_weights_of_any_size_lose_nothing(size: float, generator) -> None
     weight = (torch.randn(50, 41, generator=generator) * size).bfloat16().float()
     weight[0, :5] *= 2.0**-22  # below fp16's smallest number, unless scaled
     weight[1] = 0
-    matrix = fused._Matrix(weight)
-    assert matrix.fits() and not fused._Matrix(weight + 1e-4 * size).fits()
-    if not fused._packing_works():
+    matrix = fused.PackedMatrix(weight)
+    assert matrix.fits() and not fused.PackedMatrix(weight + 1e-4 * size).fits()
+    if not fused.packing_works():
         pytest.skip("this build of torch multiplies no fp16 weights on this processor")
     matrix.pack()
     x = torch.randn(3, 41, generator=generator)
@@ -199,7 +199,7 @@ def test_packed_weights_of_any_size_lose_nothing(size: float, generator) -> None
 
 def test_without_fbgemm_the_products_are_plain(generator, monkeypatch) -> None:
     model = through_bf16(quiet(CONFIGS["tied"], generator))
-    monkeypatch.setattr(fused, "_packing_works", lambda: False)
+    monkeypatch.setattr(fused, "packing_works", lambda: False)
     decoder = FusedLlama(model)
     assert not decoder.packed and products(decoder, 3) == {"aten::linear"}
     Both(model, batch=1, capacity=9).read(tokens_of(model.config, (1, 9), generator))

@@ -29,7 +29,7 @@ from labcore.models.recipes import RECIPES
 from tests.models.shapes import model_of
 
 NAMES = ("target", "draft")
-MODULE = importlib.import_module("labcore.models.pretrained")  # the face has its function
+MODULE = importlib.import_module("labcore.models.shipped")  # the face has its function
 CONFIG = LlamaConfig(
     vocab_size=257, hidden_size=12, intermediate_size=20, num_hidden_layers=2,
     num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=13, bos_token_id=256,

@@ -191,7 +191,14 @@ def test_what_is_no_commit_is_refused(commit: str, tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_is_missing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "labcore.models.train", "target", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "labcore.models.ship",
+        "target",
+        "--out",
+        str(tmp_path),
+    ]
     done = subprocess.run(
         [*command, "--export-only", "--commit", COMMIT], capture_output=True, text=True
     )

@@ -23,7 +23,7 @@ from labcore.models import (
     save_pretrained,
     shipped_tokenizer,
 )
-from labcore.models.pretrained import FILES
+from labcore.models.shipped import FILES
 from labcore.parallel.greedy import Decoded, _alone, decode, timed_decode
 from labcore.parallel.llama import load_parallel, parallelize
 from labcore.parallel.recording import Launch
@@ -157,8 +157,8 @@ def text_of(name: str, count: int) -> str:
 
 def command(*arguments: str) -> int:
     """The command in this process: as a module that nothing imports, whatever other tests did."""
-    sys.modules.pop("labcore.parallel.decode", None)
-    main = runpy.run_module("labcore.parallel.decode", run_name="the_command")["main"]
+    sys.modules.pop("labcore.parallel.generate", None)
+    main = runpy.run_module("labcore.parallel.generate", run_name="the_command")["main"]
     return main(["--prompt", PROMPT, *arguments])
 
 
@@ -209,7 +209,7 @@ def test_the_command_under_torchrun(ranks: int, more: list[str]) -> None:
     count = 6
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-         str(ranks), "-m", "labcore.parallel.decode", "--model", "target", "--prompt", PROMPT,
+         str(ranks), "-m", "labcore.parallel.generate", "--model", "target", "--prompt", PROMPT,
          "--tokens", str(count), *more],
         capture_output=True,
         text=True,

@@ -49,6 +49,6 @@ def test_importing_it_imports_nothing_slow() -> None:
 
 
 def test_the_command_is_not_imported_twice() -> None:
-    done = python("-m", "labcore.parallel.decode", "--help")
+    done = python("-m", "labcore.parallel.generate", "--help")
     assert done.returncode == 0 and "--model" in done.stdout
     assert done.stderr == ""

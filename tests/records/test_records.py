@@ -117,7 +117,8 @@ def test_staleness_follows_the_code(tmp_path):
     fresh = make(source=source, slug="no-such-benchmark")
     assert not records.is_stale(fresh)
     assert "earlier version" not in records.provenance(fresh)
-    stale = make(source={**source, "labcore": "0" * 16})
+    assert records.is_stale(make(source=source, slug="lion"))  # another benchmark's code
+    stale = make(source={**source, "labcore": "0" * 16}, slug="no-such-benchmark")
     assert records.is_stale(stale)
     assert records.provenance(stale).endswith("measured on an earlier version of this code")
 

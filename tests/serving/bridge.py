@@ -1,4 +1,4 @@
-"""What the server's python backend gives a model, as far as serving/files/model.py uses it: for
+"""What the server's python backend gives a model, as far as triton/files/model.py uses it: for
 tests of that file without the server. Like the real one, most of it appears only after the file's
 import.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy
 
-import labcore.serving.triton_repository as repository
+import labcore.serving.triton.repository as repository
 
 FINAL = 1
 
@@ -122,7 +122,7 @@ def get_input_tensor_by_name(request: Request, name: str) -> Tensor | None:
 
 @contextmanager
 def loaded(socket: Path) -> Iterator[Any]:
-    """The model of serving/files/model.py, initialized on a socket; finalized at the end."""
+    """The model of serving/triton/files/model.py, initialized on a socket; finalized at the end."""
     utils = types.ModuleType("triton_python_backend_utils")
     utils.np = numpy  # type: ignore[attr-defined]
     source = Path(repository.__file__).parent / "files" / "model.py"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from labcore.models import DenseCache, Llama
-from labcore.serving.paged import PagedCache
+from labcore.serving.cache.paged import PagedCache
 from tests.models.shapes import tokens_of
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}  # in double precision: what is left is rounding

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from labcore.serving.triton_client import generate_stream
-from labcore.serving.triton_server import TritonServer
+from labcore.serving.triton.client import generate_stream
+from labcore.serving.triton.server import TritonServer
 from tests.serving.triton import ENVIRONMENT, FAULT_S, outcome, until
 
 PROMISED_S = 5.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from labcore.serving.tensorrt_llm import LAYOUTS, ServingSettings, write_repository
+from labcore.serving.tensorrt.llm import LAYOUTS, ServingSettings, write_repository
 
 INFLIGHT = "inflight_batcher_llm"
 ENGINE, YAML = "tensorrt_llm/config.pbtxt", "tensorrt_llm/1/model.yaml"

@@ -1,7 +1,7 @@
 """An engine without a model, for tests of what stands around it: its text comes from the prompt.
 
-`python -m tests.serving.standin --socket PATH` runs it behind a socket, as labcore.serving.process
-runs the real one. Each request holds blocks from its start to its end, so that a leak shows.
+`python -m tests.serving.standin --socket PATH` runs it behind a socket, as `remote.process` runs
+the real one. Each request holds blocks from its start to its end, so that a leak shows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from labcore.serving.ipc import Overloaded
-from labcore.serving.messages import Submit
+from labcore.serving.remote.ipc import Overloaded
+from labcore.serving.remote.messages import Submit
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class StandIn:
 def main() -> None:
     import argparse
 
-    from labcore.serving.process import attend
+    from labcore.serving.remote.process import attend
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", required=True)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from labcore.serving.agreement import agreement
-from labcore.serving.costs import CostModel
-from labcore.serving.scenarios import COST, scenario
-from labcore.serving.simulate import Run
+from labcore.serving.simulation.agreement import agreement
+from labcore.serving.simulation.costs import CostModel
+from labcore.serving.simulation.scenarios import COST, scenario
+from labcore.serving.simulation.simulate import Run
 
 
 def served(cost: CostModel = COST, **options: object) -> Run:

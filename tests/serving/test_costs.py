@@ -8,12 +8,12 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from labcore.serving.blocks import BlockPool
-from labcore.serving.costs import CostModel, Work, fit, work
-from labcore.serving.metrics import StepRecord
-from labcore.serving.scheduler import Chunk, Decode, Scheduler, StepPlan
-from labcore.serving.simulate import simulate
-from labcore.serving.workload import Workload, lognormal, long_tail, poisson
+from labcore.serving.cache.blocks import BlockPool
+from labcore.serving.engine.metrics import StepRecord
+from labcore.serving.engine.scheduler import Chunk, Decode, Scheduler, StepPlan
+from labcore.serving.simulation.costs import CostModel, Work, fit, work
+from labcore.serving.simulation.simulate import simulate
+from labcore.serving.simulation.workload import Workload, lognormal, long_tail, poisson
 
 
 def drawn(dice: random.Random) -> CostModel:

@@ -11,9 +11,9 @@ import torch
 from labcore import processes
 from labcore.decoding import DraftModel, SamplingConfig, generate
 from labcore.parallel import parallelize
-from labcore.serving.clock import ManualClock
-from labcore.serving.engine import Engine
-from labcore.serving.scheduler import QueueFull
+from labcore.serving.engine.clock import ManualClock
+from labcore.serving.engine.engine import Engine
+from labcore.serving.engine.scheduler import QueueFull
 from tests.serving.tiny import (
     BYTES,
     TINY_POOL,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from labcore.decoding import Draft, NGram, SamplingConfig
-from labcore.serving.clock import ManualClock
-from labcore.serving.engine import Engine
+from labcore.serving.engine.clock import ManualClock
+from labcore.serving.engine.engine import Engine
 from tests.serving.tiny import BYTES, Heard, alone, mixed, nothing_left, run, tiny
 
 OPTIONS = {"pages": 40, "page": 8, "slots": 5, "budget": 40, "max_length": 96}
@@ -303,7 +303,7 @@ def test_an_entry_that_cannot_be_made_leaves_no_request(
 ) -> None:
     engine = Engine(tiny(seed), BYTES, **OPTIONS)
     with monkeypatch.context() as patch:
-        patch.setattr("labcore.serving.engine.Entry", Fails(None, 1))
+        patch.setattr("labcore.serving.engine.engine.Entry", Fails(None, 1))
         with pytest.raises(TypeError):  # Fails takes one argument
             engine.submit([3], SamplingConfig(max_tokens=2), id="same")
     assert engine.scheduler.idle

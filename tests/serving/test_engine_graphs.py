@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from labcore.decoding import SamplingConfig
-from labcore.serving.binding import Host
-from labcore.serving.clock import ManualClock
-from labcore.serving.engine import Engine
+from labcore.serving.cache.binding import Host
+from labcore.serving.engine.clock import ManualClock
+from labcore.serving.engine.engine import Engine
 from tests.serving.tiny import BYTES, TINY_POOL, Heard, alone, mixed, nothing_left, run, tiny
 
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from labcore.serving.blocks import BlockPool, blocks_for
-from labcore.serving.policies import VICTIMS, choose_victim
-from labcore.serving.requests import State
+from labcore.serving.cache.blocks import BlockPool, blocks_for
+from labcore.serving.engine.policies import VICTIMS, choose_victim
+from labcore.serving.engine.requests import State
 from tests.serving.toy import Server, request, server
 
 NEVER_ENDS = {"ends": False}

@@ -11,8 +11,8 @@ from tokenizers import decoders, models
 
 from labcore.decoding import SamplingConfig
 from labcore.models import ByteTokenizer, Tokenizer, shipped_tokenizer
-from labcore.serving.engine import Engine
-from labcore.serving.outputs import Following
+from labcore.serving.engine.engine import Engine
+from labcore.serving.engine.outputs import Following
 from tests.serving.tiny import BYTES, alone, mixed, run, tiny
 
 TEXT = "Grüße, 日本語 — naïve 🙂🙃 \u200d x\u0301  two\n\n  spaces �"

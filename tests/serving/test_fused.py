@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from labcore.decoding import DraftModel, NGram, SamplingConfig, near_tie_audit
 from labcore.models import Llama
-from labcore.serving.binding import Host
-from labcore.serving.engine import Engine
-from labcore.serving.forwards import Forwards, Reading
-from labcore.serving.fused import can_be_fused
-from labcore.serving.paged import PagedCache
-from labcore.serving.slots import SlotCache
+from labcore.serving.cache.binding import Host
+from labcore.serving.cache.paged import PagedCache
+from labcore.serving.cache.slots import SlotCache
+from labcore.serving.engine.engine import Engine
+from labcore.serving.engine.forwards import Forwards, Reading
+from labcore.serving.engine.fused import can_be_fused
 from tests.models.shapes import CONFIGS, model_of, tokens_of
 from tests.serving.paging import stored
 from tests.serving.tiny import BYTES, TINY_POOL, mixed, nothing_left, run, tiny

@@ -2,8 +2,8 @@
 
 import pytest
 
-from labcore.serving.policies import POLICIES
-from labcore.serving.scheduler import StepPlan
+from labcore.serving.engine.policies import POLICIES
+from labcore.serving.engine.scheduler import StepPlan
 from tests.serving.toy import request, server
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from labcore.decoding import DraftModel, SamplingConfig, generate
-from labcore.serving.engine import Engine
+from labcore.serving.engine.engine import Engine
 from tests.serving.tiny import BYTES, TINY_POOL, alone, mixed, nothing_left, run, tiny
 
 

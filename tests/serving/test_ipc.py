@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labcore.decoding import SamplingConfig
-from labcore.serving import client as client_module
-from labcore.serving.client import EngineClient, EngineError
-from labcore.serving.ipc import Listener
-from labcore.serving.messages import (
+from labcore.serving.remote import client as client_module
+from labcore.serving.remote.client import EngineClient, EngineError
+from labcore.serving.remote.ipc import Listener
+from labcore.serving.remote.messages import (
     LineBuffer,
     MessageError,
     encode,

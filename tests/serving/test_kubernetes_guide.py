@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from labcore.serving import process
-from labcore.serving.ipc import Listener
-from labcore.serving.metrics import Snapshot
-from labcore.serving.triton_repository import write_repository
+from labcore.serving.engine.metrics import Snapshot
+from labcore.serving.remote import process
+from labcore.serving.remote.ipc import Listener
+from labcore.serving.triton.repository import write_repository
 from tests.serving.standin import StandIn
 from tests.serving.triton import ENVIRONMENT, need_server
 
@@ -180,7 +180,7 @@ def test_the_engines_options_are_the_programs_and_its_socket_is_the_repositorys(
 ) -> None:
     found = manifests()
     engine, writer = engine_of(found), pod_of(found)["initContainers"][0]
-    assert engine["command"] == ["python", "-m", "labcore.serving.process"]
+    assert engine["command"] == ["python", "-m", "labcore.serving.remote.process"]
     told = process._parser().parse_args(engine["args"])
     assert writer["args"][:2] == ["write", "--folder"]
     folder = Path(writer["args"][2])
@@ -216,7 +216,7 @@ def test_the_engines_probe_passes_for_a_healthy_engine_alone(tmp_path: Path) -> 
 
 def test_every_option_of_the_server_is_one_of_its_own() -> None:
     need_server()
-    from labcore.serving import triton_environment
+    from labcore.serving.triton import environment as triton_environment
 
     installed = triton_environment.load(ENVIRONMENT)
     told = subprocess.run(

@@ -9,10 +9,10 @@ import re
 import pytest
 
 from labcore.decoding import SamplingConfig
-from labcore.serving.clock import ManualClock
-from labcore.serving.engine import Engine
-from labcore.serving.metrics import Histogram, RequestMetrics, exposition, summary
-from labcore.serving.requests import Request, State
+from labcore.serving.engine.clock import ManualClock
+from labcore.serving.engine.engine import Engine
+from labcore.serving.engine.metrics import Histogram, RequestMetrics, exposition, summary
+from labcore.serving.engine.requests import Request, State
 from tests.serving.tiny import BYTES, mixed, run, tiny
 
 

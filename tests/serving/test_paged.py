@@ -13,8 +13,8 @@ from torch import Tensor
 from labcore import processes
 from labcore.models import KVCache, Llama
 from labcore.parallel import GraphedDecoder, launch_sequence, parallelize
-from labcore.serving import paged
-from labcore.serving.paged import PagedCache
+from labcore.serving.cache import paged
+from labcore.serving.cache.paged import PagedCache
 from tests.models.shapes import CONFIGS, model_of, tokens_of
 from tests.parallel.small import CONFIG, made
 from tests.serving.paging import (

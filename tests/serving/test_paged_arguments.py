@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from labcore.models import Llama
-from labcore.serving.paged import PagedCache
+from labcore.serving.cache.paged import PagedCache
 from tests.models.shapes import CONFIGS, model_of, tokens_of
 from tests.serving.paging import FORMS, bound, poisoned, stored
 

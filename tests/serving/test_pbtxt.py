@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from labcore.serving import pbtxt
+from labcore.serving.triton import pbtxt
 from tests.serving.repositories import a_word, schema
 
 # Text format as others write it, with the same content in our own spelling.

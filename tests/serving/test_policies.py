@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from labcore.serving.blocks import BlockPool, blocks_for
-from labcore.serving.policies import POLICIES, VICTIMS, Policy, choose_victim
-from labcore.serving.requests import State
-from labcore.serving.scheduler import Scheduler
+from labcore.serving.cache.blocks import BlockPool, blocks_for
+from labcore.serving.engine.policies import POLICIES, VICTIMS, Policy, choose_victim
+from labcore.serving.engine.requests import State
+from labcore.serving.engine.scheduler import Scheduler
 from tests.serving.toy import Server, request, server
 
 

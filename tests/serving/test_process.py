@@ -17,9 +17,9 @@ import pytest
 
 from labcore.decoding import SamplingConfig, generate
 from labcore.models import pretrained, shipped_tokenizer
-from labcore.serving import process
-from labcore.serving.client import EngineClient, EngineError
-from labcore.serving.supervisor import Part, Supervisor, SupervisorError
+from labcore.serving.remote import process
+from labcore.serving.remote.client import EngineClient, EngineError
+from labcore.serving.remote.supervisor import Part, Supervisor, SupervisorError
 from tests.serving.standin import StandIn, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +70,7 @@ class Process:
 def test_the_engines_process_says_what_generate_says(folder: Path) -> None:
     """The shipped target, greedy and drawn, with text prompts and ids; then SIGTERM."""
     path = folder / "engine"
-    command = [sys.executable, "-m", "labcore.serving.process", "--socket", str(path)]
+    command = [sys.executable, "-m", "labcore.serving.remote.process", "--socket", str(path)]
     command += ["--threads", "1", "--pages", "40", "--slots", "3", "--max-waiting", "2"]
     with Process(command) as program:
         model, tokenizer = pretrained("target"), shipped_tokenizer()
@@ -167,7 +167,7 @@ def test_an_engine_that_breaks_ends_its_process(
 
 STALLED = """
 import sys, time
-from labcore.serving import process
+from labcore.serving.remote import process
 process.STALLED_S = 0.3
 class Service:
     healthy, since = True, time.monotonic()
@@ -336,7 +336,7 @@ def test_a_process_that_cannot_be_made_takes_no_other_with_it(
         assert until(lambda: supervisor.spare_ready("one"))
         spare = supervisor.spare_pid("one")
         assert first is not None and spare is not None
-        monkeypatch.setattr("labcore.serving.supervisor.subprocess.Popen", refuses)
+        monkeypatch.setattr("labcore.serving.remote.supervisor.subprocess.Popen", refuses)
         os.kill(spare, signal.SIGKILL)
         assert until(lambda: refused == [True])
         os.kill(first, signal.SIGKILL)
@@ -368,7 +368,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(folder: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; "
         "from tests.serving.test_process import worker; "
-        "from labcore.serving.supervisor import Supervisor; folder = Path(sys.argv[1]); "
+        "from labcore.serving.remote.supervisor import Supervisor; folder = Path(sys.argv[1]); "
         "parts = [worker(folder, 'one', spare=True), worker(folder, 'two')]; "
         "Supervisor(parts).start(); time.sleep(600)"
     )

@@ -10,16 +10,16 @@ import pytest
 
 from labcore.decoding import SamplingConfig
 from labcore.models import Llama
-from labcore.serving.blocks import BlockPool
-from labcore.serving.clock import ManualClock
-from labcore.serving.costs import CostModel
-from labcore.serving.engine import Engine
-from labcore.serving.policies import POLICIES
-from labcore.serving.replay import Replay, replay
-from labcore.serving.requests import Request
-from labcore.serving.scheduler import Scheduler
-from labcore.serving.simulate import QUEUE_FULL, Run, simulate
-from labcore.serving.workload import Workload, bursts, long_tail
+from labcore.serving.cache.blocks import BlockPool
+from labcore.serving.engine.clock import ManualClock
+from labcore.serving.engine.engine import Engine
+from labcore.serving.engine.policies import POLICIES
+from labcore.serving.engine.requests import Request
+from labcore.serving.engine.scheduler import Scheduler
+from labcore.serving.simulation.costs import CostModel
+from labcore.serving.simulation.replay import Replay, replay
+from labcore.serving.simulation.simulate import QUEUE_FULL, Run, simulate
+from labcore.serving.simulation.workload import Workload, bursts, long_tail
 from tests.serving.tiny import TINY_POOL, tiny
 
 COST = CostModel(base=0.01, per_prefill_token=1e-3, per_decode_row=2e-3)

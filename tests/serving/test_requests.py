@@ -5,8 +5,8 @@ import math
 import pytest
 
 from labcore.decoding import SamplingConfig
-from labcore.serving.clock import ManualClock, MonotonicClock
-from labcore.serving.requests import Request, State
+from labcore.serving.engine.clock import ManualClock, MonotonicClock
+from labcore.serving.engine.requests import Request, State
 
 SAMPLING = SamplingConfig(max_tokens=3)
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from labcore.serving.blocks import BlockPool
-from labcore.serving.costs import CostModel
-from labcore.serving.requests import Request
-from labcore.serving.router import ROUTERS, LeastLoaded, PrefixAware, RoundRobin, route
-from labcore.serving.scheduler import Scheduler
-from labcore.serving.simulate import Simulator, simulate
-from labcore.serving.workload import (
+from labcore.serving.cache.blocks import BlockPool
+from labcore.serving.engine.requests import Request
+from labcore.serving.engine.scheduler import Scheduler
+from labcore.serving.simulation.costs import CostModel
+from labcore.serving.simulation.router import ROUTERS, LeastLoaded, PrefixAware, RoundRobin, route
+from labcore.serving.simulation.simulate import Simulator, simulate
+from labcore.serving.simulation.workload import (
     Workload,
     bursts,
     fixed,

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from labcore.serving import scenarios
-from labcore.serving.costs import CostModel
-from labcore.serving.policies import POLICIES
-from labcore.serving.router import ROUTERS
+from labcore.serving.engine.policies import POLICIES
+from labcore.serving.simulation import scenarios
+from labcore.serving.simulation.costs import CostModel
+from labcore.serving.simulation.router import ROUTERS
 
 FAST = CostModel(base=4e-5, per_prefill_token=1e-6, per_decode_row=4e-6, per_context_token=1e-8)
 

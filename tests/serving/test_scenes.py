@@ -9,13 +9,13 @@ from itertools import pairwise
 
 import pytest
 
-from labcore.serving.blocks import BlockPool
-from labcore.serving.costs import CostModel
-from labcore.serving.policies import POLICIES
-from labcore.serving.scenes import PROMISED, scene, step_parts
-from labcore.serving.scheduler import Scheduler
-from labcore.serving.simulate import CACHED, FREE, SHARED, Run, simulate
-from labcore.serving.workload import Workload, lognormal, long_tail, poisson
+from labcore.serving.cache.blocks import BlockPool
+from labcore.serving.engine.policies import POLICIES
+from labcore.serving.engine.scheduler import Scheduler
+from labcore.serving.simulation.costs import CostModel
+from labcore.serving.simulation.scenes import PROMISED, scene, step_parts
+from labcore.serving.simulation.simulate import CACHED, FREE, SHARED, Run, simulate
+from labcore.serving.simulation.workload import Workload, lognormal, long_tail, poisson
 
 COST = CostModel(base=0.01, per_prefill_token=1e-4, per_decode_row=5e-4)
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from labcore.serving.blocks import BlockPool, blocks_for
-from labcore.serving.policies import POLICIES, VICTIMS
-from labcore.serving.scheduler import QueueFull, Scheduler, StepPlan, StepResult
+from labcore.serving.cache.blocks import BlockPool, blocks_for
+from labcore.serving.engine.policies import POLICIES, VICTIMS
+from labcore.serving.engine.scheduler import QueueFull, Scheduler, StepPlan, StepResult
 from tests.serving.toy import request, server
 
 

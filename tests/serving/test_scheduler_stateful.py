@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from labcore.serving.blocks import blocks_for
-from labcore.serving.policies import POLICIES, VICTIMS
-from labcore.serving.scheduler import QueueFull
+from labcore.serving.cache.blocks import blocks_for
+from labcore.serving.engine.policies import POLICIES, VICTIMS
+from labcore.serving.engine.scheduler import QueueFull
 from tests.serving.toy import Server, request, server
 
 STEPS = 100_000 if os.environ.get("LABCORE_SOAK") == "1" else 5_000

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import pytest
 
 from labcore.decoding import SamplingConfig
-from labcore.serving.engine import Engine
-from labcore.serving.scheduler import QueueFull
-from labcore.serving.service import Service
+from labcore.serving.engine.engine import Engine
+from labcore.serving.engine.scheduler import QueueFull
+from labcore.serving.engine.service import Service
 from tests.serving.standin import until
 from tests.serving.tiny import BYTES, Heard, alone, mixed, nothing_left, tiny
 

@@ -12,13 +12,13 @@ from itertools import pairwise
 import pytest
 
 from labcore.decoding import SamplingConfig
-from labcore.serving.blocks import BlockPool, blocks_for
-from labcore.serving.costs import CostModel
-from labcore.serving.gantt import KINDS, Span
-from labcore.serving.policies import POLICIES
-from labcore.serving.requests import Request
-from labcore.serving.scheduler import Scheduler, StepPlan
-from labcore.serving.simulate import (
+from labcore.serving.cache.blocks import BlockPool, blocks_for
+from labcore.serving.engine.policies import POLICIES
+from labcore.serving.engine.requests import Request
+from labcore.serving.engine.scheduler import Scheduler, StepPlan
+from labcore.serving.simulation.costs import CostModel
+from labcore.serving.simulation.gantt import KINDS, Span
+from labcore.serving.simulation.simulate import (
     CACHED,
     FREE,
     QUEUE_FULL,
@@ -28,7 +28,7 @@ from labcore.serving.simulate import (
     bootstrap,
     simulate,
 )
-from labcore.serving.workload import (
+from labcore.serving.simulation.workload import (
     Workload,
     bursts,
     fixed,

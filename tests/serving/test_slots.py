@@ -10,8 +10,8 @@ from torch import Tensor
 
 from labcore.models import KVCache, Llama
 from labcore.parallel import GraphedDecoder
-from labcore.serving import slots
-from labcore.serving.slots import SlotCache
+from labcore.serving.cache import slots
+from labcore.serving.cache.slots import SlotCache
 from tests.models.shapes import CONFIGS, model_of, tokens_of
 from tests.serving.paging import CLOSE, Traffic, eager, padded, stored
 from tests.serving.test_paged import PARENTS

@@ -15,17 +15,20 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
+import pytest
 import torch
 
 from labcore.decoding import Generation, SamplingConfig
 from labcore.models import Llama, Tokenizer, pretrained, prompts, shipped_tokenizer
-from labcore.serving.blocks import blocks_for
-from labcore.serving.clock import ManualClock
-from labcore.serving.engine import Engine
-from labcore.serving.policies import POLICIES, VICTIMS
-from labcore.serving.scheduler import QueueFull
+from labcore.serving.cache.blocks import blocks_for
+from labcore.serving.engine.clock import ManualClock
+from labcore.serving.engine.engine import Engine
+from labcore.serving.engine.policies import POLICIES, VICTIMS
+from labcore.serving.engine.scheduler import QueueFull
 from tests.serving.lone import departure
 from tests.serving.tiny import Heard, alone, nothing_left, sampling_of
+
+pytestmark = pytest.mark.long
 
 SOAK = os.environ.get("LABCORE_SOAK") == "1"
 COUNT, LONGEST, MOST = 50, 70, 20  # requests of a crowd, tokens of a prompt and of an output

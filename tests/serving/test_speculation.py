@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from labcore.decoding import Accepted, Draft, SamplingConfig
-from labcore.serving.engine import Engine
+from labcore.serving.engine.engine import Engine
 from tests.serving.tiny import BYTES, Heard, alone, mixed, nothing_left, run, tiny
 
 OPTIONS = {"pages": 15, "page": 8, "slots": 4, "budget": 40, "chunk": 13, "max_length": 104}

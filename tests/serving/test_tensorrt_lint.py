@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from labcore.serving import pbtxt
-from labcore.serving.tensorrt_files import wiring
-from labcore.serving.tensorrt_lint import RULES, lint
-from labcore.serving.tensorrt_llm import LAYOUTS, ServingSettings, write_repository
-from labcore.serving.tensorrt_llmapi import RENAMED
-from labcore.serving.tensorrt_repository import read_repository
-from labcore.serving.tensorrt_tensors import STEPS
+from labcore.serving.tensorrt.files import wiring
+from labcore.serving.tensorrt.lint import RULES, lint
+from labcore.serving.tensorrt.llm import LAYOUTS, ServingSettings, write_repository
+from labcore.serving.tensorrt.llmapi import RENAMED
+from labcore.serving.tensorrt.repository import read_repository
+from labcore.serving.tensorrt.tensors import STEPS
+from labcore.serving.triton import pbtxt
 from tests.serving.repositories import ENGINE, INFLIGHT, YAML, settings_in, written
 
 BLS, POST = "tensorrt_llm_bls/config.pbtxt", "postprocessing/config.pbtxt"

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from labcore.serving import pbtxt
-from labcore.serving.tensorrt_lint import lint
-from labcore.serving.tensorrt_llm import (
+from labcore.serving.tensorrt.lint import lint
+from labcore.serving.tensorrt.llm import (
     LAYOUTS,
     ServingSettings,
     build_command,
     configurations,
     write_repository,
 )
+from labcore.serving.triton import pbtxt
 from tests.serving.repositories import (
     ENGINE,
     INFLIGHT,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from labcore.serving import triton_environment as environment
-from labcore.serving.triton_environment import Environment
+from labcore.serving.triton import environment
+from labcore.serving.triton.environment import Environment
 
 LINUX = (platform.system(), platform.machine()) == ("Linux", "x86_64")
 needs_linux = pytest.mark.skipif(not LINUX, reason="the server's wheel is for Linux on x86_64")

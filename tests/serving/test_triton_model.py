@@ -13,8 +13,8 @@ from typing import Any
 import numpy
 import pytest
 
-from labcore.serving import triton_repository
-from labcore.serving.ipc import Listener
+from labcore.serving.remote.ipc import Listener
+from labcore.serving.triton import repository as triton_repository
 from tests.serving import bridge
 from tests.serving.bridge import MetricFamily, Request, Sender
 from tests.serving.standin import StandIn, expected, until

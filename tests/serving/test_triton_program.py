@@ -17,8 +17,8 @@ import pytest
 
 from labcore.decoding import SamplingConfig, generate
 from labcore.models import pretrained, shipped_tokenizer
-from labcore.serving.client import EngineClient, EngineError
-from labcore.serving.triton_client import (
+from labcore.serving.remote.client import EngineClient, EngineError
+from labcore.serving.triton.client import (
     Addresses,
     ServerError,
     Streamed,
@@ -26,9 +26,9 @@ from labcore.serving.triton_client import (
     generate_stream,
     ready,
 )
-from labcore.serving.triton_client import generate as whole
-from labcore.serving.triton_server import main
-from labcore.serving.triton_state import alive, regions, running
+from labcore.serving.triton.client import generate as whole
+from labcore.serving.triton.server import main
+from labcore.serving.triton.state import alive, regions, running
 from tests.serving.triton import (
     ENVIRONMENT,
     FAULT_S,
@@ -39,6 +39,8 @@ from tests.serving.triton import (
     until,
     works,
 )
+
+pytestmark = pytest.mark.long
 
 PROMPT = "def area(width, height):\n"
 
@@ -56,7 +58,7 @@ def family(pid: int) -> list[int]:
 @contextmanager
 def program(folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
     """`start` with free ports, killed at the end if it still runs."""
-    command = [sys.executable, "-m", "labcore.serving.triton_server", "start"]
+    command = [sys.executable, "-m", "labcore.serving.triton.server", "start"]
     command += ["--folder", str(folder), "--environment", str(ENVIRONMENT), *more]
     with subprocess.Popen(
         [*command, "--http", "0"], cwd=folder.parent, stdout=subprocess.PIPE, text=True

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from labcore.serving.triton_repository import INPUTS, OUTPUTS, config_text, write_repository
+from labcore.serving.triton.repository import INPUTS, OUTPUTS, config_text, write_repository
 from tests.serving.triton import need_client
 
 

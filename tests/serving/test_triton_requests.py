@@ -9,10 +9,10 @@ from typing import Any
 import numpy
 import pytest
 
-from labcore.serving.triton_client import ServerError, generate_stream, grpc_stream
-from labcore.serving.triton_client import generate as whole
-from labcore.serving.triton_repository import INPUTS
-from labcore.serving.triton_server import TritonServer
+from labcore.serving.triton.client import ServerError, generate_stream, grpc_stream
+from labcore.serving.triton.client import generate as whole
+from labcore.serving.triton.repository import INPUTS
+from labcore.serving.triton.server import TritonServer
 from tests.serving.standin import expected
 from tests.serving.triton import (
     FAULT_S,
@@ -24,6 +24,8 @@ from tests.serving.triton import (
     until,
     works,
 )
+
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

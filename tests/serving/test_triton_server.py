@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from labcore.serving.triton_client import (
+from labcore.serving.triton.client import (
     Addresses,
     ServerError,
     Streamed,
@@ -22,9 +22,9 @@ from labcore.serving.triton_client import (
     grpc_stream,
     metrics,
 )
-from labcore.serving.triton_client import generate as whole
-from labcore.serving.triton_server import TritonServer
-from labcore.serving.triton_state import regions
+from labcore.serving.triton.client import generate as whole
+from labcore.serving.triton.server import TritonServer
+from labcore.serving.triton.state import regions
 from tests.serving.standin import expected
 from tests.serving.triton import (
     ENVIRONMENT,
@@ -38,6 +38,8 @@ from tests.serving.triton import (
     until,
     works,
 )
+
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

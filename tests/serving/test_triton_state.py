@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from labcore.serving.triton_client import Addresses
-from labcore.serving.triton_server import main
-from labcore.serving.triton_state import Claim, running, with_free_ports
+from labcore.serving.triton.client import Addresses
+from labcore.serving.triton.server import main
+from labcore.serving.triton.state import Claim, running, with_free_ports
 
 AT = Addresses(http=1, grpc=2, metrics=3)
 HOLDER = (
-    "import sys; from pathlib import Path; from labcore.serving.triton_state import Claim; "
+    "import sys; from pathlib import Path; from labcore.serving.triton.state import Claim; "
     "claim = Claim(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 )
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from labcore.serving.supervisor import SupervisorError
-from labcore.serving.triton_client import generate as whole
-from labcore.serving.triton_client import generate_stream, grpc_stream, ready
-from labcore.serving.triton_server import TritonServer
-from labcore.serving.triton_state import alive, regions
+from labcore.serving.remote.supervisor import SupervisorError
+from labcore.serving.triton.client import generate as whole
+from labcore.serving.triton.client import generate_stream, grpc_stream, ready
+from labcore.serving.triton.server import TritonServer
+from labcore.serving.triton.state import alive, regions
 from tests.serving.standin import expected
 from tests.serving.triton import (
     ENVIRONMENT,
@@ -30,6 +30,8 @@ from tests.serving.triton import (
     until,
     works,
 )
+
+pytestmark = pytest.mark.long
 
 
 def test_two_servers_stand_side_by_side(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from labcore.serving.workload import (
+from labcore.serving.simulation.workload import (
     Workload,
     bursts,
     fixed,

@@ -10,8 +10,8 @@ import torch
 
 from labcore.decoding import Generation, SamplingConfig, generate
 from labcore.models import ByteTokenizer, Llama, LlamaConfig
-from labcore.serving.engine import Engine
-from labcore.serving.outputs import Output
+from labcore.serving.engine.engine import Engine
+from labcore.serving.engine.outputs import Output
 
 BYTES = ByteTokenizer()
 Asked = tuple[list[int], SamplingConfig]

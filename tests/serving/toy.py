@@ -10,10 +10,10 @@ import random
 from collections.abc import Mapping, Sequence
 
 from labcore.decoding import SamplingConfig
-from labcore.serving.blocks import BlockPool
-from labcore.serving.clock import ManualClock
-from labcore.serving.requests import Request, State
-from labcore.serving.scheduler import Scheduler, StepPlan, StepResult
+from labcore.serving.cache.blocks import BlockPool
+from labcore.serving.engine.clock import ManualClock
+from labcore.serving.engine.requests import Request, State
+from labcore.serving.engine.scheduler import Scheduler, StepPlan, StepResult
 
 EOS = 0
 

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from labcore.serving import triton_environment
-from labcore.serving.client import EngineError
-from labcore.serving.triton_client import (
+from labcore.serving.remote.client import EngineError
+from labcore.serving.triton import environment as triton_environment
+from labcore.serving.triton.client import (
     Addresses,
     ServerError,
     Streamed,
     generate_stream,
 )
-from labcore.serving.triton_server import TritonServer
+from labcore.serving.triton.server import TritonServer
 from tests.serving.standin import expected, until
 
 ROOT = Path(__file__).resolve().parents[2]

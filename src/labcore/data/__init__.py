@@ -5,7 +5,7 @@ standard library of the Python that runs, so results on them state its version.
 """
 
 from labcore.checks import one_of
-from labcore.data.digits import Digits, digits
+from labcore.data.handwritten import Digits, digits
 from labcore.data.python import Text, python_sources, python_text
 
 __all__ = ["Digits", "Text", "digits", "load", "python_sources", "python_text"]

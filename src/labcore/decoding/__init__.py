@@ -12,7 +12,7 @@ from labcore.decoding.contract import (
 )
 from labcore.decoding.decoders import LlamaDecoder, TransformersDecoder, as_decoder
 from labcore.decoding.gallery import FAULTS, Fault
-from labcore.decoding.generate import Generation, generate, stream
+from labcore.decoding.generation import Generation, generate, stream
 from labcore.decoding.proposers import Adaptive, DraftModel, Gated, NGram, NoProposer
 from labcore.decoding.sampling import probabilities, tree_probabilities
 from labcore.decoding.trace import Statistics, Step, Trace

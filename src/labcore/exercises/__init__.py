@@ -4,6 +4,7 @@ import importlib
 import pkgutil
 
 from labcore.checks import one_of
+from labcore.exercises import topics
 from labcore.exercises.clinic import Clinic, Fault
 from labcore.exercises.core import (
     CheckFailedError,
@@ -27,18 +28,16 @@ __all__ = [
     "switch_off_solutions",
 ]
 
-_MACHINERY = {"__main__", "clinic", "core", "matching", "running", "wording"}
-
 
 def slugs() -> list[str]:
     """The topics that have exercises, in alphabetical order."""
-    return sorted({module.name for module in pkgutil.iter_modules(__path__)} - _MACHINERY)
+    return sorted(module.name for module in pkgutil.iter_modules(topics.__path__))
 
 
 def load(slug: str) -> list[Exercise | Clinic]:
     """All exercises and clinics of a topic. Raises ValueError for a slug that has none."""
     one_of("slug", slug, slugs())
-    return list(importlib.import_module(f"{__name__}.{slug}").EXERCISES)
+    return list(importlib.import_module(f"{topics.__name__}.{slug}").EXERCISES)
 
 
 def switch_off_solutions(slug: str) -> None:

@@ -4,7 +4,7 @@ from labcore.models.cache import DenseCache, KVCache, tree_mask
 from labcore.models.checkpoint import from_pretrained, save_pretrained
 from labcore.models.config import Llama3Scaling, LlamaConfig
 from labcore.models.llama import Llama, LlamaOutput, causal_attention
-from labcore.models.pretrained import (
+from labcore.models.shipped import (
     bits_per_byte,
     card,
     held_out,

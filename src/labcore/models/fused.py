@@ -113,7 +113,7 @@ class FusedCache:
             self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
 
 
-class _Matrix:
+class PackedMatrix:
     """x @ weight.T + bias, times `scale`, a power of two.
 
     The scale brings the largest weight just below fp16's largest number. bf16 weights (8 bits) are
@@ -148,10 +148,10 @@ class _Matrix:
         return product
 
 
-def _packing_works() -> bool:
+def packing_works() -> bool:
     """Whether this build of torch can multiply with fp16 weights (FBGEMM) on this processor."""
     weight = torch.arange(12.0).view(3, 4)
-    matrix = _Matrix(weight)
+    matrix = PackedMatrix(weight)
     try:
         matrix.pack()
         product = matrix(torch.ones(2, 4))
@@ -180,18 +180,18 @@ class _Layer:
             (attention.v_proj, slice(None)),
         )
         biases = [projection.bias[chosen] for projection, chosen in rows if config.qkv_bias]
-        self.qkv = _Matrix(
+        self.qkv = PackedMatrix(
             torch.cat([projection.weight[chosen] for projection, chosen in rows]),
             torch.cat(biases) if biases else None,
         )
-        self.out = _Matrix(attention.o_proj.weight[:, every[order].flatten()])
+        self.out = PackedMatrix(attention.o_proj.weight[:, every[order].flatten()])
         self.out_bias = attention.o_proj.bias.clone() if config.output_bias else None
-        self.gate_up = _Matrix(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
-        self.down = _Matrix(mlp.down_proj.weight)
+        self.gate_up = PackedMatrix(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+        self.down = PackedMatrix(mlp.down_proj.weight)
         self.before_attention = _gain(source.input_layernorm.weight, self.qkv.scale)
         self.before_mlp = _gain(source.post_attention_layernorm.weight, self.gate_up.scale)
 
-    def matrices(self) -> tuple[_Matrix, ...]:
+    def matrices(self) -> tuple[PackedMatrix, ...]:
         return self.qkv, self.out, self.gate_up, self.down
 
 
@@ -228,7 +228,7 @@ class FusedLlama:
         self.device = torch.device("cpu")
         self._embedding = model.embed_tokens.weight.clone()
         self._layers = [_Layer(model, index) for index in range(config.num_hidden_layers)]
-        self._head = _Matrix((model.lm_head or model.embed_tokens).weight)
+        self._head = PackedMatrix((model.lm_head or model.embed_tokens).weight)
         self._last_gain = _gain(model.norm.weight, 1.0)
         # rms(x)**2 + eps = (|x|**2 + C eps) / C
         self._floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps))
@@ -237,7 +237,7 @@ class FusedLlama:
         self._heads = config.num_attention_heads + config.kv_heads, config.kv_heads
         self._turns = torch.empty(0, 0, dtype=torch.complex64)
         matrices = [m for layer in self._layers for m in layer.matrices()] + [self._head]
-        self.packed = _packing_works() and all(matrix.fits() for matrix in matrices)
+        self.packed = packing_works() and all(matrix.fits() for matrix in matrices)
         if self.packed:
             for matrix in matrices:
                 matrix.pack()

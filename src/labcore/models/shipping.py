@@ -17,7 +17,6 @@ from labcore.checks import one_of
 from labcore.clipping import clip_by_global_norm
 from labcore.models.checkpoint import from_pretrained, save_pretrained
 from labcore.models.llama import Llama
-from labcore.models.pretrained import HELD_OUT, bits_per_byte, held_out, held_out_sha256
 from labcore.models.recipes import (
     END_OF_TEXT,
     RECIPES,
@@ -26,6 +25,7 @@ from labcore.models.recipes import (
     learn_tokenizer,
     tokens_of,
 )
+from labcore.models.shipped import HELD_OUT, bits_per_byte, held_out, held_out_sha256
 from labcore.models.tokenizer import Tokenizer
 from labcore.models.training import Curve, train
 from labcore.optim import AdamW
@@ -125,7 +125,7 @@ def export(name: str, folder: Path, *, commit: str) -> Path:
 def _finished(name: str, folder: Path) -> tuple[Llama, Curve]:
     """The model of a checkpoint whose training is done, and its curve."""
     recipe, file = RECIPES[name], folder / f"{name}.pt"
-    again = f"python -m labcore.models.train {name} --out {folder}"
+    again = f"python -m labcore.models.ship {name} --out {folder}"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no {file.name}; `{again}` makes it")
     told = torch.load(file, map_location="cpu", weights_only=True)

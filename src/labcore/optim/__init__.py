@@ -4,9 +4,9 @@ The line of descent stands in `rules`: gradient_descent, momentum, adagrad, rmsp
 lion. `Lion` and `AdamW` are the fast ones; `Adafactor`, `SM3` and `AdamW8bit` keep less state.
 """
 
-from labcore.optim.adafactor import Adafactor, adafactor
-from labcore.optim.adamw import AdamW
-from labcore.optim.lion import Lion
+from labcore.optim.adafactor_optimizer import Adafactor, adafactor
+from labcore.optim.adamw_optimizer import AdamW
+from labcore.optim.lion_optimizer import Lion
 from labcore.optim.quantized import (
     AdamW8bit,
     dequantize_blocks,
@@ -23,7 +23,7 @@ from labcore.optim.rules import (
     momentum,
     rmsprop,
 )
-from labcore.optim.sm3 import SM3, sm3
+from labcore.optim.sm3_optimizer import SM3, sm3
 
 __all__ = [
     "SM3",

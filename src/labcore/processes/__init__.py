@@ -1,6 +1,6 @@
 """Processes on this machine: groups that talk through gloo, and a worker for untrusted code."""
 
-from labcore.processes.run import ProcessesError, rank_and_world, run
+from labcore.processes.ranks import ProcessesError, rank_and_world, run
 from labcore.processes.worker import Worker, WorkerError
 
 __all__ = ["ProcessesError", "Worker", "WorkerError", "rank_and_world", "run"]

@@ -189,16 +189,24 @@ def merge(source: Path, folder: Path = FOLDER) -> int:
     return len(new)
 
 
+@functools.cache
+def _today(slug: str, modules: tuple[str, ...]) -> dict[str, str]:
+    """The hashes to compare a record's with, read once in a process."""
+    file = sources.PACKAGE.parent.parent / "benchmarks" / f"{slug}.py"
+    if not file.is_file():
+        return {"labcore": sources.digest_modules(modules)}
+    found = sources.describe(file)
+    return {"benchmark": found["benchmark"], "labcore": found["labcore"]}
+
+
 def is_stale(record: Record) -> bool:
     """Whether the code has changed since the record was measured.
 
-    labcore's modules are always compared; the benchmark file where it stands beside the package,
-    as in a checkout.
+    In a checkout the code is the benchmark and all that it imports today; in an installed package,
+    which has no benchmarks, it is the modules that the benchmark imported then.
     """
-    if sources.digest_modules(record.source["modules"]) != record.source["labcore"]:
-        return True
-    file = sources.PACKAGE.parent.parent / "benchmarks" / f"{record.slug}.py"
-    return file.is_file() and sources.describe(file)["benchmark"] != record.source["benchmark"]
+    today = _today(record.slug, tuple(record.source["modules"]))
+    return any(record.source[name] != value for name, value in today.items())
 
 
 def provenance(record: Record) -> str:

@@ -1,15 +1,22 @@
-"""Which labcore modules a program imports, and one hash over all of them."""
+"""Which labcore modules a program imports, and hashes of their text or of what the text does.
+
+A page runs again when the text changed, for it may show that text. A record is of an earlier
+version only when the code does something else: see `labcore.records.trees`.
+"""
 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["closure", "describe", "digest", "digest_modules"]
+from labcore.records import trees
+
+__all__ = ["closure", "describe", "digest", "digest_modules", "modules"]
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -66,9 +73,23 @@ def _code(path: Path) -> str:
     return "\n".join(line for line in lines if not line.lstrip().startswith(("%", "!")))
 
 
-def _module_imports(path: Path) -> set[str]:
+def _state(path: Path) -> tuple[int, int]:
+    """What changes with a file's content: its time and its size."""
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size
+
+
+@functools.lru_cache(maxsize=4096)
+def _imported(path: Path, state: tuple[int, int]) -> frozenset[str]:  # noqa: ARG001
+    """What a module of labcore imports from labcore. A new `state` means a new file."""
     source = path.read_text(encoding="utf-8")
-    return _imports(source, _module_name(path), path.name == "__init__.py")
+    names = _imports(source, _module_name(path), path.name == "__init__.py")
+    return frozenset(_with_parents(names))
+
+
+@functools.lru_cache(maxsize=4096)
+def _statements(path: Path, state: tuple[int, int]) -> tuple[str, ...]:  # noqa: ARG001
+    return trees.statements(_code(path), lambda name: _module_file(name) is not None)
 
 
 def closure(path: Path | str) -> tuple[Path, ...]:
@@ -85,8 +106,13 @@ def closure(path: Path | str) -> tuple[Path, ...]:
         if file is None or name in found:
             continue
         found[name] = file
-        waiting |= _with_parents(_module_imports(file)) - found.keys()
+        waiting |= _imported(file, _state(file)) - found.keys()
     return tuple(sorted(set(found.values())))
+
+
+def modules(path: Path | str) -> list[str]:
+    """The dotted names of `closure(path)`."""
+    return [_module_name(file) for file in closure(path)]
 
 
 def _hash(parts: Iterable[bytes]) -> str:
@@ -97,35 +123,47 @@ def _hash(parts: Iterable[bytes]) -> str:
     return total.hexdigest()[:16]
 
 
+def _compiled(file: Path) -> list[bytes]:
+    """What a package compiles at run time, its `source/` folder: names and contents."""
+    if file.name != "__init__.py":
+        return []
+    files = sorted(path for path in (file.parent / "source").rglob("*") if path.is_file())
+    return [
+        part
+        for path in files
+        for part in (path.relative_to(file.parent).as_posix().encode(), path.read_bytes())
+    ]
+
+
 def digest(path: Path | str) -> str:
-    """A hash (16 hex digits) over the code of `path` and of the labcore modules it imports."""
+    """A hash (16 hex digits) over the text of `path` and of the labcore modules it imports."""
     path = Path(path).resolve()
-    names = [_module_name(file) for file in closure(path) if file != path]
-    return _hash([_code(path).encode(), digest_modules(names).encode()])
+    parts = [_code(path).encode()]
+    for file in closure(path):
+        if file != path:
+            parts += [_module_name(file).encode(), file.read_bytes(), *_compiled(file)]
+    return _hash(parts)
 
 
 def digest_modules(names: Iterable[str]) -> str:
-    """A hash over the files of these labcore modules; one that is gone changes it too.
+    """A hash (16 hex digits) over what these labcore modules do, wherever each definition stands.
 
-    A package's `source/` folder counts with it: what it compiles at run time.
+    A package's `source/` folder counts with it. A module that is gone changes the hash too.
     """
-    parts: list[bytes] = []
-    for name in sorted(names):
-        file = _module_file(name)
-        parts += [name.encode(), file.read_bytes() if file else b""]
-        if file and file.name == "__init__.py":
-            folder = file.parent / "source"
-            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-                parts += [path.relative_to(file.parent).as_posix().encode(), path.read_bytes()]
-    return _hash(parts)
+    files = [_module_file(name) for name in sorted(names)]
+    there = [file for file in files if file]
+    statements = sorted(line for file in there for line in _statements(file, _state(file)))
+    compiled = [part for file in there for part in _compiled(file)]
+    gone = str(len(files) - len(there)) if len(files) > len(there) else ""
+    return _hash([*(line.encode() for line in statements), *compiled, gone.encode()])
 
 
 def describe(path: Path | str) -> dict[str, Any]:
     """What a record keeps of its code: hashes of the benchmark file and of labcore, and which."""
     path = Path(path).resolve()
-    modules = [_module_name(file) for file in closure(path)]
+    names = modules(path)
     return {
-        "benchmark": _hash([_code(path).encode()]),
-        "labcore": digest_modules(modules),
-        "modules": modules,
+        "benchmark": _hash(line.encode() for line in _statements(path, _state(path))),
+        "labcore": digest_modules(names),
+        "modules": names,
     }

@@ -4,54 +4,31 @@ What has a name of its own is here. Modules whose names say little alone are her
 `scenarios`, small simulated servers for pictures; `triton_client`, clients of the Triton Inference
 Server; `tensorrt_llm`, model repositories for TensorRT-LLM; `tensorrt_lint`, what people get wrong
 in them; `pbtxt`, the format of config.pbtxt.
-Programs stay in their modules: `labcore.serving.process`, an engine behind a Unix socket, and
-`labcore.serving.triton_server`, with `TritonServer`, NVIDIA's server in front of it.
+Programs stay in their modules: `labcore.serving.remote.process`, an engine behind a Unix socket,
+and `labcore.serving.triton.server`, with `TritonServer`, NVIDIA's server in front of it.
 """
 
-from labcore.serving import pbtxt, scenarios, tensorrt_lint, tensorrt_llm, triton_client
-from labcore.serving.agreement import (
-    Agreement,
-    agreement,
-)
-from labcore.serving.blocks import (
+from labcore.serving.cache.blocks import (
     BlockPool,
     NoBlocks,
     blocks_for,
     chain_hashes,
 )
-from labcore.serving.client import (
-    EngineClient,
-    EngineError,
-    Replies,
-    Reply,
+from labcore.serving.cache.paged import (
+    PagedCache,
 )
-from labcore.serving.clock import (
+from labcore.serving.cache.slots import (
+    SlotCache,
+)
+from labcore.serving.engine.clock import (
     Clock,
     ManualClock,
     MonotonicClock,
 )
-from labcore.serving.costs import (
-    CostModel,
-    Fit,
-    Work,
-    fit,
-    work,
-)
-from labcore.serving.engine import (
+from labcore.serving.engine.engine import (
     Engine,
 )
-from labcore.serving.gantt import (
-    KINDS,
-    Gantt,
-    Span,
-)
-from labcore.serving.ipc import (
-    Backend,
-    Listener,
-    Overloaded,
-    Running,
-)
-from labcore.serving.metrics import (
+from labcore.serving.engine.metrics import (
     Counters,
     Histogram,
     Observed,
@@ -61,34 +38,73 @@ from labcore.serving.metrics import (
     exposition,
     summary,
 )
-from labcore.serving.outputs import (
+from labcore.serving.engine.outputs import (
     Output,
 )
-from labcore.serving.paged import (
-    PagedCache,
-)
-from labcore.serving.plans import (
+from labcore.serving.engine.plans import (
     Chunk,
     Decode,
     StepPlan,
     StepResult,
 )
-from labcore.serving.policies import (
+from labcore.serving.engine.policies import (
     POLICIES,
     VICTIMS,
     Policy,
     choose_victim,
 )
-from labcore.serving.replay import (
-    Replay,
-    replay,
-)
-from labcore.serving.requests import (
+from labcore.serving.engine.requests import (
     FINISHES,
     Request,
     State,
 )
-from labcore.serving.router import (
+from labcore.serving.engine.scheduler import (
+    QueueFull,
+    Scheduler,
+)
+from labcore.serving.engine.service import (
+    Service,
+    Stream,
+)
+from labcore.serving.remote.client import (
+    EngineClient,
+    EngineError,
+    Replies,
+    Reply,
+)
+from labcore.serving.remote.ipc import (
+    Backend,
+    Listener,
+    Overloaded,
+    Running,
+)
+from labcore.serving.remote.supervisor import (
+    Part,
+    Supervisor,
+    SupervisorError,
+)
+from labcore.serving.simulation import scenarios
+from labcore.serving.simulation.agreement import (
+    Agreement,
+    agreement,
+)
+from labcore.serving.simulation.costs import (
+    CostModel,
+    Fit,
+    Work,
+    fit,
+    work,
+)
+from labcore.serving.simulation.gantt import (
+    KINDS,
+    Gantt,
+    Span,
+)
+from labcore.serving.simulation.replay import (
+    Replay,
+    replay,
+)
+from labcore.serving.simulation.router import (
     ROUTERS,
     LeastLoaded,
     PrefixAware,
@@ -97,15 +113,7 @@ from labcore.serving.router import (
     Router,
     route,
 )
-from labcore.serving.scheduler import (
-    QueueFull,
-    Scheduler,
-)
-from labcore.serving.service import (
-    Service,
-    Stream,
-)
-from labcore.serving.simulate import (
+from labcore.serving.simulation.simulate import (
     CACHED,
     FREE,
     QUEUE_FULL,
@@ -115,15 +123,7 @@ from labcore.serving.simulate import (
     bootstrap,
     simulate,
 )
-from labcore.serving.slots import (
-    SlotCache,
-)
-from labcore.serving.supervisor import (
-    Part,
-    Supervisor,
-    SupervisorError,
-)
-from labcore.serving.workload import (
+from labcore.serving.simulation.workload import (
     Workload,
     bursts,
     fixed,
@@ -132,6 +132,10 @@ from labcore.serving.workload import (
     poisson,
     recorded,
 )
+from labcore.serving.tensorrt import lint as tensorrt_lint
+from labcore.serving.tensorrt import llm as tensorrt_llm
+from labcore.serving.triton import client as triton_client
+from labcore.serving.triton import pbtxt
 
 __all__ = [
     "CACHED",

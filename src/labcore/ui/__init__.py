@@ -14,7 +14,7 @@ from labcore.ui.explorer import Explorer, describe, explore
 from labcore.ui.prediction import Prediction, Reveal, predict
 from labcore.ui.questions import Question, Quiz, quiz
 from labcore.ui.source import Source, show_source
-from labcore.ui.table import Table, table
+from labcore.ui.tables import Table, table
 
 __all__ = [
     "Choice",

@@ -24,7 +24,7 @@ from labcore.decoding.exact import (
     total_variation,
     typical_bias,
 )
-from labcore.decoding.generate import generate
+from labcore.decoding.generation import generate
 from labcore.decoding.medusa.fused import FusedHeads
 from labcore.decoding.medusa.heads import MedusaHeads
 from labcore.decoding.medusa.proposer import Medusa

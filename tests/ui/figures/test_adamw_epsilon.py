@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from labcore.optim import epsilon
+from labcore.studies.adamw_epsilon import epsilon
 from labcore.ui import LogSlider, explore, twin
 from labcore.ui.figures import adamw_epsilon as figures
 

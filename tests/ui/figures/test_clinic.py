@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from labcore.exercises.adamw_epsilon import CLINIC as EPSILON
-from labcore.exercises.lion import CLINIC
+from labcore.exercises.topics.adamw_epsilon import CLINIC as EPSILON
+from labcore.exercises.topics.lion import CLINIC
 from labcore.ui.figures.clinic import curves
 
 

@@ -5,13 +5,13 @@ import math
 import plotly.graph_objects as go
 import pytest
 
-from labcore.clipping import effects, study
+from labcore.studies.clipping import effects, exploding
 from labcore.ui import Choice, LogSlider, explore, twin
 from labcore.ui.figures import clipping as figures
 
 SETTINGS = {"RNN": {"width": 12, "gain": 1.2}, "conv": {"depth": 3, "channels": 3}}
 CONTROLS = {
-    "norm": Choice(options=study.COMPARABLE, default="global"),
+    "norm": Choice(options=exploding.COMPARABLE, default="global"),
     "max_norm": LogSlider(low=1e-2, high=1e3, default=1.0, points=11),
 }
 
@@ -25,11 +25,11 @@ def alt(figure: go.Figure) -> str:
     return figure.layout.meta["alt"]
 
 
-@pytest.mark.parametrize("norm", study.COMPARABLE)
+@pytest.mark.parametrize("norm", exploding.COMPARABLE)
 def test_the_dots_are_the_norms_before_and_after(norm: str, data) -> None:
     for name, taken in data.items():
         figure = figures.norm_choice(norm, 0.1, name, data=data)
-        found = effects.effect(taken, study.comparable(norm, taken, 0.1))
+        found = effects.effect(taken, exploding.comparable(norm, taken, 0.1))
         shown = {trace.name: list(trace.y) for trace in figure.data}
         assert shown["before"] == list(found.before)
         assert shown["after"] == list(found.after)

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 import pytest
 
 from labcore.claims import Measured
-from labcore.norm import study
+from labcore.studies.ghost_norm import large_batches
 from labcore.ui import LogSlider, explore, twin
 from labcore.ui.figures import ghost_norm as figures
 
@@ -36,8 +36,8 @@ def swept(seed: int) -> dict[str, dict[int, dict[str, dict[str, list[float]]]]]:
     dice = random.Random(seed)
     return {
         budget: {
-            batch: {str(g): point(dice, 5) for g in study.SWEEP_GHOSTS if g <= batch}
-            for batch in study.SWEEP_BATCHES
+            batch: {str(g): point(dice, 5) for g in large_batches.SWEEP_GHOSTS if g <= batch}
+            for batch in large_batches.SWEEP_BATCHES
         }
         for budget in ("epochs", "updates")
     }
@@ -48,8 +48,8 @@ def test_the_sweep_shows_the_chosen_ghosts_beside_whole_batches(swept: dict) -> 
     curves = [trace for trace in figure.data if trace.showlegend is not False]
     assert [trace.line.dash for trace in curves] == ["solid", "dot"] * 2
     whole, ghosts = curves[:2]
-    for trace, sizes in ((whole, study.SWEEP_BATCHES), (ghosts, (32, 64, 64, 64, 64))):
-        assert list(trace.x) == list(study.SWEEP_BATCHES)
+    for trace, sizes in ((whole, large_batches.SWEEP_BATCHES), (ghosts, (32, 64, 64, 64, 64))):
+        assert list(trace.x) == list(large_batches.SWEEP_BATCHES)
         for batch, size, y, half in zip(trace.x, sizes, trace.y, trace.error_y.array, strict=True):
             wanted = Measured.of(swept["epochs"][batch][str(size)]["accuracy"])
             assert (y, y + half) == pytest.approx((wanted.mean, wanted.high))

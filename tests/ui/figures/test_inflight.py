@@ -9,11 +9,11 @@ from functools import lru_cache
 import plotly.graph_objects as go
 import pytest
 
-from labcore.serving import scenarios
-from labcore.serving.policies import POLICIES
-from labcore.serving.router import ROUTERS
-from labcore.serving.scenes import PROMISED, scene
-from labcore.serving.simulate import CACHED, FREE, SHARED
+from labcore.serving.engine.policies import POLICIES
+from labcore.serving.simulation import scenarios
+from labcore.serving.simulation.router import ROUTERS
+from labcore.serving.simulation.scenes import PROMISED, scene
+from labcore.serving.simulation.simulate import CACHED, FREE, SHARED
 from labcore.ui import Choice, IntSlider, explore, twin
 from labcore.ui.compact import dumps, plain
 from labcore.ui.figures import inflight as figures

@@ -7,8 +7,8 @@ import random
 import plotly.graph_objects as go
 import pytest
 
-from labcore.serving import scenarios
-from labcore.serving.scenarios import Fleet, Quantiles
+from labcore.serving.simulation import scenarios
+from labcore.serving.simulation.scenarios import Fleet, Quantiles
 from labcore.ui import twin
 from labcore.ui.figures import inflight_load as figures
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import plotly.graph_objects as go
 import pytest
 
-from labcore.serving import scenarios
+from labcore.serving.simulation import scenarios
 from labcore.ui import twin
 from labcore.ui.figures import inflight_step as figures
 

@@ -6,7 +6,7 @@ import math
 import plotly.graph_objects as go
 import pytest
 
-from labcore.optim import landscape
+from labcore.studies.lion import landscape
 from labcore.ui.figures import lion as figures
 
 

@@ -11,7 +11,7 @@ from labcore.decoding.draws import Draws
 from labcore.decoding.trace import Step, step_of
 from labcore.decoding.verify import greedy_match, rejection_sampling, sample_and_compare
 from labcore.models.tokenizer import ByteTokenizer
-from labcore.ui import IntSlider, explore, twin
+from labcore.ui import IntSlider, draw, explore, twin
 from labcore.ui.figures import speculative_walk as figures
 
 VOCAB, GAMMA = 257, 4
@@ -180,15 +180,15 @@ def test_one_hot_rows_keep_the_axis_of_all_frames() -> None:
     ],
 )  # fmt: skip
 def test_tokens_have_names_that_an_axis_has_room_for(token: str, shown: str) -> None:
-    assert figures._shown(token) == shown
+    assert draw.token(token) == shown
 
 
 def test_tokens_that_look_alike_get_their_number_and_tags_stay_text() -> None:
     assert figures._names(["�", "x", "�"], [200, 120, 201], 3) == (
         "� 200", "x", "� 201", "all others"
     )  # fmt: skip
-    assert figures._label("<b>") == "&lt;b&gt;" and figures._label("a < b") == "a < b"
-    assert figures._label("&lt;") == "&amp;lt;"
+    assert draw.label("<b>") == "&lt;b&gt;" and draw.label("a < b") == "a < b"
+    assert draw.label("&lt;") == "&amp;lt;"
 
 
 def test_numbers_that_differ_look_different() -> None:

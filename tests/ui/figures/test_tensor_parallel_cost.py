@@ -11,7 +11,7 @@ import pytest
 from labcore.parallel import cost
 from labcore.parallel.collectives import ALL_REDUCES
 from labcore.timing import quantiles
-from labcore.ui import twin
+from labcore.ui import draw, twin
 from labcore.ui.compact import dumps
 from labcore.ui.figures import tensor_parallel_cost as figures
 
@@ -113,9 +113,9 @@ def test_a_fit_is_shown_with_what_it_leaves_over(seed: int) -> None:
     assert (line.x[0], line.x[-1]) == pytest.approx((sizes[0], sizes[-1]))
     stems = next(item for item in figure.data if item.name is None)
     assert list(stems.y[1::3]) == pytest.approx([100 * one for one in fitted.residuals])
-    assert f"gloo, 2 ranks. alpha {figures._time(fitted.alpha)}, beta" in alt(figure)
+    assert f"gloo, 2 ranks. alpha {draw.seconds(fitted.alpha)}, beta" in alt(figure)
     assert figure.layout.title.text.startswith(
-        f"gloo, 2 ranks<br>alpha {figures._time(fitted.alpha)}"
+        f"gloo, 2 ranks<br>alpha {draw.seconds(fitted.alpha)}"
     )
     assert packed(figure) < 25_000
     once = figures.fit_view(sizes, middles, fitted, title="x")
@@ -138,7 +138,7 @@ def test_ticks_of_time_are_whole() -> None:
     [(0.9996, "1 s"), (1.23456e-3, "1.23 ms"), (999.4e-9, "999 ns"), (1.5, "1.5 s"), (0, "0 ns")],
 )
 def test_times_have_three_digits_and_a_unit(value: float, text: str) -> None:
-    assert figures._time(value).replace("1000 ms", "1 s") == text
+    assert draw.seconds(value).replace("1000 ms", "1 s") == text
 
 
 def test_sizes_have_three_digits_and_a_unit() -> None:

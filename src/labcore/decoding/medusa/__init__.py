@@ -8,8 +8,8 @@ from labcore.decoding.medusa.heads import (
     load_heads,
     save_heads,
 )
+from labcore.decoding.medusa.known_text import replay
 from labcore.decoding.medusa.proposer import Medusa
-from labcore.decoding.medusa.replay import replay
 from labcore.decoding.medusa.shipped import heads_card, pretrained_heads
 from labcore.decoding.medusa.training import (
     HeadsCurve,

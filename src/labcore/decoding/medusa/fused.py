@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from labcore.decoding.medusa.heads import MedusaHeads
-from labcore.models.fused import _Matrix, _packing_works
+from labcore.models.fused import PackedMatrix, packing_works
 
 __all__ = ["FusedHeads"]
 
@@ -45,21 +45,21 @@ class FusedHeads:
         projections: Any = heads.projections
         blocks = [list(block) for block in sources]
         firsts = [block[0].linear for block in blocks]
-        self._first = _Matrix(torch.cat([one.weight for one in firsts]))
+        self._first = PackedMatrix(torch.cat([one.weight for one in firsts]))
         self._first_bias = torch.cat([one.bias for one in firsts])
         self._later = [
-            [(_Matrix(block.linear.weight), block.linear.bias.clone()) for block in later]
+            [(PackedMatrix(block.linear.weight), block.linear.bias.clone()) for block in later]
             for later in zip(*(block[1:] for block in blocks), strict=True)
         ]
-        self._shared = None if heads.projection == "full" else _Matrix(weight)
-        self._own: list[list[_Matrix]] = []  # of each head, the products behind one another
+        self._shared = None if heads.projection == "full" else PackedMatrix(weight)
+        self._own: list[list[PackedMatrix]] = []  # of each head, the products behind one another
         for own in projections:
             parts = [own] if heads.projection == "full" else [own.down, own.up]
-            self._own.append([_Matrix(part.weight) for part in parts])
+            self._own.append([PackedMatrix(part.weight) for part in parts])
         every = [self._first, *(m for layer in self._later for m, _ in layer)]
         every += [m for own in self._own for m in own]
         every += [] if self._shared is None else [self._shared]
-        self.packed = _packing_works() and all(matrix.fits() for matrix in every)
+        self.packed = packing_works() and all(matrix.fits() for matrix in every)
         if self.packed:
             for matrix in every:
                 matrix.pack()
@@ -92,5 +92,5 @@ class FusedHeads:
         return logits.view(heads, rows, -1)
 
 
-def _product(matrix: _Matrix, x: Tensor) -> Tensor:
+def _product(matrix: PackedMatrix, x: Tensor) -> Tensor:
     return matrix(x) * (1 / matrix.scale)

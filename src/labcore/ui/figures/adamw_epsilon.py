@@ -6,13 +6,15 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import plotly.graph_objects as go
 import torch
 
-from labcore.optim import epsilon, traps
+from labcore.studies.adamw_epsilon import epsilon
+from labcore.studies.lion import traps
+from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -30,7 +32,6 @@ __all__ = [
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COLORS = {"fp32": PALETTE["blue"], "bf16": PALETTE["orange"], "fp16": PALETTE["vermillion"]}
-_LAW = {"color": PALETTE["gray"], "dash": "dash", "width": 1.5}
 _GRADIENTS = tuple(10 ** (exponent / 4) for exponent in range(-48, 5))
 # What a logarithmic axis has no place for gets a row of its own.
 _ROWS = {"0": 1e-9, "∞": 1e7, "NaN": 1e8}
@@ -105,7 +106,10 @@ def _updates(eps: float) -> list[dict[str, Any]]:
         {"x": _GRADIENTS, "y": [_row(y) for y in _first(eps, dtype)], "name": dtype, **_ink(dtype)}
         for dtype in DTYPES
     ]
-    return [*traces, {"x": _GRADIENTS, "y": law, "mode": "lines", "name": "the law", "line": _LAW}]
+    return [
+        *traces,
+        {"x": _GRADIENTS, "y": law, "mode": "lines", "name": "the law", "line": draw.PREDICTED},
+    ]
 
 
 def first_updates(eps: float = 1e-8) -> go.Figure:
@@ -148,7 +152,7 @@ def trap(eps: float = 1e-8, gradient: float = 1e-3) -> go.Figure:
         "marker": {"color": list(COLORS.values()), "size": 11, "line": {"width": 1}},
     }
     below = [{"y": [_finite(w) for w in path], **_ink(name)} for name, path in paths.items()]
-    below.append({"x": [0, _STEPS], "y": [1, 1 - _STEPS * _RATE * law], "line": _LAW})
+    below.append({"x": [0, _STEPS], "y": [1, 1 - _STEPS * _RATE * law], "line": draw.PREDICTED})
     place = {"xaxis": "x2", "yaxis": "y2", "mode": "lines"}
     lines = [f"ε {_power(eps)}, gradient {_power(gradient)}, law {law:.3g}"]
     lines += [
@@ -191,7 +195,7 @@ def attenuation(
     """
     figure = go.Figure()
     figure.add_scatter(
-        x=list(ratios), y=list(predicted), mode="lines", name="RMS / (RMS + ε)", line=_LAW
+        x=list(ratios), y=list(predicted), mode="lines", name="RMS / (RMS + ε)", line=draw.PREDICTED
     )
     for number, (name, shares) in enumerate(measured.items()):
         # Points that cover one another are drawn from the largest to the smallest.
@@ -231,11 +235,6 @@ def second_moments(paths: Mapping[str, Sequence[float]]) -> go.Figure:
     return describe(figure, f"The second moment by step. At the end: {ends}.")
 
 
-def _spread(samples: Sequence[float]) -> float:
-    """The standard deviation over seeds; 0 for one seed."""
-    return stdev(samples) if len(samples) > 1 else 0.0
-
-
 def _over_seeds(
     x: Sequence[float], curves: Mapping[str, Sequence[Sequence[float]]], *, unit: str
 ) -> tuple[go.Figure, str]:
@@ -248,7 +247,7 @@ def _over_seeds(
         figure.add_scatter(
             x=list(x),
             y=[fmean(samples) for samples in points],
-            error_y={"array": [_spread(samples) for samples in points], "thickness": 1.2},
+            error_y={"array": [draw.deviation(samples) for samples in points], "thickness": 1.2},
             mode="lines+markers",
             name=name,
         )
@@ -309,7 +308,10 @@ def remedies(accuracy: Mapping[str, Mapping[str, Sequence[float]]]) -> go.Figure
         figure.add_scatter(
             x=[fmean(samples) for samples in rows.values()],
             y=list(rows),
-            error_x={"array": [_spread(samples) for samples in rows.values()], "thickness": 1.2},
+            error_x={
+                "array": [draw.deviation(samples) for samples in rows.values()],
+                "thickness": 1.2,
+            },
             mode="markers",
             marker={"size": 11, "symbol": symbol},
             name=failure,

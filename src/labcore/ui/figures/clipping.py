@@ -9,14 +9,14 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from labcore.clipping import study
-from labcore.clipping.effects import Snapshot, effect
+from labcore.studies.clipping import exploding
+from labcore.studies.clipping.effects import Snapshot, effect
+from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
 __all__ = ["accuracies", "cosines", "growth", "losses", "norm_choice"]
 
-_LAW = {"color": PALETTE["gray"], "dash": "dash", "width": 1.5}
 _POWERS = {"type": "log", "dtick": 1, "exponentformat": "power"}
 _COLORS = tuple(PALETTE.values())
 
@@ -40,10 +40,10 @@ def norm_choice(
 ) -> go.Figure:
     """The norm of each parameter's gradient, before and after clipping by `norm` at `max_norm`.
 
-    norm: one of `study.COMPARABLE`. gradient: a key of `data`, its first by default.
+    norm: one of `exploding.COMPARABLE`. gradient: a key of `data`, its first by default.
     """
     taken = data[gradient or next(iter(data))]
-    found = effect(taken, study.comparable(norm, taken, max_norm))
+    found = effect(taken, exploding.comparable(norm, taken, max_norm))
     names = [_short(name) for name in found.names]
     before, after = list(found.before), list(found.after)
     links: dict[str, list[Any]] = {"x": [], "y": []}
@@ -62,7 +62,12 @@ def norm_choice(
             {**links, "mode": "lines", "line": {"color": PALETTE["gray"], "width": 1}},
             {**markers, "y": before, "name": "before", "marker": _dot("blue", "circle-open", 15)},
             {**markers, "y": after, "name": "after", "marker": _dot("vermillion", "circle", 10)},
-            {"x": [names[0], names[-1]], "y": [max_norm] * 2, "mode": "lines", "line": _LAW},
+            {
+                "x": [names[0], names[-1]],
+                "y": [max_norm] * 2,
+                "mode": "lines",
+                "line": draw.PREDICTED,
+            },
         ],
         {
             "title": {"text": title, "pad": {"t": 18}},  # three lines at 12 touch the edge
@@ -153,7 +158,7 @@ def losses(
             x=[last], y=[0.97 * ceiling], mode="markers", marker=marker, showlegend=False
         )
     if bad_step is not None:
-        figure.add_vline(x=bad_step, line=_LAW)
+        figure.add_vline(x=bad_step, line=draw.PREDICTED)
     figure.update_layout(
         title=title,
         xaxis={"title": "step"},

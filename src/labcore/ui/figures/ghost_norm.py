@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from labcore.claims import Measured
 from labcore.timing import quantiles
+from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -26,7 +27,6 @@ __all__ = [
     "throughput",
 ]
 
-_LAW = {"color": PALETTE["gray"], "dash": "dash", "width": 1.5}
 _BATCHES = {"title": "batch size", "type": "log"}
 _COLORS = {"epochs": PALETTE["blue"], "updates": PALETTE["vermillion"]}
 # The text of a name that is too long for a phone's axis.
@@ -116,7 +116,7 @@ def gradient_variance(
             x=list(batches),
             y=[value if value > 0 else None for value in line],
             mode="lines",
-            line=_LAW,
+            line=draw.PREDICTED,
             name=name,
         )
     figure.update_layout(
@@ -153,7 +153,7 @@ def arrivals(
 ) -> go.Figure:
     """What a training loss costs, relative to the smallest batch; ratios: name -> [batches, n]."""
     figure = go.Figure([_curve(batches, points, name) for name, points in ratios.items()])
-    figure.add_hline(y=1, line=_LAW)
+    figure.add_hline(y=1, line=draw.PREDICTED)
     figure.update_layout(
         title=f"What a training loss of {loss:g} costs",
         xaxis={**_BATCHES, **_ticks(batches)},
@@ -171,7 +171,7 @@ def throughput(batches: Sequence[int], speed: Sequence[Sequence[float]]) -> go.F
         x=list(batches),
         y=[means[0] * batch / batches[0] for batch in batches],
         mode="lines",
-        line=_LAW,
+        line=draw.PREDICTED,
         name="in proportion to the batch",
     )
     ticks = [10.0**power for power in range(3, 7)]
@@ -296,7 +296,7 @@ def running_statistics(
             },
             offsetgroup=order,
         )
-    figure.add_hline(y=whole, line=_LAW)
+    figure.add_hline(y=whole, line=draw.PREDICTED)
     figure.update_layout(
         title="The running variance after three batches",
         xaxis={"title": "policy"},

@@ -9,13 +9,12 @@ from typing import Any
 import plotly.graph_objects as go
 
 from labcore.checks import one_of
-from labcore.serving.scenes import PROMISED, Bar, Scene
-from labcore.serving.simulate import CACHED, FREE, SHARED
+from labcore.serving.simulation.scenes import PROMISED, Bar, Scene
+from labcore.serving.simulation.simulate import CACHED, FREE, SHARED
+from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.figures.inflight_load import latency_curves, replicas, simulated_against_measured
 from labcore.ui.figures.inflight_step import anatomy, chunk_gaps
-from labcore.ui.figures.tensor_parallel import _ceiling
-from labcore.ui.figures.tensor_parallel_cost import _lines, _time
 from labcore.ui.theme import PALETTE
 
 __all__ = [
@@ -60,14 +59,14 @@ def timeline(
     one_of("policy, rate, mix and pool", (policy, rate, mix, pool), data)
     now = data[policy, rate, mix, pool]
     peers = [one for key, one in data.items() if key[1:] == (rate, mix, pool)]
-    wide = _ceiling(max(one.seconds for one in peers))
+    wide = draw.ceiling(max(one.seconds for one in peers))
     longest = max((count for one in peers for _, count in one.waiting), default=0)
     work = sum(now.shares.get(kind, 0.0) for kind in ("prefill", "decode", "recompute"))
     held = now.shares.get("idle", 0.0)
     title = (
         f"{policy}, {rate:g} of capacity<br>"
-        f"{now.tokens_per_second:.0f} tokens/s, p50 {_time(now.p50)}, p99 {_time(now.p99)}<br>"
-        f"rows: {work:.0%} work, {held:.0%} held by ended"
+        f"{now.tokens_per_second:.0f} tokens/s, p50 {draw.seconds(now.p50)}, "
+        f"p99 {draw.seconds(now.p99)}<br>rows: {work:.0%} work, {held:.0%} held by ended"
     )
     figure = go.Figure(
         [
@@ -78,7 +77,7 @@ def timeline(
             *_keys(now),
         ],
         {
-            "title": _lines(title),
+            "title": draw.long_title(title),
             "xaxis": {**_time_axis(wide), "anchor": "y", "showticklabels": False},
             "yaxis": {**_row_axis(now.slots), "domain": [0.56, 1], "anchor": "x"},
             "xaxis2": {**_time_axis(wide), "anchor": "y2", "showticklabels": False},
@@ -154,7 +153,7 @@ def _numbers(bars: Sequence[Bar], wide: float, *, panel: str = "") -> dict[str, 
         x.append((bar.begin + bar.end) / 2)
         y.append(bar.slot + 1)
         words.append(told if bar.kind == "decode" and _LETTER * wide * len(told) <= long else "")
-        hover.append(f"request {told}: {_KINDS[bar.kind][0]}, {_time(long)}")
+        hover.append(f"request {told}: {_KINDS[bar.kind][0]}, {draw.seconds(long)}")
     return {
         "type": "scatter", "x": x, "y": y, "mode": "text", "text": words, "hovertext": hover,
         "hoverinfo": "text", "showlegend": False, "textposition": "middle center",
@@ -231,7 +230,7 @@ def two_batches(
         raise ValueError(
             f"both must be of the same requests, got {len(static.ends)} and {len(inflight.ends)}"
         )
-    wide = _ceiling(max(static.seconds, inflight.seconds))
+    wide = draw.ceiling(max(static.seconds, inflight.seconds))
     newcomer = max(static.queue, key=_length, default=None)
     number = -1 if newcomer is None else newcomer.number
     depth = max(len(set(_lanes(now.queue))) for now in (static, inflight))
@@ -252,13 +251,13 @@ def two_batches(
     saved = static.seconds / inflight.seconds
     title = (
         f"{len(static.ends)} requests, {static.slots} rows<br>"
-        f"{names[0]}: {_time(static.seconds)}, p50 {_time(static.p50)}<br>"
-        f"{names[1]}: {_time(inflight.seconds)}, p50 {_time(inflight.p50)}"
+        f"{names[0]}: {draw.seconds(static.seconds)}, p50 {draw.seconds(static.p50)}<br>"
+        f"{names[1]}: {draw.seconds(inflight.seconds)}, p50 {draw.seconds(inflight.p50)}"
     )
     figure = go.Figure(
         traces,
         {
-            "title": _lines(title), **layout, "height": 620, "margin": {"t": 100},
+            "title": draw.long_title(title), **layout, "height": 620, "margin": {"t": 100},
             "legend": {"xref": "container"},
         },
     )  # fmt: skip
@@ -267,8 +266,8 @@ def two_batches(
     said += f"{names[0]} leaves {held:.0%} of the rows' time to requests that have ended"
     if newcomer is not None:
         said += (
-            f"; request {newcomer.number + 1} waits {_time(_length(newcomer))} there and "
-            f"{_time(_wait(inflight, newcomer.number))} {names[1]}"
+            f"; request {newcomer.number + 1} waits {draw.seconds(_length(newcomer))} there and "
+            f"{draw.seconds(_wait(inflight, newcomer.number))} {names[1]}"
         )
     return describe(figure, f"{said}.")
 
@@ -326,7 +325,7 @@ def _callouts(now: Scene, number: int, wide: float, *, panel: str) -> list[dict[
     idle = max((bar for bar in now.bars if bar.kind == "idle"), key=_length, default=None)
     room = idle is not None and _length(idle) > 4 * _LETTER * wide
     depth = len(set(_lanes(now.queue)))
-    said = f"request {number + 1} waits {_time(_wait(now, number))}" if number >= 0 else ""
+    said = f"request {number + 1} waits {draw.seconds(_wait(now, number))}" if number >= 0 else ""
     places = [
         ([(idle.begin + idle.end) / 2], [idle.slot + 1], "idle", {"size": 12, "color": "#222832"})
         if idle is not None and room

@@ -9,10 +9,9 @@ from typing import Any
 import plotly.graph_objects as go
 
 from labcore.checks import one_of, positive
-from labcore.serving.scenarios import MEASURES, Fleet, Quantiles
+from labcore.serving.simulation.scenarios import MEASURES, Fleet, Quantiles
+from labcore.ui import draw
 from labcore.ui.explorer import describe
-from labcore.ui.figures.tensor_parallel import _ceiling
-from labcore.ui.figures.tensor_parallel_cost import _lines, _time
 from labcore.ui.theme import PALETTE
 
 __all__ = ["latency_curves", "replicas", "simulated_against_measured"]
@@ -29,16 +28,6 @@ _SAID = {
     "queue": "time in the queue",
 }
 _REACH = 3000  # from the longest time to the shortest that a logarithmic axis has room for
-
-
-def _seconds_axis(low: float, high: float, steps: Sequence[int] = (1,)) -> dict[str, Any]:
-    """A logarithmic axis in seconds whose ticks are told in words."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [step * 10.0**power for power in powers for step in steps]
-    return {
-        "type": "log", "tickvals": ticks, "ticktext": [_time(one * (1 + 1e-9)) for one in ticks],
-        "range": [math.log10(low), math.log10(high)],
-    }  # fmt: skip
 
 
 def latency_curves(
@@ -74,10 +63,10 @@ def latency_curves(
     for policy, found in chosen.items():
         low, high = (found[rate][measure] for rate in (min(found), max(found)))
         said.append(
-            f"{policy} p50 {_time(low.p50)} to {_time(high.p50)}, p99 {_time(low.p99)} "
-            f"to {_time(high.p99)}"
+            f"{policy} p50 {draw.seconds(low.p50)} to {draw.seconds(high.p50)}, "
+            f"p99 {draw.seconds(low.p99)} to {draw.seconds(high.p99)}"
         )
-    axis = _seconds_axis(0.8 * min(every), 1.25 * max(every), (1, 3))
+    axis = draw.seconds_axis(0.8 * min(every), 1.25 * max(every), (1, 3))
     if min(raw) < foot:
         axis["ticktext"] = [
             f"≤ {word}" if at <= foot * (1 + 1e-9) else word
@@ -88,7 +77,7 @@ def latency_curves(
     figure = go.Figure(
         lines,
         {
-            "title": _lines(title),
+            "title": draw.long_title(title),
             "xaxis": {
                 "title": "arrivals, over the capacity", "tickvals": ticks, "type": "log",
                 "ticktext": [f"{rate:g}" for rate in ticks],
@@ -135,7 +124,7 @@ def replicas(
     """
     one_of("policy and share", (policy, share), data)
     now = data[policy, share]
-    wide = _ceiling(max(one.seconds for one in data.values()))
+    wide = draw.ceiling(max(one.seconds for one in data.values()))
     high = max(count for one in data.values() for load in one.loads for _, count in load)
     long = max(max(map(sum, zip(one.read, one.found, strict=True))) for one in data.values())
     names = [f"{at + 1}" for at in range(len(now.loads))]
@@ -151,13 +140,13 @@ def replicas(
     ]  # fmt: skip
     title = (
         f"{policy}, {share:.0%} common prefixes<br>"
-        f"TTFT p50 {_time(now.p50)}, p99 {_time(now.p99)}<br>"
+        f"TTFT p50 {draw.seconds(now.p50)}, p99 {draw.seconds(now.p99)}<br>"
         f"{now.hit_rate:.0%} of prompt tokens in a cache"
     )
     figure = go.Figure(
         [_loads(now, high), *bars],
         {
-            "title": _lines(title),
+            "title": draw.long_title(title),
             "barmode": "stack",
             "xaxis": {
                 "anchor": "y", "range": [0, wide], "title": "seconds", "zeroline": False,
@@ -246,14 +235,14 @@ def simulated_against_measured(
         f"{title}<br>{sum(inside)} of {len(inside)} requests within {_percent(tolerance)}<br>"
         f"median deviation {middle:+.1%}"
     )
-    axis = _seconds_axis(low, high, (1, 2, 5) if high < 100 * low else (1,))
+    axis = draw.seconds_axis(low, high, (1, 2, 5) if high < 100 * low else (1,))
     figure = go.Figure(
         [
             *_band(low, high, tolerance),
             *dots,
         ],
         {
-            "title": _lines(line),
+            "title": draw.long_title(line),
             "xaxis": {"title": "measured", **axis},
             "yaxis": {"title": "simulated", **axis},
             "height": 520,

@@ -8,11 +8,10 @@ from typing import Any
 import plotly.graph_objects as go
 
 from labcore.checks import one_of
-from labcore.serving.scenarios import Gaps
-from labcore.serving.scenes import StepParts
+from labcore.serving.simulation.scenarios import Gaps
+from labcore.serving.simulation.scenes import StepParts
+from labcore.ui import draw
 from labcore.ui.explorer import describe
-from labcore.ui.figures.inflight_load import _seconds_axis
-from labcore.ui.figures.tensor_parallel_cost import _lines, _time
 from labcore.ui.theme import PALETTE
 
 __all__ = ["anatomy", "chunk_gaps"]
@@ -36,8 +35,8 @@ def chunk_gaps(chunk: int = 64, *, data: Mapping[int, Gaps]) -> go.Figure:
     sizes = list(data)
     times = [time for one in data.values() for time in (one.worst, one.ttft)]
     title = (
-        f"chunks of {chunk} tokens<br>longest gap {_time(now.worst)}, usual {_time(now.usual)}<br>"
-        f"TTFT of {now.prompt} tokens {_time(now.ttft)}"
+        f"chunks of {chunk} tokens<br>longest gap {draw.seconds(now.worst)}, "
+        f"usual {draw.seconds(now.usual)}<br>TTFT of {now.prompt} tokens {draw.seconds(now.ttft)}"
     )
     figure = go.Figure(
         [
@@ -56,7 +55,7 @@ def chunk_gaps(chunk: int = 64, *, data: Mapping[int, Gaps]) -> go.Figure:
             *_tradeoff(chunk, data),
         ],
         {
-            "title": _lines(title),
+            "title": draw.long_title(title),
             "xaxis": {
                 "anchor": "y", "range": [left, right], "zeroline": False,
                 "title": "ms since the long prompt came", "exponentformat": "none", "nticks": 6,
@@ -71,7 +70,7 @@ def chunk_gaps(chunk: int = 64, *, data: Mapping[int, Gaps]) -> go.Figure:
             },
             "yaxis2": {
                 "domain": [0, 0.32], "anchor": "x2", "title": "time",
-                **_seconds_axis(0.7 * min(times), 1.4 * max(times), (1, 3)),
+                **draw.seconds_axis(0.7 * min(times), 1.4 * max(times), (1, 3)),
             },
             "height": 600,
             "margin": {"t": 100},
@@ -79,7 +78,8 @@ def chunk_gaps(chunk: int = 64, *, data: Mapping[int, Gaps]) -> go.Figure:
         },
     )  # fmt: skip
     words = "; ".join(
-        f"{size}: {_time(one.worst)} and {_time(one.ttft)}" for size, one in data.items()
+        f"{size}: {draw.seconds(one.worst)} and {draw.seconds(one.ttft)}"
+        for size, one in data.items()
     )
     return describe(
         figure,
@@ -136,7 +136,7 @@ def anatomy(step: int = 1, *, data: Sequence[StepParts]) -> go.Figure:
     longest = max(max(sum(c for _, c in one.left) for one in data), now.budget)
     prompts = f"{len(now.chunks) or 'no'} prompt{'s' * (len(now.chunks) > 1)}"
     title = (
-        f"step {now.step}, {_time(now.seconds)}: {said + read} of {now.budget} tokens<br>"
+        f"step {now.step}, {draw.seconds(now.seconds)}: {said + read} of {now.budget} tokens<br>"
         f"{said} to decode, {read} of {prompts}<br>"
         f"{rest} tokens left for later, {now.waiting} waiting"
     )
@@ -149,7 +149,7 @@ def anatomy(step: int = 1, *, data: Sequence[StepParts]) -> go.Figure:
     figure = go.Figure(
         [*slots, *_history(step, data)],
         {
-            "title": _lines(title),
+            "title": draw.long_title(title),
             "barmode": "stack",
             "xaxis": {
                 "anchor": "y", "range": [0, 1.02 * longest], "title": "tokens", "nticks": 6,

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 import plotly.graph_objects as go
 import torch
 
-from labcore.optim import landscape
-from labcore.optim.experiments import STATE_TENSORS
+from labcore.studies.digits_runs import STATE_TENSORS
+from labcore.studies.lion import landscape
 from labcore.timing import quantiles
+from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -47,11 +48,6 @@ def _color(name: str) -> str:
     """The color of the first known optimizer that `name` speaks of, gray for any other."""
     known = (color for key, color in COLORS.items() if key.lower() in name.lower())
     return next(known, PALETTE["gray"])
-
-
-def _spread(samples: Sequence[float]) -> float:
-    """The standard deviation over seeds; 0 for one seed."""
-    return stdev(samples) if len(samples) > 1 else 0.0
 
 
 def _key(name: str) -> str:
@@ -174,7 +170,7 @@ def sweep(batch: int, decay: float, data: Mapping[int, Mapping[str, Any]]) -> go
         figure.add_scatter(
             x=rates,
             y=means,
-            error_y={"array": [_spread(samples) for samples in points], "thickness": 1.2},
+            error_y={"array": [draw.deviation(samples) for samples in points], "thickness": 1.2},
             mode="lines+markers",
             name=f"{name}, best {means[best]:.3f} at {rates[best]:g}",
             line={"color": _color(name)},
@@ -280,7 +276,7 @@ def batch_sizes(accuracy: Mapping[str, Mapping[int, Sequence[float]]]) -> go.Fig
         figure.add_scatter(
             x=[batch * shift for batch in by_batch],
             y=[fmean(samples) for samples in by_batch.values()],
-            error_y={"array": [_spread(samples) for samples in by_batch.values()]},
+            error_y={"array": [draw.deviation(samples) for samples in by_batch.values()]},
             mode="lines+markers",
             name=name,
             line={"color": _color(name)},

@@ -10,8 +10,8 @@ from typing import Any
 import plotly.graph_objects as go
 from torch import Tensor
 
+from labcore.ui import draw
 from labcore.ui.explorer import describe
-from labcore.ui.figures.speculative import _COLORS, _LAW, _SYMBOLS, _spread
 from labcore.ui.theme import PALETTE
 
 __all__ = [
@@ -48,8 +48,8 @@ def accuracy_by_distance(
         places, most = list(range(2, len(rows) + 2)), max(most, len(rows))
         best = [row[0] for row in rows]
         several = [list(accumulate(row))[min(top, len(row)) - 1] for row in rows]
-        color = _COLORS[at % len(_COLORS)]
-        marker = {"size": 10, "symbol": _SYMBOLS[at % len(_SYMBOLS)], "color": color}
+        color = draw.COLORS[at % len(draw.COLORS)]
+        marker = {"size": 10, "symbol": draw.SYMBOLS[at % len(draw.SYMBOLS)], "color": color}
         for label, y, dash in (
             (f"{name}, first guess", best, "solid"),
             (f"{name}, best {top}", several, "dash"),
@@ -179,7 +179,7 @@ def tokens_by_tree(
             _line("speed, measured tokens", _over(middles, cost), "blue", showlegend=False,
                   **lower),
             _ring(at, chosen / cost[at], name="chosen tree", **lower),
-            {"x": ends, "y": [1, 1], "mode": "lines", "line": _LAW, "showlegend": False,
+            {"x": ends, "y": [1, 1], "mode": "lines", "line": draw.PREDICTED, "showlegend": False,
              "hoverinfo": "skip", **lower},
         ],
         {
@@ -248,14 +248,18 @@ def heads_learn(
     for i in range(len(rows[0])):
         figure.add_scatter(
             x=[step + 1 for step in kept], y=[rows[step][i] for step in kept], mode="lines",
-            name=f"head {i}", line={"color": _COLORS[i % len(_COLORS)]},
+            name=f"head {i}", line={"color": draw.COLORS[i % len(draw.COLORS)]},
         )  # fmt: skip
         words.append(f"head {i} from {rows[0][i]:.2f} to {rows[-1][i]:.2f}")
     for (name, level), dash in zip(
         (levels or {}).items(), ("dash", "dot", "dashdot"), strict=False
     ):
         figure.add_scatter(
-            x=[1, len(rows)], y=[level] * 2, mode="lines", name=name, line={**_LAW, "dash": dash}
+            x=[1, len(rows)],
+            y=[level] * 2,
+            mode="lines",
+            name=name,
+            line={**draw.PREDICTED, "dash": dash},
         )
         words.append(f"{name} {level:.2f}")
     figure.update_layout(
@@ -281,7 +285,7 @@ def against_peers(
         ("tokens a step", tokens, "blue", "circle"),
         ("speed over plain", speeds, "vermillion", "x"),
     ):
-        middles, bars = _spread(list(rows.values()))
+        middles, bars = draw.medians(list(rows.values()))
         figure.add_scatter(
             x=middles, y=list(rows), error_x=bars, mode="markers", name=label,
             marker={"color": PALETTE[color], "size": 12, "symbol": symbol},
@@ -289,7 +293,7 @@ def against_peers(
         words.append(
             f"{label}: " + ", ".join(f"{n} {x:.2f}" for n, x in zip(rows, middles, strict=True))
         )
-    figure.add_vline(x=1, line=_LAW)
+    figure.add_vline(x=1, line=draw.PREDICTED)
     figure.update_layout(
         title=title,
         xaxis={"title": "over plain decoding (times)", "rangemode": "tozero"},

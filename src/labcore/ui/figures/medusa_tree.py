@@ -10,13 +10,12 @@ from typing import Any, Protocol
 import plotly.graph_objects as go
 
 from labcore.checks import one_of, positive_int
+from labcore.ui import draw
 from labcore.ui.explorer import describe
-from labcore.ui.figures.speculative_walk import _label, _shown
 from labcore.ui.theme import PALETTE
 
 __all__ = ["TreeRun", "tree_explorer", "tree_view", "where_the_heads_sit"]
 
-_PALE = 0.28  # of a fill, so that ink is readable on it on light and on dark pages
 _KINDS = {
     "read": PALETTE["gray"],
     "frozen": PALETTE["blue"],
@@ -38,11 +37,6 @@ class TreeLike(Protocol):
     @property
     def parents(self) -> tuple[int, ...]:
         """The node before each, -1 for those behind the root."""
-
-
-def _pale(color: str) -> str:
-    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{_PALE})"
 
 
 class _Sketch:
@@ -79,7 +73,8 @@ class _Sketch:
             found.append(
                 {
                     **quiet, "x": x, "y": y, "mode": "lines", "fill": "toself", "name": kind,
-                    "fillcolor": _pale(_KINDS[kind]), "line": {"color": _KINDS[kind], "width": 2},
+                    "fillcolor": draw.pale(_KINDS[kind]),
+                    "line": {"color": _KINDS[kind], "width": 2},
                 }
             )  # fmt: skip
         for symbol in ("triangle-up", "triangle-down"):
@@ -363,7 +358,7 @@ def _nodes(
 ) -> dict[str, Any]:
     words, hovers = ["root"], ["the last token of the text"]
     for node in order:
-        name = str(choices[node][-1]) if tokens is None else _label(_shown(tokens[node], 8))
+        name = str(choices[node][-1]) if tokens is None else draw.label(draw.token(tokens[node], 8))
         shares = _share(chances[node]) + ("" if measured is None else f"/{_share(measured[node])}")
         words.append(f"<b>{name}</b>  {shares} %")
         ranks = ", ".join(map(str, choices[node]))

@@ -13,6 +13,7 @@ from labcore.memory import Breakdown, Moment, estimate
 from labcore.memory.prediction import MOMENTS
 from labcore.memory.states import STAGES
 from labcore.models import LlamaConfig
+from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -60,7 +61,6 @@ CHECKPOINTING: Mapping[str, int | str | None] = {
     "every 4 layers": 4,
     "every layer": 1,
 }
-_LAW = {"color": PALETTE["gray"], "dash": "dash", "width": 1.5}
 _MOST_POINTS = 250  # of a timeline: a page carries each of them five times
 
 
@@ -96,7 +96,15 @@ def _stacked(columns: Mapping[str, Breakdown], title: str) -> go.Figure:
             "xaxis": {"type": "category"},
             "yaxis": {"title": "GB", "range": [0, top]},
             "shapes": [
-                {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": _LAW}
+                {
+                    "type": "line",
+                    "xref": "paper",
+                    "x0": 0,
+                    "x1": 1,
+                    "y0": y,
+                    "y1": y,
+                    "line": draw.PREDICTED,
+                }
                 for y in lines
             ],
             "annotations": _labels(lines, 0.05 * top),
@@ -225,7 +233,7 @@ def timeline(moments: Sequence[Moment], *, title: str) -> go.Figure:
         sizes = [getattr(moment.held, part) / 1e6 for moment in shown]
         tops.append([below + size for below, size in zip(tops[-1], sizes, strict=True)])
     begins = [at for at in range(len(shown)) if not at or shown[at].phase != shown[at - 1].phase]
-    edge = {"yref": "paper", "y0": 0, "y1": 1, "line": _LAW, "type": "line"}
+    edge = {"yref": "paper", "y0": 0, "y1": 1, "line": draw.PREDICTED, "type": "line"}
     word = {"yref": "paper", "y": 1, "yanchor": "bottom", "xanchor": "left", "showarrow": False}
     figure = go.Figure(
         [
@@ -304,7 +312,7 @@ def stretches(
     figure = go.Figure()
     figure.add_scatter(
         x=list(predicted), y=[size / 1e3 for size in predicted.values()], mode="lines",
-        name="predicted", line=_LAW,
+        name="predicted", line=draw.PREDICTED,
     )  # fmt: skip
     figure.add_scatter(
         x=list(measured), y=[size / 1e3 for size in measured.values()], mode="markers",
@@ -345,7 +353,7 @@ def prices(rows: Mapping[str, tuple[float, Sequence[float]]], *, title: str) -> 
             "thickness": 1.2,
         },
     )
-    figure.add_vline(x=1, line=_LAW)
+    figure.add_vline(x=1, line=draw.PREDICTED)
     ticks = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
     figure.update_layout(
         title=title,

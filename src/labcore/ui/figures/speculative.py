@@ -11,7 +11,7 @@ from torch import Tensor
 
 from labcore.decoding import overlap
 from labcore.decoding.speedup import RIDGE, best_length, roofline_cost, speedup
-from labcore.timing import quantiles
+from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -25,28 +25,9 @@ __all__ = [
     "speedup_explorer",
 ]
 
-_LAW = {"color": PALETTE["gray"], "dash": "dash", "width": 1.5}
-_COLORS = tuple(
-    PALETTE[name] for name in ("blue", "vermillion", "green", "orange", "purple", "sky")
-)
-_SYMBOLS = ("circle", "square", "diamond", "x", "triangle-up", "cross")
 _THREE_LINES = {"height": 500, "margin": {"t": 100}}
 _TICKS = (0.25, 0.5, 1, 2, 4, 8, 16)
 BATCH = 2 * RIDGE  # rows of the machine that computes all the time
-
-
-def _spread(samples: Sequence[Sequence[float]]) -> tuple[list[float], dict[str, Any]]:
-    """Medians, and bars from the 20th to the 80th percentile."""
-    rows = [quantiles([*one]) for one in samples]
-    return [middle for _, middle, _ in rows], {
-        "array": [high - middle for _, middle, high in rows],
-        "arrayminus": [middle - low for low, middle, _ in rows],
-        "thickness": 1.2,
-    }
-
-
-def _lines(text: str) -> dict[str, Any]:
-    return {"text": text, "pad": {"t": 18}}  # several lines at 12 touch the edge
 
 
 def acceptance_by_length(
@@ -61,17 +42,19 @@ def acceptance_by_length(
     the same names -> drafted tokens -> `expected_tokens`.
     """
     figure, words = go.Figure(), []
-    colors = {name: _COLORS[at % len(_COLORS)] for at, name in enumerate(measured)}
+    colors = {name: draw.COLORS[at % len(draw.COLORS)] for at, name in enumerate(measured)}
     for name, law in predicted.items():
         figure.add_scatter(
             x=list(law), y=list(law.values()), mode="lines", showlegend=False, hoverinfo="skip",
-            line={**_LAW, "color": colors.get(name, PALETTE["gray"])},
+            line={**draw.PREDICTED, "color": colors.get(name, PALETTE["gray"])},
         )  # fmt: skip
     for at, (name, by_length) in enumerate(measured.items()):
-        middles, bars = _spread(list(by_length.values()))
+        middles, bars = draw.medians(list(by_length.values()))
         figure.add_scatter(
             x=list(by_length), y=middles, error_y=bars, mode="markers", name=name,
-            marker={"color": colors[name], "size": 10, "symbol": _SYMBOLS[at % len(_SYMBOLS)]},
+            marker={
+                "color": colors[name], "size": 10, "symbol": draw.SYMBOLS[at % len(draw.SYMBOLS)],
+            },
         )  # fmt: skip
         law = predicted.get(name, {})
         words.append(
@@ -82,7 +65,7 @@ def acceptance_by_length(
             )
         )
     figure.add_scatter(
-        x=[None], y=[None], mode="lines", line=_LAW, name="if acceptance were independent"
+        x=[None], y=[None], mode="lines", line=draw.PREDICTED, name="if acceptance were independent"
     )
     every = sorted({x for by_length in measured.values() for x in by_length})
     figure.update_layout(
@@ -117,7 +100,12 @@ def speedup_explorer(
     figure, said = go.Figure(), []
     lengths = list(range(len(data)))
     figure.add_scatter(
-        x=[0, lengths[-1]], y=[1, 1], mode="lines", line=_LAW, showlegend=False, hoverinfo="skip"
+        x=[0, lengths[-1]],
+        y=[1, 1],
+        mode="lines",
+        line=draw.PREDICTED,
+        showlegend=False,
+        hoverinfo="skip",
     )
     colors = ("green", "blue", "vermillion")
     best: dict[str, tuple[int, float]] = {}
@@ -144,7 +132,7 @@ def speedup_explorer(
         at, gain = best[name]
         said.append(f"{label}: {gain:.2f}x at length {at}" if at else f"{label}: no draft pays")
     figure.update_layout(
-        title=_lines("<br>".join(said)),
+        title=draw.long_title("<br>".join(said)),
         xaxis={"title": "drafted tokens a step", "range": [-0.4, lengths[-1] + 0.4], "dtick": 1},
         yaxis={
             "title": "speed over plain decoding",
@@ -163,18 +151,18 @@ def costs(v: Mapping[int, Sequence[float]], *, title: str) -> go.Figure:
 
     v: tokens -> samples of the ratio, shown by their median and middle 60 %.
     """
-    middles, bars = _spread(list(v.values()))
+    middles, bars = draw.medians(list(v.values()))
     figure = go.Figure()
     figure.add_bar(
         x=list(v), y=middles, error_y=bars, name="measured", marker={"color": PALETTE["blue"]}
     )
     figure.add_scatter(
         x=[min(v), max(v)], y=[1, 1], mode="lines", name="verifying is free",
-        line={**_LAW, "color": PALETTE["green"]},
+        line={**draw.PREDICTED, "color": PALETTE["green"]},
     )  # fmt: skip
     figure.add_scatter(
         x=list(v), y=list(v), mode="lines", name="each token costs the same",
-        line={**_LAW, "color": PALETTE["vermillion"]},
+        line={**draw.PREDICTED, "color": PALETTE["vermillion"]},
     )  # fmt: skip
     figure.update_layout(
         title=title,
@@ -203,14 +191,16 @@ def predictions(
         mode="lines", line={"width": 0, "color": PALETTE["gray"]}, fill="toself",
         fillcolor="rgba(128,128,128,0.25)", name=f"within {band:.0%}", hoverinfo="skip",
     )  # fmt: skip
-    figure.add_scatter(x=[low, high], y=[low, high], mode="lines", line=_LAW, name="as predicted")
+    figure.add_scatter(
+        x=[low, high], y=[low, high], mode="lines", line=draw.PREDICTED, name="as predicted"
+    )
     for at, (name, (predicted, samples)) in enumerate(rows.items()):
-        (middle,), bars = _spread([samples])
+        (middle,), bars = draw.medians([samples])
         figure.add_scatter(
             x=[predicted], y=[middle], error_y=bars, mode="markers", name=name,
             marker={
-                "color": _COLORS[at % len(_COLORS)], "size": 12,
-                "symbol": _SYMBOLS[at % len(_SYMBOLS)],
+                "color": draw.COLORS[at % len(draw.COLORS)], "size": 12,
+                "symbol": draw.SYMBOLS[at % len(draw.SYMBOLS)],
             },
         )  # fmt: skip
         words.append(f"{name}: {middle:.2f} measured, {predicted:.2f} predicted")
@@ -235,19 +225,19 @@ def ngram_options(
     figure, words = go.Figure(), []
     for at, kind in enumerate(kinds):
         shown = {option: row[kind] for option, row in rows.items() if kind in row}
-        middles, bars = _spread(list(shown.values()))
+        middles, bars = draw.medians(list(shown.values()))
         figure.add_scatter(
             x=middles, y=list(shown), error_x=bars, mode="markers", name=kind,
             marker={
-                "size": 12, "symbol": _SYMBOLS[at % len(_SYMBOLS)],
-                "color": _COLORS[at % len(_COLORS)],
+                "size": 12, "symbol": draw.SYMBOLS[at % len(draw.SYMBOLS)],
+                "color": draw.COLORS[at % len(draw.COLORS)],
             },
         )  # fmt: skip
         words.append(
             f"{kind}: "
             + ", ".join(f"{option} {x:.2f}" for option, x in zip(shown, middles, strict=True))
         )
-    figure.add_vline(x=1, line=_LAW)
+    figure.add_vline(x=1, line=draw.PREDICTED)
     figure.update_layout(
         title=title,
         xaxis={"title": unit},
@@ -281,7 +271,7 @@ def gate_tradeoff(
     names = [str(slack) for slack in slacks]
     axes: dict[str, Any] = {}
     for at, (name, samples, unit, color) in enumerate(panels):
-        middles, bars = _spread(samples)
+        middles, bars = draw.medians(samples)
         foot, letter = (2 - at) / 3, "" if at == 0 else str(at + 1)
         figure.add_scatter(
             x=names, y=middles, error_y=bars, mode="lines+markers", name=name, marker={"size": 9},
@@ -337,7 +327,7 @@ def exactness(
             },
         ],
         {
-            "title": _lines(title),
+            "title": draw.long_title(title),
             "barmode": "stack",
             "xaxis": {"title": "token", "type": "category"},
             "yaxis": {"title": "probability", "range": [0, top]},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 
 from labcore.checks import positive_int
 from labcore.decoding.trace import Step
+from labcore.ui import draw
 from labcore.ui.theme import PALETTE
 
 __all__ = ["Place", "WalkStep", "most_places", "walk", "walk_data"]
@@ -29,7 +28,6 @@ _BARS = {"target p": "blue", "draft q": "orange", "residual": "green"}
 _INK = "#222832"
 _HIDDEN = {"visible": False}
 _SHARES = {"range": [0, 1], "tickvals": [0, 0.25, 0.5, 0.75, 1]}
-_LETTERS = {"\n": "↵", "\t": "⇥", "\r": "\\r", "\ufffd": "\ufffd"}
 _TAIL = 60  # tokens of the context that are decoded for its last line
 
 
@@ -64,34 +62,6 @@ class WalkStep:
     next_token: str
     accepted: int
     places: tuple[Place, ...]
-
-
-def _shown(text: str, most: int = 10) -> str:
-    """A token as a figure can show it: spaces as dots, no control characters, cut after `most`."""
-    if len(text) > 2 and not text.strip(" "):
-        return f"{len(text)} spaces"
-    start = len(text) - len(text.lstrip(" "))
-    whole = "·" * start + _letters(text[start:])
-    return whole if len(whole) <= most else whole[: most - 1] + "…"
-
-
-def _letters(text: str) -> str:
-    """Text in letters that the fonts of a page and of its pictures have."""
-    return "".join(
-        _LETTERS.get(c)
-        or (c if c.isprintable() and ord(c) < 0x250 else c.encode("unicode_escape").decode())
-        for c in text
-    )
-
-
-def _safe(text: str) -> str:
-    """A part of a title in which plotly reads no HTML."""
-    return html.escape(text, quote=False)
-
-
-def _label(text: str) -> str:
-    """A text of its own; it is left as it is where plotly reads no HTML in it anyway."""
-    return _safe(text) if re.search(r"<[^<>]*>|&#?\w+;", text) else text
 
 
 def walk_data(
@@ -143,10 +113,10 @@ def _walk_step(
             )
         places.append(_place(step, at, verdict, ratio, u, decode, top))
     before = decode([int(token) for token in tokens[: step.context][-_TAIL:]])
-    line = _letters(before)
+    line = draw.letters(before)
     return WalkStep(
         tail="…" + line[-32:] if len(line) > 32 else line,
-        next_token=_shown(decode([step.next_token])),
+        next_token=draw.token(decode([step.next_token])),
         accepted=accepted,
         places=tuple(places),
     )
@@ -185,7 +155,7 @@ def _place(
         p=_heights(p, shown, top),
         q=None if q is None else _heights(q, shown, top),
         residual=None if residual is None else _heights(residual, shown, top),
-        token="" if drafted is None else _shown(decode([drafted])),
+        token="" if drafted is None else draw.token(decode([drafted])),
         verdict=verdict,
         ratio=ratio,
         u=u,
@@ -196,9 +166,9 @@ def _place(
 
 def _names(texts: Sequence[str], tokens: Sequence[int], top: int) -> tuple[str, ...]:
     """One different name for each row; tokens that look alike get their number."""
-    plain = [_shown(text) for text in texts]
+    plain = [draw.token(text) for text in texts]
     names = [
-        f"{_shown(text, 6)} {token}" if plain.count(name) > 1 else name
+        f"{draw.token(text, 6)} {token}" if plain.count(name) > 1 else name
         for text, name, token in zip(texts, plain, tokens, strict=True)
     ]
     # Blank rows keep the axis the same in all frames.
@@ -260,7 +230,7 @@ def _tiles(now: WalkStep, at: int, most: int) -> dict[str, Any]:
     return {
         "type": "bar", "x": list(range(1, most + 1)), "y": [1] * most, "showlegend": False,
         "text": [
-            f"{_TILES[verdict][1]}<br>{_safe(name if len(name) <= 7 else name[:6] + '…')}"
+            f"{_TILES[verdict][1]}<br>{draw.escaped(name if len(name) <= 7 else name[:6] + '…')}"
             for verdict, name in zip(verdicts, names, strict=True)
         ],
         "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
@@ -299,7 +269,8 @@ def _bars(place: Place | None, rows: int) -> list[dict[str, Any]]:
     shown = (None, None, None) if place is None else (place.p, place.q, place.residual)
     return [
         {
-            "type": "bar", "x": list(row or (None,) * rows), "y": [_label(each) for each in names],
+            "type": "bar", "x": list(row or (None,) * rows),
+            "y": [draw.label(each) for each in names],
             "orientation": "h", "name": name, "marker": {"color": PALETTE[color]},
             "xaxis": "x3", "yaxis": "y3",
         }
@@ -315,14 +286,14 @@ def _blanks(count: int) -> list[str]:
 def _title(now: WalkStep, place: Place | None, position: int, step: int, steps: int) -> str:
     where = f"step {step} of {steps}, position {position}"
     first, second = _verdict(now, place)
-    return "<br>".join((first, second or where, f"after: {_safe(now.tail)}"))
+    return "<br>".join((first, second or where, f"after: {draw.escaped(now.tail)}"))
 
 
 def _verdict(now: WalkStep, place: Place | None) -> tuple[str, str]:
     """What happens at a position, and the numbers behind it."""
     if place is None or place.verdict == "none":
         return "nothing here", ""
-    token, following = _safe(place.token), _safe(now.next_token)
+    token, following = draw.escaped(place.token), draw.escaped(now.next_token)
     if place.verdict == "next token":
         if now.accepted:
             return f'all {now.accepted} accepted: bonus "{following}"', "drawn from p itself"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,12 +18,11 @@ from labcore.parallel.timeline import (
     held_bytes,
     simulate,
 )
+from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.figures.tensor_parallel_cost import (
-    _lines,
-    _link,
-    _time,
     all_reduce_curves,
+    chosen_link,
     fit_view,
 )
 from labcore.ui.figures.tensor_parallel_sketch import split_picture, steps_view
@@ -63,13 +61,6 @@ def _gpus(count: int) -> str:
     return f"{count} GPU{'' if count == 1 else 's'}"
 
 
-def _ceiling(value: float) -> float:
-    """The least of 1, 1.25, 1.6, 2, 2.5, ... that is not below it: axes then change rarely."""
-    power = 10.0 ** math.floor(math.log10(max(value, 1e-9)))
-    steps = (1, 1.25, 1.6, 2, 2.5, 3.2, 4, 5, 6.4, 8, 10)
-    return next(step * power for step in steps if step * power >= value * (1 - 1e-9))
-
-
 def timeline_view(
     gpus: int = 8,
     graph: bool = False,
@@ -93,7 +84,7 @@ def timeline_view(
     Raises ValueError for what `decode_step` and `simulate` refuse.
     """
     config, machine = MODELS[model], GPUS[gpu]
-    link = _link(alpha_us, gb_per_s)
+    link = chosen_link(alpha_us, gb_per_s)
     shape = {"ranks": gpus, "batch": batch, "context": context}
     ops = decode_step(config, **shape)
     runs = {
@@ -108,12 +99,12 @@ def timeline_view(
     held = held_bytes(config, **shape)
     title = (
         f"{model}, {_gpus(gpus)}, batch {batch}, {chosen}<br>"
-        f"{_time(run.seconds)} a token, wire alone {run.wire_share:.0%}<br>"
+        f"{draw.seconds(run.seconds)} a token, wire alone {run.wire_share:.0%}<br>"
         f"{run.launches:,} launch{'' if run.launches == 1 else 'es'}, {held / 1e9:.3g} GB"
         f"{' of' if held <= machine.capacity else ', above'} {machine.capacity / 1e9:.3g} a GPU"
     )
     begin, end, bars = _layer(run, len(ops), config.num_hidden_layers, gpus)
-    wide = _ceiling((end - begin) * 1e6)
+    wide = draw.ceiling((end - begin) * 1e6)
     figure = go.Figure(
         [
             *(_bars(bars, stream, begin, end) for stream in _STREAMS),
@@ -121,13 +112,13 @@ def timeline_view(
             *_stacked(runs),
         ],
         {
-            "title": _lines(title),
+            "title": draw.long_title(title),
             **_two_panels(runs, chosen, wide, f"µs of one layer of {model}, simulated"),
         },
     )
     words = "; ".join(
-        f"{name}: {_time(one.seconds)}, kernels {_time(one.compute)}, wire alone "
-        f"{_time(one.exposed)}, idle {_time(one.idle)}"
+        f"{name}: {draw.seconds(one.seconds)}, kernels {draw.seconds(one.compute)}, wire alone "
+        f"{draw.seconds(one.exposed)}, idle {draw.seconds(one.idle)}"
         for name, one in runs.items()
     )
     return describe(figure, f"{title.replace('<br>', ', ')}. A token's time, {words}.")
@@ -216,7 +207,7 @@ def _names(bars: Sequence[Event], begin: float, end: float, wide: float) -> dict
             x.append(1e6 * (middle - begin))
             y.append(row)
             words.append(event.name if free and half <= right - left else "")
-            hover.append(f"{event.name}: {_time(event.end - event.begin)}")
+            hover.append(f"{event.name}: {draw.seconds(event.end - event.begin)}")
     if not any(event.stream == "host" for event in bars):
         x.append(1e6 * (end - begin) / 2)
         y.append(_STREAMS["host"][0])
@@ -297,7 +288,7 @@ def share_by_batch(
     figure = go.Figure(
         traces,
         {
-            "title": _lines(title),
+            "title": draw.long_title(title),
             "xaxis": {
                 "title": "batch (rows)", "type": "log", "tickvals": list(BATCHES),
                 "ticktext": [str(batch) for batch in BATCHES],

@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from labcore.parallel.cost import Fit, Link, all_reduce_seconds
 from labcore.timing import quantiles
+from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -33,33 +34,15 @@ _STROKES: Mapping[str, dict[str, Any]] = {  # where curves lie on each other, al
 }
 _REACH = (6e-8, 1.6)  # seconds: of links from 900 down to 1 GB/s
 _SYMBOLS = ("circle-open", "square-open", "diamond-open", "x", "triangle-up-open")
-_LAW = {"color": PALETTE["gray"], "dash": "dash", "width": 1.5}
-
-
-def _lines(text: str) -> dict[str, Any]:
-    return {"text": text, "pad": {"t": 22}}  # several lines at 12 touch the edge
 
 
 def _size(nbytes: float) -> str:
     """Bytes in powers of 1024, three digits."""
     power = min(3, int(math.log2(max(nbytes, 1)) // 10))
-    return f"{_digits(nbytes / 1024**power)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+    return f"{draw.digits(nbytes / 1024**power)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def _digits(value: float) -> str:
-    """Three digits, and no power of ten where a number has four."""
-    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
-
-
-def _time(seconds: float) -> str:
-    """A time with three digits and its unit."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * factor >= 1:
-            return f"{_digits(seconds * factor)} {unit}"
-    return f"{_digits(seconds * 1e9)} ns"
-
-
-def _link(alpha_us: float, gb_per_s: float) -> Link:
+def chosen_link(alpha_us: float, gb_per_s: float) -> Link:
     return Link(name="chosen", alpha=alpha_us * 1e-6, beta=1e-9 / gb_per_s, source="chosen")
 
 
@@ -77,7 +60,7 @@ def all_reduce_curves(
     measured, a key of `ALL_REDUCES` in its color, "backend" or another in gray. The axis of time
     is the same for every link: 60 ns to 1.6 s, with data a decade more than they need.
     """
-    link, figure = _link(alpha_us, gb_per_s), go.Figure()
+    link, figure = chosen_link(alpha_us, gb_per_s), go.Figure()
     curves: dict[str, list[float]] = {}
     measured = {size: None for by_size in (data or {}).values() for size in by_size}
     sizes = _sizes(min([*measured, SIZES[0]]))
@@ -91,7 +74,7 @@ def all_reduce_curves(
             mode="lines", name=name, line={"color": color, **_STROKES[name]},
         )  # fmt: skip
     said = _fastest(sizes, curves)
-    words = [f"{name} {_time(y[0])} to {_time(y[-1])}" for name, y in curves.items()]
+    words = [f"{name} {draw.seconds(y[0])} to {draw.seconds(y[-1])}" for name, y in curves.items()]
     for at, (name, by_size) in enumerate((data or {}).items()):
         rows = [quantiles(list(samples)) for samples in by_size.values()]
         middles += [middle for _, middle, _ in rows]
@@ -104,13 +87,13 @@ def all_reduce_curves(
             },
         )  # fmt: skip
         words.append(f"{name} measured: " + ", ".join(
-            f"{_size(size)} {_time(middle)}"
+            f"{_size(size)} {draw.seconds(middle)}"
             for size, (_, middle, _) in zip(by_size, rows, strict=True)
         ))  # fmt: skip
     low, high = (min(middles) / 10, 10 * max(middles)) if middles else _REACH
-    title = f"{ranks} ranks, {_digits(alpha_us)} µs, {_digits(gb_per_s)} GB/s<br>{said}"
+    title = f"{ranks} ranks, {draw.digits(alpha_us)} µs, {draw.digits(gb_per_s)} GB/s<br>{said}"
     figure.update_layout(
-        title=_lines(title),
+        title=draw.long_title(title),
         xaxis={"title": "size of the tensor", **_size_axis(sizes)},
         yaxis={
             "title": "time", "type": "log", **_time_ticks(low, high, (1,)),
@@ -154,7 +137,9 @@ def _time_ticks(low: float, high: float, steps: Sequence[int]) -> dict[str, Any]
     ticks = [step * 10.0**power for power in powers for step in steps]
     return {
         "tickvals": [1e6 * tick for tick in ticks],
-        "ticktext": [_time(tick * (1 + 1e-9)) for tick in ticks],  # 0.001 s is 1 ms, not 1000 µs
+        "ticktext": [
+            draw.seconds(tick * (1 + 1e-9)) for tick in ticks
+        ],  # 0.001 s is 1 ms, not 1000 µs
     }
 
 
@@ -187,12 +172,12 @@ def fit_view(
     reach = {"type": "log", "range": [math.log10(low / 2), math.log10(2 * high)]}
     every = -(-len(sizes) // 5)  # a phone has room for five ticks
     ticks = list(sizes)[::every]
-    told = f"alpha {_time(fit.alpha)}, beta {1e9 * fit.beta:.3g} ns a byte"
+    told = f"alpha {draw.seconds(fit.alpha)}, beta {1e9 * fit.beta:.3g} ns a byte"
     figure = go.Figure(
         [
             {
                 "type": "scatter", "x": line, "y": [1e6 * fit.at(size) for size in line],
-                "mode": "lines", "name": "alpha + beta × bytes", "line": _LAW,
+                "mode": "lines", "name": "alpha + beta × bytes", "line": draw.PREDICTED,
             },
             {
                 "type": "scatter", "x": list(sizes), "y": [1e6 * one for one in middles],
@@ -202,7 +187,7 @@ def fit_view(
             *_stems(sizes, residuals),
         ],
         {
-            "title": _lines(f"{title}<br>{told}"),
+            "title": draw.long_title(f"{title}<br>{told}"),
             "xaxis": {"anchor": "y", "showticklabels": False, "tickvals": ticks, **reach},
             "yaxis": {
                 "domain": [0.44, 1], "title": "time", "type": "log",

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from labcore.checks import one_of, positive_int
 from labcore.parallel.collectives import ALL_REDUCES, expected
+from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -17,17 +18,11 @@ __all__ = ["Message", "messages", "split_picture", "steps_view"]
 
 _RANKS = tuple(PALETTE[name] for name in ("blue", "orange", "green", "purple"))
 _EVERY = PALETTE["gray"]
-_PALE = 0.28  # of a fill, so that ink is readable on it on light and on dark pages
 _HIDDEN = {"visible": False}
 _LOWER = "₀₁₂₃"
 _FEW = 24  # messages of a figure that have room for the names of their parts
 _MANY = 64  # messages of one kind that a reader can point at
 _NEAR = 0.15  # where these stand, from the sender on: farther away lines cross
-
-
-def _pale(color: str) -> str:
-    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{_PALE})"
 
 
 class _Blocks:
@@ -58,7 +53,7 @@ class _Blocks:
             found.append(
                 {
                     **quiet, "x": x or [None], "y": y or [None], "mode": "lines", "name": name,
-                    "fill": "toself", "fillcolor": _pale(color), "showlegend": bool(x),
+                    "fill": "toself", "fillcolor": draw.pale(color), "showlegend": bool(x),
                     "line": {"color": color, "width": 2},
                 }
             )  # fmt: skip

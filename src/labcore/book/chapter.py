@@ -1,0 +1,186 @@
+"""The metadata of a chapter or a lab, checked, and the header made of it below its title."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util import logging
+
+from labcore.course.address import parse_address
+from labcore.labs.source import TIERS, LabMetadata, parse_lab_metadata
+
+__all__ = ["ChapterMetadata", "collect", "insert_header", "parse_metadata"]
+
+logger = logging.getLogger(__name__)
+
+FORM = {"objectives": list, "prerequisites": list, "minutes": int, "tier": str, "slug": str}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChapterMetadata:
+    """`metadata.labcore` of a chapter's notebook.
+
+    objectives: what a reader can do afterwards. prerequisites: what to know before; the name of
+    another page of the book becomes a link to it. minutes: to read and run. tier: a key of TIERS.
+    slug: the chapter's name everywhere.
+    """
+
+    objectives: tuple[str, ...]
+    prerequisites: tuple[str, ...]
+    minutes: int
+    tier: str
+    slug: str
+
+
+def parse_metadata(notebook: dict[str, Any]) -> ChapterMetadata:
+    """The chapter's metadata from a notebook's JSON. Raises ValueError for what is not right."""
+    found = notebook.get("metadata", {}).get("labcore")
+    if not isinstance(found, dict):
+        raise ValueError(f"metadata.labcore is missing; give it {', '.join(FORM)}")
+    if missing := FORM.keys() - found.keys():
+        raise ValueError(f"metadata.labcore lacks {', '.join(sorted(missing))}")
+    if unknown := found.keys() - FORM.keys():
+        raise ValueError(
+            f"metadata.labcore has no key {', '.join(sorted(unknown))}; it has {', '.join(FORM)}"
+        )
+    for key, kind in FORM.items():
+        if not isinstance(found[key], kind) or isinstance(found[key], bool):
+            raise ValueError(
+                f"metadata.labcore.{key} must be of type {kind.__name__}, got {found[key]!r}"
+            )
+    for key in ("objectives", "prerequisites"):
+        if not all(isinstance(line, str) and line.strip() for line in found[key]):
+            raise ValueError(f"metadata.labcore.{key} must hold lines of text, got {found[key]!r}")
+    if not found["objectives"]:
+        raise ValueError(
+            "metadata.labcore.objectives is empty; say what a reader can do afterwards"
+        )
+    if found["minutes"] < 1:
+        raise ValueError(f"metadata.labcore.minutes must be at least 1, got {found['minutes']}")
+    if found["tier"] not in TIERS:
+        raise ValueError(
+            f"metadata.labcore.tier must be one of {', '.join(TIERS)}, got {found['tier']!r}"
+        )
+    return ChapterMetadata(
+        objectives=tuple(found["objectives"]),
+        prerequisites=tuple(found["prerequisites"]),
+        minutes=found["minutes"],
+        tier=found["tier"],
+        slug=found["slug"],
+    )
+
+
+def _parse(notebook: dict[str, Any]) -> ChapterMetadata | LabMetadata:
+    found = notebook.get("metadata", {}).get("labcore")
+    lab = isinstance(found, dict) and "kind" in found
+    return parse_lab_metadata(notebook) if lab else parse_metadata(notebook)
+
+
+def collect(app: Sphinx, _doctree: nodes.document) -> None:
+    """Keeps a notebook's checked metadata with its page; warns where it is not right."""
+    name = app.env.docname
+    path = Path(app.env.doc2path(name))
+    if path.suffix != ".ipynb":
+        return
+    page = app.env.metadata[name]
+    page.pop("labcore", None)
+    try:
+        metadata = _parse(json.loads(path.read_text(encoding="utf-8")))
+        if metadata.slug != path.stem:
+            raise ValueError(
+                f"metadata.labcore.slug must be the file's name, {path.stem!r}, "
+                f"got {metadata.slug!r}"
+            )
+        page["labcore_page"] = metadata
+    except ValueError as error:
+        logger.warning("%s", error, location=name, type="labcore", subtype="metadata")
+
+
+def _inline(text: str) -> str:
+    """One line of plain text as HTML; `code` in backticks."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
+
+
+def _page_link(app: Sphinx, docname: str, target: str) -> str | None:
+    """A link with the title of another page; None where there is no such page."""
+    if target not in app.env.titles:
+        return None
+    href = app.builder.get_relative_uri(docname, target)
+    return f'<a href="{html.escape(href)}">{html.escape(app.env.titles[target].astext())}</a>'
+
+
+def _prerequisite(app: Sphinx, docname: str, text: str) -> str:
+    target = f"{docname.rpartition('/')[0]}/{text}".lstrip("/")
+    return _page_link(app, docname, target) or _inline(text)
+
+
+def _links(app: Sphinx, docname: str, source: str) -> list[str]:
+    """Ways to open the notebook: its file always, launchers where the address is set."""
+    up = "../" * docname.count("/")
+    links = [f'<a href="{up}_sources/{source}" download>Download the notebook</a>']
+    options = app.config.html_theme_options
+    address, buttons = parse_address(options["repository_url"]), options["launch_buttons"]
+    branch = options.get("repository_branch") or "main"
+    if address.startswith("https://github.com/"):
+        owner_name = address.removeprefix("https://github.com/")
+        if colab := buttons.get("colab_url"):
+            href = f"{colab}/github/{owner_name}/blob/{branch}/{source}"
+            links.append(f'<a href="{html.escape(href)}">Open in Colab</a>')
+        if binder := buttons.get("binderhub_url"):
+            href = f"{binder}/v2/gh/{owner_name}/{branch}?urlpath=lab/tree/{source}"
+            links.append(f'<a href="{html.escape(href)}">Open in Binder</a>')
+    return links
+
+
+def _about_chapter(app: Sphinx, docname: str, metadata: ChapterMetadata) -> str:
+    objectives = "".join(f"<li>{_inline(line)}</li>" for line in metadata.objectives)
+    before = ", ".join(_prerequisite(app, docname, text) for text in metadata.prerequisites)
+    return f"<p>After this chapter you can</p><ul>{objectives}</ul>" + (
+        f"<p>Know before: {before}</p>" if before else ""
+    )
+
+
+def _about_lab(app: Sphinx, docname: str, metadata: LabMetadata) -> str:
+    chapter = _page_link(app, docname, f"book/{metadata.slug}")
+    return f"<p>The lab of the chapter {chapter}.</p>" if chapter else ""
+
+
+def header(app: Sphinx, docname: str, metadata: ChapterMetadata | LabMetadata) -> str:
+    """The HTML below the title of a chapter or a lab.
+
+    `#labcore-run` is where the local server puts its button "Run this page"; elsewhere it stays
+    hidden.
+    """
+    source = f"{docname}.ipynb"
+    facts = [f"{metadata.minutes} minutes", TIERS[metadata.tier]]
+    if isinstance(metadata, LabMetadata):
+        facts.insert(1, f"{metadata.points:g} points")
+        about = _about_lab(app, docname, metadata)
+    else:
+        about = _about_chapter(app, docname, metadata)
+    links = "".join(f"<li>{link}</li>" for link in _links(app, docname, source))
+    return (
+        '<div class="labcore-chapter">'
+        f'<p class="labcore-facts">{"".join(f"<span>{fact}</span>" for fact in facts)}</p>'
+        f"{about}"
+        f'<div id="labcore-run" hidden data-notebook="{html.escape(source)}"></div>'
+        f'<ul class="labcore-links">{links}</ul></div>'
+    )
+
+
+def insert_header(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Puts the header below the title of a chapter's or a lab's page."""
+    metadata = app.env.metadata[docname].get("labcore_page")
+    title = next(iter(doctree.findall(nodes.title)), None)
+    if metadata is None or title is None or app.builder.format != "html":
+        return
+    section = title.parent
+    raw = nodes.raw("", header(app, docname, metadata), format="html")
+    section.insert(section.index(title) + 1, raw)

@@ -1,0 +1,259 @@
+"""The labs' bug clinics on one page, without their answers, and the instructor's key.
+
+The directive `clinic-cases` shows each case as its lab does: the lab's own cells draw the figure.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import io
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from labcore import exercises
+from labcore.book import contents
+from labcore.exercises.clinic import Clinic, Curves
+from labcore.labs.source import cell_text, nbgrader_of
+from labcore.ui.picture import svg
+
+__all__ = ["Case", "ClinicCases", "case", "clinic", "key", "setup"]
+
+HEADING = re.compile(r"^##\s+(?:\d+\.\s+)?(.+)\n?")
+# What an exercise is worth, in its first line and in a sentence.
+POINTS = re.compile(
+    r"^\*[\d.]+ points?\b[^*\n]*\*$|Each patient counts by itself, [\d.]+ points?\.", re.M
+)
+SEEN = 0.05  # of a panel's span: what the eye tells from the healthy curve
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A clinic as its lab shows it to one student.
+
+    title, text: of the lab, in Markdown. names: the faults to choose from. figure: plotly's JSON.
+    printed: what the lab prints beside the curves.
+    """
+
+    slug: str
+    title: str
+    text: str
+    names: tuple[str, ...]
+    figure: dict[str, Any]
+    printed: str
+
+
+def clinic(slug: str) -> Clinic:
+    """The clinic of a lab. Raises ValueError where there is none."""
+    try:
+        found = importlib.import_module(f"labcore.exercises.topics.{slug}").CLINIC
+    except (ModuleNotFoundError, AttributeError):
+        found = None
+    if not isinstance(found, Clinic):
+        raise ValueError(
+            f"labcore.exercises.topics.{slug} has no CLINIC; a lab's last exercise is one"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """The clinics train networks so small that threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def case(source: Path, number: int = 0) -> Case:
+    """The case of the lab whose source is the notebook at `source`, for a student's number.
+
+    Raises ValueError for a lab whose section with the patients is not found.
+    """
+    slug = source.stem
+    ill = clinic(slug)
+    cells = json.loads(source.read_text(encoding="utf-8"))["cells"]
+    text, before, shown = _section(cells, source)
+    names: dict[str, Any] = {"STUDENT": number}
+    figure, printed = None, io.StringIO()
+    with _one_thread(), contextlib.redirect_stdout(printed):
+        exec(compile(ast.Module(before, []), str(source), "exec"), names)
+        for code in shown:
+            value = _run(code, names, str(source))
+            figure = value if hasattr(value, "to_plotly_json") else figure
+    if figure is None:
+        raise ValueError(f"{source}: the cell with the patients must end with their figure")
+    choices = "Choose from:\n" + "".join(f"    {name}\n" for name in ill.names)
+    head = HEADING.match(text)
+    if head is None:
+        raise ValueError(f"{source}: the clinic's section must begin with a heading, '## ...'")
+    return Case(
+        slug=slug,
+        title=head[1].strip(),
+        text=POINTS.sub("", text[head.end() :]).strip(),
+        names=ill.names,
+        figure=json.loads(figure.to_json()),
+        printed=printed.getvalue().replace(choices, "").strip("\n"),
+    )
+
+
+def _section(cells: list[dict[str, Any]], source: Path) -> tuple[str, list[ast.stmt], list[str]]:
+    """The clinic's text, the imports before it, and its cells up to the one with the answer."""
+    codes = [n for n, cell in enumerate(cells) if cell["cell_type"] == "code"]
+    first = next((n for n in codes if ".patients(STUDENT)" in cell_text(cells[n])), None)
+    if first is None:
+        raise ValueError(f"{source}: no cell calls CLINIC.patients(STUDENT)")
+    head = max(
+        (n for n in range(first) if cells[n]["cell_type"] == "markdown"),
+        default=0,
+    )
+    end = next(n for n in range(first, len(cells)) if n == len(cells) - 1 or nbgrader_of(cells[n]))
+    imports: list[ast.stmt] = [
+        node
+        for n in codes
+        if n < head and not nbgrader_of(cells[n])
+        for node in ast.parse(cell_text(cells[n])).body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+    shown = [cell_text(cells[n]) for n in codes if head < n < end]
+    return cell_text(cells[head]), imports, shown
+
+
+def _run(code: str, names: dict[str, Any], file: str) -> Any:
+    """Runs a cell and returns the value of its last line, as a notebook does."""
+    body = ast.parse(code).body
+    last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+    exec(compile(ast.Module(body, []), file, "exec"), names)
+    if not isinstance(last, ast.Expr):
+        return None
+    return eval(compile(ast.Expression(last.value), file, "eval"), names)
+
+
+def key(number: int = 0, slugs: Sequence[str] = ()) -> str:
+    """The instructor's key for a student's number, in Markdown: each patient's fault and why.
+
+    slugs: the labs; all of the course where none is named. For each patient it names the panels
+    whose curve the eye tells from the healthy one, the clearest first. Raises ValueError for a lab
+    without a clinic and for what is no number of a student.
+    """
+    blocks = [f"# Clinics: the key for number {number}"]
+    for slug in slugs or exercises.slugs():
+        ill = clinic(slug)
+        with _one_thread():
+            patients = ill.patients(number)
+        lines = [f"## {slug}"]
+        for label, name in ill.diagnoses(number).items():
+            panels = _telling(patients, label)
+            where = "; ".join(f'"{panel}"' for panel in panels) or "no panel by itself"
+            symptom = ill.faults[name].symptom
+            lines.append(
+                f"**{label}: {name}.** {symptom[:1].upper()}{symptom[1:]}\n\nSeen in: {where}."
+            )
+        blocks += [*lines, *filter(None, [ill.explanation])]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _telling(patients: dict[str, Curves], label: str) -> list[str]:
+    """The panels in which a patient stands apart from the healthy one, the clearest first."""
+    apart = {}
+    for panel, healthy in patients["healthy"].items():
+        every = [v for one in patients.values() for v in one[panel] if math.isfinite(v)]
+        span = max(every, default=0.0) - min(every, default=0.0)
+        pairs = list(zip(patients[label][panel], healthy, strict=False))
+        gap = max((abs(a - b) for a, b in pairs if math.isfinite(a - b)), default=0.0)
+        ended = any(math.isnan(a) != math.isnan(b) for a, b in pairs)
+        apart[panel] = 1.0 if ended else gap / span if span else 0.0
+    return sorted((p for p in apart if apart[p] >= SEEN), key=lambda panel: -apart[panel])
+
+
+class ClinicCases(SphinxDirective):
+    """Every lab's clinic in the book's order: text, names to choose from, curves; no answer.
+
+    The patients are those of student number 0, which everybody may keep.
+    """
+
+    has_content = False
+
+    def run(self) -> list[nodes.Node]:
+        """A section for each lab."""
+        root = Path(self.env.srcdir)
+        sections: list[nodes.Node] = []
+        for slug in contents.chapters(root):
+            source = root / "labs" / "source" / slug / f"{slug}.ipynb"
+            if not source.is_file():
+                continue
+            self._depend(source)
+            sections.append(self._section(case(source)))
+        return sections
+
+    def _depend(self, source: Path) -> None:
+        """The page is read again when the lab or its exercises change."""
+        folder = Path(
+            str(importlib.import_module(f"labcore.exercises.topics.{source.stem}").__file__)
+        )
+        for path in (source, *sorted(folder.parent.glob("*.py"))):
+            self.env.note_dependency(str(path))
+
+    def _section(self, found: Case) -> nodes.section:
+        section = nodes.section(ids=[f"clinic-{nodes.make_id(found.slug)}"])
+        place = nodes.Text(f" ({found.slug})")
+        section += nodes.title("", "", *self._inline(found.title), place)
+        lab = f"/labs/release/{found.slug}/{found.slug}"
+        if lab[1:] in self.env.found_docs:
+            section += nodes.paragraph("", "From the lab ", self._link(lab), nodes.Text("."))
+        section += self._markdown(found.text)
+        choose = nodes.bullet_list("", *[self._item(name) for name in found.names])
+        section += [nodes.paragraph(text="Choose from:"), choose, self._picture(found)]
+        if found.printed:
+            section += nodes.literal_block(found.printed, found.printed, language="none")
+        return section
+
+    def _picture(self, found: Case) -> nodes.image:
+        """The curves as a file; Sphinx copies it to the pages."""
+        folder = Path(self.env.doctreedir) / "clinics"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"clinic-{found.slug}.svg"
+        path.write_text(svg(found.figure), encoding="utf-8")
+        here = Path(self.env.doc2path(self.env.docname)).parent
+        alt = found.figure["layout"].get("meta", {}).get("alt", f"The curves of {found.title}")
+        return nodes.image(uri=os.path.relpath(path, here), alt=alt, classes=["labcore-clinic"])
+
+    def _markdown(self, text: str) -> list[nodes.Node]:
+        holder = nodes.Element()
+        self.state.nested_parse(StringList(text.split("\n"), source=self.env.docname), 0, holder)
+        return list(holder.children)
+
+    def _inline(self, text: str) -> list[nodes.Node]:
+        (paragraph,) = self._markdown(text)
+        return list(paragraph.children)
+
+    def _item(self, text: str) -> nodes.list_item:
+        return nodes.list_item("", nodes.paragraph(text=text))
+
+    def _link(self, target: str) -> nodes.Node:
+        return addnodes.pending_xref(
+            "", nodes.inline(text=""), refdoc=self.env.docname, refdomain="std", reftype="doc",
+            reftarget=target, refexplicit=False, refwarn=True,
+        )  # fmt: skip
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connect to Sphinx."""
+    app.add_directive("clinic-cases", ClinicCases)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,236 @@
+"""Explorers and figures on the static page: HTML controls that drive plotly over stored frames.
+
+An explorer's frames stand in `_static/explorers/<hash>.js` and its picture for readers without
+JavaScript in `<hash>.svg`: script files, because a page opened from a folder may not fetch data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import importlib.util
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from docutils import nodes
+from myst_nb.core.render import MimeRenderPlugin
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.errors import ExtensionError
+from sphinx.util.osutil import relative_uri
+
+from labcore.ui import twin
+from labcore.ui.compact import dumps
+
+__all__ = ["FigureMime", "alternative_text", "drawn_markup", "plotly_script", "setup"]
+
+PLOTLY_MIME = "application/vnd.plotly.v1+json"
+WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+PLOTLY_FILE = "vendor/plotly.min.js"
+FOLDER = "explorers"
+SCRIPT, STYLE = "twin.js", "twin.css"
+ASSETS = Path(__file__).parent / "assets"
+_STATIC = "%STATIC%"  # stands for the way from a page to _static until the page is written
+
+
+class TwinNode(nodes.General, nodes.Element):
+    """One explorer or figure in the document: html (with _STATIC in it) and alt."""
+
+
+class FigureMime(MimeRenderPlugin):
+    """myst-nb's door to this module; the entry point `myst_nb.mime_renderers` names it."""
+
+    # A smaller number is preferred. Live widgets show nothing on a page: their text stands in.
+    mime_priority_overrides: ClassVar[Any] = [
+        *(("html", mime, 1) for mime in (twin.MIME, PLOTLY_MIME)),
+        *(("dirhtml", mime, 1) for mime in (twin.MIME, PLOTLY_MIME)),
+        ("*", WIDGET_MIME, None),
+    ]
+
+    @staticmethod
+    def handle_mime(renderer: Any, data: Any, inline: bool) -> list[nodes.Element] | None:
+        """The document nodes for an explorer's or a plotly figure's JSON, else None."""
+        env = renderer.renderer.sphinx_env
+        if env is None or inline or data.mime_type not in (twin.MIME, PLOTLY_MIME):
+            return None
+        if data.mime_type == twin.MIME:
+            return [_node(env, dict(data.content))]
+        alt = alternative_text(data.content)
+        if not alt:
+            renderer.logger.warning(
+                "a figure without a text alternative: give it a title, or end the cell with "
+                "labcore.ui.describe(figure, alt)",
+                subtype="figure",
+                line=data.line,
+            )
+        try:
+            packed = twin.still(data.content, alt=alt or "A figure")
+        except (TypeError, ValueError) as problem:
+            renderer.logger.warning(str(problem), subtype="figure", line=data.line)
+            return []
+        return [_node(env, packed)]
+
+
+def alternative_text(spec: dict[str, Any]) -> str:
+    """What a plotly figure, as JSON, says of itself; "" where it says nothing."""
+    layout = spec.get("layout", {})
+    meta, title = layout.get("meta"), layout.get("title")
+    if isinstance(meta, dict) and meta.get("alt"):
+        return str(meta["alt"])
+    return str(title.get("text", "") if isinstance(title, dict) else title or "")
+
+
+def _store(env: BuildEnvironment) -> dict[str, list[tuple[str, str, str]]]:
+    """docname -> (hash, script, picture) of each explorer on that page; kept between builds."""
+    if not hasattr(env, "labcore_twins"):
+        env.labcore_twins = {}  # type: ignore[attr-defined]
+    return env.labcore_twins  # type: ignore[attr-defined]
+
+
+def _node(env: BuildEnvironment, packed: dict[str, Any]) -> TwinNode:
+    picture = packed.pop("picture")
+    body = dumps(packed)
+    key = hashlib.sha256((body + picture).encode()).hexdigest()[:16]
+    script = f'(window.labcoreTwins=window.labcoreTwins||{{}})["{key}"]={body};\n'
+    on_page = _store(env).setdefault(env.docname, [])
+    on_page.append((key, script, picture))
+    node = TwinNode()
+    node["html"] = drawn_markup(f"twin-{len(on_page)}", key, packed)
+    node["alt"] = packed["alt"]
+    return node
+
+
+def drawn_markup(uid: str, key: str, packed: dict[str, Any]) -> str:
+    """The HTML of a packed explorer. uid: its own on its page; key: names its script."""
+    alt = html.escape(packed["alt"])
+    controls = "".join(
+        _control(f"{uid}-{number}", control) for number, control in enumerate(packed["controls"])
+    )
+    fixed = "".join(
+        f"<li>{html.escape(item['label'])}: <strong>{html.escape(item['value'])}</strong> "
+        "(moves in JupyterLab)</li>"
+        for item in packed["fixed"]
+    )
+    # The controls do nothing without JavaScript, so the script is what unhides them.
+    form = f'<div class="twin-controls" hidden>{controls}</div>' if controls else ""
+    rest = f'<ul class="twin-fixed">{fixed}</ul>' if fixed else ""
+    height = int(packed["height"])
+    group = f' role="group" aria-label="Interactive figure: {alt}"' if controls else ""
+    return (
+        f'<div class="labcore-twin" data-twin="{key}"{group}>{form}{rest}'
+        f'<div class="twin-plot" role="img" aria-label="{alt}" style="min-height:{height}px"></div>'
+        "<noscript><style>.twin-plot{display:none}</style>"
+        f'<img src="{_STATIC}/{FOLDER}/{key}.svg" alt="{alt}"></noscript></div>\n'
+    )
+
+
+def _control(uid: str, control: dict[str, Any]) -> str:
+    label, start = html.escape(control["label"]), control["start"]
+    head = f'<div class="twin-control"><label for="{uid}">{label}</label>'
+    if control["kind"] == "select":
+        options = "".join(
+            f'<option value="{i}"{" selected" if i == start else ""}>{html.escape(text)}</option>'
+            for i, text in enumerate(control["values"])
+        )
+        return f'{head}<select id="{uid}" autocomplete="off">{options}</select></div>'
+    if control["kind"] == "toggle":
+        checked = " checked" if start else ""
+        return f'{head}<input type="checkbox" id="{uid}" autocomplete="off"{checked}></div>'
+    shown = html.escape(control["values"][start])
+    return (
+        f'{head}<input type="range" id="{uid}" min="0" max="{len(control["values"]) - 1}" step="1" '
+        f'value="{start}" aria-valuetext="{shown}" autocomplete="off">'
+        f'<output for="{uid}" aria-live="off">{shown}</output></div>'
+    )
+
+
+def _visit_html(self: Any, node: TwinNode) -> None:
+    page = self.builder.get_target_uri(self.builder.current_docname)
+    self.body.append(node["html"].replace(_STATIC, relative_uri(page, "_static")))
+    raise nodes.SkipNode
+
+
+def _visit_text(self: Any, node: TwinNode) -> None:
+    paragraph = nodes.paragraph("", node["alt"])
+    paragraph.walkabout(self)
+    raise nodes.SkipNode
+
+
+def _forget(_app: Sphinx, env: BuildEnvironment, docname: str) -> None:
+    _store(env).pop(docname, None)
+
+
+def _merge(
+    _app: Sphinx, env: BuildEnvironment, docnames: Iterable[str], other: BuildEnvironment
+) -> None:
+    theirs = _store(other)
+    _store(env).update({name: theirs[name] for name in docnames if name in theirs})
+
+
+def plotly_script() -> Path:
+    """The plotly.js of the installed package; ExtensionError without it."""
+    spec = importlib.util.find_spec("plotly")
+    if spec is None or spec.origin is None:
+        raise ExtensionError("plotly is not installed; run pip install 'labcore[book]'")
+    return Path(spec.origin).parent / "package_data" / "plotly.min.js"
+
+
+def _write(path: Path, content: bytes) -> None:
+    if not path.exists() or path.read_bytes() != content:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def _write_files(app: Sphinx, env: BuildEnvironment) -> list[str]:
+    """Bring `_static` to what the pages need, before they are written and point to it."""
+    if app.builder.format != "html":
+        return []
+    static = Path(app.outdir) / "_static"
+    wanted = {}
+    for twins in _store(env).values():
+        for key, script, picture in twins:
+            wanted[f"{key}.js"], wanted[f"{key}.svg"] = script, picture
+    for old in (static / FOLDER).glob("*"):
+        if old.name not in wanted:
+            old.unlink()
+    for name, text in wanted.items():
+        _write(static / FOLDER / name, text.encode())
+    _write(static / STYLE, (ASSETS / STYLE).read_bytes())
+    if wanted:
+        _write(static / SCRIPT, (ASSETS / SCRIPT).read_bytes())
+        library = static / PLOTLY_FILE
+        if not library.exists() or library.stat().st_size != plotly_script().stat().st_size:
+            library.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(plotly_script(), library)
+    return []
+
+
+def _load_on_page(
+    app: Sphinx, pagename: str, _template: str, _context: dict[str, Any], _doctree: Any
+) -> None:
+    """Scripts for this page alone, and only where it has an explorer or a figure."""
+    twins = _store(app.env).get(pagename)
+    if not twins:
+        return
+    app.add_js_file(PLOTLY_FILE, loading_method="defer")
+    for key in dict.fromkeys(key for key, _, _ in twins):
+        app.add_js_file(f"{FOLDER}/{key}.js", loading_method="defer")
+    app.add_js_file(SCRIPT, loading_method="defer")
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connect to Sphinx; labcore.book calls it, and it works as an extension of its own."""
+    app.add_node(
+        TwinNode,
+        html=(_visit_html, None),
+        latex=(_visit_text, None),
+        text=(_visit_text, None),
+    )
+    app.add_css_file(STYLE)
+    app.connect("env-purge-doc", _forget)
+    app.connect("env-merge-info", _merge)
+    app.connect("env-updated", _write_files)
+    app.connect("html-page-context", _load_on_page)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,77 @@
+"""What happens when, while Sphinx builds the book: each step is a function of a small module."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx.config import Config
+from sphinx.errors import ConfigError
+
+from labcore import __version__
+from labcore.book import (
+    chapter,
+    clinics,
+    docstrings,
+    explorers,
+    ledger,
+    page,
+    reference,
+    runs,
+    vendor,
+)
+from labcore.book.teaching.pages import Teaching
+from labcore.course.address import parse_address
+
+__all__ = ["connect"]
+
+
+def prepare_kernels() -> None:
+    """Tells the kernels that run the notebooks that a static page is being made."""
+    os.environ["LABCORE_BOOK"] = "1"
+    os.environ["NO_COLOR"] = "1"
+    # Jupyter's debugger otherwise warns in every kernel about Python's frozen modules.
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+
+
+def configure(app: Sphinx, config: Config) -> None:
+    """Takes the address from `_config.yml`; without one, nothing on a page may point to it."""
+    prepare_kernels()
+    options = config.html_theme_options
+    try:
+        address = parse_address(options.get("repository_url") or "")
+    except ValueError as error:
+        raise ConfigError(f"_config.yml, repository: url: {error}") from error
+    options["repository_url"] = address
+    if not address:
+        options["launch_buttons"] = {}
+    config.labcore_build = page.build_line(app.srcdir)
+    config.templates_path.append(str(page.TEMPLATES))
+
+
+def connect(app: Sphinx) -> dict[str, Any]:
+    """Connects every step; returns what Sphinx wants to know about an extension."""
+    # "html": when the commit or the address changes, all pages are written again.
+    app.add_config_value("labcore_build", "", "html", str)
+    app.add_directive("claims-ledger", ledger.ClaimsLedger)
+    app.add_directive("labcore-api", reference.ApiReference)
+    app.add_directive("teaching", Teaching)
+    app.setup_extension("sphinx.ext.autodoc")
+    explorers.setup(app)
+    clinics.setup(app)
+    app.connect("config-inited", configure)
+    app.connect("env-get-outdated", runs.forget_changed)
+    app.connect("doctree-read", vendor.drop_widget_state)
+    app.connect("doctree-read", runs.remember_run)
+    # After Sphinx's own collector of metadata, which would put text in the place of ours.
+    app.connect("doctree-read", chapter.collect, priority=900)
+    app.connect("autodoc-process-docstring", docstrings.translate)
+    app.connect("missing-reference", docstrings.find_at_face)
+    app.connect("doctree-resolved", chapter.insert_header)
+    app.connect("html-page-context", page.add_foot)
+    app.connect("html-page-context", page.name_roles, priority=900)
+    app.connect("html-page-context", vendor.trim_scripts, priority=900)
+    app.connect("build-finished", vendor.copy_mathjax)
+    app.connect("build-finished", page.write_index, priority=400)
+    return {"version": __version__, "parallel_read_safe": True, "parallel_write_safe": True}

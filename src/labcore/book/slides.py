@@ -1,0 +1,244 @@
+"""Decks for teaching: a chapter as reveal.js slides that need neither kernel nor network.
+
+`write` makes `<slug>.html` for each chapter and one folder `assets` beside them. The outputs come
+from the book's execution cache where it is up to date, else the chapter is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbconvert import SlidesExporter
+
+from labcore.book import contents, explorers, page, runs, vendor
+from labcore.book.slide_outline import PLOTLY_MIME, TWIN_MIME, Slide, outline
+from labcore.ui import twin
+from labcore.ui.compact import dumps
+
+__all__ = ["MOST_BYTES", "Deck", "copy_assets", "deck", "executed", "write"]
+
+MOST_BYTES = 15_000_000  # of a deck with all that it loads
+CONTROL = 44  # pixels of a row of controls
+OWN = ("slides.css", "slides.js", "twin.css", "twin.js")
+REVEAL = {
+    "reveal.js": "dist/reveal.js",
+    "reveal.css": "dist/reveal.css",
+    "notes.js": "plugin/notes/notes.js",
+    "LICENSE.reveal.txt": "LICENSE",
+}
+ROLE = re.compile(r"\{(cite(?::t)?|doc)\}`([^`]+)`")
+TARGET = re.compile(r"^(.*)<([^>]+)>$")
+
+
+def write(root: Path, slugs: Sequence[str], out: Path) -> list[str]:
+    """Writes decks of the chapters at root to out (relative to root) and says what each holds.
+
+    slugs: the chapters; all where none is named. Raises ValueError for a slug that is no chapter
+    and RuntimeError for a chapter that cannot be run or a deck above MOST_BYTES.
+    """
+    known = contents.chapters(root)
+    if unknown := [slug for slug in slugs if slug not in known]:
+        raise ValueError(f"there is no chapter {', '.join(unknown)}; chapters: {', '.join(known)}")
+    out = root / out
+    shared = copy_assets(out / "assets")
+    lines = []
+    for slug in slugs or known:
+        try:
+            made = deck(executed(root, known[slug]), known[slug])
+        except ValueError as problem:
+            raise RuntimeError(f"{slug}: {problem}") from problem
+        own = len(made.page.encode()) + len(made.frames.encode())
+        if own + shared > MOST_BYTES:
+            raise RuntimeError(
+                f"{slug}: the deck takes {own + shared:,} bytes with what it loads and "
+                f"{MOST_BYTES:,} is the most; draw fewer points in its figures"
+            )
+        (out / f"{slug}.html").write_text(made.page, encoding="utf-8")
+        (out / "assets" / f"{slug}.js").write_text(made.frames, encoding="utf-8")
+        lines.append(
+            f"{out / slug}.html: {made.slides} slides, {own / 1e6:.1f} MB beside the "
+            f"{shared / 1e6:.1f} MB that all decks share"
+        )
+    return lines
+
+
+def executed(root: Path, path: Path) -> dict[str, Any]:
+    """A chapter with its outputs: from the book's cache where nothing changed since, else run."""
+    notebook = nbformat.read(path, as_version=4)
+    cache = root / "_build" / ".jupyter_cache"
+    try:
+        memory = json.loads((cache / "labcore.json").read_text(encoding="utf-8"))
+        name = path.relative_to(root).with_suffix("").as_posix()
+        if memory.get(name, {}).get("key") == runs.run_key(path):
+            with runs.open_cache(cache) as kept:
+                return kept.merge_match_into_notebook(notebook)[1]
+    except (OSError, KeyError, ValueError, AttributeError):
+        pass  # no cache, or a damaged one: run
+    quiet = {"LABCORE_BOOK": "1", "NO_COLOR": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": folder}})
+        try:
+            return client.execute(env=os.environ | quiet)
+        except CellExecutionError as problem:
+            raise RuntimeError(
+                f"{path.stem}: a cell ended with {problem.ename}: {problem.evalue}; mend the "
+                "chapter, then make its slides"
+            ) from problem
+
+
+@dataclass(frozen=True, slots=True)
+class Deck:
+    """page: HTML. frames: the script with what its figures show. slides: how many there are."""
+
+    page: str
+    frames: str
+    slides: int
+
+
+def deck(notebook: dict[str, Any], path: Path) -> Deck:
+    """The deck of an executed chapter. path: where it stands, for the pages that it refers to.
+
+    Raises ValueError as `slide_outline.outline` does.
+    """
+    frames: dict[str, str] = {}
+    figures: list[str] = []
+
+    def figure(data: dict[str, Any]) -> tuple[str, int]:
+        packed = _packed(data)
+        packed.pop("picture")
+        body = dumps(packed)
+        key = hashlib.sha256(body.encode()).hexdigest()[:16]
+        frames[key] = body
+        # A deck is a script itself: without JavaScript there is nothing to stand in for a figure.
+        figures.append(key)
+        markup = explorers.drawn_markup(f"twin-{len(figures)}", key, packed).split("<noscript>")[0]
+        rows = -(-len(packed["controls"]) // 2) + len(packed["fixed"])
+        return f"{markup}</div>", int(packed["height"]) + CONTROL * rows
+
+    slides = outline(notebook, figure=figure, plain=lambda text: _without_roles(text, path))
+    slides[0].notes[:0] = [_about(notebook)]
+    exporter = SlidesExporter(
+        extra_template_paths=[str(page.TEMPLATES)],
+        template_file="slides.html.j2",
+        exclude_input=True,
+        exclude_input_prompt=True,
+        exclude_output_prompt=True,
+        exclude_anchor_links=True,
+    )
+    cells = [cell for slide in slides for cell in _cells(slide)]
+    for number, cell in enumerate(cells):
+        cell["id"] = f"cell-{number}"  # the same from run to run
+    book = nbformat.v4.new_notebook(cells=cells)
+    resources = {"deck": {"title": slides[0].title, "slug": path.stem}}
+    found, _ = exporter.from_notebook_node(book, resources)
+    script = "".join(
+        f'(window.labcoreTwins=window.labcoreTwins||{{}})["{key}"]={body};\n'
+        for key, body in frames.items()
+    )
+    return Deck(found, script, len(slides))
+
+
+def _packed(data: dict[str, Any]) -> dict[str, Any]:
+    if TWIN_MIME in data:
+        return dict(data[TWIN_MIME])
+    figure = data[PLOTLY_MIME]
+    return twin.still(figure, alt=explorers.alternative_text(figure) or "A figure")
+
+
+def _about(notebook: dict[str, Any]) -> str:
+    """The chapter's objectives, for the speaker to begin with."""
+    facts = notebook.get("metadata", {}).get("labcore", {})
+    goals = "".join(f"\n- {line}" for line in facts.get("objectives", []))
+    return f"After this chapter you can\n{goals}" if goals else ""
+
+
+def _cells(slide: Slide) -> list[Any]:
+    """A slide as cells of a notebook, as SlidesExporter wants them."""
+    level = "#" if slide.part else "##"
+    kind = {"slideshow": {"slide_type": "slide" if slide.part else "subslide"}}
+    text = f"{level} {slide.title}\n\n{slide.text}"
+    cells = [nbformat.v4.new_markdown_cell(text, metadata=kind)]
+    if slide.markup:
+        shown = nbformat.v4.new_output("display_data", {"text/html": slide.markup})
+        cells.append(
+            nbformat.v4.new_code_cell(outputs=[shown], metadata={"slideshow": {"slide_type": "-"}})
+        )
+    if notes := "\n\n".join(filter(None, slide.notes)):
+        aside = {"slideshow": {"slide_type": "notes"}}
+        cells.append(nbformat.v4.new_markdown_cell(notes, metadata=aside))
+    return cells
+
+
+def _without_roles(text: str, path: Path) -> str:
+    """Markdown with MyST's roles said in words: authors and year, the title of a page."""
+
+    def said(found: re.Match[str]) -> str:
+        role, body = found[1], found[2]
+        if role == "doc":
+            named = TARGET.match(body)
+            return named[1].strip() if named else _title(path.parent / body)
+        names = [_source(path.parent / "references.bib", key.strip()) for key in body.split(",")]
+        if role == "cite:t":
+            return "; ".join(f"{who} ({year})" for who, year in names)
+        return "(" + "; ".join(f"{who}, {year}" for who, year in names) + ")"
+
+    return ROLE.sub(said, text)
+
+
+def _title(page_path: Path) -> str:
+    """The title of a page of the book, else its name."""
+    for suffix in (".md", ".ipynb"):
+        file = page_path.with_suffix(suffix)
+        if file.is_file():
+            text = file.read_text(encoding="utf-8")
+            if suffix == ".ipynb":
+                text = "".join(json.loads(text)["cells"][0]["source"])
+            if heading := re.search(r"^#\s+(.+)$", text, re.MULTILINE):
+                return heading[1].strip()
+    return page_path.name
+
+
+def _source(bibliography: Path, key: str) -> tuple[str, str]:
+    """Authors and year of an entry of the list of references; the key itself where it has none."""
+    from pybtex.database import parse_file  # type: ignore[import-untyped]
+
+    entries = parse_file(str(bibliography)).entries if bibliography.is_file() else {}
+    if key not in entries:
+        return key, "n.d."
+    entry = entries[key]
+    names = [" ".join(person.last_names) for person in entry.persons.get("author", [])]
+    names = [name.strip("{}") for name in names]
+    who = " and ".join(names) if len(names) < 3 else f"{names[0]} et al."
+    return who or key, entry.fields.get("year", "n.d.")
+
+
+def copy_assets(folder: Path) -> int:
+    """Copies what all decks load into folder; returns its bytes."""
+    spec = importlib.util.find_spec("sphinx_revealjs")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("sphinx-revealjs is not installed; run pip install 'labcore[book]'")
+    reveal = Path(spec.origin).parent / "_static" / "revealjs"
+    wanted = {name: reveal / place for name, place in REVEAL.items()}
+    wanted |= {name: explorers.ASSETS / name for name in OWN}
+    wanted |= {"plotly.min.js": explorers.plotly_script()}
+    wanted |= {f"mathjax/{name}": path for name, path in vendor.mathjax_files().items()}
+    for name, source in wanted.items():
+        if not source.is_file():
+            raise RuntimeError(f"{source.name} is missing; install the versions in constraints.txt")
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    return sum(path.stat().st_size for path in wanted.values())

@@ -1,0 +1,1 @@
+"""The teaching guide: its tables and plans, made from the chapters and labs."""

@@ -1,0 +1,1 @@
+"""The course on one machine: the local server, the doctor, the repository's address."""

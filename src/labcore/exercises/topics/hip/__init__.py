@@ -1,0 +1,11 @@
+"""Exercises on a port to AMD: a mended wavefront, fragments, banks, a tile for CDNA3, a clinic."""
+
+from labcore.exercises.topics.hip.banks import PLACE_TILE
+from labcore.exercises.topics.hip.clinic import CLINIC
+from labcore.exercises.topics.hip.fragments import HELD
+from labcore.exercises.topics.hip.reduction import BROKEN, MEND
+from labcore.exercises.topics.hip.tile import CHOOSE_TILE
+
+__all__ = ["BROKEN", "CHOOSE_TILE", "CLINIC", "EXERCISES", "HELD", "MEND", "PLACE_TILE"]
+
+EXERCISES = (MEND, HELD, PLACE_TILE, CHOOSE_TILE, CLINIC)

@@ -1,0 +1,155 @@
+"""Where the elements of a tile stand in LDS, so that no two lanes ask one bank for two words."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labcore.exercises.topics.hip.emulated import EmulatedExercise
+from labcore.exercises.wording import describe
+from labcore.hip import Program, load
+
+__all__ = ["PLACE_TILE"]
+
+# A wavefront writes words of LDS, then reads some; which ones the host says, lane by lane.
+WALK = """\
+#include "portable.h"
+
+__global__ void __launch_bounds__(64)
+walk(Global<const int> places, Global<float> seen, int steps, int writes) {
+  SHARED(float, tile, 16384);
+  for (int step = 0; step < steps; ++step) {
+    const int at = places[step * 64 + threadIdx.x];
+    if (writes) tile[at] = 1.0f;
+    if (!writes) seen[threadIdx.x] = tile[at];
+  }
+}
+ENTRY(walk, walk)
+"""
+COLUMNS = (64, 96, 128, 160, 192)
+SPARE = 8  # words for each row beyond its elements
+
+
+def place_tile(rows: int, columns: int, spare: int) -> Tensor:
+    """[rows, columns] of int64: the word of LDS in which each element stands."""
+    del spare
+    stride = columns + 1
+    return torch.arange(rows)[:, None] * stride + torch.arange(columns)
+
+
+def _wrongly(fault: str) -> Callable[..., Tensor]:
+    def place(rows: int, columns: int, spare: int) -> Tensor:
+        del spare
+        row, column = torch.arange(rows)[:, None], torch.arange(columns)
+        return {
+            "as it is": row * columns + column,
+            "transposed": column * rows + row,
+            "two words more": row * (columns + 2) + column,
+            "four words more": row * (columns + 4) + column,
+            "eight words more": row * (columns + 8) + column,
+            "a round of banks more": row * (columns + 32) + column,
+            "shifted by the row's bank": row * columns + column + row % 32,
+        }[fault]
+
+    return place
+
+
+@functools.cache
+def _walk() -> Program:
+    return load(WALK)
+
+
+@functools.lru_cache(maxsize=256)
+def _conflicts(order: tuple[int, ...], *, writes: bool) -> int:
+    """Cycles that a wavefront loses when its lanes take the words in `order`, 64 at a time."""
+    places = torch.tensor(order, dtype=torch.int32)
+    given: dict[str, Tensor | int] = {"places": places, "seen": torch.zeros(64)}
+    given |= {"steps": len(order) // 64, "writes": int(writes)}
+    launched = _walk().launch("walk", grid=1, block=64, arguments=given, count=True)
+    return launched.lds_conflicts if launched else 0
+
+
+def _found(table: Any, case: Mapping[str, Any]) -> tuple[str, str]:
+    """(what forbids a table, "" where nothing does; what it does to the banks)."""
+    shape = rows, columns = case["rows"], case["columns"]
+    words = rows * (columns + case["spare"])
+    if not isinstance(table, Tensor) or table.dtype != torch.int64 or tuple(table.shape) != shape:
+        return f"the result must be an int64 tensor of shape {shape}, got {describe(table)}", ""
+    low, high = int(table.min()), int(table.max())
+    if low < 0 or high >= words:
+        return f"the words are {low} to {high}; there are those from 0 to {words - 1}", ""
+    if shared := table.numel() - int(table.unique().numel()):
+        return f"{shared} elements stand in a word that another one has already", ""
+    by_rows = _conflicts(tuple(table.flatten().tolist()), writes=True)
+    by_columns = _conflicts(tuple(table.T.flatten().tolist()), writes=False)
+    return "", (
+        f"with {rows} rows the emulator counts {by_rows} lost cycles when rows are written and "
+        f"{by_columns} when columns are read"
+    )
+
+
+def _compare(
+    answers: Sequence[Any], wanted: Sequence[Any], cases: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """Complaint unless each answer is allowed where the wanted one is and has its conflicts.
+
+    So every layout without conflicts is as right as the reference's, and a mistake is known by the
+    cycles that it loses. Nothing is random: no false alarms.
+    """
+    for at, (came, right, case) in enumerate(zip(answers, wanted, cases, strict=True), 1):
+        mine, theirs = _found(came, case), _found(right, case)
+        if mine != theirs:
+            return f"in case {at} of {len(cases)}, {mine[0] or mine[1]}"
+    return None
+
+
+def _cases(seed: int) -> list[dict[str, Any]]:
+    """Both numbers of rows, with a few spare words a row; the whole has to fit into LDS."""
+    rows = random.Random(seed).sample((32, 64), 2)
+    return [{"rows": count, "spare": SPARE} for count in rows]
+
+
+def _own_columns(student: int) -> Mapping[str, Any]:
+    return {"columns": random.Random(f"hip.place_tile:{student}").choice(COLUMNS)}
+
+
+_HINTS = {
+    "as it is": "Row after row without a gap: a row's length is a multiple of 32, so a column "
+    "stands in one bank, and 32 lanes that read it wait for each other.",
+    "transposed": "Now a column's elements are neighbours, and a row stands in one bank: reading "
+    "is free and writing is not.",
+    "two words more": "A column of yours stands in every second bank, and two lanes share each of "
+    "them. That is so where rows are an even number of words apart: its multiples meet half of the "
+    "32 banks at most.",
+    "four words more": "A column of yours stands in eight of the 32 banks. Four words more for "
+    "each row do that, which keep the rows aligned to 16 bytes. Rows that are padded must be apart "
+    "by a number with no factor in common with 32.",
+    "eight words more": "A column of yours stands in four of the 32 banks. All eight spare words "
+    "in each row do that: rows that are padded must be apart by a number with no factor in common "
+    "with 32. You need not use all that there is.",
+    "a round of banks more": "Your table is larger than it may be, and no better for it: 32 words "
+    "more bring each row back to the bank where it was.",
+    "shifted by the row's bank": "Each row is shifted by its number modulo 32, and after 32 rows "
+    "the shift begins anew: there one row's end and the next one's beginning are in one place.",
+}
+
+PLACE_TILE = EmulatedExercise(
+    id="hip.place_tile",
+    reference=place_tile,
+    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    cases=_cases,
+    variant=_own_columns,
+    ready=_walk,
+    compare=_compare,
+    explanation="32 lanes are served at a time, by 32 banks of one word each. Along a row "
+    "neighbouring words are in neighbouring banks whatever the layout; down a column the lanes are "
+    "a row apart, and meet all banks if that distance has no factor in common with 32, which any "
+    "odd number has not. One spare word a row is enough. This reference needs it. Where there is "
+    "none, look for an order of a row's words that differs from row to row and keeps each word in "
+    "its row.",
+)

@@ -1,0 +1,146 @@
+"""Five servers that batch in flight, each with a fault, known by their pools and their clients."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+
+from labcore.exercises.clinic import Clinic, Fault
+from labcore.exercises.topics.inflight.engine import Engine, Job, Server, Step, alone
+
+__all__ = ["CLINIC", "REQUESTS", "STEPS", "Log", "jobs", "observe", "report"]
+
+REQUESTS, STEPS = 120, 180
+BURST, EVERY = 24, 33  # requests that come together, and the steps between
+BEGINNING = 40  # tokens that the requests of a burst have in common
+LONGEST = 36  # output tokens
+PATIENCE = (12, 50, 50)  # steps from arrival to deadline
+SEED = 76
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Log:
+    """What a server did in STEPS steps."""
+
+    server: Server
+    steps: list[Step]
+
+
+@functools.cache
+def jobs() -> tuple[Job, ...]:
+    """REQUESTS requests in bursts; those of a burst begin alike."""
+    chance = random.Random(SEED)
+    made = []
+    beginning: tuple[int, ...] = ()
+    for number in range(REQUESTS):
+        if number % BURST == 0:
+            beginning = tuple(chance.choices(range(500), k=BEGINNING))
+        arrival = number // BURST * EVERY + chance.choice((0, 0, 1, 2, 3, 9))
+        own = tuple(chance.choices(range(500), k=chance.randint(2, 14)))
+        made.append(
+            Job(
+                id=f"r{number}",
+                arrival=arrival,
+                prompt=(*beginning, *own),
+                output=min(2 + int(chance.expovariate(1 / 10)), LONGEST),
+                most=LONGEST,
+                deadline=arrival + chance.choice(PATIENCE),
+            )
+        )
+    return tuple(made)
+
+
+@functools.cache
+def observe(engine: Engine) -> Log:
+    """STEPS steps of a server."""
+    server = Server(engine, jobs())
+    return Log(server=server, steps=[server.step() for _ in range(STEPS)])
+
+
+def _curves(engine: Engine) -> dict[str, list[float]]:
+    log = observe(engine)
+    curves: dict[str, list[float]] = {
+        "free blocks": [],
+        "running requests": [],
+        "preemptions so far": [],
+        "outputs as alone": [],
+    }
+    right = ended = preempted = 0
+    truth = {job.id: alone(job) for job in jobs()}
+    for step in log.steps:
+        preempted += len(step.preempted)
+        ended += len(step.ended)
+        right += sum(log.server.outputs[name] == truth[name] for name in step.ended)
+        share = right / ended if ended else 1.0
+        values = (step.spare, step.running, preempted, share)
+        for curve, value in zip(curves.values(), values, strict=True):
+            curve.append(float(value))
+    return curves
+
+
+def report(student: int = 0) -> dict[str, str]:
+    """What became of each patient's requests by the end: patient -> sentence."""
+    said = {}
+    deadlines = {job.id: job.deadline for job in jobs()}
+    for label, name in CLINIC.diagnoses(student).items():
+        log = observe(CLINIC.faults[name].make())
+        first: dict[str, int] = {}
+        for at, step in enumerate(log.steps):
+            for one in step.admitted:
+                first.setdefault(one, at)
+        expired = [one for step in log.steps for one in step.expired]
+        queued = sum(one not in first for one in expired)
+        late = sum(first[one] >= deadlines[one] for one in expired if one in first)
+        said[label] = (
+            f"{len(log.server.outputs)} outputs came to their end, {len(expired)} met their "
+            f"deadline: {queued} before they were admitted, {late} were admitted after it."
+        )
+    return said
+
+
+CLINIC = Clinic(
+    id="inflight.clinic",
+    healthy=Engine,
+    faults={
+        "a request leaves a block behind": Fault(
+            make=functools.partial(Engine, leaky=True),
+            symptom="free blocks get fewer from burst to burst, until too few are left for anyone "
+            "and requests meet their deadlines in the queue. When all have gone, blocks are "
+            "missing. The outputs that come are right.",
+        ),
+        "blocks are known before they are written": Fault(
+            make=functools.partial(Engine, early=True),
+            symptom="some outputs are wrong, from the first burst on, and nothing else is worse "
+            "than in the healthy server: those who come together share a beginning that one of "
+            "them is still reading, and read in it what stood there before.",
+        ),
+        "a victim keeps its blocks": Fault(
+            make=functools.partial(Engine, clinging=True),
+            symptom="preemptions come several at a time and far more often than in the healthy "
+            "server, and each time most of the running are gone: what a victim has stays taken, so "
+            "that the next one must go as well. When all have ended, all blocks are free.",
+        ),
+        "ended rows keep their slots": Fault(
+            make=functools.partial(Engine, batched=True),
+            symptom="running requests fall one by one, often to a single one, and only then rise "
+            "again at once. Few are preempted, and many meet their deadlines in the queue while "
+            "slots stand idle.",
+        ),
+        "deadlines are not looked at in the queue": Fault(
+            make=functools.partial(Engine, undated=True),
+            symptom="the curves are nearly those of the healthy server. But no request ends in the "
+            "queue: those whose time is over are admitted, read a chunk for nobody, and end with "
+            "their next step.",
+        ),
+    },
+    observe=_curves,
+    explanation="A count of blocks is the quickest test of a pool: when nobody runs, all of them "
+    "are free or cached, and one block a request is lost long before anybody misses it. Outputs "
+    "are compared with those of the request alone, since a server that shares what is not written "
+    "is as fast as a sound one and never fails. Preemptions are to be counted with what they "
+    "brought: a victim that frees nothing costs its work and calls for the next. The number of "
+    "running requests tells iteration-level scheduling from a static batch at a glance. And a "
+    "deadline is to be looked at wherever a request may wait, or the server works hardest, in "
+    "its worst hour, for clients that have gone.",
+)

@@ -1,0 +1,299 @@
+"""One course in one folder, entered into nbgrader's gradebook a notebook at a time.
+
+nbgrader's three steps run in this process: its release of a lab with the gradebook's entries, the
+autograder, which runs nothing here but takes what was judged, and the feedback as HTML.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from nbformat import NotebookNode, ValidationError, from_dict, validate
+from nbformat.v4 import new_output
+from nbgrader import api  # type: ignore[import-untyped]
+from nbgrader.converters import (  # type: ignore[import-untyped]
+    Autograde,
+    GenerateAssignment,
+    GenerateFeedback,
+)
+from nbgrader.coursedir import CourseDirectory  # type: ignore[import-untyped]
+from nbgrader.preprocessors import (  # type: ignore[import-untyped]
+    Execute,
+    NbGraderPreprocessor,
+)
+from nbgrader.utils import is_grade  # type: ignore[import-untyped]
+from traitlets.config import Config
+
+from labcore.grading import feedback
+from labcore.grading.judged import Judged
+from labcore.labs.nbgrader_settings import course_settings, open_gradebook, quiet_log
+from labcore.labs.source import HIDDEN, Lab, cell_text, import_cells, nbgrader_of
+
+__all__ = ["Gradebook", "Graded", "GradingError"]
+
+OUTPUTS = ("stream", "display_data", "execute_result", "error")
+PLACE = "labcore_place"  # metadata of a cell: where it stands in the mended notebook
+
+
+class GradingError(RuntimeError):
+    """A notebook could not be graded to its end; the message says what happened."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Graded:
+    """points by grade_id in reading order, those given by hand included, and the feedback page.
+
+    changes: what became of points given by hand, a phrase each.
+    """
+
+    points: Mapping[str, float]
+    feedback: Path
+    changes: Sequence[str] = ()
+
+
+class FillIn(NbGraderPreprocessor):
+    """In the place of nbgrader's Execute: what a notebook's cells said where they were run.
+
+    Errors alone decide over a graded cell. nbgrader by itself gives no points for a line on stderr,
+    such as a warning in right code, and some points for a number as the last value.
+    """
+
+    def __init__(self, judged: Judged, **more: Any) -> None:
+        super().__init__(**more)
+        self._judged = judged
+
+    def preprocess_cell(
+        self, cell: NotebookNode, resources: Any, _index: int
+    ) -> tuple[NotebookNode, Any]:
+        """Gives a code cell its outputs, a graded one its error where it did not pass."""
+        if cell.cell_type != "code":
+            return cell, resources
+        if is_grade(cell):
+            error = self._judged.errors.get(cell.metadata.nbgrader.grade_id)
+            cell.outputs = [_error(*error)] if error else []
+            cell.execution_count = 1  # without one nbgrader takes a cell for not run
+        elif (place := cell.metadata.pop(PLACE, None)) is not None:
+            cell.outputs = [_checked(one) for one in self._judged.outputs[place]]
+            cell.execution_count = self._judged.counts[place]
+        return cell, resources
+
+
+def _error(name: str, message: str) -> NotebookNode:
+    return new_output("error", ename=name, evalue=message, traceback=[f"{name}: {message}"])
+
+
+def _checked(output: Mapping[str, Any]) -> NotebookNode:
+    """An output as the notebook's format has it; what is none becomes a line that says so."""
+    node = from_dict(dict(output))
+    try:
+        if node.get("output_type") not in OUTPUTS:
+            raise ValidationError("an output of no kind")
+        validate(node, ref=node.output_type, version=4)
+    except (ValidationError, KeyError, AttributeError, TypeError):
+        return new_output("stream", name="stderr", text="[An output that is none was left out.]\n")
+    return node
+
+
+class OneAutograde(Autograde):
+    """The autograder, which remembers why a notebook failed instead of only logging it."""
+
+    failure: Exception | None = None
+
+    def convert_single_notebook(self, notebook_filename: str) -> None:
+        """Grades one notebook."""
+        try:
+            super().convert_single_notebook(notebook_filename)
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+def _with_imports(notebook: Mapping[str, Any]) -> dict[str, Any]:
+    """A source whose graded cells begin with the lab's own imports, as a part of what is hidden.
+
+    A student's notebook may have lost them, or have given their names to something else.
+    """
+    lines = [cell_text(cell).strip() for cell in import_cells(notebook["cells"])]
+    region = "\n".join((f"### BEGIN {HIDDEN}", *lines, f"### END {HIDDEN}"))
+    cells = [
+        {**cell, "source": f"{region}\n{cell_text(cell)}"}
+        if nbgrader_of(cell).get("grade")
+        else cell
+        for cell in notebook["cells"]
+    ]
+    return {**notebook, "cells": cells if lines else notebook["cells"]}
+
+
+class Gradebook:
+    """nbgrader's course in a folder of its own, new or from an earlier grading.
+
+    One process at a time may have it. A context manager, which closes the log.
+    log: the file that takes what nbgrader logs.
+    """
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        self._folder = folder
+        self._log = quiet_log(log)
+        self._releases: dict[str, dict[str, Any]] = {}
+        open_gradebook(folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        for handler in self._log.handlers:
+            handler.close()
+
+    def _start(self, kind: type[Any], slug: str, student: str = "*") -> Any:
+        """A converter of nbgrader for one lab and student, run by the caller."""
+        config = Config(course_settings(self._folder, self._folder))
+        course = CourseDirectory(
+            config=config, assignment_id=slug, student_id=student, log=self._log
+        )
+        return kind(coursedir=course, config=config, log=self._log, force=True)
+
+    def open_lab(self, lab: Lab) -> dict[str, Any]:
+        """Enters a lab into the gradebook once; returns nbgrader's release of it as JSON.
+
+        Raises GradingError where nbgrader does not take it.
+        """
+        slug = lab.metadata.slug
+        if slug not in self._releases:
+            source = self._folder / "source" / slug / f"{slug}.ipynb"
+            made = self._folder / "release" / slug / f"{slug}.ipynb"
+            text = json.dumps(_with_imports(lab.notebook))
+            if not made.is_file() or source.read_text(encoding="utf-8") != text:
+                source.parent.mkdir(parents=True, exist_ok=True)
+                made.unlink(missing_ok=True)
+                source.write_text(text, encoding="utf-8")
+                try:
+                    self._start(GenerateAssignment, slug).start()
+                except Exception as error:
+                    raise GradingError(
+                        f"the lab {slug} could not be opened: {_reason(error)}"
+                    ) from error
+            self._releases[slug] = json.loads(made.read_text(encoding="utf-8"))
+        return self._releases[slug]
+
+    def record(
+        self, slug: str, student: str, notebook: Mapping[str, Any], judged: Judged, *, name: str
+    ) -> Graded:
+        """Enters what was judged of a mended notebook, in place of an earlier submission's.
+
+        Points given by hand stay, unless the answer above their cell is another one now. student: a
+        plain word; name: what the gradebook shows for it. Raises GradingError.
+        """
+        place = self._folder / "submitted" / student / slug / f"{slug}.ipynb"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        cells = [
+            {**cell, "metadata": {**cell["metadata"], PLACE: at}}
+            for at, cell in enumerate(notebook["cells"])
+        ]
+        place.write_text(json.dumps({**notebook, "cells": cells}), encoding="utf-8")
+        converter = self._start(OneAutograde, slug, student)
+        converter.autograde_preprocessors = [
+            FillIn(judged) if step is Execute else step
+            for step in converter.autograde_preprocessors
+        ]
+        try:
+            converter.start()
+        except Exception as error:
+            raise GradingError(_reason(converter.failure or error)) from error
+        changes = self._settle_points_by_hand(slug, student, name, notebook)
+        self._prepare_feedback(slug, student)
+        try:
+            self._start(GenerateFeedback, slug, student).start()
+        except Exception as error:
+            raise GradingError(_reason(error)) from error
+        page = self._folder / "feedback" / student / slug / f"{slug}.html"
+        named = feedback.titles(self._releases[slug])
+        page.write_text(feedback.finish(page.read_text("utf-8"), named), encoding="utf-8")
+        return Graded(points=self._points(slug, student), feedback=page, changes=changes)
+
+    def _settle_points_by_hand(
+        self, slug: str, student: str, name: str, notebook: Mapping[str, Any]
+    ) -> list[str]:
+        """Takes back what was given by hand for an answer that changed since; says what and why."""
+        now = _answers(notebook)
+        known = self._folder / "answers" / student / f"{slug}.json"
+        before = json.loads(known.read_text(encoding="utf-8")) if known.is_file() else now
+        said = []
+        with api.Gradebook(f"sqlite:///{self._folder / 'gradebook.db'}") as book:
+            book.update_or_create_student(student, last_name=name)
+            for grade in book.find_submission_notebook(slug, slug, student).grades:
+                by_hand = grade.manual_score
+                if by_hand is not None and before.get(grade.name) != now.get(grade.name):
+                    said.append(
+                        f"{grade.name} had {by_hand:g} points by hand for another answer, now taken"
+                        " back"
+                    )
+                    grade.manual_score = None
+                # nbgrader asks for a second look after every run.
+                grade.needs_manual_grade = False
+            book.db.commit()
+        # Last: whoever is stopped before this does it all again.
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.write_text(json.dumps(now), encoding="utf-8")
+        return said
+
+    def _points(self, slug: str, student: str) -> dict[str, float]:
+        with api.Gradebook(f"sqlite:///{self._folder / 'gradebook.db'}") as book:
+            grades = book.find_submission_notebook(slug, slug, student).grades
+            found = {grade.name: float(grade.score) for grade in grades}
+        order = [cell["metadata"].get("nbgrader", {}) for cell in self._releases[slug]["cells"]]
+        return {cell["grade_id"]: found[cell["grade_id"]] for cell in order if cell.get("grade")}
+
+    def _prepare_feedback(self, slug: str, student: str) -> None:
+        """Takes the hidden tests out of the graded copy, so that feedback can be given out.
+
+        Locked cells get the text of the release again, errors lose their traceback, which quotes
+        code, and the rest becomes what a page without scripts can show.
+        """
+        path = self._folder / "autograded" / student / slug / f"{slug}.ipynb"
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        ours = {
+            cell["metadata"]["nbgrader"]["grade_id"]: cell
+            for cell in self._releases[slug]["cells"]
+            if cell["metadata"].get("nbgrader", {}).get("locked")
+        }
+        for cell in notebook["cells"]:
+            errors = [out for out in cell.get("outputs", ()) if out["output_type"] == "error"]
+            name = cell["metadata"].get("nbgrader", {}).get("grade_id")
+            if name in ours:
+                cell["source"] = ours[name]["source"]
+                for error in errors:
+                    error["traceback"] = [f"{error['ename']}: {error['evalue']}"]
+        feedback.make_readable(notebook, self._releases[slug])
+        # nbgrader leaves the file write-protected.
+        path.unlink()
+        path.write_text(json.dumps(notebook), encoding="utf-8")
+
+
+def _answers(notebook: Mapping[str, Any]) -> dict[str, str]:
+    """By grade_id of the graded cells, the text of the answers above them that they judge."""
+    found: dict[str, str] = {}
+    answer, closed = "", False
+    for cell in notebook["cells"]:
+        meta = nbgrader_of(cell)
+        if meta.get("solution"):
+            # An exercise may have its answer in several cells.
+            answer = cell_text(cell) if closed else answer + cell_text(cell)
+            closed = False
+        if meta.get("grade"):
+            found[str(meta["grade_id"])] = answer
+            closed = True
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return f"nbgrader stopped at it, and grading.log says why ({type(error).__name__})"

@@ -1,0 +1,1 @@
+"""What students handed in, in whatever form, as one list of notebooks."""

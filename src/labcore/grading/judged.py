@@ -1,0 +1,128 @@
+"""One submission, run in a sandbox and judged outside of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from labcore.exercises import slugs
+from labcore.grading.judging import (
+    Ran,
+    Sandbox,
+    Verdicts,
+    answer_names,
+    calls_solutions,
+    judge,
+)
+from labcore.grading.references import doubts
+from labcore.grading.sandbox import Limits
+from labcore.grading.session import DIED, TIMEOUT
+from labcore.labs.source import Lab, nbgrader_of
+
+__all__ = ["Judged", "run_and_judge"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """What came of one notebook, as data that a file can hold.
+
+    outputs, counts: of each cell of the mended notebook, by its place. errors: (name, message) by
+    grade_id of the graded cells that did not pass; one that is not there passed. problem: why
+    nothing of it could be run, "" where something could. stopped: cells and functions that ran out
+    of time; died: cells that ended their kernel and were left out. unchecked: graded cells that
+    this machine could not check. concerns: what a person should look at.
+    """
+
+    outputs: Sequence[Sequence[Mapping[str, Any]]]
+    counts: Sequence[int | None]
+    errors: Mapping[str, tuple[str, str]]
+    problem: str = ""
+    stopped: int = 0
+    died: int = 0
+    unchecked: int = 0
+    concerns: Sequence[str] = ()
+
+    def to_json(self) -> str:
+        """All of it as text."""
+        text = json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+        # What a student's code says can have halves of signs, which no file in UTF-8 can.
+        return text.encode("utf-8", errors="replace").decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> Judged:
+        """What was judged, from the text of `to_json`."""
+        told = json.loads(text)
+        told["errors"] = {name: (one, more) for name, (one, more) in told["errors"].items()}
+        return cls(**{**told, "concerns": tuple(told["concerns"])})
+
+
+def _without_graded(notebook: Mapping[str, Any]) -> dict[str, Any]:
+    """The notebook with its graded cells emptied: they are nothing for a student's kernel."""
+    found = copy.deepcopy(dict(notebook))
+    for cell in found["cells"]:
+        if nbgrader_of(cell).get("grade"):
+            cell["source"] = ""
+    return found
+
+
+def _count(ran: Ran, name: str) -> int:
+    errors = [[one.get("ename") for one in outputs] for outputs in ran.outputs]
+    return sum(name in names for names in errors)
+
+
+def _numbered(number: int | None, ran: Ran) -> tuple[int, list[str]]:
+    """The student's number to judge by, and what is to say of it."""
+    if number is not None:
+        return number, []
+    if ran.number is not None:
+        return ran.number, [f"STUDENT is no plain number; graded as {ran.number}, its last value"]
+    return 0, ["STUDENT is no plain number; graded as 0"]
+
+
+def run_and_judge(
+    lab: Lab,
+    notebook: Mapping[str, Any],
+    *,
+    number: int | None,
+    limits: Limits,
+    sandboxed: bool = True,
+) -> Judged:
+    """Runs a mended notebook (`submissions.mend`) in a sandbox and judges its functions outside.
+
+    number: the student's, None where the notebook has no plain one. sandboxed: False runs the
+    student's code with the rights of this process. Never raises for what a student wrote.
+    """
+    slug, every = lab.metadata.slug, list(lab.points)
+    with Sandbox(limits, sandboxed=sandboxed) as sandbox:
+        ran = sandbox.run(_without_graded(notebook), answer_names(lab))
+        number, concerns = _numbered(number, ran)
+        if ran.problem and not sandbox.told:
+            errors = dict.fromkeys(every, ("NotRun", ran.problem))
+            verdicts = Verdicts(errors=errors, unchecked=0, timeouts=0)
+        else:
+            verdicts = judge(lab, sandbox, number=number, chosen=every)
+            # A lab without exercises in labcore has no solutions there to call.
+            right = [name for name in every if name not in verdicts.errors and slug in slugs()]
+            again = judge(lab, sandbox, number=number, chosen=right, without=slug)
+            concerns += [f"{name} {how}" for name, how in calls_solutions(again).items()]
+            concerns += [
+                f"{name} is a copy of labcore's own solution"
+                for name, told in sandbox.told.items()
+                if told.get("copied") is True
+            ]
+            concerns += doubts(notebook, lab.notebook)
+        nothing_ran = ran.problem if not sandbox.told else ""
+    return Judged(
+        outputs=ran.outputs,
+        counts=ran.counts,
+        errors=verdicts.errors,
+        problem=nothing_ran,
+        stopped=_count(ran, TIMEOUT) + verdicts.timeouts,
+        died=_count(ran, DIED),
+        unchecked=verdicts.unchecked,
+        concerns=tuple(concerns),
+    )

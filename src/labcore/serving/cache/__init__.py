@@ -1,0 +1,1 @@
+"""Keys and values in pages of one pool, and the attention that reads them."""

@@ -1,0 +1,402 @@
+"""An engine: requests in at any moment, in-flight batching, tokens out as they come.
+
+Each step the scheduler decides which chunks of prompts and which decodes run in which blocks; the
+engine reads the chunks in one forward and the decodes in another, draws the next tokens, and tells
+the scheduler what came of it.
+Sources: Yu et al., Orca, OSDI 2022 (scheduling by iterations); Kwon et al., 2023, arXiv 2309.06180
+(pages); Agrawal et al., 2023, arXiv 2308.16369 (chunks of prompts beside decodes).
+
+Letters: B rows of a forward, N drafted tokens of a row, V vocabulary, C width.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from labcore.checks import one_of, positive_int
+from labcore.decoding.contract import Proposer, SamplingConfig
+from labcore.decoding.requests import Plan
+from labcore.decoding.stops import TextDecoder
+from labcore.decoding.verify import LOSSLESS, VERIFIERS
+from labcore.models import Llama
+from labcore.serving.cache.blocks import BlockPool, blocks_for
+from labcore.serving.cache.paged import PagedCache
+from labcore.serving.cache.slots import SlotCache
+from labcore.serving.engine.clock import Clock, MonotonicClock
+from labcore.serving.engine.forwards import Forwards
+from labcore.serving.engine.fused import MOST_WEIGHTS, can_be_fused
+from labcore.serving.engine.metrics import Counters, RequestMetrics, Snapshot, StepRecord
+from labcore.serving.engine.outputs import Entry, Output, check_ends_after, check_sampling
+from labcore.serving.engine.requests import Request
+from labcore.serving.engine.scheduler import QueueFull, Scheduler, StepPlan
+from labcore.serving.engine.speculation import Speculation
+from labcore.serving.engine.turn import Turn
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Serves a `Llama`: whole or divided by `parallelize`, on a CPU or a GPU, in evaluation mode.
+
+    tokenizer: with `decode`, for texts in the outputs and for stop texts; with `encode` too,
+    prompts may be texts. pages: blocks of the pool, each of `page` tokens. slots: the most requests
+    that run at once. budget: the most tokens of a step; chunk: the most of one prompt in a step
+    (None: the budget). policy, victim, max_waiting, share_prefixes: the `Scheduler`'s; under
+    "static" a client too hears its tokens as they come and its end at once, only the slot stays.
+    max_length: the most tokens of a request, prompt and output; None is what the pool holds, at
+    most the model's max_position_embeddings.
+    proposer: "ngram", or a `Proposer` of the engine's own; None drafts nothing. verifier: one of
+    the lossless names. "sample_and_compare" draws one number a token, so that an output is that of
+    the request alone whatever is drafted; "rejection" accepts more of a draft model's tokens, and
+    its output has the same law.
+    graphs: decode steps as CUDA graphs; None is on a GPU. They run where nothing is drafted.
+    fused: the model's fused form, which is sooner on a CPU, in fp32, to its rounding the same; it
+    reads copies of the weights as they are now. None is where that can be, up to 2**28 weights.
+    cache: "paged", or "slots": one contiguous slot of max_length tokens a request, to compare.
+    clock: seconds of arrivals and deadlines. eos_token_ids: None is the model's; () ends no
+    output early. keep: how many records of steps and of requests are kept, the latest.
+
+    trace: a `StepRecord` for each of the last steps. metrics: `RequestMetrics` of each of the last
+    requests that ended. pool, scheduler: to be looked at. An output does not depend on the
+    neighbours: a request draws from a generator of its own, by its SamplingConfig's seed. Rounding
+    may: a row of a larger batch is summed in another order.
+
+    Not for several threads at once: `Service` puts it in a thread of its own.
+    Raises TypeError or ValueError for options that do not fit.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: TextDecoder | None = None,
+        *,
+        pages: int = 256,
+        page: int = 16,
+        slots: int = 8,
+        budget: int = 256,
+        chunk: int | None = None,
+        policy: str = "guaranteed_no_evict",
+        victim: str = "newest",
+        max_waiting: int = 1024,
+        max_length: int | None = None,
+        proposer: str | Proposer | None = None,
+        verifier: str = "sample_and_compare",
+        graphs: bool | None = None,
+        fused: bool | None = None,
+        share_prefixes: bool = True,
+        cache: str = "paged",
+        clock: Clock | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        keep: int = 10_000,
+    ) -> None:
+        if not isinstance(model, Llama):
+            raise TypeError(
+                f"model must be a Llama, got {type(model).__name__}; load one with "
+                "labcore.models.from_pretrained"
+            )
+        self.model, self.tokenizer = model, tokenizer
+        self.clock: Clock = MonotonicClock() if clock is None else clock
+        most = model.config.max_position_embeddings
+        if max_length is None:
+            max_length = min(positive_int("pages", pages) * positive_int("page", page), most)
+        if positive_int("max_length", max_length) > most:
+            raise ValueError(
+                f"max_length must be at most the model's max_position_embeddings = {most}, got "
+                f"{max_length}; leave it out"
+            )
+        self.max_length = max_length
+        one_of("cache", cache, ("paged", "slots"))
+        if cache == "slots":
+            pages, page = positive_int("slots", slots), self.max_length
+        self.pool = BlockPool(pages, page)
+        self.scheduler = Scheduler(
+            self.pool,
+            policy=policy,
+            slots=slots,
+            budget=budget,
+            chunk=chunk,
+            max_waiting=max_waiting,
+            max_length=self.max_length,
+            victim=victim,
+            share_prefixes=share_prefixes and cache == "paged",
+        )
+        self.speculation = Speculation(proposer, slots, self.max_length)
+        self.forwards = Forwards(
+            model,
+            _cache_of(model, cache, pages=pages, page=page, slots=slots, length=self.max_length),
+            graphs=self._wants_graphs(graphs),
+            fused=self._wants_fused(fused, bool(graphs)),
+        )
+        self.verifier = VERIFIERS[one_of("verifier", verifier, sorted(LOSSLESS))]
+        ends = model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
+        self.ends = frozenset(int(token) for token in ends)
+        self.counters = Counters()
+        self._records: deque[StepRecord] = deque(maxlen=positive_int("keep", keep))
+        self._metrics: deque[RequestMetrics] = deque(maxlen=keep)
+        self._entries: dict[str, Entry] = {}
+        self._news: list[Output] = []  # of requests that ended between two steps
+        self._ended: list[Entry] = []  # whose last output is among them
+        self._whole: dict[str, Output] | None = None  # what drain collects
+        self._named = 0
+
+    def _wants_graphs(self, asked: bool | None) -> bool:
+        possible = not self.speculation.reads_hidden
+        if asked and not possible:
+            raise ValueError(
+                "graphs must be False with a proposer of one's own, which may read hidden states, "
+                "got True; a replayed step gives logits alone"
+            )
+        return (self.model.norm.weight.is_cuda if asked is None else bool(asked)) and possible
+
+    def _wants_fused(self, asked: bool | None, graphs: bool) -> bool:
+        refused = "graphs replay the model itself" if graphs else can_be_fused(self.model)
+        if asked and refused:
+            raise ValueError(
+                f"fused must be False for this model, got True: {refused}; leave it out"
+            )
+        weights = sum(parameter.numel() for parameter in self.model.parameters())
+        return not refused and (weights <= MOST_WEIGHTS if asked is None else asked)
+
+    @property
+    def trace(self) -> list[StepRecord]:
+        """The last steps, the oldest first."""
+        return list(self._records)
+
+    @property
+    def metrics(self) -> list[RequestMetrics]:
+        """The last requests that ended, the oldest first."""
+        return list(self._metrics)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to do, and nothing to be said."""
+        return not self._entries and not self._news
+
+    def submit(
+        self,
+        prompt: Sequence[int] | str,
+        sampling: SamplingConfig | None = None,
+        *,
+        id: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        ends_after: int | None = None,
+        counted: bool = True,
+    ) -> str:
+        """Take a request; its id.
+
+        prompt: tokens, or a text where the tokenizer encodes. sampling: None is greedy, up to 128
+        tokens. priority: smaller goes first. deadline: the moment on `clock` at which it ends, done
+        or not. ends_after: a measurement's output of imposed length, between 1 and max_tokens: it
+        ends as by EOS, "eos", when it has as many tokens, which the scheduler does not know.
+        counted: whether a QueueFull counts as a request that ended; not where it is tried again.
+        Raises QueueFull where as many as may wait do so: come back later. Raises TypeError or
+        ValueError, at once, for a request that is none or can never fit.
+        """
+        tokens, now = self.tokens_of(prompt), self.clock.now()
+        asked = SamplingConfig() if sampling is None else sampling
+        request = Request(self._name(id), tokens, asked, priority, deadline, now)
+        if asked.stop and self.tokenizer is None:
+            raise ValueError(
+                "stop texts need a tokenizer, which says what the tokens spell; make the engine "
+                "with tokenizer=…"
+            )
+        check_sampling(asked)
+        check_ends_after(ends_after, asked)
+        try:
+            state = self.scheduler.add(request, now)
+        except QueueFull:
+            if counted:
+                self.counters.finished["queue_full"] += 1
+            raise
+        try:
+            entry = Entry(state, self.tokenizer, ends_after)
+        except BaseException:
+            self.scheduler.cancel(state.id, now)  # nobody else knows of it
+            raise
+        if state.finish == "refused":
+            self._note(entry)
+            raise ValueError(state.reason)
+        self._entries[state.id] = entry
+        if state.finish:  # its deadline has passed
+            self._end(entry)
+        return state.id
+
+    def tokens_of(self, prompt: Sequence[int] | str) -> tuple[int, ...]:
+        """A prompt's tokens. Raises TypeError or ValueError for what is none."""
+        if isinstance(prompt, str):
+            encode = getattr(self.tokenizer, "encode", None)
+            if encode is None:
+                raise TypeError(
+                    "a prompt must be tokens where the engine has no tokenizer that encodes, got "
+                    "a text; make the engine with tokenizer=…"
+                )
+            prompt = encode(prompt)
+        if isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
+            raise TypeError(f"a prompt must be a row of tokens, got {type(prompt).__name__}")
+        try:
+            tokens = tuple(operator.index(token) for token in prompt)  # type: ignore[arg-type]
+        except TypeError as problem:
+            raise TypeError(f"tokens must be whole numbers: {problem}") from None
+        vocab = self.model.config.vocab_size
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+            raise ValueError(
+                f"tokens must lie between 0 and {vocab - 1}, got {min(tokens)} to {max(tokens)}"
+            )
+        return tokens
+
+    def _name(self, asked: str | None) -> str:
+        # The last output of a request that ended may still have to be said.
+        known = self._entries.keys() | {output.id for output in self._news}
+        if asked is not None:
+            if asked in known:
+                raise ValueError(
+                    f"an id must be unlike those under way, got {asked!r} again; leave it out to "
+                    "have one made"
+                )
+            return asked
+        self._named += 1
+        while f"request-{self._named}" in known:
+            self._named += 1
+        return f"request-{self._named}"
+
+    def cancel(self, id: str) -> bool:
+        """End a request now; its last output comes with the next step. False if it is not there."""
+        entry = self._entries.get(id)
+        if entry is None:
+            return False
+        self.scheduler.cancel(id, self.clock.now())
+        self._end(entry)
+        return True
+
+    def step(self) -> list[Output]:
+        """One iteration: what each request has to say since the last one.
+
+        A forward that fails ends the requests in it with "error"; the others go on.
+        """
+        began, at = time.perf_counter(), self.clock.now()
+        drafts = self.speculation.propose(self._entries.values())
+        sizes = {id: one.size for id, one in drafts.items() if isinstance(one, Plan)}
+        plan = self.scheduler.schedule(at, drafts=sizes)
+        turn = Turn(
+            self.forwards,
+            self.speculation,
+            plan,
+            entries=dict(self._entries),
+            drafts=drafts,
+            verifier=self.verifier,
+            ends=self.ends,
+        )
+        try:
+            self._make_way(plan)
+            turn.run()
+        finally:
+            # An interrupted step ends its requests; none keeps a block, nothing said is lost.
+            finished = self.scheduler.commit(plan, turn.all_results(), self.clock.now())
+            self._make_way(plan)
+            self._news += turn.news.values()
+            for state in finished:
+                self._end(self._entries[state.id])
+            if plan.tokens or plan.preempted or plan.expired:
+                self._record(plan, turn, at, time.perf_counter() - began)
+        told, self._news = self._news, []
+        if self._whole is not None:
+            self._whole.update((entry.id, entry.whole()) for entry in self._ended)
+        self._ended = []
+        return told
+
+    def drain(self) -> dict[str, Output]:
+        """Step until nothing is left; the whole output of each whose end was not said before."""
+        self._whole = {}
+        try:
+            while not self.idle:
+                self.step()
+            return self._whole
+        finally:
+            self._whole = None
+
+    def stats(self) -> Snapshot:
+        """Queues, pool and counters at this moment."""
+        return Snapshot.of(
+            self.counters,
+            waiting=len(self.scheduler.waiting),
+            running=len(self.scheduler.running),
+            pages=self.pool.count,
+            free=self.pool.free,
+            held=self.pool.held,
+            cached=self.pool.cached,
+        )
+
+    def close(self) -> None:
+        """Cancel what is under way and destroy the graphs, before a process group is destroyed."""
+        try:
+            for id in list(self._entries):
+                self.cancel(id)
+        finally:
+            self.forwards.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _make_way(self, plan: StepPlan) -> None:
+        """Take the places of the preempted and the expired; harmless where that is done."""
+        for id in plan.preempted:
+            self.speculation.leave(self._entries[id])
+        for id in plan.expired:
+            if id in self._entries:
+                self._end(self._entries[id])
+
+    def _end(self, entry: Entry) -> None:
+        """Let go of a request that the scheduler has ended."""
+        self.speculation.leave(entry)
+        last = entry.last_news()
+        del self._entries[entry.id]
+        self._news.append(last)
+        self._ended.append(entry)
+        self._note(entry)
+
+    def _note(self, entry: Entry) -> None:
+        metrics = RequestMetrics.of(entry.state)
+        self._metrics.append(metrics)
+        self.counters.add_request(metrics)
+
+    def _record(self, plan: StepPlan, turn: Turn, at: float, seconds: float) -> None:
+        record = StepRecord(
+            step=plan.step,
+            at=at,
+            seconds=seconds,
+            chunks=plan.chunks,
+            decodes=plan.decodes,
+            contexts={c.id: c.start for c in plan.chunks} | {d.id: d.start for d in plan.decodes},
+            tokens=plan.tokens,
+            waiting=len(self.scheduler.waiting),
+            running=len(self.scheduler.running),
+            free=self.pool.free,
+            held=self.pool.held,
+            cached=self.pool.cached,
+            idle=plan.rests,
+            admitted=plan.admitted,
+            preempted=plan.preempted,
+            expired=plan.expired,
+            emitted=sum(len(result.tokens) for result in turn.results.values()),
+            drafted=turn.drafted,
+            accepted=turn.accepted,
+            failed=tuple(turn.reasons),
+        )
+        self._records.append(record)
+        self.counters.add_step(record)
+
+
+def _cache_of(model: Llama, kind: str, *, pages: int, page: int, slots: int, length: int) -> Any:
+    if kind == "slots":
+        return SlotCache.of(model, slots=slots, capacity=length)
+    return PagedCache.of(
+        model, pages=pages, page=page, rows=slots, max_pages=blocks_for(length, page)
+    )

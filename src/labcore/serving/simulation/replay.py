@@ -1,0 +1,242 @@
+"""A workload through a real engine in real time, told in the words of a simulated run.
+
+A request is handed in when its moment has come, or as soon as the step under way then has ended;
+its times count from its moment on, so that a slow engine does not shorten what its clients wait
+(what is left out otherwise is called coordinated omission).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from labcore.serving.engine.engine import Engine
+from labcore.serving.engine.metrics import RequestMetrics, StepRecord
+from labcore.serving.engine.plans import StepPlan
+from labcore.serving.engine.requests import Request, State
+from labcore.serving.engine.scheduler import QueueFull
+from labcore.serving.simulation.gantt import Gantt, Span
+from labcore.serving.simulation.simulate import QUEUE_FULL, Run
+from labcore.serving.simulation.workload import Workload
+
+__all__ = ["Replay", "replay"]
+
+_ROUNDING_S = 1e-6  # a clock that has run for long shows a sum that may fall short
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay(Run):
+    """What an engine did, as a `Run` without block maps; its second 0 is when `replay` began.
+
+    outputs: the tokens of each request, by id. moments: when each of them was said, in seconds:
+    several have one moment where a step brought several.
+    """
+
+    outputs: Mapping[str, tuple[int, ...]]
+    moments: Mapping[str, tuple[float, ...]]
+
+
+class _Player:
+    """One replay under way."""
+
+    def __init__(self, engine: Engine, lengths: Mapping[str, int]) -> None:
+        self.engine, self.lengths = engine, lengths
+        self.origin = engine.clock.now()
+        self.metrics: dict[str, RequestMetrics] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.moments: dict[str, list[float]] = {}
+        self.due: dict[str, float] = {}  # the moment of each request
+        self._steps, self._ended = engine.counters.steps, engine.counters.finished.total()
+
+    @property
+    def now(self) -> float:
+        return self.engine.clock.now() - self.origin
+
+    def submit(self, request: Request) -> None:
+        self.outputs[request.id], self.moments[request.id] = [], []
+        due = None if request.deadline is None else self.origin + request.deadline
+        self.due[request.id] = request.arrival
+        try:
+            self.engine.submit(
+                request.prompt,
+                request.sampling,
+                id=request.id,
+                priority=request.priority,
+                deadline=due,
+                ends_after=self.lengths.get(request.id),
+            )
+        except QueueFull:
+            self.metrics[request.id] = RequestMetrics(
+                id=request.id,
+                prompt=len(request.prompt),
+                output=0,
+                finish=QUEUE_FULL,
+                arrival=request.arrival,
+            )
+
+    def step(self) -> None:
+        told = self.engine.step()
+        now = self.now
+        for output in told:
+            if output.id in self.outputs:
+                self.outputs[output.id] += output.tokens
+                self.moments[output.id] += [now] * len(output.tokens)
+
+    def steps(self) -> list[StepRecord]:
+        """Those of this replay, in its own seconds."""
+        count = self.engine.counters.steps - self._steps
+        records = self.engine.trace
+        self._check_kept(count, len(records))
+        return [replace(one, at=one.at - self.origin) for one in records[len(records) - count :]]
+
+    def collect(self) -> None:
+        """The times of the requests that ended, from the moments at which they were to come."""
+        count = self.engine.counters.finished.total() - self._ended
+        count -= len(self.metrics)  # the engine keeps no times of those that it sent away
+        found = self.engine.metrics
+        self._check_kept(count, len(found))
+        for one in found[len(found) - count :]:
+            due = self.due[one.id]
+            late = max(one.arrival - self.origin - due, 0.0)
+            self.metrics[one.id] = replace(
+                one,
+                arrival=due,
+                queue=None if one.queue is None else one.queue + late,
+                ttft=None if one.ttft is None else one.ttft + late,
+                e2e=None if one.e2e is None else one.e2e + late,
+            )
+
+    @staticmethod
+    def _check_kept(count: int, kept: int) -> None:
+        if count > kept:
+            raise ValueError(
+                f"the engine must keep all records of a replay, got {kept} of {count}; make it "
+                "with a larger keep"
+            )
+
+
+def replay(
+    engine: Engine,
+    requests: Workload | Sequence[Request],
+    *,
+    lengths: Mapping[str, int] | None = None,
+    sleep: Callable[[float], object] = time.sleep,
+) -> Replay:
+    """Serve the requests to the end, each from its arrival on, by an engine that is idle.
+
+    requests: a workload, or requests with the tokens of an output in `lengths`, by id; who is not
+    in it goes on to max_tokens, or to an EOS if the engine has one. Arrivals and deadlines are
+    seconds from now on. The scheduler knows max_tokens and no length. sleep: waits that many
+    seconds on the engine's clock.
+    Several replays may follow each other; known prefixes stay unless `engine.pool.clear()` is
+    called between them.
+    Raises ValueError for an engine that is not idle, for one that keeps fewer records than there
+    are steps, for ids that are not unique and for a request that it refuses; the others are then
+    cancelled.
+    """
+    if not engine.idle:
+        raise ValueError("the engine must be idle, got one with requests; drain it first")
+    if isinstance(requests, Workload):
+        lengths = requests.lengths if lengths is None else lengths
+        requests = requests.requests()
+    coming = sorted(requests, key=lambda one: one.arrival)
+    if len({one.id for one in coming}) < len(coming):
+        raise ValueError("ids must differ, got one twice; rename it")
+    player = _Player(engine, lengths or {})
+    try:
+        _play(player, coming, sleep)
+    except BaseException:
+        _cancel(engine)
+        raise
+    player.collect()
+    steps = player.steps()
+    metrics = tuple(player.metrics[one.id] for one in coming)
+    batches = engine.scheduler.policy.batches
+    spans = _timeline(steps, coming, metrics, engine.scheduler.slots, batches=batches)
+    return Replay(
+        metrics=metrics,
+        steps=tuple(steps),
+        spans=spans,
+        blocks=(),
+        pages=engine.pool.count,
+        slots=engine.scheduler.slots,
+        begin=min((one.arrival for one in metrics), default=0.0),
+        end=max((one.arrival + (one.e2e or 0.0) for one in metrics), default=0.0),
+        outputs={id: tuple(tokens) for id, tokens in player.outputs.items()},
+        moments={id: tuple(seconds) for id, seconds in player.moments.items()},
+    )
+
+
+def _play(player: _Player, coming: Sequence[Request], sleep: Callable[[float], object]) -> None:
+    place = 0
+    while place < len(coming) or not player.engine.idle:
+        while place < len(coming) and coming[place].arrival <= player.now + _ROUNDING_S:
+            player.submit(coming[place])
+            place += 1
+        if not player.engine.idle:
+            player.step()
+        elif place < len(coming):
+            sleep(max(coming[place].arrival - player.now, 0.0))
+
+
+def _cancel(engine: Engine) -> None:
+    for state in list(engine.scheduler.states.values()):
+        engine.cancel(state.id)
+    while not engine.idle:
+        engine.step()
+
+
+def _timeline(
+    steps: Sequence[StepRecord],
+    requests: Sequence[Request],
+    metrics: Sequence[RequestMetrics],
+    slots: int,
+    *,
+    batches: bool,
+) -> tuple[Span, ...]:
+    """The bars of an engine's steps."""
+    gantt = Gantt(slots)
+    states = {one.id: State(one) for one in requests}
+    for one in metrics:
+        if one.finish != QUEUE_FULL:
+            gantt.wait(one.id, one.arrival)
+    expired = {id for step in steps for id in step.expired}
+    last = {id: place for place, step in enumerate(steps) for id in step.contexts}
+    running: set[str] = set()
+    kept: list[str] = []
+    for place, step in enumerate(steps):
+        end = step.at + step.seconds
+        if place + 1 < len(steps):  # what lies between two steps of a busy engine is theirs
+            following = steps[place + 1].at
+            end = following if step.running or step.waiting else min(end, following)
+        for id in step.expired:
+            gantt.end(id, step.at)
+        kept += [id for id in step.expired if id in running]
+        running -= {*step.expired, *step.preempted}
+        if not (batches and running):
+            kept = []
+        running |= set(step.admitted)
+        gantt.step(_plan(step, kept), states, step.at, end)
+        reads = {one.id: one.count for one in step.chunks}
+        reads |= dict.fromkeys((one.id for one in step.decodes), 1)
+        for id, count in reads.items():
+            states[id].peak = max(states[id].peak, step.contexts[id] + count)
+        for id in reads:
+            if last[id] == place and id not in expired:
+                gantt.end(id, end)
+                running.remove(id)
+                kept.append(id)
+    return gantt.spans()
+
+
+def _plan(step: StepRecord, kept: Sequence[str]) -> StepPlan:
+    return StepPlan(
+        step=step.step,
+        chunks=step.chunks,
+        decodes=step.decodes,
+        admitted=step.admitted,
+        preempted=step.preempted,
+        expired=step.expired,
+        idle=tuple(kept),
+    )

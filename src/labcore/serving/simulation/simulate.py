@@ -1,0 +1,356 @@
+"""A server without a model: the real scheduler on a clock that a cost model moves.
+
+What is simulated is time and nothing else: every plan comes from the scheduler that an engine runs,
+and each step takes what `CostModel` says. Outputs have the lengths that the workload imposes; their
+tokens stand for themselves. Vidur shows how far such a simulation carries (Agrawal et al., 2024,
+arXiv 2405.05465).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy
+
+from labcore.checks import fraction, positive, positive_int
+from labcore.serving.engine.clock import ManualClock
+from labcore.serving.engine.metrics import RequestMetrics, StepRecord, summary
+from labcore.serving.engine.requests import Request, State
+from labcore.serving.engine.scheduler import QueueFull, Scheduler, StepPlan, StepResult
+from labcore.serving.simulation.costs import CostModel
+from labcore.serving.simulation.gantt import Gantt, Span
+from labcore.serving.simulation.workload import Workload
+
+__all__ = [
+    "CACHED",
+    "FREE",
+    "QUEUE_FULL",
+    "SHARED",
+    "Run",
+    "Simulator",
+    "bootstrap",
+    "simulate",
+]
+
+QUEUE_FULL = "queue_full"
+"""The finish of a request that found the queue full: its client was told to come back later."""
+
+FREE, CACHED, SHARED = -1, -2, -3
+"""In a block map: a block that holds nothing, a known prefix that nobody holds, one of several."""
+
+_PATIENCE = 3  # plans without work in a row, with requests under way, before it is a fault
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What a simulated server did.
+
+    metrics: of each request, in the order of arrival; times in seconds. steps: all steps in order.
+    spans: the bars of a timeline, see `Span`. blocks: of each step the pool's blocks, while it ran:
+    FREE, CACHED, SHARED by several requests, or the place in `metrics` of the one that holds it;
+    empty unless asked for. promised: of each step the free blocks that those who run may still ask
+    for, so that nobody is admitted into them; kept with `blocks`. pages: blocks of the pool.
+    slots: rows of the batch.
+    begin, end: the first arrival, and the last moment at which a request ended.
+    """
+
+    metrics: tuple[RequestMetrics, ...]
+    steps: tuple[StepRecord, ...]
+    spans: tuple[Span, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    pages: int
+    slots: int
+    begin: float
+    end: float
+    promised: tuple[int, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """From the first arrival to the last end."""
+        return self.end - self.begin
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of all outputs."""
+        return sum(one.output for one in self.metrics)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens a second; NaN where no time went by."""
+        return self.output_tokens / self.seconds if self.seconds else math.nan
+
+    @property
+    def requests_per_second(self) -> float:
+        """Requests a second that came to their end: by EOS, a stop text or max_tokens."""
+        done = sum(one.finish in ("eos", "stop", "length") for one in self.metrics)
+        return done / self.seconds if self.seconds else math.nan
+
+    @property
+    def busy(self) -> float:
+        """The share of the slots' time, from begin to end, in which a slot read tokens."""
+        worked = ("prefill", "recompute", "decode")
+        total = math.fsum(one.end - one.begin for one in self.spans if one.kind in worked)
+        return total / (self.slots * self.seconds) if self.seconds else math.nan
+
+    @property
+    def wasted(self) -> float:
+        """Rows computed for requests that had ended, over all rows of the decodes; 0 for none."""
+        ended = sum(step.idle for step in self.steps)
+        rows = ended + sum(len(step.decodes) for step in self.steps)
+        return ended / rows if rows else 0.0
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """Count, mean, p50 and p99 of queue, ttft, tpot and e2e; see `metrics.summary`."""
+        return summary(self.metrics)
+
+
+class Simulator:
+    """One server, a step at a time: what `simulate` runs to the end, and a router several of.
+
+    scheduler: new, with an empty pool. cost: of its steps. lengths: output tokens of a request by
+    id; who is not in it has max_tokens. residuals: relative deviations of a step's time from the
+    cost model's, such as `Fit.residuals`, of which every step draws one by `seed`; none by default.
+    blocks: keep the block map of every step.
+    Raises ValueError for a length below 1 and for a residual that would turn time back.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cost: CostModel,
+        lengths: Mapping[str, int] | None = None,
+        *,
+        residuals: Sequence[float] = (),
+        seed: int = 0,
+        blocks: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.cost = cost
+        self.clock = ManualClock()
+        self._lengths = dict(lengths or {})
+        for length in self._lengths.values():
+            positive_int("lengths", length, "pass output tokens")
+        self._factors = [
+            positive("1 + residual", 1 + one, "pass residuals above -1") for one in residuals
+        ]
+        self._dice = random.Random(seed)
+        self._keep_blocks = blocks
+        self._gantt = Gantt(scheduler.slots)
+        self._states: dict[str, State] = {}
+        self._numbers: dict[str, int] = {}
+        self._refused: dict[str, Request] = {}  # found the queue full
+        self._steps: list[StepRecord] = []
+        self._blocks: list[tuple[int, ...]] = []
+        self._promised: list[int] = []
+        self._without_work = 0
+
+    @property
+    def now(self) -> float:
+        """Seconds on its clock: the end of its last step, or the moment it was told to wait for."""
+        return self.clock.now()
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that came and have not ended."""
+        return len(self.scheduler.states)
+
+    def submit(self, request: Request) -> bool:
+        """A request arrives, at `request.arrival`; False where it is turned away at once.
+
+        Call `until(request.arrival)` before, so that the step under way then is the last one
+        without it. Raises ValueError for an id that came before.
+        """
+        if request.id in self._numbers:
+            raise ValueError(f"ids must differ, got {request.id!r} again; pass another one")
+        self._numbers[request.id] = len(self._numbers)
+        try:
+            state = self.scheduler.add(request, request.arrival)
+        except QueueFull:
+            self._refused[request.id] = request
+            return False
+        self._states[request.id] = state
+        if state.status == "finished":
+            return False
+        self._gantt.wait(request.id, request.arrival)
+        return True
+
+    def until(self, time: float) -> None:
+        """Run all steps that begin before `time`; then wait for it, if there is nothing to do."""
+        while self.outstanding and self.now < time:
+            self.step()
+        while self.now < time:  # a rounded sum may fall short once
+            self.clock.advance(time - self.now)
+
+    def step(self) -> None:
+        """One plan of the scheduler, carried out.
+
+        Raises RuntimeError where plan after plan has no work though requests wait: a scheduler
+        that hangs.
+        """
+        begin = self.now
+        plan = self.scheduler.schedule(begin)
+        seconds = self.cost.seconds(plan)
+        if seconds and self._factors:
+            seconds *= self._dice.choice(self._factors)
+        self._watch(plan)
+        for id in plan.expired:
+            self._gantt.end(id, begin)
+        self._gantt.step(plan, self._states, begin, begin + seconds)
+        if self._keep_blocks:
+            self._blocks.append(self._block_map(plan))
+            running, page = self.scheduler.running, self.scheduler.pool.page
+            self._promised.append(self.scheduler.policy.promised(running, page))
+        self.clock.advance(seconds)
+        results = self._results(plan)
+        for state in self.scheduler.commit(plan, results, self.now):
+            self._gantt.end(state.id, self.now)
+        self._note(plan, begin, seconds, sum(len(one.tokens) for one in results.values()))
+
+    def run(self) -> Run:
+        """Run to the end of all requests, and tell."""
+        while self.outstanding:
+            self.step()
+        metrics = tuple(self._metrics(id) for id in self._numbers)
+        ends = [one.arrival + (one.e2e or 0.0) for one in metrics]
+        pool = self.scheduler.pool
+        return Run(
+            metrics=metrics,
+            steps=tuple(self._steps),
+            spans=self._gantt.spans(),
+            blocks=tuple(self._blocks),
+            pages=pool.count,
+            slots=self.scheduler.slots,
+            begin=min((one.arrival for one in metrics), default=0.0),
+            end=max(ends, default=0.0),
+            promised=tuple(self._promised),
+        )
+
+    def _watch(self, plan: StepPlan) -> None:
+        idle = not (plan.chunks or plan.decodes or plan.expired)
+        self._without_work = self._without_work + 1 if idle else 0
+        if self._without_work >= _PATIENCE:
+            raise RuntimeError(
+                f"a scheduler must plan work while requests are under way, got {_PATIENCE} plans "
+                f"without any and {self.outstanding} requests; check its policy and its pool"
+            )
+
+    def _results(self, plan: StepPlan) -> dict[str, StepResult]:
+        """One token of each request that has read all it has; its end where the length is met."""
+        results = {}
+        drawing = [one.id for one in plan.chunks if one.last] + [one.id for one in plan.decodes]
+        for id in drawing:
+            state = self._states[id]
+            number = state.emitted + 1
+            most = state.request.sampling.max_tokens
+            finish = "length" if number >= most else ""
+            if not finish and number >= self._lengths.get(id, most):
+                finish = "eos"
+            token = zlib.crc32(f"{id} {number}".encode())  # no two requests say the same
+            results[id] = StepResult(tokens=(token,), finish=finish)
+        return results
+
+    def _note(self, plan: StepPlan, begin: float, seconds: float, emitted: int) -> None:
+        pool = self.scheduler.pool
+        contexts = {chunk.id: chunk.start for chunk in plan.chunks}
+        contexts |= {decode.id: decode.start for decode in plan.decodes}
+        self._steps.append(
+            StepRecord(
+                step=plan.step,
+                at=begin,
+                seconds=seconds,
+                chunks=plan.chunks,
+                decodes=plan.decodes,
+                contexts=contexts,
+                tokens=plan.tokens,
+                waiting=len(self.scheduler.waiting),
+                running=len(self.scheduler.running),
+                free=pool.free,
+                held=pool.held,
+                cached=pool.cached,
+                idle=plan.rests,
+                admitted=plan.admitted,
+                preempted=plan.preempted,
+                expired=plan.expired,
+                emitted=emitted,
+            )
+        )
+
+    def _block_map(self, plan: StepPlan) -> tuple[int, ...]:
+        pool = self.scheduler.pool
+        owners = [
+            CACHED if not pool.references(block) and pool.digest(block) is not None else FREE
+            for block in range(pool.count)
+        ]
+        holding = [*self.scheduler.running, *(self._states[id] for id in plan.idle)]
+        for state in holding:
+            for block in state.blocks:
+                owners[block] = SHARED if pool.references(block) > 1 else self._numbers[state.id]
+        return tuple(owners)
+
+    def _metrics(self, id: str) -> RequestMetrics:
+        if id in self._refused:
+            request = self._refused[id]
+            return RequestMetrics(
+                id=id,
+                prompt=len(request.prompt),
+                output=0,
+                finish=QUEUE_FULL,
+                arrival=request.arrival,
+            )
+        return RequestMetrics.of(self._states[id])
+
+
+def simulate(
+    requests: Workload | Sequence[Request],
+    scheduler: Callable[[], Scheduler],
+    cost: CostModel,
+    *,
+    lengths: Mapping[str, int] | None = None,
+    residuals: Sequence[float] = (),
+    seed: int = 0,
+    blocks: bool = False,
+) -> Run:
+    """Serve the requests to the end, each from its arrival on, on one simulated server.
+
+    requests: a workload, or requests with the output tokens of each in `lengths` (max_tokens where
+    it is not there). scheduler: makes a new one, with an empty pool. The others are those of
+    `Simulator`. The same arguments give the same run.
+    """
+    if isinstance(requests, Workload):
+        lengths = requests.lengths if lengths is None else lengths
+        requests = requests.requests()
+    server = Simulator(scheduler(), cost, lengths, residuals=residuals, seed=seed, blocks=blocks)
+    for request in sorted(requests, key=lambda one: one.arrival):
+        server.until(request.arrival)
+        server.submit(request)
+    return server.run()
+
+
+def bootstrap(
+    values: Sequence[float],
+    quantile: float,
+    *,
+    seed: int = 0,
+    level: float = 0.95,
+    resamples: int = 2000,
+) -> tuple[float, float]:
+    """Where the quantile of another sample like this one would lie: low and high, by resampling.
+
+    values: at least one. quantile, level: from 0 to below 1. The percentile method of Efron, 1979,
+    Annals of Statistics 7; far out in a tail with few values it is too narrow.
+    """
+    fraction("quantile", quantile)
+    fraction("level", level)
+    if not len(values):
+        raise ValueError("values must hold at least one number, got none; pass measured ones")
+    positive_int("resamples", resamples)
+    drawn = numpy.random.default_rng(seed).choice(
+        numpy.asarray(values, dtype=numpy.float64), size=(resamples, len(values))
+    )
+    told = numpy.quantile(drawn, quantile, axis=1)
+    low, high = numpy.quantile(told, ((1 - level) / 2, (1 + level) / 2)).tolist()
+    return low, high

@@ -1,0 +1,1 @@
+"""Model repositories for TensorRT-LLM behind the Triton Inference Server, written and checked."""

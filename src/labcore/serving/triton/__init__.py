@@ -1,0 +1,1 @@
+"""NVIDIA's Triton Inference Server in front of the engine."""

@@ -1,0 +1,323 @@
+"""Clients of the Triton Inference Server: server-sent events over HTTP, and gRPC streaming.
+
+Every call has a deadline, which travels with the request: the engine ends it there with finish
+"deadline", and TimeoutError means that the server itself did not answer. Leaving an iterator early,
+by `close()` or `break`, ends the connection. The server notices when it writes to a stream next; it
+does not notice that nobody waits for `generate` any more: there the deadline ends the work.
+"""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import queue
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from labcore.checks import positive
+from labcore.serving.triton.repository import INPUTS
+
+__all__ = [
+    "Addresses",
+    "ServerError",
+    "Streamed",
+    "examples",
+    "generate",
+    "generate_stream",
+    "grpc_stream",
+    "metrics",
+    "ready",
+]
+
+SLACK_S = 5.0  # for the word of the deadline to arrive
+# What tritonclient calls a data type, by the name in config.pbtxt.
+GRPC_TYPES = {"TYPE_STRING": "BYTES"}
+NUMPY_TYPES = {
+    "TYPE_STRING": "object",
+    "TYPE_INT32": "int32",
+    "TYPE_INT64": "int64",
+    "TYPE_FP32": "float32",
+    "TYPE_BOOL": "bool",
+}
+
+
+class ServerError(RuntimeError):
+    """The server or the model answered with an error.
+
+    status: HTTP's number or gRPC's name, "" where a stream told the error without one.
+    """
+
+    def __init__(self, reason: str, *, status: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Addresses:
+    """Where a server listens: one host, three ports."""
+
+    host: str = "127.0.0.1"
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Streamed:
+    """A part of an output: new text and token ids; finish is "" until the last part."""
+
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    finish: str = ""
+    reason: str = ""
+
+
+CURL = """\
+curl -sN {http}/v2/models/{model}/generate_stream \\
+  -d '{{"text_input": "{prompt}", "max_tokens": 24}}'
+
+curl -s {http}/v2/models/{model}/generate \\
+  -d '{{"text_input": "{prompt}", "max_tokens": 24, "stream": false}}'; echo
+
+curl -s {metrics}/metrics | grep -E '^(labcore_engine|nv_inference_request)'
+"""
+GRPC = """\
+{python} - <<'END'
+import queue
+import numpy
+import tritonclient.grpc as grpc
+
+def tensor(name, kind, value, dtype):
+    told = grpc.InferInput(name, [1], kind)
+    told.set_data_from_numpy(numpy.array([value], dtype=dtype))
+    return told
+
+answers = queue.Queue()
+client = grpc.InferenceServerClient("{grpc}")
+client.start_stream(lambda result, error: answers.put((result, error)), stream_timeout=30)
+inputs = [tensor("text_input", "BYTES", b"{prompt}", object),
+          tensor("max_tokens", "INT32", 24, numpy.int32)]
+client.async_stream_infer("{model}", inputs)
+finish = ""
+while not finish:
+    result, error = answers.get()
+    if error:
+        raise error
+    print(result.as_numpy("text_output")[0].decode(), end="", flush=True)
+    finish = result.as_numpy("finish_reason")[0].decode()
+print("\\n" + finish)
+client.stop_stream()
+END
+"""
+
+
+def examples(addresses: Addresses, *, model: str = "lm") -> str:
+    """Commands for a shell that ask the server: curl for HTTP, a few lines of Python for gRPC."""
+    at = {
+        "http": f"http://{addresses.host}:{addresses.http}",
+        "grpc": f"{addresses.host}:{addresses.grpc}",
+        "metrics": f"http://{addresses.host}:{addresses.metrics}",
+        "model": model,
+        "prompt": "def area(width, height):\\n",
+    }
+    curl = CURL.format(**at)
+    if importlib.util.find_spec("tritonclient") is None:
+        return curl + '\ngRPC: pip install "tritonclient[grpc]", and look at this command again\n'
+    return curl + "\n" + GRPC.format(**at, python=shlex.quote(sys.executable))
+
+
+def get(addresses: Addresses, path: str, *, port: int | None = None, timeout: float = 1.0) -> str:
+    """The body of GET `path`. Raises ServerError for another status than 200, OSError."""
+    connection = http.client.HTTPConnection(
+        addresses.host, addresses.http if port is None else port, timeout=timeout
+    )
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        text = answer.read().decode("utf-8", "replace")
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"the server broke off: {error!r}") from None
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise ServerError(text or answer.reason, status=str(answer.status))
+    return text
+
+
+def ready(addresses: Addresses, *, timeout: float = 1.0) -> bool:
+    """Whether the server says that it can take requests."""
+    try:
+        get(addresses, "/v2/health/ready", timeout=timeout)
+    except (OSError, ServerError):
+        return False
+    return True
+
+
+def metrics(addresses: Addresses, *, timeout: float = 5.0) -> dict[str, float]:
+    """The server's metrics, by name with labels as Prometheus writes them."""
+    lines = get(addresses, "/metrics", port=addresses.metrics, timeout=timeout).splitlines()
+    pairs = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
+    return {name: float(value) for name, _, value in pairs}
+
+
+def generate(
+    addresses: Addresses, prompt: str, *, model: str = "lm", timeout: float = 30.0, **wanted: Any
+) -> Streamed:
+    """The whole output in one answer, by POST /v2/models/<model>/generate.
+
+    A decoupled model that sends two responses to this address is an error of the server's; the
+    input `stream` is false here, and the model sends one.
+    """
+    body = {"text_input": prompt, "timeout": timeout, **wanted, "stream": False}
+    parts = list(_events(addresses, f"/v2/models/{model}/generate", body, timeout))
+    return parts[-1]
+
+
+def generate_stream(
+    addresses: Addresses, prompt: str, *, model: str = "lm", timeout: float = 30.0, **wanted: Any
+) -> Iterator[Streamed]:
+    """The parts of an output as they come, by POST /v2/models/<model>/generate_stream.
+
+    wanted: inputs of the model, such as max_tokens, temperature, seed. timeout: seconds for the
+    whole output. The request goes out with the first `next`. Before the first part any error of
+    the model is HTTP status 400, a full queue too; behind it, it is an event of an answer whose
+    status was 200. Raises ServerError, TimeoutError and
+    ConnectionError.
+    """
+    body = {"text_input": prompt, "timeout": timeout, **wanted}
+    return _events(addresses, f"/v2/models/{model}/generate_stream", body, timeout)
+
+
+def _events(
+    addresses: Addresses, path: str, body: dict[str, Any], timeout: float
+) -> Iterator[Streamed]:
+    seconds = positive("timeout", timeout) + SLACK_S
+    ends = time.monotonic() + seconds
+    connection = http.client.HTTPConnection(addresses.host, addresses.http, timeout=seconds)
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", path, json.dumps(body), headers)
+        transport: socket.socket = connection.sock
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise ServerError(_error_of(answer.read()), status=str(answer.status))
+        finished = False
+        while True:
+            transport.settimeout(max(ends - time.monotonic(), 0.001))
+            line = answer.readline()
+            if not line:
+                break
+            told = line.removeprefix(b"data:").strip()
+            if told:
+                part = _part(json.loads(told))
+                finished = finished or bool(part.finish)
+                yield part
+        if not finished:
+            raise ConnectionError("the server closed the connection before the output's end")
+    except TimeoutError:
+        raise TimeoutError(f"the server did not end the output within {seconds} s") from None
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"the server broke off: {error!r}") from None
+    finally:
+        connection.close()
+
+
+def _part(event: dict[str, Any]) -> Streamed:
+    if "error" in event:
+        raise ServerError(str(event["error"]), status="200")
+    ids = event.get("token_ids", [])
+    return Streamed(
+        text=event.get("text_output", ""),
+        tokens=tuple(ids if isinstance(ids, list) else [ids]),  # One id comes without its list.
+        finish=event.get("finish_reason", ""),
+        reason=event.get("reason", ""),
+    )
+
+
+def _error_of(body: bytes) -> str:
+    with suppress(ValueError, TypeError, KeyError):
+        return str(json.loads(body.removeprefix(b"data:"))["error"])
+    return body.decode("utf-8", "replace")
+
+
+def grpc_stream(
+    addresses: Addresses, prompt: str, *, model: str = "lm", timeout: float = 30.0, **wanted: Any
+) -> Iterator[Streamed]:
+    """The parts of an output as they come, over one gRPC stream, by NVIDIA's `tritonclient`.
+
+    Arguments and errors as in `generate_stream`; ModuleNotFoundError where tritonclient is missing.
+    """
+    import tritonclient.grpc as triton
+    from tritonclient.utils import InferenceServerException
+
+    seconds = positive("timeout", timeout) + SLACK_S
+    ends = time.monotonic() + seconds
+    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    client = triton.InferenceServerClient(f"{addresses.host}:{addresses.grpc}")
+    finished = False
+    try:
+        client.start_stream(lambda result, error: answers.put((result, error)), seconds)
+        inputs = _grpc_inputs(triton, {"text_input": prompt, "timeout": timeout, **wanted})
+        client.async_stream_infer(model, inputs, enable_empty_final_response=True)
+        while True:
+            result, error = answers.get(timeout=max(ends + SLACK_S - time.monotonic(), 0.001))
+            if error is not None:
+                raise ServerError(str(error.message()), status=str(error.status() or ""))
+            last = result.get_response().parameters["triton_final_response"].bool_param
+            if result.as_numpy("text_output") is not None:
+                part = _grpc_part(result)
+                finished = finished or bool(part.finish)
+                yield part
+            if last:
+                break
+        if not finished:
+            raise ConnectionError("the server ended the stream before the output's end")
+    except queue.Empty:
+        raise TimeoutError(f"the server did not end the output within {seconds} s") from None
+    except ServerError as error:
+        if "Deadline Exceeded" in str(error) or "DEADLINE" in error.status:
+            raise TimeoutError(f"the server did not end the output within {seconds} s") from None
+        raise
+    except InferenceServerException as error:
+        raise ConnectionError(f"the server broke off: {error}") from None
+    finally:
+        client.stop_stream(cancel_requests=not finished)
+        client.close()
+
+
+def _grpc_inputs(triton: Any, wanted: dict[str, Any]) -> list[Any]:
+    import numpy
+
+    inputs = []
+    for name, value in wanted.items():
+        if name not in INPUTS:
+            raise ValueError(f"the model has the inputs {', '.join(INPUTS)}, got {name!r}")
+        kind = INPUTS[name][0]
+        values = list(value) if isinstance(value, list | tuple) else [value]
+        if kind == "TYPE_STRING":
+            values = [v if isinstance(v, bytes) else str(v).encode("utf-8") for v in values]
+        array = numpy.array(values, dtype=NUMPY_TYPES[kind])
+        told = triton.InferInput(name, [len(values)], GRPC_TYPES.get(kind, kind[len("TYPE_") :]))
+        told.set_data_from_numpy(array)
+        inputs.append(told)
+    return inputs
+
+
+def _grpc_part(result: Any) -> Streamed:
+    texts = {
+        name: result.as_numpy(name).reshape(-1)[0].decode("utf-8")
+        for name in ("text_output", "finish_reason", "reason")
+    }
+    return Streamed(
+        text=texts["text_output"],
+        tokens=tuple(int(token) for token in result.as_numpy("token_ids").reshape(-1)),
+        finish=texts["finish_reason"],
+        reason=texts["reason"],
+    )

@@ -1,0 +1,1 @@
+"""What the chapters run and the benchmarks record: the experiments, a folder for each chapter."""

@@ -1,0 +1,1 @@
+"""The experiments of the chapter on AdamW's epsilon."""

@@ -1,0 +1,147 @@
+"""What a clipping does to one gradient: norms before and after, layer by layer, and the direction.
+
+A `Snapshot` keeps the gradient of one batch with its weights, so that every clipping meets the
+same one; `effect` applies a clipping to a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labcore.studies.clipping import networks
+
+__all__ = [
+    "Clip",
+    "Effect",
+    "Named",
+    "Snapshot",
+    "Spoil",
+    "cosine",
+    "effect",
+    "flat",
+    "snapshot",
+]
+
+Named = list[tuple[str, nn.Parameter]]
+# Acts on the gradients in place, as the functions of labcore.clipping do.
+Clip = Callable[[Named], Any]
+Spoil = Callable[[int, Named], None]  # (step, parameters): what happens to a gradient
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """The gradient of one batch: names of the parameters, their weights and gradients, copied."""
+
+    names: tuple[str, ...]
+    weights: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effect:
+    """What a clipping did to a gradient.
+
+    before, after: the norm of each of the parameters `names`; cosines: between a parameter's
+    gradient before and after. cosine: of the whole gradients; kept: norm of the whole after over
+    before. A gradient that became zero has a cosine of 0.
+    """
+
+    names: tuple[str, ...]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    cosines: tuple[float, ...]
+    cosine: float
+    kept: float
+
+
+def snapshot(
+    network: str,
+    *,
+    seed: int = 0,
+    batch: int = 32,
+    spoil: Spoil | None = None,
+    **settings: Any,
+) -> Snapshot:
+    """The gradient of a fresh network of `networks` on one batch. settings: of its class."""
+    model = networks.make(network, seed=seed, **settings)
+    named = list(model.named_parameters())
+    _backward(model, network, batch, torch.Generator().manual_seed(seed))
+    if spoil is not None:
+        spoil(0, named)
+    return Snapshot(
+        names=tuple(name for name, _ in named),
+        weights=tuple(weight.detach().clone() for _, weight in named),
+        gradients=tuple(_gradient(weight).clone() for _, weight in named),
+    )
+
+
+def _backward(
+    model: networks.Network, network: str, batch: int, generator: torch.Generator
+) -> None:
+    model.zero_grad()
+    networks.loss(model, *networks.draw(network, batch, generator=generator)).backward()
+
+
+def _gradient(weight: nn.Parameter) -> Tensor:
+    return torch.zeros_like(weight) if weight.grad is None else weight.grad
+
+
+def flat(tensors: Sequence[Tensor | None]) -> Tensor:
+    """All elements in one float64 vector; a gradient that is None adds none."""
+    return torch.cat([x.detach().flatten().double() for x in tensors if x is not None])
+
+
+def cosine(one: Tensor, other: Tensor) -> float:
+    """Of the angle between two vectors, 0 where one of them is zero or not finite."""
+    sizes = one.norm() * other.norm()
+    return float(one @ other / sizes) if sizes > 0 else 0.0
+
+
+def _copy(taken: Snapshot) -> Named:
+    """Parameters with the snapshot's weights and gradients, free to be changed."""
+    named = []
+    for name, weight, gradient in zip(taken.names, taken.weights, taken.gradients, strict=True):
+        parameter = nn.Parameter(weight.clone())
+        parameter.grad = gradient.clone()
+        named.append((name, parameter))
+    return named
+
+
+def effect(taken: Snapshot, clip: Clip) -> Effect:
+    """What `clip` does to the snapshot's gradient."""
+    named = _copy(taken)
+    clip(named)
+    after = [_gradient(parameter) for _, parameter in named]
+    pairs = [
+        (flat([one]), flat([other])) for one, other in zip(taken.gradients, after, strict=True)
+    ]
+    whole = flat(taken.gradients), flat(after)
+    return Effect(
+        names=taken.names,
+        before=tuple(float(one.norm()) for one, _ in pairs),
+        after=tuple(float(other.norm()) for _, other in pairs),
+        cosines=tuple(cosine(one, other) for one, other in pairs),
+        cosine=cosine(*whole),
+        kept=float(whole[1].norm() / whole[0].norm()),
+    )
+
+
+def step_sizes(
+    taken: Snapshot, clip: Clip | None, make: Callable[..., torch.optim.Optimizer]
+) -> tuple[float, ...]:
+    """Root mean square of each parameter's first step at learning rate 1, after `clip`.
+
+    make: of the optimizer, called as make(parameters, lr=1.0).
+    """
+    named = _copy(taken)
+    if clip is not None:
+        clip(named)
+    for _, parameter in named:  # from zero, so that no step is rounded to the weight's spacing
+        parameter.data.zero_()
+    make([parameter for _, parameter in named], lr=1.0).step()
+    return tuple(parameter.detach().square().mean().sqrt().item() for _, parameter in named)

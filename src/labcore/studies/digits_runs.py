@@ -1,0 +1,323 @@
+"""Optimizers on real data: a small network on digits, and the bytes of optimizer state.
+
+Each function takes what it compares as arguments and returns numbers; nothing here draws.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector
+
+from labcore.checks import fraction, one_of, positive_int
+from labcore.data import Digits
+from labcore.studies import runs
+from labcore.studies.lion.traps import weight_path
+from labcore.studies.runs import Run
+
+__all__ = [
+    "STATE_TENSORS",
+    "DigitsRun",
+    "Setting",
+    "Sweep",
+    "TrainConfig",
+    "predict_state_bytes",
+    "predict_update_rms",
+    "state_bytes",
+    "sweep",
+    "train_digits",
+    "train_seeds",
+    "update_rms",
+    "validation_split",
+]
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+# State tensors the size of the parameter that each rule keeps.
+STATE_TENSORS = {
+    "gradient_descent": 0,
+    "momentum": 1,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "adam": 2,
+    "adamw": 2,
+    "lion": 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """One training run of the digits network.
+
+    steps: optimizer steps; batch: images a step; hidden: width of the hidden layer;
+    dtype: of parameters, gradients and images; schedule: "constant", or "cosine" from the
+    optimizer's learning rate to 0 over the run; seed: initial weights and order of the images;
+    check_every: steps between two measurements of the loss over the whole training part.
+    """
+
+    steps: int = 300
+    batch: int = 64
+    hidden: int = 64
+    dtype: torch.dtype = torch.float32
+    schedule: str = "cosine"
+    seed: int = 0
+    check_every: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "hidden", "check_every"):
+            positive_int(name, getattr(self, name))
+        one_of("schedule", self.schedule, ("constant", "cosine"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitsRun(Run):
+    """A run of the digits network; its checks are over the whole training part.
+
+    update_rms: (step, root mean square of the change of a weight, in units of the learning rate);
+    accuracy and test_loss: on the test part, after the last step; state_bytes: what the optimizer
+    keeps.
+    """
+
+    update_rms: tuple[tuple[int, float], ...]
+    accuracy: float
+    test_loss: float
+    state_bytes: int
+
+
+def _network(hidden: int, generator: torch.Generator, like: Tensor) -> nn.Sequential:
+    """64 pixels -> hidden, ReLU -> 10 logits, drawn from `generator` alone."""
+    layers = [
+        nn.utils.skip_init(nn.Linear, 64, hidden),
+        nn.ReLU(),
+        nn.utils.skip_init(nn.Linear, hidden, 10),
+    ]
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            bound = 1 / math.sqrt(layer.in_features)
+            for parameter in layer.parameters():
+                nn.init.uniform_(parameter, -bound, bound, generator=generator)
+    return nn.Sequential(*layers).to(like)
+
+
+def train_digits(make_optimizer: OptimizerFactory, config: TrainConfig, data: Digits) -> DigitsRun:
+    """Train the digits network once with `make_optimizer(parameters)`.
+
+    Runs where data.train_x lies. The same config gives the same initial weights and the same
+    order of images to every optimizer, so runs compare in pairs.
+    Raises ValueError when the batch is larger than the training part.
+    """
+    count = len(data.train_x)
+    if config.batch > count:
+        raise ValueError(f"batch must be at most the {count} training images, got {config.batch}")
+    generator = torch.Generator().manual_seed(config.seed)
+    train_x, test_x = data.train_x.to(config.dtype), data.test_x.to(config.dtype)
+    model = _network(config.hidden, generator, train_x)
+    optimizer = make_optimizer(model.parameters())
+    checks: list[tuple[int, float]] = []
+    updates: list[tuple[int, float]] = []
+
+    def loss_of(rows: Tensor) -> Tensor:
+        return F.cross_entropy(model(train_x[rows]).float(), data.train_y[rows])
+
+    drawn = runs.shuffled(count, config.batch, generator)
+    batches: Iterator[Tensor] = itertools.islice(drawn, config.steps)
+    if config.schedule == "cosine":
+        batches = runs.cosine(optimizer, batches, config.steps)
+    losses: list[float] = []
+    for rows in batches:
+        step, before = len(losses), None
+        if step % config.check_every == 0:
+            checks.append((step, runs.judge(model, train_x, data.train_y)[1]))
+            before = parameters_to_vector(model.parameters()).detach().clone()
+        losses += runs.train(loss_of, optimizer, [rows])
+        if before is not None:
+            updates.append((step, _relative_change(model, before, optimizer)))
+    checks.append((config.steps, runs.judge(model, train_x, data.train_y)[1]))
+    accuracy, test_loss = runs.judge(model, test_x, data.test_y)
+    return DigitsRun(
+        losses=tuple(losses),
+        checks=tuple(checks),
+        update_rms=tuple(updates),
+        accuracy=accuracy,
+        test_loss=test_loss,
+        state_bytes=state_bytes(optimizer),
+    )
+
+
+def train_seeds(
+    make_optimizer: OptimizerFactory, config: TrainConfig, data: Digits, seeds: Sequence[int]
+) -> list[DigitsRun]:
+    """`train_digits` once for each seed, which takes the place of config.seed."""
+    return [train_digits(make_optimizer, replace(config, seed=seed), data) for seed in seeds]
+
+
+def _relative_change(model: nn.Module, before: Tensor, optimizer: torch.optim.Optimizer) -> float:
+    """The root mean square of a weight's change since `before`, over the learning rate."""
+    moved = parameters_to_vector(model.parameters()).detach() - before
+    rate = float(optimizer.param_groups[0]["lr"])
+    return moved.double().square().mean().sqrt().item() / rate if rate else 0.0
+
+
+def validation_split(data: Digits, share: float = 0.2) -> Digits:
+    """`data` with the last `share` of its training part in place of the test part.
+
+    Hyper-parameters are chosen on it, so that the real test part stays unseen until the report.
+    """
+    fraction("share", share)
+    cut = len(data.train_x) - max(1, round(share * len(data.train_x)))
+    return replace(
+        data,
+        train_x=data.train_x[:cut],
+        train_y=data.train_y[:cut],
+        test_x=data.train_x[cut:],
+        test_y=data.train_y[cut:],
+    )
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the tensors in the optimizer's state, parameters and gradients not counted."""
+    return sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+
+
+def predict_state_bytes(parameters: int, optimizer: str, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of optimizer state for `parameters` weights: tensors kept x elements x element size.
+
+    optimizer: a key of STATE_TENSORS. Step counters (4 bytes a tensor in torch) are left out.
+    """
+    positive_int("parameters", parameters)
+    one_of("optimizer", optimizer, STATE_TENSORS)
+    return parameters * STATE_TENSORS[optimizer] * dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What a sweep varies: the learning rate and the decoupled weight decay."""
+
+    lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sweep:
+    """Runs over a grid of learning rates and decays, several seeds each.
+
+    accuracy and steps: [decays, learning_rates, seeds]; steps until the training loss is at most
+    `target`, NaN where a run never got there.
+    """
+
+    learning_rates: tuple[float, ...]
+    decays: tuple[float, ...]
+    seeds: tuple[int, ...]
+    target: float
+    accuracy: Tensor
+    steps: Tensor
+
+    def best(self) -> Setting:
+        """The setting with the highest mean accuracy; of equal ones the first of the grid."""
+        return self._setting(int(self.accuracy.mean(-1).argmax()))
+
+    def plateau(self, within: float = 0.01) -> tuple[float, ...]:
+        """The learning rates that come within `within` of the best accuracy, at its decay."""
+        mean = self.accuracy.mean(-1)
+        row = mean[self.decays.index(self.best().weight_decay)]
+        good = (row >= mean.max() - within).tolist()
+        return tuple(
+            rate for rate, is_good in zip(self.learning_rates, good, strict=True) if is_good
+        )
+
+    def fastest(self) -> Setting:
+        """The setting that needs the fewest steps on average among those where every seed arrives.
+
+        Raises ValueError where no setting brings every seed to the target.
+        """
+        mean = self.steps.mean(-1)
+        if bool(mean.isnan().all()):
+            raise ValueError(
+                f"no setting brought every seed to a loss of {self.target}; raise target or steps"
+            )
+        return self._setting(int(mean.nan_to_num(math.inf).argmin()))
+
+    def _setting(self, cell: int) -> Setting:
+        decay, rate = divmod(cell, len(self.learning_rates))
+        return Setting(lr=self.learning_rates[rate], weight_decay=self.decays[decay])
+
+
+def sweep(
+    optimizer: Callable[..., torch.optim.Optimizer],
+    config: TrainConfig,
+    data: Digits,
+    *,
+    learning_rates: Sequence[float],
+    decays: Sequence[float],
+    seeds: Sequence[int],
+    target: float = 0.1,
+) -> Sweep:
+    """Train once for each setting of the grid and each seed (config.seed is replaced).
+
+    optimizer(parameters, lr=, weight_decay=) -> torch.optim.Optimizer. The accuracy is that on
+    data's test part: pass `validation_split(data)` to choose settings.
+    """
+    accuracy = torch.empty(len(decays), len(learning_rates), len(seeds), dtype=torch.float64)
+    steps = torch.empty_like(accuracy)
+    for cell in itertools.product(*(range(size) for size in accuracy.shape)):
+        decay, lr, seed = decays[cell[0]], learning_rates[cell[1]], seeds[cell[2]]
+        make = functools.partial(optimizer, lr=lr, weight_decay=decay)
+        run = train_digits(make, replace(config, seed=seed), data)
+        accuracy[cell] = run.accuracy
+        arrived = run.steps_to(target)
+        steps[cell] = math.nan if arrived is None else arrived
+    return Sweep(
+        learning_rates=tuple(learning_rates),
+        decays=tuple(decays),
+        seeds=tuple(seeds),
+        target=target,
+        accuracy=accuracy,
+        steps=steps,
+    )
+
+
+def update_rms(
+    make_optimizer: OptimizerFactory,
+    signal: float,
+    *,
+    weights: int = 2000,
+    steps: int = 150,
+    seed: int = 0,
+) -> float:
+    """Root mean square of one update under gradients signal + standard normal noise.
+
+    Averaged over `weights` weights and the last third of `steps`; make_optimizer must take lr = 1
+    and no decay, so that the change of a weight is the update itself.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    path = weight_path(
+        make_optimizer,
+        lambda _, w: signal + torch.randn(w.shape, generator=generator),
+        start=torch.zeros(weights, dtype=torch.float64),
+        steps=steps,
+    )
+    late = path.diff(dim=0)[-(steps // 3) :]
+    return late.square().mean().sqrt().item()
+
+
+def predict_update_rms(signal: float, beta1: float = 0.9) -> float:
+    """The same for Adam by arithmetic, once the averages have settled and eps is negligible.
+
+    The first moment has mean `signal` and variance (1 - beta1) / (1 + beta1); the second is
+    1 + signal**2.
+    """
+    fraction("beta1", beta1)
+    variance = (1 - beta1) / (1 + beta1)
+    return math.sqrt((signal**2 + variance) / (signal**2 + 1))

@@ -1,0 +1,78 @@
+"""What the studies' training runs share: the loop, the batches, and what a run measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["Run", "cosine", "judge", "shuffled", "train"]
+
+B = TypeVar("B")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """What one training run measured; a study adds what its chapter asks for.
+
+    losses: of each batch, before its step. checks: (steps done, loss over one fixed set of rows).
+    """
+
+    losses: tuple[float, ...]
+    checks: tuple[tuple[int, float], ...] = ()
+
+    def steps_to(self, target: float) -> int | None:
+        """Steps done at the first check whose loss is at most `target`; None if none is."""
+        return next((step for step, loss in self.checks if loss <= target), None)
+
+
+def train(
+    loss_of: Callable[[B], Tensor],
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[B],
+    *,
+    change_gradients: Callable[[], object] | None = None,
+) -> Iterator[float]:
+    """One step per batch; yields the batch's loss before the step.
+
+    A generator: between two steps the caller may look at the model, change the optimizer, or stop.
+    change_gradients: called between the backward pass and the step.
+    """
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(batch)
+        loss.backward()
+        if change_gradients is not None:
+            change_gradients()
+        optimizer.step()
+        yield loss.item()
+
+
+def shuffled(count: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Row indices [batch] without end: each epoch in a new order, its incomplete batch left out."""
+    while True:
+        order = torch.randperm(count, generator=generator)
+        yield from order[: count - count % batch].split(batch)
+
+
+def cosine(optimizer: torch.optim.Optimizer, batches: Iterable[B], steps: int) -> Iterator[B]:
+    """The batches; before each one the learning rates fall from their first values toward 0."""
+    first = [float(group["lr"]) for group in optimizer.param_groups]
+    for step, batch in enumerate(batches):
+        share = 0.5 * (1 + math.cos(math.pi * step / steps))
+        for group, lr in zip(optimizer.param_groups, first, strict=True):
+            group["lr"] = lr * share
+        yield batch
+
+
+@torch.no_grad()
+def judge(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
+    """The share of right guesses, and the mean cross-entropy."""
+    logits = model(images)
+    right = (logits.argmax(1) == labels).double().mean().item()
+    return right, F.cross_entropy(logits.float(), labels).item()

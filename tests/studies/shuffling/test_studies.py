@@ -1,0 +1,250 @@
+"""The studies: corpora, orders and runs are what they say, and the diagnosis keeps its law."""
+
+import itertools
+import random
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from labcore.data import python_sources, python_text
+from labcore.shuffling import design_effect
+from labcore.studies.shuffling import causes, characters, digit_orders, tracing
+
+
+@pytest.fixture(scope="module")
+def data() -> characters.Corpus:
+    return characters.corpus("sources", characters.TUNING_SEEDS[0])
+
+
+def test_a_row_is_the_letters_of_its_file(data: characters.Corpus, seed: int) -> None:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    place = random.Random(seed).randrange(len(data.files.files))
+    first, name = data.files.first_rows[place] + 1, data.files.files[place]
+    if data.files.of([first]) != (name,):
+        pytest.skip("a file shorter than a row")
+    shown = "".join(map(chr, data.rows[first, characters.CONTEXT :].tolist()))
+    source = (library / name).read_text(encoding="utf-8", errors="replace")
+    assert shown in "".join(c if ord(c) < 127 else chr(127) for c in source)
+    # The context is the end of the row before.
+    assert torch.equal(
+        data.rows[first, : characters.CONTEXT], data.rows[first - 1, -characters.CONTEXT :]
+    )
+
+
+def test_slices_have_no_file_in_common_and_no_held_out_file() -> None:
+    slices = [set(characters.corpus("sources", seed).files.files) for seed in (0, 1, 10)]
+    assert all(a.isdisjoint(b) for a, b in itertools.combinations(slices, 2))
+    held_out = set(python_sources("held_out").files)
+    assert all(names.isdisjoint(held_out) for names in slices)
+    assert (
+        characters.corpus("sources", 0).files
+        == characters.corpus("sources", characters.SLICES["sources"]).files
+    )
+
+
+def test_docstrings_are_those_of_labcore_data() -> None:
+    small = python_text("train", max_bytes=60_000)
+    first = characters.corpus("documentation", 0)
+    shown = "".join(map(chr, first.rows[:20, characters.CONTEXT :].flatten().tolist()))
+    named = [name for name in first.files.files if name in small.files]
+    assert named and shown[:100].strip() in small.text
+
+
+def test_letters_beyond_ascii_share_one_number() -> None:
+    assert characters.letters_of("a\n\x7fé漢😀").tolist() == [97, 10, 127, 127, 127, 127]
+
+
+@pytest.mark.parametrize("order", list(characters.ORDERS))
+def test_every_order_gives_each_row_at_most_once(order: str, seed: int) -> None:
+    rows = 6400
+    found = list(itertools.islice(characters.ORDERS[order](rows, seed), rows))
+    assert len(found) == len(set(found)) == rows
+    assert all(0 <= row < rows for row in found)
+
+
+def test_the_twenty_batches_are_as_the_files_have_them(seed: int) -> None:
+    rows = 6400
+    order = list(characters.ORDERS["full, 20 batches unshuffled"](rows, seed))
+    batches = [order[i : i + characters.BATCH] for i in range(0, rows, characters.BATCH)]
+    odd = [step for step, one in enumerate(batches) if one == list(range(one[0], one[0] + 32))]
+    assert len(odd) == 20 and min(odd) >= 100
+
+
+def test_a_row_loss_is_the_mean_over_its_letters(data: characters.Corpus, generator) -> None:
+    model = characters.NextCharacter(hidden=7, width=3).double()
+    rows = data.rows[:5]
+    found = characters.row_losses(model, rows)
+    table = model.embedding.weight
+    for row, loss in zip(rows, found, strict=True):
+        total = 0.0
+        for place in range(characters.ROW):
+            seen = table[row[place : place + characters.CONTEXT]].T.flatten()
+            hidden = torch.relu(model.hidden.weight @ seen + model.hidden.bias)
+            scores = model.head.weight @ hidden + model.head.bias
+            total -= scores.log_softmax(0)[row[place + characters.CONTEXT]].item()
+        assert loss.item() == pytest.approx(total / characters.ROW, rel=1e-9)
+
+
+def test_a_run_repeats_itself_and_learns() -> None:
+    first, again = (characters.run("buffer 256", 11, steps=40, check_every=15) for _ in range(2))
+    assert first == again
+    assert [step for step, _ in first.checks] == [15, 30, 40]
+    assert first.held_out < first.checks[0][1] < first.losses[0]
+    other = characters.run("full", 11, steps=40)
+    assert other.losses != first.losses and len(other.rows) == 40
+
+
+def test_noise_replaces_the_batches_and_not_the_order() -> None:
+    clean = characters.run("full", 11, steps=200, check_every=200)
+    noisy = characters.run("full, 20 batches of noise", 11, steps=200, check_every=200)
+    assert clean.rows == noisy.rows
+    differ = next(
+        i for i, (a, b) in enumerate(zip(clean.losses, noisy.losses, strict=True)) if a != b
+    )
+    assert differ >= 100 and noisy.losses[differ] > clean.losses[differ] + 1
+    assert tracing.spikes_of(noisy.losses)
+
+
+def test_steps_to_one_loss() -> None:
+    def made(*checks: tuple[int, float]) -> characters.EpochRun:
+        return characters.EpochRun(losses=(), rows=(), checks=checks)
+
+    slow = made((25, 3.0), (50, 2.5), (75, 2.2), (100, 2.3))
+    quick = made((25, 2.1), (50, 1.9), (75, 1.8), (100, 1.7))
+    assert slow.steps_to(2.5) == 50
+    assert slow.steps_to(2.0) is None
+    assert characters.steps_ratio(slow, quick) == 3.0
+    assert characters.steps_ratio(quick, slow) == pytest.approx(1 / 3)
+    assert characters.steps_ratio(slow, slow) == 1.0
+
+
+def test_every_rate_above_the_largest_stable_one_diverged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(order: str, seed: int, *, steps: int, lr: float, **_: object) -> characters.EpochRun:
+        end = float("nan") if lr > 2.5 else 1.0
+        return characters.EpochRun(losses=(4.8,), rows=(), checks=((steps, end),))
+
+    monkeypatch.setattr(characters, "run", fake)
+    assert characters.largest_stable_rate("full", 0) == 2.0
+
+
+def brute(onsets: list[int], starts: list[int], steps: range, within: int) -> tuple[float, float]:
+    """Share and p of boundary_test by its words alone."""
+
+    def hits(shift: int) -> int:
+        moved = [(s - steps.start + shift) % len(steps) + steps.start for s in onsets]
+        return sum(any(0 <= step - start <= within for start in starts) for step in moved)
+
+    true = hits(0)
+    turned = [hits(shift) for shift in range(len(steps))]
+    return true / len(onsets), sum(count >= true for count in turned) / len(turned)
+
+
+def test_the_boundary_test_counts_all_turns(seed: int) -> None:
+    dice = random.Random(seed)
+    steps, within = range(13, 13 + dice.randrange(30, 90)), dice.randrange(4)
+    onsets = sorted(dice.sample(steps, dice.randrange(1, 8)))
+    starts = sorted(dice.sample(range(steps.stop), dice.randrange(1, 9)))
+    found = tracing.boundary_test(onsets, starts, steps=steps, within=within)
+    share, p = brute(onsets, starts, steps, within)
+    assert (found.share, found.p) == (pytest.approx(share), pytest.approx(p))
+    assert 1 / len(steps) <= found.p <= 1 and found.onsets == len(onsets)
+
+
+def test_spikes_at_every_boundary_are_found_and_spikes_anywhere_are_not(seed: int) -> None:
+    starts = sorted(random.Random(seed).sample(range(60, 680), 12))
+    steps = range(50, 700)
+    sure = tracing.boundary_test([s + 1 for s in starts], starts, steps=steps)
+    assert sure.share == 1 and sure.recall == 1 and sure.p <= 0.01 and sure.chance < 0.1
+    # Under chance p is uniform or larger: 400 draws at most 5 % by more than 4 standard deviations.
+    dice = random.Random(seed + 1)
+    small = 0
+    for _ in range(400):
+        onsets = dice.sample(steps, 6)
+        small += tracing.boundary_test(onsets, starts, steps=steps).p <= 0.05
+    assert small <= 400 * 0.05 + 4 * (400 * 0.05 * 0.95) ** 0.5
+
+
+def test_nothing_to_trace_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs an onset in steps"):
+        tracing.boundary_test([3], [1], steps=range(50, 100))
+
+
+def test_the_mean_distance_is_the_design_effect(generator: torch.Generator) -> None:
+    rows = torch.randn(35 * 8, 3, generator=generator).double()
+    order = torch.arange(len(rows)).reshape(35, 8)
+    batches = [rows[one] for one in order]
+    distances = tracing.batch_distances(batches, rows)
+    # The design effect divides by k - 1 and n - 1.
+    scale = (len(rows) - 1) / len(rows) * 35 / 34
+    assert sum(distances) / 35 * scale == pytest.approx(design_effect(batches))
+
+
+def test_letter_shares_leave_out_the_context(data: characters.Corpus) -> None:
+    shares = tracing.letter_shares(data.rows[:7])
+    assert shares.shape == (7, characters.LETTERS)
+    assert torch.allclose(shares.sum(1), torch.ones(7).double())
+    row = data.rows[3, characters.CONTEXT :].tolist()
+    assert shares[3, row[0]].item() == pytest.approx(row.count(row[0]) / characters.ROW)
+
+
+def test_sorted_digits_and_their_orders() -> None:
+    labels = digit_orders.sorted_digits().train_y
+    assert bool((labels[1:] >= labels[:-1]).all())
+    for order in digit_orders.ORDERS:
+        batches = digit_orders.batches_of(order, 32, seed=1, epochs=2)
+        assert {len(batch) for batch in batches} == {32}
+        assert len(batches) == 2 * (len(labels) // 32)
+    full = digit_orders.batches_of("full", 32, epochs=2)
+    assert not torch.equal(full[0], full[len(full) // 2])  # another permutation each epoch
+
+
+def test_sorted_classes_collapse_and_their_entropy_says_so() -> None:
+    bad, good = (digit_orders.train(order, 900, epochs=3) for order in ("sorted", "full"))
+    assert bad.accuracy < 0.5 < 0.85 < good.accuracy
+    assert bad.entropy.within < 0.2
+    assert good.entropy.within == pytest.approx(good.entropy.expected, abs=0.05)
+
+
+def test_the_prediction_is_exact_where_it_was_made_and_fails_past_a_class() -> None:
+    effects = digit_orders.effects("sorted", seed=900, epochs=1)
+    ratio = dict(
+        zip(
+            effects.sizes,
+            (m / p for p, m in zip(effects.predicted, effects.measured, strict=True)),
+            strict=True,
+        )
+    )
+    assert ratio[32] == pytest.approx(1, abs=0.05)
+    assert ratio[256] < 0.7  # a class has about 144 rows: a batch of 256 cannot be one class
+    exact, estimate = digit_orders.noise_scales("sorted", seed=900, epochs=1)
+    assert estimate.scale < exact.scale / 5
+
+
+def test_the_causes_show_what_their_symptoms_say() -> None:
+    steps = 120
+    curves = {name: causes.run(name, seed=11, steps=steps) for name in causes.SYMPTOMS}
+    curves[causes.HEALTHY] = causes.run(causes.HEALTHY, seed=11, steps=steps)
+    loss, fixed, distance = causes.PANELS
+    mean = {name: sum(panels[distance]) / steps for name, panels in curves.items()}
+    assert all(len(curve) == steps for panels in curves.values() for curve in panels.values())
+    assert mean["file order"] > 2 > mean["learning rate too high"]
+    corrupt = curves["one corrupt batch"]
+    assert max(range(steps), key=corrupt[distance].__getitem__) == steps // 2
+    assert corrupt[loss][steps // 2] > corrupt[loss][steps // 2 - 1] + 1
+    again = curves["the same rows again"]
+    assert again[distance][:8] == pytest.approx(again[distance][8:16])
+    lost = curves["optimizer state lost"]
+    assert lost[fixed][steps // 2] > lost[fixed][steps // 2 - 2] + 1
+    assert lost[distance] == curves[causes.HEALTHY][distance]
+    assert curves["learning rate too high"][fixed][-1] > curves[causes.HEALTHY][fixed][-1] + 0.2
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="name must be one of"):
+        causes.run("bad luck")
+    with pytest.raises(ValueError, match="order must be one of"):
+        characters.run("random", 0)
+    with pytest.raises(ValueError, match="corpus must be one of"):
+        characters.corpus("novels")
