@@ -14,6 +14,7 @@ import torch
 
 import labcore  # noqa: F401  (before triton, so that kernels run in the interpreter)
 from labcore.device import seed_from_environment
+from labcore.grading import sandbox
 
 pytest_plugins = ["tests.book_fixtures"]
 
@@ -23,7 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # On other systems these folders and files are skipped, before anything in them is imported.
 NEEDS_LINUX = {
-    "grading and the tools around it need Linux": ("labs",),
+    "grading and the tools around it need Linux": ("grading", "labs"),
     "an engine in a process of its own is tested on Linux": (
         *("serving/test_ipc.py", "serving/test_kubernetes_guide.py", "serving/test_process.py"),
         *("serving/test_triton_model.py", "serving/test_triton_program.py"),
@@ -93,3 +94,12 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         if name.startswith("LABCORE_"):
             monkeypatch.delenv(name)
     return monkeypatch
+
+
+@pytest.fixture(scope="session")
+def bubblewrap() -> None:
+    """A machine on which students' code can be fenced in."""
+    if lack := sandbox.missing():
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"CI has no sandbox: {lack}")
+        pytest.skip(lack)

@@ -177,14 +177,15 @@ def test_each_public_name_stands_on_a_page() -> None:
 
 def test_a_module_with_a_page_of_its_own_keeps_what_its_package_exports() -> None:
     serving, router, simulate = (
-        importlib.import_module(f"labcore.serving{end}") for end in ("", ".router", ".simulate")
+        importlib.import_module(f"labcore.serving{end}")
+        for end in ("", ".simulation.router", ".simulation.simulate")
     )
     assert "route" not in reference.own_names(router)
-    assert "route" in reference.own_names(router, page="serving.router")
+    assert "route" in reference.own_names(router, page="serving.simulation")
     elsewhere = [("route", router.route)]
     assert "route" in reference.own_names(serving)
     assert "route" not in reference.own_names(serving, page="serving", elsewhere=elsewhere)
-    assert "CostModel" not in reference.own_names(simulate, page="serving.simulate")  # from costs
+    assert "CostModel" not in reference.own_names(simulate, page="serving.simulation")  # of costs
 
 
 @pytest.mark.parametrize(

@@ -53,5 +53,5 @@ def test_an_edit_counts_where_it_can_change_points(copied: Path, edited: str, co
     lab = read_lab(next(path for path in LABS if path.stem == "lion"))
     before = plan.code_of(lab)
     path = copied / edited
-    path.write_text(path.read_text("utf-8") + "\n", "utf-8")
+    path.write_text(path.read_text("utf-8") + "\nEDITED = 1\n", "utf-8")
     assert (plan.code_of(lab) != before) is counts

@@ -110,7 +110,7 @@ def test_missing_weights_are_said_with_the_way_to_make_them(
     call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MODULE, "FILES", tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"labcore\.models\.train draft --out FOLDER"):
+    with pytest.raises(FileNotFoundError, match=r"labcore\.models\.ship draft --out FOLDER"):
         call("draft")
 
 

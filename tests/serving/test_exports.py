@@ -37,7 +37,7 @@ def test_every_name_is_that_of_its_module() -> None:
 def test_a_name_means_one_thing() -> None:
     """Of two modules with the same name for two things, at most one is shown by the package."""
     things: dict[str, set[int]] = {}
-    for item in pkgutil.iter_modules(serving.__path__, "labcore.serving."):
+    for item in pkgutil.walk_packages(serving.__path__, "labcore.serving."):
         module = importlib.import_module(item.name)
         for name in getattr(module, "__all__", ()):
             things.setdefault(name, set()).add(id(vars(module)[name]))
@@ -46,7 +46,7 @@ def test_a_name_means_one_thing() -> None:
     assert twice.isdisjoint(serving.__all__)
 
 
-@pytest.mark.parametrize("program", ["process", "triton_server"])
+@pytest.mark.parametrize("program", ["remote.process", "triton.server"])
 def test_programs_are_not_imported_before_they_run(program: str) -> None:
     assert "usage: " in python("-m", f"labcore.serving.{program}", "--help")
 

@@ -16,6 +16,7 @@ import yaml
 from labcore.serving.engine.metrics import Snapshot
 from labcore.serving.remote import process
 from labcore.serving.remote.ipc import Listener
+from labcore.serving.triton import repository
 from labcore.serving.triton.repository import write_repository
 from tests.serving.standin import StandIn
 from tests.serving.triton import ENVIRONMENT, need_server
@@ -119,7 +120,7 @@ def problems(all_: dict[str, Any]) -> list[str]:
     for metric in scaler["metrics"]:
         must(metric["pods"]["metric"]["name"] in metrics, "HPA: metric")
     series = re.match(r'(\w+){value="(\w+)"', next(iter(metrics.values())))
-    model = (Path(process.__file__).parent / "files" / "model.py").read_text("utf-8")
+    model = (Path(repository.__file__).parent / "files" / "model.py").read_text("utf-8")
     must(series is not None and f'name="{series[1]}"' in model, "adapter: series")
     must(series is not None and series[2] in Snapshot.__dataclass_fields__, "adapter: value")
     waiting = int(engine["args"][engine["args"].index("--max-waiting") + 1])

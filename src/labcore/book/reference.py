@@ -24,18 +24,12 @@ def modules(name: str) -> list[ModuleType]:
 
 def _import(name: str) -> ModuleType | None:
     """The module; None where it needs Triton and this machine has none."""
-    package, _, last = name.rpartition(".")
-    face = importlib.import_module(package)
-    function = vars(face).get(last)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "triton":
             return None
         raise
-    finally:
-        if callable(function):  # a command's module would take the place of its package's function
-            setattr(face, last, function)
 
 
 def own_names(

@@ -42,7 +42,7 @@ from tests.exercises.notebook import (
 )
 
 OWN = (PLACE_TILE, CHOOSE_TILE)
-LAYOUT = Path(__file__).resolve().parents[1] / "hip" / "mfma_layout.json"
+LAYOUT = Path(__file__).resolve().parents[2] / "hip" / "mfma_layout.json"
 
 
 def test_students_have_their_own_numbers(seed: int) -> None:
