@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -427,3 +428,8 @@ def test_every_import_of_the_labs_is_answered_by_the_repositorys_own_package(pub
     )
     assert done.returncode == 0, done.stderr
     assert all(path.startswith(str(public / "src/labcore")) for path in done.stdout.split())
+
+
+def test_what_the_set_up_reads_is_there(public: Path) -> None:
+    read = re.findall(r'"(scripts/[\w.]+)"', (public / "scripts/setup.py").read_text("utf-8"))
+    assert read and [name for name in read if not (public / name).is_file()] == []

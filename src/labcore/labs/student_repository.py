@@ -41,6 +41,7 @@ ALLOWED = (
     "constraints.txt",
     "environment.yml",
     "pyproject.toml",
+    "scripts/apart.txt",
     "scripts/setup.py",
     "src/labcore/",
 )
@@ -62,7 +63,7 @@ make course
 ```
 
 `make course` makes a virtual environment (the first time), starts JupyterLab and builds the book
-behind `/book/`. It needs Python 3.11 or 3.12, git, make and a C++ compiler; on Debian or Ubuntu
+behind `/book/`. It needs Python 3.11 to 3.14, git, make and a C++ compiler; on Debian or Ubuntu
 `sudo apt-get install git make g++ python3-venv python3-dev`. `make book` builds the book alone and
 `make jupyter` starts JupyterLab alone; with conda, `environment.yml` has the same packages.
 

@@ -24,8 +24,9 @@ def _bound(tree: ast.Module) -> dict[str, str]:
         if isinstance(node, ast.ImportFrom):
             names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
         elif isinstance(node, ast.Import):
-            names |= {a.asname or a.name.split(".")[0]: a.name for a in node.names}
-            names |= {"labcore": "labcore"}
+            # Without an alias, `import a.b` binds a alone.
+            roots = [a.asname or a.name.split(".")[0] for a in node.names]
+            names |= {r: a.name if a.asname else r for r, a in zip(roots, node.names, strict=True)}
     return {name: dotted for name, dotted in names.items() if dotted.split(".")[0] == "labcore"}
 
 

@@ -20,7 +20,6 @@ from labcore.checks import fraction, one_of, positive_int
 from labcore.data import Digits
 from labcore.studies import runs
 from labcore.studies.lion.traps import weight_path
-from labcore.studies.runs import Run
 
 __all__ = [
     "STATE_TENSORS",
@@ -77,7 +76,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DigitsRun(Run):
+class DigitsRun(runs.Run):
     """A run of the digits network; its checks are over the whole training part.
 
     update_rms: (step, root mean square of the change of a weight, in units of the learning rate);
@@ -136,7 +135,7 @@ def train_digits(make_optimizer: OptimizerFactory, config: TrainConfig, data: Di
         if step % config.check_every == 0:
             checks.append((step, runs.judge(model, train_x, data.train_y)[1]))
             before = parameters_to_vector(model.parameters()).detach().clone()
-        losses += runs.train(loss_of, optimizer, [rows])
+        losses.append(runs.step(loss_of, optimizer, rows))
         if before is not None:
             updates.append((step, _relative_change(model, before, optimizer)))
     checks.append((config.steps, runs.judge(model, train_x, data.train_y)[1]))

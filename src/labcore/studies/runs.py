@@ -1,4 +1,4 @@
-"""What the studies' training runs share: the loop, the batches, and what a run measured."""
+"""What the studies' training runs share: the step, the batches, and what a run measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Run", "cosine", "judge", "shuffled", "train"]
+__all__ = ["Run", "cosine", "judge", "shuffled", "step", "train"]
 
 B = TypeVar("B")
 
@@ -31,26 +31,32 @@ class Run:
         return next((step for step, loss in self.checks if loss <= target), None)
 
 
-def train(
+def step(
     loss_of: Callable[[B], Tensor],
     optimizer: torch.optim.Optimizer,
-    batches: Iterable[B],
+    batch: B,
     *,
     change_gradients: Callable[[], object] | None = None,
-) -> Iterator[float]:
-    """One step per batch; yields the batch's loss before the step.
+) -> float:
+    """One step of training; returns the batch's loss before it.
 
-    A generator: between two steps the caller may look at the model, change the optimizer, or stop.
-    change_gradients: called between the backward pass and the step.
+    change_gradients: called between the backward pass and the optimizer's step.
     """
+    optimizer.zero_grad()
+    loss = loss_of(batch)
+    loss.backward()
+    if change_gradients is not None:
+        change_gradients()
+    optimizer.step()
+    return loss.item()
+
+
+def train(
+    loss_of: Callable[[B], Tensor], optimizer: torch.optim.Optimizer, batches: Iterable[B]
+) -> Iterator[float]:
+    """`step` on each batch: between two steps the caller may look at the model, or stop."""
     for batch in batches:
-        optimizer.zero_grad()
-        loss = loss_of(batch)
-        loss.backward()
-        if change_gradients is not None:
-            change_gradients()
-        optimizer.step()
-        yield loss.item()
+        yield step(loss_of, optimizer, batch)
 
 
 def shuffled(count: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:

@@ -21,7 +21,6 @@ from labcore.clipping.history import AutoClip, ZClip
 from labcore.studies import runs
 from labcore.studies.clipping import networks
 from labcore.studies.clipping.effects import Clip, Named, Snapshot, Spoil, cosine, flat
-from labcore.studies.runs import Run
 
 __all__ = [
     "BAD_STEP",
@@ -119,7 +118,7 @@ THRESHOLDS: Mapping[str, Mapping[str, float]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedRun(Run):
+class ClippedRun(runs.Run):
     """A run with clipped gradients, step by step; it ends early where a loss is not finite.
 
     norms: of the gradient before clipping; kept: the norm after over the norm before; cosines:
@@ -185,11 +184,10 @@ def train(
     make = OPTIMIZERS[one_of("optimizer", optimizer, OPTIMIZERS)]
     stepper = make(weights, lr=lr, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
-    batches = (
-        networks.draw(network, BATCH[network], generator=generator)
-        for _ in range(positive_int("steps", steps))
-    )
     measured: list[tuple[Tensor, Tensor, float]] = []
+
+    def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
+        return networks.loss(model, *batch)
 
     def spoil_and_clip() -> None:
         if spoil is not None:
@@ -203,17 +201,13 @@ def train(
     losses: list[float] = []
     moves: list[Tensor] = []
     before = flat(weights)
-    for loss in runs.train(
-        lambda batch: networks.loss(model, *batch),
-        stepper,
-        batches,
-        change_gradients=spoil_and_clip,
-    ):
+    for _ in range(positive_int("steps", steps)):
+        batch = networks.draw(network, BATCH[network], generator=generator)
+        losses.append(runs.step(loss_of, stepper, batch, change_gradients=spoil_and_clip))
         after = flat(weights)
-        losses.append(loss)
         moves.append((after - before).norm() / before.norm())
         before = after
-        if not math.isfinite(loss):
+        if not math.isfinite(losses[-1]):
             break
     norms, kept, cosines = zip(*measured, strict=True)
     return ClippedRun(

@@ -20,7 +20,6 @@ from labcore.checks import one_of, positive, positive_int
 from labcore.data import Digits, digits
 from labcore.norm.layers import GhostBatchNorm1d
 from labcore.studies import runs
-from labcore.studies.runs import Run
 
 __all__ = [
     "EPOCHS",
@@ -189,7 +188,7 @@ def _norm(width: int, ghost: int | None) -> nn.Module:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GhostRun(Run):
+class GhostRun(runs.Run):
     """A run of one regime; its checks are over the training part with its own statistics.
 
     accuracy, test_loss: on the images outside the training part, by the running statistics;
@@ -236,7 +235,7 @@ def train(
             checks.append((len(losses), _with_own_statistics(model, data)[1]))
             if checks[-1][1] <= until:
                 break
-        losses += runs.train(loss_of, optimizer, [rows])
+        losses.append(runs.step(loss_of, optimizer, rows))
     accuracy, test_loss = runs.judge(model.eval(), data.test_x, data.test_y)
     training_accuracy, training_loss = _with_own_statistics(model, data)
     return GhostRun(

@@ -34,7 +34,6 @@ from labcore.shuffling.orders import (
     shards_of,
 )
 from labcore.studies import runs
-from labcore.studies.runs import Run
 
 __all__ = [
     "BATCH",
@@ -224,7 +223,7 @@ ORDERS: Mapping[str, Order] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochRun(Run):
+class EpochRun(runs.Run):
     """One epoch, in nats a letter; its checks are over held-out rows, the last one at the end.
 
     rows: row indices, step by step.

@@ -36,7 +36,6 @@ from labcore.shuffling.orders import (
     shards_of,
 )
 from labcore.studies import runs
-from labcore.studies.runs import Run
 
 __all__ = [
     "BATCH",
@@ -103,7 +102,7 @@ def _network(seed: int) -> nn.Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrderRun(Run):
+class OrderRun(runs.Run):
     """A run on sorted digits. accuracy: on the test images; entropy: of each batch's labels."""
 
     accuracy: float
