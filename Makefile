@@ -78,13 +78,13 @@ server: .venv-triton  ## NVIDIA's Triton Inference Server with the shipped model
 lock: setup  ## constraints.txt from pyproject.toml; LOCK=--upgrade takes today's versions
 	@$(BIN)/python scripts/lock.py $(LOCK)
 
-matrix: setup  ## `make check` and two chapters on CORNER=<oldest, newest, gpu or colab>, each with its own Python and torch
+matrix: setup  ## tests on CORNER=<oldest, newest, gpu or colab>, each with its own Python and torch
 	@$(BIN)/python scripts/matrix.py $(CORNER)
 
 test-installed: setup  ## builds the wheel, installs it elsewhere, runs a chapter from it
 	@$(BIN)/python -m pytest tests/test_installed.py
 
-clean:  ## removes what was built; .venv, my/, records, grades and variants with their secret stay
+clean:  ## removes what was built, the matrix's environments too; .venv, my/, records, grades and variants stay
 	@if [ -d _build ]; then find _build -mindepth 1 -maxdepth 1 ! -name variants ! -name grades -exec rm -rf {} +; fi
 	@rm -rf dist build .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +

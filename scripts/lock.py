@@ -1,12 +1,12 @@
-"""Writes constraints.txt, the versions that every environment of the course gets.
+"""Writes constraints.txt, the versions that the set-up installs.
 
     python scripts/lock.py [--upgrade | --check]
 
-One file serves every Python and system that pyproject.toml admits: where a package's versions
-differ between them, its lines carry conditions. Without an option a line changes only where
-pyproject.toml asks for it; --upgrade takes today's versions; --check writes nothing and fails
-where the file is not what this command would write, or where some Python cannot have it. torch and
-triton are left out: scripts/setup.py chooses them.
+One file serves every Python and system that pyproject.toml admits; a package whose version depends
+on either has one line per case, with a condition. Without an option, only lines that pyproject.toml
+no longer admits change. --upgrade takes today's versions. --check writes nothing and fails if this
+command would change the file or if a supported Python cannot install it. torch and triton are left
+out: scripts/setup.py chooses them.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def resolve(path: Path, *options: str) -> None:
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header"]
     command += ["--no-annotate", "--extra", "all", *options, "pyproject.toml", "-o", str(path)]
     if subprocess.run(command, cwd=ROOT).returncode:
-        sys.exit("The versions cannot be resolved, the lines above say why: mend pyproject.toml.")
+        sys.exit("The versions cannot be resolved, the lines above say why: change pyproject.toml.")
 
 
 def write(path: Path, *options: str) -> None:
@@ -44,7 +44,7 @@ def pythons() -> list[str]:
 
 
 def check() -> None:
-    """Exits with a sentence where the lock is stale or does not fit a Python."""
+    """Exits with a sentence if the lock is stale or a supported Python cannot install it."""
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder) / "constraints.txt"
         fresh.write_text(LOCK.read_text("utf-8"), "utf-8")
@@ -53,16 +53,14 @@ def check() -> None:
             sys.exit("constraints.txt is not what pyproject.toml asks for: run `make lock`.")
         for python in pythons():
             resolve(fresh, "--python-version", python, "-c", str(LOCK))
-            print(f"Python {python}: every version of constraints.txt can be had")
+            print(f"Python {python}: every version in constraints.txt can be installed")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--upgrade", action="store_true", help="take today's versions")
-    choice.add_argument(
-        "--check", action="store_true", help="write nothing, fail where it is stale"
-    )
+    choice.add_argument("--check", action="store_true", help="write nothing, fail if it is stale")
     options = parser.parse_args()
     if options.check:
         check()

@@ -1,12 +1,13 @@
-"""Runs the quick gates and two chapters on one corner of what pyproject.toml admits.
+"""Tests the course on one corner of the versions that pyproject.toml admits.
 
     python scripts/matrix.py oldest|newest|gpu|colab [--python PATH]
 
-A corner is a Python and a release of torch. Its environment is made as a reader makes it, by
-`make setup` in a clone of this commit under .cache/matrix, and stays there for the next time. That
-of `colab` has the packages of Colab's machines instead, and runs every chapter and lab: Colab has
-none of the tools that the gates need. How a corner ended is written to scripts/corners.json, which
-`python -m labcore doctor` reads.
+A corner is a Python and a release of torch. `make setup` makes its environment, as a reader would,
+in a clone of this commit under .cache/matrix, where the next run finds it again. The corner then
+runs `make check` and two chapters with their labs. The `colab` corner instead installs the packages
+of Colab's machines and labcore from the clone (not by a notebook's first cell, and with pip's
+default build of torch), and runs every chapter and lab: Colab lacks the tools that the gates need.
+scripts/corners.json gets the result, and `python -m labcore doctor` reads it.
 """
 
 import argparse
@@ -32,7 +33,7 @@ CHAPTERS = "lion or attention"
 
 
 def make_image(clone: Path, python: str, torch: str) -> None:
-    """Colab's packages, then labcore as a notebook's first cell installs it."""
+    """Installs Colab's packages, then labcore with the extra that a first cell asks for."""
     lines = (clone / IMAGE).read_text("utf-8").splitlines()
     apart = ("#", "python==", "torch==", "triton==")
     shipped = [line for line in lines if line and not line.startswith(apart)]
@@ -47,7 +48,7 @@ def make_image(clone: Path, python: str, torch: str) -> None:
 
 
 def run(corner: str, python: str) -> dict[str, str]:
-    """Makes the corner's environment and runs its gates; returns what corners.json says of it."""
+    """Makes the corner's environment and runs its gates; returns its entry for corners.json."""
     clone = ROOT / ".cache" / "matrix" / corner
     if not clone.is_dir():
         subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
@@ -58,7 +59,7 @@ def run(corner: str, python: str) -> dict[str, str]:
     chapters = [".venv/bin/python", "-m", "pytest", "-q", "tests/test_chapters.py"]
     if corner == "colab":
         make_image(clone, python, CORNERS[corner]["torch"])
-        # Its packages are older than its Python, which warns of them.
+        # Some of its packages predate its Python, which warns about them.
         gates = {"chapters": [*chapters, "-o", "filterwarnings=default"]}
     else:
         gates = {"make check": ["make", "check"], "chapters": [*chapters, "-k", CHAPTERS]}

@@ -2,16 +2,16 @@
 
     python3 scripts/setup.py [--port PORT [--host HOST]]
 
-It looks first at what would stop it later and says each lack in one sentence. A second call
-does nothing until pyproject.toml, constraints.txt, TORCH or TORCH_INDEX changes; a set-up that
-was interrupted is mended by calling it again. TORCH=<version> chooses another release of torch,
+It first checks for whatever would stop it later and reports each problem in one sentence. A second
+call does nothing until pyproject.toml, constraints.txt, TORCH or TORCH_INDEX changes. After an
+interruption, call it again. TORCH=<version> chooses another release of torch,
 TORCH_INDEX=<address> another build of it, PYTHON=<path> another Python.
 
 pip installs torch, first and alone. uv installs the rest where this machine has it, pip elsewhere;
 both take the versions of constraints.txt, which names neither torch nor triton.
 
-This file needs the standard library alone and must parse on any Python 3, however old: it is
-what says that the Python is too old.
+This file needs only the standard library and must parse on Python 3.6, so that it can say that
+the Python is too old.
 """
 
 import argparse
@@ -45,14 +45,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = "git make g++ python3-venv python3-dev"
 NO_ADDRESS = "HOST={} is no address of this machine: leave it out, or name one."
 GIB = 1024**3
-# The environment takes 2.7 GiB with torch's CPU build; pip unpacks some of it twice.
+# The environment takes 3 GiB with torch's CPU build; pip unpacks some of it twice.
 DISK_GIB = 3.5
 # A kernel on a GPU is compiled with a small C program around it.
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 
 
 class Lack(Exception):
-    """One sentence: what is missing and what to do."""
+    """One sentence that says what is missing and what to do."""
 
 
 def require_python(version, chosen, find=shutil.which):
@@ -72,7 +72,7 @@ def require_python(version, chosen, find=shutil.which):
 
 
 def runs(python):
-    """Whether this program starts, is of a fitting version and can make environments."""
+    """Whether this program starts, has a supported version and can make environments."""
     code = f"import sys, ensurepip; sys.exit(tuple(sys.version_info[:2]) not in {VERSIONS!r})"
     with contextlib.suppress(OSError):
         done = subprocess.run([python, "-c", code], stderr=subprocess.DEVNULL)
@@ -81,10 +81,10 @@ def runs(python):
 
 
 def require_torch(release):
-    """A misspelt release would fail only after the environment is made."""
+    """Refuses a misspelt release, which would fail only after the environment is made."""
     if release.rpartition(".")[0] not in TRITON:
         raise Lack(
-            f"TORCH={release} is no release of torch that the course runs on: leave it out for "
+            f"TORCH={release} is not a release of torch that the course supports: leave it out for "
             f"{TORCH}, or name one of {', '.join(TRITON)} with its last number, such as {TORCH}."
         )
 
@@ -101,7 +101,7 @@ def require_venv():
 
 
 def require_disk(folder, gib=DISK_GIB, usage=shutil.disk_usage):
-    """A disk that fills up half way leaves a broken environment."""
+    """Refuses a disk that would fill up half way and leave a broken environment."""
     free = usage(str(folder)).free / GIB
     if free < gib:
         raise Lack(
@@ -111,7 +111,7 @@ def require_disk(folder, gib=DISK_GIB, usage=shutil.disk_usage):
 
 
 def require_port(host, port):
-    """The server would otherwise fail after everything else is done."""
+    """Refuses a port or host that the server could not use after all the work."""
     try:
         family = socket.getaddrinfo(host, None)[0][0]
     except socket.gaierror:
@@ -144,7 +144,7 @@ def compiler_lack(find=shutil.which, include=None):
 
 
 def notes(find=shutil.which, devices=GPU_DEVICES):
-    """Lacks that stop nothing on this machine, a sentence each; on a GPU a compiler must be."""
+    """One sentence for each optional tool that is missing; raises Lack for a compiler on a GPU."""
     lack = compiler_lack(find)
     if lack and any(map(os.path.exists, devices)):
         raise Lack(
@@ -153,13 +153,14 @@ def notes(find=shutil.which, devices=GPU_DEVICES):
         )
     if lack:
         yield (
-            f"{lack} missing: torch.compile and kernels on a GPU need it, the course does not on "
-            f"this machine; `apt install {PACKAGES}` mends it."
+            f"{lack} missing: torch.compile and the chapter and lab on AMD's GPUs need it, "
+            f"the rest of the course does not; on Debian `apt install {PACKAGES}` (as root) "
+            "installs it."
         )
     if not find("git"):
         yield (
-            "git is missing: the pages cannot say which commit they show; `apt install git` "
-            "mends it."
+            "git is missing: the pages cannot say which commit they show; on Debian "
+            "`apt install git` (as root) installs it."
         )
 
 
@@ -250,8 +251,8 @@ class Environment:
         if process.returncode:
             say("".join(last))
             raise Lack(
-                f"`{' '.join(command)[:90]} …` failed, its last lines above say why "
-                "(network, proxy, disk?): mend that and run this again, it goes on from here."
+                f"`{' '.join(command)[:90]} …` failed, and its last lines above say why "
+                "(network, proxy, disk?): fix that and run this again, it continues from here."
             )
 
 
@@ -265,11 +266,11 @@ def make(environment, torch, index, chosen):
         command = [sys.executable, "-m", "venv", "--clear", str(environment.folder)]
         if subprocess.run(command).returncode:
             raise Lack(
-                "Python could not make .venv, its lines above say why: mend that, then run this "
+                "Python could not make .venv, its lines above say why: fix that, then run this "
                 "again (on Debian `apt install python3-venv` as root)."
             )
     else:
-        say("1/3  .venv is there: what it lacks is added")
+        say("1/3  .venv exists: adding what it lacks")
         mend(environment)
     environment.pip("install", "--upgrade", "-c", "constraints.txt", "pip")
     torch = torch or saved.get("torch", TORCH)
@@ -318,17 +319,17 @@ def fitting(root, torch):
 def install_rest(environment, torch, find=shutil.which):
     """Everything but torch and triton, which neither uv nor pip may exchange."""
     uv = find("uv")
-    say(f"3/3  the rest: some 180 packages, with {'uv' if uv else 'pip, a few minutes'}")
+    say(f"3/3  the rest: some 220 packages, with {'uv' if uv else 'pip, a few minutes'}")
     rest = ["-c", str(fitting(environment.root, torch)), "-e", ".[all]"]
     if uv:
-        # The overrides make uv blind to torch and triton: it has no word for "as installed".
+        # The overrides keep uv from resolving torch and triton: it has no "keep what is installed".
         apart = ["--python", str(environment.python), "--override", "scripts/apart.txt"]
         try:
-            # Compiled now, as pip does, so that no first import shows the compiler's warnings.
+            # Compile now, as pip does, so that the first import shows no compiler warnings.
             asked = ["--no-progress", "--compile-bytecode"]
             return environment.run([uv, "pip", "install", *asked, *apart, *rest])
         except Lack:
-            say("     uv failed, its lines above say why; pip, which has its own settings, tries")
+            say("     uv failed, its lines above say why; trying pip, which has its own settings")
     return environment.pip("install", "torch==" + torch, *rest)
 
 
@@ -369,13 +370,13 @@ def readable(size):
 
 
 def mend(environment):
-    """Takes away packages that an interrupted pip left incomplete: pip would call them done."""
+    """Removes packages that an interrupted pip left incomplete and would take for installed."""
     for site in environment.sites():
         for leftover in site.glob("~*"):
             shutil.rmtree(str(leftover), ignore_errors=True)
         for info in site.glob("*.dist-info"):
             if not complete(site, info):
-                say(f"     {info.stem} is incomplete: it comes again")
+                say(f"     {info.stem} is incomplete and will be installed again")
                 shutil.rmtree(str(info))
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -224,7 +225,7 @@ def test_a_torch_outside_the_range_is_refused_in_one_sentence(
     script: ModuleType, release: str
 ) -> None:
     script.require_torch(script.TORCH)
-    with pytest.raises(script.Lack, match=f"TORCH={release} is no release") as caught:
+    with pytest.raises(script.Lack, match=re.escape(f"TORCH={release} ")) as caught:
         script.require_torch(release)
     one_sentence(caught.value)
 
