@@ -26,7 +26,6 @@ from benchmarks.runner import Measurement, case
 from benchmarks.speculative import PLAIN, Steady, Wrong
 from labcore.attention import traffic
 from labcore.data import python_sources
-from labcore.decoding import exact
 from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig
 from labcore.decoding.draft_model import DraftModel
 from labcore.decoding.generation import generate
@@ -52,6 +51,7 @@ from labcore.decoding.medusa.trees import (
     sparse_tree,
 )
 from labcore.decoding.ngram import NGram
+from labcore.decoding.theory import exact
 from labcore.decoding.trace import Statistics
 from labcore.decoding.verify import VERIFIERS, TypicalAcceptance
 from labcore.memory import Meter, estimate

@@ -30,9 +30,22 @@ from benchmarks.attention import naive
 from benchmarks.runner import Measurement, case
 from labcore import memory, processes
 from labcore.attention import traffic
-from labcore.memory import CONFIG, RECIPES, Breakdown, Meter, accumulation, distill, experts
-from labcore.memory.model import held_out_rows
-from labcore.memory.part import parameter_shapes
+from labcore.memory import (
+    Breakdown,
+    Meter,
+    accumulation,
+    distill,
+    experts,
+    loading,
+    offload,
+    pipeline,
+    precision,
+    quantize,
+    zero,
+)
+from labcore.memory.accounting.part import parameter_shapes
+from labcore.memory.model import CONFIG, batches, fresh, held_out_loss, held_out_rows
+from labcore.memory.precision import RECIPES
 from labcore.memory.trials import LEARNING_RATE
 from labcore.models import Llama, LlamaConfig, next_token_loss, train
 from labcore.models.llama import causal_attention
@@ -105,19 +118,19 @@ def way(
     trained = Llama(config, generator=generator).to(how.weights) if model is None else model
     memory.set_checkpointing(trained, checkpointing)
     chosen = OPTIMIZERS[optimizer](trained.parameters())
-    draw = memory.batches(seed, batch=batch, length=length)
+    draw = batches(seed, batch=batch, length=length)
     scaler = GradScaler("cpu", enabled=how.scaled)
 
     def step(n: int) -> None:
         tokens, _ = draw(n)
         if parts == 1 and loss is None:
-            memory.precise_step(trained, chosen, tokens, how, scaler)
+            precision.precise_step(trained, chosen, tokens, how, scaler)
             return
         chosen.zero_grad()
         if loss is not None:
             loss(trained, tokens).backward()
         else:
-            rows = memory.split_rows(tokens[:, :-1], tokens[:, 1:], parts)
+            rows = accumulation.split_rows(tokens[:, :-1], tokens[:, 1:], parts)
             # A cache of autocast's would keep its copies of the weights from part to part.
             with torch.autocast(
                 "cpu",
@@ -142,7 +155,7 @@ def told(
 ) -> Breakdown:
     """The prediction for `way` with the same settings."""
     dtype = RECIPES[recipe].estimated_as
-    return memory.estimate_accumulated(config, parts=parts, dtype=dtype, **rest)
+    return accumulation.estimate_accumulated(config, parts=parts, dtype=dtype, **rest)
 
 
 def metered(one: Way) -> Meter:
@@ -219,7 +232,7 @@ def race(
     for name, model in models.items():
         if model.embed_tokens.weight.dtype != torch.float32:
             model = copy.deepcopy(model).float()
-        found[name] = comparison.ratio(name, "plain"), memory.held_out_loss(model)
+        found[name] = comparison.ratio(name, "plain"), held_out_loss(model)
     return found
 
 
@@ -326,11 +339,11 @@ def price_of_accumulation() -> list[Measurement]:
 @case("gradient/accumulation", minutes=0.2)
 def gradient_of_accumulation() -> list[Measurement]:
     """Relative error of the accumulated gradient against one backward of the whole batch."""
-    ways = {"exact": memory.accumulate, "mean of means": memory.accumulate_means}
+    ways = {"exact": memory.accumulate, "mean of means": accumulation.accumulate_means}
     found: dict[str, list[float]] = {}
     rows, length = SMALL["batch"], SMALL["length"]
     for seed, kind in itertools.product(SEEDS, ("equal", "ragged")):
-        model, (tokens, _) = memory.fresh(seed), memory.batches(seed, **SMALL)(0)
+        model, (tokens, _) = fresh(seed), batches(seed, **SMALL)(0)
         inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
         if kind == "ragged":
             generator = torch.Generator().manual_seed(seed)
@@ -338,7 +351,7 @@ def gradient_of_accumulation() -> list[Measurement]:
             targets[torch.arange(length) >= ends] = accumulation.IGNORED
         whole = gradient(model, memory.accumulate, [(inputs, targets)])
         for name, accumulate in ways.items():
-            split = memory.split_rows(inputs, targets, rows)
+            split = accumulation.split_rows(inputs, targets, rows)
             gap = gradient(model, accumulate, split) - whole
             at = f"relative error/{name}, {kind} rows"
             found.setdefault(at, []).append(float(gap.norm() / whole.norm()))
@@ -408,7 +421,7 @@ def bytes_of_pipeline() -> list[Measurement]:
         for stage, run in enumerate(runs):
             known = first if (schedule, stage) == ("1f1b", 0) else None
             found += against(f"{schedule}, stage {stage}", run.peak, known, plain(**BIG))
-        predicted = ahead / RANKS * memory.in_flight(0, RANKS, MICRO, schedule=schedule)
+        predicted = ahead / RANKS * pipeline.in_flight(0, RANKS, MICRO, schedule=schedule)
         kept = runs[0].most.activations
         fullest = max(run.peak.total for run in runs) / plain(**BIG)[0].total
         found += [
@@ -418,7 +431,7 @@ def bytes_of_pipeline() -> list[Measurement]:
     return found
 
 
-def schedules(**settings: Any) -> dict[str, Callable[[int], memory.PipelineRun]]:
+def schedules(**settings: Any) -> dict[str, Callable[[int], pipeline.PipelineRun]]:
     """Training by each schedule."""
     run = functools.partial(memory.train_stage, micro_batches=MICRO, **settings)
     return {name: functools.partial(run, schedule=name) for name in SCHEDULES}
@@ -442,10 +455,10 @@ def bubbles() -> list[Measurement]:
         ways = {name: functools.partial(memory.train_stage, **one) for name, one in asked.items()}
         (every,) = by_rank(stages, (0,), ways)
         for name, runs in every.items():
-            share = memory.idle([run.works[-1] for run in runs], UNIT)
-            predicted = memory.bubble(stages, asked[name]["micro_batches"])
+            share = pipeline.idle([run.works[-1] for run in runs], UNIT)
+            predicted = pipeline.bubble(stages, asked[name]["micro_batches"])
             # The first two steps are metered.
-            clock = [memory.idle([run.works[n] for run in runs]) for n in (2, 3)]
+            clock = [pipeline.idle([run.works[n] for run in runs]) for n in (2, 3)]
             more = {"cores": os.cpu_count(), "by the clock": clock, **asked[name]}
             found.append(exact(name, share, "share", predicted, **more))
     return found
@@ -455,7 +468,7 @@ def plain_alone(seed: int, *, steps: int, **size: Any) -> tuple[list[float], lis
     """Plain training by the first process: when each step began, and its loss."""
     found, begins = None, []
     if dist.get_rank() == 0:
-        model, draw = memory.fresh(seed), memory.batches(seed, **size)
+        model, draw = fresh(seed), batches(seed, **size)
 
         def noted(n: int) -> tuple[Tensor, Tensor | None]:
             begins.append(time.monotonic())
@@ -489,9 +502,9 @@ def price_of_pipeline() -> list[Measurement]:
     return priced(costs, seeds=FEW, processes=RANKS, cores=os.cpu_count(), **settings)
 
 
-def zero_stages(**settings: Any) -> dict[str, Callable[[int], memory.ZeroRun]]:
+def zero_stages(**settings: Any) -> dict[str, Callable[[int], zero.ZeroRun]]:
     """Training by each stage of ZeRO, of which 0 is plain data parallelism."""
-    run = functools.partial(memory.train_divided, **settings)
+    run = functools.partial(zero.train_divided, **settings)
     return {f"stage {n}" if n else "plain": functools.partial(run, stage=n) for n in (0, *STAGES)}
 
 
@@ -534,11 +547,11 @@ def price_of_zero() -> list[Measurement]:
 OFFLOADS = {"disk": False, "disk, ahead": True}
 
 
-def offloaded_run(seed: int, name: str, steps: int) -> memory.OffloadRun:
+def offloaded_run(seed: int, name: str, steps: int) -> offload.OffloadRun:
     """Plain training, or with its layers on disk."""
     tier = None if name == "plain" else memory.Disk()
     ahead = OFFLOADS.get(name, False)
-    return memory.offload_run(seed, steps=steps, tier=tier, prefetch=ahead, **SMALL)
+    return offload.offload_run(seed, steps=steps, tier=tier, prefetch=ahead, **SMALL)
 
 
 @case("bytes/offload", minutes=0.2)
@@ -565,19 +578,19 @@ def price_of_offload() -> list[Measurement]:
 
 
 # Quantization and distillation -------------------------------------------------------------------
-SCHEMES: Mapping[str, memory.Scheme | memory.Torchao] = {
+SCHEMES: Mapping[str, memory.Scheme | quantize.Torchao] = {
     "int8": memory.INT8,
     "int4": memory.INT4,
-    "torchao int8": memory.Torchao(),
-    "torchao int8 dynamic": memory.Torchao(method="int8 dynamic"),
-    "torchao int4": memory.Torchao(method="int4"),
+    "torchao int8": quantize.Torchao(),
+    "torchao int8 dynamic": quantize.Torchao(method="int8 dynamic"),
+    "torchao int4": quantize.Torchao(method="int4"),
 }
 
 
 @functools.cache
 def teacher(seed: int) -> Llama:
     """The plain model after its steps, frozen."""
-    return memory.make_teacher(seed, steps=STEPS, **SMALL)
+    return distill.make_teacher(seed, steps=STEPS, **SMALL)
 
 
 def every_scheme(model: Llama) -> dict[str, Llama]:
@@ -599,13 +612,16 @@ def inference_peak(model: Llama) -> int:
 @case("bytes/quantization", minutes=0.2, needs="cpu")
 def bytes_of_quantization() -> list[Measurement]:
     """The parameters, and the peak of a forward; embedding and norms keep float32."""
-    model = memory.fresh(0).requires_grad_(False)
-    stored = Breakdown(parameters=memory.stored_bytes(model))
-    reference, plain_forward = (stored, memory.quantized_bytes(CONFIG, None)), inference_peak(model)
+    model = fresh(0).requires_grad_(False)
+    stored = Breakdown(parameters=quantize.stored_bytes(model))
+    reference, plain_forward = (
+        (stored, quantize.quantized_bytes(CONFIG, None)),
+        inference_peak(model),
+    )
     found = []
     for name, tried in every_scheme(model).items():
-        stored = Breakdown(parameters=memory.stored_bytes(tried))
-        predicted = memory.quantized_bytes(CONFIG, SCHEMES[name])
+        stored = Breakdown(parameters=quantize.stored_bytes(tried))
+        predicted = quantize.quantized_bytes(CONFIG, SCHEMES[name])
         found += against(name, stored, predicted, reference, of="parameters")
         ratio = inference_peak(tried) / plain_forward
         found.append(exact(f"forward peak over plain/{name}", ratio, "ratio", **BIG))
@@ -631,7 +647,7 @@ def price_of_quantization() -> list[Measurement]:
 
 def student_way(seed: int, *, batch: int, length: int, taught: bool) -> Way:
     """The small model, by the text alone or with the teacher of the same seed."""
-    student, size = memory.make_student(seed), Settings(batch=batch, length=length)
+    student, size = distill.make_student(seed), Settings(batch=batch, length=length)
     if not taught:
         return way(seed, model=student, **size)
     above = teacher(seed)
@@ -654,13 +670,13 @@ def bytes_of_distillation() -> list[Measurement]:
     """Training of the student, with the teacher beside it; and the parameters that are left."""
     predicted = {
         "student alone": told(config=distill.STUDENT, **BIG),
-        "distilled": memory.estimate_distillation(distill.STUDENT, CONFIG, **BIG),
+        "distilled": distill.estimate_distillation(distill.STUDENT, CONFIG, **BIG),
     }
     found = []
     for name, settings in TAUGHT.items():
         peak = metered(student_way(0, **settings, **BIG)).peak
         found += against(name, peak, predicted[name], plain(**BIG), **BIG)
-    small, large = (memory.quantized_bytes(c, None).total for c in (distill.STUDENT, CONFIG))
+    small, large = (quantize.quantized_bytes(c, None).total for c in (distill.STUDENT, CONFIG))
     return [*found, exact("parameters, student over teacher", small / large, "ratio")]
 
 
@@ -680,7 +696,7 @@ def digits_of_distillation() -> list[Measurement]:
     """Points of accuracy on digits; the teacher saw all labels, the student few or all."""
     found = []
     for name, labels in (("80 labels", 80), ("all labels", None)):
-        runs = [memory.distil_digits(seed, labels=labels) for seed in SEEDS]
+        runs = [distill.distil_digits(seed, labels=labels) for seed in SEEDS]
         gains = [100 * (run.distilled - run.alone) for run in runs]
         every = {k: [getattr(r, k) for r in runs] for k in ("alone", "distilled", "teacher")}
         quantity = f"accuracy gained/{name}"
@@ -751,7 +767,7 @@ def sparse_run(seed: int, name: str) -> float:
     table = nn.Parameter(start)
     make, rate = SPARSE[name]
     optimizer = make([table], lr=rate)
-    draw = memory.batches(seed, batch=SPARSE_BATCH, length=ORDERS)
+    draw = batches(seed, batch=SPARSE_BATCH, length=ORDERS)
 
     def loss(windows: Tensor) -> Tensor:
         return F.cross_entropy(F.embedding(contexts(windows), table).sum(1), windows[:, -1])
@@ -786,9 +802,9 @@ def experts_way(seed: int, *, batch: int, length: int, coefficient: float = 0.01
     """Experts in the place of each MLP; coefficient: of the auxiliary loss."""
 
     def loss(model: Llama, tokens: Tensor) -> Tensor:
-        return mean_loss(model, tokens) + coefficient * memory.model_balance_loss(model)
+        return mean_loss(model, tokens) + coefficient * experts.model_balance_loss(model)
 
-    model = memory.with_experts(memory.fresh(seed), EXPERTS, seed=seed)
+    model = memory.with_experts(fresh(seed), EXPERTS, seed=seed)
     return way(seed, batch=batch, length=length, model=model, loss=loss)
 
 
@@ -796,10 +812,10 @@ def experts_way(seed: int, *, batch: int, length: int, coefficient: float = 0.01
 def bytes_of_experts() -> list[Measurement]:
     """Beside the dense model with as many active parameters, and one with as many in all."""
     sparse, wide = experts_way(0, **BIG), EXPERTS * CONFIG.intermediate_size
-    counts = memory.count_parameters(sparse.model)
+    counts = experts.count_parameters(sparse.model)
     dense: Settings = {"config": replace(CONFIG, intermediate_size=wide), **BIG}
     mine, theirs = metered(sparse), metered(way(0, **dense))
-    predicted = memory.estimate_experts(CONFIG, experts=EXPERTS, **BIG)
+    predicted = experts.estimate_experts(CONFIG, experts=EXPERTS, **BIG)
     activations = mine.most.activations / theirs.most.activations
     return [
         *against(MIXED, mine.peak, predicted, plain(**BIG), **BIG),
@@ -844,7 +860,7 @@ def written(rows: Tensor, folder: Path) -> dict[str, list[Path]]:
     for path, row in zip(paths, rows.to(torch.uint8).numpy(), strict=True):
         path.write_bytes(bytes(row))
     return {"file a row": paths} | {
-        form: memory.write_rows(rows, folder / form, form=form, rows_per_file=PER_FILE)
+        form: loading.write_rows(rows, folder / form, form=form, rows_per_file=PER_FILE)
         for form in ("webdataset", "tfrecord")
     }
 
@@ -862,7 +878,7 @@ def loader(form: str, paths: Sequence[Path]) -> DataLoader[Tensor]:
 
 def read_rows(paths: Sequence[Path]) -> Tensor:
     """A batch of rows that are a file each."""
-    return torch.stack([memory.token_row(path.read_bytes()) for path in paths])
+    return torch.stack([loading.token_row(path.read_bytes()) for path in paths])
 
 
 @case("price/loading", minutes=0.5, needs="cpu")
@@ -874,13 +890,13 @@ def price_of_loading() -> list[Measurement]:
 
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        rows = memory.batches(0, batch=SAMPLES, length=BIG["length"])(0)[0]
+        rows = batches(0, batch=SAMPLES, length=BIG["length"])(0)[0]
         forms = written(rows, Path(folder))
         for repetition in range(REPETITIONS):
             waited = {}
             for form in list(forms)[:: 1 if repetition % 2 else -1]:
-                asked = memory.stalls(loader(form, forms[form]), step)
-                ahead = memory.stalls(memory.prefetch(loader(form, forms[form])), step)
+                asked = loading.stalls(loader(form, forms[form]), step)
+                ahead = loading.stalls(memory.prefetch(loader(form, forms[form])), step)
                 waited[form] = asked.waited
                 found.setdefault(f"share of waiting/{form}", []).append(asked.share)
                 found.setdefault(f"share of waiting, ahead/{form}", []).append(ahead.share)

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.runner import Measurement, case
-from labcore.decoding import exact, speedup
 from labcore.decoding.audit import near_tie_audit
 from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig
 from labcore.decoding.draft_model import DraftModel
 from labcore.decoding.generation import generate, stream
 from labcore.decoding.ngram import NGram
-from labcore.decoding.overlap import one_token
 from labcore.decoding.proposers import Adaptive, Gated
 from labcore.decoding.sampling import probabilities
+from labcore.decoding.theory import exact, speedup
+from labcore.decoding.theory.overlap import one_token
 from labcore.decoding.trace import Statistics
 from labcore.decoding.verify import VERIFIERS, TypicalAcceptance, rejection_sampling
 from labcore.models import DenseCache, Llama, Tokenizer, save_pretrained

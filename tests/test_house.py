@@ -300,6 +300,33 @@ def test_a_hidden_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hidden_modules(labcore) == ["checks"]
 
 
+MOST_FILES, MOST_NAMES = 18, 25
+
+
+def crowded(package: ModuleType) -> list[str]:
+    """Where a package has more modules than a folder holds, or more names than a face shows."""
+    files = len([*Path(package.__path__[0]).glob("*.py")])
+    names = len(getattr(package, "__all__", ()))
+    found = [f"{files} files, at most {MOST_FILES}"] if files > MOST_FILES else []
+    return found + ([f"{names} names, at most {MOST_NAMES}"] if names > MOST_NAMES else [])
+
+
+@pytest.mark.parametrize("name", packages())
+def test_folders_and_faces_are_small(name: str) -> None:
+    assert crowded(importlib.import_module(name)) == []
+
+
+def test_a_crowd_is_counted(tmp_path: Path) -> None:
+    package = ModuleType("full")
+    package.__path__, package.__all__ = [str(tmp_path)], [f"n{i}" for i in range(MOST_NAMES + 1)]
+    for number in range(MOST_FILES + 1):
+        (tmp_path / f"m{number}.py").touch()
+    assert crowded(package) == ["19 files, at most 18", "26 names, at most 25"]
+    (tmp_path / "m0.py").unlink()
+    package.__all__.pop()
+    assert crowded(package) == []
+
+
 def private_imports(code: str) -> list[str]:
     """Private names that the code imports from modules of labcore."""
     nodes = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom))

@@ -10,7 +10,8 @@ import torch
 from benchmarks import memory as cases
 from benchmarks.runner import Measurement
 from labcore import memory
-from labcore.memory import CONFIG
+from labcore.memory import accumulation, checkpointing, distill, experts, precision
+from labcore.memory.model import CONFIG, batches
 from tests.benchmarks.measurements import asked, by_quantity
 
 
@@ -37,7 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     }.items():
         monkeypatch.setattr(cases, name, value)
     # The held-out text is longer than all the training here.
-    for module in (memory, memory.offload):
+    for module in (cases, memory.offload):
         monkeypatch.setattr(module, "held_out_loss", short_loss)
     cases.teacher.cache_clear()
     yield
@@ -156,14 +157,14 @@ def test_a_quantized_model_pays_by_its_loss() -> None:
 @pytest.mark.parametrize(
     ("way", "train"),
     [
-        (cases.way, partial(memory.try_checkpointing, how=None)),
-        (partial(cases.way, checkpointing=1), partial(memory.try_checkpointing, how=1)),
-        (partial(cases.way, parts=2), partial(memory.try_accumulation, parts=2)),
-        (cases.experts_way, partial(memory.try_experts, experts=cases.EXPERTS)),
-        (partial(cases.student_way, taught=False), partial(memory.try_distillation, teacher=None)),
+        (cases.way, partial(checkpointing.try_checkpointing, how=None)),
+        (partial(cases.way, checkpointing=1), partial(checkpointing.try_checkpointing, how=1)),
+        (partial(cases.way, parts=2), partial(accumulation.try_accumulation, parts=2)),
+        (cases.experts_way, partial(experts.try_experts, experts=cases.EXPERTS)),
+        (partial(cases.student_way, taught=False), partial(distill.try_distillation, teacher=None)),
         (
             partial(cases.way, recipe="bfloat16"),
-            partial(memory.try_precision, recipe=memory.RECIPES["bfloat16"]),
+            partial(precision.try_precision, recipe=precision.RECIPES["bfloat16"]),
         ),
     ],
     ids=["plain", "checkpointing", "accumulation", "experts", "student", "bfloat16"],
@@ -246,7 +247,7 @@ def test_what_is_slow_the_first_time_is_in_no_time() -> None:
 
 
 def test_a_mixture_of_digits_is_counted_in_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "distil_digits", partial(memory.distil_digits, steps=3))
+    monkeypatch.setattr(distill, "distil_digits", partial(distill.distil_digits, steps=3))
     named = checked("digits/distillation", cases.digits_of_distillation())
     for item in named.values():
         pairs = zip(item.details["distilled"], item.details["alone"], strict=True)
@@ -267,7 +268,7 @@ def test_contexts_are_rows_of_their_own_table() -> None:
 
 
 def test_every_form_of_the_data_has_the_same_rows(tmp_path) -> None:
-    rows = memory.batches(0, batch=20, length=9)(0)[0]
+    rows = batches(0, batch=20, length=9)(0)[0]
     for form, paths in cases.written(rows, tmp_path).items():
         assert torch.equal(torch.cat(list(cases.loader(form, paths))), rows)
     named = checked("price/loading", cases.price_of_loading())

@@ -7,9 +7,9 @@ import torch
 
 from benchmarks import speculative as cases
 from benchmarks.runner import cases_of
-from labcore.decoding import exact, speedup
 from labcore.decoding.contract import Accepted, Draft
 from labcore.decoding.ngram import NGram
+from labcore.decoding.theory import exact, speedup
 from labcore.decoding.verify import TypicalAcceptance
 from labcore.models import Llama, LlamaConfig
 from labcore.models.shipped import shipped_tokenizer

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from labcore.decoding.contract import Draft
-from labcore.decoding.exact import cases, chain_proposal, expected_acceptance, random_table
 from labcore.decoding.gallery import FAULTS
+from labcore.decoding.theory.exact import cases, chain_proposal, expected_acceptance, random_table
 from labcore.decoding.verify import rejection_sampling, sample_and_compare
 
 MARGIN = 1e-3

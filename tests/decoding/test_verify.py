@@ -12,8 +12,8 @@ from torch import Tensor
 
 from labcore.decoding.contract import Draft, Verifier
 from labcore.decoding.draws import Draws
-from labcore.decoding.exact import Propose, Table, proposal, random_table, target_law
 from labcore.decoding.gallery import FAULTS
+from labcore.decoding.theory.exact import Propose, Table, proposal, random_table, target_law
 from labcore.decoding.verify import (
     LOSSLESS,
     VERIFIERS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from labcore.memory import CONFIG, trials
+from labcore.memory import trials
 from labcore.memory.accumulation import (
     IGNORED,
     accumulate,
@@ -16,6 +16,7 @@ from labcore.memory.accumulation import (
     summed_loss,
     try_accumulation,
 )
+from labcore.memory.model import CONFIG
 from labcore.models import Llama, LlamaConfig
 from tests.memory.steps import config
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
-from labcore.memory import CONFIG, Meter, checkpointing, estimate, trials
+from labcore.memory import Meter, checkpointing, estimate, trials
 from labcore.memory.checkpointing import (
     best_every,
     run_blocks,
@@ -18,6 +18,7 @@ from labcore.memory.checkpointing import (
     stretch_length,
     try_checkpointing,
 )
+from labcore.memory.model import CONFIG
 from labcore.models import Llama, LlamaConfig, next_token_loss
 from tests.memory.steps import config
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from labcore.memory import CONFIG
 from labcore.memory import distill as module
 from labcore.memory.distill import (
     STUDENT,
@@ -14,6 +13,7 @@ from labcore.memory.distill import (
     make_teacher,
     try_distillation,
 )
+from labcore.memory.model import CONFIG
 
 
 def drawn(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from labcore.memory import CONFIG, fresh, trials
+from labcore.memory import trials
 from labcore.memory.experts import (
     Routing,
     SwitchMLP,
@@ -19,6 +19,7 @@ from labcore.memory.experts import (
     try_experts,
     with_experts,
 )
+from labcore.memory.model import CONFIG, fresh
 from labcore.models import Llama, LlamaConfig, next_token_loss
 
 TINY = LlamaConfig(vocab_size=23, hidden_size=12, intermediate_size=20, num_hidden_layers=2,

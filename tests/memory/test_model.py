@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from labcore.data import python_text
-from labcore.memory import CONFIG, batches, fresh, held_out_loss
-from labcore.memory.model import held_out_rows
+from labcore.memory.model import CONFIG, batches, fresh, held_out_loss, held_out_rows
 
 
 def test_it_has_two_million_parameters() -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from labcore.memory import CONFIG, Disk, Host, Offload, offload_run, offloaded
-from labcore.memory.model import held_out_rows
+from labcore.memory import Disk, Host, Offload, offloaded
+from labcore.memory.model import CONFIG, held_out_rows
+from labcore.memory.offload import offload_run
 from labcore.models import Llama, LlamaConfig, next_token_loss, train, windows
 from tests.memory.steps import AWKWARD, OPTIMIZERS, Stretch
 

@@ -10,18 +10,9 @@ import torch
 
 from labcore import processes
 from labcore.device import seed_from_environment
-from labcore.memory import (
-    CONFIG,
-    PipelineRun,
-    Stage,
-    Work,
-    batches,
-    bubble,
-    fresh,
-    idle,
-    in_flight,
-    train_stage,
-)
+from labcore.memory import Stage, train_stage
+from labcore.memory.model import CONFIG, batches, fresh
+from labcore.memory.pipeline import PipelineRun, Work, bubble, idle, in_flight
 from labcore.models import Llama, LlamaConfig, train
 from tests.memory.steps import AWKWARD
 

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from labcore.memory import CONFIG, estimate
+from labcore.memory import estimate
 from labcore.memory import precision as module
+from labcore.memory.model import CONFIG
 from labcore.memory.precision import (
     RECIPES,
     Recipe,

@@ -10,17 +10,10 @@ import torch
 
 from labcore import processes
 from labcore.device import seed_from_environment
-from labcore.memory import (
-    CONFIG,
-    Breakdown,
-    ZeroRun,
-    batches,
-    estimate,
-    fresh,
-    train_divided,
-    zero,
-)
-from labcore.memory.part import parameter_shapes
+from labcore.memory import Breakdown, estimate, zero
+from labcore.memory.accounting.part import parameter_shapes
+from labcore.memory.model import CONFIG, batches, fresh
+from labcore.memory.zero import ZeroRun, train_divided
 from labcore.models import Llama, next_token_loss, train
 
 STEPS, BATCH, LENGTH, RANKS = 3, 4, 12, 2

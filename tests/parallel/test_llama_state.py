@@ -239,7 +239,7 @@ def test_what_does_not_fit_is_refused_by_name(runs) -> None:
         assert "layers.1.mlp.up_proj must be of class Linear, got Identity" in told["replaced"]
         saved = f"embed_tokens.weight of shape ({44 // ranks}, 22) where config has (44, 22)"
         assert saved in told["saved"]
-        assert "take labcore.parallel.gathered_state(model) first" in told["saved"]
+        assert "labcore.parallel.llama.gathered_state(model)" in told["saved"]
         assert "llama must be a ParallelLlama, got Llama" in told["whole"]
         assert "model.norm.weight must have shape (22,), got (3,)" in told["damaged"]
         assert "model.layers.0.rotten is unexpected" in told["damaged"]

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from labcore import processes
 from labcore.models import KVCache, Llama
-from labcore.parallel import GraphedDecoder, launch_sequence, parallelize
+from labcore.parallel import GraphedDecoder, parallelize
+from labcore.parallel.recording import launch_sequence
 from labcore.serving.cache import paged
 from labcore.serving.cache.paged import PagedCache
 from tests.models.shapes import CONFIGS, model_of, tokens_of

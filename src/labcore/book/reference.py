@@ -87,7 +87,7 @@ def listed(arguments: Sequence[str]) -> list[tuple[ModuleType, list[str]]]:
 
 
 class ApiReference(SphinxDirective):
-    """```{labcore-api} checks memory -memory.part``` makes one section a module.
+    """```{labcore-api} checks memory -memory.accounting``` makes one section a module.
 
     A package comes with all modules below it but those behind a minus, which have another page,
     they and what is below them. There they show all that they define, also what their package

@@ -1,191 +1,42 @@
 """Memory of training: what a step holds, what it will hold, and ten ways to hold less."""
 
-from labcore.memory.accumulation import (
-    accumulate,
-    accumulate_means,
-    estimate_accumulated,
-    split_rows,
-    summed_loss,
-    try_accumulation,
-)
-from labcore.memory.breakdown import Breakdown
-from labcore.memory.checkpointing import (
-    BlocksRun,
-    best_every,
-    run_blocks,
-    set_checkpointing,
-    stretch_bytes,
-    try_checkpointing,
-)
-from labcore.memory.distill import (
-    DigitsRun,
-    distil_digits,
-    distillation_loss,
-    estimate_distillation,
-    make_student,
-    make_teacher,
-    try_distillation,
-)
-from labcore.memory.experts import (
-    Counts,
-    ExpertsTrial,
-    Routing,
-    SwitchMLP,
-    balance_loss,
-    count_parameters,
-    estimate_experts,
-    model_balance_loss,
-    route,
-    try_experts,
-    with_experts,
-)
-from labcore.memory.loading import (
-    RecordFiles,
-    Stalls,
-    measured_stalls,
-    predicted_wait,
-    prefetch,
-    read_shard,
-    stalls,
-    tar_bytes,
-    token_row,
-    write_rows,
-)
-from labcore.memory.meter import Meter, Moment
-from labcore.memory.model import CONFIG, batches, fresh, held_out_loss
-from labcore.memory.offload import Offload, OffloadRun, Traffic, offload_run, offloaded
-from labcore.memory.pipeline import PipelineRun, Stage, Work, bubble, idle, in_flight, train_stage
-from labcore.memory.precision import (
-    RECIPES,
-    Lost,
-    PrecisionTrial,
-    Recipe,
-    computed_dtypes,
-    lost,
-    precise_loss,
-    precise_step,
-    product_gradients,
-    try_precision,
-)
-from labcore.memory.prediction import estimate
-from labcore.memory.quantize import (
-    INT4,
-    INT8,
-    Quantized,
-    QuantizedLinear,
-    QuantizedPrice,
-    Scheme,
-    Torchao,
-    convert,
-    quantized_bytes,
-    quantized_price,
-    stored_bytes,
-)
-from labcore.memory.tfrecord import (
-    CorruptRecord,
-    crc32c,
-    masked_crc32c,
-    read_tfrecord,
-    tfrecord_bytes,
-    write_tfrecord,
-)
+from labcore.memory.accounting.breakdown import Breakdown
+from labcore.memory.accounting.meter import Meter, Moment
+from labcore.memory.accounting.prediction import estimate
+from labcore.memory.accumulation import accumulate
+from labcore.memory.checkpointing import set_checkpointing
+from labcore.memory.distill import distillation_loss
+from labcore.memory.experts import SwitchMLP, balance_loss, with_experts
+from labcore.memory.loading import RecordFiles, prefetch
+from labcore.memory.offload import Offload, offloaded
+from labcore.memory.pipeline import Stage, train_stage
+from labcore.memory.quantize import INT4, INT8, QuantizedLinear, Scheme, convert
 from labcore.memory.tiers import Disk, Host
-from labcore.memory.trials import Trial, trial
-from labcore.memory.zero import ZeroRun, divide, train_divided
+from labcore.memory.zero import divide
 
 __all__ = [
-    "CONFIG",
     "INT4",
     "INT8",
-    "RECIPES",
-    "BlocksRun",
     "Breakdown",
-    "CorruptRecord",
-    "Counts",
-    "DigitsRun",
     "Disk",
-    "ExpertsTrial",
     "Host",
-    "Lost",
     "Meter",
     "Moment",
     "Offload",
-    "OffloadRun",
-    "PipelineRun",
-    "PrecisionTrial",
-    "Quantized",
     "QuantizedLinear",
-    "QuantizedPrice",
-    "Recipe",
     "RecordFiles",
-    "Routing",
     "Scheme",
     "Stage",
-    "Stalls",
     "SwitchMLP",
-    "Torchao",
-    "Traffic",
-    "Trial",
-    "Work",
-    "ZeroRun",
     "accumulate",
-    "accumulate_means",
     "balance_loss",
-    "batches",
-    "best_every",
-    "bubble",
-    "computed_dtypes",
     "convert",
-    "count_parameters",
-    "crc32c",
-    "distil_digits",
     "distillation_loss",
     "divide",
     "estimate",
-    "estimate_accumulated",
-    "estimate_distillation",
-    "estimate_experts",
-    "fresh",
-    "held_out_loss",
-    "idle",
-    "in_flight",
-    "lost",
-    "make_student",
-    "make_teacher",
-    "masked_crc32c",
-    "measured_stalls",
-    "model_balance_loss",
-    "offload_run",
     "offloaded",
-    "precise_loss",
-    "precise_step",
-    "predicted_wait",
     "prefetch",
-    "product_gradients",
-    "quantized_bytes",
-    "quantized_price",
-    "read_shard",
-    "read_tfrecord",
-    "route",
-    "run_blocks",
     "set_checkpointing",
-    "split_rows",
-    "stalls",
-    "stored_bytes",
-    "stretch_bytes",
-    "summed_loss",
-    "tar_bytes",
-    "tfrecord_bytes",
-    "token_row",
-    "train_divided",
     "train_stage",
-    "trial",
-    "try_accumulation",
-    "try_checkpointing",
-    "try_distillation",
-    "try_experts",
-    "try_precision",
     "with_experts",
-    "write_rows",
-    "write_tfrecord",
 ]

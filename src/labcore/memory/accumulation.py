@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from labcore.checks import positive_int
-from labcore.memory.breakdown import Breakdown
+from labcore.memory.accounting.breakdown import Breakdown
+from labcore.memory.accounting.prediction import MOMENTS, estimate
 from labcore.memory.model import batches, fresh
-from labcore.memory.prediction import MOMENTS, estimate
 from labcore.memory.trials import Trial, adamw, trial
 from labcore.models.config import LlamaConfig
 from labcore.models.llama import Llama

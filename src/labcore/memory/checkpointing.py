@@ -25,9 +25,9 @@ from torch.utils.checkpoint import (
 )
 
 from labcore.checks import fraction, non_negative, positive, positive_int
-from labcore.memory.meter import Meter
+from labcore.memory.accounting.meter import Meter
+from labcore.memory.accounting.prediction import estimate
 from labcore.memory.model import batches, fresh
-from labcore.memory.prediction import estimate
 from labcore.memory.trials import Trial, adamw, trial
 from labcore.models.config import LlamaConfig
 from labcore.models.training import next_token_loss

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from labcore.checks import positive, positive_int
 from labcore.data import digits
-from labcore.memory.breakdown import Breakdown
+from labcore.memory.accounting.breakdown import Breakdown
+from labcore.memory.accounting.prediction import MOMENTS, estimate
 from labcore.memory.model import CONFIG, batches, fresh, held_out_loss
-from labcore.memory.prediction import MOMENTS, estimate
 from labcore.memory.trials import Trial, adamw, trial
 from labcore.models.config import LlamaConfig
 from labcore.models.llama import Llama

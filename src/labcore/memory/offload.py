@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from labcore.memory.breakdown import Breakdown
+from labcore.memory.accounting.breakdown import Breakdown
+from labcore.memory.accounting.prediction import estimate
 from labcore.memory.model import batches, fresh, held_out_loss
-from labcore.memory.prediction import estimate
 from labcore.memory.tiers import Key, Tier
 from labcore.memory.zero import held
 from labcore.models.config import LlamaConfig

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from labcore.checks import one_of, positive, positive_int
-from labcore.memory.breakdown import Breakdown
-from labcore.memory.meter import Meter
+from labcore.memory.accounting.breakdown import Breakdown
+from labcore.memory.accounting.meter import Meter
 from labcore.memory.model import batches, fresh
 from labcore.models.llama import Llama, inverse_frequencies
 

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from labcore.checks import finite, floating, one_of, positive_int
-from labcore.memory.breakdown import Breakdown
+from labcore.memory.accounting.breakdown import Breakdown
+from labcore.memory.accounting.part import parameter_shapes
 from labcore.memory.model import held_out_loss, held_out_rows
-from labcore.memory.part import parameter_shapes
 from labcore.models.config import LlamaConfig
 from labcore.models.llama import Llama
 from labcore.timing import Timing, measure

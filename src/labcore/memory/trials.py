@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from labcore.checks import positive_int
-from labcore.memory.breakdown import Breakdown
-from labcore.memory.meter import Meter
+from labcore.memory.accounting.breakdown import Breakdown
+from labcore.memory.accounting.meter import Meter
 from labcore.memory.model import held_out_loss
 from labcore.timing import Timing, measure
 

@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from labcore.checks import one_of, positive_int
-from labcore.memory.breakdown import Breakdown
+from labcore.memory.accounting.breakdown import Breakdown
+from labcore.memory.accounting.states import STAGES
 from labcore.memory.model import batches, fresh
-from labcore.memory.states import STAGES
 from labcore.models.llama import Llama
 from labcore.models.training import next_token_loss
 

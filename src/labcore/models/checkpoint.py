@@ -160,7 +160,7 @@ def _check_whole(model: Llama) -> None:
             raise ValueError(
                 f"save_pretrained saves whole models, got {name} of shape {shape} where config has "
                 f"{whole[name]}; of a model that is divided among ranks take "
-                "labcore.parallel.gathered_state(model) first, and save a Llama(model.config) "
+                "labcore.parallel.llama.gathered_state(model) first, and save a Llama(config) "
                 "that has loaded it"
             )
 

@@ -2,8 +2,6 @@
 
 from labcore.parallel.collectives import (
     ALL_REDUCES,
-    Expected,
-    Traffic,
     expected,
     halving_doubling,
     one_shot,
@@ -12,154 +10,44 @@ from labcore.parallel.collectives import (
     ring_reduce_scatter,
     two_shot,
 )
-from labcore.parallel.cost import (
-    LINKS,
-    Fit,
-    Link,
-    all_reduce_seconds,
-    crossover,
-    fit,
-    measure_all_reduce,
-    time_all_reduce,
-)
-from labcore.parallel.graphs import (
-    GraphedDecoder,
-    refuse_shared_gpus,
-)
-from labcore.parallel.greedy import (
-    Decoded,
-    decode,
-    timed_decode,
-)
-from labcore.parallel.launch_time import (
-    LaunchSeconds,
-    launch_seconds,
-)
-from labcore.parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    SequenceParallelNorm,
-)
-from labcore.parallel.llama import (
-    ParallelLlama,
-    gathered_state,
-    load_parallel,
-    local_cache,
-    parallelize,
-)
-from labcore.parallel.overlap import (
-    OverlapRun,
-    best_chunks,
-    chunked_linear,
-    measure_overlap,
-    overlapped_seconds,
-)
-from labcore.parallel.recording import (
-    Agreement,
-    Difference,
-    Launch,
-    first_difference,
-    launch_sequence,
-)
-from labcore.parallel.regions import (
-    copy_to_ranks,
-    divisors,
-    gather_from_ranks,
-    gather_sequence,
-    part,
-    rank_and_size,
-    reduce_from_ranks,
-    scatter_sequence,
-    scatter_to_ranks,
-)
-from labcore.parallel.step import (
-    GPUS,
-    MODELS,
-    Collective,
-    Gpu,
-    Kernel,
-    decode_step,
-    held_bytes,
-)
-from labcore.parallel.timeline import (
-    CHUNKS,
-    Event,
-    Timeline,
-    simulate,
-)
+from labcore.parallel.cost import LINKS, Link, all_reduce_seconds
+from labcore.parallel.graphs import GraphedDecoder
+from labcore.parallel.greedy import decode
+from labcore.parallel.layers import ColumnParallelLinear, RowParallelLinear, SequenceParallelNorm
+from labcore.parallel.llama import ParallelLlama, local_cache, parallelize
+from labcore.parallel.overlap import chunked_linear
+from labcore.parallel.step import decode_step
+from labcore.parallel.timeline import simulate
 from labcore.parallel.vocabulary import (
     VocabParallelEmbedding,
     VocabParallelHead,
     vocab_parallel_cross_entropy,
-    vocab_parallel_logits,
 )
 
 __all__ = [
     "ALL_REDUCES",
-    "CHUNKS",
-    "GPUS",
     "LINKS",
-    "MODELS",
-    "Agreement",
-    "Collective",
     "ColumnParallelLinear",
-    "Decoded",
-    "Difference",
-    "Event",
-    "Expected",
-    "Fit",
-    "Gpu",
     "GraphedDecoder",
-    "Kernel",
-    "Launch",
-    "LaunchSeconds",
     "Link",
-    "OverlapRun",
     "ParallelLlama",
     "RowParallelLinear",
     "SequenceParallelNorm",
-    "Timeline",
-    "Traffic",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "all_reduce_seconds",
-    "best_chunks",
     "chunked_linear",
-    "copy_to_ranks",
-    "crossover",
     "decode",
     "decode_step",
-    "divisors",
     "expected",
-    "first_difference",
-    "fit",
-    "gather_from_ranks",
-    "gather_sequence",
-    "gathered_state",
     "halving_doubling",
-    "held_bytes",
-    "launch_seconds",
-    "launch_sequence",
-    "load_parallel",
     "local_cache",
-    "measure_all_reduce",
-    "measure_overlap",
     "one_shot",
-    "overlapped_seconds",
     "parallelize",
-    "part",
-    "rank_and_size",
-    "reduce_from_ranks",
-    "refuse_shared_gpus",
     "ring",
     "ring_all_gather",
     "ring_reduce_scatter",
-    "scatter_sequence",
-    "scatter_to_ranks",
     "simulate",
-    "time_all_reduce",
-    "timed_decode",
     "two_shot",
     "vocab_parallel_cross_entropy",
-    "vocab_parallel_logits",
 ]

@@ -13,7 +13,13 @@ from torch import Tensor
 from labcore.decoding.audit import near_tie_audit
 from labcore.decoding.contract import Draft, SamplingConfig, Verifier
 from labcore.decoding.draws import Drawing
-from labcore.decoding.exact import (
+from labcore.decoding.generation import generate
+from labcore.decoding.medusa.fused import FusedHeads
+from labcore.decoding.medusa.heads import MedusaHeads
+from labcore.decoding.medusa.proposer import Medusa
+from labcore.decoding.medusa.trees import Tree, chain_tree, dense_tree, sparse_tree
+from labcore.decoding.proposers import Adaptive
+from labcore.decoding.theory.exact import (
     Context,
     Propose,
     Table,
@@ -24,12 +30,6 @@ from labcore.decoding.exact import (
     total_variation,
     typical_bias,
 )
-from labcore.decoding.generation import generate
-from labcore.decoding.medusa.fused import FusedHeads
-from labcore.decoding.medusa.heads import MedusaHeads
-from labcore.decoding.medusa.proposer import Medusa
-from labcore.decoding.medusa.trees import Tree, chain_tree, dense_tree, sparse_tree
-from labcore.decoding.proposers import Adaptive
 from labcore.decoding.verify import TypicalAcceptance, rejection_sampling, sample_and_compare
 from labcore.models import Llama, LlamaConfig
 from labcore.models.fused import FusedLlama

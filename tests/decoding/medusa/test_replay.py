@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from labcore.decoding import SamplingConfig, generate, medusa
-from labcore.decoding.medusa import MedusaHeads, output_ranks, replay
+from labcore.decoding.medusa import MedusaHeads, replay
 from labcore.decoding.medusa.proposer import Medusa
+from labcore.decoding.medusa.training import output_ranks
 from labcore.decoding.medusa.trees import Tree, chain_tree, dense_tree
 from tests.decoding.medusa.test_heads import backbone_of, shaken
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from labcore.decoding import medusa
-from labcore.decoding.medusa import MedusaHeads, hidden_states, medusa_loss, train_heads
+from labcore.decoding.medusa import MedusaHeads, hidden_states, medusa_loss, train_heads, training
 from tests.decoding.medusa.test_heads import backbone_of, shaken
 
 
@@ -53,7 +53,7 @@ def test_states_are_those_of_each_row_by_itself(generator) -> None:
         assert found[0].tolist() == tokens[row * 13 : row * 13 + 18].tolist()
         wanted = backbone(read[None]).hidden.to(torch.bfloat16)
         torch.testing.assert_close(hidden, wanted, atol=0.02, rtol=0.01)
-    live = medusa.live_states(backbone, tokens, length=13, ahead=5)
+    live = training.live_states(backbone, tokens, length=13, ahead=5)
     index = torch.tensor([3, 1])
     for one, two in zip(live.rows(index), states.rows(index), strict=True):
         torch.testing.assert_close(one, two, atol=0.02, rtol=0.01)
@@ -175,7 +175,7 @@ def test_accuracies_count_places_by_rank(generator) -> None:
     heads = shaken(MedusaHeads(backbone, heads=2, projection="tied"), generator)
     states = hidden_states(backbone, text(generator, 230), length=11)
     found = medusa.head_accuracies(heads, states, top=4)
-    ranks = medusa.label_ranks(heads, states, top=4)
+    ranks = training.label_ranks(heads, states, top=4)
     counts = torch.zeros(2, 4, dtype=torch.float64)
     for row, (hidden, tokens) in enumerate(zip(states.hidden, states.tokens, strict=True)):
         logits = heads(hidden.float())

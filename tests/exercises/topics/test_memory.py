@@ -28,6 +28,7 @@ from labcore.exercises.topics.memory import (
 from labcore.exercises.topics.memory.card import CONTEXT, GIB, MIB, TOTAL, Allocator, Card
 from labcore.exercises.topics.memory.clinic import LENGTHS, LINES, MODEL, RANKS, ROWS, Job
 from labcore.exercises.topics.memory.stretches import divisions, peak
+from labcore.memory import experts
 from labcore.memory.checkpointing import stretch_bytes
 from tests.exercises.draws import check_variants
 from tests.exercises.notebook import check_changed_rule, solved, source
@@ -212,7 +213,7 @@ def test_one_choice_without_padding_is_the_switch_transformer_s_loss(seed: int) 
     for case in BALANCE.numbered_cases(seed)[:3]:
         whole = {**case, "real": torch.ones_like(case["real"]), "k": 1}
         layers = [
-            memory.balance_loss(memory.route(layer.flatten(0, 1), capacity_factor=9.0))
+            memory.balance_loss(experts.route(layer.flatten(0, 1), capacity_factor=9.0))
             for layer in case["logits"]
         ]
         assert_close(BALANCE.reference(**whole), torch.stack(layers).mean())

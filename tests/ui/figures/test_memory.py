@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 import pytest
 
 from labcore.memory import Breakdown, Moment, estimate
-from labcore.memory.prediction import DTYPES, OPTIMIZERS
+from labcore.memory.accounting.prediction import DTYPES, OPTIMIZERS
 from labcore.ui import Choice, explore, twin
 from labcore.ui.figures import memory as figures
 

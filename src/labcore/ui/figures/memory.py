@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 
 from labcore.claims import Measured
 from labcore.memory import Breakdown, Moment, estimate
-from labcore.memory.prediction import MOMENTS
-from labcore.memory.states import STAGES
+from labcore.memory.accounting.prediction import MOMENTS
+from labcore.memory.accounting.states import STAGES
 from labcore.models import LlamaConfig
 from labcore.ui import draw
 from labcore.ui.explorer import describe

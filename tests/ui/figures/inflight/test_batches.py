@@ -17,6 +17,7 @@ from labcore.serving.simulation.simulate import CACHED, FREE, SHARED
 from labcore.ui import Choice, IntSlider, explore, twin
 from labcore.ui.compact import dumps, plain
 from labcore.ui.figures import inflight as figures
+from labcore.ui.figures.inflight import batches
 
 LETTERS_OF_A_PHONE = 41
 MOST_BYTES = {"timeline": 300_000}
@@ -149,7 +150,7 @@ def test_the_timeline_is_its_scene(policy: str) -> None:
     point = (policy, 2.0, "mixed", 16)
     shown = data("timeline")[point]
     figure = figures.timeline(*point, data=data("timeline"))
-    for kind, (name, _) in figures._KINDS.items():
+    for kind, (name, _) in batches._KINDS.items():
         bars = [(b.begin, b.end, b.slot + 1) for b in shown.bars if b.kind == kind]
         assert lines_of(trace(figure, name)) == bars
     numbers = trace(figure, "request")
@@ -176,10 +177,10 @@ def test_the_block_map_has_a_tone_for_each_holder(policy: str) -> None:
         for code, block in zip(told, row, strict=True):
             assert (code is None) == (block == FREE)
             assert (code == 0) == (block == PROMISED) and block not in (CACHED, SHARED)
-            assert block < 0 or code == 3 + block % len(figures._TONES)
+            assert block < 0 or code == 3 + block % len(batches._TONES)
     tones = [color for _, color in heat.colorscale[::2]]
     assert len(set(tones)) == len(tones) and not set(tones) & {c for _, c in
-                                                               figures._KINDS.values()}  # fmt: skip
+                                                               batches._KINDS.values()}  # fmt: skip
 
 
 def test_policies_share_their_axes_at_one_rate() -> None:
@@ -213,7 +214,7 @@ def test_two_batches_show_the_same_requests_and_name_the_longest_wait(seed: int)
     figure = figures.two_batches(static, inflight)
     assert figure.layout.xaxis.range == figure.layout.xaxis2.range
     for panel, now in (("x", static), ("x2", inflight)):
-        for kind, (name, _) in figures._KINDS.items():
+        for kind, (name, _) in batches._KINDS.items():
             bars = [(b.begin, b.end, b.slot + 1) for b in now.bars if b.kind == kind]
             assert lines_of(trace(figure, name, panel)) == bars
         waits = [

@@ -11,10 +11,11 @@ from packaging.version import Version
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from labcore.memory import CONFIG, Breakdown, Meter, Stage, divide, estimate, set_checkpointing
-from labcore.memory.part import parameter_shapes
-from labcore.memory.prediction import MOMENTS
-from labcore.memory.states import deepspeed_host, gpt_layer, model_states
+from labcore.memory import Breakdown, Meter, Stage, divide, estimate, set_checkpointing
+from labcore.memory.accounting.part import parameter_shapes
+from labcore.memory.accounting.prediction import MOMENTS
+from labcore.memory.accounting.states import deepspeed_host, gpt_layer, model_states
+from labcore.memory.model import CONFIG
 from labcore.models import Llama, LlamaConfig
 from tests.memory.steps import (
     AWKWARD,

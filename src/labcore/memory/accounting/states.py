@@ -6,7 +6,7 @@ These are rules of thumb with a convention behind each; `estimate` counts what t
 from __future__ import annotations
 
 from labcore.checks import non_negative, one_of, positive, positive_int
-from labcore.memory.breakdown import Breakdown
+from labcore.memory.accounting.breakdown import Breakdown
 
 __all__ = ["BUFFER", "CONVENTIONS", "STAGES", "deepspeed_host", "gpt_layer", "model_states"]
 

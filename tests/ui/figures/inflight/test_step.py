@@ -7,7 +7,7 @@ import pytest
 
 from labcore.serving.simulation import scenarios
 from labcore.ui import twin
-from labcore.ui.figures import inflight_step as figures
+from labcore.ui.figures.inflight import step as figures
 
 
 def alt(figure: go.Figure) -> str:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from labcore.decoding import speedup as laws
+from labcore.decoding.theory import speedup as laws
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from labcore.decoding import overlap
+from labcore.decoding.theory import overlap
 
 
 def rows(size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

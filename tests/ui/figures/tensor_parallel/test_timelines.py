@@ -14,6 +14,7 @@ from labcore.parallel.timeline import GPUS, MODELS, Collective, decode_step, hel
 from labcore.ui import Choice, IntSlider, LogSlider, Toggle, explore, twin
 from labcore.ui.compact import dumps, plain
 from labcore.ui.figures import tensor_parallel as figures
+from labcore.ui.figures.tensor_parallel import timelines
 
 LETTERS_OF_A_PHONE = 41
 MOST_BYTES = 120_000  # of a page's frames and picture
@@ -215,7 +216,7 @@ def test_names_reach_no_other_bar(way: tuple[int, bool, bool]) -> None:
         for x, y, word in zip(names.x, names.y, names.text, strict=True):
             if y != row or not word or word == "launched already":
                 continue
-            half = 0.5 * figures._LETTER * wide * len(word.replace(", ", ","))
+            half = 0.5 * timelines._LETTER * wide * len(word.replace(", ", ","))
             own = [one for one in bars if one[0] <= x <= one[1]]
             assert len(own) == 1 and own[0][1] - own[0][0] >= half - 1e-9
             for left, right, _ in bars:

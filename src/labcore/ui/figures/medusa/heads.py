@@ -1,4 +1,4 @@
-"""Figures of the chapter `medusa`: numbers in, plotly figures out."""
+"""What Medusa's heads learn, and the tokens per step that they give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of the chapter `inflight`: timelines of batches here, the others beside it."""
+"""Timelines of batches: which request holds which slot, step by step."""
 
 from __future__ import annotations
 
@@ -13,19 +13,9 @@ from labcore.serving.simulation.scenes import PROMISED, Bar, Scene
 from labcore.serving.simulation.simulate import CACHED, FREE, SHARED
 from labcore.ui import draw
 from labcore.ui.explorer import describe
-from labcore.ui.figures.inflight_load import latency_curves, replicas, simulated_against_measured
-from labcore.ui.figures.inflight_step import anatomy, chunk_gaps
 from labcore.ui.theme import PALETTE
 
-__all__ = [
-    "anatomy",
-    "chunk_gaps",
-    "latency_curves",
-    "replicas",
-    "simulated_against_measured",
-    "timeline",
-    "two_batches",
-]
+__all__ = ["timeline", "two_batches"]
 
 _KINDS = {
     "prefill": ("prefill", PALETTE["orange"]),

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from labcore.checks import one_of, positive_int
-from labcore.memory.breakdown import Breakdown
-from labcore.memory.part import Held, Part, parameter_shapes
-from labcore.memory.states import CONVENTIONS, STAGES, model_states
+from labcore.memory.accounting.breakdown import Breakdown
+from labcore.memory.accounting.part import Held, Part, parameter_shapes
+from labcore.memory.accounting.states import CONVENTIONS, STAGES, model_states
 from labcore.models.config import LlamaConfig
 
 __all__ = ["DTYPES", "MOMENTS", "OPTIMIZERS", "estimate", "parameter_shapes"]

@@ -12,7 +12,7 @@ from labcore.decoding.trace import Step, step_of
 from labcore.decoding.verify import greedy_match, rejection_sampling, sample_and_compare
 from labcore.models.tokenizer import ByteTokenizer
 from labcore.ui import IntSlider, draw, explore, twin
-from labcore.ui.figures import speculative_walk as figures
+from labcore.ui.figures.speculative import walking as figures
 
 VOCAB, GAMMA = 257, 4
 

@@ -20,8 +20,8 @@ from labcore.decoding.medusa.trees import (
 from labcore.timing import quantiles
 from labcore.ui import Choice, IntSlider, explore, twin
 from labcore.ui.compact import dumps
-from labcore.ui.figures import medusa as figures
-from labcore.ui.figures import medusa_tree as trees
+from labcore.ui.figures.medusa import heads as figures
+from labcore.ui.figures.medusa import tree as trees
 
 TEMPERATURES = ("0", "1")
 LETTERS_OF_A_PHONE = 41

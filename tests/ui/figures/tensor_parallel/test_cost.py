@@ -13,7 +13,7 @@ from labcore.parallel.collectives import ALL_REDUCES
 from labcore.timing import quantiles
 from labcore.ui import draw, twin
 from labcore.ui.compact import dumps
-from labcore.ui.figures import tensor_parallel_cost as figures
+from labcore.ui.figures.tensor_parallel import cost as figures
 
 
 def alt(figure: go.Figure) -> str:

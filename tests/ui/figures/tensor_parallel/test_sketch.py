@@ -12,7 +12,7 @@ from labcore import processes
 from labcore.parallel.collectives import ALL_REDUCES, Traffic, expected
 from labcore.ui import twin
 from labcore.ui.compact import dumps
-from labcore.ui.figures import tensor_parallel_sketch as figures
+from labcore.ui.figures.tensor_parallel import sketch as figures
 
 
 def alt(figure: go.Figure) -> str:

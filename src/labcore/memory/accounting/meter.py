@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from labcore.memory.breakdown import Breakdown
+from labcore.memory.accounting.breakdown import Breakdown
 
 __all__ = ["PHASES", "Meter", "Moment"]
 

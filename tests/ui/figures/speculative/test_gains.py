@@ -6,10 +6,10 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from labcore.decoding import overlap
-from labcore.decoding.speedup import best_length, roofline_cost, speedup
+from labcore.decoding.theory import overlap
+from labcore.decoding.theory.speedup import best_length, roofline_cost, speedup
 from labcore.ui import Choice, Slider, explore, twin
-from labcore.ui.figures import speculative as figures
+from labcore.ui.figures.speculative import gains as figures
 
 MEASURED = (1.0, 1.08, 1.17, 1.26, 1.35, 1.4, 1.45, 1.49, 1.53)
 CONTROLS = {

@@ -1,4 +1,4 @@
-"""Figures of the chapter `speculative`: numbers in, plotly figures out."""
+"""What drafted tokens gain and cost, computed beside measured."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import plotly.graph_objects as go
 from torch import Tensor
 
-from labcore.decoding import overlap
-from labcore.decoding.speedup import RIDGE, best_length, roofline_cost, speedup
+from labcore.decoding.theory import overlap
+from labcore.decoding.theory.speedup import RIDGE, best_length, roofline_cost, speedup
 from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE

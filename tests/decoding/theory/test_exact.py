@@ -7,7 +7,7 @@ import torch
 
 from labcore.decoding.contract import Verifier
 from labcore.decoding.draws import Drawing
-from labcore.decoding.exact import (
+from labcore.decoding.theory.exact import (
     cases,
     chain_proposal,
     expected_acceptance,

@@ -1,4 +1,4 @@
-"""Figures of the chapter `tensor_parallel`: a token's timeline here, the others beside it."""
+"""The timeline of one token, and the share of it that the wire takes."""
 
 from __future__ import annotations
 
@@ -20,23 +20,10 @@ from labcore.parallel.timeline import (
 )
 from labcore.ui import draw
 from labcore.ui.explorer import describe
-from labcore.ui.figures.tensor_parallel_cost import (
-    all_reduce_curves,
-    chosen_link,
-    fit_view,
-)
-from labcore.ui.figures.tensor_parallel_sketch import split_picture, steps_view
+from labcore.ui.figures.tensor_parallel.cost import chosen_link
 from labcore.ui.theme import PALETTE
 
-__all__ = [
-    "BATCHES",
-    "all_reduce_curves",
-    "fit_view",
-    "share_by_batch",
-    "split_picture",
-    "steps_view",
-    "timeline_view",
-]
+__all__ = ["BATCHES", "share_by_batch", "timeline_view"]
 
 BATCHES = tuple(4**power for power in range(6))
 """Rows of the steps whose share of the wire is drawn: 1 to 1024."""

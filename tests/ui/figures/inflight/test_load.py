@@ -10,7 +10,7 @@ import pytest
 from labcore.serving.simulation import scenarios
 from labcore.serving.simulation.scenarios import Fleet, Quantiles
 from labcore.ui import twin
-from labcore.ui.figures import inflight_load as figures
+from labcore.ui.figures.inflight import load as figures
 
 
 def alt(figure: go.Figure) -> str:

@@ -1,0 +1,1 @@
+"""What acceptance promises: exact distributions, acceptance rates, speedups."""

@@ -1,0 +1,1 @@
+"""Bytes of a training step: measured by the meter, predicted from shapes."""

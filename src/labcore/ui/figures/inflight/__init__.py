@@ -1,0 +1,15 @@
+"""Figures of the chapter `inflight`."""
+
+from labcore.ui.figures.inflight.batches import timeline, two_batches
+from labcore.ui.figures.inflight.load import latency_curves, replicas, simulated_against_measured
+from labcore.ui.figures.inflight.step import anatomy, chunk_gaps
+
+__all__ = [
+    "anatomy",
+    "chunk_gaps",
+    "latency_curves",
+    "replicas",
+    "simulated_against_measured",
+    "timeline",
+    "two_batches",
+]
