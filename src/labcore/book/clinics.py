@@ -11,7 +11,6 @@ import importlib
 import io
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,10 +25,10 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from labcore import exercises
-from labcore.book import contents
+from labcore.book import contents, explorers
 from labcore.exercises.clinic import Clinic, Curves
 from labcore.labs.source import cell_text, nbgrader_of
-from labcore.ui.picture import svg
+from labcore.ui import twin
 
 __all__ = ["Case", "ClinicCases", "case", "clinic", "key", "setup"]
 
@@ -219,20 +218,14 @@ class ClinicCases(SphinxDirective):
             section += nodes.paragraph("", "From the lab ", self._link(lab), nodes.Text("."))
         section += self._markdown(found.text)
         choose = nodes.bullet_list("", *[self._item(name) for name in found.names])
-        section += [nodes.paragraph(text="Choose from:"), choose, self._picture(found)]
+        section += [nodes.paragraph(text="Choose from:"), choose, self._curves(found)]
         if found.printed:
             section += nodes.literal_block(found.printed, found.printed, language="none")
         return section
 
-    def _picture(self, found: Case) -> nodes.image:
-        """The curves as a file; Sphinx copies it to the pages."""
-        folder = Path(self.env.doctreedir) / "clinics"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"clinic-{found.slug}.svg"
-        path.write_text(svg(found.figure), encoding="utf-8")
-        here = Path(self.env.doc2path(self.env.docname)).parent
-        alt = found.figure["layout"].get("meta", {}).get("alt", f"The curves of {found.title}")
-        return nodes.image(uri=os.path.relpath(path, here), alt=alt, classes=["labcore-clinic"])
+    def _curves(self, found: Case) -> nodes.Element:
+        alt = explorers.alternative_text(found.figure) or f"The curves of {found.title}"
+        return explorers.figure_node(self.env, twin.still(found.figure, alt=alt))
 
     def _markdown(self, text: str) -> list[nodes.Node]:
         holder = nodes.Element()

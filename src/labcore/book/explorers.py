@@ -1,7 +1,7 @@
 """Explorers and figures on the static page: HTML controls that drive plotly over stored frames.
 
-An explorer's frames stand in `_static/explorers/<hash>.js` and its picture for readers without
-JavaScript in `<hash>.svg`: script files, because a page opened from a folder may not fetch data.
+An explorer's frames are in `_static/explorers/<hash>.js`: a script, because a page opened from a
+folder may not fetch data. Without JavaScript a reader gets the text alternative.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ from myst_nb.core.render import MimeRenderPlugin
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.errors import ExtensionError
-from sphinx.util.osutil import relative_uri
 
 from labcore.ui import twin
 from labcore.ui.compact import dumps
 
-__all__ = ["FigureMime", "alternative_text", "drawn_markup", "plotly_script", "setup"]
+__all__ = [
+    "FigureMime",
+    "alternative_text",
+    "drawn_markup",
+    "figure_node",
+    "plotly_script",
+    "setup",
+]
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
@@ -32,11 +38,10 @@ PLOTLY_FILE = "vendor/plotly.min.js"
 FOLDER = "explorers"
 SCRIPT, STYLE = "twin.js", "twin.css"
 ASSETS = Path(__file__).parent / "assets"
-_STATIC = "%STATIC%"  # stands for the way from a page to _static until the page is written
 
 
 class TwinNode(nodes.General, nodes.Element):
-    """One explorer or figure in the document: html (with _STATIC in it) and alt."""
+    """One explorer or figure in the document: html and alt."""
 
 
 class FigureMime(MimeRenderPlugin):
@@ -56,7 +61,7 @@ class FigureMime(MimeRenderPlugin):
         if env is None or inline or data.mime_type not in (twin.MIME, PLOTLY_MIME):
             return None
         if data.mime_type == twin.MIME:
-            return [_node(env, dict(data.content))]
+            return [figure_node(env, dict(data.content))]
         alt = alternative_text(data.content)
         if not alt:
             renderer.logger.warning(
@@ -70,7 +75,7 @@ class FigureMime(MimeRenderPlugin):
         except (TypeError, ValueError) as problem:
             renderer.logger.warning(str(problem), subtype="figure", line=data.line)
             return []
-        return [_node(env, packed)]
+        return [figure_node(env, packed)]
 
 
 def alternative_text(spec: dict[str, Any]) -> str:
@@ -82,20 +87,20 @@ def alternative_text(spec: dict[str, Any]) -> str:
     return str(title.get("text", "") if isinstance(title, dict) else title or "")
 
 
-def _store(env: BuildEnvironment) -> dict[str, list[tuple[str, str, str]]]:
-    """docname -> (hash, script, picture) of each explorer on that page; kept between builds."""
+def _store(env: BuildEnvironment) -> dict[str, list[tuple[str, str]]]:
+    """docname -> (hash, script) of each explorer on that page; kept between builds."""
     if not hasattr(env, "labcore_twins"):
         env.labcore_twins = {}  # type: ignore[attr-defined]
     return env.labcore_twins  # type: ignore[attr-defined]
 
 
-def _node(env: BuildEnvironment, packed: dict[str, Any]) -> TwinNode:
-    picture = packed.pop("picture")
+def figure_node(env: BuildEnvironment, packed: dict[str, Any]) -> TwinNode:
+    """The document node of what `twin.payload` or `twin.still` packed, for the page being read."""
     body = dumps(packed)
-    key = hashlib.sha256((body + picture).encode()).hexdigest()[:16]
+    key = hashlib.sha256(body.encode()).hexdigest()[:16]
     script = f'(window.labcoreTwins=window.labcoreTwins||{{}})["{key}"]={body};\n'
     on_page = _store(env).setdefault(env.docname, [])
-    on_page.append((key, script, picture))
+    on_page.append((key, script))
     node = TwinNode()
     node["html"] = drawn_markup(f"twin-{len(on_page)}", key, packed)
     node["alt"] = packed["alt"]
@@ -122,7 +127,7 @@ def drawn_markup(uid: str, key: str, packed: dict[str, Any]) -> str:
         f'<div class="labcore-twin" data-twin="{key}"{group}>{form}{rest}'
         f'<div class="twin-plot" role="img" aria-label="{alt}" style="min-height:{height}px"></div>'
         "<noscript><style>.twin-plot{display:none}</style>"
-        f'<img src="{_STATIC}/{FOLDER}/{key}.svg" alt="{alt}"></noscript></div>\n'
+        f"<p>Drawn by JavaScript: {alt}</p></noscript></div>\n"
     )
 
 
@@ -147,8 +152,7 @@ def _control(uid: str, control: dict[str, Any]) -> str:
 
 
 def _visit_html(self: Any, node: TwinNode) -> None:
-    page = self.builder.get_target_uri(self.builder.current_docname)
-    self.body.append(node["html"].replace(_STATIC, relative_uri(page, "_static")))
+    self.body.append(node["html"])
     raise nodes.SkipNode
 
 
@@ -188,10 +192,9 @@ def _write_files(app: Sphinx, env: BuildEnvironment) -> list[str]:
     if app.builder.format != "html":
         return []
     static = Path(app.outdir) / "_static"
-    wanted = {}
+    wanted: dict[str, str] = {}
     for twins in _store(env).values():
-        for key, script, picture in twins:
-            wanted[f"{key}.js"], wanted[f"{key}.svg"] = script, picture
+        wanted |= {f"{key}.js": script for key, script in twins}
     for old in (static / FOLDER).glob("*"):
         if old.name not in wanted:
             old.unlink()
@@ -215,7 +218,7 @@ def _load_on_page(
     if not twins:
         return
     app.add_js_file(PLOTLY_FILE, loading_method="defer")
-    for key in dict.fromkeys(key for key, _, _ in twins):
+    for key in dict.fromkeys(key for key, _ in twins):
         app.add_js_file(f"{FOLDER}/{key}.js", loading_method="defer")
     app.add_js_file(SCRIPT, loading_method="defer")
 

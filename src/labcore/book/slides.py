@@ -118,11 +118,10 @@ def deck(notebook: dict[str, Any], path: Path) -> Deck:
 
     def figure(data: dict[str, Any]) -> tuple[str, int]:
         packed = _packed(data)
-        packed.pop("picture")
         body = dumps(packed)
         key = hashlib.sha256(body.encode()).hexdigest()[:16]
         frames[key] = body
-        # A deck is a script itself: without JavaScript there is nothing to stand in for a figure.
+        # A deck needs JavaScript anyway, so nothing stands in for a figure.
         figures.append(key)
         markup = explorers.drawn_markup(f"twin-{len(figures)}", key, packed).split("<noscript>")[0]
         rows = -(-len(packed["controls"]) // 2) + len(packed["fixed"])

@@ -12,7 +12,6 @@ import plotly.graph_objects as go
 from labcore.ui import theme
 from labcore.ui.compact import dumps, plain, pool
 from labcore.ui.controls import Choice, Control, LogSlider, Toggle
-from labcore.ui.picture import svg
 
 __all__ = ["MIME", "MOST_BYTES", "MOST_FRAMES", "payload", "still"]
 
@@ -103,7 +102,6 @@ def _pack(
     controls: list[dict[str, Any]],
     fixed: list[dict[str, str]],
     alt: str,
-    picture: str,
 ) -> dict[str, Any]:
     short, parts = pool(frames)
     packed = {
@@ -115,7 +113,6 @@ def _pack(
         "parts": parts,
         "templates": {mode: theme.template_dict(mode) for mode in ("light", "dark")},
         "height": frames[0]["layout"].get("height") or theme.HEIGHT,
-        "picture": picture,
     }
     size = len(dumps(packed).encode())
     if size > MOST_BYTES:
@@ -133,8 +130,7 @@ def payload(
 
     figure: takes any of the controls' values by name, the others stay at their defaults. Frames
     stand in row-major order of the moved controls. Raises RuntimeError naming the values at which
-    the figure function failed, TypeError for a trace type that has no picture, and ValueError
-    when the frames are too large.
+    the figure function failed, and ValueError when the frames are too large.
     """
     values = grid(controls)
     frames = []
@@ -153,13 +149,10 @@ def payload(
         for name, c in controls.items()
         if name not in values
     ]
-    start = 0
-    for control in moved:
-        start = start * len(control["values"]) + control["start"]
-    return _pack(frames, moved, fixed, alt, svg(frames[start]))
+    return _pack(frames, moved, fixed, alt)
 
 
 def still(spec: Mapping[str, Any], *, alt: str) -> dict[str, Any]:
     """The same for one plotly figure without controls; spec: its JSON, with data and layout."""
     frame = _frame(go.Figure({"data": spec.get("data", []), "layout": spec.get("layout", {})}))
-    return _pack([frame], [], [], alt, svg(frame))
+    return _pack([frame], [], [], alt)

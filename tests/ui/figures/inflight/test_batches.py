@@ -18,6 +18,7 @@ from labcore.ui import Choice, IntSlider, explore, twin
 from labcore.ui.compact import dumps, plain
 from labcore.ui.figures import inflight as figures
 from labcore.ui.figures.inflight import batches
+from tests.ui.figures.drawn import packed
 
 LETTERS_OF_A_PHONE = 41
 MOST_BYTES = {"timeline": 300_000}
@@ -66,13 +67,6 @@ def alt(figure: go.Figure) -> str:
 
 def trace(figure: go.Figure, name: str, axis: str = "x"):
     return next(item for item in figure.data if item.name == name and (item.xaxis or "x") == axis)
-
-
-def packed(figure: go.Figure) -> int:
-    """Bytes on the static page, whose picture can be drawn."""
-    found = twin.still(figure.to_plotly_json(), alt="x")
-    assert found.pop("picture").startswith("<?xml")
-    return len(dumps(found))
 
 
 def lines_of(item) -> list[tuple[float, float, float]]:

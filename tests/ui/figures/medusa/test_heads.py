@@ -22,6 +22,7 @@ from labcore.ui import Choice, IntSlider, explore, twin
 from labcore.ui.compact import dumps
 from labcore.ui.figures.medusa import heads as figures
 from labcore.ui.figures.medusa import tree as trees
+from tests.ui.figures.drawn import packed
 
 TEMPERATURES = ("0", "1")
 LETTERS_OF_A_PHONE = 41
@@ -45,10 +46,7 @@ def trace(figure: go.Figure, name: str, axis: str | None = None):
 
 
 def small(figure: go.Figure) -> bool:
-    packed = twin.still(figure.to_plotly_json(), alt="x")
-    assert packed["picture"].startswith("<?xml")
-    packed.pop("picture")
-    return len(dumps(packed)) < 25_000
+    return packed(figure) < 25_000
 
 
 # Where the heads sit.

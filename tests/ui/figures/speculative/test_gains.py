@@ -170,16 +170,3 @@ def test_the_gate_has_three_panels_over_one_axis() -> None:
         assert above[0] > below[1]
     assert "accepted of drafted: 0.90 at 0, 0.80 at 1, 0.60 at none" in alt(figure)
     assert "forwards of the draft: 0.10 at 0" in alt(figure)
-
-
-def test_every_figure_has_a_picture(rows) -> None:
-    gate = ([[0.9], [0.6]], [[1.2], [2.0]], [[0.1], [0.8]])
-    shown = [
-        figures.costs({1: [1.0], 5: [1.35]}, title="x"),
-        figures.predictions({"draft": (1.5, [1.4])}, title="x"),
-        figures.ngram_options({"longest": {"code": [2.0]}}, title="x"),
-        figures.gate_tradeoff((0, 1), *gate, title="x"),
-        figures.acceptance_by_length({"a": {1: [1.5]}}, {"a": {1: 1.6}}, title="x"),
-    ]
-    for figure in shown:
-        assert twin.still(figure.to_plotly_json(), alt="x")["picture"].startswith("<?xml")

@@ -11,9 +11,9 @@ import pytest
 from labcore.parallel import cost
 from labcore.parallel.collectives import ALL_REDUCES
 from labcore.timing import quantiles
-from labcore.ui import draw, twin
-from labcore.ui.compact import dumps
+from labcore.ui import draw
 from labcore.ui.figures.tensor_parallel import cost as figures
+from tests.ui.figures.drawn import packed
 
 
 def alt(figure: go.Figure) -> str:
@@ -22,13 +22,6 @@ def alt(figure: go.Figure) -> str:
 
 def trace(figure: go.Figure, name: str):
     return next(item for item in figure.data if item.name == name)
-
-
-def packed(figure: go.Figure) -> int:
-    """Bytes on the static page, whose picture can be drawn."""
-    found = twin.still(figure.to_plotly_json(), alt="x")
-    assert found.pop("picture").startswith("<?xml")
-    return len(dumps(found))
 
 
 def test_curves_are_the_models_and_dots_what_was_measured(seed: int) -> None:

@@ -10,9 +10,8 @@ import torch
 
 from labcore import processes
 from labcore.parallel.collectives import ALL_REDUCES, Traffic, expected
-from labcore.ui import twin
-from labcore.ui.compact import dumps
 from labcore.ui.figures.tensor_parallel import sketch as figures
+from tests.ui.figures.drawn import packed
 
 
 def alt(figure: go.Figure) -> str:
@@ -21,13 +20,6 @@ def alt(figure: go.Figure) -> str:
 
 def trace(figure: go.Figure, name: str):
     return next(item for item in figure.data if item.name == name)
-
-
-def packed(figure: go.Figure) -> int:
-    """Bytes on the static page, whose picture can be drawn."""
-    found = twin.still(figure.to_plotly_json(), alt="x")
-    assert found.pop("picture").startswith("<?xml")
-    return len(dumps(found))
 
 
 FITTING = [

@@ -15,6 +15,7 @@ from labcore.ui import Choice, IntSlider, LogSlider, Toggle, explore, twin
 from labcore.ui.compact import dumps, plain
 from labcore.ui.figures import tensor_parallel as figures
 from labcore.ui.figures.tensor_parallel import timelines
+from tests.ui.figures.drawn import packed
 
 LETTERS_OF_A_PHONE = 41
 MOST_BYTES = 120_000  # of a page's frames and picture
@@ -59,13 +60,6 @@ def alt(figure: go.Figure) -> str:
 
 def trace(figure: go.Figure, name: str):
     return next(item for item in figure.data if item.name == name)
-
-
-def packed(figure: go.Figure) -> int:
-    """Bytes on the static page, whose picture can be drawn."""
-    found = twin.still(figure.to_plotly_json(), alt="x")
-    assert found.pop("picture").startswith("<?xml")
-    return len(dumps(found))
 
 
 # Explorers.

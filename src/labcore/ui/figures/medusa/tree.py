@@ -132,7 +132,7 @@ def where_the_heads_sit(heads: int = 4, projection: str = "tied") -> go.Figure:
         sketch.box("said", column - half, column + half, 0, 0.7, f"t+{column - 1}")
         sketch.words.append((column, -0.6, "own<br>head" if head < 0 else f"head<br>{head}"))
     wide = (last + 1 - 0.06) / len(_KINDS)
-    for at, kind in enumerate(_KINDS):  # a legend that pictures without JavaScript have too
+    for at, kind in enumerate(_KINDS):
         left = at * wide - half
         sketch.box(kind, left, left + 0.94 * wide, -1.75, -1.3, kind)
     title = f"one pass, {heads + 1} tokens said"
