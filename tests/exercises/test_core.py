@@ -25,6 +25,7 @@ from labcore.exercises import (
     student_seed,
     switch_off_solutions,
 )
+from labcore.exercises.mistakes import Mistake
 from labcore.exercises.topics.lion import CLINIC, MASKED_STEP
 from labcore.processes import Worker, worker
 
@@ -44,10 +45,10 @@ def cases(seed: int) -> list[dict[str, Any]]:
 EXERCISE = Exercise(
     id="test.halve",
     reference=halve,
-    wrong={
-        "product": (lambda x, k: (x * k, k), "You multiply."),
-        "difference": (lambda x, k: (x - k, k), "You subtract."),
-    },
+    mistakes=[
+        Mistake("product", lambda x, k: (x * k, k), "You multiply."),
+        Mistake("difference", lambda x, k: (x - k, k), "You subtract."),
+    ],
     cases=cases,
     explanation="Division undoes multiplication.",
     returns=("quotient", "divisor"),
@@ -272,7 +273,7 @@ def test_dtypes_may_be_arguments() -> None:
         EXERCISE,
         reference=cast,
         cases=lambda _: [{"x": torch.ones(2), "dtype": torch.bfloat16}],
-        wrong={},
+        mistakes=(),
     )
     assert casting.check(lambda x, dtype: x.to(dtype)).passed
     assert "bfloat16, got float16" in casting.check(lambda x, dtype: x.half()).message
@@ -310,7 +311,9 @@ def test_random_answers_are_judged_together(
     throwing = replace(
         EXERCISE,
         reference=reference,
-        wrong={"always one": (lambda seed: torch.ones(1000), "It never falls on zero.")},
+        mistakes=[
+            Mistake("always one", lambda seed: torch.ones(1000), "It never falls on zero."),
+        ],
         cases=lambda seed: [{"seed": seed + n} for n in range(4)],
         compare=like,
     )

@@ -13,6 +13,7 @@ import pytest
 
 from labcore.exercises import Clinic, Exercise, load, slugs, student_seed
 from labcore.exercises.matching import difference
+from labcore.exercises.mistakes import Mistake
 from labcore.exercises.topics.lion import MASKED_STEP
 from tests.exercises.draws import answers
 
@@ -178,8 +179,19 @@ def test_patients_are_the_same_each_time(clinic: Clinic, seed: int) -> None:
 def test_hints_that_are_confused_are_caught(seed: int) -> None:
     exercise = EXERCISES[0]
     (fn, _), *_ = exercise.wrong.values()
-    twins = replace(exercise, wrong={"one": (fn, "First."), "other": (fn, "Second.")})
-    right = replace(exercise, wrong={"none": (exercise.reference, "No mistake at all.")})
+    twins = replace(
+        exercise,
+        mistakes=[
+            Mistake("one", fn, "First."),
+            Mistake("other", fn, "Second."),
+        ],
+    )
+    right = replace(
+        exercise,
+        mistakes=[
+            Mistake("none", exercise.reference, "No mistake at all."),
+        ],
+    )
     for planted in (twins, right):
         with pytest.raises(AssertionError):
             test_each_wrong_answer_gets_its_own_hint(planted, seed)

@@ -15,11 +15,14 @@ from labcore.optim import study
 SIZES = (1, 2.5)
 
 def f(x: int) -> str:
+    if x < 0:
+        raise ValueError("x is too small")
     return f"{x!r} of {study.run(SIZES[0])}"
 """
 SAME = {
     "a comment": CODE.replace("SIZES = (1, 2.5)", "SIZES = (1, 2.5)  # in this order"),
-    "a docstring": CODE.replace("    return", '    """Says it."""\n    return'),
+    "a docstring": CODE.replace("    if x", '    """Says it."""\n    if x'),
+    "a message": CODE.replace("too small", "negative"),
     "an import": "import json\n" + CODE,
     "a face": CODE + '\n__all__ = ["f"]\n',
     "another layout": CODE.replace("(1, 2.5)", "(\n    1,\n    2.5,\n)"),
@@ -40,6 +43,7 @@ OTHER = {
     "a text": CODE.replace(" of ", " in "),
     "another definition": CODE.replace("study.run", "study.rerun"),
     "a name that is not labcore's": CODE.replace("labcore.optim", "another.optim"),
+    "another error": CODE.replace("ValueError", "TypeError"),
     "a statement more": CODE + "\nSIZES += (3,)\n",
 }
 

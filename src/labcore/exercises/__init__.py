@@ -14,12 +14,14 @@ from labcore.exercises.core import (
     student_seed,
     switched_off,
 )
+from labcore.exercises.mistakes import Mistake
 
 __all__ = [
     "CheckFailedError",
     "Clinic",
     "Exercise",
     "Fault",
+    "Mistake",
     "Outcome",
     "Solution",
     "load",

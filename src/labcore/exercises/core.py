@@ -19,6 +19,7 @@ from typing import Any
 
 from labcore.checks import positive_int
 from labcore.exercises.matching import difference, finite
+from labcore.exercises.mistakes import Mistake
 from labcore.exercises.running import Played, play
 from labcore.exercises.wording import describe, in_lines, inputs_at
 
@@ -135,8 +136,8 @@ class Exercise:
 
     id: slug, dot, name.
     reference: the right answer; it takes a case as keyword arguments.
-    wrong: name -> (function, hint) of the usual mistakes, two or more; a hint says what the
-    mistake does and where to look, not the right line.
+    mistakes: the usual wrong answers, two or more.
+    parts: helpers of the reference whose source the mistakes may edit too.
     cases: seed -> keyword arguments of each call.
     variant: student's number -> keyword arguments that replace those of every case; 0 is nobody.
     explanation: why the reference is right, in Markdown.
@@ -149,7 +150,8 @@ class Exercise:
 
     id: str
     reference: Callable[..., Any]
-    wrong: Mapping[str, tuple[Callable[..., Any], str]]
+    mistakes: Sequence[Mistake]
+    parts: Sequence[Callable[..., Any]] = ()
     cases: Callable[[int], Sequence[Mapping[str, Any]]]
     variant: Callable[[int], Mapping[str, Any]] = no_numbers
     explanation: str
@@ -163,6 +165,13 @@ class Exercise:
 
     def __repr__(self) -> str:
         return f"<exercise {self.id}: check(function), solution()>"
+
+    @property
+    def wrong(self) -> dict[str, tuple[Callable[..., Any], str]]:
+        """name -> (function, hint) of each mistake."""
+        return {
+            one.name: (one.function(self.reference, *self.parts), one.hint) for one in self.mistakes
+        }
 
     def check(
         self, fn: Callable[..., Any], *, seed: int | None = None, student: int = 0

@@ -1,8 +1,8 @@
 """What a program does, as text that stays when only its wording or its place changes.
 
 Each statement of a file becomes a line made from its syntax tree. Comments, docstrings, imports,
-`__all__` and the names of labcore's modules are left out, so moving a definition or saying it
-better changes no line. The lines are the same on every Python that the project runs on.
+`__all__`, the names of labcore's modules and the messages of raised errors are left out, so moving
+a definition or wording it better changes no line. The lines are the same on every Python that the project runs on.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ class _Bare(ast.NodeTransformer):
         """A docstring does nothing."""
         text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         return None if text else self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        """Which error is raised, without its message: a run that ends in one records nothing."""
+        exc = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+        return self.generic_visit(ast.Raise(exc, node.cause))
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         """An imported name as it is called where it is defined."""

@@ -159,7 +159,7 @@ def by_squares(count: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor
 
 
 def test_lost_digits_are_called_so_and_nothing_else_is(seed: int) -> None:
-    unaided = replace(MERGED, wrong={})
+    unaided = replace(MERGED, mistakes=())
     for draw, _ in draws(seed, 5):
         given = [by_squares(**case) for case in MERGED.numbered_cases(draw)]
         assert "its digits are lost" in unaided.judge(given, seed=draw).message

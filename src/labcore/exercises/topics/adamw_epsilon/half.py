@@ -12,6 +12,7 @@ from torch import Tensor
 
 from labcore.exercises.core import Exercise
 from labcore.exercises.matching import difference
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["HALF_STEP", "half_step"]
 
@@ -301,22 +302,24 @@ _HINTS = {
 HALF_STEP = Exercise(
     id="adamw_epsilon.half_step",
     reference=half_step,
-    wrong={
-        name: (functools.partial(_faulty_half_step, fault=name), hint)
-        for name, hint in _HINTS.items()
-    }
-    | {
-        "all in fp16": (
+    mistakes=[
+        *(
+            Mistake(name, functools.partial(_faulty_half_step, fault=name), hint)
+            for name, hint in _HINTS.items()
+        ),
+        Mistake(
+            "all in fp16",
             functools.partial(_all_half, returned=torch.float32),
             "Everything is computed in fp16, the moments too: small gradients and their squares "
             "are 0 there, so is eps, and 0/0 is NaN. Widen what comes in, before anything else.",
         ),
-        "all in fp16, moments too": (
+        Mistake(
+            "all in fp16, moments too",
             functools.partial(_all_half, returned=torch.float16),
             "Everything is computed and returned in fp16, where 1e-8 and the squares of small "
             "gradients are 0. Only the new weight is fp16; all before it needs fp32.",
         ),
-    },
+    ],
     cases=_half_cases,
     variant=lambda student: {
         "loss_scale": 2.0 ** random.Random(f"loss scale:{student}").randint(8, 14)

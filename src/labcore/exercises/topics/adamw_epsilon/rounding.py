@@ -13,6 +13,7 @@ from torch import Tensor
 
 from labcore.exercises.core import Exercise
 from labcore.exercises.matching import difference
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["ROUND_BY_CHANCE", "round_by_chance"]
 
@@ -118,18 +119,21 @@ def _outcomes(row: Tensor, expected: Tensor) -> str | None:
 ROUND_BY_CHANCE = Exercise(
     id="adamw_epsilon.round_by_chance",
     reference=round_by_chance,
-    wrong={
-        "nearest": (
+    mistakes=[
+        Mistake(
+            "nearest",
             functools.partial(_grid, rounding=lambda y, _: y.round()),
             "Every copy of a number gives the same result, its nearest neighbor. A step below "
             "half the spacing is then lost each time; chance should keep it on average.",
         ),
-        "cut off": (
+        Mistake(
+            "cut off",
             functools.partial(_grid, rounding=lambda y, _: y.trunc()),
             "Every copy of a number gives the neighbor nearer to zero: the bits are cut off before "
             "chance has a say. Weights would shrink at every step.",
         ),
-        "fair coin": (
+        Mistake(
+            "fair coin",
             functools.partial(
                 _grid,
                 rounding=lambda y, u: torch.where(u < 0.5, y.floor(), y.ceil()),
@@ -137,24 +141,28 @@ ROUND_BY_CHANCE = Exercise(
             "Up and down are equally likely, wherever the number lies. The mean is then the middle "
             "between the neighbors, not the number: how near it is to each must count.",
         ),
-        "toward zero on negative numbers": (
+        Mistake(
+            "toward zero on negative numbers",
             functools.partial(_grid, rounding=lambda y, u: (y + u).trunc()),
             "Positive numbers are right, negative ones come out too close to zero. Cutting off "
             "and rounding down are the same above zero; what does each do to −2.3?",
         ),
-        "noise, then nearest": (
+        Mistake(
+            "noise, then nearest",
             functools.partial(_grid, rounding=lambda y, u: (y + u).round()),
             "Your results are half a spacing too high on average. Noise from 0 to 1 already "
             "carries a number past the next one as often as it should; rounding to nearest "
             "afterwards adds another half.",
         ),
-        "one fixed seed": (
+        Mistake(
+            "one fixed seed",
             functools.partial(_grid, noise="fixed"),
             "Each result alone is right, but every call throws the same coins, whatever `seed` "
             "is. Over the steps of a training run that is no chance: the same weights would be "
             "rounded up every time.",
         ),
-        "chances exchanged": (
+        Mistake(
+            "chances exchanged",
             functools.partial(
                 _grid,
                 rounding=lambda y, u: torch.where(u < 1 - (y - y.floor()), y.ceil(), y.floor()),
@@ -162,51 +170,60 @@ ROUND_BY_CHANCE = Exercise(
             "The two neighbors have changed their chances: a number close to the upper one mostly "
             "becomes the lower one. Which remainder should make going up likely?",
         ),
-        "chances exchanged, exact numbers too": (
+        Mistake(
+            "chances exchanged, exact numbers too",
             functools.partial(_grid, rounding=lambda y, u: y.floor() + (u > y - y.floor())),
             "A number that the format holds goes up by a spacing, and one just above it mostly "
             "too. The comparison with chance stands the wrong way round.",
         ),
-        "fair coin, exact numbers too": (
+        Mistake(
+            "fair coin, exact numbers too",
             functools.partial(_grid, rounding=lambda y, u: y.floor() + (u < 0.5)),
             "Every number goes up in half of the draws, also one that the format holds. The "
             "chance must be the remainder, which is 0 there.",
         ),
-        "negative numbers cut off": (
+        Mistake(
+            "negative numbers cut off",
             functools.partial(_grid, rounding=lambda y, u: y.trunc() + (u < y - y.trunc())),
             "Positive numbers are right, negative ones are always cut off toward zero: their "
             "remainder is negative, and no chance is below it. Take the neighbor below first.",
         ),
-        "away from the sign": (
+        Mistake(
+            "away from the sign",
             functools.partial(_grid, rounding=lambda y, u: y.trunc() + (u < (y - y.trunc()).abs())),
             "Positive numbers are right. A negative one is cut off toward zero and then raised, "
             "where its neighbors are the one cut off and the next one below.",
         ),
-        "one bit too many": (
+        Mistake(
+            "one bit too many",
             functools.partial(_grid, more=1),
             "Some of your results lie halfway between two numbers of the format: it has one "
             "fraction bit less. At 1 ≤ |x| < 2 the spacing is 2^−bits.",
         ),
-        "one bit too few": (
+        Mistake(
+            "one bit too few",
             functools.partial(_grid, more=-1),
             "Your results are twice as far apart as the numbers of the format. The 1 before the "
             "point is not among its `bits` fraction bits.",
         ),
-        "always seven bits": (
+        Mistake(
+            "always seven bits",
             functools.partial(_grid, fixed_bits=7),
             "You round to the 7 fraction bits of bfloat16, whatever `bits` is.",
         ),
-        "cast to bfloat16": (
+        Mistake(
+            "cast to bfloat16",
             lambda x, bits, seed: x.bfloat16().float() + 0 * (bits + seed),
             "You return the nearest number of bfloat16. Its cast knows neither your `bits` nor "
             "chance.",
         ),
-        "seed ignored": (
+        Mistake(
+            "seed ignored",
             functools.partial(_grid, noise="fresh"),
             "Each result alone is right, but a call with the same `seed` cannot be repeated. Draw "
             "from a generator that starts at `seed`, as a torch.Generator of your own can.",
         ),
-    },
+    ],
     cases=_copies,
     variant=lambda student: {"bits": random.Random(f"bits:{student}").choice(BITS)},
     explanation=(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["CONVERTED_EPS", "LARGEST_EPS", "largest_eps", "torch_eps"]
 
@@ -100,73 +101,86 @@ def _rms_cases(seed: int) -> list[dict[str, Any]]:
 LARGEST_EPS = Exercise(
     id="adamw_epsilon.largest_eps",
     reference=largest_eps,
-    wrong={
-        "one eps for both": (
+    mistakes=[
+        Mistake(
+            "one eps for both",
             _same_eps,
             "Your two numbers are equal, but the two forms do not mean the same by eps. Outside "
             "it is added to √v̂, inside to v̂: in which units is each?",
         ),
-        "inside is the square of outside": (
+        Mistake(
+            "inside is the square of outside",
             _eps_squared,
             "Inside the root you return the square of the number outside. The units are right, "
             "the number is not: √(r² + e²) is less than r + e. Solve r/√(r² + eps) = kept for eps.",
         ),
-        "RMS not squared": (
+        Mistake(
+            "RMS not squared",
             _rms_not_squared,
             "Your eps inside the root grows with the RMS itself. It is added to v̂, which holds "
             "squares: make all gradients ten times as large and see what eps must do.",
         ),
-        "root forgotten": (
+        Mistake(
+            "root forgotten",
             _no_root,
             "Your eps inside solves r²/(r² + eps) = kept. The update divides by the root of that "
             "denominator: put your eps into r/√(r² + eps) and look what is kept.",
         ),
-        "kept and lost exchanged": (
+        Mistake(
+            "kept and lost exchanged",
             _exchanged,
             "At your eps the update keeps the share `lost` and loses the rest. Try a `lost` close "
             "to 0: should eps then be large or small?",
         ),
-        "largest group": (
+        Mistake(
+            "largest group",
             _largest_group,
             "Your eps serves the group with the largest gradients. The bound must hold in every "
             "group: in which of them does a given eps take away most?",
         ),
-        "first order only": (
+        Mistake(
+            "first order only",
             _first_order,
             "Your numbers are the first term of a series: eps ≈ r·lost is good for a `lost` near "
             "0, and the error grows with it. Solve the equation as it stands.",
         ),
-        "RMS times lost, twice": (
+        Mistake(
+            "RMS times lost, twice",
             functools.partial(_in_proportion, power=1),
             "Both of your numbers are the share `lost` of the smallest RMS. Put that into "
             "r/(r + eps): what is lost is lost/(1 + lost). Inside the root eps stands beside r².",
         ),
-        "RMS and its square times lost": (
+        Mistake(
+            "RMS and its square times lost",
             functools.partial(_in_proportion, power=2),
             "You take the share `lost` of r outside and of r² inside. Neither solves its equation: "
             "put both into the sizes above and look how much of the update is lost.",
         ),
-        "RMS times lost, and its square": (
+        Mistake(
+            "RMS times lost, and its square",
             _proportion_squared,
             "You take r·lost outside and its square inside. An update that keeps r/(r + eps) of "
             "its size loses less than `lost` at r·lost, and the root is another equation.",
         ),
-        "results turned round": (
+        Mistake(
+            "results turned round",
             _turned_round,
             "Both numbers are right and have changed places: the epsilon outside the root comes "
             "first.",
         ),
-        "mean of the groups": (
+        Mistake(
+            "mean of the groups",
             _mean_group,
             "Your eps fits a group with the mean of the RMS values. No group may lose more than "
             "`lost`, also the one with gradients below the mean.",
         ),
-        "one eps a group": (
+        Mistake(
+            "one eps a group",
             _each_group,
             "You return an eps for each group. There is one for all of them: which group's may it "
             "not exceed? Return that as a Python number, x.item().",
         ),
-    },
+    ],
     cases=_rms_cases,
     variant=lambda student: {"lost": random.Random(f"lost:{student}").choice(LOST)},
     explanation=(
@@ -212,64 +226,75 @@ def _conversion_cases(seed: int) -> list[dict[str, Any]]:
 CONVERTED_EPS = Exercise(
     id="adamw_epsilon.converted_eps",
     reference=torch_eps,
-    wrong={
-        "factor the wrong way round": (
+    mistakes=[
+        Mistake(
+            "factor the wrong way round",
             functools.partial(_converted, power=0.5),
             "Your correction is upside down, so that eps is smallest at the first step. There √v "
             "is far below √v̂: is eps_hat, added to √v, then a large or a small share of the "
             "denominator?",
         ),
-        "correction without its root": (
+        Mistake(
+            "correction without its root",
             functools.partial(_converted, power=-1.0),
             "You divide by 1 − beta2ᵗ, the correction of v. Epsilon stands beside the root of v: "
             "write √v̂ in terms of √v and look at the factor.",
         ),
-        "no correction": (
+        Mistake(
+            "no correction",
             functools.partial(_converted, power=0.0),
             "Your eps is the same at every step. After many steps that is right; at step 1 Keras "
             "adds eps_hat to a √v that is not yet corrected for its start at zero.",
         ),
-        "loss scale left out": (
+        Mistake(
+            "loss scale left out",
             functools.partial(_converted, scale_power=0),
             "Your eps does not know that the gradients are `loss_scale` times as large in torch. "
             "Both moments grow with them; epsilon grows only if you let it.",
         ),
-        "divided by the loss scale": (
+        Mistake(
+            "divided by the loss scale",
             functools.partial(_converted, scale_power=-1),
             "Your eps shrinks as the gradients grow. Replace g by loss_scale·g in "
             "m̂/(√v̂ + eps): which eps leaves the quotient as it was?",
         ),
-        "loss scale squared": (
+        Mistake(
+            "loss scale squared",
             functools.partial(_converted, scale_power=2),
             "Your eps grows with the square of the loss scale, as v does. It is added to √v̂: "
             "how does that grow?",
         ),
-        "unchanged": (
+        Mistake(
+            "unchanged",
             functools.partial(_converted, power=0.0, scale_power=0),
             "You return eps_hat as it came. It is added to a √v without bias correction, and to "
             "one of smaller gradients: both have to be made good.",
         ),
-        "c₁ as a factor": (
+        Mistake(
+            "c₁ as a factor",
             functools.partial(_converted, beta1_power=1),
             "Your eps has a factor 1 − beta1ᵗ. In Keras's step c₁ divides m as it does in m̂, so "
             "nothing of it is left for epsilon.",
         ),
-        "divided by c₁": (
+        Mistake(
+            "divided by c₁",
             functools.partial(_converted, beta1_power=-1),
             "You divide by 1 − beta1ᵗ. That is the correction of m, in the numerator; epsilon "
             "stands in the denominator, beside √v.",
         ),
-        "the factor of the rate": (
+        Mistake(
+            "the factor of the rate",
             functools.partial(_converted, power=0.5, beta1_power=-1),
             "You multiply epsilon by √c₂/c₁, as Keras does with the learning rate. Move √c₂ into "
             "the denominator of the fraction instead, and see what it does to each term there.",
         ),
-        "steps counted from zero": (
+        Mistake(
+            "steps counted from zero",
             functools.partial(_converted, late=1),
             "Your correction belongs to the following step. `step` is 1 at the first update, so "
             "the power of beta2 there is 1.",
         ),
-    },
+    ],
     cases=_conversion_cases,
     variant=lambda student: {
         "beta2": random.Random(f"beta2:{student}").choice(BETAS),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["MERGE_PARTS"]
 
@@ -140,7 +141,7 @@ _HINTS = {
 MERGE_PARTS = Exercise(
     id="attention.merge_parts",
     reference=merge_parts,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     returns=("out", "lse"),
     rtol=1e-9,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["LARGEST_TILE"]
 
@@ -128,7 +129,7 @@ _HINTS = {
 LARGEST_TILE = Exercise(
     id="attention.largest_tile",
     reference=largest_tile,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_shape,
     returns=("keys", "bytes"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["ADD_TILE"]
 
@@ -162,7 +163,7 @@ _HINTS = {
 ADD_TILE = Exercise(
     id="attention.add_tile",
     reference=add_tile,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_base,
     returns=("top", "total", "mean"),

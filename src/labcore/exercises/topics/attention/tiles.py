@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["COUNT_TILES"]
 
@@ -148,7 +149,7 @@ _HINTS = {
 COUNT_TILES = Exercise(
     id="attention.count_tiles",
     reference=count_tiles,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_blocks,
     returns=("whole", "masked", "skipped"),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["HISTORY"]
 
@@ -136,10 +137,10 @@ def _own_numbers(student: int) -> dict[str, Any]:
 HISTORY = Exercise(
     id="clipping.history",
     reference=coefficients,
-    wrong={
-        name: (functools.partial(_coefficients_wrongly, fault=name), hint)
+    mistakes=[
+        Mistake(name, functools.partial(_coefficients_wrongly, fault=name), hint)
         for name, hint in _HINTS.items()
-    },
+    ],
     cases=_norm_cases,
     variant=_own_numbers,
     explanation="A limit by history is a control loop: what enters the history decides what will "

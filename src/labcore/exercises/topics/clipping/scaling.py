@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["SCALING"]
 
@@ -168,9 +169,10 @@ _HINTS = {
 SCALING = Exercise(
     id="clipping.scaling",
     reference=scaled_step,
-    wrong={
-        name: (functools.partial(_step_wrongly, fault=name), hint) for name, hint in _HINTS.items()
-    },
+    mistakes=[
+        Mistake(name, functools.partial(_step_wrongly, fault=name), hint)
+        for name, hint in _HINTS.items()
+    ],
     cases=_step_cases,
     variant=lambda student: {
         "max_norm": random.Random(f"scaling:{student}").choice(LIMITS) if student else 1.0

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["SHARDS"]
 
@@ -140,10 +141,10 @@ _HINTS = {
 SHARDS = Exercise(
     id="clipping.shards",
     reference=clipped_shards,
-    wrong={
-        name: (functools.partial(_shards_wrongly, fault=name), hint)
+    mistakes=[
+        Mistake(name, functools.partial(_shards_wrongly, fault=name), hint)
         for name, hint in _HINTS.items()
-    },
+    ],
     cases=_shard_cases,
     variant=lambda student: {
         "max_norm": random.Random(f"max_norm:{student}").choice(LIMITS) if student else 1.0

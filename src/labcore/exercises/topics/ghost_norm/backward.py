@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["BACKWARD"]
 
@@ -135,7 +136,7 @@ _HINTS = {
 BACKWARD = Exercise(
     id="ghost_norm.backward",
     reference=backward,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     returns=("gradient of x", "gradient of weight", "gradient of bias"),
     rtol=1e-8,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from labcore.exercises.core import Exercise
 from labcore.exercises.matching import difference
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["MERGED"]
 
@@ -156,7 +157,7 @@ _HINTS = {
 MERGED = Exercise(
     id="ghost_norm.merged",
     reference=merged,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     explanation="Around the common mean the squares of a worker's values add up to n times its "
     "variance plus n times the square of its mean's distance: values vary within a worker, and "

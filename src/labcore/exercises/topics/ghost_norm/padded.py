@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["PADDED_GHOSTS"]
 
@@ -172,7 +173,7 @@ _HINTS = {
 PADDED_GHOSTS = Exercise(
     id="ghost_norm.padded_ghosts",
     reference=padded_ghosts,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_numbers,
     rtol=1e-9,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["LARGE_BATCH"]
 
@@ -153,7 +154,7 @@ _HINTS = {
 LARGE_BATCH = Exercise(
     id="ghost_norm.large_batch",
     reference=large_batch,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_factor,
     returns=("lr", "momentum", "epochs"),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labcore.exercises.mistakes import Mistake
 from labcore.exercises.topics.hip.emulated import EmulatedExercise
 from labcore.exercises.wording import describe
 from labcore.hip import Program, load
@@ -141,7 +142,7 @@ _HINTS = {
 PLACE_TILE = EmulatedExercise(
     id="hip.place_tile",
     reference=place_tile,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_columns,
     ready=_walk,

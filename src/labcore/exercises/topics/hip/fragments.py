@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["HELD"]
 
@@ -110,7 +111,7 @@ _HINTS = {
 HELD = Exercise(
     id="hip.held",
     reference=held,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     explanation="lane % tile is a row of A, a column of B and a column of D; lane // tile says "
     "which part of it. Along the depth each group holds neighbours, so one load of 8 bytes brings "

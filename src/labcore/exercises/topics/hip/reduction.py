@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labcore.exercises.mistakes import Mistake
 from labcore.exercises.topics.hip.emulated import Data, KernelExercise
 from labcore.hip import load
 from labcore.hip.build import compiler
@@ -180,7 +181,7 @@ _HINTS = {
 MEND = KernelExercise(
     id="hip.mend",
     reference=mend,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=lambda _: [{"source": BROKEN}],
     ready=compiler,
     data=_data,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 from labcore.hip.occupancy import occupancy
 
 __all__ = ["CHOOSE_TILE"]
@@ -143,7 +144,7 @@ _HINTS = {
 CHOOSE_TILE = Exercise(
     id="hip.choose_tile",
     reference=choose_tile,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_rest,
     returns=("queries", "keys", "waves per SIMD"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 from labcore.exercises.topics.inflight.drawing import kept, separating
 
 __all__ = ["ADMIT", "NOBODYS", "SPARES", "some_queue"]
@@ -195,7 +196,7 @@ def _own_spare(student: int) -> Mapping[str, Any]:
 ADMIT = Exercise(
     id="inflight.admit",
     reference=admit,
-    wrong={name: (_WRONG[name], hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _WRONG[name], hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_spare,
     explanation="A request that may never be sent out again has to be let in with room for the "

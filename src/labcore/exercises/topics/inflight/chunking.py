@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 from labcore.exercises.topics.inflight.drawing import kept, separating
 
 __all__ = ["CHUNK", "CHUNKS", "NOBODYS", "some_prompts"]
@@ -217,7 +218,7 @@ def _own_chunk(student: int) -> Mapping[str, Any]:
 CHUNK = Exercise(
     id="inflight.chunk",
     reference=in_chunks,
-    wrong={name: (_WRONG[name], hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _WRONG[name], hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_chunk,
     returns=("tokens read", "steps of the first tokens"),

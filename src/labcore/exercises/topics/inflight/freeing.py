@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 from labcore.exercises.topics.inflight.drawing import kept, separating
 
 __all__ = ["CANCEL", "some_pool"]
@@ -190,7 +191,7 @@ def _cases(seed: int) -> list[dict[str, Any]]:
 CANCEL = Exercise(
     id="inflight.cancel",
     reference=cancel,
-    wrong={name: (_WRONG[name], hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _WRONG[name], hint) for name, hint in _HINTS.items()],
     cases=_cases,
     returns=("tables", "references", "digests", "free blocks", "cached blocks"),
     explanation="Every entry of a table is one reference, whatever is in the block: full, filled "

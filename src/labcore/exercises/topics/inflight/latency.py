@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 from labcore.exercises.topics.inflight.drawing import kept, separating
 
 __all__ = ["LATENCY", "NOBODYS", "PERCENTS", "some_replicas"]
@@ -228,7 +229,7 @@ def _own_percent(student: int) -> Mapping[str, Any]:
 LATENCY = Exercise(
     id="inflight.latency",
     reference=latencies,
-    wrong={name: (_WRONG[name], hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _WRONG[name], hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_percent,
     returns=("TTFT", "TPOT", "time in the queue"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 from labcore.exercises.topics.inflight.drawing import kept, separating
 from labcore.exercises.topics.inflight.engine import Engine, Job, run
 
@@ -195,7 +196,7 @@ def _cases(seed: int) -> list[dict[str, Any]]:
 POLICY = Exercise(
     id="inflight.policy",
     reference=policy_of,
-    wrong={name: (_WRONG[name], hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _WRONG[name], hint) for name, hint in _HINTS.items()],
     cases=_cases,
     explanation="Each policy is known by what another one never does, and it takes one such moment "
     "to rule the others out. A request that is admitted twice has lost its blocks between: only "

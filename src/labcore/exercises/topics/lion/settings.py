@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["TRANSFER"]
 
@@ -64,8 +65,8 @@ def _own_factor(student: int) -> Mapping[str, Any]:
 TRANSFER = Exercise(
     id="lion.transfer",
     reference=transfer,
-    wrong={
-        name: (_transferred_wrongly(name), hint)
+    mistakes=[
+        Mistake(name, _transferred_wrongly(name), hint)
         for name, hint in {
             "decay kept": "Where the decay acts through lr * decay, it is still AdamW's. With a "
             "smaller rate the weights now shrink less in each step.",
@@ -89,7 +90,7 @@ TRANSFER = Exercise(
             "rate multiplied": "The rate grew by the factor. Lion's updates have full length where "
             "AdamW's are shorter, so its rate is the smaller one.",
         }.items()
-    },
+    ],
     cases=_transfer_cases,
     variant=_own_factor,
     returns=("lr", "decay"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["MASKED_STEP"]
 
@@ -152,7 +153,7 @@ _STEP_HINTS = {
 MASKED_STEP = Exercise(
     id="lion.masked_step",
     reference=masked_step,
-    wrong={name: (_masked_wrongly(name), hint) for name, hint in _STEP_HINTS.items()},
+    mistakes=[Mistake(name, _masked_wrongly(name), hint) for name, hint in _STEP_HINTS.items()],
     cases=_step_cases,
     returns=("weight", "momentum"),
     rtol=1e-5,

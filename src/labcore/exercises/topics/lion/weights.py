@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["DRIFT", "STALL"]
 
@@ -70,8 +71,8 @@ def _drift_cases(seed: int) -> list[dict[str, Any]]:
 DRIFT = Exercise(
     id="lion.drift",
     reference=drift_end,
-    wrong={
-        name: (_drifted_wrongly(name), hint)
+    mistakes=[
+        Mistake(name, _drifted_wrongly(name), hint)
         for name, hint in {
             "no decay": "The decay is left out. In each step the weight also shrinks by its "
             "rate times the decay.",
@@ -89,7 +90,7 @@ DRIFT = Exercise(
             "zero has a sign": "A weight without momentum moves. The sign of zero is zero.",
             "uphill": "The weight moves along the momentum. A step goes against it.",
         }.items()
-    },
+    ],
     cases=_drift_cases,
     rtol=1e-9,
     atol=1e-12,
@@ -155,8 +156,8 @@ def _own_bits(student: int) -> Mapping[str, Any]:
 STALL = Exercise(
     id="lion.stall",
     reference=smallest_rate,
-    wrong={
-        name: (_rated_wrongly(name), hint)
+    mistakes=[
+        Mistake(name, _rated_wrongly(name), hint)
         for name, hint in {
             "whole gap": "This is the whole distance to the next number. A sum is rounded to the "
             "nearest one: how far must it come before that is the next?",
@@ -176,7 +177,7 @@ STALL = Exercise(
             "gap in proportion": "The distance grows with the weight in proportion. Between two "
             "powers of two the numbers stand evenly.",
         }.items()
-    },
+    ],
     cases=_rate_cases,
     variant=_own_bits,
     rtol=1e-12,

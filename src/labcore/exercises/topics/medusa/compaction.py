@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["COMPACT", "filled"]
 
@@ -157,7 +158,7 @@ _HINTS = {
 COMPACT = Exercise(
     id="medusa.compact",
     reference=compact,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     returns=("cache", "lengths"),
     explanation="What a row keeps is the prefix, the root, and the slots root + 1 + node of its "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["ENDS", "NOBODYS", "NOTHING", "SHIFTED_LABELS"]
 
@@ -162,7 +163,7 @@ _HINTS = {
 SHIFTED_LABELS = Exercise(
     id="medusa.shifted_labels",
     reference=shifted_labels,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_end,
     explanation="A state's own token is the last one that it has seen, the backbone's head says "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["TREE_MASK"]
 
@@ -149,7 +150,7 @@ _HINTS = {
 TREE_MASK = Exercise(
     id="medusa.tree_mask",
     reference=tree_mask,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     returns=("mask", "places"),
     explanation="A node's past is the prefix, the root, and the path to it, so its row is its "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["BUDGETS", "NOBODYS", "SPARSE_TREE", "rates"]
 
@@ -215,7 +216,7 @@ _HINTS = {
 SPARSE_TREE = Exercise(
     id="medusa.sparse_tree",
     reference=sparse_tree,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_budget,
     returns=("trees", "tokens"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["LOSS_FACTORS"]
 
@@ -123,7 +124,7 @@ _HINTS = {
 LOSS_FACTORS = Exercise(
     id="memory.loss_factors",
     reference=loss_factors,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_steps,
     rtol=1e-9,
     explanation="A mean is not additive; a sum is. Each part's mean is its sum divided by its own "

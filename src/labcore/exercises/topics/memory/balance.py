@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["BALANCE"]
 
@@ -134,7 +135,7 @@ _HINTS = {
 BALANCE = Exercise(
     id="memory.balance",
     reference=balance,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_choices,
     rtol=1e-9,

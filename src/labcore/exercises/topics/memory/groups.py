@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["PACKED_GROUPS"]
 
@@ -131,7 +132,7 @@ _HINTS = {
 PACKED_GROUPS = Exercise(
     id="memory.packed_groups",
     reference=packed_groups,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     returns=("codes", "scales"),
     explanation="Sixteen codes around 0 are not symmetric: there is one more on one side. With a "

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["HELD_BYTES"]
 
@@ -145,7 +146,7 @@ _HINTS = {
 HELD_BYTES = Exercise(
     id="memory.held_bytes",
     reference=held_bytes,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_devices,
     returns=("bytes of weights", "bytes of gradients", "bytes of state"),

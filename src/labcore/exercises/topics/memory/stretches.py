@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["STRETCHES", "peak"]
 
@@ -179,7 +180,7 @@ _HINTS = {
 STRETCHES = Exercise(
     id="memory.stretches",
     reference=best_stretches,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     compare=_compare,
     explanation="With 9 layers there are 256 divisions, and trying all of them is the shortest "

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["BUFFER"]
 
@@ -119,17 +120,18 @@ _HINTS = {
 BUFFER = Exercise(
     id="shuffling.buffer",
     reference=buffered,
-    wrong={
-        name: (functools.partial(_buffered_wrongly, fault=name), hint)
-        for name, hint in _HINTS.items()
-    }
-    | {
-        "emptied and filled": (
+    mistakes=[
+        *(
+            Mistake(name, functools.partial(_buffered_wrongly, fault=name), hint)
+            for name, hint in _HINTS.items()
+        ),
+        Mistake(
+            "emptied and filled",
             _in_blocks,
             "The buffer is emptied to the last row before new ones come in. Rows of two fillings "
             "never mix: that is a shuffle of blocks.",
-        )
-    },
+        ),
+    ],
     cases=_buffer_cases,
     variant=lambda student: {
         "size": random.Random(f"size:{student}").choice(SIZES) if student else 4

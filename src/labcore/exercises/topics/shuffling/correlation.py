@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["CORRELATION"]
 
@@ -144,10 +145,10 @@ _HINTS = {
 CORRELATION = Exercise(
     id="shuffling.correlation",
     reference=predicted,
-    wrong={
-        name: (functools.partial(_predicted_wrongly, fault=name), hint)
+    mistakes=[
+        Mistake(name, functools.partial(_predicted_wrongly, fault=name), hint)
         for name, hint in _HINTS.items()
-    },
+    ],
     cases=_log_cases,
     variant=lambda student: {
         "size": random.Random(f"rows:{student}").choice(SIZES) if student else 32

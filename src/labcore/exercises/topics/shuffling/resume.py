@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["RESUME"]
 
@@ -147,10 +148,10 @@ _HINTS = {
 RESUME = Exercise(
     id="shuffling.resume",
     reference=still_to_come,
-    wrong={
-        name: (functools.partial(_resumed_wrongly, fault=name), hint)
+    mistakes=[
+        Mistake(name, functools.partial(_resumed_wrongly, fault=name), hint)
         for name, hint in _HINTS.items()
-    },
+    ],
     cases=_resume_cases,
     variant=_own_workers,
     explanation="What counts is what the training loop received, not what the workers read: so "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["SPIKES"]
 
@@ -142,10 +143,10 @@ _HINTS = {
 SPIKES = Exercise(
     id="shuffling.spikes",
     reference=spikes,
-    wrong={
-        name: (functools.partial(_spikes_wrongly, fault=name), hint)
+    mistakes=[
+        Mistake(name, functools.partial(_spikes_wrongly, fault=name), hint)
         for name, hint in _HINTS.items()
-    },
+    ],
     cases=_loss_cases,
     variant=lambda student: {
         "reach": random.Random(f"reach:{student}").choice(REACHES) if student else 6

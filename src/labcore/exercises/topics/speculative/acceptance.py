@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["COUNT_ACCEPTED", "NOBODYS", "TEMPERATURES", "clear_of_ties"]
 
@@ -192,7 +193,7 @@ _HINTS = {
 COUNT_ACCEPTED = Exercise(
     id="speculative.count_accepted",
     reference=count_accepted,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_temperature,
     explanation="A token x that the draft proposes with probability q(x) and that passes with "

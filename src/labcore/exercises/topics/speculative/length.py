@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["BEST_LENGTH"]
 
@@ -192,7 +193,7 @@ _HINTS = {
 BEST_LENGTH = Exercise(
     id="speculative.best_length",
     reference=best_length,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_time,
     returns=("length", "speed-up"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["NEXT_LAW"]
 
@@ -127,7 +128,7 @@ _HINTS = {
 NEXT_LAW = Exercise(
     id="speculative.next_law",
     reference=next_law,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     rtol=1e-9,
     atol=1e-12,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["AFTER_BLOCK"]
 
@@ -186,7 +187,7 @@ _HINTS = {
 AFTER_BLOCK = Exercise(
     id="speculative.after_block",
     reference=after_block,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     explanation="A cache may hold what has been read and still stands in the text. The target has "
     "read the whole draft, so it loses what was rejected; the draft model has not read the last "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["FIT", "NOBODYS", "TARGETS", "measured"]
 
@@ -179,7 +180,7 @@ _HINTS = {
 FIT = Exercise(
     id="tensor_parallel.fit",
     reference=fit_link,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_target,
     returns=("seconds a message", "seconds a byte", "prediction"),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["ODD_RANK", "one_differs", "some_log"]
 
@@ -166,7 +167,7 @@ _HINTS = {
 ODD_RANK = Exercise(
     id="tensor_parallel.odd_rank",
     reference=odd_rank,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     returns=("finished collectives", "odd rank"),
     explanation="A communicator does not look at names: the n-th collective of one rank meets the "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["NOBODYS", "PLACE", "RANKS", "with_widths"]
 
@@ -194,7 +195,7 @@ _HINTS = {
 PLACE = Exercise(
     id="tensor_parallel.place",
     reference=place_collectives,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_ranks,
     returns=("collectives", "bytes"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["FIRSTS", "NOBODYS", "RING"]
 
@@ -167,7 +168,7 @@ _HINTS = {
 RING = Exercise(
     id="tensor_parallel.ring",
     reference=ring_all_reduce,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_first,
     returns=("sums", "messages"),

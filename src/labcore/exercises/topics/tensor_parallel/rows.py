@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.mistakes import Mistake
 
 __all__ = ["NOBODYS", "RANKS", "ROW", "drawn"]
 
@@ -166,7 +167,7 @@ _HINTS = {
 ROW = Exercise(
     id="tensor_parallel.row",
     reference=row_parallel,
-    wrong={name: (_wrongly(name), hint) for name, hint in _HINTS.items()},
+    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
     variant=_own_ranks,
     returns=(
