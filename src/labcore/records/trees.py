@@ -2,7 +2,8 @@
 
 Each statement of a file becomes a line made from its syntax tree. Comments, docstrings, imports,
 `__all__`, the names of labcore's modules and the messages of raised errors are left out, so moving
-a definition or wording it better changes no line. The lines are the same on every Python that the project runs on.
+a definition or wording it better changes no line. The lines are the same on every Python that the
+project runs on.
 """
 
 from __future__ import annotations
