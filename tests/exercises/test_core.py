@@ -80,11 +80,11 @@ PLANTED: dict[str, tuple[Any, str, str]] = {
     "an error": (raises, "error", r"RuntimeError: shape .*\n    raises, line \d+: return x"),
     "memory": (too_much, "memory", r"2048 MiB; .*\n    too_much, line \d+: return torch.ones"),
     "os._exit": (lambda x, k: os._exit(3), "exit", r"exit code 3 .*os\._exit"),
-    "sys.exit": (leaves, "exit", r"left by SystemExit"),
+    "sys.exit": (leaves, "exit", r"ended with SystemExit"),
     "what cannot travel": (
         lambda x, k, lock=LOCK: (x / k, k), "error", r"cannot be sent .*cannot pickle.*inside",
     ),
-    "a set": (lambda x, k: {1}, "error", r"refused: only .* can cross, got set"),
+    "a set": (lambda x, k: {1}, "error", r"only .* can be passed, got set"),
     "an enormous answer": (lambda x, k: list(range(10**6)), "error", r"must fit in 1048576 bytes"),
     "no return": (lambda x, k: None, "wrong", r"case 1 of 2, the result is None.*`return`"),
     "numpy": (lambda x, k: ((x / k).numpy(), k), "wrong", r"quotient .*torch\.from_numpy"),
@@ -93,7 +93,7 @@ PLANTED: dict[str, tuple[Any, str, str]] = {
     "no NaN": (lambda x, k: (torch.nan_to_num(x / k), k), "wrong", r"1 of yours is a number"),
     "a NaN": (lambda x, k: (x / k * float("nan"), k), "wrong", r"15 of yours are NaN"),
     "three results": (lambda x, k: (x, k, k), "wrong", r"tuple of 2, got 3"),
-    "the divisor": (lambda x, k: (x / k, k + 1), "wrong", r"divisor is 3\.5, right is 2\.5"),
+    "the divisor": (lambda x, k: (x / k, k + 1), "wrong", r"divisor is 3\.5, expected 2\.5"),
     "other arguments": (lambda x: x, "error", r"arguments x, k by these names, got \(x\)"),
     "a result": (halve(torch.ones(1), 1.0), "error", r"the function itself, got \("),
     "in place": (lambda x, k: (x.div_(k), k), "in place", r"right, but .*argument `x` in place"),
@@ -124,7 +124,7 @@ def test_an_answer_may_not_be_huge(monkeypatch: pytest.MonkeyPatch) -> None:
     with Worker(memory_mib=1024, answer_mib=1) as small:
         monkeypatch.setattr(running, "_worker", small)
         outcome = EXERCISE.check(lambda x, k: torch.ones(2**19))
-    assert outcome.kind == "error" and "1 MiB at most" in outcome.message
+    assert outcome.kind == "error" and "at most 1 MiB" in outcome.message
 
 
 def test_a_loop_without_end_is_ended() -> None:
@@ -243,7 +243,7 @@ def test_arguments_are_named_in_the_stubs_order_and_in_the_plural() -> None:
         (
             "import functools\n@functools.lru_cache\ndef solve(x, k):\n    return x / k, k",
             "error",
-            r"as functools\.lru_cache does",
+            r"such as functools\.lru_cache",
         ),
     ],
 )

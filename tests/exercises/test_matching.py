@@ -34,13 +34,13 @@ EQUAL: list[tuple[Any, Any]] = [
 DIFFERENT: list[tuple[Any, Any, str]] = [
     (torch.tensor([1.0]), torch.tensor([1.00001]), r"1 of 1 numbers differ"),
     (torch.tensor([[1.0, 2], [3, 9]]), torch.tensor([[1.0, 2], [3, 4]]), r"at \[1, 1\]: yours 9, "
-     "right 4"),
+     "expected 4"),
     (torch.tensor([NAN, 5.0]), torch.tensor([0.0, 1.0]), r"yours nan.*1 of yours is NaN"),
-    (torch.tensor([INF]), torch.tensor([-INF]), r"yours inf, right -inf"),
-    (torch.tensor([1.0]), torch.tensor([INF]), r"right inf"),
-    (torch.tensor([NAN]), torch.tensor([INF]), r"yours nan, right inf"),
+    (torch.tensor([INF]), torch.tensor([-INF]), r"yours inf, expected -inf"),
+    (torch.tensor([1.0]), torch.tensor([INF]), r"expected inf"),
+    (torch.tensor([NAN]), torch.tensor([INF]), r"yours nan, expected inf"),
     (torch.tensor([2**53 + 1]), torch.tensor([2**53]), r"1 of 1"),
-    (torch.tensor([True]), torch.tensor([False]), r"yours True, right False"),
+    (torch.tensor([True]), torch.tensor([False]), r"yours True, expected False"),
     (torch.tensor([1 + 2j]), torch.tensor([1 - 2j]), r"1 of 1"),
     (torch.ones(2), torch.ones(2, 1), r"shape \(2, 1\), got \(2,\)"),
     (torch.ones(2).int(), torch.ones(2), r"dtype float32, got int32"),
@@ -48,17 +48,17 @@ DIFFERENT: list[tuple[Any, Any, str]] = [
     (torch.ones(2), np.ones(2, np.float32), r"x\.numpy\(\)"),
     ([1.0, 1.0], torch.ones(2), r"must be a torch.Tensor, got \[1.0"),
     (torch.tensor(1.0), 1.0, r"one Python number.*x\.item"),
-    (torch.ones(3), 1.0, r"one Python number, .* of shape \(3,\): \[1, 1, 1\]; all"),
+    (torch.ones(3), 1.0, r"one Python number, .* of shape \(3,\): \[1, 1, 1\]; combine"),
     (True, 1.0, r"must be a number, got True"),
     ("1", 1.0, r"must be a number, got '1'"),
     (3.0, 3, r"whole number"),
-    (4, 3, r"is 4, right is 3"),
-    (1.0, NAN, r"is 1, right is nan"),
+    (4, 3, r"is 4, expected 3"),
+    (1.0, NAN, r"is 1, expected nan"),
     (1, True, r"must be True, got 1"),
     (None, 1.0, r"`return`"),
     ((1.0,), (1.0, 2.0), r"tuple of 2, got 1"),
     (1.0, [1.0], r"list of 1, got 1"),
-    ((1.0, 3.0), (1.0, 2.0), r"the result\[1\] is 3, right is 2"),
+    ((1.0, 3.0), (1.0, 2.0), r"the result\[1\] is 3, expected 2"),
     ({"a": 1.0}, {"b": 1.0}, r"keys \['b'\], got \['a'\]"),
     ({"a": [1.0]}, {"a": [2.0]}, r"the result\['a'\]\[0\] is 1"),
     (5, {"a": 1}, r"dict with the keys"),
@@ -104,16 +104,16 @@ def test_so_many_digits_are_shown_that_the_numbers_differ() -> None:
     right = torch.tensor([1.0199], dtype=torch.float64)
     text = difference(right + 3e-10, right, rtol=0, atol=0)
     assert text is not None
-    shown = re.search(r"yours (\S+), right ([^,]+), which differ from the (\d+)th digit", text)
+    shown = re.search(r"yours (\S+), expected ([^,]+), which first differ in digit (\d+)", text)
     assert shown is not None and shown[1] != shown[2] and int(shown[3]) in (9, 10, 11), text
 
 
 @pytest.mark.parametrize(
     ("narrow", "dtype", "words"),
     [
-        (torch.float32, torch.float64, "numbers of float32"),
-        (torch.float16, torch.float32, "numbers of float16"),
-        (torch.bfloat16, torch.float32, "numbers of bfloat16"),
+        (torch.float32, torch.float64, "float32 numbers"),
+        (torch.float16, torch.float32, "float16 numbers"),
+        (torch.bfloat16, torch.float32, "bfloat16 numbers"),
     ],
 )
 def test_a_result_that_was_rounded_on_the_way_is_told_so(

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from labcore.exercises import Mistake
+from labcore.exercises.mistakes import Change
 
 
 def halved(x: float) -> float:
@@ -26,10 +27,21 @@ def shifted(x: float, by: float = 1.0) -> float:
         (lambda x, by=1.0: x * by, 10.0),
     ],
 )
-def test_edits_change_a_copy(change: object, wanted: float) -> None:
-    wrong = Mistake("m", change, "A hint.").function(shifted, halved)  # type: ignore[arg-type]
+def test_edits_change_a_copy(change: Change, wanted: float) -> None:
+    wrong = Mistake("m", change, "A hint.").function(shifted, halved)
     assert wrong(x=10.0) == wanted
     assert shifted(10.0) == 6.0 and halved(10.0) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (("by: float = 1.0", "by: float"), "def shifted(x: float, by: float) -> float:\n"),
+        (halved, "def halved(x: float) -> float:\n    return x / 2\n"),
+    ],
+)
+def test_the_source_of_an_edit_or_a_function(change: Change, wanted: str) -> None:
+    assert Mistake("m", change, "A hint.").source(shifted).startswith(wanted)
 
 
 @pytest.mark.parametrize(("old", "times"), [("x * 2", 0), ("by", 2), ("x / 2", 0)])

@@ -155,12 +155,13 @@ def _indented(body: str) -> str:
 
 
 def _mistaken(name: str, mistake: str) -> str:
-    """The body of a named wrong answer, its own text with the fault as a line of its own."""
-    function, _ = EXERCISES[name].wrong[mistake]
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    """The body of a named wrong answer, with a line for each variable that it closes over."""
+    reference = EXERCISES[name].reference
+    wrong = next(one for one in EXERCISES[name].mistakes if one.name == mistake)
+    tree = ast.parse(wrong.source(reference)).body[0]
     if not isinstance(tree, ast.FunctionDef):
         raise TypeError(f"{mistake} of {name} is no function with a text of its own")
-    own = inspect.getclosurevars(function).nonlocals
+    own = inspect.getclosurevars(wrong.function(reference)).nonlocals
     lines = [f"{key} = {value!r}" for key, value in own.items()]
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign):  # Any and Tensor are not there in a notebook

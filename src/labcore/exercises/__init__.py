@@ -1,4 +1,4 @@
-"""Exercises of the labs: functions to write and faults to find, which recognize usual mistakes."""
+"""Exercises for the labs: functions to write and faults to diagnose, with their usual mistakes."""
 
 import importlib
 import pkgutil
@@ -32,20 +32,20 @@ __all__ = [
 
 
 def slugs() -> list[str]:
-    """The topics that have exercises, in alphabetical order."""
+    """Return the topics that have exercises, in alphabetical order."""
     return sorted(module.name for module in pkgutil.iter_modules(topics.__path__))
 
 
 def load(slug: str) -> list[Exercise | Clinic]:
-    """All exercises and clinics of a topic. Raises ValueError for a slug that has none."""
+    """Return all exercises and clinics of a topic. Raises ValueError for a slug that has none."""
     one_of("slug", slug, slugs())
     return list(importlib.import_module(f"{topics.__name__}.{slug}").EXERCISES)
 
 
 def switch_off_solutions(slug: str) -> None:
-    """Refuse a topic's solutions in this process, `reveal` or not: one line in a graded release.
+    """Refuse to show a topic's solutions in this process, even with `reveal`; for graded releases.
 
-    It keeps an honest student from temptation, and nobody from the package's public sources.
+    This removes the temptation, but anyone can still read the package's public sources.
     Raises ValueError for a slug that has no exercises.
     """
     switched_off.add(one_of("slug", slug, slugs()))

@@ -1,4 +1,4 @@
-"""`python -m labcore.exercises grade`: the command `python -m labcore grade` by another name."""
+"""Make `python -m labcore.exercises grade` do the same as `python -m labcore grade`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Bug clinics: curves of a healthy thing and of faulty ones, to be told apart."""
+"""Bug clinics: curves of a healthy system and of faulty ones, to be told apart."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Curves = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One way to be broken.
+    """One way in which the system can be broken.
 
-    make: makes the broken thing, as `Clinic.healthy` makes the sound one.
-    symptom: what its curves show and why; the hint for a reader who names this fault wrongly.
+    make: creates the broken system, as `Clinic.healthy` creates the healthy one.
+    symptom: what its curves show and why; a reader who wrongly names this fault gets it as a hint.
     """
 
     make: Callable[[], Any]
@@ -31,11 +31,11 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Clinic:
-    """Patients known only by their curves; each has one of `faults`, and each fault one patient.
+    """Patients known only by their curves; each fault of `faults` has exactly one patient.
 
-    id: slug, dot, name. healthy: makes the sound thing.
+    id: slug, dot, name. healthy: creates the healthy system.
     faults: name -> Fault; readers get the names.
-    observe: (made thing) -> title of a panel -> curve.
+    observe: system -> title of a panel -> curve.
     explanation: what the curves have in common, in Markdown, shown with the solution.
     """
 
@@ -54,13 +54,13 @@ class Clinic:
         return tuple(sorted(self.faults))
 
     def diagnoses(self, student: int = 0) -> dict[str, str]:
-        """Patient -> fault, in the order drawn from the student's number."""
+        """Return patient -> fault, in an order drawn from the student's number."""
         order = sorted(self.faults)
         random.Random(f"{self.id}:{student_number(student)}").shuffle(order)
         return dict(zip(string.ascii_uppercase, order, strict=False))
 
     def patients(self, student: int = 0) -> dict[str, Curves]:
-        """The curves of "healthy" and of the patients "A", "B" and so on."""
+        """Return the curves of "healthy" and of the patients "A", "B" and so on."""
         ill = {label: self.faults[name].make for label, name in self.diagnoses(student).items()}
         made = {"healthy": self.healthy, **ill}
         return {label: self.observe(make()) for label, make in made.items()}
@@ -74,9 +74,10 @@ class Clinic:
     ) -> Outcome:
         """Judge {"A": name of a fault, ...}, or a function that returns it.
 
-        patient: judge this one alone, whatever the answers for the others are.
-        A wrong name is answered by the curves that its fault would show, never by the right one.
-        Raises ValueError for a patient that there is not.
+        patient: judge only this one, whatever the answers for the others are.
+        For a wrong name, the message describes the curves of that fault; it never names the right
+        one.
+        Raises ValueError for a patient that doesn't exist.
         """
         if callable(answers):
             try:
@@ -105,14 +106,14 @@ class Clinic:
         tally = f"{count} of {len(right)} {'is' if count == 1 else 'are'} right."
         lines = [f"Not yet: {tally}" if patient is None else "Not yet."]
         lines += [
-            f'{label} is not "{name}". Its curves would show this: {self.faults[name].symptom}'
+            f'{label} is not "{name}". That fault looks like this: {self.faults[name].symptom}'
             for label, name in wrong.items()
         ]
         first = next(iter(wrong.values()))
         return Outcome(passed=False, kind="known mistake", mistake=first, message="\n".join(lines))
 
     def solution(self, *, student: int = 0, reveal: bool = False) -> Solution:
-        """Each patient's fault with its symptom, after an attempt or with `reveal`."""
+        """Return each patient's fault with its symptom, after an attempt or with `reveal`."""
         if refusal := opened(self.id, reveal):
             return refusal
         lines = [
@@ -122,7 +123,7 @@ class Clinic:
         return Solution(text="\n".join(lines) + ("\n\n" + self.explanation).rstrip())
 
     def _complaint(self, answers: Any, right: Mapping[str, str]) -> str:
-        """What is wrong with the form of the answers as a sentence, or ""."""
+        """Return what is wrong with the form of the answers, as a sentence, or ""."""
         form = "{" + ", ".join(f'"{label}": "..."' for label in right) + "}"
         if not isinstance(answers, Mapping):
             return f"the answer must be a dict {form}, got {answers!r}."
@@ -141,5 +142,5 @@ def _refused(kind: str, message: str) -> Outcome:
 
 
 def _sentence(text: str) -> str:
-    """`text` with a capital letter first."""
+    """Capitalize the first letter of `text`."""
     return text[:1].upper() + text[1:]

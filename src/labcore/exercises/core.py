@@ -1,8 +1,8 @@
-"""Exercises that know their usual mistakes.
+"""Exercises that recognize their usual mistakes.
 
-A check runs a student's function in a process of its own, compares what it returns with the
-reference, and where they differ looks for the wrong answer that returns the same. Reference, wrong
-answers and verdict stay in this process.
+A check runs a student's function in a separate process and compares what it returns with the
+reference. If they differ, it looks for a known wrong answer that returns the same. The reference,
+the wrong answers and the verdict stay in this process.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = [
     "student_seed",
 ]
 
-_attempted: set[str] = set()  # ids whose solution is open: something of the student's was judged
-switched_off: set[str] = set()  # topics whose solutions a release keeps to itself
+_attempted: set[str] = set()  # ids whose solution is open, because an answer was judged
+switched_off: set[str] = set()  # topics whose solutions a release doesn't show
 
 
 class CheckFailedError(AssertionError):
@@ -41,19 +41,19 @@ class CheckFailedError(AssertionError):
 
 
 class NotCheckedError(CheckFailedError):
-    """A graded cell's check could not run on this machine, whatever the answer is."""
+    """A graded cell's check could not run on this machine, regardless of the answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Outcome:
-    """What a check found. True where it passed; shown, it is its message and `repeat`, in lines.
+    """The result of a check, true if it passed. Its repr is the message and `repeat`, in lines.
 
-    kind: "right", "known mistake", "wrong" (unlike every known mistake), "in place" (right but for
-    its arguments, which it changed), "error", "missing" (the stub), "timeout", "memory", "exit"
-    or "unavailable" (this machine cannot check: no process can be started, no compiler).
-    mistake: the name of the wrong answer that was recognized, or "".
+    kind: "right", "known mistake", "wrong" (unlike every known mistake), "in place" (right, except
+    that it changed its arguments), "error", "missing" (the stub), "timeout", "memory", "exit" or
+    "unavailable" (this machine can't check: it can't start a process, or has no compiler).
+    mistake: the name of the recognized mistake, or "".
     message: what the student reads.
-    repeat: how to have the same cases again.
+    repeat: how to get the same cases again.
     """
 
     passed: bool
@@ -63,10 +63,11 @@ class Outcome:
     repeat: str = ""
 
     def require(self) -> None:
-        """Raise CheckFailedError with the message unless the check passed: for graded cells.
+        """Raise CheckFailedError with the message unless the check passed; for graded cells.
 
-        NotCheckedError where this machine cannot check, so that grading can tell.
-        It leaves out `repeat`: who reads a graded cell's message has not its cases, nor its rule.
+        Raises NotCheckedError if this machine can't check, so that grading can tell the two apart.
+        The error leaves out `repeat`, because readers of a graded cell's message have neither its
+        cases nor its reference.
         """
         if not self.passed:
             failure = NotCheckedError if self.kind == "unavailable" else CheckFailedError
@@ -81,9 +82,9 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Solution:
-    """A reference with the reason why it is right.
+    """A reference with the reason why it's right.
 
-    code: Python source, "" where there is none to show; text: the explanation.
+    code: Python source, or "" if there is none to show; text: the explanation.
     """
 
     code: str = ""
@@ -98,7 +99,7 @@ class Solution:
 
 
 def opened(name: str, reveal: bool) -> Solution | None:
-    """A refusal, unless something was checked for exercise `name` or `reveal` asks for it."""
+    """Return a refusal, unless `reveal` is set or something was checked for exercise `name`."""
     if name.partition(".")[0] in switched_off:
         return Solution(text="Solutions are switched off in this lab; ask your instructor.")
     if reveal or name in _attempted:
@@ -115,7 +116,10 @@ def attempted(name: str) -> None:
 
 
 def student_number(student: int) -> int:
-    """`student` if it is a whole number of at least 0: one typed as text would draw other cases."""
+    """Return `student`; raise ValueError unless it's an int of at least 0.
+
+    A number given as text would draw other cases.
+    """
     if isinstance(student, bool) or not isinstance(student, int) or student < 0:
         raise ValueError(
             f"student must be a whole number of at least 0, got {student!r}; write the number "
@@ -125,7 +129,7 @@ def student_number(student: int) -> int:
 
 
 def no_numbers(student: int) -> Mapping[str, Any]:
-    """The variant of an exercise that is the same for every student."""
+    """Return no replacements: the exercise is the same for every student."""
     del student
     return {}
 
@@ -136,13 +140,14 @@ class Exercise:
 
     id: slug, dot, name.
     reference: the right answer; it takes a case as keyword arguments.
-    mistakes: the usual wrong answers, two or more.
-    parts: helpers of the reference whose source the mistakes may edit too.
+    mistakes: the usual wrong answers, at least two.
+    parts: helpers of the reference whose source the mistakes may also edit.
     cases: seed -> keyword arguments of each call.
-    variant: student's number -> keyword arguments that replace those of every case; 0 is nobody.
+    variant: student's number -> keyword arguments that replace those of every case; 0 is no
+    student.
     explanation: why the reference is right, in Markdown.
-    returns: names of the results where there are several, for messages.
-    rtol, atol: tolerances, see `matching.difference`. A wrong answer is recognized by the same.
+    returns: names of the results, if there are several, for messages.
+    rtol, atol: tolerances, see `matching.difference`; also used to recognize wrong answers.
     compare: (answers, reference's answers, cases) -> complaint or None, for random functions, with
     its false-alarm rate in its docstring; None compares answer by answer.
     timeout_s: wall-clock seconds for all cases together.
@@ -168,7 +173,7 @@ class Exercise:
 
     @property
     def wrong(self) -> dict[str, tuple[Callable[..., Any], str]]:
-        """name -> (function, hint) of each mistake."""
+        """Each mistake by name: (function, hint)."""
         return {
             one.name: (one.function(self.reference, *self.parts), one.hint) for one in self.mistakes
         }
@@ -176,10 +181,11 @@ class Exercise:
     def check(
         self, fn: Callable[..., Any], *, seed: int | None = None, student: int = 0
     ) -> Outcome:
-        """Judge `fn` on the cases of `seed` (None: a fresh one, told in the message).
+        """Judge `fn` on the cases of `seed`; None draws a new seed, which the outcome shows.
 
-        fn gets copies of the arguments and runs within `timeout_s` in a process of its own.
-        Nothing that fn does raises here; a `student` that is no whole number is a ValueError.
+        fn gets copies of the arguments and runs in a separate process for at most `timeout_s`.
+        Nothing that fn does raises here. Raises ValueError for a `student` that isn't an integer of
+        at least 0.
         """
         seed = secrets.randbelow(2**31) if seed is None else seed
         cases = self.numbered_cases(seed, student)
@@ -189,7 +195,7 @@ class Exercise:
         if played.kind == "missing":
             message = (
                 f"Nothing to check yet: {_name(fn)} still raises NotImplementedError. "
-                "Put your own code in place of that line and run the check again."
+                "Replace that line with your own code and run the check again."
             )
             return Outcome(passed=False, kind="missing", message=message)
         attempted(self.id)
@@ -205,23 +211,23 @@ class Exercise:
         student: int = 0,
         changed: Sequence[Sequence[str]] = (),
     ) -> Outcome:
-        """Judge answers that are here already: one for each of `numbered_cases(seed, student)`.
+        """Judge existing answers, one for each of `numbered_cases(seed, student)`.
 
-        changed: for each answer the names of the arguments that were changed in place.
+        changed: for each answer, the names of the arguments that were changed in place.
         """
         cases = self.numbered_cases(seed, student)
-        # Cases made anew, so that no function can change another's arguments.
+        # New cases, so that no function can change another's arguments.
         wanted = [self.reference(**case) for case in self.numbered_cases(seed, student)]
         complaint = self._complaint(answers, wanted, cases)
         in_place = sorted({name for names in changed for name in names})
         spoiled = (
             f"It changes its argument{'s' * (len(in_place) > 1)} "
             f"{', '.join(f'`{name}`' for name in in_place)} in place. "
-            "The caller still needs those numbers: compute new tensors (x * 2 for x.mul_(2), "
-            "x + y for x += y)."
+            "The caller still needs those numbers, so compute new tensors (x * 2 instead of "
+            "x.mul_(2), x + y instead of x += y)."
         )
         if complaint is None and in_place:
-            message = f"The results are right, but not yet the function. {spoiled}"
+            message = f"The results are right, but the function isn't yet. {spoiled}"
             return Outcome(passed=False, kind="in place", message=message)
         if complaint is None:
             message = f"Right: {len(cases)} cases agree with the reference (seed {seed})."
@@ -240,16 +246,16 @@ class Exercise:
         )
 
     def solution(self, *, reveal: bool = False) -> Solution:
-        """The reference's source with the explanation, after an attempt or with `reveal`."""
+        """Return the reference's source and explanation, after an attempt or with `reveal`."""
         if refusal := opened(self.id, reveal):
             return refusal
         code = textwrap.dedent(inspect.getsource(self.reference)).rstrip()
         return Solution(code=code, text=self.explanation)
 
     def numbered_cases(self, seed: int, student: int = 0) -> list[dict[str, Any]]:
-        """The cases of `seed` with the student's own numbers in them; new tensors at each call.
+        """Return the cases of `seed` with the student's own numbers; each call makes new tensors.
 
-        The arguments stand in the reference's order, which is that of the stub.
+        The arguments are in the order of the reference, which is also the stub's.
         """
         own = self.variant(student_number(student))
         order = [*inspect.signature(self.reference).parameters]
@@ -266,8 +272,8 @@ class Exercise:
         if self.compare is not None:
             try:
                 return self.compare(answers, wanted, cases)
-            except Exception as problem:  # answers of any form reach it
-                return f"the results have not the form of the reference's ({problem})"
+            except Exception as problem:  # the answers can have any form
+                return f"the results don't have the form of the reference's ({problem})"
         for at, (came, right, case) in enumerate(zip(answers, wanted, cases, strict=True), 1):
             text = difference(
                 came, right, rtol=self.rtol, atol=self.atol, parts=self.returns, case=case
@@ -279,9 +285,10 @@ class Exercise:
     def _recognized(
         self, answers: Sequence[Any], wanted: Sequence[Any], seed: int, student: int
     ) -> str:
-        """The name of the wrong answer that gives these answers, or "".
+        """Return the name of the wrong answer that gives these answers, or "".
 
-        In all cases; or else in those without NaN and infinity, which a second mistake may spoil.
+        It must match in all cases, or else in all cases without NaN and infinity, because a second
+        mistake may affect those.
         """
         cases = self.numbered_cases(seed, student)
         theirs = {
@@ -302,7 +309,7 @@ class Exercise:
         if played.kind == "unavailable":
             message = f"Nothing was checked: {played.problem}."
             return Outcome(passed=False, kind=played.kind, message=message)
-        stop = "" if "\n" in played.problem else "."  # a line of the student's code needs none
+        stop = "" if "\n" in played.problem else "."  # no full stop after a line of code
         parts = [f"Not yet: {played.problem}{stop}"]
         if played.at is not None and played.at < len(cases):
             parts.append(f"That was case {played.at + 1} of {len(cases)}.")
@@ -317,11 +324,11 @@ def _name(fn: Callable[..., Any]) -> str:
 
 
 def _repeat(seed: int) -> str:
-    return f"The same cases again: check(..., seed={seed})."
+    return f"To get the same cases again: check(..., seed={seed})."
 
 
 def _callable_complaint(fn: Any, case: Mapping[str, Any]) -> str:
-    """Why `fn` cannot be called with the arguments of `case`, or ""."""
+    """Return why `fn` can't be called with the arguments of `case`, or ""."""
     if not callable(fn):
         return (
             f"Not yet: check needs the function itself, got {describe(fn)}; pass its name "
@@ -329,7 +336,7 @@ def _callable_complaint(fn: Any, case: Mapping[str, Any]) -> str:
         )
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # some builtins do not tell
+    except (TypeError, ValueError):  # some builtins have no signature
         return ""
     try:
         signature.bind(**case)
@@ -342,15 +349,18 @@ def _callable_complaint(fn: Any, case: Mapping[str, Any]) -> str:
 
 
 def student_seed(secret: str, name: str) -> int:
-    """A student's number, 1 to 2**31 − 1, from the class's secret and the student's name.
+    """Return a student's number, 1 to 2**31 − 1, from the class's secret and the student's name.
 
-    HMAC-SHA256, so that nobody without the secret can compute the number of a name. Case, spaces
-    around the name and the way in which accents are encoded do not count.
-    Raises ValueError where either is empty.
+    It uses HMAC-SHA256, so nobody can compute the number without the secret. Case, spaces around
+    the name and the encoding of accents don't matter.
+    Raises ValueError if either is empty.
     """
     plain = unicodedata.normalize("NFKC", name).strip().casefold()
     if not secret or not plain:
         empty = "name" if secret else "secret"
-        raise ValueError(f"{empty} must hold at least one character, got ''; pass the class's own")
+        raise ValueError(
+            f"{empty} must hold at least one character, got ''; pass the class's secret and the "
+            "student's name"
+        )
     digest = hmac.new(secret.encode(), plain.encode(), hashlib.sha256).digest()
     return 1 + int.from_bytes(digest[:8], "big") % (2**31 - 1)

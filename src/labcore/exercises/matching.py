@@ -1,4 +1,4 @@
-"""Whether an answer equals the right one, and where it does not."""
+"""Whether an answer equals the right one, and where it doesn't."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["difference", "finite"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Found:
-    """A difference in words; place: in a result of which shape it is largest, None where nowhere.
+    """A difference in words; place: the index of the largest difference in a result, or None.
 
-    more: a further sentence, without the last full stop.
+    shape: of that result. more: a further sentence, without its full stop.
     """
 
     text: str
@@ -44,13 +44,13 @@ def difference(
     parts: Sequence[str] = (),
     case: Mapping[str, Any] | None = None,
 ) -> str | None:
-    """What is wrong with `came` in sentences, or None where it equals `wanted`.
+    """Return what is wrong with `came`, in sentences, or None if it equals `wanted`.
 
-    Arrays must agree in library, dtype and shape; numbers are compared in float64 and equal where
-    |came − wanted| ≤ atol + rtol |wanted|. NaN equals NaN, an infinity its like. An int may stand
-    for a float and a list for a tuple. name: of the whole; parts: of a tuple's or list's elements.
-    case: the arguments of the call, told as they are where the results differ most. The sentences
-    stand on lines of their own, the last one without its full stop.
+    Arrays must match in library, dtype and shape. Numbers are compared in float64 and are equal if
+    |came − wanted| ≤ atol + rtol |wanted|. NaN equals NaN, and an infinity equals itself. An int
+    may replace a float, and a list a tuple. name: of the whole; parts: of a tuple's or list's
+    elements. case: the arguments of the call, described where the results differ most. Each
+    sentence is on its own line; the last one has no full stop.
     """
     found = _found(came, wanted, _Terms(rtol=rtol, atol=atol), name, parts)
     if found is None:
@@ -60,7 +60,7 @@ def difference(
 
 
 def finite(value: Any) -> bool:
-    """Whether no number of an array is NaN or infinite; what is no array counts as finite."""
+    """Return whether an array has no NaN and no infinity; True for anything but an array."""
     if not isinstance(value, torch.Tensor | np.ndarray):
         return True
     return bool(torch.isfinite(wide(value)).all())
@@ -113,7 +113,7 @@ def _values_difference(
         gap = (came.double() - wanted.double()).abs()
     else:
         gap = (came - wanted).abs()
-        # False where an infinity or NaN takes part.
+        # False if an infinity or NaN is involved.
         near = gap <= terms.atol + terms.rtol * wanted.abs()
         finite = torch.isfinite(came) & torch.isfinite(wanted)
         same = (came == wanted) | (torch.isnan(came) & torch.isnan(wanted)) | (near & finite)
@@ -126,7 +126,7 @@ def _values_difference(
     one, right = came[tuple(place)].item(), wanted[tuple(place)].item()
     mine, theirs, digit = pair(one, right)
     text = f"{name}: {count} of {same.numel()} numbers differ, most of all{at}: "
-    text += f"yours {mine}, right {theirs}" + _from_digit(digit)
+    text += f"yours {mine}, expected {theirs}" + _from_digit(digit)
     if surprises := int((torch.isnan(came) & ~torch.isnan(wanted)).sum()):
         text += f"; {surprises} of yours {_is(surprises)} NaN where a number belongs"
     if missed := int((torch.isnan(wanted) & ~torch.isnan(came)).sum()):
@@ -142,13 +142,13 @@ def _is(count: int) -> str:
 
 
 def _from_digit(digit: int) -> str:
-    return f", which differ from the {digit}th digit on" if digit >= AGREE else ""
+    return f", which first differ in digit {digit}" if digit >= AGREE else ""
 
 
 def _number_difference(came: Any, wanted: float, terms: _Terms, name: str) -> _Found | None:
     if isinstance(came, torch.Tensor | np.ndarray):
         one = math.prod(came.shape) == 1
-        remedy = "x.item() makes it one" if one else "all its numbers together call for one"
+        remedy = "convert it with x.item()" if one else "combine its numbers into one"
         return _Found(text=f"{name} must be one Python number, got a {describe(came)}; {remedy}")
     if isinstance(came, bool) or not isinstance(came, int | float):
         return _Found(text=f"{name} must be a number, got {describe(came)}")
@@ -157,14 +157,14 @@ def _number_difference(came: Any, wanted: float, terms: _Terms, name: str) -> _F
     if came == wanted or (math.isnan(came) and math.isnan(wanted)):
         return None
     if not isinstance(wanted, float):
-        return _Found(text=f"{name} is {describe(came)}, right is {describe(wanted)}")
+        return _Found(text=f"{name} is {describe(came)}, expected {describe(wanted)}")
     gap = abs(came - wanted)
     if math.isfinite(gap) and gap <= terms.atol + terms.rtol * abs(wanted):
         return None
     mine, theirs, digit = pair(float(came), wanted)
-    text = f"{name} is {mine}, right is {theirs}{_from_digit(digit)}"
+    text = f"{name} is {mine}, expected {theirs}{_from_digit(digit)}"
     if digit > AGREE:
-        text += ", as if something were computed in float32 or typed in with fewer digits"
+        text += ", as if something was computed in float32 or typed in with fewer digits"
     return _Found(text=text)
 
 

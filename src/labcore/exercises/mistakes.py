@@ -29,14 +29,13 @@ class Mistake:
     change: Change
     hint: str
 
-    def function(self, reference: Callable[..., Any], *parts: Callable[..., Any]) -> Any:
-        """The wrong answer, as a function with the arguments of `reference`.
+    def source(self, reference: Callable[..., Any], *parts: Callable[..., Any]) -> str:
+        """The source text of the wrong answer; where it is an edit, `parts` stand before it.
 
-        parts: helpers of the reference that may be edited too. Raises ValueError for an edit whose
-        old text does not occur exactly once.
+        Raises ValueError for an edit whose old text does not occur exactly once.
         """
         if callable(self.change):
-            return self.change
+            return textwrap.dedent(inspect.getsource(self.change))
         source = "\n\n".join(textwrap.dedent(inspect.getsource(f)) for f in (*parts, reference))
         single = isinstance(self.change[0], str)
         for old, new in cast("Sequence[Edit]", [self.change] if single else self.change):
@@ -46,6 +45,16 @@ class Mistake:
                     f"{source.count(old)} times in {reference.__name__}; lengthen or correct it"
                 )
             source = source.replace(old, new)
+        return source
+
+    def function(self, reference: Callable[..., Any], *parts: Callable[..., Any]) -> Any:
+        """The wrong answer, as a function with the arguments of `reference`.
+
+        parts: helpers of the reference that may be edited too.
+        """
+        if callable(self.change):
+            return self.change
+        source = self.source(reference, *parts)
         # A copy: the reference's own module keeps its functions.
         names = dict(reference.__globals__)
         lazy = __future__.annotations.compiler_flag

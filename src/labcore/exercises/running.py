@@ -1,4 +1,4 @@
-"""A student's function, case after case, in a process of its own."""
+"""Run a student's function on one case after another, in a separate process."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ ANSWER_MIB = 256
 START_S = 60
 TEXT_LIMIT = 2000
 FRAME_LIMIT = 200
-ENDINGS = {"exit", "quit"}  # in IPython objects that hold the whole session
+ENDINGS = {"exit", "quit"}  # in IPython, these objects hold the whole session
 WRAPPED = (
-    "your function, or one that it calls, is wrapped in something that cannot travel to the "
-    "process that runs it, as functools.lru_cache does; leave that decorator out"
+    "your function, or one that it calls, has a decorator that cannot be sent to the process "
+    "that runs it, such as functools.lru_cache; leave that decorator out"
 )
 
-_worker: Any = None  # one labcore.processes.Worker for the process, made at the first check
+_worker: Any = None  # this process's labcore.processes.Worker, made at the first check
 _one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
-    """What came of the calls.
+    """The result of the calls.
 
     answers: results of the calls up to the first failure.
-    changed: for each answer the names of the arguments that the call changed in place.
+    changed: for each answer, the names of the arguments that the call changed in place.
     kind, problem: of the failure: "missing", "error", "timeout", "memory", "exit" or "unavailable",
-    and sentences without the last full stop; empty where there was none.
-    at: the number of the case that failed, from 0; None where no single one did.
+    and sentences without the last full stop; both are empty if nothing failed.
+    at: the index of the case that failed; None if no single case did.
     """
 
     answers: Sequence[Any] = ()
@@ -75,7 +75,7 @@ _player: Player | None = None
 
 @contextmanager
 def elsewhere(player: Player) -> Iterator[None]:
-    """Within it, `play` leaves every call to `player(fn, cases, timeout_s)`."""
+    """Within this context, `play` passes every call to `player(fn, cases, timeout_s)`."""
     before = _player
     play_by(player)
     try:
@@ -85,7 +85,7 @@ def elsewhere(player: Player) -> Iterator[None]:
 
 
 def play_by(player: Player | None) -> None:
-    """From now on `play` leaves every call to `player`; None is the usual way."""
+    """Make `play` pass every call to `player`; None restores the default."""
     global _player
     _player = player
 
@@ -93,20 +93,20 @@ def play_by(player: Player | None) -> None:
 def play(fn: Callable[..., Any], cases: Sequence[Mapping[str, Any]], *, timeout_s: float) -> Played:
     """Call `fn` with each case's keyword arguments, all calls together within `timeout_s`.
 
-    The arguments are copies. What fn prints is shown; whatever it does wrong is told in the result.
+    The arguments are copies. What fn prints is shown. Anything it does wrong is in the result.
     """
     if _player is not None:
         return _player(fn, cases, timeout_s)
     from labcore.processes import Worker, WorkerError
 
-    if hasattr(fn, "cache_parameters"):  # Python 3.14 sends such a function by its name alone
+    if hasattr(fn, "cache_parameters"):  # Python 3.14 pickles such a function by name only
         return Played(kind="error", problem=WRAPPED)
     global _worker
     with _one_at_a_time:
         if _worker is None:
             _worker = Worker(memory_mib=MEMORY_MIB, answer_mib=ANSWER_MIB)
         try:
-            if _worker.pid is None:  # its imports count against nobody's time
+            if _worker.pid is None:  # don't count the worker's imports against the time limit
                 _worker.call(functools.partial(_perform, len, []), timeout_s=START_S)
             told = _worker.call(functools.partial(_perform, fn, list(cases)), timeout_s=timeout_s)
         except TypeError as problem:
@@ -121,15 +121,15 @@ def play(fn: Callable[..., Any], cases: Sequence[Mapping[str, Any]], *, timeout_
 def play_forked(
     fn: Callable[..., Any], cases: Sequence[Mapping[str, Any]], timeout_s: float
 ) -> Played:
-    """`play` by a plain fork of this process: without the seconds that a worker needs to start.
+    """Run `play` in a plain fork of this process, without the seconds that a worker takes to start.
 
-    For a process that is fenced in already and holds no GPU; what fn prints is lost.
+    Use it only in a process that is already sandboxed and holds no GPU. What fn prints is lost.
     """
     from labcore.processes import wire
 
     ours, theirs = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, from Python 3.12 on
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads, since Python 3.12
         pid = os.fork()
     if pid == 0:
         _answer_and_leave(fn, cases, theirs)
@@ -159,7 +159,7 @@ def play_forked(
 def _answer_and_leave(
     fn: Callable[..., Any], cases: Sequence[Mapping[str, Any]], theirs: int
 ) -> NoReturn:
-    """The forked process: one answer, and an end that runs nothing of its parent's."""
+    """Run in the forked process: send one answer, and exit without the parent's exit handlers."""
     import resource
 
     from labcore.processes import wire
@@ -168,7 +168,7 @@ def _answer_and_leave(
         empty = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(empty, stream)
-        sys.stdout = sys.stderr = io.StringIO()  # a kernel's own would speak with its client
+        sys.stdout = sys.stderr = io.StringIO()  # a Jupyter kernel's streams talk to its client
         limit = MEMORY_MIB << 20
         limit += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -181,7 +181,7 @@ def _answer_and_leave(
 
 
 def unsendable(fn: Callable[..., Any], problem: TypeError) -> Played:
-    """What comes of a function that cannot travel to the process that runs it."""
+    """Return the result for a function that can't be sent to the process that runs it."""
     if ENDINGS & _names(fn):
         return Played(kind="exit", problem=_left(sorted(ENDINGS & _names(fn))[0]))
     if "lru_cache" in str(problem):
@@ -189,7 +189,7 @@ def unsendable(fn: Callable[..., Any], problem: TypeError) -> Played:
     return Played(
         kind="error",
         problem="your function cannot be sent to the process that runs it: "
-        f"{problem.__cause__ or problem}. It uses something from outside; make that "
+        f"{problem.__cause__ or problem}. It uses something from outside; create that "
         "inside the function, or take it from the arguments",
     )
 
@@ -197,7 +197,7 @@ def unsendable(fn: Callable[..., Any], problem: TypeError) -> Played:
 def _unavailable(reason: str) -> Played:
     return Played(
         kind="unavailable",
-        problem="a check runs your function in a process of its own, and none can be started here: "
+        problem="a check runs your function in a separate process, and none can be started here: "
         f"{reason}",
     )
 
@@ -207,7 +207,7 @@ def _worker_problem(kind: str, text: str, timeout_s: float) -> Played:
         return Played(
             kind="timeout",
             problem=f"your function did not finish within {timeout_s:g} s; look for a loop that "
-            "does not end, or for work that one operation on the whole tensor would do",
+            "never ends, or for one that an operation on the whole tensor could replace",
         )
     if kind == "memory":
         return Played(kind="memory", problem=_memory(""))
@@ -221,18 +221,18 @@ def _worker_problem(kind: str, text: str, timeout_s: float) -> Played:
 
 
 def _left(by: str) -> str:
-    return f"your function calls {by}(), which ends the whole program; it must return"
+    return f"your function calls {by}(), which ends the whole program; it must return instead"
 
 
 def _names(fn: Callable[..., Any]) -> set[str]:
-    """The names that the code of `fn` looks up outside of it."""
+    """Return the names that the code of `fn` looks up outside itself."""
     return set(getattr(getattr(fn, "__code__", None), "co_names", ()))
 
 
 def _memory(line: str) -> str:
     return (
-        f"your function asked for more memory than its {MEMORY_MIB} MiB; look for an array that "
-        f"is larger than it has to be{line}"
+        f"your function needs more memory than its limit of {MEMORY_MIB} MiB; look for an array "
+        f"that is larger than necessary{line}"
     )
 
 
@@ -240,7 +240,7 @@ def _memory(line: str) -> str:
 
 
 def _perform(fn: Callable[..., Any], cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Runs in the worker: answers as data that can cross, a failure as text and places."""
+    """Run in the worker: return answers as plain data, and a failure as text and frames."""
     from labcore.processes import wire
 
     answers: list[Any] = []
@@ -271,7 +271,7 @@ def _failure(problem: BaseException) -> dict[str, Any]:
 
 
 def _changed(before: Any, after: Any) -> bool:
-    """Whether a call changed its copy of an argument, by bytes: NaN equals NaN."""
+    """Return whether a call changed its copy of an argument; compares bytes, so NaN equals NaN."""
     if isinstance(before, torch.Tensor):
         same = before.shape == after.shape and before.dtype == after.dtype
         return not (same and torch.equal(_bits(before), _bits(after)))
@@ -298,7 +298,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read(told: Any, fn: Callable[..., Any], cases: int) -> Played:
-    """What the worker told, nothing of it taken on trust."""
+    """Convert what the worker sent, without trusting any of it."""
     try:
         answers, failure = list(told["answers"]), told["failure"]
         changed = [[str(name) for name in names] for names in told["changed"]]
@@ -311,25 +311,25 @@ def _read(told: Any, fn: Callable[..., Any], cases: int) -> Played:
 
 
 def _words(failure: Mapping[str, Any], fn: Callable[..., Any]) -> tuple[str, str]:
-    """(kind, problem) of a failure."""
+    """Return (kind, problem) of a failure."""
     name, text = failure["type"], failure["text"]
     if name == "":
-        return "error", f"what your function returned is refused: {text}"
+        return "error", f"your function's return value is refused: {text}"
     line = _own_line(failure["frames"], fn)
     if name == "NotImplementedError":
         return "missing", line
     if name == "MemoryError" or "DefaultCPUAllocator" in text:
         return "memory", _memory(line)
     if name in ("SystemExit", "KeyboardInterrupt"):
-        return "exit", f"your function left by {name}; it must return{line}"
+        return "exit", f"your function ended with {name}; it must return instead{line}"
     if name in ("OSError", "EOFError") and ("input" in _names(fn) or "input(" in line):
-        asks = "your function calls input(), and nobody is there to answer; it gets all that it "
+        asks = "your function calls input(), but nobody is there to answer; it gets everything it "
         return "error", f"{asks}needs as arguments{line}"
     return "error", f"your function raised {name}{': ' if text else ''}{text}{line}"
 
 
 def _own_line(frames: Sequence[Sequence[Any]], fn: Callable[..., Any]) -> str:
-    """Where the failure arose in the student's own code: the deepest frame outside libraries."""
+    """Return where the student's own code failed: the deepest frame outside libraries."""
     libraries = [str(Path(__file__).resolve().parents[1])]
     libraries += [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
     first = getattr(getattr(fn, "__code__", None), "co_filename", None)

@@ -1,4 +1,4 @@
-"""Values and differences in a tutor's words, and messages in lines that can be read."""
+"""Values and differences in words for students, and messages broken into lines."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = [
     "wide",
 ]
 
-LINE = 100  # characters; a page of feedback shows so many without a scroll bar
-SHOWN = 8  # numbers of an array that a message shows; above, its shape and dtype
+LINE = 100  # characters; a page of feedback shows this many without a scroll bar
+SHOWN = 8  # a message shows at most so many numbers of an array, else its shape and dtype
 KEPT = "\xa0=\xa0"  # no-break spaces
-AGREE = 6  # digits that two numbers have in common before rounding is suspected
+AGREE = 6  # digits that two numbers must share before we suspect rounding
 NARROWER = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def describe(value: Any) -> str:
-    """`value` in a few words: a small array by its numbers, a large one by shape and dtype."""
+    """Describe `value` briefly: a small array by its numbers, a large one by shape and dtype."""
     if isinstance(value, torch.Tensor | np.ndarray):
         kind = "tensor" if isinstance(value, torch.Tensor) else "numpy array"
         what = f"{dtype_name(value)} {kind} of shape {tuple(value.shape)}"
@@ -43,12 +43,12 @@ def describe(value: Any) -> str:
 
 
 def dtype_name(array: Any) -> str:
-    """The dtype of a tensor or numpy array, without the library's name."""
+    """Return the dtype of a tensor or numpy array, without the library's name."""
     return str(array.dtype).removeprefix("torch.")
 
 
 def wide(array: Any) -> torch.Tensor:
-    """Any array as float64, complex128, int64 or bool, so that nothing is lost but uint64's end."""
+    """Convert an array to float64, complex128, int64 or bool; only large uint64 overflow."""
     tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array))
     tensor = tensor.detach()
     if tensor.is_complex():
@@ -61,10 +61,10 @@ def wide(array: Any) -> torch.Tensor:
 def inputs_at(
     case: Mapping[str, Any], place: Sequence[int] | None, shape: Sequence[int] = ()
 ) -> str:
-    """The arguments of a call, in a sentence.
+    """Describe the arguments of a call in a sentence.
 
-    place, shape: where a result of this shape went wrong; a tensor of the same shape is told by
-    its element there. None: everything is told whole.
+    place, shape: where a result of this shape is wrong; tensors of the same shape are described by
+    their element there. If place is None, everything is described whole.
     """
     there, whole = [], []
     for name, value in case.items():
@@ -79,7 +79,7 @@ def inputs_at(
 
 
 def pair(came: Any, wanted: Any) -> tuple[str, str, int]:
-    """Both numbers with digits enough to differ, and the first digit that does (0: not known)."""
+    """Return both numbers with enough digits to differ, and the first such digit (0: unknown)."""
     if not (isinstance(came, float) and isinstance(wanted, float)):
         return describe(came), describe(wanted), 0
     for digits in range(1, 18):
@@ -90,33 +90,31 @@ def pair(came: Any, wanted: Any) -> tuple[str, str, int]:
 
 
 def rounding(came: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, gap: float) -> str:
-    """A suspicion of a dtype too narrow, or "".
+    """Return the suspicion that a dtype is too narrow, or "".
 
-    came, wanted: float64 tensors of one shape, as results of `dtype`; gap: |came − wanted|/|wanted|
-    where they differ most. Suspect is what holds only numbers of a narrower dtype and errs by its
-    spacing, or agrees to `AGREE` digits.
+    came, wanted: float64 tensors of one shape, results of `dtype`; gap: |came − wanted|/|wanted|
+    where they differ most. Suspicious is an answer that holds only numbers of a narrower dtype and
+    is off by about its spacing, or one that agrees to `AGREE` digits.
     """
     for narrow in NARROWER:
         info = torch.finfo(narrow)
         if info.bits >= torch.finfo(dtype).bits or gap > 2 * info.eps:
             continue
-        # NaN and infinity say nothing.
+        # Ignore NaN and infinity.
         mine, right = came[torch.isfinite(came)], wanted[torch.isfinite(wanted)]
         held = bool((mine.to(narrow).double() == mine).all())
         if held and not bool((right.to(narrow).double() == right).all()):
             name = dtype_name(mine.to(narrow))
-            return (
-                f"All of yours are numbers of {name}, as if something were rounded to it on the way"
-            )
+            return f"All of yours are {name} numbers, as if something was rounded to that dtype"
     if dtype is torch.float64 and gap < 10.0**-AGREE:
-        return "So small a difference looks like rounding, as if something were computed in float32"
+        return "So small a difference looks like rounding, as if something was computed in float32"
     return ""
 
 
 def in_lines(text: str) -> str:
-    """`text` in lines of at most `LINE` characters, broken at spaces; indented lines stay so.
+    """Break `text` at spaces into lines of at most `LINE` characters; indented lines stay indented.
 
-    "name = value" stays in one line.
+    "name = value" stays on one line.
     """
     lines = []
     for line in text.replace(" = ", KEPT).split("\n"):

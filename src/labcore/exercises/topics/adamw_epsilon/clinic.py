@@ -1,4 +1,4 @@
-"""Four broken AdamWs, known by their curves."""
+"""Four broken AdamWs, to be recognized by their curves."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def _uncorrected(param: Tensor, grad: Tensor, state: dict[str, Any]) -> Any:
 
 
 def _adamw(eps: float = 1e-8, eps_mode: str = "outside") -> Rule:
-    """AdamW whose weights count learning rates, without decay."""
+    """AdamW without decay, whose weights are in units of the learning rate."""
     return functools.partial(rules.adamw, lr=1.0, weight_decay=0.0, eps=eps, eps_mode=eps_mode)
 
 
 def _observe(rule: Rule) -> dict[str, list[float]]:
-    """Three weights in float64 over 3000 steps; every 20th step is shown."""
+    """Run three float64 weights for 3000 steps and keep every 20th step."""
     steps, every = 3000, 20
     later = torch.tensor([1e-8, 1.0, 0.1], dtype=torch.float64)
     early = torch.tensor([1e-8, 1.0, 1.0], dtype=torch.float64)

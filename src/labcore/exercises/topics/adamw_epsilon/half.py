@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,111 +40,11 @@ def half_step(
     return new.half(), exp_avg, exp_avg_sq
 
 
-def _faulty_half_step(
-    weight: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: int,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    loss_scale: float,
-    fault: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    beta1, beta2 = betas
-    g = _faulty_gradient(weight, grad, weight_decay, loss_scale, fault)
-    square = _faulty_square(g, grad, loss_scale, fault)
-    exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    c1, c2 = 1 - beta1**step, 1 - beta2**step
-    if fault == "no correction":
-        c1 = c2 = 1.0
-    mean, root = exp_avg / c1, (exp_avg_sq / c2).sqrt()
-    if fault == "moments cast":
-        mean, root = mean.half(), root.half()
-    if fault == "raised eps":
-        eps = max(eps, 1e-6)
-    if fault == "eps lost":
-        eps = 0.0
-    below = {
-        "eps inside the root": (exp_avg_sq / c2 + eps).sqrt(),
-        "eps of Keras": (exp_avg_sq.sqrt() + eps) / c2**0.5,
-    }.get(fault, root + eps)
-    new = _faulty_weight(weight, lr * (mean / below).float(), lr * weight_decay, lr, fault)
-    if fault == "corrected moments returned":
-        return new, mean, exp_avg_sq / c2
-    if fault == "low state":
-        return new, exp_avg.half(), exp_avg_sq.half()
-    return new, exp_avg, exp_avg_sq
-
-
-def _faulty_gradient(
-    weight: Tensor, grad: Tensor, weight_decay: float, loss_scale: float, fault: str
-) -> Tensor:
-    if fault == "scale left in":
-        return grad.float()
-    if fault in ("fp16 quotient", "fp16 square"):
-        return (grad / loss_scale).float() if fault == "fp16 quotient" else grad / loss_scale
-    g = grad.float() / loss_scale
-    return g + weight_decay * weight.float() if fault == "decay in the gradient" else g
-
-
-def _faulty_square(g: Tensor, grad: Tensor, loss_scale: float, fault: str) -> Tensor:
-    """g², in fp16 where g is; or the square of the scaled fp16 gradient."""
-    if fault == "scaled square in fp16":
-        return (grad * grad).float() / loss_scale**2
-    if fault == "only the square in fp16":
-        return (g.half() * g.half()).float()
-    return grad.float() ** 2 if fault == "scale left in v" else g * g
-
-
-def _faulty_weight(weight: Tensor, move: Tensor, shrink: float, lr: float, fault: str) -> Tensor:
-    if fault == "decay in fp16":
-        return (weight * (1 - shrink) - move).half()
-    if fault == "subtraction in fp16":
-        return weight * (1 - shrink) - move.half()
-    if fault == "decay after the step":
-        return ((weight.float() - move) * (1 - shrink)).half()
-    shrink = {
-        "decay forgotten": 0.0,
-        "decay in the gradient": 0.0,
-        "decay without the rate": shrink / lr,
-    }.get(fault, shrink)
-    return (weight.float() * (1 - shrink) - move).half()
-
-
-def _all_half(
-    weight: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: int,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    loss_scale: float,
-    returned: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Every intermediate result in fp16."""
-    beta1, beta2 = betas
-    g = grad / loss_scale
-    mean = beta1 * exp_avg.half() + (1 - beta1) * g
-    square = beta2 * exp_avg_sq.half() + (1 - beta2) * g * g
-    below = (square / (1 - beta2**step)).sqrt() + eps
-    new = weight * (1 - lr * weight_decay) - lr * (mean / (1 - beta1**step)) / below
-    return new, mean.to(returned), square.to(returned)
-
-
 def _half_cases(seed: int) -> list[dict[str, Any]]:
-    """The first step from zero moments, later ones within a run; some gradients are zero.
+    """First steps from zero moments and later steps of a run; some gradients are zero.
 
-    The last case is a first step that takes most weights almost to zero: what was rounded to fp16
-    before the subtraction is then large beside what is left.
+    The last case is a first step that takes most weights almost to zero. A rounding to fp16
+    before the subtraction is then large compared with the result.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -157,7 +56,7 @@ def _half_cases(seed: int) -> list[dict[str, Any]]:
         last = shape == (17,)
         sign = torch.where(torch.rand(shape, generator=generator) < 0.5, -1.0, 1.0)
         grad = (sign * size(shape, -7, 0)).half()
-        # One sign for gradient and mean: a difference of the two would cancel to few right digits.
+        # Gradient and mean share a sign: with opposite signs they would cancel and lose digits.
         mean = sign * size(shape, -9, -4) * (step > 1)
         square = mean * mean * size(shape, 0, 0.6)
         if shape:
@@ -168,7 +67,7 @@ def _half_cases(seed: int) -> list[dict[str, Any]]:
         weight = (-sign * (0.5 + 0.5 * torch.rand(shape, generator=generator))).half()
         lr, decay = (0.3, 0.1) if last else (0.02, 0.1)
         if last:
-            left = size(shape, -1.8, -1)  # of a move of lr
+            left = size(shape, -1.8, -1)  # as a share of a move by lr
             weight = (sign * lr * (1 + left) / (1 - lr * decay)).half()
             grad[3:] = (sign * size(shape, -1, 0))[3:].half()
         cases.append(
@@ -190,11 +89,12 @@ def _half_cases(seed: int) -> list[dict[str, Any]]:
 def _same_by_dtype(
     answers: Sequence[Any], wanted: Sequence[Any], cases: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Weights to one fp16 spacing, moments to fp32 rounding. Not random: no false alarm.
+    """Compare weights to one fp16 spacing, moments to fp32 rounding.
 
-    Two fp32 results that differ in their last digits may round to neighboring fp16 numbers, at
-    most 2⁻¹⁰ apart in proportion. Five fp32 operations without cancellation are good to 5 · 2⁻²⁴;
-    2⁻¹⁸ leaves room for constants that were rounded first.
+    Nothing is random, so there are no false alarms. Two fp32 results that differ in their last
+    digits may round to neighboring fp16 numbers, with a relative difference of at most 2⁻¹⁰. Five
+    fp32 operations without cancellation have a relative error of at most 5 · 2⁻²⁴; 2⁻¹⁸ leaves
+    room for constants rounded beforehand.
     """
     for at, (came, right, case) in enumerate(zip(answers, wanted, cases, strict=True), 1):
         text = _step_difference(came, right, case)
@@ -214,108 +114,158 @@ def _step_difference(came: Any, right: tuple[Tensor, ...], case: Mapping[str, An
     return None
 
 
-_HINTS = {
-    "fp16 quotient": (
-        "Small gradients are lost or coarse before your moments see them: the quotient by "
-        "`loss_scale` is formed in fp16, whose smallest number is 6e-8. The scale was "
-        "there to keep them above it."
-    ),
-    "fp16 square": (
-        "Your second moment sees none of these gradients. A Python number does not widen a "
-        "tensor, so the gradient stays fp16, and so does its square: 1e-4 squared is 0 "
-        "there. Look at the dtype of each intermediate result."
-    ),
-    "moments cast": (
-        "The division is done in fp16. There eps = 1e-8 is 0 and a small √v̂ is 0 too, so "
-        "that a weight without a gradient gets 0/0. Keep fp32 until the new weight is "
-        "there."
-    ),
-    "raised eps": (
-        "Your step is finite, but its eps is 1e-6 and not the one that was asked for: "
-        "gradients below that barely move their weights. Nothing overflows at 1e-8 if the "
-        "arithmetic can hold it."
-    ),
-    "no correction": (
-        "Your moments are right, your update uses them as they are. They started at zero: "
-        "at step 1 the mean is a tenth of the gradient and √v about a thirtieth of it."
-    ),
-    "scale left in": (
-        "Your moments are `loss_scale` times too large (the second one by its square). The "
-        "quotient hides that where eps does not count, and eps then counts too little."
-    ),
-    "low state": (
-        "The moments come back in fp16. The second one holds squares: those of gradients "
-        "below 2e-4 are 0 there, whatever they were computed in."
-    ),
-    "eps lost": (
-        "Nothing is added to √v̂, or an eps that was rounded to 0 in fp16: a weight without a "
-        "gradient gets 0/0, and the smallest gradients move theirs as far as any."
-    ),
-    "eps inside the root": (
-        "Your eps is added to v̂ before the root is taken. There 1e-8 is a floor of 1e-4 under the "
-        "gradient; the task wants √v̂ + eps."
-    ),
-    "eps of Keras": (
-        "Your eps is added to √v before the bias correction, as Keras does it. At step 1 that is "
-        "some thirty times the eps of torch, which stands beside √v̂."
-    ),
-    "decay in the gradient": (
-        "The decay reaches the weight through gradient and moments. There it is divided by √v̂ like "
-        "all else; in AdamW it acts on the weight alone."
-    ),
-    "decay without the rate": (
-        "Each step shrinks the weight by weight_decay itself. In AdamW that is a decay per unit of "
-        "learning rate."
-    ),
-    "decay forgotten": "The weight does not decay. One factor is missing.",
-    "decay after the step": (
-        "The decay also shrinks the update of this step. The rule lets the weight decay first and "
-        "then subtracts."
-    ),
-    "only the square in fp16": (
-        "Your first moment is right. The square of the gradient without its scale was formed in "
-        "fp16, where that of anything below 2e-4 is 0."
-    ),
-    "scaled square in fp16": (
-        "Your first moment is right. The square of the scaled gradient was formed in fp16, which "
-        "loses that of small gradients; dividing by the scale comes too late."
-    ),
-    "scale left in v": (
-        "Your first moment is right, the second is too large by the square of `loss_scale`: the "
-        "square, too, is that of the gradient without its scale."
-    ),
-    "corrected moments returned": (
-        "You return the moments with their bias correction. The next step would correct them once "
-        "more: return m and v, and use m̂ and v̂ for the update only."
-    ),
-    "decay in fp16": (
-        "The decayed weight is fp16 when the update is subtracted: an fp16 tensor times a Python "
-        "number stays fp16. Where weight and update nearly cancel, that rounding is most of "
-        "what is left."
-    ),
-    "subtraction in fp16": (
-        "Decay and subtraction are done in fp16. Where weight and update nearly cancel, what both "
-        "were rounded by is most of what is left; round once, at the end."
-    ),
-}
+_IN_HALF = (
+    ("grad.float()", "grad"),
+    ("* exp_avg +", "* exp_avg.half() +"),
+    ("* exp_avg_sq +", "* exp_avg_sq.half() +"),
+    ("weight.float()", "weight"),
+)
 
 HALF_STEP = Exercise(
     id="adamw_epsilon.half_step",
     reference=half_step,
     mistakes=[
-        *(
-            Mistake(name, functools.partial(_faulty_half_step, fault=name), hint)
-            for name, hint in _HINTS.items()
+        Mistake(
+            "fp16 quotient",
+            ("grad.float() / loss_scale", "(grad / loss_scale).float()"),
+            "Small gradients are lost or coarse before your moments see them: the quotient by "
+            "`loss_scale` is formed in fp16, whose smallest number is 6e-8. The scale was there "
+            "to keep them above it.",
+        ),
+        Mistake(
+            "fp16 square",
+            ("grad.float()", "grad"),
+            "Your second moment sees none of these gradients. A Python number does not widen a "
+            "tensor, so the gradient stays fp16, and so does its square: 1e-4 squared is 0 there. "
+            "Look at the dtype of each intermediate result.",
+        ),
+        Mistake(
+            "moments cast",
+            ("mean / (root + eps)", "(mean.half() / (root.half() + eps)).float()"),
+            "The division is done in fp16. There eps = 1e-8 is 0 and a small √v̂ is 0 too, so "
+            "that a weight without a gradient gets 0/0. Keep fp32 until the new weight is there.",
+        ),
+        Mistake(
+            "raised eps",
+            ("root + eps", "root + max(eps, 1e-6)"),
+            "Your step is finite, but its eps is 1e-6 and not the one that was asked for: "
+            "gradients below that barely move their weights. Nothing overflows at 1e-8 if the "
+            "arithmetic can hold it.",
+        ),
+        Mistake(
+            "no correction",
+            [(" / (1 - beta1**step)", ""), (" / (1 - beta2**step)", "")],
+            "Your moments are right, your update uses them as they are. They started at zero: at "
+            "step 1 the mean is a tenth of the gradient and √v about a thirtieth of it.",
+        ),
+        Mistake(
+            "scale left in",
+            (" / loss_scale", ""),
+            "Your moments are `loss_scale` times too large (the second one by its square). The "
+            "quotient hides that where eps does not count, and eps then counts too little.",
+        ),
+        Mistake(
+            "low state",
+            ("(), exp_avg, exp_avg_sq", "(), exp_avg.half(), exp_avg_sq.half()"),
+            "The moments come back in fp16. The second one holds squares: those of gradients "
+            "below 2e-4 are 0 there, whatever they were computed in.",
+        ),
+        Mistake(
+            "eps lost",
+            ("root + eps", "root"),
+            "Nothing is added to √v̂, or an eps that was rounded to 0 in fp16: a weight without a "
+            "gradient gets 0/0, and the smallest gradients move theirs as far as any.",
+        ),
+        Mistake(
+            "eps inside the root",
+            [("step)).sqrt()", "step) + eps).sqrt()"), ("root + eps", "root")],
+            "Your eps is added to v̂ before the root is taken. There 1e-8 is a floor of 1e-4 "
+            "under the gradient; the task wants √v̂ + eps.",
+        ),
+        Mistake(
+            "eps of Keras",
+            ("root + eps", "root + eps / (1 - beta2**step) ** 0.5"),
+            "Your eps is added to √v before the bias correction, as Keras does it. At step 1 that "
+            "is some thirty times the eps of torch, which stands beside √v̂.",
+        ),
+        Mistake(
+            "decay in the gradient",
+            [
+                ("/ loss_scale", "/ loss_scale + weight_decay * weight.float()"),
+                (" * (1 - lr * weight_decay)", ""),
+            ],
+            "The decay reaches the weight through gradient and moments. There it is divided by "
+            "√v̂ like all else; in AdamW it acts on the weight alone.",
+        ),
+        Mistake(
+            "decay without the rate",
+            ("lr * weight_decay", "weight_decay"),
+            "Each step shrinks the weight by weight_decay itself. In AdamW that is a decay per "
+            "unit of learning rate.",
+        ),
+        Mistake(
+            "decay forgotten",
+            (" * (1 - lr * weight_decay)", ""),
+            "The weight does not decay. One factor is missing.",
+        ),
+        Mistake(
+            "decay after the step",
+            [
+                (" * (1 - lr * weight_decay)", ""),
+                ("new.half()", "(new * (1 - lr * weight_decay)).half()"),
+            ],
+            "The decay also shrinks the update of this step. The rule lets the weight decay first "
+            "and then subtracts.",
+        ),
+        Mistake(
+            "only the square in fp16",
+            ("g * g", "(g.half() * g.half()).float()"),
+            "Your first moment is right. The square of the gradient without its scale was formed "
+            "in fp16, where that of anything below 2e-4 is 0.",
+        ),
+        Mistake(
+            "scaled square in fp16",
+            ("g * g", "(grad * grad).float() / loss_scale**2"),
+            "Your first moment is right. The square of the scaled gradient was formed in fp16, "
+            "which loses that of small gradients; dividing by the scale comes too late.",
+        ),
+        Mistake(
+            "scale left in v",
+            ("g * g", "grad.float() ** 2"),
+            "Your first moment is right, the second is too large by the square of `loss_scale`: "
+            "the square, too, is that of the gradient without its scale.",
+        ),
+        Mistake(
+            "corrected moments returned",
+            ("(), exp_avg, exp_avg_sq", "(), mean, exp_avg_sq / (1 - beta2**step)"),
+            "You return the moments with their bias correction. The next step would correct them "
+            "once more: return m and v, and use m̂ and v̂ for the update only.",
+        ),
+        Mistake(
+            "decay in fp16",
+            ("weight.float()", "weight"),
+            "The decayed weight is fp16 when the update is subtracted: an fp16 tensor times a "
+            "Python number stays fp16. Where weight and update nearly cancel, that rounding is "
+            "most of what is left.",
+        ),
+        Mistake(
+            "subtraction in fp16",
+            [
+                ("weight.float()", "weight"),
+                ("lr * mean / (root + eps)", "(lr * mean / (root + eps)).half()"),
+            ],
+            "Decay and subtraction are done in fp16. Where weight and update nearly cancel, what "
+            "both were rounded by is most of what is left; round once, at the end.",
         ),
         Mistake(
             "all in fp16",
-            functools.partial(_all_half, returned=torch.float32),
+            [*_IN_HALF, ("(), exp_avg, exp_avg_sq", "(), exp_avg.float(), exp_avg_sq.float()")],
             "Everything is computed in fp16, the moments too: small gradients and their squares "
             "are 0 there, so is eps, and 0/0 is NaN. Widen what comes in, before anything else.",
         ),
         Mistake(
             "all in fp16, moments too",
-            functools.partial(_all_half, returned=torch.float16),
+            _IN_HALF,
             "Everything is computed and returned in fp16, where 1e-8 and the squares of small "
             "gradients are 0. Only the new weight is fp16; all before it needs fp32.",
         ),

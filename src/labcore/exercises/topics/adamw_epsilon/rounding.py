@@ -1,4 +1,4 @@
-"""Rounding by chance, judged by its law."""
+"""Rounding by chance, judged by its distribution."""
 
 from __future__ import annotations
 
@@ -17,53 +17,43 @@ from labcore.exercises.mistakes import Mistake
 
 __all__ = ["ROUND_BY_CHANCE", "round_by_chance"]
 
-BITS = (3, 4, 5, 9, 10)  # a student's: bfloat16's 7 and its neighbors would hide a mistake
-COPIES = 8192  # of each number that is rounded
+BITS = (3, 4, 5, 9, 10)  # a student gets one; bfloat16's 7 and its neighbors would hide a mistake
+COPIES = 8192  # of each number
 ALIKE = (
     ".\nAll copies of each number came out alike, as if one coin were thrown for the whole tensor; "
     "each element needs a coin of its own"
 )
-SHARE = 0.06  # by which the share of one outcome may differ from the reference's, see _same_law
+SHARE = 0.06  # how far the share of one outcome may be from the reference's, see _same_law
 
 
 def round_by_chance(x: Tensor, bits: int, seed: int) -> Tensor:
-    """x [any shape, fp32] rounded up or down to `bits` fraction bits, so that its mean is x."""
+    """Round x [any shape, fp32] up or down to `bits` fraction bits; the results' mean is x."""
     generator = torch.Generator().manual_seed(seed)
     drop = 23 - bits
     noise = torch.randint(0, 1 << drop, x.shape, dtype=torch.int32, generator=generator)
-    # Bits count the magnitude: a carry out of the dropped ones moves away from zero.
+    # The bits hold the magnitude: a carry out of the dropped bits moves away from zero.
     rounded = ((x.contiguous().view(torch.int32) + noise) & -(1 << drop)).view(torch.float32)
     return torch.where(torch.isfinite(x), rounded, x)
-
-
-def _spacing(x: Tensor, bits: int) -> Tensor:
-    """The distance of the numbers with `bits` fraction bits around x [any shape, normal or 0]."""
-    return torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 1 - bits)
 
 
 def _grid(
     x: Tensor,
     bits: int,
     seed: int,
-    *,
-    rounding: Callable[[Tensor, Tensor], Tensor] = lambda y, chance: (y + chance).floor(),
-    noise: str = "seeded",
-    more: int = 0,
-    fixed_bits: int = 0,
+    rounding: Callable[[Tensor, Tensor], Tensor] = lambda y, u: (y + u).floor(),
 ) -> Tensor:
-    generator = torch.Generator().manual_seed(0 if noise == "fixed" else seed)
-    if noise == "fresh":
-        generator.seed()
-    spacing = _spacing(x, fixed_bits or bits + more)
-    chance = torch.rand(x.shape, generator=generator)
-    return torch.where(torch.isfinite(x), rounding(x / spacing, chance) * spacing, x)
+    """Round x / spacing to a whole number with random numbers u in [0, 1), by `rounding`(y, u)."""
+    u = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed))
+    spacing = torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 1 - bits)
+    return torch.where(torch.isfinite(x), rounding(x / spacing, u) * spacing, x)
 
 
 def _copies(seed: int) -> list[dict[str, Any]]:
-    """x [16, 8192]: each row one number many times; the third case repeats the first one's seed.
+    """Cases of x [16, 8192], with one number per row; the third repeats the seed of the first.
 
-    1 + j/3, j/5 or j/7 lies between two numbers of every binary format, at least a seventh of the
-    spacing from each; with 2 − j/3 and so on some lie nearer to the lower, some to the upper one.
+    1 + j/3, 1 + j/5 and 1 + j/7 lie between two numbers of every binary format, at least a seventh
+    of the spacing from each. Where one of them is nearer to the lower neighbor, its
+    mirror image, such as 2 − j/3, is nearer to the upper one.
     """
     chance = random.Random(seed)
     rows = [0.0, -1.5, math.inf, -math.inf]
@@ -79,12 +69,12 @@ def _copies(seed: int) -> list[dict[str, Any]]:
 def _same_law(
     answers: Sequence[Any], wanted: Sequence[Any], cases: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """The same numbers equally often in each row, and the same seeds with equal coins.
+    """Compare the shares of the outcomes in each row, and whether equal seeds repeat results.
 
     By Hoeffding's inequality the shares of one outcome in two samples of n fair draws differ by
-    more than t with probability at most 2 exp(−n t²). n = 8192 copies and t = 0.06, over 3 cases
-    of 16 rows with up to two outcomes: a right function, its coins independent of the reference's,
-    is refused at most once in 10¹⁰ checks. A share that is wrong by 0.12 is let through as seldom.
+    more than t with probability at most 2 exp(−n t²). With n = 8192 copies, t = 0.06 and 3 cases
+    of 16 rows with up to two outcomes, a right function with draws independent of the reference's
+    is refused at most once in 10¹⁰ checks. A share that is wrong by 0.12 passes as rarely.
     """
     for came, right, case in zip(answers, wanted, cases, strict=True):
         form = difference(came, right, rtol=0.0, atol=math.inf)  # shape, dtype, what is finite
@@ -110,7 +100,7 @@ def _outcomes(row: Tensor, expected: Tensor) -> str | None:
     for outcome in sorted(possible | set(row.unique().tolist())):
         share = (row == outcome).double().mean().item()
         right = (expected == outcome).double().mean().item()
-        # x + noise, rounded to fp32, reaches a neighbor too far with a chance of up to 2⁻¹⁴.
+        # x + noise, rounded to fp32, goes one neighbor too far with a probability of up to 2⁻¹⁴.
         if abs(share - right) > (SHARE if outcome in possible else 2**-9):
             return f"{share:.1%} became {outcome:.8g}; right is about {right:.0%}"
     return None
@@ -135,8 +125,7 @@ ROUND_BY_CHANCE = Exercise(
         Mistake(
             "fair coin",
             functools.partial(
-                _grid,
-                rounding=lambda y, u: torch.where(u < 0.5, y.floor(), y.ceil()),
+                _grid, rounding=lambda y, u: torch.where(u < 0.5, y.floor(), y.ceil())
             ),
             "Up and down are equally likely, wherever the number lies. The mean is then the middle "
             "between the neighbors, not the number: how near it is to each must count.",
@@ -156,7 +145,7 @@ ROUND_BY_CHANCE = Exercise(
         ),
         Mistake(
             "one fixed seed",
-            functools.partial(_grid, noise="fixed"),
+            lambda x, bits, seed: _grid(x, bits, 0 * seed),
             "Each result alone is right, but every call throws the same coins, whatever `seed` "
             "is. Over the steps of a training run that is no chance: the same weights would be "
             "rounded up every time.",
@@ -196,19 +185,19 @@ ROUND_BY_CHANCE = Exercise(
         ),
         Mistake(
             "one bit too many",
-            functools.partial(_grid, more=1),
+            lambda x, bits, seed: _grid(x, bits + 1, seed),
             "Some of your results lie halfway between two numbers of the format: it has one "
             "fraction bit less. At 1 ≤ |x| < 2 the spacing is 2^−bits.",
         ),
         Mistake(
             "one bit too few",
-            functools.partial(_grid, more=-1),
+            lambda x, bits, seed: _grid(x, bits - 1, seed),
             "Your results are twice as far apart as the numbers of the format. The 1 before the "
             "point is not among its `bits` fraction bits.",
         ),
         Mistake(
             "always seven bits",
-            functools.partial(_grid, fixed_bits=7),
+            lambda x, bits, seed: _grid(x, 7 + 0 * bits, seed),
             "You round to the 7 fraction bits of bfloat16, whatever `bits` is.",
         ),
         Mistake(
@@ -219,7 +208,7 @@ ROUND_BY_CHANCE = Exercise(
         ),
         Mistake(
             "seed ignored",
-            functools.partial(_grid, noise="fresh"),
+            lambda x, bits, seed: _grid(x, bits, torch.Generator().seed() + 0 * seed),
             "Each result alone is right, but a call with the same `seed` cannot be repeated. Draw "
             "from a generator that starts at `seed`, as a torch.Generator of your own can.",
         ),

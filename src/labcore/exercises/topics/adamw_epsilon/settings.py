@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 from typing import Any
@@ -15,8 +14,8 @@ from labcore.exercises.mistakes import Mistake
 
 __all__ = ["CONVERTED_EPS", "LARGEST_EPS", "largest_eps", "torch_eps"]
 
-# float64 scalars after some ten operations, the worst of them 1 - beta2 ** step at beta2 = 0.999:
-# 10 · 2⁻⁵³ / 0.001 is 1e-12.
+# About ten float64 operations lead to a result. The error is largest in 1 - beta2 ** step at
+# beta2 = 0.999: 10 · 2⁻⁵³ / 0.001 is 1e-12.
 SCALAR_RTOL = 1e-9
 
 # A student's own numbers are drawn from these.
@@ -34,64 +33,6 @@ def largest_eps(rms: Tensor, lost: float) -> tuple[float, float]:
     return outside, inside
 
 
-def _same_eps(rms: Tensor, lost: float) -> tuple[float, float]:
-    outside, _ = largest_eps(rms, lost)
-    return outside, outside
-
-
-def _eps_squared(rms: Tensor, lost: float) -> tuple[float, float]:
-    outside, _ = largest_eps(rms, lost)
-    return outside, outside**2
-
-
-def _rms_not_squared(rms: Tensor, lost: float) -> tuple[float, float]:
-    outside, inside = largest_eps(rms, lost)
-    return outside, inside / rms.min().item()
-
-
-def _no_root(rms: Tensor, lost: float) -> tuple[float, float]:
-    outside, _ = largest_eps(rms, lost)
-    return outside, outside * rms.min().item()
-
-
-def _exchanged(rms: Tensor, lost: float) -> tuple[float, float]:
-    return largest_eps(rms, 1 - lost)
-
-
-def _largest_group(rms: Tensor, lost: float) -> tuple[float, float]:
-    return largest_eps(rms.max(), lost)
-
-
-def _first_order(rms: Tensor, lost: float) -> tuple[float, float]:
-    smallest = rms.min().item()
-    return smallest * lost, 2 * smallest**2 * lost
-
-
-def _in_proportion(rms: Tensor, lost: float, power: int) -> tuple[float, float]:
-    """The share `lost` of r outside; inside the same share times r to the `power` - 1."""
-    smallest = rms.min().item()
-    return smallest * lost, smallest**power * lost
-
-
-def _proportion_squared(rms: Tensor, lost: float) -> tuple[float, float]:
-    part = rms.min().item() * lost
-    return part, part**2
-
-
-def _turned_round(rms: Tensor, lost: float) -> tuple[float, float]:
-    outside, inside = largest_eps(rms, lost)
-    return inside, outside
-
-
-def _mean_group(rms: Tensor, lost: float) -> tuple[float, float]:
-    return largest_eps(rms.mean(), lost)
-
-
-def _each_group(rms: Tensor, lost: float) -> tuple[Tensor, Tensor]:
-    kept = 1 - lost
-    return rms * (1 / kept - 1), rms**2 * (1 / kept**2 - 1)
-
-
 def _rms_cases(seed: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
     sizes = [torch.rand(groups, generator=generator, dtype=torch.float64) for groups in (3, 1, 7)]
@@ -104,79 +45,79 @@ LARGEST_EPS = Exercise(
     mistakes=[
         Mistake(
             "one eps for both",
-            _same_eps,
+            ("return outside, inside", "return outside, outside"),
             "Your two numbers are equal, but the two forms do not mean the same by eps. Outside "
             "it is added to √v̂, inside to v̂: in which units is each?",
         ),
         Mistake(
             "inside is the square of outside",
-            _eps_squared,
+            ("return outside, inside", "return outside, outside**2"),
             "Inside the root you return the square of the number outside. The units are right, "
             "the number is not: √(r² + e²) is less than r + e. Solve r/√(r² + eps) = kept for eps.",
         ),
         Mistake(
             "RMS not squared",
-            _rms_not_squared,
+            ("smallest**2", "smallest"),
             "Your eps inside the root grows with the RMS itself. It is added to v̂, which holds "
             "squares: make all gradients ten times as large and see what eps must do.",
         ),
         Mistake(
             "root forgotten",
-            _no_root,
+            ("kept**2", "kept"),
             "Your eps inside solves r²/(r² + eps) = kept. The update divides by the root of that "
             "denominator: put your eps into r/√(r² + eps) and look what is kept.",
         ),
         Mistake(
             "kept and lost exchanged",
-            _exchanged,
+            ("1 - lost", "lost"),
             "At your eps the update keeps the share `lost` and loses the rest. Try a `lost` close "
             "to 0: should eps then be large or small?",
         ),
         Mistake(
             "largest group",
-            _largest_group,
+            ("rms.min()", "rms.max()"),
             "Your eps serves the group with the largest gradients. The bound must hold in every "
             "group: in which of them does a given eps take away most?",
         ),
         Mistake(
             "first order only",
-            _first_order,
+            ("return outside, inside", "return smallest * lost, 2 * smallest**2 * lost"),
             "Your numbers are the first term of a series: eps ≈ r·lost is good for a `lost` near "
             "0, and the error grows with it. Solve the equation as it stands.",
         ),
         Mistake(
             "RMS times lost, twice",
-            functools.partial(_in_proportion, power=1),
+            ("return outside, inside", "return smallest * lost, smallest * lost"),
             "Both of your numbers are the share `lost` of the smallest RMS. Put that into "
             "r/(r + eps): what is lost is lost/(1 + lost). Inside the root eps stands beside r².",
         ),
         Mistake(
             "RMS and its square times lost",
-            functools.partial(_in_proportion, power=2),
+            ("return outside, inside", "return smallest * lost, smallest**2 * lost"),
             "You take the share `lost` of r outside and of r² inside. Neither solves its equation: "
             "put both into the sizes above and look how much of the update is lost.",
         ),
         Mistake(
             "RMS times lost, and its square",
-            _proportion_squared,
+            ("return outside, inside", "return smallest * lost, (smallest * lost) ** 2"),
             "You take r·lost outside and its square inside. An update that keeps r/(r + eps) of "
             "its size loses less than `lost` at r·lost, and the root is another equation.",
         ),
         Mistake(
             "results turned round",
-            _turned_round,
+            ("return outside, inside", "return inside, outside"),
             "Both numbers are right and have changed places: the epsilon outside the root comes "
             "first.",
         ),
         Mistake(
             "mean of the groups",
-            _mean_group,
+            ("rms.min()", "rms.mean()"),
             "Your eps fits a group with the mean of the RMS values. No group may lose more than "
             "`lost`, also the one with gradients below the mean.",
         ),
         Mistake(
             "one eps a group",
-            _each_group,
+            ("rms.min().item()", "rms"),
             "You return an eps for each group. There is one for all of them: which group's may it "
             "not exceed? Return that as a Python number, x.item().",
         ),
@@ -196,23 +137,9 @@ LARGEST_EPS = Exercise(
 
 
 def torch_eps(eps_hat: float, step: int, *, beta2: float, loss_scale: float) -> float:
-    """The eps of torch that equals Keras's `eps_hat` at `step`, under a loss `loss_scale` times."""
-    return loss_scale * eps_hat / math.sqrt(1 - beta2**step)
-
-
-def _converted(
-    eps_hat: float,
-    step: int,
-    *,
-    beta2: float,
-    loss_scale: float,
-    power: float = -0.5,
-    scale_power: float = 1,
-    late: int = 0,
-    beta1_power: int = 0,
-) -> float:
-    correction = (1 - 0.9**step) ** beta1_power * (1 - beta2 ** (step + late)) ** power
-    return float(eps_hat * loss_scale**scale_power * correction)
+    """The torch eps that equals Keras's `eps_hat` at `step`, for a loss scaled by `loss_scale`."""
+    c2 = 1 - beta2**step  # the bias correction of v
+    return loss_scale * eps_hat / math.sqrt(c2)
 
 
 def _conversion_cases(seed: int) -> list[dict[str, Any]]:
@@ -229,68 +156,68 @@ CONVERTED_EPS = Exercise(
     mistakes=[
         Mistake(
             "factor the wrong way round",
-            functools.partial(_converted, power=0.5),
+            ("/ math.sqrt(c2)", "* math.sqrt(c2)"),
             "Your correction is upside down, so that eps is smallest at the first step. There √v "
             "is far below √v̂: is eps_hat, added to √v, then a large or a small share of the "
             "denominator?",
         ),
         Mistake(
             "correction without its root",
-            functools.partial(_converted, power=-1.0),
+            ("math.sqrt(c2)", "c2"),
             "You divide by 1 − beta2ᵗ, the correction of v. Epsilon stands beside the root of v: "
             "write √v̂ in terms of √v and look at the factor.",
         ),
         Mistake(
             "no correction",
-            functools.partial(_converted, power=0.0),
+            (" / math.sqrt(c2)", ""),
             "Your eps is the same at every step. After many steps that is right; at step 1 Keras "
             "adds eps_hat to a √v that is not yet corrected for its start at zero.",
         ),
         Mistake(
             "loss scale left out",
-            functools.partial(_converted, scale_power=0),
+            ("loss_scale * eps_hat", "eps_hat"),
             "Your eps does not know that the gradients are `loss_scale` times as large in torch. "
             "Both moments grow with them; epsilon grows only if you let it.",
         ),
         Mistake(
             "divided by the loss scale",
-            functools.partial(_converted, scale_power=-1),
+            ("loss_scale * eps_hat", "eps_hat / loss_scale"),
             "Your eps shrinks as the gradients grow. Replace g by loss_scale·g in "
             "m̂/(√v̂ + eps): which eps leaves the quotient as it was?",
         ),
         Mistake(
             "loss scale squared",
-            functools.partial(_converted, scale_power=2),
+            ("loss_scale * eps_hat", "loss_scale**2 * eps_hat"),
             "Your eps grows with the square of the loss scale, as v does. It is added to √v̂: "
             "how does that grow?",
         ),
         Mistake(
             "unchanged",
-            functools.partial(_converted, power=0.0, scale_power=0),
+            ("loss_scale * eps_hat / math.sqrt(c2)", "eps_hat"),
             "You return eps_hat as it came. It is added to a √v without bias correction, and to "
             "one of smaller gradients: both have to be made good.",
         ),
         Mistake(
             "c₁ as a factor",
-            functools.partial(_converted, beta1_power=1),
+            ("/ math.sqrt(c2)", "* (1 - 0.9**step) / math.sqrt(c2)"),
             "Your eps has a factor 1 − beta1ᵗ. In Keras's step c₁ divides m as it does in m̂, so "
             "nothing of it is left for epsilon.",
         ),
         Mistake(
             "divided by c₁",
-            functools.partial(_converted, beta1_power=-1),
+            ("/ math.sqrt(c2)", "/ (1 - 0.9**step) / math.sqrt(c2)"),
             "You divide by 1 − beta1ᵗ. That is the correction of m, in the numerator; epsilon "
             "stands in the denominator, beside √v.",
         ),
         Mistake(
             "the factor of the rate",
-            functools.partial(_converted, power=0.5, beta1_power=-1),
+            ("/ math.sqrt(c2)", "* math.sqrt(c2) / (1 - 0.9**step)"),
             "You multiply epsilon by √c₂/c₁, as Keras does with the learning rate. Move √c₂ into "
             "the denominator of the fraction instead, and see what it does to each term there.",
         ),
         Mistake(
             "steps counted from zero",
-            functools.partial(_converted, late=1),
+            ("beta2**step", "beta2 ** (step + 1)"),
             "Your correction belongs to the following step. `step` is 1 at the first update, so "
             "the power of beta2 there is 1.",
         ),

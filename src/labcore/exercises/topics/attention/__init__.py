@@ -1,4 +1,4 @@
-"""Exercises on attention in tiles: a step of the stream, parts merged, tiles counted, a clinic."""
+"""Exercises on tiled attention: add a tile, merge parts, count and size tiles, and a clinic."""
 
 from labcore.exercises.topics.attention.clinic import CLINIC
 from labcore.exercises.topics.attention.merging import MERGE_PARTS

@@ -1,4 +1,4 @@
-"""Five broken forms of attention in tiles, known by their errors at every number of keys."""
+"""Diagnose five broken forms of tiled attention from their errors at every number of keys."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ __all__ = ["CLINIC", "Stream"]
 
 TILE = 8
 KEYS = range(TILE, 9 * TILE + 1)  # the lengths that the curves show
-SLOPE = 0.08  # by which a score differs from that of the key before
-DIGITS = 10  # that a curve keeps, so that rounding errors are not drawn
+SLOPE = 0.08  # difference between the scores of neighboring keys
+DIGITS = 10  # decimals kept, so that the curves do not show rounding errors
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
     """Attention of one query, tile by tile.
 
-    total_rescaled, sums_rescaled: whether a new largest score rescales what was summed before.
-    empty_counted: whether the empty places of the last tile, with a score of 0 and a value of 0,
-    count as keys. short_tile: whether a last tile that is not full is computed.
+    total_rescaled, sums_rescaled: whether a new largest score rescales the earlier sum.
+    empty_counted: whether the empty places of the last tile count as keys; their scores and values
+    are 0.
+    short_tile: whether a last tile that is not full is computed.
     """
 
     total_rescaled: bool = True
@@ -34,7 +35,7 @@ class Stream:
     short_tile: bool = True
 
     def attend(self, scores: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
-        """Output and log-sum-exp."""
+        """Return the output and the log-sum-exp."""
         top, total, sums = -math.inf, 0.0, 0.0
         for first in range(0, len(scores), TILE):
             tile = list(zip(scores, values, strict=True))[first : first + TILE]
@@ -59,7 +60,7 @@ def _exact(scores: Sequence[float], values: Sequence[float]) -> tuple[float, flo
 
 
 def _observe(stream: Stream) -> dict[str, list[float]]:
-    """Attention over the first n of the keys, for each n of KEYS."""
+    """Attend over the first n keys, for each n of KEYS."""
     longest = max(KEYS)
     rising = [SLOPE * key for key in range(longest)]
     falling = [-score for score in rising]

@@ -1,10 +1,9 @@
-"""One step of a softmax that sees its keys tile by tile and keeps a mean, not a sum."""
+"""Add one tile of keys to an online softmax that keeps a mean instead of a sum."""
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,92 +15,36 @@ from labcore.exercises.mistakes import Mistake
 __all__ = ["ADD_TILE"]
 
 BASES = (1.5, 2.0, 3.0, 4.0, 5.0, 10.0)
-FAR = 3000.0  # a score whose power of any base overflows in float64
+FAR = 3000.0  # base**FAR overflows in float64 for each base
 
 
 def add_tile(
     top: Tensor, total: Tensor, mean: Tensor, scores: Tensor, values: Tensor, *, base: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """top [R], total [R] and mean [R, D] with S more keys: scores [R, S], values [S, D]."""
+    """Update top [R], total [R], mean [R, D] with S more keys: scores [R, S], values [S, D]."""
     new_top = torch.maximum(top, scores.amax(1))
-    shift = new_top.masked_fill(new_top == -torch.inf, 0.0)  # -inf less -inf would be NaN
+    shift = new_top.masked_fill(new_top == -torch.inf, 0.0)  # -inf - -inf would be NaN
     weights = base ** (scores - shift[:, None])
     kept = total * base ** (top - shift)
-    new_total = kept + weights.sum(1)
+    new_total = weights.sum(1) + kept
     sums = kept[:, None] * mean + weights @ values
     return new_top, new_total, sums / new_total.masked_fill(new_total == 0, 1.0)[:, None]
 
 
-def _faulty_top(top: Tensor, scores: Tensor, fault: str) -> Tensor:
-    if fault == "top of the tile":
-        return scores.amax(1)
-    if fault == "one top for all rows":
-        return torch.maximum(top, scores.max())
-    return torch.maximum(top, scores.amax(1))
-
-
-def _faulty_factors(fault: str, base: float) -> tuple[float, float]:
-    """The bases of a tile's weights and of the rescaling."""
-    weights = math.e if fault == "natural base" else base
-    return weights, math.e if fault == "natural rescaling" else weights
-
-
-def _wrongly(fault: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    def step(
-        top: Tensor, total: Tensor, mean: Tensor, scores: Tensor, values: Tensor, *, base: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        new_top = _faulty_top(top, scores, fault)
-        shift = new_top.masked_fill(new_top == -torch.inf, 0.0)
-        if fault == "infinity less infinity":
-            shift = new_top
-        if fault == "no shift":
-            shift = torch.zeros_like(new_top)
-        if fault == "tile's own reference":
-            own = scores.amax(1)
-            shift = torch.where(own == -torch.inf, shift, own)
-        of_weights, of_rescaling = _faulty_factors(fault, base)
-        weights = of_weights ** (scores - shift[:, None])
-        rescale = of_rescaling ** (top - shift)
-        if fault in ("nothing rescaled", "no shift"):
-            rescale = torch.ones_like(rescale)
-        if fault == "rescaled the wrong way":
-            rescale = of_rescaling ** (shift - top)
-        kept = total * rescale
-        new_total = weights.sum(1) + (total if fault == "total not rescaled" else kept)
-        before = total if fault == "sums not rescaled" else kept
-        sums = before[:, None] * mean + weights @ values
-        if fault == "tile's own reference":
-            rest = base ** (shift - new_top.masked_fill(new_top == -torch.inf, 0.0))
-            new_total, sums = new_total * rest, sums * rest[:, None]
-        if fault == "mean taken for a sum":
-            sums = rescale[:, None] * mean + weights @ values
-        divisor = new_total
-        if fault not in ("infinity less infinity", "zero by zero"):
-            divisor = new_total.masked_fill(new_total == 0, 1.0)
-        new_mean = sums if fault == "sums returned" else sums / divisor[:, None]
-        if fault == "halves":
-            own = weights.sum(1, keepdim=True)
-            tile = weights @ values / own.masked_fill(own == 0, 1.0)
-            new_mean = torch.where((total == 0)[:, None], tile, (mean + tile) / 2)
-        return new_top, new_total, new_mean
-
-    return step
-
-
 def _state(rows: int, width: int, draw: torch.Generator) -> dict[str, Tensor]:
-    """Rows that have seen some keys; their largest score is near 0."""
+    """Draw rows that have seen some keys and whose largest score is near 0."""
     normal = torch.randn(rows, width + 1, generator=draw, dtype=torch.float64)
     total = 1 + 4 * torch.rand(rows, generator=draw, dtype=torch.float64)
     return {"top": normal[:, 0] / 2, "total": total, "mean": normal[:, 1:] + 1}
 
 
 def _forget(case: dict[str, Tensor], rows: list[int]) -> None:
-    """Makes `rows` new: they have seen no key."""
+    """Make `rows` new, without any key seen."""
     case["top"][rows], case["total"][rows], case["mean"][rows] = -torch.inf, 0.0, 0.0
 
 
 def _cases(seed: int) -> list[dict[str, Any]]:
-    """Tiles above and below what was seen, then new rows, hidden keys, and scores far from zero."""
+    """Draw tiles above and below the state, then new rows, hidden keys, and far scores."""
     draw = torch.Generator().manual_seed(seed)
     cases = []
     for rows, keys, width, level in (
@@ -114,11 +57,11 @@ def _cases(seed: int) -> list[dict[str, Any]]:
         cases.append(case)
     *_, new, hidden, far = cases
     _forget(new, [0, 2])
-    # Nothing new for row 0, nothing at all for row 1, a first sight for row 2.
+    # Row 0 sees nothing new, row 1 still sees nothing, and row 2 sees its first keys.
     _forget(hidden, [1, 2])
     hidden["scores"][:2] = -torch.inf
     hidden["scores"][2:, 1] = -torch.inf
-    # What was seen and the tile far from zero together, then far from each other both ways.
+    # State and tile are far from zero together, then far from each other both ways.
     far["top"] += torch.tensor([FAR, -FAR, FAR, -FAR], dtype=torch.float64)
     far["scores"] += torch.tensor([[FAR], [-FAR], [-FAR], [FAR]], dtype=torch.float64)
     return cases
@@ -128,42 +71,70 @@ def _own_base(student: int) -> Mapping[str, Any]:
     return {"base": random.Random(f"attention.add_tile:{student}").choice(BASES)}
 
 
-_HINTS = {
-    "nothing rescaled": "What was summed before is left as it was. It was summed with another "
-    "largest score: where that one grows, all weights so far shrink by the same factor.",
-    "total not rescaled": "The weighted values of the earlier keys are rescaled, their sum of "
-    "weights is not. Both were made with the old largest score.",
-    "sums not rescaled": "The sum of weights is rescaled, the weighted values of the earlier keys "
-    "are not. Where all values are 1 the mean must be 1: try it.",
-    "rescaled the wrong way": "The earlier keys grow where they should shrink. A new largest score "
-    "makes each earlier weight smaller, never larger.",
-    "mean taken for a sum": "The mean so far enters like a sum of weighted values. It was divided "
-    "by the total already: how much weight does it stand for?",
-    "sums returned": "Your third result is the sum of the weighted values. The mean is asked for, "
-    "after every tile.",
-    "halves": "The earlier keys and the tile count half each. A tile of small weights should "
-    "hardly move the mean.",
-    "top of the tile": "Your mean is right, but your largest score is that of the tile alone, "
-    "and your total belongs to it. The largest score of all keys so far is asked for.",
-    "one top for all rows": "All rows take one largest score, that of the whole tile. Each "
-    "row has its own; where the rows stand far apart, all weights of the lower ones become 0.",
-    "no shift": "The weights are powers of the scores themselves. The total is defined with the "
-    "largest score taken away, and without that a score of 3000 overflows.",
-    "tile's own reference": "The weights are taken relative to the largest score of the tile. "
-    "Where the keys before it stand thousands above, what they weigh overflows: no exponent may be "
-    "far above 0.",
-    "natural base": "The weights are powers of e. They are to be powers of `base`.",
-    "natural rescaling": "The tile's weights are powers of `base`, but the earlier keys are "
-    "rescaled by a power of e.",
-    "infinity less infinity": "A row that has not seen any key yet, and sees none in this tile, "
-    "becomes NaN: its largest score is -inf, and -inf less -inf is NaN.",
-    "zero by zero": "The mean of a row that has seen no key is 0/0, which is NaN. It is to stay 0.",
-}
+_MISTAKES = [
+    Mistake("nothing rescaled", ("total * base ** (top - shift)", "total"),
+            "What was summed before is left as it was. It was summed with another largest score: "
+            "where that one grows, all weights so far shrink by the same factor."),
+    Mistake("total not rescaled", ("sum(1) + kept", "sum(1) + total"),
+            "The weighted values of the earlier keys are rescaled, their sum of weights is not. "
+            "Both were made with the old largest score."),
+    Mistake("sums not rescaled", ("kept[:, None] * mean", "total[:, None] * mean"),
+            "The sum of weights is rescaled, the weighted values of the earlier keys are not. "
+            "Where all values are 1 the mean must be 1: try it."),
+    Mistake("rescaled the wrong way", ("top - shift", "shift - top"),
+            "The earlier keys grow where they should shrink. A new largest score makes each "
+            "earlier weight smaller, never larger."),
+    Mistake("mean taken for a sum",
+            ("kept[:, None] * mean", "(base ** (top - shift))[:, None] * mean"),
+            "The mean so far enters like a sum of weighted values. It was divided by the total "
+            "already: how much weight does it stand for?"),
+    Mistake("sums returned", ("sums / new_total.masked_fill(new_total == 0, 1.0)[:, None]", "sums"),
+            "Your third result is the sum of the weighted values. The mean is asked for, after "
+            "every tile."),
+    Mistake("halves",
+            [("sums = kept[:, None] * mean + weights @ values",
+              "own = weights.sum(1, keepdim=True)\n"
+              "    tile = weights @ values / own.masked_fill(own == 0, 1.0)"),
+             ("sums / new_total.masked_fill(new_total == 0, 1.0)[:, None]",
+              "torch.where((total == 0)[:, None], tile, (mean + tile) / 2)")],
+            "The earlier keys and the tile count half each. A tile of small weights should hardly "
+            "move the mean."),
+    Mistake("top of the tile", ("torch.maximum(top, scores.amax(1))", "scores.amax(1)"),
+            "Your mean is right, but your largest score is that of the tile alone, and your total "
+            "belongs to it. The largest score of all keys so far is asked for."),
+    Mistake("one top for all rows", ("scores.amax(1)", "scores.max()"),
+            "All rows take one largest score, that of the whole tile. Each row has its own; where "
+            "the rows stand far apart, all weights of the lower ones become 0."),
+    Mistake("no shift",
+            [("new_top.masked_fill(new_top == -torch.inf, 0.0)", "torch.zeros_like(new_top)"),
+             ("total * base ** (top - shift)", "total")],
+            "The weights are powers of the scores themselves. The total is defined with the "
+            "largest score taken away, and without that a score of 3000 overflows."),
+    Mistake("tile's own reference",
+            [("    weights =", "    own, usual = scores.amax(1), shift\n"
+              "    shift = torch.where(own == -torch.inf, usual, own)\n    weights ="),
+             ("    return", "    back = base ** (shift - usual)\n"
+              "    new_total, sums = new_total * back, sums * back[:, None]\n    return")],
+            "The weights are taken relative to the largest score of the tile. Where the keys "
+            "before it stand thousands above, what they weigh overflows: no exponent may be far "
+            "above 0."),
+    Mistake("natural base", ("    new_top =", "    base = torch.e\n    new_top ="),
+            "The weights are powers of e. They are to be powers of `base`."),
+    Mistake("natural rescaling", ("base ** (top", "torch.e ** (top"),
+            "The tile's weights are powers of `base`, but the earlier keys are rescaled by a "
+            "power of e."),
+    Mistake("infinity less infinity",
+            ("new_top.masked_fill(new_top == -torch.inf, 0.0)", "new_top"),
+            "A row that has not seen any key yet, and sees none in this tile, becomes NaN: its "
+            "largest score is -inf, and -inf less -inf is NaN."),
+    Mistake("zero by zero", ("new_total.masked_fill(new_total == 0, 1.0)", "new_total"),
+            "The mean of a row that has seen no key is 0/0, which is NaN. It is to stay 0."),
+]  # fmt: skip
 
 ADD_TILE = Exercise(
     id="attention.add_tile",
     reference=add_tile,
-    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
+    mistakes=_MISTAKES,
     cases=_cases,
     variant=_own_base,
     returns=("top", "total", "mean"),

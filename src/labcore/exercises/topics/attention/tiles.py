@@ -1,9 +1,9 @@
-"""Tiles of a causal mask: those that need none, those that need it, those to be skipped."""
+"""Count the tiles of causal attention that need no mask, need one, or can be skipped."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from labcore.exercises.core import Exercise
@@ -11,13 +11,13 @@ from labcore.exercises.mistakes import Mistake
 
 __all__ = ["COUNT_TILES"]
 
-BLOCKS = (32, 48, 64, 80, 96, 128)  # even, so that no odd length is a multiple
+BLOCKS = (32, 48, 64, 80, 96, 128)  # even: no odd length is a multiple
 
 
 def count_tiles(
     queries: int, keys: int, *, block_q: int, block_k: int, alignment: str
 ) -> tuple[int, int, int]:
-    """Tiles in which all pairs see each other, only some do, and none does."""
+    """Count the tiles whose pairs are all visible, partly visible, or all hidden."""
     shift = keys - queries if alignment == "bottom_right" else 0
     across = -(-keys // block_k)
     whole = live = 0
@@ -31,64 +31,10 @@ def count_tiles(
     return whole, live - whole, tiles - live
 
 
-def _faulty_shift(queries: int, keys: int, alignment: str, fault: str) -> int:
-    """The key of query 0, relative to key 0."""
-    aligned = {"always top left": False, "always bottom right": True}
-    if aligned.get(fault, alignment == "bottom_right"):
-        return queries - keys if fault == "shifted the wrong way" else keys - queries
-    return 0
-
-
-def _rounded(seen: int, keys: int, block: int, fault: str) -> tuple[int, int]:
-    """Whole tiles among `seen` keys, and tiles that hold one of them at least."""
-    if fault == "short tiles dropped":
-        return seen // block, min(-(-seen // block), keys // block)
-    last = -(-keys // block)
-    if fault == "keys past the end":
-        return min(seen // block, last), min(-(-seen // block), last)
-    complete = seen == keys and fault != "short tiles masked"
-    return last if complete else seen // block, -(-seen // block)
-
-
-def _wrongly(fault: str) -> Callable[..., tuple[int, int, int]]:
-    def count(
-        queries: int, keys: int, *, block_q: int, block_k: int, alignment: str
-    ) -> tuple[int, int, int]:
-        if fault == "blocks exchanged":
-            block_q, block_k = block_k, block_q
-        shift = _faulty_shift(queries, keys, alignment, fault)
-        across, down = -(-keys // block_k), -(-queries // block_q)
-        if fault == "short tiles dropped":
-            across, down = keys // block_k, queries // block_q
-        whole = live = 0
-        for first in range(0, down * block_q, block_q):
-            stop = min(first + block_q, queries)
-            low = 0 if fault != "rows before the keys" else -queries
-            high = keys if fault != "keys past the end" else keys + block_k
-            own = int(fault != "own key hidden")
-            late = int(fault == "stop taken for the last")
-            for_all = min(max(first + shift + own, low), high)
-            for_some = min(max(stop + shift - 1 + own + late, low), high)
-            if fault == "judged by the last query":
-                for_all = for_some
-            whole_here, _ = _rounded(for_all, keys, block_k, fault)
-            _, live_here = _rounded(for_some, keys, block_k, fault)
-            if fault == "judged by the first query":
-                _, live_here = _rounded(for_all, keys, block_k, fault)
-            if fault == "one masked tile a row":
-                whole_here = max(live_here - 1, 0)
-            whole, live = whole + whole_here, live + live_here
-        if fault == "masked counted as whole":
-            return live, live - whole, across * down - live
-        return whole, live - whole, across * down - live
-
-    return count
-
-
 def _cases(seed: int) -> list[dict[str, Any]]:
-    """As many queries as keys, fewer, and more, for both alignments; then one query, and many.
+    """Draw as many queries as keys, fewer, and more for both alignments; then one query, and many.
 
-    Nearly all lengths are odd and have a short tile at their end.
+    Nearly all lengths are odd and end with a short tile.
     """
     chance = random.Random(seed)
 
@@ -100,7 +46,7 @@ def _cases(seed: int) -> list[dict[str, Any]]:
         length, more = odd(400, 700), 2 * odd(150, 300)
         for queries, keys in ((length, length), (length, length + more), (length + more, length)):
             cases.append({"queries": queries, "keys": keys, "alignment": alignment})
-    # One key less than queries, so that tiles end at the diagonal.
+    # With one key less than queries, tiles end at the diagonal.
     length = odd(700, 1000)
     cases.append({"queries": length, "keys": length - 1, "alignment": "bottom_right"})
     cases.append({"queries": 1, "keys": odd(1500, 2500), "alignment": "bottom_right"})
@@ -114,46 +60,70 @@ def _own_blocks(student: int) -> Mapping[str, Any]:
     return {"block_q": block_q, "block_k": block_k}
 
 
-_HINTS = {
-    "always top left": "Both alignments are counted as top_left. With bottom_right the last query "
-    "stands at the last key, and query 0 at the key keys - queries.",
-    "always bottom right": "Both alignments are counted as bottom_right. With top_left query 0 "
-    "sees key 0 and no other.",
-    "shifted the wrong way": "With bottom_right your diagonal moves the wrong way. Where there are "
-    "more keys than queries, query 0 sees more than key 0.",
-    "blocks exchanged": "`block_q` and `block_k` have changed places: the first is a number of "
-    "queries, the second one of keys.",
-    "one masked tile a row": "You count one masked tile for each row of tiles. A tall tile's "
-    "diagonal crosses several tiles of keys, and with a flat one, too, the number depends on where "
-    "the diagonal stands.",
-    "judged by the last query": "A tile is called whole when its last query sees all of it. All "
-    "the queries above see less.",
-    "judged by the first query": "A tile is skipped when its first query sees nothing of it. The "
-    "queries below see more.",
-    "own key hidden": "Your queries do not see their own key: query i sees the keys up to "
-    "i + shift, that one included.",
-    "stop taken for the last": "Your tiles reach one query too far down: where the next tile "
-    "begins is not where this one's last query stands.",
-    "keys past the end": "A tile that is cut short at the last key is called masked unless its "
-    "queries could see a full tile's keys. Keys past the end are not there to be seen.",
-    "short tiles masked": "A tile that is cut short at the last key is always counted as masked. "
-    "Where all of its pairs see each other it needs no causal mask: it is whole.",
-    "short tiles dropped": "What is left over at the end of queries or keys is not counted. A "
-    "short tile is a tile.",
-    "rows before the keys": "Queries that see nothing have a negative number of keys with you. "
-    "Where there are fewer keys than queries, bottom_right leaves the first queries with none.",
-    "masked counted as whole": "Your whole tiles include the masked ones. Each tile is to be "
-    "counted once: the three numbers add up to all tiles.",
-}
+_MISTAKES = [
+    Mistake("always top left", ('keys - queries if alignment == "bottom_right" else 0', "0"),
+            "Both alignments are counted as top_left. With bottom_right the last query stands at "
+            "the last key, and query 0 at the key keys - queries."),
+    Mistake("always bottom right", (' if alignment == "bottom_right" else 0', ""),
+            "Both alignments are counted as bottom_right. With top_left query 0 sees key 0 and no "
+            "other."),
+    Mistake("shifted the wrong way", ("keys - queries if", "queries - keys if"),
+            "With bottom_right your diagonal moves the wrong way. Where there are more keys than "
+            "queries, query 0 sees more than key 0."),
+    Mistake("blocks exchanged",
+            ("    shift =", "    block_q, block_k = block_k, block_q\n    shift ="),
+            "`block_q` and `block_k` have changed places: the first is a number of queries, the "
+            "second one of keys."),
+    Mistake("one masked tile a row",
+            ("across if for_all == keys else for_all // block_k",
+             "max(-(-for_some // block_k) - 1, 0)"),
+            "You count one masked tile for each row of tiles. A tall tile's diagonal crosses "
+            "several tiles of keys, and with a flat one, too, the number depends on where the "
+            "diagonal stands."),
+    Mistake("judged by the last query", ("first + shift + 1", "stop + shift"),
+            "A tile is called whole when its last query sees all of it. All the queries above see "
+            "less."),
+    Mistake("judged by the first query", ("-for_some // block_k", "-for_all // block_k"),
+            "A tile is skipped when its first query sees nothing of it. The queries below see "
+            "more."),
+    Mistake("own key hidden",
+            [("first + shift + 1", "first + shift"), ("stop + shift", "stop + shift - 1")],
+            "Your queries do not see their own key: query i sees the keys up to i + shift, that "
+            "one included."),
+    Mistake("stop taken for the last", ("stop + shift", "stop + shift + 1"),
+            "Your tiles reach one query too far down: where the next tile begins is not where "
+            "this one's last query stands."),
+    Mistake("keys past the end",
+            [("min(max(first + shift + 1, 0), keys)", "max(first + shift + 1, 0)"),
+             ("for_all == keys", "for_all >= across * block_k")],
+            "A tile that is cut short at the last key is called masked unless its queries could "
+            "see a full tile's keys. Keys past the end are not there to be seen."),
+    Mistake("short tiles masked", ("across if for_all == keys else ", ""),
+            "A tile that is cut short at the last key is always counted as masked. Where all of "
+            "its pairs see each other it needs no causal mask: it is whole."),
+    Mistake("short tiles dropped",
+            ("    across =", "    queries -= queries % block_q\n"
+             "    keys -= keys % block_k\n    across ="),
+            "What is left over at the end of queries or keys is not counted. A short tile is a "
+            "tile."),
+    Mistake("rows before the keys",
+            [("max(first + shift + 1, 0)", "first + shift + 1"),
+             ("max(stop + shift, 0)", "stop + shift")],
+            "Queries that see nothing have a negative number of keys with you. Where there are "
+            "fewer keys than queries, bottom_right leaves the first queries with none."),
+    Mistake("masked counted as whole", ("return whole", "return live"),
+            "Your whole tiles include the masked ones. Each tile is to be counted once: the three "
+            "numbers add up to all tiles."),
+]  # fmt: skip
 
 COUNT_TILES = Exercise(
     id="attention.count_tiles",
     reference=count_tiles,
-    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
+    mistakes=_MISTAKES,
     cases=_cases,
     variant=_own_blocks,
     returns=("whole", "masked", "skipped"),
-    timeout_s=30.0,  # a loop over all tiles of the long case is slow and right
+    timeout_s=30.0,  # a loop over all tiles of the long case is slow but right
     explanation="Along a row of tiles the first query sees least and the last one most. The tiles "
     "that the first sees completely are whole, those of which the last sees nothing are skipped, "
     "and the diagonal runs through the others. So two numbers of keys decide a row, and no mask is "

@@ -1,4 +1,4 @@
-"""Four runs whose gradients are clipped wrongly, known by a loss, a length and a direction."""
+"""Four runs with wrong clipping, told apart by a loss, a length and a direction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CLINIC"]
 INPUTS, WIDTH, BATCH, HELD = 8, 16, 32, 256
 STEPS, RATE = 200, 0.1
 LIMIT, SCALE = 0.5, 1024.0
-LOUD = range(60, STEPS, 40)  # steps whose targets are broken
+LOUD = range(60, STEPS, 40)  # steps with broken targets
 _Clip = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
@@ -36,10 +36,10 @@ def _one_by_one(gradient: Sequence[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """How the gradient of loss · SCALE comes to the optimizer.
+    """How the gradient of loss · SCALE reaches the optimizer.
 
-    before: the clipping of the scaled gradient; after: that of the unscaled one.
-    zeroed: whether the sums of the backward pass begin anew in each step.
+    before: clips the scaled gradient; after: clips the unscaled one.
+    zeroed: whether each step starts the gradient sums at zero.
     """
 
     before: _Clip = list
@@ -66,7 +66,7 @@ def _loss(weights: Sequence[Tensor], x: Tensor, y: Tensor) -> Tensor:
 
 
 def _observe(run: _Run) -> dict[str, list[float]]:
-    """A network of two layers in float64, by gradient descent."""
+    """Train a two-layer network in float64 by gradient descent."""
     generator = torch.Generator().manual_seed(0)
     held = _draw(HELD, generator)
     weights = _start(generator)

@@ -1,8 +1,7 @@
-"""A clipping limit that follows the median of the norms before."""
+"""A clipping limit that follows the median of earlier norms."""
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 import statistics
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
-from labcore.exercises.mistakes import Mistake
+from labcore.exercises.mistakes import Change, Mistake
 
 __all__ = ["HISTORY"]
 
-WINDOWS = (4, 8, 10)  # a student's, even, so that torch's median is another; nobody's is 6
-FACTORS = (1.25, 1.75, 2.0)  # nobody's is 1.5
+WINDOWS = (4, 8, 10)  # even, so that torch.median differs; student 0 has 6
+FACTORS = (1.25, 1.75, 2.0)  # student 0 has 1.5
 
 
 def coefficients(norms: Tensor, *, window: int, factor: float) -> Tensor:
@@ -28,8 +27,9 @@ def coefficients(norms: Tensor, *, window: int, factor: float) -> Tensor:
         if not math.isfinite(norm):
             found[step] = 0.0
             continue
-        if len(history) >= window:
-            limit = factor * statistics.median(history[-window:])
+        latest = history[-window:]
+        if len(latest) == window:
+            limit = factor * statistics.median(latest)
             if norm > limit:
                 found[step] = limit / norm
                 norm = limit
@@ -37,49 +37,8 @@ def coefficients(norms: Tensor, *, window: int, factor: float) -> Tensor:
     return found
 
 
-def _level(latest: list[float], fault: str) -> float:
-    if any(map(math.isnan, latest)):
-        return math.nan
-    if fault == "mean":
-        return statistics.mean(latest)
-    if fault == "largest":
-        return max(latest)
-    return (statistics.median_low if fault == "torch's median" else statistics.median)(latest)
-
-
-def _coefficients_wrongly(norms: Tensor, *, window: int, factor: float, fault: str) -> Tensor:
-    history: list[float] = []
-    found = []
-    for norm in norms.tolist():
-        broken = not math.isfinite(norm)
-        if broken and fault in ("broken enters", "broken kept in the window"):
-            history.append(math.nan)
-        if broken:
-            found.append(1.0 if fault == "broken let through" else 0.0)
-            continue
-        seen = [*history, norm] if fault == "own norm included" else history
-        latest = seen if fault == "all norms" else seen[-window:]
-        ready = len(seen) >= (1 if fault == "too early" else window)
-        if fault == "broken kept in the window":
-            latest = [one for one in latest if not math.isnan(one)]
-            ready = ready and bool(latest)
-        limit = factor * _level(latest, fault) if ready else math.inf
-        if fault == "factor forgotten":
-            limit /= factor
-        over = norm > limit
-        if fault == "raised to the limit" and ready:
-            over = True
-        found.append(limit / norm if over else 1.0)
-        if fault == "clipped left out" and over:
-            continue
-        if fault == "clipped to the median" and over:
-            found[-1] = limit / factor / norm
-        history.append(limit if over and fault != "raw norm enters" else norm)
-    return torch.tensor(found, dtype=norms.dtype)
-
-
 def _norm_cases(seed: int) -> list[dict[str, Any]]:
-    """Norms that fall, with heavy tails; then a rise, and steps that are not finite."""
+    """Falling norms with heavy tails, a lasting rise, and norms that are not finite."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(steps: int) -> Tensor:
@@ -99,6 +58,29 @@ def _norm_cases(seed: int) -> list[dict[str, Any]]:
     ]
 
 
+_EDITS: dict[str, Change] = {
+    "raw norm enters": ("norm = limit", "pass"),
+    "clipped left out": ("norm = limit", "continue"),
+    "own norm included": ("history[-window:]", "[*history, norm][-window:]"),
+    "broken let through": ("found[step] = 0.0", "found[step] = 1.0"),
+    "broken enters": [
+        ("continue", "history.append(math.nan)\n            continue"),
+        ("len(latest) == window", "len(latest) == window and not math.isnan(sum(latest))"),
+    ],
+    "broken kept in the window": [
+        ("continue", "history.append(math.nan)\n            continue"),
+        ("history[-window:]", "[one for one in history[-window:] if math.isfinite(one)]"),
+        ("len(latest) == window", "latest and len(history) >= window"),
+    ],
+    "torch's median": ("median(", "median_low("),
+    "mean": ("statistics.median(", "statistics.mean("),
+    "largest": ("statistics.median(", "max("),
+    "all norms": ("median(latest)", "median(history)"),
+    "too early": ("len(latest) == window", "latest"),
+    "factor forgotten": ("median(latest)", "median(latest) / factor"),
+    "raised to the limit": ("if norm > limit", "if True"),
+    "clipped to the median": ("limit / norm", "limit / factor / norm"),
+}
 _HINTS = {
     "raw norm enters": "A step that was clipped enters your history with the norm that it had "
     "before. A few spikes then raise the limit for those that follow.",
@@ -137,10 +119,7 @@ def _own_numbers(student: int) -> dict[str, Any]:
 HISTORY = Exercise(
     id="clipping.history",
     reference=coefficients,
-    mistakes=[
-        Mistake(name, functools.partial(_coefficients_wrongly, fault=name), hint)
-        for name, hint in _HINTS.items()
-    ],
+    mistakes=[Mistake(name, _EDITS[name], hint) for name, hint in _HINTS.items()],
     cases=_norm_cases,
     variant=_own_numbers,
     explanation="A limit by history is a control loop: what enters the history decides what will "

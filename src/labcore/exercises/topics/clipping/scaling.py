@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
-from labcore.exercises.mistakes import Mistake
+from labcore.exercises.mistakes import Change, Mistake
 
 __all__ = ["SCALING"]
 
-LIMITS = (0.4, 0.7, 1.2, 1.9)  # a student's; nobody's is 1
+LIMITS = (0.4, 0.7, 1.2, 1.9)  # student 0 has 1
 _Step = tuple[Tensor | None, float, int]
 
 
@@ -44,75 +43,14 @@ def scaled_step(
     return (clipped, 2 * scale, 0) if good >= patience else (clipped, scale, good)
 
 
-def _clip(gradient: Tensor, max_norm: float) -> Tensor:
-    norm = torch.linalg.vector_norm(gradient)
-    return gradient * (max_norm / norm) if norm > max_norm else gradient
-
-
-def _mean(gradients: Tensor, counts: Tensor, scale: float, max_norm: float, fault: str) -> Tensor:
-    """The gradient [P] for the optimizer, of micro-batches [M, P] that have tokens."""
-    shares = counts / counts.sum()
-    if fault == "mean of the means":
-        shares = torch.full_like(shares, 1 / len(shares))
-    if fault == "sum of the means":
-        shares = torch.ones_like(shares)
-    if fault == "unscaled in float16":
-        gradients = gradients / scale
-        scale = 1.0
-    wide = gradients.double()
-    if fault == "averaged in float16":
-        wide = (gradients * shares[:, None].half()).sum(0, keepdim=True).double()
-        shares = torch.ones(1, dtype=torch.float64)
-    if fault == "clipped before unscaling":
-        return _clip(shares @ wide, max_norm) / scale
-    if fault == "each micro-batch clipped":
-        return shares @ torch.stack([_clip(one, max_norm) for one in wide / scale])
-    mean = shares @ (wide if fault == "never unscaled" else wide / scale)
-    if fault == "raised to the limit":
-        norm = torch.linalg.vector_norm(mean)
-        return mean * (max_norm / norm)
-    return mean if fault == "never clipped" else _clip(mean, max_norm)
-
-
-def _step_wrongly(
-    gradients: Tensor,
-    tokens: Sequence[int],
-    scale: float,
-    good: int,
-    *,
-    max_norm: float,
-    patience: int,
-    fault: str,
-) -> _Step:
-    counts = torch.tensor(tokens, dtype=torch.float64)
-    used = counts > 0
-    if not used.any():
-        return None, scale, good
-    if fault == "empty micro-batch refused" and not gradients.isfinite().all():
-        return None, scale / 2, 0
-    chosen, counts = gradients[used], counts[used]
-    sound = chosen.isfinite().all(1)
-    if fault == "the rest taken" and sound.any():
-        chosen, counts, sound = chosen[sound], counts[sound], sound[sound]
-    gradient = _mean(chosen, counts, scale, max_norm, fault)
-    if not sound.all():
-        skipped = gradient if fault == "broken step taken" else None
-        kept = {"count goes on": good + 1, "count kept": good}.get(fault, 0)
-        return skipped, scale if fault == "scale kept" else scale / 2, kept
-    good += 1
-    if good < patience + (fault == "one step late"):
-        return gradient, scale, good
-    return gradient, 2 * scale, good if fault == "count kept at growth" else 0
-
-
 def _step_cases(seed: int) -> list[dict[str, Any]]:
-    """Steps to be clipped, not to be clipped, to be skipped, with an empty micro-batch, empty."""
+    """Steps that are clipped, unclipped, skipped, with an empty micro-batch, and empty."""
     generator = torch.Generator().manual_seed(seed)
     chance = random.Random(seed)
 
     def drawn(scale: float, size: float, count: int) -> Tensor:
         wide = torch.randn(count, 7, generator=generator, dtype=torch.float64)
-        # All micro-batches have a direction in common, or else their mean may be short.
+        # A common direction keeps the mean of the micro-batches from being short.
         return (scale * size * (wide.clamp(-2.5, 2.5) + 1.5)).half()
 
     def case(gradients: Tensor, tokens: Sequence[int], scale: float, good: int) -> dict[str, Any]:
@@ -133,6 +71,43 @@ def _step_cases(seed: int) -> list[dict[str, Any]]:
     return [{**one, "patience": patience} for one in cases]
 
 
+_EDITS: dict[str, Change] = {
+    "clipped before unscaling": [
+        ("chosen / scale", "chosen"),
+        ("good += 1", "clipped = clipped / scale\n    good += 1"),
+    ],
+    "never unscaled": ("chosen / scale", "chosen"),
+    "never clipped": ("mean * (max_norm / norm) if norm > max_norm else mean", "mean"),
+    "each micro-batch clipped": (
+        "(chosen / scale)",
+        "torch.stack([one * (max_norm / one.norm()).clamp(max=1) for one in chosen / scale])",
+    ),
+    "mean of the means": ("shares @ (chosen / scale)", "(chosen / scale).mean(0)"),
+    "sum of the means": ("shares @ (chosen / scale)", "(chosen / scale).sum(0)"),
+    "unscaled in float16": ("chosen / scale", "(gradients[used] / scale).double()"),
+    "averaged in float16": (
+        "shares @ (chosen / scale)",
+        "(gradients[used] * shares[:, None].half()).sum(0).double() / scale",
+    ),
+    "raised to the limit": (" if norm > max_norm else mean", ""),
+    "broken step taken": [
+        ("    if not chosen.isfinite().all():\n        return None, scale / 2, 0\n", ""),
+        (
+            "good += 1",
+            "if not chosen.isfinite().all():\n        return clipped, scale / 2, 0\n    good += 1",
+        ),
+    ],
+    "the rest taken": [
+        ("counts > 0", "(counts > 0) & gradients.isfinite().all(1)"),
+        ("counts.sum()", "counts[used].sum()"),
+    ],
+    "empty micro-batch refused": ("chosen.isfinite()", "gradients.isfinite()"),
+    "scale kept": ("scale / 2, 0", "scale, 0"),
+    "count goes on": ("scale / 2, 0", "scale / 2, good + 1"),
+    "count kept": ("scale / 2, 0", "scale / 2, good"),
+    "one step late": ("good >= patience", "good > patience"),
+    "count kept at growth": ("2 * scale, 0", "2 * scale, good"),
+}
 _HINTS = {
     "clipped before unscaling": "You compare the norm of the scaled gradient with `max_norm`: "
     "clipped to it and then divided by the scale, next to nothing is left of the step.",
@@ -169,10 +144,7 @@ _HINTS = {
 SCALING = Exercise(
     id="clipping.scaling",
     reference=scaled_step,
-    mistakes=[
-        Mistake(name, functools.partial(_step_wrongly, fault=name), hint)
-        for name, hint in _HINTS.items()
-    ],
+    mistakes=[Mistake(name, _EDITS[name], hint) for name, hint in _HINTS.items()],
     cases=_step_cases,
     variant=lambda student: {
         "max_norm": random.Random(f"scaling:{student}").choice(LIMITS) if student else 1.0

@@ -1,8 +1,7 @@
-"""One norm of gradients that lie in parts on several workers."""
+"""One norm for a gradient that is split across several workers."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
-from labcore.exercises.mistakes import Mistake
+from labcore.exercises.mistakes import Change, Mistake
 
 __all__ = ["SHARDS"]
 
-LIMITS = (0.5, 0.8, 1.25, 1.6, 2.5)  # a student's; nobody's is 1
+LIMITS = (0.5, 0.8, 1.25, 1.6, 2.5)  # student 0 has 1
 
 
 def clipped_shards(
@@ -44,46 +43,6 @@ def _length(parts: Sequence[Tensor]) -> float:
     return math.sqrt(sum(part.square().sum().item() for part in parts))
 
 
-def _shards_wrongly(
-    shards: Sequence[Sequence[Tensor]],
-    replicated: Sequence[bool],
-    *,
-    max_norm: float,
-    norm_type: float,
-    fault: str,
-) -> tuple[float, list[list[Tensor]]]:
-    del norm_type  # the cases of the check have the Euclidean norm
-    held_once = [
-        [part for part, copied in zip(held, replicated, strict=True) if not (worker and copied)]
-        for worker, held in enumerate(shards)
-    ]
-    parts = [part for held in held_once for part in held]
-    norm = {
-        "replicated counted by every worker": lambda: _length([p for held in shards for p in held]),
-        "replicated left out": lambda: _length(
-            [p for held in shards for p, copied in zip(held, replicated, strict=True) if not copied]
-        ),
-        "norms of the workers added": lambda: sum(map(_length, held_once)),
-        "norms of the tensors added": lambda: sum(_length([part]) for part in parts),
-        "first worker alone": lambda: _length(shards[0]),
-        "root forgotten": lambda: _length(parts) ** 2,
-    }.get(fault, lambda: _length(parts))()
-
-    def factor(of: float) -> float:
-        if fault == "raised to the limit":
-            return max_norm / of if of else 1.0
-        if fault == "1e-6 added":
-            return min(1.0, max_norm / (of + 1e-6))
-        return max_norm / of if of > max_norm else 1.0
-
-    if fault == "each worker by its own norm":
-        return norm, [[factor(_length(held)) * part for part in held] for held in shards]
-    if fault == "each tensor by its own norm":
-        return norm, [[factor(_length([part])) * part for part in held] for held in shards]
-    clipped = [[factor(norm) * part for part in held] for held in shards]
-    return min(norm, max_norm) if fault == "norm after clipping" else norm, clipped
-
-
 def _shard_cases(seed: int) -> list[dict[str, Any]]:
     """Gradients of a few parameters on 2 to 4 workers, cut unevenly along their first axis."""
     generator = torch.Generator().manual_seed(seed)
@@ -95,7 +54,7 @@ def _shard_cases(seed: int) -> list[dict[str, Any]]:
         return [end - start for start, end in itertools.pairwise(ends)]
 
     cases = []
-    # The norm of the whole gradient: above every limit, a little, below, and nothing at all.
+    # The norm of the whole gradient: far above every limit, above, below, and zero.
     for workers, norm in ((3, 30.0), (2, 4.0), (4, 0.3), (2, 0.0)):
         shapes = [(5, 3), (7,), (4, 2, 2), (3,)]
         copied = [False, False, False, True]
@@ -112,6 +71,27 @@ def _shard_cases(seed: int) -> list[dict[str, Any]]:
     return cases
 
 
+# The cases use only the Euclidean norm, which `_length` is.
+_EDITS: dict[str, Change] = {
+    "replicated counted by every worker": ("if worker == 0 or not copied", ""),
+    "replicated left out": ("worker == 0 or ", ""),
+    "norms of the workers added": (
+        "torch.linalg.vector_norm(whole, norm_type).item()",
+        "sum(_length([p for p, copied in zip(held, replicated) if worker == 0 or not copied])"
+        " for worker, held in enumerate(shards))",
+    ),
+    "norms of the tensors added": (
+        "torch.linalg.vector_norm(whole, norm_type)",
+        "sum(part.norm(norm_type) for part in parts)",
+    ),
+    "first worker alone": ("for part in parts", "for part in shards[0]"),
+    "root forgotten": (".item()", ".item() ** 2"),
+    "each worker by its own norm": ("factor *", "max_norm / max(_length(held), max_norm) *"),
+    "each tensor by its own norm": ("factor *", "max_norm / max(part.norm(norm_type), max_norm) *"),
+    "raised to the limit": ("if norm > max_norm", "if norm"),
+    "1e-6 added": ("max_norm / norm", "max_norm / (norm + 1e-6)"),
+    "norm after clipping": ("return norm", "return min(norm, max_norm)"),
+}
 _HINTS = {
     "replicated counted by every worker": "Your norm is too large: a parameter that every worker "
     "has whole is counted once for each of them. The more workers, the harder the same gradient "
@@ -141,10 +121,7 @@ _HINTS = {
 SHARDS = Exercise(
     id="clipping.shards",
     reference=clipped_shards,
-    mistakes=[
-        Mistake(name, functools.partial(_shards_wrongly, fault=name), hint)
-        for name, hint in _HINTS.items()
-    ],
+    mistakes=[Mistake(name, _EDITS[name], hint) for name, hint in _HINTS.items()],
     cases=_shard_cases,
     variant=lambda student: {
         "max_norm": random.Random(f"max_norm:{student}").choice(LIMITS) if student else 1.0

@@ -1,8 +1,7 @@
-"""The gradient of ghost batch normalization from what its forward pass has kept."""
+"""Backpropagate through ghost batch normalization with what its forward pass kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,59 +20,13 @@ def backward(
     parts = []
     for g, z, scale in zip(grad.split(sizes), normalized.split(sizes), inverse, strict=True):
         g = g * weight
-        parts.append(scale * (g - g.mean(0) - z * (g * z).mean(0)))
+        mean, along = g.mean(0), (g * z).mean(0)
+        parts.append(scale * (g - mean - z * along))
     return torch.cat(parts), (grad * normalized).sum(0), grad.sum(0)
 
 
-def _means(values: Tensor, sizes: tuple[int, ...], fault: str) -> Tensor:
-    """The mean of each ghost of `values` [B, C] at each of its rows, [B, C]."""
-    if fault == "means of the batch":
-        return values.mean(0).expand_as(values)
-    over = {"divided by the batch": len(values), "sums": 1}
-    less = int(fault == "n - 1")
-    return torch.cat(
-        [
-            (part.sum(0) / over.get(fault, max(1, len(part) - less))).expand_as(part)
-            for part in values.split(sizes)
-        ]
-    )
-
-
-def _wrongly(fault: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    def gradients(
-        grad: Tensor, normalized: Tensor, inverse: Tensor, weight: Tensor, *, sizes: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        g = grad if fault == "weight left out" else grad * weight
-        z = normalized
-        scale = torch.cat([one.expand(n, -1) for one, n in zip(inverse, sizes, strict=True)])
-        if fault == "one scale":
-            scale = inverse.mean(0).expand_as(z)
-        if fault == "deviation as a factor":
-            scale = 1 / scale
-        way = g
-        if fault not in ("constants", "mean constant"):
-            way = way - _means(g, sizes, fault)
-        if fault not in ("constants", "variance constant"):
-            second = z * _means(g * z, sizes, fault)
-            way = way + second if fault == "plus" else way - second
-        if fault == "scale left out":
-            scale = torch.ones_like(scale)
-        by_weight, by_bias = (grad * z).sum(0), grad.sum(0)
-        if fault == "mean over the rows":
-            by_weight, by_bias = by_weight / len(grad), by_bias / len(grad)
-        if fault == "mean over the ghosts":
-            by_weight, by_bias = by_weight / len(sizes), by_bias / len(sizes)
-        if fault == "weight times gradient":
-            by_weight, by_bias = by_weight * weight, by_bias * weight
-        if fault == "turned round":
-            by_weight, by_bias = by_bias, by_weight
-        return scale * way, by_weight, by_bias
-
-    return gradients
-
-
 def _cases(seed: int) -> list[dict[str, Any]]:
-    """Ghosts of unlike sizes and spreads."""
+    """Draw ghosts of different sizes and spreads."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -99,44 +52,73 @@ def _cases(seed: int) -> list[dict[str, Any]]:
     return cases
 
 
-_HINTS = {
-    "constants": "Mean and variance are treated as constants. Both are made of the rows of the "
-    "ghost, so each row moves them, and through them all the others.",
-    "variance constant": "The gradient passes through the mean and not through the variance. "
-    "Scale all rows of a ghost up a little: y hardly changes, so your gradient should be almost "
-    "at right angles to x̂.",
-    "mean constant": "The gradient passes through the variance and not through the mean. Add the "
-    "same number to all rows of a ghost: y does not change, so your gradient should sum to zero "
-    "over a ghost.",
-    "means of the batch": "The means are taken over the whole batch. A row of one ghost has no "
-    "part in the statistics of another, and no influence on its rows.",
-    "divided by the batch": "The sums over a ghost are divided by the number of rows of the batch. "
-    "The statistics of a ghost were made by dividing by its own.",
-    "sums": "The two terms are sums over the ghost, where its means belong: one row moves the mean "
-    "of n rows by an n-th.",
-    "n - 1": "The sums are divided by the rows of a ghost less one. The variance that normalizes "
-    "divides by all of its rows, and so does its gradient.",
-    "plus": "The term of the variance has the wrong sign: a gradient along x̂ is to be taken away.",
-    "weight left out": "The gradient of x does not know `weight`, by which x̂ is multiplied on the "
-    "way to y.",
-    "scale left out": "The gradient of x lacks the factor 1/√(variance + eps), by which a change "
-    "of x is scaled on the way to x̂.",
-    "deviation as a factor": "The gradient of x is divided by `inverse`, which is 1/√(variance + "
-    "eps) already.",
-    "one scale": "All ghosts use one `inverse`. Each has its own row in it.",
-    "mean over the rows": "The gradients of weight and bias are means over the rows. Each row's y "
-    "adds to the loss, so their parts add up.",
-    "mean over the ghosts": "The gradients of weight and bias are means over the ghosts. All "
-    "ghosts share them, and all their rows' parts add up.",
-    "weight times gradient": "The gradients of weight and bias have the weight as a factor. It "
-    "stands between x̂ and y, and these two gradients do not go further back than y.",
-    "turned round": "The gradients of weight and of bias have changed places.",
-}
+_MISTAKES = [
+    Mistake("constants", (" - mean - z * along", ""),
+            "Mean and variance are treated as constants. Both are made of the rows of the ghost, "
+            "so each row moves them, and through them all the others."),
+    Mistake("variance constant", (" - z * along", ""),
+            "The gradient passes through the mean and not through the variance. Scale all rows of "
+            "a ghost up a little: y hardly changes, so your gradient should be almost at right "
+            "angles to x̂."),
+    Mistake("mean constant", (" - mean", ""),
+            "The gradient passes through the variance and not through the mean. Add the same "
+            "number to all rows of a ghost: y does not change, so your gradient should sum to "
+            "zero over a ghost."),
+    Mistake("means of the batch",
+            ("g.mean(0), (g * z).mean(0)",
+             "(grad * weight).mean(0), (grad * weight * normalized).mean(0)"),
+            "The means are taken over the whole batch. A row of one ghost has no part in the "
+            "statistics of another, and no influence on its rows."),
+    Mistake("divided by the batch",
+            ("g.mean(0), (g * z).mean(0)",
+             "g.sum(0) / len(grad), (g * z).sum(0) / len(grad)"),
+            "The sums over a ghost are divided by the number of rows of the batch. The statistics "
+            "of a ghost were made by dividing by its own."),
+    Mistake("sums", ("g.mean(0), (g * z).mean(0)", "g.sum(0), (g * z).sum(0)"),
+            "The two terms are sums over the ghost, where its means belong: one row moves the "
+            "mean of n rows by an n-th."),
+    Mistake("n - 1",
+            ("g.mean(0), (g * z).mean(0)",
+             "g.sum(0) / (len(g) - 1), (g * z).sum(0) / (len(g) - 1)"),
+            "The sums are divided by the rows of a ghost less one. The variance that normalizes "
+            "divides by all of its rows, and so does its gradient."),
+    Mistake("plus", ("- z * along", "+ z * along"),
+            "The term of the variance has the wrong sign: a gradient along x̂ is to be taken "
+            "away."),
+    Mistake("weight left out", ("g * weight", "g"),
+            "The gradient of x does not know `weight`, by which x̂ is multiplied on the way to y."),
+    Mistake("scale left out", ("scale * (", "("),
+            "The gradient of x lacks the factor 1/√(variance + eps), by which a change of x is "
+            "scaled on the way to x̂."),
+    Mistake("deviation as a factor", ("scale * (", "1 / scale * ("),
+            "The gradient of x is divided by `inverse`, which is 1/√(variance + eps) already."),
+    Mistake("one scale", ("scale * (", "inverse.mean(0) * ("),
+            "All ghosts use one `inverse`. Each has its own row in it."),
+    Mistake("mean over the rows",
+            ("(grad * normalized).sum(0), grad.sum(0)",
+             "(grad * normalized).mean(0), grad.mean(0)"),
+            "The gradients of weight and bias are means over the rows. Each row's y adds to the "
+            "loss, so their parts add up."),
+    Mistake("mean over the ghosts",
+            ("(grad * normalized).sum(0), grad.sum(0)",
+             "(grad * normalized).sum(0) / len(sizes), grad.sum(0) / len(sizes)"),
+            "The gradients of weight and bias are means over the ghosts. All ghosts share them, "
+            "and all their rows' parts add up."),
+    Mistake("weight times gradient",
+            ("(grad * normalized).sum(0), grad.sum(0)",
+             "(grad * normalized).sum(0) * weight, grad.sum(0) * weight"),
+            "The gradients of weight and bias have the weight as a factor. It stands between x̂ "
+            "and y, and these two gradients do not go further back than y."),
+    Mistake("turned round",
+            ("(grad * normalized).sum(0), grad.sum(0)",
+             "grad.sum(0), (grad * normalized).sum(0)"),
+            "The gradients of weight and of bias have changed places."),
+]  # fmt: skip
 
 BACKWARD = Exercise(
     id="ghost_norm.backward",
     reference=backward,
-    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
+    mistakes=_MISTAKES,
     cases=_cases,
     returns=("gradient of x", "gradient of weight", "gradient of bias"),
     rtol=1e-8,

@@ -1,9 +1,9 @@
-"""Ghosts of a batch that has rows of padding in it."""
+"""Normalize the ghosts of a batch that has rows of padding."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,103 +14,33 @@ from labcore.exercises.mistakes import Mistake
 
 __all__ = ["PADDED_GHOSTS"]
 
-# Of 12, 13 and 14 rows each leaves none, one and two over.
+# Ghosts of each size leave none, one and two of 12, 13 and 14 rows over.
 SIZES = (3, 4, 6)
 EPSILONS = (0.02, 0.05, 0.1, 0.2)
 
 
 def padded_ghosts(x: Tensor, weight: Tensor, *, ghost_size: int, eps: float) -> Tensor:
-    """x [B, C] normalized ghost by ghost, for weights [B] of 0 (padding) and 1."""
+    """Normalize x [B, C] ghost by ghost; weight [B] is 0 for padding and 1 for real rows."""
     real = weight > 0
     rows = x[real]
     y = torch.zeros_like(x)
-    if len(rows):
-        ghosts = max(1, len(rows) // ghost_size)  # what is left over joins the last one
-        cuts = [ghost_size * number for number in range(1, ghosts)]
-        y[real] = torch.cat([_normalized(ghost, eps) for ghost in rows.tensor_split(cuts)])
-    return y
-
-
-def _normalized(rows: Tensor, eps: float, correction: int = 0) -> Tensor:
-    """rows [N, C] by their own statistics; one row becomes 0, or NaN with a correction of 1."""
-    apart = rows - rows.mean(0)
-    variance = apart.square().sum(0) / (len(rows) - correction)
-    return apart / (variance + eps).sqrt()
-
-
-def _ghosts(rows: Tensor, size: int, fault: str) -> Sequence[Tensor]:
-    """The numbers of `rows` in their ghosts, each a tensor of whole numbers."""
-    numbers = torch.arange(len(rows))
-    count = max(1, len(rows) // size)
-    if fault == "whole batch":
-        return [numbers]
-    if fault == "every so many rows":
-        return [numbers[start::count] for start in range(count)]
-    if fault == "equal ghosts":
-        return numbers.tensor_split(count)
-    if fault in ("rest by itself", "n - 1, rest by itself"):
-        return numbers.split(size)
-    if fault == "rest left out":
-        return numbers[: count * size].split(size)
-    if fault == "small batch left out" and len(rows) < size:
-        return []
-    return numbers.tensor_split([size * number for number in range(1, count)])
-
-
-def _wrongly(fault: str) -> Callable[..., Tensor]:
-    def normalize(x: Tensor, weight: Tensor, *, ghost_size: int, eps: float) -> Tensor:
-        real = weight > 0
-        if fault in ("padding counted", "padding counted, then zero"):
-            asked = torch.ones_like(real)
-        elif fault in ("padding fills ghosts", "padding as zeros"):
-            return _with_padding(x, weight, ghost_size, eps, divide_all=fault == "padding as zeros")
-        else:
-            asked = real
-        rows, y = x[asked], torch.zeros_like(x)
-        done = torch.zeros_like(rows)
-        for ghost in _ghosts(rows, ghost_size, fault) if len(rows) else ():
-            done[ghost] = _ghost_wrongly(rows[ghost], eps, fault)
-        y[asked] = done
-        if fault == "padding counted, then zero":
-            y[~real] = 0.0
-        if fault == "padding kept":
-            y[~real] = x[~real]
-        if fault == "NaN spread" and bool(x.isnan().any()):
-            y.fill_(torch.nan)
+    if len(rows) == 0:
         return y
-
-    return normalize
-
-
-def _ghost_wrongly(rows: Tensor, eps: float, fault: str) -> Tensor:
-    if fault == "eps outside":
-        return (rows - rows.mean(0)) / (rows.var(0, correction=0).sqrt() + eps)
-    if fault == "no root":
-        return (rows - rows.mean(0)) / (rows.var(0, correction=0) + eps)
-    if fault == "mean left in":
-        return rows / (rows.var(0, correction=0) + eps).sqrt()
-    return _normalized(rows, eps, correction=int(fault in ("n - 1", "n - 1, rest by itself")))
-
-
-def _with_padding(x: Tensor, weight: Tensor, size: int, eps: float, *, divide_all: bool) -> Tensor:
-    """Ghosts cut from all rows; padding takes part as zeros (divide_all) or only takes up room."""
-    y = torch.zeros_like(x)
-    count = max(1, len(x) // size)
-    for ghost in torch.arange(len(x)).tensor_split([size * at for at in range(1, count)]):
-        kept = ghost[weight[ghost] > 0]
-        if len(kept):
-            rows = torch.zeros_like(x[ghost]) if divide_all else x[kept]
-            if divide_all:
-                rows[weight[ghost] > 0] = x[kept]
-            done = _normalized(rows, eps)
-            y[kept] = done[weight[ghost] > 0] if divide_all else done
+    ghosts = max(1, len(rows) // ghost_size)  # rows left over join the last ghost
+    cuts = [ghost_size * number for number in range(1, ghosts)]
+    done = []
+    for ghost in rows.tensor_split(cuts):
+        apart = ghost - ghost.mean(0)
+        variance = apart.square().mean(0)
+        done.append(apart / (variance + eps).sqrt())
+    y[real] = torch.cat(done)
     return y
 
 
 def _cases(seed: int) -> list[dict[str, Any]]:
-    """From a batch without padding to one of padding alone; the last one's padding is not finite.
+    """Draw batches from no padding to padding alone; the last one's padding is not finite.
 
-    The real rows drift, so that it matters which of them make a ghost.
+    The real rows drift, so it matters which of them form a ghost.
     """
     generator = torch.Generator().manual_seed(seed)
     cases = []
@@ -121,7 +51,7 @@ def _cases(seed: int) -> list[dict[str, Any]]:
         draw = torch.randn(size, channels, generator=generator, dtype=torch.float64)
         x = draw + torch.arange(size)[:, None] / 2 + 1
         weight = torch.ones(size, dtype=torch.float64)
-        # The first row is padding, so that no ghost begins where it would without.
+        # The first row is padding, so no ghost begins where it would without padding.
         weight[[0, *(torch.randperm(size - 1, generator=generator) + 1).tolist()][:padding]] = 0.0
         cases.append({"x": x, "weight": weight})
     x, weight = cases[-1].values()
@@ -134,46 +64,81 @@ def _own_numbers(student: int) -> Mapping[str, Any]:
     return {"ghost_size": chance.choice(SIZES), "eps": chance.choice(EPSILONS)}
 
 
-_HINTS = {
-    "padding counted": "The rows of padding are normalized like the others and take part in the "
-    "statistics of their ghosts.",
-    "padding counted, then zero": "The rows of padding come out as zero, but the statistics of "
-    "their ghosts have counted them. They may hold anything.",
-    "padding as zeros": "The rows of padding enter the statistics as zeros. They are to be left "
-    "out of the sums and of the number by which the sums are divided.",
-    "padding fills ghosts": "The statistics leave the padding out, but the ghosts were cut before: "
-    "a ghost with padding in it has fewer than `ghost_size` real rows. Which comes first?",
-    "padding kept": "The rows of padding come out as they went in. They are to be zero.",
-    "NaN spread": "A NaN in the padding makes real rows NaN. Zero times NaN is NaN, and so is any "
-    "sum that it enters: choose rows in place of multiplying by the weights.",
-    "rest by itself": "The rows left over at the end make a ghost of their own. A ghost of one row "
-    "is normalized to nothing at all, which is why here they join the ghost before them.",
-    "rest left out": "The rows left over at the end come out as zero. They are real rows and "
-    "belong to the last ghost.",
-    "small batch left out": "A batch with fewer real rows than `ghost_size` comes out as zeros. "
-    "Its rows are one ghost.",
-    "n - 1, rest by itself": "The rows left over at the end make a ghost of their own, and the "
-    "variance is divided by the number of rows less one: with one row that is 0/0. By the rule "
-    "they join the ghost before them, and the variance is divided by the number of rows.",
-    "equal ghosts": "Your ghosts are made as equal as they can be. By the rule all but the last "
-    "have exactly `ghost_size` rows, and the last takes what is left over.",
-    "every so many rows": "Your ghosts are made of rows that stand apart, each taking every so "
-    "many. They are to be neighbors.",
-    "whole batch": "All rows are normalized by the statistics of the whole batch. Each ghost has "
-    "its own.",
-    "n - 1": "The variance is divided by the number of rows less one. That one is stored for "
-    "evaluation; the batch itself is normalized with the other.",
-    "eps outside": "Your eps is added to the standard deviation. It belongs to the variance, "
-    "before the root.",
-    "no root": "Your rows are divided by the variance, not by its root.",
-    "mean left in": "The mean of the ghost is still in the result: each channel of a ghost has the "
-    "mean 0 when it is done.",
-}
+_MISTAKES = [
+    Mistake("padding counted", ("weight > 0", "weight >= 0"),
+            "The rows of padding are normalized like the others and take part in the statistics "
+            "of their ghosts."),
+    Mistake("padding counted, then zero",
+            [("weight > 0", "weight >= 0"),
+             ("torch.cat(done)", "torch.cat(done).masked_fill((weight == 0)[:, None], 0.0)")],
+            "The rows of padding come out as zero, but the statistics of their ghosts have "
+            "counted them. They may hold anything."),
+    Mistake("padding as zeros",
+            [("x[real]", "x.masked_fill(~real[:, None], 0.0)"),
+             ("torch.cat(done)", "torch.cat(done)[real]")],
+            "The rows of padding enter the statistics as zeros. They are to be left out of the "
+            "sums and of the number by which the sums are divided."),
+    Mistake("padding fills ghosts",
+            [("len(rows) //", "len(x) //"),
+             ("rows.tensor_split(cuts)",
+              "[x[at][real[at]] for at in torch.arange(len(x)).tensor_split(cuts)]")],
+            "The statistics leave the padding out, but the ghosts were cut before: a ghost with "
+            "padding in it has fewer than `ghost_size` real rows. Which comes first?"),
+    Mistake("padding kept", ("torch.zeros_like(x)", "x.clone()"),
+            "The rows of padding come out as they went in. They are to be zero."),
+    Mistake("NaN spread",
+            ("\n    return y", "\n    return y.masked_fill(x.isnan().any(), torch.nan)"),
+            "A NaN in the padding makes real rows NaN. Zero times NaN is NaN, and so is any sum "
+            "that it enters: choose rows in place of multiplying by the weights."),
+    Mistake("rest by itself", ("rows.tensor_split(cuts)", "rows.split(ghost_size)"),
+            "The rows left over at the end make a ghost of their own. A ghost of one row is "
+            "normalized to nothing at all, which is why here they join the ghost before them."),
+    Mistake("rest left out",
+            [("rows.tensor_split(cuts)", "rows[: ghosts * ghost_size].split(ghost_size)"),
+             ("torch.cat(done)",
+              "torch.cat([*done, torch.zeros_like(rows[ghosts * ghost_size :])])")],
+            "The rows left over at the end come out as zero. They are real rows and belong to the "
+            "last ghost."),
+    Mistake("small batch left out", ("len(rows) == 0", "len(rows) < ghost_size"),
+            "A batch with fewer real rows than `ghost_size` comes out as zeros. Its rows are one "
+            "ghost."),
+    Mistake("n - 1, rest by itself",
+            [("rows.tensor_split(cuts)", "rows.split(ghost_size)"),
+             ("square().mean(0)", "square().sum(0) / (len(ghost) - 1)")],
+            "The rows left over at the end make a ghost of their own, and the variance is divided "
+            "by the number of rows less one: with one row that is 0/0. By the rule they join the "
+            "ghost before them, and the variance is divided by the number of rows."),
+    Mistake("equal ghosts", ("tensor_split(cuts)", "tensor_split(ghosts)"),
+            "Your ghosts are made as equal as they can be. By the rule all but the last have "
+            "exactly `ghost_size` rows, and the last takes what is left over."),
+    Mistake("every so many rows",
+            [("rows.tensor_split(cuts)", "(rows[at] for at in order)"),
+             ("torch.cat(done)", "torch.cat(done)[torch.cat(order).argsort()]"),
+             ("    done =",
+              "    order = [torch.arange(at, len(rows), ghosts) for at in range(ghosts)]\n"
+              "    done =")],
+            "Your ghosts are made of rows that stand apart, each taking every so many. They are "
+            "to be neighbors."),
+    Mistake("whole batch", ("rows.tensor_split(cuts)", "[rows]"),
+            "All rows are normalized by the statistics of the whole batch. Each ghost has its "
+            "own."),
+    Mistake("n - 1", ("square().mean(0)", "square().sum(0) / (len(ghost) - 1)"),
+            "The variance is divided by the number of rows less one. That one is stored for "
+            "evaluation; the batch itself is normalized with the other."),
+    Mistake("eps outside", ("(variance + eps).sqrt()", "(ghost.var(0, correction=0).sqrt() + eps)"),
+            "Your eps is added to the standard deviation. It belongs to the variance, before the "
+            "root."),
+    Mistake("no root", ("(variance + eps).sqrt()", "(ghost.var(0, correction=0) + eps)"),
+            "Your rows are divided by the variance, not by its root."),
+    Mistake("mean left in", ("apart / (variance", "ghost / (ghost.var(0, correction=0)"),
+            "The mean of the ghost is still in the result: each channel of a ghost has the mean 0 "
+            "when it is done."),
+]  # fmt: skip
 
 PADDED_GHOSTS = Exercise(
     id="ghost_norm.padded_ghosts",
     reference=padded_ghosts,
-    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
+    mistakes=_MISTAKES,
     cases=_cases,
     variant=_own_numbers,
     rtol=1e-9,

@@ -1,4 +1,4 @@
-"""Four broken ghost batch norms, known by what they store, put out and pass back."""
+"""Diagnose four broken ghost batch norms from what they store, output, and backpropagate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from labcore.exercises.clinic import Clinic, Fault
 
 __all__ = ["CLINIC", "Norm"]
 
-STEPS = 60  # of each run; halfway the rows change
+STEPS = 60  # per run; the rows change halfway
 MOMENTUM, EPS = 0.1, 1e-5
 GHOSTS, SIZE = 4, 8
 SOURCES = (-3.0, -1.0, 1.0, 3.0)  # the means of the ghosts
@@ -23,10 +23,11 @@ RATE = 0.05
 class Norm:
     """Ghost batch norm of one channel, without weight and bias.
 
-    Its running statistics take in, once a batch, the mean of its ghosts' means and variances.
-    ghosts: of a batch. kept: the share of the running statistics that an update keeps.
+    Each batch updates the running statistics with the means of its ghosts' means and variances.
+    ghosts: the number of ghosts per batch.
+    kept: the share of the running statistics that an update keeps.
     own_in_evaluation: whether evaluation uses the statistics of its own batch.
-    detached: whether the statistics are constants for the gradient.
+    detached: whether the gradient treats the statistics as constants.
     """
 
     ghosts: int = GHOSTS
@@ -44,16 +45,16 @@ class Norm:
         return y.view(-1), mean.detach().mean(), rows.detach().var(1).mean()
 
     def evaluate(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """x [B] by the running statistics, or by its own."""
+        """Normalize x [B] by the running statistics, or by its own."""
         if self.own_in_evaluation:
             mean, variance = x.mean(), x.var(correction=0)
         return (x - mean) / (variance + EPS).sqrt()
 
 
 def _batch(step: int, generator: torch.Generator) -> Tensor:
-    """32 rows, eight neighbors from each source; halfway their spread falls and their mean rises.
+    """Draw 32 rows, eight from each source; halfway their spread falls and their mean rises.
 
-    All ghosts have just the spread that they should: a healthy curve is then a smooth one.
+    Each ghost has exactly the intended spread, so healthy curves are smooth.
     """
     spread, level = (2.0, 0.0) if step < STEPS // 2 else (1.0, 2.0)
     noise = torch.randn(GHOSTS, SIZE, generator=generator, dtype=torch.float64)
@@ -62,7 +63,7 @@ def _batch(step: int, generator: torch.Generator) -> Tensor:
 
 
 def _running(norm: Norm) -> tuple[list[float], list[float]]:
-    """The running variance, and in evaluation the output of a row of 5, at each step."""
+    """Return, for each step, the running variance and the evaluation output of a row of 5."""
     generator = torch.Generator().manual_seed(0)
     probe = torch.tensor([5.0, 1.0, 0.0, -2.0], dtype=torch.float64)
     mean, variance = torch.tensor([0.0, 1.0], dtype=torch.float64)
@@ -77,9 +78,9 @@ def _running(norm: Norm) -> tuple[list[float], list[float]]:
 
 
 def _length(norm: Norm) -> list[float]:
-    """The length of the two weights w at each step of gradient descent.
+    """Return the length of the two weights w at each step of gradient descent.
 
-    The norm gets w1 u1 + w2 u2, and twice u2 is the target.
+    The norm's input is w1 u1 + w2 u2, and the target is 2 u2.
     """
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(2, GHOSTS * SIZE, generator=generator, dtype=torch.float64)

@@ -1,10 +1,10 @@
-"""Learning rate, momentum of the running statistics, and epochs for a larger batch."""
+"""Choose learning rate, momentum of the running statistics, and epochs for a larger batch."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from labcore.exercises.core import Exercise
@@ -12,7 +12,7 @@ from labcore.exercises.mistakes import Mistake
 
 __all__ = ["LARGE_BATCH"]
 
-# Divisors of 60, which the cases count on.
+# Divisors of 60: the cases rely on it.
 FACTORS = (4, 5, 6, 10, 12)
 POWERS = (0.5, 0.6, 0.75, 0.8)
 
@@ -33,66 +33,11 @@ def large_batch(
     return lr * factor**power, 1 - (1 - momentum) ** factor, math.ceil(updates / an_epoch)
 
 
-def _faulty_rate(lr: float, factor: int, power: float, fault: str) -> float:
-    exponent = {"linear rate": 1.0, "rate divided": -power, "rate kept": 0.0}.get(fault, power)
-    return float(lr * factor**exponent)
-
-
-def _faulty_momentum(momentum: float, factor: int, fault: str) -> float:
-    kept = 1 - momentum
-    wrong = {
-        "momentum kept": momentum,
-        "momentum times factor": momentum * factor,
-        "momentum divided": momentum / factor,
-        "what is kept": kept**factor,
-        "root": 1 - kept ** (1 / factor),
-        "power of the momentum": momentum**factor,
-    }
-    return float(wrong.get(fault, 1 - kept**factor))
-
-
-def _faulty_epochs(epochs: int, rows: int, batch: int, factor: int, fault: str) -> int:
-    if fault in ("epochs kept", "epochs times factor"):
-        return epochs if fault == "epochs kept" else epochs * factor
-    updates, an_epoch = math.ceil(rows / batch), math.ceil(rows / (factor * batch))
-    if fault == "last batch dropped":
-        updates, an_epoch = rows // batch, rows // (factor * batch)
-    if fault == "part of an update":
-        return math.ceil(epochs * updates / (rows / (factor * batch)))
-    if fault == "updates counted":
-        return epochs * updates
-    if fault == "one update too few":
-        return epochs * updates // an_epoch
-    if fault == "nearest":
-        return round(epochs * updates / an_epoch)
-    return math.ceil(epochs * updates / an_epoch)
-
-
-def _wrongly(fault: str) -> Callable[..., tuple[float, float, int]]:
-    def settings(
-        lr: float,
-        momentum: float,
-        epochs: int,
-        *,
-        rows: int,
-        batch: int,
-        factor: int,
-        power: float,
-    ) -> tuple[float, float, int]:
-        return (
-            _faulty_rate(lr, factor, power, fault),
-            _faulty_momentum(momentum, factor, fault),
-            _faulty_epochs(epochs, rows, batch, factor, fault),
-        )
-
-    return settings
-
-
 def _cases(seed: int) -> list[dict[str, Any]]:
-    """Between 61.5 and 62 batches an epoch: the last one is short, before and after.
+    """Draw between 61.5 and 62 batches per epoch: the last one is short, before and after.
 
-    For each of FACTORS the first four epochs end once above and once below a half, and twenty
-    epochs or more need fewer than `factor` times as many.
+    For each of FACTORS, the epochs of the first four cases have fractions above and below a half
+    before they are rounded up. Twenty epochs or more need fewer than `factor` times as many.
     """
     chance = random.Random(seed)
     cases = []
@@ -115,46 +60,64 @@ def _own_factor(student: int) -> Mapping[str, Any]:
     return {"factor": chance.choice(FACTORS), "power": chance.choice(POWERS)}
 
 
-_HINTS = {
-    "linear rate": "The learning rate grows by the factor itself, which is linear scaling. The "
-    "rule here raises the factor to `power` first.",
-    "rate divided": "The learning rate shrinks. A larger batch makes fewer and steadier steps, and "
-    "the rule lets each of them be longer.",
-    "rate kept": "The learning rate is that of the small batch.",
-    "momentum kept": "The momentum is that of the small batch. One update now stands for `factor` "
-    "of them: what do so many updates leave of the statistics that were there before?",
-    "momentum times factor": "The momentum is multiplied by the factor. That is nearly right for a "
-    "tiny momentum, and above 1 for a large factor. What is left after two updates with a momentum "
-    "of 0.1 is not 0.8.",
-    "momentum divided": "The momentum is divided by the factor, so the statistics now forget more "
-    "slowly per row by the factor twice: fewer updates, and each of them smaller.",
-    "what is kept": "This is the share that `factor` updates keep. In torch the momentum is the "
-    "share of the new statistics.",
-    "root": "Your exponent is upside down: `factor` updates of yours would make one of the old "
-    "ones. It is one of the new ones that replaces `factor` of the old.",
-    "power of the momentum": "The momentum itself is raised to a power. What shrinks by the same "
-    "factor in each update is the share of the old statistics, not that of the new.",
-    "epochs kept": "The epochs are those of the small batch, so the large one sees as many rows "
-    "and makes far fewer updates. It is the updates that have to be as many.",
-    "epochs times factor": "The epochs are multiplied by the factor. That would do if the rows of "
-    "an epoch filled its batches; where the last batch is short, the updates of an epoch do not "
-    "shrink by the whole factor. Count them on both sides.",
-    "last batch dropped": "The short batch at the end of an epoch is not counted. It makes an "
-    "update as well, in the small run and in the large one.",
-    "part of an update": "The large run's updates of an epoch are not rounded up, as if its short "
-    "last batch made only a part of an update.",
-    "updates counted": "This is the number of updates of the small run. How many epochs does the "
-    "large run need for them?",
-    "one update too few": "The epochs are rounded down, and the run ends before it has made as "
-    "many updates as the small one.",
-    "nearest": "The epochs are rounded to the nearest whole number, which sometimes ends the run "
-    "before it has made as many updates as the small one.",
-}
+_MISTAKES = [
+    Mistake("linear rate", ("factor**power", "factor"),
+            "The learning rate grows by the factor itself, which is linear scaling. The rule here "
+            "raises the factor to `power` first."),
+    Mistake("rate divided", ("factor**power", "factor**-power"),
+            "The learning rate shrinks. A larger batch makes fewer and steadier steps, and the "
+            "rule lets each of them be longer."),
+    Mistake("rate kept", ("lr * factor**power", "lr"),
+            "The learning rate is that of the small batch."),
+    Mistake("momentum kept", ("1 - (1 - momentum) ** factor", "momentum"),
+            "The momentum is that of the small batch. One update now stands for `factor` of them: "
+            "what do so many updates leave of the statistics that were there before?"),
+    Mistake("momentum times factor", ("1 - (1 - momentum) ** factor", "momentum * factor"),
+            "The momentum is multiplied by the factor. That is nearly right for a tiny momentum, "
+            "and above 1 for a large factor. What is left after two updates with a momentum of "
+            "0.1 is not 0.8."),
+    Mistake("momentum divided", ("1 - (1 - momentum) ** factor", "momentum / factor"),
+            "The momentum is divided by the factor, so the statistics now forget more slowly per "
+            "row by the factor twice: fewer updates, and each of them smaller."),
+    Mistake("what is kept", ("1 - (1 - momentum) ** factor", "(1 - momentum) ** factor"),
+            "This is the share that `factor` updates keep. In torch the momentum is the share of "
+            "the new statistics."),
+    Mistake("root", ("(1 - momentum) ** factor", "(1 - momentum) ** (1 / factor)"),
+            "Your exponent is upside down: `factor` updates of yours would make one of the old "
+            "ones. It is one of the new ones that replaces `factor` of the old."),
+    Mistake("power of the momentum", ("1 - (1 - momentum) ** factor", "momentum**factor"),
+            "The momentum itself is raised to a power. What shrinks by the same factor in each "
+            "update is the share of the old statistics, not that of the new."),
+    Mistake("epochs kept", ("math.ceil(updates / an_epoch)", "epochs"),
+            "The epochs are those of the small batch, so the large one sees as many rows and "
+            "makes far fewer updates. It is the updates that have to be as many."),
+    Mistake("epochs times factor", ("math.ceil(updates / an_epoch)", "epochs * factor"),
+            "The epochs are multiplied by the factor. That would do if the rows of an epoch "
+            "filled its batches; where the last batch is short, the updates of an epoch do not "
+            "shrink by the whole factor. Count them on both sides."),
+    Mistake("last batch dropped",
+            [("math.ceil(rows / batch)", "(rows // batch)"),
+             ("math.ceil(rows / (factor * batch))", "rows // (factor * batch)")],
+            "The short batch at the end of an epoch is not counted. It makes an update as well, "
+            "in the small run and in the large one."),
+    Mistake("part of an update", ("math.ceil(rows / (factor * batch))", "rows / (factor * batch)"),
+            "The large run's updates of an epoch are not rounded up, as if its short last batch "
+            "made only a part of an update."),
+    Mistake("updates counted", ("math.ceil(updates / an_epoch)", "updates"),
+            "This is the number of updates of the small run. How many epochs does the large run "
+            "need for them?"),
+    Mistake("one update too few", ("math.ceil(updates / an_epoch)", "updates // an_epoch"),
+            "The epochs are rounded down, and the run ends before it has made as many updates as "
+            "the small one."),
+    Mistake("nearest", ("math.ceil(updates", "round(updates"),
+            "The epochs are rounded to the nearest whole number, which sometimes ends the run "
+            "before it has made as many updates as the small one."),
+]  # fmt: skip
 
 LARGE_BATCH = Exercise(
     id="ghost_norm.large_batch",
     reference=large_batch,
-    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
+    mistakes=_MISTAKES,
     cases=_cases,
     variant=_own_factor,
     returns=("lr", "momentum", "epochs"),

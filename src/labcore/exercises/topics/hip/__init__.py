@@ -1,4 +1,4 @@
-"""Exercises on a port to AMD: a mended wavefront, fragments, banks, a tile for CDNA3, a clinic."""
+"""Exercises on a port to AMD: a wavefront of 64 lanes, fragments, banks, a tile, a clinic."""
 
 from labcore.exercises.topics.hip.banks import PLACE_TILE
 from labcore.exercises.topics.hip.clinic import CLINIC

@@ -1,10 +1,10 @@
-"""Where the elements of a tile stand in LDS, so that no two lanes ask one bank for two words."""
+"""A layout of a tile in LDS that avoids bank conflicts along rows and along columns."""
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from labcore.hip import Program, load
 
 __all__ = ["PLACE_TILE"]
 
-# A wavefront writes words of LDS, then reads some; which ones the host says, lane by lane.
+# In each step a wavefront writes or reads the words of LDS that the host lists, one per lane.
 WALK = """\
 #include "portable.h"
 
@@ -33,31 +33,14 @@ walk(Global<const int> places, Global<float> seen, int steps, int writes) {
 ENTRY(walk, walk)
 """
 COLUMNS = (64, 96, 128, 160, 192)
-SPARE = 8  # words for each row beyond its elements
+SPARE = 8  # words per row beyond its elements
 
 
 def place_tile(rows: int, columns: int, spare: int) -> Tensor:
     """[rows, columns] of int64: the word of LDS in which each element stands."""
     del spare
-    stride = columns + 1
-    return torch.arange(rows)[:, None] * stride + torch.arange(columns)
-
-
-def _wrongly(fault: str) -> Callable[..., Tensor]:
-    def place(rows: int, columns: int, spare: int) -> Tensor:
-        del spare
-        row, column = torch.arange(rows)[:, None], torch.arange(columns)
-        return {
-            "as it is": row * columns + column,
-            "transposed": column * rows + row,
-            "two words more": row * (columns + 2) + column,
-            "four words more": row * (columns + 4) + column,
-            "eight words more": row * (columns + 8) + column,
-            "a round of banks more": row * (columns + 32) + column,
-            "shifted by the row's bank": row * columns + column + row % 32,
-        }[fault]
-
-    return place
+    row, column = torch.arange(rows)[:, None], torch.arange(columns)
+    return row * (columns + 1) + column
 
 
 @functools.cache
@@ -67,7 +50,7 @@ def _walk() -> Program:
 
 @functools.lru_cache(maxsize=256)
 def _conflicts(order: tuple[int, ...], *, writes: bool) -> int:
-    """Cycles that a wavefront loses when its lanes take the words in `order`, 64 at a time."""
+    """Cycles that a wavefront loses to conflicts when it accesses the words in `order`."""
     places = torch.tensor(order, dtype=torch.int32)
     given: dict[str, Tensor | int] = {"places": places, "seen": torch.zeros(64)}
     given |= {"steps": len(order) // 64, "writes": int(writes)}
@@ -76,7 +59,7 @@ def _conflicts(order: tuple[int, ...], *, writes: bool) -> int:
 
 
 def _found(table: Any, case: Mapping[str, Any]) -> tuple[str, str]:
-    """(what forbids a table, "" where nothing does; what it does to the banks)."""
+    """Why a table is not allowed ("" if it is), and the bank conflicts that it causes."""
     shape = rows, columns = case["rows"], case["columns"]
     words = rows * (columns + case["spare"])
     if not isinstance(table, Tensor) or table.dtype != torch.int64 or tuple(table.shape) != shape:
@@ -97,10 +80,10 @@ def _found(table: Any, case: Mapping[str, Any]) -> tuple[str, str]:
 def _compare(
     answers: Sequence[Any], wanted: Sequence[Any], cases: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Complaint unless each answer is allowed where the wanted one is and has its conflicts.
+    """A complaint unless each answer is allowed and has the conflicts of the wanted one.
 
-    So every layout without conflicts is as right as the reference's, and a mistake is known by the
-    cycles that it loses. Nothing is random: no false alarms.
+    Every layout without conflicts is therefore right, and the lost cycles tell mistakes apart.
+    Nothing is random, so there are no false alarms.
     """
     for at, (came, right, case) in enumerate(zip(answers, wanted, cases, strict=True), 1):
         mine, theirs = _found(came, case), _found(right, case)
@@ -110,7 +93,7 @@ def _compare(
 
 
 def _cases(seed: int) -> list[dict[str, Any]]:
-    """Both numbers of rows, with a few spare words a row; the whole has to fit into LDS."""
+    """Both numbers of rows, in random order. Each tile fits into LDS with its spare words."""
     rows = random.Random(seed).sample((32, 64), 2)
     return [{"rows": count, "spare": SPARE} for count in rows]
 
@@ -119,30 +102,37 @@ def _own_columns(student: int) -> Mapping[str, Any]:
     return {"columns": random.Random(f"hip.place_tile:{student}").choice(COLUMNS)}
 
 
-_HINTS = {
-    "as it is": "Row after row without a gap: a row's length is a multiple of 32, so a column "
-    "stands in one bank, and 32 lanes that read it wait for each other.",
-    "transposed": "Now a column's elements are neighbours, and a row stands in one bank: reading "
-    "is free and writing is not.",
-    "two words more": "A column of yours stands in every second bank, and two lanes share each of "
-    "them. That is so where rows are an even number of words apart: its multiples meet half of the "
-    "32 banks at most.",
-    "four words more": "A column of yours stands in eight of the 32 banks. Four words more for "
-    "each row do that, which keep the rows aligned to 16 bytes. Rows that are padded must be apart "
-    "by a number with no factor in common with 32.",
-    "eight words more": "A column of yours stands in four of the 32 banks. All eight spare words "
-    "in each row do that: rows that are padded must be apart by a number with no factor in common "
-    "with 32. You need not use all that there is.",
-    "a round of banks more": "Your table is larger than it may be, and no better for it: 32 words "
-    "more bring each row back to the bank where it was.",
-    "shifted by the row's bank": "Each row is shifted by its number modulo 32, and after 32 rows "
-    "the shift begins anew: there one row's end and the next one's beginning are in one place.",
-}
+_MISTAKES = [
+    Mistake("as it is", ("(columns + 1)", "columns"),
+            "Row after row without a gap: a row's length is a multiple of 32, so a column stands "
+            "in one bank, and 32 lanes that read it wait for each other."),
+    Mistake("transposed", ("row * (columns + 1) + column", "column * rows + row"),
+            "Now a column's elements are neighbours, and a row stands in one bank: reading is free "
+            "and writing is not."),
+    Mistake("two words more", ("+ 1", "+ 2"),
+            "A column of yours stands in every second bank, and two lanes share each of them. That "
+            "is so where rows are an even number of words apart: its multiples meet half of the 32 "
+            "banks at most."),
+    Mistake("four words more", ("+ 1", "+ 4"),
+            "A column of yours stands in eight of the 32 banks. Four words more for each row do "
+            "that, which keep the rows aligned to 16 bytes. Rows that are padded must be apart by "
+            "a number with no factor in common with 32."),
+    Mistake("eight words more", ("+ 1", "+ 8"),
+            "A column of yours stands in four of the 32 banks. All eight spare words in each row "
+            "do that: rows that are padded must be apart by a number with no factor in common with "
+            "32. You need not use all that there is."),
+    Mistake("a round of banks more", ("+ 1", "+ 32"),
+            "Your table is larger than it may be, and no better for it: 32 words more bring each "
+            "row back to the bank where it was."),
+    Mistake("shifted by the row's bank", ("(columns + 1) + column", "columns + column + row % 32"),
+            "Each row is shifted by its number modulo 32, and after 32 rows the shift begins anew: "
+            "there one row's end and the next one's beginning are in one place."),
+]  # fmt: skip
 
 PLACE_TILE = EmulatedExercise(
     id="hip.place_tile",
     reference=place_tile,
-    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
+    mistakes=_MISTAKES,
     cases=_cases,
     variant=_own_columns,
     ready=_walk,

@@ -1,4 +1,4 @@
-"""Five broken ports of one kernel, known by their errors, their lost cycles and their traffic."""
+"""Five broken ports of one kernel, which differ in errors, lost cycles, and memory traffic."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from labcore.hip import EmulationError, load
 __all__ = ["CLINIC", "LENGTHS", "Port"]
 
 ROWS, TILE = 32, 64
-LENGTHS = range(8, 2 * TILE + 1, 8)  # of the rows: what the curves show
+LENGTHS = range(8, 2 * TILE + 1, 8)  # row lengths that the curves show
 
-# One wavefront, the means of 32 rows: a tile of 64 columns at a time passes through LDS, lane l
-# adds up half l / 32 of row l % 32, and a vote counts the columns that there are.
+# One wavefront computes the means of 32 rows. It loads tiles of 64 columns into LDS, lane l adds up
+# half l / 32 of row l % 32, and a vote counts the columns of the tile.
 KERNEL = """\
 #include "portable.h"
 
@@ -56,11 +56,11 @@ ENTRY(row_means, row_means)
 
 @dataclass(frozen=True, kw_only=True)
 class Port:
-    """The kernel, with what may be wrong in it.
+    """The kernel with its possible faults.
 
-    stride: words from one row of LDS to the next. by_rows: neighbouring lanes load from
-    neighbouring rows. leave_early: lanes without a column in the first tile return at once.
-    narrow_vote: the vote is kept in 32 bits. halves_apart: the two sums of a row are not added.
+    stride: words from one row of LDS to the next. by_rows: neighboring lanes load from neighboring
+    rows. leave_early: lanes without a column in the first tile return at once. narrow_vote: the
+    vote is kept in 32 bits. halves_apart: the two sums of a row are not added.
     """
 
     stride: int = TILE + 1
@@ -70,9 +70,9 @@ class Port:
     halves_apart: bool = False
 
     def run(self, length: int) -> tuple[float, int, int]:
-        """Error of the mean of rows of ones, LDS cycles lost, segments of global memory.
+        """Error of the mean for rows of ones, lost LDS cycles, segments of global memory.
 
-        Raises EmulationError.
+        Raises EmulationError if the emulator stops the kernel.
         """
         means = torch.zeros(ROWS)
         counters = load(KERNEL).launch(
@@ -109,7 +109,7 @@ def _curves(port: Port) -> tuple[tuple[float, ...], ...]:
 
 
 def _observe(port: Port) -> dict[str, list[float]]:
-    """A curve over LENGTHS in each panel, NaN where the emulator stopped the kernel."""
+    """One curve over LENGTHS per panel, NaN where the emulator stops the kernel."""
     titles = ("error of the mean", "lost LDS cycles", "global segments")
     return {title: list(curve) for title, curve in zip(titles, _curves(port), strict=True)}
 

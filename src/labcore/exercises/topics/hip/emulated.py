@@ -1,4 +1,4 @@
-"""Exercises that the emulator judges: what they need beyond Python, and kernels as answers."""
+"""Exercises that the emulator judges, among them those whose answer is a kernel."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from labcore.hip import EmulationError, load
 
 __all__ = ["EmulatedExercise", "KernelExercise"]
 
-BUILD_S = 300.0  # a compiler on a busy machine; a kernel takes 2 s on an idle one
-LINES = 3  # of the compiler's errors that a message shows
+BUILD_S = 300.0  # for a busy machine; an idle one compiles a kernel in 2 s
+LINES = 3  # compiler errors that a message shows
 
 Data = Mapping[str, Any]
 
@@ -26,8 +26,8 @@ Data = Mapping[str, Any]
 class EmulatedExercise(Exercise):
     """An exercise whose judge needs a C++ compiler.
 
-    ready: raises RuntimeError where it lacks something; the outcome is "unavailable" then, with
-    the error's own words.
+    ready: raises RuntimeError if something is missing. The outcome is then "unavailable", with the
+    error's text.
     """
 
     ready: Callable[[], object]
@@ -35,12 +35,12 @@ class EmulatedExercise(Exercise):
     def check(
         self, fn: Callable[..., Any], *, seed: int | None = None, student: int = 0
     ) -> Outcome:
-        """As `Exercise.check`, where the emulator can be built."""
+        """Like `Exercise.check`, if the emulator can be built."""
         try:
             self.ready()
         except RuntimeError as problem:
             return _unavailable(str(problem))
-        # A class with slots is made anew by its decorator, which super() does not see.
+        # super() would fail: it refers to the class before the decorator added slots.
         return Exercise.check(self, fn, seed=seed, student=student)
 
 
@@ -48,11 +48,11 @@ class EmulatedExercise(Exercise):
 class KernelExercise(EmulatedExercise):
     """An exercise whose functions return the source of a kernel, which the emulator runs.
 
-    data: seed -> what the kernel is run on, launch by launch.
+    data: seed -> the data of each launch.
     launch: (source, wave, data of a launch) -> its results; runs in the worker.
     model: (data of a launch, name of a mistake or "") -> the results of the kernel with that
-    mistake, or of the right one. So the mistakes are told apart without being compiled.
-    wave: lanes of a wavefront.
+    mistake, or of the right one. It tells mistakes apart without compiling them.
+    wave: lanes per wavefront.
     """
 
     data: Callable[[int], Sequence[Data]]
@@ -68,8 +68,8 @@ class KernelExercise(EmulatedExercise):
         student: int = 0,
         changed: Sequence[Sequence[str]] = (),
     ) -> Outcome:
-        """Judge the source in `answers`, one for the one case, by what it computes."""
-        del student, changed  # the source is the same for all, and a text cannot be changed
+        """Judge the only answer, a kernel's source, by what the kernel computes."""
+        del student, changed  # one case for all students, and a str cannot change
         (source,) = answers
         if not isinstance(source, str):
             problem = f"the result must be the kernel's source, a str, got {describe(source)}"
@@ -95,7 +95,7 @@ class KernelExercise(EmulatedExercise):
         return self._compared(found, launches, seed)
 
     def _built(self, source: str) -> Outcome | None:
-        """What hinders a build, or None."""
+        """The outcome if the source does not build, or None."""
         played = play(_build, [{"source": source, "wave": self.wave}], timeout_s=BUILD_S)
         complaint = played.problem if played.kind else played.answers[0]
         if not complaint:
@@ -127,7 +127,7 @@ class KernelExercise(EmulatedExercise):
 
 
 def _build(source: str, wave: int) -> str:
-    """Runs in the worker: "" or what hinders a build."""
+    """In the worker: build the kernel and return "" or the error."""
     try:
         load(source, wave=wave)
     except RuntimeError as problem:
@@ -141,10 +141,10 @@ def _run(
     wave: int,
     launches: Sequence[Data],
 ) -> tuple[list[tuple[Tensor, ...]], str]:
-    """Runs in the worker: the results of the launches, and what the emulator says against them."""
+    """In the worker: return the results of the launches, and the emulator's complaint."""
     try:
         return [launch(source, wave, one) for one in launches], ""
-    except (EmulationError, ValueError) as problem:  # a ValueError: the kernel has another name
+    except (EmulationError, ValueError) as problem:  # ValueError: the kernel has another name
         return [], str(problem)
 
 

@@ -1,8 +1,7 @@
-"""A kernel in which every 32 became WAVE, and what was written without that number stayed."""
+"""A kernel in which WAVE replaced every 32, but widths without that number remained."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -66,34 +65,6 @@ def mend(source: str) -> str:
     return source
 
 
-# What each mistake leaves as it was, or writes instead of the right line.
-_MISTAKES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "votes left": (
-        ("unsigned long long above", "unsigned above"),
-        ("unsigned long long before", "unsigned before"),
-        ("1ull << lane", "1u << lane"),
-        ("popcountll(", "popcount("),
-    ),
-    "reduction left": (("step = 32;", "step = 16;"),),
-    "narrow count": (("popcountll(", "popcount("),),
-    "narrow shift": (("1ull << lane", "1u << lane"),),
-    "narrow before": (("unsigned long long before", "unsigned before"),),
-    "one step too many": (("step = 32;", "step = 64;"),),
-}
-
-
-def _wrongly(fault: str) -> Callable[[str], str]:
-    def wrong(source: str) -> str:
-        if fault == "untouched":
-            return source
-        source = mend(source)
-        for right, left in _MISTAKES[fault]:
-            source = source.replace(right, left)
-        return source
-
-    return wrong
-
-
 def _launch(source: str, wave: int, data: Data) -> tuple[Tensor, ...]:
     values = data["values"]
     rows, length = values.shape
@@ -119,7 +90,7 @@ def _empty(rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _model(data: Data, fault: str) -> tuple[Tensor, ...]:
-    """What the kernel with a mistake computes on 64 lanes, lane after lane."""
+    """The results of the kernel with a mistake on 64 lanes, computed lane by lane."""
     values = data["values"]
     rows, length = values.shape
     sums, packed, counts = _empty(rows, length)
@@ -146,9 +117,9 @@ def _model(data: Data, fault: str) -> tuple[Tensor, ...]:
 
 
 def _data(seed: int) -> list[dict[str, Any]]:
-    """Rows of one wavefront's lanes and more, at lengths that no wavefront divides, and one short.
+    """Launches with rows that are longer and shorter than a wavefront.
 
-    Multiples of 1/8, whose sums are exact in any order.
+    The values are multiples of 1/8, so that their sums are exact in any order.
     """
     draw = torch.Generator().manual_seed(seed)
     launches = []
@@ -159,29 +130,36 @@ def _data(seed: int) -> list[dict[str, Any]]:
     return launches
 
 
-_HINTS = {
-    "untouched": "Nothing in it is mended. Of the 64 lanes the upper 32 are left out, of the sum "
-    "and of each vote: look for what is 32 lanes wide without the number 32.",
-    "votes left": "The sum is right, the votes are not. `__ballot` returns one bit for each of 64 "
-    "lanes: look at the types of what holds them, and of all that is done with them.",
-    "reduction left": "The votes are right, the sum is not. The first step of the reduction "
-    "brings lane 16 to lane 0; lanes 32 to 63 never come.",
-    "narrow count": "The sum is right, and only the votes of the lower 32 lanes are counted. See "
-    "where the other bits get lost: in the type that holds a vote, or in `__builtin_popcount`, "
-    "which takes an unsigned int.",
-    "narrow shift": "The counts are right, but some values are packed one upon the other. For a "
-    "lane above 31 the bits of the lower lanes are not what you make: an unsigned int has no bit "
-    "40 to shift a 1 to.",
-    "narrow before": "The counts are right, but some values are packed one upon the other: of the "
-    "lower lanes' votes those above lane 31 get lost. See what holds them and what counts them.",
-    "one step too many": "Your sums are twice too large. The first step goes past the last lane, "
-    "and a lane that reads past the end reads itself.",
-}
+_MISTAKES = [
+    Mistake("untouched", (".replace(old, new)", ""),
+            "Nothing in it is mended. Of the 64 lanes the upper 32 are left out, of the sum and of "
+            "each vote: look for what is 32 lanes wide without the number 32."),
+    Mistake("votes left", lambda source: source.replace("step = 16;", "step = 32;"),
+            "The sum is right, the votes are not. `__ballot` returns one bit for each of 64 lanes: "
+            "look at the types of what holds them, and of all that is done with them."),
+    Mistake("reduction left", ("step = 32", "step = 16"),
+            "The votes are right, the sum is not. The first step of the reduction brings lane 16 "
+            "to lane 0; lanes 32 to 63 never come."),
+    Mistake("narrow count", ("popcountll", "popcount"),
+            "The sum is right, and only the votes of the lower 32 lanes are counted. See where the "
+            "other bits get lost: in the type that holds a vote, or in `__builtin_popcount`, which "
+            "takes an unsigned int."),
+    Mistake("narrow shift", ("1ull", "1u"),
+            "The counts are right, but some values are packed one upon the other. For a lane above "
+            "31 the bits of the lower lanes are not what you make: an unsigned int has no bit 40 "
+            "to shift a 1 to."),
+    Mistake("narrow before", ("long long before", "before"),
+            "The counts are right, but some values are packed one upon the other: of the lower "
+            "lanes' votes those above lane 31 get lost. See what holds them and what counts them."),
+    Mistake("one step too many", ("step = 32", "step = 64"),
+            "Your sums are twice too large. The first step goes past the last lane, and a lane "
+            "that reads past the end reads itself."),
+]  # fmt: skip
 
 MEND = KernelExercise(
     id="hip.mend",
     reference=mend,
-    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
+    mistakes=_MISTAKES,
     cases=lambda _: [{"source": BROKEN}],
     ready=compiler,
     data=_data,

@@ -1,9 +1,9 @@
-"""Who of a queue is let in when nobody may be sent out again."""
+"""Decide which queued requests a server admits when it never preempts."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
@@ -13,7 +13,7 @@ from labcore.exercises.topics.inflight.drawing import kept, separating
 __all__ = ["ADMIT", "NOBODYS", "SPARES", "some_queue"]
 
 NOBODYS = 2
-SPARES = (1, 3, 4, 5)  # blocks that a student's server keeps unpromised
+SPARES = (1, 3, 4, 5)  # unpromised blocks, for numbered students
 _Waiting = Sequence[tuple[int, int, str]]
 _Running = Sequence[tuple[int, int, int, str]]
 
@@ -28,14 +28,16 @@ def admit(
     *,
     spare: int,
 ) -> list[int]:
-    """The places in `waiting` of those that are admitted before the next step."""
+    """Return the places in `waiting` of the requests that enter before the next step."""
     del families
-    room = free
-    for prompt, most, held, _ in running:
-        room -= -(-(prompt + most - 1) // page) - held
+
+    def longest(prompt: int, most: int) -> int:
+        return -(-(prompt + most - 1) // page)
+
+    room = free - sum(longest(prompt, most) - held for prompt, most, held, _ in running)
     taken: list[int] = []
     for place, (prompt, most, _) in enumerate(waiting):
-        room -= -(-(prompt + most - 1) // page)
+        room -= longest(prompt, most)
         least = spare if running or taken else 0
         if len(running) + len(taken) == slots or room < least:
             break
@@ -43,108 +45,8 @@ def admit(
     return taken
 
 
-def _blocks(fault: str, prompt: int, most: int, page: int) -> int:
-    """Blocks of a request at its longest, in a mistake's opinion."""
-    tokens = prompt + most - 1
-    if fault == "last token stored":
-        tokens += 1
-    if fault == "prompt alone":
-        tokens = prompt
-    return tokens // page if fault == "rounded down" else -(-tokens // page)
-
-
-def _room(fault: str, running: _Running, free: int, page: int) -> int:
-    room = free
-    if fault == "promises forgotten":
-        return room
-    for prompt, most, held, _ in running:
-        here = "" if fault == "prompt alone" else fault
-        needed = _blocks(here, prompt, most, page)
-        room -= needed if fault == "held ones promised again" else needed - held
-    return room
-
-
-def _by_tokens(
-    waiting: _Waiting, running: _Running, free: int, slots: int, page: int, spare: int
-) -> list[int]:
-    """In tokens of the pool, as if a block could be shared out."""
-    room = free * page - sum(prompt + most - 1 - held * page for prompt, most, held, _ in running)
-    taken: list[int] = []
-    for place, (prompt, most, _) in enumerate(waiting):
-        room -= prompt + most - 1
-        least = spare * page if running or taken else 0
-        if len(running) + len(taken) == slots or room < least:
-            break
-        taken.append(place)
-    return taken
-
-
-def _wrongly(fault: str) -> Callable[..., list[int]]:
-    def answer(
-        waiting: _Waiting,
-        running: _Running,
-        free: int,
-        slots: int,
-        page: int,
-        families: Mapping[str, int] | None,
-        *,
-        spare: int,
-    ) -> list[int]:
-        del families
-        if fault == "tokens added up":
-            return _by_tokens(waiting, running, free, slots, page, spare)
-        room = _room(fault, running, free, page)
-        taken: list[int] = []
-        for place, (prompt, most, _) in enumerate(waiting):
-            needed = _blocks(fault, prompt, most, page)
-            alone = not (running or taken)
-            least = 0 if alone and fault != "spare always" else spare
-            if fault == "spare forgotten":
-                least = 0
-            if fault != "slots unseen" and len(running) + len(taken) == slots:
-                break
-            if room - needed < least:
-                if fault == "head passed over":
-                    continue
-                break
-            taken.append(place)
-            if fault != "each by itself":
-                room -= needed
-            if fault == "one a step":
-                break
-        return taken
-
-    return answer
-
-
-_HINTS = {
-    "rounded down": "You round blocks down. The tokens that are left over need a block as well, "
-    "even if it is not filled.",
-    "prompt alone": "You look at a waiting request's prompt. It is let in for good, with all that "
-    "it may still say.",
-    "promises forgotten": "You count what is free. Some of it belongs to requests that run and "
-    "have not asked for it yet.",
-    "held ones promised again": "You take what the running need from what is free. A part of it "
-    "they hold already, and it is not free.",
-    "last token stored": "With you a request needs room for one token more than it does: what is "
-    "drawn last is read by nobody.",
-    "spare forgotten": "You give away the last block. Look for what has to be left.",
-    "spare always": "Your first request has to leave spare blocks although nobody runs. A large "
-    "one would wait for ever beside an empty pool.",
-    "head passed over": "Where the next one does not fit you take a later one. A large request "
-    "could then wait for as long as small ones come.",
-    "slots unseen": "You admit more requests than there are slots.",
-    "each by itself": "Each of your requests fits beside those that run. They also have to fit "
-    "beside each other.",
-    "one a step": "You stop behind the first one that you admit.",
-    "tokens added up": "You add up tokens and divide at the end. Blocks are not shared out: each "
-    "request has a last one of its own.",
-}
-_WRONG = {name: _wrongly(name) for name in _HINTS}
-
-
 def _lengths(chance: random.Random, page: int) -> tuple[int, int]:
-    """Prompt and most output tokens; often just what fills a block, or one more."""
+    """Draw a prompt length and an output limit that often just fill a block, or need one more."""
     prompt = chance.randint(1, 5 * page)
     most = chance.randint(1, 5 * page)
     if chance.random() < 0.5:
@@ -155,7 +57,7 @@ def _lengths(chance: random.Random, page: int) -> tuple[int, int]:
 def some_queue(
     chance: random.Random, families: Mapping[str, int] | None = None, *, rows: int = 4
 ) -> dict[str, Any]:
-    """Up to `rows` running requests and a longer queue, with a pool that is nearly promised."""
+    """Draw up to `rows` running requests, a longer queue, and a pool that is nearly promised."""
     page = chance.choice((8, 12, 16, 24, 32))
     names = ["", *(families or {})]
     running = []
@@ -185,7 +87,8 @@ def some_queue(
 def _cases(seed: int) -> list[dict[str, Any]]:
     chance = random.Random(seed)
     variants = [{"spare": spare} for spare in (NOBODYS, *SPARES)]
-    return separating(lambda: some_queue(chance), [admit, *_WRONG.values()], variants)
+    wrong = (function for function, _ in ADMIT.wrong.values())
+    return separating(lambda: some_queue(chance), [admit, *wrong], variants)
 
 
 def _own_spare(student: int) -> Mapping[str, Any]:
@@ -196,7 +99,85 @@ def _own_spare(student: int) -> Mapping[str, Any]:
 ADMIT = Exercise(
     id="inflight.admit",
     reference=admit,
-    mistakes=[Mistake(name, _WRONG[name], hint) for name, hint in _HINTS.items()],
+    mistakes=[
+        Mistake(
+            "rounded down",
+            ("-(-(prompt + most - 1) // page)", "(prompt + most - 1) // page"),
+            "You round blocks down. The tokens that are left over need a block as well, even if it "
+            "is not filled.",
+        ),
+        Mistake(
+            "prompt alone",
+            ("room -= longest(prompt, most)", "room -= longest(prompt, 1)"),
+            "You look at a waiting request's prompt. It is let in for good, with all that it may "
+            "still say.",
+        ),
+        Mistake(
+            "promises forgotten",
+            ("in running)", "in ())"),
+            "You count what is free. Some of it belongs to requests that run and have not asked "
+            "for it yet.",
+        ),
+        Mistake(
+            "held ones promised again",
+            (" - held", ""),
+            "You take what the running need from what is free. A part of it they hold already, and "
+            "it is not free.",
+        ),
+        Mistake(
+            "last token stored",
+            ("prompt + most - 1", "prompt + most"),
+            "With you a request needs room for one token more than it does: what is drawn last is "
+            "read by nobody.",
+        ),
+        Mistake(
+            "spare forgotten",
+            ("spare if running or taken else 0", "0"),
+            "You give away the last block. Look for what has to be left.",
+        ),
+        Mistake(
+            "spare always",
+            (" if running or taken else 0", ""),
+            "Your first request has to leave spare blocks although nobody runs. A large one would "
+            "wait for ever beside an empty pool.",
+        ),
+        Mistake(
+            "head passed over",
+            (
+                "            break",
+                "            room += longest(prompt, most)\n            continue",
+            ),
+            "Where the next one does not fit you take a later one. A large request could then wait "
+            "for as long as small ones come.",
+        ),
+        Mistake(
+            "slots unseen",
+            ("len(running) + len(taken) == slots or ", ""),
+            "You admit more requests than there are slots.",
+        ),
+        Mistake(
+            "each by itself",
+            ("taken.append(place)", "taken.append(place)\n        room += longest(prompt, most)"),
+            "Each of your requests fits beside those that run. They also have to fit beside each "
+            "other.",
+        ),
+        Mistake(
+            "one a step",
+            ("return taken", "return taken[:1]"),
+            "You stop behind the first one that you admit.",
+        ),
+        Mistake(
+            "tokens added up",
+            [
+                ("-(-(prompt + most - 1) // page)", "prompt + most - 1"),
+                ("room = free - ", "room = free * page - "),
+                (" - held", " - held * page"),
+                ("spare if", "spare * page if"),
+            ],
+            "You add up tokens and divide at the end. Blocks are not shared out: each request has "
+            "a last one of its own.",
+        ),
+    ],
     cases=_cases,
     variant=_own_spare,
     explanation="A request that may never be sent out again has to be let in with room for the "

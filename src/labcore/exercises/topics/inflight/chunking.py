@@ -1,10 +1,9 @@
-"""Prompts read in chunks beside outputs, under one budget of tokens a step."""
+"""Read prompts in chunks beside outputs, under one budget of tokens per step."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
@@ -14,7 +13,7 @@ from labcore.exercises.topics.inflight.drawing import kept, separating
 __all__ = ["CHUNK", "CHUNKS", "NOBODYS", "some_prompts"]
 
 NOBODYS = 400
-CHUNKS = (256, 320, 352, 448)  # a student's
+CHUNKS = (256, 320, 352, 448)  # for numbered students
 _Requests = Sequence[tuple[int, int, int]]
 _Answer = tuple[list[list[int]], list[int]]
 
@@ -22,19 +21,19 @@ _Answer = tuple[list[list[int]], list[int]]
 def in_chunks(
     requests: _Requests, steps: int, budget: int, least: int, equal: bool, *, chunk: int
 ) -> _Answer:
-    """Tokens that each request reads in each step, and the step that brings its first token."""
+    """Return the tokens that each request reads per step, and the steps of the first tokens."""
     del equal
-    read, said = [0] * len(requests), [0] * len(requests)
-    trace, first = [], [-1] * len(requests)
+    read, first = [0] * len(requests), [-1] * len(requests)
+    trace = []
     for step in range(steps):
         row, left = [0] * len(requests), budget
-        for place, (_, _, output) in enumerate(requests):
-            if 0 < said[place] < output:
+        for place, (_, prompt, output) in enumerate(requests):
+            if prompt <= read[place] < prompt + output - 1:
                 row[place] = 1
                 left -= 1
         for place, (arrival, prompt, _) in enumerate(requests):
-            lacking = max(prompt - read[place], 0)
-            if arrival > step or not lacking:
+            lacking = prompt - read[place]
+            if arrival > step or lacking <= 0:
                 continue
             count = min(lacking, chunk, left)
             if count < min(lacking, least):
@@ -43,147 +42,14 @@ def in_chunks(
             left -= count
         for place, (_, prompt, _) in enumerate(requests):
             read[place] += row[place]
-            if row[place] and read[place] >= prompt:
-                said[place] += 1
-                first[place] = step if said[place] == 1 else first[place]
+            if row[place] and read[place] == prompt:
+                first[place] = step
         trace.append(row)
     return trace, first
 
 
-@dataclass(kw_only=True, slots=True)
-class _Row:
-    """A request on its way, in a mistake's bookkeeping."""
-
-    arrival: int
-    prompt: int
-    output: int
-    read: int = field(default=0)
-    said: int = field(default=0)
-    first: int = field(default=-1)
-
-    def lacking(self) -> int:
-        return max(self.prompt - self.read, 0)
-
-
-def _decodes(fault: str, row: _Row) -> bool:
-    if row.lacking():
-        return False
-    if fault == "no token of the last chunk":
-        return row.said < row.output
-    if fault == "last token read":
-        return row.said <= row.output
-    return 0 < row.said < row.output
-
-
-def _count(fault: str, lacking: int, chunk: int, left: int, least: int) -> int:
-    """Tokens of a prompt's next chunk, -1 where the prompts have to stop."""
-    if fault == "cap unseen":
-        chunk = lacking
-    if fault == "last chunk over budget":
-        return min(lacking, chunk) if left > 0 else -1
-    count = min(lacking, chunk, left)
-    smallest = min(lacking, least)
-    if fault == "scraps read":
-        smallest = 1
-    if fault == "short rest withheld":
-        smallest = least
-    return count if count >= smallest else -1
-
-
-def _chunks(
-    fault: str, rows: Sequence[_Row], step: int, left: int, chunk: int, least: int
-) -> dict[int, int]:
-    taken: dict[int, int] = {}
-    places = [at for at, row in enumerate(rows) if row.arrival <= step and row.lacking()]
-    if fault == "shortest first":
-        places.sort(key=lambda at: rows[at].lacking())
-    for at in places:
-        count = _count(fault, rows[at].lacking(), chunk, left, least)
-        if count < 0:
-            if fault == "overtaken":
-                continue
-            break
-        taken[at] = count
-        left -= count
-        if fault == "one prompt a step":
-            break
-    return taken
-
-
-def _shares(
-    fault: str, rows: Sequence[_Row], step: int, budget: int, chunk: int, least: int
-) -> dict[int, int]:
-    """What each reads in a step."""
-    decodes = [at for at, row in enumerate(rows) if _decodes(fault, row)]
-    if fault == "prompts first":
-        taken = _chunks(fault, rows, step, budget, chunk, least)
-        left = budget - sum(taken.values())
-        return taken | dict.fromkeys(decodes[:left], 1)
-    left = budget if fault == "outputs for nothing" else budget - len(decodes)
-    return dict.fromkeys(decodes, 1) | _chunks(fault, rows, step, left, chunk, least)
-
-
-def _wrongly(fault: str) -> Callable[..., _Answer]:
-    def answer(
-        requests: _Requests, steps: int, budget: int, least: int, equal: bool, *, chunk: int
-    ) -> _Answer:
-        del equal
-        rows = [_Row(arrival=a, prompt=p, output=o) for a, p, o in requests]
-        trace = []
-        for step in range(steps):
-            shares = _shares(fault, rows, step, budget, chunk, least)
-            for at, count in list(shares.items()):
-                row = rows[at]
-                decoded = not row.lacking()
-                row.read += count
-                said = decoded or not row.lacking()
-                if fault == "no token of the last chunk":
-                    said = decoded
-                if fault == "token of every chunk":
-                    said = True
-                row.said += said
-                if row.said and row.first < 0:
-                    row.first = step
-                if fault == "output in the same step" and not decoded and said and row.output > 1:
-                    row.said += 1
-                    shares[at] += 1
-            trace.append([shares.get(at, 0) for at in range(len(rows))])
-        return trace, [row.first for row in rows]
-
-    return answer
-
-
-_HINTS = {
-    "prompts first": "You read prompts first and outputs with what is left. A long prompt then "
-    "stops all outputs for as long as it lasts.",
-    "cap unseen": "Your prompts take as much as the budget has. Look for what one of them may "
-    "take at most.",
-    "no token of the last chunk": "Behind its last chunk your request says nothing, and begins "
-    "with the next step. The chunk has read the last token of the prompt, and what it computes "
-    "there is the next one.",
-    "token of every chunk": "Your request says something behind each chunk. What it computes in "
-    "the middle of its prompt is known already.",
-    "outputs for nothing": "Your outputs take no part in the budget, so that a step reads more "
-    "tokens than it may.",
-    "last chunk over budget": "Your last chunk of a step is as long as the cap allows, even where "
-    "the budget ends before.",
-    "scraps read": "You read chunks that are shorter than they may be.",
-    "short rest withheld": "Your prompt waits when little of it is left. There is nothing more to "
-    "wait for.",
-    "overtaken": "Where a prompt's chunk would be too short you go on to the next prompt. It "
-    "overtakes, and may do so in every step.",
-    "one prompt a step": "You read one prompt a step, even where the budget has room for more.",
-    "last token read": "Your requests read the token that they said last. Nobody asks what comes "
-    "behind it.",
-    "output in the same step": "Your request reads the end of its prompt and its first output "
-    "token in one step. That token is known when the step is over.",
-    "shortest first": "You read the prompt first that lacks least. The order is that of the list.",
-}
-_WRONG = {name: _wrongly(name) for name in _HINTS}
-
-
 def some_prompts(chance: random.Random, equal: bool = False) -> dict[str, Any]:
-    """Requests that come one behind the other, with prompts of one chunk to four."""
+    """Draw requests that arrive one after another, with prompts of one to four chunks."""
     requests = []
     arrival = 0
     for _ in range(chance.randint(3, 6)):
@@ -202,7 +68,8 @@ def some_prompts(chance: random.Random, equal: bool = False) -> dict[str, Any]:
 def _drawn(seed: int) -> list[dict[str, Any]]:
     chance = random.Random(seed)
     variants = [{"chunk": chunk} for chunk in (NOBODYS, *CHUNKS)]
-    return separating(lambda: some_prompts(chance), [in_chunks, *_WRONG.values()], variants)
+    wrong = (function for function, _ in CHUNK.wrong.values())
+    return separating(lambda: some_prompts(chance), [in_chunks, *wrong], variants)
 
 
 def _cases(seed: int) -> list[dict[str, Any]]:
@@ -218,7 +85,112 @@ def _own_chunk(student: int) -> Mapping[str, Any]:
 CHUNK = Exercise(
     id="inflight.chunk",
     reference=in_chunks,
-    mistakes=[Mistake(name, _WRONG[name], hint) for name, hint in _HINTS.items()],
+    mistakes=[
+        Mistake(
+            "prompts first",
+            [
+                ("                left -= 1\n", ""),
+                (
+                    "            read[place] += row[place]\n",
+                    "            if read[place] >= prompt:\n"
+                    "                row[place] = min(row[place], left)\n"
+                    "                left -= row[place]\n"
+                    "            read[place] += row[place]\n",
+                ),
+            ],
+            "You read prompts first and outputs with what is left. A long prompt then stops all "
+            "outputs for as long as it lasts.",
+        ),
+        Mistake(
+            "cap unseen",
+            ("min(lacking, chunk, left)", "min(lacking, left)"),
+            "Your prompts take as much as the budget has. Look for what one of them may take at "
+            "most.",
+        ),
+        Mistake(
+            "no token of the last chunk",
+            [("output - 1", "output"), ("read[place] == prompt", "read[place] == prompt + 1")],
+            "Behind its last chunk your request says nothing, and begins with the next step. The "
+            "chunk has read the last token of the prompt, and what it computes there is the next "
+            "one.",
+        ),
+        Mistake(
+            "token of every chunk",
+            [
+                (
+                    "read[place] < prompt + output - 1",
+                    "read[place] and sum(past[place] > 0 for past in trace) < output",
+                ),
+                ("read[place] == prompt", "first[place] < 0"),
+            ],
+            "Your request says something behind each chunk. What it computes in the middle of its "
+            "prompt is known already.",
+        ),
+        Mistake(
+            "outputs for nothing",
+            ("                left -= 1\n", ""),
+            "Your outputs take no part in the budget, so that a step reads more tokens than it "
+            "may.",
+        ),
+        Mistake(
+            "last chunk over budget",
+            [
+                ("min(lacking, chunk, left)", "min(lacking, chunk)"),
+                ("count < min(lacking, least)", "left <= 0"),
+            ],
+            "Your last chunk of a step is as long as the cap allows, even where the budget ends "
+            "before.",
+        ),
+        Mistake(
+            "scraps read",
+            ("count < min(lacking, least)", "count < 1"),
+            "You read chunks that are shorter than they may be.",
+        ),
+        Mistake(
+            "short rest withheld",
+            ("min(lacking, least)", "least"),
+            "Your prompt waits when little of it is left. There is nothing more to wait for.",
+        ),
+        Mistake(
+            "overtaken",
+            ("break", "continue"),
+            "Where a prompt's chunk would be too short you go on to the next prompt. It overtakes, "
+            "and may do so in every step.",
+        ),
+        Mistake(
+            "one prompt a step",
+            ("left -= count", "break"),
+            "You read one prompt a step, even where the budget has room for more.",
+        ),
+        Mistake(
+            "last token read",
+            ("output - 1", "output"),
+            "Your requests read the token that they said last. Nobody asks what comes behind it.",
+        ),
+        Mistake(
+            "output in the same step",
+            [
+                ("(_, prompt, _)", "(_, prompt, output)"),
+                (
+                    "first[place] = step",
+                    "first[place] = step\n"
+                    "                row[place] += output > 1\n"
+                    "                read[place] += output > 1",
+                ),
+            ],
+            "Your request reads the end of its prompt and its first output token in one step. That "
+            "token is known when the step is over.",
+        ),
+        Mistake(
+            "shortest first",
+            (
+                "(arrival, prompt, _) in enumerate(requests)",
+                "(arrival, prompt, _) in sorted("
+                "enumerate(requests), key=lambda one: one[1][1] - read[one[0]])",
+            ),
+            "You read the prompt first that lacks least. The order is that of the list.",
+        ),
+    ],
     cases=_cases,
     variant=_own_chunk,
     returns=("tokens read", "steps of the first tokens"),

@@ -1,4 +1,4 @@
-"""Five servers that batch in flight, each with a fault, known by their pools and their clients."""
+"""Diagnose five faulty servers that batch in flight by their pools and their clients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from labcore.exercises.topics.inflight.engine import Engine, Job, Server, Step, 
 __all__ = ["CLINIC", "REQUESTS", "STEPS", "Log", "jobs", "observe", "report"]
 
 REQUESTS, STEPS = 120, 180
-BURST, EVERY = 24, 33  # requests that come together, and the steps between
-BEGINNING = 40  # tokens that the requests of a burst have in common
+BURST, EVERY = 24, 33  # requests per burst, and steps between bursts
+BEGINNING = 40  # tokens of the prefix that the requests of a burst share
 LONGEST = 36  # output tokens
 PATIENCE = (12, 50, 50)  # steps from arrival to deadline
 SEED = 76
@@ -21,7 +21,7 @@ SEED = 76
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Log:
-    """What a server did in STEPS steps."""
+    """Hold what a server did in STEPS steps."""
 
     server: Server
     steps: list[Step]
@@ -29,7 +29,7 @@ class Log:
 
 @functools.cache
 def jobs() -> tuple[Job, ...]:
-    """REQUESTS requests in bursts; those of a burst begin alike."""
+    """Return REQUESTS requests in bursts; the requests of a burst share a prefix."""
     chance = random.Random(SEED)
     made = []
     beginning: tuple[int, ...] = ()
@@ -53,7 +53,7 @@ def jobs() -> tuple[Job, ...]:
 
 @functools.cache
 def observe(engine: Engine) -> Log:
-    """STEPS steps of a server."""
+    """Run a server for STEPS steps."""
     server = Server(engine, jobs())
     return Log(server=server, steps=[server.step() for _ in range(STEPS)])
 
@@ -80,7 +80,7 @@ def _curves(engine: Engine) -> dict[str, list[float]]:
 
 
 def report(student: int = 0) -> dict[str, str]:
-    """What became of each patient's requests by the end: patient -> sentence."""
+    """Return a sentence per patient that tells how its requests ended."""
     said = {}
     deadlines = {job.id: job.deadline for job in jobs()}
     for label, name in CLINIC.diagnoses(student).items():

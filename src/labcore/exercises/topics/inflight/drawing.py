@@ -1,4 +1,4 @@
-"""Cases that tell every two answers apart."""
+"""Draw cases that tell every two answers apart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRIES = 6000
 def kept(
     draw: Callable[[int], list[dict[str, Any]]],
 ) -> Callable[[int], list[dict[str, Any]]]:
-    """`draw`, which makes the cases of a seed, with copies of what it made for the last seeds."""
+    """Cache what `draw` makes for the most recent seeds, and return copies of it."""
     made = functools.lru_cache(maxsize=32)(draw)
 
     @functools.wraps(draw)
@@ -35,11 +35,11 @@ def separating(
     *,
     least: int = 5,
 ) -> list[dict[str, Any]]:
-    """The first `least` cases of `draw`, and those after them that are needed.
+    """Return the first `least` cases of `draw`, and the later ones that are needed.
 
-    Afterwards no two of `answers` agree in all cases, whichever of `variants`, keyword arguments
-    beside a case's own, is used. So a mistake is never taken for the right answer or for another
-    mistake by bad luck. Raises RuntimeError where two answers stay alike.
+    No two of `answers` agree in all returned cases, whichever of `variants` (more keyword
+    arguments) is used. So bad luck never makes a mistake look like the right answer or like
+    another mistake. Raises RuntimeError when two answers stay alike.
     """
     pairs = itertools.combinations(range(len(answers)), 2)
     alike = {(*pair, number) for pair in pairs for number in range(len(variants))}
@@ -61,7 +61,7 @@ def _told_apart(
     variants: Sequence[Mapping[str, Any]],
     alike: set[tuple[int, int, int]],
 ) -> set[tuple[int, int, int]]:
-    """Of `alike`, (answer, answer, variant), those that this case tells apart."""
+    """Return the triples (answer, answer, variant) of `alike` that this case tells apart."""
     given: dict[tuple[int, int], Any] = {}
     for one, other, number in alike:
         for place in (one, other):

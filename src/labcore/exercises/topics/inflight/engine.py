@@ -1,8 +1,8 @@
-"""A server of whole numbers: a scheduler, a pool, and a memory in which tokens stand.
+"""Model a server in whole numbers: a scheduler, a pool, and a memory that stores tokens.
 
-Time is counted in steps. Each slot of a block keeps the token that was written into it, and the
-next token of an output is computed from what stands in the request's blocks: so whoever reads a
-block that nobody has filled says something else.
+A step is the unit of time. Each slot of a block keeps the token that was written into it, and the
+server computes the next token of an output from the contents of the request's blocks. So a request
+that reads an unfilled block outputs a different token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ POLICIES = ("static", "half batch", "no evict", "max utilization", "prefill firs
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A request. arrival, deadline: steps. output: its length; most: what it asked for."""
+    """Describe a request.
+
+    arrival, deadline: steps. output: its length in tokens. most: the length that it may reach.
+    """
 
     id: str
     arrival: int
@@ -33,12 +36,12 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """How requests are served; the last five are faults.
+    """Configure how a server treats requests; the last five fields are faults.
 
-    policy: one of POLICIES; "prefill first" and "half batch" promise as "no evict" does.
-    leaky: a request that ends leaves one block behind. early: a prompt's blocks are known by their
-    digests when they are allocated. clinging: a preempted request keeps its blocks. batched: the
-    slots of ended requests stay taken until all have ended. undated: who waits has no deadline.
+    policy: one of POLICIES; "prefill first" and "half batch" reserve blocks as "no evict" does.
+    leaky: an ended request loses one block. early: the pool registers the digests of a prompt's
+    blocks when it allocates them. clinging: a preempted request keeps its blocks. batched: ended
+    requests hold their slots until all have ended. undated: the queue ignores deadlines.
     """
 
     policy: str = "max utilization"
@@ -56,7 +59,7 @@ class Engine:
 
     @property
     def promises(self) -> bool:
-        """Whether a request is admitted with room for all that it asked for."""
+        """Tell whether the server admits a request only with room for its longest output."""
         return self.policy != "max utilization"
 
 
@@ -67,7 +70,7 @@ class _Row:
     tokens: list[int]
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    known: int = 0  # blocks that were registered
+    known: int = 0  # registered blocks
     preempted: bool = False
 
     @property
@@ -89,8 +92,11 @@ class _Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What one step did. reads: tokens by id. expired: by their deadline. spare: free and cached
-    blocks; waiting: how many, when it was planned."""
+    """Record what one step did.
+
+    reads: tokens by id. expired: requests that met their deadline. spare: free and cached blocks.
+    running, waiting: counts after planning.
+    """
 
     admitted: tuple[str, ...]
     reads: dict[str, int]
@@ -107,7 +113,7 @@ def _next(memory: Sequence[int]) -> int:
 
 
 def alone(job: Job) -> tuple[int, ...]:
-    """The job's output on a server of its own."""
+    """Return the job's output on a server of its own."""
     tokens = list(job.prompt)
     for _ in range(job.output):
         tokens.append(_next(tokens))
@@ -115,7 +121,7 @@ def alone(job: Job) -> tuple[int, ...]:
 
 
 class Server:
-    """The jobs' way through an engine, a step at a time. outputs: of those that ended."""
+    """Run jobs through an engine, one step at a time. outputs: those of ended requests."""
 
     def __init__(self, engine: Engine, jobs: Sequence[Job]) -> None:
         self.engine = engine
@@ -123,18 +129,18 @@ class Server:
         self.memory = [0] * (engine.pages * engine.page)
         self.waiting: list[_Row] = []
         self.running: list[_Row] = []
-        self.held: list[_Row] = []  # ended, in slots that are not given anew yet
+        self.held: list[_Row] = []  # ended requests that still hold their slots
         self.outputs: dict[str, tuple[int, ...]] = {}
         self._coming = sorted(jobs, key=lambda job: job.arrival)[::-1]
         self._now = self._added = 0
 
     @property
     def busy(self) -> bool:
-        """Whether anybody is still to be served."""
+        """Tell whether a job is unfinished."""
         return bool(self._coming or self.waiting or self.running)
 
     def step(self) -> Step:
-        """Plan, read, and take in what came of it."""
+        """Plan a step, read its tokens, and record the results."""
         while self._coming and self._coming[-1].arrival <= self._now:
             job = self._coming.pop()
             self._added += 1
@@ -288,7 +294,7 @@ class Server:
         row.known = max(row.known, full)
 
     def _read(self, row: _Row, count: int) -> bool:
-        """Write `count` tokens and draw the next one; whether the output is complete."""
+        """Write `count` tokens, draw the next one, and tell whether the output is complete."""
         page = self.engine.page
         for place in range(row.computed, row.computed + count):
             self.memory[row.blocks[place // page] * page + place % page] = row.tokens[place]
@@ -307,7 +313,7 @@ def _decodes(row: _Row) -> bool:
 
 
 def run(engine: Engine, jobs: Sequence[Job], steps: int = 10_000) -> tuple[Server, list[Step]]:
-    """Serve the jobs for at most so many steps, fewer where all end before."""
+    """Serve the jobs until all have ended, for at most `steps` steps."""
     server = Server(engine, jobs)
     trace: list[Step] = []
     while server.busy and len(trace) < steps:

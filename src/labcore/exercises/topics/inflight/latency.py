@@ -1,15 +1,12 @@
-"""Percentiles of waiting times from the traces of several replicas."""
+"""Compute percentiles of waiting times from the traces of several replicas."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
-
-import numpy
 
 from labcore.exercises.core import Exercise
 from labcore.exercises.mistakes import Mistake
@@ -18,17 +15,16 @@ from labcore.exercises.topics.inflight.drawing import kept, separating
 __all__ = ["LATENCY", "NOBODYS", "PERCENTS", "some_replicas"]
 
 NOBODYS = 90
-PERCENTS = (75, 80, 85, 95)  # a student's
-BETWEEN = 0.000_176  # s; no time is equal to a goal, in which rounding would decide
+PERCENTS = (75, 80, 85, 95)  # for numbered students
+BETWEEN = 0.000_176  # s; keeps every time away from a goal, where rounding would decide
 _Step = tuple[float, float, Sequence[str], Mapping[str, int]]
 _Replicas = Sequence[tuple[Mapping[str, float], Sequence[_Step]]]
-_Answer = tuple[float, ...]
 
 
 def latencies(
     replicas: _Replicas, goal: tuple[float, float] | None, *, percent: int
 ) -> tuple[float, float, float]:
-    """The percentile of TTFT, of TPOT and of the time in the queue, in seconds."""
+    """Return the percentiles of TTFT, TPOT and the time in the queue, in seconds."""
     del goal
     ttft, tpot, queue = [], [], []
     for arrivals, steps in replicas:
@@ -42,130 +38,28 @@ def latencies(
                 ttft.append(ends[0] - arrival)
             if count > 1:
                 tpot.append((ends[-1] - ends[0]) / (count - 1))
-    ttft_at, tpot_at, queue_at = (
-        sorted(values)[math.ceil(len(values) * percent / 100) - 1] for values in (ttft, tpot, queue)
-    )
-    return ttft_at, tpot_at, queue_at
+
+    def nearest(values: Sequence[float]) -> float:
+        rank = math.ceil(len(values) * percent / 100)
+        return sorted(values)[rank - 1]
+
+    return nearest(ttft), nearest(tpot), nearest(queue)
 
 
-@dataclass(kw_only=True, slots=True)
-class _Life:
-    """Of one request. admitted: (begin, end) of the steps; said: (begin, end, tokens)."""
+def _by_replica(join: Callable[[Iterable[float]], float]) -> Callable[..., tuple[float, ...]]:
+    """Return the mistake that computes each replica's percentiles and joins them."""
 
-    arrival: float
-    admitted: list[tuple[float, float]] = field(default_factory=list)
-    said: list[tuple[float, float, int]] = field(default_factory=list)
-
-
-def _lives(arrivals: Mapping[str, float], steps: Sequence[_Step]) -> list[_Life]:
-    lives = {name: _Life(arrival=arrival) for name, arrival in arrivals.items()}
-    for begin, end, names, tokens in steps:
-        for name in names:
-            lives[name].admitted.append((begin, end))
-        for name, count in tokens.items():
-            lives[name].said.append((begin, end, count))
-    return list(lives.values())
-
-
-def _first(fault: str, life: _Life) -> list[float]:
-    if not life.said:
-        return []
-    begin, end, _ = life.said[0]
-    if fault == "from admission":
-        return [end - life.admitted[0][0]]
-    return [(begin if fault == "begin of the step" else end) - life.arrival]
-
-
-def _each(fault: str, life: _Life) -> list[float]:
-    ends = [end for _, end, _ in life.said]
-    count = sum(tokens for *_, tokens in life.said)
-    if fault == "gaps of all":
-        return [two - one for one, two in itertools.pairwise(ends)]
-    if count < 2:
-        return [0.0] if count and fault == "one token counted" else []
-    if fault == "divided by all tokens":
-        return [(ends[-1] - ends[0]) / count]
-    if fault == "steps for tokens":
-        return [(ends[-1] - ends[0]) / max(len(ends) - 1, 1)]
-    if fault == "whole time":
-        return [(ends[-1] - life.arrival) / count]
-    return [(ends[-1] - ends[0]) / (count - 1)]
-
-
-def _queued(fault: str, life: _Life) -> list[float]:
-    if not life.admitted:
-        return [0.0] if fault == "never admitted counted" else []
-    begin, end = life.admitted[-1 if fault == "last admission" else 0]
-    return [(end if fault == "end of the step" else begin) - life.arrival]
-
-
-def _percentile(fault: str, values: Iterable[float], percent: int) -> float:
-    ordered = sorted(values)
-    if fault == "interpolated":
-        return float(numpy.percentile(ordered, percent))
-    if fault == "mean":
-        return math.fsum(ordered) / len(ordered)
-    rank = len(ordered) * percent / 100
-    rank = math.floor(rank) if fault == "rank rounded down" else math.ceil(rank)
-    return ordered[max(rank, 1) - 1]
-
-
-def _wrongly(fault: str) -> Callable[..., _Answer]:
-    def answer(replicas: _Replicas, goal: tuple[float, float] | None, *, percent: int) -> _Answer:
-        del goal
-        groups = [_lives(*replica) for replica in replicas]
-        apart = fault in ("mean of percentiles", "slowest replica")
-        if not apart:
-            groups = [[life for group in groups for life in group]]
-        told = [
-            [
-                _percentile(fault, (value for life in group for value in of(fault, life)), percent)
-                for of in (_first, _each, _queued)
-            ]
-            for group in groups
-        ]
-        columns = list(zip(*told, strict=True))
-        if fault == "mean of percentiles":
-            return tuple(math.fsum(column) / len(column) for column in columns)
-        return tuple(map(max, columns))
+    def answer(
+        replicas: _Replicas, goal: tuple[float, float] | None, *, percent: int
+    ) -> tuple[float, ...]:
+        each = [latencies([replica], goal, percent=percent) for replica in replicas]
+        return tuple(map(join, zip(*each, strict=True)))
 
     return answer
 
 
-_HINTS = {
-    "divided by all tokens": "Your TPOT divides by the number of tokens. Between the first and the "
-    "last one there is one gap less.",
-    "steps for tokens": "Your TPOT counts steps. Some of them bring a request several tokens.",
-    "whole time": "Your TPOT begins with the arrival. The time before the first token has a name "
-    "of its own.",
-    "gaps of all": "Your TPOT is a percentile of single gaps. Each request has one TPOT, however "
-    "many tokens it has.",
-    "one token counted": "With you a request of one token has a TPOT. It has no time between "
-    "tokens.",
-    "from admission": "Your TTFT begins when a request gets a slot. Its client has waited longer.",
-    "begin of the step": "Your TTFT ends when the step begins that computes the first token. The "
-    "client has it when the step is over.",
-    "last admission": "Your queue ends with the last admission. Some requests lost their place and "
-    "came in a second time.",
-    "end of the step": "Your queue ends with the step that a request came in with. It has a slot "
-    "from the beginning of it.",
-    "never admitted counted": "Requests that were never admitted have a time in the queue with "
-    "you, and the best one of all.",
-    "mean of percentiles": "You take the percentile of each replica and then their mean. Nobody's "
-    "waiting time is such a mean.",
-    "slowest replica": "You take the percentile of each replica and then the largest. A client may "
-    "be sent to any of them.",
-    "interpolated": "You return a number between two waiting times. Asked for is one that somebody "
-    "has waited.",
-    "rank rounded down": "Fewer requests than asked for have waited as long as your number or "
-    "less.",
-    "mean": "You return means. The few that wait long are what a percentile is for.",
-}
-_WRONG = {name: _wrongly(name) for name in _HINTS}
-
-
 def _replica(chance: random.Random, slow: float) -> tuple[dict[str, float], list[_Step]]:
-    """A trace with a few slots, requests that lose their place, and some that are never let in."""
+    """Draw a trace with four slots: some requests lose their slot, and some never get one."""
     count = chance.randint(9, 16)
     arrivals = {f"r{n}": round(chance.uniform(0, 2.0), 3) for n in range(count)}
     queue = sorted(arrivals, key=lambda name: arrivals[name])
@@ -202,7 +96,7 @@ def _replica(chance: random.Random, slow: float) -> tuple[dict[str, float], list
 
 
 def some_replicas(chance: random.Random, *, goal: bool = False) -> dict[str, Any]:
-    """One to three replicas, one of them slower; ids are a replica's own."""
+    """Draw one to three replicas, of which some are slow; ids are unique within a replica."""
     replicas = [
         _replica(chance, chance.choice((1.0, 1.0, 2.5))) for _ in range(chance.randint(1, 3))
     ]
@@ -218,7 +112,8 @@ def some_replicas(chance: random.Random, *, goal: bool = False) -> dict[str, Any
 def _cases(seed: int) -> list[dict[str, Any]]:
     chance = random.Random(seed)
     variants = [{"percent": percent} for percent in (NOBODYS, *PERCENTS)]
-    return separating(lambda: some_replicas(chance), [latencies, *_WRONG.values()], variants)
+    wrong = (function for function, _ in LATENCY.wrong.values())
+    return separating(lambda: some_replicas(chance), [latencies, *wrong], variants)
 
 
 def _own_percent(student: int) -> Mapping[str, Any]:
@@ -229,7 +124,102 @@ def _own_percent(student: int) -> Mapping[str, Any]:
 LATENCY = Exercise(
     id="inflight.latency",
     reference=latencies,
-    mistakes=[Mistake(name, _WRONG[name], hint) for name, hint in _HINTS.items()],
+    mistakes=[
+        Mistake(
+            "divided by all tokens",
+            ("(count - 1)", "count"),
+            "Your TPOT divides by the number of tokens. Between the first and the last one there "
+            "is one gap less.",
+        ),
+        Mistake(
+            "steps for tokens",
+            ("(count - 1)", "max(len(ends) - 1, 1)"),
+            "Your TPOT counts steps. Some of them bring a request several tokens.",
+        ),
+        Mistake(
+            "whole time",
+            ("(ends[-1] - ends[0]) / (count - 1)", "(ends[-1] - arrival) / count"),
+            "Your TPOT begins with the arrival. The time before the first token has a name of its "
+            "own.",
+        ),
+        Mistake(
+            "gaps of all",
+            (
+                "tpot.append((ends[-1] - ends[0]) / (count - 1))",
+                "tpot += [two - one for one, two in zip(ends, ends[1:])]",
+            ),
+            "Your TPOT is a percentile of single gaps. Each request has one TPOT, however many "
+            "tokens it has.",
+        ),
+        Mistake(
+            "one token counted",
+            [("count > 1", "count"), ("(count - 1)", "max(count - 1, 1)")],
+            "With you a request of one token has a TPOT. It has no time between tokens.",
+        ),
+        Mistake(
+            "from admission",
+            ("ends[0] - arrival", "ends[0] - admitted[0]"),
+            "Your TTFT begins when a request gets a slot. Its client has waited longer.",
+        ),
+        Mistake(
+            "begin of the step",
+            (
+                "ends[0] - arrival",
+                "next(begin for begin, *_, tokens in steps if name in tokens) - arrival",
+            ),
+            "Your TTFT ends when the step begins that computes the first token. The client has it "
+            "when the step is over.",
+        ),
+        Mistake(
+            "last admission",
+            ("admitted[0]", "admitted[-1]"),
+            "Your queue ends with the last admission. Some requests lost their place and came in a "
+            "second time.",
+        ),
+        Mistake(
+            "end of the step",
+            ("[begin for begin, _, names", "[end for _, end, names"),
+            "Your queue ends with the step that a request came in with. It has a slot from the "
+            "beginning of it.",
+        ),
+        Mistake(
+            "never admitted counted",
+            ("if name in names]", "if name in names] or [arrival]"),
+            "Requests that were never admitted have a time in the queue with you, and the best one "
+            "of all.",
+        ),
+        Mistake(
+            "mean of percentiles",
+            _by_replica(statistics.fmean),
+            "You take the percentile of each replica and then their mean. Nobody's waiting time is "
+            "such a mean.",
+        ),
+        Mistake(
+            "slowest replica",
+            _by_replica(max),
+            "You take the percentile of each replica and then the largest. A client may be sent to "
+            "any of them.",
+        ),
+        Mistake(
+            "interpolated",
+            [
+                ("del goal", "import numpy"),
+                ("sorted(values)[rank - 1]", "float(numpy.percentile(values, percent))"),
+            ],
+            "You return a number between two waiting times. Asked for is one that somebody has "
+            "waited.",
+        ),
+        Mistake(
+            "rank rounded down",
+            ("math.ceil(len(values) * percent / 100)", "max(len(values) * percent // 100, 1)"),
+            "Fewer requests than asked for have waited as long as your number or less.",
+        ),
+        Mistake(
+            "mean",
+            ("sorted(values)[rank - 1]", "math.fsum(values) / len(values)"),
+            "You return means. The few that wait long are what a percentile is for.",
+        ),
+    ],
     cases=_cases,
     variant=_own_percent,
     returns=("TTFT", "TPOT", "time in the queue"),

@@ -1,9 +1,9 @@
-"""Timelines of a server, and the policy that made them."""
+"""Name the policy that made a timeline of a server."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
@@ -18,15 +18,16 @@ _Timeline = Sequence[tuple[Sequence[str], Mapping[str, int], Sequence[str]]]
 
 
 def policy_of(timeline: _Timeline, prompts: Mapping[str, int], slots: int, half: bool) -> str:
-    """The name of the policy that admitted, read and preempted so."""
+    """Return the name of the policy that admitted, read and preempted in this way."""
     del slots, half
     times = [name for names, _, _ in timeline for name in names]
     if len(times) > len(set(times)):
         return "max utilization"
+    beside: list[bool] = []
     running: dict[str, int] = {}
-    beside = False
     for admitted, reads, ended in timeline:
-        beside = beside or bool(admitted and running)
+        if admitted:
+            beside.append(bool(running))
         running |= dict.fromkeys(admitted, 0)
         for name, read in running.items():
             if read >= prompts[name] and name not in reads:
@@ -34,116 +35,7 @@ def policy_of(timeline: _Timeline, prompts: Mapping[str, int], slots: int, half:
             running[name] += reads.get(name, 0)
         for name in ended:
             del running[name]
-    return "no evict" if beside else "static"
-
-
-def _stalls(fault: str, timeline: _Timeline, prompts: Mapping[str, int]) -> bool:
-    """Whether one that runs, in a mistake's opinion, is left out of a step."""
-    running: dict[str, int] = {}
-    for admitted, reads, ended in timeline:
-        for name in admitted:
-            running.setdefault(name, 0)
-        for name, read in running.items():
-            needed = 0 if fault == "waiting for a chunk" else prompts[name]
-            if read >= needed and name not in reads:
-                return True
-            running[name] += reads.get(name, 0)
-        for name in ended:
-            running.pop(name, None)
-    return False
-
-
-def _alone(timeline: _Timeline, prompts: Mapping[str, int]) -> bool:
-    """Whether a step reads prompts and no output."""
-    done = dict.fromkeys(prompts, 0)
-    for _, reads, _ in timeline:
-        outputs = [name for name in reads if done[name] >= prompts[name]]
-        if reads and not outputs:
-            return True
-        for name, count in reads.items():
-            done[name] += count
-    return False
-
-
-def _mixed(timeline: _Timeline, prompts: Mapping[str, int]) -> bool:
-    """Whether a step reads a prompt beside an output."""
-    done = dict.fromkeys(prompts, 0)
-    for _, reads, _ in timeline:
-        outputs = sum(done[name] >= prompts[name] for name in reads)
-        if 0 < outputs < len(reads):
-            return True
-        for name, count in reads.items():
-            done[name] += count
-    return False
-
-
-def _beside(fault: str, timeline: _Timeline) -> bool:
-    """Whether one is admitted while others run, in a mistake's opinion."""
-    running: set[str] = set()
-    found = []
-    late: Sequence[str] = ()
-    for admitted, _, ended in timeline:
-        if admitted:
-            found.append(bool(running))
-        running |= set(admitted)
-        gone = late if fault == "ended a step later" else ended
-        running -= set(gone)
-        late = ended
-    if fault == "second admission alone":
-        return any(found[1:2])
-    return any(found)
-
-
-def _wrongly(fault: str) -> Callable[..., str]:
-    def answer(timeline: _Timeline, prompts: Mapping[str, int], slots: int, half: bool) -> str:
-        del half
-        times = [name for names, _, _ in timeline for name in names]
-        again = len(times) > len(set(times))
-        stalls = _stalls(fault, timeline, prompts)
-        if fault == "prompts alone":
-            stalls = _alone(timeline, prompts)
-        beside = _beside(fault, timeline)
-        sizes = [len(names) for names, _, _ in timeline if names]
-        if fault == "several at once":
-            beside = max(sizes) == 1
-        if fault == "all slots at once":
-            beside = max(sizes) < slots
-        if fault == "outputs beside prompts":
-            beside = _mixed(timeline, prompts)
-        if fault == "second time unseen":
-            again = False
-        if fault == "every gap a preemption":
-            again = again or stalls
-        if again:
-            return "max utilization"
-        if stalls:
-            return "prefill first"
-        return "no evict" if beside else "static"
-
-    return answer
-
-
-_HINTS = {
-    "waiting for a chunk": "You take for a stalled output what is a prompt that has not been read: "
-    "where the budget is spent its next chunk waits a step, whatever the policy is.",
-    "prompts alone": "You look for steps that read prompts alone. Where nobody has said anything "
-    "yet, such a step holds nobody up.",
-    "ended a step later": "With you a request still runs in the step behind its last one. Its slot "
-    "is free then, and an admission is beside nobody.",
-    "second admission alone": "You look at two admissions. An idle server has nobody to admit "
-    "beside, whatever the policy is.",
-    "several at once": "You take requests that come in together for a static batch. A burst of "
-    "arrivals does the same.",
-    "all slots at once": "You recognize a static batch by its size. The last one need not be "
-    "full, and a server that was idle fills its slots in one step.",
-    "outputs beside prompts": "You take steps that read prompts beside outputs for admissions. In "
-    "a static batch, too, one prompt may be read before another.",
-    "second time unseen": "You see a request stand still that had lost its place. Look how it "
-    "comes back.",
-    "every gap a preemption": "You see a preemption where a request only stands still. It keeps "
-    "its place, and goes on where it was.",
-}
-_WRONG = {name: _wrongly(name) for name in _HINTS}
+    return "no evict" if any(beside) else "static"
 
 
 def _jobs(chance: random.Random, count: int, page: int) -> list[Job]:
@@ -159,7 +51,7 @@ def _jobs(chance: random.Random, count: int, page: int) -> list[Job]:
 
 
 def some_timeline(chance: random.Random, policy: str, *, slots: int = 0) -> dict[str, Any]:
-    """A run of a small server under `policy`; slots: of the server, 0 for a number drawn."""
+    """Run a small server under `policy`; `slots=0` draws the number of slots."""
     page = chance.choice((4, 8))
     jobs = _jobs(chance, chance.randint(9, 16), page)
     longest = max(len(job.prompt) + job.most for job in jobs)
@@ -179,7 +71,7 @@ def some_timeline(chance: random.Random, policy: str, *, slots: int = 0) -> dict
 
 
 def _one(chance: random.Random) -> dict[str, Any]:
-    """A timeline that shows what its policy is known by."""
+    """Draw a timeline that shows the mark of its policy."""
     policy = chance.choice(NAMES)
     while True:
         case = some_timeline(chance, policy)
@@ -190,13 +82,88 @@ def _one(chance: random.Random) -> dict[str, Any]:
 @kept
 def _cases(seed: int) -> list[dict[str, Any]]:
     chance = random.Random(seed)
-    return separating(lambda: _one(chance), [policy_of, *_WRONG.values()], least=8)
+    wrong = (function for function, _ in POLICY.wrong.values())
+    return separating(lambda: _one(chance), [policy_of, *wrong], least=8)
 
 
 POLICY = Exercise(
     id="inflight.policy",
     reference=policy_of,
-    mistakes=[Mistake(name, _WRONG[name], hint) for name, hint in _HINTS.items()],
+    mistakes=[
+        Mistake(
+            "waiting for a chunk",
+            ("read >= prompts[name] and ", ""),
+            "You take for a stalled output what is a prompt that has not been read: where the "
+            "budget is spent its next chunk waits a step, whatever the policy is.",
+        ),
+        Mistake(
+            "prompts alone",
+            (
+                "read >= prompts[name] and name not in reads",
+                "reads and all(running[one] < prompts[one] for one in reads)",
+            ),
+            "You look for steps that read prompts alone. Where nobody has said anything yet, such "
+            "a step holds nobody up.",
+        ),
+        Mistake(
+            "ended a step later",
+            [
+                ("bool(running)", "bool(running or late)"),
+                ("    running: dict[str, int] = {}", "    running, late = {}, []"),
+                ("        for name in ended:", "        late = ended\n        for name in ended:"),
+            ],
+            "With you a request still runs in the step behind its last one. Its slot is free then, "
+            "and an admission is beside nobody.",
+        ),
+        Mistake(
+            "second admission alone",
+            ("any(beside)", "any(beside[1:2])"),
+            "You look at two admissions. An idle server has nobody to admit beside, whatever the "
+            "policy is.",
+        ),
+        Mistake(
+            "several at once",
+            ("any(beside)", "max(len(names) for names, _, _ in timeline) == 1"),
+            "You take requests that come in together for a static batch. A burst of arrivals does "
+            "the same.",
+        ),
+        Mistake(
+            "all slots at once",
+            [
+                ("del slots, half", "del half"),
+                ("any(beside)", "max(len(names) for names, _, _ in timeline) < slots"),
+            ],
+            "You recognize a static batch by its size. The last one need not be full, and a server "
+            "that was idle fills its slots in one step.",
+        ),
+        Mistake(
+            "outputs beside prompts",
+            (
+                "if admitted:\n            beside.append(bool(running))",
+                "outputs = [name for name in reads if running.get(name, 0) >= prompts[name]]\n"
+                "        beside.append(0 < len(outputs) < len(reads))",
+            ),
+            "You take steps that read prompts beside outputs for admissions. In a static batch, "
+            "too, one prompt may be read before another.",
+        ),
+        Mistake(
+            "second time unseen",
+            [
+                ("len(times) > len(set(times))", "False"),
+                (
+                    "running |= dict.fromkeys(admitted, 0)",
+                    "running = dict.fromkeys(admitted, 0) | running",
+                ),
+            ],
+            "You see a request stand still that had lost its place. Look how it comes back.",
+        ),
+        Mistake(
+            "every gap a preemption",
+            ("prefill first", "max utilization"),
+            "You see a preemption where a request only stands still. It keeps its place, and goes "
+            "on where it was.",
+        ),
+    ],
     cases=_cases,
     explanation="Each policy is known by what another one never does, and it takes one such moment "
     "to rule the others out. A request that is admitted twice has lost its blocks between: only "

@@ -1,4 +1,4 @@
-"""Four broken Lions, known by the path of one weight."""
+"""Four broken Lions, to be recognized by the path of one weight."""
 
 from __future__ import annotations
 

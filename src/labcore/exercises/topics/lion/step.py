@@ -83,7 +83,7 @@ def _masked_wrongly(fault: str) -> Callable[..., tuple[Tensor, Tensor]]:
 def _step_case(
     generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype, **numbers: float
 ) -> dict[str, Any]:
-    """Tensors whose blend keeps clear of the zone's edge, so that rounding decides nothing."""
+    """Draw tensors whose blend stays away from the zone's edge, where rounding would decide."""
     beta, threshold = numbers["beta_update"], numbers["threshold"]
     draw = torch.rand(4, *shape, generator=generator, dtype=torch.float64)
     weight, momentum = 4 * draw[0] - 2, 2 * draw[1] - 1
@@ -102,7 +102,7 @@ def _step_cases(seed: int) -> list[dict[str, Any]]:
         _step_case(generator, (3, 5), torch.float32, **usual),
         _step_case(generator, (7,), torch.float64, **(usual | {"lr": 0.1, "beta_state": 0.95})),
         _step_case(generator, (), torch.float32, **(usual | {"decay": 0.25})),
-        # Numbers that every form of the blend computes exactly; two stand on the zone's edge.
+        # Numbers that every form of the blend computes exactly; two are on the zone's edge.
         {
             "weight": torch.tensor([1.0, -2.0, 0.5, 4.0]),
             "grad": torch.tensor([0.25, -0.25, 0.5, -0.5]),

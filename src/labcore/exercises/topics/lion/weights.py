@@ -1,4 +1,4 @@
-"""Where a weight drifts without gradients, and which rate moves it at all in low precision."""
+"""Where a weight drifts without gradients, and the smallest rate that moves it in low precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["DRIFT", "STALL"]
 
 
 def drift_end(weight: Tensor, momentum: Tensor, *, rates: Tensor, decay: float) -> Tensor:
-    """The weights after Lion's steps without gradients, for rates that are all the same."""
+    """The weights after Lion's steps without gradients, all at the same rate."""
     lr, steps = rates[0], len(rates)
     kept = (1 - lr * decay) ** steps
     way = (1 - kept) / decay if decay else lr * steps  # lr (1 + a + ... + a**(steps - 1))
@@ -109,7 +109,7 @@ def smallest_rate(weight: Tensor, direction: Tensor, *, bits: int) -> Tensor:
     fraction, exponent = torch.frexp(weight.abs())  # |weight| = fraction * 2**exponent
     gap = 2.0 ** (exponent.double() - 1 - bits)
     inward = weight * direction < 0
-    gap = torch.where((fraction == 0.5) & inward, gap / 2, gap)  # a power of two, going down
+    gap = torch.where((fraction == 0.5) & inward, gap / 2, gap)  # a power of two, toward zero
     return gap / 2
 
 
@@ -133,13 +133,13 @@ def _rate_cases(seed: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
     cases = []
     for shape in ((8,), (3, 4), (5,)):
-        # Fractions of three binary digits exist in every format asked for.
+        # Every format of `_own_bits` holds fractions of three binary digits.
         eighths = torch.randint(8, shape, generator=generator).double()
         eighths.reshape(-1)[:5] = torch.tensor([0.0, 0.0, 0.0, 0.0, 3.0], dtype=torch.float64)
         exponent = torch.randint(-12, 5, shape, generator=generator).double()
         sign = 2.0 * torch.randint(2, shape, generator=generator).double() - 1
         direction = 2.0 * torch.randint(2, shape, generator=generator).double() - 1
-        # Powers of two of both signs, going both ways.
+        # Powers of two of both signs, in both directions.
         sign.reshape(-1)[:4] = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
         direction.reshape(-1)[:4] = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
         weight = sign * (1 + eighths / 8) * 2.0**exponent
@@ -149,7 +149,7 @@ def _rate_cases(seed: int) -> list[dict[str, Any]]:
 
 def _own_bits(student: int) -> Mapping[str, Any]:
     chance = random.Random(f"lion.stall:{student}")
-    # Neither 10 nor its neighbors: fp16's distance must stay a mistake of its own.
+    # Neither 10 nor its neighbors: the mistake "fp16's bits" must stay distinct.
     return {"bits": chance.choice((4, 5, 6, 8, 12, 13, 14)) if student else 7}
 
 

@@ -1,4 +1,4 @@
-"""Six trainings of Medusa heads with the decoders that use them, known by their curves."""
+"""Diagnose six trainings of Medusa heads, and the decoders that use them, by their curves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _observe(engine: Engine) -> dict[str, list[float]]:
 
 
 def audit(student: int = 0) -> dict[str, str]:
-    """How each patient's last greedy outputs differ from plain decoding: patient -> sentence."""
+    """Say how each patient's last outputs differ from plain decoding: patient -> sentence."""
     said = {}
     for label, name in CLINIC.diagnoses(student).items():
         log = run(CLINIC.faults[name].make())

@@ -1,9 +1,9 @@
-"""The accepted path of a tree, moved together in the cache."""
+"""Move the accepted path of a tree together in the cache."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,75 +21,23 @@ _Answer = tuple[Tensor, Tensor]
 def compact(
     cache: Tensor, lengths: Tensor, nodes: Tensor, paths: _Paths, table: Tensor | None
 ) -> _Answer:
-    """The cache with what still stands in the text, side by side, and the new lengths [B]."""
+    """Return the cache with only the text's tokens, side by side, and the new lengths [B]."""
     del nodes, table
-    after = torch.zeros_like(cache)
+    after, kept = torch.zeros_like(cache), []
     for b, path in enumerate(paths):
-        root = int(lengths[b])
-        slots = [*range(root + 1), *(root + 1 + node for node in path)]
+        start = int(lengths[b]) + 1  # the root is text as well
+        slots = [*range(start), *(start + node for node in path)]
         after[:, b, : len(slots)] = cache[:, b, slots]
-    return after, lengths + 1 + torch.tensor([len(path) for path in paths])
-
-
-def _row(
-    fault: str, row: Tensor, length: int, nodes: int, path: Sequence[int]
-) -> tuple[Tensor, int]:
-    """One request by the ways of different mistakes; row: [L, S, D]."""
-    row, root = row.clone(), length
-    start = root + 1  # the slot of node 0, and of the first accepted one afterwards
-    after = start + len(path)
-    moves = [(start + place, start + node) for place, node in enumerate(path)]
-    if fault == "root overwritten":
-        moves, after = [(to - 1, at) for to, at in moves], after - 1
-    if fault == "off by the root":
-        moves = [(to, at - 1) for to, at in moves]
-    if fault == "not moved":
-        moves = []
-    if fault == "whole tree kept":
-        moves, after = [], start + nodes
-    if fault == "last one dropped" and path:
-        moves, after = moves[:-1], after - 1
-    if fault == "path's end alone" and path:
-        moves = [(start, moves[-1][1])]
-        after = start + 1
-    if fault == "from the last one on":
-        moves = moves[::-1]
-    layers = row[:1] if fault == "one layer" else row
-    for to, at in moves:
-        layers[:, to] = layers[:, at].clone()
-    if fault != "rejected ones left":
-        row[:, after:] = 0
-    length = after + (fault == "next token counted")
-    return row, length - (fault == "root not counted")
-
-
-def _wrongly(fault: str) -> Callable[..., _Answer]:
-    def answer(
-        cache: Tensor, lengths: Tensor, nodes: Tensor, paths: _Paths, table: Tensor | None
-    ) -> _Answer:
-        del table
-        found = []
-        for b, path in enumerate(paths):
-            length, mine = int(lengths[b]), path
-            if fault == "first row's path":
-                mine = [node for node in paths[0] if node < nodes[b]]
-            if fault == "shortest path for all":
-                mine = path[: min(map(len, paths))]
-            found.append(_row(fault, cache[:, b], length, int(nodes[b]), mine))
-            if fault == "longest row's start" and length < int(lengths.max()):
-                found[-1] = _row("not moved", cache[:, b], length, int(nodes[b]), mine)
-        rows, counts = zip(*found, strict=True)
-        return torch.stack(rows, 1), torch.tensor(counts)
-
-    return answer
+        kept.append(len(slots))
+    return after, torch.tensor(kept)
 
 
 def filled(
     chance: Any, plan: Sequence[tuple[int, Sequence[int]]], *, layers: int, width: int
 ) -> dict[str, Any]:
-    """A cache after a forward. plan: for each row the number of nodes and the accepted path.
+    """Draw a cache after a forward, with the other arguments of `compact`.
 
-    chance: Python's `random.Random`.
+    chance: a `random.Random`. plan: for each row, its number of nodes and its accepted path.
     """
     draw = torch.Generator().manual_seed(chance.randrange(2**31))
     lengths = [chance.randint(1, 6) for _ in plan]
@@ -108,7 +56,7 @@ def filled(
     }
 
 
-# Rows alone, then batches: nothing accepted, the first nodes, scattered ones, nothing drafted.
+# Single rows come first, then batches. Some rows accept no node, and some have no draft.
 _PLANS: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = (
     ((6, (1, 3, 5)),),
     ((5, ()),),
@@ -122,43 +70,71 @@ _PLANS: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = (
 def _cases(seed: int) -> list[dict[str, Any]]:
     chance = random.Random(seed)
     cases = [filled(chance, plan, layers=2, width=2) for plan in _PLANS]
-    # Rows of the batches differ in length, so that one row's slots are not another's.
+    # Rows of a batch must differ in length, so that one row's slots are wrong for another.
     for case in cases[3:]:
         if len(case["lengths"].unique()) < len(case["lengths"]):
             return _cases(chance.randrange(2**31))
     return cases
 
 
-_HINTS = {
-    "off by the root": "Of each accepted node you keep the slot before it. The forward has written "
-    "the root first, and the numbers of the nodes do not count it.",
-    "root overwritten": "Your first accepted node takes the root's slot. The root was the "
-    "context's last token and is text as well.",
-    "root not counted": "Your slots are right, and each length is one too small: the forward has "
-    "also read the context's last token.",
-    "next token counted": "You count the token that was chosen behind the path. Nobody has read "
-    "it, and its slot is empty.",
-    "not moved": "You set the lengths and move nothing. That keeps the tree's first nodes, "
-    "whichever were accepted.",
-    "whole tree kept": "Your cache keeps the whole tree, as if all of it had become text.",
-    "last one dropped": "Your cache lacks the last accepted node of each path. The target has read "
-    "it, and would have to read it again.",
-    "path's end alone": "You keep the last node of a path, and not those that lead to it.",
-    "from the last one on": "You move in place and begin with the last node. It may land on the "
-    "slot of one that has not been moved yet.",
-    "rejected ones left": "Behind your new lengths rejected tokens are left over.",
-    "one layer": "You move the slots of the first layer only. A token has keys in each of them.",
-    "first row's path": "You use the first row's path for all rows.",
-    "shortest path for all": "All of your rows keep as many nodes as the one with the shortest "
-    "path.",
-    "longest row's start": "Your slots are right in the longest row. In the others the forward has "
-    "begun at a slot of their own.",
-}
+_MISTAKES = [
+    Mistake("off by the root",
+            ("[*range(start), *(start + node for node in path)]", "[*range(cache.shape[2])]\n"
+             "        for place, node in enumerate(path):\n"
+             "            slots[start + place] = slots[start + node - 1]\n"
+             "        del slots[start + len(path) :]"),
+            "Of each accepted node you keep the slot before it. The forward has written the root "
+            "first, and the numbers of the nodes do not count it."),
+    Mistake("root overwritten", ("*range(start)", "*range(start - 1)"),
+            "Your first accepted node takes the root's slot. The root was the context's last token "
+            "and is text as well."),
+    Mistake("root not counted", ("append(len(slots))", "append(len(slots) - 1)"),
+            "Your slots are right, and each length is one too small: the forward has also read the "
+            "context's last token."),
+    Mistake("next token counted", ("append(len(slots))", "append(len(slots) + 1)"),
+            "You count the token that was chosen behind the path. Nobody has read it, and its slot "
+            "is empty."),
+    Mistake("not moved", ("start), *(start + node for node in path)", "start + len(path))"),
+            "You set the lengths and move nothing. That keeps the tree's first nodes, whichever "
+            "were accepted."),
+    Mistake("whole tree kept",
+            [("del nodes, table", "del table"),
+             ("start), *(start + node for node in path)", "start + int(nodes[b]))")],
+            "Your cache keeps the whole tree, as if all of it had become text."),
+    Mistake("last one dropped", ("in path)", "in path[:-1])"),
+            "Your cache lacks the last accepted node of each path. The target has read it, and "
+            "would have to read it again."),
+    Mistake("path's end alone", ("in path)", "in path[-1:])"),
+            "You keep the last node of a path, and not those that lead to it."),
+    Mistake("from the last one on",
+            ("[*range(start), *(start + node for node in path)]", "[*range(cache.shape[2])]\n"
+             "        for place, node in reversed([*enumerate(path)]):\n"
+             "            slots[start + place] = slots[start + node]\n"
+             "        del slots[start + len(path) :]"),
+            "You move in place and begin with the last node. It may land on the slot of one that "
+            "has not been moved yet."),
+    Mistake("rejected ones left", ("torch.zeros_like(cache)", "cache.clone()"),
+            "Behind your new lengths rejected tokens are left over."),
+    Mistake("one layer",
+            ("        kept",
+             "        after[1:, b, : len(slots)] = cache[1:, b, : len(slots)]\n        kept"),
+            "You move the slots of the first layer only. A token has keys in each of them."),
+    Mistake("first row's path",
+            [("del nodes, table", "del table"), ("in path)", "in paths[0] if node < nodes[b])")],
+            "You use the first row's path for all rows."),
+    Mistake("shortest path for all", ("in path)", "in path[: min(map(len, paths))])"),
+            "All of your rows keep as many nodes as the one with the shortest path."),
+    Mistake("longest row's start",
+            ("        after[", "        if lengths[b] < lengths.max():\n"
+             "            slots = [*range(len(slots))]\n        after["),
+            "Your slots are right in the longest row. In the others the forward has begun at a "
+            "slot of their own."),
+]  # fmt: skip
 
 COMPACT = Exercise(
     id="medusa.compact",
     reference=compact,
-    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
+    mistakes=_MISTAKES,
     cases=_cases,
     returns=("cache", "lengths"),
     explanation="What a row keeps is the prefix, the root, and the slots root + 1 + node of its "

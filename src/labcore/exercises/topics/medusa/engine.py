@@ -1,7 +1,7 @@
-"""A small backbone that writes its own language, heads trained on it, and their drafts judged.
+"""Train Medusa heads on the texts of a small backbone, and let the backbone judge their drafts.
 
-The backbone is one layer of attention whose weights fall by a constant factor with each place. Its
-logits at a node need no more than a sum over what the node sees, so all requests run side by side.
+The backbone is one layer of attention whose weights fall by a constant factor per place. Its
+logits at a node need only a sum over what the node sees, so all requests run side by side.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["CHECKPOINTS", "END", "EVERY", "HEADS", "REQUESTS", "Engine", "Log", 
 
 VOCAB, WIDTH, HEADS = 16, 48, 3
 END = 0  # the token that ends an output
-CHECKPOINTS, EVERY = 7, 40  # the first one before training, then every so many steps
+CHECKPOINTS, EVERY = 7, 40  # the first one precedes training; EVERY is in steps
 REQUESTS, PROMPT, LIMIT = 250, 4, 20
 PARENTS = (-1, -1, 0, 0, 1, 2, 4)  # of the nodes; (0), (1), (0, 0), (0, 1), (1, 0), ...
 RANKS = (0, 1, 0, 1, 0, 0, 0)
-FADING = 0.5  # what attention loses with each place
+FADING = 0.5  # the factor of attention per place
 TEXTS, LENGTH, BATCH, RATE = 500, 20, 24, 5e-3
 SEED = 91
 
@@ -34,8 +34,8 @@ class Engine:
 
     shared: all heads are one module. early: each head learns the token before its own. thawed: the
     heads' loss trains the backbone too. stale: the heads read the state of the token before the
-    last one read. siblings: a node sees all nodes that were written before it. uncut: a block
-    in which a request ends is delivered as a whole.
+    last one read. siblings: a node sees all nodes that were written before it. uncut: the loop
+    delivers the whole block in which a request ends.
     """
 
     shared: bool = False
@@ -48,12 +48,12 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Log:
-    """At each checkpoint of the training; tensors are [CHECKPOINTS].
+    """Measurements at each checkpoint of the training; tensors are [CHECKPOINTS].
 
-    hits: share of held-out labels that a head's first token is, [CHECKPOINTS, HEADS]. tokens:
-    delivered for each request and step. differing: share of greedy outputs that are not those of
-    plain decoding before the training. drifted: the same, of plain decoding at the checkpoint.
-    longer: share of outputs that are the plain one with more behind it.
+    hits: the share of held-out labels that match a head's first choice, [CHECKPOINTS, HEADS].
+    tokens: the tokens delivered per request and step. differing: the share of greedy outputs that
+    differ from plain decoding before the training. drifted: the same for plain decoding at the
+    checkpoint. longer: the share of outputs that are the plain one with more tokens after it.
     """
 
     hits: Tensor
@@ -65,7 +65,7 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Backbone:
-    """own, past: embeddings [V, C] of a token for itself and for those behind it; out: [V, C]."""
+    """own, past: embeddings [V, C] of a token for itself and for later tokens; out: [V, C]."""
 
     own: Tensor
     past: Tensor
@@ -76,7 +76,7 @@ class _Backbone:
         return self.own, self.past, self.inner, self.out
 
     def hidden(self, token: Tensor, mixed: Tensor) -> Tensor:
-        """The state [..., C] at `token` [...] with `mixed` [..., C] of those before it."""
+        """Return the state [..., C] at `token` [...]; `mixed` [..., C] sums up those before."""
         one = torch.tanh(self.own[token] + mixed)
         return one + torch.tanh(one @ self.inner)
 
@@ -84,7 +84,7 @@ class _Backbone:
         return hidden @ self.out.T + _bias()
 
     def states(self, tokens: Tensor) -> Tensor:
-        """States [B, T, C] of texts [B, T]."""
+        """Return the states [B, T, C] of texts [B, T]."""
         places = torch.arange(tokens.shape[1])
         gaps = (places[:, None] - places).clamp(min=0)
         weights = torch.where(gaps > 0, FADING**gaps, 0.0)
@@ -93,7 +93,7 @@ class _Backbone:
 
 @functools.cache
 def _bias() -> Tensor:
-    """Makes the end likelier, for backbone and heads alike. [V]."""
+    """Return a bias [V] that makes the end likelier, for backbone and heads alike."""
     return F.one_hot(torch.tensor(END), VOCAB).float()
 
 
@@ -114,7 +114,7 @@ def _backbone() -> _Backbone:
 
 @functools.cache
 def _texts() -> Tensor:
-    """What the backbone writes behind random beginnings, [2 * TEXTS, LENGTH]: half is held out."""
+    """Let the backbone write texts [2 * TEXTS, LENGTH]; the second half is held out."""
     backbone, draw = _backbone(), torch.Generator().manual_seed(SEED + 1)
     text = torch.randint(1, VOCAB, (2 * TEXTS, 2), generator=draw)
     mixed = FADING * backbone.past[text[:, 0]]
@@ -126,7 +126,7 @@ def _texts() -> Tensor:
 
 
 def _labels(tokens: Tensor, first: int) -> Tensor:
-    """[HEADS, B, T]: head i has the token `first` + i places on; none behind an end."""
+    """Label [HEADS, B, T]: head i has the token `first` + i places on, none after an end."""
     ended = (tokens == END).cumsum(1) > 0
     open_text = torch.cat((torch.zeros_like(ended[:, :1]), ended[:, :-1]), 1)
     valid = tokens.masked_fill(open_text, NOTHING)
@@ -134,13 +134,13 @@ def _labels(tokens: Tensor, first: int) -> Tensor:
     for head in range(HEADS):
         shift = first + head
         found.append(F.pad(valid[:, shift:], (0, shift), value=NOTHING))
-    # From the state of the end, too, nothing is predicted: all that follows is behind it.
+    # The state of the end predicts nothing either: all later tokens come after the end.
     return torch.stack(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Checkpoint:
-    """block: [HEADS, C, C]; out: [HEADS, V, C]; hits: [HEADS] by the labels of the training."""
+    """block: [HEADS, C, C]; out: [HEADS, V, C]; hits: [HEADS] on the labels of the training."""
 
     backbone: _Backbone
     block: Tensor
@@ -148,7 +148,7 @@ class _Checkpoint:
     hits: Tensor
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[HEADS, ..., V] of states [..., C]."""
+        """Return logits [HEADS, ..., V] of states [..., C]."""
         return _said(hidden, self.block, self.out)
 
 
@@ -160,7 +160,7 @@ def _said(hidden: Tensor, block: Tensor, out: Tensor) -> Tensor:
 
 @functools.cache
 def training(shared: bool, early: bool, thawed: bool) -> tuple[_Checkpoint, ...]:
-    """The heads before and during their training, all by the same batches."""
+    """Train the heads, always on the same batches, and return all checkpoints."""
     start, draw = _backbone(), torch.Generator().manual_seed(SEED + 2)
     count = 1 if shared else HEADS
     block = torch.zeros(count, WIDTH, WIDTH, requires_grad=True)
@@ -209,7 +209,7 @@ def _checkpoint(
 
 @functools.cache
 def _seen(siblings: bool) -> tuple[Tensor, Tensor]:
-    """How much of root and nodes goes into each one's past, [N + 1, N + 1], and depths [N + 1]."""
+    """Return how much of each token goes into each past, [N + 1, N + 1], and depths [N + 1]."""
     size = len(PARENTS) + 1
     above = torch.tensor([0, *(parent + 1 for parent in PARENTS)])
     sees, depths = torch.eye(size, dtype=torch.bool), torch.zeros(size, dtype=torch.long)
@@ -228,7 +228,7 @@ def _prompts() -> Tensor:
 
 
 def _plain(backbone: _Backbone) -> Tensor:
-    """Greedy outputs [REQUESTS, LIMIT] token by token, -1 behind the end."""
+    """Decode greedily, token by token: outputs [REQUESTS, LIMIT], -1 after the end."""
     root, mixed = _read(backbone)
     found, alive = [], torch.ones(REQUESTS, dtype=torch.bool)
     for _ in range(LIMIT):
@@ -241,7 +241,7 @@ def _plain(backbone: _Backbone) -> Tensor:
 
 
 def _read(backbone: _Backbone) -> tuple[Tensor, Tensor]:
-    """The prompts' last tokens, unread, and what those before them leave."""
+    """Return the prompts' last tokens, still unread, and the sum that the earlier tokens leave."""
     prompts = _prompts()
     falling = FADING ** torch.arange(PROMPT - 1, 0, -1)
     mixed = (falling[:, None] * backbone.past[prompts[:, :-1]]).sum(1)
@@ -249,7 +249,7 @@ def _read(backbone: _Backbone) -> tuple[Tensor, Tensor]:
 
 
 def _kept(tokens: Tensor, wanted: Tensor) -> Tensor:
-    """Which of root and nodes stand on the accepted path: bool [REQUESTS, N + 1]."""
+    """Mark the root and the nodes on the accepted path: bool [REQUESTS, N + 1]."""
     passed = [torch.ones_like(tokens[:, 0], dtype=torch.bool)]
     for node, parent in enumerate(PARENTS, 1):
         passed.append(passed[parent + 1] & (tokens[:, node] == wanted[:, parent + 1]))
@@ -257,12 +257,14 @@ def _kept(tokens: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _drafted(engine: Engine, point: _Checkpoint) -> tuple[Tensor, int]:
-    """Greedy outputs [REQUESTS, LIMIT] by drafts, each block judged at once, -1 behind a request's
-    end; and the steps of all requests."""
+    """Decode greedily with drafts, and judge each block at once.
+
+    Returns outputs [REQUESTS, LIMIT], -1 after a request's end, and the steps of all requests.
+    """
     backbone, rows = point.backbone, torch.arange(REQUESTS)
     root, mixed = _read(backbone)
     prompts = _prompts()
-    last = backbone.states(prompts[:, :-1])[:, -2:]  # of the last two tokens that were read
+    last = backbone.states(prompts[:, :-1])[:, -2:]  # at the last two tokens that were read
     weights, depths = _seen(engine.siblings)
     size = torch.zeros(REQUESTS, dtype=torch.long)
     written = torch.full((REQUESTS, LIMIT), -1)
@@ -303,7 +305,7 @@ def _drafted(engine: Engine, point: _Checkpoint) -> tuple[Tensor, int]:
 @functools.cache
 @torch.no_grad()
 def run(engine: Engine) -> Log:
-    """Trains the engine's heads and decodes with them at every checkpoint."""
+    """Train the engine's heads and decode with them at every checkpoint."""
     before = _plain(_backbone())
     columns: dict[str, list[Tensor]] = {
         name: [] for name in ("hits", "tokens", "differing", "drifted", "longer")

@@ -1,11 +1,12 @@
-"""A graphics card that is not here: torch's caching allocator for tensors without memory.
+"""Simulate a graphics card: torch's caching allocator for tensors without memory.
 
-Operations on torch's meta device have shapes, dtypes, graphs and lifetimes, and no numbers. A mode
-sees each storage that comes and goes, and books it as torch's allocator for CUDA would, in its
-default settings. The rules are those of c10/cuda/CUDACachingAllocator.cpp: blocks of a multiple of
-512 bytes, cut from segments of 2 MiB, of 20 MiB, or of the request's own size; the smallest block
-that fits; a rest stays a block of its own; neighbours that are free become one; before an error all
-segments that are free as a whole go back to the driver. What a kernel needs inside is not seen.
+Operations on torch's meta device have shapes, dtypes, graphs and lifetimes, but no numbers. A
+dispatch mode sees when each storage is created and freed, and books it as torch's CUDA allocator
+does in its default settings. The rules follow c10/cuda/CUDACachingAllocator.cpp. A block is a
+multiple of 512 bytes, cut from a segment of 2 MiB, 20 MiB, or the request's own size. The
+allocator takes the smallest block that fits, keeps the rest as another block, and merges free
+neighbors. Before it raises an error, it returns all wholly free segments to the driver. It does
+not see the memory that a kernel needs inside.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["CONTEXT", "GIB", "MIB", "TOTAL", "Allocator", "Card"]
 
 MIB, GIB = 2**20, 2**30
-TOTAL = round(11.63 * GIB)  # what a card of 12 GB may have
-CONTEXT = 386 * MIB  # of each process, besides torch's segments
+TOTAL = round(11.63 * GIB)  # a 12 GB card may have this much
+CONTEXT = 386 * MIB  # each process needs this besides torch's segments
 SPACE = 512
-SMALL = MIB  # a request up to this shares segments of 2 MiB
+SMALL = MIB  # requests up to this size share segments of 2 MiB
 SEGMENTS = (2 * MIB, 20 * MIB)
 OWN_SEGMENT = 10 * MIB
 ROUND = 2 * MIB
-PROCESS = 41200  # the number of this process; the others' come after it
+PROCESS = 41200  # this process's id; the other processes have the next ones
 
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """A piece of a segment, with its neighbours there."""
+    """A piece of a segment, linked to its neighbors."""
 
     address: int
     size: int
@@ -50,7 +51,7 @@ class _Block:
 
 
 def _readable(size: int) -> str:
-    """Bytes as torch writes them."""
+    """Format bytes as torch does."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
         if size > unit or (size == unit and unit > 1024):
             return f"{size / unit:.2f} {name}"
@@ -60,8 +61,8 @@ def _readable(size: int) -> str:
 class Allocator:
     """torch's caching allocator on a card of TOTAL bytes.
 
-    others: bytes that other processes have there. allocated, reserved: of this process, now, in
-    bytes; highest: the most that was allocated since somebody set it.
+    others: the bytes that each other process uses. allocated, reserved: the bytes of this process
+    now. highest: the peak of `allocated` since the caller last set it.
     """
 
     def __init__(self, others: Sequence[int] = ()) -> None:
@@ -72,11 +73,11 @@ class Allocator:
 
     @property
     def in_use(self) -> int:
-        """Bytes of the card that are taken, by whomever."""
+        """Bytes of the card that all processes use."""
         return sum(self.others) + CONTEXT + self.reserved
 
     def allocate(self, size: int) -> _Block:
-        """A block for `size` bytes, above 0. Raises torch.OutOfMemoryError."""
+        """Return a block for `size` > 0 bytes. Raises torch.OutOfMemoryError if it does not fit."""
         size = -(-size // SPACE) * SPACE
         small = size <= SMALL
         fitting = [block for block in self._free[small] if block.size >= size]
@@ -93,7 +94,7 @@ class Allocator:
         return block
 
     def release(self, block: _Block) -> None:
-        """Take back what `allocate` gave."""
+        """Free a block that `allocate` returned."""
         self.allocated -= block.size
         block.used = False
         for other in (block.before, block.after):
@@ -137,7 +138,7 @@ class Allocator:
                 block.after.before = block
 
     def _message(self, wanted: int) -> str:
-        """What torch says: from 2.9 on in these words."""
+        """Write the error message as torch does since 2.9."""
         theirs = "".join(
             f"Process {PROCESS + number} has {_readable(size)} memory in use. "
             for number, size in enumerate(self.others, 1)
@@ -157,7 +158,7 @@ class Allocator:
 
 
 class Card(TorchDispatchMode):
-    """While it is entered, each storage on the meta device has a block of `memory`.
+    """While this mode is active, each new storage on the meta device gets a block of `memory`.
 
     An operation whose result does not fit raises torch.OutOfMemoryError.
     """

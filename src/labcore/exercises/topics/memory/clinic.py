@@ -1,4 +1,4 @@
-"""Five trainings that run out of memory on one card, known by their logs and torch's last words."""
+"""Diagnose five trainings that run out of memory on one card, by log and error message."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MODEL = LlamaConfig(
     tie_word_embeddings=True,
 )
 ROWS = 2
-LENGTHS = range(1920, 575, -224)  # tokens a row in each step
-CHUNK = 512  # tokens whose logits stand at a time
+LENGTHS = range(1920, 575, -224)  # tokens per row in each step
+CHUNK = 512  # tokens whose logits exist at once
 PAUSE = 4  # steps between two evaluations
 HELD_OUT, HELD_LENGTH = 6, 1024  # batches of one row
 RANKS = 3
@@ -41,7 +41,7 @@ LINES = 1 + sum(
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What a GPU runs for causal attention in 16 bits; torch's own choice looks at the device."""
+    """Call the GPU kernel for causal attention in 16 bits; torch itself chooses by the device."""
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
 
@@ -49,10 +49,10 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Job:
     """One training on one card; each flag is a fault.
 
-    all_logits: those of a whole batch stand at a time, in float32. adamw: two moments a weight, in
-    place of one. graphs_kept: an evaluation adds up losses with their graphs. short_first: the
-    steps come in the opposite order, the longest rows last. loaded_here: the processes of the
-    other cards have read the checkpoint onto this one.
+    all_logits: the logits of a whole batch exist at once, in float32. adamw: the optimizer keeps
+    two moments per weight instead of one. graphs_kept: an evaluation adds up losses with their
+    graphs. short_first: the steps run in reverse order, with the longest rows last. loaded_here:
+    the processes of the other cards loaded the checkpoint onto this card.
     """
 
     all_logits: bool = False
@@ -62,16 +62,16 @@ class Job:
     loaded_here: bool = False
 
     def run(self) -> Log:
-        """The log of LINES lines, or fewer where the memory ended."""
+        """Return the log of LINES lines, or of fewer if memory runs out."""
         return _run(self)
 
 
 @dataclass(kw_only=True, slots=True)
 class Log:
-    """A line for each part of a step and each batch of an evaluation, in bytes.
+    """One line for each part of a step and each batch of an evaluation, in bytes.
 
-    highest: the most that was allocated since the line before. reserved, in_use: at its end.
-    message: torch's, where the memory ended.
+    highest: the peak of allocated bytes since the line before. reserved, in_use: the bytes when
+    the line is written. message: torch's error message if memory ran out.
     """
 
     highest: list[int] = field(default_factory=list)
@@ -90,7 +90,7 @@ class _Body(Llama):
     """A Llama that leaves its head to the loss."""
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The hidden states as they are."""
+        """Return the hidden states unchanged."""
         return hidden
 
 
@@ -99,7 +99,7 @@ def _tokens(rows: int, length: int) -> Tensor:
 
 
 def _losses(model: _Body, hidden: Tensor, targets: Tensor, chunk: int) -> Iterator[Tensor]:
-    """Summed cross entropies of `chunk` tokens at a time, in float32."""
+    """Yield summed cross entropies of `chunk` tokens at a time, in float32."""
     for states, right in zip(
         hidden.flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True
     ):
@@ -120,7 +120,7 @@ def _train(job: Job, memory: Allocator, log: Log) -> None:
         tokens = _tokens(ROWS, length)
         hidden = model(tokens).hidden
         chunk = tokens.numel() if job.all_logits else CHUNK
-        # The loss of a chunk goes back to the hidden states before the next chunk comes.
+        # Each chunk's loss goes back to the hidden states before the next chunk starts.
         front = hidden.detach().requires_grad_()
         for loss in _losses(model, front, tokens, chunk):
             loss.backward()
@@ -161,7 +161,7 @@ def _run(job: Job) -> Log:
 
 
 def _observe(job: Job) -> dict[str, list[float]]:
-    """The log's columns in GiB, NaN where a line was not reached."""
+    """Return the log's columns in GiB, with NaN for lines that the run did not reach."""
     log = job.run()
     columns = {
         "most allocated since the line before": log.highest,
@@ -173,7 +173,7 @@ def _observe(job: Job) -> dict[str, list[float]]:
 
 
 def last_words(student: int = 0) -> dict[str, str]:
-    """What torch said where each patient's memory ended: patient -> message."""
+    """Return torch's error message for each patient: patient -> message."""
     return {
         label: CLINIC.faults[name].make().run().message
         for label, name in CLINIC.diagnoses(student).items()

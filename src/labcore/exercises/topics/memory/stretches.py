@@ -1,12 +1,11 @@
-"""Which layers to recompute as one where they keep different amounts."""
+"""Choose which layers to recompute together when they keep different amounts."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
@@ -18,14 +17,14 @@ LAYERS = (5, 6, 7, 7, 8, 9)
 
 
 def divisions(layers: int) -> Iterator[list[int]]:
-    """All ways to cut so many layers into stretches: their lengths, in order."""
+    """Yield the lengths of the stretches for each way to cut the layers."""
     for cuts in itertools.product((False, True), repeat=layers - 1):
         ends = [place for place, cut in enumerate(cuts, 1) if cut] + [layers]
         yield [end - start for start, end in itertools.pairwise([0, *ends])]
 
 
 def best_stretches(inputs: Sequence[int], kept: Sequence[int], most: int | None) -> list[int]:
-    """The lengths of the stretches with the smallest peak."""
+    """Return the lengths of the stretches with the smallest peak."""
     del most
 
     def highest(lengths: Sequence[int]) -> int:
@@ -40,73 +39,28 @@ def best_stretches(inputs: Sequence[int], kept: Sequence[int], most: int | None)
     return min(divisions(len(inputs)), key=highest)
 
 
-def peak(
-    inputs: Sequence[int], kept: Sequence[int], lengths: Sequence[int], *, fault: str = ""
-) -> int:
-    """The most bytes that a backward through these stretches holds, or what a mistake makes of it.
+def peak(inputs: Sequence[int], kept: Sequence[int], lengths: Sequence[int]) -> int:
+    """Return the most bytes that a backward through these stretches holds.
 
-    While a stretch is at work, its layers' inputs and what they keep stand, and the inputs of the
-    stretches before it.
+    While a stretch is at work, the card holds its layers' inputs, what they keep, and the first
+    inputs of the stretches before it.
     """
-    edges = [0, *itertools.accumulate(lengths)]
-    firsts = [inputs[start] for start in edges[:-1]]
-    at_work = [
-        sum(kept[start:end])
-        + (inputs[start] if fault == "inner inputs left out" else sum(inputs[start:end]))
-        for start, end in itertools.pairwise(edges)
-    ]
-    found = []
-    for place, mine in enumerate(at_work):
-        waiting = sum(firsts[:place])
-        if fault == "later inputs wait":
-            waiting = sum(firsts[place + 1 :])
-        if fault == "all inputs wait":
-            waiting = sum(firsts) - firsts[place]
-        if fault == "no input waits":
-            waiting = 0
-        found.append(waiting + mine)
-    return max(found)
-
-
-MISCOUNTED = ("later inputs wait", "all inputs wait", "no input waits", "inner inputs left out")
+    held, waiting = [], 0
+    for start, end in itertools.pairwise([0, *itertools.accumulate(lengths)]):
+        held.append(waiting + sum(inputs[start:end]) + sum(kept[start:end]))
+        waiting += inputs[start]
+    return max(held)
 
 
 def _equal(layers: int, every: int) -> list[int]:
     return [every] * (layers // every) + [layers % every] * (layers % every > 0)
 
 
-def _wrongly(fault: str) -> Callable[..., list[int]]:
-    def stretches(inputs: Sequence[int], kept: Sequence[int], most: int | None) -> list[int]:
-        del most
-        layers = len(inputs)
-        if fault in MISCOUNTED:
-            return min(
-                divisions(layers),
-                key=lambda lengths: (peak(inputs, kept, lengths, fault=fault), len(lengths)),
-            )
-        if fault == "best equal ones":
-            equal = (_equal(layers, every) for every in range(1, layers + 1))
-            return min(equal, key=lambda one: peak(inputs, kept, one))
-        if fault == "balanced":
-            count = round(math.sqrt(layers))
-            same = (one for one in divisions(layers) if len(one) == count)
-            return min(same, key=lambda one: peak(inputs, kept, one, fault="no input waits"))
-        every = {"none": layers, "root": round(math.sqrt(layers))}[fault]
-        return _equal(layers, every)
-
-    return stretches
-
-
-def _answers(inputs: Sequence[int], kept: Sequence[int]) -> list[int]:
-    """The peak of the right answer and of each mistake."""
-    functions = [best_stretches, *(_wrongly(name) for name in _HINTS)]
-    return [peak(inputs, kept, function(inputs, kept, None)) for function in functions]
-
-
 @functools.cache
 def _drawn(seed: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Inputs and kept of layers of very different sizes, until no two answers have equal peaks."""
+    """Draw inputs and kept of very different layers, such that no two answers have equal peaks."""
     chance = random.Random(seed)
+    functions = [best_stretches, *(function for function, _ in STRETCHES.wrong.values())]
     while True:
         sizes = tuple(
             (
@@ -115,8 +69,10 @@ def _drawn(seed: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
             )
             for layers in LAYERS
         )
-        peaks = [*zip(*(_answers(*pair) for pair in sizes), strict=True)]
-        if len(set(peaks)) == len(peaks):
+        peaks = {
+            tuple(peak(*pair, function(*pair, None)) for pair in sizes) for function in functions
+        }
+        if len(peaks) == len(functions):
             return sizes
 
 
@@ -126,7 +82,7 @@ def _cases(seed: int) -> list[dict[str, Any]]:
 
 
 def _complaint(lengths: Any, case: Mapping[str, Any]) -> str | None:
-    """What is wrong with the form of an answer."""
+    """Return what is wrong with the form of an answer, or None."""
     layers = len(case["inputs"])
     if lengths is None:
         return "the result is None; the function may lack its `return`"
@@ -143,44 +99,64 @@ def _complaint(lengths: Any, case: Mapping[str, Any]) -> str | None:
 def _compare(
     answers: Sequence[Any], wanted: Sequence[Any], cases: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Other stretches with the same peak are as good. Nothing is random: no false alarms."""
+    """Accept all stretches with the smallest peak. Nothing is random, so no alarm is false."""
     for at, (mine, right, case) in enumerate(zip(answers, wanted, cases, strict=True), 1):
         where = f"in case {at} of {len(cases)}"
         if text := _complaint(mine, case):
             return f"{where}, {text}"
-        came, best = (peak(case["inputs"], case["kept"], one) for one in (mine, right))
-        if came != best:
+        held, best = (peak(case["inputs"], case["kept"], one) for one in (mine, right))
+        if held != best:
             told = ", ".join(f"{name} = {value}" for name, value in case.items())
             return (
-                f"{where}, your stretches {list(mine)} hold {came} bytes at most, where {best} are "
+                f"{where}, your stretches {list(mine)} hold {held} bytes at most, where {best} are "
                 f"enough.\nThe case: {told}"
             )
     return None
 
 
-_HINTS = {
-    "none": "Yours is one stretch of all layers. Once it is recomputed, everything stands at a "
-    "time, as if nothing had been left out.",
-    "root": "Yours are stretches of about the root of the number of layers. That is right where "
-    "all layers keep the same and next to nothing besides their inputs.",
-    "best equal ones": "Your stretches have all the same length, the best such one. Layers that "
-    "keep more want a shorter one.",
-    "balanced": "You cut into about the root of the number of layers, so that the largest stretch "
-    "is as small as can be. How many stretches are best depends on the sizes too.",
-    "no input waits": "While one of your stretches is at work, nothing else stands. The inputs of "
-    "the stretches before it do: their backward is still to come.",
-    "all inputs wait": "You count the inputs of all stretches at every moment. The backward goes "
-    "from the last stretch to the first, and what it has gone through is free.",
-    "later inputs wait": "You count the inputs of the stretches behind the one at work. The "
-    "backward has gone through these; it is the others that wait.",
-    "inner inputs left out": "Of a stretch at work you count the first layer's input alone. Once "
-    "it is recomputed, the inputs of its other layers stand too.",
-}
+# Ties of a wrong peak go to the fewest stretches.
+_FEWEST = ("key=highest", "key=lambda one: (highest(one), len(one))")
+_MISTAKES = [
+    Mistake("none", ("min(divisions(len(inputs)), key=highest)", "[len(inputs)]"),
+            "Yours is one stretch of all layers. Once it is recomputed, everything stands at a "
+            "time, as if nothing had been left out."),
+    Mistake("root",
+            ("min(divisions(len(inputs)), key=highest)",
+             "_equal(len(inputs), round(len(inputs) ** 0.5))"),
+            "Yours are stretches of about the root of the number of layers. That is right where "
+            "all layers keep the same and next to nothing besides their inputs."),
+    Mistake("best equal ones",
+            ("divisions(len(inputs))",
+             "(_equal(len(inputs), every) for every in range(1, len(inputs) + 1))"),
+            "Your stretches have all the same length, the best such one. Layers that keep more "
+            "want a shorter one."),
+    Mistake("balanced",
+            [("waiting + sum(inputs", "sum(inputs"),
+             ("=highest", "=lambda one: (len(one) != round(len(inputs) ** 0.5), highest(one))")],
+            "You cut into about the root of the number of layers, so that the largest stretch is "
+            "as small as can be. How many stretches are best depends on the sizes too."),
+    Mistake("no input waits", [("waiting + sum(inputs", "sum(inputs"), _FEWEST],
+            "While one of your stretches is at work, nothing else stands. The inputs of the "
+            "stretches before it do: their backward is still to come."),
+    Mistake("all inputs wait",
+            [("waiting + sum(inputs[start:end])", "sum(inputs[start + 1 : end])"),
+             ("max(found)", "max(found) + waiting"), _FEWEST],
+            "You count the inputs of all stretches at every moment. The backward goes from the "
+            "last stretch to the first, and what it has gone through is free."),
+    Mistake("later inputs wait",
+            [("waiting + sum(inputs[start:end])", "sum(inputs[start + 1 : end]) - waiting"),
+             ("max(found)", "max(found) + waiting"), _FEWEST],
+            "You count the inputs of the stretches behind the one at work. The backward has gone "
+            "through these; it is the others that wait."),
+    Mistake("inner inputs left out", [("sum(inputs[start:end])", "inputs[start]"), _FEWEST],
+            "Of a stretch at work you count the first layer's input alone. Once it is recomputed, "
+            "the inputs of its other layers stand too."),
+]  # fmt: skip
 
 STRETCHES = Exercise(
     id="memory.stretches",
     reference=best_stretches,
-    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
+    mistakes=_MISTAKES,
     cases=_cases,
     compare=_compare,
     explanation="With 9 layers there are 256 divisions, and trying all of them is the shortest "

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
-from labcore.exercises.mistakes import Mistake
+from labcore.exercises.mistakes import Change, Mistake
 
 __all__ = ["BUFFER"]
 
-SIZES = (3, 5, 6, 7, 8)  # a student's; nobody's is 4
+SIZES = (3, 5, 6, 7, 8)  # student 0 has 4
 
 
 def buffered(rows: int, picks: Sequence[int], *, size: int) -> list[int]:
@@ -27,57 +26,8 @@ def buffered(rows: int, picks: Sequence[int], *, size: int) -> list[int]:
         out.append(slots[slot])
         slots[slot] = row
     while slots:
-        out.append(slots.pop(picks[len(out)] % len(slots)))
-    return out
-
-
-def _buffered_wrongly(rows: int, picks: Sequence[int], *, size: int, fault: str) -> list[int]:
-    if fault == "few rows unmixed" and rows <= size:
-        return list(range(rows))
-    slots: list[int] = []
-    out: list[int] = []
-    for row in range(rows):
-        if len(slots) < size:
-            slots.append(row)
-            continue
-        slot = picks[len(out)] % size
-        if fault == "new row goes out":
-            slots[slot] = row
-            out.append(slots[slot])
-        elif fault == "rows move up":
-            out.append(slots.pop(slot))
-            slots.append(row)
-        elif fault == "new row among the drawn":
-            slots.append(row)
-            out.append(slots.pop(picks[len(out)] % len(slots)))
-        elif fault == "last row into the gap":
-            slots[slot], slots[-1] = slots[-1], slots[slot]
-            out.append(slots.pop())
-            slots.append(row)
-        else:
-            out.append(slots[slot])
-            slots[slot] = row
-    if fault == "rows left behind":
-        return out
-    if fault == "the rest unmixed":
-        return out + slots
-    used = 0 if fault == "picks begun anew" else len(out)
-    while slots:
-        slot = picks[used] % len(slots)
-        if fault in ("last row into the gap", "the rest: last row into the gap"):
-            slots[slot], slots[-1] = slots[-1], slots[slot]
-            slot = -1
+        slot = picks[len(out)] % len(slots)
         out.append(slots.pop(slot))
-        used += 1
-    return out
-
-
-def _in_blocks(rows: int, picks: Sequence[int], *, size: int) -> list[int]:
-    out: list[int] = []
-    for start in range(0, rows, size):
-        slots = list(range(start, min(start + size, rows)))
-        while slots:
-            out.append(slots.pop(picks[len(out)] % len(slots)))
     return out
 
 
@@ -86,15 +36,48 @@ def _buffer_cases(seed: int) -> list[dict[str, Any]]:
     cases = []
     for rows in (11, 40, 3, 25, 1):
         picks = [chance.randrange(100) for _ in range(rows)]
-        if rows == 3:  # fewer rows than slots, and yet they change places
+        if rows == 3:  # fewer rows than slots must still change places
             picks[0] = 3 * chance.randrange(33) + chance.choice((1, 2))
-        if rows == 40:  # whatever was drawn, the rows that wait do not go out as they stand
+        if rows == 40:  # the waiting rows never leave in their stored order
             picks[-2] |= 1
         cases.append({"rows": rows, "picks": picks})
-    # With any buffer of 3 to 9 rows, what is drawn at the end is drawn by zeros.
+    # Zeros empty every buffer of 3 to 9 rows.
     return [*cases, {"rows": 25, "picks": [1] * 12 + [0] * 13}]
 
 
+_LAST_INTO_THE_GAP = (
+    "out.append(slots.pop(slot))",
+    "slots[slot], slots[-1] = slots[-1], slots[slot]\n        out.append(slots.pop())",
+)
+_EDITS: dict[str, Change] = {
+    "rows left behind": ("while slots:", "while False:"),
+    "the rest unmixed": ("slots.pop(slot)", "slots.pop(0)"),
+    "new row goes out": ("out.append(slots[slot])", "out.append(row)"),
+    "rows move up": [
+        ("slots[slot])", "slots.pop(slot))"),
+        ("slots[slot] = row", "slots.append(row)"),
+    ],
+    "new row among the drawn": [
+        ("% size", "% (size + 1)"),
+        ("out.append(slots[slot])", "slots.append(row)"),
+        ("slots[slot] = row", "out.append(slots.pop(slot))"),
+    ],
+    "picks begun anew": ("len(out)] % len(slots)", "len(out) - max(0, rows - size)] % len(slots)"),
+    "few rows unmixed": (
+        "while slots:",
+        "while slots and rows <= size:\n        return slots\n    while slots:",
+    ),
+    "last row into the gap": [
+        ("slots[slot] = row", "slots[slot], slots[-1] = slots[-1], row"),
+        _LAST_INTO_THE_GAP,
+    ],
+    "the rest: last row into the gap": _LAST_INTO_THE_GAP,
+    "emptied and filled": (
+        "slot = picks[len(out)] % size\n        out.append(slots[slot])\n        slots[slot] = row",
+        "while slots:\n            out.append(slots.pop(picks[len(out)] % len(slots)))\n"
+        "        slots.append(row)",
+    ),
+}
 _HINTS = {
     "rows left behind": "Rows are missing: those that still wait when the last row has come in "
     "never go out. With a buffer of 10,000 rows that is a loss of 10,000 rows an epoch.",
@@ -115,23 +98,14 @@ _HINTS = {
     "mixes as well, but it is another order: the task says who takes an empty slot.",
     "the rest: last row into the gap": "All is right until the last row has come in. Then you "
     "fill the gap with the last row that waits, where the rows behind it move up by one.",
+    "emptied and filled": "The buffer is emptied to the last row before new ones come in. Rows of "
+    "two fillings never mix: that is a shuffle of blocks.",
 }
 
 BUFFER = Exercise(
     id="shuffling.buffer",
     reference=buffered,
-    mistakes=[
-        *(
-            Mistake(name, functools.partial(_buffered_wrongly, fault=name), hint)
-            for name, hint in _HINTS.items()
-        ),
-        Mistake(
-            "emptied and filled",
-            _in_blocks,
-            "The buffer is emptied to the last row before new ones come in. Rows of two fillings "
-            "never mix: that is a shuffle of blocks.",
-        ),
-    ],
+    mistakes=[Mistake(name, _EDITS[name], hint) for name, hint in _HINTS.items()],
     cases=_buffer_cases,
     variant=lambda student: {
         "size": random.Random(f"size:{student}").choice(SIZES) if student else 4

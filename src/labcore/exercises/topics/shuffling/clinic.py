@@ -1,4 +1,4 @@
-"""Five runs with one fault each, known by their loss, their batches and a held-out loss."""
+"""Five runs with one fault each, told apart by their loss, their batches and a held-out loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from labcore.exercises.clinic import Clinic, Fault
 
 __all__ = ["CLINIC"]
 
-CLASSES, ROWS, INPUTS = 6, 300, 40  # ROWS of each class
+CLASSES, ROWS, INPUTS = 6, 300, 40  # ROWS per class
 BATCH, EPOCHS = 30, 4
 STEPS = EPOCHS * CLASSES * ROWS // BATCH
 RATE, TOO_HIGH = 0.5, 4.0
@@ -32,7 +32,7 @@ class _Run:
 
 @functools.cache
 def _data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows of overlapping classes, class after class, and a sixth as many held out."""
+    """Rows of overlapping classes, in class order, and a sixth as many held out."""
     generator = torch.Generator().manual_seed(20)
     centers = 0.4 * torch.randn(CLASSES, 1, INPUTS, generator=generator, dtype=torch.float64)
     noise = torch.randn(2, CLASSES, ROWS, INPUTS, generator=generator, dtype=torch.float64)
@@ -49,7 +49,7 @@ def _shuffled() -> Iterator[Tensor]:
 
 
 def _small_buffer() -> Iterator[Tensor]:
-    """Rows as they lie, through a buffer of one class's length."""
+    """Rows in stored order, through a buffer as long as one class."""
     generator = torch.Generator().manual_seed(22)
     for _ in range(EPOCHS):
         waiting, order = list(range(ROWS)), []
@@ -62,7 +62,7 @@ def _small_buffer() -> Iterator[Tensor]:
 
 
 def _worker_a_class() -> Iterator[Tensor]:
-    """Each worker shuffles the rows of one class; their batches come in turn."""
+    """Each worker shuffles the rows of one class; the workers take turns."""
     generator = torch.Generator().manual_seed(23)
     for _ in range(EPOCHS):
         lanes = [
@@ -81,14 +81,14 @@ def _class_missing() -> Iterator[Tensor]:
 
 
 def _starts_over() -> Iterator[Tensor]:
-    """From RESTART_AT on the run stops every AGAIN steps and begins its epoch anew."""
+    """After RESTART_AT steps the run restarts its epoch every AGAIN steps."""
     batches = list(_shuffled())
     yield from batches[:RESTART_AT]
     yield from itertools.cycle(batches[:AGAIN])
 
 
 def _observe(run: _Run) -> dict[str, list[float]]:
-    """Softmax regression in float64: what each step shows before its update."""
+    """Train softmax regression in float64 and record each step before its update."""
     inputs, labels, held, held_labels = _data()
     weight = torch.zeros(INPUTS, CLASSES, dtype=torch.float64)
     shown = []

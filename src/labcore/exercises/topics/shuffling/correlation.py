@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
-from labcore.exercises.mistakes import Mistake
+from labcore.exercises.mistakes import Change, Mistake
 
 __all__ = ["CORRELATION"]
 
@@ -28,52 +27,15 @@ def predicted(
     spread = (counts * (means - grand_mean) ** 2).sum()
     weight = rows - (counts**2).sum() / rows
     between = ((spread - (batches - 1) * within) / weight).clamp(min=0.0)
-    return (between / (between + within)).item(), (between + within / size).item()
-
-
-def _predicted_wrongly(
-    counts: Tensor, means: Tensor, variances: Tensor, *, size: int, fault: str
-) -> tuple[float, float]:
-    rows, batches = counts.sum(), len(counts)
-    grand = means.mean() if fault == "plain mean" else (counts * means).sum() / rows
-    known = counts > 1
-    of_each = (counts if fault == "b for b − 1" else counts - 1) * variances
-    if fault != "NaN let through":
-        of_each = of_each[known]
-    within = of_each.sum() / (rows if fault == "divided by all rows" else rows - batches)
-    if fault == "plain mean of the variances":
-        within = variances[known].mean()
-    square = (means - grand) ** 2
-    spread = square.sum() if fault == "batches count alike" else (counts * square).sum()
-    if fault == "batches count alike":
-        spread = spread * rows / batches
-    weight = rows - (counts**2).sum() / rows
-    if fault == "mean batch size":
-        weight = rows - rows / batches
-    noise = {"noise left in": 0, "K for K − 1": batches}.get(fault, batches - 1)
-    between = (spread - noise * within) / weight
-    if fault == "variance of the means":
-        between = means.var()
-    if fault != "below zero":
-        between = between.clamp(min=0.0)
-    icc = between / (within if fault == "share of the noise" else between + within)
+    icc = between / (between + within)
     variance = between + within / size
-    if fault == "rows independent":
-        variance = (between + within) / size
-    if fault == "variance of a row":
-        variance = between + within
-    if fault == "design effect":
-        variance = 1 + (size - 1) * icc
-    if fault == "noise not divided twice":
-        variance = (between + within) / size * (1 + size * icc)
-    found = icc.item(), variance.item()
-    return found[::-1] if fault == "exchanged" else found
+    return icc.item(), variance.item()
 
 
 def _logged(generator: torch.Generator, batches: int, between: float) -> dict[str, Any]:
     """The log of random batches: rows, means and unbiased variances, NaN for a single row."""
     counts = torch.randint(2, 40, (batches,), generator=generator)
-    counts[0], counts[1] = 60, 3  # sizes that differ much
+    counts[0], counts[1] = 60, 3  # very different sizes
     rows = [
         between * torch.randn((), generator=generator, dtype=torch.float64)
         + torch.randn(int(count), generator=generator, dtype=torch.float64)
@@ -89,7 +51,7 @@ def _logged(generator: torch.Generator, batches: int, between: float) -> dict[st
 def _correlated(
     generator: torch.Generator, batches: int, between: float, *, single: bool = False
 ) -> dict[str, Any]:
-    """A log that shows its correlation: by chance the means spread no more than noise would."""
+    """A log with a positive correlation: others are drawn again."""
     while True:
         log = _logged(generator, batches, between)
         if single:
@@ -106,6 +68,34 @@ def _log_cases(seed: int) -> list[dict[str, Any]]:
     return [*cases, alike, _correlated(generator, 7, 1.2, single=True)]
 
 
+_EDITS: dict[str, Change] = {
+    "plain mean": ("(counts * means).sum() / rows", "means.mean()"),
+    "mean batch size": ("(counts**2).sum() / rows", "rows / batches"),
+    "K for K − 1": ("(batches - 1) * within", "batches * within"),
+    "divided by all rows": ("(rows - batches)", "rows"),
+    "plain mean of the variances": (
+        "of_each.sum() / (rows - batches)",
+        "variances[counts > 1].mean()",
+    ),
+    "b for b − 1": ("(counts - 1) * variances", "counts * variances"),
+    "batches count alike": (
+        "(counts * (means - grand_mean) ** 2).sum()",
+        "((means - grand_mean) ** 2).sum() * rows / batches",
+    ),
+    "noise left in": ("spread - (batches - 1) * within", "spread"),
+    "variance of the means": ("(spread - (batches - 1) * within) / weight", "means.var()"),
+    "below zero": (".clamp(min=0.0)", ""),
+    "NaN let through": ("counts > 1", "counts > 0"),
+    "share of the noise": ("between / (between + within)", "between / within"),
+    "rows independent": ("between + within / size", "(between + within) / size"),
+    "variance of a row": ("between + within / size", "between + within"),
+    "design effect": ("between + within / size", "1 + (size - 1) * icc"),
+    "noise not divided twice": (
+        "between + within / size",
+        "(between + within) / size * (1 + size * icc)",
+    ),
+    "exchanged": ("icc.item(), variance.item()", "variance.item(), icc.item()"),
+}
 _HINTS = {
     "plain mean": "ȳ is the plain mean of the batches' means. It is the mean of all rows, to "
     "which a batch of 60 rows adds more than one of 3.",
@@ -145,10 +135,7 @@ _HINTS = {
 CORRELATION = Exercise(
     id="shuffling.correlation",
     reference=predicted,
-    mistakes=[
-        Mistake(name, functools.partial(_predicted_wrongly, fault=name), hint)
-        for name, hint in _HINTS.items()
-    ],
+    mistakes=[Mistake(name, _EDITS[name], hint) for name, hint in _HINTS.items()],
     cases=_log_cases,
     variant=lambda student: {
         "size": random.Random(f"rows:{student}").choice(SIZES) if student else 32

@@ -1,14 +1,13 @@
-"""What is still to come after a job of several workers was stopped."""
+"""The batches that remain after a job with several workers stops."""
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
-from labcore.exercises.mistakes import Mistake
+from labcore.exercises.mistakes import Change, Mistake
 
 __all__ = ["RESUME"]
 
@@ -29,9 +28,10 @@ def still_to_come(
 
     def dealt(rows: Sequence[int], count: int) -> list[list[int]]:
         lanes = [rows[worker::count] for worker in range(count)]
+        starts = range(0, len(rows), batch)  # more turns than any lane has batches
         return [
             list(lane[start : start + batch])
-            for start in range(0, len(rows), batch)  # more turns than any lane has batches
+            for start in starts
             for lane in lanes
             if start < len(lane)
         ]
@@ -44,68 +44,16 @@ def still_to_come(
     return dealt([row for row in order if row not in trained_on], workers_after)
 
 
-def _cut(rows: Sequence[int], batch: int) -> list[list[int]]:
-    return [list(rows[start : start + batch]) for start in range(0, len(rows), batch)]
-
-
-def _in_turn(lanes: Sequence[Sequence[Sequence[int]]], first: int = 0) -> list[list[int]]:
-    """Lanes of batches, one batch of each in turn from lane `first` on."""
-    turned = [*lanes[first:], *lanes[:first]]
-    longest = max(map(len, turned))
-    return [list(lane[at]) for at in range(longest) for lane in turned if at < len(lane)]
-
-
-def _resumed_wrongly(
-    order: Sequence[int],
-    taken: int,
-    *,
-    batch: int,
-    workers: int,
-    prefetch: int,
-    workers_after: int,
-    fault: str,
-) -> list[list[int]]:
-    del workers_after  # the cases of the check keep the number
-    lanes = [_cut(order[worker::workers], batch) for worker in range(workers)]
-    batches = _in_turn(lanes)
-    given = [len(range(worker, taken, workers)) for worker in range(workers)]
-    left = [lane[done:] for lane, done in zip(lanes, given, strict=True)]
-    if fault == "read ahead lost":
-        unread = [lane[prefetch:] for lane in left]
-        return _in_turn(unread, taken % workers)
-    if fault == "turn begins with worker 0":
-        return _in_turn(left)
-    if fault == "dealt anew":
-        trained_on = {row for rows in batches[:taken] for row in rows}
-        rest = [row for row in order if row not in trained_on]
-        return _in_turn([_cut(rest[worker::workers], batch) for worker in range(workers)])
-    if fault == "pieces of the order":
-        share = -(-len(order) // workers)
-        pieces = [order[start : start + share] for start in range(0, len(order), share)]
-        return _in_turn([_cut(piece, batch) for piece in pieces])[taken:]
-    if fault == "short batches dropped":
-        return [rows for rows in batches[taken:] if len(rows) == batch]
-    return {
-        "one reader": _cut(order, batch)[taken:],
-        "the last batch again": batches[taken - 1 :],
-        "one batch too far": batches[taken + 1 :],
-        "the epoch again": batches,
-        "taken by each worker": batches[taken * workers :],
-        "worker after worker": [rows for lane in lanes for rows in lane][taken:],
-        "worker after worker, the rest": [rows for lane in left for rows in lane],
-    }[fault]
-
-
 def _resume_cases(seed: int) -> list[dict[str, Any]]:
     """Orders whose epoch ends in a short batch of one worker and, mostly, in the middle of a turn.
 
-    A turn of the longest variant takes 5 batches of 5 rows, so that no case is near its end.
+    A turn of the largest variant is 5 batches of 5 rows, so no case is near its end.
     """
     chance = random.Random(seed)
     cases: list[dict[str, Any]] = []
     for rows, prefetch in ((83, 1), (97, 2), (110 + chance.randrange(40), 1), (101, 2)):
         order = list(range(rows))
-        if cases:  # the first case stays in order: it can be followed by hand
+        if cases:  # the first case stays in order, to be followed by hand
             chance.shuffle(order)
         cases.append({"order": order, "taken": chance.randint(2, 5), "prefetch": prefetch})
     cases[0]["taken"] = 3
@@ -119,6 +67,36 @@ def _own_workers(student: int) -> Mapping[str, Any]:
     return {"workers": workers, "workers_after": workers, "batch": batch}
 
 
+_EDITS: dict[str, Change] = {
+    "read ahead lost": [("del prefetch", ""), ("[taken:]", "[taken + prefetch * workers :]")],
+    "turn begins with worker 0": [
+        ("worker::count]", "worker::count][len(range(worker, taken, count)) * batch :]"),
+        ("batches[taken:]", "batches"),
+    ],
+    "dealt anew": ("if workers_after == workers", "if False"),
+    "one reader": ("dealt(order, workers)", "dealt(order, 1)"),
+    "pieces of the order": (
+        "lanes = [rows[worker::count] for worker in range(count)]",
+        "share = -(-len(rows) // count)\n"
+        "        lanes = [rows[first : first + share] for first in range(0, len(rows), share)]",
+    ),
+    "short batches dropped": (
+        "return batches[taken:]",
+        "return [rows for rows in batches[taken:] if len(rows) == batch]",
+    ),
+    "the last batch again": ("batches[taken:]", "batches[taken - 1 :]"),
+    "one batch too far": ("batches[taken:]", "batches[taken + 1 :]"),
+    "the epoch again": ("batches[taken:]", "batches"),
+    "taken by each worker": ("batches[taken:]", "batches[taken * workers :]"),
+    "worker after worker": (
+        "for start in starts\n            for lane in lanes",
+        "for lane in lanes\n            for start in starts",
+    ),
+    "worker after worker, the rest": (
+        "batches[taken:]",
+        "sorted(batches[taken:], key=lambda rows: order.index(rows[0]) % workers)",
+    ),
+}
 _HINTS = {
     "read ahead lost": "Rows are missing. Each worker goes on where it stopped reading, but of "
     "what it had read some batches lay in its queue, and they died with the job.",
@@ -148,10 +126,7 @@ _HINTS = {
 RESUME = Exercise(
     id="shuffling.resume",
     reference=still_to_come,
-    mistakes=[
-        Mistake(name, functools.partial(_resumed_wrongly, fault=name), hint)
-        for name, hint in _HINTS.items()
-    ],
+    mistakes=[Mistake(name, _EDITS[name], hint) for name, hint in _HINTS.items()],
     cases=_resume_cases,
     variant=_own_workers,
     explanation="What counts is what the training loop received, not what the workers read: so "

@@ -1,8 +1,7 @@
-"""Spikes of a run that is over, seen against the steps on both sides."""
+"""Spikes of a finished run, judged against the steps on both sides."""
 
 from __future__ import annotations
 
-import functools
 import random
 from typing import Any
 
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor
 
 from labcore.exercises.core import Exercise
-from labcore.exercises.mistakes import Mistake
+from labcore.exercises.mistakes import Change, Mistake
 
 __all__ = ["SPIKES"]
 
-REACHES = (4, 5, 7, 8)  # a student's; nobody's is 6
+REACHES = (4, 5, 7, 8)  # student 0 has 6
 
 
 def spikes(losses: Tensor, *, reach: int, factor: float, floor: float) -> Tensor:
@@ -27,62 +26,8 @@ def spikes(losses: Tensor, *, reach: int, factor: float, floor: float) -> Tensor
     median = near.nanquantile(0.5, dim=1)
     spread = (near - median[:, None]).abs().nanquantile(0.5, dim=1).clamp(min=floor)
     # Without a finite neighbor the median is NaN, and the comparison False.
-    return ~losses.isfinite() | (losses > median + factor * spread)
-
-
-def _spikes_wrongly(
-    losses: Tensor, *, reach: int, factor: float, floor: float, fault: str
-) -> Tensor:
-    center, spread = _level(_neighbors(losses, reach, fault), fault)
-    if fault == "NaN among the neighbors":
-        beside = torch.nn.functional.pad(losses.isnan(), (reach, reach))
-        center[beside.unfold(0, 2 * reach + 1, 1).any(1)] = torch.nan
-    distance = losses - center
-    edge = {
-        "floor forgotten": factor * spread,
-        "floor added": factor * (spread + floor),
-        "floor of the distance": (factor * spread).clamp(min=floor),
-        "ratio": (factor - 1) * center.abs(),
-    }.get(fault, factor * spread.clamp(min=floor))
-    found = distance > edge
-    if fault == "edge is a spike":
-        found = distance >= edge
-    if fault == "dips too":
-        found = distance.abs() > edge
-    if fault == "ends left out":
-        found[:reach] = found[len(found) - reach :] = False
-    if fault == "NaN passes":
-        return found & losses.isfinite()
-    return found | (losses.isposinf() if fault == "infinity alone" else ~losses.isfinite())
-
-
-def _neighbors(losses: Tensor, reach: int, fault: str) -> Tensor:
-    """The losses [T, N] that each step is compared with, NaN where there is none."""
-    width = 2 * reach + 1
-    before = {"before alone": 2 * reach, "before alone, half as far": reach}.get(fault)
-    ends = (reach, reach) if before is None else (before, 0)
-    padded = torch.nn.functional.pad(losses, ends, value=torch.nan)
-    near = padded.unfold(0, width if before is None else before + 1, 1).clone()
-    if fault != "own loss included":
-        near[:, ends[0]] = torch.nan
-    near[~near.isfinite()] = torch.nan
-    return near
-
-
-def _level(near: Tensor, fault: str) -> tuple[Tensor, Tensor]:
-    """Center and spread [T] of the neighbors [T, N] of each step."""
-    if fault == "mean and deviation":
-        center = near.nanmean(1)
-        return center, (near - center[:, None]).square().nanmean(1).sqrt()
-    if fault == "torch's median":
-        center = near.nanmedian(1).values
-        return center, (near - center[:, None]).abs().nanmedian(1).values
-    center = near.nanquantile(0.5, dim=1)
-    distance = (near - center[:, None]).abs()
-    if fault == "mean distance":
-        return center, distance.nanmean(1)
-    spread = distance.nanquantile(0.5, dim=1)
-    return center, 1.4826 * spread if fault == "scaled" else spread
+    above = losses > median + factor * spread
+    return above | ~losses.isfinite()
 
 
 def _loss_cases(seed: int) -> list[dict[str, Any]]:
@@ -105,6 +50,42 @@ def _loss_cases(seed: int) -> list[dict[str, Any]]:
     return cases
 
 
+_EDITS: dict[str, Change] = {
+    "mean and deviation": [
+        ("near.nanquantile(0.5, dim=1)", "near.nanmean(1)"),
+        (".abs().nanquantile(0.5, dim=1)", ".square().nanmean(1).sqrt()"),
+    ],
+    "mean distance": (".abs().nanquantile(0.5, dim=1)", ".abs().nanmean(1)"),
+    "own loss included": ("near[:, reach] = torch.nan", ""),
+    "before alone": [
+        ("(reach, reach)", "(2 * reach, 0)"),
+        ("near[:, reach]", "near[:, 2 * reach]"),
+    ],
+    "before alone, half as far": [("(reach, reach)", "(reach, 0)"), ("(0, 2 * reach", "(0, reach")],
+    "NaN passes": ("| ~losses", "& losses"),
+    "infinity alone": ("~losses.isfinite()", "losses.isposinf()"),
+    "NaN among the neighbors": (
+        "above = ",
+        "beside = torch.nn.functional.pad(losses.isnan(), (reach, reach))\n"
+        "    median[beside.unfold(0, 2 * reach + 1, 1).any(1)] = torch.nan\n"
+        "    above = ",
+    ),
+    "torch's median": [
+        ("near.nanquantile(0.5, dim=1)", "near.nanmedian(1).values"),
+        (".abs().nanquantile(0.5, dim=1)", ".abs().nanmedian(1).values"),
+    ],
+    "floor forgotten": (".clamp(min=floor)", ""),
+    "floor added": (".clamp(min=floor)", " + floor"),
+    "floor of the distance": [
+        (".clamp(min=floor)", ""),
+        ("factor * spread", "(factor * spread).clamp(min=floor)"),
+    ],
+    "dips too": ("losses > median + ", "(losses - median).abs() > "),
+    "edge is a spike": ("losses > median", "losses >= median"),
+    "ends left out": ("return", "above[:reach] = above[-reach:] = False\n    return"),
+    "scaled": (".clamp(min=floor)", ".mul(1.4826).clamp(min=floor)"),
+    "ratio": ("factor * spread", "(factor - 1) * median.abs()"),
+}
 _HINTS = {
     "mean and deviation": "Your level and spread are mean and standard deviation. One large loss "
     "nearby raises both, so that a spike hides its neighbor.",
@@ -143,10 +124,7 @@ _HINTS = {
 SPIKES = Exercise(
     id="shuffling.spikes",
     reference=spikes,
-    mistakes=[
-        Mistake(name, functools.partial(_spikes_wrongly, fault=name), hint)
-        for name, hint in _HINTS.items()
-    ],
+    mistakes=[Mistake(name, _EDITS[name], hint) for name, hint in _HINTS.items()],
     cases=_loss_cases,
     variant=lambda student: {
         "reach": random.Random(f"reach:{student}").choice(REACHES) if student else 6

@@ -19,7 +19,7 @@ __all__ = ["COUNT_ACCEPTED", "NOBODYS", "TEMPERATURES", "clear_of_ties"]
 NOBODYS = 0.8
 TEMPERATURES = (0.6, 0.7, 1.25, 1.4)
 CASES = 20
-LEAST = 1e-4  # between a uniform number and the ratio that it is compared with
+LEAST = 1e-4  # the smallest distance between a uniform number and its ratio
 
 
 def count_accepted(
@@ -29,10 +29,11 @@ def count_accepted(
     del lenience
     p = (target / temperature).softmax(-1)
     q = (draft / temperature).softmax(-1)
-    for place, token in enumerate(tokens.tolist()):
-        if not u[place] < p[place, token] / q[place, token]:
-            return place
-    return len(tokens)
+    places = torch.arange(len(tokens))
+    ratios = p[places, tokens] / q[places, tokens]
+    accepted = u < ratios
+    # The running product is 0 from the first rejection on.
+    return int(accepted.long().cumprod(0).sum())
 
 
 def _ratios(target: Tensor, draft: Tensor, tokens: Tensor, temperature: float) -> Tensor:
@@ -41,72 +42,15 @@ def _ratios(target: Tensor, draft: Tensor, tokens: Tensor, temperature: float) -
     return p / (draft / temperature).softmax(-1).gather(1, tokens[:, None])[:, 0]
 
 
-def _leading(accepted: Tensor) -> int:
-    return int(accepted.long().cumprod(0).sum())
-
-
-def _by_ratio(
-    fault: str, target: Tensor, draft: Tensor, tokens: Tensor, temperature: float
-) -> Tensor:
-    """What a mistake compares the draws with, [N]."""
-    warm = {"no temperature": 1.0, "temperature multiplied": 1 / temperature}.get(
-        fault, temperature
-    )
-    p = (target / (1.0 if fault == "temperature on q alone" else warm)).softmax(-1)
-    q = (draft / (1.0 if fault == "temperature on p alone" else warm)).softmax(-1)
-    rows = p[1:] if fault == "row behind" else p[:-1]
-    if fault == "overlap":
-        return torch.minimum(rows, q).sum(-1)
-    mine = rows.gather(1, tokens[:, None])[:, 0]
-    theirs = q.gather(1, tokens[:, None])[:, 0]
-    return {
-        "upside down": theirs / mine,
-        "p alone": mine,
-        "logarithm": mine.log() - theirs.log(),
-    }.get(fault, mine / theirs)
-
-
-def _wrongly(fault: str) -> Callable[..., int]:
-    def counted(
-        target: Tensor,
-        draft: Tensor,
-        tokens: Tensor,
-        u: Tensor,
-        lenience: float,
-        *,
-        temperature: float,
-    ) -> int:
-        del lenience
-        if fault == "greedy":
-            return _leading(target[:-1].argmax(-1) == tokens)
-        ratios = _by_ratio(fault, target, draft, tokens, temperature)
-        draws = u[:1].expand_as(u) if fault == "one draw for all" else u
-        accepted = draws < ratios
-        if fault == "at most":
-            accepted = draws <= ratios
-        if fault == "larger accepts":
-            accepted = draws > ratios
-        if fault == "no draw":
-            accepted = ratios >= 1
-        if fault == "past the first rejection":
-            return int(accepted.sum())
-        if fault == "to the last acceptance":
-            return int((accepted * torch.arange(1, len(u) + 1)).max())
-        counted = _leading(accepted)
-        return min(counted + 1, len(u)) if fault == "rejected one counted" else counted
-
-    return counted
-
-
 def clear_of_ties(case: Mapping[str, Any], temperature: float, lenience: float = 1.0) -> bool:
-    """Whether no draw stands so close to its ratio that rounding could decide."""
+    """Whether each draw is so far from its ratio that rounding cannot decide."""
     ratios = _ratios(case["target"], case["draft"], case["tokens"], temperature) / lenience
     gaps = (ratios - case["u"]).abs()
     return bool(((gaps > LEAST) | (ratios == 0)).all())
 
 
 def _case(draw: torch.Generator, place: int) -> dict[str, Tensor]:
-    """A draft that resembles the target, its tokens drawn from it, some outside the target's k."""
+    """A draft that resembles the target. Every fourth target rules out a drafted token."""
     drafted, vocab = 5 + place % 4, 6 + place % 3
     target = 1.8 * torch.randn(drafted + 1, vocab, generator=draw, dtype=torch.float64)
     noise = torch.randn(drafted, vocab, generator=draw, dtype=torch.float64)
@@ -114,7 +58,7 @@ def _case(draw: torch.Generator, place: int) -> dict[str, Tensor]:
     tokens = torch.multinomial((1.2 * draft).softmax(-1), 1, generator=draw)[:, 0]
     u = torch.rand(drafted, generator=draw, dtype=torch.float64)
     if place % 4 == 3:
-        # The target's top-k has left a token out, and a uniform number may be 0.
+        # The target's top-k leaves a drafted token out, and its uniform number is 0.
         out = 1 + place % 3
         target[out, tokens[out]] = -torch.inf
         u[out] = 0.0
@@ -124,18 +68,20 @@ def _case(draw: torch.Generator, place: int) -> dict[str, Tensor]:
 
 @functools.cache
 def _drawn(seed: int) -> tuple[dict[str, Tensor], ...]:
-    """Cases that tell all answers apart at each temperature a student may have."""
+    """Cases that tell all answers apart at the temperature of every student."""
     draw = torch.Generator().manual_seed(seed)
+    functions = [count_accepted, *(fn for fn, _ in COUNT_ACCEPTED.wrong.values())]
     while True:
         cases = tuple(_case(draw, place) for place in range(CASES))
-        if all(_telling(cases, temperature) for temperature in (NOBODYS, *TEMPERATURES)):
+        if all(_telling(functions, cases, temperature) for temperature in (NOBODYS, *TEMPERATURES)):
             return cases
 
 
-def _telling(cases: Sequence[Mapping[str, Any]], temperature: float) -> bool:
+def _telling(
+    functions: Sequence[Callable[..., int]], cases: Sequence[Mapping[str, Any]], temperature: float
+) -> bool:
     if not all(clear_of_ties(case, temperature) for case in cases):
         return False
-    functions = [count_accepted, *(_wrongly(name) for name in _HINTS)]
     given = [
         tuple(fn(**case, lenience=1.0, temperature=temperature) for case in cases)
         for fn in functions
@@ -155,45 +101,66 @@ def _own_temperature(student: int) -> Mapping[str, Any]:
     return {"temperature": chance.choice(TEMPERATURES) if student else NOBODYS}
 
 
-_HINTS = {
-    "at most": "A token that the target gives no probability gets through with you when its "
-    "uniform number is 0. Numbers from [0, 1) do contain the 0.",
-    "upside down": "You divide the draft's probability by the target's. A token that the target "
-    "likes more than the draft does is then the one that is thrown away.",
-    "past the first rejection": "You count accepted tokens behind a rejected one. They continue a "
-    "text that is not going to be written.",
-    "to the last acceptance": "You count up to the last token that would be accepted, with the "
-    "rejected ones before it. What stands behind a rejected token continues another text.",
-    "rejected one counted": "You count the rejected token too.",
-    "greedy": "You accept a token if it is the target's likeliest. That is the rule for greedy "
-    "output; of a sampled one it makes a greedy one.",
-    "larger accepts": "You accept where the draw is above the ratio, so that what the target likes "
-    "least gets through most often.",
-    "p alone": "You compare the draw with the target's probability alone. It counts how often the "
-    "draft proposes the token: one that the draft proposes rarely must not be rejected as well.",
-    "no draw": "You accept exactly the tokens that the target likes at least as much as the draft "
-    "does, whatever the draw is. The others then never come, though some of them should.",
-    "one draw for all": "Your tokens share the first draw. Each decision needs a number of its "
-    "own, or they depend on each other.",
-    "row behind": "You judge each token by the row behind it: that is what follows the token, not "
-    "what the target thought of it.",
-    "logarithm": "You compare the draw with the logarithm of the ratio, which is below 0 wherever "
-    "the ratio is below 1.",
-    "overlap": "You compare the draw with what the two distributions have in common. That is how "
-    "often a token is accepted on average; this token has a ratio of its own.",
-    "temperature on p alone": "The temperature changes your target's probabilities and not your "
-    "draft's. The tokens were drawn from a draft with the temperature.",
-    "temperature on q alone": "The temperature changes your draft's probabilities and not your "
-    "target's. The text is to come from a target with the temperature.",
-    "no temperature": "Your probabilities are those of temperature 1.",
-    "temperature multiplied": "You multiply the logits by the temperature, so that a high one "
-    "makes the likely tokens likelier.",
-}
+_MISTAKES = [
+    Mistake("at most", ("u < ratios", "u <= ratios"),
+            "A token that the target gives no probability gets through with you when its uniform "
+            "number is 0. Numbers from [0, 1) do contain the 0."),
+    Mistake("upside down",
+            ("p[places, tokens] / q[places, tokens]", "q[places, tokens] / p[places, tokens]"),
+            "You divide the draft's probability by the target's. A token that the target likes "
+            "more than the draft does is then the one that is thrown away."),
+    Mistake("past the first rejection", (".long().cumprod(0)", ""),
+            "You count accepted tokens behind a rejected one. They continue a text that is not "
+            "going to be written."),
+    Mistake("to the last acceptance",
+            ("accepted.long().cumprod(0).sum()", "max([0, *accepted * (places + 1)])"),
+            "You count up to the last token that would be accepted, with the rejected ones before "
+            "it. What stands behind a rejected token continues another text."),
+    Mistake("rejected one counted", (".sum()", ".sum().add(1).clamp(max=len(u))"),
+            "You count the rejected token too."),
+    Mistake("greedy", ("u < ratios", "target[:-1].argmax(-1) == tokens"),
+            "You accept a token if it is the target's likeliest. That is the rule for greedy "
+            "output; of a sampled one it makes a greedy one."),
+    Mistake("larger accepts", ("u < ratios", "u > ratios"),
+            "You accept where the draw is above the ratio, so that what the target likes least "
+            "gets through most often."),
+    Mistake("p alone", (" / q[places, tokens]", ""),
+            "You compare the draw with the target's probability alone. It counts how often the "
+            "draft proposes the token: one that the draft proposes rarely must not be rejected as "
+            "well."),
+    Mistake("no draw", ("u < ratios", "ratios >= 1"),
+            "You accept exactly the tokens that the target likes at least as much as the draft "
+            "does, whatever the draw is. The others then never come, though some of them should."),
+    Mistake("one draw for all", ("u < ratios", "u[:1] < ratios"),
+            "Your tokens share the first draw. Each decision needs a number of its own, or they "
+            "depend on each other."),
+    Mistake("row behind", ("p[places, tokens]", "p[places + 1, tokens]"),
+            "You judge each token by the row behind it: that is what follows the token, not what "
+            "the target thought of it."),
+    Mistake("logarithm", ("u < ratios", "u < ratios.log()"),
+            "You compare the draw with the logarithm of the ratio, which is below 0 wherever the "
+            "ratio is below 1."),
+    Mistake("overlap",
+            ("p[places, tokens] / q[places, tokens]", "torch.minimum(p[:-1], q).sum(-1)"),
+            "You compare the draw with what the two distributions have in common. That is how "
+            "often a token is accepted on average; this token has a ratio of its own."),
+    Mistake("temperature on p alone", ("draft / temperature", "draft"),
+            "The temperature changes your target's probabilities and not your draft's. The tokens "
+            "were drawn from a draft with the temperature."),
+    Mistake("temperature on q alone", ("target / temperature", "target"),
+            "The temperature changes your draft's probabilities and not your target's. The text is "
+            "to come from a target with the temperature."),
+    Mistake("no temperature", ("del lenience", "temperature = 1.0"),
+            "Your probabilities are those of temperature 1."),
+    Mistake("temperature multiplied", ("del lenience", "temperature = 1 / temperature"),
+            "You multiply the logits by the temperature, so that a high one makes the likely "
+            "tokens likelier."),
+]  # fmt: skip
 
 COUNT_ACCEPTED = Exercise(
     id="speculative.count_accepted",
     reference=count_accepted,
-    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
+    mistakes=_MISTAKES,
     cases=_cases,
     variant=_own_temperature,
     explanation="A token x that the draft proposes with probability q(x) and that passes with "

@@ -1,4 +1,4 @@
-"""Five speculative decoders known by their logs: four are ill, and one only looks so."""
+"""Five speculative decoders and their logs: four have a fault, and one only seems to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _observe(engine: Engine) -> dict[str, list[float]]:
 
 
 def audit(student: int = 0) -> dict[str, str]:
-    """How each patient's greedy outputs differ from plain greedy decoding: patient -> sentence."""
+    """Patient -> a sentence on how its greedy outputs differ from plain greedy decoding."""
     said = {}
     for label, name in CLINIC.diagnoses(student).items():
         log = run(CLINIC.faults[name].make())

@@ -1,7 +1,7 @@
-"""A speculative decoder over tables: two small models whose every probability is known.
+"""A speculative decoder over tables: two small models with known probabilities.
 
-A model's next token depends on the last two and on the place in a line of PHASES tokens, so that a
-draft model that has lost count of its tokens guesses worse. All requests run side by side.
+A model's next token depends on the last two tokens and on the position modulo PHASES. A draft model
+that loses count of its tokens therefore guesses worse. All requests run side by side.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SEED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """One decoder; each flag is a fault, but for the last, which is a number format.
+    """One decoder. Each flag is a fault, except the last, which is a number format.
 
     softmaxed: the residual goes through a softmax. hole: after a full acceptance the draft model
-    does not read the last token that it drafted. unlike: temperature for the target alone.
+    does not read the last token that it drafted. unlike: the temperature is for the target alone.
     past_end: a finished request goes on, and its tokens count. narrow: the target computes in
-    bfloat16, where a forward over several tokens adds up in another order than one over one token.
+    bfloat16, and a forward over several tokens adds up in another order than one over one token.
     """
 
     softmaxed: bool = False
@@ -40,14 +40,14 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Log:
-    """Of each block; tensors are [BLOCKS].
+    """What is measured in each block; tensors are [BLOCKS].
 
-    accepted: of the drafted tokens that the log counts. distance: total variation between the
-    tokens delivered and the plain target's distributions at their places, both averaged.
-    delivered: tokens for each request that the block was computed for.
-    differing: requests whose greedy output differs by then from plain greedy decoding.
+    accepted: share of the drafted tokens that the log counts. distance: total variation between the
+    delivered tokens and the plain target's distributions at their places, both averaged.
+    delivered: tokens per request for which the block is computed.
+    differing: share of requests whose greedy output differs from plain greedy decoding so far.
     gap: the largest distance between the logits of the two tokens at a request's first difference,
-    0.0 where none differs.
+    0.0 if no request differs.
     """
 
     accepted: Tensor
@@ -59,7 +59,7 @@ class Log:
 
 @functools.cache
 def tables() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits [V, V, PHASES, V]: target; target in bfloat16, one token and many; draft."""
+    """Logits [V, V, PHASES, V]: target, target in bfloat16 for one token and for many, draft."""
     draw = torch.Generator().manual_seed(SEED)
     before, last = (torch.randn(VOCAB, WIDTH, generator=draw) for _ in range(2))
     phase = torch.randn(PHASES, WIDTH, generator=draw)
@@ -73,13 +73,13 @@ def tables() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     draft = target + 0.6 * torch.randn(target.shape, generator=draw)
     for table in (target, one, many, draft):
         table[..., END] = 0.1
-        table[:, END] = -torch.inf  # behind the end only the end
+        table[:, END] = -torch.inf  # only the end follows the end
         table[:, END, :, END] = 0.0
     return target, one.float(), many.float(), draft
 
 
 def _added(products: Tensor, parts: int) -> Tensor:
-    """The sum over the width, in bfloat16: so many running sums, then their sum."""
+    """The sum over the width in bfloat16: `parts` running sums, then their sum."""
     total = torch.zeros_like(products[..., 0, :])
     for part in products.chunk(parts, dim=-2):
         running = torch.zeros_like(total)
@@ -112,7 +112,7 @@ def _look(table: Tensor, text: list[Tensor], place: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Block:
-    """tokens: [R, GAMMA + 1]; count: accepted [R]; p: the plain target's at each place."""
+    """tokens: [R, GAMMA + 1]; count: accepted [R]; p: the plain target's distributions."""
 
     tokens: Tensor
     count: Tensor
@@ -120,7 +120,7 @@ class _Block:
 
 
 class _Run:
-    """The requests of one engine on their way."""
+    """The state of all requests of one engine."""
 
     def __init__(self, engine: Engine, temperature: float) -> None:
         self.engine, self.temperature = engine, temperature
@@ -132,7 +132,7 @@ class _Run:
         self.plain, self.target = (one, many) if engine.narrow else (target, target)
 
     def block(self) -> _Block:
-        """Draft, judge, and take back what was rejected."""
+        """Draft and judge a block, and drop what was rejected."""
         warm = 1.0 if self.engine.unlike else self.temperature
         text, place = [*self.text], self.place
         p, q, plain = [], [], []
@@ -156,7 +156,7 @@ class _Run:
         return _Block(tokens=tokens, count=count, p=torch.stack(plain, 1))
 
     def _judge(self, p: Tensor, q: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
-        """How many are accepted [R], and the token behind them [R]; p: [R, GAMMA + 1, V]."""
+        """How many tokens are accepted [R], and the token after them [R]; p: [R, GAMMA + 1, V]."""
         at = drafted[..., None]
         ratios = (p[:, :-1].gather(2, at) / q.gather(2, at))[..., 0]
         passed = torch.rand(ratios.shape, generator=self.draw) < ratios
@@ -173,7 +173,7 @@ class _Run:
 
 @functools.cache
 def run(engine: Engine) -> Log:
-    """BLOCKS blocks of REQUESTS requests, sampled, and once more greedily."""
+    """Run BLOCKS blocks of REQUESTS requests, once sampled and once greedy."""
     requests = _Run(engine, TEMPERATURE)
     alive = torch.ones(REQUESTS, dtype=torch.bool)
     places = torch.arange(GAMMA + 1)
@@ -203,7 +203,7 @@ def run(engine: Engine) -> Log:
 
 
 def _greedy(engine: Engine) -> tuple[Tensor, float]:
-    """Share of requests that differ from plain greedy decoding, and the gap, see `Log`."""
+    """The `differing` and the `gap` of `Log`."""
     requests = _Run(engine, 0.0)
     plain = _Run(engine, 0.0)
     differs = torch.zeros(REQUESTS, dtype=torch.bool)
@@ -219,7 +219,7 @@ def _greedy(engine: Engine) -> tuple[Tensor, float]:
                 chosen = logits.gather(1, token[:, None])[:, 0]
                 gap = max(gap, float((logits.amax(-1) - chosen)[new].max()))
             differs = differs | new
-            # What is compared is the plain target's choice behind the text so far.
+            # The comparison is with the plain target's choice after the text so far.
             pair = zip((plain.text[1], token), plain.text, strict=True)
             plain.text = [torch.where(going, new_one, old) for new_one, old in pair]
             plain.place = plain.place + going

@@ -1,8 +1,7 @@
-"""The distribution of the token behind the accepted ones."""
+"""The distribution of the token after the accepted ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,63 +14,18 @@ __all__ = ["NEXT_LAW"]
 
 
 def next_law(p: Tensor, q: Tensor, tokens: Tensor, accepted: int, others: Tensor | None) -> Tensor:
-    """The distribution [V] of the token behind the accepted ones."""
+    """The distribution [V] of the token after the accepted ones."""
     del tokens, others
     if accepted == len(q):
         return p[accepted].clone()
-    left = (p[accepted] - q[accepted]).clamp(min=0)
+    mine, theirs = p[accepted], q[accepted]
+    left = (mine - theirs).clamp(min=0)
     total = left.sum()
-    return left / total if total > 0 else p[accepted].clone()
-
-
-def _left(fault: str, p: Tensor, q: Tensor, token: int) -> Tensor:
-    """What a mistake makes of a rejected place's rows p and q, [V], before it is normalised."""
-    if fault == "token removed":
-        kept = p.clone()
-        kept[token] = 0
-        return kept
-    return {
-        "absolute": (p - q).abs(),
-        "p again": p,
-        "other way round": (q - p).clamp(min=0),
-        "p where larger": p * (p > q),
-        "p without q": p * (1 - q),
-        "draft again": q,
-    }.get(fault, (p - q).clamp(min=0))
-
-
-def _bonus(fault: str, p: Tensor, q: Tensor) -> Tensor:
-    """What a mistake draws from when all are accepted."""
-    if fault == "residual for the bonus":
-        left = (p[-1] - q[-1]).clamp(min=0)
-        return left / left.sum()
-    return {"bonus from the draft": q[-1], "bonus a row early": p[-2]}.get(fault, p[-1])
-
-
-def _wrongly(fault: str) -> Callable[..., Tensor]:
-    def law(p: Tensor, q: Tensor, tokens: Tensor, accepted: int, others: Tensor | None) -> Tensor:
-        del others
-        if accepted == len(q):
-            return _bonus(fault, p, q).clone()
-        row = {"row behind": accepted + 1, "first row": 0, "last row": len(q)}.get(fault, accepted)
-        mine = p[row]
-        theirs = q[min(row, len(q) - 1)] if fault == "first row" else q[accepted]
-        left = _left(fault, mine, theirs, int(tokens[accepted]))
-        if fault == "softmaxed":
-            return left.softmax(-1)
-        if fault == "softmaxed difference":
-            return (mine - theirs).softmax(-1)
-        if fault == "not normalised":
-            return left if left.sum() > 0 else mine.clone()
-        if fault == "zero by zero":
-            return left / left.sum()
-        return left / left.sum() if left.sum() > 0 else mine.clone()
-
-    return law
+    return left / total if total > 0 else mine.clone()
 
 
 def _cases(seed: int) -> list[dict[str, Any]]:
-    """Each number of accepted tokens; a target that leaves tokens out; p equal to q."""
+    """Various numbers of accepted tokens, a target that rules a token out, and p equal to q."""
     draw = torch.Generator().manual_seed(seed)
     cases: list[dict[str, Any]] = []
     for drafted, accepted in ((3, 0), (4, 1), (4, 3), (3, 3), (1, 1), (5, 2), (3, 1)):
@@ -80,7 +34,7 @@ def _cases(seed: int) -> list[dict[str, Any]]:
         noise = torch.randn(drafted, vocab, generator=draw, dtype=torch.float64)
         p, q = logits.softmax(-1), (logits[:-1] + noise).softmax(-1)
         if accepted < drafted:
-            # A token that can be rejected: the draft likes it more than the target does.
+            # Only a token that the draft likes more than the target does can be rejected.
             tokens = (q - p[:-1]).argmax(-1)
         else:
             tokens = torch.multinomial(q, 1, generator=draw)[:, 0]
@@ -93,42 +47,62 @@ def _cases(seed: int) -> list[dict[str, Any]]:
     return cases
 
 
-_HINTS = {
-    "softmaxed": "You take the softmax of what is left. Numbers from 0 to 1 become nearly equal "
-    "chances, and tokens of which nothing is left come too.",
-    "softmaxed difference": "You take the softmax of the difference. It is positive everywhere, so "
-    "that tokens come that the draft has had more than enough of.",
-    "not normalised": "What you return does not add up to 1.",
-    "absolute": "You take the size of the difference. Tokens that the draft proposed too often are "
-    "then proposed once more.",
-    "p again": "After a rejection you draw from the target's whole distribution. Tokens that the "
-    "draft proposes too often then come too often in the text.",
-    "token removed": "You take the rejected token out of the target's distribution. That is "
-    "right for a draft that was looked up; this one was drawn, and the others' shares change too.",
-    "other way round": "You keep what the draft has more of. That is what was thrown away.",
-    "p where larger": "You keep the tokens that the target likes more, with their whole "
-    "probability. A part of it has come already, by acceptance.",
-    "p without q": "You multiply by the draft's chance of another token. What the draft has "
-    "delivered is subtracted, token by token.",
-    "draft again": "After a rejection you draw from the draft once more, and nobody judges it.",
-    "bonus from the draft": "When all are accepted your bonus comes from the draft's last row, "
-    "which belongs to the token before, and from the wrong model.",
-    "bonus a row early": "When all are accepted your bonus comes from the row of the last drafted "
-    "token. Behind it stands one more row.",
-    "residual for the bonus": "When all are accepted you subtract the draft's last row. "
-    "Nothing was proposed behind the last drafted token, so nothing is to be made up for.",
-    "row behind": "After a rejection you take the target's row behind the rejected token.",
-    "first row": "You take the first rows, whatever was accepted.",
-    "last row": "After a rejection you take the target's last row, which follows a token that is "
-    "not there any more.",
-    "zero by zero": "Where nothing is left your result is 0/0. Rounding can reject a token of two "
-    "equal rows, and a text must go on.",
-}
+_MISTAKES = [
+    Mistake("softmaxed", ("left / total if total > 0 else mine.clone()", "left.softmax(-1)"),
+            "You take the softmax of what is left. Numbers from 0 to 1 become nearly equal "
+            "chances, and tokens of which nothing is left come too."),
+    Mistake("softmaxed difference",
+            ("left / total if total > 0 else mine.clone()", "(mine - theirs).softmax(-1)"),
+            "You take the softmax of the difference. It is positive everywhere, so that tokens "
+            "come that the draft has had more than enough of."),
+    Mistake("not normalised", ("left / total if", "left if"),
+            "What you return does not add up to 1."),
+    Mistake("absolute", ("clamp(min=0)", "abs()"),
+            "You take the size of the difference. Tokens that the draft proposed too often are "
+            "then proposed once more."),
+    Mistake("p again", ("(mine - theirs).clamp(min=0)", "mine"),
+            "After a rejection you draw from the target's whole distribution. Tokens that the "
+            "draft proposes too often then come too often in the text."),
+    Mistake("token removed",
+            [("del tokens, others", "del others"),
+             ("(mine - theirs).clamp(min=0)", "mine.index_fill(0, tokens[accepted], 0)")],
+            "You take the rejected token out of the target's distribution. That is right for a "
+            "draft that was looked up; this one was drawn, and the others' shares change too."),
+    Mistake("other way round", ("mine - theirs", "theirs - mine"),
+            "You keep what the draft has more of. That is what was thrown away."),
+    Mistake("p where larger", ("(mine - theirs).clamp(min=0)", "mine * (mine > theirs)"),
+            "You keep the tokens that the target likes more, with their whole probability. A part "
+            "of it has come already, by acceptance."),
+    Mistake("p without q", ("(mine - theirs).clamp(min=0)", "mine * (1 - theirs)"),
+            "You multiply by the draft's chance of another token. What the draft has delivered is "
+            "subtracted, token by token."),
+    Mistake("draft again", ("(mine - theirs).clamp(min=0)", "theirs"),
+            "After a rejection you draw from the draft once more, and nobody judges it."),
+    Mistake("bonus from the draft", ("return p[accepted]", "return q[-1]"),
+            "When all are accepted your bonus comes from the draft's last row, which belongs to "
+            "the token before, and from the wrong model."),
+    Mistake("bonus a row early", ("return p[accepted]", "return p[-2]"),
+            "When all are accepted your bonus comes from the row of the last drafted token. Behind "
+            "it stands one more row."),
+    Mistake("residual for the bonus", ("return p[accepted].clone()", "accepted = -1"),
+            "When all are accepted you subtract the draft's last row. Nothing was proposed behind "
+            "the last drafted token, so nothing is to be made up for."),
+    Mistake("row behind", ("= p[accepted]", "= p[accepted + 1]"),
+            "After a rejection you take the target's row behind the rejected token."),
+    Mistake("first row", ("= p[accepted], q[accepted]", "= p[0], q[0]"),
+            "You take the first rows, whatever was accepted."),
+    Mistake("last row", ("= p[accepted]", "= p[-1]"),
+            "After a rejection you take the target's last row, which follows a token that is not "
+            "there any more."),
+    Mistake("zero by zero", (" if total > 0 else mine.clone()", ""),
+            "Where nothing is left your result is 0/0. Rounding can reject a token of two equal "
+            "rows, and a text must go on."),
+]  # fmt: skip
 
 NEXT_LAW = Exercise(
     id="speculative.next_law",
     reference=next_law,
-    mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
+    mistakes=_MISTAKES,
     cases=_cases,
     rtol=1e-9,
     atol=1e-12,

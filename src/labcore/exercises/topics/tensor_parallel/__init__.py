@@ -1,4 +1,4 @@
-"""Exercises on tensor parallelism: collectives, a ring, a row split, two numbers, and hangs."""
+"""Provide exercises on tensor parallelism, from collectives to a clinic of hangs."""
 
 from labcore.exercises.topics.tensor_parallel.clinic import CLINIC, recorder
 from labcore.exercises.topics.tensor_parallel.fitting import FIT

@@ -1,4 +1,4 @@
-"""Six tensor-parallel decoders with a fault each, known by their steps and by where they hang."""
+"""Diagnose six faulty tensor-parallel decoders by their steps and by where they hang."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def _words(call: Call | None) -> str:
 
 
 def recorder(student: int = 0) -> dict[str, str]:
-    """Where each patient's ranks stand at the end, as a flight recorder would say: patient ->
-    sentence. It knows kinds and shapes, and not whether a call came from a graph."""
+    """Return a sentence per patient that tells where its ranks stand at the end.
+
+    Like a flight recorder, it knows kinds and shapes but not whether a graph made a call.
+    """
     said = {}
     for label, name in CLINIC.diagnoses(student).items():
         log = run(CLINIC.faults[name].make())

@@ -1,9 +1,9 @@
-"""Four ranks that decode together from graphs, played in one process, and what may go wrong.
+"""Simulate four ranks that decode together from graphs in one process, and their faults.
 
-The model is a mean that fades, two blocks of a layer by columns and one by rows, and a head divided
-by vocabulary. A rank is a generator that hands over what it puts into a collective and gets back
-what comes out of it. A collective happens when all ranks have come to the same one; where they
-wait for different ones nobody goes on.
+The model has a fading mean of the past, two blocks (each a layer split by columns and one split by
+rows), and a head split by vocabulary. A rank is a generator: it yields its input to a collective
+and receives the output. A collective happens once all ranks have reached the same one. Ranks that
+wait for different ones hang.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ __all__ = ["EAGER", "LAYERS", "RANKS", "REPLAY", "REQUESTS", "SIZES", "STEPS", "
 RANKS = 4
 REQUESTS, STEPS = 16, 25
 SIZES = (1, 2, 4, 8, 16)  # rows of the captured graphs
-FAULTY = 8  # rows of the graph that some faults concern
+FAULTY = 8  # rows of the graph that some faults affect
 VOCAB, WIDTH, INNER, LAYERS = 32, 24, 32, 2
-END, ENDING = 0, 1.2  # the token that ends an output, and what is added to its logit
-FADING = 0.5  # what the past loses with each token
-REPLAY = 3  # launches of a step: the tokens are filled in, the graph, and the draw
-EAGER = REPLAY + 1 + 5 * LAYERS + 1  # the same without a graph, one for each operation
+END, ENDING = 0, 1.2  # the token that ends an output, and the bonus on its logit
+FADING = 0.5  # the factor of the past per token
+REPLAY = 3  # launches per step: fill in the tokens, replay the graph, draw
+EAGER = REPLAY + 1 + 5 * LAYERS + 1  # launches per step without a graph, one per operation
 SEED = 39
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """How the ranks decode; each flag is a fault.
+    """Configure how the ranks decode; each flag is a fault.
 
-    shorter: the graph of 8 rows of rank 2 lacks the last all-reduce. ungraphed: rank 1 has no graph
-    of 8 rows and launches these steps op by op. wider: rank 3 has none either, and fills its
-    rows up to 16. unfilled: rank 1 replays on the tokens that its buffers had first. unreduced: no
-    graph has an all-reduce in it. own_draws: each rank draws tokens by random numbers of its own.
+    shorter: the 8-row graph of rank 2 lacks the last all-reduce. ungraphed: rank 1 has no 8-row
+    graph and launches these steps op by op. wider: rank 3 has no 8-row graph and pads its rows to
+    16. unfilled: rank 1 replays on the tokens that its buffers held first. unreduced: no graph
+    contains an all-reduce. own_draws: each rank draws tokens with its own random numbers.
     """
 
     shorter: bool = False
@@ -49,7 +49,7 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """What a rank waits in. numbers: what it brings."""
+    """Describe the collective that a rank waits in. numbers: the input of the rank."""
 
     kind: str
     numbers: Tensor
@@ -57,17 +57,17 @@ class Call:
 
     @property
     def meets(self) -> tuple[str, tuple[int, ...], bool]:
-        """What has to be the same on all ranks."""
+        """Return what must be the same on all ranks."""
         return self.kind, tuple(self.numbers.shape), self.replayed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Log:
-    """Of each step; NaN behind one in which the ranks hang. Lists are [STEPS].
+    """Record a run. Lists are [STEPS], with NaN after the step in which the ranks hang.
 
-    right: share of requests whose output so far is that of one process. finished: collectives.
-    fewest, most: launches of the rank that has the fewest, the most. waiting: what each rank waits
-    in at the end, None for one that does not. total: collectives that finished in all.
+    right: share of requests whose output so far matches one process. finished: collectives per
+    step. fewest, most: the fewest and the most launches of a rank. waiting: what each rank waits
+    in at the end, or None. total: collectives that finished in the whole run.
     """
 
     right: list[float]
@@ -80,7 +80,7 @@ class Log:
 
 @dataclass(kw_only=True, slots=True)
 class _Rank:
-    """One process. mixed: the requests' past, [REQUESTS, C]; static: what its graphs read."""
+    """Hold one process. mixed: the requests' past, [REQUESTS, C]; static: what its graphs read."""
 
     number: int
     ranks: int
@@ -109,7 +109,7 @@ def _weights() -> Mapping[str, Tensor]:
 
 
 def _noise(step: int, seed: int) -> Tensor:
-    """What makes the largest logit a draw, [REQUESTS, V]."""
+    """Draw the Gumbel noise that makes the largest logit a sample, [REQUESTS, V]."""
     draw = torch.Generator().manual_seed(1000 * SEED + 100 * seed + step)
     flat = torch.rand(REQUESTS, VOCAB, generator=draw, dtype=torch.float64)
     return -(-flat.clamp(min=1e-12).log()).log()
@@ -130,7 +130,7 @@ def _new(number: int, ranks: int) -> _Rank:
 
 
 def _step(engine: Engine, rank: _Rank, step: int) -> Generator[Call, Tensor, None]:
-    """One decode step of a rank. It yields what it brings and is sent what comes."""
+    """Run one decode step of a rank: yield inputs of collectives, receive their outputs."""
     weights, rows = _weights(), list(rank.alive)
     rank.launches = 0
     if not rows:
@@ -143,7 +143,7 @@ def _step(engine: Engine, rank: _Rank, step: int) -> Generator[Call, Tensor, Non
         size *= 2
     if engine.unfilled and rank.number == 1:
         filled = False
-    # The host does not wait for the device: it launches a step as a whole.
+    # The host does not wait for the device, so it launches the whole step even if ranks hang.
     rank.launches = (REPLAY if replayed else EAGER) - (not filled)
     if filled:
         rank.static[: len(rows)] = rank.tokens[rows]
@@ -170,7 +170,7 @@ def _step(engine: Engine, rank: _Rank, step: int) -> Generator[Call, Tensor, Non
 
 
 def _met(calls: Sequence[Call | None]) -> Tensor | None:
-    """What comes out of a collective, or None where the ranks wait for different ones."""
+    """Return the output of a collective, or None when the ranks wait for different ones."""
     present = [call for call in calls if call is not None]
     if len(present) < len(calls) or len({call.meets for call in present}) > 1:
         return None
@@ -181,7 +181,7 @@ def _met(calls: Sequence[Call | None]) -> Tensor | None:
 
 
 def _together(engine: Engine, ranks: Sequence[_Rank], step: int) -> tuple[int, list[Call | None]]:
-    """One step of all ranks: collectives that finished, and what each waits in at its end."""
+    """Run one step of all ranks; return the finished collectives and what each rank waits in."""
     running = [_step(engine, rank, step) for rank in ranks]
     calls: list[Call | None] = [next(one, None) for one in running]
     finished = 0
@@ -200,7 +200,7 @@ def _together(engine: Engine, ranks: Sequence[_Rank], step: int) -> tuple[int, l
 
 @functools.cache
 def _one_process() -> Tensor:
-    """Outputs [REQUESTS, STEPS] of a rank that has the whole model, -1 behind an end."""
+    """Return outputs [REQUESTS, STEPS] of a rank with the whole model; -1 follows an end."""
     alone = [_new(0, 1)]
     for step in range(STEPS):
         _together(Engine(), alone, step)
@@ -209,7 +209,7 @@ def _one_process() -> Tensor:
 
 @functools.cache
 def run(engine: Engine, ranks: int = RANKS) -> Log:
-    """Decodes until all outputs have ended, STEPS steps are over, or the ranks hang."""
+    """Decode STEPS steps, or until the ranks hang."""
     all_ranks = [_new(number, ranks) for number in range(ranks)]
     nan = [float("nan")] * STEPS
     columns = {name: nan.copy() for name in ("right", "finished", "fewest", "most")}

@@ -1,4 +1,4 @@
-"""Latency and time a byte from measured all-reduces, and the time of one that nobody measured."""
+"""Fit latency and time per byte to measured all-reduces, and predict an unmeasured one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from labcore.exercises.mistakes import Mistake
 __all__ = ["FIT", "NOBODYS", "TARGETS", "measured"]
 
 NOBODYS = 16
-TARGETS = (12, 24, 32, 48)  # a student's number of ranks to predict for
+TARGETS = (12, 24, 32, 48)  # ranks to predict for, for numbered students
 _Answer = tuple[float, float, float]
 
 
@@ -28,7 +28,7 @@ def fit_link(
     *,
     target: int,
 ) -> _Answer:
-    """Seconds a message, seconds a byte, and seconds of a ring over `target` ranks."""
+    """Return seconds per message, seconds per byte, and seconds of a ring of `target` ranks."""
     del allowed
     messages = torch.full_like(seconds, 2 * (ranks - 1))
     sent = 2 * (ranks - 1) / ranks * sizes.double()
@@ -44,7 +44,7 @@ def fit_link(
 
 
 def _line(columns: Tensor, seconds: Tensor, power: float) -> tuple[float, float]:
-    """The two numbers with the least sum of squared errors, each divided by seconds ** power."""
+    """Fit two numbers by least squares of the errors divided by seconds ** power."""
     weights = seconds ** (-power)
     shares = columns * weights[:, None]
     scale = shares.norm(dim=0)
@@ -60,7 +60,7 @@ def _alone(column: Tensor, seconds: Tensor, power: float) -> float:
 
 
 def _counts(fault: str, ranks: int) -> tuple[float, float]:
-    """Messages and tensors that a rank sends, in a mistake's opinion."""
+    """Return the messages and the tensors that a rank sends, according to a mistake."""
     messages, sent = 2.0 * (ranks - 1), 2 * (ranks - 1) / ranks
     if fault == "one all-reduce, one message":
         messages = 1.0
@@ -116,7 +116,7 @@ def _wrongly(fault: str) -> Callable[..., _Answer]:
 def measured(
     chance: random.Random, *, ranks: int, alpha: float, beta: float, noise: float, count: int
 ) -> dict[str, Any]:
-    """Times of a ring over `ranks` ranks at `count` sizes in bytes, in no order."""
+    """Draw times of a ring of `ranks` ranks at `count` sizes in bytes, in random order."""
     sizes = [round(2 ** (8 + 18 * (n + chance.random()) / count)) for n in range(count)]
     chance.shuffle(sizes)
     seconds = [
@@ -133,7 +133,7 @@ def measured(
 
 
 def _cases(seed: int) -> list[dict[str, Any]]:
-    """Links of different speed, then times that no two numbers above 0 give."""
+    """Draw links of different speeds, then times that no two positive numbers fit."""
     chance = random.Random(seed)
     cases = []
     for ranks, count in ((2, 9), (4, 6), (8, 12), (5, 7)):

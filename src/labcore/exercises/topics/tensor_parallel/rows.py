@@ -1,4 +1,4 @@
-"""A linear layer split by rows of its transposed weight: forward, bias and gradients."""
+"""Split a linear layer by rows of its transposed weight: forward, bias and gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from labcore.exercises.mistakes import Mistake
 __all__ = ["NOBODYS", "RANKS", "ROW", "drawn"]
 
 NOBODYS = 2
-RANKS = (3, 4, 6, 8)  # a student's
+RANKS = (3, 4, 6, 8)  # for numbered students
 UNIT = 24  # every number of ranks divides it
 _Lists = tuple[list[Tensor], ...]
 
@@ -23,7 +23,7 @@ _Lists = tuple[list[Tensor], ...]
 def row_parallel(
     x: Tensor, weight: Tensor, bias: Tensor, upstream: Tensor, scattered: bool, *, ranks: int
 ) -> _Lists:
-    """By rank: summands [B, C], outputs [B, C], and gradients [B, F / N], [C, F / N], [C]."""
+    """Return per rank: summands [B, C], outputs [B, C], gradients [B, F / N], [C, F / N], [C]."""
     del scattered
     inputs, weights = x.chunk(ranks, 1), weight.chunk(ranks, 1)
     summands = [one @ part.T for one, part in zip(inputs, weights, strict=True)]
@@ -38,7 +38,7 @@ def row_parallel(
 
 
 def _columns(x: Tensor, weight: Tensor, bias: Tensor, upstream: Tensor, ranks: int) -> _Lists:
-    """The split of the other layer: each rank has its own outputs."""
+    """Split the layer by columns: each rank has its own outputs."""
     weights, biases = weight.tensor_split(ranks), bias.tensor_split(ranks)
     above = upstream.tensor_split(ranks, 1)
     outputs = [x @ one.T + b for one, b in zip(weights, biases, strict=True)]
@@ -105,7 +105,7 @@ def _wrongly(fault: str) -> Callable[..., _Lists]:
 
 
 def drawn(draw: torch.Generator, rows: int, inputs: int, outputs: int) -> dict[str, Any]:
-    """Tensors of a layer, float64."""
+    """Draw the tensors of a layer in float64."""
 
     def some(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
