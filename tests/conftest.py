@@ -8,9 +8,11 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 import labcore  # noqa: F401  (before triton, so that kernels run in the interpreter)
 from labcore.device import seed_from_environment
@@ -61,6 +63,43 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     if sys.platform == "linux" or not why_not(module_path):
         return None
     return Skipped.from_parent(parent, path=module_path)
+
+
+# One worker builds the book for this file, while the other runs chapters.
+FIRST = ("tests/book/test_clinics.py", "tests/test_chapters.py")
+# Their tests take minutes together and share no costly fixture, so both workers take them.
+SPREAD = ("tests/test_chapters.py", "tests/browser/test_static_book.py")
+
+
+class Scheduler(LoadScopeScheduling):
+    """Gives a worker whole files, and of the files in SPREAD single tests."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return nodeid if file in SPREAD else file
+
+
+def place(item: pytest.Item) -> int:
+    """When a test runs: who needs the built book comes last and does not wait for it."""
+    file = item.nodeid.partition("::")[0]
+    if file in FIRST:
+        return FIRST.index(file)
+    return len(FIRST) + ("strict_build" in getattr(item, "fixturenames", ()))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorts whole files by `place`, so that a file with any late test is late."""
+    places: dict[str, int] = {}
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        places[file] = max(places.get(file, 0), place(item))
+    items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
+    """The scheduler of `make test`."""
+    return Scheduler(config, log)
 
 
 @pytest.fixture

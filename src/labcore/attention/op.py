@@ -1,11 +1,11 @@
-"""`flash_attention`: the public door, with the names and layout of torch's own attention.
+"""The public attention functions, with the argument names and layout of PyTorch's attention.
 
-Letters as in `pattern`.
+See `pattern` for the dimension letters.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,55 +33,6 @@ Alignment = Literal["top_left", "bottom_right"]
 Window = tuple[int | None, int | None]
 
 
-class Options(TypedDict, total=False):
-    """What both functions take by name, besides `return_lse`, which decides what comes back."""
-
-    is_causal: bool
-    causal_alignment: Alignment
-    scale: float | None
-    enable_gqa: bool
-    window: Window | None
-    softcap: float | None
-    backend: Backend
-
-
-class DenseOptions(Options, total=False):
-    """What only `flash_attention` takes."""
-
-    tree: Tensor | None
-    attn_mask: Tensor | None
-    dropout_p: float
-
-
-class PackedOptions(Options, total=False):
-    """What only `flash_attention_varlen` takes."""
-
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-
-
-@overload
-def flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[DenseOptions],
-) -> Tensor: ...
-
-
-@overload
-def flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[DenseOptions],
-) -> tuple[Tensor, Tensor]: ...
-
-
 def flash_attention(
     query: Tensor,
     key: Tensor,
@@ -98,29 +49,31 @@ def flash_attention(
     dropout_p: float = 0.0,
     return_lse: bool = False,
     backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * query @ key^T) @ value without holding the T * S scores.
+) -> Tensor | Any:  # a pair if return_lse
+    """Compute softmax(scale * query @ key^T) @ value without storing the T * S scores.
 
-    query: [B, H, T, D]; key, value: [B, Hkv, S, D]; fp16, bf16, fp32 or fp64 (torch form only),
-    D up to 256, any strides. H = Hkv unless `enable_gqa`, then H is a multiple of Hkv.
-    is_causal: query i sees the keys up to i + shift; causal_alignment: shift is 0 at "top_left"
-    (torch) and S - T at "bottom_right" (flash-attn). window: (left, right), query i sees the keys
-    i + shift - left … i + shift + right, None for no bound; with is_causal nothing past i + shift.
-    scale: D**-0.5 if None. softcap: c turns a score s into c * tanh(s / c); in the kernels a score
-    then errs by about 1e-7 c.
-    tree: parents, integers [B, T]: the last T keys are the queries, nodes of a tree behind the
-    prefix that the other keys are; -1 is a child of the prefix, -2 padding, else an earlier node.
-    A node sees the prefix, its ancestors and itself; there is neither is_causal nor window.
-    attn_mask: broadcasts to [B, H, T, S]; bool, True where a key is seen, or floating point, added
-    to the scores after the softcap. dropout_p: the share of weights dropped, by torch's own
-    generator. Either runs `safe_attention`, in O(T * S) memory.
-    backend: "triton", "torch" (tiles in plain torch) or "auto", Triton on a GPU that it knows.
-    Returns out [B, H, T, D], with return_lse also each row's log-sum-exp of its scores [B, H, T]
-    in at least fp32. A row that sees nothing gives zeros, -inf and no gradient. Both results can
-    be differentiated, once. Under autocast the three tensors take its dtype.
-    Raises ValueError or TypeError for arguments that do not fit, RuntimeError for a second or a
-    forward-mode derivative. Sources: Dao et al., 2022, arXiv 2205.14135; Dao, 2023, arXiv
-    2307.08691.
+    query: [B, H, T, D]; key, value: [B, Hkv, S, D]; fp16, bf16, fp32 or fp64 (PyTorch backend
+    only), D up to 256, any strides. H = Hkv; with `enable_gqa`, H may be a multiple of Hkv.
+    is_causal: query i sees the keys up to i + shift.
+    causal_alignment: shift is 0 for "top_left" (PyTorch) and S - T for "bottom_right" (flash-attn).
+    window: (left, right); query i sees the keys i + shift - left … i + shift + right. None means
+    no bound on that side. With is_causal, no query sees past i + shift.
+    scale: D**-0.5 if None. softcap: c turns a score s into c * tanh(s / c). In the kernels, this
+    adds an error of about 1e-7 c to a score.
+    tree: parents, integers [B, T]. The last T keys belong to the queries, which are the nodes of a
+    tree; the keys before them are its prefix. A parent is an earlier node, -1 for a child of the
+    prefix or -2 for padding. A node sees the prefix, its ancestors and itself. Can't be combined
+    with is_causal or window.
+    attn_mask: broadcasts to [B, H, T, S]. A bool mask is True where a key is seen; a floating-point
+    mask is added to the scores after the softcap. dropout_p: the fraction of weights dropped, drawn
+    with PyTorch's default generator. Either one runs `safe_attention`, in O(T * S) memory.
+    backend: "triton", "torch" (tiles in plain PyTorch) or "auto" (Triton on a supported GPU).
+    Returns out [B, H, T, D] and, with return_lse, the log-sum-exp of each row's scores, [B, H, T]
+    in at least fp32. A row that sees no key gets zeros, -inf and no gradient. Both results are
+    differentiable once. Under autocast, query, key and value are cast to its dtype.
+    Raises ValueError or TypeError for invalid arguments, and RuntimeError for a second derivative
+    or a forward-mode derivative.
+    Sources: Dao et al., 2022, arXiv 2205.14135; Dao, 2023, arXiv 2307.08691.
     """
     query, key, value = autocast(query, key, value)
     check_tensors(query, key, value, enable_gqa=enable_gqa)
@@ -140,44 +93,19 @@ def flash_attention(
     else:
         if backend == "triton":
             raise ValueError(
-                "the kernels have neither attn_mask nor dropout_p, got backend='triton' with one; "
-                "use backend='auto' or 'torch', or say the mask as is_causal, window or tree"
+                "the kernels support neither attn_mask nor dropout_p, got backend='triton' with "
+                "one; use backend='auto' or 'torch', or express the mask as is_causal, window or "
+                "tree"
             )
         if attn_mask is not None:
             check_mask(attn_mask, query, key)
         if pattern.tree is not None and not torch.compiler.is_compiling():
-            check_parents(pattern.tree)  # reads values, which would break a graph
+            check_parents(pattern.tree)  # reads values, which would cause a graph break
         with torch.autocast(autocast_device(query), enabled=False):
             out, lse = safe_attention(
                 query, key, value, pattern=pattern, attn_mask=attn_mask, dropout_p=dropout_p
             )
     return (out, lse) if return_lse else out
-
-
-@overload
-def flash_attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[PackedOptions],
-) -> Tensor: ...
-
-
-@overload
-def flash_attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[PackedOptions],
-) -> tuple[Tensor, Tensor]: ...
 
 
 def flash_attention_varlen(
@@ -197,15 +125,16 @@ def flash_attention_varlen(
     softcap: float | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`flash_attention` of sequences of different lengths, packed one behind the other.
+) -> Tensor | Any:  # a pair if return_lse
+    """Run `flash_attention` on sequences of different lengths, packed one after another.
 
     query: [sum of T, H, D]; key, value: [sum of S, Hkv, D].
-    cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], where each begins, the total last; on a GPU
-    their values are trusted. max_seqlen_q, max_seqlen_k: the longest length; None has it found,
-    which on a GPU waits for the device. A shift at "bottom_right" is each sequence's own.
-    Returns out [sum of T, H, D], with return_lse also lse [H, sum of T]. The rest is
-    `flash_attention`'s.
+    cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1]: the start of each sequence, then the total.
+    Their values aren't checked on a GPU.
+    max_seqlen_q, max_seqlen_k: the longest length; None computes it, which synchronizes with a GPU.
+    With "bottom_right", each sequence has a separate shift.
+    Returns out [sum of T, H, D] and, with return_lse, lse [H, sum of T]. See `flash_attention` for
+    the other arguments.
     """
     query, key, value = autocast(query, key, value)
     check_tensors(query, key, value, enable_gqa=enable_gqa, packed=True)

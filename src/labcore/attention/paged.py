@@ -1,4 +1,4 @@
-"""Attention of a few new tokens over a paged cache: `paged_attention` and its plain torch form.
+"""Attention of a few new tokens over a paged KV cache, with a version in plain PyTorch.
 
 Letters: B batch, H query heads, Hkv key and value heads, T queries of a sequence, S keys of a
 sequence, D head dimension, P pages of `page` keys each.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,45 +30,7 @@ __all__ = ["paged_attention"]
 
 Window = tuple[int | None, int | None]
 MOST_SPLITS = 128
-KEYS_A_SPLIT = 256  # at least: each piece also writes a result and reads it again
-
-
-class PagedOptions(TypedDict, total=False):
-    """What `paged_attention` takes by name, besides `return_lse`, which decides what comes back."""
-
-    counts: Tensor | None
-    scale: float | None
-    softcap: float | None
-    window: Window | None
-    tree: Tensor | None
-    splits: int | None
-    backend: Backend
-
-
-@overload
-def paged_attention(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[PagedOptions],
-) -> Tensor: ...
-
-
-@overload
-def paged_attention(
-    query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[PagedOptions],
-) -> tuple[Tensor, Tensor]: ...
+KEYS_A_SPLIT = 256  # minimum, because each piece also writes a result and reads it back
 
 
 def paged_attention(
@@ -86,34 +48,38 @@ def paged_attention(
     return_lse: bool = False,
     splits: int | None = None,
     backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of each sequence's last tokens over its keys, which lie scattered in pages.
+) -> Tensor | Any:  # a pair if return_lse
+    """Attend from each sequence's last tokens to its keys, which are scattered over pages.
 
-    query: [B, H, T, D], fp16, bf16 or fp32 (the torch form takes fp64 too), any strides.
-    key_pages, value_pages: [P, page, Hkv, D] in query's dtype, H a multiple of Hkv. Key s of
-    sequence b lies in slot s % page of page block_table[b, s // page]; nothing else is read.
-    block_table: int32 [B, max_pages]. lengths: int32 [B], keys of each sequence, those of its
-    queries included; 0 gives zeros.
-    counts: int32 [B], how many of the T queries of a right-padded batch each sequence has, default
-    T; the rest give zeros. The last counts[b] keys are the queries' own, and a query sees the keys
-    up to its own.
-    scale: of the scores, default 1 / sqrt(D). softcap: c turns a score s into c * tanh(s / c).
-    window: (left, right) as in `flash_attention`; only `left` matters, a query sees no later key.
-    tree: parents int32 [B, T]: a query sees the keys before the queries, its ancestors and itself.
-    parents[n] is an earlier query, -1 for a child of the prefix, -2 for padding, which gives zeros.
-    splits: pieces that each sequence is cut into, worked on side by side; default by the device.
+    query: [B, H, T, D], fp16, bf16 or fp32 (the PyTorch backend takes fp64 too), any strides.
+    key_pages, value_pages: [P, page, Hkv, D] in query's dtype, where H is a multiple of Hkv. Key s
+    of sequence b is in slot s % page of page block_table[b, s // page]; nothing else is read.
+    block_table: int32 [B, max_pages].
+    lengths: int32 [B], each sequence's number of keys, including those of its queries. A sequence
+    of length 0 gets zeros.
+    counts: int32 [B], how many of the T queries are valid in each sequence of a right-padded batch,
+    default T. The rest get zeros. The last counts[b] keys belong to the queries, and a query sees
+    the keys up to its own.
+    scale: factor for the scores, default 1 / sqrt(D). softcap: c turns a score s into
+    c * tanh(s / c).
+    window: (left, right) as in `flash_attention`. Only `left` matters, since a query never sees a
+    later key.
+    tree: parents, int32 [B, T]. A query sees the keys before the queries, its ancestors and itself.
+    A parent is an earlier query, -1 for a child of the prefix or -2 for padding, which gets zeros.
+    splits: how many pieces to cut each sequence into, which run in parallel; the default depends on
+    the device.
 
-    Returns out [B, H, T, D] in query's dtype; with return_lse also the natural log-sum-exp of each
-    query's scores, fp32 [B, H, T] (fp64 for fp64), -inf where nothing is seen. No gradients.
-    Lengths and pages are trusted: on a GPU they are not read by the host.
-    Raises ValueError or TypeError for arguments that do not fit each other.
+    Returns out [B, H, T, D] in query's dtype and, with return_lse, the natural log-sum-exp of each
+    query's scores, fp32 [B, H, T] (fp64 for fp64 inputs), -inf for a query that sees no key. No
+    gradients. On a GPU, lengths and pages aren't checked, because the host doesn't read them.
+    Raises ValueError or TypeError for invalid arguments.
     Source: Dao et al., 2023, https://pytorch.org/blog/flash-decoding (splits); Kwon et al., 2023,
     arXiv 2309.06180 (pages).
     """
     _check_pages(query, key_pages, value_pages)
     _check_integers(query, block_table, lengths, counts, tree)
     if tree is not None and window is not None:
-        raise ValueError("a tree says who sees whom and takes no window, got both; leave one out")
+        raise ValueError("tree and window can't be combined, got both; leave one out")
     pattern = make_pattern(
         query, causal_alignment="bottom_right", scale=scale, window=window, softcap=softcap
     )
@@ -178,7 +144,7 @@ def _paged_attention(
         tree=tree,
     )
     tensors = (query, key_pages, value_pages, block_table, lengths)
-    # A caller's autocast ends at this door: products are as precise as the form says.
+    # Autocast must not change the precision of the products.
     with torch.autocast(query.device.type, enabled=False):
         if form == "torch":
             return _torch_form(*tensors, pattern=pattern, counts=counts, splits=splits or 1)
@@ -195,8 +161,8 @@ def _(query: Tensor, *others: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
 
 def _refuse(*_: object) -> None:
     raise RuntimeError(
-        "paged_attention has no gradients: a cache keeps none; run the forward under "
-        "torch.no_grad(), or train with flash_attention"
+        "paged_attention has no gradients, because a KV cache keeps none; run the forward pass "
+        "under torch.no_grad(), or train with flash_attention"
     )
 
 
@@ -214,7 +180,7 @@ def _torch_form(
     counts: Tensor | None,
     splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """What the kernels compute, sequence by sequence; the host reads lengths and counts."""
+    """Compute the kernels' results one sequence at a time; the host reads lengths and counts."""
     out, lse = new_heads(query).zero_(), new_lse(query).fill_(-torch.inf)
     page, kv_heads = key_pages.shape[1:3]
     room = block_table.shape[1] * page
@@ -222,13 +188,13 @@ def _torch_form(
     for row, (length, count) in enumerate(zip(lengths.tolist(), asked, strict=True)):
         if not 0 <= length <= room:
             raise ValueError(
-                f"lengths must lie between 0 and the {room} keys that a row of block_table has "
+                f"lengths must be between 0 and the {room} keys that a row of block_table has "
                 f"pages for, got {length} in row {row}; give the sequence more pages"
             )
         if not 0 <= count <= query.shape[2]:
             raise ValueError(
-                f"counts must lie between 0 and the {query.shape[2]} queries, got {count} in row "
-                f"{row}; it is the number of valid ones"
+                f"counts must be between 0 and the {query.shape[2]} queries, got {count} in row "
+                f"{row}; pass the number of valid queries"
             )
         if length == 0 or count == 0:
             continue
@@ -239,11 +205,11 @@ def _torch_form(
             x.index_select(0, pages).flatten(0, 1)[held].transpose(0, 1).to(lse.dtype)
             for x in (key_pages, value_pages)
         )
-        # [Hkv, G * count, D]: the query heads of a key head are rows of one product.
+        # [Hkv, G * count, D]: query heads that share a key head become rows of one product.
         rows = query[row, :, :count].reshape(kv_heads, -1, query.shape[3]).to(lse.dtype)
         seen = _seen(pattern, row, count, length, keys)
         if pattern.tree is not None and seen is not None:
-            values = values.masked_fill(~seen.any(0)[:, None], 0)  # padding may never be written
+            values = values.masked_fill(~seen.any(0)[:, None], 0)  # padding may hold anything
         size = -(-keys.shape[1] // splits)
         pieces = [
             _piece(
@@ -262,7 +228,10 @@ def _torch_form(
 
 
 def _seen(pattern: Pattern, row: int, count: int, length: int, keys: Tensor) -> Tensor | None:
-    """Which of `keys` [Hkv, S, D], the last ones, each query sees: bool [count, S]; None is all."""
+    """Return which of the last keys, `keys` [Hkv, S, D], each query sees: bool [count, S].
+
+    Returns None if each query sees all of them.
+    """
     if count == 1 and pattern.tree is None:
         return None
     if pattern.tree is not None:
@@ -274,37 +243,37 @@ def _seen(pattern: Pattern, row: int, count: int, length: int, keys: Tensor) -> 
 def _piece(
     rows: Tensor, keys: Tensor, values: Tensor, pattern: Pattern, seen: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of rows [Hkv, G * count, D] over some keys [Hkv, S, D]: out and lse."""
+    """Attend from rows [Hkv, G * count, D] to some keys [Hkv, S, D]; return out and lse."""
     scores = (rows @ keys.mT).mul_(pattern.scale)
     if pattern.softcap is not None:
         scores.div_(pattern.softcap).tanh_().mul_(pattern.softcap)
     if seen is not None:
         scores.unflatten(1, (-1, len(seen))).masked_fill_(~seen, -torch.inf)
     lse = scores.logsumexp(-1)
-    shift = lse.masked_fill(lse == -torch.inf, 0)  # a row that sees none of them gives zeros
+    shift = lse.masked_fill(lse == -torch.inf, 0)  # a row that sees none of the keys gets zeros
     return scores.sub_(shift[..., None]).exp_() @ values, lse
 
 
 def _splits(query: Tensor, key_pages: Tensor, block_table: Tensor) -> int:
-    """Pieces that fill the GPU twice; the host knows only how many keys the table has room for."""
+    """Return how many pieces fill the GPU twice, judging lengths by the room in the table."""
     if query.device.type != "cuda":
         return 1
     page, kv_heads = key_pages.shape[1:3]
     batch, heads, queries, _ = query.shape
-    programs = batch * kv_heads * -(-heads // kv_heads * queries // 64)  # 64 rows a tile
+    programs = batch * kv_heads * -(-heads // kv_heads * queries // 64)  # 64 rows per tile
     wanted = 2 * torch.cuda.get_device_properties(query.device).multi_processor_count // programs
     return max(1, min(wanted, block_table.shape[1] * page // KEYS_A_SPLIT, MOST_SPLITS))
 
 
 def _check_pages(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
-    """Raise unless queries [B, H, T, D] and pages [P, page, Hkv, D] fit each other."""
+    """Raise unless queries [B, H, T, D] and pages [P, page, Hkv, D] match each other."""
     for name, x in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages)):
         floating(name, x)
         if x.dtype not in DTYPES or x.dtype != query.dtype or x.device != query.device:
             raise TypeError(
                 "query and pages must share one device and one dtype of float16, bfloat16, float32 "
-                f"and float64, got {query.dtype} on {query.device} and for {name} {x.dtype} on "
-                f"{x.device}; convert the query with .to(key_pages)"
+                f"and float64, got {query.dtype} on {query.device} for query, and for {name} "
+                f"{x.dtype} on {x.device}; convert the query with .to(key_pages)"
             )
         if x.dim() != 4:
             form = "[B, H, T, D]" if x is query else "[P, page, Hkv, D]"
@@ -312,7 +281,7 @@ def _check_pages(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
     shapes = f"query {tuple(query.shape)}, pages {tuple(key_pages.shape)}"
     if key_pages.shape != value_pages.shape or 0 in key_pages.shape:
         raise ValueError(
-            "key_pages and value_pages must have one shape [P, page, Hkv, D] without a 0, "
+            "key_pages and value_pages must have the same shape [P, page, Hkv, D] without a 0, "
             f"got {tuple(key_pages.shape)} and {tuple(value_pages.shape)}"
         )
     if not 1 <= query.shape[3] <= WIDEST_HEAD or query.shape[3] != key_pages.shape[3]:
@@ -330,7 +299,7 @@ def _check_integers(
     counts: Tensor | None,
     tree: Tensor | None,
 ) -> None:
-    """Raise unless each is int32 of its shape on the query's device."""
+    """Raise unless each is int32, has the right shape and is on the query's device."""
     given = {"block_table": block_table, "lengths": lengths, "counts": counts, "tree": tree}
     for name, x in given.items():
         if not isinstance(x, Tensor) and (x is not None or name in ("block_table", "lengths")):
