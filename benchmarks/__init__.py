@@ -1,1 +1,1 @@
-"""Timings against peers and long experiments, one file a chapter; `python -m benchmarks --help`."""
+"""Timings against peers and long experiments, one file per chapter: `python -m benchmarks -h`."""

@@ -15,7 +15,7 @@ from labcore.device import badge, hardware
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "slugs", nargs="*", metavar="slug", help="chapters; default: what has no record yet"
+        "slugs", nargs="*", metavar="slug", help="chapters; default: all cases without a record"
     )
     parser.add_argument("--case", help="only cases whose name contains this")
     parser.add_argument(
@@ -24,10 +24,10 @@ def _parser() -> argparse.ArgumentParser:
         const=records.FOLDER,
         type=Path,
         metavar="FOLDER",
-        help="write records, after each case (default: the package's own folder)",
+        help="write the records after each case (default folder: the package's)",
     )
     parser.add_argument(
-        "--merge", type=Path, metavar="FOLDER", help="bring another folder's records in, and stop"
+        "--merge", type=Path, metavar="FOLDER", help="merge another folder's records, and stop"
     )
     parser.add_argument("--stale", action="store_true", help="list records older than their code")
     parser.add_argument("--list", action="store_true", help="list the cases, and stop")
@@ -40,7 +40,10 @@ def _has_record(case: runner.Case, folder: Path) -> bool:
 
 
 def _chosen(slugs: list[str], part: str | None, folder: Path) -> list[runner.Case]:
-    """Named chapters run whole; without a name, whatever runs here and has no record."""
+    """Return all cases of the named chapters; without names, those without a record.
+
+    Cases that can't run on this hardware are left out.
+    """
     cases = [case for slug in slugs or runner.slugs() for case in runner.cases_of(slug)]
     cases = [case for case in cases if case.runs_here() and (part is None or part in case.name)]
     if not slugs:
@@ -57,11 +60,11 @@ def _show(record: records.Record) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns 1 where a case failed; the others' records are kept."""
+    """Run the command line. Returns 1 if a case failed; the records of the others are kept."""
     args = _parser().parse_args(arguments)
     try:
         if args.merge:
-            print(f"{records.merge(args.merge)} records came in")
+            print(f"merged {records.merge(args.merge)} records")
             return 0
         if args.stale:
             for record in filter(records.is_stale, records.load()):
@@ -80,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     for case in cases:
         print(f"{case.slug}/{case.name}", flush=True)
         if lack := case.lacks():
-            print(f"  left out: {lack}", flush=True)
+            print(f"  skipped: {lack}", flush=True)
             continue
         start = time.perf_counter()
         try:

@@ -1,4 +1,4 @@
-"""AdamW's epsilon: its laws, runs where it decides, remedies beside torchao and optimi."""
+"""AdamW's epsilon: its laws, runs where it matters, and remedies against torchao and optimi."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LAW_SEEDS = (0, 1, 2, 3, 4)
 
 @case("attenuation/law", minutes=0.1)
 def attenuation_law() -> list[Measurement]:
-    """The attenuation that is predicted, beside constant gradients and beside pure noise."""
+    """Predicted attenuation, compared with constant gradients and with pure noise."""
     sizes = torch.tensor(OVER_EPS, dtype=torch.float64)
     forms = {"outside": 1.0, "inside": 1.0, "atan2": 0.0}
     gaps = {}
@@ -65,14 +65,14 @@ def attenuation_law() -> list[Measurement]:
     return measured
 
 
-# From below the smallest gradient that float16 can hold to 1, ten a decade.
+# From below the smallest gradient that float16 can represent up to 1, ten per decade.
 GRADIENTS = tuple(10 ** (tenths / 10) for tenths in range(-80, 1))
 GRID_EPSILONS = (1e-15, 1e-8, 1e-6, 1e-4)
 OUTCOMES = ("non-finite", "thrown", "frozen", "right")
 
 
 def outcome(size: float) -> str:
-    """What one update of `size` learning rates does to a weight; in real arithmetic it is 1."""
+    """Classify an update of `size` learning rates; in exact arithmetic the size is 1."""
     if not math.isfinite(size):
         return "non-finite"
     return "thrown" if size > 10 else "frozen" if size < 0.1 else "right"
@@ -108,7 +108,7 @@ def rounding_outcomes() -> list[Measurement]:
 
 @case("rounding/second-moment", minutes=0.1)
 def second_moment() -> list[Measurement]:
-    """exp_avg_sq after 500 gradients of 1 and 500 of 0, over what it is in float64."""
+    """exp_avg_sq after 500 gradients of 1 and 500 of 0, relative to float64."""
     right = epsilon.second_moment_path(torch.float64, epsilon.pulse())[-1].item()
     found = []
     for dtype, name in NAMES.items():
@@ -127,7 +127,7 @@ def second_moment() -> list[Measurement]:
 
 # Digits ------------------------------------------------------------------------------------------
 def accuracy(make: Make, failure: Failure, seed: int) -> float:
-    """Test accuracy of one run of make(parameters, lr=…) under a failure of the study."""
+    """Return the test accuracy of a run of make(parameters, lr=…) under a failure of the study."""
     config = TrainConfig(
         steps=failure.steps,
         dtype=failure.dtype,
@@ -145,7 +145,7 @@ def _atan2(parameters: Any, lr: float) -> torch.optim.Optimizer:
 
 @case("digits/loss-scale", minutes=0.5)
 def loss_scale() -> list[Measurement]:
-    """Test accuracy by eps and by the factor on the loss, in fp32, with atan2 beside."""
+    """Test accuracy by eps and by the factor on the loss, in fp32, compared with atan2."""
     found, seeds = [], low_precision.SEEDS
     for scale in low_precision.SCALES:
         measured = {
@@ -175,7 +175,7 @@ def loss_scale() -> list[Measurement]:
 
 @case("digits/remedies", minutes=2.5)
 def remedies() -> list[Measurement]:
-    """Test accuracy of every remedy under every failure, and what it lacks to a healthy run."""
+    """Test accuracy of every remedy under every failure, relative to a healthy run."""
     found, seeds = [], low_precision.SEEDS
     for failure in low_precision.FAILURES:
         healthy = [low_precision.healthy_accuracy(failure, seed) for seed in seeds]
@@ -194,12 +194,12 @@ def remedies() -> list[Measurement]:
 
 
 # Small Llamas ------------------------------------------------------------------------------------
-REACHED = (5_120, 16_384)  # ten times the widest here; the width of Llama 3.1 405B
+REACHED = (5_120, 16_384)  # ten times the largest width here; the width of Llama 3.1 405B
 
 
 @case("llama/gradient-rms", minutes=2.5)
 def gradient_rms() -> list[Measurement]:
-    """Exponent of the gradient's root mean square against the width, one a seed."""
+    """Exponent of the gradient's root mean square as a function of the width, one per seed."""
     found = []
     for init in gradient_scale.INITS:
         for steps, table in gradient_scale.rms_by_width(init=init).items():
@@ -227,7 +227,7 @@ Runs = dict[tuple[int, float], list[gradient_scale.EpsRun]]
 
 @case("llama/eps-by-width", minutes=2)
 def eps_by_width() -> list[Measurement]:
-    """Held-out loss by width and eps, and how much smaller eps made the last update."""
+    """Held-out loss by width and eps, and by how much eps shrank the last update."""
     widths, epsilons, seeds = (
         gradient_scale.EPS_WIDTHS,
         gradient_scale.EPSILONS,
@@ -259,7 +259,7 @@ def eps_by_width() -> list[Measurement]:
 
 
 def _attenuation(runs: Sequence[gradient_scale.EpsRun], eps: float) -> dict[str, Any]:
-    """Means over seeds, by group: the RMS, the attenuation, and the one that the RMS predicts."""
+    """Return means over seeds, by group: RMS, attenuation, and the attenuation the RMS predicts."""
     rms = {name: statistics.fmean(run.rms[name] for run in runs) for name in runs[0].rms}
     measured = {name: statistics.fmean(run.attenuation[name] for run in runs) for name in rms}
     predicted = {name: epsilon.predict_attenuation(size, eps) for name, size in rms.items()}
@@ -319,9 +319,10 @@ LLAMA_RUNS: dict[torch.dtype, dict[str, Make]] = {
 
 
 def first_bad_step(losses: Sequence[float]) -> int | None:
-    """The first step whose loss is not finite, or from which on none is below the first loss.
+    """Return the step at which a run diverges, or None.
 
-    None for a run that learns: its last losses are finite and below the first.
+    This is the first step whose loss isn't finite, or after which no loss is below the first one. A
+    run that learns has none: its last losses are finite and below the first.
     """
     bad = [not (math.isfinite(loss) and loss < losses[0]) for loss in losses[1:]]
     if any(not math.isfinite(loss) for loss in losses):
@@ -333,7 +334,7 @@ def first_bad_step(losses: Sequence[float]) -> int | None:
 
 @case("llama/divergence", minutes=1.5)
 def divergence() -> list[Measurement]:
-    """Share of the runs that diverge, in pure precisions, at torch's default settings."""
+    """Fraction of the runs that diverge, in pure precisions, at torch's default settings."""
     found = []
     for dtype, runs in LLAMA_RUNS.items():
         for name, make in runs.items():
@@ -361,7 +362,7 @@ def divergence() -> list[Measurement]:
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:
-    """JSON has no NaN and no infinity."""
+    """Replace NaN and infinity, which JSON doesn't have, by None."""
     return [round(value, 4) if math.isfinite(value) else None for value in values]
 
 
@@ -372,7 +373,7 @@ ROUNDED, PEER_SEEDS = 1 << 20, (0, 1, 2, 3, 4)
 
 @functools.cache
 def torchao_adamw() -> Make:
-    """torchao's AdamW; importing it writes to the log, and its first step compiles with g++."""
+    """Return torchao's AdamW. Importing it writes a log line; its first step compiles with g++."""
     from torchao.optim import _AdamW
 
     return _AdamW
@@ -386,7 +387,7 @@ def _low(params: list[Tensor]) -> list[Tensor]:
 
 
 def rounding_makers() -> dict[str, Make]:
-    """AdamW with stochastic rounding, ours with both kinds of state and torchao's."""
+    """Return AdamW with stochastic rounding: ours with both kinds of state, and torchao's."""
     return {
         "AdamW": functools.partial(AdamW, stochastic_rounding=True),
         "AdamW, fp32 state": functools.partial(FP32_STATE, stochastic_rounding=True),
@@ -395,7 +396,7 @@ def rounding_makers() -> dict[str, Make]:
 
 
 def keeps_tensor_lr(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """`optimizer`, with its learning rate a tensor before each step: torchao refuses a float."""
+    """Make the learning rate a tensor before each step of `optimizer`: torchao rejects a float."""
 
     def convert(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -409,7 +410,7 @@ def _torchao_rounding(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return keeps_tensor_lr(torchao_adamw()(parameters, lr=lr, bf16_stochastic_round=True))
 
 
-# As each comes: optimi's eps is 1e-6 and its betas (0.9, 0.99); it sums after Kahan by itself.
+# With their defaults: optimi's eps is 1e-6, its betas (0.9, 0.99), and it uses Kahan summation.
 DIGITS_PEERS: dict[str, Make] = {
     "AdamW": AdamW,
     "AdamW, fp32 state and master weights": functools.partial(FP32_STATE, master_weights=True),
@@ -425,14 +426,14 @@ OURS = "AdamW, fp32 state and master weights"
 
 @case("peers/digits", minutes=2, needs="cpu")
 def digits_peers() -> list[Measurement]:
-    """Test accuracy of other makers' remedies under the study's failures, same seeds."""
+    """Test accuracy of other packages' remedies under the study's failures, with the same seeds."""
     found = []
     for title, failure in low_precision.FAILURES.items():
         measured = {}
         for name, make in DIGITS_PEERS.items():
             runs = []
             for seed in PEER_SEEDS:
-                torch.manual_seed(seed)  # torchao rounds by torch's own generator
+                torch.manual_seed(seed)  # torchao rounds with torch's global generator
                 runs.append(accuracy(make, failure, seed))
             measured[name] = runs
         found.append(
@@ -449,7 +450,10 @@ def digits_peers() -> list[Measurement]:
 
 @case("peers/stochastic-rounding", minutes=0.3, needs="cpu")
 def stochastic_rounding() -> list[Measurement]:
-    """Mean move of bf16 weights of 1 over the update, a hundredth of their spacing; right is 1."""
+    """Mean move of bf16 weights of 1, relative to an update of a hundredth of their spacing.
+
+    The correct value is 1.
+    """
     found = []
     lr = torch.finfo(torch.bfloat16).eps / 2 / 100  # below 1 the spacing is half of finfo.eps
     for name, make in rounding_makers().items():
@@ -472,7 +476,7 @@ def stochastic_rounding() -> list[Measurement]:
 
 
 def _agree_or_refuse() -> None:
-    """Three steps of the same rule by each maker, in fp32; a wrong result is never timed."""
+    """Compare three fp32 steps of the same rule by each package; raise RuntimeError on a gap."""
     makers: dict[str, Make] = {
         "AdamW": AdamW,
         "torchao AdamW": torchao_adamw(),
@@ -488,12 +492,14 @@ def _agree_or_refuse() -> None:
     for name, end in ends.items():
         gap = float((end - ends["AdamW"]).abs().max())
         if not gap <= 1e-6:
-            raise RuntimeError(f"AdamW and {name} must agree to 1e-6, got {gap}; time nothing")
+            raise RuntimeError(
+                f"AdamW and {name} must agree to 1e-6 before they are timed, got {gap}"
+            )
 
 
 @case("peers/step-time", minutes=2, needs="cpu")
 def step_time() -> list[Measurement]:
-    """One step on the quarter-size GPT-2: bf16 with stochastic rounding, and fp32 StableAdamW."""
+    """A step on the quarter-size GPT-2: bf16 with stochastic rounding, and fp32 StableAdamW."""
     _agree_or_refuse()
     stable = functools.partial(StableAdamW, lr=1e-3, triton=False)
     full: dict[str, Make] = {
@@ -529,7 +535,7 @@ def step_time() -> list[Measurement]:
             Measurement(
                 quantity=f"{title} over {reference}/{name}",
                 unit="ratio",
-                # One median a repetition: its rounds share their tensors' place in memory.
+                # One median per repetition, because its rounds share their tensors' addresses.
                 samples=[each.ratio(title, reference) for each in comparisons],
             )
             for title in makers

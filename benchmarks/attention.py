@@ -1,7 +1,7 @@
-"""Attention beside SDPA, FlexAttention and the naive form: rates and memory; decode beside a copy.
+"""Attention against SDPA, FlexAttention and the naive form; decoding against a copy.
 
-On a GPU the Triton kernels are timed. On a CPU the same door leads to the torch forms: the cases
-whose names begin with "cpu" time those, and count their memory.
+On a GPU the cases measure the rates and memory of the Triton kernels. On a CPU the same functions
+run in plain PyTorch: the cases whose names begin with "cpu" time it and count its memory.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ OURS, FLASH, NAIVE = "labcore", "SDPA FLASH", "naive"
 # On a GPU, as in the papers: 16k tokens and a width of 2048 at every length.
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 TOKENS, WIDTH, GEMM = 16_384, 2048, 8192
-FLEX_LENGTHS = (1024, 4096, 16_384)  # each is compiled by itself
-ROUNDS, INNER = 9, 10  # INNER calls between two events: the queue hides what a launch costs
-# Speed over SDPA FLASH from 4k tokens on that this form is held to: (direction, D, causal).
+FLEX_LENGTHS = (1024, 4096, 16_384)  # each is compiled separately
+ROUNDS, INNER = 9, 10  # INNER calls between two events, so that the queue hides launch costs
+# Target speedup over SDPA FLASH for 4k tokens or more: (direction, D, causal).
 BARS = {
     ("forward", 64, False): 1.25,
     ("forward", 64, True): 1.25,
@@ -48,7 +48,7 @@ BARS = {
 CPU_LENGTHS, CPU_HEADS, CPU_ROUNDS, CPU_GEMM = (512, 1024, 2048, 4096), 2, 5, 1024
 FORMS: tuple[traffic.Form, ...] = ("naive", "flash")
 DIRECTIONS: tuple[traffic.Direction, ...] = ("forward", "backward")
-# Sequences, query heads, key heads, D, keys, keys a page of a decode step.
+# A decode step's sequences, query heads, key heads, D, keys, keys per page.
 DECODE = {
     "batch-32": (32, 32, 8, 128, 8192, 16),
     "batch-4": (4, 32, 8, 128, 32_768, 16),
@@ -60,28 +60,28 @@ KERNELS = ("forward_", "delta_", "dkdv_", "dq_", "decode_", "reduce_")
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
-    """Three operations, as one would write them: all scores in the inputs' own dtype."""
+    """Compute attention naively by three operations, with all scores in the inputs' dtype."""
     scores = (query @ key.mT).mul_(query.shape[-1] ** -0.5)
     if is_causal:
         unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill_(unseen, -torch.inf)
-    scores = torch.softmax(scores, dim=-1)  # from here on the weights, so that the scores can go
+    scores = torch.softmax(scores, dim=-1)  # now the weights; reusing the name frees the scores
     return scores @ value
 
 
 def pinned(
     backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool
 ) -> Tensor:
-    """torch's own attention by one backend: what it picks by itself changes with its version."""
+    """Run torch's attention with a fixed backend; its default choice changes between versions."""
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
 
 def flex(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
-    """FlexAttention compiled for one shape."""
+    """Return FlexAttention compiled for one shape."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._dynamo.reset()  # else the eighth shape would no longer be compiled
+    torch._dynamo.reset()  # otherwise the eighth shape would not be compiled
     compiled = torch.compile(flex_attention, dynamic=False)
     mask = None
     if shape.is_causal:
@@ -101,7 +101,7 @@ def flex(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
 
 
 def inputs(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """query, key and value, views of one [B, T, 3, H, D] as a fused projection leaves them."""
+    """Return query, key and value as views of one [B, T, 3, H, D], like a fused projection's."""
     generator = torch.Generator(device).manual_seed(seed)
     size = (shape.batch, shape.length, 3, shape.heads, shape.head_dim)
     fused = torch.randn(size, generator=generator, device=device, dtype=dtype)
@@ -109,7 +109,7 @@ def inputs(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0
 
 
 def forwards(shape: Shape, tensors: list[Tensor]) -> dict[str, Call]:
-    """Every form on the same query, key and value."""
+    """Return a forward call of every implementation on the same query, key and value."""
     (query, key, value), causal = tensors, shape.is_causal
     every: dict[str, Any] = {
         OURS: flash_attention,
@@ -129,7 +129,7 @@ def forwards(shape: Shape, tensors: list[Tensor]) -> dict[str, Call]:
 
 
 def gradients(calls: Mapping[str, Call], tensors: list[Tensor]) -> dict[str, Call]:
-    """For each form the gradients of query, key and value from one gradient of its output."""
+    """Return calls for the gradients of query, key and value, from one gradient of the output."""
     given = torch.ones_like(tensors[0]) + tensors[0].detach()
     return {
         name: functools.partial(torch.autograd.grad, call(), tensors, given, retain_graph=True)
@@ -138,7 +138,7 @@ def gradients(calls: Mapping[str, Call], tensors: list[Tensor]) -> dict[str, Cal
 
 
 def without_gradients(call: Call) -> Call:
-    """`call` as inference runs it."""
+    """Return `call` without gradients, as in inference."""
 
     def run() -> Any:
         with torch.no_grad():
@@ -148,7 +148,7 @@ def without_gradients(call: Call) -> Call:
 
 
 def that_run(calls: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, str]]:
-    """The forms that this machine can run, and the first line of what the others say."""
+    """Return the calls that this machine can run, and the first line of the others' errors."""
     able, left_out = {}, {}
     for name, call in calls.items():
         try:
@@ -163,7 +163,10 @@ def that_run(calls: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, str]
 
 
 def refuse_wrong(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Largest errors of every form against float32, gradients too; a wrong one is not timed."""
+    """Return every implementation's largest error against float32, including gradients.
+
+    Raises RuntimeError if ours is too large to be timed.
+    """
     small = replace(shape, batch=1, heads=2, length=min(512, shape.length))
     tensors = inputs(small, device, dtype)
     calls, _ = that_run(forwards(small, tensors))
@@ -175,12 +178,14 @@ def refuse_wrong(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict
         pairs = zip([calls[name]().detach(), *call()], given, strict=True)
         errors[name] = float(torch.stack([(x.float() - y).abs().max() for x, y in pairs]).max())
     if not errors[OURS] <= 3 * max(errors[FLASH], errors[NAIVE]) + 1e-5:
-        raise RuntimeError(f"labcore must err at most three times as much, got {errors}")
+        raise RuntimeError(
+            f"labcore's error must be at most three times the largest peer's, got {errors}"
+        )
     return errors
 
 
 def repeated(call: Call, times: int) -> Call:
-    """`call` so often in a row."""
+    """Return a function that calls `call` `times` times."""
 
     def run() -> None:
         for _ in range(times):
@@ -190,14 +195,14 @@ def repeated(call: Call, times: int) -> Call:
 
 
 def rates(comparison: Comparison, name: str, work: float) -> list[float]:
-    """GFLOP/s, round by round."""
+    """Return GFLOP/s, round by round."""
     return [work / seconds / 1e9 for seconds in comparison.timings[name].samples]
 
 
 def race(
     direction: traffic.Direction, shape: Shape, device: torch.device, dtype: torch.dtype
 ) -> list[Measurement]:
-    """Time every form and a matrix product in the same rounds; a wrong result is never timed."""
+    """Time every implementation and a GEMM in the same rounds; refuse to time wrong results."""
     gpu = device.type == "cuda"
     errors = refuse_wrong(shape, device, dtype)
     tensors = inputs(shape, device, dtype)
@@ -256,7 +261,7 @@ def race(
 def on_gpu(
     direction: traffic.Direction, head_dim: int, is_causal: bool
 ) -> Callable[[], list[Measurement]]:
-    """Every length in bf16."""
+    """Return a case that runs every length in bf16."""
 
     def measured() -> list[Measurement]:
         found = []
@@ -280,7 +285,7 @@ for _direction, _head_dim, _causal in itertools.product(DIRECTIONS, (64, 128), (
 
 
 def on_cpu(direction: traffic.Direction) -> list[Measurement]:
-    """The torch form in float32 on one thread."""
+    """Time plain PyTorch in float32 on one thread."""
     found = []
     for is_causal, length in itertools.product((False, True), CPU_LENGTHS):
         shape = Shape(
@@ -297,18 +302,18 @@ def on_cpu(direction: traffic.Direction) -> list[Measurement]:
 
 @case("cpu/forward", minutes=0.4, needs="cpu")
 def cpu_forward() -> list[Measurement]:
-    """Tiles in plain torch beside torch's own attention and the naive form."""
+    """Tiles in plain PyTorch against torch's attention and the naive form."""
     return on_cpu("forward")
 
 
 @case("cpu/backward", minutes=0.9, needs="cpu")
 def cpu_backward() -> list[Measurement]:
-    """Recomputation in plain torch."""
+    """Recomputation in plain PyTorch."""
     return on_cpu("backward")
 
 
 def allocations(call: Call, device: torch.device) -> tuple[int, int]:
-    """Bytes that `call` holds at most at a time, and those that are left while its result lives."""
+    """Return the peak bytes of `call`, and the bytes that remain while its result lives."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -330,7 +335,7 @@ def allocations(call: Call, device: torch.device) -> tuple[int, int]:
 
 @case("memory/forward-and-backward", minutes=0.3)
 def memory() -> list[Measurement]:
-    """What a forward holds at most, what it leaves for the backward, and what both hold at most."""
+    """Peak memory of a forward, what it keeps for the backward, and the peak of both."""
     device = default_device()
     gpu = device.type == "cuda"
     found = []
@@ -343,7 +348,7 @@ def memory() -> list[Measurement]:
             dtype_bytes=2 if gpu else 4,
         )
         views = inputs(shape, device, torch.bfloat16 if gpu else torch.float32)
-        # A batched product copies views, which would be counted as the form's own.
+        # A batched product copies views, and the copies would count for that implementation.
         tensors = [x.detach().contiguous().requires_grad_() for x in views]
         calls, _ = that_run(forwards(shape, tensors))
         given = torch.ones_like(tensors[0])
@@ -353,7 +358,7 @@ def memory() -> list[Measurement]:
             held["kept"][name] = allocations(call, device)[1]
             step = functools.partial(_step, call, tensors, given)
             held["training peak"][name] = allocations(step, device)[0]
-        # What is kept contains the output, which the flash form needs in its backward anyway.
+        # The kept bytes include the output, which the flash form needs for its backward anyway.
         kept = traffic.kept_bytes(shape, "naive") + shape.query_bytes
         predicted = {
             "forward peak": {form: traffic.forward_peak_bytes(shape, form) for form in FORMS},
@@ -383,7 +388,7 @@ def _step(call: Call, tensors: list[Tensor], given: Tensor) -> tuple[Tensor, ...
 def decode(
     sizes: tuple[int, int, int, int, int, int], device: torch.device, dtype: torch.dtype
 ) -> list[Measurement]:
-    """One token a sequence over scattered pages, beside SDPA on whole rows and a plain copy."""
+    """Time one token per sequence over scattered pages, against SDPA on whole rows and a copy."""
     batch, heads, kv_heads, head_dim, keys, page = sizes
     shape = Shape(
         batch=batch,
@@ -417,7 +422,9 @@ def decode(
         (calls[OURS]().float() - attend(query, whole_keys, whole_values).float()).abs().max()
     )
     if not gap <= (1e-2 if dtype == torch.bfloat16 else 1e-5):
-        raise RuntimeError(f"both forms must agree, got a difference of {gap}; time nothing")
+        raise RuntimeError(
+            f"paged attention and SDPA must agree before they are timed, got a gap of {gap}"
+        )
     gpu = device.type == "cuda"
     timed = {name: repeated(call, INNER if gpu else 1) for name, call in calls.items()}
     comparison = paired(timed, rounds=ROUNDS if gpu else CPU_ROUNDS, warmup=2, device=device)
@@ -452,7 +459,7 @@ def decode(
 
 
 def decode_on_gpu(name: str) -> Callable[[], list[Measurement]]:
-    """One entry of DECODE in bf16."""
+    """Return a case that runs one entry of DECODE in bf16."""
     return lambda: decode(DECODE[name], default_device(), torch.bfloat16)
 
 
@@ -462,12 +469,12 @@ for _name in DECODE:
 
 @case("cpu/decode", minutes=0.1, needs="cpu")
 def cpu_decode() -> list[Measurement]:
-    """The torch form over scattered pages, float32."""
+    """Plain PyTorch over scattered pages, in float32."""
     return decode(CPU_DECODE, torch.device("cpu"), torch.float32)
 
 
 def exactly(quantity: str, value: float, unit: str = "ratio", **details: Any) -> Measurement:
-    """A number that counting gives: it has no spread."""
+    """Return a counted number, which has no spread."""
     return Measurement(
         quantity=quantity, unit=unit, samples=[value], details={"exact": True, **details}
     )
@@ -475,7 +482,7 @@ def exactly(quantity: str, value: float, unit: str = "ratio", **details: Any) ->
 
 @case("memory/ratios", minutes=0.3)
 def memory_ratios() -> list[Measurement]:
-    """How memory grows with the length, and how many times as much the naive form takes."""
+    """Growth of memory with the length, and the ratio of the naive form's memory to ours."""
     sizes: dict[str, dict[int, Mapping[str, float]]] = {}
     for item in memory():
         kind, tokens = item.quantity.removesuffix(" tokens").split("/")
@@ -498,7 +505,7 @@ def memory_ratios() -> list[Measurement]:
 
 @case("law/bytes", minutes=0.01)
 def law_bytes() -> list[Measurement]:
-    """Bytes and products of the naive form against those of the kernels' 16-bit tiles."""
+    """Bytes and products of the naive form, compared with the kernels' 16-bit tiles."""
     found = []
     for head_dim, kind in itertools.product(FORWARD, ("hopper", "ampere", "ada", "cdna")):
         tile = FORWARD[head_dim][kind]
@@ -508,7 +515,7 @@ def law_bytes() -> list[Measurement]:
         name = f"bytes, naive over flash/D {head_dim}, {kind}"
         found.append(exactly(name, ratio, tile=[tile.m, tile.n], tokens=4096))
     shape = Shape(batch=1, heads=1, length=4096, head_dim=64)
-    kept = 4 * traffic.flops(shape, "backward") // 5  # the naive form has its weights
+    kept = 4 * traffic.flops(shape, "backward") // 5  # the naive form doesn't recompute its weights
     for form, fused in (("two kernels", False), ("fused", True)):
         ratio = traffic.flops(shape, "backward", fused=fused) / kept
         found.append(exactly(f"backward products, flash over naive/{form}", ratio))
@@ -517,7 +524,7 @@ def law_bytes() -> list[Measurement]:
 
 @case("law/longest", minutes=0.01)
 def law_longest() -> list[Measurement]:
-    """The longest power of two of tokens whose q, k, v and kept tensors a GPU's memory holds."""
+    """The largest power of two of tokens whose q, k, v and kept tensors fit in a GPU's memory."""
     found = []
     for gpu in traffic.GPUS.values():
         fits = {}
@@ -534,9 +541,9 @@ def law_longest() -> list[Measurement]:
 
 @case("cpu/against-naive", minutes=0.7, needs="cpu")
 def cpu_against_naive() -> list[Measurement]:
-    """Time of the plain torch form over that of the naive one, float32 on one thread.
+    """Ratio of plain PyTorch's time to the naive form's, in float32 on one thread.
 
-    A sample is the median of three rounds on tensors of its own.
+    Each sample is the median of three rounds on its own tensors.
     """
     found = []
     for length in (CPU_LENGTHS[0], CPU_LENGTHS[-1]):
@@ -567,13 +574,13 @@ def cpu_against_naive() -> list[Measurement]:
 
 @case("compiled/resources", minutes=0.01)
 def compiled_resources() -> list[Measurement]:
-    """The committed table of the compile gate, which holds it to what the compilers say."""
+    """The committed table of the compile gate, which checks it against the compilers."""
     table = json.loads(RESOURCES.read_text(encoding="utf-8"))
     kernels = {name: row for name, row in table["kernels"].items() if name.startswith(KERNELS)}
     if not kernels:
         raise RuntimeError(
-            f"{RESOURCES.name} must have rows of the attention kernels, got none; write them with "
-            "python -m labcore.compile_only --write"
+            f"{RESOURCES.name} must have rows for the attention kernels, got none; write them with "
+            "`python -m labcore.compile_only --write`"
         )
     spilled = sum(any(need["spills"] for need in row.values()) for row in kernels.values())
     limits = {name: target.shared_limit for name, target in TARGETS.items()}

@@ -1,4 +1,4 @@
-"""Gradient clipping: experiments with exploding gradients, and speed beside torch and zclip."""
+"""Gradient clipping: experiments with exploding gradients, and speed against torch and zclip."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from labcore.studies.clipping.exploding import ClippedRun
 from labcore.timing import paired
 
 # Experiments -------------------------------------------------------------------------------------
-DEEP = 16  # convolutions, where depth is the question
-DEFAULT = 6**-0.5  # torch's own uniform weights have the variance of this gain
+DEEP = 16  # convolutions in the experiments on depth
+DEFAULT = 6**-0.5  # the gain with the variance of torch's default uniform weights
 FRESH: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "RNN, He": ("RNN", {"gain": 1.0}),
     "RNN, torch's default": ("RNN", {"gain": DEFAULT}),
@@ -39,14 +39,14 @@ FRESH: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def growth_of(model: networks.Network, network: str, seed: int) -> networks.Growth:
-    """The growth of a gradient in `model`, on a batch that no training has seen first."""
+    """Return the growth of a gradient in `model`, on a batch that isn't used for training."""
     generator = torch.Generator().manual_seed(10_000 + seed)
     return networks.growth(model, *networks.draw(network, 64, generator=generator))
 
 
 @case("growth/factor", minutes=0.5)
 def growth_factor() -> list[Measurement]:
-    """Factor of a gradient for one step back, through time or depth, fresh and trained."""
+    """Growth factor of a gradient per step back through time or depth, fresh and trained."""
     found = {
         name: [
             growth_of(networks.make(network, seed=seed, **settings), network, seed)
@@ -82,7 +82,7 @@ DEPTHS = (2, 4, 8, 16)
 
 @case("direction/depth", minutes=0.2)
 def direction_by_depth() -> list[Measurement]:
-    """Cosine between a fresh network's gradient raw and clipped to a tenth of its norm."""
+    """Cosine between a fresh network's raw gradient and the one clipped to a tenth of its norm."""
     found: list[Measurement] = []
     for depth in DEPTHS:
         deep = {**exploding.HEALTHY["conv"], "depth": depth}
@@ -142,7 +142,7 @@ BAD_METHODS = {
 
 
 def bad_batch(network: str) -> list[Measurement]:
-    """What one bad batch does under each method: the step that it makes, and the accuracy lost."""
+    """Measure the effect of one bad batch under each method: its step, and the accuracy lost."""
     found = []
     for optimizer in exploding.OPTIMIZERS:
         clean = [
@@ -166,17 +166,17 @@ def bad_batch(network: str) -> list[Measurement]:
 
 
 def usual_step(moves: Sequence[float]) -> float:
-    """The median of the 20 steps before the bad batch."""
+    """Return the median of the 20 steps before the bad batch."""
     return statistics.median(moves[exploding.BAD_STEP - 20 : exploding.BAD_STEP])
 
 
 def bad_step(moves: Sequence[float]) -> float:
-    """The step at the bad batch over the usual one."""
+    """Return the ratio of the step at the bad batch to the usual step."""
     return moves[exploding.BAD_STEP] / usual_step(moves)
 
 
 def last_steps(run: ClippedRun) -> float | None:
-    """The median of the last 20 steps over the usual one before the bad batch; None if it died."""
+    """Return the ratio of the last 20 steps' median to the usual step; None if the run diverged."""
     if not run.finite:
         return None
     return statistics.median(run.moves[-20:]) / usual_step(run.moves)
@@ -209,14 +209,14 @@ def _of_runs(name: str, runs: Sequence[ClippedRun], clean: Sequence[float]) -> l
 
 
 def clipped_cosine(run: ClippedRun) -> float | None:
-    """Mean cosine to the raw gradient over the steps that were clipped; None where none was."""
+    """Return the mean cosine to the raw gradient over the clipped steps; None if there are none."""
     pairs = zip(run.cosines, run.kept, strict=True)
     clipped = [cosine for cosine, kept in pairs if kept < 0.999]
     return statistics.fmean(clipped) if clipped else None
 
 
 def finite(values: Sequence[float]) -> list[float | None]:
-    """JSON has no NaN and no infinity."""
+    """Replace NaN and infinity, which JSON doesn't have, by None."""
     return [round(value, 3) if math.isfinite(value) else None for value in values]
 
 
@@ -234,7 +234,7 @@ def bad_batch_convolutional() -> list[Measurement]:
 
 @case("natural/RNN", minutes=0.6)
 def natural() -> list[Measurement]:
-    """The recurrent network at He's initialization: gradients that explode by themselves."""
+    """The recurrent network with He initialization, whose gradients explode by themselves."""
     found = []
     for optimizer in exploding.OPTIMIZERS:
         clean = [exploding.natural("global", optimizer, seed).accuracy for seed in exploding.SEEDS]
@@ -254,7 +254,7 @@ def natural() -> list[Measurement]:
 
 @case("loud-layer/training", minutes=1)
 def loud_layer() -> list[Measurement]:
-    """One layer's gradient a thousand times too large in every step: local minus global."""
+    """Accuracy, local minus global, when one layer's gradient is always 1000 times too large."""
     found = []
     for network in networks.NETWORKS:
         for optimizer in exploding.OPTIMIZERS:
@@ -279,7 +279,7 @@ def loud_layer() -> list[Measurement]:
 
 @case("loud-layer/first-step", minutes=0.2)
 def loud_first_step() -> list[Measurement]:
-    """How much of their step the healthy layers keep, of what they have without the loud one."""
+    """Size of the healthy layers' first step, relative to training without the loud layer."""
     found = []
     for network in networks.NETWORKS:
         for optimizer, make in exploding.OPTIMIZERS.items():
@@ -299,7 +299,7 @@ def loud_first_step() -> list[Measurement]:
 def healthy_step(
     network: str, make: Callable[..., torch.optim.Optimizer], method: str, seed: int
 ) -> float:
-    """Mean share of the healthy layers' first step, under `method`, that a loud layer leaves."""
+    """Return the mean share of the healthy layers' first step that a loud layer leaves."""
     layer = exploding.LOUD[network]
     sizes = []
     for spoil in (None, exploding.loud_layer(layer, exploding.FACTOR)):
@@ -320,36 +320,41 @@ SHRINK = 0.999
 
 
 class Limit:
-    """A limit a thousandth lower at each call: both sides share gradients, and each call clips."""
+    """A limit that falls by 0.1% per call, which makes every call clip the shared gradients."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.value = exact_norm(params)
 
     def __call__(self) -> float:
-        """The next limit."""
+        """Return the next limit."""
         self.value *= SHRINK
         return self.value
 
 
 def exact_norm(params: Sequence[Tensor]) -> float:
-    """The norm of all gradients, in float64."""
+    """Return the norm of all gradients, in float64."""
     grads = [p.grad for p in params if p.grad is not None]
     return math.sqrt(sum(float(g.double().square().sum()) for g in grads))
 
 
 def _same_or_refuse(limit: float) -> float:
-    """The largest gap between our gradients and torch's after one call; none is timed above it."""
+    """Return the largest gap between our gradients and torch's after one call.
+
+    Raises RuntimeError if it is too large to time the two.
+    """
     ours, theirs = parameters(quarter_gpt2()), parameters(quarter_gpt2())
     clip_by_global_norm(ours, limit)
     nn.utils.clip_grad_norm_(theirs, limit, foreach=True)
     gap = max(float((a.grad - b.grad).abs().max()) for a, b in zip(ours, theirs, strict=True))  # type: ignore[operator]
     if not gap <= 1e-5:
-        raise RuntimeError(f"ours and torch's must agree to 1e-5, got {gap}; time nothing")
+        raise RuntimeError(
+            f"labcore's gradients and torch's must agree to 1e-5 before they are timed, got {gap}"
+        )
     return gap
 
 
 def clip_times(name: str) -> list[Measurement]:
-    """Ours and torch's foreach clipping on the same gradients, in the same rounds."""
+    """Time our clipping and torch's foreach clipping on the same gradients, in the same rounds."""
     gap = _same_or_refuse(1.0 if name == "clipping" else math.inf)
     comparisons, coefficients = [], []
     for seed in range(REPETITIONS):
@@ -365,7 +370,7 @@ def clip_times(name: str) -> list[Measurement]:
         both = {"labcore": ours, "torch foreach": torchs}
         comparisons.append(paired(both, rounds=ROUNDS, warmup=2, seed=seed))
     if any((factor < 1) != (name == "clipping") for factor in coefficients):
-        raise RuntimeError(f"each call must be {name}, got coefficients {coefficients}")
+        raise RuntimeError(f"every call must be {name}, got coefficients {coefficients}")
     milliseconds = {
         side: [1e3 * t for each in comparisons for t in each.timings[side].samples]
         for side in ("labcore", "torch foreach")
@@ -390,19 +395,19 @@ def clip_times(name: str) -> list[Measurement]:
 
 @case("clip-time/clipping", minutes=0.15, needs="cpu")
 def clip_time_clipping() -> list[Measurement]:
-    """A model's gradients, above the limit at each call: read once and multiplied."""
+    """A model's gradients, above the limit in every call: they are read once and scaled."""
     return clip_times("clipping")
 
 
 @case("clip-time/not-clipping", minutes=0.15, needs="cpu")
 def clip_time_not_clipping() -> list[Measurement]:
-    """The same below the limit, as most steps are: torch multiplies by 1."""
+    """The same below the limit, like most steps: torch still multiplies by 1."""
     return clip_times("not clipping")
 
 
 @case("clip-time/methods", minutes=0.2, needs="cpu")
 def clip_time_methods() -> list[Measurement]:
-    """The other methods where no gradient has to change, zclip's package and torch beside them."""
+    """The other methods when no gradient has to change, against the zclip package and torch."""
     params = [nn.Parameter(p.detach()) for p in parameters(quarter_gpt2())]
     named = [(f"{i // 2}.{i % 2}", p) for i, p in enumerate(params)]
     for param in params:
@@ -440,9 +445,9 @@ SIZES = {"normal": 1e-2, "1e21": 1e21, "1e-30": 1e-30}
 
 @case("clip-accuracy", minutes=0.1)
 def clip_accuracy() -> list[Measurement]:
-    """Relative error of the total norm against float64, and the norm that the gradients end at.
+    """Relative error of the total norm against float64, and the norm of the clipped gradients.
 
-    The error is taken from the larger of the two, so that a norm that overflowed is wrong by 1.
+    The error is relative to the larger of the two norms, which makes it 1 if a norm overflows.
     """
     found = []
     for name, size in SIZES.items():

@@ -1,4 +1,4 @@
-"""Ghost batch normalization: experiments on digits, and speed beside TabNet and torch."""
+"""Ghost batch normalization: experiments on digits, and speed against TabNet and torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from labcore.timing import Comparison, paired
 # Experiments -------------------------------------------------------------------------------------
 CONVERGENCE_SEEDS = tuple(range(8))
 SWEEP_SEEDS = tuple(range(5))
-CHECKS = 32  # measurements of the training loss along a run of the sweep
+CHECKS = 32  # measurements of the training loss during a run of the sweep
 GRADIENT_BATCHES = (8, 16, 32, 64, 128, 256, 512)
 GRADIENT_SEEDS = tuple(range(5))
-GRADIENT_STEPS = 32  # of training before the gradients are taken
+GRADIENT_STEPS = 32  # training steps before the gradients are measured
 DRAWS = 200
-RADIUS = 0.4  # of the random steps, over the norm of each unit's weights
+RADIUS = 0.4  # length of the random steps, relative to the norm of each unit's weights
 REPETITIONS = 8
 ROUNDS = 80
 
@@ -41,12 +41,12 @@ OWN_EFFECT = {
         "large, more updates",
     ),
 }
-"""The same training with ghosts and without."""
+"""Pairs of the same training with ghosts and without."""
 
 
 @case("digits/tuning", minutes=0.4)
 def tuning() -> list[Measurement]:
-    """Validation accuracy by learning rate; the small batch's best rate is the study's."""
+    """Validation accuracy by learning rate; the study uses the small batch's best rate."""
     kinds: dict[str, Callable[[float], Regime]] = {
         "small batch": lambda lr: Regime(batch=large_batches.SMALL, lr=lr),
         "large batch": lambda lr: Regime(batch=large_batches.LARGE, lr=lr),
@@ -83,7 +83,7 @@ def tuning() -> list[Measurement]:
 
 
 def _points(runs: Sequence[GhostRun], reference: Sequence[GhostRun]) -> list[float]:
-    """Differences of test accuracy in percentage points, seed by seed."""
+    """Return the differences in test accuracy in percentage points, seed by seed."""
     return [100 * (a.accuracy - b.accuracy) for a, b in zip(runs, reference, strict=True)]
 
 
@@ -115,7 +115,7 @@ def _against_small(runs: Mapping[str, Sequence[GhostRun]]) -> list[Measurement]:
 
 
 def _trained(regimes: Mapping[str, Regime]) -> dict[str, list[GhostRun]]:
-    """The runs of each regime on the reported seeds."""
+    """Return the runs of each regime on the reported seeds."""
     return {
         n: [large_batches.train(regime, seed) for seed in large_batches.SEEDS]
         for n, regime in regimes.items()
@@ -125,7 +125,7 @@ def _trained(regimes: Mapping[str, Regime]) -> dict[str, list[GhostRun]]:
 def _accuracies(
     regimes: Mapping[str, Regime], runs: Mapping[str, Sequence[GhostRun]]
 ) -> list[Measurement]:
-    """The accuracy of each regime, then its distance from the small batch."""
+    """Return the accuracy of each regime, then its difference from the small batch."""
     accuracies = [
         Measurement(
             quantity=f"accuracy/{name}",
@@ -139,7 +139,7 @@ def _accuracies(
 
 
 def _flatness(name: str, runs: Sequence[GhostRun]) -> list[Measurement]:
-    """The trace of the Hessian at the end of each run, and the loss a random step away."""
+    """Return the trace of the Hessian at the end of each run, and the rise after a random step."""
     traces, errors, rises = [], [], []
     for seed, run in zip(large_batches.SEEDS, runs, strict=True):
         dice = torch.Generator().manual_seed(seed)
@@ -184,12 +184,12 @@ def regimes() -> list[Measurement]:
 
 @case("digits/plain", minutes=0.4)
 def without_normalization() -> list[Measurement]:
-    """A network without batch normalization, the small batch beside the large one."""
+    """A network without batch normalization: the small batch compared with the large one."""
     return _accuracies(large_batches.PLAIN_REGIMES, _trained(large_batches.PLAIN_REGIMES))
 
 
 def _arrivals(batch: int) -> list[int]:
-    """For each seed the steps to the target; one too many where it is not reached."""
+    """Return, for each seed, the steps to the target; the budget plus 1 if it isn't reached."""
     regime = large_batches.sweep_regime(batch, batch)
     until = functools.partial(
         large_batches.train, regime, check_every=1, until=large_batches.TARGET
@@ -248,7 +248,7 @@ def _sweep_point(batch: int, ghost: int, budget: str) -> dict[str, object]:
 
 @case("digits/sweep", minutes=2)
 def sweep() -> list[Measurement]:
-    """Batch size by ghost size, at equal epochs and at equal updates: what the explorer shows."""
+    """Accuracy by batch and ghost size at equal epochs and at equal updates, for the explorer."""
     found = []
     for batch, budget in itertools.product(large_batches.SWEEP_BATCHES, ("epochs", "updates")):
         points = {
@@ -287,11 +287,11 @@ GRADIENT_KINDS = {
 
 
 def _gradient_row(name: str, seed: int) -> dict[str, list[float]]:
-    """Variance and bias by batch size, at one network after a few steps of training."""
+    """Return variance and bias by batch size for one network after a few training steps."""
     run, data = large_batches.train(GRADIENT_KINDS[name], seed), large_batches.split(seed)
     dice = torch.Generator().manual_seed(seed)
     draw = functools.partial(gradients.batch_gradients, data=data, generator=dice)
-    # Where a batch is one ghost, the weights are those of plain batch normalization.
+    # With one ghost per batch, the layer is plain batch normalization.
     whole = (
         run
         if name != "ghosts of 32"
@@ -308,7 +308,7 @@ def _gradient_row(name: str, seed: int) -> dict[str, list[float]]:
 
 @case("gradients/variance", minutes=0.6)
 def gradient_variance() -> list[Measurement]:
-    """Variance of a batch's gradient by batch size, beside 1/B; and how far its mean is off."""
+    """Variance of a batch's gradient by batch size, compared with 1/B; and the bias of its mean."""
     found = []
     for name in GRADIENT_KINDS:
         rows = [_gradient_row(name, seed) for seed in GRADIENT_SEEDS]
@@ -334,7 +334,7 @@ def gradient_variance() -> list[Measurement]:
 
 
 def _step(regime: Regime) -> Callable[[], None]:
-    """One training step: forward, backward, SGD with momentum."""
+    """Return a training step: forward, backward, SGD with momentum."""
     data = large_batches.split(0)
     model = large_batches.network(regime, torch.Generator().manual_seed(0)).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -350,7 +350,7 @@ def _step(regime: Regime) -> Callable[[], None]:
 
 @case("throughput", minutes=0.2, needs="cpu")
 def throughput() -> list[Measurement]:
-    """Images a second by batch size, and what a large batch's training takes in time."""
+    """Images per second by batch size, and the training time with a large batch."""
     regimes = {f"batch {b}": Regime(batch=b, lr=1.0) for b in (8, 16, *large_batches.SWEEP_BATCHES)}
     small, large, both = (
         f"batch {large_batches.SMALL}",
@@ -374,7 +374,7 @@ def throughput() -> list[Measurement]:
     arrivals = [_arrivals(batch) for batch in (large_batches.SMALL, large_batches.LARGE)]
     ratios = {
         "of an epoch": [ratio * large_batches.SMALL / large_batches.LARGE for ratio in a_step],
-        # Repetition i of the timing with seed i of the training.
+        # Pairs repetition i of the timing with seed i of the training.
         "to the training loss": [
             ratio * many / few for ratio, few, many in zip(a_step, *arrivals, strict=True)
         ],
@@ -389,7 +389,7 @@ def throughput() -> list[Measurement]:
 # Peers -------------------------------------------------------------------------------------------
 PEER_ROUNDS = {"1d": 40, "2d": 5}
 GHOSTS = (16, 32, 128)
-# Ratios that the fast form was built for, at ghosts of 32.
+# The targets of the fast implementation, for ghosts of 32.
 BARS = {
     "BatchNorm1d": 1.9,
     "TabNet's GBN": 0.75,
@@ -399,7 +399,7 @@ BARS = {
 
 
 class ChunkLoop(nn.Module):
-    """A BatchNorm2d over one chunk of the batch after another: ghosts without a layer for them."""
+    """Ghost normalization without a special layer: a BatchNorm2d applied chunk by chunk."""
 
     def __init__(self, features: int, ghost: int) -> None:
         super().__init__()
@@ -407,12 +407,12 @@ class ChunkLoop(nn.Module):
         self.ghost = ghost
 
     def forward(self, images: Tensor) -> Tensor:
-        """`images` normalized chunk by chunk."""
+        """Normalize `images` chunk by chunk."""
         return torch.cat([self.bn(part) for part in images.split(self.ghost)])
 
 
 def _pass(layer: nn.Module, x: Tensor, above: Tensor) -> Callable[[], None]:
-    """Forward and backward of `layer`, gradients made anew as after `zero_grad`."""
+    """Return a forward and backward of `layer` with fresh gradients, as after `zero_grad`."""
     leaves = [x, *layer.parameters()]
 
     def both() -> None:
@@ -424,7 +424,7 @@ def _pass(layer: nn.Module, x: Tensor, above: Tensor) -> Callable[[], None]:
 
 
 def _layer_gap(ours: nn.Module, peer: nn.Module, x: Tensor, above: Tensor) -> float:
-    """The largest gap between two layers' outputs, gradients and running statistics."""
+    """Return the largest gap between two layers' outputs, gradients and running statistics."""
     found = []
     for layer in (ours, peer):
         x.grad = None
@@ -438,7 +438,7 @@ def _layer_gap(ours: nn.Module, peer: nn.Module, x: Tensor, above: Tensor) -> fl
 def layer_times(
     kind: str, shape: tuple[int, ...], layers: Callable[[int], dict[str, nn.Module]]
 ) -> list[Measurement]:
-    """Time layers on the same tensors in the same rounds: ours first, then plain, then ghosts."""
+    """Time layers on the same tensors in the same rounds: ours, the plain one, the ghost peer."""
     found = []
     for ghost in GHOSTS:
         generator = torch.Generator().manual_seed(ghost)
@@ -482,7 +482,7 @@ def layer_times(
 
 @case("layer-time/1d", minutes=0.2, needs="cpu")
 def layer_time_1d() -> list[Measurement]:
-    """Forward and backward over [1024, 256], beside BatchNorm1d and pytorch-tabnet's layer."""
+    """Forward and backward over [1024, 256], against BatchNorm1d and pytorch-tabnet's layer."""
     return layer_times(
         "1d",
         (1024, 256),
@@ -496,7 +496,7 @@ def layer_time_1d() -> list[Measurement]:
 
 @case("layer-time/2d", minutes=0.3, needs="cpu")
 def layer_time_2d() -> list[Measurement]:
-    """Forward and backward over [256, 32, 16, 16], beside BatchNorm2d and a loop of it."""
+    """Forward and backward over [256, 32, 16, 16], against BatchNorm2d and a loop over it."""
     return layer_times(
         "2d",
         (256, 32, 16, 16),

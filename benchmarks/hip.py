@@ -1,7 +1,7 @@
-"""What the steps of the HIP port do, counted: nothing here is a time, and nothing ran on a GPU.
+"""Counts for the steps of the HIP port: nothing here is a time, and nothing runs on a GPU.
 
-The emulator's counters and errors are simulated, the resources are what compilers reported when
-the committed table was written. `python -m labcore.hip` times the steps where there is a GPU.
+The emulator's counters and errors are simulated. The resources are what compilers reported when the
+committed table was written. `python -m labcore.hip` times the steps on a GPU.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from labcore.hip.occupancy import LIMITS, occupancy
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 RESOURCES, TRITON = TESTS / "hip_resources.json", TESTS / "kernel_resources.json"
-LENGTH, HEADS = 256, 2  # of the counted work
+LENGTH, HEADS = 256, 2  # the shape whose work is counted
 FORMATS = {"float16": torch.float16, "float32": torch.float32}
 AWKWARD = ((1, 1), (31, 63), (100, 129), (129, 31))  # queries, keys
 COUNTERS = ("transactions", "bytes", "lds_accesses", "lds_conflicts", "barriers", "mfma")
-# The matrix instruction of a step by number format and head dimension.
+# The matrix instruction of a step, by number format and head dimension.
 PRODUCTS = {
     (3, "float16", 64): "16x16x16_f16",
     (3, "float16", 128): "32x32x8_f16",
@@ -38,7 +38,7 @@ PRODUCTS = {
 
 
 def exactly(quantity: str, value: float, unit: str, mode: str, **details: Any) -> Measurement:
-    """A number that counting gives: it has no spread."""
+    """Return a counted number, which has no spread."""
     return Measurement(
         quantity=quantity,
         unit=unit,
@@ -49,14 +49,14 @@ def exactly(quantity: str, value: float, unit: str, mode: str, **details: Any) -
 
 
 def drawn(heads: int, queries: int, keys: int, dim: int, seed: int) -> list[Tensor]:
-    """Query, key and value in fp32, from a normal distribution."""
+    """Draw query, key and value in fp32 from a normal distribution."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(1, heads, n, dim, generator=generator) for n in (queries, keys, keys)]
 
 
 @case("emulated/work", minutes=2.0, needs="cpu")
 def work() -> list[Measurement]:
-    """Every counter of every step, and how the steps compare."""
+    """Return every counter of every step, and comparisons of the steps."""
     found = []
     name = "float16"
     for dim in (64, 128):
@@ -65,7 +65,7 @@ def work() -> list[Measurement]:
         for step in build.STEPS:
             counters = emulate.forward(*inputs, step=step, count=True).counters
             if counters is None:
-                raise RuntimeError(f"step {step} must return counters, got none; see count=True")
+                raise RuntimeError(f"step {step} must return counters, got none; pass count=True")
             counts[step] = counters
         at = f"{name}, D {dim}"
         shape = {"batch, heads, tokens, D": [1, HEADS, LENGTH, dim]}
@@ -79,7 +79,7 @@ def work() -> list[Measurement]:
 
 
 def compared(counts: dict[int, emulate.Counters], name: str, dim: int) -> list[Measurement]:
-    """How many times less a later step does of what it aims at, and its useful products."""
+    """Compare steps: how much a later step saves, and its products relative to those needed."""
     at = f"{name}, D {dim}"
 
     def ratio(what: str, field: str, earlier: int, later: int) -> Measurement:
@@ -106,7 +106,7 @@ def compared(counts: dict[int, emulate.Counters], name: str, dim: int) -> list[M
 
 
 def errors(step: int, name: str, dim: int, *, is_causal: bool) -> tuple[float, float]:
-    """Largest errors against fp64 over AWKWARD lengths: of a step, and of plain torch."""
+    """Return the largest errors of a step and of plain torch against fp64, over AWKWARD lengths."""
     ours, plain = 0.0, 0.0
     for seed, (queries, keys) in enumerate(AWKWARD):
         inputs = [x.to(FORMATS[name]) for x in drawn(2, queries, keys, dim, seed=600 + seed)]
@@ -122,7 +122,7 @@ def errors(step: int, name: str, dim: int, *, is_causal: bool) -> tuple[float, f
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, unseen: Tensor | None) -> Tensor:
-    """Three operations in the inputs' own dtype."""
+    """Compute attention by three operations in the inputs' dtype."""
     scores = query @ key.mT * query.shape[-1] ** -0.5
     if unseen is not None:
         scores = scores.masked_fill(unseen, -math.inf)
@@ -131,7 +131,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, unseen: Tensor | None) 
 
 @case("emulated/errors", minutes=1.0, needs="cpu")
 def largest_errors() -> list[Measurement]:
-    """Of each step over awkward lengths, head dimensions and masks, beside plain torch."""
+    """Largest errors over awkward lengths, head dimensions and masks, compared with plain torch."""
     found = []
     for name, step in itertools.product(FORMATS, build.STEPS):
         pairs = [
@@ -146,21 +146,21 @@ def largest_errors() -> list[Measurement]:
 
 
 def changed(before: str, after: str) -> int:
-    """Lines of `after` that are not lines of `before` at their place."""
+    """Return the number of lines of `after` that a diff against `before` adds."""
     lines = difflib.ndiff(before.splitlines(), after.splitlines())
     return sum(line.startswith("+ ") for line in lines)
 
 
 @case("port/lines", minutes=0.1)
 def lines() -> list[Measurement]:
-    """Lines that hipify changes in the CUDA original, and those that it leaves to a person."""
+    """Count the lines that hipify changes in the CUDA original, and those left to a person."""
     cuda, hip = port.original(), port.hipified()
     mended = port.mend(hip)
     kernel = "// Host memory in"
     counts = {
         "whole file": (changed(cuda, hip), changed(hip, mended)),
         "kernel": (
-            # The two lines before the includes and the includes are not the kernel's.
+            # The includes and the two lines before them aren't part of the kernel.
             changed(body(cuda, kernel), body(hip, kernel)),
             changed(body(hip, kernel), body(mended, kernel)),
         ),
@@ -179,15 +179,15 @@ def lines() -> list[Measurement]:
 
 
 def body(source: str, end: str) -> str:
-    """From the first constant to the host's side: what runs on the GPU."""
+    """Return the code that runs on the GPU: from the first constant to the host's part."""
     return source[source.index("constexpr int ROWS") : source.index(end)]
 
 
 @case("law/memory", minutes=0.5, needs="cpu")
 def memory() -> list[Measurement]:
-    """Bytes of global memory that a launch takes beside q, k, v and the output.
+    """Count the global memory that a launch needs besides q, k, v and the output.
 
-    The launches are checked: an access outside of the arguments raises. So there is no workspace.
+    The launches are checked: an access outside the arguments raises, so there is no workspace.
     """
     shorter, longer = 512, 2048
     held, matrix = {}, {}
@@ -208,7 +208,7 @@ def memory() -> list[Measurement]:
 
 @case("compiled/resources", minutes=0.01)
 def compiled() -> list[Measurement]:
-    """The committed table of the compile gate, beside that of the Triton kernels."""
+    """Summarize the compile gate's committed table, compared with that of the Triton kernels."""
     table = json.loads(RESOURCES.read_text(encoding="utf-8"))
     triton = json.loads(TRITON.read_text(encoding="utf-8"))
     found = []
@@ -238,6 +238,6 @@ def compiled() -> list[Measurement]:
 
 
 def predicted(target: str, need: dict[str, int]) -> int:
-    """Waves of one SIMD by `labcore.hip.occupancy`."""
+    """Return the waves per SIMD that `labcore.hip.occupancy` predicts."""
     names = ("vgprs", "agprs", "sgprs", "lds", "threads")
     return occupancy(target, **{name: need[name] for name in names}).waves_per_simd

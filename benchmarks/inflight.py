@@ -1,8 +1,8 @@
-"""In-flight batching: our policies beside each other, beside transformers, and behind a server.
+"""In-flight batching: our policies against each other, against transformers, and behind a server.
 
-One thread, the shipped target in fp32, greedy. Output lengths are imposed and unknown to whoever
-schedules: every request asks for MOST tokens and ends earlier. Times are those of a CPU; counts
-(rows, tokens, blocks) are the same everywhere. Cases under "paper" are simulated.
+Everything runs on one thread with the shipped target, in fp32 and greedily. Output lengths are
+imposed and unknown to the scheduler: every request asks for MOST tokens and ends earlier. Times are
+CPU times; counts (rows, tokens, blocks) are the same everywhere. The case "replicas" is simulated.
 """
 
 from __future__ import annotations
@@ -47,27 +47,30 @@ from labcore.serving.triton.client import generate_stream
 from labcore.serving.triton.server import TritonServer
 
 # What all cases share ----------------------------------------------------------------------------
-SLOTS, PAGE, PAGES, BUDGET = 8, 16, 256, 256  # the pool holds eight of the longest requests
+SLOTS, PAGE, PAGES, BUDGET = 8, 16, 256, 256  # the pool holds eight requests of maximum length
 LEAST, MOST, SHORTEST, LONGEST = 8, 256, 16, 96  # tokens of outputs and of prompts
 STATIC, OURS, GREEDY = "static", "guaranteed_no_evict", "max_utilization"
 POLICIES = (STATIC, OURS, GREEDY)
 GAP = 1e-3  # nats: a near tie
-TIMES = ("queue", "ttft", "tpot", "e2e", "normalised latency")  # the last: e2e by output token
+TIMES = ("queue", "ttft", "tpot", "e2e", "normalised latency")  # the last: e2e per output token
 
 
 def target() -> Llama:
-    """The model of every measured case."""
+    """Return the model of every measured case."""
     return pretrained("target")
 
 
 def prompt_lengths(n: int, seed: int) -> tuple[int, ...]:
-    """Uniform between SHORTEST and LONGEST."""
+    """Return lengths that are uniform between SHORTEST and LONGEST."""
     dice = random.Random(f"prompts {seed}")
     return tuple(dice.randint(SHORTEST, LONGEST) for _ in range(n))
 
 
 def workload(n: int, seed: int, arrivals: Sequence[float] | None = None) -> Workload:
-    """n requests with long-tailed outputs, which max_tokens hides; all wait unless they arrive."""
+    """Return n requests with long-tailed outputs, which max_tokens hides from the scheduler.
+
+    Without arrivals, all wait from the start.
+    """
     return Workload(
         arrivals=(0.0,) * n if arrivals is None else tuple(arrivals),
         prompts=prompt_lengths(n, seed),
@@ -79,7 +82,7 @@ def workload(n: int, seed: int, arrivals: Sequence[float] | None = None) -> Work
 
 
 def engine(policy: str = OURS, **changed: Any) -> Engine:
-    """Each prompt is read anew: what an earlier round left must help nobody."""
+    """Return an engine without prefix sharing: no request may profit from an earlier round."""
     options = {
         "pages": PAGES, "page": PAGE, "slots": SLOTS, "budget": BUDGET, "policy": policy,
         "max_length": LONGEST + MOST, "eos_token_ids": (), "share_prefixes": False,
@@ -88,7 +91,7 @@ def engine(policy: str = OURS, **changed: Any) -> Engine:
 
 
 def setting(*given: Workload, **more: Any) -> dict[str, Any]:
-    """Details: sizes, and of each workload what came when."""
+    """Return details: sizes, and the lengths of each workload's requests."""
     return {
         "slots": SLOTS, "page": PAGE, "blocks": PAGES, "budget": BUDGET, "dtype": "float32",
         "prompt tokens": [one.prompts for one in given],
@@ -100,7 +103,7 @@ def setting(*given: Workload, **more: Any) -> dict[str, Any]:
 def seen(
     quantity: str, unit: str, samples: Iterable[float], mode: str = "measured", /, **details: Any
 ) -> Measurement:
-    """A sample a round or a seed."""
+    """Return a measurement with a sample per round or seed."""
     return Measurement(quantity=quantity, unit=unit, samples=[*samples], mode=mode, details=details)
 
 
@@ -108,7 +111,7 @@ def beside(
     quantity: str, unit: str, samples: Mapping[str, Sequence[float]], ours: str = OURS,
     mode: str = "measured", /, **details: Any
 ) -> Measurement:  # fmt: skip
-    """The samples of one system, with the others' as its peers."""
+    """Return a measurement of one system, with the others as its peers."""
     others = {name: found for name, found in samples.items() if name != ours}
     return Measurement(
         quantity=quantity, unit=unit, samples=samples[ours], mode=mode, peers=others,
@@ -117,12 +120,12 @@ def beside(
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Pair by pair."""
+    """Divide pair by pair."""
     return [one / other for one, other in zip(above, below, strict=True)]
 
 
 def values(run: Run, name: str) -> list[float]:
-    """One of TIMES, of each request that has it, in seconds."""
+    """Return one of TIMES for each request that has it, in seconds."""
     if name == "normalised latency":
         return [one.e2e / one.output for one in run.metrics if one.e2e and one.output]
     found = (getattr(one, name) for one in run.metrics)
@@ -130,19 +133,19 @@ def values(run: Run, name: str) -> list[float]:
 
 
 def quantile(found: Sequence[float], at: float) -> float:
-    """Interpolated between the two nearest."""
+    """Return a quantile, interpolated between the two nearest values."""
     return float(numpy.quantile(found, at))
 
 
 def shuffled(names: Iterable[str], *seed: Any) -> list[str]:
-    """An order of its own for each round, so that nobody always follows the same."""
+    """Return a new order for each round: no system should always follow the same one."""
     order = [*names]
     random.Random(str(seed)).shuffle(order)
     gc.collect()
     return order
 
 
-# Beside transformers -----------------------------------------------------------------------------
+# Against transformers ----------------------------------------------------------------------------
 PEER_SEEDS, PEER_REQUESTS, PEER_ROUNDS = (0, 1, 2, 3, 4), 32, 2
 CONTINUOUS, PADDED = "transformers continuous", "transformers static"
 UNFUSED = f"{OURS}, not fused"
@@ -150,7 +153,7 @@ UNFUSED = f"{OURS}, not fused"
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What a system did with a workload whose requests all wait. Times in seconds."""
+    """A system's results for a workload whose requests all wait. Times are in seconds."""
 
     seconds: float
     outputs: Sequence[Sequence[int]]
@@ -160,7 +163,7 @@ class Served:
 
     @classmethod
     def of(cls, run: Replay) -> Served:
-        """By an engine."""
+        """Return the results of an engine's run."""
         return cls(
             seconds=run.seconds,
             outputs=[run.outputs[one.id] for one in run.metrics],
@@ -177,7 +180,7 @@ class Served:
     def at(
         cls, moments: Sequence[Sequence[float]], outputs: Sequence[Sequence[int]], **facts: float
     ) -> Served:
-        """By the moments at which the tokens of each request came."""
+        """Return results from the times at which each request's tokens arrived."""
         return cls(
             seconds=max(one[-1] for one in moments),
             outputs=outputs,
@@ -188,7 +191,7 @@ class Served:
 
 
 def of_transformers(model: Llama) -> Any:
-    """The same weights in transformers."""
+    """Load the same weights in transformers."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -203,7 +206,7 @@ def of_transformers(model: Llama) -> Any:
 
 @contextlib.contextmanager
 def continuous(model: Any) -> Iterator[Callable[[Workload], Served]]:
-    """transformers' continuous batching: slots, pages and budget as ours, lengths imposed."""
+    """Run transformers' continuous batching with our slots, pages, budget and imposed lengths."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     manager = model.init_continuous_batching(
@@ -249,15 +252,15 @@ def continuous(model: Any) -> Iterator[Callable[[Workload], Served]]:
 
 
 def at_once(spans: Sequence[tuple[float, float]]) -> int:
-    """How many of these overlap at most; one that begins where another ends does not."""
+    """Return the maximum number of overlapping spans; touching spans don't overlap."""
     changes = sorted([(end, -1) for _, end in spans] + [(begin, 1) for begin, _ in spans])
     return max(itertools.accumulate(change for _, change in changes))
 
 
 def padded(model: Any) -> Callable[[Workload], Served]:
-    """transformers' generate on batches of SLOTS in the order of arrival, padded on the left.
+    """Run transformers' generate on left-padded batches of SLOTS, in order of arrival.
 
-    A row ends at its imposed length and is computed on until the longest of its batch has ended.
+    A row ends at its imposed length, but is computed until the longest of its batch has ended.
     """
     from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -294,7 +297,10 @@ def padded(model: Any) -> Callable[[Workload], Served]:
 
 
 def refuse_wrong(found: Mapping[str, Served], given: Workload) -> dict[str, Any]:
-    """What is not greedy, or has another length than the imposed one, is not timed."""
+    """Check that outputs are greedy and have the imposed lengths.
+
+    Raises RuntimeError for a wrong output, which must not be timed.
+    """
     worst, same = 0.0, dict.fromkeys(found, 0)
     for name, served in found.items():
         for request, length, tokens, ours in zip(
@@ -302,7 +308,7 @@ def refuse_wrong(found: Mapping[str, Served], given: Workload) -> dict[str, Any]
         ):
             same[name] += [*tokens] == [*ours]
             if len(tokens) != length:
-                raise RuntimeError(f"{name} must say {length} tokens, said {len(tokens)}")
+                raise RuntimeError(f"{name} must output {length} tokens, got {len(tokens)}")
             if [*tokens] == [*ours] and name != OURS:
                 continue
             audit = near_tie_audit(target(), request.prompt, tokens, gap=GAP)
@@ -317,7 +323,7 @@ def refuse_wrong(found: Mapping[str, Served], given: Workload) -> dict[str, Any]
 
 @case("peers", minutes=1.6, needs="cpu")
 def peers() -> list[Measurement]:
-    """Requests that all wait: each system in the same rounds, and what static batches waste."""
+    """Requests that all wait: each system in the same rounds, and the waste of static batches."""
     given = {seed: workload(PEER_REQUESTS, seed) for seed in PEER_SEEDS}
     engines = {policy: engine(policy) for policy in POLICIES} | {UNFUSED: engine(fused=False)}
     model = of_transformers(target())
@@ -328,7 +334,7 @@ def peers() -> list[Measurement]:
             name: functools.partial(served_by, one) for name, one in engines.items()
         }
         systems |= {CONTINUOUS: serve, PADDED: padded(model)}
-        for seed, one in given.items():  # warms up, and is looked through
+        for seed, one in given.items():  # a warmup whose outputs are checked
             first[seed] = {name: system(one) for name, system in systems.items()}
         audits = [refuse_wrong(first[seed], one) for seed, one in given.items()]
         for turn, (seed, one) in itertools.product(range(PEER_ROUNDS), given.items()):
@@ -336,7 +342,7 @@ def peers() -> list[Measurement]:
                 runs.setdefault(name, []).append(systems[name](one))
     most = max(int(one.facts["most_at_once"]) for one in runs[CONTINUOUS])
     if most > SLOTS:
-        raise RuntimeError(f"transformers must run at most {SLOTS} requests at once, ran {most}")
+        raise RuntimeError(f"transformers must run at most {SLOTS} requests at once, got {most}")
     details = setting(*given.values(), audits=audits, seeds=PEER_SEEDS, rounds=PEER_ROUNDS)
     details["most requests at once in transformers"] = most
     details["seconds"] = {name: [one.seconds for one in found] for name, found in runs.items()}
@@ -344,7 +350,7 @@ def peers() -> list[Measurement]:
 
 
 def served_by(one: Engine, given: Workload) -> Served:
-    """By an engine, from an empty pool."""
+    """Serve by an engine, from an empty pool."""
     one.pool.clear()
     return Served.of(replay(one, given))
 
@@ -352,7 +358,7 @@ def served_by(one: Engine, given: Workload) -> Served:
 def compared(
     runs: Mapping[str, Sequence[Served]], given: Mapping[int, Workload], details: dict[str, Any]
 ) -> list[Measurement]:
-    """Rates and times of every system, and ours over each of the others."""
+    """Return rates and times of every system, and ours over each of the others."""
     totals = [sum(one.outputs) for one in given.values()] * PEER_ROUNDS
     speeds = {
         name: [total / one.seconds for total, one in zip(totals, found, strict=True)]
@@ -380,7 +386,7 @@ def compared(
 
 
 def wasted_by(first: Mapping[int, Mapping[str, Served]], details: Any) -> list[Measurement]:
-    """Counts: the same in every round."""
+    """Return counts of waste, which are the same in every round."""
     lengths = {"output tokens": details["output tokens"], "exact": True}
     found = [
         seen(
@@ -403,13 +409,13 @@ def wasted_by(first: Mapping[int, Mapping[str, Served]], details: Any) -> list[M
     return found
 
 
-# Pages beside contiguous slots -------------------------------------------------------------------
+# Pages against contiguous slots ------------------------------------------------------------------
 CACHE_SEEDS, CACHE_ROUNDS = (10, 11, 12, 13), 3
 
 
 @case("cache", minutes=0.5, needs="cpu")
 def cache() -> list[Measurement]:
-    """One engine over pages and one over contiguous slots: what looking up pages costs."""
+    """One engine with pages and one with contiguous slots: the cost of looking up pages."""
     engines = {"paged": engine(), "slots": engine(cache="slots")}
     given = {seed: workload(PEER_REQUESTS, seed) for seed in CACHE_SEEDS}
     speeds: dict[str, list[float]] = {name: [] for name in engines}
@@ -432,20 +438,20 @@ LOAD_SEEDS, LOAD_REQUESTS, RATE_SEEDS = tuple(range(90, 98)), 64, (30, 31, 32)
 
 
 def served_rate(one: Engine) -> list[float]:
-    """Requests a second where all wait from the start: what the loads are shares of."""
-    replay(one, workload(LOAD_REQUESTS, RATE_SEEDS[0]))  # warms up
+    """Return requests per second if all wait from the start: the loads are fractions of this."""
+    replay(one, workload(LOAD_REQUESTS, RATE_SEEDS[0]))  # a warmup
     given = (workload(LOAD_REQUESTS, seed) for seed in RATE_SEEDS)
     return [replay(one, each).requests_per_second for each in given]
 
 
 def arriving(seed: int, rate: float) -> Workload:
-    """A Poisson process of this rate in requests a second."""
+    """Return a workload with Poisson arrivals, at this rate in requests per second."""
     return workload(LOAD_REQUESTS, seed, poisson(rate, LOAD_REQUESTS, seed))
 
 
 @case("load", minutes=6.2, needs="cpu")
 def load() -> list[Measurement]:
-    """Poisson arrivals in real time: what a request waits for under each policy and load."""
+    """Poisson arrivals in real time: a request's waiting times under each policy and load."""
     engines = {policy: engine(policy) for policy in POLICIES}
     rates = served_rate(engines[OURS])
     rate = statistics.median(rates)
@@ -470,7 +476,7 @@ def load() -> list[Measurement]:
 def told_of_load(
     name: str, runs: Mapping[str, Sequence[Run]], details: dict[str, Any]
 ) -> list[Measurement]:
-    """Static over ours in the three ways of the claims, and all times raw; a sample a seed."""
+    """Return the three ratios of the claims, and all times, with a sample per seed."""
     told: dict[str, dict[str, list[float]]] = {}
     for policy, each in runs.items():
         for what in TIMES:
@@ -500,15 +506,15 @@ def told_of_load(
     ]
 
 
-# The simulator beside the engine -----------------------------------------------------------------
-# A round: the seed of the run that is fitted to, and of those that are predicted.
+# The simulator against the engine ----------------------------------------------------------------
+# Each round: the seed of the run used for the fit, and the seed of the predicted runs.
 SIMULATED_ROUNDS, PREDICTED = ((40, 43), (41, 44), (42, 45)), (STATIC, OURS)
-WARM_UP = 20  # steps of the fitted run that are left out
-WITHIN = 0.15  # how far a prediction may be off
+WARM_UP = 20  # initial steps that the fit omits
+WITHIN = 0.15  # tolerance of a prediction
 
 
 def scheduler_of(one: Engine) -> Callable[[], Scheduler]:
-    """Makes schedulers as the engine's."""
+    """Return a function that makes schedulers like the engine's."""
 
     def make() -> Scheduler:
         return Scheduler(
@@ -520,14 +526,14 @@ def scheduler_of(one: Engine) -> Callable[[], Scheduler]:
     return make
 
 
-# What a run is told by: costs fitted to a run before it; costs fitted to its own steps, from which
-# the machine's change of speed between two runs is gone; and the same requests, served once more.
+# What predicts a run: costs fitted to an earlier run; costs fitted to its own steps, which removes
+# changes of the machine's speed between runs; and the same requests, served again.
 FORECAST, CALIBRATED, REPEATED = "costs of an earlier run", "costs of its own steps", "served again"
 
 
 @case("simulator", minutes=4.1, needs="cpu")
 def simulator() -> list[Measurement]:
-    """Costs fitted to steps predict runs: other requests, loads, and a policy."""
+    """Runs predicted from fitted step costs, for other requests, loads, and a policy."""
     engines = {policy: engine(policy) for policy in PREDICTED}
     rate = statistics.median(served_rate(engines[OURS]))
     replay(engines[STATIC], workload(LOAD_REQUESTS, RATE_SEEDS[0]))
@@ -568,7 +574,7 @@ def predictions(
     told: Mapping[tuple[str, str], Sequence[tuple[Run, Mapping[str, Run]]]],
     details: dict[str, Any],
 ) -> list[Measurement]:
-    """What a way says over what was measured; whether its p99 lies where the run leaves doubt."""
+    """Return predictions over measurements, and how often a p99 is within the measured interval."""
     found, off = [], []
     inside: dict[str, list[float]] = {"ttft": [], "tpot": [], "e2e": []}
     for (policy, load_name), each in told.items():
@@ -605,7 +611,7 @@ PRESSED_SEEDS, PRESSED_REQUESTS, FEW_PAGES, EXACT_OUTPUT = (50, 51, 52), 24, 40,
 
 
 def pressed(kind: str, seed: int) -> tuple[Workload, int]:
-    """Requests and the blocks of their pool."""
+    """Return the requests, and the number of blocks in their pool."""
     if kind == "off pressure":
         return workload(PRESSED_REQUESTS, seed), PAGES
     if kind == "small pool, long-tailed outputs":
@@ -630,7 +636,7 @@ PRESSURES = (
 
 @case("pressure", minutes=0.6, needs="cpu")
 def pressure() -> list[Measurement]:
-    """Preemption beside promises, where the pool is too small for all slots and where it is not."""
+    """Preemption against promises, with a pool that is too small for all slots and a larger one."""
     found = []
     for kind in PRESSURES:
         runs: dict[str, list[Replay]] = {OURS: [], GREEDY: []}
@@ -649,7 +655,7 @@ def pressure() -> list[Measurement]:
 def told_of_pressure(
     kind: str, runs: Mapping[str, Sequence[Replay]], pages: int
 ) -> list[Measurement]:
-    """max_utilization over guaranteed_no_evict, and what it read again."""
+    """Return max_utilization over guaranteed_no_evict, and the tokens that it recomputed."""
     tails = {name: [quantile(values(r, "tpot"), 0.99) for r in x] for name, x in runs.items()}
     speeds = {name: [run.tokens_per_second for run in each] for name, each in runs.items()}
     again = {name: [recomputed(run) for run in each] for name, each in runs.items()}
@@ -674,7 +680,7 @@ def told_of_pressure(
 
 
 def recomputed(run: Run) -> float:
-    """Tokens that were read again, over all that were read."""
+    """Return the fraction of all tokens read that were read again."""
     again = sum(one.recomputed for one in run.metrics)
     read = sum(one.prompt + one.output - 1 for one in run.metrics)
     return again / (again + read)
@@ -685,7 +691,7 @@ CHUNKS, LONG_PROMPT, DECODING, BEFORE, CHUNK_ROUNDS = (16, 64, 256, 896), 896, 7
 
 
 def interrupted(one: Engine, seed: int) -> tuple[float, float, float]:
-    """Largest and median gap between two steps of rows that decode, and TTFT of the long prompt."""
+    """Return the largest and median gap between decode steps, and the long prompt's TTFT."""
     dice = random.Random(f"chunks {seed}")
     vocabulary = range(target().config.vocab_size)
     most = SamplingConfig(max_tokens=MOST)
@@ -710,7 +716,7 @@ def interrupted(one: Engine, seed: int) -> tuple[float, float, float]:
 
 @case("chunks", minutes=0.2, needs="cpu")
 def chunks() -> list[Measurement]:
-    """What the rows that decode notice of a long prompt, by how much of it a step reads."""
+    """How much a long prompt delays decoding rows, by the chunk size of its prefill."""
     found: dict[int, list[tuple[float, float, float]]] = {size: [] for size in CHUNKS}
     for turn in range(-1, CHUNK_ROUNDS):
         for name in shuffled(map(str, CHUNKS), "chunks", turn):
@@ -744,7 +750,7 @@ KINDS, DRAFTED_ROWS, DRAFT_PROMPTS, DRAFT_TOKENS, DRAFT_ROUNDS = (
 
 
 def code(kind: str) -> list[Request]:
-    """Shipped prompts, all waiting, none of which ends before DRAFT_TOKENS."""
+    """Return shipped prompts as requests that all wait; none ends before DRAFT_TOKENS."""
     texts = [shipped_tokenizer().encode(text) for text in prompts(kind)][:DRAFT_PROMPTS]
     asked = SamplingConfig(max_tokens=DRAFT_TOKENS)
     return [Request(f"{kind} {place}", tuple(text), asked) for place, text in enumerate(texts)]
@@ -752,7 +758,7 @@ def code(kind: str) -> list[Request]:
 
 @case("speculation", minutes=0.6, needs="cpu")
 def speculation() -> list[Measurement]:
-    """n-gram drafts inside the engine over none, by how many rows decode together."""
+    """n-gram drafts in the engine over no drafts, by the number of rows that decode together."""
     found = []
     for kind, rows in itertools.product(KINDS, DRAFTED_ROWS):
         given = code(kind)
@@ -789,7 +795,7 @@ SYSTEM, OWN, SHARING, SHARED_OUTPUT, SHARED_SEEDS = 256, (8, 48), 24, 16, (60, 6
 
 @case("prefixes", minutes=0.2, needs="cpu")
 def prefixes() -> list[Measurement]:
-    """One system prompt in front of all requests: read once or by each."""
+    """A common system prompt: read once for all requests, or once per request."""
     runs: dict[bool, list[Replay]] = {True: [], False: []}
     engines = {
         share: engine(share_prefixes=share, pages=2 * PAGES, max_length=None) for share in runs
@@ -805,7 +811,7 @@ def prefixes() -> list[Measurement]:
             seed=seed,
         )
         for share in sorted(runs, reverse=turn % 2 == 0):
-            engines[share].pool.clear()  # each round begins without a known prefix
+            engines[share].pool.clear()  # start each round without known prefixes
             run = replay(engines[share], given)
             if turn:
                 runs[share].append(run)
@@ -835,9 +841,9 @@ EQUAL_WAYS: Mapping[str, Mapping[str, Any]] = {
 
 @case("equal", minutes=0.4)
 def equal() -> list[Measurement]:
-    """Outputs beside those of the request alone, by `generate`; the audit reads all of each.
+    """Compare outputs with those of each request alone, by `generate`; audit every output.
 
-    `generate` ends at an EOS: behind it the audit alone decides.
+    `generate` ends at an EOS; after it, only the audit decides.
     """
     given = workload(EQUAL_REQUESTS, EQUAL_SEED)
     asked = given.requests()
@@ -879,7 +885,7 @@ PATIENCE_S = 60.0
 
 
 def lacks_server() -> str:
-    """Why the server cannot be started here, "" where it can."""
+    """Return why the server can't be started here, or ""."""
     return triton_environment.missing(ENVIRONMENT)
 
 
@@ -887,19 +893,19 @@ Talk = Callable[[str], Iterator[Any]]
 
 
 def streamed(talk: Talk, text: str, ready: threading.Barrier) -> tuple[float, float]:
-    """Seconds to the first token, and between two tokens, as a client sees them."""
+    """Return a client's seconds to the first token, and between tokens."""
     ready.wait()
     begin = time.perf_counter()
     moments = []
     for part in talk(text):
         moments += [time.perf_counter() - begin] * len(part.tokens)
     if len(moments) < 2:
-        raise RuntimeError(f"a stream must bring tokens, got {len(moments)}")
+        raise RuntimeError(f"a stream must have at least two tokens, got {len(moments)}")
     return moments[0], (moments[-1] - moments[0]) / (len(moments) - 1)
 
 
 def all_at_once(talk: Talk, count: int) -> tuple[float, float]:
-    """The medians over as many clients, which ask at one moment."""
+    """Return the medians over `count` clients that send their requests at the same time."""
     texts = prompts("code")
     ready = threading.Barrier(count)
     with ThreadPoolExecutor(count) as pool:
@@ -912,11 +918,11 @@ def all_at_once(talk: Talk, count: int) -> tuple[float, float]:
 
 
 def healthy_again(one: TritonServer, name: str) -> float:
-    """Seconds from the SIGKILL of a process to the moment at which requests are taken again."""
+    """Return the seconds from the SIGKILL of a process until requests are accepted again."""
     wait_for(lambda: one.supervisor.spare_ready("engine"))
     pid = one.pids()[name]
     if pid is None:
-        raise RuntimeError(f"the server's {name} must be there to be killed; see its log")
+        raise RuntimeError(f"the server's {name} must be running to be killed; see its log")
     begin = time.perf_counter()
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: one.pids()[name] not in (None, pid))
@@ -927,19 +933,20 @@ def healthy_again(one: TritonServer, name: str) -> float:
 
 
 def wait_for(what: Callable[[], Any]) -> None:
-    """Ask until it is so. Raises TimeoutError."""
+    """Wait until `what()` is true. Raises TimeoutError."""
     until = time.monotonic() + PATIENCE_S
     while not what():
         if time.monotonic() > until:
-            raise TimeoutError(f"nothing came within {PATIENCE_S} s; see the server's logs")
+            raise TimeoutError(f"nothing happened within {PATIENCE_S} s; see the server's logs")
         time.sleep(0.01)
 
 
 @case("server", minutes=0.7, needs="cpu", lacks=lacks_server)
 def server() -> list[Measurement]:
-    """NVIDIA's Triton Inference Server before an engine: what it adds, and how it recovers.
+    """NVIDIA's Triton Inference Server in front of an engine: its overhead, and its recovery.
 
-    Both ways lead to one engine process; its clients are threads of this one, on the same cores.
+    Both ways lead to one engine process. Its clients are threads of this process, on the same
+    cores.
     """
     starts: list[float] = []
     killed: dict[str, list[float]] = {"engine": [], "stub": []}
@@ -965,8 +972,8 @@ def server() -> list[Measurement]:
 
 
 def overheads(one: TritonServer) -> list[Measurement]:
-    """What a client waits for through the server, and past it over the engine's socket."""
-    wait_for(lambda: one.supervisor.spare_ready("engine"))  # it loads on the same cores
+    """Measure a client's waiting times through the server and directly over the engine's socket."""
+    wait_for(lambda: one.supervisor.spare_ready("engine"))  # the spare loads on the same cores
     found = []
     with one.client(timeout=PATIENCE_S) as client:
         ways: dict[str, Talk] = {
@@ -994,19 +1001,19 @@ def overheads(one: TritonServer) -> list[Measurement]:
 
 
 def asked_of(client: EngineClient, text: str) -> Iterable[Any]:
-    """The parts of an output, from the engine itself."""
+    """Return the parts of an output, directly from the engine."""
     return client.submit(text, max_tokens=STREAM_TOKENS, timeout=PATIENCE_S)
 
 
-# Replicas, on paper ------------------------------------------------------------------------------
+# Replicas, simulated -----------------------------------------------------------------------------
 REPLICAS, ROUTED_REQUESTS, ROUTED_SEEDS = 4, 400, (80, 81, 82, 83, 84)
 GROUPS, GROUP_PREFIX, ROUTED_LOADS = 32, 192, (0.5, 0.9)
-# Near what the case "simulator" fits to a CPU, in round numbers.
+# Round numbers near what the case "simulator" fits to a CPU.
 COST = CostModel(base=2e-3, per_prefill_token=1e-4, per_decode_row=4e-4, per_context_token=5e-7)
 
 
 def routed_workload(seed: int, arrivals: tuple[float, ...]) -> Workload:
-    """Requests of GROUPS system prompts, too many for one replica's pool."""
+    """Return requests with GROUPS system prompts, too many for one replica's pool."""
     dice = random.Random(f"routed {seed}")
     n = len(arrivals)
     return Workload(
@@ -1021,13 +1028,13 @@ def routed_workload(seed: int, arrivals: tuple[float, ...]) -> Workload:
 
 
 def replica() -> Scheduler:
-    """One of the simulated servers."""
+    """Return the scheduler of a simulated replica."""
     return Scheduler(BlockPool(PAGES, PAGE), policy=OURS, slots=SLOTS, budget=BUDGET)
 
 
 @case("replicas", minutes=0.15)
 def replicas() -> list[Measurement]:
-    """Routers in front of four simulated replicas: waiting times and prefixes found."""
+    """Routers in front of four simulated replicas: waiting times and prefix hits."""
     waiting = routed_workload(ROUTED_SEEDS[0], (0.0,) * ROUTED_REQUESTS)
     rate = REPLICAS * simulate(waiting, replica, COST).requests_per_second
     found = []

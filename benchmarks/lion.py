@@ -1,4 +1,4 @@
-"""Lion and AdamW: step time and state bytes beside lion-pytorch and torch.optim; runs on digits."""
+"""Lion and AdamW against lion-pytorch and torch.optim: step time, state bytes, runs on digits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from labcore.timing import Comparison, paired
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
 WIDTH, VOCABULARY, POSITIONS, LAYERS = 384, 25_600, 512, 12
 REPETITIONS = 8
-# The bars that the chunked and bucketed forms were built for: (name, peer) -> list -> ratio.
+# The targets of the chunked and bucketed implementations: (name, peer) -> list -> ratio.
 BARS = {
     ("Lion", "lion-pytorch foreach"): {"quarter-gpt2": 0.65, "thousand": 0.95},
     ("AdamW", "torch AdamW foreach"): {"quarter-gpt2": 0.75, "thousand": 0.9},
@@ -32,7 +32,10 @@ BARS = {
 
 
 def quarter_gpt2() -> list[tuple[int, ...]]:
-    """Shapes of GPT-2 small at half its width and vocabulary: 148 tensors, 31.3 M parameters."""
+    """Return the shapes of GPT-2 small at half its width and vocabulary.
+
+    They are 148 tensors with 31.3 M parameters.
+    """
     w = WIDTH
     block = [(w,), (w,), (3 * w, w), (3 * w,), (w, w), (w,), (w,), (w,)]
     block += [(4 * w, w), (4 * w,), (w, 4 * w), (w,)]
@@ -46,7 +49,7 @@ LISTS: dict[str, list[tuple[int, ...]]] = {
 
 
 def makers() -> dict[str, Make]:
-    """Ours and the peers, each with decay and its own usual learning rate."""
+    """Return our optimizers and the peers, each with weight decay and its usual learning rate."""
     return {
         "Lion": lambda p: Lion(p, lr=1e-4, weight_decay=0.1),
         "lion-pytorch foreach": lambda p: PeerLion(p, lr=1e-4, weight_decay=0.1),
@@ -57,7 +60,7 @@ def makers() -> dict[str, Make]:
 
 
 def parameters(shapes: Sequence[tuple[int, ...]], device: str = "cpu") -> list[Tensor]:
-    """Parameters of `shapes` with a gradient each, from one seed."""
+    """Return parameters of `shapes` with gradients, from one seed."""
     generator = torch.Generator(device).manual_seed(0)
     found: list[Tensor] = []
     for shape in shapes:
@@ -69,7 +72,7 @@ def parameters(shapes: Sequence[tuple[int, ...]], device: str = "cpu") -> list[T
 
 
 def largest_difference(shapes: Sequence[tuple[int, ...]], ours: Make, peer: Make) -> float:
-    """The largest gap between two optimizers' parameters after three steps from one start."""
+    """Return the largest gap between two optimizers' parameters after three equal steps."""
     ends = []
     for make in (ours, peer):
         params = parameters(shapes)
@@ -88,7 +91,9 @@ def _equal_or_refuse(shapes: Sequence[tuple[int, ...]]) -> dict[str, float]:
     for ours, peer in BARS:
         gap = largest_difference(shapes, makers()[ours], makers()[peer])
         if not gap <= 1e-7:
-            raise RuntimeError(f"{ours} and {peer} must agree to 1e-7, got {gap}; time nothing")
+            raise RuntimeError(
+                f"{ours} and {peer} must agree to 1e-7 before they are timed, got {gap}"
+            )
         gaps[f"{ours} against {peer}"] = gap
     return gaps
 
@@ -98,12 +103,12 @@ def _milliseconds(comparisons: Sequence[Comparison], name: str) -> list[float]:
 
 
 def _ratios(comparisons: Sequence[Comparison], name: str, reference: str) -> list[float]:
-    """One median a repetition: rounds of one repetition share their tensors' place in memory."""
+    """Return one median per repetition, because its rounds share their tensors' addresses."""
     return [each.ratio(name, reference) for each in comparisons]
 
 
 def step_times(name: str) -> list[Measurement]:
-    """Time all five on the same tensors in the same rounds; a wrong result is never timed."""
+    """Time all five on the same tensors in the same rounds; refuse to time wrong results."""
     shapes = LISTS[name]
     gaps = _equal_or_refuse(shapes)
     comparisons = []
@@ -141,19 +146,19 @@ def step_times(name: str) -> list[Measurement]:
 
 @case("step-time/quarter-gpt2", minutes=0.5, needs="cpu")
 def step_time_quarter_gpt2() -> list[Measurement]:
-    """A model's list: most of the time is in matrices of 0.1 to 10 M elements."""
+    """A model's parameters: matrices of 0.1 to 10 M elements take most of the time."""
     return step_times("quarter-gpt2")
 
 
 @case("step-time/thousand", minutes=0.1, needs="cpu")
 def step_time_thousand() -> list[Measurement]:
-    """A thousand tensors of a thousand: most of the time is in calls."""
+    """A thousand tensors of a thousand elements: calls take most of the time."""
     return step_times("thousand")
 
 
 @case("state-bytes/quarter-gpt2", minutes=0.1)
 def state_bytes() -> list[Measurement]:
-    """Bytes of optimizer state a parameter, counted after one step."""
+    """Bytes of optimizer state per parameter, counted after one step."""
     params = parameters(quarter_gpt2())
     count = sum(param.numel() for param in params)
     chosen = {
@@ -191,7 +196,7 @@ def state_bytes() -> list[Measurement]:
 
 
 def gpu_steps(elements: int) -> list[Measurement]:
-    """Fused steps over one list of matrices, torch's fused AdamW and a plain copy beside them."""
+    """Time fused steps over one list of matrices, torch's fused AdamW, and a plain copy."""
     params = parameters([(elements // 16, 4)] * 4, device="cuda")
     optimizers = {
         "Lion": Lion(params, lr=1e-4, weight_decay=0.1, fused=True),
@@ -206,7 +211,8 @@ def gpu_steps(elements: int) -> list[Measurement]:
         paired(functions, rounds=9, warmup=3, seed=seed, device=torch.device("cuda"))
         for seed in range(REPETITIONS)
     ]
-    # Bytes an element: Lion reads p, g, m and writes p, m; AdamW has v besides; a copy 4 and 4.
+    # Bytes per element: Lion reads p, g, m and writes p, m; AdamW also reads and writes v; a copy
+    # reads 4 and writes 4.
     moved = {"Lion": 20, "AdamW": 28, "copy": 8}
     found = []
     for title in ("Lion", "AdamW"):
@@ -241,17 +247,17 @@ def gpu_steps(elements: int) -> list[Measurement]:
 
 @case("fused/16M", minutes=0.2, needs="gpu")
 def fused_16m() -> list[Measurement]:
-    """16 M elements: state, weights and gradients lie far beyond any cache."""
+    """16 M elements: state, weights and gradients are far larger than any cache."""
     return gpu_steps(1 << 24)
 
 
 @case("fused/128M", minutes=0.3, needs="gpu")
 def fused_128m() -> list[Measurement]:
-    """128 M elements: launch costs no longer show."""
+    """128 M elements: launch costs are negligible."""
     return gpu_steps(1 << 27)
 
 
-# Lion against AdamW on digits; `tuning` says how settings are chosen and reported.
+# Lion against AdamW on digits; see `tuning` for how settings are chosen and reported.
 def _reported(name: str, setting: Setting, batch: int) -> list[DigitsRun]:
     return tuning.report(name, setting, batch, tuning.REPORT_SEEDS)
 
@@ -267,7 +273,7 @@ def _compared(
     samples: dict[str, list[float]],
     **details: Any,
 ) -> list[Measurement]:
-    """Lion's samples with AdamW's beside them, and what lies between them pair by pair."""
+    """Return Lion's samples with AdamW's as peers, and their pairwise differences or ratios."""
     pairs = list(zip(samples["Lion"], samples["AdamW"], strict=True))
     between = [100 * (a - b) if units[1] == "percentage points" else a / b for a, b in pairs]
     lion, peers = samples["Lion"], {"AdamW": samples["AdamW"]}
@@ -279,11 +285,11 @@ def _compared(
 
 @case("digits/sweep", minutes=3)
 def digits_sweep() -> list[Measurement]:
-    """Middle of the good learning rates on validation images, AdamW's over Lion's, by batch."""
+    """Ratio of AdamW's to Lion's good learning rates on validation images, by batch size."""
     found = []
     for batch in tuning.STEPS:
         sweeps = {name: tuning.tuned(name, batch) for name in tuning.OPTIMIZERS}
-        # The winner of a flat top is chance; the middle of what comes within a point is steadier.
+        # On a plateau the best rate is random; the middle of those within a point is more stable.
         plateau = {name: result.plateau(0.01) for name, result in sweeps.items()}
         middle = {name: statistics.geometric_mean(rates) for name, rates in plateau.items()}
         details = {
@@ -329,7 +335,7 @@ def digits_accuracy() -> list[Measurement]:
 
 @case("digits/convergence", minutes=3.5)
 def digits_convergence() -> list[Measurement]:
-    """Steps to the target loss with the settings that get there first."""
+    """Steps to the target loss with the settings that reach it first."""
     found = []
     for batch in tuning.STEPS:
         chosen = {name: tuning.tuned(name, batch).fastest() for name in tuning.OPTIMIZERS}
@@ -396,7 +402,7 @@ def _training_step(make: Callable[..., torch.optim.Optimizer], batch: int) -> Ca
 
 @case("training-step/mlp", minutes=0.3)
 def training_step() -> list[Measurement]:
-    """Forward, backward and update together: how much of the optimizer's gain is left."""
+    """Time of a whole training step: how much of the optimizer's speedup remains."""
     found = []
     for batch in (32, 512):
         comparisons = []

@@ -1,8 +1,8 @@
-"""Medusa heads on the shipped target: speed, trees, accuracy, training, and what is said.
+"""Medusa heads on the shipped target: speed, trees, accuracy, training, and outputs.
 
-One thread, fp32, greedy unless a temperature is named; prompts, rounds and ways of timing are those
-of the speculative benchmark. Times are those of a CPU; what is only counted (tokens a step,
-accuracies, bytes, distances of laws) is the same everywhere up to rounding.
+Everything runs on one thread, in fp32, and greedily unless a temperature is named. Prompts, rounds
+and timing are those of the speculative benchmark. Times are CPU times. Counts (tokens per step,
+accuracies, bytes, distances between distributions) are the same everywhere up to rounding.
 """
 
 from __future__ import annotations
@@ -59,28 +59,28 @@ from labcore.models import Llama, LlamaConfig, bits_per_byte, held_out
 from labcore.optim import AdamW
 from labcore.timing import paired
 
-# Ways of at most five rows: four drafted tokens and the one that is read in any case.
+# Ways with at most five rows: four drafted tokens and the one that is always read.
 DRAFTS, NGRAMS, CHAINS, FEW, PAIRS = (2, 4), (2, 4), (2, 3, 4), (2, 3, 4), ((2, 1),)
 BUDGETS = (2, 4, 8, 16, 32, 64)  # nodes of sparse trees of any size
 DENSE = ((2,), (2, 1), (2, 1, 1, 1), (4, 1, 1, 1), (4, 2, 1, 1), (4, 3, 2, 1))
-HELD_OUT = 14  # prompts out of a held-out text
-# Trees are made of what the heads get right of the target's own words behind these texts, which
-# are neither prompts nor what target or heads have learned from.
+HELD_OUT = 14  # prompts from a held-out text
+# Trees are built from the heads' accuracy on the target's own continuations of these texts, which
+# are neither prompts nor training data of the target or the heads.
 CALIBRATION, TOP = 64, 10  # texts, ranks
-# Named before the rounds that judge it: the fastest of an earlier run. The best of many ways in
-# the same rounds owes some of its lead to the noise.
+# Chosen before the rounds that judge it: the fastest of an earlier run. The best of many ways in
+# the same rounds owes part of its lead to noise.
 NAMED, RACES = "Medusa sparse 2", 3
 BARS = {"Medusa over plain": 1.1, "most tokens a step of Medusa": 1.6}
 TEMPERATURES = (0.0, 0.7, 1.0)
 CONTEXTS, COSTED = (64, 512), (2, 3, 4, 8, 16)
-WINDOW = 256  # tokens of a row of states
-# Of `projections`. The rate was chosen on seed 100 among 0.001 and 0.004.
+WINDOW = 256  # tokens per row of states
+# For `projections`. The rate was chosen on seed 100 from 0.001 and 0.004.
 STEPS, ROWS, RATE, WARMUP, SEEDS, PIECES = 80, 4, 4e-3, 10, (0, 1, 2), 16
-BATCH, LENGTH, TIMED = 8, 128, 10  # of `training`; steps that are timed
-FEWEST = 4  # the budget of trees where one has to do
+BATCH, LENGTH, TIMED = 8, 128, 10  # for `training`; number of timed steps
+FEWEST = 4  # the tree budget if only one is used
 THRESHOLDS, TYPICAL, REPEATS = (0.09, 0.3), (4, 16), (0, 1, 2)
 WORLDS, SMALL = 5, 4  # seeds of enumerated models, and their vocabulary
-TRIAL = 10  # steps of training in `layers`
+TRIAL = 10  # training steps in `layers`
 KINDS = ("code", "prose")  # of held-out texts
 TIED = ("low_rank", "tied")  # projections that read the backbone's matrix
 
@@ -88,41 +88,41 @@ TIED = ("low_rank", "tied")  # projections that read the backbone's matrix
 # Heads and trees ---------------------------------------------------------------------------------
 @functools.cache
 def trained() -> MedusaHeads:
-    """The heads of this course."""
+    """Return the heads of this course."""
     return pretrained_heads(speculative.shipped().target)
 
 
 @functools.cache
 def fused(heads: MedusaHeads) -> FusedHeads:
-    """Their fast form, which is timed."""
+    """Return the fused version of the heads, which is timed."""
     return FusedHeads(heads)
 
 
 def like(shape: MedusaHeads, backbone: Llama, **other: Any) -> MedusaHeads:
-    """New heads of the same shape, but for what is named."""
+    """Return new heads of the same shape, except for what is named."""
     names = ("heads", "layers", "projection", "rank")
     return MedusaHeads(backbone, **{name: getattr(shape, name) for name in names} | other)
 
 
 def encoded(text: str) -> list[int]:
-    """Tokens of a text."""
+    """Return the tokens of a text."""
     return speculative.shipped().tokenizer.encode(text)
 
 
 def spread(tokens: Sequence[int], count: int, length: int) -> list[list[int]]:
-    """`count` pieces of `length` tokens, at even distances."""
+    """Return `count` evenly spaced pieces of `length` tokens."""
     step = (len(tokens) - length) / max(1, count - 1)
     starts = [int(place * step) for place in range(count)]
     return [list(tokens[start : start + length]) for start in starts]
 
 
 def held_out_rows(kind: str) -> list[list[int]]:
-    """Prompts out of a text that no shipped model has seen."""
+    """Return prompts from a text that no shipped model has seen."""
     return spread(encoded(held_out(kind)), HELD_OUT, speculative.SHORT)
 
 
 def said(given: Sequence[list[int]], temperature: float = 0.0) -> list[list[int]]:
-    """What the target says behind each prompt, by itself."""
+    """Return the target's own output for each prompt."""
     asked = [speculative.settings(temperature, place) for place in range(len(given))]
     return generate(speculative.shipped().fast_target, list(given), asked).tokens
 
@@ -131,9 +131,9 @@ def said(given: Sequence[list[int]], temperature: float = 0.0) -> list[list[int]
 def behind(
     heads: int, given: Sequence[list[int]], outputs: Sequence[list[int]]
 ) -> list[HiddenStates]:
-    """States from which all heads' labels are tokens of the output, row by row.
+    """Return, row by row, the states for which all heads' labels are tokens of the output.
 
-    One whose output is shorter than the heads reach is left out.
+    A row whose output is shorter than the heads' reach is omitted.
     """
     found, ahead = [], heads + 1
     for prompt, output in zip(given, outputs, strict=True):
@@ -146,7 +146,7 @@ def behind(
 
 
 def pooled(heads: MedusaHeads, every: Sequence[HiddenStates]) -> Tensor:
-    """Shares of the ranks over all places, fp64 [K, TOP]."""
+    """Return the frequencies of the ranks over all positions, fp64 [K, TOP]."""
     places = [one.tokens.numel() - len(one) * one.ahead for one in every]
     shares = [
         head_accuracies(heads, one, top=TOP) * n for one, n in zip(every, places, strict=True)
@@ -156,7 +156,7 @@ def pooled(heads: MedusaHeads, every: Sequence[HiddenStates]) -> Tensor:
 
 @functools.cache
 def calibration(temperature: float = 0.0) -> tuple[list[list[int]], list[list[int]]]:
-    """Beginnings out of library files that were kept from training, and what the target says."""
+    """Return beginnings of library files held out from training, and the target's continuations."""
     text = python_sources("held_out", max_bytes=5_000 * CALIBRATION).text
     given = spread(encoded(text), CALIBRATION, speculative.SHORT)
     return given, said(given, temperature)
@@ -164,56 +164,56 @@ def calibration(temperature: float = 0.0) -> tuple[list[list[int]], list[list[in
 
 @functools.cache
 def calibration_states(heads: int, temperature: float) -> list[HiddenStates]:
-    """Of these texts, for so many heads."""
+    """Return the states of the calibration texts for this number of heads."""
     return behind(heads, *calibration(temperature))
 
 
 @functools.cache
 def calibrated(heads: MedusaHeads, temperature: float = 0.0) -> Tensor:
-    """What trees are made of, and what is expected of them: fp64 [K, TOP]."""
+    """Return the table that trees and their expected lengths are computed from: fp64 [K, TOP]."""
     return pooled(heads, calibration_states(heads.heads, temperature))
 
 
 def chains(lengths: Sequence[int]) -> dict[str, Tree]:
-    """As deep as there are heads at most."""
+    """Return chain trees by name, at most as deep as there are heads."""
     return {f"chain {n}": chain_tree(n) for n in lengths if n <= trained().heads}
 
 
 def dense(every: Sequence[Sequence[int]]) -> dict[str, Tree]:
-    """By their numbers of nodes."""
+    """Return dense trees by name, with their numbers of nodes."""
     trees = [dense_tree(widths) for widths in every if len(widths) <= trained().heads]
     return {f"dense {tree.size}": tree for tree in trees}
 
 
 def sparse(budgets: Sequence[int], heads: MedusaHeads | None = None) -> dict[str, Tree]:
-    """The likeliest nodes by what was calibrated."""
+    """Return trees of the likeliest nodes according to the calibration."""
     table = calibrated(trained() if heads is None else heads)
     return {f"sparse {n}": sparse_tree(table, n) for n in budgets}
 
 
 def small_trees() -> dict[str, Tree]:
-    """Of at most five rows."""
+    """Return the trees of at most five rows."""
     return chains(CHAINS) | dense(PAIRS) | sparse(FEW)
 
 
 def proposers(trees: Mapping[str, Tree]) -> dict[str, Proposer]:
-    """Drafts by the shipped heads."""
+    """Return proposers with the shipped heads."""
     return {name: Medusa(fused(trained()), tree) for name, tree in trees.items()}
 
 
 def about(tree: Tree) -> dict[str, Any]:
-    """A tree, for the details of a record."""
+    """Describe a tree for a record's details."""
     return {"nodes": tree.size, "depth": tree.depth, "choices": [list(c) for c in tree.choices]}
 
 
 def about_heads(heads: MedusaHeads) -> dict[str, Any]:
-    """The heads, for the details of a record."""
+    """Describe the heads for a record's details."""
     names = ("heads", "layers", "projection", "rank")
     return {name: getattr(heads, name) for name in names}
 
 
 def provenance() -> dict[str, Any]:
-    """What the trees were made of."""
+    """Describe what the trees were built from."""
     text = f"the target's greedy words behind {CALIBRATION} pieces of held-out library files"
     return {**about_heads(trained()), "calibrated on": text}
 
@@ -226,25 +226,25 @@ def counts_of(
     verifier: Any = "rejection",
     seed: int = 0,
 ) -> list[Statistics]:
-    """What is drafted and accepted, row by row."""
+    """Return the counts of drafted and accepted tokens, row by row."""
     asked = [speculative.settings(temperature, 1000 * seed + n) for n in range(len(given))]
     model = speculative.shipped().fast_target
     return generate(model, list(given), asked, proposer=proposer, verifier=verifier).per_row
 
 
 def one(quantity: str, unit: str, value: float, **details: Any) -> Measurement:
-    """A number without a spread."""
+    """Return a number without a spread."""
     return many(quantity, unit, [value], **details)
 
 
 def many(quantity: str, unit: str, samples: Sequence[float], **details: Any) -> Measurement:
-    """A sample a round, a prompt or a seed."""
+    """Return a measurement with a sample per round, prompt or seed."""
     return Measurement(quantity=quantity, unit=unit, samples=samples, details=details)
 
 
 # Decoding ----------------------------------------------------------------------------------------
 def decoding(given: Sequence[list[int]], at: str) -> list[Measurement]:
-    """Every way in the same rounds, then tokens a step and the ratios that Medusa is held to."""
+    """Time every way in the same rounds; return speeds, tokens per step and ratios with targets."""
     trees = {f"Medusa {name}": tree for name, tree in small_trees().items()}
     ways: dict[str, Proposer] = {
         f"n-gram {n}": NGram(speculative.MAXIMUM, 1, gamma=n) for n in NGRAMS
@@ -303,16 +303,16 @@ def decoding(given: Sequence[list[int]], at: str) -> list[Measurement]:
 
 
 def faster(speeds: Mapping[str, Sequence[float]], one: str, other: str) -> list[float]:
-    """How many times as fast, round by round."""
+    """Return the speedup, round by round."""
     return [a / b for a, b in zip(speeds[one], speeds[other], strict=True)]
 
 
 def ratios(
     speeds: Mapping[str, Sequence[float]], at: str, details: Mapping[str, Any]
 ) -> list[Measurement]:
-    """The fastest n-gram and the fastest draft over plain decoding, and the named tree over them.
+    """Return the best n-gram and best draft over plain decoding, and the named tree over them.
 
-    Both are the best of few in the same rounds: what favours them.
+    Both are the best of a few in the same rounds, which favors them.
     """
     found = []
     for family in ("n-gram", "draft"):
@@ -329,21 +329,21 @@ def ratios(
 
 @case("decoding/64 tokens of code", minutes=4, needs="cpu")
 def decoding_code() -> list[Measurement]:
-    """Plain, n-gram, draft model and Medusa behind the course's prompts."""
+    """Plain, n-gram, draft model and Medusa on the course's prompts."""
     at = f"{speculative.SHORT} tokens of code"
     return decoding(speculative.rows("code", speculative.SHORT), at)
 
 
 @case("decoding/64 tokens of held-out code", minutes=2, needs="cpu")
 def decoding_held_out() -> list[Measurement]:
-    """The same behind pieces of a text that no model has seen."""
+    """The same on pieces of a text that no model has seen."""
     return decoding(held_out_rows("code"), f"{speculative.SHORT} tokens of held-out code")
 
 
 # Trees -------------------------------------------------------------------------------------------
 @case("trees/tokens", minutes=4)
 def tokens_of_trees() -> list[Measurement]:
-    """Tokens a step by nodes and temperature, beside what independent heads would give."""
+    """Tokens per step by tree and temperature, compared with independent heads."""
     given, found = speculative.rows("code", speculative.SHORT), []
     trees = sparse(BUDGETS) | dense(DENSE)
     for (name, tree), temperature in itertools.product(trees.items(), TEMPERATURES):
@@ -368,7 +368,7 @@ def tokens_of_trees() -> list[Measurement]:
 
 @case("trees/forwards", minutes=1, needs="cpu")
 def forwards_of_trees() -> list[Measurement]:
-    """v: the target's forward over a tree and the token before it, over one token's."""
+    """v: the target's forward over a tree and the token before it, relative to one token."""
     target, found = speculative.shipped().fast_target, []
     sizes = sorted({*FEW, *BUDGETS})
     trees = {n: next(iter(sparse([n]).values())) for n in sizes}
@@ -382,7 +382,7 @@ def forwards_of_trees() -> list[Measurement]:
 
         def over(nodes: int, parents: Sequence[int] | None, before: Tensor = before) -> Any:
             tree = None if parents is None else torch.tensor([parents], dtype=torch.int32)
-            row = prompt[:, : nodes + 1]  # noqa: B023 - called in this turn alone
+            row = prompt[:, : nodes + 1]  # noqa: B023 - only called in this iteration
             return functools.partial(forward, target, cache, row, tree, before)  # noqa: B023
 
         calls = {"plain": over(0, None)}
@@ -401,14 +401,14 @@ def forwards_of_trees() -> list[Measurement]:
 
 
 def forward(model: Any, cache: Any, tokens: Tensor, tree: Tensor | None, before: Tensor) -> None:
-    """One forward, taken back."""
+    """Run one forward and undo it."""
     model(tokens, cache=cache, tree=tree)
     cache.truncate(before)
 
 
 # Costs -------------------------------------------------------------------------------------------
 class WrongTree(Wrong):
-    """Trees of one shape, at no cost, whose first tokens the target will not say."""
+    """Free trees of one shape, whose first tokens are always wrong."""
 
     def __init__(self, text: list[int], tree: Tree) -> None:
         super().__init__(text, tree.depth)
@@ -418,13 +418,13 @@ class WrongTree(Wrong):
     def propose(
         self,
         contexts: Sequence[Sequence[int]],
-        samplings: Sequence[SamplingConfig],  # noqa: ARG002 - the protocol's
+        samplings: Sequence[SamplingConfig],  # noqa: ARG002 - part of the protocol
         max_tokens: Sequence[int],
         generators: Sequence[torch.Generator],  # noqa: ARG002
         *,
         hidden: Tensor | None = None,  # noqa: ARG002
     ) -> list[Draft]:
-        """The same tree again and again: of the next token's neighbours in the vocabulary."""
+        """Return the tree, filled with vocabulary neighbors of the right token."""
         (context,), (most,) = contexts, max_tokens
         if len(context) >= len(self.text) or most < self.length:
             return [Draft.chain([])]
@@ -435,7 +435,7 @@ class WrongTree(Wrong):
 
 @case("cost/64 tokens of code", minutes=3, needs="cpu")
 def costs() -> list[Measurement]:
-    """v of each tree, c of its drafts, and tokens a step / (v + c) beside the speed-up."""
+    """v of each tree, c of its drafts, and tokens per step / (v + c) compared with the speedup."""
     given = speculative.rows("code", speculative.SHORT)[: speculative.COST_PROMPTS]
     trees = chains(CHAINS) | dense(PAIRS) | sparse(COSTED)
     drafts = proposers(trees)
@@ -453,7 +453,7 @@ def costs() -> list[Measurement]:
     at, found = f"{speculative.SHORT} tokens of code", []
     for name, tree in trees.items():
         v = verification(rounds[f"v {name}"], plain)
-        # Behind the last tokens a tree is cut: what its few nodes take lies on a line.
+        # Near the end of an output a tree is cut; the cost of fewer nodes is interpolated linearly.
         table = {n: [1 + (x - 1) * n / tree.size for x in v] for n in range(tree.size + 1)}
         drafting = [x.drafting / x.steps / t for x, t in zip(rounds[name], plain, strict=True)]
         _, *rest = speculative.predicted(name, rounds[name], plain, table, at)
@@ -467,9 +467,9 @@ def costs() -> list[Measurement]:
 
 
 def verification(rounds: Sequence[Steady], plain: Sequence[float]) -> list[float]:
-    """Plain steps that a step with a wrong draft takes, round by round.
+    """Return the cost of a step with a wrong draft, in plain steps, round by round.
 
-    Behind an output that ended early there is no draft: a plain step.
+    After an output that ended early there is no draft: the step is plain.
     """
     return [
         (x.seconds - x.sizes.count(0) * t) / max(1, x.steps - x.sizes.count(0)) / t
@@ -480,10 +480,10 @@ def verification(rounds: Sequence[Steady], plain: Sequence[float]) -> list[float
 @case("cost/heads", minutes=0.5, needs="cpu")
 @torch.inference_mode()
 def cost_of_heads() -> list[Measurement]:
-    """One call of the heads for one row, over the target's forward of one token.
+    """A call of the heads for one row, relative to the target's forward of one token.
 
-    What heads have learned does not change what they cost: these are new ones, rounded as those are
-    that come from a file, so that the fast form can pack them.
+    Training doesn't change the cost of heads. These are new heads, rounded like those from a file,
+    which lets the fused version pack them.
     """
     pair, found = speculative.shipped(), []
     (context, *_), shape = CONTEXTS, trained()
@@ -519,9 +519,9 @@ def cost_of_heads() -> list[Measurement]:
 # Accuracy ----------------------------------------------------------------------------------------
 @case("accuracy", minutes=0.5)
 def accuracy() -> list[Measurement]:
-    """How often each head's first, or one of its first five tokens is the right one.
+    """Top-1 and top-5 accuracy of each head.
 
-    And how many tokens trees would settle a step if the target said a held-out text to the letter.
+    The case also counts the tokens per step of trees if the target's output were a held-out text.
     """
     heads, target, found = trained(), speculative.shipped().target, []
     texts: dict[str, list[HiddenStates]] = {}
@@ -564,7 +564,7 @@ def accuracy() -> list[Measurement]:
 
 @torch.inference_mode()
 def own_accuracy(target: Llama, states: HiddenStates) -> Tensor:
-    """How often the backbone's own head is right about the next token."""
+    """Return the backbone's own accuracy for the next token."""
     hidden, tokens = states.rows(torch.arange(len(states)))
     every = zip(hidden, tokens, strict=True)
     right = [(target.head(h.float()).argmax(-1) == t[1 : 1 + len(h)]) for h, t in every]
@@ -574,7 +574,7 @@ def own_accuracy(target: Llama, states: HiddenStates) -> Tensor:
 # Projections -------------------------------------------------------------------------------------
 @functools.cache
 def slice_of_corpus(tokens: int) -> tuple[int, ...]:
-    """So many tokens out of what the target has learned from, in pieces from all over it."""
+    """Return `tokens` tokens of the target's training data, in pieces from all over it."""
     text = python_sources("train").text
     size = 8 * tokens // PIECES + 8  # a token has about three characters
     starts = [place * (len(text) - size) // max(1, PIECES - 1) for place in range(PIECES)]
@@ -583,7 +583,7 @@ def slice_of_corpus(tokens: int) -> tuple[int, ...]:
 
 
 def states_of_corpus(rows: int, length: int, heads: int) -> HiddenStates:
-    """Rows of cached states."""
+    """Return rows of cached states of the training data."""
     ahead = heads + 1
     target = speculative.shipped().target
     row = slice_of_corpus(rows * length + ahead)
@@ -592,7 +592,7 @@ def states_of_corpus(rows: int, length: int, heads: int) -> HiddenStates:
 
 @case("projections", minutes=5)
 def projections() -> list[Measurement]:
-    """Heads that differ in their projection alone, trained alike for a short while."""
+    """Heads that differ only in their projection, after the same short training."""
     shape, target = trained(), speculative.shipped().target
     states = states_of_corpus(STEPS * ROWS, WINDOW, shape.heads)
     text = encoded(held_out("code"))
@@ -637,7 +637,7 @@ def judge(
     given: Sequence[list[int]],
     details: Mapping[str, Any],
 ) -> list[Measurement]:
-    """Accuracies on a held-out text, and tokens a step of each one's own tree of a few nodes."""
+    """Return accuracies on a held-out text, and tokens per step of each one's own small tree."""
     shares = [pooled(heads, judged) for heads in every]
     found = [
         many(f"top-1 of head {i}/{name}", "share", [float(x[i, 0]) for x in shares], **details)
@@ -658,7 +658,7 @@ def judge(
 
 
 def stored_bytes(heads: MedusaHeads) -> int:
-    """Of the file of the heads in bf16."""
+    """Return the size of the heads' file in bf16."""
     with tempfile.TemporaryDirectory() as folder:
         save_heads(copy.deepcopy(heads).bfloat16(), folder)
         return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
@@ -670,7 +670,7 @@ WAYS = ("heads on cached states", "heads on the live backbone", FULL)
 
 
 class Whole(nn.Module):
-    """All that a way of training holds: what is read without being trained is a buffer."""
+    """Everything that a way of training holds; tensors that are only read are buffers."""
 
     def __init__(self, heads: MedusaHeads, backbone: Llama | None) -> None:
         super().__init__()
@@ -681,7 +681,7 @@ class Whole(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """One way to train. step: all of one step; held: whose bytes count."""
+    """One way to train. step: runs one step. held: the module whose bytes count."""
 
     held: Whole
     optimizer: torch.optim.Optimizer
@@ -689,18 +689,18 @@ class Way:
 
     @property
     def trained(self) -> int:
-        """Parameters with a gradient."""
+        """The number of parameters with a gradient."""
         return sum(p.numel() for p in self.held.parameters() if p.requires_grad)
 
     @property
     def frozen(self) -> int:
-        """Those without, and buffers."""
+        """The number of parameters without a gradient, plus buffers."""
         every = itertools.chain(self.held.parameters(), self.held.buffers())
         return sum(x.numel() for x in every if not x.requires_grad)
 
 
 def training_way(name: str, states: HiddenStates) -> Way:
-    """New heads like the shipped ones, and the same batch at each step."""
+    """Return training of new heads like the shipped ones, on the same batch in each step."""
     backbone = copy.deepcopy(speculative.shipped().target)
     backbone.requires_grad_(name == FULL)
     heads = like(trained(), backbone)
@@ -730,10 +730,10 @@ def training_way(name: str, states: HiddenStates) -> Way:
 
 
 def kept_of_heads(heads: MedusaHeads) -> int:
-    """Bytes that a batch's forward of the heads leaves for the backward, counted by hand.
+    """Count the bytes that the heads' forward keeps for the backward.
 
-    Of a place and head: what each block puts into its silu, what the later products read where
-    their weights are trained, and the logarithms of all probabilities; of all heads the states.
+    For each position and head these are the inputs of each block's silu, the inputs of later
+    products with trained weights, and the log-probabilities. All heads share the states.
     """
     config = heads.config
     width, layers = config.hidden_size, heads.layers
@@ -744,11 +744,11 @@ def kept_of_heads(heads: MedusaHeads) -> int:
 
 
 def predicted_peak(name: str, way: Way) -> int:
-    """Weights, states and what the forward keeps, and what its last rows of logits take besides.
+    """Predict the peak: weights, states, what the forward keeps, and extra copies of the logits.
 
-    That is two more in the backward: gradients of the logarithms and of the logits; or three where
-    two products are added up beside the logits of the head before. There are no gradients of
-    weights yet; where they outweigh all that, the peak is the optimizer's step.
+    The backward needs two copies, the gradients of the log-probabilities and of the logits. It
+    needs three if two products are added while the previous head's logits still exist. There are no
+    weight gradients yet; if they are larger than all that, the peak is in the optimizer's step.
     """
     told = training_bytes(way.trained, way.frozen)
     rest, heads = told["weights"] + told["optimizer states"], way.held.heads
@@ -761,10 +761,10 @@ def predicted_peak(name: str, way: Way) -> int:
 
 
 def flops(name: str, heads: MedusaHeads) -> int:
-    """Multiplications and additions of a step's matrix products.
+    """Count the multiplications and additions in a step's matrix products.
 
-    A product costs as much again for each of its gradients: the weight's where it is trained, the
-    input's where something before it is.
+    Each gradient of a product costs as much as the product: the weight's if it is trained, and the
+    input's if something before it is trained.
     """
     config, tokens = heads.config, BATCH * LENGTH
     width, vocab = config.hidden_size, config.vocab_size
@@ -779,7 +779,7 @@ def flops(name: str, heads: MedusaHeads) -> int:
         is_causal=True,
     )
     attention = config.num_hidden_layers * traffic.flops(shape)
-    first = width * width * (3 if name == FULL else 2)  # the states need no gradient else
+    first = width * width * (3 if name == FULL else 2)  # only FULL needs the states' gradient
     each = first + 3 * (heads.layers - 1) * width * width
     each += vocab * width * (2 if heads.projection in TIED else 3)
     each += 3 * heads.rank * (width + vocab) if heads.projection == "low_rank" else 0
@@ -794,7 +794,7 @@ def flops(name: str, heads: MedusaHeads) -> int:
 
 @case("training", minutes=1, needs="cpu")
 def training() -> list[Measurement]:
-    """Bytes and seconds of a step, measured and predicted, and over those of training it all."""
+    """Bytes and seconds per step, measured and predicted, and relative to training everything."""
     states = states_of_corpus(BATCH, LENGTH, trained().heads)
     ways = {name: training_way(name, states) for name in WAYS}
     size = {"batch": BATCH, "length": LENGTH, **about_heads(trained())}
@@ -840,19 +840,19 @@ def training() -> list[Measurement]:
     return [*found, many("computing a batch's states once", f"steps of {WAYS[0]}", once, **size)]
 
 
-# Laws --------------------------------------------------------------------------------------------
+# Distributions -----------------------------------------------------------------------------------
 class Biased:
-    """A typical rule that notes how far each token that leaves by it is from the target's law.
+    """A typical rule that records each output token's distance from the target's distribution.
 
-    A draft is no accident: given the context, a token that is accepted is certain to leave, which
-    is 1 - p(it) away from p. The token behind it is drawn from p itself.
+    A draft isn't random: given the context, an accepted token is emitted with certainty, which is
+    at a distance of 1 - p(token) from p. The token after it is drawn from p itself.
     """
 
     def __init__(self, rule: TypicalAcceptance) -> None:
         self.rule, self.distance, self.tokens = rule, 0.0, 0
 
     def __call__(self, p: Tensor, draft: Draft, generator: Any = None) -> Accepted:
-        """As the rule inside."""
+        """Apply the inner rule and record the distance."""
         found = self.rule(p, draft, generator)
         path = list(found.path)
         before = draft.parents.long()[path] + 1
@@ -863,7 +863,7 @@ class Biased:
 
 @case("typical", minutes=2)
 def typical() -> list[Measurement]:
-    """What typical acceptance gains over lossless trees, and how far it goes for that."""
+    """Tokens per step that typical acceptance gains over lossless trees, and the bias it costs."""
     given, found = speculative.rows("code", speculative.SHORT), []
     trees = sparse(TYPICAL)
     for temperature, (name, tree) in itertools.product(filter(None, TEMPERATURES), trees.items()):
@@ -893,13 +893,13 @@ def typical() -> list[Measurement]:
 def total_of(
     proposer: Proposer, given: Sequence[list[int]], temperature: float, verifier: Any, seed: int
 ) -> Statistics:
-    """Counts of all rows."""
+    """Return the counts over all rows."""
     every = counts_of(proposer, given, temperature, verifier=verifier, seed=seed)
     return Statistics.total(every)
 
 
 class TableHeads:
-    """Heads that know each context by heart; `context` says which one it is."""
+    """Heads that look up their output for each context; `context` is the current one."""
 
     def __init__(self, heads: int, seed: int) -> None:
         self.heads = heads
@@ -914,12 +914,12 @@ class TableHeads:
         self.tables = [exact.random_table(SMALL, 1000 + 10 * seed + i) for i in range(heads)]
 
     def __call__(self, hidden: Tensor, count: int | None = None) -> Tensor:  # noqa: ARG002
-        """[count, 1, V]; the context says it all."""
+        """Return log-probabilities [count, 1, V] for the current context."""
         return torch.stack([table(self.context).log()[None] for table in self.tables[:count]])
 
 
 def drafted_by(heads: TableHeads, tree: Tree) -> exact.Propose:
-    """Medusa's own drafts, for an enumeration."""
+    """Return Medusa's drafting as a function for enumeration."""
     proposer = Medusa(heads, tree)
     start, asked, chance = (0, 0), [SamplingConfig()], [torch.Generator()]
 
@@ -933,7 +933,7 @@ def drafted_by(heads: TableHeads, tree: Tree) -> exact.Propose:
 
 @case("exact", minutes=0.5)
 def every_outcome() -> list[Measurement]:
-    """Distance of one step's law from the target's on small tables, every outcome added up."""
+    """Distance of a step's distribution from the target's on small tables, by enumeration."""
     trees = {
         "chain 2": chain_tree(2),
         "dense 6": dense_tree((2, 2)),
@@ -957,7 +957,7 @@ def every_outcome() -> list[Measurement]:
 
 @case("layers", minutes=1.5)
 def layers() -> list[Measurement]:
-    """Whether heads change what is said: outputs, and the backbone's own weights and bits."""
+    """Whether heads change the outputs, or the backbone's weights and bits per byte."""
     trees, found = sparse((FEWEST, max(BUDGETS))), []
     ways = proposers(trees)
     kinds = {
@@ -980,7 +980,7 @@ def layers() -> list[Measurement]:
 
 
 def backbone_after_training() -> list[Measurement]:
-    """The backbone's weights and bits a byte before its heads are trained, and after."""
+    """Compare the backbone's weights and bits per byte before and after training its heads."""
     pair, found = speculative.shipped(), []
     before = {name: tensor.clone() for name, tensor in pair.target.state_dict().items()}
     bits = {kind: bits_per_byte(pair.target, held_out(kind), pair.tokenizer) for kind in KINDS}

@@ -1,7 +1,7 @@
-"""Ways to need less memory: bytes predicted and measured, and what each costs in time and loss.
+"""Ways to save memory: bytes predicted and measured, and the cost of each in time and loss.
 
-"plain" is torch's AdamW in float32. Bytes are counted on batches of 8 rows of 256 bytes and prices
-taken on 4 rows of 64 where the details of a record say nothing else.
+"plain" is torch's AdamW in float32. Unless a record's details say otherwise, bytes are counted on
+batches of 8 rows of 256 bytes, and prices are measured on 4 rows of 64.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from labcore.timing import paired
 
 Settings = dict[str, Any]
 SEEDS = (0, 1, 2, 3, 4)
-FEW = SEEDS[:3]  # where a step is slow, or processes share the cores
+FEW = SEEDS[:3]  # if a step is slow, or processes share the cores
 BIG: Settings = {"batch": 8, "length": 256}
 HALF: Settings = {"batch": 4, "length": 128}  # bytes in 16 bits, whose products are slow here
 SMALL: Settings = {"batch": 4, "length": 64}
 TINY: Settings = {"batch": 2, "length": 32}
-STEPS, SAME = 40, 10  # SAME: of ways that compute what plain training does, or are slow
+STEPS, SAME = 40, 10  # SAME: for ways that compute the same as plain training, or are slow
 
 # Learning rates were chosen on seeds 100 and 101, by the held-out loss after STEPS: Adafactor's
-# among 0.003, 0.01, 0.03 and 0.1, SM3's among 0.001, 0.003, 0.01 and 0.03. AdamW has the topic's;
-# so has its form in 8 bits.
+# from 0.003, 0.01, 0.03 and 0.1, SM3's from 0.001, 0.003, 0.01 and 0.03. AdamW and its 8-bit
+# version use the topic's.
 ADAFACTOR, COVERS = 0.01, 0.01
 
 
@@ -73,7 +73,7 @@ def _torchao(weights: Any) -> torch.optim.Optimizer:
     return Peer(weights, lr=LEARNING_RATE)
 
 
-# By the names of `estimate`, and peers by their own.
+# By the names that `estimate` uses; peers by their own.
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": functools.partial(torch.optim.AdamW, lr=LEARNING_RATE),
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),
@@ -88,7 +88,10 @@ PEERS = ("torch", "torchao")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """One way to train. step(n): all of step n. held: whose bytes count; model: whose loss."""
+    """One way to train.
+
+    step(n): runs step n. held: the module whose bytes count. model: the model whose loss counts.
+    """
 
     model: Llama
     held: nn.Module
@@ -109,9 +112,11 @@ def way(
     model: Llama | None = None,
     loss: Callable[[Llama, Tensor], Tensor] | None = None,
 ) -> Way:
-    """Plain training but for what is named. A seed gives the same weights and batches to all.
+    """Return plain training, except for what is named.
 
-    model, loss: others than those of the topic.
+    All ways with the same seed have the same weights and batches.
+
+    model, loss: replace those of the topic.
     """
     how = RECIPES[recipe]
     generator = torch.Generator().manual_seed(seed)
@@ -131,7 +136,7 @@ def way(
             loss(trained, tokens).backward()
         else:
             rows = accumulation.split_rows(tokens[:, :-1], tokens[:, 1:], parts)
-            # A cache of autocast's would keep its copies of the weights from part to part.
+            # autocast's cache would keep copies of the weights between parts.
             with torch.autocast(
                 "cpu",
                 dtype=how.products,
@@ -145,7 +150,7 @@ def way(
 
 
 def mean_loss(model: Llama, tokens: Tensor) -> Tensor:
-    """Nats a byte of the next one."""
+    """Return the loss in nats per byte."""
     loss, count = next_token_loss(model, tokens)
     return loss / count
 
@@ -153,13 +158,13 @@ def mean_loss(model: Llama, tokens: Tensor) -> Tensor:
 def told(
     *, config: LlamaConfig = CONFIG, recipe: str = "float32", parts: int = 1, **rest: Any
 ) -> Breakdown:
-    """The prediction for `way` with the same settings."""
+    """Return the prediction for `way` with the same settings."""
     dtype = RECIPES[recipe].estimated_as
     return accumulation.estimate_accumulated(config, parts=parts, dtype=dtype, **rest)
 
 
 def metered(one: Way) -> Meter:
-    """Two steps, of which the first makes the optimizer's state."""
+    """Meter two steps; the first creates the optimizer's state."""
     with Meter(one.held, one.optimizer) as meter:
         for n in range(2):
             one.step(n)
@@ -168,7 +173,7 @@ def metered(one: Way) -> Meter:
 
 @functools.cache
 def plain(batch: int, length: int) -> tuple[Breakdown, Breakdown]:
-    """The peak of plain training, measured and predicted."""
+    """Return the peak of plain training, measured and predicted."""
     size: Settings = {"batch": batch, "length": length}
     return metered(way(0, **size)).peak, told(**size)
 
@@ -176,13 +181,13 @@ def plain(batch: int, length: int) -> tuple[Breakdown, Breakdown]:
 def exact(
     quantity: str, value: float, unit: str, predicted: float | None = None, /, **details: Any
 ) -> Measurement:
-    """A number that counting gives: it has no spread."""
+    """Return a counted number, which has no spread."""
     peers = {} if predicted is None else {"predicted": [predicted]}
     return replace(seen(quantity, unit, [value], exact=True, **details), peers=peers)
 
 
 def seen(quantity: str, unit: str, samples: Sequence[float], **details: Any) -> Measurement:
-    """A sample a seed, or a repetition."""
+    """Return a measurement with a sample per seed or repetition."""
     return Measurement(quantity=quantity, unit=unit, samples=samples, details=details)
 
 
@@ -193,7 +198,7 @@ def against(
     reference: tuple[Breakdown, Breakdown],
     **details: Any,
 ) -> list[Measurement]:
-    """Bytes beside their prediction, and over the reference's, measured and predicted."""
+    """Return bytes, and their ratio to the reference's, both with predictions."""
     base, base_predicted = reference
     details = {"measured": measured.parts(), "plain": base.parts(), **details}
     total = ratio = None
@@ -208,7 +213,7 @@ def against(
 
 
 def bytes_of(variants: Mapping[str, Settings], size: Settings | None = None) -> list[Measurement]:
-    """The peaks of ways, each given by the settings that `way` and `told` share."""
+    """Return the peaks of ways, each given by the settings that `way` and `told` share."""
     size, found = BIG if size is None else size, []
     for name, settings in variants.items():
         predicted = None if settings.get("optimizer") in PEERS else told(**settings, **size)
@@ -224,7 +229,7 @@ Costs = Mapping[str, tuple[float, float]]  # by way: time, in any unit, and loss
 def race(
     models: Mapping[str, Llama], calls: Mapping[str, Callable[[], object]], **timed: Any
 ) -> Costs:
-    """Calls in turn, each one's time over the plain one's; then the models' held-out losses.
+    """Time calls in turn; return each one's time over the plain one's, and its held-out loss.
 
     timed: settings of `paired`. The losses are computed in float32.
     """
@@ -245,10 +250,11 @@ def prices(
     seeds: Sequence[int] | None = None,
     watch: Callable[[Mapping[str, Way]], None] | None = None,
 ) -> list[Measurement]:
-    """Time of a step over the plain one's, and held-out loss minus its loss, seed by seed.
+    """Return step times over plain's, and held-out losses minus plain's, seed by seed.
 
-    All ways and the plain one start from the same seed and take `steps` steps each, in turn.
-    make: of a way by its settings. watch: sees each seed's ways when their losses are taken.
+    All ways, including the plain one, start from the same seed and take `steps` steps in turn.
+    make: makes a way from its settings. watch: called with each seed's ways after their losses are
+    computed.
     """
     seeds, size = SEEDS if seeds is None else seeds, SMALL if size is None else size
     costs = []
@@ -268,7 +274,7 @@ def prices(
 
 
 def priced(costs: Sequence[Costs], **details: Any) -> list[Measurement]:
-    """The two prices of each way, "plain" among them, from its costs seed by seed."""
+    """Return the two prices of each way from the costs, which include "plain", seed by seed."""
     found = []
     plain_times, plain_losses = zip(*(each["plain"] for each in costs), strict=True)
     for name in costs[0]:
@@ -286,7 +292,7 @@ def priced(costs: Sequence[Costs], **details: Any) -> list[Measurement]:
 
 
 def minus(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Seed by seed."""
+    """Subtract seed by seed."""
     return [one - other for one, other in zip(mine, theirs, strict=True)]
 
 
@@ -299,14 +305,14 @@ PRECISION: Mapping[str, Settings] = {
 
 @case("bytes/precision", minutes=1.5, needs="cpu")
 def bytes_of_precision() -> list[Measurement]:
-    """Where activations outweigh weights, and on a tiny batch, where they do not."""
+    """A batch whose activations outweigh the weights, and a tiny batch whose don't."""
     tiny = {f"{name}, tiny batch": settings for name, settings in PRECISION.items()}
     return bytes_of(PRECISION, HALF) + bytes_of(tiny, TINY)
 
 
 @case("price/precision", minutes=2, needs="cpu")
 def price_of_precision() -> list[Measurement]:
-    """The time is that of processors without units for products in 16 bits."""
+    """Prices in 16 bits; the time is that of processors without 16-bit matrix units."""
     return prices(PRECISION, steps=SAME, size=TINY, seeds=FEW)
 
 
@@ -316,7 +322,7 @@ ACCUMULATION: Mapping[str, Settings] = {f"{n} parts": {"parts": n} for n in (2, 
 
 @case("bytes/accumulation", minutes=0.3)
 def bytes_of_accumulation() -> list[Measurement]:
-    """A batch in parts, and over what a batch as small as a part holds."""
+    """Peaks of a batch in parts, also relative to a batch as small as a part."""
     found = bytes_of(ACCUMULATION)
     for name, settings in ACCUMULATION.items():
         parts, rows = metered(way(0, **settings, **BIG)), BIG["batch"] // settings["parts"]
@@ -332,7 +338,7 @@ def bytes_of_accumulation() -> list[Measurement]:
 
 @case("price/accumulation", minutes=0.5)
 def price_of_accumulation() -> list[Measurement]:
-    """Smaller products."""
+    """The price of smaller products."""
     return prices({"4 parts": ACCUMULATION["4 parts"]}, steps=SAME)
 
 
@@ -359,14 +365,14 @@ def gradient_of_accumulation() -> list[Measurement]:
 
 
 def gradient(model: Llama, accumulate: Callable[..., float], parts: Sequence[Any]) -> Tensor:
-    """All gradients of one accumulation, in float64."""
+    """Return all gradients of one accumulation, in float64."""
     model.zero_grad()
     accumulate(model, parts)
     found = [p.grad for p in model.parameters() if p.grad is not None]
     return torch.cat([x.double().flatten() for x in found])
 
 
-# Of four layers, every 2 is the square root.
+# With four layers, every 2 is the square root.
 CHECKPOINTING: Mapping[str, Settings] = {
     "every 1": {"checkpointing": 1},
     "every 2": {"checkpointing": 2},
@@ -377,25 +383,25 @@ CHECKPOINTING: Mapping[str, Settings] = {
 
 @case("bytes/checkpointing", minutes=0.4)
 def bytes_of_checkpointing() -> list[Measurement]:
-    """Peaks by what is recomputed as one."""
+    """Peaks by the number of layers that are recomputed together."""
     return bytes_of(CHECKPOINTING)
 
 
 @case("price/checkpointing", minutes=1)
 def price_of_checkpointing() -> list[Measurement]:
-    """The second forward."""
+    """The price of the second forward."""
     return prices(CHECKPOINTING, steps=SAME)
 
 
 # Several processes -------------------------------------------------------------------------------
-RANKS, MICRO, DIVIDED = 2, 4, 6  # processes, micro-batches, steps that are timed
+RANKS, MICRO, DIVIDED = 2, 4, 6  # processes, micro-batches, timed steps
 SCHEDULES, STAGES = ("gpipe", "1f1b"), (1, 2, 3)
 
 
 def by_rank(
     ranks: int, seeds: Sequence[int], ways: Mapping[str, Callable[[int], Any]]
 ) -> list[dict[str, list[Any]]]:
-    """Seed by seed, what each process of one group returned for each way, in turn."""
+    """Return, seed by seed, what each process of a group returned for each way, in turn."""
 
     def work() -> list[dict[str, Any]]:
         return [{name: run(seed) for name, run in ways.items()} for seed in seeds]
@@ -405,13 +411,13 @@ def by_rank(
 
 
 def warm(seeds: Sequence[int]) -> list[int]:
-    """The first seed twice: what a process does for the first time is in times to leave out."""
+    """Repeat the first seed, as a warmup whose times are discarded."""
     return [seeds[0], *seeds]
 
 
 @case("bytes/pipeline", minutes=0.6)
 def bytes_of_pipeline() -> list[Measurement]:
-    """Two stages, four micro-batches. The estimate is of 1F1B's fullest stage, the first."""
+    """Two stages, four micro-batches. The estimate is for 1F1B's fullest stage, the first."""
     part: Settings = {"batch": BIG["batch"] // MICRO, "length": BIG["length"]}
     first = memory.estimate(CONFIG, pipeline_parallel=RANKS, **part)
     ahead = memory.estimate(CONFIG, pipeline_parallel=RANKS, moment="forward", **part).activations
@@ -432,18 +438,18 @@ def bytes_of_pipeline() -> list[Measurement]:
 
 
 def schedules(**settings: Any) -> dict[str, Callable[[int], pipeline.PipelineRun]]:
-    """Training by each schedule."""
+    """Return training by each schedule."""
     run = functools.partial(memory.train_stage, micro_batches=MICRO, **settings)
     return {name: functools.partial(run, schedule=name) for name in SCHEDULES}
 
 
 PIPELINES = ((2, 2), (2, 4), (2, 8), (4, 4), (4, 8))  # stages, micro-batches
-UNIT = {"forward": 1.0, "backward": 2.0}  # seconds of a replay
+UNIT = {"forward": 1.0, "backward": 2.0}  # seconds in a replay
 
 
 @case("pipeline/bubble", minutes=1)
 def bubbles() -> list[Measurement]:
-    """Share of waiting in the order that torch's schedules took, and by the clock."""
+    """Fraction of waiting in the order of torch's schedules, with unit costs and by the clock."""
     found = []
     for stages, group in itertools.groupby(PIPELINES, key=lambda pair: pair[0]):
         asked: dict[str, Settings] = {
@@ -465,7 +471,7 @@ def bubbles() -> list[Measurement]:
 
 
 def plain_alone(seed: int, *, steps: int, **size: Any) -> tuple[list[float], list[float]] | None:
-    """Plain training by the first process: when each step began, and its loss."""
+    """Train plainly in the first process; return when each step began, and its loss."""
     found, begins = None, []
     if dist.get_rank() == 0:
         model, draw = fresh(seed), batches(seed, **size)
@@ -482,13 +488,13 @@ def plain_alone(seed: int, *, steps: int, **size: Any) -> tuple[list[float], lis
 
 
 def pace(begins: Sequence[float]) -> float:
-    """Seconds of a step, from one's begin to the next one's; the first two are metered."""
+    """Return the mean seconds from one step to the next, without the first two (metered) steps."""
     return (begins[-1] - begins[2]) / (len(begins) - 3)
 
 
 @case("price/pipeline", minutes=1)
 def price_of_pipeline() -> list[Measurement]:
-    """Two processes over one. The loss is of the last step's batch."""
+    """Two processes over one. The loss is that of the last step's batch."""
     settings = {"steps": 2 + DIVIDED, **SMALL}
     ways: dict[str, Callable[[int], Any]] = {"plain": functools.partial(plain_alone, **settings)}
     ways |= schedules(**settings)
@@ -503,14 +509,14 @@ def price_of_pipeline() -> list[Measurement]:
 
 
 def zero_stages(**settings: Any) -> dict[str, Callable[[int], zero.ZeroRun]]:
-    """Training by each stage of ZeRO, of which 0 is plain data parallelism."""
+    """Return training by each stage of ZeRO; stage 0 is plain data parallelism."""
     run = functools.partial(zero.train_divided, **settings)
     return {f"stage {n}" if n else "plain": functools.partial(run, stage=n) for n in (0, *STAGES)}
 
 
 @case("bytes/zero", minutes=0.4)
 def bytes_of_zero() -> list[Measurement]:
-    """Weights, gradients and state of the fuller of two ranks when a step has ended."""
+    """Weights, gradients and state of the fuller of two ranks after a step."""
     shared: Settings = {"data_parallel": RANKS, "moment": "step", **BIG}
     (runs,) = by_rank(RANKS, (0,), zero_stages(steps=2, **BIG))
     fullest = {name: max((r.held for r in rs), key=lambda b: b.total) for name, rs in runs.items()}
@@ -528,7 +534,7 @@ RESTING = "weights, gradients, optimizer state"
 
 
 def resting(held: Breakdown) -> Breakdown:
-    """What stands between steps."""
+    """Return what is held between steps: no activations and no workspace."""
     return replace(held, activations=0, workspace=0)
 
 
@@ -548,7 +554,7 @@ OFFLOADS = {"disk": False, "disk, ahead": True}
 
 
 def offloaded_run(seed: int, name: str, steps: int) -> offload.OffloadRun:
-    """Plain training, or with its layers on disk."""
+    """Train plainly, or with the layers on disk."""
     tier = None if name == "plain" else memory.Disk()
     ahead = OFFLOADS.get(name, False)
     return offload.offload_run(seed, steps=steps, tier=tier, prefetch=ahead, **SMALL)
@@ -556,7 +562,10 @@ def offloaded_run(seed: int, name: str, steps: int) -> offload.OffloadRun:
 
 @case("bytes/offload", minutes=0.2)
 def bytes_of_offload() -> list[Measurement]:
-    """Weights, gradients and state above; activations stay. Predicted are two layers at a time."""
+    """Peaks of weights, gradients and state in memory; activations aren't offloaded.
+
+    The prediction is for two layers at a time.
+    """
     told_plain = resting(memory.estimate(CONFIG, moment="step", **SMALL))
     reference, found = (offloaded_run(0, "plain", 2).peak, told_plain), []
     for name, ahead in OFFLOADS.items():
@@ -568,7 +577,7 @@ def bytes_of_offload() -> list[Measurement]:
 
 @case("price/offload", minutes=0.8)
 def price_of_offload() -> list[Measurement]:
-    """Whole runs in turn: a step that reads ahead would do so beside another run's."""
+    """Prices of whole runs in turn: interleaved steps would overlap one run's reading ahead."""
     names, costs = ["plain", *OFFLOADS], []
     for seed in warm(SEEDS):
         order = names[:: 1 if seed % 2 else -1]
@@ -589,12 +598,12 @@ SCHEMES: Mapping[str, memory.Scheme | quantize.Torchao] = {
 
 @functools.cache
 def teacher(seed: int) -> Llama:
-    """The plain model after its steps, frozen."""
+    """Return the plain model after its steps, frozen."""
     return distill.make_teacher(seed, steps=STEPS, **SMALL)
 
 
 def every_scheme(model: Llama) -> dict[str, Llama]:
-    """Copies in fewer bits."""
+    """Return copies of the model in fewer bits."""
     models = {name: copy.deepcopy(model).requires_grad_(False) for name in SCHEMES}
     for name, tried in models.items():
         memory.convert(tried, SCHEMES[name])
@@ -603,7 +612,7 @@ def every_scheme(model: Llama) -> dict[str, Llama]:
 
 @torch.no_grad()
 def inference_peak(model: Llama) -> int:
-    """The most bytes of a forward without gradients."""
+    """Return the peak bytes of a forward without gradients."""
     with Meter(model) as meter:
         model(held_out_rows(BIG["batch"])[:, : BIG["length"]])
     return meter.peak.total
@@ -611,7 +620,7 @@ def inference_peak(model: Llama) -> int:
 
 @case("bytes/quantization", minutes=0.2, needs="cpu")
 def bytes_of_quantization() -> list[Measurement]:
-    """The parameters, and the peak of a forward; embedding and norms keep float32."""
+    """Bytes of the parameters, and the peak of a forward; embedding and norms stay in float32."""
     model = fresh(0).requires_grad_(False)
     stored = Breakdown(parameters=quantize.stored_bytes(model))
     reference, plain_forward = (
@@ -632,7 +641,7 @@ def bytes_of_quantization() -> list[Measurement]:
 def price_of_quantization() -> list[Measurement]:
     """A trained model's loss, and the time of its forward, in fewer bits.
 
-    torchao's int4 has the numbers of our form; without 8-bit products it and "dynamic" are slow.
+    torchao's int4 gives the same numbers as ours. Without 8-bit products it and "dynamic" are slow.
     """
     rows = held_out_rows(SMALL["batch"])[:, : SMALL["length"]]
     costs = []
@@ -646,7 +655,7 @@ def price_of_quantization() -> list[Measurement]:
 
 
 def student_way(seed: int, *, batch: int, length: int, taught: bool) -> Way:
-    """The small model, by the text alone or with the teacher of the same seed."""
+    """Return training of the small model, on the text alone or with the same seed's teacher."""
     student, size = distill.make_student(seed), Settings(batch=batch, length=length)
     if not taught:
         return way(seed, model=student, **size)
@@ -654,7 +663,7 @@ def student_way(seed: int, *, batch: int, length: int, taught: bool) -> Way:
 
     def loss(model: Llama, tokens: Tensor) -> Tensor:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        with torch.no_grad():  # first, when none of the student's activations stand
+        with torch.no_grad():  # first, before the student's activations take memory
             said = above(inputs).logits
         return memory.distillation_loss(model(inputs).logits, said, targets)
 
@@ -667,7 +676,7 @@ TAUGHT: Mapping[str, Settings] = {"student alone": {"taught": False}, "distilled
 
 @case("bytes/distillation", minutes=0.3)
 def bytes_of_distillation() -> list[Measurement]:
-    """Training of the student, with the teacher beside it; and the parameters that are left."""
+    """Peaks of training the student alone and with the teacher, and the parameters that remain."""
     predicted = {
         "student alone": told(config=distill.STUDENT, **BIG),
         "distilled": distill.estimate_distillation(distill.STUDENT, CONFIG, **BIG),
@@ -682,7 +691,7 @@ def bytes_of_distillation() -> list[Measurement]:
 
 @case("price/distillation", minutes=1.5)
 def price_of_distillation() -> list[Measurement]:
-    """The plain model is the teacher; its own training is not in the time."""
+    """Prices of the student. The plain model is the teacher; its training isn't in the time."""
     found = prices(TAUGHT, student_way, steps=STEPS)
     losses = {item.quantity: item.details["loss"] for item in found if "loss" in item.details}
     alone, taught = (losses[f"loss minus plain/{name}"] for name in TAUGHT)
@@ -693,7 +702,7 @@ def price_of_distillation() -> list[Measurement]:
 
 @case("digits/distillation", minutes=0.4)
 def digits_of_distillation() -> list[Measurement]:
-    """Points of accuracy on digits; the teacher saw all labels, the student few or all."""
+    """Accuracy gained on digits; the teacher saw all labels, the student few or all."""
     found = []
     for name, labels in (("80 labels", 80), ("all labels", None)):
         runs = [distill.distil_digits(seed, labels=labels) for seed in SEEDS]
@@ -716,7 +725,7 @@ LESS_STATE: Mapping[str, Settings] = {
 
 @case("bytes/optimizers", minutes=0.6, needs="cpu")
 def bytes_of_optimizers() -> list[Measurement]:
-    """Peaks, and the state alone against AdamW's."""
+    """Peaks, and the optimizer state alone relative to AdamW's."""
     with torch.compiler.set_stance("force_eager"):  # torchao's compiler takes minutes here
         found = bytes_of(LESS_STATE)
     (measured, estimated), states = plain(**BIG), []
@@ -732,17 +741,17 @@ def bytes_of_optimizers() -> list[Measurement]:
 
 @case("price/optimizers", minutes=4)
 def price_of_optimizers() -> list[Measurement]:
-    """Training at each optimizer's own learning rate.
+    """Prices at each optimizer's own learning rate.
 
-    torchao's is not timed: it is meant for its compiler, and slow without.
+    torchao's isn't timed: it is meant to be compiled, and slow otherwise.
     """
     variants = {n: s for n, s in LESS_STATE.items() if s["optimizer"] != "torchao"}
     return prices(variants, steps=STEPS)
 
 
-# Contexts of one to three bytes, hashed, each a row of a table: few rows have gradients in a step.
+# Contexts of one to three bytes are hashed to rows of a table: few rows have gradients in a step.
 ROWS, ORDERS, SPARSE_BATCH, SPARSE_STEPS = 2048, 3, 256, 150
-# Rates were chosen on seeds 100 and 101 among 0.003, 0.01, 0.03, 0.1, 0.3 and 1, and SM3's 3 too.
+# Rates were chosen on seeds 100 and 101 from 0.003, 0.01, 0.03, 0.1, 0.3 and 1; for SM3 also 3.
 SPARSE: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
     "AdamW": (torch.optim.AdamW, 0.03),
     "SM3": (SM3, 1.0),
@@ -751,7 +760,7 @@ SPARSE: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
 
 
 def contexts(windows: Tensor) -> Tensor:
-    """The rows that belong to the bytes before the last: int64 [N, 4] to int64 [N, 3]."""
+    """Map windows to the rows for the bytes before the last: int64 [N, 4] to int64 [N, 3]."""
     place = windows[:, ORDERS - 1] % ROWS
     found = [place]
     for order in range(1, ORDERS):
@@ -761,7 +770,7 @@ def contexts(windows: Tensor) -> Tensor:
 
 
 def sparse_run(seed: int, name: str) -> float:
-    """Held-out nats a byte of a table of logits, trained by one optimizer."""
+    """Train a table of logits with one optimizer; return its held-out loss in nats per byte."""
     generator = torch.Generator().manual_seed(seed)
     start = 0.01 * torch.randn(ORDERS * ROWS, CONFIG.vocab_size, generator=generator)
     table = nn.Parameter(start)
@@ -782,7 +791,7 @@ def sparse_run(seed: int, name: str) -> float:
 
 @case("sparse/SM3", minutes=0.7)
 def sparse_of_sm3() -> list[Measurement]:
-    """Sparse gradients: the next byte by the three before it, out of a table."""
+    """Sparse gradients: a table predicts the next byte from the three before it."""
     losses = {name: [sparse_run(seed, name) for seed in SEEDS] for name in SPARSE}
     found = []
     for name, other in (("SM3", "AdamW"), ("AdaGrad", "AdamW"), ("SM3", "AdaGrad")):
@@ -799,7 +808,7 @@ MIXED = f"{EXPERTS} experts"
 
 
 def experts_way(seed: int, *, batch: int, length: int, coefficient: float = 0.01) -> Way:
-    """Experts in the place of each MLP; coefficient: of the auxiliary loss."""
+    """Return training with experts in place of each MLP. coefficient: of the auxiliary loss."""
 
     def loss(model: Llama, tokens: Tensor) -> Tensor:
         return mean_loss(model, tokens) + coefficient * experts.model_balance_loss(model)
@@ -810,7 +819,7 @@ def experts_way(seed: int, *, batch: int, length: int, coefficient: float = 0.01
 
 @case("bytes/experts", minutes=0.4)
 def bytes_of_experts() -> list[Measurement]:
-    """Beside the dense model with as many active parameters, and one with as many in all."""
+    """Peaks against dense models with as many active parameters, and with as many in total."""
     sparse, wide = experts_way(0, **BIG), EXPERTS * CONFIG.intermediate_size
     counts = experts.count_parameters(sparse.model)
     dense: Settings = {"config": replace(CONFIG, intermediate_size=wide), **BIG}
@@ -828,7 +837,7 @@ def bytes_of_experts() -> list[Measurement]:
 
 @case("price/experts", minutes=3)
 def price_of_experts() -> list[Measurement]:
-    """Loss and time beside the dense model, and how even the routing of the held-out text is."""
+    """Loss and time against the dense model, and how even the routing of held-out text is."""
     variants: dict[str, Settings] = {MIXED: {}, f"{MIXED}, unbalanced": {"coefficient": 0}}
     labels = dict(zip(variants, ("with auxiliary loss", "without auxiliary loss"), strict=True))
     found: dict[str, list[float]] = {}
@@ -853,7 +862,7 @@ SAMPLES, PER_FILE, LOADED, FREE_S, REPETITIONS = 512, 128, 16, 0.005, 5
 
 
 def written(rows: Tensor, folder: Path) -> dict[str, list[Path]]:
-    """The same rows in each form."""
+    """Write the same rows in each format."""
     alone = folder / "alone"
     alone.mkdir()
     paths = [alone / f"{number:08d}.bin" for number in range(len(rows))]
@@ -866,7 +875,7 @@ def written(rows: Tensor, folder: Path) -> dict[str, list[Path]]:
 
 
 def loader(form: str, paths: Sequence[Path]) -> DataLoader[Tensor]:
-    """Batches of rows, read in this process, after the system was asked to forget the files."""
+    """Return a loader that reads in this process, with the files dropped from the page cache."""
     for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -877,15 +886,15 @@ def loader(form: str, paths: Sequence[Path]) -> DataLoader[Tensor]:
 
 
 def read_rows(paths: Sequence[Path]) -> Tensor:
-    """A batch of rows that are a file each."""
+    """Read a batch of rows, one file per row."""
     return torch.stack([loading.token_row(path.read_bytes()) for path in paths])
 
 
 @case("price/loading", minutes=0.5, needs="cpu")
 def price_of_loading() -> list[Measurement]:
-    """Waits of a loop for its rows, by the form of the files, and with reading ahead."""
+    """How long a loop waits for its rows, by file format, and with reading ahead."""
 
-    def step(_batch: Tensor) -> None:  # leaves the processor free, as one on a GPU does
+    def step(_batch: Tensor) -> None:  # leaves the processor free, like a step on a GPU
         time.sleep(FREE_S)
 
     found: dict[str, list[float]] = {}
@@ -912,12 +921,12 @@ def price_of_loading() -> list[Measurement]:
 
 # Attention ---------------------------------------------------------------------------------------
 def naive_told(config: LlamaConfig, *, batch: int, length: int) -> int:
-    """Bytes at the peak of plain training with an attention that keeps its weights.
+    """Predict the peak bytes of plain training with an attention that keeps its weights.
 
-    A layer keeps them and a mask, and not what the fused form does: its output by head, which
-    o_proj copies, and a log-sum-exp a row. Most is held at the loss, or where the last layer's
-    scores get their gradients: two matrices more, the gradients of what comes after them, and of
-    that layer its first norm, queries and keys.
+    A layer keeps the attention weights and a mask. Unlike the fused form, it keeps neither its
+    output by head, which o_proj copies, nor a log-sum-exp per row. The peak is at the loss, or
+    where the last layer's scores get their gradients. There it holds two more matrices, the
+    gradients of what comes after them, and that layer's first norm, queries and keys.
     """
     shape = traffic.Shape(
         batch=batch, heads=config.num_attention_heads, length=length, dtype_bytes=4,
@@ -951,7 +960,7 @@ LENGTHS = {"model": (256, 512, 1024), "layer": (1024, 2048, 4096)}
 
 @case("bytes/attention", minutes=1)
 def bytes_of_attention() -> list[Measurement]:
-    """The peak of training with all scores in memory over the fused form's, by length."""
+    """Peak of training with all scores in memory over the fused form's, by length."""
     alone = replace(CONFIG, num_hidden_layers=1, max_position_embeddings=4096)
     forms: dict[str, Callable[..., Tensor]] = {
         "naive": functools.partial(naive, is_causal=True),
@@ -988,7 +997,7 @@ IN_HALF: Mapping[str, Settings] = {
 
 @case("combination", minutes=5, needs="cpu")
 def combination() -> list[Measurement]:
-    """Methods together: bytes, time and loss; in 16 bits the bytes alone."""
+    """Combined methods: bytes, time and loss; in 16 bits only the bytes."""
     tried = {name: settings for name, settings in TOGETHER.items() if "optimizer" in settings}
     found = bytes_of(TOGETHER) + bytes_of(IN_HALF, HALF)
     return found + prices(tried, steps=STEPS)
@@ -1021,7 +1030,7 @@ ASKED: Mapping[str, Settings] = {
 
 @case("estimate/error", minutes=0.7, needs="cpu")
 def error_of_estimate() -> list[Measurement]:
-    """The estimate beside the meter: shapes, batches, dtypes, optimizers, checkpoints."""
+    """The estimate against the meter: shapes, batches, dtypes, optimizers, checkpoints."""
     found = []
     for name, settings in ASKED.items():
         predicted, peak = told(**settings), metered(way(0, **settings)).peak

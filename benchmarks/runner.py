@@ -1,4 +1,4 @@
-"""How a case is declared and run: `@case(...)` on a function that returns its measurements."""
+"""Declare and run cases: `@case(...)` on a function that returns its measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_SLUGS = {"__init__", "__main__", "runner"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """One quantity that a case measured: a sample a repeat or a seed; peers likewise."""
+    """One measured quantity, with a sample per repeat or seed; likewise for each peer."""
 
     quantity: str
     unit: str
@@ -35,9 +35,10 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A named function; minutes (an estimate) orders the cases, needs says where it can run.
+    """A named function that measures something.
 
-    lacks: says in a sentence what must be installed first to run it here, "" for nothing.
+    minutes: an estimate, which orders the cases. needs: the hardware that it needs. lacks: returns
+    a sentence on what must be installed before it can run here, or "".
     """
 
     slug: str
@@ -48,7 +49,7 @@ class Case:
     lacks: Callable[[], str] = str
 
     def runs_here(self) -> bool:
-        """Whether this machine is of the kind that the case needs."""
+        """Return whether this machine has the hardware that the case needs."""
         return self.needs == "any" or (self.needs == "gpu") == gpu_visible()
 
 
@@ -62,7 +63,7 @@ def case(
     needs: Literal["any", "cpu", "gpu"] = "any",
     lacks: Callable[[], str] = str,
 ) -> Callable[[Callable[[], list[Measurement]]], Callable[[], list[Measurement]]]:
-    """Declare the function below as the case `name` of its file's slug."""
+    """Declare the decorated function as the case `name` of its file's slug."""
     one_of("needs", needs, ("any", "cpu", "gpu"))
 
     def declare(function: Callable[[], list[Measurement]]) -> Callable[[], list[Measurement]]:
@@ -78,12 +79,12 @@ def case(
 
 
 def slugs() -> list[str]:
-    """The slugs that have a file here."""
+    """Return the slugs that have a file here."""
     return sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in _NOT_SLUGS)
 
 
 def cases_of(slug: str) -> list[Case]:
-    """The cases of one slug, shortest first. Raises ValueError for a slug without a file."""
+    """Return the cases of a slug, shortest first. Raises ValueError if the slug has no file."""
     one_of("slug", slug, slugs())
     importlib.import_module(f"benchmarks.{slug}")
     return sorted(
@@ -93,7 +94,10 @@ def cases_of(slug: str) -> list[Case]:
 
 
 def run(case: Case) -> list[Record]:
-    """Run one case on one thread and return its records. One that measures nothing is an error."""
+    """Run a case on one thread and return its records.
+
+    Raises RuntimeError if it returns no measurement.
+    """
     measurements = _on_one_thread(case.function)
     if not measurements:
         raise RuntimeError(f"{case.slug}/{case.name} returned no measurement")
@@ -119,7 +123,7 @@ def run(case: Case) -> list[Record]:
 
 
 def _on_one_thread(function: Callable[[], list[Measurement]]) -> list[Measurement]:
-    """Machines differ in cores, and shared ones in how many of them are free."""
+    """Use one thread: machines differ in cores, and shared machines in how many are free."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

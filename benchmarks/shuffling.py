@@ -1,4 +1,4 @@
-"""Orders of data: experiments with correlated batches, and orders beside webdataset."""
+"""Orders of data: experiments with correlated batches, and a comparison with webdataset."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from labcore.studies.shuffling.characters import BATCH, EpochRun
 from labcore.timing import Timing, paired
 
 # Experiments -------------------------------------------------------------------------------------
-SPIKES_FROM = 50  # the detector's window: no spike can be seen before
-# Arms of the documentation: enough to see whether the sources are an exception.
+SPIKES_FROM = 50  # the detector's window: it can't find earlier spikes
+# The documentation has few arms: enough to see whether the sources are an exception.
 ARMS: dict[str, tuple[str, ...]] = {
     "sources": tuple(characters.ORDERS),
     "documentation": ("file order", "buffer 256", "buffer 2048", "full"),
 }
 DRAWN = (0, 1)  # seeds whose curves the explorer shows
-HARM, FLAG, MANY = 0.05, 1.5, 2  # nats a letter; design effect; spikes in an epoch
+HARM, FLAG, MANY = 0.05, 1.5, 2  # nats per letter; design effect; spikes in an epoch
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def _distances(run: EpochRun, kind: str, seed: int) -> list[float]:
 
 
 def _smooth(values: Sequence[float], window: int = 25, every: int = 5) -> list[float]:
-    """Trailing means, so that an epoch's distances fit into a record."""
+    """Return trailing means, which fit an epoch's distances into a record."""
     ends = range(window, len(values) + 1, every)
     return [round(statistics.fmean(values[end - window : end]), 2) for end in ends]
 
@@ -70,13 +70,13 @@ WITHIN = 2  # steps from a file's beginning to its spike
 
 
 def _traced(kind: str, onsets: Sequence[Sequence[int]]) -> list[Measurement]:
-    """Where the spikes of the file order begin; a seed without a spike has nothing to trace."""
+    """Measure how often the file order's spikes begin with a file; skip seeds without spikes."""
     tests = [
         _boundaries(kind, seed, each) for seed, each in zip(characters.SEEDS, onsets, strict=True)
     ]
     found = [test for test in tests if test is not None]
     if not found:
-        raise RuntimeError(f"no spike in the file order of {kind}; there is nothing to trace")
+        raise RuntimeError(f"found no spike in the file order of {kind}: there is nothing to trace")
     details = {
         "within": WITHIN,
         "onsets": [test.onsets for test in found],
@@ -137,7 +137,7 @@ def _arm(
 
 
 def _flags(runs: dict[tuple[str, str], list[EpochRun]]) -> list[Measurement]:
-    """Which runs end worse than a full shuffle, and which of two signs had said so."""
+    """Return how well two signs predict which runs end worse than a full shuffle."""
     scores: dict[str, list[tuple[float, float]]] = {"design effect": [], "spikes": []}
     tables: list[dict[str, Any]] = []
     for place, seed in enumerate(characters.SEEDS):
@@ -154,7 +154,7 @@ def _flags(runs: dict[tuple[str, str], list[EpochRun]]) -> list[Measurement]:
             harmed = [row[0] for row in table.values()]
             flagged = [row[column] for row in table.values()]
             both = sum(a and b for a, b in zip(harmed, flagged, strict=True))
-            # No flag at all is no false alarm; no harm at all leaves nothing to miss.
+            # Without flags there is no false alarm; without harm there is nothing to miss.
             scores[name].append(
                 (
                     both / sum(flagged) if any(flagged) else 1.0,
@@ -180,7 +180,7 @@ def _flags(runs: dict[tuple[str, str], list[EpochRun]]) -> list[Measurement]:
 
 @case("text/orders", minutes=3.5)
 def text_orders() -> list[Measurement]:
-    """One epoch in every order: spikes, held-out loss, steps, correlation, and what they tell."""
+    """One epoch in every order: spikes, held-out loss, steps, correlation, and signs of harm."""
     runs = {
         (kind, order): [characters.run(order, seed, kind=kind) for seed in characters.SEEDS]
         for kind, orders in ARMS.items()
@@ -197,7 +197,7 @@ def text_orders() -> list[Measurement]:
 
 @case("text/learning-rate", minutes=0.8)
 def text_learning_rate() -> list[Measurement]:
-    """Spikes and held-out loss at the rate that a full shuffle likes better."""
+    """Spikes and held-out loss at the learning rate that suits a full shuffle better."""
     runs = {
         order: [characters.run(order, seed, lr=characters.OTHER_RATE) for seed in characters.SEEDS]
         for order in ("file order", "buffer 256", "full")
@@ -247,7 +247,7 @@ def text_stability() -> list[Measurement]:
 
 @case("digits/collapse", minutes=0.2)
 def digits_collapse() -> list[Measurement]:
-    """Test accuracy on class-sorted digits by order, with the entropy of the labels in a batch."""
+    """Test accuracy on class-sorted digits by order, with the label entropy within a batch."""
     found = []
     for order in digit_orders.ORDERS:
         runs = [digit_orders.train(order, seed) for seed in digit_orders.SEEDS]
@@ -269,7 +269,7 @@ def digits_collapse() -> list[Measurement]:
 
 @case("digits/design-effect", minutes=0.4)
 def digits_design_effect() -> list[Measurement]:
-    """Measured minus predicted design effect, at the batch size of the prediction and at others."""
+    """Measured minus predicted design effect, at the predictor's batch size and at others."""
     found = []
     for order in digit_orders.ORDERS:
         every = [digit_orders.effects(order, seed=seed) for seed in digit_orders.SEEDS]
@@ -295,7 +295,7 @@ def digits_design_effect() -> list[Measurement]:
 
 @case("digits/noise-scale", minutes=0.2)
 def digits_noise_scale() -> list[Measurement]:
-    """The noise scale that two batches estimate over the exact one, by order."""
+    """Ratio of the noise scale estimated from two batches to the exact one, by order."""
     found = []
     for order in digit_orders.ORDERS:
         pairs = [digit_orders.noise_scales(order, seed=seed) for seed in digit_orders.SEEDS]
@@ -319,12 +319,12 @@ SHARDS, ROWS_PER_SHARD, CLASSES = 12, 250, 10
 ROWS = SHARDS * ROWS_PER_SHARD
 BUFFER, INITIAL = 1000, 100  # webdataset's defaults
 MIXERS = ("BufferShuffle", "webdataset", "webdataset, initial as large")
-RESUMED, SMALL_BUFFER = 6000, 200  # an epoch of many buffers
-LOADED = 8192  # rows of the dataset in memory
+RESUMED, SMALL_BUFFER = 6000, 200  # an epoch much larger than the buffer
+LOADED = 8192  # rows of the in-memory dataset
 
 
 def _samples(rows: int = ROWS) -> Iterator[dict[str, Any]]:
-    """Rows of 256 bytes of text and a label, sorted by label."""
+    """Yield rows of 256 bytes of text and a label, sorted by label."""
     for row in range(rows):
         yield {"__key__": f"{row:06d}", "cls": row * CLASSES // rows, "txt": f"{row:256d}"}
 
@@ -341,7 +341,7 @@ def _exhaust(rows: Iterable[Any]) -> None:
 def _same_rows_or_refuse(*readers: Iterable[dict[str, Any]]) -> None:
     found = [sorted((row["__key__"], row["txt"], row["cls"]) for row in rows) for rows in readers]
     if any(rows != found[0] for rows in found) or len(found[0]) != ROWS:
-        raise RuntimeError("the readers must give the same rows, got others; time nothing")
+        raise RuntimeError("the readers must return the same rows to be timed, got different ones")
 
 
 def _per_second(timing: Timing, rows: int) -> list[float]:
@@ -350,7 +350,7 @@ def _per_second(timing: Timing, rows: int) -> list[float]:
 
 @case("shards/rows-per-second", minutes=0.6, needs="cpu")
 def shards_rows_per_second() -> list[Measurement]:
-    """One reader, from tar files in the page cache through a buffer of the same size and rule."""
+    """Rows per second of one reader, from cached tar files through equal shuffle buffers."""
     with tempfile.TemporaryDirectory() as folder:
         shards = write_shards(_samples(), Path(folder) / "ours", rows_per_shard=ROWS_PER_SHARD)
         (Path(folder) / "theirs").mkdir()
@@ -407,7 +407,7 @@ def _within(labels: Sequence[int]) -> float:
 
 @case("shards/mixing", minutes=0.2)
 def shards_mixing() -> list[Measurement]:
-    """Entropy within batches of 32 from labels in sorted order, ours and webdataset's rule."""
+    """Entropy within batches of 32 from sorted labels, with our rule and with webdataset's."""
     labels = [row * CLASSES // ROWS for row in range(ROWS)]
     found = []
     for size in (128, 512, 2048):
@@ -442,7 +442,7 @@ def shards_mixing() -> list[Measurement]:
 
 
 class _Counted:
-    """A shard that counts the rows that were read from it."""
+    """A shard that counts the rows read from it."""
 
     def __init__(self, shard: TarShard, counter: list[int]) -> None:
         self.shard, self.counter = shard, counter
@@ -455,7 +455,7 @@ class _Counted:
 
 @case("shards/resume", minutes=0.6, needs="cpu")
 def shards_resume() -> list[Measurement]:
-    """To go on at three quarters of an epoch: from a state of ours; webdataset reads all again."""
+    """Resume at three quarters of an epoch: ours from a state, webdataset by reading all again."""
     place = 3 * RESUMED // 4
     with tempfile.TemporaryDirectory() as folder:
         shards = write_shards(_samples(RESUMED), folder, rows_per_shard=ROWS_PER_SHARD)
@@ -509,7 +509,7 @@ def shards_resume() -> list[Measurement]:
 
 @case("loader/epoch", minutes=0.2, needs="cpu")
 def loader_epoch() -> list[Measurement]:
-    """An epoch of a small dataset in memory, in this process: what the exact state costs."""
+    """An epoch of a small in-memory dataset, in this process: the cost of an exact state."""
     data = torch.utils.data.TensorDataset(torch.zeros(LOADED, 64), torch.arange(LOADED))
     loaders: dict[str, Iterable[Any]] = {
         "ResumableLoader": ResumableLoader(data, FullShuffle(LOADED), batch_size=32),
@@ -517,7 +517,7 @@ def loader_epoch() -> list[Measurement]:
     }
     for batches in loaders.values():
         if sorted(torch.cat([rows for _, rows in batches]).tolist()) != list(range(LOADED)):
-            raise RuntimeError("a loader must give each row once, got others; time nothing")
+            raise RuntimeError("a loader must return each row once to be timed, got other rows")
     compared = paired(
         {name: functools.partial(_exhaust, batches) for name, batches in loaders.items()},
         rounds=25,

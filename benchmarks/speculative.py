@@ -1,7 +1,8 @@
-"""Speculative decoding with the shipped models, beside transformers': speed, costs, acceptance.
+"""Speculative decoding with the shipped models, against transformers: speed, costs, acceptance.
 
-One thread, fp32, greedy unless a temperature is named. Times are those of a CPU; what is only
-counted (acceptance, tokens a step, distances of laws) is the same everywhere up to rounding.
+Everything runs on one thread, in fp32, and greedily unless a temperature is named. Times are CPU
+times. Counts (acceptance, tokens per step, distances between distributions) are the same everywhere
+up to rounding.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from labcore.models.fused import FusedLlama
 from labcore.models.shipped import pretrained, prompts, shipped_tokenizer
 from labcore.timing import paired
 
-PROMPTS, TOKENS, ROUNDS = 12, 128, 5  # prompts of a kind at most, tokens of an output, rounds
-SHORT, LONG = 64, 512  # tokens of a prompt
-DRAFTS, CONSTANT = (1, 2, 3, 4, 5), 4  # lengths of the draft model's drafts; the one of both sides
+PROMPTS, TOKENS, ROUNDS = 12, 128, 5  # maximum prompts per kind, tokens per output, rounds
+SHORT, LONG = 64, 512  # prompt tokens
+DRAFTS, CONSTANT = (1, 2, 3, 4, 5), 4  # draft lengths of the draft model; the one compared
 NGRAMS, MAXIMUM = (2, 4, 8), 3  # lengths of n-gram drafts, the longest n
-ADAPTIVE = 8  # the longest draft where the length is free
-CONFIDENCE = 0.4  # transformers' own threshold
+ADAPTIVE = 8  # the longest draft if the length adapts
+CONFIDENCE = 0.4  # transformers' default threshold
 GAP = 1e-3  # nats: a near tie
-# Ratios that this form is held to, by the quantity's first words and the kind of prompts.
+# Target ratios, by the quantity's first words and the kind of prompts.
 BARS = {
     ("plain over transformers' plain", "code"): 1.5,
     ("draft over transformers' assisted", "code"): 1.8,
@@ -53,14 +54,14 @@ BARS = {
     ("n-gram over transformers' lookup", "long_code"): 1.5,
     ("best n-gram over plain", "long_code"): 1.1,
 }
-WITHIN = 0.15  # how far a measured speed-up may be from the prediction
+WITHIN = 0.15  # tolerance between a measured speedup and its prediction
 COST_PROMPTS, FORWARDS, CONTEXTS = 4, (1, 2, 3, 4, 5, 6, 7, 8), (64, 512)
 LENGTHS, TEMPERATURES, SEEDS, BURSTY = (1, 2, 3, 4, 5, 6, 7, 8), (0.0, 0.5, 1.0), (0, 1), 4
 MAXIMA, KINDS = (1, 2, 3, 5), ("copy", "code", "prose")
 SLACKS = (0, 1, 2, 3)
 THRESHOLDS = (0.03, 0.09, 0.3)
-TABLES, SMALL = 20, 4  # random models whose laws are enumerated, and their vocabulary
-WORLDS = 5  # seeds of the cases that are enumerated, and of typical acceptance's texts
+TABLES, SMALL = 20, 4  # random models whose distributions are enumerated, and their vocabulary
+WORLDS = 5  # seeds of the enumerated cases, and of typical acceptance's texts
 
 PLAIN, PEER = "labcore plain", "transformers plain"
 Decode = Callable[[list[int]], list[int]]
@@ -68,7 +69,7 @@ Decode = Callable[[list[int]], list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Target and draft: the models, and their fused forms, which are timed."""
+    """Target and draft: the models, and their fused versions, which are timed."""
 
     target: Llama
     draft: Llama
@@ -78,7 +79,7 @@ class Pair:
 
     @classmethod
     def of(cls, target: Llama, draft: Llama, tokenizer: Tokenizer) -> Pair:
-        """The pair with its fused forms."""
+        """Return the pair with its fused versions."""
         return cls(
             target=target,
             draft=draft,
@@ -90,23 +91,23 @@ class Pair:
 
 @functools.cache
 def shipped() -> Pair:
-    """The models of this course."""
+    """Return the models of this course."""
     return Pair.of(pretrained("target"), pretrained("draft"), shipped_tokenizer())
 
 
 def rows(kind: str, length: int) -> list[list[int]]:
-    """The last `length` tokens of each prompt of a kind."""
+    """Return the last `length` tokens of each prompt of a kind."""
     every = [shipped().tokenizer.encode(text) for text in prompts(kind)]
     return [tokens[-length:] for tokens in every[:PROMPTS]]
 
 
 def settings(temperature: float = 0.0, seed: int = 0) -> SamplingConfig:
-    """What every request here asks for."""
+    """Return the sampling settings of every request here."""
     return SamplingConfig(temperature=temperature, max_tokens=TOKENS, seed=seed)
 
 
 def ours(proposer: Proposer | None) -> Decode:
-    """Greedy decoding by labcore, one prompt at a time."""
+    """Return greedy decoding by labcore, one prompt at a time."""
     target = shipped().fast_target
 
     def decode(prompt: list[int]) -> list[int]:
@@ -116,7 +117,7 @@ def ours(proposer: Proposer | None) -> Decode:
 
 
 def of_transformers(model: Llama) -> Any:
-    """The same weights in transformers."""
+    """Load the same weights in transformers."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -127,7 +128,7 @@ def of_transformers(model: Llama) -> Any:
 
 
 def theirs(model: Any, **options: Any) -> Decode:
-    """Greedy decoding by transformers' generate."""
+    """Return greedy decoding by transformers' generate."""
 
     def decode(prompt: list[int]) -> list[int]:
         ids = torch.tensor([prompt])
@@ -139,7 +140,7 @@ def theirs(model: Any, **options: Any) -> Decode:
 
 
 def draft_models() -> dict[str, Proposer]:
-    """Drafts by a model: constant lengths, and lengths that follow the acceptance."""
+    """Return draft-model proposers with constant lengths and with lengths that adapt."""
     small = shipped().fast_draft
     found: dict[str, Proposer] = {f"draft {n}": DraftModel(small, gamma=n) for n in DRAFTS}
     found["draft adaptive"] = Adaptive(DraftModel(small, gamma=ADAPTIVE), start=2)
@@ -150,18 +151,18 @@ def draft_models() -> dict[str, Proposer]:
 
 
 def ngrams() -> dict[str, Proposer]:
-    """Drafts by lookup."""
+    """Return n-gram proposers."""
     return {f"n-gram {n}": NGram(MAXIMUM, 1, gamma=n) for n in NGRAMS}
 
 
 def peers(model: Any, *, drafts: bool) -> dict[str, Decode]:
-    """What transformers has, with the same lengths of the drafts."""
+    """Return transformers' own methods, with the same draft lengths."""
     found = {PEER: theirs(model)}
     if drafts:
         small = of_transformers(shipped().draft)
         small.generation_config.num_assistant_tokens = CONSTANT
         small.generation_config.num_assistant_tokens_schedule = "constant"
-        small.generation_config.assistant_confidence_threshold = 0.0  # else it drafts fewer
+        small.generation_config.assistant_confidence_threshold = 0.0  # or it drafts fewer
         found[f"transformers assisted {CONSTANT}"] = theirs(model, assistant_model=small)
     for length in NGRAMS:
         found[f"transformers lookup {length}"] = theirs(
@@ -173,7 +174,10 @@ def peers(model: Any, *, drafts: bool) -> dict[str, Decode]:
 def refuse_wrong(
     outputs: Mapping[str, list[list[int]]], given: Sequence[list[int]]
 ) -> dict[str, Any]:
-    """What is not greedy is not timed: each output is the plain one, or differs by near ties."""
+    """Check that each output is greedy: equal to the plain one, or different only by near ties.
+
+    Raises RuntimeError for a wrong output, which must not be timed.
+    """
     same, worst = {}, 0.0
     for name, found in outputs.items():
         same[name] = 0
@@ -192,13 +196,13 @@ def refuse_wrong(
 
 
 def counted(proposer: Proposer | None, given: Sequence[list[int]]) -> Statistics:
-    """What a proposer drafts and what is accepted of it, greedy."""
+    """Return the counts of a proposer's drafted and accepted tokens in greedy decoding."""
     target = shipped().fast_target
     return generate(target, list(given), settings(), proposer=proposer).statistics
 
 
 def steps_of(model: Any, decode: Decode, given: Sequence[list[int]]) -> int:
-    """Forwards of a transformers model that it takes to go on from all prompts."""
+    """Return how many forwards of a transformers model it takes to continue all prompts."""
     forwards = 0
 
     def note(*_: Any) -> None:
@@ -215,7 +219,7 @@ def steps_of(model: Any, decode: Decode, given: Sequence[list[int]]) -> int:
 
 
 def plain_numbers(found: Statistics) -> dict[str, float | None]:
-    """Counts for the details of a record, None for a share of nothing."""
+    """Return counts for a record's details, with None for an undefined fraction."""
     every = {
         "acceptance rate": found.acceptance_rate,
         "alpha": found.alpha,
@@ -230,9 +234,9 @@ def plain_numbers(found: Statistics) -> dict[str, float | None]:
 def race(
     calls: Mapping[str, Decode], given: Sequence[list[int]], tokens: Mapping[str, int]
 ) -> dict[str, list[float]]:
-    """Tokens a second of each way, a number a round: every prompt by all ways, shuffled.
+    """Return each way's tokens per second, round by round: all ways on every prompt, shuffled.
 
-    tokens: how many each way gives for all prompts.
+    tokens: number of tokens that each way generates for all prompts.
     """
     seconds = {name: [0.0] * ROUNDS for name in calls}
     for place, prompt in enumerate(given):
@@ -249,7 +253,7 @@ def race(
 
 
 def decoding(kind: str, length: int, *, drafts: bool) -> list[Measurement]:
-    """Every way in the same rounds, then the ratios that this form is held to."""
+    """Time every way in the same rounds, then return the ratios with targets."""
     given = rows(kind, length)
     model = of_transformers(shipped().target)
     proposers = {**(draft_models() if drafts else {}), **ngrams()}
@@ -313,7 +317,7 @@ def ratios(
     *,
     drafts: bool,
 ) -> list[Measurement]:
-    """Speed of one way over that of another, round by round, with its bar."""
+    """Return ratios of two ways' speeds, round by round, with their targets."""
 
     def best(family: str) -> str:
         ways = [name for name in speeds if name.startswith(f"labcore {family}")]
@@ -343,31 +347,31 @@ def ratios(
 
 @case("decoding/64 tokens of code", minutes=6, needs="cpu")
 def decoding_short() -> list[Measurement]:
-    """Plain, draft model and n-gram, ours and transformers', behind short prompts."""
+    """Plain, draft model and n-gram, ours and transformers', after short prompts."""
     return decoding("code", SHORT, drafts=True)
 
 
 @case("decoding/512 tokens of code", minutes=4, needs="cpu")
 def decoding_long() -> list[Measurement]:
-    """N-gram where there is more to look up."""
+    """N-gram with more text to look up."""
     return decoding("long_code", LONG, drafts=False)
 
 
 class Metered:
-    """A proposer whose time and drafts are noted."""
+    """A proposer whose time and drafts are recorded."""
 
     def __init__(self, inner: Proposer) -> None:
         self.inner = inner
         self.forget()
 
     def forget(self) -> None:
-        """Begin to count anew."""
+        """Reset the counts."""
         self.seconds = 0.0
-        self.sizes: list[list[int]] = []  # of each step, the rows' drafts
+        self.sizes: list[list[int]] = []  # for each step, the draft length of each row
         self.accepted: list[list[int]] = []
 
     def propose(self, *arguments: Any, **options: Any) -> list[Draft]:
-        """As the proposer inside."""
+        """Call the inner proposer."""
         begin = time.perf_counter()
         drafts = self.inner.propose(*arguments, **options)
         self.seconds += time.perf_counter() - begin
@@ -375,14 +379,14 @@ class Metered:
         return drafts
 
     def commit(self, accepted: Sequence[Accepted]) -> None:
-        """As the proposer inside."""
+        """Call the inner proposer."""
         begin = time.perf_counter()
         self.inner.commit(accepted)
         self.seconds += time.perf_counter() - begin
         self.accepted.append([len(one.path) for one in accepted])
 
     def outcomes(self) -> list[list[bool]]:
-        """Which judged tokens were accepted, of each row; the step that ended it is left out."""
+        """Return, for each row, which judged tokens were accepted, without the row's last step."""
         found = []
         by_row = (zip(*steps, strict=True) for steps in (self.sizes, self.accepted))
         for sizes, accepted in zip(*by_row, strict=True):
@@ -392,9 +396,9 @@ class Metered:
 
 
 class Wrong:
-    """Drafts of a fixed length, at no cost, whose first token the target will not say.
+    """Free drafts of a fixed length, whose first token is always wrong.
 
-    text: the prompt and the output that the target will give.
+    text: the prompt and the target's output.
     """
 
     def __init__(self, text: list[int], length: int) -> None:
@@ -403,13 +407,13 @@ class Wrong:
     def propose(
         self,
         contexts: Sequence[Sequence[int]],
-        samplings: Sequence[SamplingConfig],  # noqa: ARG002 - the protocol's
+        samplings: Sequence[SamplingConfig],  # noqa: ARG002 - part of the protocol
         max_tokens: Sequence[int],
         generators: Sequence[torch.Generator],  # noqa: ARG002
         *,
         hidden: Tensor | None = None,  # noqa: ARG002
     ) -> list[Draft]:
-        """One chain of one token's neighbour in the vocabulary, again and again."""
+        """Return a chain that repeats the vocabulary neighbor of the right token."""
         (context,), (most,) = contexts, max_tokens
         if len(context) >= len(self.text):
             return [Draft.chain([])]
@@ -417,12 +421,12 @@ class Wrong:
         return [Draft.chain([other] * min(self.length, most))]
 
     def commit(self, accepted: Sequence[Accepted]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 @dataclass(kw_only=True)
 class Steady:
-    """Steps behind the first one of some outputs: the prompts' forwards are in none of them."""
+    """The steps of some outputs after the first, which excludes the prompts' forwards."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -432,11 +436,11 @@ class Steady:
 
     @property
     def step(self) -> float:
-        """Seconds a step."""
+        """Seconds per step."""
         return self.seconds / self.steps
 
     def run(self, prompt: list[int], proposer: Proposer | None) -> None:
-        """Add one output; of wrong drafts only the steps that have room for a whole one."""
+        """Add one output; with wrong drafts, only the steps that have room for a whole draft."""
         room = TOKENS - 1 - proposer.length if isinstance(proposer, Wrong) else None
         meter = None if proposer is None else Metered(proposer)
         blocks = stream(shipped().fast_target, prompt, settings(), proposer=meter)
@@ -455,9 +459,9 @@ class Steady:
 def steady(
     ways: Mapping[str, Callable[[int], Proposer | None]], given: Sequence[list[int]], rounds: int
 ) -> dict[str, list[Steady]]:
-    """Every way on every prompt, in shuffled order: a `Steady` a round.
+    """Run every way on every prompt, in shuffled order; return a `Steady` per round.
 
-    ways: functions of the prompt's place, as some proposers know what comes.
+    ways: functions of the prompt's index, because some proposers know the output.
     """
     dice, found = random.Random(0), {name: [Steady() for _ in range(rounds)] for name in ways}
     for turn in range(-1, rounds):  # the first turn warms up
@@ -469,12 +473,12 @@ def steady(
 
 
 def always(proposer: Proposer | None) -> Callable[[int], Proposer | None]:
-    """The same proposer for every prompt."""
+    """Use the same proposer for every prompt."""
     return lambda place: proposer  # noqa: ARG005
 
 
 def costs(kind: str, length: int, proposers: Mapping[str, Any]) -> list[Measurement]:
-    """v of each number of tokens, what drafting costs, and the speed-ups that follow from them."""
+    """Measure v for each number of tokens and the cost of drafting, and predict speedups."""
     given = rows(kind, length)[:COST_PROMPTS]
     texts = [prompt + ours(None)(prompt) for prompt in given]
     longest = max(proposer.gamma for proposer in proposers.values())
@@ -487,7 +491,7 @@ def costs(kind: str, length: int, proposers: Mapping[str, Any]) -> list[Measurem
     one = [x.step for x in rounds[PLAIN]]
     table = {0: [1.0] * ROUNDS}
     for size in range(1, longest + 1):
-        # Behind an output that ended early there is no draft: a plain step.
+        # After an output that ended early there is no draft: the step is plain.
         table[size] = [
             (x.seconds - x.sizes.count(0) * t) / max(1, x.steps - x.sizes.count(0)) / t
             for x, t in zip(rounds[f"v {size}"], one, strict=True)
@@ -514,10 +518,10 @@ def predicted(
     v: Mapping[int, Sequence[float]],
     at: str,
 ) -> list[Measurement]:
-    """A way's cost of drafting, and tokens a step / (v + cost of drafting) beside its speed-up.
+    """Return a way's drafting cost, and its measured and predicted speedup.
 
-    one: seconds of a plain step; v: plain steps that verifying a draft of that length takes; both
-    round by round.
+    The prediction is tokens per step / (v + drafting cost). one: seconds per plain step. v: the
+    cost of verifying a draft of that length, in plain steps. Both are round by round.
     """
     drafting = [x.drafting / x.steps / t for x, t in zip(rounds, one, strict=True)]
     drafted = [max(1, sum(x.sizes)) / x.steps for x in rounds]
@@ -571,7 +575,7 @@ def cost_short() -> list[Measurement]:
 
 @case("cost/64 tokens of prose", minutes=1, needs="cpu")
 def cost_prose() -> list[Measurement]:
-    """The same behind free text, for one length of each."""
+    """The same after prose, for one draft length each."""
     small = shipped().fast_draft
     ways: dict[str, Proposer] = {
         f"draft {CONSTANT}": DraftModel(small, gamma=CONSTANT),
@@ -582,13 +586,13 @@ def cost_prose() -> list[Measurement]:
 
 @case("cost/512 tokens of code", minutes=1.5, needs="cpu")
 def cost_long() -> list[Measurement]:
-    """The same for n-grams behind long prompts."""
+    """The same for n-grams after long prompts."""
     return costs("long_code", LONG, ngrams())
 
 
 @case("cost/forwards", minutes=0.5, needs="cpu")
 def forwards() -> list[Measurement]:
-    """v of the forward alone: with packed weights, and as torch's linear has it."""
+    """v of the forward alone: with packed weights, and with torch's linear layers."""
     pair, found = shipped(), []
     for context in CONTEXTS:
         chance = torch.Generator().manual_seed(0)
@@ -631,7 +635,7 @@ def forwards() -> list[Measurement]:
 
 
 def forward(model: Any, cache: Any, tokens: Tensor, before: Tensor) -> None:
-    """One forward, taken back."""
+    """Run one forward and undo it."""
     model(tokens, cache=cache)
     cache.truncate(before)
 
@@ -639,7 +643,7 @@ def forward(model: Any, cache: Any, tokens: Tensor, before: Tensor) -> None:
 def outcomes_of(
     proposer: Proposer, given: Sequence[list[int]], temperature: float, seed: int
 ) -> tuple[list[Statistics], list[list[bool]]]:
-    """Counts and outcomes of each row of a batch, in which every row draws for itself."""
+    """Return the counts and outcomes of each row of a batch, with a separate seed per row."""
     meter = Metered(proposer)
     asked = [settings(temperature, 1000 * seed + place) for place in range(len(given))]
     done = generate(shipped().fast_target, list(given), asked, proposer=meter)
@@ -647,18 +651,18 @@ def outcomes_of(
 
 
 def seeds_for(temperature: float) -> tuple[int, ...]:
-    """Greedy outputs have no chance in them."""
+    """Return the seeds; greedy outputs aren't random and need only one."""
     return SEEDS if temperature else SEEDS[:1]
 
 
 def finite(samples: Iterable[float]) -> list[float]:
-    """Without those that are shares of nothing."""
+    """Drop undefined fractions (NaN)."""
     return [sample for sample in samples if not math.isnan(sample)]
 
 
 @case("acceptance", minutes=2)
 def acceptance() -> list[Measurement]:
-    """Acceptance and tokens a step by draft length and temperature, beside the closed forms."""
+    """Acceptance and tokens per step by draft length and temperature, against closed forms."""
     given, found = rows("code", SHORT), []
     for temperature in TEMPERATURES:
         after: list[tuple[float, float]] = []
@@ -717,7 +721,7 @@ def acceptance() -> list[Measurement]:
 
 
 def pooled(outcomes: Sequence[Sequence[bool]]) -> tuple[float, float]:
-    """P(accepted | accepted) and P(accepted | rejected) over all rows; none follows another's."""
+    """Return P(accepted | accepted) and P(accepted | rejected), pooled over separate rows."""
     after: dict[bool, list[bool]] = {True: [], False: []}
     for row in outcomes:
         for before, now in itertools.pairwise(row):
@@ -728,7 +732,7 @@ def pooled(outcomes: Sequence[Sequence[bool]]) -> tuple[float, float]:
 
 @case("ngram", minutes=2)
 def ngram() -> list[Measurement]:
-    """Tokens a step of the lookup by its options, on copying, on code and on free text."""
+    """Tokens per step of n-gram lookup by its options, on copying, code and prose."""
     found = []
     for kind in KINDS:
         given = rows(kind, LONG)
@@ -763,7 +767,7 @@ GATE_COUNTS: dict[str, tuple[str, Callable[[Statistics], float]]] = {
 
 @case("gate", minutes=3, needs="cpu")
 def gate() -> list[Measurement]:
-    """Drafts that go on while n-grams confirm them: what each unconfirmed token more brings."""
+    """Drafts that continue while n-grams confirm them: the gain of each extra unconfirmed token."""
     small, found = shipped().fast_draft, []
     ways: dict[str, Proposer] = {
         f"slack {slack}": Gated(DraftModel(small, gamma=ADAPTIVE), NGram(MAXIMUM, 1), slack)
@@ -816,7 +820,7 @@ def gate() -> list[Measurement]:
 
 @torch.inference_mode()
 def distributions(temperature: float, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """p and q, fp32 [T, V], behind each token of what the target says behind each prompt."""
+    """Return p and q, fp32 [T, V], after each token of the target's output for each prompt."""
     pair, found = shipped(), []
     for place, prompt in enumerate(rows("code", SHORT)):
         said = generate(pair.fast_target, [prompt], settings(temperature, 1000 * seed + place))
@@ -830,9 +834,9 @@ def distributions(temperature: float, seed: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def typical_law(rule: TypicalAcceptance, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """The law of one token drafted from q under typical acceptance, and P(accepted): of [T, V].
+    """Return the distribution [T, V] of a token drafted from q, and P(accepted) [T].
 
-    It leaves if it is typical; otherwise a token from p takes its place.
+    Typical acceptance keeps the token if it is typical; otherwise a token from p replaces it.
     """
     taken = q * (p > rule.bound(p)[:, None])
     accepted = taken.sum(-1)
@@ -841,11 +845,11 @@ def typical_law(rule: TypicalAcceptance, p: Tensor, q: Tensor) -> tuple[Tensor, 
 
 @case("typical", minutes=1)
 def typical() -> list[Measurement]:
-    """How far typical acceptance takes the output from the target's law, beside the exact rule."""
+    """Distance of typical acceptance's output distribution from the target's, and its gains."""
     found = []
     for temperature in filter(None, TEMPERATURES):
         every = [distributions(temperature, seed) for seed in range(WORLDS)]
-        # Rows of fp32 add up to 1 to seven digits only, which would look like a bias.
+        # fp32 rows sum to 1 only to seven digits, which would look like a bias.
         wide = [[torch.cat(x).double() for x in zip(*one, strict=True)] for one in every]
         pairs = [[x / x.sum(-1, keepdim=True) for x in one] for one in wide]
         exactly = [float(torch.minimum(p, q).sum(-1).mean()) for p, q in pairs]
@@ -890,7 +894,7 @@ def typical() -> list[Measurement]:
 
 @case("exact", minutes=0.5)
 def every_outcome() -> list[Measurement]:
-    """The largest distance from the target's law over all cases, every outcome added up."""
+    """Largest distance from the target's distribution over all cases, by enumerating outcomes."""
     return [
         Measurement(
             quantity=f"total variation/{name}",
@@ -906,7 +910,7 @@ def every_outcome() -> list[Measurement]:
 
 
 def enumerated() -> list[Measurement]:
-    """The same for random models with so few tokens that every outcome can be listed."""
+    """Return the same for random models with few enough tokens to enumerate every outcome."""
     found = []
     for gamma in (1, 2, 3):
         biases, left = [], 0.0

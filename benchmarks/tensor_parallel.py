@@ -1,9 +1,9 @@
 """Tensor parallelism: what dividing a model saves, what its all-reduces cost, what graphs save.
 
-Measured on processes of one machine that talk through gloo, one thread each; where they outnumber
-its cores, or fill them, they wait for each other's turns: details name both numbers. Cases under
-"paper" are not measured: they are formulas and the simulator of `labcore.parallel.timeline`, fed
-with data sheets.
+The cases run single-threaded processes on one machine, which communicate through gloo. If the
+processes fill or outnumber the cores, they wait for each other; the details have both numbers.
+Cases under "paper" aren't measured: they use formulas and the simulator of
+`labcore.parallel.timeline` with data-sheet values.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ TIMEOUT_S = 400.0
 def exact(
     quantity: str, value: float, unit: str, mode: str = "measured", /, **details: Any
 ) -> Measurement:
-    """A number that counting or a formula gives: it has no spread."""
+    """Return a number that is counted or computed, which has no spread."""
     return replace(seen(quantity, unit, [value], exact=True, **details), mode=mode)
 
 
 def seen(quantity: str, unit: str, samples: Sequence[float], **details: Any) -> Measurement:
-    """A sample a seed, a repeat or a block of repeats."""
+    """Return a measurement with a sample per seed, repeat or block of repeats."""
     return Measurement(quantity=quantity, unit=unit, samples=samples, details=details)
 
 
 def on(ranks: int) -> dict[str, Any]:
-    """How many processes shared how many cores."""
+    """Return how many processes shared how many cores."""
     return {"processes": ranks, "cores": os.cpu_count()}
 
 
 # What a rank holds -------------------------------------------------------------------------------
-ROWS, LENGTH = 4, 64  # of the forward whose activations are counted
-CAPACITY = 256  # tokens of a row of the cache
+ROWS, LENGTH = 4, 64  # the forward whose activations are counted
+CAPACITY = 256  # tokens per row of the cache
 
 
 def kept_bytes(model: Llama) -> int:
-    """Bytes of the storages that a forward saves for its backward, weights not counted."""
+    """Return the bytes of the storages that a forward saves for its backward, without weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -83,12 +83,12 @@ def kept_bytes(model: Llama) -> int:
 
     tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = model(tokens)  # the graph, and so what it saved, lives as long as this
+        out = model(tokens)  # keeps the graph, and with it the saved tensors, alive
     return sum(kept.values()) if out.logits.requires_grad else 0
 
 
 def held_by(model: Llama) -> dict[str, int]:
-    """Bytes that this process holds of a model, of a cache and of a forward."""
+    """Return the bytes that this process holds for a model, its cache and a forward."""
     cache = local_cache(model, batch=ROWS, capacity=CAPACITY)
     return {
         "bytes of weights": sum(p.nbytes for p in model.parameters()),
@@ -98,7 +98,7 @@ def held_by(model: Llama) -> dict[str, int]:
 
 
 def held() -> dict[str, dict[str, int]]:
-    """In every rank: what it holds of the whole target, and of its part."""
+    """Return what this rank holds of the whole target, and of its part."""
     divided, by_tokens = (
         parallelize(pretrained("target"), sequence_parallel=spread) for spread in (False, True)
     )
@@ -111,7 +111,7 @@ def held() -> dict[str, dict[str, int]]:
 
 @case("memory", minutes=0.1)
 def memory() -> list[Measurement]:
-    """The fullest rank over the whole model: the shipped target in fp32, counted in processes."""
+    """Bytes of the fullest rank over those of the whole model, for the shipped target in fp32."""
     found = []
     for ranks in RANKS:
         told = processes.run(held, ranks, timeout_s=TIMEOUT_S)
@@ -127,15 +127,15 @@ def memory() -> list[Measurement]:
     return found
 
 
-# Which collective behind which split -------------------------------------------------------------
-SHAPE = (37, 48, 60)  # of Y = XW: rows of X, its columns, columns of W
+# Which collective for which split ----------------------------------------------------------------
+SHAPE = (37, 48, 60)  # for Y = XW: rows of X, its columns, columns of W
 
 
 def products(seeds: Sequence[int]) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """In every rank: the errors of each split and collective, seed by seed, and bytes sent.
+    """Return this rank's errors for each split and collective, by seed, and the bytes it sent.
 
-    What a rank has behind the collective is compared with what it should be: an all-reduced block
-    of columns with this rank's block of Y, summands side by side with Y side by side.
+    The result after the collective is compared with the desired one: an all-reduced block of
+    columns with this rank's block of Y, gathered summands with repeated copies of Y.
     """
     ranks = rank_and_size()[1]
     rows, inner, width = SHAPE
@@ -165,7 +165,7 @@ def products(seeds: Sequence[int]) -> tuple[dict[str, list[float]], dict[str, in
 
 @case("split", minutes=0.05)
 def split() -> list[Measurement]:
-    """Relative error against fp64, of the rank that is furthest off; 1 and more is a wrong sum."""
+    """Largest relative error of any rank against fp64; an error of 1 or more is a wrong result."""
     found = []
     for ranks in RANKS:
         told = processes.run(products, ranks, SEEDS, timeout_s=TIMEOUT_S)
@@ -184,14 +184,14 @@ def split() -> list[Measurement]:
 
 # All-reduces -------------------------------------------------------------------------------------
 SIZES = tuple(4 * n for n in (1, 256, 4096, 65536, 262144, 1048576))
-LEFT_OUT = (4 * 65536, 4 * 1048576)  # in turn, to be predicted by a fit of the others
+LEFT_OUT = (4 * 65536, 4 * 1048576)  # left out in turn, and predicted by a fit to the others
 BLOCKS, REPEATS = 5, 15  # blocks of rounds; each has its own fit
 ALGORITHMS, FITTED = (BACKEND, *ALL_REDUCES), (BACKEND, "ring")
 Blocks = Mapping[str, Sequence[Mapping[int, Sequence[float]]]]
 
 
 def group_of(backend: str) -> tuple[dist.ProcessGroup | None, torch.device]:
-    """A group of all processes, and where its tensors live: for NCCL a GPU for each process."""
+    """Return a group of all processes and its tensors' device: with NCCL, one GPU per process."""
     if backend != "nccl":
         return None, torch.device("cpu")
     device = torch.device("cuda", dist.get_rank())
@@ -202,7 +202,7 @@ def group_of(backend: str) -> tuple[dist.ProcessGroup | None, torch.device]:
 def timed_blocks(
     algorithms: Sequence[str], sizes: Sequence[int], blocks: int, repeats: int, backend: str
 ) -> Blocks:
-    """In every rank: each algorithm's seconds by size, block by block, the algorithms in turn."""
+    """Time the algorithms in turn; return each one's seconds by size, block by block."""
     group, device = group_of(backend)
     found: dict[str, list[Mapping[int, Sequence[float]]]] = {name: [] for name in algorithms}
     for _, name in itertools.product(range(blocks), algorithms):
@@ -212,7 +212,7 @@ def timed_blocks(
 
 
 def told_of(blocks: Blocks, **details: Any) -> list[Measurement]:
-    """Times, and of FITTED the alpha and beta of each block with what they predict."""
+    """Return the times, and for FITTED the alpha and beta of each block and their predictions."""
     found = []
     for name, told in blocks.items():
         for size in told[0]:
@@ -238,7 +238,7 @@ def told_of(blocks: Blocks, **details: Any) -> list[Measurement]:
 
 
 def all_reduces(ranks: int) -> list[Measurement]:
-    """The backend's all-reduce beside those of labcore."""
+    """Compare the backend's all-reduce with those of labcore."""
     told = processes.run(
         timed_blocks, ranks, ALGORITHMS, SIZES, BLOCKS, REPEATS, "gloo", timeout_s=TIMEOUT_S
     )
@@ -247,7 +247,7 @@ def all_reduces(ranks: int) -> list[Measurement]:
 
 @case("allreduce/2 ranks", minutes=0.3, needs="cpu")
 def all_reduces_of_two() -> list[Measurement]:
-    """A core for each process."""
+    """One core per process."""
     return all_reduces(2)
 
 
@@ -259,7 +259,7 @@ def all_reduces_of_four() -> list[Measurement]:
 
 @case("allreduce/nccl", minutes=0.5, needs="gpu")
 def all_reduces_of_gpus() -> list[Measurement]:
-    """All GPUs of this machine, a process each; one GPU alone has a launch and nothing to send."""
+    """One process per GPU of this machine; a single GPU launches but sends nothing."""
     gpus = torch.cuda.device_count()
     names = [name for name in ALGORITHMS if name != "halving_doubling" or gpus.bit_count() == 1]
     told = processes.run(
@@ -268,13 +268,13 @@ def all_reduces_of_gpus() -> list[Measurement]:
     return told_of(told[0], gpus=gpus)
 
 
-# Layers beside torch's ---------------------------------------------------------------------------
-WIDTH, INNER, TOKENS = 256, 704, 256  # of an MLP: C, F, and the rows of its input
+# Layers against torch's --------------------------------------------------------------------------
+WIDTH, INNER, TOKENS = 256, 704, 256  # C and F of an MLP, and the rows of its input
 ROUNDS = 100
 
 
 class MLP(nn.Module):
-    """Gate, up and down, as in a Llama."""
+    """An MLP with gate, up and down projections, as in a Llama."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ class MLP(nn.Module):
 
 
 def by_labcore(whole: MLP) -> nn.Module:
-    """This rank's part, divided as `parallelize` divides a layer of a Llama."""
+    """Return this rank's part, split the way `parallelize` splits a Llama layer."""
     own = copy.deepcopy(whole)
     own.gate = ColumnParallelLinear.of(whole.gate, input_is_copied=True)  # type: ignore[assignment]
     own.up = ColumnParallelLinear.of(whole.up, input_is_copied=True)  # type: ignore[assignment]
@@ -298,7 +298,7 @@ def by_labcore(whole: MLP) -> nn.Module:
 
 
 def by_torch(whole: MLP, *, one_input: bool) -> nn.Module:
-    """This rank's part by torch. one_input: x enters both column layers as one DTensor."""
+    """Return this rank's part by torch. one_input: x enters both column layers as one DTensor."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
@@ -311,7 +311,7 @@ def by_torch(whole: MLP, *, one_input: bool) -> nn.Module:
     plan: dict[str, Any] = {
         "gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(),
     }  # fmt: skip
-    if one_input:  # then its gradient is summed over the ranks once, not for each of the two
+    if one_input:  # sums its gradient over the ranks once, not for each of the two layers
         plan[""] = PrepareModuleInput(
             input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
         )
@@ -323,7 +323,7 @@ PEER, LATER = "torch's parallelize_module", "torch's, an input for each column l
 
 
 def timed_layers(width: int, inner: int, rows: int, rounds: int) -> dict[str, list[float]]:
-    """In every rank: seconds of each form forward, and forward and backward, in turn."""
+    """Time each implementation's forward, and forward and backward, in turn; return the seconds."""
     generator = torch.Generator().manual_seed(0)
     whole = MLP(width, inner)
     with torch.no_grad():
@@ -337,7 +337,7 @@ def timed_layers(width: int, inner: int, rows: int, rounds: int) -> dict[str, li
     }
     leaf = x.clone().requires_grad_()
 
-    # Reading a number waits for a collective that torch leaves under way.
+    # Reading a number waits for a collective that torch left running.
     @torch.no_grad()
     def forward(model: nn.Module) -> float:
         return model(x)[-1, -1].item()
@@ -347,7 +347,7 @@ def timed_layers(width: int, inner: int, rows: int, rounds: int) -> dict[str, li
         return grads[0][-1, -1].item()
 
     wanted = (y := whole(leaf), *torch.autograd.grad(y, [leaf], probe))
-    for model in forms.values():  # what is not equal is not timed
+    for model in forms.values():  # refuse to time wrong results
         found = (y := model(leaf) + 0, *torch.autograd.grad(y, [leaf], probe))
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     calls: dict[str, Callable[[], float]] = {}
@@ -359,7 +359,7 @@ def timed_layers(width: int, inner: int, rows: int, rounds: int) -> dict[str, li
 
 @case("layers/2 ranks", minutes=0.2, needs="cpu")
 def layers() -> list[Measurement]:
-    """An MLP by columns and rows, beside torch's: below 1 this one is faster."""
+    """A column- and row-parallel MLP against torch's: below 1, labcore's is faster."""
     told = processes.run(timed_layers, 2, WIDTH, INNER, TOKENS, ROUNDS, timeout_s=TIMEOUT_S)[0]
     details = {"width": WIDTH, "inner": INNER, "rows": TOKENS, **on(2)}
     found = []
@@ -374,14 +374,14 @@ def layers() -> list[Measurement]:
 
 
 # Decoding ----------------------------------------------------------------------------------------
-PROMPT, NEW, RUNS = 64, 64, 5  # tokens of a prompt, tokens written, prompts
+PROMPT, NEW, RUNS = 64, 64, 5  # prompt tokens, new tokens, number of prompts
 
 
 def decodings(texts: Sequence[Sequence[int]], new: int) -> list[tuple[Decoded | None, Decoded]]:
-    """In every rank: each prompt by the first process alone, then by all of them."""
+    """Decode each prompt by the first process alone, then by all of them."""
     whole, divided = pretrained("target"), parallelize(pretrained("target"))
     found = []
-    for text in (texts[0], *texts):  # what a process does for the first time is slow
+    for text in (texts[0], *texts):  # the first decoding is a warmup
         alone = timed_decode(whole, text, max_tokens=new) if rank_and_size()[0] == 0 else None
         dist.barrier()
         found.append((alone, timed_decode(divided, text, max_tokens=new)))
@@ -390,7 +390,7 @@ def decodings(texts: Sequence[Sequence[int]], new: int) -> list[tuple[Decoded | 
 
 
 def decoded(ranks: int) -> list[Measurement]:
-    """The shipped target behind five prompts of code, greedy, one row, no graph."""
+    """Decode five code prompts with the shipped target: greedy, one row, no graph."""
     every = [shipped_tokenizer().encode(text) for text in prompts("code")]
     texts = [tokens[-PROMPT:] for tokens in every[:RUNS]]
     pairs = processes.run(decodings, ranks, texts, NEW, timeout_s=TIMEOUT_S)[0]
@@ -416,13 +416,13 @@ def decoded(ranks: int) -> list[Measurement]:
 
 @case("decode/1 ranks", minutes=0.1, needs="cpu")
 def decoded_by_one() -> list[Measurement]:
-    """A group of one, which sends nothing: what dividing costs by itself."""
+    """A group of one, which sends nothing: the cost of the parallel layers alone."""
     return decoded(1)
 
 
 @case("decode/2 ranks", minutes=0.3, needs="cpu")
 def decoded_by_two() -> list[Measurement]:
-    """A core for each process."""
+    """One core per process."""
     return decoded(2)
 
 
@@ -434,7 +434,7 @@ def decoded_by_four() -> list[Measurement]:
 
 # Launches ----------------------------------------------------------------------------------------
 def launched() -> tuple[int, int]:
-    """In every rank: operations of a decode step of one row, and how many are collectives."""
+    """Return the number of operations in a decode step of one row, and of collectives in it."""
     model = parallelize(pretrained("target"))
     cache = local_cache(model, batch=1, capacity=CAPACITY)
     with GraphedDecoder(model, cache, batches=(1,)) as decoder:
@@ -444,7 +444,7 @@ def launched() -> tuple[int, int]:
 
 @case("launches", minutes=0.1)
 def launches() -> list[Measurement]:
-    """Operations of torch that a decode step launches, one by one; a graph is one launch."""
+    """The torch operations that a decode step launches one by one; a graph is a single launch."""
     found = []
     for ranks in (1, 2):
         ops, collectives = processes.run(launched, ranks, timeout_s=TIMEOUT_S)[0]
@@ -465,10 +465,10 @@ OVERLAP_REPEATS = 40
 
 @case("overlap", minutes=0.6, needs="cpu")
 def overlap() -> list[Measurement]:
-    """A product and its all-reduce in chunks, over one behind the other: above 1 overlap pays.
+    """A matrix product and its all-reduce, in sequence over overlapped: above 1, overlap pays.
 
-    Through gloo the cores that compute also carry the bytes. The simulated link carries them by
-    itself and takes just as long as the product, which is the best case for overlap.
+    With gloo, the cores that compute also move the bytes. The simulated link moves them by itself
+    and takes exactly as long as the product, which is the best case for overlap.
     """
     rows, inner, width = PRODUCT.values()
     x, weight = torch.ones(rows, inner), torch.full((inner, width), 1 / inner)
@@ -509,10 +509,10 @@ FREE = Link(name="free", alpha=0.0, beta=0.0, source="a wire that takes no time"
 
 
 def token_of(model: str, link: Link, batch: int) -> list[Measurement]:
-    """A token on TOGETHER GPUs in each mode, and what the wire adds to it.
+    """Simulate a token on TOGETHER GPUs in each mode, and the time that the wire adds.
 
-    What it adds is the time minus that of the same operations, in one piece, on a wire that takes
-    none: what overlap pays for its chunks counts.
+    The wire's time is the total minus the time of the same operations, unchunked, on a free wire.
+    It includes the cost of overlap's chunks.
     """
     ops = decode_step(MODELS[model], ranks=TOGETHER, batch=batch, context=CONTEXT)
     gpu, at = GPUS[GPU], f"{model}, {link.name}, batch {batch}"
@@ -545,7 +545,7 @@ def token_of(model: str, link: Link, batch: int) -> list[Measurement]:
 
 @case("paper/token", minutes=0.05)
 def token() -> list[Measurement]:
-    """Eight H100 by their data sheets, and one of them, whether or not the model fits."""
+    """Eight H100s according to their data sheets, and one of them even if the model doesn't fit."""
     found, gpu = [], GPUS[GPU]
     for model, batch in itertools.product(ON_PAPER, BATCHES):
         for link in LINKED:
@@ -564,7 +564,7 @@ def token() -> list[Measurement]:
     return found
 
 
-# Tokens a second by number of GPUs, of weights in bfloat16.
+# Tokens per second by number of GPUs, with weights in bfloat16.
 PUBLISHED = {
     "7B": {1: 104.9, 2: 168.84, 4: 254.02, 8: 328.43},
     "70B": {2: 21.32, 4: 38.01, 8: 62.50},
@@ -574,15 +574,15 @@ SOURCE = (
     "graphs, ENABLE_INTRA_NODE_COMM=1 (one- and two-shot kernels), A100-80GB limited to 330 W, "
     "which leaves a peak of about 1,700 GB/s, in a hybrid cube mesh, 5 tokens of a prompt"
 )
-# 200 new tokens, the default of its generate.py, behind the 5: the mean of a step.
+# The mean context of a step: its generate.py writes 200 tokens by default, after 5 of a prompt.
 MEAN_CONTEXT = 105
 
 
 @case("paper/published", minutes=0.02)
 def published() -> list[Measurement]:
-    """Tokens a second by the simulator over published ones: above 1 the data sheets promise more.
+    """Simulated over published tokens per second: above 1, the data sheets promise more.
 
-    gpt-fast leaves embedding and head whole on each GPU, the simulator divides them.
+    gpt-fast keeps the whole embedding and head on each GPU; the simulator splits them.
     """
     found, gpu, link = [], GPUS["A100 SXM"], LINKS["NVLink 3"]
     for model, rates in PUBLISHED.items():
@@ -598,7 +598,7 @@ def published() -> list[Measurement]:
 
 
 # Graphs on a GPU ---------------------------------------------------------------------------------
-# The shape of TinyLlama (arXiv 2401.02385): 1.1 B weights.
+# The shape of TinyLlama (arXiv 2401.02385), which has 1.1 B weights.
 BILLION = LlamaConfig(
     vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22,
     num_attention_heads=32, num_key_value_heads=4,
@@ -609,7 +609,7 @@ GRAPHED, GRAPH_ROUNDS = (1, 8), 50
 def graphed_steps(
     shapes: Mapping[str, LlamaConfig], batches: Sequence[int], rounds: int, backend: str
 ) -> dict[tuple[str, int], LaunchSeconds]:
-    """In one process: steps of models with random weights, before and after a capture."""
+    """Time steps of models with random weights, before and after a capture."""
     group, device = group_of(backend)
     found = {}
     for name, config in shapes.items():
@@ -627,7 +627,7 @@ def graphed_steps(
 
 @case("graph/one GPU", minutes=1, needs="gpu")
 def graph() -> list[Measurement]:
-    """A decode step launched one by one over the same step as a graph: above 1 the graph pays."""
+    """A decode step's time, eager over graph: above 1, the graph pays."""
     shapes = {"target": pretrained("target").config, "1.1B": BILLION}
     (told,) = processes.run(
         graphed_steps, 1, shapes, GRAPHED, GRAPH_ROUNDS, "nccl", timeout_s=TIMEOUT_S

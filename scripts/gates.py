@@ -1,7 +1,7 @@
 """Runs the gates of `make test` ("all") or `make check` ("quick") and says how each one ended.
 
-Every gate runs, whether or not an earlier one failed. The summary comes last, and below it the
-closing line of pytest. The exit code is 0 only when every gate passed.
+Every gate runs, even if an earlier one failed. The summary comes last, followed by pytest's closing
+line. The exit code is 0 only if every gate passed.
 """
 
 import os
@@ -16,20 +16,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 CLOSING = re.compile(r"^(=+ )?(\d+ \w+|no tests ran)(, \d+ \w+)* in [0-9.]+s.*$")
-WORKERS = 2  # each starts notebooks, compilers and browsers besides
+WORKERS = 2  # each also starts notebooks, compilers and browsers
 
 GATES = {
     "lint": ("ruff", "check", "."),
     "format": ("ruff", "format", "--check", "."),
     "spelling": ("codespell",),
-    "types": ("mypy", "--platform=linux"),  # wherever it runs: Windows has no os.fork
+    "types": ("mypy", "--platform=linux"),  # on every system: Windows has no os.fork
     "imports": ("lint-imports",),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How one gate ended: its name, whether it passed, its seconds, what its last line said."""
+    """How one gate ended: its name, whether it passed, its seconds and its last line."""
 
     name: str
     passed: bool
@@ -38,7 +38,7 @@ class Result:
 
 
 def run(name: str, command: list[str], environment: dict[str, str]) -> Result:
-    """Runs one gate and shows what it says as it comes."""
+    """Runs one gate and shows its output live."""
     print(f"\n── {name}: {Path(command[0]).name} {' '.join(command[1:])}", flush=True)
     began = time.monotonic()
     last = ""
@@ -63,7 +63,7 @@ def run(name: str, command: list[str], environment: dict[str, str]) -> Result:
 
 
 def closing_line(result: Result) -> str:
-    """Pytest's own last line, or a sentence when pytest ended without one."""
+    """Pytest's closing line, or a sentence if pytest ended without one."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", result.line)
     return plain if CLOSING.match(plain) else f"pytest gave no closing line: {plain}"
 
@@ -79,7 +79,7 @@ def pytest_command(which: str) -> list[str]:
         "no:cacheprovider",
         "--durations=30",
         f"--numprocesses={min(WORKERS, os.cpu_count() or 1)}",
-        *("--dist=loadfile", "--no-loadscope-reorder"),  # in order: the longest files come early
+        *("--dist=loadfile", "--no-loadscope-reorder"),  # keep the order: the longest files first
     ]
     if which == "quick":
         command += ["-m", "not long"]
@@ -89,8 +89,8 @@ def pytest_command(which: str) -> list[str]:
 def main(which: str, runner: Callable[..., Result] = run) -> int:
     """Runs the gates and prints the summary. Returns the exit code."""
     environment = os.environ | {"LABCORE_STRICT_CLAIMS": "1", "PYTHONUNBUFFERED": "1"}
-    environment["PYTHONUTF8"] = "1"  # Windows would write and read in another encoding.
-    # Two threads of one process on a machine of two cores only wait for each other.
+    environment["PYTHONUTF8"] = "1"  # Windows would use another encoding.
+    # On a machine with two cores, two threads of one process only wait for each other.
     environment.setdefault("OMP_NUM_THREADS", "1")
     results = [
         runner(name, [str(BIN / command[0]), *command[1:]], environment)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "scripts" / "corners.json"
-# gpu: what the machines with an H100 have.
+# gpu: the versions on the machines with an H100.
 CORNERS = {
     "oldest": {"python": "3.11", "torch": "2.11.0"},
     "newest": {"python": "3.14", "torch": "2.15.0"},
@@ -59,7 +59,7 @@ def run(corner: str, python: str) -> dict[str, str]:
     chapters = [".venv/bin/python", "-m", "pytest", "-q", "tests/test_chapters.py"]
     if corner == "colab":
         make_image(clone, python, CORNERS[corner]["torch"])
-        # Some of its packages predate its Python, which warns about them.
+        # Some of its packages are older than its Python, which warns about them.
         gates = {"chapters": [*chapters, "-o", "filterwarnings=default"]}
     else:
         gates = {"make check": ["make", "check"], "chapters": [*chapters, "-k", CHAPTERS]}
@@ -83,7 +83,7 @@ def main() -> int:
     if python is None:
         sys.exit(f"{name} was not found: install it, or name it with --python=<its path>.")
     result = run(options.corner, python)
-    # Read only now: another corner may have ended since this one began.
+    # Read only now, because another corner may have ended since this one began.
     runs = json.loads(RUNS.read_text("utf-8")) if RUNS.exists() else {}
     runs[options.corner] = result
     RUNS.write_text(json.dumps(runs, indent=2, sort_keys=True) + "\n", "utf-8")

@@ -211,7 +211,7 @@ def test_a_damaged_file_is_named(tmp_path, text):
 def test_a_claim_needs_evidence_or_a_reason(tmp_path):
     file = tmp_path / "claims.toml"
     file.write_text('[lion.x]\nstatement = "s"\nquantity = "q"\n')
-    with pytest.raises(ValueError, match=r"lion\.x needs evidence, or a note"):
+    with pytest.raises(ValueError, match=r"lion\.x must have evidence"):
         claims.load(file)
 
 

@@ -51,10 +51,10 @@ def one(**changes) -> compile_only.Resources:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"spills": 8}, "8 spills, and the table has 0"),
-        ({"registers": 43}, "43 registers, and the table has 40"),
-        ({"shared": 1076}, "1076 shared, and the table has 1024"),
-        ({"matrix": 0}, "no matrix instruction, and the table has 4"),
+        ({"spills": 8}, "8 spills, but the table has 0"),
+        ({"registers": 43}, "43 registers, but the table has 40"),
+        ({"shared": 1076}, "1076 shared, but the table has 1024"),
+        ({"matrix": 0}, "no matrix instruction, but the table has 4"),
         ({"warnings": ["C7511 wgmma serialized"]}, "the assembler warns: C7511"),
     ],
 )
@@ -70,7 +70,7 @@ def test_a_block_that_the_target_cannot_hold_is_named() -> None:
     table = {"triton": compile_only._triton_version(), "kernels": one(shared=101_000)}
     assert compile_only.problems(one(shared=101_376), table) == []
     (wrong,) = compile_only.problems(one(shared=101_377), table)
-    assert "101377 bytes of shared memory, and a block may use 101376" in wrong
+    assert "101377 bytes of shared memory, but a block may use 101376" in wrong
 
 
 def test_growth_below_five_percent_passes() -> None:

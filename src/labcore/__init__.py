@@ -5,5 +5,5 @@ from labcore import device as _device
 __all__ = ["__version__"]
 __version__ = "0.1.0"
 
-# Triton reads its interpreter flag when it is first imported, so this must come before any topic.
+# Triton reads its interpreter flag on its first import, so this must run before any topic loads.
 _device.prepare_interpreter()

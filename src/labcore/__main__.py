@@ -9,54 +9,54 @@ from pathlib import Path
 
 
 def parser() -> argparse.ArgumentParser:
-    """The commands and their options."""
+    """Build the parser for the commands and their options."""
     top = argparse.ArgumentParser(prog="python -m labcore", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
-    course = commands.add_parser("course", help="JupyterLab and the book behind one local address")
+    course = commands.add_parser("course", help="serve JupyterLab and the book locally")
     course.add_argument("--host", default="127.0.0.1")
     course.add_argument("--port", type=int, default=8888)
-    course.add_argument("--no-browser", action="store_true", help="open no browser")
-    commands.add_parser("doctor", help="what this machine has and lacks, and what mends it")
-    address = commands.add_parser("address", help="shows or sets the repository's address")
-    address.add_argument("url", nargs="?", help='https://<host>/<owner>/<name>, "" to remove it')
-    labs = commands.add_parser("labs", help="students' notebooks from the labs' sources")
-    labs.add_argument("slug", nargs="*", help="labs to release; all where none is named")
-    labs.add_argument("--variant", type=Path, metavar="CSV", help="a roster: each student's own")
-    labs.add_argument("--secret", type=Path, metavar="FILE", help="where it is not the usual one")
+    course.add_argument("--no-browser", action="store_true", help="don't open a browser")
+    commands.add_parser("doctor", help="check what this machine has and how to fix what's missing")
+    address = commands.add_parser("address", help="show or set the repository's address")
+    address.add_argument("url", nargs="?", help='https://<host>/<owner>/<name>; "" removes it')
+    labs = commands.add_parser("labs", help="make students' notebooks from the labs' sources")
+    labs.add_argument("slug", nargs="*", help="labs to release; default: all")
+    labs.add_argument("--variant", type=Path, metavar="CSV", help="roster: one variant per student")
+    labs.add_argument("--secret", type=Path, metavar="FILE", help="the secret, if not the default")
     labs.add_argument("--out", type=Path, help="for --variant; default: _build/variants/release")
-    grade = commands.add_parser("grade", help="grades the notebooks of a class")
+    grade = commands.add_parser("grade", help="grade the notebooks of a class")
     grade.add_argument(
         "submissions", type=Path, nargs="?", help="a folder, a zip, or a list of repositories"
     )
-    grade.add_argument("--out", type=Path, help="default: _build/grades; private")
-    grade.add_argument("--due", metavar="TIME", help="2026-11-30T23:59+01:00; later is late")
-    grade.add_argument("--columns", type=Path, metavar="TOML", help="a learning system's columns")
+    grade.add_argument("--out", type=Path, help="a private folder; default: _build/grades")
+    grade.add_argument("--due", metavar="TIME", help="deadline, such as 2026-11-30T23:59+01:00")
+    grade.add_argument("--columns", type=Path, metavar="TOML", help="columns for a learning system")
     grade.add_argument("--roster", type=Path, metavar="CSV", help="all students, for --columns")
     grade.add_argument("--variant", type=Path, metavar="CSV", help="the roster of `labs --variant`")
-    grade.add_argument("--secret", type=Path, metavar="FILE", help="where it is not the usual one")
-    grade.add_argument("--jobs", type=int, default=0, help="at once; default: one a processor")
-    grade.add_argument("--unsandboxed", action="store_true", help="run students' code as it is")
+    grade.add_argument("--secret", type=Path, metavar="FILE", help="the secret, if not the default")
+    grade.add_argument("--jobs", type=int, default=0, help="processes; default: one per processor")
+    grade.add_argument("--unsandboxed", action="store_true", help="run students' code unprotected")
     step = grade.add_mutually_exclusive_group()
     step.add_argument("--only-queue", action="store_true", help="fill the queue, run nothing")
     step.add_argument("--work", type=Path, metavar="OUT", help="work on the queue of OUT")
     step.add_argument("--collect", type=Path, metavar="OUT", help="write the results of OUT")
-    students = commands.add_parser("student-repository", help="what students get, as a repository")
-    students.add_argument("out", type=Path, help="a new folder, or that of an earlier one")
-    slides = commands.add_parser("slides", help="a deck a chapter")
-    slides.add_argument("slug", nargs="*", help="chapters; all where none is named")
+    students = commands.add_parser("student-repository", help="make the students' repository")
+    students.add_argument("out", type=Path, help="a new folder, or an earlier one to update")
+    slides = commands.add_parser("slides", help="make one slide deck per chapter")
+    slides.add_argument("slug", nargs="*", help="chapters; default: all")
     slides.add_argument("--out", type=Path, default=Path("_build/slides"))
-    pdf = commands.add_parser("pdf", help="the built book as a PDF")
+    pdf = commands.add_parser("pdf", help="make a PDF of the built book")
     pdf.add_argument("--out", type=Path, default=Path("_build/course.pdf"))
-    offline = commands.add_parser("zip", help="the built book, to be opened without a network")
+    offline = commands.add_parser("zip", help="zip the built book, to open without a network")
     offline.add_argument("--out", type=Path, default=Path("_build/course.zip"))
-    key = commands.add_parser("clinic-key", help="the instructor's key to the clinics")
-    key.add_argument("slug", nargs="*", help="labs; all where none is named")
-    key.add_argument("--number", type=int, default=0, help="the student's; default: 0")
+    key = commands.add_parser("clinic-key", help="print the instructor's key to the clinics")
+    key.add_argument("slug", nargs="*", help="labs; default: all")
+    key.add_argument("--number", type=int, default=0, help="the student's number; default: 0")
     return top
 
 
 def run(arguments: Sequence[str] | None = None, root: Path | None = None) -> int:
-    """Runs one command in the checkout at root (default: here). Returns the exit code."""
+    """Run one command in the checkout at `root` (default: here) and return the exit code."""
     asked = parser().parse_args(arguments)
     root = root or Path.cwd()
     if asked.command == "course":
@@ -75,7 +75,7 @@ def run(arguments: Sequence[str] | None = None, root: Path | None = None) -> int
         from labcore.labs import releases
 
         if asked.out or asked.secret:
-            raise ValueError("--out and --secret go with --variant; releases lie in labs/release")
+            raise ValueError("--out and --secret need --variant; releases go to labs/release")
         written = releases.write(root, asked.slug)
         print("\n".join(map(str, written)))
         return 1 if any(release.problem for release in written) else 0
@@ -101,7 +101,7 @@ def run(arguments: Sequence[str] | None = None, root: Path | None = None) -> int
 
 
 def lines_of(root: Path, asked: argparse.Namespace) -> list[str]:
-    """Runs one of the commands that make something to hand out; what it says."""
+    """Run a command that makes something to hand out, and return the lines to print."""
     if asked.command == "student-repository":
         from labcore.labs import student_repository
 
@@ -121,11 +121,11 @@ def lines_of(root: Path, asked: argparse.Namespace) -> list[str]:
 
 
 def grade(root: Path, asked: argparse.Namespace) -> int:
-    """Grades a class; exit code 2, and nothing is run, where there is no sandbox for it."""
+    """Grade a class. Without a sandbox, run nothing and return exit code 2."""
     if sys.platform != "linux":
         raise RuntimeError(
-            f"grading needs Linux, for its sandbox, limits and locks, got {sys.platform}; use WSL "
-            "on Windows, a container or a virtual machine on macOS"
+            f"grading needs Linux for its sandbox, limits and locks, got {sys.platform}; use WSL "
+            "on Windows, or a container or a virtual machine on macOS"
         )
     from labcore.grading import report, steps
     from labcore.labs import variants
@@ -142,14 +142,14 @@ def grade(root: Path, asked: argparse.Namespace) -> int:
         return 2
     settings = steps.Settings(sandboxed=not asked.unsandboxed, jobs=asked.jobs)
     if asked.work:
-        say(f"{steps.work(root, root / asked.work, settings=settings)} tried out here")
+        say(f"{steps.work(root, root / asked.work, settings=settings)} graded here")
         return 0
     if asked.submissions is None:
-        raise ValueError("name what was handed in: a folder, a zip, or a list of repositories")
+        raise ValueError("pass the submissions: a folder, a zip, or a list of repositories")
     if asked.roster and not asked.columns:
-        raise ValueError("--roster fills --columns, the table for a learning system; give both")
+        raise ValueError("--roster needs --columns, the table for a learning system; pass both")
     if asked.jobs < 0:
-        raise ValueError(f"--jobs is a number of processes, got {asked.jobs}")
+        raise ValueError(f"--jobs must be a number of processes, at least 0, got {asked.jobs}")
     sources = source_paths(root)
     roster = variants.read_table(asked.roster) if asked.roster else {}
     names = next(iter(roster.values()), {}).keys()
@@ -168,12 +168,12 @@ def grade(root: Path, asked: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """The command line: an error is one sentence, not a traceback."""
+    """Run the command line. An error prints one sentence, not a traceback."""
     try:
         code = run()
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader of a pipe has seen enough; nothing is left to flush to it
+    except BrokenPipeError:  # the pipe's reader is gone, so the flush at exit must not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:

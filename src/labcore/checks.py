@@ -1,4 +1,4 @@
-"""Argument checks: each returns its value, or says the rule, what came and what to do."""
+"""Argument checks: each returns its value, or raises an error with the rule and a remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _sentence(rule: str, came: object, remedy: str) -> str:
 
 
 def _number(name: str, value: Number) -> float:
-    """The float behind a Python number or a one-element tensor."""
+    """Convert a Python number or a one-element tensor to a float."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             shape = tuple(value.shape)
@@ -41,7 +41,7 @@ def _number(name: str, value: Number) -> float:
 
 
 def positive(name: str, value: T, remedy: str = "") -> T:
-    """`value` if it is a finite number above 0 (a Python number or a one-element tensor)."""
+    """Return `value` if it is a finite number above 0 (a Python number or one-element tensor)."""
     number = _number(name, value)  # type: ignore[arg-type]
     if not (number > 0 and math.isfinite(number)):
         raise ValueError(_sentence(f"{name} must be a finite number above 0", number, remedy))
@@ -49,7 +49,7 @@ def positive(name: str, value: T, remedy: str = "") -> T:
 
 
 def non_negative(name: str, value: T, remedy: str = "") -> T:
-    """`value` if it is a finite number of at least 0 (a Python number or a one-element tensor)."""
+    """Return `value` if it is a finite number >= 0 (a Python number or one-element tensor)."""
     number = _number(name, value)  # type: ignore[arg-type]
     if not (number >= 0 and math.isfinite(number)):
         raise ValueError(_sentence(f"{name} must be a finite number, at least 0", number, remedy))
@@ -57,7 +57,7 @@ def non_negative(name: str, value: T, remedy: str = "") -> T:
 
 
 def fraction(name: str, value: T, remedy: str = "") -> T:
-    """`value` if 0 <= value < 1, as a decay rate of a running average must be."""
+    """Return `value` if 0 <= value < 1, as the decay rate of a running average must be."""
     number = _number(name, value)  # type: ignore[arg-type]
     if not 0 <= number < 1:
         raise ValueError(_sentence(f"{name} must be at least 0 and below 1", number, remedy))
@@ -65,7 +65,7 @@ def fraction(name: str, value: T, remedy: str = "") -> T:
 
 
 def positive_int(name: str, value: int, remedy: str = "") -> int:
-    """`value` if it is a whole number of at least 1."""
+    """Return `value` if it is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(_sentence(f"{name} must be a whole number", repr(value), remedy))
     if value < 1:
@@ -74,7 +74,7 @@ def positive_int(name: str, value: int, remedy: str = "") -> int:
 
 
 def one_of(name: str, value: T, allowed: Iterable[T]) -> T:
-    """`value` if it is among `allowed`; the error lists them and names the nearest."""
+    """Return `value` if it is in `allowed`; the error lists the choices and names the nearest."""
     choices = list(allowed)
     if value in choices:
         return value
@@ -85,7 +85,7 @@ def one_of(name: str, value: T, allowed: Iterable[T]) -> T:
 
 
 def floating(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` if it is a floating-point tensor."""
+    """Return `tensor` if it is a floating-point tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if not tensor.is_floating_point():
@@ -96,7 +96,7 @@ def floating(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def finite(name: str, tensor: torch.Tensor, remedy: str = "") -> torch.Tensor:
-    """`tensor` if it holds neither NaN nor infinity."""
+    """Return `tensor` if it holds neither NaN nor infinity."""
     bad = int((~torch.isfinite(tensor)).sum())
     if bad:
         came = f"{bad} of {tensor.numel()} elements that are NaN or infinite"
@@ -105,8 +105,8 @@ def finite(name: str, tensor: torch.Tensor, remedy: str = "") -> torch.Tensor:
 
 
 def same_shape(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError unless all `tensors` have one shape."""
+    """Raise ValueError unless all `tensors` have the same shape."""
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if len(set(shapes)) > 1:
         came = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
-        raise ValueError(f"{', '.join(names)} must have one shape, got {came}")
+        raise ValueError(f"{', '.join(names)} must have the same shape, got {came}")

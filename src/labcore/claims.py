@@ -1,8 +1,8 @@
-"""The articles' claims, each with its evidence and a verdict that code reaches.
+"""The articles' claims, each with its evidence and a verdict that code computes.
 
-`claims.toml` states the claims; `python -m labcore.claims` (`make claims`) judges each by its
-record and writes the verdicts there. A chapter judges a short form live and shows it beside the
-record's.
+`claims.toml` states the claims. `python -m labcore.claims` (`make claims`) judges each claim by its
+records and writes the verdicts to the same file. A chapter runs a short form of the measurement
+live and shows its verdict next to the record's.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Scale = Literal["linear", "log"]
 class Measured:
     """A measured number with its interval: low <= mean <= high, from n samples.
 
-    An exact law has low == mean == high.
+    A number known exactly has low == mean == high.
     """
 
     mean: float
@@ -61,29 +61,29 @@ class Measured:
     def __post_init__(self) -> None:
         if not self.low <= self.mean <= self.high:
             raise ValueError(
-                f"Measured needs low <= mean <= high, got {self.low}, {self.mean}, {self.high}"
+                f"Measured must have low <= mean <= high, got {self.low}, {self.mean}, {self.high}"
             )
 
     @classmethod
     def exactly(cls, value: float) -> Measured:
-        """A number that follows from an exact law."""
+        """Wrap a number known exactly."""
         return cls(mean=value, low=value, high=value, n=1)
 
     @classmethod
     def of(cls, samples: Sequence[float], *, scale: Scale = "linear") -> Measured:
-        """Mean of independent samples with its 95 % confidence interval (Student's t).
+        """Compute the mean of independent samples and its 95% confidence interval (Student's t).
 
-        scale: "log" takes both of the logarithms, and gives the geometric mean: for ratios, of
-        which twice and half are as far from 1. One sample says nothing about its spread: its
-        interval is infinite. Raises ValueError for no sample, and on "log" for one not above 0.
+        scale: "log" computes both from the logarithms, which gives the geometric mean. Use it for
+        ratios, where 2 and 1/2 are equally far from 1. A single sample has an infinite interval.
+        Raises ValueError if there are no samples, or if a sample is not above 0 with "log".
         """
         if not samples:
             raise ValueError("Measured.of needs at least one sample, got none")
         if one_of("scale", scale, get_args(Scale)) == "log":
             if min(samples) <= 0:
                 raise ValueError(
-                    f'samples must be above 0 on the scale "log", got {min(samples)}; '
-                    'leave scale at "linear"'
+                    f'samples must be above 0 for scale "log", got {min(samples)}; '
+                    'use scale "linear"'
                 )
             found = cls.of([math.log(one) for one in samples])
             mean, low, high = (
@@ -101,14 +101,14 @@ class Measured:
         if self.low == self.high:
             return f"{self.mean:.4g}"
         width = self.high - self.low
-        # A mean of 1e-15 is a zero with the rounding of its sum.
+        # A mean of 1e-15 is zero plus rounding error.
         mean = 0.0 if math.isfinite(width) and abs(self.mean) < 1e-9 * width else self.mean
         return f"{mean:.4g} [{self.low:.4g}, {self.high:.4g}] (n = {self.n})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What would make a claim true: the number is at least, or at most, this bound."""
+    """The condition for a claim to hold: the number is at least, or at most, this bound."""
 
     at_least: float | None = None
     at_most: float | None = None
@@ -116,12 +116,12 @@ class Rule:
     def __post_init__(self) -> None:
         if (self.at_least is None) == (self.at_most is None):
             raise ValueError(
-                "a rule has exactly one of at_least and at_most, "
+                "a rule must have exactly one of at_least and at_most, "
                 f"got at_least={self.at_least}, at_most={self.at_most}"
             )
 
     def judge(self, measured: Measured) -> Verdict:
-        """Holds, does not hold, or below the noise where the interval reaches over the bound."""
+        """Return the verdict: "below the noise here" if the interval crosses the bound."""
         if self.at_most is not None:
             sure, never = measured.high <= self.at_most, measured.low > self.at_most
         else:
@@ -137,9 +137,9 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """Where a claim's number comes from: a record's case and quantity, and its own rule if any.
+    """Where a claim's number comes from: a record's case and quantity, and the rule to apply.
 
-    scale: of the samples' mean and interval, as in `Measured.of`.
+    scale: the scale of the samples' mean and interval, as in `Measured.of`.
     """
 
     case: str
@@ -148,14 +148,14 @@ class Evidence:
     scale: Scale = "linear"
 
     def measured(self, record: records.Record) -> Measured:
-        """A record's number; one that follows from an exact law says so in its details."""
+        """Return a record's number. A record of an exact number has "exact" in its details."""
         if record.details.get("exact"):
             return Measured.exactly(record.p50)
         return Measured.of(record.samples, scale=self.scale)
 
 
 class ClaimContradictedError(AssertionError):
-    """A live short form lies wholly on the other side of its claim's rule than the record."""
+    """A live measurement's whole interval contradicts the record's verdict."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,8 +163,8 @@ class Claim:
     """A claim of an article.
 
     id: "<slug>.<name>". statement: the claim in our words. quantity: what is measured, in words.
-    evidence: the records that decide; empty where the claim cannot be tested here, `note` then
-    says why. verdict, measured, hardware: what `make claims` wrote.
+    evidence: the records that decide. It is empty if the claim cannot be tested here, and `note`
+    then says why. verdict, measured, hardware: what `make claims` wrote.
     """
 
     id: str
@@ -179,29 +179,29 @@ class Claim:
 
     @property
     def rule(self) -> Rule:
-        """The rule of the first piece of evidence: what a live short form is judged by."""
+        """The rule of the first piece of evidence, which judges live measurements."""
         if not self.evidence:
-            raise ValueError(f"claim {self.id} has no evidence, so no rule; pass rule=")
+            raise ValueError(f"claim {self.id} has no evidence and thus no rule; pass rule=")
         return self.evidence[0].rule
 
     def judge(self, measured: Measured, rule: Rule | None = None) -> Verdict:
-        """The verdict on a number measured live, by `rule` or that of the first evidence.
+        """Judge a number measured live, by `rule` or by the rule of the first evidence.
 
-        Raises ClaimContradictedError under LABCORE_STRICT_CLAIMS=1 when the number contradicts
-        what is recorded with its whole interval; for a reader it never raises.
+        With LABCORE_STRICT_CLAIMS=1, raises ClaimContradictedError if the number's whole interval
+        contradicts the recorded verdict. Without it, never raises, so readers see no error.
         """
         verdict = (rule or self.rule).judge(measured)
         recorded = self.verdict if rule else self._recorded()
         opposite = {("holds", "does not hold"), ("does not hold", "holds")}
         if strict_claims() and (recorded, verdict) in opposite:
             raise ClaimContradictedError(
-                f"{self.id}: the record's verdict is {recorded!r} ({self.measured}), measured "
-                f"here: {measured}, which {verdict} by the rule {rule or self.rule}"
+                f"{self.id}: the record's verdict is {recorded!r} ({self.measured}), but this run "
+                f"measured {measured}, so the claim {verdict} here by the rule {rule or self.rule}"
             )
         return verdict
 
     def _recorded(self) -> Verdict | None:
-        """The verdict on the record of the first evidence alone: the whole may hold in part."""
+        """The verdict on the first evidence alone; the claim as a whole may hold in part."""
         first = self.evidence[0]
         try:
             record = records.find(self.slug, first.case, first.quantity)
@@ -225,7 +225,7 @@ def _claim(id: str, raw: Mapping[str, Any]) -> Claim:
         for item in raw.get("evidence", ())
     )
     if not evidence and not raw.get("note"):
-        raise ValueError(f"claim {id} needs evidence, or a note that says why it has none")
+        raise ValueError(f"claim {id} must have evidence, or a note that says why it has none")
     return Claim(
         id=id,
         slug=id.split(".")[0],
@@ -240,7 +240,7 @@ def _claim(id: str, raw: Mapping[str, Any]) -> Claim:
 
 
 def load(file: Path = FILE) -> dict[str, Claim]:
-    """All claims by id, in the file's order. A damaged file is a ValueError that names it."""
+    """Load all claims by id, in the file's order. Raises ValueError if the file is damaged."""
     try:
         raw = tomllib.loads(file.read_text(encoding="utf-8"))
         return {
@@ -253,16 +253,17 @@ def load(file: Path = FILE) -> dict[str, Claim]:
 
 
 def claim(id: str) -> Claim:
-    """The claim of this id. Raises ValueError that names the nearest id."""
+    """Return the claim with this id. For an unknown id, raises ValueError with the nearest one."""
     claims = load()
     return claims[one_of("claim", id, claims)]
 
 
 def judge_records(claim: Claim) -> tuple[Verdict, str, str]:
-    """Verdict, measured numbers and hardware of a claim, from its records alone.
+    """Return a claim's verdict, measured numbers and hardware, from its records alone.
 
-    Of several pieces that disagree, one that holds makes "holds in part"; where none holds, one
-    that does not makes "does not hold". No evidence makes "not testable here".
+    If pieces of evidence disagree, the verdict is "holds in part" if any of them holds, and
+    otherwise "does not hold" if any of them does not hold. A claim without evidence is
+    "not testable here".
     """
     if not claim.evidence:
         return "not testable here", "", ""
@@ -283,9 +284,9 @@ _WRITTEN = ("verdict", "measured", "hardware")
 
 
 def write(file: Path = FILE) -> dict[str, Claim]:
-    """Judge every claim by its records and write the verdicts into `file`; returns the claims.
+    """Judge every claim by its records, write the verdicts into `file`, and return the claims.
 
-    The statements, rules and comments of the file stay as they are.
+    The file's statements, rules and comments do not change.
     """
     lines = [
         line
@@ -305,7 +306,7 @@ def write(file: Path = FILE) -> dict[str, Claim]:
 
 
 def _main() -> int:
-    """Judge, write, and show one line a claim."""
+    """Judge all claims, write the verdicts, and print one line per claim."""
     for item in write().values():
         sys.stdout.write(f"{item.verdict}: {item.id}  {item.measured}\n")
     return 0

@@ -1,9 +1,9 @@
-"""Compile every Triton kernel for GPUs that are not here, and hold its resources to limits.
+"""Compile every Triton kernel for GPUs this machine may not have, and check its resources.
 
-A module that defines kernels registers what it launches; `python -m labcore.compile_only` compiles
-all of it for each of `TARGETS` in a process without Triton's interpreter and prints registers,
-spills, matrix instructions and shared memory. With `--check TABLE` it fails where a kernel needs
-more than the committed table or than the target has; `--write TABLE` rewrites the table.
+A module that defines kernels registers the ones it launches. `python -m labcore.compile_only`
+compiles them for each of `TARGETS`, in a process without Triton's interpreter, and prints
+registers, spills, matrix instructions and shared memory. With `--check TABLE` it fails if a kernel
+needs more than the committed table allows or the target has. `--write TABLE` rewrites the table.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = [
 ]
 
 KIB = 1024
-SLACK = 1.05  # registers and shared memory that a form may take over the committed table
+SLACK = 1.05  # allowed growth of registers and shared memory over the committed table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A GPU to compile for; shared_limit: bytes of shared memory (LDS) that one block may use."""
+    """A GPU to compile for. shared_limit: bytes of shared memory (LDS) that one block may use."""
 
     backend: str
     arch: int | str
@@ -47,7 +47,7 @@ class Target:
     shared_limit: int
 
 
-# No sm_75: Triton 3.7 gives it no matrix instruction, so a T4 takes the torch forms.
+# No sm_75: Triton 3.7 emits no matrix instruction for it, so a T4 runs plain PyTorch.
 TARGETS: Mapping[str, Target] = {
     "sm_80": Target(backend="cuda", arch=80, warp=32, shared_limit=163 * KIB),
     "sm_89": Target(backend="cuda", arch=89, warp=32, shared_limit=99 * KIB),
@@ -59,15 +59,15 @@ TARGETS: Mapping[str, Target] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Specialization:
-    """One compiled form of a kernel."""
+    """One version of a kernel to compile."""
 
     kernel: Any  # the @triton.jit function
-    case: str  # what tells this form from the kernel's others
-    signature: Mapping[str, str]  # argument -> Triton type, constexprs left out
+    case: str  # distinguishes this version from the kernel's other versions
+    signature: Mapping[str, str]  # argument -> Triton type, without constexprs
     constexprs: Mapping[str, Any]
-    aligned: tuple[str, ...]  # arguments divisible by 16: without it loads stay scalar
+    aligned: tuple[str, ...]  # arguments divisible by 16; without them, loads stay scalar
     options: Mapping[str, int]  # num_warps, num_stages
-    targets: tuple[str, ...]  # names of TARGETS that this form is compiled for
+    targets: tuple[str, ...]  # names in TARGETS to compile this version for
 
     @property
     def name(self) -> str:
@@ -90,11 +90,11 @@ def register(
     targets: Sequence[str] = tuple(TARGETS),
     **options: int,
 ) -> None:
-    """Enter one form of `kernel`, which `measure` compiles for each of `targets`.
+    """Register one version of `kernel`, which `measure` compiles for each of `targets`.
 
-    signature: argument -> Triton type ("*fp32", "i32") of every argument that is no constexpr.
-    Where GPUs take different tiles, one case is entered several times, each for its own targets.
-    Raises ValueError where signature and constexprs do not name the kernel's arguments.
+    signature: argument -> Triton type ("*fp32", "i32") of every argument that is not a constexpr.
+    If GPUs use different tiles, register the case several times, once per group of targets.
+    Raises ValueError if signature and constexprs do not name exactly the kernel's arguments.
     """
     named = {*signature, *constexprs, *aligned}
     wanted = set(kernel.arg_names)
@@ -102,7 +102,7 @@ def register(
         wrong = sorted(named ^ wanted)
         raise ValueError(
             f"{kernel.__name__}/{case}: signature and constexprs must name its arguments, "
-            f"got a difference in {wrong}; write each argument in one of the two"
+            f"got a difference in {wrong}; put each argument in one of the two"
         )
     entry = Specialization(
         kernel=kernel,
@@ -117,7 +117,7 @@ def register(
 
 
 def registered() -> list[Specialization]:
-    """Every registered form, after importing each module of the package that defines kernels."""
+    """Import each module of the package that defines kernels and return all registered ones."""
     root = Path(__file__).parent
     for path in sorted(root.rglob("*.py")):
         if "\n@triton.jit" in path.read_text(encoding="utf-8"):
@@ -127,10 +127,10 @@ def registered() -> list[Specialization]:
 
 
 def launched_kernels(root: Path | None = None) -> dict[str, str]:
-    """Kernels that the source under `root` can launch, and the file and line that show it.
+    """Find the kernels that the source under `root` can launch, each with a file and line.
 
-    A kernel is launched where `kernel[grid](...)` stands; a @triton.jit function that no other such
-    function calls counts as well, however its launch is written.
+    A kernel counts as launched if the source contains `kernel[grid](...)`. A @triton.jit function
+    that no other such function calls also counts, however its launch is written.
     """
     root = root or Path(__file__).parent
     defined: dict[str, str] = {}
@@ -161,26 +161,26 @@ def launched_kernels(root: Path | None = None) -> dict[str, str]:
 def measure(targets: Sequence[str] = tuple(TARGETS)) -> Resources:
     """Compile every registered kernel for `targets` in a fresh process and return what each needs.
 
-    registers: of one thread; spills: bytes (NVIDIA) or registers (AMD) that did not fit; matrix:
-    instructions for the matrix unit; shared: bytes. Takes 1-8 s a kernel and target. Raises
-    RuntimeError where a kernel does not compile.
+    registers: per thread. spills: bytes (NVIDIA) or registers (AMD) that did not fit. matrix:
+    number of matrix instructions. shared: bytes. Takes 1-8 s per kernel and target. Raises
+    RuntimeError if a kernel does not compile.
     """
-    # The flag must be off, and said: importing labcore sets it where no GPU is visible.
+    # Set the flag to "0" explicitly: importing labcore turns it on when no GPU is visible.
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "labcore.compile_only", "--here", *targets]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"a kernel does not compile: {done.stderr.strip()[-2000:]}")
+        raise RuntimeError(f"a kernel did not compile: {done.stderr.strip()[-2000:]}")
     found: Resources = json.loads(done.stdout)
     return found
 
 
 def problems(found: Resources, table: Mapping[str, Any]) -> list[str]:
-    """Sentences about every kernel that needs more than its target has or than `table` allows.
+    """Describe every kernel that needs more than its target has or than `table` allows.
 
-    table: {"triton": version, "kernels": Resources}. Any new spill is a problem, and so
-    are registers or shared memory that grew by more than 5 %; these two are compared only under the
-    version of Triton that the table was written with.
+    table: {"triton": version, "kernels": Resources}. Any new spill is a problem. So is growth of
+    registers or shared memory by more than 5%, which is compared only under the Triton version
+    that wrote the table.
     """
     wrong = []
     compared = {"spills": 1.0}
@@ -193,7 +193,7 @@ def problems(found: Resources, table: Mapping[str, Any]) -> list[str]:
             limit = TARGETS[target].shared_limit
             if need["shared"] > limit:
                 wrong.append(
-                    f"{where}: {need['shared']} bytes of shared memory, and a block may use "
+                    f"{where}: {need['shared']} bytes of shared memory, but a block may use "
                     f"{limit}; use a smaller block or fewer stages"
                 )
             for warning in need["warnings"]:
@@ -203,11 +203,11 @@ def problems(found: Resources, table: Mapping[str, Any]) -> list[str]:
                 wrong.append(f"{where}: not in the table; rewrite it with --write")
                 continue
             if bound["matrix"] and not need["matrix"]:
-                wrong.append(f"{where}: no matrix instruction, and the table has {bound['matrix']}")
+                wrong.append(f"{where}: no matrix instruction, but the table has {bound['matrix']}")
             for quantity, slack in compared.items():
                 if need[quantity] > slack * bound[quantity]:
                     wrong.append(
-                        f"{where}: {need[quantity]} {quantity}, and the table has {bound[quantity]}"
+                        f"{where}: {need[quantity]} {quantity}, but the table has {bound[quantity]}"
                     )
     return wrong
 
@@ -263,7 +263,7 @@ def _read_ptx(asm: Mapping[str, str]) -> dict[str, Any]:
         "registers": max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
         "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", log)),
         "matrix": len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)", asm["ptx"])),
-        # C7510 and its neighbours, by cause: a loop's matrix instructions wait for each other.
+        # C7510 and related warnings: matrix instructions in a loop wait for each other.
         "warnings": [line.strip() for line in log.splitlines() if "serialized" in line],
     }
 
@@ -292,9 +292,11 @@ def _rows(found: Resources) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: 0 where everything compiles and, with --check, nothing exceeds the table."""
+    """Run the command. Return 0 if all kernels compile and, with --check, stay within the table."""
     parser = argparse.ArgumentParser(prog="python -m labcore.compile_only", description=__doc__)
-    parser.add_argument("--check", type=Path, metavar="TABLE", help="hold the result to this table")
+    parser.add_argument(
+        "--check", type=Path, metavar="TABLE", help="fail if a kernel exceeds this table"
+    )
     parser.add_argument("--write", type=Path, metavar="TABLE", help="rewrite this table")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--here", nargs="+", choices=list(TARGETS), help=argparse.SUPPRESS)
@@ -318,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     known = {name.split("/")[0] for name in found}
     wrong = [
-        f"{place}: {name} is launched and not registered; call compile_only.register beside it"
+        f"{place}: {name} is launched but not registered; call compile_only.register next to it"
         for name, place in launched_kernels().items()
         if name not in known
     ]
@@ -328,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Under -m this file is a second module: the registry that kernels fill is the imported one's.
+    # Under -m this file is a second module, but kernels register with the imported one.
     from labcore import compile_only
 
     raise SystemExit(compile_only.main())

@@ -1,4 +1,4 @@
-"""What this machine is: the only place that reads the environment and asks for a GPU."""
+"""What this machine has: the only module that reads the environment and looks for a GPU."""
 
 from __future__ import annotations
 
@@ -41,49 +41,49 @@ _CDNA = ("gfx908", "gfx90a", "gfx94", "gfx95")
 
 @functools.cache
 def gpu_visible() -> bool:
-    """Whether torch sees a CUDA or ROCm device in this process."""
+    """Return whether PyTorch sees a CUDA or ROCm device in this process."""
     return torch.cuda.is_available()
 
 
 def default_device() -> torch.device:
-    """The first GPU where there is one, else the CPU."""
+    """Return the first GPU if there is one, and the CPU otherwise."""
     return torch.device("cuda", 0) if gpu_visible() else torch.device("cpu")
 
 
 def prepare_interpreter() -> None:
-    """Let Triton interpret kernels on a machine without a GPU. `import labcore` calls it.
+    """Turn on Triton's interpreter on a machine without a GPU. `import labcore` calls this.
 
-    Triton reads the flag when it is first imported and when a kernel is decorated, so it must
-    stand before both. A value that a person has set, "0" included, is left alone.
+    Triton reads the flag when it is first imported and when a kernel is decorated, so this must
+    run before both. A value that the user has set, including "0", does not change.
     """
     if INTERPRET not in os.environ and "triton" not in sys.modules and not gpu_visible():
         os.environ[INTERPRET] = "1"
 
 
 def triton_problem() -> str | None:
-    """None where Triton can be imported, else one sentence that says what is missing."""
+    """Return None if Triton can be imported, and otherwise a sentence that says why not."""
     if importlib.util.find_spec("triton") is not None:
         return None
     if sys.platform != "linux":
         return (
-            f"Triton has no build for {platform.system()}: its kernels run on Linux, "
-            "and the torch form runs here"
+            f"Triton has no build for {platform.system()}: its kernels run on Linux; "
+            "plain PyTorch runs instead"
         )
     return "Triton is not installed: run pip install 'triton>=3.6,<3.8'"
 
 
 def interpreting() -> bool:
-    """Whether this process runs Triton kernels through the interpreter."""
+    """Return whether this process runs Triton kernels in the interpreter."""
     if triton_problem() is not None or os.environ.get(INTERPRET) != "1":
         return False
     import triton.language as tl
 
-    # Triton's own library functions were bound when it was imported: they tell which mode it was.
+    # Triton binds its library functions on import, so their type shows the mode it started in.
     return type(tl.standard.zeros_like).__name__ == "InterpretedFunction"
 
 
 def kernels_compile_for(device: torch.device) -> bool:
-    """Whether labcore's kernels are built for `device`: NVIDIA from sm_80 on, AMD CDNA."""
+    """Return whether labcore's kernels support `device`: NVIDIA sm_80 or newer, or AMD CDNA."""
     if device.type != "cuda" or triton_problem() is not None:
         return False
     if torch.version.hip:
@@ -92,12 +92,12 @@ def kernels_compile_for(device: torch.device) -> bool:
 
 
 def choose_backend(backend: str, tensor: torch.Tensor, *, op: str) -> Literal["triton", "torch"]:
-    """The form of `op` to run on `tensor`: "triton" or "torch".
+    """Choose the implementation of `op` to run on `tensor`: "triton" or "torch".
 
-    backend: "auto" is Triton on a GPU that the kernels compile for and torch everywhere else;
-    "triton" on a CPU tensor means the interpreter, which a process has only when it started
-    without a visible GPU or with TRITON_INTERPRET=1.
-    Raises ValueError for an unknown name or for "triton" where no kernel can run.
+    backend: "auto" is Triton on a GPU that the kernels support and PyTorch everywhere else.
+    "triton" on a CPU tensor runs the interpreter, which a process has only if it started without
+    a visible GPU or with TRITON_INTERPRET=1.
+    Raises ValueError for an unknown name, or for "triton" if no kernel can run.
     """
     one_of("backend", backend, ("auto", "triton", "torch"))
     if backend == "torch":
@@ -112,25 +112,25 @@ def choose_backend(backend: str, tensor: torch.Tensor, *, op: str) -> Literal["t
             return "triton"
         name = torch.cuda.get_device_name(tensor.device)
         raise ValueError(
-            f"{op}: the kernels need an NVIDIA GPU from sm_80 on or AMD CDNA, got {name}; "
+            f"{op}: the kernels need an NVIDIA GPU with sm_80 or newer, or AMD CDNA, got {name}; "
             "use backend='torch'"
         )
     if interpreting():
         return "triton"
     if gpu_visible():
         raise ValueError(
-            f"{op}: backend='triton' got a CPU tensor in a process that sees a GPU; move the "
-            f"tensor there, use backend='torch', or start Python with {INTERPRET}=1"
+            f"{op}: backend='triton' needs a GPU tensor when a GPU is visible, got a CPU tensor; "
+            f"move it to the GPU, use backend='torch', or start Python with {INTERPRET}=1"
         )
     raise ValueError(
-        f"{op}: triton was imported before labcore, without its interpreter; import labcore "
+        f"{op}: triton was imported before labcore, so its interpreter is off; import labcore "
         f"first, or start Python with {INTERPRET}=1"
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """One machine: `kind` names the records' file ("cpu", "nvidia-h200"), the rest describes it."""
+    """A machine. `kind` names its file of records ("cpu", "nvidia-h200")."""
 
     kind: str
     name: str
@@ -158,7 +158,7 @@ def _memory_bytes() -> int:
 
 @functools.cache
 def hardware() -> Hardware:
-    """The GPU of this process, else its CPU. memory_gib is that of the device named."""
+    """Describe this process's GPU, or its CPU if there is none; memory_gib is that device's."""
     cores = os.cpu_count() or 1
     if gpu_visible():
         properties = torch.cuda.get_device_properties(0)
@@ -175,8 +175,8 @@ def hardware() -> Hardware:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, labcore and the libraries that decide a number; absent ones left out."""
-    # torch's own word names its build ("+cpu", "+cu130"), which its package metadata may not.
+    """Return the versions of Python, labcore and the installed libraries that affect results."""
+    # torch.__version__ names the build ("+cpu", "+cu130"); the package metadata may not.
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("labcore", "triton", "numpy"):
         try:
@@ -191,16 +191,16 @@ def versions() -> dict[str, str]:
 
 
 def badge() -> str:
-    """One line for the top of a chapter: the device, and how Triton kernels run on it."""
+    """Return a line for the top of a chapter: the device and how Triton kernels run on it."""
     machine = hardware()
     if triton_problem() is not None:
-        kernels = "no Triton here: kernels are shown, their torch form runs"
+        kernels = "no Triton here: kernels are shown, and plain PyTorch runs instead"
     elif interpreting():
-        kernels = "Triton kernels run in the interpreter (right, not fast)"
+        kernels = "Triton kernels run in the interpreter (correct but slow)"
     elif kernels_compile_for(default_device()):
         kernels = "Triton kernels run on the GPU"
     else:
-        kernels = "kernels run in their torch form"
+        kernels = "plain PyTorch runs instead of the kernels"
     which = "GPU" if gpu_visible() else "CPU"
     return (
         f"{which}: {machine.name} ({machine.memory_gib:g} GiB, {machine.cores} cores) · {kernels}"
@@ -209,17 +209,17 @@ def badge() -> str:
 
 
 def building_book() -> bool:
-    """Whether the static book runs this notebook (LABCORE_BOOK=1): twins instead of widgets."""
+    """Return whether the static book runs this notebook (LABCORE_BOOK=1): twins, not widgets."""
     return os.environ.get("LABCORE_BOOK") == "1"
 
 
 def strict_claims() -> bool:
-    """Whether a live result that contradicts its claim's record raises (LABCORE_STRICT_CLAIMS)."""
+    """Return whether a live result that contradicts its record raises (LABCORE_STRICT_CLAIMS=1)."""
     return os.environ.get("LABCORE_STRICT_CLAIMS") == "1"
 
 
 def seed_from_environment() -> int | None:
-    """The seed that a person asked for by LABCORE_SEED, else None."""
+    """Return the seed set in LABCORE_SEED, or None."""
     text = os.environ.get("LABCORE_SEED")
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""Timing that survives a noisy machine: warm-up, repeats, medians, and pairs in one run."""
+"""Timing on noisy machines: warm-up, repeats, medians, and functions timed in the same rounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Comparison", "Timing", "measure", "paired", "quantiles"]
 
 
 def quantiles(samples: list[float]) -> tuple[float, float, float]:
-    """The 20th, 50th and 80th percentile of `samples`, by linear interpolation."""
+    """Return the 20th, 50th and 80th percentiles of `samples`, by linear interpolation."""
     if not samples:
         raise ValueError("samples must hold at least one number, got none")
     ordered = sorted(samples)
@@ -32,7 +32,7 @@ def quantiles(samples: list[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Seconds of one call, repeat by repeat."""
+    """The seconds of one call, for each repeat."""
 
     samples: tuple[float, ...]
     p20: float = field(init=False)
@@ -45,12 +45,12 @@ class Timing:
 
     @property
     def n(self) -> int:
-        """How many repeats were timed."""
+        """The number of repeats."""
         return len(self.samples)
 
 
 def _once(fn: Callable[[], object], device: torch.device | None) -> float:
-    """Seconds of one call: device events on a GPU, the wall clock on a CPU."""
+    """Time one call in seconds: with device events on a GPU, with the wall clock on a CPU."""
     if device is not None and device.type == "cuda":
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
@@ -71,9 +71,9 @@ def measure(
     warmup: int = 3,
     device: torch.device | None = None,
 ) -> Timing:
-    """Time `fn` `repeats` times after `warmup` calls. Seconds.
+    """Time `fn` `repeats` times after `warmup` calls, in seconds.
 
-    device: a CUDA device is timed by its own events, so queued work is counted where it runs.
+    device: a CUDA device is timed with its own events, so queued work counts when it runs.
     """
     positive_int("repeats", repeats)
     for _ in range(warmup):
@@ -83,19 +83,19 @@ def measure(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Several functions timed in the same rounds; `timings[name].samples[i]` is round i."""
+    """Several functions timed in the same rounds. `timings[name].samples[i]` is round i."""
 
     timings: Mapping[str, Timing]
 
     def ratios(self, name: str, reference: str) -> list[float]:
-        """Round by round, the time of `name` over that of `reference`."""
+        """Return the time of `name` divided by that of `reference`, for each round."""
         one_of("name", name, self.timings)
         one_of("reference", reference, self.timings)
         pairs = zip(self.timings[name].samples, self.timings[reference].samples, strict=True)
         return [ours / theirs for ours, theirs in pairs]
 
     def ratio(self, name: str, reference: str) -> float:
-        """The median of `ratios`: below 1 means that `name` is faster."""
+        """Return the median of `ratios`. Below 1, `name` is faster."""
         return statistics.median(self.ratios(name, reference))
 
 
@@ -107,9 +107,9 @@ def paired(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> Comparison:
-    """Time `functions` against each other: every round runs each once, in a shuffled order.
+    """Time `functions` against each other. Every round runs each once, in a shuffled order.
 
-    A slow phase of the machine then falls on all of them, and their ratio keeps its meaning.
+    A slow phase of the machine then affects all of them, so their ratios stay meaningful.
     """
     positive_int("rounds", rounds)
     if len(functions) < 2:

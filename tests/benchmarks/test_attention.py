@@ -91,7 +91,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = cases.flash_attention
     for factor in (1.1, math.nan):
         monkeypatch.setattr(cases, "flash_attention", lambda *x, f=factor, **y: f * right(*x, **y))
-        with pytest.raises(RuntimeError, match="must err at most three times as much"):
+        with pytest.raises(RuntimeError, match="labcore's error must be .* got .*'labcore': "):
             cases.on_cpu("forward")
 
 
@@ -207,5 +207,5 @@ def test_the_table_of_the_compile_gate_becomes_a_record(
         "dq_kernel/b",
     }
     cases.RESOURCES.write_text(json.dumps({"triton": "3", "kernels": {}}), encoding="utf-8")
-    with pytest.raises(RuntimeError, match="rows of the attention kernels"):
+    with pytest.raises(RuntimeError, match="must have rows for the attention kernels, got none"):
         cases.compiled_resources()

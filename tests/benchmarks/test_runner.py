@@ -84,7 +84,7 @@ def test_a_case_whose_needs_are_not_installed_is_left_out_and_said_so(cases, tmp
     add(cases, "served", lambda: [measurement()], lacks=lambda: lacks[0])
     add(cases, "other", lambda: [measurement()])
     assert command.main(["--save", str(tmp_path)]) == 0
-    assert "left out: a server is missing" in capsys.readouterr().out
+    assert "skipped: a server is missing" in capsys.readouterr().out
     assert {r.case for r in records.load("lion", folder=tmp_path)} == {"other"}
     lacks[0] = ""
     assert command.main(["--save", str(tmp_path)]) == 0

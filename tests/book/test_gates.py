@@ -183,7 +183,7 @@ OUTPUT = [{"output_type": "stream", "name": "stdout", "text": "1"}]
             "3502 words",
         ),
         (chapter(kernelspec={"name": "python3"}), "kernelspec.language"),
-        (chapter(labcore={}), "metadata.labcore lacks"),
+        (chapter(labcore={}), "metadata.labcore is incomplete"),
         (chapter(without=("quiz([])",)), "0 calls of quiz()"),
         (chapter(without=("ui.explore(f, alt='x')",)), "0 calls of explore()"),
         (chapter(without=(first_cell(""),)), "first code cell"),

@@ -31,7 +31,7 @@ def test_a_chapter_that_raises_warns_or_lacks_metadata_fails_the_build(tmp_path:
     warnings = [line for line in build.log.splitlines() if "WARNING" in line]
     for page, words in {
         "raises": "Executing notebook failed",
-        "lacks": "metadata.labcore lacks minutes",
+        "lacks": "metadata.labcore is incomplete; add minutes",
         "named": "slug must be the file's name, 'named', got 'other'",
         "dead": "missing.md",
         "noisy": "stderr",
@@ -65,7 +65,7 @@ ipywidgets.IntSlider(description='live')"""
     # In both states: the download, the hidden place of the local server's button, the foot.
     assert "../_sources/book/one.ipynb" in links
     assert '<div id="labcore-run" hidden data-notebook="book/one.ipynb"></div>' in text
-    assert "commit not known" in text and f"labcore {labcore.__version__}" in text
+    assert "commit unknown" in text and f"labcore {labcore.__version__}" in text
     assert "This page ran on" in text and "ran 42 True" in text
     assert "widget-state" not in text and "require" not in text
     index = (build.html / "book" / "index.html").read_text(encoding="utf-8")

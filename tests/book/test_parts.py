@@ -36,10 +36,10 @@ def test_metadata_that_is_right() -> None:
         (changed(tier="tpu"), "tier must be one of cpu, 1gpu, multi, got 'tpu'"),
         (changed(objectives=[]), "objectives is empty"),
         (changed(objectives=[1]), "objectives must hold lines of text"),
-        (changed(tiers="cpu"), "has no key tiers"),
+        (changed(tiers="cpu"), "must not have tiers"),
         (
             {"metadata": {"labcore": {"slug": "x"}}},
-            "lacks minutes, objectives, prerequisites, tier",
+            "add minutes, objectives, prerequisites, tier",
         ),
     ],
 )
@@ -66,7 +66,7 @@ def test_the_commit_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert page.commit(tmp_path) == f"{name} + changes"
     monkeypatch.setenv("PATH", str(tmp_path))  # git is not installed
     assert page.commit(tmp_path) == ""
-    assert page.build_line(tmp_path).startswith("commit not known · labcore ")
+    assert page.build_line(tmp_path).startswith("commit unknown · labcore ")
 
 
 @pytest.mark.parametrize(

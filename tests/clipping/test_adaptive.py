@@ -140,9 +140,9 @@ def test_the_head_is_left_alone_by_name(seed: int) -> None:
     torch.testing.assert_close(norms, torch.full((4,), 3**0.5, dtype=torch.float64))
     assert factors.shape == (4,)
     assert (model["head"].weight.grad == 1).all()
-    with pytest.raises(ValueError, match=r"fit names of parameters, got 'hed\.'"):
+    with pytest.raises(ValueError, match=r"match names of parameters, got 'hed\.'"):
         clip_adaptive(model.named_parameters(), exclude="hed.")
-    with pytest.raises(ValueError, match="'body' which fits none"):
+    with pytest.raises(ValueError, match="'body', which matches none"):
         clip_adaptive(model.named_parameters(), unit_axis={"body": 1})
     with pytest.raises(ValueError, match=r"named_parameters\(\)"):
         clip_adaptive(model.parameters(), exclude="head.")

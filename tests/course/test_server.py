@@ -173,7 +173,7 @@ def test_an_update_offers_mine_the_differences_and_a_fresh_copy(reader: Course) 
     assert page.status == 200
     assert "<del>- x + 1</del>" in page.text
     assert "<ins>+ x + 2 &lt; 3</ins>" in page.text
-    assert "2 cells alike" in page.text
+    assert "2 identical cells" in page.text
     assert post(reader)["copy"] == "my/lion.ipynb"
     assert post(reader, fresh=True)["copy"] == "my/lion-2.ipynb"
     assert mine.read_bytes() == before
@@ -235,7 +235,7 @@ def test_a_port_in_use_is_one_sentence_that_names_the_course(course: Course) -> 
     call = [sys.executable, "-m", "labcore", "course", "--port", str(course.port), "--no-browser"]
     done = subprocess.run(call, cwd=course.root, capture_output=True, text=True, timeout=180)
     assert done.returncode == 1
-    assert f"this course runs already on port {course.port}: open http://" in done.stderr
+    assert f"this course is already running on port {course.port}; open http://" in done.stderr
     assert done.stderr.count("\n") == 1
     other = subprocess.run(
         call, cwd=course.root.parent, capture_output=True, text=True, timeout=180

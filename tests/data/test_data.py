@@ -38,7 +38,7 @@ def test_digits_take_a_dtype(dtype):
 
 
 def test_bad_arguments_say_what_to_do():
-    with pytest.raises(ValueError, match="train_share must lie between 0 and 1, got 1"):
+    with pytest.raises(ValueError, match="train_share must be between 0 and 1, got 1"):
         data.digits(train_share=1)
     with pytest.raises(ValueError, match="dtype must be one of"):
         data.digits(dtype=torch.int8)

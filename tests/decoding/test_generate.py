@@ -294,7 +294,7 @@ def test_errors_name_the_rule() -> None:
         generate(target, [[1]], [one, one])
     with pytest.raises(ValueError, match="did you mean 'rejection'"):
         generate(target, [[1]], one, verifier="rejektion")
-    with pytest.raises(ValueError, match="need tokenizer"):
+    with pytest.raises(ValueError, match="stop texts need .* got None"):
         stream(target, [1], SamplingConfig(stop=("a",)))
     with pytest.raises(TypeError, match="as_decoder|decoder"):
         generate("target", [[1]], one)

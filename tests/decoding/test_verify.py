@@ -167,7 +167,7 @@ def test_the_residual_is_normalised_and_falls_back_to_p() -> None:
     torch.testing.assert_close(
         residual(p, torch.tensor([1.0, 0, 0])), torch.tensor([0.0, 0.6, 0.4])
     )
-    with pytest.raises(ValueError, match="one length"):
+    with pytest.raises(ValueError, match=r"p and q must be .* \(3,\) and \(2,\)"):
         residual(p, q[:2])
 
 

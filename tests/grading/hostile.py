@@ -16,9 +16,9 @@ from tests.labs import mini
 
 GUARD = "import socket\nassert socket.gethostname() == 'sandbox', 'this is no sandbox'\n"
 SQUARE = "def square(x):\n    return x * x\n"
-STOPPED = "graded; a cell ran out of time and got stopped"
-DIED = "graded; a cell ended the kernel and got left out"
-GONE = "not graded: it ended the sandbox that it ran in"
+STOPPED = "graded; a cell ran out of time"
+DIED = "graded; a cell killed the kernel (skipped)"
+GONE = "not graded: it killed the sandbox that it ran in"
 LATE = "did not finish within"
 
 
@@ -135,7 +135,7 @@ ENDLESS = {
     "memory of many processes": Hostile(
         guarded=True,
         points=0,
-        status="not graded: the notebook's processes together used more memory than their "
+        status="not graded: the notebook's processes together used more than the limit of "
         f"{mini.MEMORY_MIB} MiB",
         square="import os, time\nfor _ in range(30):\n    if os.fork() == 0:\n"
         "        kept = b'x' * (200 << 20)\n        time.sleep(50)\ntime.sleep(50)",
@@ -150,7 +150,7 @@ ENDLESS = {
         guarded=True,
         points=0,
         square="for n in range(9):\n    open(f'/tmp/{n}', 'wb').write(bytes(32 << 20))",
-        status="not graded: its answers could not be kept (OSError: [Errno 28] No space left on "
+        status="not graded: its answers could not be saved (OSError: [Errno 28] No space left on "
         "device)",
     ),
     "disk filler of shared memory": Hostile(
@@ -210,7 +210,7 @@ ENDS = {
         points=2,
         square="import os\nclass Ends:\n    def __call__(self, x):\n        return x * x\n"
         "    def __reduce__(self):\n        return os._exit, (0,)\nsquare = Ends()",
-        page=("ended the sandbox",),
+        page=("killed the sandbox",),
     ),
     "exit at exit": Hostile(
         points=5,
@@ -239,7 +239,7 @@ ENDS = {
         guarded=True,
         points=2,
         square=wrong("import os\nos.kill(-1, 9)"),
-        page=("ended the sandbox",),
+        page=("killed the sandbox",),
     ),
     "signal handlers": Hostile(
         points=5,
@@ -271,19 +271,19 @@ ENDS = {
         extra="%%bash\n[ $(hostname) = sandbox ] && rm -rf ~ @LABCORE@ /usr/bin 2>/dev/null\n"
         "echo all   gone",
         page=("all gone",),
-        flags=("runs a command of the system",),
+        flags=("runs a system command",),
     ),
     "removes what it hands in": Hostile(
         guarded=True,
         points=0,
-        status="not graded: its answers could not be kept (FileNotFoundError: [Errno 2] No such "
+        status="not graded: its answers could not be saved (FileNotFoundError: [Errno 2] No such "
         "file or directory: '/tmp/handed-in/double')",
         extra="import shutil\nshutil.rmtree('/tmp/handed-in')",
     ),
     "opens all it can": Hostile(
         guarded=True,
         points=0,
-        status="not graded: its answers could not be kept",
+        status="not graded: its answers could not be saved",
         extra="kept = []\nwhile True:\n    kept.append(open('/dev/null'))",
     ),
     "waits for input": Hostile(

@@ -93,8 +93,8 @@ def _long(notebook: dict[str, Any], source: str) -> None:
     notebook["cells"].append(mini.code("long", source))
 
 
-NO_JSON = "the file is no valid JSON, so no notebook"
-NO_FORMAT = "the file is no notebook of format 4"
+NO_JSON = "the file is not valid JSON and so not a notebook"
+NO_FORMAT = "the file is not a notebook of format 4"
 BROKEN = {
     "an empty file": Broken(write=content(lambda _: b""), status="the file is empty"),
     "blanks alone": Broken(write=content(lambda _: b" \n\t"), status="the file is empty"),
@@ -127,28 +127,28 @@ BROKEN = {
     "100 MB of nothing": Broken(write=_sparse, status="the file is larger than 20 MB"),
     "a cell of 10 MB": Broken(
         write=as_json(lambda one: _long(one, "a;" * 5_000_000)),
-        status="the texts of its cells are longer than 1 MB",
+        status="the text of its cells is longer than 1 MB",
     ),
     "5,000 cells": Broken(
         write=as_json(lambda one: one["cells"].extend(mini.code(f"{n}", "1") for n in range(5000))),
         status="the notebook has 5007 cells, more than 1000",
     ),
-    "a link": Broken(write=_linked, status="it is a link or no plain file"),
+    "a link": Broken(write=_linked, status="it is a link or not a regular file"),
     "a linked folder": Broken(write=_linked_folder, status="the folder is a link", points=""),
-    "a pipe": Broken(write=_pipe, status="it is a link or no plain file"),
+    "a pipe": Broken(write=_pipe, status="it is a link or not a regular file"),
     "a folder called mini.ipynb": Broken(
         write=_folder, status="the folder has no notebook", points=""
     ),
     "two notebooks": Broken(
         write=_twice,
-        status="2 notebooks for one lab (mini (1).ipynb, mini.ipynb); leave one",
+        status="2 notebooks for one lab (mini (1).ipynb, mini.ipynb); keep one",
     ),
     "another lab's notebook": Broken(
         write=_other_lab, status="the notebook has none of this lab's graded cells"
     ),
     "<b>Eve": Broken(
         write=content(str),
-        status="its name has a sign that a file name should not have",
+        status="its name has a character that a file name should not have",
         points="",
     ),
 }
@@ -235,7 +235,7 @@ FORMS = {
     "cells twice": Hostile(
         points=2,
         change=_doubled,
-        flags=("cell square there 2 times, the last counts", "cell square-test there 2 times"),
+        flags=("cell square occurs 2 times; the last one counts", "cell square-test there 2 times"),
     ),
     "ids all the same": Hostile(points=5, change=_renamed),
     "other points": Hostile(
@@ -259,7 +259,7 @@ FORMS = {
         points=5,
         extra="1" + " + 1" * 20_000,
         also=(STOPPED, DIED),
-        flags=("code that could not be read",),
+        flags=("code that cannot be parsed",),
     ),
     "O'Brien & Söhne; =x": Hostile(points=5),
 }

@@ -185,7 +185,7 @@ for fd in os.listdir(f"/proc/{parent}/fd"):
         except OSError:
             pass
 """,
-        page=("An output that is none",),
+        page=("An invalid output",),
         flags=("uses os", "uses ctypes"),
     ),
     "hands in the export itself": Hostile(

@@ -198,7 +198,7 @@ def test_where_every_task_dies_the_table_says_what_was_not_tried(
     slurm.say("scancel", jobs[1])
     until("the end of all jobs", lambda: slurm.over(jobs))
     (row,) = course.rows().values()
-    assert row["status"] == "not graded: it was not tried yet", course.said()
+    assert row["status"] == "not graded: it has not been run yet", course.said()
     assert slurm.states(jobs[2]) == [("FAILED", "1:0")]
     # A queue that cannot be made ends all three, and touches nothing.
     before = (course.out / "grades.csv").stat().st_mtime_ns

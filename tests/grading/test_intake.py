@@ -58,7 +58,7 @@ def test_the_exchange_of_nbgrader_tells_when(tmp_path: Path, top: str) -> None:
     moment = datetime(2015, 2, 2, 15, 58, 23, 948203, tzinfo=UTC)
     assert rows["anna", "mini"].handed_in == moment and not rows["anna", "mini"].notes
     assert rows["bo", "mini"].handed_in is None
-    assert "timestamp.txt holds no time" in rows["bo", "mini"].notes[0]
+    assert "timestamp.txt has no readable time" in rows["bo", "mini"].notes[0]
 
 
 def test_a_student_may_be_called_submitted(tmp_path: Path) -> None:
@@ -108,9 +108,14 @@ def test_metadata_names_the_lab_of_a_renamed_file_and_the_folder_keeps_the_other
     assert texts(rows.values()) == {
         ("anna", "mini"): "a",
         ("di", "lion"): "d",
-        **{(name, "'final'"): "there is no lab of this name" for name in ("bo", "cy", "ed", "flo")},
+        **{
+            (name, "'final'"): "there is no lab with this name"
+            for name in ("bo", "cy", "ed", "flo")
+        },
     }
-    assert rows["anna", "mini"].notes == ("'final version.ipynb' is the lab mini by its metadata",)
+    assert rows["anna", "mini"].notes == (
+        "'final version.ipynb' is the lab mini, according to its metadata",
+    )
     assert rows["di", "lion"].notes == ()
 
 
@@ -129,14 +134,14 @@ def test_a_folder_of_archives_and_folders(tmp_path: Path) -> None:
     (folder / "link").symlink_to(folder / "bo")
     (folder / "bo" / "mini.ipynb").symlink_to(folder / "anna.zip")
     said = texts(taken(folder, tmp_path))
-    assert said.pop(("di", "'di'")).startswith("archive: it is no zip archive")
+    assert said.pop(("di", "'di'")).startswith("archive: it is not a readable zip archive")
     assert said == {
         ("anna", "mini"): "a",
         ("bo", "lion"): "b",
-        ("bo", "mini"): "it is a link or no plain file",
+        ("bo", "mini"): "it is a link or not a regular file",
         ("cy", "lion"): "c",
-        ("ed", ""): "no notebook of a lab was handed in ('notes.pdf')",
-        ("link", ""): "no notebook of a lab was handed in ('link')",
+        ("ed", ""): "no lab notebook was handed in ('notes.pdf')",
+        ("link", ""): "no lab notebook was handed in ('link')",
     }
 
 
@@ -158,7 +163,7 @@ SAID_OF_CANVAS = {
     ("anon_x7Yq2", "mini"): "c",
     ("anon_b2", "mini"): "d",
     ("o_neil2nd_77", "in_flight_batching"): "e",
-    ("textwriter_9", ""): "no notebook of a lab was handed in ('textwriter_9_text.html')",
+    ("textwriter_9", ""): "no lab notebook was handed in ('textwriter_9_text.html')",
     ("zipper_3", "lion"): "f",
     ("zipper_3", "mini"): "g",
 }
@@ -171,7 +176,7 @@ def test_the_archive_of_canvas(tmp_path: Path, wrapped: str) -> None:
     assert texts(rows.values()) == SAID_OF_CANVAS
     assert rows["李雷_12", "lion"].notes == (
         "Canvas marked it late",
-        "handed in 2 times, the last counts (lion-1.ipynb)",
+        "handed in 2 times; the last one counts (lion-1.ipynb)",
     )
     assert rows["anon_b2", "mini"].notes == ("Canvas marked it late",)
     assert rows["meieranna_4711", "mini"].notes == ()
@@ -196,7 +201,7 @@ SAID_OF_MOODLE = {
     ("Anna Meier_13", "lion"): "b",
     ("李 雷_14", "lion"): "c",
     ("Team A-O'Neil, Dr. Bo_15", "lion"): "d",
-    ("Participant_16", ""): "no notebook of a lab was handed in ('onlinetext.html')",
+    ("Participant_16", ""): "no lab notebook was handed in ('onlinetext.html')",
     ("Cy_17", "mini"): "e",
 }
 
@@ -229,19 +234,17 @@ def test_the_archive_of_blackboard(tmp_path: Path) -> None:
     }
     rows = by_student(taken(zipped(tmp_path / "gradebook.zip", entries), tmp_path))
     assert texts(rows.values()) == {
-        ("", "'Lab_1_cy_attempt_2024-99-99-10-11-12_mini'"): (
-            "it stands outside of a student's folder"
-        ),
+        ("", "'Lab_1_cy_attempt_2024-99-99-10-11-12_mini'"): ("it is not in a student's folder"),
         ("ameier", "mini"): "second",
         ("ameier", "lion"): "lion",
         ("li_lei", "mini"): "li",
-        ("bo", ""): f"no notebook of a lab was handed in ('Lab_1_bo_attempt_{first}.txt')",
+        ("bo", ""): f"no lab notebook was handed in ('Lab_1_bo_attempt_{first}.txt')",
     }
     assert rows["ameier", "mini"].handed_in == datetime(2024, 3, 2, 8, tzinfo=UTC)
     assert rows["ameier", "lion"].handed_in == datetime(2024, 3, 1, 10, 11, 12, tzinfo=UTC)
     assert rows["ameier", "mini"].notes == (
-        "the time is that of Blackboard's server, taken as UTC",
-        "handed in 2 times, the last counts (mini.ipynb)",
+        "the time is from Blackboard's server, read as UTC",
+        "handed in 2 times; the last one counts (mini.ipynb)",
     )
 
 
@@ -257,7 +260,7 @@ def test_two_files_of_one_attempt_are_not_guessed_between(tmp_path: Path) -> Non
     start = "Lab_anna_attempt_2024-03-01-10-11-12_"
     entries = {start + "mini.ipynb": notebook("a"), start + "mini-1.ipynb": notebook("b")}
     (one,) = taken(zipped(tmp_path / "x.zip", entries), tmp_path)
-    assert one.problem == "2 notebooks for one lab (mini-1.ipynb, mini.ipynb); leave one"
+    assert one.problem == "2 notebooks for one lab (mini-1.ipynb, mini.ipynb); keep one"
 
 
 # Our own form
@@ -284,8 +287,8 @@ def test_our_own_form_in_an_archive(tmp_path: Path, wrapped: str) -> None:
         ("anna", "mini"): "a",
         ("anna", "lion"): "b",
         ("李 雷", "mini"): "c",
-        ("bo", "mini"): "2 notebooks for one lab (deep/er/mini-lab-3.ipynb, mini.ipynb); leave one",
-        ("cy", "'other'"): "there is no lab of this name",
+        ("bo", "mini"): "2 notebooks for one lab (deep/er/mini-lab-3.ipynb, mini.ipynb); keep one",
+        ("cy", "'other'"): "there is no lab with this name",
         ("di", "mini"): "h",
         ("'=1+1'", ""): "its name must begin with a letter or digit and end without a dot or space",
     }
@@ -368,7 +371,7 @@ def test_students_whose_names_a_file_system_takes_for_one_stay_two(tmp_path: Pat
         ("Jos\u00e9 (2)", "mini"): "c",
     }
     assert rows["anna (2)", "mini"].notes == (
-        "called anna in what was handed in, where there is Anna too",
+        "called anna in the submission; renamed because Anna exists too",
     )
     assert rows["Anna", "mini"].notes == ()
 

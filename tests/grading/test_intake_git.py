@@ -90,7 +90,7 @@ def test_notebooks_come_out_of_repositories(tmp_path: Path) -> None:
     commit = git(anna, "rev-parse", "--short", "HEAD")
     one = found["李 雷", "mini"]
     assert one.handed_in == datetime(2024, 3, 1, 8, 11, 12, tzinfo=UTC)
-    assert one.notes == (f"the time is that of commit {commit}, which its author can set",)
+    assert one.notes == (f"the time is from commit {commit}; its author can set it",)
     assert all(path.suffix == ".ipynb" for path in (tmp_path / "work").iterdir())
     rows.unlink()
     for path in (tmp_path / "work").iterdir():
@@ -178,10 +178,10 @@ def test_a_repository_that_fails_is_that_students_problem(tmp_path: Path) -> Non
     assert said.pop(("cy", "")).startswith("git: fatal: Remote branch no-such-branch not found")
     assert said == {
         ("bo", "mini"): "b",
-        ("di", ""): "'--upload-pack=x' is no name of a branch",
+        ("di", ""): "'--upload-pack=x' is not a branch name",
         ("ed", ""): "the repository has no commit",
-        ("flo", ""): "no notebook of a lab was handed in ('notes.ipynb')",
-        ("'../gil'", ""): "its name has a sign that a file name should not have",
+        ("flo", ""): "no lab notebook was handed in ('notes.ipynb')",
+        ("'../gil'", ""): "its name has a character that a file name should not have",
         ("'=1+1'", ""): (
             "its name must begin with a letter or digit and end without a dot or space"
         ),
@@ -228,9 +228,9 @@ def test_a_repository_that_never_answers_is_given_up(
         (b"", "names no repository"),
         (b"# nobody\n\n", "names no repository"),
         (b"student,url\n", "names no repository"),
-        (b"# x\nanna https://example.org/x\n", "line 2 of .* is not <student>,<address>"),
-        (b"student;url\nanna;\n", "line 2 of .* is not <student>;<address>"),
-        (b"anna,https://example.org/" + b"x" * 3000, "line 1 of .* is longer than"),
+        (b"# x\nanna https://example.org/x\n", "line 2 of .* must be <student>,<address>"),
+        (b"student;url\nanna;\n", "line 2 of .* must be <student>;<address>"),
+        (b"anna,https://example.org/" + b"x" * 3000, "line 1 of .* has more than"),
         ("李,https://example.org/x".encode("gbk"), "is not in UTF-8"),
     ],
 )
@@ -255,7 +255,7 @@ def test_a_students_repositories_are_one_students(tmp_path: Path, file_allowed: 
         tmp_path / "a.txt", f"anna,file://{one}", f"anna,file://{two}", "anna,x", "anna,y"
     )
     assert texts(taken(rows, tmp_path)) == {
-        ("anna", "mini"): "2 notebooks for one lab (mini.ipynb, x/mini.ipynb); leave one",
+        ("anna", "mini"): "2 notebooks for one lab (mini.ipynb, x/mini.ipynb); keep one",
         ("anna", "lion"): "c",
         ("anna", ""): "its address must begin with https:// or ssh://",
     }

@@ -110,7 +110,7 @@ def test_a_run_that_tells_nothing_of_use_is_a_problem(
     monkeypatch.setattr(Sandbox, "_ask", lambda *_: told)
     with Sandbox(LIMITS, sandboxed=True) as sandbox:
         ran = sandbox.run(mini.mini_lab(), ["double"])
-    assert "not in the form of an answer" in ran.problem and ran.number is None
+    assert "malformed answer" in ran.problem and ran.number is None
     assert len(ran.outputs) == len(ran.counts) == len(mini.mini_lab()["cells"])
 
 
@@ -209,11 +209,11 @@ def test_a_cell_that_dies_is_left_out_and_one_that_cannot_be_checked_is_told(
     assert judged.errors == {mini.DOUBLE: ("NotCheckedError", "no compiler")}
     assert (judged.died, judged.stopped, judged.unchecked, judged.problem) == (1, 0, 1, "")
     assert list(_happened(judged)) == [
-        "a cell ended the kernel and got left out",
-        "a cell could not be checked on this machine, see the feedback page",
+        "a cell killed the kernel (skipped)",
+        "a cell could not be checked on this machine; see the feedback page",
     ]
     left_out = [one for one in judged.outputs if one and one[0].get("ename") == "KernelDied"]
-    assert len(left_out) == 1 and "left out" in left_out[0][0]["traceback"][0]
+    assert len(left_out) == 1 and "skipped" in left_out[0][0]["traceback"][0]
     assert Judged.from_json(judged.to_json()) == judged
 
 
@@ -224,7 +224,7 @@ def test_a_function_that_ends_the_sandbox_leaves_the_others_as_they_are(
     judged = tried(tmp_path, double=kills)
     name, message = judged.errors[mini.DOUBLE]
     assert list(judged.errors) == [mini.DOUBLE] and name == "RuntimeError"
-    assert "it ended the sandbox that it ran in" in message
+    assert "it killed the sandbox that it ran in" in message
 
 
 def _numbered(notebook: mini.Notebook) -> None:

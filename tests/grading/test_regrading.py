@@ -88,7 +88,7 @@ def test_points_by_hand_stay_until_their_own_answer_changes(folder: Folder) -> N
     assert rows["bo"].exercises == {mini.DOUBLE: 0.5, mini.SQUARE: 0}
     assert rows["李雷"].flags == ()
     assert rows["bo"].flags == (
-        "square-test had 1.5 points by hand for another answer, now taken back",
+        "square-test had 1.5 manual points for an earlier answer, now withdrawn",
     )
     assert "Score: 3.5 / 5.0" in (folder.out / rows["李雷"].feedback).read_text("utf-8")
     after = folder.results()
@@ -106,7 +106,7 @@ def test_a_machine_that_fails_ends_the_grading(folder: Folder) -> None:
     (folder.out / "queue" / "claims" / job.name).mkdir()  # no file: every helper fails
     with (
         steps._helpers(folder.root, folder.out, SETTINGS, 1) as keep_up,
-        pytest.raises(RuntimeError, match="ended 4 times; what they wrote above says why"),
+        pytest.raises(RuntimeError, match="failed 4 times; their output above says why"),
     ):
         until("the helpers to fail", lambda: keep_up())
 
@@ -204,6 +204,6 @@ def test_a_change_while_it_grades_ends_it(folder: Folder, monkeypatch: pytest.Mo
     real = plan.code_of
     # The helpers are processes of their own, and find the true digest.
     monkeypatch.setattr(plan, "code_of", lambda lab: real(lab)[::-1])
-    with pytest.raises(ValueError, match="was changed while it graded; run the command again"):
+    with pytest.raises(ValueError, match="changed during grading; run the command again"):
         folder.grade()
     assert not folder.results()

@@ -51,9 +51,9 @@ def test_both_layouts_copies_and_strangers_are_found(tmp_path: Path) -> None:
     fine = {"anna", "bo", "cy", "di", "gil", "李 雷"}
     assert {name: found.pop(name) for name in fine} == dict.fromkeys(fine, ("mini", ""))
     assert found == {
-        "ed": ("'other'", "there is no lab of this name"),
+        "ed": ("'other'", "there is no lab with this name"),
         "flo": ("", "the folder has no notebook"),
-        "": ("'lost'", "it stands outside of a student's folder"),
+        "": ("'lost'", "it is not in a student's folder"),
     }
 
 
@@ -61,7 +61,7 @@ def test_two_notebooks_for_one_lab_are_not_guessed_between(tmp_path: Path) -> No
     put(tmp_path, "anna/mini.ipynb", "anna/mini-lab.ipynb", "anna/mini/mini.ipynb")
     (one,) = find(tmp_path, {"mini"})
     assert one.problem == (
-        "3 notebooks for one lab (mini/mini.ipynb, mini-lab.ipynb, mini.ipynb); leave one"
+        "3 notebooks for one lab (mini/mini.ipynb, mini-lab.ipynb, mini.ipynb); keep one"
     )
 
 
@@ -131,9 +131,9 @@ def test_a_refused_name_is_shown_escaped_and_goes_nowhere(tmp_path: Path) -> Non
 
 
 def test_a_folder_without_students_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no student's folder"):
+    with pytest.raises(ValueError, match="has no student's folder"):
         find(tmp_path, {"mini"})
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         find(tmp_path / "none", {"mini"})
 
 
@@ -142,10 +142,10 @@ def test_a_folder_without_students_is_an_error(tmp_path: Path) -> None:
     [
         (b"", "empty"),
         (b" \n", "empty"),
-        (b"{", "no valid JSON"),
-        (b"\xff\xfe\x00", "no valid JSON"),
-        (b"PK\x03\x04", "no valid JSON"),
-        (b"[" * 100_000, "no valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe\x00", "not valid JSON"),
+        (b"PK\x03\x04", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
         (b"[1]", "format 4"),
         (b'{"nbformat": 3, "worksheets": []}', "format 4"),
         (b'{"nbformat": 4, "cells": {}}', "format 4"),
@@ -228,7 +228,7 @@ def test_an_untouched_release_stays_as_it_is(release: mini.Notebook) -> None:
         (drop("double-test", "square-test"), "cell square-test missing, put back"),
         (drop("square", "square-test"), "cell square-test missing, put back"),
         (drop("square"), "cell square missing"),
-        (twice("double-test", "pass"), "cell double-test there 2 times, the last counts"),
+        (twice("double-test", "pass"), "cell double-test occurs 2 times; the last one counts"),
         (lambda n: n["cells"].reverse(), None),
     ],
 )
@@ -424,5 +424,5 @@ def test_the_folder_of_a_student_who_cannot_be_read_is_a_row(tmp_path: Path) -> 
     os.mkfifo(tmp_path / "anna" / "mini-lab.ipynb")
     (tmp_path / "anna" / "mini.ipynb").unlink()
     (one,) = find(tmp_path, {"mini"})
-    with pytest.raises(ValueError, match="no plain file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         read_notebook(one.path)

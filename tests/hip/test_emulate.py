@@ -206,24 +206,24 @@ def test_arguments_that_the_kernel_cannot_take() -> None:
     for other in (y.double(), y.int()):
         with pytest.raises(ValueError, match=r"y must be a tensor of torch.float32, .* got torch"):
             launch("some_return", y=other, stay=64)
-    with pytest.raises(ValueError, match="stay must be an int, as the kernel takes it, got float"):
+    with pytest.raises(ValueError, match="stay must be an int, .* got float"):
         launch("some_return", y=y, stay=64.0)
     with pytest.raises(ValueError, match="stay must be an int, .* got torch.float32"):
         launch("some_return", y=y, stay=y)
     with pytest.raises(ValueError, match="stay must be a tensor of torch.float32, .* got int"):
         launch("some_return", stay=64, y=y)  # the kernel knows order, not names
-    with pytest.raises(ValueError, match="stay must fit into an int of 32 bits, got 4294967360"):
+    with pytest.raises(ValueError, match="stay must fit .*, got 4294967360"):
         launch("some_return", y=y, stay=2**32 + 64)
     with pytest.raises(ValueError, match="c must be a number that is neither an int nor a float"):
         launch("scaled", y=y, a=2.0, b=0, c=1)
     for grid in (0, (1, 0), 2**32 + 1, -1):
-        with pytest.raises(ValueError, match="grid must be one to three whole numbers above 0"):
+        with pytest.raises(ValueError, match=r"grid must be .*got (0|-1|4294967297|\(1, 0\))"):
             launch("some_return", grid=grid, y=y, stay=64)
     with pytest.raises(EmulationError, match="1 to 1024 threads, got 2048"):
         launch("some_return", block=(1024, 2), y=y, stay=1)
     with pytest.raises(ValueError, match=r"ENTRY\(nothing_"):
         launch("nothing")
-    with pytest.raises(ValueError, match="one to three whole numbers"):
+    with pytest.raises(ValueError, match=r"grid must be .*got \(1, 2, 3, 4\)"):
         launch("some_return", grid=(1, 2, 3, 4), y=y, stay=64)
     with pytest.raises(ValueError, match="contiguous"):
         launch("some_return", y=torch.zeros(4, 2).T, stay=64)

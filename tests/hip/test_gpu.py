@@ -49,20 +49,16 @@ def test_without_a_gpu_a_sentence_says_what_is_missing(
     assert command.main([]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
-    assert said.err.startswith("labcore.hip: no GPU: the steps run on an AMD GPU of CDNA")
+    assert said.err.startswith("labcore.hip: no GPU: ")
     assert "labcore.hip.emulate" in said.err
 
 
 @pytest.mark.parametrize(
     ("version", "arch", "sentence"),
     [
-        (
-            "7.0",
-            "gfx1100",
-            "the steps are written for wavefronts of 64 lanes, .* this GPU is gfx1100",
-        ),
-        ("7.0", "gfx942", "built for gfx942 by hipcc, which is not on this machine's path; .*ROCm"),
-        (None, "sm_90", "built for sm_90 by nvcc, which is not on this machine's path; .*CUDA"),
+        ("7.0", "gfx1100", "wavefronts of 64 lanes.* this GPU is gfx1100"),
+        ("7.0", "gfx942", "gfx942 needs hipcc.*PATH; install ROCm"),
+        (None, "sm_90", "sm_90 needs nvcc.*PATH; install the CUDA toolkit"),
     ],
 )
 def test_each_lack_has_its_sentence(
@@ -130,7 +126,7 @@ def test_hipcc_builds_libraries_that_only_the_device_refuses(
         for dim in emulate.HEAD_DIMS:
             assert step.block(dtype, dim) == program.attention_block(dtype, dim)
     values = [*[ctypes.c_void_p(0)] * 5, ctypes.c_int(1), ctypes.c_int(1), ctypes.c_float(1)]
-    with pytest.raises(RuntimeError, match="must take the launch, got its error [1-9]"):
+    with pytest.raises(RuntimeError, match="launch, got its error [1-9]"):
         step.launch("attention_forward_f16_d64_full", grid=(1, 1), threads=256, values=values)
     with pytest.raises(ValueError, match="query must be contiguous, on the GPU, .* got .* on cpu"):
         step(*SMALL[0].inputs(CPU))
@@ -161,7 +157,7 @@ def test_two_hip_runtimes_in_one_process_are_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         gpu, "call", lambda command: ctypes.Structure and type("Done", (), {"returncode": 0})()
     )
-    with pytest.raises(RuntimeError, match="one HIP runtime, got /system.* and /torch.*install"):
+    with pytest.raises(RuntimeError, match="same HIP runtime, got /system.* and /torch.*install"):
         list(gpu.build("gfx942"))
 
 

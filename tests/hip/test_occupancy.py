@@ -216,10 +216,10 @@ def test_a_tile_grows_with_each_of_its_sides() -> None:
 @pytest.mark.parametrize(
     ("sides", "sentence"),
     [
-        ({"queries": 100}, "queries / waves must be a multiple of 16, .* got 25"),
-        ({"queries": 130}, "queries / waves must be a multiple of 16, .* got 32.5"),
-        ({"keys": 40}, "keys must be a multiple of 16, .* got 40"),
-        ({"head_dim": 0}, "head_dim must be a multiple of 16, .* got 0"),
+        ({"queries": 100}, "queries / waves must be .* 16, .* got 25"),
+        ({"queries": 130}, "queries / waves must be .* 16, .* got 32.5"),
+        ({"keys": 40}, "keys must be .* 16, .* got 40"),
+        ({"head_dim": 0}, "head_dim must be .* 16, .* got 0"),
         ({"stages": 0}, "stages must be at least 1"),
         ({"dtype_bytes": 1}, "dtype_bytes must be one of 2, 4"),
     ],

@@ -224,13 +224,13 @@ def test_a_page_that_git_does_not_track_a_link_and_no_checkout_are_refused(
 ) -> None:
     git(course, "rm", "-q", "--cached", "book/page.ipynb")
     git(course, "commit", "-q", "-m", "x")
-    with pytest.raises(ValueError, match="_toc.yml names what git does not track: book/page"):
+    with pytest.raises(ValueError, match="_toc.yml names files not tracked by git: book/page"):
         student_repository.write(course, tmp_path / "out")
     (course / "src/labcore/link.py").symlink_to(course / PRIVATE)
     commit(course)
-    with pytest.raises(ValueError, match=r"no plain file .*: src/labcore/link\.py"):
+    with pytest.raises(ValueError, match=r"regular files, not src/labcore/link\.py"):
         student_repository.write(course, tmp_path / "out")
-    with pytest.raises(ValueError, match="is no checkout of the course"):
+    with pytest.raises(ValueError, match="is not a checkout of the course"):
         student_repository.write(tmp_path, tmp_path / "out")
 
 
@@ -243,8 +243,8 @@ def test_a_folder_with_anything_else_in_it_is_refused_as_it_is(
     git(tmp_path / "own", "init", "-q")
     commit(tmp_path / "own")
     for name, words in (
-        ("full", "holds something else"),
-        ("file", "is no folder"),
+        ("full", "is not an earlier output"),
+        ("file", "is not a folder"),
         ("own", "commits that this command did not make"),
         ("the course", "commits that this command did not make"),
     ):
@@ -327,7 +327,7 @@ def test_an_earlier_commit_with_a_source_in_it_is_found(course: Path, tmp_path: 
     commit(out, message)
     git(out, "rm", "-q", "-r", "labs/source")
     commit(out, message)
-    with pytest.raises(ValueError, match="labs/source/mini/mini.ipynb stands in a commit"):
+    with pytest.raises(ValueError, match="labs/source/mini/mini.ipynb is in a commit"):
         student_repository.write(course, out)
 
 

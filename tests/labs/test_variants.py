@@ -84,22 +84,22 @@ def test_a_table_has_every_column_by_student(tmp_path: Path) -> None:
 
 
 BAD = {
-    "no column": ("First;Last\nA;B", ["needs a column student or name or id", "got First, Last"]),
+    "no column": ("First;Last\nA;B", ["a column student or name or id", "got First, Last"]),
     "nothing": ("", ["got nothing"]),
     "a header alone": ("student\n\n", ["names no student"]),
     "twice": ("student\nAda\nBo\n ada\nZoe\u0308\nZoë", [
-        "lines 2, 4: 'Ada' stands", "lines 5, 6: 'Zoë' stands",
+        "lines 2, 4: 'Ada' occurs", "lines 5, 6: 'Zoë' occurs",
     ]),
     "a path": ("student\na/b\n..\n.ssh\nc:\\d", ["line 2:", "line 3:", "line 4:", "line 5:"]),
     "a control sign": ("student\n\"a\nb\"\nc\x1bd", ["line 3: 'a\\nb'", "line 4: 'c\\x1bd'"]),
     "a formula": ("student\n=1+1", ["line 2: '=1+1'"]),
     "a folder that is none": ("student\nAda.", ["line 2: 'Ada.'"]),
-    "an unquoted comma": ("student\nLee, Ann", ["line 2", "2 columns, the header has 1"]),
-    "no name": ("id,mail\n,x\n3,y", ["line 2", "nothing in the column id"]),
-    "a short line": ("mail,id\nx", ["line 2", "nothing in the column id"]),
-    "an open quote": ('student\n"Ada', ["is no CSV"]),
-    "other encoding": ("student\nZoë".encode("latin-1"), ["is no UTF-8"]),
-    "UTF-16": ("student\nZoë".encode("utf-16"), ["is no UTF-8"]),
+    "an unquoted comma": ("student\nLee, Ann", ["line 2", "2 columns, but the header has 1"]),
+    "no name": ("id,mail\n,x\n3,y", ["line 2", "the column id is empty"]),
+    "a short line": ("mail,id\nx", ["line 2", "the column id is empty"]),
+    "an open quote": ('student\n"Ada', ["is not valid CSV"]),
+    "other encoding": ("student\nZoë".encode("latin-1"), ["is not in UTF-8"]),
+    "UTF-16": ("student\nZoë".encode("utf-16"), ["is not in UTF-8"]),
 }  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def test_a_number_that_cannot_be_set_is_a_fault_of_the_source(tmp_path: Path, li
         mini.cell(notebook, "student")["source"] = line
 
     course = mini.checkout(tmp_path / "course", other)
-    with pytest.raises(LabError, match="mini: give its source one plain line STUDENT = 0"):
+    with pytest.raises(LabError, match="mini: .*STUDENT = 0"):
         write(course, tmp_path / "class")
     assert not (tmp_path / "class/out of it").exists()
 
@@ -244,7 +244,7 @@ def test_the_secret_and_the_key_are_the_instructors_alone(course: Path, tmp_path
 
 
 def test_a_secret_that_is_a_word_of_a_lab_is_refused(course: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a word of the labs"):
+    with pytest.raises(ValueError, match="the secret .* occurs in the labs"):
         write(course, tmp_path / "class", secret="raise NotImplementedError")
     assert not (tmp_path / "class/out of it").exists()
 
@@ -257,8 +257,8 @@ def test_an_edited_notebook_is_kept_and_who_left_is_named(course: Path, tmp_path
     said = "\n".join(write(course, tmp_path, ["Ada", "Cy"]))
     assert "2 notebooks written, 0 unchanged (2 students, 1 labs)" in said
     assert path.with_name("mini.edited-1.ipynb").read_bytes() == mine
-    assert "mini.edited-1.ipynb is a notebook that had been edited" in said
-    assert "not on the roster, and left as they are: Bo" in said
+    assert "mini.edited-1.ipynb is an edited notebook that was kept" in said
+    assert "not on the roster, and left unchanged: Bo" in said
     said = "\n".join(write(course, tmp_path, ["Ada", "Cy"]))
     assert "0 notebooks written, 2 unchanged" in said and "edited-2" not in said
 
@@ -282,16 +282,16 @@ def test_what_would_be_lost_or_given_away_is_refused(
             with pytest.raises(ValueError, match="which students get"):
                 variants.write(course, path, bad, out)
     roster(tmp_path, "student,points\nAda,7", "key.csv")
-    with pytest.raises(ValueError, match=r"key\.csv is no key of this command and would be lost"):
+    with pytest.raises(ValueError, match=r"key\.csv was not made by this command"):
         variants.write(course, path, secret, tmp_path / "out")
     assert (tmp_path / "key.csv").read_text("utf-8") == "student,points\nAda,7"
     (tmp_path / "key.csv").unlink()
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         variants.write(course, path, secret, path)
-    with pytest.raises(ValueError, match="no lab lion; there are mini"):
+    with pytest.raises(ValueError, match="lion.*mini"):
         variants.write(course, path, secret, tmp_path / "out", ["lion"])
     mini.checkout(course, lambda notebook: notebook.pop("cells"))
-    with pytest.raises(LabError, match="is no notebook"):
+    with pytest.raises(LabError, match="is not a notebook"):
         variants.write(course, path, secret, tmp_path / "out")
     assert not secret.exists() and not (tmp_path / "out").exists()
 

@@ -89,7 +89,7 @@ def test_what_cannot_be_is_refused(generator) -> None:
         distillation_loss(student, teacher, weight=1.5)
     with pytest.raises(ValueError, match="temperature must be a finite number above 0"):
         distillation_loss(student, teacher, temperature=0)
-    with pytest.raises(ValueError, match="labels must be at most 1438, got 2000; None is for"):
+    with pytest.raises(ValueError, match="labels must be at most 1438, got 2000"):
         distil_digits(0, labels=2000)
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         distil_digits(0, steps=0)

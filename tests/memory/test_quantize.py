@@ -357,8 +357,9 @@ def test_torchaos_limits_are_sentences(monkeypatch) -> None:
         with pytest.raises(ValueError, match="got .* for 1; choose another group_size or keep"):
             convert(model, Torchao(method="int4"))
         assert type(model[0].weight) is nn.Parameter
-        with pytest.raises(ValueError, match=r"torchao's int4 takes rows of .* for weight; choose"):
-            Torchao(method="int4").bytes(shape[1], shape[0])
+        sizes = shape[1], shape[0]
+        with pytest.raises(ValueError, match=rf"int4 .* got \({sizes[0]}, {sizes[1]}\) for weight"):
+            Torchao(method="int4").bytes(*sizes)
     model = nn.Sequential(nn.Linear(32, 16, device="meta"))
     with pytest.raises(ValueError, match="runs on a CPU here, got 0 on meta; move the model"):
         Torchao(method="int4").check("0", model[0].weight)

@@ -125,7 +125,7 @@ def test_a_changed_bit_costs_one_record(number, part, file, records, seed) -> No
     with pytest.raises(
         CorruptRecord,
         match=f"rows.tfrecord, record at byte {start}: its "
-        f"{LENGTHS[number]} bytes fail their checksum; write the file anew",
+        f"{LENGTHS[number]} bytes fail their checksum",
     ) as caught:
         next(reading)
     assert (caught.value.path, caught.value.offset) == (file, start)

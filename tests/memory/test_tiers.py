@@ -59,7 +59,7 @@ def test_a_disk_that_loses_bytes_is_reported() -> None:
 
 def test_a_disk_takes_nothing_of_a_gpu() -> None:
     tier = Disk()
-    with pytest.raises(ValueError, match=r"got one on meta; a GPU's tier is Host\(\)"):
+    with pytest.raises(ValueError, match=r"Disk .* got one on meta; .* Host\(\)"):
         tier.write((0, 0), torch.empty(3, dtype=torch.uint8, device="meta"))
     tier.close()
 
@@ -71,7 +71,7 @@ def test_what_is_no_row_of_bytes_or_was_not_written_is_refused(
     tier = make()
     data = torch.zeros(10, dtype=torch.uint8)
     for wrong in (data.float(), data.view(2, 5), data[::2]):
-        with pytest.raises(ValueError, match=r"bytes without gaps, uint8 \[n\]"):
+        with pytest.raises(ValueError, match=rf"data must be .* got {wrong.dtype} \({len(wrong)}"):
             tier.write((0, 0), wrong)
     tier.write((0, 0), data)
     tier.write((1, 0), data)

@@ -232,5 +232,5 @@ def test_what_is_refused() -> None:
         layer(torch.zeros(8, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         layer(torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="a ghost must hold more than one value a channel"):
+    with pytest.raises(ValueError, match="a ghost must hold more than one value per channel"):
         GhostBatchNorm1d(3, ghost_size=1)(torch.zeros(8, 3))

@@ -60,7 +60,7 @@ def test_every_epsilon_choice_is_its_rule(choice, path, seed: int) -> None:
     ours = awkward(dtype, seed, [(4001,), (3, 2)])
     expected, entries = [p.detach().double().clone() for p in ours], [{} for _ in ours]
     if "fused" in path and choice["eps_mode"] == "atan2":
-        with pytest.raises(ValueError, match="fused has no arc tangent.*use foreach=True"):
+        with pytest.raises(ValueError, match="fused .*eps_mode='atan2'.*use foreach=True"):
             AdamW(ours, **choice, **path)
         return
     run(ours, lambda p: AdamW(p, **SETTINGS, **choice, **path), seed=seed, steps=7)
@@ -118,7 +118,7 @@ def test_amsgrad_state_is_refused() -> None:
 
 def test_eps_root_belongs_to_outside() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match="eps_root belongs to eps_mode='outside'"):
+    with pytest.raises(ValueError, match="eps_root needs eps_mode='outside', got"):
         AdamW([weight], eps_mode="inside", eps_root=1e-3)
     with pytest.raises(ValueError, match="eps must be .*at least 0, got -1"):
         AdamW([weight], eps=-1.0)

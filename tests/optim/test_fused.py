@@ -149,7 +149,7 @@ def test_fused_stochastic_rounding_is_unbiased(cls, seed: int) -> None:
 
 def test_a_cpu_tensor_without_the_interpreter_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(device, "interpreting", lambda: False)
-    with pytest.raises(ValueError, match="fused=True cannot run, use fused=False: Lion: "):
+    with pytest.raises(ValueError, match="fused=True cannot run; use fused=False: Lion: "):
         Lion([torch.nn.Parameter(torch.ones(2))], fused=True)
 
 
@@ -165,4 +165,4 @@ def test_without_triton_everything_but_fused_works() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     first, second = done.stdout.splitlines()
     assert first == "[0.5, 0.5]"
-    assert "fused=True cannot run, use fused=False: Lion: " in second
+    assert "fused=True cannot run; use fused=False: Lion: " in second

@@ -33,8 +33,11 @@ BAD_SETTINGS = [
     ({"weight_decay": -1.0}, "weight_decay must be"),
     ({"nonfinite": "skipp"}, "nonfinite must be one of .*did you mean 'skip'"),  # codespell:ignore
     ({"state_dtype": torch.int8}, "state_dtype must be one of"),
-    ({"foreach": True, "fused": True}, "two paths, got both"),
-    ({"master_weights": True, "stochastic_rounding": True}, "got both; choose one"),
+    ({"foreach": True, "fused": True}, "foreach and fused must not both"),
+    (
+        {"master_weights": True, "stochastic_rounding": True},
+        "master_weights and stochastic_rounding must not both",
+    ),
     ({"capturable": True, "nonfinite": "skip"}, "use nonfinite='propagate'"),
 ]
 
@@ -63,15 +66,15 @@ def test_a_bad_setting_is_refused_with_the_way_out(cls, settings, sentence: str)
 @pytest.mark.parametrize(
     ("dtype", "settings", "sentence"),
     [
-        (torch.complex64, {"state_dtype": torch.bfloat16}, "are for real parameters"),
-        (torch.complex64, {"master_weights": True}, "are for real parameters"),
-        (torch.complex64, {"fused": True}, "are for real parameters"),
+        (torch.complex64, {"state_dtype": torch.bfloat16}, "state_dtype.*real.*got .*complex64"),
+        (torch.complex64, {"master_weights": True}, "master_weights.*real.*got .*complex64"),
+        (torch.complex64, {"fused": True}, "fused.*real.*got .*complex64"),
         (torch.float16, {"stochastic_rounding": True}, "use master_weights=True"),
         (torch.float64, {"fused": True}, "fused computes in float32.*use foreach=True"),
         (
             torch.bfloat16,
             {"fused": True, "capturable": True, "stochastic_rounding": True},
-            "would replay one seed",
+            "replay the same seed.*stochastic_rounding=True",
         ),
     ],
 )
@@ -90,7 +93,7 @@ def test_a_setting_that_does_not_fit_the_parameter_is_refused(
 @pytest.mark.parametrize("cls", [Adafactor, SM3, AdamW8bit])
 def test_complex_parameters_are_refused_by_those_with_small_state(cls) -> None:
     param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    with pytest.raises(ValueError, match=f"{cls.__name__} takes real parameters, got .*complex64"):
+    with pytest.raises(ValueError, match=f"{cls.__name__} needs real parameters, got .*complex64"):
         cls([param])
 
 
@@ -148,7 +151,7 @@ def test_raise_stops_before_any_weight_changes(cls, path) -> None:
     fine, bad = weight(), weight()
     fine.grad, bad.grad = torch.ones(2), torch.tensor([1.0, float("nan")])
     optimizer = cls([{"params": [fine]}, {"params": [bad]}], nonfinite="raise", **path)
-    with pytest.raises(RuntimeError, match="gradient for parameter 0 of group 1; no weight was"):
+    with pytest.raises(RuntimeError, match="got NaN .* for parameter 0 of group 1; no weight was"):
         optimizer.step()
     assert torch.equal(fine, torch.tensor([1.0, 2.0]))
 
@@ -238,7 +241,7 @@ def test_loaded_settings_are_checked_before_anything_changes(seed: int) -> None:
 def test_another_optimizers_state_is_refused(seed: int) -> None:
     params = awkward(torch.float32, seed, [(3,)])
     saved = run(params, lambda p: AdamW(p), seed=seed, steps=1).state_dict()
-    with pytest.raises(ValueError, match="Lion keeps .'exp_avg'. a parameter, got a state with"):
+    with pytest.raises(ValueError, match="Lion keeps .'exp_avg'. for each parameter, got a state"):
         Lion(params).load_state_dict(saved)
 
 

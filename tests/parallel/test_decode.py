@@ -169,8 +169,8 @@ def test_the_command_alone(more: list[str], capsys: pytest.CaptureFixture[str]) 
     assert told.out.startswith(text_of("draft", 9) + "\n\n")
     summary = told.out.rsplit("\n\n", 1)[1]
     assert re.fullmatch(
-        r"9 tokens on 1 × CPU: [\d.]+ tokens/s; 0 all-reduces a token, which alone take 0.0% of "
-        r"its time\n",
+        r"9 tokens on 1 × CPU: [\d.]+ tokens/s; 0 all-reduces per token, which alone take 0.0% "
+        r"of its time\n",
         summary,
     )
     assert not told.err
@@ -190,7 +190,7 @@ def test_the_command_takes_a_folder_and_a_dtype(
 
     assert "tokenizer.json does not exist" in refused(*model)
     (tmp_path / "tokenizer.json").write_text("{}", "utf-8")
-    assert f"{tmp_path} must hold a checkpoint that can be read, got " in refused(*model)
+    assert f"{tmp_path} must hold a readable checkpoint, got " in refused(*model)
     (tmp_path / "tokenizer.json").write_bytes((FILES / "tokenizer.json").read_bytes())
     assert "empty for a model without a bos token" in refused(*model, "--prompt", "")
     assert "from 0 to 43, got [" in refused(*model)  # a tokenizer of another model
@@ -199,9 +199,9 @@ def test_the_command_takes_a_folder_and_a_dtype(
         told = refused("--model", nowhere)
         assert "must be target, draft or the folder of a checkpoint, got" in told
     assert command("--model", "draft", "--tokens", "1", "--prompt", "", "--dtype", "bfloat16") == 0
-    assert "1 tokens on 1 × CPU; a rate needs two tokens" in capsys.readouterr().out
+    assert "1 tokens on 1 × CPU; a rate needs at least two tokens" in capsys.readouterr().out
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
-    assert f"{tmp_path} must hold a checkpoint that can be read, got Safe" in refused(*model)
+    assert f"{tmp_path} must hold a readable checkpoint, got Safe" in refused(*model)
 
 
 @pytest.mark.parametrize(("ranks", "more"), [(2, ["--graph"]), (4, [])])
@@ -220,7 +220,7 @@ def test_the_command_under_torchrun(ranks: int, more: list[str]) -> None:
     assert done.stdout.startswith(text_of("target", count) + "\n\n")  # from one rank only
     summary = done.stdout.rsplit("\n\n", 1)[1]
     assert re.fullmatch(
-        rf"{count} tokens on {ranks} × CPU: [\d.]+ tokens/s; 13 all-reduces a token, "
+        rf"{count} tokens on {ranks} × CPU: [\d.]+ tokens/s; 13 all-reduces per token, "
         r"which alone take [\d.]+% of its time\n",
         summary,
     )

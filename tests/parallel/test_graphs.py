@@ -277,7 +277,7 @@ def test_arguments_that_do_not_fit_are_refused(model: Llama, seed: int) -> None:
         for active in (torch.ones(3).bool(), torch.ones(2)):
             with pytest.raises(ValueError, match=r"active must be bool \(2,\)"):
                 decoder(torch.zeros(2).long(), active=active)
-        with pytest.raises(ValueError, match="timed on a GPU, got a decoder on cpu"):
+        with pytest.raises(ValueError, match="decoder must be on a GPU, got one on cpu"):
             launch_seconds(decoder)
     with pytest.raises(RuntimeError, match=r"after close\(\)"):
         decoder(torch.tensor([1]))

@@ -100,7 +100,7 @@ def test_ranks_together(ranks: int, odd: int, seed: int) -> None:
         if rank == odd:
             assert "must not wait for the device" in found["waits"]
         else:
-            told = f"every rank must run the step that is captured, rank {odd} could not: "
+            told = f"every rank must run the step that is captured, but rank {odd} could not: "
             assert told + "SyncError: a captured step must not wait" in found["waits"]
         told, again = found["broken"]
         assert "operation not permitted in breaks (test_graphs_captured.py" in told
@@ -108,4 +108,4 @@ def test_ranks_together(ranks: int, odd: int, seed: int) -> None:
         assert again
         assert "one GPU for each process, got ranks 0 and 1 on GPU-0" in found["shared"]
         assert not found["own"]
-        assert "captures only NCCL's collectives, got a group of backend" in found["gloo"]
+        assert "captures only NCCL's collectives, got a group with backend" in found["gloo"]

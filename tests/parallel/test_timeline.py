@@ -256,7 +256,7 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(ValueError, match="power of two"):
         odd = Collective(name="x", kind="all_reduce", ranks=3, nbytes=1)
         simulate((odd,), GPUS["H200"], link, algorithm="halving_doubling")
-    with pytest.raises(ValueError, match="two ranks or more, got 1"):
+    with pytest.raises(ValueError, match="ranks must be at least 2, got 1"):
         Collective(name="x", kind="all_reduce", ranks=1, nbytes=1)
     with pytest.raises(ValueError, match="kind must be one of"):
         Collective(name="x", kind="all_to_all", ranks=2, nbytes=1)

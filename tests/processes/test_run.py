@@ -260,11 +260,11 @@ def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         processes.run(print, 0)
     with pytest.raises(TypeError, match="without calling it"):
         processes.run(print(), 2)  # type: ignore[arg-type, func-returns-value]
-    with pytest.raises(TypeError, match="cannot travel"):
+    with pytest.raises(TypeError, match="cannot be passed.*generator"):
         processes.run(print, 1, (one for one in ()))
-    with pytest.raises(processes.ProcessesError, match="cannot travel"):
+    with pytest.raises(processes.ProcessesError, match="cannot be passed.*generator"):
         processes.run(lambda: (one for one in ()), 1)
-    with pytest.raises(processes.ProcessesError, match="call from its parent"):
+    with pytest.raises(processes.ProcessesError, match="cannot start others"):
         processes.run(lambda: processes.run(print, 1), 1)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "3")

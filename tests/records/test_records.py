@@ -94,7 +94,7 @@ def test_merge_keeps_the_newer_of_two(tmp_path):
     records.save([old, new, make(case="c")], there)
     assert records.merge(there, here) == 2
     assert {r.case: r.p50 for r in records.load(folder=here)} == {"a": 1.0, "b": 2.0, "c": 2.0}
-    with pytest.raises(FileNotFoundError, match="found none"):
+    with pytest.raises(FileNotFoundError, match="got none"):
         records.merge(tmp_path / "nowhere", here)
 
 
@@ -105,9 +105,9 @@ def test_find_prefers_this_machine_and_lists_what_there_is(tmp_path, monkeypatch
     monkeypatch.setattr(records, "load", lambda slug=None: load(slug, folder=tmp_path))
     assert records.find("lion", "step-time", "step time").p50 == 2.0
     assert records.find("lion", "step-time", "step time", kind="a-gpu").p50 == 7.0
-    with pytest.raises(KeyError, match=r"there are: step-time; python -m benchmarks lion"):
+    with pytest.raises(KeyError, match=r"available: step-time; run python -m benchmarks lion"):
         records.find("lion", "steptime", "step time")
-    found = r"there are of step-time: step time \(a-gpu\), step time \(.*python -m benchmarks lion"
+    found = r"available for step-time: step time \(a-gpu\), step time \(.*python -m benchmarks lion"
     with pytest.raises(KeyError, match=found):
         records.find("lion", "step-time", "step times")
 

@@ -52,7 +52,7 @@ def test_random_calls_keep_every_invariant(seed: int) -> None:
                 assert available == pool.count - len(held)
                 if n > available:
                     before = (pool.free, pool.held, pool.cached)
-                    with pytest.raises(NoBlocks, match=f"{n} blocks were asked for"):
+                    with pytest.raises(NoBlocks, match=f"^{n} blocks were requested"):
                         pool.allocate(n)
                     assert before == (pool.free, pool.held, pool.cached)
                 else:
@@ -194,14 +194,14 @@ def _two_names(pool: BlockPool) -> None:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (_twice_free, "a block is free once"),
+        (_twice_free, "twice in the free list"),
         (_lost, "free \\+ held \\+ cached is the pool"),
-        (_below_zero, "fewer than 0"),
+        (_below_zero, "negative reference count"),
         (_free_and_held, "a held block is neither"),
         (_free_and_cached, "both free and cached"),
         (_nameless, "a cached block has a digest"),
-        (_named_and_free, "a free block has none"),
-        (_two_names, "name each other"),
+        (_named_and_free, "a free block has no digest"),
+        (_two_names, "refer to each other"),
     ],
 )
 def test_each_broken_invariant_is_named(harm, said: str) -> None:

@@ -476,7 +476,7 @@ def test_the_socket_is_the_users_alone_and_a_stale_one_is_replaced(path: Path) -
     with Listener(engine, path), EngineClient(path) as client:
         assert client.health()["status"] == "ok"
     path.write_text("a file")
-    with pytest.raises(ValueError, match="must be free or a socket"):
+    with pytest.raises(ValueError, match="path must be unused or a socket"):
         Listener(engine, path)
     assert path.read_text() == "a file"
     with pytest.raises(ValueError, match="at most 107 bytes"):

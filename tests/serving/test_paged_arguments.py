@@ -58,7 +58,7 @@ def test_full_pages_refuse_before_anything_is_written(
         ([([0], -1)], None, "must hold 0 to 4 tokens, got -1"),
         ([([0, 6], 5)], None, r"between 0 and 5, got \[0, 6\] in row 0"),
         ([([0, -1], 3)], None, "between 0 and 5"),
-        ([([0], 1)], [1, 1], "one for each of 1 rows, got 2"),
+        ([([0], 1)], [1, 1], "counts .* 1 rows, got 2"),
         ([([0], 1), ([3], 2)], [1, 3], "at most the 4 tokens .* got 5 in row 1"),
         ([([0], 1)], [-1], "got 0 in row 0"),
         ([([0, 1], 4), ([2, 1], 4)], [2, 1], "got block 1 in rows 0 and 1; copy it first"),

@@ -140,9 +140,9 @@ def test_a_bad_command_line_is_one_sentence(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert process.main(["--socket", str(folder / "x"), "--model", "no such folder"]) == 1
-    assert capsys.readouterr().err == (
-        "model must be target, draft or a checkpoint's folder, got 'no such folder'\n"
-    )
+    said = capsys.readouterr().err
+    assert said.startswith("model must be") and said.endswith("got 'no such folder'\n")
+    assert said.count("\n") == 1
 
 
 def test_an_engine_that_breaks_ends_its_process(
@@ -162,7 +162,7 @@ def test_an_engine_that_breaks_ends_its_process(
     engine = Broken()
     assert process.attend(lambda: engine, folder / "engine", attached=False) == 1
     assert engine.closed and not (folder / "engine").exists()
-    assert capsys.readouterr().err == "the engine ends: planted\n"
+    assert capsys.readouterr().err == "the engine is exiting: planted\n"
 
 
 STALLED = """
@@ -182,7 +182,7 @@ def test_an_engine_that_hangs_ends_its_process(folder: Path) -> None:
     command = [sys.executable, "-c", STALLED, str(folder / "engine")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr == "the engine ends: a step has taken more than 0 s; start another\n"
+    assert done.stderr.count("\n") == 1 and "a step has taken more than 0 s" in done.stderr
 
 
 # The supervisor, over processes that only touch files: no torch

@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence_and_leaves_nothing(model: Ll
     engine = made(model)
     sampling = SamplingConfig(max_tokens=3)
     good = Request("good", (1, 2), sampling)
-    with pytest.raises(ValueError, match="ids must differ"):
+    with pytest.raises(ValueError, match="ids must be unique"):
         replay(engine, [good, good])
     with pytest.raises(ValueError, match="prompt and max_tokens"):
         replay(engine, [good, Request("bad", (1,) * 500, sampling)])

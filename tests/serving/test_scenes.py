@@ -129,7 +129,7 @@ def test_a_shared_prefix_is_shown_as_shared_and_kept(seed: int) -> None:
 def test_a_run_without_a_map_has_none_and_one_without_requests_is_refused(seed: int) -> None:
     run = served("static", seed)
     assert scene(replace(run, blocks=(), promised=())).blocks == ()
-    with pytest.raises(ValueError, match="serve one request or more"):
+    with pytest.raises(ValueError, match="a scene needs a run .* got 0 requests"):
         scene(replace(run, metrics=()))
     with pytest.raises(ValueError, match="columns"):
         scene(run, columns=0)

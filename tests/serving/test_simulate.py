@@ -342,7 +342,7 @@ class Hanging(Scheduler):
 
 def test_a_scheduler_that_hangs_is_named() -> None:
     work = Workload((0.0,), (3,), (2,))
-    with pytest.raises(RuntimeError, match="must plan work while requests are under way"):
+    with pytest.raises(RuntimeError, match="must plan work .* got 3 plans without work for 1"):
         simulate(work, lambda: Hanging(BlockPool(8, 4)), COST)
 
 
@@ -357,7 +357,7 @@ def test_what_is_no_simulation_is_refused() -> None:
     one = Request(id="a", prompt=(1, 2), sampling=SamplingConfig(max_tokens=2))
     twice = server()
     assert twice.submit(one)
-    with pytest.raises(ValueError, match="ids must differ, got 'a' again"):
+    with pytest.raises(ValueError, match="ids .* got 'a' again"):
         twice.submit(one)
     empty = server().run()
     assert empty.metrics == () and math.isnan(empty.tokens_per_second)

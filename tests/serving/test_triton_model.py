@@ -100,7 +100,7 @@ def test_what_is_no_request_is_said_at_once(path: Path) -> None:
             assert words in str(error) and error.code == "invalid", (inputs, error)
         sender = Sender()
         model.execute([Request(sender, text_input=b"x", parameters='{"max_token": 3}')])
-        assert "'max_token' is no input; there are text_input" in str(error_of(sender))
+        assert "unknown input 'max_token'; the inputs are text_input" in str(error_of(sender))
         own = '{"id": "mine", "triton_enable_empty_final_response": true}'  # the server's
         sender = Sender()
         one = numpy.array([1], dtype=numpy.int32)

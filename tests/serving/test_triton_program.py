@@ -74,7 +74,7 @@ def greeting(started: subprocess.Popen[str]) -> str:
     lines = []
     for line in started.stdout or ():
         lines.append(line)
-        if line.startswith("Ctrl-C"):
+        if "Ctrl-C" in line:
             break
     return "".join(lines)
 

@@ -227,7 +227,7 @@ def test_a_request_while_the_engine_is_away_is_told_so_at_once(server: TritonSer
     assert until(refused)
     server.wait_healthy(FAULT_S)
     errors = [one for one in said if isinstance(one, Exception)]
-    assert all("the engine is starting again" in str(error) for error in errors), errors
+    assert all("the engine is restarting" in str(error) for error in errors), errors
     works(server)
 
 

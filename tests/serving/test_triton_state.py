@@ -52,7 +52,7 @@ def test_an_owner_that_is_killed_owns_nothing(
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         assert running(tmp_path) == {"pid": holder.pid}
         assert main(["status", "--folder", str(tmp_path)]) == 1
-        assert f"process {holder.pid} is starting" in capsys.readouterr().out
+        assert f"(process {holder.pid}) is starting" in capsys.readouterr().out
         holder.kill()
         holder.wait()
     state = {"model": "lm", "socket": str(sockets / "engine"), "addresses": {}}

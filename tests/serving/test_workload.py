@@ -63,7 +63,7 @@ def test_a_log_is_shifted_and_played_faster(seed: int) -> None:
     assert played[0] == 0
     assert played == pytest.approx([(time - times[0]) / 2.5 for time in times])
     assert recorded([3.5]) == (0.0,)
-    with pytest.raises(ValueError, match="in order, got 1.0 behind 2.0"):
+    with pytest.raises(ValueError, match=r"times .* got 1\.0 after 2\.0"):
         recorded([0.0, 2.0, 1.0])
     with pytest.raises(ValueError, match="at least one arrival"):
         recorded([])

@@ -136,7 +136,7 @@ def test_bad_arguments_say_what_to_do() -> None:
             LossSpikeDetector(**{name: -1})
     detector = LossSpikeDetector()
     detector.update(5, 1.0)
-    with pytest.raises(ValueError, match="steps must rise, got 5 after 5"):
+    with pytest.raises(ValueError, match="steps must increase, got 5 after 5"):
         detector.update(5, 1.0)
     with pytest.raises(ValueError, match="same window"):
         LossSpikeDetector(window=3).load_state_dict(detector.state_dict())

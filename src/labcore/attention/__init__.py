@@ -1,8 +1,8 @@
-"""FlashAttention: the rungs from softmax attention as it is written to the Triton kernels.
+"""FlashAttention, from textbook softmax attention to the Triton kernels.
 
-`reference` holds all scores, `online` goes tile by tile in plain torch, `forward` and `backward`
-are the kernels, and `flash_attention` is the door to all of them. A model takes it as
-`functools.partial(flash_attention, is_causal=True, enable_gqa=True)`.
+`reference` stores all scores, `online` works tile by tile in plain PyTorch, and `forward` and
+`backward` are the kernels. `flash_attention` is the public function that selects among them. To
+use it in a model, pass `functools.partial(flash_attention, is_causal=True, enable_gqa=True)`.
 """
 
 from labcore.attention import traffic

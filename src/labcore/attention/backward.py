@@ -1,11 +1,12 @@
-"""The backward kernels: scores are computed again from q, k and lse instead of having been stored.
+"""The backward kernels, which recompute the scores from q, k and lse instead of storing them.
 
-With p = exp(scale * q·k - lse), a row's gradient of its scores is ds = p * (dp - delta), where
+With p = exp(scale * q·k - lse), the gradient of a row's scores is ds = p * (dp - delta), where
 dp = grad_out · v and delta = sum(out * grad_out). Then dv = pᵀ grad_out, dk = scale * dsᵀ q and
-dq = scale * ds k. One kernel holds a tile of keys and walks over queries for dk and dv, another
-holds queries and walks over keys for dq: each sum is made by one program in one order, so results
-repeat bit for bit. Fused, the first kernel adds its share of dq to memory as well, which spares two
-of seven products and leaves the order of those sums to chance. Letters as in `forward`.
+dq = scale * ds k. One kernel holds a tile of keys and loops over queries for dk and dv; another
+holds queries and loops over keys for dq. One program computes each sum in a fixed order, so results
+are bitwise reproducible. In fused mode, the first kernel also adds its share of dq to memory, which
+saves two of seven products but makes the order of those sums nondeterministic. See `forward` for
+the dimension letters.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ from labcore.attention.layout import new_heads
 from labcore.attention.pattern import Pattern
 
 FUSED_DIM = 64
-ROWS = 64  # of one program of `delta_kernel`
+ROWS = 64  # per program of `delta_kernel`
 
 
 @triton.jit
@@ -32,7 +33,7 @@ def delta_kernel(
     stride_ob, stride_oh, stride_ot, stride_dob, stride_doh, stride_dot, stride_lb, stride_lh,
     heads, max_q, D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """delta [B, H, T] = sum over D of out * grad_out, less the gradient of lse where it has one."""
+    """Compute delta [B, H, T], the sum over D of out * grad_out, minus lse's gradient if any."""
     blocks = tl.cdiv(max_q, M)
     m0 = tl.program_id(0) % blocks * M
     head = (tl.program_id(0) // blocks % heads).to(tl.int64)
@@ -51,7 +52,7 @@ def delta_kernel(
 
 @triton.jit
 def _load_lse(base, rows, limit, GUARD: tl.constexpr):
-    """lse of `rows` in units of log2; +inf, which makes weights 0, for rows that see nothing."""
+    """Load lse of `rows` in base 2; +inf, which makes weights 0, for rows that see no key."""
     if GUARD:
         lse = tl.load(base + rows, mask=rows < limit, other=float("-inf"))
     else:
@@ -61,7 +62,7 @@ def _load_lse(base, rows, limit, GUARD: tl.constexpr):
 
 @triton.jit
 def _slope(s, SOFTCAP: tl.constexpr):
-    """Derivative of the capped scores s, which are values of tanh, by what was capped."""
+    """Derivative of the capped scores s, which are values of tanh, by tanh's argument."""
     return 1.0 - s * s if SOFTCAP else 1.0
 
 
@@ -72,7 +73,7 @@ def row_tiles(
 ):  # fmt: skip
     """Tiles of queries that see a key of n0 … n0 + N - 1: (first, hot, cold, stop).
 
-    Tiles hot … cold - 1 need no mask, the others of first … stop - 1 do.
+    Tiles hot … cold - 1 need no mask; the others in first … stop - 1 do.
     """
     n1 = tl.minimum(n0 + N, k_len)
     begin, end = n0 * 0, q_len  # rows that see some key
@@ -152,7 +153,7 @@ def dkdv_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, TREE: tl.constexpr,
     SOFTCAP: tl.constexpr, VARLEN: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv [B, Hkv, S, D]: sums over the queries of all heads that share keys and values."""
+    """Sum dk and dv [B, Hkv, S, D] over the queries of all heads that share keys and values."""
     blocks = tl.cdiv(max_k, N)
     kv_heads = heads // group
     n0 = tl.program_id(0) % blocks * N
@@ -253,11 +254,11 @@ def dq_kernel(
     RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
     VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """dq [B, H, T, D]: the walk of the forward kernel, with lse known."""
+    """Compute dq [B, H, T, D] with the forward kernel's loop and a known lse."""
     blocks = tl.cdiv(max_q, M)
     block = tl.program_id(0) % blocks
     if RIGHT:
-        block = blocks - 1 - block  # as in the forward: the longest walks start first
+        block = blocks - 1 - block  # start the longest loops first, as in `forward_kernel`
     head = (tl.program_id(0) // blocks % heads).to(tl.int64)
     batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
     q_first, q_len = sequence(batch, cu_q_ptr, q_len, VARLEN)
@@ -321,17 +322,18 @@ def flash_backward(
     config: tuple[Config, Config] | None = None,
     **lengths: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv) in the dtype and shape of q [B, H, T, D], k and v [B, Hkv, S, D].
+    """Return (dq, dk, dv) in the dtype and shape of q [B, H, T, D], k and v [B, Hkv, S, D].
 
-    out and lse are what `flash_forward` gave for the same arguments; grad_out [B, H, T, D] and
-    grad_lse [B, H, T] float32 their gradients. fused: five products instead of seven, dq summed in
-    float32 by atomic additions, so that its last bits differ from run to run; without it repeated
-    runs agree bit for bit. config: the tiles of the two kernels, dk and dv first.
+    out, lse: the results of `flash_forward` for the same arguments.
+    grad_out, grad_lse: their gradients, [B, H, T, D] and [B, H, T] float32.
+    fused: compute five products instead of seven and sum dq in float32 with atomic additions, which
+    makes its last bits differ between runs. Without it, results are bitwise reproducible.
+    config: the tiles of the two kernels, first the one for dk and dv.
     Source: Dao, "FlashAttention-2", arXiv 2307.08691.
     """
     if fused and q.shape[3] > FUSED_DIM:
         raise ValueError(
-            f"the fused backward takes head dimensions up to {FUSED_DIM}, past which it spills "
+            f"the fused backward supports head dimensions up to {FUSED_DIM}, past which it spills "
             f"registers, got {q.shape[3]}; use fused=False"
         )
     if q.dtype == torch.bfloat16 and device.interpreting():
@@ -363,7 +365,7 @@ def flash_backward(
 
 
 def _launch_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, delta: Tensor) -> None:
-    """Fill delta [B, H, T]; packed rows need no bounds here."""
+    """Fill delta [B, H, T]; this needs no sequence bounds, even for packed rows."""
     batch, heads, tokens, dim = out.shape
     out = readable(out)
     programs = triton.cdiv(tokens, ROWS) * heads * batch

@@ -1,8 +1,9 @@
-"""How large the kernels' tiles are: a row for each head dimension, a column for each kind of GPU.
+"""The kernels' tile sizes: one row per head dimension, one column per kind of GPU.
 
-Two things bound a tile. Shared memory holds `stages` tiles of keys and of values; registers hold
-the scores and what is summed, and what does not fit there spills. The compile gates hold the
-commonest forms to both. There is no search at run time: reader, tests and gates see one choice.
+Two resources limit a tile. Shared memory holds `stages` tiles of keys and of values. Registers hold
+the scores and the accumulators, and spill if those don't fit. The compile gates check the most
+common kernels against both limits. There's no autotuning at run time, so readers, tests and gates
+all see the same choice.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ KIB = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """One program's tile: m rows of queries by n rows of keys, and how it is compiled.
+    """One program's tile, m rows of queries by n rows of keys, and how it's compiled.
 
-    warps: warps of 32 (NVIDIA) or 64 (AMD) lanes that share the tile. stages: how many tiles of the
-    walk are on their way at once.
+    warps: warps of 32 (NVIDIA) or 64 (AMD) lanes that share the tile. stages: how many tiles the
+    loop keeps in flight.
     """
 
     m: int
@@ -32,14 +33,14 @@ class Config:
     stages: int = 2
 
     def options(self) -> dict[str, Any]:
-        """The kernels' and the compiler's arguments of these names."""
+        """Return the settings under the names that the kernels and the compiler use."""
         return {"M": self.m, "N": self.n, "num_warps": self.warps, "num_stages": self.stages}
 
 
 Table = Mapping[int, Mapping[str, Config]]
 
-# NVIDIA's matrix units have no exact fp32 product: there each of a tile's is an instruction of its
-# own, whose operands stand in registers for the whole head dimension.
+# NVIDIA's matrix units have no exact fp32 product. There, each product of a tile is a separate
+# instruction whose operands occupy registers for the whole head dimension.
 FORWARD: Table = {
     64: {
         "hopper": Config(m=128, n=128, warps=8, stages=3),
@@ -66,7 +67,7 @@ FORWARD: Table = {
         "cdna fp32": Config(m=32, n=32, warps=4, stages=1),
     },
 }
-# dk and dv: a tile of keys stays, tiles of queries come by.
+# dk and dv: a program keeps a tile of keys and loops over tiles of queries.
 KEYS: Table = {
     64: {
         "hopper": Config(m=64, n=128, warps=8, stages=2),
@@ -93,7 +94,7 @@ KEYS: Table = {
         "cdna fp32": Config(m=32, n=16, warps=4, stages=1),
     },
 }
-# dq: a tile of queries stays, tiles of keys come by.
+# dq: a program keeps a tile of queries and loops over tiles of keys.
 QUERIES: Table = {
     64: {
         "hopper": Config(m=128, n=64, warps=8, stages=2),
@@ -120,16 +121,16 @@ QUERIES: Table = {
         "cdna fp32": Config(m=16, n=32, warps=4, stages=1),
     },
 }
-INTERPRETED = Config(m=64, n=64)  # the interpreter counts operations, whatever their size
+INTERPRETED = Config(m=64, n=64)  # the interpreter's cost is per operation, whatever its size
 
 
 def padded(head_dim: int) -> int:
-    """Columns of a tile for `head_dim`: the power of two from 16 on that holds it."""
+    """Return a tile's columns for `head_dim`: the next power of two, at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def kind_for(backend: str, shared_limit: int) -> str:
-    """The column for a GPU of `backend` whose blocks may use `shared_limit` bytes of memory."""
+    """Return the column for a GPU of `backend` with `shared_limit` bytes of memory per block."""
     if backend == "hip":
         return "cdna"
     if shared_limit >= 227 * KIB:
@@ -138,7 +139,7 @@ def kind_for(backend: str, shared_limit: int) -> str:
 
 
 def kind_of(where: torch.device) -> str:
-    """The column that `where` reads; "interpreter" for a CPU."""
+    """Return the column for the device `where`; "interpreter" for a CPU."""
     if where.type != "cuda":
         return "interpreter"
     if torch.version.hip:
@@ -148,7 +149,7 @@ def kind_of(where: torch.device) -> str:
 
 
 def choose(table: Table, kind: str, head_dim: int, dtype: torch.dtype) -> Config:
-    """The tile for a kind of GPU, D up to 256 and the dtype of the inputs."""
+    """Return the tile for a kind of GPU, D up to 256 and the dtype of the inputs."""
     if kind == "interpreter":
         return INTERPRETED
     if dtype == torch.float32:

@@ -1,9 +1,9 @@
-"""Decode over a paged cache: many programs share one sequence, a second kernel joins their results.
+"""Decoding over a paged KV cache with several programs per sequence.
 
-A step has few queries and many keys, so one program a sequence would leave most of a GPU idle.
-The keys of a sequence are cut into `splits` pieces, each program softmaxes its own piece, and
-`reduce_kernel` weighs the pieces by their log-sum-exp (flash decoding: Dao, Haziza, Massa and
-Sizov, 2023, https://pytorch.org/blog/flash-decoding).
+A decode step has few queries and many keys, so one program per sequence would leave most of a GPU
+idle. Instead, a sequence's keys are cut into `splits` pieces, a program computes softmax attention
+over each piece, and `reduce_kernel` weights the results by their log-sum-exp (flash decoding: Dao,
+Haziza, Massa and Sizov, 2023, https://pytorch.org/blog/flash-decoding).
 
 Letters: B batch, H query heads, Hkv key and value heads, G = H / Hkv, T queries of a sequence,
 D head dimension, P pages of `page` keys each, N nodes of a tree (N = T).
@@ -27,7 +27,7 @@ from labcore.attention.pattern import Pattern, tree_bits
 from labcore.compile_only import TARGETS, register
 
 LOG2E = math.log2(math.e)
-LEAST_ROWS, MOST_ROWS = 16, 64  # of a tile: a matrix instruction takes no fewer
+LEAST_ROWS, MOST_ROWS = 16, 64  # per tile; 16 is a matrix instruction's minimum
 ADDED = tl.constexpr(16)  # pieces that reduce_kernel adds at a time
 
 
@@ -39,13 +39,13 @@ def absorb_block(
     PAGE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, N: tl.constexpr,
     LEFT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys start … start + N - 1 of a sequence into the running softmax."""
+    """Add the keys start … start + N - 1 of a sequence to the running softmax."""
     keys = start + tl.arange(0, N)
     cols = tl.arange(0, D_PAD)
     inside = (cols < D)[None, :]
     if MASKED:
-        held = keys < end  # what lies behind may be NaN, in a page that nobody owns
-        if TREE:  # nor need the cache have a key for a node that is padding
+        held = keys < end  # past the end there may be NaN or a page that isn't the sequence's
+        if TREE:  # the cache may have no key for a padding node
             node = tl.maximum(keys - prefix, 0)
             parent = tl.load(parents_ptr + node, mask=held & (keys >= prefix), other=-1)
             held = held & (parent != -2)
@@ -93,9 +93,9 @@ def decode_kernel(
     M: tl.constexpr, N: tl.constexpr, COUNTS: tl.constexpr, LEFT: tl.constexpr,
     TREE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """One piece of one sequence, for the G query heads that share a KV head.
+    """Process one piece of one sequence for the G query heads that share a KV head.
 
-    Their queries are packed into the M rows of a tile, row t * G + g: each key is read once.
+    Their queries are packed into the M rows of a tile, as row t * G + g, so each key is read once.
     """
     tiles = tl.cdiv(queries * GROUP, M)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
@@ -105,7 +105,7 @@ def decode_kernel(
     piece = tl.program_id(2)
     splits = tl.num_programs(2)
 
-    # A length past the table would turn what lies behind the table into page numbers.
+    # A length past the table would read page numbers from memory past the table.
     length = tl.minimum(tl.load(lengths_ptr + batch), max_pages * PAGE)
     count = queries
     if COUNTS:
@@ -113,7 +113,7 @@ def decode_kernel(
     prefix = length - count
     first_t = m0 // GROUP
     last_t = tl.minimum((m0 + M - 1) // GROUP, count - 1)
-    # Keys begin … end - 1 are seen by some row, whole_begin … whole_end - 1 by every row.
+    # Some row sees keys begin … end - 1; every row sees keys whole_begin … whole_end - 1.
     begin, whole_begin = 0, 0
     if LEFT:
         begin = tl.maximum(prefix + first_t - left, 0)
@@ -171,7 +171,7 @@ def decode_kernel(
             PAGE, D, D_PAD, N, LEFT, TREE, SOFTCAP, True,
         )  # fmt: skip
 
-    # Rows of padding went through the blocks without a mask.
+    # Padding rows weren't masked in the unmasked blocks.
     total = tl.where(answered, total, 0.0)
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
@@ -192,7 +192,7 @@ def reduce_kernel(
     heads, queries, splits,
     D: tl.constexpr, D_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One row of the result: its pieces, each weighed by exp(its lse - the row's lse)."""
+    """Compute one row of the result: its pieces, weighted by exp(piece's lse - row's lse)."""
     row = tl.program_id(0).to(tl.int64)  # (b * T + t) * H + h
     head = row % heads
     batch = row // heads // queries
@@ -230,14 +230,14 @@ def split_decode(
     counts: Tensor | None,
     splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels; the arguments are those of `paged_attention`, checked there.
+    """Launch the kernels with the arguments of `paged_attention`, which checks them.
 
-    Returns out [B, H, T, D] in query's dtype and lse [B, H, T] float32.
+    Returns out [B, H, T, D] in query's dtype and lse [B, H, T] in float32.
     """
     batch, heads, queries, head_dim = query.shape
     kv_heads, dtype = key_pages.shape[2], query.dtype
     if device.interpreting() and dtype == torch.bfloat16:
-        # The interpreter multiplies the bits of bfloat16, and cuts off where it should round.
+        # The interpreter multiplies bfloat16 bit patterns, and truncates instead of rounding.
         query, key_pages, value_pages = (x.float() for x in (query, key_pages, value_pages))
     query, key_pages, value_pages = (_readable(x) for x in (query, key_pages, value_pages))
     out, lse = new_heads(query), new_lse(query)
@@ -248,7 +248,7 @@ def split_decode(
         part_lse = lse.new_empty((*lse.shape, splits))
     rows = heads // kv_heads * queries
     config = choose(rows, head_dim, query.element_size(), kind_of(query.device))
-    # As on a GPU, inf and inf - inf come without a warning.
+    # The interpreter uses NumPy, which would warn about inf and inf - inf; a GPU doesn't.
     with torch.cuda.device_of(query), np.errstate(all="ignore"):
         decode_kernel[(batch * triton.cdiv(rows, config.m), kv_heads, splits)](
             out_ptr=part,
@@ -285,7 +285,7 @@ def _arguments(
     counts: Tensor | None,
     pattern: Pattern,
 ) -> dict[str, Any]:
-    """What decode_kernel takes besides its results and its tile, by the kernel's names."""
+    """Return decode_kernel's arguments by name, besides its results and its tile."""
     tree, cap = pattern.tree, pattern.softcap
     strides = {
         f"stride_{name}": stride
@@ -318,11 +318,11 @@ def _arguments(
 
 
 def choose(rows: int, head_dim: int, element_size: int, kind: str) -> Config:
-    """The tile for `rows` = G * T query rows of `element_size` bytes on a GPU of configs' `kind`.
+    """Return the tile for `rows` = G * T query rows of `element_size` bytes on a `kind` of GPU.
 
-    A block of keys and one of values are 32 KiB a stage at most.
+    kind: as in `configs`. A block of keys plus one of values takes at most 32 KiB per stage.
     """
-    whole = element_size == 4  # exact products take no matrix unit but many registers
+    whole = element_size == 4  # exact products use many registers and no matrix unit
     most = MOST_ROWS // 2 if whole or kind == "cdna" else MOST_ROWS
     m = min(max(triton.next_power_of_2(rows), LEAST_ROWS), most)
     room = (1 << 13 if whole else 1 << 14) // (padded(head_dim) * element_size)
@@ -335,9 +335,9 @@ def choose(rows: int, head_dim: int, element_size: int, kind: str) -> Config:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """`x` with columns side by side and each of its first dimension's entries within 31 bits.
+    """Return `x`, copied unless its columns are adjacent and each entry's offsets fit in 31 bits.
 
-    The kernel counts batches and pages in 64 bits, what lies inside of one in 32.
+    The kernel indexes the first dimension (batch or page) in 64 bits and the others in 32.
     """
     last = sum(
         (size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)
@@ -354,7 +354,7 @@ def _register() -> None:
     plain = {"GROUP": 4, "PAGE": 16, "COUNTS": False, "LEFT": False, "TREE": False,
              "SOFTCAP": False}  # fmt: skip
     unread = {"counts_ptr": None, "parents_ptr": None, "bits_ptr": None}
-    # case -> Triton's type, bytes of it, rows, D, what differs from plain
+    # case -> Triton's type, its size in bytes, rows, D, constants that differ from `plain`
     cases: dict[str, tuple[str, int, int, int, dict[str, bool]]] = {
         "bf16-d128": ("bf16", 2, 4, 128, {}),
         "bf16-d128-tree": ("bf16", 2, 256, 128, {"TREE": True, "COUNTS": True}),

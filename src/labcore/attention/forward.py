@@ -1,8 +1,9 @@
-"""The forward kernel: one program holds a tile of queries and walks over the keys it sees.
+"""The forward kernel: each program holds a tile of queries and loops over the keys they see.
 
 Letters: B batch, H heads, Hkv key and value heads, T queries, S keys, D head dimension, M and N
-rows of a tile of queries and of keys. Scores live in registers only; what reaches memory is the
-output and one number a row, lse = log(sum(exp(scores))), from which the backward recomputes them.
+rows of a tile of queries and of keys. Scores stay in registers. The kernel writes the output and
+one number per row, lse = log(sum(exp(scores))), which the backward kernels use to recompute the
+weights.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def sequence(batch, cu_ptr, length, VARLEN: tl.constexpr):
-    """First row and length of a sequence; packed ones stand between cumulative lengths."""
+    """First row and length of a sequence; for a packed one, from the cumulative lengths."""
     first = batch * 0
     if VARLEN:
         first = tl.load(cu_ptr + batch)
@@ -33,7 +34,7 @@ def sequence(batch, cu_ptr, length, VARLEN: tl.constexpr):
 
 @triton.jit
 def load_rows(base, stride, rows, limit, D: tl.constexpr, D_PAD: tl.constexpr, GUARD: tl.constexpr):
-    """Tile [rows, D_PAD]; zeros past column D and, if GUARD, from row `limit` on."""
+    """Load a tile [rows, D_PAD]; zeros from column D and, if GUARD, from row `limit`."""
     cols = tl.arange(0, D_PAD)
     at = base + rows[:, None] * stride + cols[None, :]
     if GUARD and D < D_PAD:
@@ -48,7 +49,7 @@ def load_rows(base, stride, rows, limit, D: tl.constexpr, D_PAD: tl.constexpr, G
 
 @triton.jit
 def store_rows(base, stride, rows, limit, x, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Store tile x [rows, D_PAD], but no column past D and no row from `limit` on."""
+    """Store tile x [rows, D_PAD] up to, but not including, column D and row `limit`."""
     cols = tl.arange(0, D_PAD)
     keep = (rows < limit)[:, None] & (cols < D)[None, :]
     at = base + rows[:, None] * stride + cols[None, :]
@@ -60,7 +61,7 @@ def visible(
     rows, keys, q_len, k_len, shift, left, right, bits_ptr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Whether query `rows` sees `keys`; their shapes broadcast, such as [M, 1] and [1, N]."""
+    """Whether queries `rows` see `keys`; the shapes broadcast, such as [M, 1] and [1, N]."""
     seen = keys < k_len
     if RIGHT:
         seen = seen & (keys <= rows + shift + right)
@@ -79,19 +80,19 @@ def scores(a, b, cap_scale, SOFTCAP: tl.constexpr):
     """a [M, D] times b [N, D] transposed: [M, N] float32, capped but not yet scaled."""
     s = tl.dot(a, tl.trans(b), input_precision="ieee")
     if SOFTCAP:
-        # tanh by the one exponential that every target has.
+        # tanh from exp2, which every target has.
         s = 1.0 - 2.0 / (1.0 + tl.exp2(s * cap_scale))
     return s
 
 
 @triton.jit
 def softmax_step(s, peak, total, scale2, MASKED: tl.constexpr):
-    """Weights 2^(scale2 * s - peak) of scores s [M, N], and the running state after them.
+    """Weights 2^(scale2 * s - peak) of scores s [M, N], and the updated running state.
 
-    peak [M] is the largest scaled score so far and total [M] the sum of all weights; when the peak
-    grows, what was summed before must shrink.
+    peak [M] is the largest scaled score so far and total [M] the sum of all weights. When the peak
+    grows, earlier sums are scaled down by `shrink`.
     """
-    # scale2 holds log2(e) too: one multiply-add and exp2 make the softmax's exponential.
+    # scale2 includes log2(e), so the softmax's exponential is one multiply-add and one exp2.
     new_peak = tl.maximum(peak, tl.max(s, 1) * scale2)
     safe = new_peak
     if MASKED:  # a row may have seen nothing yet, and -inf - -inf is NaN
@@ -109,10 +110,11 @@ def walk(
     RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
     FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of keys start … stop - 1; p [M, N] holds the weights of the tile before.
+    """Process tiles of keys start … stop - 1; p [M, N] holds the previous tile's weights.
 
-    A step scores its own tile and multiplies the values of the tile before: that product needs
-    nothing of this tile, so the matrix unit works on it while other units take the exponentials.
+    Each step computes its tile's scores and multiplies the previous tile's weights by its values.
+    That product doesn't depend on the current tile, so the matrix unit can run it while other units
+    compute the exponentials.
     """
     offs_n = tl.arange(0, N)
     for j in tl.range(start, stop, num_stages=1 if FIRST else None):
@@ -121,7 +123,7 @@ def walk(
         k = load_rows(k_at, stride_kt, offs_n, k_len - begin, D, D_PAD, MASKED)
         s = scores(q, k, cap_scale, SOFTCAP)
         v_at = v_base + tl.cast(begin - N, tl.int64) * stride_vt
-        before = tl.where(j == start, 0, N)  # the first tile of all has none before it
+        before = tl.where(j == start, 0, N)  # the very first tile has no previous one
         v = load_rows(v_at, stride_vt, offs_n, before, D, D_PAD, FIRST)
         acc = tl.dot(p.to(v.dtype, bitcast=True), v, acc * shrink[:, None], input_precision="ieee")
         if MASKED:
@@ -135,7 +137,8 @@ def walk(
                 float("-inf"),
             )  # fmt: skip
         weights, shrink, peak, total = softmax_step(s, peak, total, scale2, MASKED)
-        # Carried as its bits: a floating operand that crosses steps may cross shared memory.
+        # Carried as bits: Triton may route a floating-point operand between steps through shared
+        # memory.
         p = weights.to(v.dtype).to(p.dtype, bitcast=True)
     return acc, p, shrink, peak, total
 
@@ -147,8 +150,8 @@ def tiles(
 ):  # fmt: skip
     """Tiles of keys that rows m0 … m1 - 1 see: (first, hot, cold, last).
 
-    Tiles hot … cold - 1 need no mask, the others of first … last do. `last` is at least `first`:
-    rows that see nothing walk over one tile.
+    Tiles hot … cold - 1 need no mask; the others in first … last do. `last` is at least `first`,
+    so rows that see no key still process one tile.
     """
     begin, end = 0, k_len  # keys that some row sees
     whole_begin, whole_end = 0, k_len  # keys that every row sees
@@ -162,7 +165,7 @@ def tiles(
         whole_end = tl.minimum(whole_end, k_len - q_len)
     first = begin // N
     last = tl.maximum(tl.cdiv(end, N) - 1, first)
-    # The first tile starts the walk and always has its mask.
+    # The first tile always gets a mask.
     hot = tl.minimum(tl.maximum(tl.cdiv(whole_begin, N), first + 1), last + 1)
     cold = tl.minimum(tl.maximum(whole_end, 0) // N, last + 1)
     return first, hot, tl.maximum(cold, hot), last
@@ -181,14 +184,14 @@ def forward_kernel(
     RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
     VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """out [B, H, T, D] and lse [B, H, T] of q [B, H, T, D], k and v [B, Hkv, S, D].
+    """Compute out [B, H, T, D] and lse [B, H, T] from q [B, H, T, D], k and v [B, Hkv, S, D].
 
-    Row strides of k and v are constants: where the rows of a tile lie then takes no registers.
+    Row strides of k and v are constants, so the row offsets of a tile take no registers.
     """
     blocks = tl.cdiv(max_q, M)
     block = tl.program_id(0) % blocks
     if RIGHT:
-        block = blocks - 1 - block  # the longest walks start first, so that short ones end the run
+        block = blocks - 1 - block  # start the longest loops first, so short ones finish the launch
     head = (tl.program_id(0) // blocks) % heads
     batch = tl.program_id(0) // blocks // heads
     q_first, q_len = sequence(batch, cu_q_ptr, q_len, VARLEN)
@@ -203,7 +206,7 @@ def forward_kernel(
         m0, tl.minimum(m0 + M, q_len), k_len, q_len, shift, left, right, N, LEFT, RIGHT, TREE
     )
 
-    # In 64 bits: a batch times its stride, or a row times its own, may pass 2^31 elements.
+    # In 64 bits, because an index times a stride may exceed 2^31 elements.
     batch, head = batch.to(tl.int64), head.to(tl.int64)
     q_row, k_row = (q_first + m0).to(tl.int64), k_first.to(tl.int64)
     q_base = q_ptr + batch * stride_qb + head * stride_qh + q_row * stride_qt
@@ -236,13 +239,13 @@ def forward_kernel(
         rows, q_len, k_len, shift, left, right, bits_ptr, scale2, cap_scale,
         D, D_PAD, N, LEFT, RIGHT, TREE, SOFTCAP, True, False,
     )  # fmt: skip
-    # The values of the last tile are still to come.
+    # The loop leaves out the last tile's values.
     v_at = v_base + tl.cast(last * N, tl.int64) * stride_vt
     v = load_rows(v_at, stride_vt, tl.arange(0, N), k_len - last * N, D, D_PAD, True)
     acc = tl.dot(p.to(v.dtype, bitcast=True), v, acc * shrink[:, None], input_precision="ieee")
 
     empty = total == 0.0
-    if TREE:  # padding saw the prefix in the tiles without a mask
+    if TREE:  # padding rows saw the prefix in the unmasked tiles
         empty = empty | ~visible(
             rows, rows + shift, q_len, k_len, shift, left, right, bits_ptr, LEFT, RIGHT, TREE
         )
@@ -261,16 +264,18 @@ def flash_forward(
     config: Config | None = None,
     **lengths: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by the kernel: out [B, H, T, D] in q's dtype, lse [B, H, T] float32.
+    """Run the kernel; return out [B, H, T, D] in q's dtype and lse [B, H, T] in float32.
 
-    q [B, H, T, D], k and v [B, Hkv, S, D], of one dtype (float16, bfloat16 or float32), any
-    strides, D at most 256, H a multiple of Hkv. lengths: cu_q, cu_k, max_q and max_k of packed
-    sequences, as in `launch.arguments`. config: tiles other than the device's own. A row that sees
-    no key has out 0 and lse -inf; lse is the natural logarithm of the sum of exp(score).
+    q [B, H, T, D], k and v [B, Hkv, S, D] share a dtype (float16, bfloat16 or float32) and have any
+    strides, D at most 256 and H a multiple of Hkv.
+    lengths: cu_q, cu_k, max_q and max_k of packed sequences, as in `launch.arguments`.
+    config: a tile to use instead of the device's default.
+    lse is the natural logarithm of the sum of exp(score). A row that sees no key has out 0 and lse
+    -inf.
     Source: Dao, "FlashAttention-2", arXiv 2307.08691.
     """
     if q.dtype == torch.bfloat16 and device.interpreting():
-        # The interpreter multiplies the bits of bfloat16 as if they were integers.
+        # The interpreter multiplies bfloat16 bit patterns as if they were integers.
         wide = flash_forward(
             q.float(), k.float(), v.float(), pattern=pattern, config=config, **lengths
         )

@@ -1,4 +1,4 @@
-"""What every launch of the attention kernels shares: strides, lengths and the pattern's numbers."""
+"""The arguments common to all attention kernels: strides, lengths and the pattern's numbers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from labcore.compile_only import TARGETS, register
 __all__ = ["arguments", "enter", "launch", "readable", "strides"]
 
 LOG2E = math.log2(math.e)
-LONGEST_ROW = 1 << 23  # elements: 256 rows of a tile then stay within 31 bits
+LONGEST_ROW = 1 << 23  # elements, so that the offsets of a tile's 256 rows fit in 31 bits
 
 
 def readable(x: Tensor) -> Tensor:
-    """`x` [B, H, T, D] as the kernels can read it: columns side by side, rows not too far apart."""
+    """Return `x` [B, H, T, D], copied unless columns are adjacent and rows not too far apart."""
     return x if x.stride(3) == 1 and x.stride(2) < LONGEST_ROW else x.contiguous()
 
 
 def strides(packed: bool, **tensors: Tensor) -> dict[str, int]:
-    """Strides of tensors [B, H, T, …] by the kernels' names, as stride_qb, stride_qh, stride_qt.
+    """Return strides of tensors [B, H, T, …] by kernel argument: stride_qb, stride_qh, stride_qt.
 
-    packed: sequences of a packed batch differ in where they begin, not by a batch's stride.
+    packed: the batch stride is 0, because packed sequences differ only in where they begin.
     """
     named = {}
     for name, x in tensors.items():
@@ -48,11 +48,11 @@ def arguments(
     max_q: int | None = None,
     max_k: int | None = None,
 ) -> dict[str, Any]:
-    """What the forward and the backward kernels take alike, by the kernels' own names.
+    """Return the arguments that the forward and backward kernels share, by the kernels' names.
 
-    q [B, H, T, D], k and v [B, Hkv, S, D] as `readable` gives them. Packed sequences are views
-    [1, H, total, D]: cu_q and cu_k int32 [sequences + 1] say where each begins, max_q and max_k how
-    long the longest is.
+    q [B, H, T, D], k and v [B, Hkv, S, D] as returned by `readable`. Packed sequences are views
+    [1, H, total, D]; cu_q and cu_k, int32 [sequences + 1], say where each begins, and max_q and
+    max_k are the longest lengths.
     """
     left, right = pattern.left, pattern.right
     cap = pattern.softcap
@@ -89,9 +89,9 @@ def arguments(
 
 
 def launch(kernel: Any, programs: int, where: Tensor, **given: Any) -> None:
-    """Run `programs` programs of `kernel` on the device of `where`; names it does not have go."""
+    """Run `programs` programs of `kernel` on the device of `where`, dropping unknown arguments."""
     known = {*kernel.arg_names, "num_warps", "num_stages"}
-    # As on a GPU, infinite minus infinite is NaN without a warning.
+    # The interpreter uses NumPy, which would warn about inf - inf; a GPU doesn't.
     with torch.cuda.device_of(where), np.errstate(all="ignore"):
         kernel[(programs,)](**{name: value for name, value in given.items() if name in known})
 
@@ -99,10 +99,10 @@ def launch(kernel: Any, programs: int, where: Tensor, **given: Any) -> None:
 def enter(
     kernel: Any, table: Table, head_dim: int, dtype: torch.dtype, case: str, **changed: Any
 ) -> None:
-    """Enter a form of `kernel` for the compile gates, for each target with the tile it would take.
+    """Register a variant of `kernel` with the compile gates, with each target's own tile.
 
-    changed: constants that differ from those of attention without a mask. What is not among them is
-    a pointer, a number or a length.
+    changed: constants that differ from those of attention without a mask. All other arguments are
+    pointers, numbers or lengths.
     """
     flags = ("LEFT", "RIGHT", "BOTTOM_RIGHT", "TREE", "SOFTCAP", "VARLEN", "FUSED")
     fixed: dict[str, Any] = dict.fromkeys(flags, False)

@@ -1,4 +1,4 @@
-"""How results of attention lie in memory: every form and the fake kernels allocate here."""
+"""The memory layout of attention results, shared by all implementations and the fake kernels."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["new_heads", "new_lse"]
 
 
 def new_heads(like: Tensor) -> Tensor:
-    """An empty [B, H, T, D] with the dtype and device of `like`, in memory [B, T, H, D].
+    """Return an empty [B, H, T, D] with the dtype and device of `like`, stored as [B, T, H, D].
 
-    Joining the heads afterwards, `.transpose(1, 2).flatten(2)`, then copies nothing.
+    With this layout, joining the heads with `.transpose(1, 2).flatten(2)` copies nothing.
     """
     batch, heads, tokens, dim = like.shape
     return like.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
 
 
 def new_lse(query: Tensor) -> Tensor:
-    """An empty log-sum-exp [B, H, T] of `query` [B, H, T, D], contiguous, in at least fp32."""
+    """Return an empty contiguous log-sum-exp [B, H, T], at least fp32, for `query` [B, H, T, D]."""
     return query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))

@@ -1,7 +1,8 @@
-"""FlashAttention as operators of torch: what autograd, torch.compile and opcheck see of it.
+"""FlashAttention as PyTorch custom operators, for autograd, torch.compile and opcheck.
 
-The operators are opaque to a tracer, so the choice of a form and whatever reads a tensor's values
-happen in here. Packed sequences are a batch of 1: [1, H, total, D] and their cumulative lengths.
+The operators are opaque to a tracer, so this module selects the implementation and does all checks
+that read a tensor's values. Packed sequences are a batch of 1: [1, H, total, D] and their
+cumulative lengths.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from labcore.device import choose_backend
 
 __all__ = ["Settings", "backward", "forward"]
 
-# The fields of `Settings` in the language of torch's schemas.
+# The fields of `Settings` as a PyTorch operator schema.
 SETTINGS = (
     "Tensor? tree, Tensor? cu_q, Tensor? cu_k, SymInt? max_q, SymInt? max_k, float scale, "
     "float? softcap, bool is_causal, bool bottom_right, SymInt? left, SymInt? right, str backend"
@@ -27,12 +28,12 @@ SETTINGS = (
 
 
 class Settings(NamedTuple):
-    """What an operator takes besides queries, keys and values; a Pattern taken apart."""
+    """The operators' arguments besides query, key and value; includes the fields of a Pattern."""
 
     tree: Tensor | None  # int32 [B, N]
     cu_q: Tensor | None  # int32 [sequences + 1]
     cu_k: Tensor | None
-    max_q: int | None  # the longest sequence; None asks the tensor
+    max_q: int | None  # the longest sequence; None computes it from cu_q
     max_k: int | None
     scale: float
     softcap: float | None
@@ -43,7 +44,7 @@ class Settings(NamedTuple):
     backend: str
 
     def pattern(self) -> Pattern:
-        """The pattern that these settings are made of."""
+        """Return these settings' pattern."""
         return Pattern(
             scale=self.scale,
             softcap=self.softcap,
@@ -54,7 +55,7 @@ class Settings(NamedTuple):
         )
 
     def arguments(self, query: Tensor, key: Tensor, form: str) -> dict[str, Any]:
-        """The keyword arguments that both directions of a form take."""
+        """Return the keyword arguments of an implementation's forward and backward."""
         lengths: dict[str, Any] = {"cu_q": self.cu_q, "cu_k": self.cu_k}
         if form == "triton":
             for name, cu, longest, x in (
@@ -67,7 +68,7 @@ class Settings(NamedTuple):
         return {"pattern": self.pattern(), **lengths}
 
     def form(self, query: Tensor) -> str:
-        """ "triton" or "torch"; raises ValueError where kernels were asked for and cannot run."""
+        """Return "triton" or "torch"; raises ValueError if "triton" is set but can't run."""
         if query.dtype != torch.float64:
             return choose_backend(self.backend, query, op="flash_attention")
         if self.backend == "triton":
@@ -84,14 +85,17 @@ class Settings(NamedTuple):
     schema=f"(Tensor query, Tensor key, Tensor value, {SETTINGS}) -> (Tensor, Tensor)",
 )
 def forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    """out [B, H, T, D] and lse [B, H, T] of query [B, H, T, D] and key, value [B, Hkv, S, D]."""
+    """Return out [B, H, T, D] and lse [B, H, T].
+
+    query: [B, H, T, D]; key, value: [B, Hkv, S, D].
+    """
     chosen = Settings(*settings)
     form = chosen.form(query)
     _check_values(query, key, chosen)
     if query.numel() == 0 or key.numel() == 0:
         return new_heads(query).zero_(), new_lse(query).fill_(-torch.inf)
     arguments = chosen.arguments(query, key, form)
-    # A caller's autocast ends at this door: products are as precise as the form says.
+    # Autocast must not change the precision of the products.
     with torch.autocast(query.device.type, enabled=False):
         if form == "torch":
             return tiled_forward(query, key, value, **arguments)
@@ -123,14 +127,14 @@ def backward(
     lse: Tensor,
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, as `online.tiled_backward` describes them."""
+    """Return the gradients of query, key and value, as described in `online.tiled_backward`."""
     chosen = Settings(*settings)
     form = chosen.form(query)
     if query.numel() == 0 or key.numel() == 0:
         query, key, value = (new_heads(x).zero_() for x in (query, key, value))
         return query, key, value
     if grad_lse is not None:
-        grad_lse = grad_lse.masked_fill(lse == -torch.inf, 0)  # no key moves such a row's lse
+        grad_lse = grad_lse.masked_fill(lse == -torch.inf, 0)  # such an lse depends on no key
     arguments = chosen.arguments(query, key, form)
     with torch.autocast(query.device.type, enabled=False):
         if form == "torch":
@@ -171,8 +175,8 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:  # noqa: ARG001
     raise RuntimeError(
-        "flash_attention must be differentiated at most once, and a gradient of its gradient was "
-        "asked for; use labcore.attention.safe_attention, which keeps all scores"
+        "flash_attention can be differentiated at most once, got a request for the gradient of a "
+        "gradient; use labcore.attention.safe_attention, which stores all scores"
     )
 
 
@@ -181,7 +185,7 @@ backward.register_autograd(_refuse)
 
 
 def _check_values(query: Tensor, key: Tensor, chosen: Settings) -> None:
-    """Raise ValueError for parents or lengths that do not fit; on a GPU this would wait for it."""
+    """Raise ValueError for invalid parents or lengths; skipped on a GPU to avoid a sync."""
     if chosen.tree is not None:
         check_parents(chosen.tree)
     if query.device.type != "cpu":
@@ -196,10 +200,10 @@ def _check_values(query: Tensor, key: Tensor, chosen: Settings) -> None:
         if int(cu[0]) != 0 or int(cu[-1]) != x.shape[2] or bool((lengths < 0).any()):
             raise ValueError(
                 f"cu_seqlens_{name} must rise from 0 to the {x.shape[2]} packed tokens, "
-                f"got {cu.tolist()}; it is the cumulative sum of the lengths, 0 first"
+                f"got {cu.tolist()}; pass the cumulative sum of the lengths, starting with 0"
             )
         if longest is not None and lengths.numel() and int(lengths.max()) > longest:
             raise ValueError(
                 f"max_seqlen_{name} must be at least the longest sequence, {int(lengths.max())}, "
-                f"got {longest}; leave it out to have it found"
+                f"got {longest}; leave it out to have it computed"
             )

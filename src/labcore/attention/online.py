@@ -1,7 +1,8 @@
-"""Online softmax and tiled attention in plain torch: O(T + S) memory beside the inputs.
+"""Online softmax and tiled attention in plain PyTorch, with O(T + S) memory besides the inputs.
 
-Letters as in `pattern`; G = H / Hkv query heads share a key head, and R rows are the queries of
-one tile for all of them, so that every product is one batched matrix product over B * Hkv.
+See `pattern` for the dimension letters. G = H / Hkv query heads share a key head. The R rows of a
+tile are the queries of all of them, which makes every product one batched matrix product over
+B * Hkv.
 Source: Milakov and Gimelshein, 2018, arXiv 1805.02867; Dao, 2023, arXiv 2307.08691.
 """
 
@@ -18,8 +19,8 @@ from labcore.attention.pattern import Pattern, key_range, tile_mask
 
 __all__ = ["Running", "absorb", "finish", "merge", "start", "tiled_backward", "tiled_forward"]
 
-# Scores of one tile over all rows and heads: 2 MiB in fp32, small beside a CPU's last cache. The
-# side of a tile is a power of two within the bounds.
+# Scores of one tile over all rows and heads: 2 MiB in fp32, small compared to a CPU's last-level
+# cache. A tile's side is a power of two within SIDES.
 TILE = 1 << 19
 SIDES = (32, 256)
 
@@ -27,7 +28,8 @@ SIDES = (32, 256)
 class Running(NamedTuple):
     """Softmax-weighted sums over the keys so far.
 
-    top: the largest score, [..., R]; total: the sum of exp(score - top), [..., R];
+    top: the largest score, [..., R].
+    total: the sum of exp(score - top), [..., R].
     acc: the sum of exp(score - top) * value, [..., R, D].
     """
 
@@ -37,15 +39,15 @@ class Running(NamedTuple):
 
 
 def start(rows: Tensor) -> Running:
-    """No keys yet. rows: [..., R, D], the queries, whose shape and dtype the sums take."""
+    """Return the sums over no keys, in the shape and dtype of the queries, rows [..., R, D]."""
     top = rows.new_full(rows.shape[:-1], -torch.inf)
     return Running(top, torch.zeros_like(top), torch.zeros_like(rows))
 
 
 def absorb(state: Running, scores: Tensor, values: Tensor) -> Running:
-    """The sums with more keys: scores [..., R, S], overwritten; values [..., S, D].
+    """Add keys to the sums: scores [..., R, S], which are overwritten, and values [..., S, D].
 
-    A new largest score rescales what was summed before; -inf is a key that is not seen.
+    A new largest score rescales the earlier sums; -inf marks a key that isn't seen.
     """
     top = torch.maximum(state.top, scores.amax(-1))
     shift = top.masked_fill(top == -torch.inf, 0)  # -inf - -inf would be NaN
@@ -57,7 +59,7 @@ def absorb(state: Running, scores: Tensor, values: Tensor) -> Running:
 
 
 def finish(state: Running) -> tuple[Tensor, Tensor]:
-    """out [..., R, D] and lse [..., R]; zeros and -inf for a row that saw nothing."""
+    """Return out [..., R, D] and lse [..., R]; zeros and -inf for a row that saw no key."""
     total = state.total.masked_fill(state.total == 0, 1)
     return state.acc / total[..., None], torch.where(
         state.total == 0, state.top, state.top + total.log()
@@ -65,10 +67,10 @@ def finish(state: Running) -> tuple[Tensor, Tensor]:
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from the results for each: out and lse.
+    """Merge the attention results for two disjoint sets of keys; return out and lse.
 
-    out: [..., T, D]; lse: [..., T], natural logarithm, -inf where nothing was seen.
-    Differentiable in all four.
+    out_a, out_b: [..., T, D]. lse_a, lse_b: [..., T], natural logarithm, -inf where no key was
+    seen. Differentiable in all four arguments.
     """
     top = torch.maximum(lse_a, lse_b).detach()
     top = top.masked_fill(top == -torch.inf, 0)
@@ -91,11 +93,12 @@ def tiled_forward(
     cu_q: Tensor | None = None,
     cu_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention tile by tile: out [B, H, T, D] in the query's dtype and lse [B, H, T].
+    """Compute attention tile by tile: out [B, H, T, D] in the query's dtype and lse [B, H, T].
 
-    query: [B, H, T, D]; key, value: [B, Hkv, S, D], H a multiple of Hkv. Arithmetic and lse are
-    in at least fp32. Tiles that nothing may see are skipped. `tiled_backward` has the gradients.
+    query: [B, H, T, D]; key, value: [B, Hkv, S, D], where H is a multiple of Hkv.
     cu_q, cu_k: int32 [sequences + 1], where each sequence begins along T and S of a batch of 1.
+    Arithmetic and lse are in at least fp32. Tiles that no query sees are skipped. For gradients,
+    call `tiled_backward`.
     """
     out, lse = new_heads(query), new_lse(query)
     for queries, keys in _sequences(query, key, cu_q, cu_k):
@@ -127,13 +130,13 @@ def tiled_backward(
     cu_q: Tensor | None = None,
     cu_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, from scores that are computed again tile by tile.
+    """Return the gradients of query, key and value, recomputing the scores tile by tile.
 
     grad_out: like out; grad_lse: like lse, or None. The others are `tiled_forward`'s arguments
-    and results: a weight is exp(score - lse), so no weight was kept.
+    and results. No weights are stored, because a weight is exp(score - lse).
     """
     grads = new_heads(query), new_heads(key), new_heads(value)
-    # The row's sum of weight * gradient of weight is out * grad_out; lse adds to every weight.
+    # A row's sum of weight * its gradient equals sum(out * grad_out); lse depends on all weights.
     mean = (grad_out.to(lse.dtype) * out).sum(-1)
     mean = mean if grad_lse is None else mean - grad_lse
     lse = lse.masked_fill(lse == -torch.inf, 0)
@@ -164,7 +167,7 @@ def tiled_backward(
 def _sequences(
     query: Tensor, key: Tensor, cu_q: Tensor | None, cu_k: Tensor | None
 ) -> Iterator[tuple[slice, slice]]:
-    """Where each sequence stands along T and S; one that spans all unless lengths vary."""
+    """Yield each sequence's slices of T and S; without cu_q and cu_k, one that spans all."""
     if cu_q is None or cu_k is None:
         yield slice(0, query.shape[2]), slice(0, key.shape[2])
         return
@@ -174,7 +177,7 @@ def _sequences(
 
 
 def _tiles(pattern: Pattern, query: Tensor, key: Tensor) -> Iterator[tuple[slice, list[slice]]]:
-    """Blocks of queries, each with the blocks of keys that some of its queries may see."""
+    """Yield blocks of queries, each with the blocks of keys that some of its queries may see."""
     batch, per_batch, q_len, _ = query.shape
     heads, k_len = batch * per_batch, key.shape[2]
     side = SIDES[1]
@@ -187,13 +190,13 @@ def _tiles(pattern: Pattern, query: Tensor, key: Tensor) -> Iterator[tuple[slice
 
 
 def _rows(x: Tensor, rows: slice, key: Tensor) -> Tensor:
-    """`rows` of x [B, H, T, D] with the heads that share a key as rows: [B, Hkv, R, D]."""
+    """Return `rows` of x [B, H, T, D], with heads that share a key as rows: [B, Hkv, R, D]."""
     grouped = x[:, :, rows].to(key.dtype).unflatten(1, (key.shape[1], -1))
     return grouped.flatten(2, 3).contiguous()
 
 
 def _scores(rows: Tensor, keys: Tensor, pattern: Pattern) -> Tensor:
-    """Capped scores [B, Hkv, R, S] of rows that are scaled already; nothing hidden yet."""
+    """Return capped but unmasked scores [B, Hkv, R, S] of rows that are already scaled."""
     scores = rows @ keys.mT
     if pattern.softcap is None:
         return scores
@@ -201,7 +204,7 @@ def _scores(rows: Tensor, keys: Tensor, pattern: Pattern) -> Tensor:
 
 
 def _slope(scores: Tensor, pattern: Pattern) -> Tensor | None:
-    """How capped scores grow with those before the cap; None is 1."""
+    """Return the derivative of the capped scores by the uncapped ones; None means 1."""
     if pattern.softcap is None:
         return None
     return (scores / pattern.softcap).square_().neg_().add_(1)
@@ -210,7 +213,7 @@ def _slope(scores: Tensor, pattern: Pattern) -> Tensor | None:
 def _hide(
     scores: Tensor, pattern: Pattern, rows: slice, span: slice, query: Tensor, key: Tensor
 ) -> None:
-    """Write -inf where a row of the tile does not see a key."""
+    """Write -inf where a row of the tile doesn't see a key."""
     mask = tile_mask(pattern, rows, span, query.shape[2], key.shape[2], device=query.device)
     if mask is not None:
         heads = scores.view(*query.shape[:2], -1, scores.shape[-1])  # [B, H, T, S]

@@ -1,4 +1,4 @@
-"""Which keys a query sees, and how its scores are scaled: one description for every form.
+"""Which keys a query sees and how its scores are scaled, described once for all implementations.
 
 Letters: B batch, H heads, Hkv key and value heads, T queries, S keys, D head dimension, N nodes of
 a tree.
@@ -14,21 +14,22 @@ from torch import Tensor
 __all__ = ["Pattern", "allowed", "ancestors", "key_range", "tile_mask", "tree_bits"]
 
 WORD = 32  # bits of one int32 of `tree_bits`
-FAR = 1 << 30  # keys: past any sequence, and a place plus less than this fits an int32
+FAR = 1 << 30  # longer than any sequence; a position plus a smaller bound still fits in int32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pattern:
-    """Scores are scale * q·k, softly capped if asked for, of the keys that a query sees.
+    """The keys that each query sees and the scaling of their scores.
 
     scale: multiplies q·k. softcap: c turns a score s into c * tanh(s / c).
-    is_causal: query i sees the keys up to i + shift. window: (left, right), query i sees the keys
-    i + shift - left … i + shift + right; None is no bound on that side.
-    bottom_right: shift is S - T, which aligns the last query with the last key; else it is 0.
-    tree: parents, int32 [B, N] with N = T: the last N keys are the queries themselves, all keys
-    before them are the prefix. A node sees the prefix, its ancestors and itself; parents[n] is an
-    earlier node, -1 for a child of the prefix, -2 for padding, which sees nothing and is not seen.
-    A tree has neither `is_causal` nor `window`.
+    is_causal: query i sees the keys up to i + shift.
+    window: (left, right); query i sees the keys i + shift - left … i + shift + right. None means
+    no bound on that side.
+    bottom_right: shift is S - T, which aligns the last query with the last key; otherwise it's 0.
+    tree: parents, int32 [B, N] with N = T. The last N keys belong to the queries, and all keys
+    before them are the prefix. A node sees the prefix, its ancestors and itself. parents[n] is an
+    earlier node, -1 for a child of the prefix or -2 for padding, which sees nothing and isn't seen.
+    A tree can't be combined with `is_causal` or `window`.
     """
 
     scale: float
@@ -40,31 +41,31 @@ class Pattern:
 
     @property
     def left(self) -> int | None:
-        """How far before i + shift query i sees; None is all the way."""
+        """How far before i + shift query i sees; None means no limit."""
         return None if self.window is None else _near(self.window[0])
 
     @property
     def right(self) -> int | None:
-        """How far past i + shift query i sees, 0 at most if causal; None is all the way."""
+        """How far past i + shift query i sees, at most 0 if causal; None means no limit."""
         right = None if self.window is None else _near(self.window[1])
         if not self.is_causal:
             return right
         return 0 if right is None else min(right, 0)
 
     def shift(self, q_len: int, k_len: int) -> int:
-        """The key that stands on query 0's diagonal."""
+        """Return the key on query 0's diagonal."""
         return k_len - q_len if self.bottom_right or self.tree is not None else 0
 
 
 def _near(bound: int | None) -> int | None:
-    """A bound of a window; None for one that no sequence reaches, such as sys.maxsize."""
+    """Return a window's bound, or None if no sequence reaches it (such as sys.maxsize)."""
     return None if bound is None or bound >= FAR else bound
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """Which nodes each node of a tree sees: itself and its ancestors. bool [B, N, N].
+    """Return which nodes each node of a tree sees, itself and its ancestors: bool [B, N, N].
 
-    parents: integers [B, N], as in `Pattern`. Computed on their device without waiting for it.
+    parents: integers [B, N], as in `Pattern`. Computed on their device without synchronizing.
     """
     nodes = torch.arange(parents.shape[1], device=parents.device)
     seen = (nodes[:, None] == nodes) | (parents[:, :, None] == nodes)
@@ -75,25 +76,25 @@ def ancestors(parents: Tensor) -> Tensor:
 
 
 def tree_bits(parents: Tensor) -> Tensor:
-    """`ancestors` packed for a kernel: int32 [B, N, ceil(N / 32)].
+    """Pack `ancestors` into bits for a kernel: int32 [B, N, ceil(N / 32)].
 
-    Bit j % 32 of word j // 32 of node n is set where n sees node j.
+    Bit j % 32 of word j // 32 of node n is set if n sees node j.
     """
     seen = ancestors(parents)
     words = -(-parents.shape[1] // WORD)
     padded = torch.nn.functional.pad(seen, (0, words * WORD - parents.shape[1]))
     places = torch.arange(WORD, device=parents.device)
     packed = (padded.unflatten(2, (words, WORD)).long() << places).sum(-1)
-    # The last bit is an int32's sign.
+    # Bit 31 is the sign of an int32.
     return torch.where(packed < 2**31, packed, packed - 2**32).to(torch.int32)
 
 
 def allowed(
     pattern: Pattern, q_len: int, k_len: int, *, device: torch.device | None = None
 ) -> Tensor:
-    """The dense truth: whether query t sees key s. bool [B or 1, 1, T, S].
+    """Return the dense mask, whether query t sees key s: bool [B or 1, 1, T, S].
 
-    device: of the result, a tree's own where there is one. O(T * S) memory.
+    device: where to put the result; a tree's device takes precedence. Uses O(T * S) memory.
     """
     whole = slice(0, q_len), slice(0, k_len)
     return _seen(pattern, *whole, q_len, k_len, device).expand(-1, -1, q_len, k_len)
@@ -107,7 +108,7 @@ def _seen(
     k_len: int,
     device: torch.device | None,
 ) -> Tensor:
-    """One tile of `allowed`, its last dimension 1 where all of `keys` belong to a tree's prefix."""
+    """Return one tile of `allowed`; its last dimension is 1 if a tree's prefix has all `keys`."""
     if pattern.tree is not None:
         prefix = k_len - q_len
         alive = (pattern.tree[:, queries] != -2)[:, None, :, None]
@@ -128,9 +129,9 @@ def _seen(
 
 
 def key_range(pattern: Pattern, first: int, stop: int, q_len: int, k_len: int) -> range:
-    """The keys that at least one of the queries first … stop - 1 may see; empty where none is.
+    """Return the keys that at least one of the queries first … stop - 1 may see, maybe none.
 
-    A tree's nodes follow their parents, so its range ends like a causal one.
+    A tree's nodes come after their parents, so its range ends like a causal one.
     """
     shift = pattern.shift(q_len, k_len)
     right = 0 if pattern.tree is not None else pattern.right
@@ -148,10 +149,10 @@ def tile_mask(
     *,
     device: torch.device | None = None,
 ) -> Tensor | None:
-    """`allowed` of one tile, to be broadcast; None where each query is known to see each key.
+    """Return `allowed` for one tile, broadcastable, or None if each query surely sees each key.
 
-    Inside a band most tiles need no mask at all. A tree's tiles always have one: whether it holds
-    padding is known to its device only.
+    Inside a band, most tiles need no mask. A tree's tiles always get one, because only the device
+    knows whether the tree holds padding.
     """
     if pattern.tree is None:
         shift = pattern.shift(q_len, k_len)

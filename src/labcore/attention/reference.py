@@ -1,6 +1,6 @@
-"""The first two rungs: softmax attention as it is written, and the form that cannot overflow.
+"""Textbook softmax attention, and the version that can't overflow.
 
-Both hold all T * S scores in memory and compute in at least fp32. Letters as in `pattern`.
+Both store all T * S scores and compute in at least fp32. See `pattern` for the dimension letters.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["masked_scores", "naive_attention", "safe_attention"]
 def masked_scores(
     query: Tensor, key: Tensor, *, pattern: Pattern, attn_mask: Tensor | None = None
 ) -> Tensor:
-    """Scores [B, H, T, S] in at least fp32, -inf where a query does not see a key.
+    """Return scores [B, H, T, S] in at least fp32, with -inf where a query doesn't see a key.
 
-    query: [B, H, T, D]; key: [B, Hkv, S, D], H a multiple of Hkv.
-    attn_mask: broadcasts to [B, H, T, S]; bool, True where a query may see a key, or floating
-    point, added to the scores after `pattern.softcap`.
+    query: [B, H, T, D]; key: [B, Hkv, S, D], where H is a multiple of Hkv.
+    attn_mask: broadcasts to [B, H, T, S]. A bool mask is True where a query may see a key; a
+    floating-point mask is added to the scores after `pattern.softcap`.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = pattern.scale * query.to(wide) @ _per_query_head(key, query, wide).mT
@@ -36,9 +36,9 @@ def masked_scores(
 
 
 def naive_attention(query: Tensor, key: Tensor, value: Tensor, *, pattern: Pattern) -> Tensor:
-    """exp(score) over the sum of its row, times the values: [B, H, T, D].
+    """Divide exp(score) by its row's sum and multiply by the values: [B, H, T, D].
 
-    Overflows in fp32 where a score exceeds 88.7. Arguments as in `safe_attention`.
+    Overflows in fp32 if a score exceeds 88.7. See `safe_attention` for the arguments.
     """
     weights = masked_scores(query, key, pattern=pattern).exp()
     total = weights.sum(-1, keepdim=True)
@@ -55,15 +55,15 @@ def safe_attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Attention with each row's largest score taken away before exp, and the row's log-sum-exp.
+    """Subtract each row's largest score before exp; return attention and each row's log-sum-exp.
 
     query: [B, H, T, D]; key, value: [B, Hkv, S, D]; attn_mask: as in `masked_scores`.
-    dropout_p: the share of weights that torch's own generator sets to 0.
+    dropout_p: the fraction of weights set to 0 with PyTorch's default generator.
     Returns out [B, H, T, D] in the query's dtype and lse [B, H, T] in at least fp32. A row that
-    sees nothing gives zeros and -inf. Differentiable, twice too, in every argument.
+    sees no key gets zeros in out and -inf in lse. Twice differentiable in every argument.
     """
     scores = masked_scores(query, key, pattern=pattern, attn_mask=attn_mask)
-    # Any shift gives the same softmax, so none of it belongs to the gradient.
+    # The softmax is the same for any shift, so the shift contributes no gradient.
     top = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(())
     top = top.masked_fill(top == -torch.inf, 0)
     weights = (scores - top).exp()
@@ -77,6 +77,6 @@ def safe_attention(
 
 
 def _per_query_head(shared: Tensor, query: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, H, S, D]: each of the Hkv heads repeated for the H / Hkv query heads that share it."""
+    """Repeat each of the Hkv heads for the H / Hkv query heads that share it: [B, H, S, D]."""
     groups = query.shape[1] // max(shared.shape[1], 1)
     return shared.to(dtype).repeat_interleave(groups, dim=1)

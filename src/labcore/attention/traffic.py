@@ -1,8 +1,8 @@
-"""What attention costs: FLOPs, exponentials, bytes moved and held, and the time a GPU needs for it.
+"""The cost of attention: FLOPs, exponentials, bytes moved and stored, and the time on a GPU.
 
-Letters: B batch, H query heads, Hkv key and value heads, T queries, S keys, D head dimension. Two
-forms are counted. "naive" writes the scores [B, H, T, S] to memory and reads them again; "flash"
-keeps a tile of them on chip and reads keys and values once for each tile of queries.
+Letters: B batch, H query heads, Hkv key and value heads, T queries, S keys, D head dimension. The
+functions count two forms. "naive" writes the scores [B, H, T, S] to memory and reads them back;
+"flash" keeps a tile of them on chip and reads keys and values once per tile of queries.
 Source: Dao, Fu, Ermon, Rudra and Ré, 2022, arXiv 2205.14135; Dao, 2023, arXiv 2307.08691.
 """
 
@@ -37,19 +37,19 @@ Direction = Literal["forward", "backward"]
 Form = Literal["naive", "flash"]
 
 STATISTIC = 4  # bytes of one float32: a row's log-sum-exp, or a row's part of the gradient
-# Vector instructions a score besides its exponential: the maximum, one multiply-add for scale and
-# shift, the sum, and half of a conversion that packs two into one register.
+# Vector instructions per score besides its exponential: the maximum, one multiply-add for scale and
+# shift, the sum, and half of a conversion that packs two scores into one register.
 FP32_A_SCORE = 3.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """One call of attention.
+    """The sizes of one attention call.
 
-    batch: B; heads: H; length: T; head_dim: D; kv_heads: Hkv, default H; key_length: S, default T;
-    dtype_bytes: of one element of queries, keys, values and output.
-    is_causal: the last query sees every key, each one before it one key less; S >= T then.
-    Raises ValueError for sizes that are no whole numbers of at least 1 or do not fit.
+    batch: B; heads: H; length: T; head_dim: D; kv_heads: Hkv, default H; key_length: S, default T.
+    dtype_bytes: bytes per element of queries, keys, values and output.
+    is_causal: the last query sees every key and each earlier query one key less; requires S >= T.
+    Raises ValueError for sizes that aren't integers of at least 1, or that don't match.
     """
 
     batch: int
@@ -73,7 +73,7 @@ class Shape:
         if self.is_causal and self.keys < self.length:
             raise ValueError(
                 f"key_length must be at least length for causal attention, got {self.keys} and "
-                f"{self.length}; queries before the first key see nothing and cost nothing"
+                f"{self.length}; leave out the queries before the first key, which see no key"
             )
 
     @property
@@ -88,32 +88,33 @@ class Shape:
 
     @property
     def pairs(self) -> int:
-        """Queries and keys that see each other, of all heads."""
+        """Pairs of a query and a key it sees, over all heads."""
         hidden = self.length * (self.length - 1) // 2 if self.is_causal else 0
         return self.batch * self.heads * (self.length * self.keys - hidden)
 
     @property
     def query_bytes(self) -> int:
-        """Bytes of the queries; the output has as many."""
+        """Bytes of the queries, and also of the output."""
         return self.batch * self.heads * self.length * self.head_dim * self.dtype_bytes
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of the keys; the values have as many."""
+        """Bytes of the keys, and also of the values."""
         return self.batch * self.shared_heads * self.keys * self.head_dim * self.dtype_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one float32 for each query of each head."""
+        """Bytes of one float32 per query and head."""
         return self.batch * self.heads * self.length * STATISTIC
 
 
 def flops(shape: Shape, direction: Direction = "forward", *, fused: bool = True) -> int:
-    """Multiplications and additions of the matrix products, over pairs that see each other.
+    """Count the multiplications and additions of the matrix products, over visible pairs.
 
-    Two products forward, five backward (the scores again, and the gradients of values, weights,
-    queries and keys). fused=False counts what the backward in two kernels computes: the scores and
-    the gradient of the weights in each, seven products. A TFLOP/s is quoted over the five.
+    The forward pass has two products and the backward pass five: the scores again, and the
+    gradients of values, weights, queries and keys. fused=False counts a backward pass in two
+    kernels, which both compute the scores and the gradient of the weights: seven products.
+    Published TFLOP/s count five.
     """
     one_of("direction", direction, ("forward", "backward"))
     products = 2 if direction == "forward" else 5 if fused else 7
@@ -121,13 +122,13 @@ def flops(shape: Shape, direction: Direction = "forward", *, fused: bool = True)
 
 
 def exponentials(shape: Shape, direction: Direction = "forward", *, fused: bool = True) -> int:
-    """One for each pair that sees each other; two in a backward of two kernels."""
+    """Count one exponential per visible pair, or two for a backward pass in two kernels."""
     one_of("direction", direction, ("forward", "backward"))
     return shape.pairs * (1 if direction == "forward" or fused else 2)
 
 
 def compulsory_bytes(shape: Shape, direction: Direction = "forward") -> int:
-    """Bytes if every input were read once and every output written once, and nothing else."""
+    """Count the bytes if every input is read once, every output written once, and nothing else."""
     one_of("direction", direction, ("forward", "backward"))
     if direction == "forward":  # q, k, v; out, lse
         return 2 * shape.query_bytes + 2 * shape.key_bytes + shape.row_bytes
@@ -136,13 +137,13 @@ def compulsory_bytes(shape: Shape, direction: Direction = "forward") -> int:
 
 
 def naive_bytes(shape: Shape, direction: Direction = "forward") -> int:
-    """Bytes that separate operations move: each reads its operands and writes its result.
+    """Count the bytes that separate operations move; each reads its operands and writes its result.
 
     The scale counts as part of a product.
     Forward: scores (written), softmax (read, written), times values (read): 4 passes over T * S.
     Backward: values' gradient (read), weights' gradient (written), softmax (read twice, written),
-    queries' and keys' gradients (read each): 7 passes. Pairs that do not see each other cost as
-    much, and grouped heads read their own copies of keys and values.
+    queries' and keys' gradients (one read each): 7 passes. Masked pairs cost as much as visible
+    ones, and grouped heads read separate copies of keys and values.
     """
     one_of("direction", direction, ("forward", "backward"))
     scores = shape.batch * shape.heads * shape.length * shape.keys * shape.dtype_bytes
@@ -154,12 +155,12 @@ def naive_bytes(shape: Shape, direction: Direction = "forward") -> int:
 
 
 def live_tiles(shape: Shape, block_q: int, block_k: int) -> int:
-    """Tiles [block_q, block_k] of one head's scores in which a query sees a key."""
+    """Count the tiles [block_q, block_k] of one head's scores in which a query sees a key."""
     return sum(tiles for _, tiles, _ in _walks(shape, block_q, block_k))
 
 
 def _walks(shape: Shape, block_q: int, block_k: int) -> Iterator[tuple[int, int, int]]:
-    """Of each tile of one head's queries: its queries, the tiles it walks over, their keys."""
+    """Yield, for each tile of one head's queries, its queries, its key tiles and their keys."""
     positive_int("block_q", block_q)
     positive_int("block_k", block_k)
     for first in range(0, shape.length, block_q):
@@ -177,13 +178,14 @@ def flash_bytes(
     block_k: int = 64,
     fused: bool = False,
 ) -> int:
-    """Bytes that the programs of the flash form ask for, in tiles of block_q queries, block_k keys.
+    """Count the bytes that flash programs request, with tiles of block_q queries and block_k keys.
 
-    Forward: a tile of queries walks over the tiles of keys and values that it sees. Backward in two
-    kernels: so does the one for the queries' gradient, and in the other a tile of keys walks over
-    queries and gradients of the output. fused: one kernel, which adds to the queries' gradient in
-    float32 memory at every tile. What the L2 cache keeps never reaches HBM, so the traffic there
-    lies between `compulsory_bytes` and this.
+    Forward: a program holds a tile of queries and loops over the tiles of keys and values that it
+    sees. Backward: one of two kernels loops the same way for the queries' gradient. In the other, a
+    program holds a tile of keys and loops over queries and gradients of the output.
+    fused: a single backward kernel, which adds to the queries' gradient in float32 memory at every
+    tile. Requests that hit the L2 cache don't reach HBM, so HBM traffic is between
+    `compulsory_bytes` and this count.
     """
     one_of("direction", direction, ("forward", "backward"))
     heads = shape.batch * shape.heads
@@ -192,32 +194,32 @@ def flash_bytes(
     keys_and_values = heads * sum(keys for _, _, keys in walks) * 2 * row
     if direction == "forward":
         return keys_and_values + 2 * shape.query_bytes + shape.row_bytes
-    # A first kernel reads out and its gradient and writes one number a row. Then a tile of keys
-    # reads q, the gradient of out and two numbers of each row that sees it, and its own k and v
-    # once, and writes their gradients.
+    # A first kernel reads out and its gradient and writes one number per row. Then a tile of keys
+    # reads its k and v once, reads q, the gradient of out and two numbers for each row that sees
+    # it, and writes the gradients of k and v.
     rows = heads * sum(queries * tiles for queries, tiles, _ in walks)
     total = 2 * shape.query_bytes + shape.row_bytes
     total += rows * (2 * row + 2 * STATISTIC) + 4 * shape.key_bytes
     if fused:
         wide = heads * shape.length * shape.head_dim * STATISTIC
-        # Cleared, added to at each visit, at last read and written in the queries' dtype.
+        # Zeroed, added to at each tile, then read and written in the queries' dtype.
         return total + 2 * wide + rows * shape.head_dim * 2 * STATISTIC + shape.query_bytes
-    # A tile of queries reads its q, the gradient of out and two numbers a row, walks over k and v
+    # A tile of queries reads its q, the gradient of out and two numbers per row, loops over k and v
     # and writes the gradient of q.
     return total + keys_and_values + 3 * shape.query_bytes + 2 * shape.row_bytes
 
 
 def decode_bytes(shape: Shape, splits: int = 1) -> int:
-    """Bytes of one decode step: the cache once, and the pieces' results written and read again."""
+    """Count a decode step's bytes: the KV cache once, and split results written and read."""
     positive_int("splits", splits)
     pieces = shape.batch * shape.heads * shape.length * splits * (shape.head_dim + 1) * STATISTIC
     return compulsory_bytes(shape) + (2 * pieces if splits > 1 else 0)
 
 
 def kept_bytes(shape: Shape, form: Form) -> int:
-    """Bytes that wait between forward and backward, besides queries, keys and values.
+    """Count the bytes saved for the backward pass, besides queries, keys and values.
 
-    naive: the weights [B, H, T, S]; flash: the output and one log-sum-exp a row.
+    naive: the weights [B, H, T, S]; flash: the output and one log-sum-exp per row.
     """
     one_of("form", form, ("naive", "flash"))
     if form == "naive":
@@ -226,10 +228,10 @@ def kept_bytes(shape: Shape, form: Form) -> int:
 
 
 def forward_peak_bytes(shape: Shape, form: Form) -> int:
-    """The most bytes that a forward without gradients holds, besides queries, keys and values.
+    """Return the peak bytes of a forward pass without gradients, besides queries, keys and values.
 
-    naive: the scores and the weights [B, H, T, S] that the softmax makes of them, which outweigh
-    the output; flash: the output and one log-sum-exp a row.
+    naive: the scores and the weights [B, H, T, S], or the weights and the output if that's more.
+    flash: the output and one log-sum-exp per row.
     """
     one_of("form", form, ("naive", "flash"))
     if form == "naive":
@@ -240,9 +242,9 @@ def forward_peak_bytes(shape: Shape, form: Form) -> int:
 def sram_bytes(
     *, block_q: int, block_k: int, head_dim: int, dtype_bytes: int = 2, stages: int = 2
 ) -> int:
-    """Shared memory of one program: its queries, and `stages` tiles of keys and of values.
+    """Return one program's shared memory: its queries, and `stages` tiles of keys and of values.
 
-    Scores, weights and sums live in registers.
+    Scores, weights and sums are in registers.
     """
     return (block_q + 2 * stages * block_k) * head_dim * dtype_bytes
 
@@ -250,9 +252,9 @@ def sram_bytes(
 def largest_block(
     sram: int, *, head_dim: int, dtype_bytes: int = 2, stages: int = 2, block_k: int | None = None
 ) -> int:
-    """The largest power of two of queries whose tile fits in `sram` bytes; 0 where not even 1 does.
+    """Return the most queries, a power of two, whose tile fits in `sram` bytes, or 0 if none fits.
 
-    block_k: keys of a tile, default as many as queries.
+    block_k: keys per tile, by default as many as queries.
     """
     positive_int("sram", sram)
     block = 0
@@ -275,9 +277,13 @@ def largest_block(
 class Gpu:
     """Published peaks of one GPU.
 
-    units: SMs or CUs; clock: Hz, the boost clock that the peaks are quoted at; matmul: dense 16-bit
-    FLOP/s with float32 sums; bandwidth: bytes/s of its memory; sram: bytes of shared memory that
-    one program may use; exponentials, fp32: results a clock and unit; memory: bytes.
+    units: SMs or CUs.
+    clock: the boost clock in Hz that the peaks assume.
+    matmul: dense 16-bit FLOP/s with float32 accumulation.
+    bandwidth: memory bandwidth in bytes/s.
+    sram: bytes of shared memory that one program may use.
+    exponentials, fp32: results per clock and unit.
+    memory: bytes.
     """
 
     name: str
@@ -295,9 +301,10 @@ KIB = 1024
 # Matrix peaks, bandwidths, units and boost clocks: NVIDIA's data sheets of T4 (2018), A100 80GB SXM
 # (2021), H100 SXM (2022) and H200 (2023), the Ada architecture paper (2022, RTX 4090, float32
 # sums); AMD's data sheets of MI250X (2021; one of its two dies) and MI300X (2023).
-# Exponentials and float32 a clock and SM, shared memory of a block: the CUDA C++ programming guide,
-# tables "throughput of native arithmetic instructions" and "technical specifications per compute
-# capability". A CU has four units of 16 lanes; they take 4 clocks for an exponential.
+# Exponentials and float32 operations per clock and SM, shared memory per block: the CUDA C++
+# programming guide, tables "throughput of native arithmetic instructions" and "technical
+# specifications per compute capability". A CU has four units of 16 lanes, which take 4 clocks for
+# an exponential.
 GPUS: Mapping[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
@@ -321,7 +328,7 @@ GPUS: Mapping[str, Gpu] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """Seconds that each part of a GPU needs at its peak, and the FLOPs that count."""
+    """Seconds that each part of a GPU needs at its peak, and the FLOPs for a quoted rate."""
 
     flops: int
     matmul: float
@@ -330,12 +337,12 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """If all parts work at the same time: the slowest one's time."""
+        """The time if all parts work at the same time: that of the slowest part."""
         return max(self.matmul, self.softmax, self.memory)
 
     @property
     def serial_seconds(self) -> float:
-        """If the softmax waits for the matrix products and they for it."""
+        """The time if softmax and matrix products take turns."""
         return max(self.matmul + self.softmax, self.memory)
 
     @property
@@ -346,22 +353,23 @@ class Roofline:
 
     @property
     def flop_rate(self) -> float:
-        """FLOP/s of `seconds`."""
+        """FLOP/s at `seconds`."""
         return self.flops / self.seconds
 
     @property
     def serial_flop_rate(self) -> float:
-        """FLOP/s of `serial_seconds`."""
+        """FLOP/s at `serial_seconds`."""
         return self.flops / self.serial_seconds
 
 
 def roofline(
     shape: Shape, gpu: Gpu, form: Form = "flash", direction: Direction = "forward"
 ) -> Roofline:
-    """The least time of one call: published peaks, memory moved once (flash) or by naive passes.
+    """Return the minimum time of one call at published peaks.
 
-    The naive form computes the pairs that do not see each other too; the flash backward is that of
-    two kernels. `flops` counts the same for both, so that their rates compare.
+    The flash form moves memory once and the naive form in `naive_bytes` passes. The naive form also
+    computes masked pairs, and the flash backward pass uses two kernels. The result's `flops` are
+    the same for both, which makes their rates comparable.
     """
     one_of("form", form, ("naive", "flash"))
     if form == "flash":
@@ -371,7 +379,7 @@ def roofline(
     else:
         moved = naive_bytes(shape, direction)
         every = replace(shape, is_causal=False)
-        # It has kept the weights: no scores, no exponentials, four products instead of five.
+        # The naive backward pass has the weights: no scores, no exponentials, four products.
         work = flops(every, direction) * (4 if direction == "backward" else 5) // 5
         scores = exponentials(every) if direction == "forward" else 0
     a_score = 1 / gpu.exponentials + FP32_A_SCORE / gpu.fp32

@@ -11,7 +11,7 @@ __all__ = ["setup"]
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Sphinx's entry point; the extension is imported only when a book is built."""
+    """Sphinx's entry point; imports the extension only when a book is built."""
     from labcore.book.extension import connect
 
     return connect(app)

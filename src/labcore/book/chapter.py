@@ -1,4 +1,4 @@
-"""The metadata of a chapter or a lab, checked, and the header made of it below its title."""
+"""Checks the metadata of chapters and labs and makes the header below their titles from it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ FORM = {"objectives": list, "prerequisites": list, "minutes": int, "tier": str, 
 class ChapterMetadata:
     """`metadata.labcore` of a chapter's notebook.
 
-    objectives: what a reader can do afterwards. prerequisites: what to know before; the name of
-    another page of the book becomes a link to it. minutes: to read and run. tier: a key of TIERS.
-    slug: the chapter's name everywhere.
+    objectives: what a reader can do afterwards. prerequisites: what a reader needs to know; the
+    name of another page of the book becomes a link. minutes: reading and running time. tier: a key
+    of TIERS. slug: the chapter's name everywhere.
     """
 
     objectives: tuple[str, ...]
@@ -40,15 +40,16 @@ class ChapterMetadata:
 
 
 def parse_metadata(notebook: dict[str, Any]) -> ChapterMetadata:
-    """The chapter's metadata from a notebook's JSON. Raises ValueError for what is not right."""
+    """The chapter's metadata from a notebook's JSON. Raises ValueError if it is invalid."""
     found = notebook.get("metadata", {}).get("labcore")
     if not isinstance(found, dict):
-        raise ValueError(f"metadata.labcore is missing; give it {', '.join(FORM)}")
+        raise ValueError(f"metadata.labcore is missing; add it with {', '.join(FORM)}")
     if missing := FORM.keys() - found.keys():
-        raise ValueError(f"metadata.labcore lacks {', '.join(sorted(missing))}")
+        raise ValueError(f"metadata.labcore is incomplete; add {', '.join(sorted(missing))}")
     if unknown := found.keys() - FORM.keys():
         raise ValueError(
-            f"metadata.labcore has no key {', '.join(sorted(unknown))}; it has {', '.join(FORM)}"
+            f"metadata.labcore must not have {', '.join(sorted(unknown))}; "
+            f"a chapter has the keys {', '.join(FORM)}"
         )
     for key, kind in FORM.items():
         if not isinstance(found[key], kind) or isinstance(found[key], bool):
@@ -84,7 +85,7 @@ def _parse(notebook: dict[str, Any]) -> ChapterMetadata | LabMetadata:
 
 
 def collect(app: Sphinx, _doctree: nodes.document) -> None:
-    """Keeps a notebook's checked metadata with its page; warns where it is not right."""
+    """Stores a notebook's checked metadata with its page; warns if it is invalid."""
     name = app.env.docname
     path = Path(app.env.doc2path(name))
     if path.suffix != ".ipynb":
@@ -104,12 +105,12 @@ def collect(app: Sphinx, _doctree: nodes.document) -> None:
 
 
 def _inline(text: str) -> str:
-    """One line of plain text as HTML; `code` in backticks."""
+    """One line of plain text as HTML; text in backticks becomes code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
 
 
 def _page_link(app: Sphinx, docname: str, target: str) -> str | None:
-    """A link with the title of another page; None where there is no such page."""
+    """A link with the title of another page; None if there is no such page."""
     if target not in app.env.titles:
         return None
     href = app.builder.get_relative_uri(docname, target)
@@ -122,7 +123,7 @@ def _prerequisite(app: Sphinx, docname: str, text: str) -> str:
 
 
 def _links(app: Sphinx, docname: str, source: str) -> list[str]:
-    """Ways to open the notebook: its file always, launchers where the address is set."""
+    """Ways to open the notebook: always the file, and launchers if the address is set."""
     up = "../" * docname.count("/")
     links = [f'<a href="{up}_sources/{source}" download>Download the notebook</a>']
     options = app.config.html_theme_options
@@ -143,19 +144,19 @@ def _about_chapter(app: Sphinx, docname: str, metadata: ChapterMetadata) -> str:
     objectives = "".join(f"<li>{_inline(line)}</li>" for line in metadata.objectives)
     before = ", ".join(_prerequisite(app, docname, text) for text in metadata.prerequisites)
     return f"<p>After this chapter you can</p><ul>{objectives}</ul>" + (
-        f"<p>Know before: {before}</p>" if before else ""
+        f"<p>Prerequisites: {before}</p>" if before else ""
     )
 
 
 def _about_lab(app: Sphinx, docname: str, metadata: LabMetadata) -> str:
     chapter = _page_link(app, docname, f"book/{metadata.slug}")
-    return f"<p>The lab of the chapter {chapter}.</p>" if chapter else ""
+    return f"<p>The lab for the chapter {chapter}.</p>" if chapter else ""
 
 
 def header(app: Sphinx, docname: str, metadata: ChapterMetadata | LabMetadata) -> str:
     """The HTML below the title of a chapter or a lab.
 
-    `#labcore-run` is where the local server puts its button "Run this page"; elsewhere it stays
+    The local server puts its button "Run this page" in `#labcore-run`, which otherwise stays
     hidden.
     """
     source = f"{docname}.ipynb"

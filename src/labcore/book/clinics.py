@@ -1,6 +1,7 @@
-"""The labs' bug clinics on one page, without their answers, and the instructor's key.
+"""The labs' bug clinics on one page, without answers, and the instructor's key.
 
-The directive `clinic-cases` shows each case as its lab does: the lab's own cells draw the figure.
+The directive `clinic-cases` shows each case as its lab does, with the figure that the lab's own
+cells draw.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from labcore.ui import twin
 __all__ = ["Case", "ClinicCases", "case", "clinic", "key", "setup"]
 
 HEADING = re.compile(r"^##\s+(?:\d+\.\s+)?(.+)\n?")
-# What an exercise is worth, in its first line and in a sentence.
+# An exercise's points, in its first line and in a sentence.
 POINTS = re.compile(
     r"^\*[\d.]+ points?\b[^*\n]*\*$|Each patient counts by itself, [\d.]+ points?\.", re.M
 )
-SEEN = 0.05  # of a panel's span: what the eye tells from the healthy curve
+SEEN = 0.05  # of a panel's span: a visible difference from the healthy curve
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """A clinic as its lab shows it to one student.
 
-    title, text: of the lab, in Markdown. names: the faults to choose from. figure: plotly's JSON.
-    printed: what the lab prints beside the curves.
+    title, text: the lab's, in Markdown. names: the faults to choose from. figure: plotly JSON.
+    printed: what the lab prints in addition to the curves.
     """
 
     slug: str
@@ -57,21 +58,21 @@ class Case:
 
 
 def clinic(slug: str) -> Clinic:
-    """The clinic of a lab. Raises ValueError where there is none."""
+    """The clinic of a lab. Raises ValueError if it has none."""
     try:
         found = importlib.import_module(f"labcore.exercises.topics.{slug}").CLINIC
     except (ModuleNotFoundError, AttributeError):
         found = None
     if not isinstance(found, Clinic):
         raise ValueError(
-            f"labcore.exercises.topics.{slug} has no CLINIC; a lab's last exercise is one"
+            f"labcore.exercises.topics.{slug} must define a CLINIC, a lab's last exercise"
         )
     return found
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """The clinics train networks so small that threads only wait for each other."""
+    """Limits torch to one thread: the clinics' networks are too small for more to help."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -81,9 +82,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def case(source: Path, number: int = 0) -> Case:
-    """The case of the lab whose source is the notebook at `source`, for a student's number.
+    """The case of the lab whose source is the notebook at `source`, for a student number.
 
-    Raises ValueError for a lab whose section with the patients is not found.
+    Raises ValueError if the lab's section with the patients is missing or malformed.
     """
     slug = source.stem
     ill = clinic(slug)
@@ -97,7 +98,7 @@ def case(source: Path, number: int = 0) -> Case:
             value = _run(code, names, str(source))
             figure = value if hasattr(value, "to_plotly_json") else figure
     if figure is None:
-        raise ValueError(f"{source}: the cell with the patients must end with their figure")
+        raise ValueError(f"{source}: a cell of the clinic must end with the patients' figure")
     choices = "Choose from:\n" + "".join(f"    {name}\n" for name in ill.names)
     head = HEADING.match(text)
     if head is None:
@@ -113,7 +114,7 @@ def case(source: Path, number: int = 0) -> Case:
 
 
 def _section(cells: list[dict[str, Any]], source: Path) -> tuple[str, list[ast.stmt], list[str]]:
-    """The clinic's text, the imports before it, and its cells up to the one with the answer."""
+    """The clinic's text, the imports above it, and its code cells before the answer's cell."""
     codes = [n for n, cell in enumerate(cells) if cell["cell_type"] == "code"]
     first = next((n for n in codes if ".patients(STUDENT)" in cell_text(cells[n])), None)
     if first is None:
@@ -135,7 +136,7 @@ def _section(cells: list[dict[str, Any]], source: Path) -> tuple[str, list[ast.s
 
 
 def _run(code: str, names: dict[str, Any], file: str) -> Any:
-    """Runs a cell and returns the value of its last line, as a notebook does."""
+    """Runs a cell and returns the value of its last expression, as a notebook does."""
     body = ast.parse(code).body
     last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
     exec(compile(ast.Module(body, []), file, "exec"), names)
@@ -145,11 +146,11 @@ def _run(code: str, names: dict[str, Any], file: str) -> Any:
 
 
 def key(number: int = 0, slugs: Sequence[str] = ()) -> str:
-    """The instructor's key for a student's number, in Markdown: each patient's fault and why.
+    """The instructor's key for a student number, in Markdown: each patient's fault and why.
 
-    slugs: the labs; all of the course where none is named. For each patient it names the panels
-    whose curve the eye tells from the healthy one, the clearest first. Raises ValueError for a lab
-    without a clinic and for what is no number of a student.
+    slugs: the labs, all of the course if none is named. For each patient, the key names the panels
+    where the curve visibly differs from the healthy one, clearest first. Raises ValueError for a
+    lab without a clinic and for an invalid student number.
     """
     blocks = [f"# Clinics: the key for number {number}"]
     for slug in slugs or exercises.slugs():
@@ -169,7 +170,7 @@ def key(number: int = 0, slugs: Sequence[str] = ()) -> str:
 
 
 def _telling(patients: dict[str, Curves], label: str) -> list[str]:
-    """The panels in which a patient stands apart from the healthy one, the clearest first."""
+    """The panels in which a patient visibly differs from the healthy one, clearest first."""
     apart = {}
     for panel, healthy in patients["healthy"].items():
         every = [v for one in patients.values() for v in one[panel] if math.isfinite(v)]
@@ -182,9 +183,9 @@ def _telling(patients: dict[str, Curves], label: str) -> list[str]:
 
 
 class ClinicCases(SphinxDirective):
-    """Every lab's clinic in the book's order: text, names to choose from, curves; no answer.
+    """Every lab's clinic in the book's order: text, names to choose from and curves, no answers.
 
-    The patients are those of student number 0, which everybody may keep.
+    The patients are those of student number 0, the number in the released labs.
     """
 
     has_content = False
@@ -202,7 +203,7 @@ class ClinicCases(SphinxDirective):
         return sections
 
     def _depend(self, source: Path) -> None:
-        """The page is read again when the lab or its exercises change."""
+        """Makes Sphinx read the page again when the lab or its exercises change."""
         folder = Path(
             str(importlib.import_module(f"labcore.exercises.topics.{source.stem}").__file__)
         )
@@ -247,6 +248,6 @@ class ClinicCases(SphinxDirective):
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Connect to Sphinx."""
+    """Connects to Sphinx."""
     app.add_directive("clinic-cases", ClinicCases)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -20,16 +20,16 @@ class Part:
 
 
 def parts(root: Path) -> list[Part]:
-    """The first page, as a part without a caption, and then the parts of the book at root.
+    """The first page, as a part without a caption, followed by the parts of the book at root.
 
-    Raises ValueError where `_toc.yml` is missing or names no first page.
+    Raises ValueError if `_toc.yml` is missing or names no first page.
     """
     path = root / "_toc.yml"
     if not path.is_file():
-        raise ValueError(f"{path} is missing; run the command in the course's folder")
+        raise ValueError(f"{path} is missing; run this in the course's folder")
     toc = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(toc, dict) or "root" not in toc:
-        raise ValueError(f"{path} names no first page; give it a line `root: book/index`")
+        raise ValueError(f"{path} names no first page; add a line `root: book/index`")
     found = [Part("", ((str(toc["root"]), 0),))]
     for part in toc.get("parts") or [toc]:
         pages = tuple(_pages(part.get("chapters") or [], 0))
@@ -46,7 +46,7 @@ def _pages(entries: list[dict[str, Any]], depth: int) -> list[tuple[str, int]]:
 
 
 def chapters(root: Path) -> dict[str, Path]:
-    """Slug -> notebook of each chapter, in the book's order."""
+    """slug -> notebook of each chapter, in the book's order."""
     files = [
         root / f"{name}.ipynb" for part in parts(root) for name, depth in part.pages if not depth
     ]

@@ -1,4 +1,4 @@
-"""Docstrings on the API page: they are plain text with `code`, not reStructuredText."""
+"""Renders docstrings on the API page; they are plain text with `code`, not reStructuredText."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sphinx.environment import BuildEnvironment
 __all__ = ["find_at_face", "to_rst", "translate"]
 
 CODE = re.compile(r"(`+)(.+?)\1", re.DOTALL)
-# "lr: …", "state_dtype, eps: …", "Source: …", "Raises ValueError …" each begin a paragraph.
+# "lr: …", "state_dtype, eps: …", "Source: …" and "Raises ValueError …" each begin a paragraph.
 STARTS = re.compile(r"(?P<names>\w+(?:, \w+){0,5}: )|(?P<verb>(?:Raises|Returns|Source|Args)\b)")
 BULLET = re.compile(r"[-*] ")
 
@@ -25,18 +25,18 @@ def _escape(text: str) -> str:
 
 
 def _inline(text: str) -> str:
-    """Text with `code` as reStructuredText that means exactly that text."""
+    """Text with `code` as reStructuredText that renders exactly as written."""
     out, end = [], 0
     for match in CODE.finditer(text):
         out.append(_escape(text[end : match.start()]))
-        # Null characters keep markup apart from letters that touch it: `f`s.
+        # Escaped spaces separate markup from adjacent letters, as in `f`s.
         out.append(rf"\ ``{match[2].strip()}``\ ")
         end = match.end()
     return "".join(out) + _escape(text[end:])
 
 
 def _blocks(lines: list[str]) -> list[list[str]]:
-    """Lines in groups: paragraphs, list items, indented code."""
+    """Groups of lines: paragraphs, list items, indented code."""
     blocks: list[list[str]] = []
     fresh = True
     for line in lines:
@@ -67,7 +67,7 @@ def _named(text: str) -> str:
 
 
 def _entries(lines: list[str]) -> list[str]:
-    """The lines below "Args:" as a list; a line that is indented further goes on."""
+    """The lines below "Args:" as a list; a further indented line continues an entry."""
     margin = min(len(line) - len(line.lstrip()) for line in lines)
     entries: list[str] = []
     for line in lines:
@@ -81,8 +81,8 @@ def _entries(lines: list[str]) -> list[str]:
 def to_rst(lines: list[str]) -> list[str]:
     """A docstring's lines as reStructuredText.
 
-    `code` in backticks is code, "lr: …" begins an entry, lines below "Args:" are a list, an
-    indented block after an empty line is code; all else means what it says.
+    Text in backticks is code, "lr: …" begins an entry, lines below "Args:" form a list, and an
+    indented block after an empty line is code. Everything else is literal text.
     """
     out: list[str] = []
     for block in _blocks(lines):
@@ -101,12 +101,12 @@ def to_rst(lines: list[str]) -> list[str]:
 def translate(
     _app: Sphinx, _what: str, _name: str, _thing: Any, _options: Any, lines: list[str]
 ) -> None:
-    """Autodoc's event: replaces the docstring's lines in place."""
+    """Handles autodoc's event: replaces the docstring's lines in place."""
     lines[:] = to_rst(lines)
 
 
 def _is_internal(target: str) -> bool:
-    """Whether target names something of labcore that exists and is not public."""
+    """Whether target names something in labcore that exists but is not public."""
     module, _, name = target.rpartition(".")
     try:
         found = importlib.import_module(module)
@@ -118,10 +118,10 @@ def _is_internal(target: str) -> bool:
 def find_at_face(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.TextElement
 ) -> nodes.Node | None:
-    """Where a type of labcore that a signature names leads to.
+    """Resolves a reference from a signature to a labcore type.
 
-    A class of a submodule that its package shows as its own: there. An internal one: nowhere.
-    None, which is a warning, for a name that does not exist.
+    A class that its package re-exports links to the package's entry. An internal class gets no
+    link. Returns None, which causes a warning, for a name that does not exist.
     """
     target = node.get("reftarget", "")
     if node.get("refdomain") != "py" or not target.startswith("labcore."):

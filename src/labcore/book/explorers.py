@@ -1,7 +1,7 @@
 """Explorers and figures on the static page: HTML controls that drive plotly over stored frames.
 
-An explorer's frames are in `_static/explorers/<hash>.js`: a script, because a page opened from a
-folder may not fetch data. Without JavaScript a reader gets the text alternative.
+An explorer's frames are in `_static/explorers/<hash>.js`. They are a script because a page opened
+from a folder may not fetch data. Without JavaScript, a reader gets the text alternative.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ ASSETS = Path(__file__).parent / "assets"
 
 
 class TwinNode(nodes.General, nodes.Element):
-    """One explorer or figure in the document: html and alt."""
+    """One explorer or figure in the document, with attributes html and alt."""
 
 
 class FigureMime(MimeRenderPlugin):
-    """myst-nb's door to this module; the entry point `myst_nb.mime_renderers` names it."""
+    """myst-nb's hook into this module, named by the entry point `myst_nb.mime_renderers`."""
 
-    # A smaller number is preferred. Live widgets show nothing on a page: their text stands in.
+    # Smaller numbers are preferred. Live widgets do not work on a page, so their text is shown.
     mime_priority_overrides: ClassVar[Any] = [
         *(("html", mime, 1) for mime in (twin.MIME, PLOTLY_MIME)),
         *(("dirhtml", mime, 1) for mime in (twin.MIME, PLOTLY_MIME)),
@@ -79,7 +79,7 @@ class FigureMime(MimeRenderPlugin):
 
 
 def alternative_text(spec: dict[str, Any]) -> str:
-    """What a plotly figure, as JSON, says of itself; "" where it says nothing."""
+    """The text alternative or else the title of a plotly figure as JSON; "" without either."""
     layout = spec.get("layout", {})
     meta, title = layout.get("meta"), layout.get("title")
     if isinstance(meta, dict) and meta.get("alt"):
@@ -95,7 +95,7 @@ def _store(env: BuildEnvironment) -> dict[str, list[tuple[str, str]]]:
 
 
 def figure_node(env: BuildEnvironment, packed: dict[str, Any]) -> TwinNode:
-    """The document node of what `twin.payload` or `twin.still` packed, for the page being read."""
+    """The document node for what `twin.payload` or `twin.still` packed, on the page being read."""
     body = dumps(packed)
     key = hashlib.sha256(body.encode()).hexdigest()[:16]
     script = f'(window.labcoreTwins=window.labcoreTwins||{{}})["{key}"]={body};\n'
@@ -108,7 +108,7 @@ def figure_node(env: BuildEnvironment, packed: dict[str, Any]) -> TwinNode:
 
 
 def drawn_markup(uid: str, key: str, packed: dict[str, Any]) -> str:
-    """The HTML of a packed explorer. uid: its own on its page; key: names its script."""
+    """The HTML of a packed explorer. uid: an id unique on its page. key: names its script."""
     alt = html.escape(packed["alt"])
     controls = "".join(
         _control(f"{uid}-{number}", control) for number, control in enumerate(packed["controls"])
@@ -118,7 +118,7 @@ def drawn_markup(uid: str, key: str, packed: dict[str, Any]) -> str:
         "(moves in JupyterLab)</li>"
         for item in packed["fixed"]
     )
-    # The controls do nothing without JavaScript, so the script is what unhides them.
+    # The controls need JavaScript, so the script unhides them.
     form = f'<div class="twin-controls" hidden>{controls}</div>' if controls else ""
     rest = f'<ul class="twin-fixed">{fixed}</ul>' if fixed else ""
     height = int(packed["height"])
@@ -174,7 +174,7 @@ def _merge(
 
 
 def plotly_script() -> Path:
-    """The plotly.js of the installed package; ExtensionError without it."""
+    """The installed package's plotly.js. Raises ExtensionError if plotly is not installed."""
     spec = importlib.util.find_spec("plotly")
     if spec is None or spec.origin is None:
         raise ExtensionError("plotly is not installed; run pip install 'labcore[book]'")
@@ -188,7 +188,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _write_files(app: Sphinx, env: BuildEnvironment) -> list[str]:
-    """Bring `_static` to what the pages need, before they are written and point to it."""
+    """Updates `_static` before the pages that refer to it are written."""
     if app.builder.format != "html":
         return []
     static = Path(app.outdir) / "_static"
@@ -213,7 +213,7 @@ def _write_files(app: Sphinx, env: BuildEnvironment) -> list[str]:
 def _load_on_page(
     app: Sphinx, pagename: str, _template: str, _context: dict[str, Any], _doctree: Any
 ) -> None:
-    """Scripts for this page alone, and only where it has an explorer or a figure."""
+    """Adds the scripts of this page's explorers and figures, if it has any."""
     twins = _store(app.env).get(pagename)
     if not twins:
         return
@@ -224,7 +224,7 @@ def _load_on_page(
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Connect to Sphinx; labcore.book calls it, and it works as an extension of its own."""
+    """Connects to Sphinx; labcore.book calls it, and it also works as a separate extension."""
     app.add_node(
         TwinNode,
         html=(_visit_html, None),

@@ -1,4 +1,4 @@
-"""What happens when, while Sphinx builds the book: each step is a function of a small module."""
+"""Connects the steps of a book's build to Sphinx's events; each step is in a small module."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ __all__ = ["connect"]
 
 
 def prepare_kernels() -> None:
-    """Tells the kernels that run the notebooks that a static page is being made."""
+    """Tells the notebooks' kernels that they run for a static page."""
     os.environ["LABCORE_BOOK"] = "1"
     os.environ["NO_COLOR"] = "1"
-    # Jupyter's debugger otherwise warns in every kernel about Python's frozen modules.
+    # Otherwise Jupyter's debugger warns about Python's frozen modules in every kernel.
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
 
 
 def configure(app: Sphinx, config: Config) -> None:
-    """Takes the address from `_config.yml`; without one, nothing on a page may point to it."""
+    """Applies the address from `_config.yml`; without one, pages do not link to the repository."""
     prepare_kernels()
     options = config.html_theme_options
     try:
@@ -51,8 +51,8 @@ def configure(app: Sphinx, config: Config) -> None:
 
 
 def connect(app: Sphinx) -> dict[str, Any]:
-    """Connects every step; returns what Sphinx wants to know about an extension."""
-    # "html": when the commit or the address changes, all pages are written again.
+    """Connects every step; returns the extension's metadata for Sphinx."""
+    # "html": a changed commit or version rewrites all pages.
     app.add_config_value("labcore_build", "", "html", str)
     app.add_directive("claims-ledger", ledger.ClaimsLedger)
     app.add_directive("labcore-api", reference.ApiReference)
@@ -64,7 +64,7 @@ def connect(app: Sphinx) -> dict[str, Any]:
     app.connect("env-get-outdated", runs.forget_changed)
     app.connect("doctree-read", vendor.drop_widget_state)
     app.connect("doctree-read", runs.remember_run)
-    # After Sphinx's own collector of metadata, which would put text in the place of ours.
+    # After Sphinx's own metadata collector, which would replace ours by text.
     app.connect("doctree-read", chapter.collect, priority=900)
     app.connect("autodoc-process-docstring", docstrings.translate)
     app.connect("missing-reference", docstrings.find_at_face)

@@ -17,12 +17,12 @@ COLUMNS = {"Claim": 36, "Chapter": 10, "Evidence": 22, "Measured": 20, "Verdict"
 
 
 class ClaimsLedger(SphinxDirective):
-    """Renders claims.toml; the page is read again when that file changes."""
+    """Renders claims.toml; a change to that file makes Sphinx read the page again."""
 
     has_content = False
 
     def run(self) -> list[nodes.Node]:
-        """The table, or a sentence while there is no claim."""
+        """The table, or a sentence if there are no claims."""
         self.env.note_dependency(str(claims.FILE))
         found = claims.load()
         if not found:

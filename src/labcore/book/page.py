@@ -1,4 +1,4 @@
-"""The foot of each page, and the page that a folder or a server opens first."""
+"""The footer of each page, and the page that opens first from a folder or a server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def commit(folder: Path) -> str:
-    """The short commit of the checkout at folder, " + changes" when it differs; "" without git."""
+    """The short commit hash of the checkout at folder; "" without git.
+
+    " + changes" is appended if there are uncommitted changes.
+    """
     name = _git(folder, "rev-parse", "--short", "HEAD")
     if not name:
         return ""
@@ -56,15 +59,15 @@ def _version(package: str) -> str | None:
 
 
 def build_line(folder: Path) -> str:
-    """What the pages were made from: the commit where it is known, and the versions that matter."""
+    """What the pages were made from: the commit, if known, and the relevant versions."""
     name = commit(folder)
-    parts = [f"commit {name}" if name else "commit not known"]
+    parts = [f"commit {name}" if name else "commit unknown"]
     parts += [f"{package} {found}" for package in SHOWN if (found := _version(package))]
     return " · ".join(parts)
 
 
 def report_link(address: str, pagename: str, build: str) -> str | None:
-    """Where a reader reports an error on this page, its name filled in; None without an address."""
+    """The link for reporting an error on this page, prefilled; None without an address."""
     if not address:
         return None
     title = quote(f"Error on the page {pagename}", safe="")
@@ -77,7 +80,7 @@ def report_link(address: str, pagename: str, build: str) -> str | None:
 def add_foot(
     app: Sphinx, pagename: str, _template: str, context: dict[str, Any], _doctree: Any
 ) -> None:
-    """Gives the template `labcore-foot.html` what it shows."""
+    """Sets what the template `labcore-foot.html` shows."""
     build = app.config.labcore_build
     context["labcore_foot"] = {
         "build": build,
@@ -91,10 +94,10 @@ def add_foot(
 def name_roles(
     _app: Sphinx, _page: str, _template: str, context: dict[str, Any], _doctree: Any
 ) -> None:
-    """Mends for screen readers what docutils and the theme leave wrong.
+    """Fixes what docutils and the theme get wrong for screen readers.
 
-    Entries of the list of references become items of that list, and the sidebar's unfolding marks
-    get a name.
+    Entries in the list of references become list items, and the sidebar's expand buttons get a
+    name.
     """
     if "body" in context:
         context["body"] = context["body"].replace('role="doc-biblioentry"', 'role="listitem"')
@@ -112,7 +115,7 @@ def name_roles(
 
 
 def write_index(app: Sphinx, exception: Exception | None) -> None:
-    """Writes the top `index.html`, which leads to the book's first page."""
+    """Writes the top-level `index.html`, which redirects to the book's first page."""
     root = app.config.root_doc
     if exception is not None or app.builder.format != "html" or root == "index":
         return

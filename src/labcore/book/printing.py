@@ -1,4 +1,4 @@
-"""The built book to take along: one PDF, or one zip of its pages."""
+"""Exports the built book as one PDF or as one zip of its pages."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from labcore.course import doctor
 
 __all__ = ["Printed", "merged", "pdf", "strangers", "zipped"]
 
-# As root Chromium has no sandbox; the rest keeps it from talking to the network on its own.
+# Chromium has no sandbox as root. The other flags stop its own network traffic.
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
 PATIENCE = 60_000  # milliseconds for a page to load and to draw
 
-# What a sheet of paper has no use for; figures are kept on one sheet.
+# Hides what is useless on paper and keeps each figure on one sheet.
 PRINT_CSS = """
 .bd-header, .bd-sidebar-primary, .bd-sidebar-secondary, .bd-header-article, .prev-next-footer,
 .bd-footer, .bd-footer-content, .labcore-links, #labcore-run, #jb-print-toc, .headerlink,
@@ -41,7 +41,7 @@ article {
 h1, h2, h3 { break-after: avoid; }
 pre { white-space: pre-wrap !important; overflow-wrap: anywhere; }
 """
-# Mathematics stands and every figure is drawn.
+# Waits until mathematics is typeset and every figure is drawn.
 SETTLED = """() => (!window.MathJax || !MathJax.startup || !MathJax.startup.promise
     || MathJax.startup.promise.then(() => true))
     && [...document.querySelectorAll('.twin-plot')].every(e => e.querySelector('.main-svg'))"""
@@ -56,11 +56,11 @@ PAPER = {
     "header_template": "<div></div>",
     "margin": {"top": "18mm", "bottom": "18mm", "left": "16mm", "right": "16mm"},
 }
-EARLIEST = (1980, 1, 1, 0, 0, 0)  # that a zip can say
-# What only another build has a use for. Of the sources, the notebooks that pages offer are kept.
+EARLIEST = (1980, 1, 1, 0, 0, 0)  # the earliest time in a zip
+# Only useful to another build. Of the sources, the notebooks that pages link to are kept.
 LEFT_OUT = (".buildinfo", "objects.inv", ".doctrees/")
 SOURCES = "_sources/"
-# Attributes that load, and kinds of <link> that only name an address.
+# Attributes that load a file, and kinds of <link> that load nothing.
 LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 LINK_ONLY = {"canonical", "next", "prev", "search", "author", "license", "help"}
 CSS_URL = re.compile(r"""url\(\s*["']?([^"')]+)|@import\s+["']([^"']+)""")
@@ -69,9 +69,9 @@ LEAVES = re.compile(r"^(?:[a-z][a-z0-9+.-]*:)?//|^/", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """A page as a PDF. depth: 0 for a chapter, 1 for what stands below one. part: its caption.
+    """A page as a PDF. depth: 0 for a chapter, 1 for a page below one. part: the part's caption.
 
-    address: the file:// address that links to the page name.
+    address: the file:// address that links to the page use.
     """
 
     address: str
@@ -84,8 +84,8 @@ class Printed:
 def pdf(root: Path, out: Path) -> list[str]:
     """Prints the book in `_build/html` of root into one PDF at out (relative to root).
 
-    Its outline has the parts and their pages. Raises ValueError where the book is not built, and
-    RuntimeError without Chromium or for a page that does not load: then out stays as it was.
+    The outline has the parts and their pages. Raises ValueError if the book is not built, and
+    RuntimeError without Chromium or if a page does not load; out is then unchanged.
     """
     html = _built(root)
     pages = []
@@ -106,10 +106,10 @@ def pdf(root: Path, out: Path) -> list[str]:
 
 
 def merged(pages: Sequence[Printed], numbers: bytes) -> bytes:
-    """One PDF with an outline: parts, their chapters, and what stands below those.
+    """One PDF with an outline of parts, chapters and the pages below them.
 
-    numbers: a PDF with as many sheets, laid over these. Links from page to page stay within the
-    PDF, and those to other local files are dropped. Raises ValueError for a page without a sheet.
+    numbers: a PDF with the same number of sheets, laid over these. Links between pages stay within
+    the PDF; links to other local files are dropped. Raises ValueError for a page without a sheet.
     """
     writer = PdfWriter()
     starts: dict[str, int] = {}
@@ -119,7 +119,7 @@ def merged(pages: Sequence[Printed], numbers: bytes) -> bytes:
     for page in pages:
         reader = PdfReader(io.BytesIO(page.pdf))
         if not reader.pages:
-            raise ValueError(f"the page {page.title!r} was printed on no sheet")
+            raise ValueError(f"the page {page.title!r} has no sheets; build the book again")
         first = starts[page.address] = len(writer.pages)
         writer.append(reader, import_outline=False)
         if page.part != caption:
@@ -139,7 +139,7 @@ def merged(pages: Sequence[Printed], numbers: bytes) -> bytes:
 
 
 def _keep_links_inside(writer: PdfWriter, starts: dict[str, int]) -> None:
-    """Links to local files lead to the sheets that stand for them; others of these go."""
+    """Points links to local files at their sheets in the PDF; drops those without a sheet."""
     for sheet in writer.pages:
         kept = ArrayObject()
         for reference in sheet.get("/Annots", ArrayObject()):
@@ -160,13 +160,13 @@ def _keep_links_inside(writer: PdfWriter, starts: dict[str, int]) -> None:
 def _built(root: Path) -> Path:
     html = root / "_build" / "html"
     if not (html / "index.html").is_file():
-        raise ValueError(f"the book is not built: {html} has no index.html; run `make book` first")
+        raise ValueError(f"the book is not built ({html} has no index.html); run `make book` first")
     return html
 
 
 @contextmanager
 def _browser() -> Iterator[Any]:
-    """A page of the system's Chromium that may not reach the network."""
+    """A page in the system's Chromium, without access to the network."""
     try:
         from playwright.sync_api import sync_playwright
     except ModuleNotFoundError as error:
@@ -176,7 +176,7 @@ def _browser() -> Iterator[Any]:
     found, asked = doctor.browser(), os.environ.get("CHROMIUM")
     if not found:
         raise RuntimeError(
-            f"no Chromium {f'at {asked}' if asked else 'here'}: install it, on Debian by "
+            f"no Chromium {f'at {asked}' if asked else 'here'}: install it, on Debian with "
             "`apt install chromium`, or set CHROMIUM to its path"
         )
     with sync_playwright() as driver:
@@ -192,7 +192,7 @@ def _print(page: Any, path: Path) -> tuple[str, bytes]:
     from playwright.sync_api import Error
 
     if not path.is_file():
-        raise RuntimeError(f"{path} is missing though _toc.yml has it; run `make book` again")
+        raise RuntimeError(f"{path} is missing but in _toc.yml; run `make book` again")
     wrong: list[str] = []
 
     def keep(error: object) -> None:
@@ -202,7 +202,7 @@ def _print(page: Any, path: Path) -> tuple[str, bytes]:
     try:
         page.goto(path.as_uri(), timeout=PATIENCE)
         page.add_style_tag(content=PRINT_CSS)
-        # A figure has the width of the sheet only once it is laid out for it.
+        # Lay the page out for the sheet, so that figures get its width.
         page.emulate_media(media="print", color_scheme="light")
         page.set_viewport_size({"width": 840, "height": 1180})
         page.wait_for_function(SETTLED, timeout=PATIENCE)
@@ -220,13 +220,14 @@ def _print(page: Any, path: Path) -> tuple[str, bytes]:
 def zipped(root: Path, out: Path) -> list[str]:
     """Packs the book in `_build/html` of root into a zip at out (relative to root).
 
-    It opens by its `index.html` without a network. The same pages make the same bytes. Raises
-    ValueError where the book is not built or where a page would fetch something from elsewhere.
+    Its `index.html` works offline. The same pages give the same bytes. Raises ValueError if the
+    book is not built or if a page would load something from elsewhere.
     """
     html = _built(root)
     if outside := strangers(html):
         raise ValueError(
-            f"{len(outside)} references leave the book, so it does not work offline: {outside[0]}"
+            f"the book would not work offline: {len(outside)} references leave the book, such as "
+            f"{outside[0]}"
         )
     target = root / out
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -257,7 +258,7 @@ class _Reader(HTMLParser):
         self.links: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Keeps the addresses in a tag."""
+        """Collects the addresses in a tag."""
         values = dict(attrs)
         named = tag == "link" and set((values.get("rel") or "").split()) & LINK_ONLY
         address = values.get(LOADING.get(tag, "")) or ""
@@ -273,7 +274,7 @@ def _read(page: Path) -> _Reader:
 
 
 def _offered(html: Path) -> set[str]:
-    """Files below _sources that a page links to: what a reader downloads."""
+    """The files under _sources that a page links to for download."""
     found = set()
     for page in html.rglob("*.html"):
         for link in _read(page).links:

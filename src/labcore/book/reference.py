@@ -1,4 +1,4 @@
-"""The directive `labcore-api`: each public name of the named modules, from its docstring."""
+"""The directive `labcore-api`: documents each public name of the given modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ApiReference", "listed", "modules", "own_names"]
 
 
 def modules(name: str) -> list[ModuleType]:
-    """labcore.<name> and the modules below it that state their public names."""
+    """labcore.<name> and the modules below it that define `__all__`."""
     top = importlib.import_module(f"labcore.{name}")
     below = pkgutil.walk_packages(getattr(top, "__path__", []), f"{top.__name__}.")
     found = [top, *(_import(item.name) for item in below)]
@@ -23,7 +23,7 @@ def modules(name: str) -> list[ModuleType]:
 
 
 def _import(name: str) -> ModuleType | None:
-    """The module; None where it needs Triton and this machine has none."""
+    """The module; None if it needs Triton and this machine has none."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -35,11 +35,12 @@ def _import(name: str) -> ModuleType | None:
 def own_names(
     module: ModuleType, *, page: str = "", elsewhere: Sequence[tuple[str, object]] = ()
 ) -> list[str]:
-    """The module's public names that stand on its page.
+    """The module's public names that its own section documents.
 
-    A name that a package above it shows as its own stands there, with two exceptions. page: the
-    argument that brought the module here, without "labcore."; packages above that one have another
-    page, where it does not stand. elsewhere: what modules behind a minus show, as name and thing.
+    A name that a package above re-exports is documented there instead. page: the directive's
+    argument that includes the module, without "labcore."; packages above it do not count, because
+    they are on another page. elsewhere: names documented by modules with a minus, with their
+    objects; they are left out.
     """
     faces, name = [], module.__name__.rpartition(".")[0]
     while name and name != "labcore" and name.startswith(f"labcore.{page}"):
@@ -59,7 +60,7 @@ def own_names(
 
 
 def _home(thing: object, module: ModuleType) -> str:
-    """The module of labcore that defines a class or a function; a constant's is this one."""
+    """The labcore module that defines a class or function; for a constant, this module."""
     home = str(thing.__module__) if _is_code(thing) else ""
     return home if home.startswith("labcore.") else module.__name__
 
@@ -69,7 +70,7 @@ def _is_code(thing: object) -> bool:
 
 
 def listed(arguments: Sequence[str]) -> list[tuple[ModuleType, list[str]]]:
-    """The sections of a page by the directive's arguments: modules, and the names in each."""
+    """The sections of a page for the directive's arguments: modules, and the names in each."""
     behind = [(name[1:], m) for name in arguments if name[0] == "-" for m in modules(name[1:])]
     elsewhere = [
         (name, vars(module)[name])
@@ -87,11 +88,11 @@ def listed(arguments: Sequence[str]) -> list[tuple[ModuleType, list[str]]]:
 
 
 class ApiReference(SphinxDirective):
-    """```{labcore-api} checks memory -memory.accounting``` makes one section a module.
+    """```{labcore-api} checks memory -memory.accounting``` makes one section per module.
 
-    A package comes with all modules below it but those behind a minus, which have another page,
-    they and what is below them. There they show all that they define, also what their package
-    exports.
+    A package includes all modules below it. A minus excludes a module, with everything below it,
+    because it has another page. That page documents everything the module defines, including what
+    its package exports.
     """
 
     required_arguments = 1

@@ -1,9 +1,9 @@
-"""When a notebook must run again, and where and when it last ran.
+"""Decides when a notebook must run again, and records where and when it last ran.
 
-jupyter-cache keys an execution by the notebook's code alone. Beside its database stands
-`labcore.json`: for each notebook a digest over its code, the labcore modules that it imports,
-labcore's data files (records, claims) and the versions of what computes; and the hardware and date
-of the run. Where the digest differs, the cached execution is dropped and the page is read again.
+jupyter-cache keys an execution only by the notebook's code. Next to its database is
+`labcore.json`. For each notebook it has the hardware and date of the run and a digest of the code,
+the labcore modules that it imports, labcore's data files (records, claims) and the versions of the
+libraries. If the digest differs, the cached execution is dropped and the page is read again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from labcore.records import sources
 __all__ = ["forget_changed", "open_cache", "remember_run", "run_key", "run_line"]
 
 PACKAGE = Path(labcore.__file__).parent
-# Not results: how pages look does not change what a notebook computes.
+# Not data: code is hashed separately, and how pages look does not change results.
 NOT_DATA = {".py", ".pyc", ".js", ".css", ".html", ".typed"}
 
 
@@ -47,12 +47,12 @@ def _surroundings() -> str:
 
 
 def run_key(notebook: Path) -> str:
-    """The key of a notebook's execution: another key means that it must run again."""
+    """The key of a notebook's execution; when it changes, the notebook must run again."""
     return f"{sources.digest(notebook)}-{_surroundings()}"
 
 
 def _memory(env: BuildEnvironment) -> Path | None:
-    """`labcore.json` beside the execution cache; None where notebooks are not run at all."""
+    """`labcore.json` next to the execution cache; None if notebooks are not run."""
     config = getattr(env, "mystnb_config", None)
     if config is None or config.execution_mode != "cache":
         return None
@@ -60,7 +60,7 @@ def _memory(env: BuildEnvironment) -> Path | None:
 
 
 def _read(memory: Path) -> dict[str, dict[str, str]]:
-    """What is remembered; a file that cannot be read counts as nothing, so all runs again."""
+    """The remembered runs; an unreadable file counts as empty, so everything runs again."""
     try:
         found = json.loads(memory.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -75,7 +75,7 @@ def _notebooks(env: BuildEnvironment) -> dict[str, Path]:
 
 @contextmanager
 def open_cache(folder: Path) -> Iterator[Any]:
-    """jupyter-cache's executions in a folder; it leaves its database open, this closes it."""
+    """Opens jupyter-cache in a folder and closes its database afterwards."""
     cache = get_cache(folder)
     try:
         yield cache
@@ -95,7 +95,7 @@ def _drop_execution(cache_folder: Path, notebook: Path) -> None:
 def forget_changed(
     _app: Sphinx, env: BuildEnvironment, *_added_changed_removed: set[str]
 ) -> list[str]:
-    """Before reading: drops the executions whose key changed; returns the pages to read again."""
+    """Before reading: drops executions whose key changed; returns the pages to read again."""
     memory = _memory(env)
     if memory is None:
         return []
@@ -108,7 +108,7 @@ def forget_changed(
 
 
 def remember_run(app: Sphinx, _doctree: nodes.document) -> None:
-    """After reading a notebook that ran without an error: keeps its key, hardware and date."""
+    """After reading a notebook that ran without error: saves its key, hardware and date."""
     env = app.env
     memory = _memory(env)
     execution = getattr(env, "nb_metadata", {}).get(env.docname, {}).get("exec_data")
@@ -131,7 +131,7 @@ def remember_run(app: Sphinx, _doctree: nodes.document) -> None:
 
 
 def run_line(env: BuildEnvironment, docname: str) -> str:
-    """ "<hardware>, <date>" of the page's last run; "" for a page that runs nothing."""
+    """ "<hardware>, <date>" of the page's last run; "" if the page runs nothing."""
     memory = _memory(env)
     run: dict[str, Any] = _read(memory).get(docname, {}) if memory is not None else {}
     return f"{run['hardware']}, {run['date']}" if run.keys() >= {"hardware", "date"} else ""

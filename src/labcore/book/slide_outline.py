@@ -1,7 +1,7 @@
-"""Which slides a chapter makes: headings begin them, what was computed gets one of its own.
+"""Turns a chapter into slides: each heading begins one, and figures and output are added.
 
-Of the prose a slide shows the beginning; what it does not show goes whole into the speaker's notes.
-Nothing here is written for slides by hand, so a deck says what its chapter says.
+A slide shows the beginning of the prose. Paragraphs that it does not show in full go whole into the
+speaker's notes. Nothing is written by hand for slides, so a deck says what its chapter says.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["PLOTLY_MIME", "TWIN_MIME", "Slide", "outline"]
 TWIN_MIME = "application/vnd.labcore.explorer+json"
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 
-# What a slide of 1280 by 720 holds, in pixels; a deck's script mends what is estimated wrongly.
+# What a 1280 by 720 slide holds, in pixels; the deck's script corrects wrong estimates.
 ROOM = 620
 LETTERS = 480  # of a paragraph
 LINES = 20  # of printed text or code
 COLUMNS = 96
-PROSE, ASKED = (41, 78), (50, 62)  # height of a line, letters in it
+PROSE, ASKED = (41, 78), (50, 62)  # line height, letters per line
 CELL = (38, 100)
-PRINTED, CODE = 27, 23  # height of a line
+PRINTED, CODE = 27, 23  # line height
 QUIZ = 520
 FORMULA = 60
 
@@ -38,10 +38,10 @@ TAG = re.compile(r"<[^>]+>")
 
 @dataclass(slots=True)
 class Slide:
-    """One slide. part: whether it begins a column of reveal.js, as the chapter's sections do.
+    """One slide. part: whether it begins a reveal.js column, as the chapter's sections do.
 
     text: Markdown. markup: HTML below it. notes: Markdown for the speaker. height: estimated
-    pixels below the title. full: whether nothing more may stand on it.
+    pixels below the title. full: whether nothing more may be added.
     """
 
     title: str
@@ -61,9 +61,9 @@ def outline(
 ) -> list[Slide]:
     """The slides of an executed chapter.
 
-    figure: an output's data -> HTML of a living figure and its height in pixels. plain: Markdown
-    without MyST's roles. Raises ValueError for a notebook that does not begin with a title, or
-    that holds an error.
+    figure: an output's data -> HTML of an interactive figure and its height in pixels. plain:
+    removes MyST's roles from Markdown. Raises ValueError for a notebook that does not begin with a
+    title or that contains an error.
     """
     made = _Outline(figure)
     for cell in notebook["cells"]:
@@ -82,11 +82,11 @@ class _Outline:
 
     def _now(self) -> Slide:
         if not self.slides:
-            raise ValueError("its first cell must be Markdown and begin with a title, '# ...'")
+            raise ValueError("the first cell must be Markdown and begin with a title, '# ...'")
         return self.slides[-1]
 
     def _put(self, height: int, *, text: str = "", markup: str = "", full: bool = False) -> Slide:
-        """Adds to the slide where there is room, else begins another one of the same title."""
+        """Adds to the current slide if there is room, else begins another with the same title."""
         now = self._now()
         taken = now.full or (text and now.markup)
         if taken or (now.height and now.height + height > ROOM):
@@ -99,12 +99,12 @@ class _Outline:
         return now
 
     def prose(self, text: str) -> None:
-        """Headings begin slides; the first paragraph below one is shown, as far as it fits.
+        """Adds prose: headings begin slides and show as much of their first paragraph as fits.
 
-        Formulas, tables and code are shown, a formula with the paragraph that leads to it.
+        Formulas, tables and code are shown, a formula with the paragraph that introduces it.
         """
         lead = ""  # the paragraph above
-        shown = True  # whether a slide has it
+        shown = True  # whether a slide shows it
         for block in _blocks(text):
             if heading := HEADING.match(block):
                 self.slides.append(Slide(heading[2], len(heading[1]) <= 2))
@@ -130,7 +130,7 @@ class _Outline:
                 lead = block
 
     def computed(self, tags: list[str], outputs: list[Any]) -> None:
-        """What a cell printed and drew. Set-up, which the chapter folds away, is not shown."""
+        """Adds what a cell printed and drew. Set-up cells, which the chapter folds, are skipped."""
         if wrong := next((o for o in outputs if o["output_type"] == "error"), None):
             raise ValueError(f"a cell ended with {wrong['ename']}: {wrong['evalue']}")
         printed = "".join("".join(o["text"]) for o in outputs if o["output_type"] == "stream")
@@ -164,13 +164,13 @@ class _Outline:
         elif "labcore-quiz" in markup:
             self._put(QUIZ, markup=markup, full=True)
         else:
-            # What was measured may not stand beside the question that asks for a guess.
+            # A measured result must not be next to the question that asks for a prediction.
             asks = "labcore-predict" in markup
             self._put(_tall(TAG.sub("", markup), *ASKED) + 60, markup=markup, full=asks)
 
 
 def _with_contents(slides: list[Slide]) -> list[Slide]:
-    """Where a part begins with another heading at once, its slide lists what comes."""
+    """Gives each empty part slide a list of the headings that follow."""
     for number, slide in enumerate(slides):
         if slide.part and not slide.height:
             after = slides[number + 1 :]
@@ -181,7 +181,7 @@ def _with_contents(slides: list[Slide]) -> list[Slide]:
 
 
 def _blocks(text: str) -> list[str]:
-    """Markdown cut at blank lines, and at headings; formulas and fences stay whole."""
+    """Markdown split at blank lines and headings; formulas and fences stay whole."""
     blocks: list[list[str]] = [[]]
     closing = ""
     for line in text.split("\n"):
@@ -205,7 +205,7 @@ def _blocks(text: str) -> list[str]:
 
 
 def _shortened(paragraph: str) -> str:
-    """Whole sentences of a paragraph, at most LETTERS; its first one in any case."""
+    """The first whole sentences of a paragraph, up to LETTERS but at least one sentence."""
     kept = ""
     for sentence in SENTENCE.split(paragraph):
         longer = f"{kept} {sentence}".strip()
@@ -217,17 +217,17 @@ def _shortened(paragraph: str) -> str:
 
 
 def _odd(text: str) -> bool:
-    """Whether a cut here would lie inside a formula or code."""
+    """Whether a cut here would be inside a formula, code or bold text."""
     return text.count("$") % 2 == 1 or text.count("`") % 2 == 1 or text.count("**") % 2 == 1
 
 
 def _tall(text: str, line: int, letters: int) -> int:
-    """Pixels that text takes in lines of so many letters."""
+    """The height of text with `letters` per line and lines of height `line`."""
     return -(-len(text) // letters) * line
 
 
 def _in_parts(rows: list[str]) -> list[tuple[list[str], int]]:
-    """A table's rows in parts that fit, with their heights."""
+    """A table's rows split into parts that fit, with their heights."""
     parts: list[tuple[list[str], int]] = [([], CELL[0])]
     for row in rows:
         height = max(_tall(TAG.sub("", row), *CELL), CELL[0])
@@ -240,13 +240,13 @@ def _in_parts(rows: list[str]) -> list[tuple[list[str], int]]:
 
 
 def _table_parts(block: str) -> list[tuple[str, int]]:
-    """A Markdown table as tables that fit, each with its head."""
+    """A Markdown table split into tables that fit, each with the header."""
     lines = block.split("\n")
     return [("\n".join(lines[:2] + rows), height) for rows, height in _in_parts(lines[2:])]
 
 
 def _html_table_parts(markup: str) -> list[tuple[str, int]]:
-    """The same for a table in HTML; what follows it stands below each part."""
+    """The same for an HTML table; what follows it is repeated below each part."""
     before, rest = markup.split("<tbody>", 1)
     body, after = rest.split("</tbody>", 1)
     return [
@@ -256,7 +256,7 @@ def _html_table_parts(markup: str) -> list[tuple[str, int]]:
 
 
 def _code_parts(markup: str) -> list[tuple[str, int]]:
-    """Functions, a long one in parts; Pygments closes its marks at the end of each line."""
+    """Functions, split if long. Pygments closes its tags on each line, so any line may be a cut."""
     return [
         (f"{head}{chr(10).join(part)}{tail}", len(part))
         for head, code, tail in CODE_BLOCK.findall(markup)
@@ -265,12 +265,12 @@ def _code_parts(markup: str) -> list[tuple[str, int]]:
 
 
 def _height(lines: list[str]) -> int:
-    """Lines on a slide, long ones wrapped."""
+    """The number of lines on a slide after wrapping."""
     return sum(max(_tall(TAG.sub("", line), 1, COLUMNS), 1) for line in lines)
 
 
 def _text_parts(lines: list[str], *, html_lines: bool = False) -> list[list[str]]:
-    """Lines in parts that fit; a cut before an indented line is avoided where that can be."""
+    """Lines split into parts that fit, if possible not before an indented line."""
     parts: list[list[str]] = []
     while lines:
         fit = next((n for n in range(len(lines), 0, -1) if _height(lines[:n]) <= LINES), 1)

@@ -1,7 +1,7 @@
-"""Decks for teaching: a chapter as reveal.js slides that need neither kernel nor network.
+"""Slide decks for teaching: a chapter as reveal.js slides that need neither kernel nor network.
 
-`write` makes `<slug>.html` for each chapter and one folder `assets` beside them. The outputs come
-from the book's execution cache where it is up to date, else the chapter is run.
+`write` makes `<slug>.html` for each chapter and one folder `assets` next to them. The outputs come
+from the book's execution cache if it is up to date; otherwise, the chapter is run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from labcore.ui.compact import dumps
 
 __all__ = ["MOST_BYTES", "Deck", "copy_assets", "deck", "executed", "write"]
 
-MOST_BYTES = 15_000_000  # of a deck with all that it loads
-CONTROL = 44  # pixels of a row of controls
+MOST_BYTES = 15_000_000  # of a deck with everything that it loads
+CONTROL = 44  # height of a row of controls, in pixels
 OWN = ("slides.css", "slides.js", "twin.css", "twin.js")
 REVEAL = {
     "reveal.js": "dist/reveal.js",
@@ -44,14 +44,14 @@ TARGET = re.compile(r"^(.*)<([^>]+)>$")
 
 
 def write(root: Path, slugs: Sequence[str], out: Path) -> list[str]:
-    """Writes decks of the chapters at root to out (relative to root) and says what each holds.
+    """Writes decks of the chapters at root to out (relative to root); returns a line for each.
 
-    slugs: the chapters; all where none is named. Raises ValueError for a slug that is no chapter
-    and RuntimeError for a chapter that cannot be run or a deck above MOST_BYTES.
+    slugs: the chapters, all if none is named. Raises ValueError for an unknown slug, and
+    RuntimeError for a chapter that cannot be run or a deck larger than MOST_BYTES.
     """
     known = contents.chapters(root)
     if unknown := [slug for slug in slugs if slug not in known]:
-        raise ValueError(f"there is no chapter {', '.join(unknown)}; chapters: {', '.join(known)}")
+        raise ValueError(f"unknown chapter: {', '.join(unknown)}; choose from {', '.join(known)}")
     out = root / out
     shared = copy_assets(out / "assets")
     lines = []
@@ -63,20 +63,20 @@ def write(root: Path, slugs: Sequence[str], out: Path) -> list[str]:
         own = len(made.page.encode()) + len(made.frames.encode())
         if own + shared > MOST_BYTES:
             raise RuntimeError(
-                f"{slug}: the deck takes {own + shared:,} bytes with what it loads and "
-                f"{MOST_BYTES:,} is the most; draw fewer points in its figures"
+                f"{slug}: the deck takes {own + shared:,} bytes with what it loads, but at most "
+                f"{MOST_BYTES:,} are allowed; draw fewer points in its figures"
             )
         (out / f"{slug}.html").write_text(made.page, encoding="utf-8")
         (out / "assets" / f"{slug}.js").write_text(made.frames, encoding="utf-8")
         lines.append(
-            f"{out / slug}.html: {made.slides} slides, {own / 1e6:.1f} MB beside the "
+            f"{out / slug}.html: {made.slides} slides, {own / 1e6:.1f} MB in addition to the "
             f"{shared / 1e6:.1f} MB that all decks share"
         )
     return lines
 
 
 def executed(root: Path, path: Path) -> dict[str, Any]:
-    """A chapter with its outputs: from the book's cache where nothing changed since, else run."""
+    """A chapter with its outputs, from the book's cache if that is up to date, else from a run."""
     notebook = nbformat.read(path, as_version=4)
     cache = root / "_build" / ".jupyter_cache"
     try:
@@ -86,7 +86,7 @@ def executed(root: Path, path: Path) -> dict[str, Any]:
             with runs.open_cache(cache) as kept:
                 return kept.merge_match_into_notebook(notebook)[1]
     except (OSError, KeyError, ValueError, AttributeError):
-        pass  # no cache, or a damaged one: run
+        pass  # no usable cache, so run
     quiet = {"LABCORE_BOOK": "1", "NO_COLOR": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": folder}})
@@ -94,14 +94,14 @@ def executed(root: Path, path: Path) -> dict[str, Any]:
             return client.execute(env=os.environ | quiet)
         except CellExecutionError as problem:
             raise RuntimeError(
-                f"{path.stem}: a cell ended with {problem.ename}: {problem.evalue}; mend the "
-                "chapter, then make its slides"
+                f"{path.stem}: a cell ended with {problem.ename}: {problem.evalue}; fix the "
+                "chapter, then make its slides again"
             ) from problem
 
 
 @dataclass(frozen=True, slots=True)
 class Deck:
-    """page: HTML. frames: the script with what its figures show. slides: how many there are."""
+    """page: HTML. frames: the script with the figures' data. slides: their number."""
 
     page: str
     frames: str
@@ -109,7 +109,7 @@ class Deck:
 
 
 def deck(notebook: dict[str, Any], path: Path) -> Deck:
-    """The deck of an executed chapter. path: where it stands, for the pages that it refers to.
+    """The deck of an executed chapter. path: the chapter's, to resolve references to other pages.
 
     Raises ValueError as `slide_outline.outline` does.
     """
@@ -121,7 +121,7 @@ def deck(notebook: dict[str, Any], path: Path) -> Deck:
         body = dumps(packed)
         key = hashlib.sha256(body.encode()).hexdigest()[:16]
         frames[key] = body
-        # A deck needs JavaScript anyway, so nothing stands in for a figure.
+        # A deck needs JavaScript anyway, so figures need no fallback.
         figures.append(key)
         markup = explorers.drawn_markup(f"twin-{len(figures)}", key, packed).split("<noscript>")[0]
         rows = -(-len(packed["controls"]) // 2) + len(packed["fixed"])
@@ -158,14 +158,14 @@ def _packed(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _about(notebook: dict[str, Any]) -> str:
-    """The chapter's objectives, for the speaker to begin with."""
+    """The chapter's objectives, for the speaker's first notes."""
     facts = notebook.get("metadata", {}).get("labcore", {})
     goals = "".join(f"\n- {line}" for line in facts.get("objectives", []))
     return f"After this chapter you can\n{goals}" if goals else ""
 
 
 def _cells(slide: Slide) -> list[Any]:
-    """A slide as cells of a notebook, as SlidesExporter wants them."""
+    """A slide as notebook cells for SlidesExporter."""
     level = "#" if slide.part else "##"
     kind = {"slideshow": {"slide_type": "slide" if slide.part else "subslide"}}
     text = f"{level} {slide.title}\n\n{slide.text}"
@@ -182,7 +182,7 @@ def _cells(slide: Slide) -> list[Any]:
 
 
 def _without_roles(text: str, path: Path) -> str:
-    """Markdown with MyST's roles said in words: authors and year, the title of a page."""
+    """Markdown with MyST's roles as text: authors and year, or the title of a page."""
 
     def said(found: re.Match[str]) -> str:
         role, body = found[1], found[2]
@@ -211,7 +211,7 @@ def _title(page_path: Path) -> str:
 
 
 def _source(bibliography: Path, key: str) -> tuple[str, str]:
-    """Authors and year of an entry of the list of references; the key itself where it has none."""
+    """Authors and year of an entry in the bibliography; the key itself if it has no authors."""
     from pybtex.database import parse_file  # type: ignore[import-untyped]
 
     entries = parse_file(str(bibliography)).entries if bibliography.is_file() else {}
@@ -225,7 +225,7 @@ def _source(bibliography: Path, key: str) -> tuple[str, str]:
 
 
 def copy_assets(folder: Path) -> int:
-    """Copies what all decks load into folder; returns its bytes."""
+    """Copies what all decks load into folder; returns its size in bytes."""
     spec = importlib.util.find_spec("sphinx_revealjs")
     if spec is None or spec.origin is None:
         raise RuntimeError("sphinx-revealjs is not installed; run pip install 'labcore[book]'")

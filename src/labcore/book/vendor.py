@@ -1,4 +1,4 @@
-"""What pages load comes from the installed packages, and only where a page uses it."""
+"""Serves what pages load from installed packages, and only on pages that use it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sphinx.application import Sphinx
 
 __all__ = ["copy_mathjax", "drop_widget_state", "mathjax_files", "trim_scripts"]
 
-# MathJax's page script, what it loads on demand for TeX, and its fonts: 2 MB of the wheel's 34.
+# MathJax's script, its on-demand TeX files and its fonts: 2 MB of the wheel's 34 MB.
 MATHJAX_PARTS = ("tex-chtml.js", "input/tex", "output/chtml/fonts/woff-v2")
 
 
 def mathjax_files() -> dict[str, Path]:
-    """The files of MathJax that the pages need: path below `_static/mathjax` -> installed file."""
+    """The MathJax files that the pages need: path under `_static/mathjax` -> installed file."""
     spec = importlib.util.find_spec("sphinx-mathjax-offline")
     if spec is None or not spec.submodule_search_locations:
         raise RuntimeError(
@@ -37,7 +37,7 @@ def mathjax_files() -> dict[str, Path]:
 
 
 def copy_mathjax(app: Sphinx, exception: Exception | None) -> None:
-    """Copies MathJax below `_static`; only pages with mathematics load it."""
+    """Copies MathJax to `_static`; only pages with mathematics load it."""
     if exception is not None or app.builder.format != "html":
         return
     for name, source in mathjax_files().items():
@@ -48,7 +48,7 @@ def copy_mathjax(app: Sphinx, exception: Exception | None) -> None:
 
 
 def drop_widget_state(app: Sphinx, _doctree: nodes.document) -> None:
-    """Forgets the state of live widgets (5 MB with a figure): a static page has no use for it."""
+    """Drops the state of live widgets (5 MB with a figure), which a static page does not use."""
     data = getattr(app.env, "nb_metadata", {}).get(app.env.docname, {})
     data.get("js_files", {}).pop("ipywidgets_state", None)
 
@@ -56,9 +56,9 @@ def drop_widget_state(app: Sphinx, _doctree: nodes.document) -> None:
 def trim_scripts(
     app: Sphinx, pagename: str, _template: str, context: dict[str, Any], _doctree: Any
 ) -> None:
-    """Keeps each script of a page once, and MathJax only where the page itself has mathematics.
+    """Keeps each script of a page once, and MathJax only if the page itself has mathematics.
 
-    Sphinx also loads it on pages that only lead to pages with mathematics.
+    Sphinx also loads it on pages that merely link to pages with mathematics.
     """
     mathematics = app.env.domaindata["math"]["has_equations"].get(pagename, False)
     seen, kept = set(), []

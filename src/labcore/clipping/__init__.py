@@ -1,4 +1,4 @@
-"""Gradient clipping with one contract: norms before clipping, and the coefficient."""
+"""Gradient clipping functions, all returning the norms before clipping and the coefficients."""
 
 from labcore.clipping.adaptive import clip_adaptive
 from labcore.clipping.clip import clip_by_global_norm, clip_by_local_norm, clip_by_value

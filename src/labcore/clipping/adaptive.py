@@ -1,4 +1,4 @@
-"""Adaptive gradient clipping (AGC): each unit's gradient against its own weights."""
+"""Adaptive gradient clipping (AGC): each unit's gradient is limited by its weights' norm."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ def clip_adaptive(
 ) -> Clipped:
     """Scale each unit's gradient g, in place, to at most clipping * max(norm of its weights, eps).
 
-    A unit is what feeds one output: a row of a linear layer [out, in], a filter of a convolution
-    [out, in, k...], a row of an embedding [rows, width]; a parameter with one dimension or none is
-    one unit. The norms are Euclidean, over all axes but the unit's.
+    A unit is the weights that feed one output: a row of a linear layer [out, in], a filter of a
+    convolution [out, in, k...], or a row of an embedding [rows, width]. A parameter with zero or
+    one dimensions is one unit. The norms are Euclidean, over all axes except the unit axis.
 
-    unit_axis: which axis counts the units, 0 in the layers above; 1 for a transposed convolution
-    or a kernel stored [in, out]. A mapping from names gives it for some, 0 is taken for the rest.
-    exclude: prefixes of names to leave alone, as the paper does with the last layer ("head.").
-    A mapping and prefixes need (name, tensor) pairs; one that fits no name is a ValueError.
+    unit_axis: the axis that indexes the units: 0 for the layers above, 1 for a transposed
+    convolution or a kernel stored as [in, out]. A mapping sets it by name, with 0 for other names.
+    exclude: prefixes of names to leave unchanged, as the paper does for the last layer ("head.").
+    A mapping and prefixes need (name, tensor) pairs, and each must match a name or ValueError is
+    raised.
     nonfinite: as in `clip_by_global_norm`.
 
-    Returns `Clipped` with a norm and a coefficient for each unit of each parameter; `sizes` says
-    how many a parameter has. The policy looks at gradients: a unit whose weights are NaN already
-    gets a coefficient of NaN. A sparse gradient has one for each row that it holds.
+    Returns `Clipped` with a norm and a coefficient per unit; `sizes` gives each parameter's number
+    of units. A sparse gradient has one unit per row that it holds. The policy checks only
+    gradients: a unit whose weights are NaN gets a coefficient of NaN.
     Source: Brock, De, Smith and Simonyan, arXiv:2102.06171.
     """
     checks.positive("clipping", clipping)
@@ -79,7 +80,7 @@ def clip_adaptive(
 def _chosen(
     parameters: Parameters, unit_axis: int | Mapping[str, int], exclude: Iterable[str]
 ) -> tuple[Gradients, list[int]]:
-    """What is to be clipped, and each gradient's unit axis."""
+    """Return the gradients to clip and the unit axis of each."""
     prefixes = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     axis_of = dict(unit_axis) if isinstance(unit_axis, Mapping) else {}
     common = 0 if isinstance(unit_axis, Mapping) else unit_axis
@@ -89,8 +90,8 @@ def _chosen(
     unknown += [one for one in prefixes if not any(name.startswith(one) for name in names)]
     if unknown:
         raise ValueError(
-            f"exclude and unit_axis must fit names of parameters, got {unknown[0]!r} which fits "
-            f"none of {len(names)} names; pass model.named_parameters() and look at its names"
+            f"exclude and unit_axis must match names of parameters, got {unknown[0]!r}, which "
+            f"matches none of {len(names)}; pass model.named_parameters() and check its names"
         )
     kept = [(name, p) for name, p in listed if name is None or not name.startswith(prefixes)]
     found = gradients(p if name is None else (name, p) for name, p in kept)
@@ -98,12 +99,12 @@ def _chosen(
     for name, grad, axis in zip(found.names, found.grads, axes, strict=True):
         if grad.ndim > 1 and not -grad.ndim <= axis < grad.ndim:
             raise ValueError(
-                f"unit_axis must be an axis of {name!r}, got {axis} for the shape "
-                f"{tuple(grad.shape)}; 0 is the output's in torch's layers"
+                f"unit_axis must be an axis of {name!r}, got {axis} for shape "
+                f"{tuple(grad.shape)}; in torch's layers the output axis is 0"
             )
         if grad.is_sparse and (axis != 0 or grad.sparse_dim() != 1):
             raise ValueError(
-                f"a sparse gradient is clipped by rows (unit_axis 0, one sparse dimension), "
+                f"a sparse gradient needs unit_axis 0 and one sparse dimension, "
                 f"got unit_axis {axis} and {grad.sparse_dim()} for {name!r}; "
                 "exclude it or make it dense"
             )
@@ -111,13 +112,13 @@ def _chosen(
 
 
 def _weights(found: Gradients) -> Iterator[Tensor]:
-    """Each parameter; of one with a sparse gradient the rows that this gradient holds."""
+    """Yield each parameter; for a sparse gradient, only the rows that the gradient holds."""
     for param, grad in zip(found.params, found.grads, strict=True):
         yield param.index_select(0, grad.indices()[0]) if grad.is_sparse else param
 
 
 def _unit_norms(x: Tensor, axis: int, readable: bool) -> Tensor:
-    """x's shape with ones everywhere but at `axis`; [] for one dimension or none."""
+    """Return norms of x's shape with ones except at `axis`; [] if x has zero or one dimensions."""
     if x.ndim <= 1:
         return wide_norm(x, 2.0)
     dims = tuple(d for d in range(x.ndim) if d != axis % x.ndim)
@@ -127,19 +128,19 @@ def _unit_norms(x: Tensor, axis: int, readable: bool) -> Tensor:
 
 
 def _quick_units(x: Tensor, axis: int, dims: tuple[int, ...]) -> Tensor:
-    """In float32, and again in float64 for the units whose squares that cannot hold."""
+    """Compute in float32, and again in float64 for units whose squares float32 cannot hold."""
     quick = torch.linalg.vector_norm(x, 2.0, dims, True)
     norms = quick.double()
     least = math.sqrt(SMALLEST[torch.float32] * (x.numel() // max(x.shape[axis], 1)))
     doubtful = ((quick < least) | ~torch.isfinite(quick)).flatten().nonzero().flatten()
     units = x.index_select(axis, doubtful)
-    if units.any():  # Zeros are no doubt: rows of an embedding that no token used.
+    if units.any():  # Zeros are fine: rows of an embedding that no token used.
         norms.index_copy_(axis, doubtful, wide_norm(units, 2.0, dims))
     return norms
 
 
 def _line(found: Gradients, norms: list[Tensor]) -> Tensor:
-    """All units in one row, on the gradients' first device."""
+    """Concatenate the norms of all units, on the device of the first gradient."""
     lines = [norm.reshape(-1).to(found.device) for norm in norms]
     return torch.cat(lines) if lines else torch.zeros(0, dtype=torch.float64)
 

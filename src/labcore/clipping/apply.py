@@ -1,4 +1,4 @@
-"""How gradients are changed in place; on a CPU only those that need it."""
+"""Change gradients in place. On a CPU, only those that need it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ TINY = 1e-30  # float32 has full precision down to 1e-38
 def settled(
     found: Gradients, measure: Callable[[], Tensor], sizes: tuple[int, ...], nonfinite: str
 ) -> tuple[Tensor, Tensor]:
-    """(norms [K], finite [] bool) after the policy: raised, or cleaned where it is "zero".
+    """Return (norms [K], finite [] bool) after applying the policy: "raise", or clean for "zero".
 
-    measure: gives the norms; sizes: how many of them belong to each gradient.
+    measure: returns the norms. sizes: the number of norms that belong to each gradient.
     """
     norms = measure()
     fine = torch.isfinite(norms)
     finite = fine.all()
     if nonfinite == "raise" or (nonfinite == "zero" and found.readable):
-        if finite:  # Reads; what follows is rare.
+        if finite:  # This reads the tensor; what follows is rare.
             return norms, finite
         good = [bool(units.all()) for units in fine.split(sizes)]
         bad = [i for i, each in enumerate(good) if not each]
@@ -45,7 +45,7 @@ def settled(
 def measured(
     found: Gradients, order: float, nonfinite: str, foreach: bool | None, modulus: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """`settled` for one norm a gradient, as `gradient_norms` gives it."""
+    """Call `settled` with one norm per gradient, as computed by `gradient_norms`."""
     measure = functools.partial(gradient_norms, found, order, foreach=foreach, modulus=modulus)
     return settled(found, measure, (1,) * len(found.parts), nonfinite)
 
@@ -59,13 +59,13 @@ def _refuse(bad: list[str], count: int) -> None:
 
 
 def coefficients_for(norms: Tensor, limit: float | Tensor, finite: Tensor, policy: str) -> Tensor:
-    """min(1, limit / norms); 1 for a norm of 0; all 0 where the step is skipped."""
+    """Return min(1, limit / norms), which is 1 for a norm of 0; all 0 if the step is skipped."""
     factors = torch.where(norms > 0, limit / norms, 1.0).clamp(max=1.0)
     return torch.where(finite, factors, 0.0) if policy == "skip" else factors
 
 
 def scale(found: Gradients, factors: Tensor, foreach: bool | None) -> None:
-    """Multiply the gradients by `factors`, [] for all of them or [n] for each its own."""
+    """Multiply the gradients by `factors`: [] for one common factor, or [n] for one each."""
     if found.readable:
         _scale_on_cpu(found.parts, factors, foreach)
     elif factors.ndim == 0 and foreach is not False and found.parts:
@@ -77,18 +77,18 @@ def scale(found: Gradients, factors: Tensor, foreach: bool | None) -> None:
 
 
 def _scale_on_cpu(parts: tuple[Tensor, ...], factors: Tensor, foreach: bool | None) -> None:
-    """Multiply by what is below 1. Numbers may be read here."""
+    """Multiply by factors below 1. On a CPU, numbers may be read."""
     if factors.ndim == 0 and not factors < 1:
         return
     if factors.ndim == 0 and foreach is not False and parts and not 0 < factors < TINY:
         dtypes = {part.dtype for part in parts}
         wide = torch.float64 if torch.float64 in dtypes else torch.float32
-        # A tensor, not a number: with that a list of float16 loses factors below 6e-8. From the
-        # end, which was read last and may still be in a cache.
+        # Pass a tensor: with a number, a list of float16 loses factors below 6e-8. Start at the
+        # end, which was read last and may still be in the cache.
         torch._foreach_mul_(parts[::-1], factors.to(wide))
         return
     for part, factor in zip(parts, factors.expand(len(parts)).tolist(), strict=True):
-        if 0 < factor < TINY:  # in two steps, both of full precision
+        if 0 < factor < TINY:  # in two steps, both at full precision
             part.mul_(math.sqrt(factor)).mul_(math.sqrt(factor))
         elif factor < 1:
             part.mul_(factor)
@@ -107,14 +107,14 @@ def _scale_together(parts: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def _scale_one(part: Tensor, factor: Tensor) -> None:
-    """In float32 at least: in float16 a factor below 6e-8 is 0."""
+    """Multiply in at least float32, because in float16 a factor below 6e-8 is 0."""
     wide = torch.promote_types(part.dtype, torch.float32)
-    # With a dimension the factor's dtype counts, and the product is rounded once.
+    # A factor with a dimension takes part in type promotion, so the product is rounded once.
     part.unsqueeze(0).mul_(factor.to(part.device, wide).reshape(1))
 
 
 def clear_where_skipped(found: Gradients, finite: Tensor, policy: str) -> None:
-    """Under "skip" set all gradients to 0 unless `finite`: a NaN times 0 stays one."""
+    """Under "skip", set all gradients to 0 unless `finite`, because NaN times 0 is NaN."""
     if policy != "skip" or (found.readable and finite):
         return
     for part in found.parts:

@@ -1,4 +1,4 @@
-"""Clipping by a limit: on the norm of everything, on that of each part, on each element."""
+"""Clipping by a fixed limit on the global norm, on each group's norm, or on each element."""
 
 from __future__ import annotations
 
@@ -33,23 +33,26 @@ def clip_by_global_norm(
     nonfinite: str = "raise",
     foreach: bool | None = None,
 ) -> Clipped:
-    """Scale all gradients, in place, by min(1, max_norm / their common norm): no direction changes.
+    """Scale all gradients, in place, by min(1, max_norm / their global norm).
 
-    parameters: a tensor, tensors, or (name, tensor) pairs; those without a gradient are left out
-    and one that comes twice counts once. Sparse gradients are coalesced, complex ones measured by
-    modulus, DTensors measured over all ranks (every rank must call).
-    max_norm: above 0; infinity measures only.
-    norm_type: order of the norm, above 0; infinity is the largest element.
-    nonfinite: what a NaN or infinite element does. "raise": a RuntimeError that names the
-    parameters, nothing is changed; asking costs a host synchronization on a GPU, the other two
-    none. "skip": every gradient becomes 0 and so do the coefficients; momentum and weight decay
-    still move weights, so read `finite` where that matters. "zero": such elements become 0, then
-    the rest is measured and clipped (three passes on a GPU).
-    foreach: False works tensor by tensor, None and True together where that is faster.
+    The direction of the whole gradient does not change.
 
-    Returns `Clipped` with one norm and one coefficient. Norms are float64: finite gradients of
-    lower precision never overflow, and gradients of any size end at max_norm. Unlike
-    `torch.nn.utils.clip_grad_norm_` nothing is added to the norm.
+    parameters: a tensor, tensors, or (name, tensor) pairs. Parameters without a gradient are
+    ignored, and one that appears twice counts once. Sparse gradients are coalesced. Complex
+    gradients are measured by modulus, and DTensors over all ranks, so every rank must call this.
+    max_norm: above 0; infinity measures without clipping.
+    norm_type: the order of the norm, above 0; infinity is the largest absolute element.
+    nonfinite: what to do about NaN and infinite elements.
+        "raise": raise a RuntimeError that names the parameters, and change nothing. Only this
+        policy costs a host synchronization on a GPU.
+        "skip": set all gradients and coefficients to 0. Momentum and weight decay still move the
+        weights, so read `finite` if that matters.
+        "zero": set these elements to 0, then measure and clip the rest (three passes on a GPU).
+    foreach: False works tensor by tensor; None and True group tensors where that is faster.
+
+    Returns `Clipped` with one norm and one coefficient. Norms are float64, so finite gradients of
+    lower precision never overflow, and gradients of any size are clipped to max_norm. Unlike
+    `torch.nn.utils.clip_grad_norm_`, this adds no epsilon to the norm.
     Source: Pascanu, Mikolov and Bengio, arXiv:1211.5063.
     """
     max_norm, order = limit_above_zero("max_norm", max_norm), norm_order(norm_type)
@@ -80,15 +83,16 @@ def clip_by_local_norm(
     nonfinite: str = "raise",
     foreach: bool | None = None,
 ) -> Clipped:
-    """Scale each group of gradients, in place, by min(1, max_norm / its own norm).
+    """Scale each group of gradients, in place, by min(1, max_norm / the group's norm).
 
-    by: "parameter", a group each; "layer", parameters whose names agree but for the last part
-    (weight and bias of one module); or a function from a parameter's name to its group's. The last
-    two need (name, tensor) pairs. The rest is as in `clip_by_global_norm`; "skip" sets all
-    gradients to 0, whichever group was not finite.
+    by: "parameter" makes each parameter a group. "layer" groups parameters whose names differ only
+    in the last part (weight and bias of one module). A function maps a parameter's name to the name
+    of its group. The last two need (name, tensor) pairs.
+    The other arguments are as in `clip_by_global_norm`. "skip" sets all gradients to 0, whichever
+    group was not finite.
 
-    Returns `Clipped` with a norm and a coefficient for each group, in order of appearance. Where
-    groups take different coefficients the direction of the whole gradient bends.
+    Returns `Clipped` with a norm and a coefficient per group, in order of appearance. If the
+    coefficients differ, the direction of the whole gradient changes.
     """
     max_norm, order = limit_above_zero("max_norm", max_norm), norm_order(norm_type)
     policy(nonfinite)
@@ -121,9 +125,9 @@ def clip_by_value(
 ) -> Clipped:
     """Clamp every element of the gradients, in place, to -limit .. limit.
 
-    A complex element's two parts are clamped each. The rest is as in `clip_by_global_norm`.
-    Returns `Clipped` with, for each parameter, its largest absolute element (norm_type infinity)
-    and the factor that this element took; all others took a factor between that and 1.
+    The two parts of a complex element are clamped separately. The other arguments are as in
+    `clip_by_global_norm`. Returns `Clipped` with, for each parameter, its largest absolute element
+    (norm_type infinity) and that element's factor. Other elements have a factor between that and 1.
     """
     limit = limit_above_zero("limit", limit)
     policy(nonfinite)
@@ -151,12 +155,12 @@ Groups: TypeAlias = dict[str, list[int]]
 
 
 def _groups(found: Gradients, by: str | Callable[[str], str]) -> Groups:
-    """Name of each group -> indices of its gradients."""
+    """Map the name of each group to the indices of its gradients."""
     if by == "parameter":
         return {name: [index] for index, name in enumerate(found.names)}
     if not found.named:
         raise ValueError(
-            f"by={by!r} needs the parameters' names, got tensors alone; "
+            f"by={by!r} needs the parameters' names, got tensors without names; "
             "pass model.named_parameters()"
         )
     groups: Groups = {}

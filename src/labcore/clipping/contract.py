@@ -1,4 +1,4 @@
-"""What every clipping function takes and returns, and what it does with NaN and infinity."""
+"""What all clipping functions share: arguments, results, and policies for NaN and infinity."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ REAL = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clipped:
-    """What was measured and done. Tensors on the first gradient's device: reading them syncs.
+    """What was measured and done. Its tensors are on the first gradient's device: reading syncs.
 
-    norms [K], float64: before clipping, of each of the K groups that were clipped together.
-    coefficients [K], float64: the factor in (0, 1] on each group's gradients; 0 where a step was
-    skipped.
-    finite [], bool: whether every gradient came without NaN and infinity.
-    names: of the groups, in order; sizes: how many of the K entries belong to each name (1, but
-    for adaptive clipping, where a parameter has one for each of its units).
+    norms [K], float64: the norm of each of the K groups before clipping.
+    coefficients [K], float64: the factor in (0, 1] applied to each group's gradients, or 0 if the
+    step was skipped.
+    finite [], bool: whether all gradients were free of NaN and infinity.
+    names: the groups' names, in order. sizes: how many of the K entries belong to each name: 1,
+    except for adaptive clipping, where a parameter has one entry per unit.
     norm_type: the order of the norms.
     """
 
@@ -44,7 +44,7 @@ class Clipped:
 
     @property
     def norm(self) -> Tensor:
-        """[] float64: the norm of everything that was measured, before clipping."""
+        """[] float64: the norm of all measured gradients together, before clipping."""
         if len(self.norms) == 0:
             return self.norms.new_zeros(())
         scale = self.norms.amax()
@@ -52,20 +52,20 @@ class Clipped:
         return scale * torch.linalg.vector_norm(self.norms / scale, self.norm_type)
 
     def by_name(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """For each name its (norms, coefficients), [1] each, [units] for adaptive clipping."""
+        """Map each name to (norms, coefficients): [1] each, or [units] for adaptive clipping."""
         norms, factors = self.norms.split(self.sizes), self.coefficients.split(self.sizes)
         return dict(zip(self.names, zip(norms, factors, strict=True), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradients:
-    """Gradients as clipping sees them: each once, those that are None left out.
+    """The gradients to clip: each once, without those that are None.
 
-    params, grads [n]: sparse gradients stand here coalesced, and so in `param.grad`.
-    parts [n]: the memory that a change goes to: of a complex gradient its real view, of a sparse
-    one its values, of a DTensor what this rank holds.
-    named: whether every one came with a name. distributed: whether there are DTensors among them.
-    readable: whether reading a number costs nothing, so that code may branch on it.
+    params, grads [n]: sparse gradients are coalesced, here and in `param.grad`.
+    parts [n]: the memory to change: the real view of a complex gradient, the values of a sparse
+    one, this rank's shard of a DTensor.
+    named: whether every gradient has a name. distributed: whether any is a DTensor.
+    readable: whether reading a number costs nothing, so code may branch on it.
     """
 
     names: tuple[str, ...]
@@ -78,12 +78,12 @@ class Gradients:
 
     @property
     def device(self) -> torch.device:
-        """Where norms and coefficients are: the first gradient's device."""
+        """The device of norms and coefficients: the first gradient's."""
         return self.parts[0].device if self.parts else torch.device("cpu")
 
 
 def named_pairs(parameters: Parameters) -> Iterator[tuple[str | None, Tensor]]:
-    """(name or None, tensor) of each parameter. Raises TypeError for what is no parameter."""
+    """Yield (name or None, tensor) per parameter. Raises TypeError for anything else."""
     if isinstance(parameters, nn.Module):
         raise TypeError(
             "parameters must be tensors or (name, tensor) pairs, got a module; "
@@ -102,9 +102,9 @@ def named_pairs(parameters: Parameters) -> Iterator[tuple[str | None, Tensor]]:
 
 
 def gradients(parameters: Parameters) -> Gradients:
-    """Collect what there is to clip; what is reached twice (tied weights) counts once.
+    """Collect the gradients to clip. One that appears twice (tied weights) counts once.
 
-    Raises ValueError for two gradients of one name.
+    Raises ValueError if two gradients have the same name.
     """
     names, params, grads, parts = [], [], [], []
     named, seen = True, set()
@@ -117,7 +117,7 @@ def gradients(parameters: Parameters) -> Gradients:
         usual = grad.dtype in REAL and grad.layout is torch.strided and not grad.is_neg()
         if not usual:
             grad = param.grad = _plain(grad)
-        # Tied weights are one object; two parameters may share a gradient too.
+        # Tied weights are one object, and two parameters may also share a gradient.
         if id(grad) in seen:
             continue
         seen.add(id(grad))
@@ -136,8 +136,8 @@ def gradients(parameters: Parameters) -> Gradients:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(
-            f"a name must belong to one parameter, got two gradients named {twice!r}; for several "
-            "models pass named_parameters(prefix=...)"
+            f"names must be unique, got two gradients named {twice!r}; for several models, pass "
+            "named_parameters(prefix=...)"
         )
     return Gradients(
         names=tuple(names),
@@ -151,24 +151,24 @@ def gradients(parameters: Parameters) -> Gradients:
 
 
 def dtensor_type() -> Any:
-    """torch's DTensor, or None where there cannot be one: importing its module takes a second."""
+    """Return torch's DTensor, or None if it isn't loaded yet (importing it takes a second)."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether it is a DTensor."""
+    """Return whether `tensor` is a DTensor."""
     dtensor: Any = dtensor_type()
     return dtensor is not None and isinstance(tensor, dtensor)
 
 
 def _grad_of_inner(tensor: Tensor) -> Tensor | None:
-    with warnings.catch_warnings():  # torch warns when it is asked for the grad of a non-leaf
+    with warnings.catch_warnings():  # reading the grad of a non-leaf warns
         warnings.simplefilter("ignore", UserWarning)
         return tensor.grad
 
 
 def _plain(grad: Tensor) -> Tensor:
-    """A gradient whose memory is what it says: sparse rows once each, no lazy sign or conjugate."""
+    """Materialize a gradient: coalesce sparse rows, resolve lazy negation and conjugation."""
     if grad.layout is torch.strided:
         return grad.resolve_conj().resolve_neg()
     if grad.layout is not torch.sparse_coo:
@@ -180,7 +180,7 @@ def _plain(grad: Tensor) -> Tensor:
 
 
 def limit_above_zero(name: str, value: float) -> float:
-    """`value` as a float if it is above 0; infinity is allowed and means: measure only."""
+    """Return `value` as a float if it is above 0. Infinity means to measure without clipping."""
     if isinstance(value, float) and value == math.inf:
         return value
     remedy = "pass float('inf') to measure without clipping"
@@ -188,5 +188,5 @@ def limit_above_zero(name: str, value: float) -> float:
 
 
 def policy(value: str) -> str:
-    """`value` if it is one of POLICIES."""
+    """Return `value` if it is one of POLICIES."""
     return checks.one_of("nonfinite", value, POLICIES)

@@ -1,4 +1,4 @@
-"""Limits that follow the norms seen so far: AutoClip's percentile, ZClip's z-score."""
+"""Limits that adapt to the norms so far: AutoClip's percentile and ZClip's z-score."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["AutoClip", "ZClip"]
 
 
 class AutoClip:
-    """Clip the global norm to a percentile of all norms so far, this step's included.
+    """Clip the global norm to a percentile of all norms so far, including this step's.
 
-    percentile: 0 to 100, interpolated linearly between norms; at 100 nothing is clipped.
-    window: how many of the latest norms count; None for all.
-    norm_type, nonfinite: as in `clip_by_global_norm`. A norm that is not finite, or was cleaned by
-    "zero", does not enter the history.
+    percentile: 0 to 100, interpolated linearly between norms; 100 clips nothing.
+    window: the number of latest norms that count; None for all.
+    norm_type, nonfinite: as in `clip_by_global_norm`. A norm that is not finite, or that "zero"
+    cleaned, does not enter the history.
     Source: Seetharaman, Wichern, Pardo and Le Roux, arXiv:2007.14469.
     """
 
@@ -43,7 +43,7 @@ class AutoClip:
     ) -> None:
         checks.non_negative("percentile", percentile)
         if percentile > 100:
-            raise ValueError(f"percentile must be at most 100, got {percentile}; pass 10 for 10 %")
+            raise ValueError(f"percentile must be at most 100, got {percentile}; pass 10 for 10%")
         if window is not None:
             checks.positive_int("window", window, "pass None to keep all norms")
         self.percentile = float(percentile)
@@ -55,13 +55,13 @@ class AutoClip:
 
     @property
     def history(self) -> Tensor:
-        """[n] float64: the norms that count, oldest first; NaN stands for a step left out."""
+        """[n] float64: the norms that count, oldest first; NaN marks a step without one."""
         if self.window is not None and self._steps > self.window:
             return self._norms.roll(-(self._steps % self.window))
         return self._norms[: self._steps]
 
     def threshold(self) -> Tensor:
-        """[] float64: the limit that the history gives; infinite without any norm."""
+        """[] float64: the limit from the history; infinite if there are no norms."""
         if self._steps == 0:
             return self._norms.new_full((), math.inf)
         seen = self._norms[: min(self._steps, len(self._norms))]
@@ -70,7 +70,7 @@ class AutoClip:
 
     @torch.no_grad()
     def clip(self, parameters: Parameters) -> Clipped:
-        """Take the gradients' norm into the history and clip them to `threshold()`, in place."""
+        """Add the gradients' norm to the history and clip them to `threshold()`, in place."""
         found = gradients(parameters)
         norm, finite = _global_norm(found, self.norm_type, self.nonfinite)
         self._append(torch.where(finite, norm, math.nan))
@@ -85,11 +85,11 @@ class AutoClip:
         self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The history."""
+        """Return the history."""
         return {"norms": self.history.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`; of a longer history the latest `window` norms are kept."""
+        """Restore a `state_dict`, keeping only the latest `window` norms of a longer history."""
         norms = state["norms"].to(torch.float64)
         if self.window is not None:
             norms = norms[-self.window :]
@@ -100,19 +100,20 @@ class AutoClip:
 
 
 class ZClip:
-    """Clip the global norm where it stands out from a running mean by more than z deviations.
+    """Clip the global norm when it is more than z deviations above a running mean.
 
     With running mean m and deviation s, a norm n whose score (n - m) / s is above `z` is clipped to
-    m + z^2 s / score: the further out, the closer to m. The means take n, or its limit where it was
-    a spike; max_norm has no part in them. After norms that are all alike the deviation is 0, and
-    every larger norm is clipped to the mean.
+    m + z^2 s / score: the higher the score, the closer to m. The running mean and variance then
+    take in n, or its limit if it was a spike; max_norm doesn't affect them. After identical norms
+    the deviation is 0, so every larger norm is clipped to the mean.
 
-    z: score above which a norm is a spike. alpha: share of the old mean and variance in the new.
-    warmup: how many norms are collected, unclipped, before there is a mean.
-    max_norm: a limit at all times besides, during warm-up too; infinity for none.
-    nonfinite: as in `clip_by_global_norm`. A norm that is not finite, or was cleaned by "zero",
-    enters no mean.
-    Source: Kumar, Owen, Roy Chowdhury and Güra, arXiv:2504.02507; eps is that of the authors' code.
+    z: the score above which a norm is a spike.
+    alpha: the weight of the old mean and variance in the new ones.
+    warmup: the number of norms to collect before any spike is clipped.
+    max_norm: an additional limit that always applies, even during warm-up; infinity for none.
+    nonfinite: as in `clip_by_global_norm`. A norm that is not finite, or that "zero" cleaned, does
+    not enter the mean or the variance.
+    Source: Kumar, Owen, Roy Chowdhury and Güra, arXiv:2504.02507; eps is from the authors' code.
     """
 
     def __init__(
@@ -136,17 +137,17 @@ class ZClip:
 
     @property
     def mean(self) -> Tensor:
-        """[] float64: the running mean of the norms; in warm-up the mean so far."""
+        """[] float64: the running mean of the norms; during warm-up, the mean so far."""
         return self._state[1]
 
     @property
     def variance(self) -> Tensor:
-        """[] float64: the running variance; in warm-up the variance so far."""
+        """[] float64: the running variance; during warm-up, the variance so far."""
         return self._state[2]
 
     @torch.no_grad()
     def clip(self, parameters: Parameters) -> Clipped:
-        """Clip the gradients, in place, and take their norm into the mean and variance."""
+        """Clip the gradients, in place, and update the mean and variance with their norm."""
         found = gradients(parameters)
         norm, finite = _global_norm(found, 2.0, self.nonfinite)
         self._state = self._state.to(norm.device)
@@ -156,7 +157,7 @@ class ZClip:
         return _clipped(found, norm, limit, finite, 2.0, self.nonfinite)
 
     def _limit(self, norm: Tensor) -> Tensor:
-        """[]: where a spike is cut; infinite for a norm that is none."""
+        """[]: the limit of a spike, or infinity if the norm is not a spike."""
         count, mean, variance = self._state.unbind()
         deviation = variance.sqrt()
         score = (norm - mean) / (deviation + self.eps)
@@ -165,7 +166,7 @@ class ZClip:
 
     def _follow(self, norm: Tensor, finite: Tensor) -> None:
         count, mean, variance = self._state.unbind()
-        # Warm-up: mean and variance of all norms so far, by Welford's update; then running ones.
+        # During warm-up: mean and variance of all norms so far (Welford's update). Then: running.
         weight = torch.where(count < self.warmup, 1 / (count + 1), 1 - self.alpha)
         new_mean = mean + weight * (norm - mean)
         spread = torch.where(
@@ -176,11 +177,11 @@ class ZClip:
         self._state = torch.where(finite, new, self._state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Count, mean and variance."""
+        """Return the count, mean and variance."""
         return {"state": self._state.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Restore a `state_dict`."""
         self._state = state["state"].to(torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""Norms of gradients in float64: no finite gradient overflows, however large or small it is."""
+"""Norms of gradients in float64, in which no finite gradient overflows or underflows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDE = (torch.float64, torch.complex128)
 
 
 def norm_order(norm_type: float) -> float:
-    """norm_type as a float if it is above 0 or infinite ('inf' too)."""
+    """Return norm_type as a float if it is above 0, including infinity and 'inf'."""
     order = float(norm_type)
     if not order > 0:
         raise ValueError(
@@ -28,9 +28,9 @@ def norm_order(norm_type: float) -> float:
 def gradient_norms(
     found: Gradients, order: float, *, foreach: bool | None = None, modulus: bool = True
 ) -> Tensor:
-    """[n] float64 on `found.device`: the norm of each gradient, NaN or infinite where it is.
+    """Return each gradient's norm, [n] float64 on `found.device`; NaN or infinite if it is.
 
-    modulus: whether a complex number counts as one element, or as its two parts.
+    modulus: True counts a complex number as one element, False as its two parts.
     """
     if not found.parts:
         return torch.zeros(0, dtype=torch.float64)
@@ -46,25 +46,26 @@ def gradient_norms(
 
 
 def whole(grad: Tensor, part: Tensor, modulus: bool = True) -> Tensor:
-    """What a norm is taken of: a DTensor itself, complex numbers as such, a sparse one's values."""
+    """Return what to measure: the DTensor itself, complex numbers, a sparse gradient's values."""
     if is_distributed(grad):
         return grad
     return torch.view_as_complex(part) if modulus and grad.is_complex() else part
 
 
 def wide_norm(x: Tensor, order: float, dim: tuple[int, ...] | None = None) -> Tensor:
-    """[] or, along `dim`, x's shape with ones there: norms in float64; no number is read.
+    """Compute norms in float64 without reading numbers: [], or x's shape with ones at `dim`.
 
-    float64 holds the squares of float32; what is already float64 is scaled by its largest element.
+    float64 holds the squares of float32. Tensors that are already float64 are scaled by their
+    largest element.
     """
     wide = torch.complex128 if x.is_complex() else torch.float64
     keep = dim is not None
     plain = order in (1.0, 2.0) and x.dtype not in WIDE
     if plain or x.numel() == 0:
-        order = 2.0 if x.numel() == 0 else order  # torch has no largest element of nothing
+        order = 2.0 if x.numel() == 0 else order  # torch has no maximum of an empty tensor
         return torch.linalg.vector_norm(x, order, dim, keep, dtype=wide)
     if dim is None and not x.is_complex() and not is_distributed(x):
-        # On a CPU 30 times faster than the norm of order infinity, and exact too.
+        # On a CPU, this is 30 times faster than the norm of order infinity, and also exact.
         largest = torch.maximum(*(end.abs() for end in torch.aminmax(x))).double()
     else:
         # The modulus of a complex number may overflow in its own dtype.
@@ -77,12 +78,12 @@ def wide_norm(x: Tensor, order: float, dim: tuple[int, ...] | None = None) -> Te
 
 
 def scale_of(largest: Tensor) -> Tensor:
-    """`largest`, but 1 where it is 0, NaN or infinite: 0 / 0 and inf / inf would be NaN."""
+    """Return `largest`, or 1 where it is 0, NaN or infinite: 0 / 0 and inf / inf would be NaN."""
     return torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)
 
 
 def combined(norms: Tensor, order: float) -> Tensor:
-    """[n] -> []: the norm of a vector whose pieces have `norms`, without overflow in between."""
+    """[n] -> []: the norm of a vector whose pieces have these norms, without overflow."""
     if norms.numel() == 0:
         return norms.new_zeros(())
     if order == 2.0 and norms.is_cpu and not torch.compiler.is_compiling():
@@ -94,7 +95,7 @@ def combined(norms: Tensor, order: float) -> Tensor:
 
 
 def gathered(norms: list[Tensor]) -> list[Tensor]:
-    """`norms` with each DTensor replaced by its value: one collective for numbers of a kind."""
+    """Replace each DTensor by its value, with one collective per mesh and placement of scalars."""
     full: list[Any] = list(norms)
     kinds: dict[Any, list[int]] = {}
     for index, norm in enumerate(norms):
@@ -113,7 +114,7 @@ def gathered(norms: list[Tensor]) -> list[Tensor]:
 
 
 def replicated(x: Tensor, *, like: Tensor) -> Tensor:
-    """A tensor that every rank holds whole, as a DTensor on the mesh of `like`, a DTensor."""
+    """Wrap a tensor that every rank holds whole in a DTensor on the mesh of the DTensor `like`."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Euclidean norms on a CPU at the speed of one read, right to 1e-7.
+"""Euclidean norms on a CPU at the speed of one read, accurate to 1e-7.
 
-torch's norm of a big float32 tensor adds all squares in a few float32 sums, which loses 1e-4 in
-ten million elements; asked for float64 it takes ten times as long. Here each row of ROW elements
-is a float32 dot product, and float64 adds the rows.
+torch's norm of a big float32 tensor adds all squares in a few float32 sums, which has an error of
+1e-4 for ten million elements. In float64 it takes ten times as long. Here each row of ROW elements
+is a float32 dot product, and the rows are added in float64.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ROW = 1 << 13  # elements; BLAS would start threads of its own for dot products above 10,000
-PIECE = 32 * ROW  # of a half-precision tensor: what is converted at a time stays in cache
-# Where the mean square is smaller, the squares are too near the dtype's smallest number.
+ROW = 1 << 13  # elements; BLAS would start its own threads for dot products above 10,000
+PIECE = 32 * ROW  # elements of a half-precision tensor to convert at a time, to stay in the cache
+# Below this mean square, the squares are too close to the dtype's smallest number.
 SMALLEST = {torch.float64: 1e-292, torch.float32: 1e-31}
 
 
 def row_norms(parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """Norms [n] float64 of real CPU tensors, and the indices of those not to be trusted.
+    """Return norms [n] float64 of real CPU tensors, and the indices of those not to be trusted.
 
-    These are what has NaN, infinity, squares beyond float32 (float64 for its own), or gaps between
-    its elements.
+    These are tensors with NaN, infinity, squares outside the range of float32 (of float64 for
+    float64 tensors), or gaps between their elements.
     """
     sums = np.zeros(len(parts))
-    dots: list[np.ndarray] = []  # of rows, and how many each big tensor has
+    dots: list[np.ndarray] = []  # of the rows of all big tensors
     starts: list[int] = []
     big: list[int] = []
     small: list[Tensor] = []
@@ -46,10 +46,10 @@ def row_norms(parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
             count += sum(map(len, found))
         if dots:
             sums[big] = np.add.reduceat(np.concatenate(dots).astype(np.float64), starts)
-    if small:  # One call for all of them: there may be a thousand.
+    if small:  # One call for all of them, because there may be a thousand.
         sums[owners] = torch.stack(torch._foreach_norm(small)).double().square_().numpy()
     doubtful: list[int] = []
-    # So much is enough for any number of elements, and holds for almost every list.
+    # These bounds suffice for any number of elements, and almost every list meets them.
     if not (parts and sums.min() > 1e-20 and sums.max() < math.inf):
         doubtful = [i for i, part in enumerate(parts) if _is_doubtful(float(sums[i]), part)]
     return torch.from_numpy(np.sqrt(sums)), doubtful
@@ -62,7 +62,7 @@ def _is_doubtful(total: float, part: Tensor) -> bool:
 
 
 def _dots(part: Tensor) -> list[np.ndarray]:
-    """Sums of squares over rows of a big tensor; NaN where this form cannot give them."""
+    """Compute sums of squares over the rows of a big tensor, or NaN if it has gaps in memory."""
     if not part.is_contiguous():
         part = part.permute(sorted(range(part.ndim), key=part.stride, reverse=True))
         if not part.is_contiguous():

@@ -1,8 +1,8 @@
-"""Clipping under a GradScaler: two recipes that are right, and the wrong form of each.
+"""Clipping under a GradScaler: two correct recipes, and a wrong version of each.
 
-The loss is multiplied by a large scale before backward, so that small gradients survive float16;
-`unscale_` divides the gradients again. All four end with gradients of zero or none. A scaler for
-the CPU is `torch.amp.GradScaler("cpu")`.
+The scaler multiplies the loss by a large scale before backward, so small gradients survive float16.
+`unscale_` divides the gradients by the scale. All four functions end with `zero_grad`. On a CPU,
+use `torch.amp.GradScaler("cpu")`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def clipped_step(
     parameters: Parameters,
     max_norm: float,
 ) -> Clipped:
-    """One step: scale, backward, unscale_, clip, step, update.
+    """Do one step: scale, backward, unscale_, clip, step, update.
 
-    An overflow of the scaled gradients is no error but the scaler's business: `unscale_` notes it,
-    `step` then leaves the step out and `update` lowers the scale. So the policy here is "skip".
+    An overflow of the scaled gradients is not an error, because the scaler handles it: `unscale_`
+    detects it, `step` skips the step and `update` lowers the scale. So the policy is "skip".
     """
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
@@ -51,10 +51,10 @@ def step_clipped_before_unscaling(
     parameters: Parameters,
     max_norm: float,
 ) -> Clipped:
-    """Wrong: clips the scaled gradients, so that the limit in force is max_norm / scale.
+    """Wrong: clip the scaled gradients, which makes the effective limit max_norm / scale.
 
-    Nothing fails; at the scale of 65,536 that a scaler starts with the step is 65,536 times too
-    short wherever the true norm is above max_norm.
+    No error occurs. At a scaler's initial scale of 65,536, the gradient ends up 65,536 times too
+    small whenever the true norm is above max_norm.
     """
     scaler.scale(loss).backward()
     clipped = clip_by_global_norm(parameters, max_norm, nonfinite="skip")
@@ -73,9 +73,9 @@ def step_or_skip(
     *,
     spike: float,
 ) -> bool:
-    """`clipped_step` where the norm is at most `spike`; else no step, but update all the same.
+    """Do a `clipped_step` if the norm is at most `spike`. Otherwise skip the step, but update.
 
-    Returns whether it stepped. Deciding reads the norm: a host synchronization on a GPU.
+    Returns whether it stepped. Reading the norm costs a host synchronization on a GPU.
     """
     stepped = _unless_spike(loss, optimizer, scaler, parameters, max_norm, spike)
     scaler.update()
@@ -91,7 +91,7 @@ def step_or_skip_without_update(
     *,
     spike: float,
 ) -> bool:
-    """Wrong: a step that was skipped ends without `update`, so the scaler still waits for it.
+    """Wrong: after a skipped step, don't call `update`, which the scaler still expects.
 
     The next call's `unscale_` raises a RuntimeError, and an overflow never lowers the scale.
     """

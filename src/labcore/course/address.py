@@ -1,16 +1,16 @@
-"""The repository's address: `_config.yml` is its one place, this command writes it elsewhere.
+"""The repository's address: `_config.yml` defines it, and this command copies it elsewhere.
 
-The line `repository: url: "…"` of `_config.yml` is empty until a person sets it with
-`python -m labcore address https://github.com/<owner>/<name>`. Derived from it are
+The line `repository: url: "…"` in `_config.yml` is empty until someone runs
+`python -m labcore address https://github.com/<owner>/<name>`. That also writes the address to
 
-- the first code cell of every notebook in `book/` and of every lab, source and release (it
-  installs labcore where it is missing),
+- the first code cell of every notebook in `book/` and of every lab's source and release (the cell
+  installs labcore if it is missing),
 - the README's blocks between `<!-- address: clone -->` or `<!-- address: links -->` and
   `<!-- address: end -->`,
-- the line `repository-code` of `CITATION.cff`,
-- the line `# Binder:` of `environment.yml`.
+- the line `repository-code` in `CITATION.cff`,
+- the line `# Binder:` in `environment.yml`.
 
-`python -m labcore address` alone prints the state and whether all of them agree.
+Without an argument, `python -m labcore address` prints the address and whether all places agree.
 """
 
 import json
@@ -41,9 +41,9 @@ BINDER_LINE = re.compile(r"^# Binder:.*\n", re.MULTILINE)
 
 
 def parse_address(text: str) -> str:
-    """The address in its one form: https, host, owner, name; no `.git`, no slash at the end.
+    """The address in canonical form: https, host, owner, name; no `.git`, no trailing slash.
 
-    Raises ValueError when it is not such an address. "" stays "": there is none.
+    Raises ValueError for anything else, except that "" (no address) stays "".
     """
     address = text.strip().rstrip("/").removesuffix(".git")
     if not address:
@@ -60,14 +60,14 @@ def parse_address(text: str) -> str:
 
 
 def _github(address: str) -> str | None:
-    """owner/name for an address on GitHub, else None: Colab, Binder and Pages start from there."""
+    """owner/name for an address on GitHub, else None. Colab, Binder and Pages need it."""
     parts = urlsplit(address)
     names = parts.path.strip("/")
     return names if parts.hostname == "github.com" and names.count("/") == 1 else None
 
 
 def pages_address(address: str) -> str | None:
-    """Where GitHub Pages shows the book of this repository; None for another host or none."""
+    """The address of the book on GitHub Pages; None unless the repository is on GitHub."""
     if not (slug := _github(address)):
         return None
     owner, name = slug.split("/")
@@ -97,8 +97,8 @@ def _config(text: str, address: str) -> str:
     match = CONFIG_URL.search(text)
     if match is None:
         raise ValueError(
-            "_config.yml has no line `url:` under `repository:`; add `repository:` and below it "
-            '`  url: ""`'
+            "_config.yml must have a line `url:` under `repository:`; add `repository:` and, "
+            'below it, `  url: ""`'
         )
     line = f'{match["head"]}"{address}"{match["tail"]}'
     return text[: match.start()] + line + text[match.end() :]
@@ -123,7 +123,7 @@ def _notebook(text: str, address: str) -> str:
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     if not code or not "".join(code[0]["source"]).startswith(SETUP_LINE):
         raise ValueError(
-            "the first code cell must be the set-up cell of labcore.course.address.first_cell(); "
+            "the first code cell must be the set-up cell of labcore.labs.first_cell; "
             f"begin that cell with the line {SETUP_LINE!r}"
         )
     code[0]["source"] = first_cell(address).splitlines(keepends=True)
@@ -138,7 +138,7 @@ def _places(root: Path) -> dict[Path, Callable[[str, str], str]]:
         root / "environment.yml": _environment,
     }
     notebooks = sorted((root / "book").glob("*.ipynb"))
-    # <slug>/<slug>.ipynb alone: beside a release may stand copies that a person edited.
+    # Only <slug>/<slug>.ipynb: there may be edited copies next to a release.
     for folder in sorted((root / "labs").glob("*/*/")):
         lab = folder / f"{folder.name}.ipynb"
         if folder.parent.name in ("source", "release") and lab.is_file():
@@ -147,16 +147,16 @@ def _places(root: Path) -> dict[Path, Callable[[str, str], str]]:
 
 
 def read(root: Path) -> str:
-    """The address in `_config.yml` of the checkout at root; "" while there is none."""
+    """The address in `_config.yml` of the checkout at root; "" if there is none yet."""
     path = root / "_config.yml"
     if not path.is_file():
-        raise ValueError(f"{root} has no _config.yml; run this in the course's own folder")
+        raise ValueError(f"{root} has no _config.yml; run this in the course's folder")
     match = CONFIG_URL.search(path.read_text(encoding="utf-8"))
     return parse_address(match["url"]) if match else ""
 
 
 def _rewritten(root: Path, address: str) -> dict[Path, tuple[str, str]]:
-    """Each place with its text now and its text for this address."""
+    """The current text and the text for this address, for each place."""
     texts = {}
     for path, rewrite in _places(root).items():
         now = path.read_text(encoding="utf-8")
@@ -168,9 +168,9 @@ def _rewritten(root: Path, address: str) -> dict[Path, tuple[str, str]]:
 
 
 def write(root: Path, address: str) -> list[Path]:
-    """Writes the address into every place of the checkout at root; returns the files that changed.
+    """Writes the address to every place in the checkout at root; returns the files that changed.
 
-    Nothing is written when one of the places cannot take it.
+    Raises ValueError and writes nothing if one of the places cannot be updated.
     """
     address = parse_address(address)
     changed = []
@@ -182,15 +182,15 @@ def write(root: Path, address: str) -> list[Path]:
 
 
 def check(root: Path) -> list[Path]:
-    """The files of the checkout at root that disagree with the address in `_config.yml`."""
+    """The files in the checkout at root that disagree with the address in `_config.yml`."""
     texts = _rewritten(root, read(root)).items()
     return [path for path, (now, new) in texts if path.name != "_config.yml" and now != new]
 
 
 def report(root: Path) -> tuple[list[str], bool]:
-    """What `python -m labcore address` says of the checkout at root, and whether all agree."""
+    """What `python -m labcore address` prints for the checkout at root, and whether all agree."""
     address, apart = read(root), check(root)
-    lines = [f"address: {address or 'none yet; `python -m labcore address <URL>` sets it'}"]
+    lines = [f"address: {address or 'none yet; set it with `python -m labcore address <URL>`'}"]
     for path in apart:
         lines.append(f"differs from _config.yml: {path.relative_to(root)}; write the address again")
     if not apart:

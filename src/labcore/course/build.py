@@ -1,4 +1,4 @@
-"""The book's build beside the local server: one process, one log, progress read from the log."""
+"""Builds the book next to the local server, in one process whose log shows the progress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ TAIL = 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far the build is. state: "building", "ready" or "failed"; `available`: a book exists."""
+    """How far the build is.
+
+    state: "building", "ready" or "failed". available: whether a book exists. page, pages: how many
+    pages have been read, and of how many. lines: the end of the log.
+    """
 
     state: str
     available: bool
@@ -34,10 +38,10 @@ class Progress:
 
 
 class BookBuild:
-    """Builds the book of the checkout at root into `_build/html` when its sources changed.
+    """Builds the book of the checkout at root in `_build/html` if its sources have changed.
 
-    command: what builds it, for tests; the default is Jupyter Book, not strict, so that a chapter
-    that fails shows its error on its page and the others are there.
+    command: what builds the book, for tests. The default is Jupyter Book without its strict mode:
+    a chapter that fails shows the error on its page, and the others are still built.
     """
 
     def __init__(self, root: Path, command: Sequence[str] | None = None) -> None:
@@ -53,7 +57,7 @@ class BookBuild:
         self._failed = False
 
     def sources(self) -> str:
-        """A digest of all that the pages are made from."""
+        """A digest of everything that the pages are made from."""
         files = [self.root / "_config.yml", self.root / "_toc.yml"]
         for folder in ("book", "labs/release", "src/labcore"):
             files += sorted((self.root / folder).rglob("*"))
@@ -65,12 +69,12 @@ class BookBuild:
         return digest.hexdigest()
 
     def start(self) -> bool:
-        """Starts the build unless the book is up to date; returns whether it started one."""
+        """Starts a build unless the book is up to date; returns whether it did."""
         self._building = self.sources()
         if self._had_book and self._stamp.is_file() and self._stamp.read_text() == self._building:
             return False
         self.log.parent.mkdir(exist_ok=True)
-        # The person works in JupyterLab meanwhile: the build takes what is left of the machine.
+        # Run at low priority, because the reader works in JupyterLab meanwhile.
         polite = ["nice", "-n", "10"] if shutil.which("nice") else []
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
         with self.log.open("wb") as log:
@@ -86,7 +90,7 @@ class BookBuild:
         return True
 
     def progress(self) -> Progress:
-        """Where the build stands now."""
+        """The current progress of the build."""
         if self._process is not None and (code := self._process.poll()) is not None:
             self._process = None
             self._failed = code != 0 or not (self.html / "index.html").is_file()
@@ -116,7 +120,7 @@ class BookBuild:
         ]
 
     def stop(self) -> None:
-        """Ends a running build and every process below it: kernels live in their own sessions."""
+        """Ends a running build and all its descendants; kernels run in sessions of their own."""
         if self._process is None or self._process.poll() is not None:
             return
         try:

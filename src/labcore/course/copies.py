@@ -1,8 +1,8 @@
-"""A reader's own copies of chapters and labs: made once under `my/`, never written again.
+"""A reader's own copies of chapters and labs: made once in `my/` and never overwritten.
 
-`book/lion.ipynb` becomes `my/lion.ipynb`, its lab `my/lion-lab.ipynb`. A copy keeps
-in its metadata a digest of the chapter that it was made from. When the chapter's cells change
-later, the page offers the copy, the differences, and a fresh copy beside it.
+`book/lion.ipynb` is copied to `my/lion.ipynb`, and its lab to `my/lion-lab.ipynb`. A copy's
+metadata has a digest of the chapter that it was made from. If the chapter's cells change later,
+the page offers the copy, the differences, and an additional fresh copy.
 """
 
 import difflib
@@ -18,46 +18,46 @@ __all__ = ["Copy", "chapter_path", "chapters", "create", "differences", "newest"
 
 METADATA = "labcore_copy"
 LABS = "labs/release/*/*.ipynb"
-# Roles that the book resolves and JupyterLab would show as they stand.
+# Roles that the book resolves but JupyterLab would show as plain text.
 CITED = re.compile(r"\{cite(:t)?\}`([^`]+)`")
 LINKED = re.compile(r"\{(?:doc|ref|term)\}`([^`<]+?)(?: *<[^`>]*>)?`")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """One copy of a chapter: where it is, and whether the chapter changed since it was made."""
+    """One copy of a chapter. changed: whether the chapter has changed since the copy was made."""
 
     path: Path
     changed: bool
 
 
 def chapters(root: Path) -> dict[str, Path]:
-    """The notebooks that may be copied, by their path inside the checkout ("book/lion.ipynb")."""
+    """The notebooks that can be copied, by their path in the checkout ("book/lion.ipynb")."""
     paths = sorted(root.glob("book/*.ipynb"))
     paths += [path for path in sorted(root.glob(LABS)) if path.stem == path.parent.name]
     return {path.relative_to(root).as_posix(): path for path in paths}
 
 
 def _copy_stem(root: Path, chapter: Path) -> str:
-    """The name of a chapter's first copy; a lab's differs from its chapter's."""
+    """The name of the first copy; a lab's differs from its chapter's."""
     return chapter.stem if chapter.parent == root / "book" else f"{chapter.stem}-lab"
 
 
 def chapter_path(root: Path, name: str) -> Path:
-    """The chapter of this name; raises ValueError for anything that is not a chapter."""
+    """The chapter with this name. Raises ValueError for anything that is not a chapter."""
     known = chapters(root)
     if name not in known:
-        raise ValueError(f"{name!r} is no chapter of this book; choose one of {', '.join(known)}")
+        raise ValueError(f"{name!r} is not a chapter; choose one of {', '.join(known)}")
     return known[name]
 
 
 def _cells(notebook: dict[str, Any]) -> list[tuple[str, str]]:
-    """(kind, text) of each cell: outputs and ids do not make a chapter another one."""
+    """(kind, text) of each cell; changed outputs and ids do not count as changes."""
     return [(cell["cell_type"], "".join(cell["source"])) for cell in notebook["cells"]]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The notebook, or None when the file is none: a person may have saved anything there."""
+    """The notebook, or None if the file is not one: a reader may have saved anything there."""
     try:
         notebook = json.loads(path.read_text(encoding="utf-8"))
         _cells(notebook)
@@ -67,7 +67,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _name(key: str) -> str:
-    """The author and year of a key such as chen2023lion; another key as it is."""
+    """The author and year of a key such as chen2023lion; any other key unchanged."""
     match = re.match(r"([a-z]+)(\d{4})", key.strip())
     return f"{match[1].capitalize()} {match[2]}" if match else key.strip()
 
@@ -78,7 +78,7 @@ def _plain(match: re.Match[str]) -> str:
 
 
 def _chapter(path: Path) -> dict[str, Any] | None:
-    """The chapter as a copy shows it: citations and links of the book as plain text."""
+    """The chapter as a copy shows it, with the book's citations and links as plain text."""
     notebook = _read(path)
     for cell in notebook["cells"] if notebook else ():
         if cell["cell_type"] == "markdown":
@@ -97,7 +97,7 @@ def _number(path: Path, stem: str) -> int | None:
 
 
 def newest(root: Path, name: str) -> Copy | None:
-    """The copy of this chapter with the highest number, or None before the first one."""
+    """The copy of this chapter with the highest number, or None if there is none."""
     chapter = chapter_path(root, name)
     numbered = {
         number: path
@@ -115,9 +115,9 @@ def newest(root: Path, name: str) -> Copy | None:
 
 
 def create(root: Path, name: str, *, fresh: bool = False) -> Path:
-    """The copy to open: the newest one, or one more when there is none or `fresh` asks for it.
+    """The copy to open: the newest one, or a new one if there is none or `fresh` is true.
 
-    No file that exists is ever written. Raises ValueError when the chapter cannot be read.
+    Existing files are never overwritten. Raises ValueError if the chapter cannot be read.
     """
     chapter = chapter_path(root, name)
     found = newest(root, name)
@@ -125,7 +125,7 @@ def create(root: Path, name: str, *, fresh: bool = False) -> Path:
         return found.path
     notebook = _chapter(chapter)
     if notebook is None:
-        raise ValueError(f"{name} is no notebook that can be read; get it again with git")
+        raise ValueError(f"{name} is not a readable notebook; restore it with git")
     notebook.setdefault("metadata", {})[METADATA] = {"chapter": name, "digest": _digest(notebook)}
     text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
     folder = root / "my"
@@ -143,7 +143,7 @@ def create(root: Path, name: str, *, fresh: bool = False) -> Path:
 
 
 def _lines(mine: str, now: str) -> str:
-    """The lines of two cells as HTML: "-" only in the copy, "+" only in the chapter."""
+    """The lines of two cells as HTML: "-" is only in the copy, "+" only in the chapter."""
     shown = []
     for line in difflib.ndiff(mine.splitlines(), now.splitlines()):
         kind, text = line[:2], html.escape(line)
@@ -156,20 +156,20 @@ def _lines(mine: str, now: str) -> str:
 def differences(root: Path, name: str) -> str:
     """The differences between the newest copy and the chapter, cell by cell, as an HTML fragment.
 
-    Raises ValueError when there is no copy or one of the two cannot be read.
+    Raises ValueError if there is no copy or one of the two cannot be read.
     """
     found = newest(root, name)
     if found is None:
-        raise ValueError(f"there is no copy of {name} under my/ yet; open the page and run it")
+        raise ValueError(f"there is no copy of {name} in my/ yet; open the page and run it")
     mine, now = _read(found.path), _chapter(chapter_path(root, name))
     if mine is None or now is None:
-        raise ValueError(f"{found.path.name} or {name} is no notebook that can be read")
+        raise ValueError(f"{found.path.name} or {name} is not a readable notebook; restore it")
     old, new = _cells(mine), _cells(now)
     parts: list[str] = []
     for kind, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if kind == "equal":
             count = j - i
-            parts.append(f"<p class='same'>{count} cell{'s' * (count != 1)} alike</p>")
+            parts.append(f"<p class='same'>{count} identical cell{'s' * (count != 1)}</p>")
             continue
         for step in range(max(j - i, m - k)):
             before = old[i + step] if i + step < j else None

@@ -1,4 +1,4 @@
-"""`python -m labcore doctor`: what this machine has and lacks for the course, and what mends it."""
+"""`python -m labcore doctor`: checks what this machine has and says how to fix what is missing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One line of the report. fine: nothing is missing; mend: what to do about a lack."""
+    """One line of the report. fine: nothing required is missing. mend: how to fix it, if needed."""
 
     name: str
     text: str
@@ -43,13 +43,13 @@ class Finding:
     mend: str | None = None
 
     def __str__(self) -> str:
-        """The line: "ok", "note" (something is optional) or "LACK", and what mends it."""
+        """The line: "ok", "note" (something optional) or "LACK" (missing), and how to fix it."""
         mark = "LACK" if not self.fine else "note" if self.mend else "ok"
         return f"{mark:4}  {self.name}: {self.text}" + (f"; {self.mend}" if self.mend else "")
 
 
 def examine(root: Path) -> list[Finding]:
-    """All findings for this process and the checkout at root (a folder without one is fine too)."""
+    """All findings for this process and the checkout at root, which need not be a checkout."""
     looks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python,
         _torch,
@@ -98,11 +98,11 @@ def _gpu() -> Iterator[Finding]:
     elif any(map(os.path.exists, GPU_DEVICES)):
         yield Finding(
             name="GPU",
-            text="this machine has one that torch does not see",
-            mend="`make course TORCH_INDEX=<address>` takes the build of torch for its driver",
+            text="this machine has one, but torch does not see it",
+            mend="`make course TORCH_INDEX=<address>` installs the torch build for its driver",
         )
     else:
-        yield Finding(name="GPU", text="none: every chapter runs on the CPU, at smaller sizes")
+        yield Finding(name="GPU", text="none; every chapter runs on the CPU, at smaller sizes")
 
 
 def _triton() -> Iterator[Finding]:
@@ -113,11 +113,11 @@ def _triton() -> Iterator[Finding]:
         return
     version = importlib.metadata.version("triton")
     if device.interpreting():
-        mode = "kernels run through the interpreter, on request, and its times are no speed"
+        mode = "kernels run in the interpreter, as requested; its times do not measure speed"
     elif device.gpu_visible():
         mode = "kernels are compiled for the GPU"
     else:
-        mode = f"kernels do not run here: the interpreter is off ({device.INTERPRET} is not 1)"
+        mode = f"kernels cannot run here: the interpreter is off ({device.INTERPRET} is not 1)"
     yield Finding(name="Triton", text=f"{version}; {mode}")
 
 
@@ -126,13 +126,13 @@ def _compiler() -> Iterator[Finding]:
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         lacks.append("python3-dev")
     if not lacks:
-        yield Finding(name="compiler", text="a C++ compiler and Python's headers are there")
+        yield Finding(name="compiler", text="a C++ compiler and Python's headers are installed")
         return
     yield Finding(
         name="compiler",
-        text=f"missing: {', '.join(lacks)} (for kernels on a GPU, torch.compile, AMD's chapter)",
+        text=f"missing: {', '.join(lacks)} (for GPU kernels, torch.compile and the AMD chapter)",
         fine=not device.gpu_visible(),
-        mend=f"`apt install {' '.join(lacks)}` as root",
+        mend=f"run `apt install {' '.join(lacks)}` as root",
     )
 
 
@@ -143,7 +143,7 @@ def _machine(root: Path) -> Iterator[Finding]:
         name="memory",
         text=f"{memory:.1f} GiB, {os.cpu_count()} cores",
         fine=not small,
-        mend=f"the chapters need {MEMORY_GIB:.0f} GiB: close programs or add memory"
+        mend=f"the chapters need {MEMORY_GIB:.0f} GiB, so close programs or add memory"
         if small
         else None,
     )
@@ -153,7 +153,7 @@ def _machine(root: Path) -> Iterator[Finding]:
         name="disk",
         text=f"{free:.1f} GiB free in {root}",
         fine=not full,
-        mend=f"make room: the book and its cache need {DISK_GIB:.0f} GiB" if full else None,
+        mend=f"free some space; the book and its cache need {DISK_GIB:.0f} GiB" if full else None,
     )
 
 
@@ -166,8 +166,8 @@ def _notebooks() -> Iterator[Finding]:
         for f in folders
         if lab and not (f / "package.json").is_file()
     ]
-    there = "live widgets and figures are there" + (
-        "" if lab else ", for a page that is not JupyterLab"
+    there = "live widgets and figures are installed" + (
+        "" if lab else ", but JupyterLab itself is not"
     )
     yield Finding(
         name="notebooks",
@@ -178,7 +178,7 @@ def _notebooks() -> Iterator[Finding]:
 
 
 def browser() -> str:
-    """The system's Chromium: what CHROMIUM names, else the first on the path; "" without one."""
+    """The system's Chromium: what $CHROMIUM names, or else the first on the PATH; "" if none."""
     asked = os.environ.get("CHROMIUM")
     return next(filter(None, map(shutil.which, [asked] if asked else BROWSERS)), "")
 
@@ -187,14 +187,14 @@ def _tools() -> Iterator[Finding]:
     found = browser()
     yield Finding(
         name="Chromium",
-        text=found or "missing: `make test` then skips the tests that open pages",
-        mend=None if found else "`apt install chromium` as root",
+        text=found or "missing, so `make test` skips the tests that open pages",
+        mend=None if found else "run `apt install chromium` as root",
     )
     git = shutil.which("git")
     yield Finding(
         name="git",
-        text=git or "missing: pages cannot say which commit they show",
-        mend=None if git else "`apt install git` as root",
+        text=git or "missing, so pages cannot say which commit they show",
+        mend=None if git else "run `apt install git` as root",
     )
 
 
@@ -202,15 +202,15 @@ def _sandbox() -> Iterator[Finding]:
     lack = sandbox.missing()
     yield Finding(
         name="sandbox",
-        text=f"{lack}: `make grade` then runs nothing" if lack else "bubblewrap, for `make grade`",
-        mend=f"{sandbox.INSTALL}; where it does not work: book/teaching/hardware.md"
+        text=f"{lack}, so `make grade` cannot run" if lack else "bubblewrap, for `make grade`",
+        mend=f"{sandbox.INSTALL}; if it does not work, see book/teaching/hardware.md"
         if lack
         else None,
     )
 
 
 def _versions(constraints: Path) -> Iterator[Finding]:
-    """Installed versions against the tested ones; a build after "+" is the reader's choice."""
+    """Compares installed versions with the tested ones, ignoring the build tag after "+"."""
     if not constraints.is_file():
         return
     lines = constraints.read_text(encoding="utf-8").splitlines()
@@ -226,14 +226,14 @@ def _versions(constraints: Path) -> Iterator[Finding]:
             apart.append(f"{pin.name} {found} (tested: {pin.specifier})")
     yield Finding(
         name="versions",
-        text=", ".join(apart) or f"those of constraints.txt ({len(here)} packages)",
+        text=", ".join(apart) or f"those in constraints.txt ({len(here)} packages)",
         fine=not apart,
         mend=SET_UP if apart else None,
     )
 
 
 def _corners(runs: Path) -> Iterator[Finding]:
-    """The other Pythons and releases of torch that `make matrix` ran, and how each run ended."""
+    """The Pythons and torch releases that `make matrix` tested, and how each run ended."""
     if not runs.is_file():
         return
     told = [
@@ -245,7 +245,7 @@ def _corners(runs: Path) -> Iterator[Finding]:
 
 
 def _data() -> Iterator[Finding]:
-    """A damaged file of claims or records says what to do in its own words."""
+    """Whether claims and records load; a damaged file's own message says what to do."""
     for name, load in (("claims", claims.load), ("records", records.load)):
         try:
             count = len(load())

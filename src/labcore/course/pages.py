@@ -1,4 +1,4 @@
-"""What the local server shows beside the book: the progress of its build, differences, errors."""
+"""Pages that the local server shows besides the book: build progress, differences, errors."""
 
 import html
 from pathlib import Path
@@ -45,21 +45,21 @@ def _log(progress: Progress) -> str:
 
 
 def page_of_progress(progress: Progress, base: str, log: Path) -> str:
-    """The page in place of the book while its first build runs, or after that build failed."""
-    lab = f'<p><a href="{html.escape(base)}lab">JupyterLab</a> is ready meanwhile.</p>'
+    """The page shown instead of the book during the first build, or after that build failed."""
+    lab = f'<p><a href="{html.escape(base)}lab">JupyterLab</a> is already running.</p>'
     if progress.state == "failed":
         body = (
-            f"<p>The build stopped with an error. Its last lines stand below, all of them in "
-            f"<code>{html.escape(str(log))}</code>. Mend what they name, stop the server with "
-            f"Ctrl-C and run <code>make course</code> again; <code>python -m labcore doctor</code> "
-            f"says what the machine lacks.</p>{lab}{_log(progress)}"
+            f"<p>The build failed. Its last lines are below; the full log is in "
+            f"<code>{html.escape(str(log))}</code>. Fix the error, stop the server with Ctrl-C, "
+            f"and run <code>make course</code> again. <code>python -m labcore doctor</code> "
+            f"says what this machine is missing.</p>{lab}{_log(progress)}"
         )
         return _page("The book could not be built", body)
     done = f"page {progress.page} of {progress.pages}" if progress.page else "starting"
     last = f"<pre>{html.escape(progress.lines[-1])}</pre>" if progress.lines else ""
     body = (
-        f'<p role="status">The first build runs every chapter: {done}. This page turns into the '
-        f"book when it is done.</p>"
+        f'<p role="status">The first build runs every chapter: {done}. When it is done, the book '
+        f"appears here.</p>"
         f'<progress max="{progress.pages or 1}" value="{progress.page}" '
         f'aria-label="pages read">{done}</progress>{lab}{last}'
     )
@@ -67,22 +67,22 @@ def page_of_progress(progress: Progress, base: str, log: Path) -> str:
 
 
 def page_of_differences(name: str, mine: str, fragment: str) -> str:
-    """The page that compares a copy (`mine`) with the chapter (`name`) as it is now."""
+    """The page that compares a copy (`mine`) with the current chapter (`name`)."""
     body = (
-        f"<p>Lines with <del>-</del> stand only in <code>{html.escape(mine)}</code>, lines with "
-        f"<ins>+</ins> only in <code>{html.escape(name)}</code>. Nothing here changes either.</p>"
+        f"<p>Lines with <del>-</del> are only in <code>{html.escape(mine)}</code>, and lines with "
+        f"<ins>+</ins> are only in <code>{html.escape(name)}</code>. This page changes neither.</p>"
         f"{fragment}"
     )
     return _page("Your copy and the chapter", body)
 
 
 def problem_page(sentence: str) -> str:
-    """One sentence that says what is wrong and what to do."""
+    """A page with one sentence that says what is wrong and what to do."""
     return _page("This cannot be shown", f"<p>{html.escape(sentence)}</p>")
 
 
 def inject(page: str, base: str, notebook: str | None) -> str:
-    """The book's page with the server's script: only here is there something that runs it."""
+    """The book's page with the script for "Run this page", which needs this server."""
     name = f' data-notebook="{html.escape(notebook)}"' if notebook else ""
     script = f'<script src="{html.escape(base)}book/_labcore/run.js"{name} defer></script>'
     head, found, tail = page.rpartition("</body>")

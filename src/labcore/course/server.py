@@ -1,7 +1,8 @@
-"""`make course`: JupyterLab and, in the same server at `/book/`, the book.
+"""`make course`: JupyterLab and, on the same server at `/book/`, the book.
 
-`serve` starts the server; it loads this module as its extension, which starts the book's build,
-serves the pages and makes copies of chapters. Every handler asks for the server's token or cookie.
+`serve` starts the server, which loads this module as an extension. The extension starts the book's
+build, serves its pages and makes copies of chapters. Every handler requires the server's token or
+cookie.
 """
 
 import atexit
@@ -37,7 +38,9 @@ def _root(settings: Mapping[str, Any]) -> Path:
 
 
 class BookHandler(JupyterHandler, web.StaticFileHandler):
-    """The book's files; a page gets the script that runs it, or shows the build's progress."""
+    """The book's files. Pages get the script that runs them; before the first build is done, all
+    show its progress.
+    """
 
     auth_resource = "contents"
 
@@ -54,7 +57,7 @@ class BookHandler(JupyterHandler, web.StaticFileHandler):
         await self.answer(path, include_body=include_body)
 
     async def answer(self, path: str, *, include_body: bool) -> None:
-        """Sends a page, a file, or while there is no book yet the progress of its build."""
+        """Sends a page or a file, or, while there is no book yet, the progress of its build."""
         build: BookBuild = self.settings["labcore_build"]
         progress = build.progress()
         if not progress.available:
@@ -86,11 +89,11 @@ class BookHandler(JupyterHandler, web.StaticFileHandler):
         self.finish(text)
 
     def set_extra_headers(self, path: str) -> None:  # noqa: ARG002 - tornado's signature
-        """Rebuilt files must be seen at once: the browser asks, 304 saves the transfer."""
+        """Makes the browser revalidate every file, so that rebuilt ones show at once."""
         self.set_header("Cache-Control", NEVER_STORED)
 
     def compute_etag(self) -> str | None:
-        """A page's tag comes from what is sent, a file's from its content."""
+        """The ETag: from the response body for a page, from the content for a file."""
         if getattr(self, "absolute_path", None) is None:
             return web.RequestHandler.compute_etag(self)
         return web.StaticFileHandler.compute_etag(self)
@@ -111,7 +114,7 @@ class ScriptHandler(JupyterHandler):
 
 
 class ProgressHandler(APIHandler):
-    """How far the book's build is, as JSON."""
+    """The progress of the book's build, as JSON."""
 
     auth_resource = "contents"
 
@@ -127,14 +130,14 @@ class ProgressHandler(APIHandler):
 
 
 class CopyHandler(APIHandler):
-    """A chapter's copies under `my/`: GET says what there is, POST makes one."""
+    """A chapter's copies in `my/`: GET describes the newest, POST makes one."""
 
     auth_resource = "contents"
 
     @web.authenticated
     @authorized
     async def get(self) -> None:
-        """Whether there is a copy, and whether the chapter changed since."""
+        """Whether there is a copy, and whether the chapter has changed since."""
         try:
             found = copies.newest(_root(self.settings), self.get_argument("notebook"))
         except ValueError as error:
@@ -152,7 +155,7 @@ class CopyHandler(APIHandler):
     @web.authenticated
     @authorized
     async def post(self) -> None:
-        """Makes the first copy, or with `fresh` one more; answers with the one to open."""
+        """Makes the first copy, or another one with `fresh`; answers with the copy to open."""
         asked = self.get_json_body() or {}
         root = _root(self.settings)
         try:
@@ -213,26 +216,26 @@ def _load_jupyter_server_extension(app: ServerApp) -> None:
 
 
 def port_problem(root: Path, host: str, port: int) -> str | None:
-    """None when the port is free, else a sentence that says who has it and what to do."""
+    """None if the port is free, else a sentence that says what is wrong and what to do."""
     try:
         family = socket.getaddrinfo(host, port)[0][0]
     except socket.gaierror:
-        return f"HOST={host} is no address of this machine; leave it out, or name one"
+        return f"HOST={host} is not an address of this machine; leave it out, or name one"
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        if sys.platform != "win32":  # There it would share a port that is in use.
+        if sys.platform != "win32":  # on Windows, this would share a port that is in use
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                return f"port {port} of {host} cannot be opened ({error.strerror}); choose another"
+                return f"cannot open port {port} of {host} ({error.strerror}); choose another"
         else:
             return None
     for server in list_running_servers():
         if server["port"] == port and Path(server["root_dir"]).resolve() == root.resolve():
             where = f"{server['url']}book/?token={server['token']}"
-            return f"this course runs already on port {port}: open {where}"
-    return f"port {port} of {host} is in use; stop that program or pass --port {port + 1}"
+            return f"this course is already running on port {port}; open {where}"
+    return f"port {port} of {host} is in use; stop the program using it or pass --port {port + 1}"
 
 
 def _has_screen() -> bool:
@@ -244,23 +247,23 @@ def _has_screen() -> bool:
 def serve(root: Path, *, host: str, port: int, browser: bool) -> None:
     """Runs the course's server for the checkout at root until Ctrl-C or a signal ends it.
 
-    host, port: where it listens; browser: whether to open the book where there is a screen.
-    Raises RuntimeError when the port is not free, ValueError when root is no checkout.
+    host, port: where it listens. browser: whether to open the book if there is a display.
+    Raises RuntimeError if the port is not free, ValueError if root is not a checkout.
     """
     from jupyterlab.labapp import LabApp  # type: ignore[import-untyped]
 
     if not (root / "_config.yml").is_file():
-        raise ValueError(f"{root} has no _config.yml; run this in the course's own folder")
+        raise ValueError(f"{root} has no _config.yml; run this in the course's folder")
     if problem := port_problem(root, host, port):
         raise RuntimeError(problem)
-    # Loads this module's extension; a reader needs neither the news nor an instructor's menus.
+    # This configuration loads the extension and hides JupyterLab's news and nbgrader's menus.
     configured = [str(ASSETS / "jupyter"), os.environ.get("JUPYTER_CONFIG_PATH", "")]
     os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, configured))
     token = os.environ.get("JUPYTER_TOKEN") or secrets.token_hex(24)
     shown = host if host not in ("", "0.0.0.0", "::") else "127.0.0.1"
     address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
     for number in (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ():
-        # A closed terminal ends the server as Ctrl-C does.
+        # Closing the terminal ends the server, as Ctrl-C does.
         signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
     options = {
         "ServerApp.ip": host,
@@ -285,7 +288,7 @@ def serve(root: Path, *, host: str, port: int, browser: bool) -> None:
 def _announce(address: str, token: str, browser: bool) -> None:
     book = f"{address}book/?token={token}"
     sys.stdout.write(
-        f"\nThe course is up; Ctrl-C stops it.\n  book:       {book}\n"
+        f"\nThe course is running; press Ctrl-C to stop it.\n  book:       {book}\n"
         f"  JupyterLab: {address}lab?token={token}\n\n"
     )
     sys.stdout.flush()

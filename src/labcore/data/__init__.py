@@ -1,7 +1,7 @@
-"""Real data that every machine has: handwritten digits, and the running Python's own library.
+"""Real data that every machine has: handwritten digits, and Python's standard library.
 
-Nothing is downloaded. The digits ship with scikit-learn; text and sources are read from the
-standard library of the Python that runs, so results on them state its version.
+Nothing is downloaded. The digits ship with scikit-learn. Text and source code come from the
+standard library of the running Python, so results on them state its version.
 """
 
 from labcore.checks import one_of
@@ -14,8 +14,8 @@ _BY_NAME = {"digits": digits, "python_sources": python_sources, "python_text": p
 
 
 def load(name: str, **options: object) -> Digits | Text:
-    """The data set of this name: "digits", "python_sources" or "python_text", with its options.
+    """Load a data set by name: "digits", "python_sources" or "python_text".
 
-    Raises ValueError that lists the names for any other.
+    options: passed to the data set's function. For another name, raises ValueError with the names.
     """
     return _BY_NAME[one_of("data set", name, _BY_NAME)](**options)  # type: ignore[operator]

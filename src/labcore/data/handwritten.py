@@ -20,7 +20,7 @@ class Digits:
     """A fixed split of the digits.
 
     train_x [N, 64], test_x [M, 64]: pixels in 0..1. train_y [N], test_y [M]: int64 classes 0-9.
-    version: of scikit-learn, which carries the data.
+    version: the version of scikit-learn, which ships the data.
     """
 
     train_x: torch.Tensor
@@ -30,7 +30,7 @@ class Digits:
     version: str
 
     def to(self, device: torch.device | str) -> Digits:
-        """The same split on another device."""
+        """Return the same split on another device."""
         return Digits(
             train_x=self.train_x.to(device),
             train_y=self.train_y.to(device),
@@ -50,17 +50,18 @@ def _raw() -> tuple[torch.Tensor, torch.Tensor]:
 def digits(
     *, dtype: torch.dtype = torch.float32, train_share: float = 0.8, seed: int = 0
 ) -> Digits:
-    """The digits, shuffled by `seed` and split; the same arguments give the same split.
+    """Load the digits, shuffled by `seed` and split. The same arguments give the same split.
 
-    dtype: of the pixels (float16, bfloat16, float32, float64). train_share: of the 1,797 images.
+    dtype: the pixels' dtype (float16, bfloat16, float32, float64).
+    train_share: the fraction of the 1,797 images used for training.
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998
     (the test part), as shipped with scikit-learn.
-    Raises ValueError for another dtype or a share outside 0..1.
+    Raises ValueError for another dtype, or a train_share that is not between 0 and 1.
     """
     one_of("dtype", dtype, (torch.float32, torch.float64, torch.float16, torch.bfloat16))
     if not 0 < train_share < 1:
         raise ValueError(
-            f"train_share must lie between 0 and 1, got {train_share}; 0.8 keeps a fifth for tests"
+            f"train_share must be between 0 and 1, got {train_share}; 0.8 keeps a fifth for tests"
         )
     pixels, labels = _raw()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))

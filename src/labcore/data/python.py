@@ -1,7 +1,7 @@
-"""Text and sources of the running Python: a corpus on every machine, split by file.
+"""Text and source code of the running Python: a corpus on every machine, split by file.
 
-The split hashes a file's name, so one file never stands on both sides and a new Python version
-moves no old file. Documentation is the docstrings (module, class, function) of the library: the
+The split hashes file names, so a file is never on both sides, and a new Python version moves no
+old file. The documentation is the library's docstrings (module, class, function), because the
 manual itself is not installed with Python.
 """
 
@@ -20,15 +20,15 @@ from labcore.checks import one_of, positive_int
 __all__ = ["Text", "python_sources", "python_text"]
 
 PARTS = ("train", "held_out")
-# Tests are a third of the library and mostly data; the rest is not Python's own.
+# Tests are a third of the library and mostly data; the others are not part of Python.
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """A corpus: `text` is the files' contents, in the order of `files`, one newline between.
+    """A corpus. `text` is the files' contents in the order of `files`, with a newline between.
 
-    version: of the Python that it was read from.
+    version: the version of the Python it was read from.
     """
 
     text: str
@@ -48,8 +48,8 @@ def _files(root: Path) -> list[Path]:
     ]
     if not found:
         raise FileNotFoundError(
-            f"no Python sources under {root}; this Python ships without its standard library's "
-            "sources: use one from python.org, a distribution or conda"
+            f"no Python sources under {root}: this Python ships without its standard library's "
+            "sources; use a Python from python.org, a Linux distribution or conda"
         )
     return sorted(found)
 
@@ -98,14 +98,14 @@ def _corpus(part: str, max_bytes: int | None, only_docstrings: bool) -> Text:
 
 
 def python_sources(part: str = "train", *, max_bytes: int | None = None) -> Text:
-    """The standard library's source files, without its tests, in the order of their names.
+    """Read the standard library's source files, without its tests, in the order of their names.
 
-    part: "train" (about nine files in ten) or "held_out". max_bytes: whole files up to this many
-    bytes of UTF-8, at least one file; None reads all (about 10 MB for "train").
+    part: "train" (about nine files in ten) or "held_out". max_bytes: read whole files up to this
+    many bytes of UTF-8, but at least one file; None reads all (about 10 MB for "train").
     """
     return _corpus(part, max_bytes, only_docstrings=False)
 
 
 def python_text(part: str = "train", *, max_bytes: int | None = None) -> Text:
-    """The standard library's documentation: its docstrings, file by file. See python_sources."""
+    """Read the standard library's docstrings, file by file; see python_sources for arguments."""
     return _corpus(part, max_bytes, only_docstrings=True)

@@ -1,4 +1,4 @@
-"""Several tokens from one forward: proposers, verifiers, generation."""
+"""Speculative decoding, several tokens from one forward: proposers, verifiers, generation."""
 
 from labcore.decoding.audit import near_tie_audit
 from labcore.decoding.contract import Accepted, Decoder, Draft, Proposer, SamplingConfig, Verifier

@@ -1,4 +1,4 @@
-"""Is an output what the model says? The check that rounding does not fail."""
+"""Checks that a greedy output is the model's, up to near ties that rounding can swap."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["Audit", "Difference", "near_tie_audit"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A token of an output that is not the model's first choice.
+    """An output token that isn't the model's first choice.
 
-    position: its place in the output. best: the model's choice there, of equal ones the first.
+    position: its place in the output. best: the model's choice there, the first if several tie.
     gap: log p(best) - log p(token), in nats.
     """
 
@@ -30,7 +30,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What a near-tie audit found. tokens: how many were looked at; gap: what is forgiven."""
+    """What a near-tie audit found. tokens: how many were checked; gap: the tolerance, in nats."""
 
     tokens: int
     gap: float
@@ -50,13 +50,13 @@ class Audit:
 def near_tie_audit(
     model: Any, prompt: Sequence[int], tokens: Sequence[int], *, gap: float = 1e-3
 ) -> Audit:
-    """Read a greedy output back through the model, and list where it departs from the argmax.
+    """Run a greedy output back through the model, and list where it differs from the argmax.
 
-    Several tokens in one forward round otherwise than one by one, so two tokens of almost the same
-    logit may change places; from there on the outputs differ though both are greedy. Each token is
-    therefore judged behind the output's own beginning: it is the argmax there, or at most `gap`
-    nats less likely.
-    model: anything that `as_decoder` takes. prompt, tokens: ints; the prompt has at least one.
+    One forward over several tokens rounds differently from one token at a time, so two tokens with
+    almost equal logits may swap. From there on the outputs differ, although both are greedy. So
+    each token is judged after the output's own prefix: it must be the argmax there, or at most
+    `gap` nats less likely.
+    model: anything that `as_decoder` accepts. prompt, tokens: ints; the prompt has at least one.
     Raises ValueError without a prompt, and for tokens outside the vocabulary.
     """
     non_negative("gap", gap)

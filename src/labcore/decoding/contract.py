@@ -1,7 +1,7 @@
-"""What proposers, verifiers and generation hand to each other.
+"""What proposers, verifiers and generation pass to each other.
 
-Letters: B rows, N nodes of a draft, V vocabulary, C width. p is the target's distribution and q the
-draft's, everywhere; both are fp32 and come after temperature, top-k, top-p and penalty.
+Letters: B rows, N nodes of a draft, V vocabulary, C width. p is always the target's distribution
+and q the draft's; both are fp32, after temperature, top-k, top-p and penalty.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ __all__ = ["Accepted", "Decoder", "Draft", "Proposer", "SamplingConfig", "Verifi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig:
-    """How one request wants its tokens.
+    """How to sample the tokens of one request.
 
-    temperature: divides the logits; 0 is greedy: the largest logit, of equal ones the first.
-    top_k: only the k most probable tokens; 0 is all. top_p: only the fewest most probable tokens
-    whose probabilities add up to at least top_p; 1 is all. Applied in this order, as in
+    temperature: divides the logits; 0 is greedy, which takes the largest logit, the first if
+    several tie.
+    top_k: keep only the k most probable tokens; 0 is all. top_p: keep only the fewest most probable
+    tokens whose probabilities add up to at least top_p; 1 is all. The order is that of
     transformers: repetition penalty, temperature, top-k, top-p.
-    repetition_penalty: logits of tokens that stand in prompt or output are divided by it where
-    positive and multiplied where negative; 1 is none (Keskar et al., 2019, arXiv 1909.05858).
+    repetition_penalty: for tokens in the prompt or output, positive logits are divided by it and
+    negative ones multiplied; 1 is none (Keskar et al., 2019, arXiv 1909.05858).
     stop: texts that end the output; the output ends before the first of them.
-    max_tokens: most tokens of the output. seed: of the request's own generator.
+    max_tokens: the most tokens in the output. seed: of the request's own generator.
     Raises TypeError or ValueError that names the field.
     """
 
@@ -57,11 +58,11 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Proposed tokens: a tree, of which a chain is the plainest.
+    """Proposed tokens: a tree, in the simplest case a chain.
 
-    tokens: int64 [N]. parents: int32 [N], the node before each, -1 for those that follow the
-    prefix; a node stands after its parent. q: fp32 [N, V], the distribution that each token was
-    drawn from; None where nothing was drawn (q is then 1 at the token).
+    tokens: int64 [N]. parents: int32 [N], each node's parent, which comes before it; -1 for nodes
+    that follow the prefix. q: fp32 [N, V], the distribution that each token was drawn from; None if
+    nothing was drawn (then q is 1 at the token).
     """
 
     tokens: Tensor
@@ -70,7 +71,7 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: Tensor | Sequence[int], q: Tensor | None = None) -> Draft:
-        """Each token follows the one before it."""
+        """Return a draft in which each token follows the one before it."""
         row = torch.as_tensor(tokens, dtype=torch.int64)
         return cls(row, torch.arange(-1, len(row) - 1, dtype=torch.int32), q)
 
@@ -80,9 +81,11 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What a verifier decided. path: the accepted nodes, from the root on; next_token: the token
-    behind them, from the residual after a rejection, from p itself (the bonus) otherwise.
-    draws: the uniform numbers of the decisions, in order, for a trace.
+    """A verifier's decision.
+
+    path: the accepted nodes, starting at the root. next_token: the token after them, drawn from the
+    residual after a rejection, otherwise from p itself (the bonus). draws: the uniform random
+    numbers of the decisions, in order, for a trace.
     """
 
     path: tuple[int, ...]
@@ -95,7 +98,7 @@ Verifier = Callable[[Tensor, Draft, Any], Accepted]
 
 
 class Proposer(Protocol):
-    """Guesses what the target will say."""
+    """Guesses the target's next tokens."""
 
     def propose(
         self,
@@ -106,14 +109,14 @@ class Proposer(Protocol):
         *,
         hidden: Tensor | None = None,
     ) -> list[Draft]:
-        """A draft of at most max_tokens[b] nodes in depth for each row; it may be empty.
+        """Return a draft at most max_tokens[b] nodes deep for each row; it may be empty.
 
-        contexts: all tokens of each row so far, prompt and output, the last not yet read by the
-        target. hidden: the target's [B, C] at the last token that it has read.
+        contexts: all tokens of each row so far, prompt and output; the target hasn't read the last
+        one yet. hidden: the target's [B, C] at the last token that it has read.
         """
 
     def commit(self, accepted: Sequence[Accepted]) -> None:
-        """Told what became of each draft, in the rows' order."""
+        """Learn what became of each draft, in the order of the rows."""
 
 
 class Decoder(Protocol):
@@ -124,9 +127,9 @@ class Decoder(Protocol):
     device: torch.device
 
     def new_cache(self, batch: int, capacity: int) -> Any:
-        """A cache with lengths int32 [B], truncate(lengths) and keep(row, slots)."""
+        """Return a cache with lengths int32 [B], truncate(lengths) and keep(row, slots)."""
 
     def __call__(
         self, tokens: Tensor, *, counts: Tensor, cache: Any, tree: Tensor | None = None
     ) -> LlamaOutput:
-        """Logits [B, T, V] behind tokens [B, T] of which counts [B] are valid; see `Llama`."""
+        """Return logits [B, T, V] after tokens [B, T], counts [B] of them valid; see `Llama`."""

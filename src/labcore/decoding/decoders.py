@@ -1,6 +1,6 @@
 """Models as generation sees them: our Llama, and any causal language model of transformers.
 
-Letters: B rows, T tokens of a forward, C width, V vocabulary.
+Letters: B rows, T tokens per forward, C width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["LlamaDecoder", "TransformersCache", "TransformersDecoder", "as_decod
 
 
 def as_decoder(model: Any) -> Decoder:
-    """The decoder of a model.
+    """Return the decoder of a model.
 
-    model: a `Llama`, a causal language model of transformers, or a decoder, which is returned
-    as it is. Raises TypeError for anything else.
+    model: a `Llama`, a causal language model of transformers, or a decoder, which is returned as it
+    is. Raises TypeError for anything else.
     """
     if isinstance(model, Llama):
         return LlamaDecoder(model)
@@ -37,9 +37,9 @@ def as_decoder(model: Any) -> Decoder:
 
 
 class LlamaDecoder:
-    """A `Llama` with a `DenseCache`; trees are verified in one forward.
+    """A `Llama` with a `DenseCache`, which verifies trees in one forward.
 
-    model: on the device where it stays; its forward runs without gradients.
+    model: stays on its device; the forward runs without gradients.
     """
 
     def __init__(self, model: Llama) -> None:
@@ -49,7 +49,7 @@ class LlamaDecoder:
         self.device: torch.device = model.norm.weight.device
 
     def new_cache(self, batch: int, capacity: int) -> DenseCache:
-        """An empty cache of B rows; capacity: prompt, output and the nodes of one draft."""
+        """Return an empty cache of B rows; capacity: prompt, output and the nodes of one draft."""
         return DenseCache(
             self.model.config,
             batch=batch,
@@ -62,7 +62,7 @@ class LlamaDecoder:
     def __call__(
         self, tokens: Tensor, *, counts: Tensor, cache: KVCache, tree: Tensor | None = None
     ) -> LlamaOutput:
-        """Logits [B, T, V] and hidden [B, T, C] behind tokens [B, T]; see `Llama.forward`.
+        """Return logits [B, T, V] and hidden [B, T, C] for tokens [B, T]; see `Llama.forward`.
 
         counts: integers [B], the valid tokens of each row. tree: parents, int32 [B, T].
         """
@@ -76,7 +76,7 @@ class LlamaDecoder:
 
 
 class TransformersCache:
-    """A `DynamicCache` of transformers for each row, so that each row rolls back on its own.
+    """One transformers `DynamicCache` per row, so that each row rolls back independently.
 
     batch: B. lengths: int32 [B] on the CPU, the tokens of each row.
     """
@@ -87,7 +87,7 @@ class TransformersCache:
         self._starts = [0] * batch  # lengths before the last forward
 
     def truncate(self, lengths: Tensor) -> None:
-        """Forget all tokens of row b after its first lengths[b]; a shorter row stays.
+        """Forget all tokens of row b after its first lengths[b]; a shorter row doesn't change.
 
         lengths: integers [B]. Raises ValueError for another shape.
         """
@@ -99,7 +99,7 @@ class TransformersCache:
             self._shorten(row, max(int(length), 0))
 
     def keep(self, row: int, slots: Tensor | Sequence[int]) -> None:
-        """Of a row's tokens in the last forward keep the first K; slots: 0 to K - 1.
+        """Keep the first K of a row's tokens in the last forward; slots: 0 to K - 1.
 
         Raises ValueError for other slots: without trees an accepted path has no gaps.
         """
@@ -120,7 +120,7 @@ class TransformersCache:
         if surplus <= 0:
             return
         if length:
-            self.rows[row].crop(-surplus)  # a negative number is how many to drop, in all versions
+            self.rows[row].crop(-surplus)  # in all versions, a negative number is how many to drop
         else:
             self.rows[row] = _empty_row()
         self.lengths[row] = length
@@ -129,17 +129,17 @@ class TransformersCache:
 def _empty_row() -> Any:
     from transformers import DynamicCache
 
-    # Without a configuration every layer keeps all of its tokens, also where attention looks at a
-    # window only, and can therefore be rolled back.
+    # Without a config every layer keeps all its tokens, even with sliding-window attention, so the
+    # cache can be rolled back.
     return DynamicCache()
 
 
 class TransformersDecoder:
-    """Any causal language model of transformers, one forward for each row.
+    """Any causal language model of transformers, with one forward per row.
 
     model: in evaluation mode. A row never sees padding, so no model needs an attention mask.
-    Raises ValueError for encoder-decoders, for models whose state cannot be rolled back
-    (recurrent ones) and for one in training mode.
+    Raises ValueError for encoder-decoders, for models whose state can't be rolled back (recurrent
+    ones) and for a model in training mode.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -163,7 +163,7 @@ class TransformersDecoder:
         self.device: torch.device = head.weight.device
 
     def new_cache(self, batch: int, capacity: int) -> TransformersCache:
-        """An empty cache of B rows; it grows, so the capacity is only checked to be one."""
+        """Return an empty cache of B rows. It grows on demand, so capacity is only validated."""
         positive_int("capacity", capacity)
         return TransformersCache(batch)
 
@@ -176,7 +176,7 @@ class TransformersDecoder:
         cache: TransformersCache,
         tree: Tensor | None = None,
     ) -> LlamaOutput:
-        """Logits [B, T, V] and the last hidden states [B, T, C], 0 at padding.
+        """Return logits [B, T, V] and the last hidden states [B, T, C], 0 at padding.
 
         tokens: integers [B, T], right-padded; counts: integers [B], the valid ones of each row.
         Raises ValueError for a tree: these models' masks are causal.
@@ -209,7 +209,7 @@ class TransformersDecoder:
 
 
 def _stack(rows: Sequence[Tensor | None], width: int) -> Tensor:
-    """[B, width, X] of rows [1, count, X], 0 at padding and where a row is None."""
+    """Stack rows [1, count, X] to [B, width, X], with 0 at padding and for None."""
     some = next((row for row in rows if row is not None), None)
     if some is None:
         raise ValueError("counts must be above 0 in some row, got 0 in all; skip this forward")
@@ -223,7 +223,7 @@ def _stack(rows: Sequence[Tensor | None], width: int) -> Tensor:
 
 
 def _eos_of(model: Any) -> tuple[int, ...]:
-    """The tokens that end an output: those of the generation configuration, else the model's."""
+    """Return the tokens that end an output: the generation config's, else the model config's."""
     told = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if told is None:
         told = getattr(model.config, "eos_token_id", None)

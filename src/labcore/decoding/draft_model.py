@@ -1,4 +1,4 @@
-"""Drafts by a small model, with a cache that is kept exact by comparing it with the context.
+"""Drafts by a small model, whose cache is kept exact by comparing it with the context.
 
 Letters: B rows, V vocabulary.
 """
@@ -22,22 +22,22 @@ from labcore.decoding.sampling import probabilities
 __all__ = ["DraftModel", "GoOn", "always"]
 
 GoOn = Callable[[int, int, Callable[[], float]], bool]
-"""`go_on(row, token, confidence)`: whether to draft another token behind this one, which stays.
+"""`go_on(row, token, confidence)`: whether to draft another token after this one, which stays.
 
-confidence(): the draft model's probability of the token, after the request's processors where it
-was drawn, of the plain softmax where it is the argmax.
+confidence(): the draft model's probability of the token, after the request's processors if it was
+drawn, from the plain softmax if it's the argmax.
 """
 
 
 class DraftModel:
-    """Drafts token by token with a small model, one forward for each.
+    """Drafts token by token with a small model, one forward per token.
 
-    model: what `as_decoder` takes, with the target's tokens. gamma: the most tokens of a draft; it
-    ends earlier behind an end-of-sequence token.
-    Each row has keys and values of its own. Before drafting they are cut back to what they share
-    with the context and the rest of the context is read: after a rejection that drops the wrong
-    tokens, after a full accept it reads the last drafted token, which was never fed, and after a
-    new request it starts anew. Nothing hangs on how many tokens were accepted.
+    model: anything that `as_decoder` accepts, with the target's tokens. gamma: the most tokens in a
+    draft, which ends earlier after an end-of-sequence token.
+    Each row has its own KV cache. Before drafting, the cache is cut back to the prefix that it
+    shares with the context, and the rest of the context is read. After a rejection this drops the
+    wrong tokens; after a full accept it reads the last drafted token, which was never fed; for a
+    new request it starts over. Nothing depends on how many tokens were accepted.
     Tokens are drawn from q by the row's own generator; q is after penalty, temperature, top-k and
     top-p. At temperature 0 the token is the argmax and q is None.
     Source: Leviathan, Kalman and Matias, arXiv:2211.17192; Chen et al., arXiv:2302.01318.
@@ -53,7 +53,7 @@ class DraftModel:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens in the cache, of each row."""
+        """The number of tokens in each row of the cache."""
         return [len(held) for held in self._held]
 
     def propose(
@@ -65,7 +65,7 @@ class DraftModel:
         *,
         hidden: Tensor | None = None,  # noqa: ARG002 - the protocol's
     ) -> list[Draft]:
-        """A chain of min(gamma, max_tokens[b]) tokens for each row; see `Proposer`."""
+        """Return a chain of min(gamma, max_tokens[b]) tokens for each row; see `Proposer`."""
         return self.propose_while(contexts, samplings, max_tokens, generators, always)
 
     def propose_while(
@@ -76,9 +76,10 @@ class DraftModel:
         generators: Sequence[torch.Generator],
         go_on: GoOn,
     ) -> list[Draft]:
-        """As `propose`, but a row ends where `go_on` says so; it is asked behind every token.
+        """Like `propose`, but `go_on` is called after every token and may end a row's draft.
 
-        A token that was looked at is never taken back: the verifier's law needs every drawn one.
+        A token that `go_on` has seen is never withdrawn: the output's distribution needs every
+        drawn token.
         """
         check_rows(contexts, samplings, max_tokens, generators)
         limits = [min(self.gamma, most) for most in max_tokens]
@@ -107,7 +108,7 @@ class DraftModel:
         ]
 
     def commit(self, accepted: Sequence[Accepted]) -> None:
-        """Nothing to do: the next contexts say what was accepted."""
+        """Do nothing: the next contexts show what was accepted."""
 
     def _follow(
         self,
@@ -115,7 +116,7 @@ class DraftModel:
         samplings: Sequence[SamplingConfig],
         active: Sequence[int],
     ) -> dict[int, list[int]]:
-        """Cut the cache back to the contexts of the active rows; the tokens it lacks, by row."""
+        """Cut the cache back to the active rows' contexts; return the missing tokens, by row."""
         if not active:
             return {}
         room = max(len(contexts[row]) for row in active) + self.gamma
@@ -129,7 +130,7 @@ class DraftModel:
         rest, cut = {}, False
         for row in active:
             context, held = list(contexts[row]), self._held[row]
-            # The last token is always read, for the logits behind it.
+            # The last token is always read, for the logits after it.
             kept = min(common_prefix(held, context), len(context) - 1)
             cut = cut or kept < len(held)
             del held[kept:]
@@ -139,7 +140,7 @@ class DraftModel:
         return rest
 
     def _read(self, rest: Mapping[int, list[int]]) -> Tensor:
-        """Feed tokens to some rows; logits [B, V] behind the last of each of those rows."""
+        """Feed tokens to some rows; return logits [B, V] after the last of each of those rows."""
         fed = [rest.get(row, []) for row in range(len(self._held))]
         counts = [len(new) for new in fed]
         width = max(counts)
@@ -155,14 +156,14 @@ class DraftModel:
 
 
 def always(row: int, token: int, confidence: Callable[[], float]) -> bool:  # noqa: ARG001
-    """The rule that sets no limit."""
+    """Return True: the rule that sets no limit."""
     return True
 
 
 def _argmax(
     logits: Tensor, samplings: Sequence[SamplingConfig], rows: Mapping[int, object]
 ) -> dict[int, int]:
-    """The token of each row that is greedy without a penalty, all from one call."""
+    """Return the token of each greedy row without a penalty, all from one call."""
     plain = [
         row
         for row in rows
@@ -175,7 +176,7 @@ def _argmax(
 
 
 def _take(weights: Tensor, sampling: SamplingConfig, generator: Any) -> tuple[int, Tensor | None]:
-    """A token and the q it was drawn from: fp32 [V], or None where nothing was drawn."""
+    """Return a token and the q it was drawn from: fp32 [V], or None if nothing was drawn."""
     if sampling.temperature == 0:
         return int(weights.argmax()), None
     return draws_of(generator).token(weights), weights

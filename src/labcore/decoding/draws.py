@@ -1,4 +1,4 @@
-"""The two random decisions of decoding, in fp64, with a log of the uniform numbers."""
+"""The two random decisions of decoding, in fp64, with a log of the uniform random numbers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ __all__ = ["Drawing", "Draws", "checked_weights", "draws_of"]
 
 
 class Drawing(Protocol):
-    """What a verifier may ask of chance; `exact` answers it with every outcome in turn."""
+    """A verifier's source of randomness; `exact` supplies one that goes through every outcome."""
 
     log: list[float]
 
     def coin(self, probability: float) -> bool:
-        """True with this probability."""
+        """Return True with this probability."""
 
     def token(self, weights: Tensor) -> int:
-        """A token with these weights [V]."""
+        """Return a token, drawn with these weights [V]."""
 
 
 class Draws:
-    """Decisions by the uniform numbers of `generator`; None takes torch's own generator.
+    """Decides with uniform random numbers from `generator`; None uses torch's global generator.
 
-    log: each number u that was used, in order, in [0, 1) with 53 random bits. (Of the CPU's uniform
-    numbers in bf16 one in 512 is 0, which lets a token of probability 0 pass wherever the
-    comparison is not strict.)
+    log: each number u that was used, in order, in [0, 1) with 53 random bits. (On a CPU, one in 512
+    uniform numbers in bf16 is 0, which accepts a token of probability 0 if the comparison isn't
+    strict.)
     """
 
     __slots__ = ("generator", "log")
@@ -44,40 +44,41 @@ class Draws:
         return u
 
     def coin(self, probability: float) -> bool:
-        """u < probability: at 0 never, from 1 on always. Raises ValueError for NaN."""
+        """Return u < probability: never at 0, always at 1 or more. Raises ValueError for NaN."""
         if math.isnan(probability):
-            raise ValueError("probability must be a number, got nan; look for inf in the logits")
+            raise ValueError("probability must be a number, got nan; check the logits for inf")
         return self._uniform() < probability
 
     def token(self, weights: Tensor) -> int:
-        """The token where the running sum of weights [V] first exceeds u times their sum.
+        """Return the token at which the running sum of weights [V] first exceeds u times their sum.
 
-        The weights need not add up to 1. A token of weight 0 is never drawn: it does not raise the
-        sum. Raises ValueError unless they are one row, none negative, with a positive sum.
+        The weights need not add up to 1. A token of weight 0 is never drawn, because it doesn't
+        raise the sum. Raises ValueError unless they are one row, none negative, with a finite
+        positive sum.
         """
-        # On the CPU the running sum goes in order, so it never falls; on a GPU it may.
+        # On a CPU the sum runs in order, so it never decreases; on a GPU it may.
         sums = checked_weights(weights).cumsum(0)
         u = self._uniform()
         return int(torch.searchsorted(sums, u * sums[-1], right=True))
 
 
 def checked_weights(weights: Tensor) -> Tensor:
-    """`weights` as fp64 on the CPU. Raises ValueError as `Draws.token` says."""
+    """Return `weights` as fp64 on the CPU. Raises ValueError as `Draws.token` does."""
     if weights.ndim != 1 or not len(weights):
         shape = tuple(weights.shape)
         raise ValueError(f"weights must be one row [V] with V above 0, got shape {shape}")
     wide = weights.detach().to("cpu", torch.float64)
     total, least = wide.sum().item(), wide.min().item()
     if not (least >= 0 and 0 < total < math.inf):
-        came = f"the least {least} and the sum {total}"
+        came = f"a minimum of {least} and a sum of {total}"
         raise ValueError(f"weights must be at least 0 with a finite sum above 0, got {came}")
     return wide
 
 
 def draws_of(generator: Any) -> Drawing:
-    """`generator` if it can draw already, otherwise `Draws` of it.
+    """Return `generator` if it can already draw, otherwise `Draws` of it.
 
-    Raises TypeError for what is neither a torch.Generator, None nor an object with coin and token.
+    Raises TypeError unless it's a torch.Generator, None or an object with coin and token.
     """
     if generator is None or isinstance(generator, torch.Generator):
         return Draws(generator)

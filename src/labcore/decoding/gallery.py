@@ -1,7 +1,7 @@
 """Broken verifiers, one for each way in which real ones were wrong; `exact` catches each.
 
-All but the last few are `rejection_sampling` with one line changed. They are for exercises and
-tests: none has the law of the target.
+All but the last one are `rejection_sampling` with one line changed. They are for exercises and
+tests: none has the target's distribution.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ __all__ = ["FAULTS", "Fault"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """A broken verifier. summary: what it does wrong. evidence: where it was met. case: the name
-    of the one of `exact.cases` that shows it.
+    """A broken verifier.
+
+    summary: what it does wrong. evidence: where this fault was found. case: the name of a case in
+    `exact.cases` that shows it.
     """
 
     verify: Verifier
@@ -49,12 +51,13 @@ def _broken(
     bonus: Callable[[Tensor, Tensor | None], Tensor] = lambda p, q: p,  # noqa: ARG005
     trusts: Callable[[int, float], bool] = lambda node, qx: False,  # noqa: ARG005
 ) -> Verifier:
-    """Rejection sampling with a part exchanged.
+    """Return rejection sampling with one part replaced.
 
-    prepare: p and the draft before anything else. accept: the probability from p(x) and q(x).
+    prepare: changes p and the draft first. accept: the probability from p(x) and q(x).
     left_of: what the next token is drawn from after a rejection; between: what the next sibling is
-    judged by, the same if None. bonus: from p behind the last node and that node's own q (or None).
-    trusts: nodes (with their q(x)) that are accepted without a look at p.
+    judged by, None for the same. bonus: what the next token is drawn from after the last node,
+    given p and that node's q (or None).
+    trusts: which nodes, given their q(x), are accepted without looking at p.
     """
 
     def verify(p: Tensor, draft: Draft, generator: Any = None) -> Accepted:
@@ -86,12 +89,12 @@ def _broken(
 
 
 def _hotter(rows: Tensor) -> Tensor:
-    """The distribution at twice the temperature, as if the request's had been left out."""
+    """Return the distribution at twice the temperature, as if the request's had been left out."""
     return rows.sqrt() / rows.sqrt().sum(-1, keepdim=True)
 
 
 def _soften(draft: Draft, vocab: int) -> Draft:
-    """A greedy draft with the softmax behind it as its q: half the mass, say, at the argmax."""
+    """Give a greedy draft a softmax as its q, with half the mass at the argmax."""
     if draft.q is not None or not len(draft):
         return draft
     q = torch.full((len(draft), vocab), 0.5 / (vocab - 1))
@@ -100,7 +103,7 @@ def _soften(draft: Draft, vocab: int) -> Draft:
 
 
 def _withdraw(draft: Draft) -> Draft:
-    """The draft up to the first token of which its own drafter was not sure."""
+    """Return the draft up to the first token of which its own drafter wasn't sure."""
     if draft.q is None:
         return draft
     sure = draft.q[torch.arange(len(draft)), draft.tokens] >= 0.25
@@ -117,7 +120,7 @@ def _confident(node: int, qx: float) -> bool:  # noqa: ARG001
 
 
 def _whole(p: Tensor, q: Tensor) -> Tensor:  # noqa: ARG001
-    """After a rejection p as it was."""
+    """Leave p as it was after a rejection."""
     return p
 
 
@@ -134,7 +137,7 @@ def _unclamped(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _goes_on(p: Tensor, draft: Draft, generator: Any = None) -> Accepted:
-    """Judge every node of a chain and keep all that pass, also behind one that did not."""
+    """Judge every node of a chain and keep all that pass, even after one that didn't."""
     tree_children(p, draft)
     draws: Drawing = draws_of(generator)
     start = len(draws.log)
@@ -158,15 +161,15 @@ FAULTS: dict[str, Fault] = {
     ),
     "greedy_draft_sampled_rule": Fault(
         verify=_broken(prepare=lambda p, draft: (p, _soften(draft, p.shape[1]))),
-        summary="The draft took its argmax, yet it is judged as if it had drawn from its softmax:"
+        summary="The draft takes its argmax but is judged as if it had drawn from its softmax:"
         " p / q with a q below 1 accepts too often.",
         evidence="HF PR 30778, reverted in HF PR 33534",
         case="one-hot chain",
     ),
     "parameters_missing_on_p": Fault(
         verify=_broken(prepare=lambda p, draft: (_hotter(p), draft)),
-        summary="Temperature, top-k and top-p reach the draft and not the target: the output has"
-        " the law of a hotter target.",
+        summary="Temperature, top-k and top-p reach the draft and not the target, so the output has"
+        " the distribution of a hotter target.",
         evidence="vLLM PR 10198",
         case="drawn chain",
     ),
@@ -177,21 +180,21 @@ FAULTS: dict[str, Fault] = {
                 Draft(draft.tokens, draft.parents, None if draft.q is None else _hotter(draft.q)),
             )
         ),
-        summary="Temperature, top-k and top-p are applied where the draft draws and not in the q"
-        " that it hands over: the ratio is taken with a q that nothing was drawn from.",
+        summary="Temperature, top-k and top-p are applied when the draft draws but not in the q"
+        " that it passes on, so the ratio uses a q that nothing was drawn from.",
         evidence="HF issue 47932; the other half of vLLM PR 10198",
         case="drawn chain",
     ),
     "bf16_draws": Fault(
         verify=_broken(accept=lambda px, qx: max(px / qx, 1 / 512)),
-        summary="The uniform number is bf16 and the token is rejected where it exceeds the ratio:"
-        " one draw in 512 is 0, and 0 does not exceed the ratio of a token with p = 0.",
+        summary="The uniform number is bf16, and a token is rejected if the number exceeds its"
+        " ratio. One draw in 512 is 0, which doesn't exceed the ratio of a token with p = 0.",
         evidence="measured on the CPU: torch.rand in bf16 is 0 once in 512 draws",
         case="nothing in common",
     ),
     "no_residual": Fault(
         verify=_broken(left_of=_whole),
-        summary="After a rejection the next token is drawn from p: tokens that the draft favours"
+        summary="After a rejection the next token is drawn from p, so tokens that the draft favors"
         " get their share twice.",
         evidence="Leviathan et al., arXiv:2211.17192: the residual is what makes it exact",
         case="drawn chain",
@@ -212,32 +215,32 @@ FAULTS: dict[str, Fault] = {
     ),
     "accept_without_q": Fault(
         verify=_broken(accept=lambda px, qx: px),  # noqa: ARG005
-        summary="A token is accepted with probability p(x) and not min(1, p(x) / q(x)), with the"
-        " residual that belongs to the other rule.",
+        summary="A token is accepted with probability p(x) instead of min(1, p(x) / q(x)), but with"
+        " the residual of the other rule.",
         evidence="two exact rules mixed: p(x) belongs to sample-and-compare",
         case="drawn chain",
     ),
     "accept_where_p_is_larger": Fault(
         verify=_broken(accept=lambda px, qx: float(px >= qx)),
-        summary="A token is accepted wherever p(x) >= q(x) and never otherwise: no coin.",
+        summary="A token is accepted if p(x) >= q(x) and never otherwise, without a coin.",
         evidence="caught in review: vllm-project.github.io PR 80",
         case="drawn chain",
     ),
     "swapped": Fault(
         verify=_broken(accept=lambda px, qx: qx / px if px > 0 else 1.0),
-        summary="Draft and target have changed places: accepted with min(1, q / p).",
-        evidence="papers name the two the other way round: p is the target's here",
+        summary="Draft and target are swapped: a token is accepted with min(1, q / p).",
+        evidence="papers name the two the other way around: here p is the target's",
         case="drawn chain",
     ),
     "bonus_from_q": Fault(
         verify=_broken(bonus=lambda p, q: p if q is None else q),
-        summary="When all is accepted, the extra token comes from the draft and not from p.",
+        summary="When all tokens are accepted, the bonus token is drawn from q instead of p.",
         evidence="the bonus token of Leviathan et al., arXiv:2211.17192",
         case="drawn chain",
     ),
     "rows_shifted": Fault(
         verify=_broken(prepare=lambda p, draft: (_shifted(p), draft)),
-        summary="Each token is judged by the distribution behind it and not before it.",
+        summary="Each token is judged by the distribution after it instead of before it.",
         evidence="the row of node i is i + 1, row 0 follows the prefix",
         case="drawn chain",
     ),
@@ -249,31 +252,31 @@ FAULTS: dict[str, Fault] = {
     ),
     "confirmed_unseen": Fault(
         verify=_broken(trusts=_confident),
-        summary="A token that a second guess confirms (an n-gram match, a sure draft) is accepted"
-        " without a look at p.",
-        evidence="the tempting reading of n-gram then logits: only p can make a token stand",
+        summary="A token that a second guess confirms (an n-gram match, a confident draft) is"
+        " accepted without looking at p.",
+        evidence="the tempting reading of n-gram then logits: only p can accept a token",
         case="one-hot chain",
     ),
     "withdrawn_token": Fault(
         verify=_broken(prepare=lambda p, draft: (p[: len(_withdraw(draft)) + 1], _withdraw(draft))),
-        summary="The draft ends before a token of which the draft model was not sure, although it"
-        " had been drawn: what is left no longer follows q.",
-        evidence="a stop rule may look at a drafted token, it may never withdraw it",
+        summary="The draft ends before a token that was drawn but of which the draft model wasn't"
+        " sure, so the remaining tokens no longer follow q.",
+        evidence="a stop rule may look at a drafted token but may never withdraw it",
         case="drawn chain",
     ),
     "siblings_by_whole_p": Fault(
         verify=_broken(between=_whole),
-        summary="In a tree each sibling is judged by the whole p and not by what its elder"
-        " siblings left.",
+        summary="In a tree, each sibling is judged by the whole p instead of what its earlier"
+        " siblings left of it.",
         evidence="the tree rule of EAGLE's evaluate_posterior and of SpecInfer, arXiv:2305.09781",
         case="drawn tree",
     ),
     "goes_on_after_rejection": Fault(
         verify=_goes_on,
-        summary="Tokens behind a rejected one are still accepted, although they were judged behind"
-        " a token that is not in the output.",
+        summary="Tokens after a rejected one are still accepted, although they were judged after"
+        " a token that isn't in the output.",
         evidence="acceptance counted as the number of accepted nodes instead of the first prefix",
         case="drawn chain",
     ),
 }
-"""By name; each fails `exact.Case.distance` on the case that it names."""
+"""The faults by name; each fails `exact.Case.distance` on the case that it names."""

@@ -1,4 +1,4 @@
-"""Generation in blocks: propose, read in one forward, verify, roll back.
+"""Generation in blocks: propose, read the draft in one forward, verify, roll back.
 
 Letters: B rows, N nodes of a draft, T tokens of a forward, V vocabulary, C width.
 """
@@ -30,7 +30,7 @@ from labcore.models import pad_rows
 
 __all__ = ["Generation", "generate", "stream"]
 
-# A tree may have more nodes than its depth needs; this many slots are there for them.
+# Extra cache slots, because a tree may have more nodes than its depth.
 _ROOM_FOR_TREES = 64
 _EMPTY = Draft.chain([])
 _FINISHED = Accepted((), -1)
@@ -40,9 +40,9 @@ _FINISHED = Accepted((), -1)
 class Generation:
     """The outputs of B prompts.
 
-    tokens: of each row, an EOS that ended it included. finish: "eos", "stop" or "length" for each.
-    texts: of each row, ending before the stop text, which may lie inside the last token; None
-    without a tokenizer. statistics: the sum of per_row. trace: None unless asked for.
+    tokens: of each row, including an EOS that ended it. finish: "eos", "stop" or "length" for each
+    row. texts: of each row, ending before the stop text, which may begin inside the last token;
+    None without a tokenizer. statistics: the sum of per_row. trace: None unless requested.
     """
 
     tokens: list[list[int]]
@@ -64,19 +64,20 @@ def generate(
     trace: bool = False,
     capacity: int | None = None,
 ) -> Generation:
-    """Continue each prompt until EOS, a stop text or max_tokens, several tokens a forward.
+    """Continue each prompt until EOS, a stop text or max_tokens, several tokens per forward.
 
-    model: anything that `as_decoder` takes. prompts: B rows of at least one token, of any lengths.
-    sampling: one for all rows or one for each; each row draws from a generator of its own with its
-    own seed, so its output does not depend on the others (and equal rows need unequal seeds).
-    proposer: None is plain decoding, a token a forward. verifier: a name from `VERIFIERS`, or a
-    function; the lossless ones leave the law of the output as it is without a proposer.
-    tokenizer: needed for stop texts. trace: keep every step in full. capacity: tokens that a cache
-    row holds; None is what the longest row needs.
-    Raises ValueError or TypeError for what does not fit together, and ValueError for a draft
-    deeper than asked for or a path that is none.
-    Source: Leviathan, Kalman and Matias, 2023, arXiv 2211.17192; Chen et al., 2023,
-    arXiv 2302.01318.
+    model: anything that `as_decoder` accepts. prompts: B rows of any lengths, each with at least
+    one token.
+    sampling: one for all rows or one per row. Each row draws from its own generator with its own
+    seed, so its output doesn't depend on the others (and equal rows need different seeds).
+    proposer: None is plain decoding, one token per forward. verifier: a name from `VERIFIERS`, or a
+    function; the lossless ones keep the output's distribution as it is without a proposer.
+    tokenizer: needed for stop texts. trace: record every step in full. capacity: tokens that a
+    cache row holds; None is what the longest row needs.
+    Raises ValueError or TypeError for arguments that don't fit together, and ValueError for a draft
+    that's too deep or a path that's invalid.
+    Source: Leviathan, Kalman and Matias, 2023, arXiv 2211.17192; Chen et al., 2023, arXiv
+    2302.01318.
     """
     run = _Run(model, prompts, sampling, proposer, verifier, tokenizer, capacity)
     run.trace = Trace() if trace else None
@@ -103,10 +104,11 @@ def stream(
     tokenizer: TextDecoder | None = None,
     capacity: int | None = None,
 ) -> Iterator[list[int]]:
-    """The output of one prompt, a block of tokens for each forward that settled some.
+    """Yield the output of one prompt, one block of tokens per forward that settles any.
 
     The blocks add up to what `generate` returns. Tokens that may turn out to belong to a stop text
-    are held back until it is known. Arguments and errors as in `generate`, checked at once.
+    are held back until that's known. Arguments and errors are those of `generate`, checked
+    immediately.
     """
     run = _Run(model, [prompt], sampling, proposer, verifier, tokenizer, capacity)
     return _blocks(run)
@@ -124,7 +126,7 @@ def _blocks(run: _Run) -> Iterator[list[int]]:
 
 
 class _Run:
-    """The state of one generation; `step` advances every unfinished row by at least a token."""
+    """The state of one generation; `step` advances every unfinished row by at least one token."""
 
     def __init__(
         self,
@@ -147,11 +149,11 @@ class _Run:
         samplings = [sampling] * len(rows) if isinstance(sampling, SamplingConfig) else [*sampling]
         if len(samplings) != len(rows):
             raise ValueError(
-                f"sampling must be one or one for each of the {len(rows)} prompts, got "
+                f"sampling must be one config or one for each of the {len(rows)} prompts, got "
                 f"{len(samplings)}"
             )
         if tokenizer is None and any(one.stop for one in samplings):
-            raise ValueError("stop texts need tokenizer=…, which says what the tokens spell")
+            raise ValueError("stop texts need a tokenizer, got None; pass tokenizer=…")
         self.rows = [Request(*pair, tokenizer) for pair in zip(rows, samplings, strict=True)]
         self.verifiers = [_verifier_for(row.sampling, chosen) for row in self.rows]
         self.samplings = samplings
@@ -174,7 +176,7 @@ class _Run:
         logits, hidden = self._read(plans)
         before = [len(context) for context in self.contexts]
         decided: list[tuple[Tensor, Accepted] | None] = []
-        kept: list[list[int]] = []  # of the forward's nodes, those that stay in the cache
+        kept: list[list[int]] = []  # the forward's nodes that stay in the cache
         accepted: list[Accepted] = []
         for place, (row, plan) in enumerate(zip(self.rows, plans, strict=True)):
             if plan is None:
@@ -204,7 +206,7 @@ class _Run:
             self._note(plans, decided, before)
 
     def _read_prompts(self) -> None:
-        """Read all tokens of the prompts but the last, which the first step reads."""
+        """Read all tokens of the prompts except the last, which the first step reads."""
         reset = getattr(self.proposer, "reset", None)
         if callable(reset):
             reset()
@@ -217,11 +219,11 @@ class _Run:
         if hidden is not None:
             last = (counts.long() - 1).clamp(min=0)
             picked = hidden[torch.arange(len(heads), device=hidden.device), last]
-            # 0 where nothing was read yet: what stands at padding may be anything.
+            # 0 where nothing was read yet, because values at padding are arbitrary.
             self._hidden = torch.where(counts[:, None] > 0, picked, torch.zeros_like(picked))
 
     def _propose(self) -> list[Plan | None]:
-        """The draft of each row; None for a finished one."""
+        """Return the draft of each row, or None for a finished row."""
         drafts, limits = [_EMPTY] * len(self.rows), [0] * len(self.rows)
         rooms = [self.capacity - len(context) for context in self.contexts]
         if self.proposer is not None:
@@ -243,7 +245,7 @@ class _Run:
         ]
 
     def _read(self, plans: Sequence[Plan | None]) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, T, V] and hidden [B, T, C] of each row's last token and its draft."""
+        """Return logits [B, T, V] and hidden [B, T, C] of each row's last token and its draft."""
         device = self.decoder.device
         counts = [0 if plan is None else plan.size + 1 for plan in plans]
         width = max(counts)
@@ -267,7 +269,7 @@ class _Run:
         return out.logits, out.hidden
 
     def _roll_back(self, plans: Sequence[Plan | None], kept: Sequence[Sequence[int]]) -> None:
-        """Leave in the cache all tokens of each row but the last."""
+        """Keep all tokens of each row except the last in the cache."""
         surplus = False
         for place, (plan, slots) in enumerate(zip(plans, kept, strict=True)):
             if plan is None or len(slots) == plan.size + 1:
@@ -301,7 +303,7 @@ class _Run:
                 context=before[place],
                 tokens=self.contexts[place][before[place] :],
                 target_length=target[place],
-                # What is drafted and does not stand is dropped with the next draft at the latest.
+                # Rejected tokens leave the draft's cache with the next draft at the latest.
                 draft_length=None if drafts is None else min(drafts[place], target[place]),
             )
             self.trace.steps.append(step)
@@ -328,7 +330,7 @@ def _checked_prompts(prompts: Sequence[Sequence[int]], vocab: int) -> list[list[
 
 
 def _verifier_for(sampling: SamplingConfig, chosen: Verifier) -> Verifier:
-    """At temperature 0 both lossless rules decide as greedy match does, which draws nothing."""
+    """Return greedy match, which draws nothing, for lossless rules at temperature 0."""
     exact = chosen is rejection_sampling or chosen is sample_and_compare
     return greedy_match if sampling.temperature == 0 and exact else chosen
 
@@ -340,13 +342,13 @@ def _capacity(rows: Sequence[Request], asked: int | None, proposer: Proposer | N
         return least + (_ROOM_FOR_TREES if proposer is not None else 0)
     if asked < least:
         raise ValueError(
-            f"capacity must be at least {least}, what the longest row needs, got {asked}"
+            f"capacity must be at least {least}, which the longest row needs, got {asked}"
         )
     return asked
 
 
 def _last_of(hidden: Tensor | None, kept: Sequence[Sequence[int]]) -> Tensor | None:
-    """hidden at the last token that each row keeps: [B, C] of [B, T, C]."""
+    """Return hidden at the last token that each row keeps: [B, C] from [B, T, C]."""
     if hidden is None:
         return None
     slots = [row[-1] if row else 0 for row in kept]
@@ -356,7 +358,7 @@ def _last_of(hidden: Tensor | None, kept: Sequence[Sequence[int]]) -> Tensor | N
 
 
 def _cache_lengths(proposer: Any) -> list[int] | None:
-    """Tokens in the cache of the model that drafts, also behind a rule for the length."""
+    """Return the tokens in the drafting model's cache, even if a length rule wraps it."""
     while proposer is not None and not isinstance(proposer, DraftModel):
         if hasattr(proposer, "cache_lengths"):
             return [int(length) for length in proposer.cache_lengths]

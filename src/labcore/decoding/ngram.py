@@ -1,4 +1,4 @@
-"""Drafts by lookup: what followed the last time that the row's last tokens stood in it."""
+"""Drafts by lookup: what followed an earlier occurrence of the row's last tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NGramIndex:
     """Where each n-gram of one row ends; it grows and shrinks with the row.
 
     tokens: the row. Options as in `NGram`. Adding, removing and looking up one token take one
-    dictionary access for each n, whatever the length of the row.
+    dictionary access per n, whatever the length of the row.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class NGramIndex:
         self._taken = (
             -1 if one_of("occurrence", occurrence, ("latest", "earliest")) == "latest" else 0
         )
-        # Ascending ends of each n-gram that a token follows, so never the one at the row's end.
+        # Ascending ends of each n-gram that has a next token, so never the one at the row's end.
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
     def follow(self, context: Sequence[int]) -> None:
-        """Make the row `context`, at the cost of the tokens that differ."""
+        """Make the row equal to `context`, at the cost of the tokens that differ."""
         row = list(context)
         kept = common_prefix(self.tokens, row)
-        if 2 * kept < len(self.tokens):  # another text: to begin anew is cheaper
+        if 2 * kept < len(self.tokens):  # another text: starting over is cheaper
             self.tokens, self._ends, kept = [], {}, 0
         self.truncate(kept)
         for token in row[kept:]:
@@ -61,7 +61,7 @@ class NGramIndex:
         self.tokens.append(token)
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens after the first `length`; a shorter row stays."""
+        """Forget all tokens after the first `length`; a shorter row doesn't change."""
         while len(self.tokens) > max(length, 0):
             self.tokens.pop()
             end = len(self.tokens)
@@ -74,7 +74,7 @@ class NGramIndex:
                     del self._ends[gram]
 
     def lookup(self, count: int) -> list[int]:
-        """At most `count` tokens that followed the match; none without a match."""
+        """Return at most `count` tokens that followed the match, or none without a match."""
         length = len(self.tokens)
         for size in self._order:
             if size > length:
@@ -88,13 +88,13 @@ class NGramIndex:
 class NGram:
     """Proposes what followed an earlier occurrence of the row's last n tokens, without a model.
 
-    maximum, minimum: n is tried between them, prompt and output are both searched.
-    gamma: the most tokens of a draft; it ends with the row where the match is close to its end.
-    match: "longest" tries the largest n first, "shortest" the smallest. occurrence: of the matches
-    of that n the "latest" or the "earliest". A long match guesses better; the earliest one is
-    followed by more tokens, in a loop by as many as the loop has run.
-    transformers' prompt lookup is NGram(2, 1, gamma=10, occurrence="earliest"), the n-gram
-    proposer of vLLM the longest and earliest too.
+    maximum, minimum: the range of n; the prompt and the output are both searched.
+    gamma: the most tokens in a draft, which is shorter if the match is near the end of the row.
+    match: "longest" tries the largest n first, "shortest" the smallest. occurrence: whether to use
+    the "latest" or the "earliest" match of that n. A long match guesses better. The earliest match
+    is followed by more tokens; in a loop, by as many as the loop has run.
+    transformers' prompt lookup is NGram(2, 1, gamma=10, occurrence="earliest"), and vLLM's n-gram
+    proposer also uses the longest and earliest match.
     Nothing is drawn: q is one-hot. Raises TypeError or ValueError for other options.
     Source: Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding.
     """
@@ -115,7 +115,7 @@ class NGram:
         self._rows: list[NGramIndex] = []
 
     def index(self) -> NGramIndex:
-        """An empty index with these options."""
+        """Return an empty index with these options."""
         return NGramIndex(self.maximum, self.minimum, match=self.match, occurrence=self.occurrence)
 
     def propose(
@@ -127,7 +127,7 @@ class NGram:
         *,
         hidden: Tensor | None = None,  # noqa: ARG002 - the protocol's
     ) -> list[Draft]:
-        """A chain without q for each row, empty where nothing matches; see `Proposer`."""
+        """Return a chain without q for each row, empty if nothing matches; see `Proposer`."""
         check_rows(contexts, samplings, max_tokens, generators)
         if len(self._rows) != len(contexts):
             self._rows = [self.index() for _ in contexts]
@@ -139,4 +139,4 @@ class NGram:
         return drafts
 
     def commit(self, accepted: Sequence[Accepted]) -> None:
-        """Nothing to do: the next contexts say what was accepted."""
+        """Do nothing: the next contexts show what was accepted."""

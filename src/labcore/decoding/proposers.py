@@ -1,7 +1,8 @@
-"""Proposers: none, n-gram lookup, a draft model, and two rules for how long a draft is.
+"""Proposers: none, n-gram lookup, a draft model, and two rules for the length of a draft.
 
-A rule may look at a drafted token to decide whether another is drafted. It never withdraws one:
-which tokens are judged would then depend on what they are, and the output's law with it.
+A rule may look at a drafted token to decide whether to draft another. It never withdraws one:
+otherwise the tokens that are judged would depend on their values, and so would the output's
+distribution.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = [
 
 
 class Stepwise(Proposer, Protocol):
-    """A proposer that can be asked behind each of its tokens whether to go on."""
+    """A proposer that asks after each of its tokens whether to continue."""
 
     gamma: int
 
@@ -43,11 +44,11 @@ class Stepwise(Proposer, Protocol):
         generators: Sequence[torch.Generator],
         go_on: GoOn,
     ) -> list[Draft]:
-        """As `propose`; a row ends behind the token for which `go_on` is False."""
+        """Like `propose`, but a row ends after the token for which `go_on` returns False."""
 
 
 class NoProposer:
-    """Proposes nothing: each step gives one token, as plain decoding does."""
+    """Proposes nothing: each step gives one token, as in plain decoding."""
 
     def propose(
         self,
@@ -58,21 +59,21 @@ class NoProposer:
         *,
         hidden: Tensor | None = None,  # noqa: ARG002 - the protocol's
     ) -> list[Draft]:
-        """An empty draft for each row."""
+        """Return an empty draft for each row."""
         check_rows(contexts, samplings, max_tokens, generators)
         return [Draft.chain([]) for _ in contexts]
 
     def commit(self, accepted: Sequence[Accepted]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class Adaptive:
-    """Longer drafts while they are accepted: two tokens more after a full accept, else one less.
+    """Adapts the draft length: two more tokens after a full accept, otherwise one less.
 
-    proposer: any; start, maximum: tokens of a draft at first and at most (None: the proposer's
-    gamma, 16 without one; start is cut to it); at least one. A row without a draft keeps its
-    length, and a row whose context does not continue the one before starts again.
-    confidence: a draft also ends behind a token that the draft model gave a smaller probability;
+    proposer: any. start, maximum: tokens per draft at first and at most, at least 1. If maximum is
+    None, it's the proposer's gamma, or 16 without one; start can't exceed it. A row without a draft
+    keeps its length, and a row whose context doesn't continue the previous one starts over.
+    confidence: a draft also ends after a token to which the draft model gave a smaller probability;
     that token stays in the draft. Above 0 it needs a proposer with `propose_while`.
     Raises TypeError or ValueError for other options.
     Source: the heuristic schedule of transformers' assisted generation.
@@ -99,7 +100,7 @@ class Adaptive:
         self.start = min(positive_int("start", start), self.gamma)
         self.lengths: list[int] = []  # of the next draft of each row
         self._contexts: list[list[int]] = []
-        self._depths: list[int] = []  # of the drafts that commit is told about
+        self._depths: list[int] = []  # of the drafts that commit expects
 
     def propose(
         self,
@@ -110,7 +111,7 @@ class Adaptive:
         *,
         hidden: Tensor | None = None,
     ) -> list[Draft]:
-        """A draft of at most `lengths[b]` tokens in depth for each row; see `Proposer`."""
+        """Return a draft at most `lengths[b]` tokens deep for each row; see `Proposer`."""
         check_rows(contexts, samplings, max_tokens, generators)
         self._follow(contexts)
         limits = [min(pair) for pair in zip(self.lengths, max_tokens, strict=True)]
@@ -124,7 +125,7 @@ class Adaptive:
         return drafts
 
     def commit(self, accepted: Sequence[Accepted]) -> None:
-        """Set the next lengths and tell the proposer. Raises ValueError for another batch."""
+        """Set the next lengths and inform the proposer. Raises ValueError for another batch."""
         if len(accepted) != len(self._depths):
             raise ValueError(
                 f"accepted must have one entry for each of {len(self._depths)} drafts, got "
@@ -152,7 +153,7 @@ class Adaptive:
 
 
 def _depth(draft: Draft) -> int:
-    """Tokens on the longest path of a draft."""
+    """Return the number of tokens on the longest path of a draft."""
     depths: list[int] = []
     for parent in draft.parents.tolist():
         depths.append(1 + (depths[parent] if parent >= 0 else 0))
@@ -160,15 +161,15 @@ def _depth(draft: Draft) -> int:
 
 
 class Gated:
-    """The draft model drafts while an n-gram lookup confirms it: two checks before the target's.
+    """Drafts with a model while an n-gram lookup confirms it: two checks before the target's.
 
     drafter: a `DraftModel` or another proposer with `propose_while`; it chooses every token.
-    ngram: whose options the lookup has. A token is confirmed if it is the one that the lookup in
-    prompt, output and the draft so far expects at its place. slack: so many unconfirmed tokens may
-    have another behind them; behind the next one the draft ends, and it stays in the draft.
-    So a draft has at most slack + 1 unconfirmed tokens, and one at least where any is allowed.
-    A confirmed token is still judged by the target: confirmation decides the length alone.
-    confirmed: for each row, which tokens of the last draft were.
+    ngram: gives the lookup's options. A token is confirmed if a lookup in prompt, output and the
+    draft so far predicts that token. slack: how many unconfirmed tokens may be followed by another;
+    after the next unconfirmed token the draft ends, and that token stays in it. So a draft has at
+    most slack + 1 unconfirmed tokens, and at least one token if any is allowed. The target still
+    verifies confirmed tokens: confirmation only decides the length.
+    confirmed: for each row, which tokens of the last draft were confirmed.
     """
 
     def __init__(self, drafter: Any, ngram: NGram, slack: int = 0) -> None:
@@ -197,7 +198,7 @@ class Gated:
         *,
         hidden: Tensor | None = None,  # noqa: ARG002 - the protocol's
     ) -> list[Draft]:
-        """A chain for each row, with the draft model's q; see `Proposer`."""
+        """Return a chain for each row, with the draft model's q; see `Proposer`."""
         return self.propose_while(contexts, samplings, max_tokens, generators, always)
 
     def propose_while(
@@ -208,13 +209,13 @@ class Gated:
         generators: Sequence[torch.Generator],
         go_on: GoOn,
     ) -> list[Draft]:
-        """As `propose`; a row also ends behind the token for which `go_on` is False."""
+        """Like `propose`, but a row also ends after the token for which `go_on` returns False."""
         check_rows(contexts, samplings, max_tokens, generators)
         if len(self._rows) != len(contexts):
             self._rows = [self.ngram.index() for _ in contexts]
         for index, context, most in zip(self._rows, contexts, max_tokens, strict=True):
             if most:
-                index.follow(context)  # drops what was drafted and not accepted
+                index.follow(context)  # drops drafted tokens that weren't accepted
         self.confirmed = [[] for _ in contexts]
 
         def gate(row: int, token: int, confidence: Callable[[], float]) -> bool:
@@ -227,5 +228,5 @@ class Gated:
         return self.drafter.propose_while(contexts, samplings, max_tokens, generators, gate)
 
     def commit(self, accepted: Sequence[Accepted]) -> None:
-        """Tell the drafter."""
+        """Inform the drafter."""
         self.drafter.commit(accepted)

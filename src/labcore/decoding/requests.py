@@ -1,4 +1,4 @@
-"""What generation keeps of one request: its output so far, and the draft of a step."""
+"""What generation keeps for one request: its output so far, and the draft of a step."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ class Request:
 
     @property
     def emitted(self) -> int:
-        """Tokens behind the prompt."""
+        """The number of tokens after the prompt."""
         return len(self.context) - self.prompt
 
     @property
     def kept(self) -> int:
-        """Tokens of the output."""
+        """The number of tokens in the output."""
         return self.emitted if self._stopped is None else self._stopped[0]
 
     def output(self) -> list[int]:
-        """Tokens of the output so far; a stop text that is still incomplete is in it."""
+        """Return the tokens of the output so far, including a stop text that's still incomplete."""
         return self.context[self.prompt : self.prompt + self.kept]
 
     def text(self, tokenizer: TextDecoder) -> str:
-        """Text of the output."""
+        """Return the text of the output."""
         end = None if self._stopped is None else self._stopped[1]
         return tokenizer.decode(self.output())[:end]
 
     def take(self, block: Sequence[int], ends: frozenset[int]) -> int:
-        """Add a block of tokens up to where the output ends; how many were added, at least 1.
+        """Add a block of tokens until the output ends; return how many were added, at least 1.
 
-        What ends the output with the earliest token counts; with the same token, EOS before a stop
-        text before max_tokens.
+        The earliest end counts. On the same token, EOS comes before a stop text, and a stop text
+        before max_tokens.
         """
         start, left = self.emitted, self.sampling.max_tokens - self.emitted
         count = plain = min(len(block), left)  # plain: those that have a text
@@ -73,11 +73,11 @@ class Request:
 
 
 class Plan:
-    """A row's draft in Python's numbers: one look at the tensors a step.
+    """A row's draft as Python numbers, so that each step reads the tensors once.
 
-    depth: most tokens of a path; room: most nodes. Of a larger tree the first nodes stay: which
-    are cut depends on no token, so the output keeps its law.
-    parents: None for a chain. Raises ValueError for a deeper draft and for parents that are none.
+    depth: the most tokens on a path; room: the most nodes. A larger tree keeps its first nodes. The
+    cut doesn't depend on the tokens, so the output keeps its distribution.
+    parents: None for a chain. Raises ValueError for a deeper draft and for invalid parents.
     """
 
     __slots__ = ("draft", "parents", "size", "tokens")
@@ -88,8 +88,8 @@ class Plan:
         deepest = len(parents) if chain else _depth(parents)
         if deepest > depth:
             raise ValueError(
-                f"a draft must be at most max_tokens[b] = {depth} tokens deep, got {deepest}; a "
-                "proposer must not go past what is left of the output"
+                f"a draft must be at most max_tokens[b] = {depth} tokens deep, got {deepest}; make "
+                "the proposer stop there"
             )
         if len(parents) > room:
             q = None if draft.q is None else draft.q[:room]
@@ -100,7 +100,7 @@ class Plan:
         self.parents = None if chain else parents
 
     def check_path(self, path: Sequence[int]) -> None:
-        """Raise ValueError unless each node follows the one before it."""
+        """Raise ValueError unless each node is a child of the one before it."""
         if self.parents is None:
             sound = len(path) <= self.size and all(i == node for i, node in enumerate(path))
         else:
@@ -112,7 +112,7 @@ class Plan:
         if not sound:
             raise ValueError(
                 f"a verifier's path must go from parent to child, got {tuple(path)}; accept no "
-                "token behind one that was rejected"
+                "token after a rejected one"
             )
 
 

@@ -1,4 +1,4 @@
-"""What proposers with a state of their own need to follow the rows of a batch."""
+"""Helpers for proposers with state, which must follow the rows of a batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["check_rows", "common_prefix"]
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two rows (both lists or both tuples) share from the start."""
+    """Return how many tokens two rows (both lists or both tuples) share from the start."""
     low, high = 0, min(len(first), len(second))
     if first[:high] == second[:high]:
         return high
@@ -32,12 +32,12 @@ def check_rows(
 ) -> None:
     """Raise ValueError unless each row has a context, a sampling, a limit and a generator.
 
-    A limit is at least 0; the context of a row with a limit above 0 has a token.
+    A limit is at least 0, and a row with a limit above 0 has a token in its context.
     """
     counts = [len(contexts), len(samplings), len(max_tokens), len(generators)]
     if len(set(counts)) > 1:
         raise ValueError(
-            "contexts, samplings, max_tokens and generators must have one entry a row, got "
+            "contexts, samplings, max_tokens and generators must have one entry per row, got "
             f"{', '.join(str(count) for count in counts)}"
         )
     for row, (context, most) in enumerate(zip(contexts, max_tokens, strict=True)):

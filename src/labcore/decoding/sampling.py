@@ -1,4 +1,4 @@
-"""From logits to the distribution that a request asked for, for target and draft alike."""
+"""From logits to a request's sampling distribution, for the target and the draft alike."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["probabilities", "tree_probabilities"]
 
 
 def probabilities(logits: Tensor, sampling: SamplingConfig, seen: Sequence[int] = ()) -> Tensor:
-    """What tokens are drawn from: fp32 [..., V] from logits [..., V] of any floating dtype.
+    """Return the sampling distribution: fp32 [..., V] from logits [..., V] of any floating dtype.
 
-    In transformers' order: repetition penalty on the tokens in `seen` (each counts once),
-    temperature, top-k (all that tie with the k-th stay), top-p (of the tokens that tie at its
-    border the later stay; transformers leaves that to an unstable sort).
+    The steps follow transformers' order: repetition penalty on the tokens in `seen` (each counts
+    once), temperature, top-k (all ties with the k-th stay), top-p (of tokens that tie at its
+    border, the later ones stay; in transformers, an unstable sort decides).
     Temperature 0 gives 1 to the first largest logit.
-    Raises TypeError for logits that are not floating; ValueError for a row without a finite
+    Raises TypeError for logits that aren't floating point; ValueError for a row without a finite
     largest logit and for tokens in `seen` outside the vocabulary.
     """
     logits = _checked(logits)
@@ -33,11 +33,11 @@ def probabilities(logits: Tensor, sampling: SamplingConfig, seen: Sequence[int] 
 def tree_probabilities(
     logits: Tensor, draft: Draft, context: Sequence[int], sampling: SamplingConfig
 ) -> Tensor:
-    """The p of a verifier: fp32 [N + 1, V] from logits [N + 1, V] behind the prefix and each node.
+    """Return a verifier's p: fp32 [N + 1, V] from logits [N + 1, V] after the prefix and each node.
 
-    The penalty at a node counts `context`, prompt and output so far, and the tokens of the node's
-    own path; tokens of other branches do not count. Errors as in `probabilities`, and ValueError
-    for logits that are not [N + 1, V].
+    The penalty at a node applies to `context`, the prompt and output so far, and to the tokens on
+    the node's own path, but not to other branches. Errors as in `probabilities`, and ValueError for
+    logits that aren't [N + 1, V].
     """
     logits = _checked(logits)
     if logits.ndim != 2 or len(logits) != len(draft) + 1:
@@ -73,7 +73,7 @@ def _token_ids(tokens: Sequence[int] | Tensor, logits: Tensor) -> Tensor:
 
 
 def _penalised(logits: Tensor, mask: Tensor, penalty: float) -> Tensor:
-    """A penalty above 1 makes the masked tokens less likely, whatever the sign of their logit."""
+    """Penalize the masked tokens; above 1 they get less likely, whatever their logit's sign."""
     logits = logits.float()
     return torch.where(mask, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
@@ -82,7 +82,7 @@ def _distribution(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     largest, first = logits.max(-1, keepdim=True)
     if not torch.isfinite(largest).all():
         rule = "logits must have a finite largest value in each row"
-        raise ValueError(f"{rule}, got NaN, inf or a row of -inf; look at the model's output")
+        raise ValueError(f"{rule}, got NaN, inf or a row of -inf; check the model's output")
     if sampling.temperature == 0:
         one_hot = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
         return one_hot.scatter_(-1, first, 1.0)
@@ -100,7 +100,7 @@ def _distribution(logits: Tensor, sampling: SamplingConfig) -> Tensor:
 
 
 def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """-inf for the least probable tokens that together have at most 1 - top_p."""
+    """Set the least probable tokens, which together have at most 1 - top_p, to -inf."""
     ascending, order = scores.sort(dim=-1, stable=True)
     drop = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
     drop[..., -1] = False

@@ -1,4 +1,4 @@
-"""Stop texts: where an output of tokens ends because of what it says."""
+"""Stop texts, which end an output of tokens because of its text."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import NamedTuple, Protocol
 
 __all__ = ["StopMatch", "StopTexts", "TextDecoder"]
 
-_BROKEN = "\ufffd"  # what stands for the first bytes of a character
+_BROKEN = "\ufffd"  # replaces the first bytes of a character
 
 
 class TextDecoder(Protocol):
-    """What stop texts ask of a tokenizer."""
+    """What stop texts need from a tokenizer."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens."""
+        """Return the text of tokens."""
 
 
 class StopMatch(NamedTuple):
-    """read: how many tokens it took to complete the stop. kept: how many of them begin before it.
+    """Where a stop text was found.
+
+    read: how many tokens complete the stop text. kept: how many of them begin before it.
     characters: the length of the text before it.
     """
 
@@ -32,18 +34,18 @@ class StopMatch(NamedTuple):
 class StopTexts:
     """The stop texts of one request; they may span tokens and begin or end inside one.
 
-    Characters of which only the first bytes are there do not count yet, so that the text of a
-    longer output begins with that of a shorter one, and a block of tokens ends where its tokens
-    one by one would have ended.
+    A character whose bytes are still incomplete doesn't count yet. So the text of a longer output
+    starts with that of a shorter one, and a block of tokens ends exactly where its tokens would
+    have ended one by one.
     """
 
     texts: tuple[str, ...]
     tokenizer: TextDecoder
 
     def match(self, tokens: Sequence[int], fresh: int) -> StopMatch | None:
-        """The first stop in an output whose last `fresh` tokens are new; None without one.
+        """Return the first stop text in an output whose last `fresh` tokens are new, or None.
 
-        Of several that the same token completes it is the one that begins first.
+        If one token completes several, it's the one that begins first.
         """
         if self._first(self._text(tokens)) < 0:
             return None
@@ -55,7 +57,7 @@ class StopTexts:
         return None
 
     def settled(self, tokens: Sequence[int]) -> int:
-        """How many tokens of an output without a stop no later stop can take back."""
+        """Return how many tokens of an output without a stop text no later one can take back."""
         text = self._text(tokens)
         begin = len(text)
         for stop in self.texts:
@@ -72,7 +74,7 @@ class StopTexts:
         return min((begin for begin in found if begin >= 0), default=-1)
 
     def _cover(self, tokens: Sequence[int], text: str) -> int:
-        """The fewest first tokens whose text begins with `text`."""
+        """Return the fewest first tokens whose text starts with `text`."""
         kept = len(tokens)
         while kept and self.tokenizer.decode(tokens[: kept - 1]).startswith(text):
             kept -= 1

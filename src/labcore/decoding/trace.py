@@ -1,4 +1,4 @@
-"""What a generation did: counts for every run, every step in full on request."""
+"""What a generation did: counts for every run, and every step in full on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_NUMBER = float("nan")
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What became of the drafted tokens at one place of the drafts (one depth of the trees)."""
+    """What became of the drafted tokens at one position of the drafts (one depth of the trees)."""
 
     drafted: int = 0
     tried: int = 0
@@ -27,12 +27,12 @@ class Position:
 
     @property
     def rate(self) -> float:
-        """accepted / drafted: how often the draft held up to here."""
+        """accepted / drafted: how often the draft was accepted up to here."""
         return self.accepted / self.drafted if self.drafted else _NO_NUMBER
 
     @property
     def alpha(self) -> float:
-        """accepted / tried: how often this token held, given that those before it did."""
+        """accepted / tried: how often this token was accepted, given that those before it were."""
         return self.accepted / self.tried if self.tried else _NO_NUMBER
 
     def __add__(self, other: Position) -> Position:
@@ -45,13 +45,13 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statistics:
-    """Counts of one row, or of several added up.
+    """Counts for one row, or summed over several.
 
-    steps: forwards of the target in which the row had a token; the prompt's is none of them.
-    tokens: of the output. drafted: tokens proposed. tried: those that were judged, the accepted
-    ones and those that were rejected. accepted: those that stand in the output. Neither tried nor
-    accepted counts what lies behind the end of the output (EOS, a stop text, max_tokens).
-    by_position: the same by place in the draft, the first token first.
+    steps: target forwards in which the row had a token, without the prompt's. tokens: in the
+    output. drafted: tokens proposed. tried: tokens judged, whether accepted or rejected. accepted:
+    tokens that are in the output. Neither tried nor accepted counts tokens after the end of the
+    output (EOS, a stop text, max_tokens).
+    by_position: the same by position in the draft, the first token first.
     """
 
     steps: int = 0
@@ -68,7 +68,7 @@ class Statistics:
 
     @property
     def alpha(self) -> float:
-        """accepted / tried, the chance of a token given that it is judged; NaN without one.
+        """accepted / tried, the probability that a judged token is accepted; NaN without one.
 
         Source: Leviathan, Kalman and Matias, 2023, arXiv 2211.17192.
         """
@@ -92,24 +92,24 @@ class Statistics:
 
     @classmethod
     def total(cls, parts: Iterable[Statistics]) -> Statistics:
-        """The sum of several."""
+        """Return the sum of several."""
         return sum(parts, cls())
 
 
 class Tally:
-    """The steps of one row, until it is known where its output ends.
+    """The steps of one row, until it's known where its output ends.
 
-    A stop text may take back tokens of earlier steps, so nothing is counted before.
+    A stop text may take back tokens of earlier steps, so nothing is counted before that.
     """
 
     def __init__(self) -> None:
-        # Of each step: output before it, nodes at each depth, tried ones at each depth, accepted.
+        # Per step: output before it, nodes at each depth, tried ones at each depth, accepted.
         self._steps: list[tuple[int, Sequence[int], Sequence[int], int]] = []
 
     def add(
         self, start: int, parents: Sequence[int] | None, size: int, path: Sequence[int]
     ) -> None:
-        """Note a step: start: tokens of the output before it; parents: None for a chain."""
+        """Record a step. start: tokens of the output before it; parents: None for a chain."""
         if parents is None:
             drafted: Sequence[int] = (1,) * size
             tried: Sequence[int] = (1,) * min(size, len(path) + 1)
@@ -120,11 +120,11 @@ class Tally:
         self._steps.append((start, drafted, tried, len(path)))
 
     def statistics(self, kept: int) -> Statistics:
-        """The counts when the first `kept` tokens are the output."""
+        """Return the counts if the first `kept` tokens are the output."""
         places: list[list[int]] = []
         for start, drafted, tried, path in self._steps:
             accepted = min(path, max(kept - start, 0))
-            # What was rejected behind the path counts if the token in its place stands.
+            # A rejection after the path counts if the token in its place is in the output.
             judged = path + 1 if start + path < kept else accepted
             places += ([0, 0, 0] for _ in range(len(drafted) - len(places)))
             for depth, nodes in enumerate(drafted):
@@ -143,7 +143,7 @@ class Tally:
 
 
 def tried_nodes(parents: Sequence[int], path: Sequence[int]) -> list[int]:
-    """The nodes that were judged, in order: before an accepted node the elder siblings too."""
+    """Return the judged nodes in order, including earlier siblings of accepted ones."""
     tried = []
     parent = -1
     for chosen in (*path, None):
@@ -172,12 +172,14 @@ class Step:
 
     row: the row. context: tokens before the step, the last not yet read by the target.
     draft_tokens, draft_parents: the draft. q: fp32 [N, V], or None. p: fp32 [N + 1, V].
-    path, next_token, draws: what the verifier decided, with its uniform numbers.
-    tried: the nodes that were judged, in order. ratios: min(1, p / q) of each of them, p being
-    what elder siblings had left of it.
-    residual: fp32 [V], what rejection sampling draws the next token from after a rejection;
-    None when nothing was rejected. bonus: the whole draft stands, and the next token comes on top.
-    tokens: what joined the context: less than path and next token when the output ended inside.
+    path, next_token, draws: the verifier's decision, with its uniform random numbers.
+    tried: the judged nodes, in order. ratios: min(1, p / q) of each, where p is what earlier
+    siblings left of it.
+    residual: fp32 [V], from which rejection sampling draws the next token after a rejection; None
+    if nothing was rejected. bonus: whether the next token is a bonus, because no token was
+    rejected.
+    tokens: what was added to the context; fewer than path and next token if the output ended
+    inside.
     target_length, draft_length: tokens of the context that the target's and the proposer's cache
     hold after the step; draft_length is None for a proposer without a cache.
     """
@@ -202,12 +204,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Every step of every row, in time's order."""
+    """Every step of every row, in chronological order."""
 
     steps: list[Step] = field(default_factory=list)
 
     def row(self, row: int) -> list[Step]:
-        """The steps of one row."""
+        """Return the steps of one row."""
         return [step for step in self.steps if step.row == row]
 
 
@@ -222,11 +224,11 @@ def step_of(
     target_length: int,
     draft_length: int | None,
 ) -> Step:
-    """A step for the trace, with copies of p and q and with what follows from them."""
+    """Return a step for the trace, with copies of p and q and what follows from them."""
     drafted, parents = draft.tokens.tolist(), draft.parents.tolist()
     tried = tried_nodes(parents, decided.path)
     ratios = []
-    with torch.inference_mode(False):  # so that any caller may work on the copies
+    with torch.inference_mode(False):  # so that any caller may use the copies
         p = p.clone().float().cpu()
         q = None if draft.q is None else draft.q.clone().float().cpu()
         left = p[0]

@@ -1,7 +1,7 @@
-"""Verifiers: which drafted tokens stand, and the token behind them.
+"""Verifiers decide which drafted tokens to accept, and which token comes after them.
 
-A draft is a tree; of the children of a node the first is tried first. p is the target's
-distribution, q the draft's.
+A draft is a tree; a node's children are tried in order. p is the target's distribution, q the
+draft's.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = [
 
 
 def greedy_match(p: Tensor, draft: Draft, generator: Any = None) -> Accepted:  # noqa: ARG001
-    """Keep the tokens that the target's argmax (of equal ones the first) would have said.
+    """Accept the tokens that equal the target's argmax (the first if several tie).
 
-    p: [N + 1, V]. No randomness: it is lossless where p is one-hot, at temperature 0. Elsewhere it
-    gives the argmax of p and not a sample. Errors as in `check_draft`.
+    p: [N + 1, V]. There's no randomness: it's lossless if p is one-hot, as at temperature 0.
+    Otherwise it gives the argmax of p instead of a sample. Errors as in `check_draft`.
     """
     children = tree_children(p, draft)
     tokens, wanted = draft.tokens.tolist(), p.argmax(-1).tolist()
@@ -47,15 +47,15 @@ def greedy_match(p: Tensor, draft: Draft, generator: Any = None) -> Accepted:  #
 
 
 def rejection_sampling(p: Tensor, draft: Draft, generator: Any = None) -> Accepted:
-    """Accept a token x with probability min(1, p(x) / q(x)); after a rejection p is the residual.
+    """Accept token x with probability min(1, p(x) / q(x)); after a rejection, use the residual.
 
-    p: fp32 or fp64 [N + 1, V]. generator: a torch.Generator or `Draws`. A child that is rejected
-    leaves `residual(p, q)` for the next one; if none is left, the next token is drawn from it.
-    Behind the last node it comes from p itself, the bonus. For q = None the residual is p without
-    the token. The output has the law of the target if each node was drawn from its row of q,
-    given its ancestors and its elder siblings. Errors as in `check_draft`.
-    Source: Leviathan, Kalman and Matias, arXiv:2211.17192; Chen et al., arXiv:2302.01318; for
-    trees Miao et al., arXiv:2305.09781.
+    p: fp32 or fp64 [N + 1, V]. generator: a torch.Generator or `Draws`. A rejected child leaves
+    `residual(p, q)` for the next child; if there's none, the next token is drawn from it. After the
+    last node, the next token comes from p itself, the bonus. If q is None, the residual is p
+    without the token. The output has the target's distribution if each node was drawn from its row
+    of q, given its ancestors and its earlier siblings. Errors as in `check_draft`.
+    Source: Leviathan, Kalman and Matias, arXiv:2211.17192; Chen et al., arXiv:2302.01318; for trees
+    Miao et al., arXiv:2305.09781.
     """
     children = tree_children(p, draft)
     draws = draws_of(generator)
@@ -78,10 +78,10 @@ def rejection_sampling(p: Tensor, draft: Draft, generator: Any = None) -> Accept
 
 
 def sample_and_compare(p: Tensor, draft: Draft, generator: Any = None) -> Accepted:
-    """Draw each token from p and go on while it stands in the draft.
+    """Draw each token from p and continue while it's in the draft.
 
-    p: fp32 or fp64 [N + 1, V]. As exact as `rejection_sampling`, and it needs no q, but it accepts
-    a drafted token with probability sum(p q), never more than sum(min(p, q)). Errors as in
+    p: fp32 or fp64 [N + 1, V]. This is as exact as `rejection_sampling` and needs no q, but it
+    accepts a drafted token with probability sum(p q), never more than sum(min(p, q)). Errors as in
     `check_draft`.
     """
     children = tree_children(p, draft)
@@ -101,9 +101,9 @@ def sample_and_compare(p: Tensor, draft: Draft, generator: Any = None) -> Accept
 class TypicalAcceptance:
     """Lossy: accept what the target finds typical, p(x) > min(threshold, alpha exp(-H(p))).
 
-    H is the entropy of p in nats. The deepest path of such tokens stands, of equal ones the first;
-    the next token is drawn from p behind it. The output does not have the law of the target:
-    `exact.typical_bias` measures by how much. At temperature 0 it is greedy.
+    H is the entropy of p in nats. The deepest path of such tokens is accepted, the first if several
+    tie, and the next token is drawn from p after it. The output doesn't have the target's
+    distribution; `exact.typical_bias` measures the difference. At temperature 0 it is greedy.
     Source: Cai et al., Medusa, arXiv:2401.10774.
     """
 
@@ -117,12 +117,12 @@ class TypicalAcceptance:
             raise ValueError(f"threshold must be at most 1, got {self.threshold}")
 
     def bound(self, p: Tensor) -> Tensor:
-        """What p(x) must exceed: [...] from p [..., V]."""
+        """Return what p(x) must exceed: [...] from p [..., V]."""
         entropy = torch.special.entr(p).sum(-1)
         return (self.alpha * torch.exp(-entropy)).clamp(max=self.threshold)
 
     def __call__(self, p: Tensor, draft: Draft, generator: Any = None) -> Accepted:
-        """As the other verifiers."""
+        """Verify a draft, as the other verifiers do."""
         tree_children(p, draft)
         draws = draws_of(generator)
         start = len(draws.log)
@@ -143,31 +143,31 @@ class TypicalAcceptance:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """What p has above q, normalised (not softmaxed): [V] from two rows [V].
+    """Return max(p - q, 0), normalized (not softmaxed): [V] from two rows [V].
 
-    Where nothing is left, because p equals q up to rounding, it is p. ValueError for other shapes.
+    If nothing is left, because p equals q up to rounding, return p. ValueError for other shapes.
     """
     if p.ndim != 1 or p.shape != q.shape:
         came = f"{tuple(p.shape)} and {tuple(q.shape)}"
-        raise ValueError(f"p and q must be rows [V] of one length, got {came}")
+        raise ValueError(f"p and q must be rows [V] of the same length, got {came}")
     above = (p - q).clamp(min=0)
     total = above.sum()
     return above / total if total > 0 else p
 
 
 def one_hot(token: int, like: Tensor) -> Tensor:
-    """The q of a token that was not drawn: [V], in the dtype of `like`."""
+    """Return the q of a token that wasn't drawn: [V], in the dtype of `like`."""
     row = torch.zeros_like(like)
     row[token] = 1
     return row
 
 
 def check_draft(draft: Draft, vocab: int) -> None:
-    """Raise unless `draft` is a tree over tokens 0 ... vocab - 1 with a sound q.
+    """Raise unless `draft` is a tree over tokens 0 ... vocab - 1 with a valid q.
 
-    TypeError: tokens or parents that are not whole numbers, q below fp32 (a rounded q is not what
-    the token was drawn from). ValueError: shapes, tokens outside the vocabulary, a node before its
-    parent, a row of q that is no distribution, a token that its row of q could not give.
+    TypeError: tokens or parents that aren't integers; q below fp32, because a rounded q isn't what
+    the token was drawn from. ValueError: wrong shapes, tokens outside the vocabulary, a node before
+    its parent, a row of q that isn't a distribution, a token that its row of q couldn't give.
     """
     tokens, parents, q = draft.tokens, draft.parents, draft.q
     for name, ids in (("tokens", tokens), ("parents", parents)):
@@ -189,18 +189,23 @@ def check_draft(draft: Draft, vocab: int) -> None:
     if q.shape != (len(draft), vocab):
         raise ValueError(f"draft.q must be {(len(draft), vocab)}, got {tuple(q.shape)}")
     if len(draft) and not (q.min() >= 0 and ((q.sum(-1) - 1).abs() < 1e-3).all()):
-        raise ValueError("each row of draft.q must be at least 0 and add up to 1, got other rows")
+        raise ValueError(
+            "each row of draft.q must be at least 0 and add up to 1, got other rows; pass "
+            "probabilities, not logits"
+        )
     if len(draft) and not (q.gather(1, tokens.long()[:, None].to(q.device)) > 0).all():
-        raise ValueError("draft.q must be above 0 at each drafted token, got 0")
+        raise ValueError(
+            "draft.q must be above 0 at each drafted token, got 0; pass the q it was drawn from"
+        )
 
 
 def tree_children(p: Tensor, draft: Draft) -> list[list[int]]:
-    """Each row's children in order: of the prefix [0], of node i [i + 1]; p and draft are checked.
+    """Check p and the draft; return the children of the prefix at [0], of node i at [i + 1].
 
-    TypeError for p below fp32; ValueError unless p is [N + 1, V]; and as `check_draft`.
+    TypeError for p below fp32; ValueError unless p is [N + 1, V]; other errors as in `check_draft`.
     """
     if p.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"p must be float32, got {p.dtype}; make the softmax in float32")
+        raise TypeError(f"p must be float32, got {p.dtype}; compute the softmax in float32")
     if p.ndim != 2 or len(p) != len(draft) + 1:
         rule = f"p must be [N + 1, V] with N + 1 = {len(draft) + 1} rows"
         raise ValueError(f"{rule}, got {tuple(p.shape)}")
@@ -217,7 +222,7 @@ VERIFIERS: dict[str, Verifier] = {
     "sample_and_compare": sample_and_compare,
     "typical": TypicalAcceptance(),
 }
-"""By name."""
+"""The verifiers by name."""
 
 LOSSLESS = frozenset({"greedy", "rejection", "sample_and_compare"})
-"""The names whose output has the law of the target; greedy at temperature 0."""
+"""The names whose output has the target's distribution; greedy only at temperature 0."""

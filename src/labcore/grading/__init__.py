@@ -1,1 +1,1 @@
-"""A class's notebooks: taken in, run in a sandbox, judged outside of it, entered and reported."""
+"""Grading a class: collect its notebooks, run them in a sandbox, judge the answers, report."""

@@ -1,7 +1,7 @@
-"""nbgrader's page of feedback, made readable without a network and safe to open.
+"""nbgrader's feedback page, made readable offline and safe to open.
 
-The page asks nobody for anything and runs nothing, whatever a student wrote: its own policy says
-so to the browser. Formulas and figures, which need a script, are told in words.
+Whatever a student wrote, the page loads nothing and runs no script: its Content-Security-Policy
+forbids both. Formulas and figures, which would need a script, become text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from labcore.labs.source import cell_text, nbgrader_of, sections
 __all__ = ["PAGE_HEAD", "finish", "make_readable", "titles"]
 
 FIGURE = "[A figure, which this page cannot show. Run the cell to see it.]"
-# Outputs that only a script can draw, by the beginning of their types.
+# MIME type prefixes of outputs that only a script can draw.
 DRAWN = ("application/vnd.", "application/javascript", "application/geo")
 PAGE_HEAD = (
     '<meta charset="utf-8">\n'
@@ -38,7 +38,7 @@ a.anchor-link { display: none; }
 }
 </style>
 """
-# nbgrader's template takes MathJax from a stranger, its style a font that is not there.
+# nbgrader's template loads MathJax from another site, and its style a font that does not exist.
 FETCHED = re.compile(r"<script\b.*?</script\s*>|@font-face\s*{[^}]*}", re.DOTALL | re.IGNORECASE)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(?=\S)([^$\n]+?)(?<=\S)\$(?!\d)", re.DOTALL)
 FENCED = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
@@ -55,7 +55,7 @@ SIGNS = {
 
 
 def titles(release: Mapping[str, Any]) -> dict[str, str]:
-    """What a student knows each graded cell by, by grade_id: the heading above it."""
+    """The name that a student knows each graded cell by, by grade_id: the heading above it."""
     cells = release["cells"]
     found = {
         str(nbgrader_of(cell)["grade_id"]): section
@@ -70,7 +70,7 @@ def titles(release: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _formula(tex: str) -> str:
-    """TeX in one line of text: Greek letters and signs, and braces as parentheses."""
+    """TeX as one line of text: Greek letters and symbols, with braces as parentheses."""
     text = re.sub(r"\\frac\s*{([^{}]*)}\s*{([^{}]*)}", r"(\1)/(\2)", tex)
     text = re.sub(r"\\(?:operatorname|mathrm|mathbf|text)\s*{([^{}]*)}", r"\1", text)
     text = re.sub(r"{([^{}])}", r"\1", text)
@@ -79,21 +79,21 @@ def _formula(tex: str) -> str:
 
 
 def _markdown(text: str, known: bool) -> str:
-    """A markdown cell with its formulas as text, and with no HTML unless the release has it."""
+    """A Markdown cell with its formulas as text; `known` keeps the HTML of the release's cells."""
     parts = FENCED.split(text)
-    for place in range(0, len(parts), 2):  # between pieces of code
+    for place in range(0, len(parts), 2):  # odd parts are code
         part = FORMULA.sub(lambda found: f"`{_formula(found[1] or found[2])}`", parts[place])
         parts[place] = part if known else re.sub(r"<(?=[A-Za-z/!?])", "&lt;", part)
     return "".join(parts)
 
 
 def _shown(data: Mapping[str, Any]) -> dict[str, Any]:
-    """An output's forms that a page without scripts can show."""
+    """The representations of an output that a page without scripts can show."""
     if any(kind.startswith(DRAWN) for kind in data):
         return {"text/plain": FIGURE}
     shown = dict(data)
     if "text/markdown" in shown and "text/html" not in shown:
-        # The page's sanitizer would show the tags of the prose as text.
+        # The page's sanitizer would show HTML tags in the Markdown as text.
         prose = shown.pop("text/markdown")
         if "".join(shown.get("text/plain", "<")).startswith("<"):
             shown["text/plain"] = prose
@@ -101,7 +101,7 @@ def _shown(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_readable(notebook: dict[str, Any], release: Mapping[str, Any]) -> None:
-    """Changes a graded notebook's prose and outputs, in place, to what its page can show."""
+    """Rewrites a graded notebook's prose and outputs, in place, as its page can show them."""
     known = {cell_text(cell) for cell in release["cells"]}
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
@@ -113,7 +113,7 @@ def make_readable(notebook: dict[str, Any], release: Mapping[str, Any]) -> None:
 
 
 def finish(page: str, exercises: Mapping[str, str]) -> str:
-    """nbgrader's page with wrapped lines and named exercises, and with nothing that runs.
+    """nbgrader's page with wrapped lines and named exercises, and without scripts.
 
     exercises: titles by grade_id.
     """

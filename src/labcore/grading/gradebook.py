@@ -1,7 +1,8 @@
-"""One course in one folder, entered into nbgrader's gradebook a notebook at a time.
+"""nbgrader's gradebook for one course in one folder, filled one notebook at a time.
 
-nbgrader's three steps run in this process: its release of a lab with the gradebook's entries, the
-autograder, which runs nothing here but takes what was judged, and the feedback as HTML.
+nbgrader's three steps run in this process. It releases a lab, which adds the lab to the gradebook;
+it autogrades a notebook, taking the judged results instead of running it; and it writes the
+feedback as HTML.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from labcore.labs.source import HIDDEN, Lab, cell_text, import_cells, nbgrader_o
 __all__ = ["Gradebook", "Graded", "GradingError"]
 
 OUTPUTS = ("stream", "display_data", "execute_result", "error")
-PLACE = "labcore_place"  # metadata of a cell: where it stands in the mended notebook
+PLACE = "labcore_place"  # a cell's metadata: its index in the repaired notebook
 
 
 class GradingError(RuntimeError):
-    """A notebook could not be graded to its end; the message says what happened."""
+    """A notebook could not be graded; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Graded:
-    """points by grade_id in reading order, those given by hand included, and the feedback page.
+    """points: by grade_id in reading order, including manual points. feedback: the page.
 
-    changes: what became of points given by hand, a phrase each.
+    changes: one phrase for each manual score that was withdrawn.
     """
 
     points: Mapping[str, float]
@@ -57,10 +58,11 @@ class Graded:
 
 
 class FillIn(NbGraderPreprocessor):
-    """In the place of nbgrader's Execute: what a notebook's cells said where they were run.
+    """Replaces nbgrader's Execute: fills in the outputs that the cells gave in the sandbox.
 
-    Errors alone decide over a graded cell. nbgrader by itself gives no points for a line on stderr,
-    such as a warning in right code, and some points for a number as the last value.
+    Only errors decide a graded cell's points. nbgrader itself would give no points to a cell that
+    writes to stderr, such as a warning from correct code, and partial points to a cell whose last
+    value is a number.
     """
 
     def __init__(self, judged: Judged, **more: Any) -> None:
@@ -70,13 +72,13 @@ class FillIn(NbGraderPreprocessor):
     def preprocess_cell(
         self, cell: NotebookNode, resources: Any, _index: int
     ) -> tuple[NotebookNode, Any]:
-        """Gives a code cell its outputs, a graded one its error where it did not pass."""
+        """Fills in a code cell's outputs; a graded cell that failed gets its error."""
         if cell.cell_type != "code":
             return cell, resources
         if is_grade(cell):
             error = self._judged.errors.get(cell.metadata.nbgrader.grade_id)
             cell.outputs = [_error(*error)] if error else []
-            cell.execution_count = 1  # without one nbgrader takes a cell for not run
+            cell.execution_count = 1  # without one, nbgrader treats the cell as not run
         elif (place := cell.metadata.pop(PLACE, None)) is not None:
             cell.outputs = [_checked(one) for one in self._judged.outputs[place]]
             cell.execution_count = self._judged.counts[place]
@@ -88,19 +90,19 @@ def _error(name: str, message: str) -> NotebookNode:
 
 
 def _checked(output: Mapping[str, Any]) -> NotebookNode:
-    """An output as the notebook's format has it; what is none becomes a line that says so."""
+    """A valid notebook output; an invalid one becomes a line that says so."""
     node = from_dict(dict(output))
     try:
         if node.get("output_type") not in OUTPUTS:
-            raise ValidationError("an output of no kind")
+            raise ValidationError("unknown output_type")
         validate(node, ref=node.output_type, version=4)
     except (ValidationError, KeyError, AttributeError, TypeError):
-        return new_output("stream", name="stderr", text="[An output that is none was left out.]\n")
+        return new_output("stream", name="stderr", text="[An invalid output was left out.]\n")
     return node
 
 
 class OneAutograde(Autograde):
-    """The autograder, which remembers why a notebook failed instead of only logging it."""
+    """An autograder that keeps the exception of a failed notebook instead of only logging it."""
 
     failure: Exception | None = None
 
@@ -114,9 +116,9 @@ class OneAutograde(Autograde):
 
 
 def _with_imports(notebook: Mapping[str, Any]) -> dict[str, Any]:
-    """A source whose graded cells begin with the lab's own imports, as a part of what is hidden.
+    """A source whose graded cells begin with the lab's own imports, in a hidden region.
 
-    A student's notebook may have lost them, or have given their names to something else.
+    A student's notebook may have lost the imports or rebound their names.
     """
     lines = [cell_text(cell).strip() for cell in import_cells(notebook["cells"])]
     region = "\n".join((f"### BEGIN {HIDDEN}", *lines, f"### END {HIDDEN}"))
@@ -130,10 +132,10 @@ def _with_imports(notebook: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Gradebook:
-    """nbgrader's course in a folder of its own, new or from an earlier grading.
+    """An nbgrader course in its own folder, new or from an earlier grading.
 
-    One process at a time may have it. A context manager, which closes the log.
-    log: the file that takes what nbgrader logs.
+    Only one process at a time may use it. As a context manager, it closes the log on exit.
+    log: the file for nbgrader's log.
     """
 
     def __init__(self, folder: Path, log: Path) -> None:
@@ -155,7 +157,7 @@ class Gradebook:
             handler.close()
 
     def _start(self, kind: type[Any], slug: str, student: str = "*") -> Any:
-        """A converter of nbgrader for one lab and student, run by the caller."""
+        """An nbgrader converter for one lab and student; the caller runs it."""
         config = Config(course_settings(self._folder, self._folder))
         course = CourseDirectory(
             config=config, assignment_id=slug, student_id=student, log=self._log
@@ -163,9 +165,9 @@ class Gradebook:
         return kind(coursedir=course, config=config, log=self._log, force=True)
 
     def open_lab(self, lab: Lab) -> dict[str, Any]:
-        """Enters a lab into the gradebook once; returns nbgrader's release of it as JSON.
+        """Adds a lab to the gradebook once; returns nbgrader's release of it as JSON.
 
-        Raises GradingError where nbgrader does not take it.
+        Raises GradingError if nbgrader rejects the lab.
         """
         slug = lab.metadata.slug
         if slug not in self._releases:
@@ -188,10 +190,10 @@ class Gradebook:
     def record(
         self, slug: str, student: str, notebook: Mapping[str, Any], judged: Judged, *, name: str
     ) -> Graded:
-        """Enters what was judged of a mended notebook, in place of an earlier submission's.
+        """Records the result for a repaired notebook; replaces that of an earlier submission.
 
-        Points given by hand stay, unless the answer above their cell is another one now. student: a
-        plain word; name: what the gradebook shows for it. Raises GradingError.
+        A manual score stays unless the answer above its cell has changed. student: a plain word;
+        name: what the gradebook shows for it. Raises GradingError if nbgrader fails.
         """
         place = self._folder / "submitted" / student / slug / f"{slug}.ipynb"
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -223,7 +225,7 @@ class Gradebook:
     def _settle_points_by_hand(
         self, slug: str, student: str, name: str, notebook: Mapping[str, Any]
     ) -> list[str]:
-        """Takes back what was given by hand for an answer that changed since; says what and why."""
+        """Withdraws manual scores for answers that have changed; returns a phrase for each."""
         now = _answers(notebook)
         known = self._folder / "answers" / student / f"{slug}.json"
         before = json.loads(known.read_text(encoding="utf-8")) if known.is_file() else now
@@ -234,14 +236,14 @@ class Gradebook:
                 by_hand = grade.manual_score
                 if by_hand is not None and before.get(grade.name) != now.get(grade.name):
                     said.append(
-                        f"{grade.name} had {by_hand:g} points by hand for another answer, now taken"
-                        " back"
+                        f"{grade.name} had {by_hand:g} manual points for an earlier answer, now"
+                        " withdrawn"
                     )
                     grade.manual_score = None
-                # nbgrader asks for a second look after every run.
+                # nbgrader requests manual grading again after every run.
                 grade.needs_manual_grade = False
             book.db.commit()
-        # Last: whoever is stopped before this does it all again.
+        # Written last, so that an interrupted run repeats all of this.
         known.parent.mkdir(parents=True, exist_ok=True)
         known.write_text(json.dumps(now), encoding="utf-8")
         return said
@@ -254,10 +256,10 @@ class Gradebook:
         return {cell["grade_id"]: found[cell["grade_id"]] for cell in order if cell.get("grade")}
 
     def _prepare_feedback(self, slug: str, student: str) -> None:
-        """Takes the hidden tests out of the graded copy, so that feedback can be given out.
+        """Removes the hidden tests from the graded copy, because students get the feedback.
 
-        Locked cells get the text of the release again, errors lose their traceback, which quotes
-        code, and the rest becomes what a page without scripts can show.
+        Locked cells get their released text back, and their errors lose the traceback, which quotes
+        code. The rest is rewritten for a page without scripts.
         """
         path = self._folder / "autograded" / student / slug / f"{slug}.ipynb"
         notebook = json.loads(path.read_text(encoding="utf-8"))
@@ -280,13 +282,13 @@ class Gradebook:
 
 
 def _answers(notebook: Mapping[str, Any]) -> dict[str, str]:
-    """By grade_id of the graded cells, the text of the answers above them that they judge."""
+    """The text of the answer that each graded cell judges, by grade_id."""
     found: dict[str, str] = {}
     answer, closed = "", False
     for cell in notebook["cells"]:
         meta = nbgrader_of(cell)
         if meta.get("solution"):
-            # An exercise may have its answer in several cells.
+            # An answer may span several cells.
             answer = cell_text(cell) if closed else answer + cell_text(cell)
             closed = False
         if meta.get("grade"):
@@ -296,4 +298,4 @@ def _answers(notebook: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    return f"nbgrader stopped at it, and grading.log says why ({type(error).__name__})"
+    return f"nbgrader failed on it ({type(error).__name__}); see grading.log"

@@ -1,4 +1,4 @@
-"""One submission, run in a sandbox and judged outside of it."""
+"""Runs one submission in a sandbox and judges it outside of the sandbox."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ __all__ = ["Judged", "run_and_judge"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """What came of one notebook, as data that a file can hold.
+    """The result for one notebook, as data that a file can hold.
 
-    outputs, counts: of each cell of the mended notebook, by its place. errors: (name, message) by
-    grade_id of the graded cells that did not pass; one that is not there passed. problem: why
-    nothing of it could be run, "" where something could. stopped: cells and functions that ran out
-    of time; died: cells that ended their kernel and were left out. unchecked: graded cells that
-    this machine could not check. concerns: what a person should look at.
+    outputs, counts: outputs and execution count of each cell of the repaired notebook, in order.
+    errors: (name, message) by grade_id, for the graded cells that failed; all others passed.
+    problem: why none of the notebook could be run, "" if some of it could. stopped: the number of
+    cells and functions that ran out of time. died: cells that killed their kernel and were skipped.
+    unchecked: graded cells that this machine could not check. concerns: for a person to review.
     """
 
     outputs: Sequence[Sequence[Mapping[str, Any]]]
@@ -47,21 +47,21 @@ class Judged:
     concerns: Sequence[str] = ()
 
     def to_json(self) -> str:
-        """All of it as text."""
+        """The result as text."""
         text = json.dumps(dataclasses.asdict(self), ensure_ascii=False)
-        # What a student's code says can have halves of signs, which no file in UTF-8 can.
+        # A student's output may contain lone surrogates, which UTF-8 cannot encode.
         return text.encode("utf-8", errors="replace").decode()
 
     @classmethod
     def from_json(cls, text: str) -> Judged:
-        """What was judged, from the text of `to_json`."""
+        """The result from the text of `to_json`."""
         told = json.loads(text)
         told["errors"] = {name: (one, more) for name, (one, more) in told["errors"].items()}
         return cls(**{**told, "concerns": tuple(told["concerns"])})
 
 
 def _without_graded(notebook: Mapping[str, Any]) -> dict[str, Any]:
-    """The notebook with its graded cells emptied: they are nothing for a student's kernel."""
+    """The notebook with its graded cells emptied: a student's kernel must not run them."""
     found = copy.deepcopy(dict(notebook))
     for cell in found["cells"]:
         if nbgrader_of(cell).get("grade"):
@@ -75,12 +75,12 @@ def _count(ran: Ran, name: str) -> int:
 
 
 def _numbered(number: int | None, ran: Ran) -> tuple[int, list[str]]:
-    """The student's number to judge by, and what is to say of it."""
+    """The student number to judge with, and any concern about it."""
     if number is not None:
         return number, []
     if ran.number is not None:
-        return ran.number, [f"STUDENT is no plain number; graded as {ran.number}, its last value"]
-    return 0, ["STUDENT is no plain number; graded as 0"]
+        return ran.number, [f"STUDENT is not a number; graded as {ran.number}, its final value"]
+    return 0, ["STUDENT is not a number; graded as 0"]
 
 
 def run_and_judge(
@@ -91,10 +91,11 @@ def run_and_judge(
     limits: Limits,
     sandboxed: bool = True,
 ) -> Judged:
-    """Runs a mended notebook (`submissions.mend`) in a sandbox and judges its functions outside.
+    """Runs a repaired notebook (`submissions.mend`) in a sandbox and judges its functions outside.
 
-    number: the student's, None where the notebook has no plain one. sandboxed: False runs the
-    student's code with the rights of this process. Never raises for what a student wrote.
+    number: the student number, None if the notebook does not assign a literal one. sandboxed: False
+    runs the student's code with this process's privileges. Nothing that a student wrote makes this
+    function raise.
     """
     slug, every = lab.metadata.slug, list(lab.points)
     with Sandbox(limits, sandboxed=sandboxed) as sandbox:
@@ -105,7 +106,7 @@ def run_and_judge(
             verdicts = Verdicts(errors=errors, unchecked=0, timeouts=0)
         else:
             verdicts = judge(lab, sandbox, number=number, chosen=every)
-            # A lab without exercises in labcore has no solutions there to call.
+            # Only a lab with exercises in labcore has solutions there to call.
             right = [name for name in every if name not in verdicts.errors and slug in slugs()]
             again = judge(lab, sandbox, number=number, chosen=right, without=slug)
             concerns += [f"{name} {how}" for name, how in calls_solutions(again).items()]

@@ -1,8 +1,8 @@
-"""The part of grading that decides, outside of the sandbox and with no student's code in it.
+"""The part of grading that decides: it runs outside of the sandbox, without any student code.
 
-Graded cells run here, in the names that the lab's own cells import. A student's function stands
-in for itself: called, it asks the sandbox, and what comes back is plain data. Patching a check,
-numpy or the kernel changes nothing here.
+Graded cells run here, in a namespace with the lab's own imports. Each student function is a proxy:
+a call goes to the sandbox, and only plain data comes back. A student who patches a check, numpy or
+the kernel therefore changes nothing here.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = ["HandedIn", "Ran", "Sandbox", "Verdicts", "answer_names", "calls_solu
 NUMBER = "STUDENT"
 MIB = 1 << 20
 ANSWER_MIB = 256
-START_S = 60.0  # what a worker needs to start on a busy machine
-CALL_S = 10.0  # for a plain call of a student's function
+START_S = 60.0  # for a worker to start on a busy machine
+CALL_S = 10.0  # for a direct call of a student's function
 TEXT_LIMIT = 4000
-# What data raises that has another form; an array in the place of a dict an IndexError.
+# What malformed data can raise; an array instead of a dict raises IndexError.
 MALFORMED = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 KINDS = ("", "missing", "error", "timeout", "memory", "exit", "unavailable")
 ENDED = {
-    MEMORY: "the notebook's processes together used more memory than their {memory_mib} MiB",
-    TIME: "the notebook used more than its {wall_s:g} seconds",
-    "": "it ended the sandbox that it ran in",
+    MEMORY: "the notebook's processes together used more than the limit of {memory_mib} MiB",
+    TIME: "the notebook ran longer than the limit of {wall_s:g} seconds",
+    "": "it killed the sandbox that it ran in",
 }
 
 
@@ -52,10 +52,10 @@ class SandboxEndedError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    """What a sandbox told of a notebook; believed in nothing but its form.
+    """What a sandbox reported about a notebook. Only the form is checked; nothing is trusted.
 
-    outputs, counts: of each cell. problem: why it could not be run to its end, "" where it could.
-    number: what STUDENT is at the end, None where that is no whole number.
+    outputs, counts: of each cell. problem: why the notebook did not run to the end, "" if it did.
+    number: the final value of STUDENT, None if that is not a nonnegative integer.
     """
 
     outputs: Sequence[Sequence[dict[str, Any]]]
@@ -65,7 +65,7 @@ class Ran:
 
 
 class Sandbox:
-    """A session in a sandbox, begun anew when it ends; a context manager."""
+    """A session in a sandbox, restarted whenever it ends; a context manager."""
 
     def __init__(self, limits: Limits, *, sandboxed: bool) -> None:
         self._limits, self._sandboxed = limits, sandboxed
@@ -86,7 +86,7 @@ class Sandbox:
             process.__exit__(None, None, None)
 
     def _ask(self, request: Mapping[str, Any], seconds: float) -> Any:
-        """The answer to a request. Raises SandboxEndedError, also for one that is no answer."""
+        """The answer to a request. Raises SandboxEndedError, also for a malformed answer."""
         if self._process is None:
             left = self._end - time.monotonic()
             if left <= 0:
@@ -131,12 +131,12 @@ class Sandbox:
             outputs = [list(map(dict, one)) for one in outputs]
             counts = [one if type(one) is int else None for one in counts]
             if len(outputs) != cells or len(counts) != cells:
-                raise ValueError("other cells")
+                raise ValueError("wrong number of cells")
             problem = str(answer["problem"])[:TEXT_LIMIT]
         except SandboxEndedError as ended:
             return Ran(outputs=nothing, counts=[None] * cells, problem=str(ended), number=None)
         except MALFORMED:
-            problem = "what the sandbox told of it is not in the form of an answer"
+            problem = "the sandbox gave a malformed answer"
             return Ran(outputs=nothing, counts=[None] * cells, problem=problem, number=None)
         value = self.told.get(NUMBER, {}).get("value")
         number = value if type(value) is int and 0 <= value < 10**18 else None
@@ -151,7 +151,7 @@ class Sandbox:
         spread: bool = False,
         without: str = "",
     ) -> Played:
-        """`exercises.running.play` in the sandbox, of a handed-in function or of any other."""
+        """`exercises.running.play` in the sandbox, for a student's function or any other."""
         own = fn if isinstance(fn, HandedIn) else None
         if own is not None and own.refused is not None:
             return own.refused
@@ -180,7 +180,7 @@ def _reader(process: Process) -> Callable[[int], bytes]:
 
 
 def _read(told: Any, cases: int) -> Played:
-    """An answer of the sandbox, nothing of it taken on trust."""
+    """An answer from the sandbox, with every part checked."""
     nothing = Played(kind="error", problem="the answer did not come from your function's return")
     try:
         answers, at = list(told["answers"]), told["at"]
@@ -196,7 +196,7 @@ def _read(told: Any, cases: int) -> Played:
 
 
 class HandedIn:
-    """A student's function: its name and parameters are here, its code is in the sandbox."""
+    """A proxy for a student's function: its name and parameters; the code is in the sandbox."""
 
     def __init__(self, name: str, sandbox: Sandbox, told: Mapping[str, Any], without: str) -> None:
         self.__name__ = name
@@ -210,7 +210,10 @@ class HandedIn:
             self.__signature__ = _signature(told["parameters"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns in the sandbox; RuntimeError or TimeoutError without that."""
+        """The value that the function returns in the sandbox.
+
+        Raises NotImplementedError for an unwritten function, TimeoutError, or RuntimeError.
+        """
         case = {"args": args, "kwargs": kwargs}
         played = self._sandbox.play(self, [case], CALL_S, spread=True, without=self._without)
         if played.kind == "missing":
@@ -234,7 +237,7 @@ def _signature(parameters: Any) -> inspect.Signature:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdicts:
-    """errors: (name, message) by grade_id, of the graded cells that did not pass.
+    """errors: (name, message) by grade_id, for the graded cells that failed.
 
     unchecked: cells that this machine could not check. timeouts: cells whose function was stopped.
     """
@@ -284,7 +287,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _define(text: str, names: dict[str, Any]) -> None:
-    """What a graded cell defines for later ones, which count on it whether it passed or not."""
+    """Runs a graded cell's definitions; later cells rely on them even if this one failed."""
     for statement in code_tree(text).body:
         if isinstance(statement, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.Assign):
             with contextlib.suppress(Exception):
@@ -294,9 +297,9 @@ def _define(text: str, names: dict[str, Any]) -> None:
 def judge(
     lab: Lab, sandbox: Sandbox, *, number: int, chosen: Sequence[str], without: str = ""
 ) -> Verdicts:
-    """Runs the graded cells `chosen`, by grade_id, in the notebook's order.
+    """Runs the graded cells in `chosen` (grade_ids), in the notebook's order.
 
-    without: the slug of a lab whose own solutions are taken away from the students' functions.
+    without: the slug of a lab whose reference solutions the student's functions must not reach.
     """
     tally = _Tally()
     stopped = False
@@ -320,10 +323,10 @@ def judge(
             try:
                 exec(compile(cell_text(cell), f"<graded cell {name}>", "exec"), names)
             except NameError as problem:
-                missing = f"{problem.name} is not there: its cell is missing or raised an error"
+                missing = f"{problem.name} is not defined: its cell is missing or raised an error"
                 own = problem.name in answer_names(lab)
                 tally.errors[name] = ("NameError", missing if own else str(problem))
-            except Exception as problem:  # a check that fails, or an answer that it did not expect
+            except Exception as problem:  # the check failed or could not handle the answer
                 tally.errors[name] = (type(problem).__name__, str(problem)[:TEXT_LIMIT])
                 tally.unchecked += isinstance(problem, NotCheckedError)
                 stopped = stopped or isinstance(problem, TimeoutError)
@@ -334,10 +337,10 @@ def judge(
 
 
 def calls_solutions(verdicts: Verdicts) -> Mapping[str, str]:
-    """Of cells judged `without` solutions: what to tell of those that no longer pass."""
+    """A concern for each cell that fails when judged `without` solutions, by grade_id."""
     return {
         name: "calls labcore's own solution"
         if LABCORES_OWN in " ".join(text.split())
-        else "no longer passes where labcore's own solutions are taken away"
+        else "fails when labcore's own solutions are taken away"
         for name, (_, text) in verdicts.errors.items()
     }

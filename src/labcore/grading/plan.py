@@ -1,4 +1,4 @@
-"""The plan of one grading: the job of each submission, and the row that its result fills."""
+"""The plan of one grading run: each submission's job, and the row that its result fills."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from labcore.records import sources
 __all__ = ["COURSE", "NOT_YET", "ClassPlan", "Entry", "Settings", "code_of", "deciding_modules"]
 
 COURSE = "course"
-NOT_YET = "it was not tried yet"
-JUDGE = Path(__file__).with_name("judged.py")  # it imports all that decides points
+NOT_YET = "it has not been run yet"
+JUDGE = Path(__file__).with_name("judged.py")  # imports everything that decides points
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -44,9 +44,9 @@ PAGE = """<!DOCTYPE html>
 class Settings:
     """How a class is graded.
 
-    jobs: processes at once; 0 is one for each processor. due: in UTC. columns: a learning system's,
-    title by title (`tables.read_columns`). roster: by student, the columns of the roster. numbers:
-    each student's own STUDENT, where the notebooks were handed out with one.
+    jobs: concurrent processes; 0 means one per processor. due: in UTC. columns: what each column of
+    the learning system holds, by title (`report.read_columns`). roster: the roster's columns, by
+    student. numbers: each student's STUDENT, if the notebooks were handed out with one.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -60,7 +60,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A line of the plan. key: its job's; "" where it has a problem instead."""
+    """A line of the plan. key: that of its job, "" if it has a problem instead."""
 
     student: str
     lab: str
@@ -73,23 +73,23 @@ class Entry:
 
 @cache
 def deciding_modules(lab: Path) -> list[str]:
-    """The modules that decide a lab's points: the judge and what it and the lab import.
+    """The modules that decide a lab's points: the judge, and what it and the lab import.
 
-    What draws does not count, so a new figure leaves a class's grades as they are.
+    Modules that draw do not count, so a new figure does not change a class's grades.
     """
     modules = {"labcore.grading.judged", *sources.modules(JUDGE), *sources.modules(lab)}
     return sorted(name for name in modules if not name.startswith("labcore.ui"))
 
 
 def code_of(lab: Lab) -> str:
-    """A digest of what decides a lab's points: its source, and the code that judges it."""
+    """A digest of what decides a lab's points: its source and the code that judges it."""
     return hashlib.sha256(
         lab.path.read_bytes() + sources.digest_modules(deciding_modules(lab.path)).encode()
     ).hexdigest()[:32]
 
 
 class ClassPlan:
-    """The gradebook of one grading, with the labs of root and the students' tokens."""
+    """The gradebook of one grading run, with the labs under root and the students' tokens."""
 
     def __init__(self, root: Path, out: Path, course: Gradebook) -> None:
         self._sources = source_paths(root)
@@ -103,7 +103,7 @@ class ClassPlan:
         self._secret = bytes.fromhex(secret.read_text())
 
     def lab(self, slug: str) -> Lab:
-        """The lab, read and entered into the gradebook at the first call."""
+        """The lab; the first call reads it and adds it to the gradebook."""
         if slug not in self._labs:
             lab = read_lab(self._sources[slug])
             self._course.open_lab(lab)
@@ -111,11 +111,11 @@ class ClassPlan:
         return self._labs[slug]
 
     def token(self, student: str) -> str:
-        """What stands for a student in paths: nobody can find the name from it."""
+        """The token that replaces a student's name in paths; it does not reveal the name."""
         return hmac.new(self._secret, student.encode(), hashlib.sha256).hexdigest()[:20]
 
     def plan(self, submission: Submission, settings: Settings) -> tuple[Entry, Job | None]:
-        """What is to do for one submission."""
+        """The entry and, if it can be graded, the job of one submission."""
         entry = Entry(
             student=submission.student,
             lab=submission.lab,
@@ -140,9 +140,9 @@ class ClassPlan:
         if number and settings.numbers:
             own = settings.numbers.get(submission.student)
             if own is None:
-                flags.append("the roster has no such student")
+                flags.append("the student is not on the roster")
             elif used != own:
-                flags.append(f"STUDENT is {number} and should be {own}; graded as {own}")
+                flags.append(f"STUDENT is {number} but should be {own}; graded as {own}")
             used = used if own is None else own
         job = Job(
             student=submission.student,
@@ -155,7 +155,7 @@ class ClassPlan:
         return replace(entry, key=job.key, number=number, flags=tuple(flags)), job
 
     def row(self, entry: Entry, job: Job | None, judged: Judged | None) -> Row:
-        """Enters what was judged; where nothing was, the row says why."""
+        """Records the result in the gradebook; without one, the row says why."""
         handed_in = datetime.fromisoformat(entry.handed_in) if entry.handed_in else None
         row = Row(
             student=entry.student,
@@ -201,7 +201,7 @@ class ClassPlan:
         return page.relative_to(self._out).as_posix()
 
     def _not_graded(self, row: Row, page: Path) -> Row:
-        """No points, and a page that says why."""
+        """Writes a page that says why there are no points; returns the row."""
         reason = row.status.removeprefix("not graded: ")
         text = PAGE.format(head=PAGE_HEAD, lab=html.escape(row.lab), reason=html.escape(reason))
         write_whole(page, text)
@@ -213,9 +213,9 @@ def _happened(judged: Judged) -> Iterator[str]:
         return "a cell" if count == 1 else f"{count} cells"
 
     if judged.stopped:
-        yield f"{cells(judged.stopped)} ran out of time and got stopped"
+        yield f"{cells(judged.stopped)} ran out of time"
     if judged.died:
-        yield f"{cells(judged.died)} ended the kernel and got left out"
+        yield f"{cells(judged.died)} killed the kernel (skipped)"
     if judged.unchecked:
-        what = "could not be checked on this machine, see the feedback page"
+        what = "could not be checked on this machine; see the feedback page"
         yield f"{cells(judged.unchecked)} {what}"

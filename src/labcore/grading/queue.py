@@ -1,7 +1,8 @@
-"""A folder of notebooks to try out, from which any number of processes take work.
+"""A folder of notebooks to run, from which any number of processes take work.
 
-Any machine that sees the folder can help. A job belongs to who holds the lock on its file; the
-system lets go of the lock when that process ends, however it ends, and the job is free again.
+Any machine with access to the folder can help. A job belongs to the process that holds the lock on
+its file. When that process ends, for whatever reason, the system releases the lock and the job is
+free again.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ __all__ = ["Job", "Queue", "locked", "write_whole"]
 
 TRIES = 3
 PATIENCE_S = 0.5
-GAVE_UP = f"grading it ended the program that graded, {TRIES} times"
+GAVE_UP = f"it crashed the grading process {TRIES} times"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A mended notebook to try out.
+    """A repaired notebook to run.
 
-    number: the student's, None where nobody knows. code: a digest of the lab's source and of the
-    package that judges, so that a change of either is a new job.
+    number: the student number, None if unknown. code: a digest of the lab's source and of the code
+    that judges it; a change to either makes a new job.
     """
 
     student: str
@@ -43,7 +44,7 @@ class Job:
     limits: Limits = field(default_factory=Limits)
 
     def to_json(self) -> str:
-        """The job as text; equal jobs give equal text."""
+        """The job as text; equal jobs have equal text."""
         return json.dumps(asdict(self), ensure_ascii=False, sort_keys=True)
 
     @classmethod
@@ -59,7 +60,7 @@ class Job:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that nobody ever reads a half of it."""
+    """Writes a file atomically: a reader never sees part of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
@@ -67,8 +68,8 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Whether this process got the lock on the file, which it holds until the end of the block."""
-    import fcntl  # not on Windows, where nothing is graded
+    """Whether this process got the lock on the file; it holds the lock until the block ends."""
+    import fcntl  # does not exist on Windows, where grading does not run
 
     with path.open("ab") as file:
         try:
@@ -78,14 +79,14 @@ def locked(path: Path) -> Iterator[bool]:
             return
         except OSError as problem:
             raise ValueError(
-                f"{path.parent} lies on a file system without locks ({problem.strerror}); "
-                "several processes need them: use another folder"
+                f"{path.parent} is on a file system without file locks ({problem.strerror}), "
+                "which grading needs; use another folder"
             ) from problem
         yield True
 
 
 class Queue:
-    """The queue in a folder: `jobs`, `claims` and `results`, a file for each job."""
+    """The queue in a folder: `jobs`, `claims` and `results`, each with one file per job."""
 
     def __init__(self, folder: Path) -> None:
         self._jobs, self._claims, self._results = (
@@ -93,9 +94,9 @@ class Queue:
         )
 
     def fill(self, jobs: Iterable[Job]) -> list[str]:
-        """Makes the queue hold exactly these jobs; their keys. Earlier results stay.
+        """Makes the queue hold exactly these jobs; returns their keys. Earlier results stay.
 
-        What was given up is tried again: it may have been the machine.
+        A job that was given up is tried again: the machine may have been at fault.
         """
         for folder in (self._jobs, self._claims, self._results):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -113,7 +114,7 @@ class Queue:
             elif result is not None:
                 continue
             with contextlib.suppress(FileNotFoundError):
-                os.truncate(self._path(self._claims, key), 0)  # its tries count from here
+                os.truncate(self._path(self._claims, key), 0)  # resets its tries
         return list(wanted)
 
     def _path(self, folder: Path, key: str) -> Path:
@@ -124,7 +125,7 @@ class Queue:
         return Job.from_json(self._path(self._jobs, key).read_text(encoding="utf-8"))
 
     def result(self, key: str) -> Judged | None:
-        """What came of a job; None as long as there is nothing."""
+        """A job's result, None until there is one."""
         try:
             text = self._path(self._results, key).read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -132,14 +133,15 @@ class Queue:
         return Judged.from_json(text)
 
     def left(self) -> list[str]:
-        """The keys of the jobs without a result, those that somebody works on too."""
+        """The keys of the jobs without a result, including those in progress."""
         done = {path.name for path in self._results.glob("*.json")}
         return sorted(path.stem for path in self._jobs.glob("*.json") if path.name not in done)
 
     def work(self, run: Callable[[Job], Judged], go_on: Callable[[], bool] = lambda: True) -> int:
-        """Takes jobs until all have a result, also those of a process that ended; how many.
+        """Runs jobs until all have a result, including those of a process that ended.
 
-        run: tries a job out; one that raises stops the work. go_on: asked before each job.
+        Returns how many it ran. run: runs a job; an exception stops the work. go_on: called before
+        each job; False stops the work.
         """
         count = 0
         while left := self.left():
@@ -148,7 +150,7 @@ class Queue:
                 if not go_on():
                     return count
                 with locked(self._path(self._claims, key)) as mine:
-                    # Somebody may have been faster between the list and the lock.
+                    # Another process may have finished the job since it was listed.
                     if mine and self.result(key) is None:
                         taken = True
                         write_whole(self._path(self._results, key), self._try(key, run).to_json())
@@ -158,7 +160,7 @@ class Queue:
         return count
 
     def _try(self, key: str, run: Callable[[Job], Judged]) -> Judged:
-        """One try, counted before it begins: the size of a claim is the number of its tries."""
+        """One try, counted before it begins: the size of the claim file is the number of tries."""
         claim = self._path(self._claims, key)
         job = self.job(key)
         if claim.stat().st_size >= TRIES:
@@ -169,7 +171,7 @@ class Queue:
                 errors={},
                 problem=GAVE_UP,
             )
-        # A handle of its own: the lock belongs to the other one.
+        # A separate handle: the other one holds the lock.
         with claim.open("ab") as file:
             file.write(b".")
         return run(job)

@@ -1,8 +1,8 @@
-"""Does a student's notebook use an exercise's answer? Read from its syntax, never run.
+"""Finds uses of the exercises' answers in a student's notebook, by its syntax; nothing is run.
 
-The package is public and so are the references: looking is allowed, handing in a call is not.
-A flag is for the instructor's eyes and takes no points away. Code that hides what it does is not
-recognized here, but what it would need for that is: `doubts` names it for a person to read.
+The package is public, and so are its reference solutions: students may read them but not hand in a
+call to one. A flag is for the instructor and costs no points. Code that hides what it does cannot
+be recognized here, but `doubts` lists what it would need to hide, for a person to read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["copied", "doubts", "uses_of_answers"]
 ANSWERS = ("diagnoses", "reference", "wrong")
 PACKAGE = "labcore.exercises"
 TOPICS = f"{PACKAGE}.topics"
-# Ways to code and processes that syntax does not show: no lab needs one for an answer.
+# Ways to reach code and processes that syntax does not show. No lab's answer needs one.
 HIDING = ("eval", "exec", "compile", "__import__", "open", "globals", "vars", "breakpoint")
 REACHING = (
     *("ctypes", "gc", "importlib", "inspect", "linecache", "marshal", "multiprocessing"),
@@ -38,13 +38,13 @@ def _said(node: ast.AST) -> str:
 
 
 def _topic(module: str) -> bool:
-    """Whether a module is a lab's own, `labcore.exercises.topics.<slug>`, and no part of one."""
+    """Whether a module is a lab's `labcore.exercises.topics.<slug>` itself, not a part of it."""
     parent, _, slug = module.rpartition(".")
     return parent == TOPICS and not slug.startswith("_")
 
 
 def _imports(node: ast.AST) -> Iterator[str]:
-    """Imports of what lies behind a lab's exercises; the exercises are what a lab uses."""
+    """Imports of exercise internals; a lab itself imports only the exercises."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             if alias.name.startswith(f"{PACKAGE}.") and not _topic(alias.name):
@@ -100,7 +100,7 @@ def _reveals(call: ast.Call) -> bool:
 
 
 def _places(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Where each cell stands, in words: Jupyter shows neither numbers of cells nor their ids."""
+    """Where each cell is, in words: Jupyter shows neither cell numbers nor ids."""
     name = ""
     for cell, section in zip(cells, sections(cells), strict=True):
         name = nbgrader_of(cell).get("grade_id") or name
@@ -119,27 +119,28 @@ def _found(
         try:
             uses = list(uses_of(code_tree(cell_text(cell))))
         except SyntaxError:
-            continue  # It does not run either.
+            continue  # it does not run either
         except (ValueError, RecursionError, MemoryError):
-            uses = ["code that could not be read"]
+            uses = ["code that cannot be parsed"]
         yield from ((place, use) for use in uses)
 
 
 def uses_of_answers(notebook: Mapping[str, Any], release: Mapping[str, Any]) -> list[str]:
-    """`below "Settings" uses lion.TRANSFER.reference`: each use that the release has not itself.
+    """Each use that the release does not have: `below "Settings" uses lion.TRANSFER.reference`.
 
-    The words in quotes are the heading above the cell, else the grade_id at it or above it.
+    The quoted words are the heading above the cell, or else the grade_id of the cell or of one
+    above it.
     """
     return _new(notebook, release, _uses)
 
 
 def doubts(notebook: Mapping[str, Any], release: Mapping[str, Any]) -> list[str]:
-    """`below "Settings" uses exec(): read it`, for each way to hide what an answer does.
+    """Each use of a way to hide what an answer does: `below "Settings" uses exec(): read it`.
 
-    Such code may be honest. That it is cannot be proved by running it in the same Python.
+    Such code may be honest, but running it in the same Python cannot prove that.
     """
     commands = [
-        f"{place} runs a command of the system: read it"
+        f"{place} runs a system command: read it"
         for cell, place in zip(notebook["cells"], _places(notebook["cells"]), strict=True)
         if cell["cell_type"] == "code" and _commands(cell_text(cell))
     ]
@@ -163,9 +164,10 @@ def _new(
 
 
 def _shape(thing: Any) -> list[tuple[str, Any]] | None:
-    """What a function's code does step by step, as it is wherever the same text was compiled.
+    """A function's instructions, the same wherever the same text was compiled; None without code.
 
-    Where torch is imported beside it, Python loads an attribute; elsewhere it loads a method.
+    LOAD_METHOD counts as LOAD_ATTR: next to an import of torch, Python compiles the same call
+    to the latter.
     """
     code = getattr(thing, "__code__", None)
     if code is None:
@@ -184,7 +186,7 @@ def _shape(thing: Any) -> list[tuple[str, Any]] | None:
 
 
 def copied(thing: Any) -> bool:
-    """Whether a function is a loaded lab's reference, name for name and constant for constant."""
+    """Whether a function is a loaded lab's reference, with the same names and constants."""
     own = [
         exercise.reference
         for slug in slugs()

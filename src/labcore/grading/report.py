@@ -1,4 +1,4 @@
-"""What a grading says: a row a submission, a table for a learning system, a line of summary."""
+"""A grading run's reports: a row per submission, a table for a learning system, a summary."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ COLUMNS = (
     "feedback",
 )
 COLUMN_HELP = (
-    'a column is "student", "total", "points:<lab>", "percent:<lab>", "maximum:<lab>", '
+    'a column holds "student", "total", "points:<lab>", "percent:<lab>", "maximum:<lab>", '
     '"status:<lab>", "late:<lab>", "feedback:<lab>" or "roster:<column of the roster>"'
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One line of grades.csv. status: "graded", or what happened; flags: for a person to look at.
+    """One line of grades.csv. status: "graded", or what happened. flags: for a person to review.
 
-    number: what the notebook has as STUDENT. points: None where the lab is not known. exercises:
-    points by graded cell; worth: the most that each can give. handed_in: in UTC, None where nobody
-    knows; late: by how much, "" where it is not. feedback: the page, below the output's folder.
-    timed_out: cells that were stopped. unchecked: cells that this machine could not check.
+    number: the notebook's STUDENT. points: None if the lab is unknown. exercises: points by graded
+    cell; worth: the maximum of each. handed_in: in UTC, None if unknown. late: by how much, "" if
+    on time. feedback: the page, relative to the output folder. timed_out: cells that were stopped.
+    unchecked: cells that this machine could not check.
     """
 
     student: str
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def graded(self) -> bool:
-        """Whether its points come from what the notebook does."""
+        """Whether the notebook was run and judged."""
         return self.status.startswith("graded")
 
     @property
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def maximum(self) -> float | None:
-        """The most that the lab can give."""
+        """The maximum for the lab."""
         return sum(self.worth.values()) if self.worth else None
 
     def cells(self) -> dict[str, str]:
@@ -89,7 +89,7 @@ class Row:
 
 
 def lateness(handed_in: datetime | None, due: datetime | None) -> str:
-    """By how much a submission is late, as "2 d 3 h 5 min"; "" where it is not, or nobody knows."""
+    """By how much a submission is late, as "2 d 3 h 5 min"; "" if it is on time or unknown."""
     if handed_in is None or due is None or handed_in <= due:
         return ""
     minutes = max(1, round((handed_in - due).total_seconds() / 60))
@@ -98,13 +98,13 @@ def lateness(handed_in: datetime | None, due: datetime | None) -> str:
 
 
 def parse_due(text: str) -> datetime:
-    """A time with its zone, such as 2026-11-30T23:59+01:00, in UTC. Raises ValueError."""
+    """A time with its zone, such as 2026-11-30T23:59+01:00, converted to UTC. Raises ValueError."""
     try:
         due = datetime.fromisoformat(text)
     except ValueError as error:
-        raise ValueError(f"{text!r} is no time; write it as 2026-11-30T23:59+01:00") from error
+        raise ValueError(f"{text!r} is not a time; write it as 2026-11-30T23:59+01:00") from error
     if due.tzinfo is None:
-        raise ValueError(f"{text!r} has no zone; write it as 2026-11-30T23:59+01:00")
+        raise ValueError(f"{text!r} has no time zone; write it as 2026-11-30T23:59+01:00")
     return due.astimezone(UTC)
 
 
@@ -120,7 +120,7 @@ def _written(columns: Sequence[str], lines: Iterable[Mapping[str, str]], path: P
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """grades.csv: a line a submission, with a column for each exercise."""
+    """Writes grades.csv: a line per submission, with a column for each exercise."""
     exercises = dict.fromkeys(key for row in rows for key in row.cells() if key not in COLUMNS)
     _written([*COLUMNS, *exercises], [row.cells() for row in rows], path)
 
@@ -135,15 +135,15 @@ def read_columns(path: Path, labs: Iterable[str], roster: Iterable[str]) -> dict
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, KeyError) as error:
-        raise ValueError(f'{path} must be TOML with lines such as "ID" = "student" below '
+        raise ValueError(f'{path} must be TOML with lines such as "ID" = "student" under '
                          f"[columns]; {COLUMN_HELP}") from error  # fmt: skip
     known = {"student", "total"} | {f"roster:{name}" for name in roster}
     known |= {f"{kind}:{lab}" for kind in _VALUES for lab in labs}
     if not isinstance(columns, dict) or not columns:
-        raise ValueError(f"{path} names no column; {COLUMN_HELP}")
+        raise ValueError(f"{path} has no columns; {COLUMN_HELP}")
     for title, what in columns.items():
         if what not in known:
-            raise ValueError(f"{path}: column {title!r} is {what!r}, which is nothing known; "
+            raise ValueError(f"{path}: column {title!r} has an unknown value, {what!r}; "
                              f"{COLUMN_HELP}; the roster's columns: {', '.join(roster) or 'none'}"
                              )  # fmt: skip
     return dict(columns)
@@ -169,10 +169,10 @@ def write_export(
     columns: Mapping[str, str],
     roster: Mapping[str, Mapping[str, str]],
 ) -> None:
-    """A line a student, in the columns of a learning system.
+    """Writes one line per student, in the columns of a learning system.
 
-    roster: by student, the columns of the roster; who is there and handed in nothing gets a line,
-    with no points written.
+    roster: the roster's columns, by student. A student on it who handed in nothing gets a line
+    without points.
     """
     by_student: dict[str, dict[str, Row]] = {student: {} for student in roster}
     for row in rows:
@@ -198,7 +198,7 @@ def write_export(
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """`graded 196 of 200; late 3; not graded 4; …`: only what happened."""
+    """One line, `graded 196 of 200; not graded 4; late 3; …`; counts of 0 are left out."""
     counts = {
         "not graded": sum(not row.graded for row in rows),
         "late": sum(bool(row.late) for row in rows),

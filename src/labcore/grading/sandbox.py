@@ -1,8 +1,8 @@
-"""A program that nobody trusts, run by bubblewrap: no network, a private home, limits.
+"""Runs an untrusted program in bubblewrap, without a network, in a private home and with limits.
 
-It sees the system's programs, the Python environment and labcore's own files, all read-only, an
-empty home and an empty /tmp in memory, and no process but its own. Where this process is root the
-program runs under a user id that nothing else has, because limits do not hold root.
+The program sees the system's programs, the Python environment and labcore's files, all read-only;
+an empty home and an empty /tmp in memory; and only its own processes. If this process is root, the
+program runs under an otherwise unused user id, because resource limits do not bind root.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["INSTALL", "Limits", "Process", "missing"]
 INSTALL = "on Debian or Ubuntu: apt-get install bubblewrap"
 MIB = 1 << 20
 HOME = "/student"
-FIRST_USER, USERS = 60001, 4000  # Debian leaves these ids to nobody else
+FIRST_USER, USERS = 60001, 4000  # ids that Debian does not assign
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 CONFIGURED = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
 WATCH_S = 0.25
@@ -41,9 +41,10 @@ MEMORY, TIME = "memory", "time"
 class Limits:
     """What one submission may use.
 
-    memory_mib: of all its processes together, and what each may reserve. cpu_s: processor time of
-    each process. processes: at once, threads counted too. file_mib: the largest file, and what its
-    home and its /tmp hold each, in memory. wall_s: seconds for all of it. cell_s: for one cell.
+    memory_mib: memory of all its processes together, and the address space of each. cpu_s: CPU time
+    per process. processes: concurrent processes, including threads. file_mib: the largest file,
+    and the capacity of the home and of /tmp, which are in memory. wall_s: seconds for the whole
+    submission. cell_s: seconds per cell.
     """
 
     memory_mib: int = 6144
@@ -55,7 +56,7 @@ class Limits:
 
 
 def _system() -> list[str]:
-    """bubblewrap's words for the system's programs, to read."""
+    """bubblewrap's arguments for the system's programs, read-only."""
     words: list[str] = []
     for name in SYSTEM:
         path = Path(name)
@@ -67,14 +68,14 @@ def _system() -> list[str]:
 
 
 def _own() -> list[str]:
-    """bubblewrap's words for Python and labcore, to read."""
+    """bubblewrap's arguments for Python and labcore, read-only."""
     words: list[str] = []
     own = [sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parents[1])]
     own.append(str(Path(labcore.__file__).parent))
     shown = [name for name in dict.fromkeys([*CONFIGURED, *own]) if not name.startswith("/usr")]
     above = {str(path) for name in shown for path in Path(name).parents} - {"/"}
     for name in sorted(above):
-        # bubblewrap would close a folder above a private one to everybody.
+        # By default bubblewrap makes the folders above a private one inaccessible.
         words += ["--perms", "0755", "--dir", name]
     return words + [word for name in shown for word in ("--ro-bind-try", name, name)]
 
@@ -99,12 +100,12 @@ def _wrapped(limits: Limits, command: Sequence[str]) -> list[str]:
     words += [*_system(), "--proc", "/proc", "--dev", "/dev"]
     for path in ("/dev/shm", "/tmp", HOME):
         words += ["--perms", "1777", "--size", size, "--tmpfs", path]
-    # After them: a checkout may stand below /tmp.
+    # After the tmpfs mounts: the checkout may be under /tmp.
     words += [*_own(), "--remount-ro", "/dev", "--chdir", HOME]
     inside = _limited(limits, command)
     if os.geteuid() == 0:
         user = str(FIRST_USER + os.getpid() % USERS)
-        # Not into a namespace of users: there the limits would count as root's.
+        # No user namespace: in one, the limits would count as root's.
         words += ["--cap-drop", "ALL"]
         words += [word for name in ("SETUID", "SETGID", "SETPCAP") for word in _cap(name)]
         inside = [
@@ -123,7 +124,7 @@ def _cap(name: str) -> tuple[str, str]:
 
 @functools.cache
 def missing() -> str:
-    """Why nothing can be run in a sandbox here; "" where it can. Tried once a process."""
+    """Why the sandbox does not work here, "" if it does. Tried once per process."""
     for program in ("bwrap", "prlimit", "setpriv"):
         if shutil.which(program) is None:
             return f"the program {program} is missing ({INSTALL} util-linux)"
@@ -137,7 +138,7 @@ def missing() -> str:
 
 
 def _environment(sandboxed: bool, home: str) -> dict[str, str]:
-    """The whole environment of the program: nothing of this process's own comes along."""
+    """The program's whole environment; it inherits nothing from this process."""
     path = [str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"]
     found = {
         "PATH": os.pathsep.join(path),
@@ -149,16 +150,16 @@ def _environment(sandboxed: bool, home: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    # Where labcore is not installed but found through the path.
+    # labcore may be importable only through the path.
     found["PYTHONPATH"] = str(Path(labcore.__file__).parents[1])
     return found
 
 
 class Process:
-    """A running program with `stdin` and `stdout`; a context manager that leaves nothing of it.
+    """A running program with `stdin` and `stdout`; a context manager that leaves nothing behind.
 
-    Ended when it uses more memory than its limit, or more time: `ended_by` says which.
-    sandboxed: False runs it with the rights of this process, in an empty folder, with limits.
+    The program is killed when it exceeds its memory or time limit; `ended_by` says which.
+    sandboxed: False runs it with this process's privileges, in an empty folder, with limits.
     """
 
     stdin: IO[bytes]
@@ -168,8 +169,8 @@ class Process:
         self.ended_by = ""
         self._limits = limits
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        # A file, not a pipe, which somebody would have to empty; its size is limited too.
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as this
+        # A file, not a pipe, which would have to be drained. The limit on files bounds it.
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this object
         words = _wrapped(limits, command) if sandboxed else _limited(limits, command)
         self._popen = subprocess.Popen(
             words,
@@ -181,7 +182,7 @@ class Process:
             start_new_session=True,
         )
         if self._popen.stdin is None or self._popen.stdout is None:
-            raise RuntimeError("a program was started without pipes; report this")
+            raise RuntimeError("a program started without pipes; please report this")
         self.stdin, self.stdout = self._popen.stdin, self._popen.stdout
         self._over = threading.Event()
         self._watch = threading.Thread(target=self._hold_to_limits, daemon=True)
@@ -207,13 +208,13 @@ class Process:
 
     @property
     def said(self) -> str:
-        """The end of what it wrote to its standard error."""
+        """The end of its standard error."""
         size = os.fstat(self._said.fileno()).st_size
         data = os.pread(self._said.fileno(), SAID, max(0, size - SAID))
         return data.decode("utf-8", errors="replace")
 
     def end_after(self, seconds: float) -> threading.Timer:
-        """Ends it in so many seconds, unless the timer is cancelled before."""
+        """Ends the program after `seconds`, unless the timer is canceled first."""
 
         def late() -> None:
             self.ended_by = self.ended_by or TIME
@@ -225,9 +226,9 @@ class Process:
         return timer
 
     def end(self) -> None:
-        """Ends the program and all that it started; one that has ended already is fine."""
+        """Ends the program and everything it started; does nothing if it has already ended."""
         with contextlib.suppress(ProcessLookupError):
-            # bubblewrap's first process inside dies with it, and with that one all the others.
+            # bubblewrap's init process dies with it, and all other processes die with that one.
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
 
@@ -245,7 +246,7 @@ class Process:
 
 
 def _used(root: int) -> int:
-    """Bytes that a process and its descendants hold; what they share counts once in all."""
+    """Bytes of memory of a process and its descendants; shared pages count once."""
     parents = {}
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -1,9 +1,9 @@
 """The part of grading that runs inside the sandbox: a student's notebook, then its functions.
 
-`python -m labcore.grading.session` reads requests from its standard input and answers each on its
-standard output, in frames of `labcore.processes.wire`. Nobody believes what it says: students' code
-runs in its kernel and may take its place. So it only tells what functions return, never whether
-that is right.
+`python -m labcore.grading.session` reads requests from its standard input and answers each one on
+its standard output, in frames of `labcore.processes.wire`. Its answers are not trusted: student
+code runs in its kernel and may impersonate it. So it only reports what functions return, never
+whether that is right.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from labcore.processes.travel import dumps, loads
 __all__ = ["DIED", "LABCORES_OWN", "TIMEOUT", "export", "main"]
 
 TIMEOUT, DIED = "CellTimeoutError", "KernelDied"
-# A loop that catches the interrupt keeps the kernel busy, and every later cell waits in vain.
+# A loop that catches the interrupt keeps the kernel busy, and every later cell times out too. So a
+# notebook gets the time of a few cells in all.
 CELLS_PER_NOTEBOOK = 3
 ATTEMPTS = 4
-OWN_S = 60.0  # for what labcore itself runs in the kernel, on a busy machine
+OWN_S = 60.0  # for labcore's own cells, on a busy machine
 CELL_BYTES = 1_000_000  # of outputs that a cell keeps
-REQUEST_LIMIT = 1 << 62  # who asks is trusted
+REQUEST_LIMIT = 1 << 62  # no limit: requests come from the trusted side
 LABCORES_OWN = "labcore's own solution was called"
 HANDED_IN = "handed_in.json"
 EXPORT = "from labcore.grading.session import export as _export\n_export({names!r}, {folder!r})"
@@ -51,12 +52,12 @@ KERNEL = ["--IPKernelApp.log_level=ERROR", "--HistoryManager.hist_file=:memory:"
 
 
 class _Client(NotebookClient):
-    """nbclient's, which keeps at most CELL_BYTES of a cell's outputs."""
+    """nbclient's client, but it keeps at most CELL_BYTES of a cell's outputs."""
 
     kept: tuple[int, int] = (-1, 0)
 
     def output(self, outs: Any, msg: Any, display_id: Any, cell_index: int) -> Any:
-        """Keeps an output, or says once that there were more."""
+        """Keeps an output, or notes once that there were more."""
         place, size = self.kept
         size = size if place == cell_index else 0
         grown = size + len(json.dumps(msg["content"], default=str))
@@ -73,11 +74,11 @@ def _stopped(name: str, text: str) -> list[Any]:
 
 
 def _run(notebook: Any, names: Sequence[str], seconds: float, folder: str) -> str:
-    """Runs the notebook in place and exports `names`; what could not be run, in a sentence.
+    """Runs the notebook in place and exports `names`; returns a phrase for what failed, or "".
 
-    A cell that ends its kernel, or cannot be interrupted, is left out, and the others are run again
-    without it: what it spoils is its own answer. The first and the last cell are labcore's own,
-    and their time, which a busy machine may need, counts against nobody.
+    A cell that kills its kernel or cannot be interrupted is skipped, and the others are run again
+    without it, so it spoils only its own answer. The first and the last cell are labcore's own,
+    and their time does not count against the student.
     """
     left = CELLS_PER_NOTEBOOK * seconds
 
@@ -125,23 +126,23 @@ def _run(notebook: Any, names: Sequence[str], seconds: float, folder: str) -> st
             problem = ""
         except DeadKernelError:
             problem = "its kernel died while it ran (os._exit, a crash, or out of memory)"
-            left_out[at] = _stopped(DIED, "the kernel died; the cell was left out")
+            left_out[at] = _stopped(DIED, "the kernel died; the cell was skipped")
         except TimeoutError:
             problem = "a cell ran out of time and could not be interrupted"
-            left_out[at] = _stopped(TIMEOUT, "it could not be interrupted; the cell was left out")
+            left_out[at] = _stopped(TIMEOUT, "the cell could not be interrupted and was skipped")
         if not problem or notebook.cells[at] is exporting or left <= 0:
             break
     for place, outputs in left_out.items():
         notebook.cells[place].outputs = outputs
     for one in exporting.outputs:
         if one.output_type == "error" and not problem:
-            problem = f"its answers could not be kept ({one.ename}: {one.evalue})"
+            problem = f"its answers could not be saved ({one.ename}: {one.evalue})"
     notebook.cells = notebook.cells[1:-1]
     return problem
 
 
 def _keep_timeout(cell: Any, execute_reply: Any, **_more: Any) -> None:
-    """A cell that was stopped says so, as nbgrader's do."""
+    """Gives a cell that was stopped a timeout error, as nbgrader does."""
     content = execute_reply["content"]
     if content.get("ename") == TIMEOUT:
         cell.outputs.append(
@@ -153,7 +154,7 @@ def _keep_timeout(cell: Any, execute_reply: Any, **_more: Any) -> None:
 
 
 def _described(thing: Any) -> dict[str, Any]:
-    """What a judge has to know of a function without having it."""
+    """What the judge needs to know about a function without having it."""
     told: dict[str, Any] = {"parameters": None, "copied": copied(thing), "lines": []}
     try:
         found = inspect.signature(thing).parameters.values()
@@ -161,7 +162,7 @@ def _described(thing: Any) -> dict[str, Any]:
             [one.name, one.kind.name, one.default is not one.empty] for one in found
         ]
     except (TypeError, ValueError):
-        pass  # some builtins do not tell
+        pass  # some builtins have no signature
     code = getattr(thing, "__code__", None)
     if code is not None:
         told["lines"] = linecache.getlines(code.co_filename)[:2000]
@@ -169,7 +170,7 @@ def _described(thing: Any) -> dict[str, Any]:
 
 
 def _plain(thing: Any) -> Any:
-    """What a name stands for where that is plain data, as the dict that a clinic takes; or None."""
+    """The value if it is plain data, such as the dict that a clinic takes; else None."""
     try:
         return thing if json.loads(json.dumps(thing)) == thing else None
     except (TypeError, ValueError, RecursionError):
@@ -177,7 +178,7 @@ def _plain(thing: Any) -> Any:
 
 
 def export(names: Sequence[str], folder: str) -> None:
-    """Runs in the student's kernel: writes what `names` mean there into a folder."""
+    """Runs in the student's kernel: writes the values of `names` to a folder."""
     from IPython import get_ipython
 
     namespace = get_ipython().user_ns
@@ -198,11 +199,11 @@ def export(names: Sequence[str], folder: str) -> None:
     Path(folder, HANDED_IN).write_text(json.dumps(found), encoding="utf-8")
 
 
-# What the session answers ------------------------------------------------------------------------
+# In the session ----------------------------------------------------------------------------------
 
 
 def _without_solutions(slug: str, fn: Callable[..., Any], **case: Any) -> Any:
-    """Runs in the worker: `fn` where none of the lab's solutions can be called."""
+    """Runs in the worker: calls `fn` with all of the lab's solutions disabled."""
 
     def called(*_: Any, **__: Any) -> Any:
         raise RuntimeError(LABCORES_OWN)
@@ -211,8 +212,8 @@ def _without_solutions(slug: str, fn: Callable[..., Any], **case: Any) -> Any:
     Clinic.diagnoses = called  # type: ignore[method-assign]
     for exercise in load(slug):
         reference = getattr(exercise, "reference", None)
-        # A notebook may hold a reference under any name, in a list or in a default argument: with
-        # its code replaced, each of them raises. The code of a closure cannot be replaced.
+        # A notebook may hold the reference under another name, in a list or in a default argument.
+        # Replacing its code makes all of these raise. A closure's code cannot be replaced.
         if isinstance(reference, FunctionType) and not reference.__code__.co_freevars:
             reference.__code__ = called.__code__
             reference.__globals__.setdefault("LABCORES_OWN", LABCORES_OWN)
@@ -239,7 +240,7 @@ class _Session:
             packed = {name: (folder / name).read_bytes() for name in names if name in self._names()}
         except OSError:
             text, packed = "{}", {}
-            problem = problem or "its answers could not be kept"
+            problem = problem or "its answers could not be saved"
         return {
             "problem": problem,
             "outputs": _bytes(json.dumps([outputs, counts])),
@@ -251,7 +252,7 @@ class _Session:
         return {path.name for path in self._folder.iterdir()}
 
     def adopt(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes functions over from a session that ended."""
+        """Takes over the functions of a session that ended."""
         for name, data in request["packed"].items():
             (self._folder / name).write_bytes(data.tobytes())
         return {}
@@ -274,9 +275,9 @@ class _Session:
                 fn = loads((self._folder / name).read_bytes())
             except Exception as problem:  # a student's class may do anything here
                 said = f"{type(problem).__name__}: {problem}"
-                return Played(kind="error", problem=f"your function could not be started: {said}")
+                return Played(kind="error", problem=f"your function could not be loaded: {said}")
             code = getattr(fn, "__code__", None)
-            if code is not None and lines:  # for the line that a message quotes
+            if code is not None and lines:  # error messages quote the source line
                 size = sum(map(len, lines))
                 linecache.cache[code.co_filename] = (size, None, list(lines), code.co_filename)
             self._known[name] = fn
@@ -290,7 +291,7 @@ def _bytes(text: str) -> Any:
 def main() -> None:
     """Answers requests until the input ends."""
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # What students' code prints or asks for goes nowhere near the frames.
+    # Keep what student code prints or reads away from the frames.
     empty = os.open(os.devnull, os.O_RDWR)
     os.dup2(empty, 0)
     os.dup2(empty, 1)
@@ -314,7 +315,7 @@ def main() -> None:
         try:
             frame = wire.pack(told)
         except (TypeError, ValueError) as problem:
-            refused = f"what your function returned is refused: {problem}"
+            refused = f"your function's return value is refused: {problem}"
             frame = wire.pack(dataclasses.asdict(Played(kind="error", problem=refused)))
         sink.write(frame)
         sink.flush()

@@ -1,9 +1,9 @@
-"""A class's notebooks graded: `make grade SUBMISSIONS=folder`.
+"""Grades a class's notebooks: `make grade SUBMISSIONS=folder`.
 
-Three steps, in one command or, on a cluster, in one each: `prepare` makes a queue of what was
-handed in, any number of processes `work` on it, and `collect`, alone, writes the gradebook, the
-tables and a page of feedback for each notebook. All is below one folder, which a teacher keeps to
-themselves, but for `feedback`. What was graded once and did not change is not run again.
+There are three steps, in one command or, on a cluster, in one command each. `prepare` makes a queue
+of the submissions, any number of processes `work` on it, and a single `collect` writes the
+gradebook, the tables and a feedback page for each notebook. Everything is in one folder, which the
+instructor keeps private except for `feedback`. Unchanged submissions are not run again.
 """
 
 from __future__ import annotations
@@ -39,42 +39,42 @@ __all__ = ["NOT_YET", "Settings", "collect", "grade", "prepare", "refusal", "wor
 PLAN, QUEUE, LOG = "plan.json", "queue", "grading.log"
 LOOK_S = 0.3
 USUAL = Settings()
-REFUSED = 3  # the exit code of a helper that met a job of another version
-FAILURES = 3  # helpers that may end with an error of their own before the grading does
+REFUSED = 3  # exit code of a helper that found a job of another version
+FAILURES = 3  # helpers that may fail before grading gives up
 
 Say = Callable[[str], object]
 
 
 def refusal() -> str:
-    """Why students' code is not run here; "" where a sandbox is there for it."""
+    """Why student code is not run here, "" if there is a sandbox for it."""
     if not (lack := sandbox.missing()):
         return ""
-    return f"""Students' code is run in a sandbox only, and there is none here: {lack}.
-To run it with your rights all the same, where nothing is to be lost:
+    return f"""Student code runs only in a sandbox, and this machine has none: {lack}.
+To run it with your own privileges anyway, on a machine where it can do no harm:
   make grade SUBMISSIONS=<folder> UNSANDBOXED=1
   python -m labcore.exercises grade <folder> --unsandboxed"""
 
 
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """The one process that writes below out."""
+    """Makes this the only process that writes to out. Raises ValueError if there is another."""
     with locked(out / "writer.lock") as mine:
         if not mine:
-            raise ValueError(f"another grading writes to {out}; wait for it, or name another --out")
+            raise ValueError(f"another run writes to {out}; wait for it or choose another --out")
         yield
 
 
 def _make_ready(out: Path, submissions: Path) -> None:
-    """Makes out, or takes an earlier grading's. Raises ValueError for other folders."""
+    """Makes out, unless it is the output of an earlier run. Raises ValueError for other folders."""
     here, theirs = out.resolve(), submissions.resolve()
     if not theirs.exists():
-        raise ValueError(f"there is no {theirs}; name a folder, a .zip, or a .txt or .csv")
+        raise ValueError(f"{theirs} does not exist; name a folder, a .zip, a .txt or a .csv")
     if here == theirs or here in theirs.parents or theirs in here.parents:
-        raise ValueError(f"{out} and {submissions} lie in each other; name another --out")
+        raise ValueError(f"{out} and {submissions} overlap; choose another --out")
     if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is no folder; name another --out")
+        raise ValueError(f"{out} is not a folder; choose another --out")
     if out.is_dir() and any(out.iterdir()) and not (out / LOG).is_file():
-        raise ValueError(f"{out} holds something else than an earlier grading; name another --out")
+        raise ValueError(f"{out} is not empty and not an earlier output; choose another --out")
     out.mkdir(parents=True, exist_ok=True, mode=0o700)
     (out / LOG).touch(mode=0o600)
 
@@ -83,7 +83,7 @@ def _make_ready(out: Path, submissions: Path) -> None:
 def _open(root: Path, out: Path) -> Iterator[ClassPlan]:
     (out / COURSE).mkdir(exist_ok=True, mode=0o700)
     with Gradebook(out / COURSE, out / LOG) as course, warnings.catch_warnings():
-        # What nbgrader's database library has to say is for nbgrader's authors.
+        # The warnings of nbgrader's database library concern only nbgrader's authors.
         warnings.simplefilter("ignore")
         yield ClassPlan(root, out, course)
 
@@ -98,8 +98,8 @@ def _prepare(
             raise ValueError(f"{submissions} cannot be read ({error.strerror})") from error
         students = len({one.student for one in found})
         due = f"due {settings.due:%Y-%m-%d %H:%M} UTC; " if settings.due else ""
-        say(f"{len(found)} notebooks of {students} students; {due}the log is {out / LOG}")
-        # A lab with a fault stops here, before anything runs.
+        say(f"{len(found)} notebooks from {students} students; {due}the log is {out / LOG}")
+        # An invalid lab raises here, before anything runs.
         for slug in sorted({one.lab for one in found} & source_paths(root).keys()):
             course.lab(slug)
         planned = [course.plan(one, settings) for one in found]
@@ -117,7 +117,7 @@ def _prepare(
 def prepare(
     root: Path, submissions: Path, out: Path, *, settings: Settings = USUAL, say: Say
 ) -> None:
-    """Fills out's queue with what was handed in, and runs nothing of it. Raises ValueError."""
+    """Fills out's queue with the submissions without running any. Raises ValueError."""
     _make_ready(out, submissions)
     with _alone(out), _open(root, out) as course:
         _prepare(course, root, submissions, out, settings, say)
@@ -140,10 +140,10 @@ def work(
     settings: Settings = USUAL,
     go_on: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Tries out what nobody else has taken of out's queue, until all is done; how many.
+    """Runs jobs of out's queue that no other process has taken until all are done.
 
-    Of the settings it uses `sandboxed` alone: limits are a part of each job. Raises ValueError
-    where the queue was made with other code than this.
+    Returns how many it ran. Of the settings it uses only `sandboxed`; limits are part of each job.
+    Raises ValueError if the queue was made with another version of the code.
     """
     _plan(out)
     log = quiet_log(out / LOG)
@@ -154,7 +154,7 @@ def work(
         if lab is None or code_of(lab) != job.code:
             raise ValueError(
                 f"{out} was made with another version of labcore or of the lab {job.lab} than "
-                "this checkout has; run both from the same one"
+                "this checkout's; run both from the same checkout"
             )
         try:
             return run_and_judge(
@@ -165,15 +165,15 @@ def work(
                 sandboxed=settings.sandboxed,
             )
         except (OSError, MemoryError):
-            raise  # of this machine, not of the notebook
+            raise  # the machine's fault, not the notebook's
         except Exception:
-            log.exception("trying out %s of %s", job.lab, job.student)
+            log.exception("running %s by %s", job.lab, job.student)
             cells = job.notebook["cells"]
             return Judged(
                 outputs=[[] for _ in cells],
                 counts=[None] * len(cells),
                 errors={},
-                problem="it could not be judged, and grading.log says why; report this",
+                problem="judging it failed; see grading.log, and please report this",
             )
 
     try:
@@ -184,7 +184,7 @@ def work(
 
 
 def _help(root: Path, out: Path, settings: Settings, parent: int) -> None:
-    """A process beside the one that collects; it ends with that one."""
+    """A process that works beside the collecting one and ends with it."""
     with contextlib.suppress(KeyboardInterrupt):
         try:
             work(root, out, settings=settings, go_on=lambda: os.getppid() == parent)
@@ -194,7 +194,7 @@ def _help(root: Path, out: Path, settings: Settings, parent: int) -> None:
 
 @contextlib.contextmanager
 def _helpers(root: Path, out: Path, settings: Settings, jobs: int) -> Iterator[Callable[[], None]]:
-    """Processes that work on the queue; what it yields starts those anew that ended too early."""
+    """Processes that work on the queue; yields a function that replaces those that ended early."""
     context = multiprocessing.get_context("spawn")
     running: list[Any] = []
     failed = 0
@@ -204,13 +204,13 @@ def _helpers(root: Path, out: Path, settings: Settings, jobs: int) -> Iterator[C
         nonlocal failed
         ended = {one: one.exitcode for one in running if one.exitcode is not None}
         if REFUSED in ended.values():
-            raise ValueError("labcore or a lab was changed while it graded; run the command again")
-        # One that was killed is another matter: a notebook may do that, and its tries are counted.
+            raise ValueError("labcore or a lab changed during grading; run the command again")
+        # Killed helpers do not count: a notebook may cause that, and its tries are counted.
         failed += sum(code > 0 for code in ended.values())
         if failed > FAILURES:
             raise RuntimeError(
-                f"processes that try out notebooks ended {failed} times; what they wrote above "
-                "says why, as a disk that is full. Run the command again to go on"
+                f"processes that run notebooks failed {failed} times; their output above says why "
+                "(a full disk, for example). Fix that and run the command again to continue"
             )
         running[:] = [one for one in running if one not in ended]
         for _ in range(min(jobs, len(queue.left())) - len(running)):
@@ -227,7 +227,7 @@ def _helpers(root: Path, out: Path, settings: Settings, jobs: int) -> Iterator[C
 
 
 class _Collecting:
-    """The rows so far, said and written as they come."""
+    """The rows so far, printed and written as they arrive."""
 
     def __init__(self, course: ClassPlan, out: Path, say: Say) -> None:
         plan = _plan(out)
@@ -240,7 +240,10 @@ class _Collecting:
         self._rows: dict[int, Row] = {}
 
     def take(self, *, all_of_them: bool = False) -> bool:
-        """Enters what is new; whether everything is in. all_of_them: also what was not tried."""
+        """Enters new results; returns whether all are in.
+
+        all_of_them: also enters the submissions that were not run.
+        """
         for place, entry in enumerate(self._entries):
             if place in self._rows:
                 continue
@@ -254,7 +257,7 @@ class _Collecting:
         return len(self._rows) == len(self._entries)
 
     def _tell(self, row: Row) -> None:
-        # After each one: an interrupt leaves what was graded until then.
+        # Written after each row, so that an interrupt keeps what was graded.
         write_csv(self._out / "grades.csv", self.rows)
         got = "" if row.points is None else f" {row.points:g}/{row.maximum:g}"
         notes = [f"late by {row.late}"] if row.late else []
@@ -266,34 +269,34 @@ class _Collecting:
 
     @property
     def rows(self) -> list[Row]:
-        """In the order of the plan."""
+        """The rows so far, in the order of the plan."""
         return [self._rows[place] for place in sorted(self._rows)]
 
     def finish(self) -> list[Row]:
-        """Writes the learning system's table, and says the summary."""
+        """Writes the learning system's table and prints the summary."""
         written = [self._out / "grades.csv", self._out / "feedback"]
         export = self._out / "export.csv"
         if self._columns:
             written.insert(1, export)
             write_export(export, self.rows, self._columns, self._roster)
         else:
-            export.unlink(missing_ok=True)  # an earlier grading's
+            export.unlink(missing_ok=True)  # from an earlier run
         self._say(summary(self.rows))
         if self._due and not any(row.handed_in for row in self.rows):
-            self._say("nobody's time is known, so nobody is late")
+            self._say("no submission has a known time, so none counts as late")
         if self._roster:
             students = {row.student for row in self.rows if row.student}
             there = len(students & self._roster.keys())
             strangers = ", ".join(sorted(students - self._roster.keys())) or "nobody"
-            self._say(f"on the roster {there} of {len(students)} students; not on it: {strangers}")
+            self._say(f"on the roster: {there} of {len(students)} students; not on it: {strangers}")
         self._say(f"written: {', '.join(map(str, written))}")
         return self.rows
 
 
 def collect(root: Path, out: Path, *, say: Say) -> list[Row]:
-    """Enters the results of out's queue; what was not tried yet has a row that says so.
+    """Enters the results of out's queue; a submission that was not run yet gets a row saying so.
 
-    Raises ValueError where there is no queue.
+    Raises ValueError if there is no queue.
     """
     _plan(out)
     with _alone(out), _open(root, out) as course:
@@ -305,15 +308,14 @@ def collect(root: Path, out: Path, *, say: Say) -> list[Row]:
 def grade(
     root: Path, submissions: Path, out: Path, *, settings: Settings = USUAL, say: Say
 ) -> list[Row]:
-    """Grades every notebook of submissions with the labs of the checkout at root.
+    """Grades every notebook in submissions with the labs of the checkout at root.
 
-    submissions: a folder, a zip or a list of repositories, see `intake.collect`; only read.
-    out: gets grades.csv, export.csv with columns, feedback/<token>/<slug>.html, grading.log, and
-    the gradebook in course; an earlier grading there is taken up, and what has not changed is not
-    run again. say: takes a line of progress at a time.
-    Raises ValueError for folders that do not fit and for a lab whose source has a fault,
-    GradingError where nbgrader does not take a lab, RuntimeError where this machine fails; never
-    for a submission.
+    submissions: a folder, a zip or a list of repositories (see `intake.collect`); only read.
+    out: gets grades.csv, export.csv if columns are set, feedback/<token>/<slug>.html, grading.log,
+    and the gradebook in course. An earlier run there is continued, and unchanged submissions are
+    not run again. say: called with each line of progress.
+    Raises ValueError for unsuitable folders and for an invalid lab source, GradingError if nbgrader
+    rejects a lab, RuntimeError if this machine fails. Never raises because of a submission.
     """
     _make_ready(out, submissions)
     jobs = settings.jobs or len(os.sched_getaffinity(0))

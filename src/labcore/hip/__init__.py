@@ -1,6 +1,6 @@
-"""FlashAttention's forward in HIP, in steps, and the machine on which it runs without a GPU.
+"""FlashAttention's forward pass in HIP, built up in steps, and an emulator to run it without a GPU.
 
-`source/` holds the kernels; `emulate` runs them on the CPU and counts what a GPU would do.
+The kernels are in `source/`. `emulate` runs them on the CPU and counts what a GPU would do.
 """
 
 from labcore.hip.emulate import Counters, Emulated, EmulationError, Program, forward, load

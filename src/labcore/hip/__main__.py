@@ -1,7 +1,7 @@
-"""Build, check and time the steps on this machine's GPU, or hold what compilers report to a table.
+"""Build, check and time the steps on this machine's GPU, or check compiler reports against a table.
 
-Without an option: needs an AMD GPU of CDNA and hipcc (or an NVIDIA GPU and nvcc, for the steps
-without matrix cores), and writes records that the chapter shows.
+Without --check or --write, this needs an AMD CDNA GPU and hipcc (or, for the steps without matrix
+cores, an NVIDIA GPU and nvcc), and writes the records that the chapter shows.
 """
 
 from __future__ import annotations
@@ -22,22 +22,26 @@ from labcore.records import Record, sources
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Return the parser for the command's options."""
     top = argparse.ArgumentParser(prog="python -m labcore.hip", description=__doc__)
     top.add_argument(
         "--save",
         type=Path,
         default=records.FOLDER,
         metavar="FOLDER",
-        help="where records are written (default: the package's own folder)",
+        help="folder for the records (default: the one in the package)",
     )
-    top.add_argument("--check", type=Path, metavar="TABLE", help="hold what compilers report to it")
-    top.add_argument("--write", type=Path, metavar="TABLE", help="rewrite this table")
+    top.add_argument(
+        "--check", type=Path, metavar="TABLE", help="check compiler reports against this table"
+    )
+    top.add_argument(
+        "--write", type=Path, metavar="TABLE", help="write compiler reports to this table"
+    )
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: 0 where all is well, 1 where something is wrong, 2 where it cannot run."""
+    """Run the command; return 0 for success, 1 for a failed check, or 2 if it can't run."""
     asked = parser().parse_args(arguments)
     try:
         if asked.check or asked.write:
@@ -49,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def hold(table: Path | None, write: Path | None) -> int:
-    """Compile for every target whose compiler is here; needs those of the gated targets."""
+    """Compile for every target with an installed compiler; requires those of the gated targets."""
     lacking = [compiling.missing(name) for name, t in compiling.TARGETS.items() if t.gated]
     if any(lacking):
         raise RuntimeError("; ".join(filter(None, lacking)))
@@ -66,7 +70,7 @@ def hold(table: Path | None, write: Path | None) -> int:
 
 
 def run(folder: Path) -> int:
-    """Build, check, time, and write records into `folder`, which a wrong step prevents."""
+    """Build, check and time the steps, then write records to `folder` unless a step is wrong."""
     lacking = gpu.problem()
     if lacking:
         print(f"labcore.hip: {lacking}", file=sys.stderr)
@@ -90,12 +94,12 @@ def run(folder: Path) -> int:
             f"{name} {sorted(samples)[len(samples) // 2]:.3g}" for name, samples in shown.items()
         )
         print(f"{case.name}: {medians} ms", flush=True)
-    print(f"records are in {folder}; `python -m benchmarks --merge {folder}` brings them elsewhere")
+    print(f"records are in {folder}; `python -m benchmarks --merge {folder}` merges them elsewhere")
     return 0
 
 
 def timed(case: gpu.Case, comparison: gpu.Comparison) -> Record:
-    """The record of one case: the last step's milliseconds, the others' beside it as peers."""
+    """Return a case's record: the last step's times in ms, with the other steps' as peers."""
     samples = {
         name: tuple(1e3 * second for second in timing.samples)
         for name, timing in comparison.timings.items()
@@ -111,7 +115,7 @@ def timed(case: gpu.Case, comparison: gpu.Comparison) -> Record:
         hardware=asdict(hardware()),
         versions=versions(),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        # In a checkout a record grows old with the benchmark of its slug.
+        # In a checkout, a record becomes stale when its slug's benchmark changes.
         source=sources.describe(file if file.is_file() else Path(gpu.__file__)),
         peers=samples,
         details={

@@ -1,7 +1,7 @@
-"""Build a kernel's C++ source into a library for the CPU, once, and keep it in the user's cache.
+"""Build a kernel's C++ source into a library for the CPU, and keep it in the user's cache.
 
-The sources lie in `SOURCE` and ship with the package. A library's name is a hash of all that goes
-into it, so a changed source, compiler or processor gets a library of its own.
+The sources are in `SOURCE` and ship with the package. A library's name is a hash of everything that
+affects it, so a different source, compiler or processor gets a different library.
 """
 
 from __future__ import annotations
@@ -20,59 +20,59 @@ from labcore.checks import one_of
 __all__ = ["SOURCE", "STEPS", "cache_folder", "compiler", "library", "source_name", "step_source"]
 
 SOURCE = Path(__file__).resolve().parent / "source"
-# What each step adds to the one before it.
+# The file of each step, named after what it adds.
 STEPS = {1: "step1_straight", 2: "step2_lds", 3: "step3_mfma", 4: "step4_tuned"}
-# Ubuntu's compilers fortify by themselves, and a fortified longjmp takes a change of fibers for a
-# broken stack and ends the process. Half a fiber's stack is the most that one function may take.
+# Ubuntu's compilers turn on _FORTIFY_SOURCE, and a fortified longjmp mistakes a switch of fibers
+# for a corrupt stack and aborts. A function's frame is limited to half a fiber's stack.
 FLAGS = (
     *("-std=c++17", "-fPIC", "-U_FORTIFY_SOURCE"),
     *("-Werror=frame-larger-than=131072", "-Werror=vla"),
 )
-# `1u << 40` shifts by 40 % 32 on a GPU, and on a CPU unless gcc 16 makes BMI2's BZHI of it.
+# `1u << 40` shifts by 40 % 32 on a GPU. So does a CPU, unless gcc 16 turns it into BMI2's BZHI.
 NATIVE = (("-march=native", "-mno-bmi2"), ("-march=native",), ("-mcpu=native",))
 
 
 def step_source(step: int) -> Path:
-    """The file of one step; ValueError for a step that is not in `STEPS`."""
+    """Return a step's file; raises ValueError for a step that isn't in `STEPS`."""
     return SOURCE / f"{STEPS[one_of('step', step, STEPS)]}.hip"
 
 
 def compiler() -> list[str]:
-    """The C++ compiler's command: what $CXX says, else the first of g++, c++ and clang++.
+    """Return the C++ compiler's command: $CXX, or else the first of g++, c++ and clang++ found.
 
-    Raises RuntimeError where there is none.
+    Raises RuntimeError if there is none.
     """
     asked = shlex.split(os.environ.get("CXX", ""))
     if asked:
         if shutil.which(asked[0]) is None:
             raise RuntimeError(
                 f"CXX must name a C++ compiler, got {asked[0]!r}, which is not on this machine's "
-                "path; correct it or unset it"
+                "PATH; correct or unset it"
             )
         return asked
     found = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
     if found is None:
         raise RuntimeError(
             "the emulator needs a C++17 compiler, got none of g++, c++ and clang++ on this "
-            "machine's path; install one (Debian, Ubuntu, Colab: apt install g++) or set CXX"
+            "machine's PATH; install one (Debian, Ubuntu, Colab: apt install g++) or set CXX"
         )
     return [found]
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: labcore/hip in $XDG_CACHE_HOME, else in ~/.cache."""
+    """Return the folder for built libraries: labcore/hip in $XDG_CACHE_HOME, else in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "labcore" / "hip"
 
 
 def library(source: Path | str, *, checked: bool = True, wave: int = 64) -> Path:
-    """The shared library of `source`, built if the cache does not have it yet (2-20 s).
+    """Return the shared library of `source`, building it if it isn't in the cache (2-20 s).
 
     source: a file, or the text of a kernel that includes "portable.h".
-    checked: with bounds and counters on every access of memory; without them it is much faster.
-    wave: lanes of a wavefront, 64 or 32.
-    Raises RuntimeError without a compiler, without a cache to write to, or with the compiler's own
-    words where the source does not compile.
+    checked: check bounds and count every memory access; False is much faster.
+    wave: lanes per wavefront, 64 or 32.
+    Raises RuntimeError if there is no compiler, if the cache isn't writable, or, with the
+    compiler's message, if the source doesn't compile.
     """
     one_of("wave", wave, (64, 32))
     text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
@@ -89,7 +89,7 @@ def library(source: Path | str, *, checked: bool = True, wave: int = 64) -> Path
 
 
 def source_name(source: Path | str) -> str:
-    """What messages call a source: its file's name, or "kernel" for a text."""
+    """Return the name for a source in messages: its file's name, or "kernel" for a text."""
     return source.name if isinstance(source, Path) else "kernel"
 
 
@@ -99,14 +99,14 @@ def _headers() -> list[str]:
 
 @functools.cache
 def _identity(command: tuple[str, ...]) -> str:
-    """All macros that the compiler defines: its version, the processor and what -march turns on."""
+    """Return all macros that the compiler defines, which reflect its version and the processor."""
     probe = [*command, *_flags(command), "-x", "c++", "-dM", "-E", os.devnull]
     return subprocess.run(probe, capture_output=True, text=True, check=False).stdout
 
 
 @functools.cache
 def _flags(command: tuple[str, ...]) -> tuple[str, ...]:
-    """`FLAGS`, and this processor's instructions where the compiler knows how to ask for them."""
+    """Return `FLAGS`, plus flags for this processor's instructions if the compiler has them."""
     for native in NATIVE:
         probe = [*command, *native, "-x", "c++", "-fsyntax-only", os.devnull]
         if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
@@ -115,18 +115,18 @@ def _flags(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _compile(text: str, flags: list[str], target: Path) -> None:
-    """Compile beside `target` and move it there: two processes may build at once."""
+    """Compile next to `target`, then move the file, since two processes may build at once."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=target.parent)
     except OSError as error:
         raise RuntimeError(
             f"the folder for built kernels must be writable, got {target.parent} ({error}); "
-            "set XDG_CACHE_HOME to a folder of yours"
+            "set XDG_CACHE_HOME to a folder that you can write to"
         ) from error
     with scratch as folder:
         built = Path(folder) / target.name
-        # `emulated` stands in for the folder of HIP's own headers.
+        # `emulated` replaces the folder of HIP's headers.
         command = [*compiler(), *flags, f"-I{SOURCE}", f"-I{SOURCE / 'emulated'}"]
         command += ["-shared", "-x", "c++", "-", "-o", str(built)]
         done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)

@@ -1,9 +1,9 @@
-"""Compile every step for GPUs that are not here, and hold what it needs to a table.
+"""Compile every step for GPUs without having them, and check its resources against a table.
 
-hipcc compiles for gfx90a with HIP's own headers, clang 19 for gfx942 with none, and nvcc, where
-there is one, for NVIDIA. Registers, spills, LDS and occupancy are the compiler's own report, matrix
-instructions are counted in its assembly. `python -m labcore.hip --check TABLE` fails where a form
-needs more than the committed table or than the target has.
+hipcc compiles for gfx90a with HIP's headers, clang 19 for gfx942 without any, and nvcc, if
+installed, for NVIDIA. The compiler reports registers, spills, LDS and occupancy; matrix
+instructions are counted in its assembly. `python -m labcore.hip --check TABLE` fails if a form
+needs more than the committed table allows or than the target has.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 KIB = 1024
-SLACK = 1.05  # registers and LDS that a form may take over the committed table
+SLACK = 1.05  # how far registers and LDS may exceed the committed table
 # form -> target -> {"vgprs": …, "agprs": …, "sgprs": …, "spills": …, "lds": …, …}
 Resources: TypeAlias = dict[str, dict[str, dict[str, int]]]
 
@@ -46,9 +46,10 @@ Resources: TypeAlias = dict[str, dict[str, dict[str, int]]]
 class Target:
     """A GPU to compile for.
 
-    program, arguments: the compiler and what stands before the source's name; shared_limit: bytes
-    of LDS (shared memory) that one block may use; install: what brings the compiler; gated: whether
-    the table is held, for which CI has the compiler.
+    program, arguments: the compiler, and its arguments before the source's name.
+    shared_limit: bytes of LDS (shared memory) that one block may use.
+    install: how to install the compiler.
+    gated: whether to enforce the table; CI has the compilers of these targets.
     """
 
     program: str
@@ -95,13 +96,13 @@ TARGETS: Mapping[str, Target] = {
 
 
 def call(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
-    """Run a compiler to its end. hipcc would compile for NVIDIA where it finds nvcc: it is told."""
+    """Run a compiler. HIP_PLATFORM keeps hipcc from compiling for NVIDIA if it finds nvcc."""
     environment = {**os.environ, "HIP_PLATFORM": "amd"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def missing(target: str) -> str | None:
-    """None where this machine can compile for `target`, else one sentence that says what lacks."""
+    """Return None if this machine can compile for `target`, else a sentence on what's missing."""
     one_of("target", target, TARGETS)
     wanted = TARGETS[target]
     if shutil.which(wanted.program):
@@ -110,21 +111,25 @@ def missing(target: str) -> str | None:
 
 
 def compiler_of(target: str) -> str:
-    """The version that the compiler of `target` gives of itself, in one line."""
+    """Return the version that `target`'s compiler reports, in one line."""
     said = call([TARGETS[target].program, "--version"]).stdout
     lines = re.findall(r"^(?:HIP version|.*clang version|.*release).*$", said, re.MULTILINE)
     return "; ".join(" ".join(line.split()) for line in lines)
 
 
 def measure(targets: Sequence[str] | None = None, *, folder: Path = SOURCE) -> Resources:
-    """Compile every step of `folder` for `targets` and return what each form needs.
+    """Compile every step in `folder` for `targets` and return the resources of each form.
 
-    targets: names of TARGETS; by default those whose compiler is here. Of a form and a target:
-    vgprs, agprs, sgprs: registers of one lane (of one wave: sgprs); spills: registers kept in
-    memory; sgpr_spills: scalars kept in lanes of vector registers; scratch: bytes of memory of one
-    lane; lds: bytes of one block; occupancy: waves of one SIMD; mfma: matrix instructions; threads:
-    the most that a block may have. NVIDIA gives vgprs, spills (bytes), scratch and lds.
-    Raises RuntimeError where a compiler is missing or a step does not compile.
+    targets: names in TARGETS; by default those with an installed compiler.
+    The resources of a form on a target are:
+
+    - vgprs, agprs: registers per lane; sgprs: registers per wave
+    - spills: registers kept in memory; sgpr_spills: scalars kept in lanes of vector registers
+    - scratch: bytes of memory per lane; lds: bytes per block
+    - occupancy: waves per SIMD; mfma: matrix instructions; threads: the most that a block may have
+
+    NVIDIA's compiler reports only vgprs, spills (in bytes), scratch and lds.
+    Raises RuntimeError if a compiler is missing or a step doesn't compile.
     """
     chosen = list(targets) if targets is not None else [t for t in TARGETS if not missing(t)]
     for lacking in filter(None, map(missing, chosen)):
@@ -134,7 +139,7 @@ def measure(targets: Sequence[str] | None = None, *, folder: Path = SOURCE) -> R
         (source, target)
         for source in sources
         for target in chosen
-        # A step on AMD's matrix cores has no NVIDIA form.
+        # NVIDIA can't run the steps that use AMD's matrix cores.
         if TARGETS[target].program != "nvcc" or "_mfma_" not in source.read_text(encoding="utf-8")
     ]
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
@@ -147,22 +152,22 @@ def measure(targets: Sequence[str] | None = None, *, folder: Path = SOURCE) -> R
 
 
 def registers(need: Mapping[str, int]) -> int:
-    """Registers that one lane takes of the file that vector and accumulation registers share.
+    """Return a lane's registers in the file that vector and accumulation registers share.
 
-    need: of one form and target, as `measure` gives it. Accumulation registers begin at a multiple
-    of 4.
+    need: the resources of one form and target, from `measure`. Accumulation registers start at a
+    multiple of 4.
     """
     vgprs, agprs = need["vgprs"], need.get("agprs", 0)
     return -(-vgprs // 4) * 4 + agprs if agprs else vgprs
 
 
 def problems(found: Resources, table: Mapping[str, Any]) -> list[str]:
-    """Sentences about every form that needs more than its target has or than `table` allows.
+    """Return a sentence for each form that needs more than its target has or than `table` allows.
 
-    table: what `table_of` makes. A new spill, a lost matrix instruction or more LDS than a block
-    may use is always a problem. Registers or LDS that grew by more than 5 %, new scalar spills and
-    lost occupancy are one under the compiler that the table was written with: others allocate
-    differently. Targets that are not gated are left out.
+    table: the result of `table_of`. A new spill, the loss of all matrix instructions or more LDS
+    than a block may use is always a problem. Growth of registers or LDS by more than 5 %, new
+    scalar spills and lost occupancy count only with the table's compiler version, because other
+    versions allocate differently. Targets that aren't gated are skipped.
     """
     allowed: Mapping[str, Any] = table.get("forms", {})
     wrong = [
@@ -217,17 +222,18 @@ def _growth(need: Mapping[str, int], bound: Mapping[str, int]) -> Iterator[str]:
 
 
 def table_of(found: Resources) -> dict[str, Any]:
-    """What --write writes: {"compilers": target -> version, "forms": Resources}."""
+    """Return the table for --write: {"compilers": target -> version, "forms": Resources}."""
     targets = [t for t in TARGETS if any(t in needs for needs in found.values())]
     return {"compilers": {target: compiler_of(target) for target in targets}, "forms": found}
 
 
 def beside_triton(table: Mapping[str, Any], triton: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Our last step and the Triton forward kernel of the same head dimension and mask, row by row.
+    """Compare our last step with the Triton forward kernel of the same head dimension and mask.
 
-    table: this module's; triton: that of `labcore.compile_only`. Of a row: target, form (of ours),
-    kernel (of theirs), and (ours, theirs) for registers, spills, mfma and lds. The dtypes may
-    differ, float16 here and bfloat16 there: both are 2 bytes and take the same matrix instructions.
+    table: this module's table; triton: the table of `labcore.compile_only`. Each row has target,
+    form (ours), kernel (Triton's), and pairs (ours, Triton's) for registers, spills, mfma and lds.
+    We may use float16 where Triton uses bfloat16; both are 2 bytes and use the same matrix
+    instructions.
     """
     last = max(form.split("/")[0] for form in table["forms"])
     short = {"float16": 16, "bfloat16": 16, "float32": 32}
@@ -235,7 +241,7 @@ def beside_triton(table: Mapping[str, Any], triton: Mapping[str, Any]) -> list[d
     for kernel, targets in triton["kernels"].items():
         name, _, case = kernel.partition("/")
         dtype, _, rest = case.partition("-")
-        # The Triton kernel's cases name only the mask that is there.
+        # The names of Triton's cases mention a mask only if there is one.
         ours = f"{last}/float{short.get(dtype)}-{rest}{'' if 'causal' in rest else '-full'}"
         if name != "forward_kernel" or ours not in table["forms"]:
             continue
@@ -257,7 +263,7 @@ def beside_triton(table: Mapping[str, Any], triton: Mapping[str, Any]) -> list[d
 
 
 def rows(found: Resources) -> Iterator[str]:
-    """The resources as lines of text, one a form and target."""
+    """Yield the resources as lines of text, one per form and target."""
     width = max((len(form) for form in found), default=4)
     yield f"{'form':{width}}  target  VGPR AGPR SGPR spills mfma    LDS waves"
     for form, targets in found.items():
@@ -289,7 +295,7 @@ def _compile(source: Path, target: str) -> dict[str, dict[str, int]]:
     if not found:
         raise RuntimeError(
             f"the report of {wanted.program} on {source.name} must name attention_forward, got: "
-            f"{done.stderr[:500]!r}; the compiler writes it in another way than this module reads"
+            f"{done.stderr[:500]!r}; teach this module the compiler's new format"
         )
     return found
 
@@ -300,7 +306,7 @@ _QUANTITIES = {
     "VGPRs": "vgprs",
     "AGPRs": "agprs",
     "SGPRs": "sgprs",
-    "TotalSGPRs": "sgprs",  # the same number under the name that clang has given it since 16
+    "TotalSGPRs": "sgprs",  # the same number; clang's name for it since version 16
     "VGPRs Spill": "spills",
     "SGPRs Spill": "sgpr_spills",
     "ScratchSize": "scratch",
@@ -310,7 +316,7 @@ _QUANTITIES = {
 
 
 def _form(symbol: str) -> str | None:
-    """ "float16-d64-causal" for the kernel of that mangled name; None for other functions."""
+    """Return a mangled kernel name's form ("float16-d64-causal"), or None for other functions."""
     named = _SYMBOL.search(symbol)
     if named is None:
         return None
@@ -357,7 +363,7 @@ def _read_ptxas(report: str) -> dict[str, dict[str, int]]:
         }
         matches = {name: re.search(pattern, block) for name, pattern in numbers.items()}
         need = {name: int(hit[1]) for name, hit in matches.items() if hit}
-        need.setdefault("lds", 0)  # only LDS goes unsaid where there is none
+        need.setdefault("lds", 0)  # ptxas doesn't mention LDS if there is none
         _all_there(form, numbers, need)
         found[form] = {name: need[name] for name in numbers}
     return found
@@ -367,6 +373,6 @@ def _all_there(form: str, wanted: Iterable[str], need: Mapping[str, int]) -> Non
     lacking = [name for name in wanted if name not in need]
     if lacking:
         raise RuntimeError(
-            f"the compiler's report of {form} must give {', '.join(lacking)}, got none; it writes "
-            "them in another way than this module reads"
+            f"the compiler's report of {form} must give {', '.join(lacking)}, got none; teach "
+            "this module the compiler's new format"
         )

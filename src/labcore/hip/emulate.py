@@ -1,8 +1,8 @@
 """Run a HIP kernel on the CPU: threads as fibers, barriers, LDS and 64-lane wavefronts.
 
-`forward` runs a step of the FlashAttention port; `load` takes any kernel that is written in the
-names of `source/portable.h`. What is counted follows the hardware's rules for the accesses as the
-source has them (`source/cpu_check.h`), what is timed here says nothing about a GPU.
+`forward` runs a step of the FlashAttention port. `load` loads any kernel that uses the names in
+`source/portable.h`. The counters apply the hardware's rules to the memory accesses in the source
+(`source/cpu_check.h`). Timings on the emulator say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ Size = int | Sequence[int]
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16"}
 HEAD_DIMS = (64, 128)
-# A library has one machine, and a call of it lets Python's other threads run.
+# A library has a single emulated machine, and ctypes releases the GIL during a call.
 _ONE_LAUNCH = threading.Lock()
 
 
 class EmulationError(RuntimeError):
-    """What a GPU would not have said: the sentence names block, thread and line."""
+    """A fault that a GPU wouldn't report; the message names block, thread and line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """What a launch did, each access of the source taken for one instruction of a wavefront.
+    """Counts for a launch, treating each access in the source as one instruction of a wavefront.
 
-    A compiler may make one wide instruction of several narrow ones, and a GPU then does less.
+    A GPU may do less, because a compiler can merge several narrow instructions into a wide one.
 
-    lds_accesses: LDS instructions. lds_conflicts: cycles that they took beyond those of a
-    conflict-free access. transactions: distinct 64-byte segments of global memory, summed over
-    instructions; caches are not modelled. bytes: what lanes asked for there. barriers: of blocks.
+    lds_accesses: LDS instructions.
+    lds_conflicts: their cycles beyond those of conflict-free accesses.
+    transactions: distinct 64-byte segments of global memory, summed over instructions; caches
+    aren't modeled.
+    bytes: bytes of global memory that lanes requested.
+    barriers: barriers, counted once per block.
     mfma: matrix instructions.
     """
 
@@ -58,9 +61,10 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Emulated:
-    """out: [B, H, T, D] in the query's dtype; lse: fp32 [B, H, T], natural logarithm.
+    """The result of `forward`.
 
-    counters: None unless they were asked for.
+    out: [B, H, T, D] in the query's dtype. lse: fp32 [B, H, T], natural logarithm.
+    counters: None unless requested.
     """
 
     out: Tensor
@@ -78,7 +82,7 @@ class _Report(ctypes.Structure):
 
 
 class _Memory(ctypes.Structure):
-    # A Global as a kernel's checked form takes it; the plain form and a GPU read the first word.
+    # A Global as passed to a checked kernel; a plain kernel and a GPU read only the first word.
     _fields_ = [
         ("data", ctypes.c_void_p),
         ("count", ctypes.c_uint64),
@@ -88,7 +92,7 @@ class _Memory(ctypes.Structure):
 
 
 class Program:
-    """A built kernel library; `load` makes it."""
+    """A built kernel library, returned by `load`."""
 
     def __init__(self, path: Path, *, name: str, checked: bool) -> None:
         self.path = path
@@ -107,11 +111,11 @@ class Program:
     ) -> Counters | None:
         """Run the kernel of ENTRY `name` on `grid` blocks of `block` threads each.
 
-        arguments: in the kernel's order; a tensor (contiguous, on the CPU) is a Global, which
-        errors call by its key, and what the kernel writes is in it afterwards; a number is an int
-        or a float, as the kernel takes it. count: return what the launch did; only a checked
-        program can.
-        Raises EmulationError, ValueError for arguments that the kernel cannot take.
+        arguments: by name, in the kernel's order. A tensor (contiguous, on the CPU) is passed as a
+        Global, which the kernel can write to and errors refer to by name. A number is passed as the
+        int or float that the kernel declares.
+        count: return the launch's counters; requires a checked program.
+        Raises EmulationError for a fault, and ValueError for arguments that don't match the kernel.
         """
         if count and not self.checked:
             raise ValueError(
@@ -141,10 +145,10 @@ class Program:
         return Counters(**{field.name: getattr(report, field.name) for field in fields(Counters)})
 
     def call(self, name: str, *values: Tensor | int | float) -> None:
-        """Call host function `name` of a source that hipify made of a CUDA one.
+        """Call host function `name` of a source that hipify converted from CUDA.
 
-        A tensor is given as its address, an int as an int, a float as a float. Raises
-        EmulationError where a launch fails; the pointers of such a kernel are not bounded.
+        A tensor is passed as its address, an int as an int, a float as a float. Raises
+        EmulationError if a launch fails. Such a kernel's pointers aren't bounds-checked.
         """
         function = self._function(name, f'declare {name} extern "C" in it')
         plain = [
@@ -167,7 +171,7 @@ class Program:
         return found
 
     def attention_block(self, dtype: torch.dtype, dim: int) -> tuple[int, int]:
-        """Queries and threads of a block of a step of the port."""
+        """Return the queries and threads per block for a step of the port."""
         queries, threads = ctypes.c_int(), ctypes.c_int()
         half = dtype == torch.float16
         self._library.attention_block(half, dim, ctypes.byref(queries), ctypes.byref(threads))
@@ -177,10 +181,10 @@ class Program:
 def load(source: Path | str, *, check: bool = True, wave: int = 64) -> Program:
     """Build (once) and load a kernel: a file, or the text of one that includes "portable.h".
 
-    check: errors for accesses out of bounds and for races of two waves in LDS, and counters;
-    without it a wrong kernel may end the process. Races in global memory or of one wave's lanes
-    are not looked for, and a kernel that never ends does not end. wave: lanes of a wavefront; 32
-    shows what a kernel written for warps relies on.
+    check: count accesses, and detect out-of-bounds accesses and LDS races between two waves.
+    Without it, a wrong kernel may crash the process. Races in global memory, races between lanes of
+    one wave, and infinite loops aren't detected.
+    wave: lanes per wavefront; 32 runs a kernel written for warps as on NVIDIA.
     """
     return _load(library(source, checked=check, wave=wave), source_name(source), check)
 
@@ -201,11 +205,11 @@ def forward(
     count: bool = False,
     check: bool = True,
 ) -> Emulated:
-    """Attention by one step of the port, each thread emulated.
+    """Run attention with one step of the port, emulating every thread.
 
-    query: [B, H, T, D]; key, value: [B, H, S, D]; one dtype of fp32 and fp16, D of 64 and 128.
-    is_causal: query i sees the keys up to i. scale: of q·k, 1 / sqrt(D) by default.
-    count: fill `counters`. check: bounds on every access; False is faster and trusts the step.
+    query: [B, H, T, D]; key, value: [B, H, S, D]; all fp32 or all fp16, with D = 64 or 128.
+    is_causal: query i sees the keys up to i. scale: factor for q·k, default 1 / sqrt(D).
+    count: fill `counters`. check: check the bounds of every access; False is faster.
     """
     heads = _check(query, key, value)
     batch, _, q_len, dim = query.shape
@@ -215,7 +219,7 @@ def forward(
     queries, threads = program.attention_block(query.dtype, dim)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = torch.empty(query.shape[:3], dtype=torch.float32)
-    if out.numel() == 0:  # a grid without a block, which no GPU takes
+    if out.numel() == 0:  # the grid would have no blocks, which a GPU rejects
         nothing = Counters(**dict.fromkeys((field.name for field in fields(Counters)), 0))
         return Emulated(out=out, lse=lse, counters=nothing if count else None)
     counters = program.launch(
@@ -238,13 +242,13 @@ def forward(
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Heads, after a look at what the kernels take."""
+    """Check that the kernels support these tensors; return the number of heads."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 4:
             raise ValueError(f"{name} must be [B, H, T, D], got shape {tuple(tensor.shape)}")
         if tensor.device.type != "cpu":
             raise ValueError(
-                f"{name} must be on the CPU, which emulates, got {tensor.device}; use {name}.cpu()"
+                f"{name} must be on the CPU for emulation, got {tensor.device}; use {name}.cpu()"
             )
         if tensor.dtype != query.dtype:
             raise TypeError(f"{name} must have query's dtype {query.dtype}, got {tensor.dtype}")
@@ -256,7 +260,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> int:
     one_of("the head dimension", dim, HEAD_DIMS)
     if key.shape != (batch, heads, key.shape[2], dim) or value.shape != key.shape:
         raise ValueError(
-            f"key and value must be [{batch}, {heads}, S, {dim}] as query is, got "
+            f"key and value must be [{batch}, {heads}, S, {dim}] to match query, got "
             f"{tuple(key.shape)} and {tuple(value.shape)}; repeat shared heads first"
         )
     if key.shape[2] == 0:
@@ -265,27 +269,28 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> int:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Contiguous and at an address that a vector of 16 bytes may have, copied if need be."""
+    """Return the tensor, copied unless it's contiguous and aligned to 16 bytes."""
     tensor = tensor.detach().contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-# What a kernel takes, as takes() of cpu.h tells it; "?" and "P" are other numbers and pointers.
+# The kernel's argument types, as given by takes() in cpu.h; "?" and "P" are other numbers and
+# pointers.
 _MEMORY = {"F": torch.float32, "H": torch.float16, "I": torch.int32}
 _KINDS = {"f": "a float", "i": "an int", "?": "a number that is neither an int nor a float"}
 
 
 def _argument(name: str, value: Tensor | int | float, kind: str) -> Any:
-    """A value as the kernel takes it, which has no other way to know what it got."""
+    """Convert a value to the kernel's argument type; the kernel itself can't check the type."""
     wanted = _KINDS.get(kind, f"a tensor of {_MEMORY.get(kind, 'the elements it names')}")
     got = value.dtype if isinstance(value, Tensor) else type(value).__name__
     if not isinstance(value, Tensor):
         scalar = _scalar(name, float(value) if kind == "f" and type(value) is int else value)
         if kind not in "if" or (kind == "i" and isinstance(value, float)):
-            raise ValueError(f"{name} must be {wanted}, as the kernel takes it, got {got}")
+            raise ValueError(f"{name} must be {wanted}, as the kernel declares it, got {got}")
         return scalar
     if kind != "P" and value.dtype != _MEMORY.get(kind):
-        raise ValueError(f"{name} must be {wanted}, as the kernel takes it, got {got}")
+        raise ValueError(f"{name} must be {wanted}, as the kernel declares it, got {got}")
     _on_cpu(name, value)
     return _Memory(value.data_ptr(), value.numel(), value.element_size(), name.encode())
 
@@ -303,12 +308,12 @@ def _scalar(name: str, value: int | float) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a tensor, an int or a float, got {type(value).__name__}")
     if isinstance(value, int) and not -(2**31) <= value < 2**31:
-        raise ValueError(f"{name} must fit into an int of 32 bits, got {value}")
+        raise ValueError(f"{name} must fit into a 32-bit int, got {value}")
     return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
 
 
 def _three(name: str, size: Size) -> ctypes.Array[ctypes.c_uint]:
     parts = [size] if isinstance(size, int) else list(size)
     if not 1 <= len(parts) <= 3 or not all(isinstance(n, int) and 0 < n < 2**32 for n in parts):
-        raise ValueError(f"{name} must be one to three whole numbers above 0, got {size!r}")
+        raise ValueError(f"{name} must be one to three integers from 1 to 2**32 - 1, got {size!r}")
     return (ctypes.c_uint * 3)(*parts, *[1] * (3 - len(parts)))

@@ -1,7 +1,7 @@
-"""Build the steps for this machine's GPU, check them against torch, and time them.
+"""Build the steps for this machine's GPU, check them against PyTorch, and time them.
 
-On an AMD GPU of CDNA hipcc builds all steps, on an NVIDIA GPU nvcc builds those without AMD's
-matrix cores. `python -m labcore.hip` does all of it and writes records.
+On an AMD CDNA GPU, hipcc builds all steps. On an NVIDIA GPU, nvcc builds the steps that don't use
+AMD's matrix cores. `python -m labcore.hip` does all of this and writes records.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from labcore.timing import Comparison, paired
 __all__ = ["Case", "Step", "architecture", "build", "problem", "timed_cases", "times", "wrong"]
 
 CDNA = ("gfx90a", "gfx94", "gfx95")
-# Largest difference to fp64 on normal inputs: rounding of the output, and of the weights in fp16.
+# Largest difference from fp64 on normal inputs, due to rounding the output and the fp16 weights.
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3}
 LENGTHS = ((1, 1), (31, 63), (100, 129), (129, 31), (512, 512))  # queries, keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Attention of one shape; heads counts those of the whole batch."""
+    """One attention problem; heads counts the heads of the whole batch."""
 
     dtype: torch.dtype
     dim: int
@@ -47,12 +47,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The form, as the table of `compile` names it: "float16-d64-causal"."""
+        """The form's name, as in the table of `compile`: "float16-d64-causal"."""
         mask = "causal" if self.is_causal else "full"
         return f"{str(self.dtype).removeprefix('torch.')}-d{self.dim}-{mask}"
 
     def inputs(self, device: torch.device, seed: int = 0) -> list[Tensor]:
-        """Query, key and value, [1, H, T, D] and [1, H, S, D], from a normal distribution."""
+        """Draw query [1, H, T, D], key and value [1, H, S, D] from a normal distribution."""
         generator = torch.Generator().manual_seed(seed)
         shapes = [(1, self.heads, n, self.dim) for n in (self.q_len, self.k_len, self.k_len)]
         drawn = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -60,7 +60,7 @@ class Case:
 
 
 def architecture() -> str:
-    """The GPU's name for its compiler: "gfx942", "sm_90"."""
+    """Return the GPU's name for its compiler, such as "gfx942" or "sm_90"."""
     properties = torch.cuda.get_device_properties(0)
     if torch.version.hip:
         return str(properties.gcnArchName).split(":")[0]
@@ -68,20 +68,20 @@ def architecture() -> str:
 
 
 def problem() -> str | None:
-    """None where the steps can be built for a GPU of this machine, else one sentence."""
+    """Return None if the steps can be built for this machine's GPU, else a sentence on why not."""
     if not gpu_visible():
         return (
-            "no GPU: the steps run on an AMD GPU of CDNA (MI200, MI300) under a torch built for "
-            "ROCm, or in part on an NVIDIA GPU, and torch sees neither here; on the CPU "
-            "labcore.hip.emulate runs them"
+            "no GPU: the steps need an AMD CDNA GPU (MI200, MI300) with PyTorch for ROCm, or, for "
+            "some of the steps, an NVIDIA GPU, but PyTorch finds neither; use "
+            "labcore.hip.emulate to run them on the CPU"
         )
     arch = architecture()
     if torch.version.hip and not arch.startswith(CDNA):
-        return f"the steps are written for wavefronts of 64 lanes, AMD CDNA, and this GPU is {arch}"
+        return f"the steps need wavefronts of 64 lanes (AMD CDNA), but this GPU is {arch}"
     program = _program()
     if shutil.which(program) is None:
         return (
-            f"the steps are built for {arch} by {program}, which is not on this machine's path; "
+            f"building the steps for {arch} needs {program}, which is not on this machine's PATH; "
             f"{'install ROCm' if torch.version.hip else 'install the CUDA toolkit'} and try again"
         )
     return None
@@ -92,13 +92,13 @@ def _program() -> str:
 
 
 class Step:
-    """A step's library for a GPU. `Step(path)` loads what `build` made."""
+    """A step's library for a GPU. `Step(path)` loads a library built by `build`."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
 
     def block(self, dtype: torch.dtype, dim: int) -> tuple[int, int]:
-        """Queries and threads of a block."""
+        """Return the queries and threads per block."""
         queries, threads = ctypes.c_int(), ctypes.c_int()
         half = dtype == torch.float16
         self._library.attention_block(half, dim, ctypes.byref(queries), ctypes.byref(threads))
@@ -107,11 +107,11 @@ class Step:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Attention and its log-sum-exp, [B, H, T, D] and fp32 [B, H, T], on the current stream.
+        """Run attention on the current stream; return out [B, H, T, D] and fp32 lse [B, H, T].
 
-        query: [B, H, T, D]; key, value: [B, H, S, D]; contiguous, on the GPU, fp32 or fp16, D of 64
-        and 128. is_causal: query i sees the keys up to i. Raises ValueError for other tensors,
-        RuntimeError with the runtime's number where the launch fails.
+        query: [B, H, T, D]; key, value: [B, H, S, D]; contiguous, on the GPU, fp32 or fp16, D = 64
+        or 128. is_causal: query i sees the keys up to i. Raises ValueError for other tensors, and
+        RuntimeError with the runtime's error number if the launch fails.
         """
         keys = (*query.shape[:2], *key.shape[2:3], *query.shape[3:])
         if query.ndim != 4 or not key.shape == value.shape == keys:
@@ -124,7 +124,7 @@ class Step:
             alike = tensor.dtype == query.dtype and tensor.is_cuda and tensor.is_contiguous()
             if not fits or not alike:
                 raise ValueError(
-                    f"{name} must be contiguous, on the GPU, fp32 or fp16 as query is, with a head "
+                    f"{name} must be contiguous, on the GPU, fp32 or fp16 like query, with a head "
                     f"dimension of 64 or 128, got {tensor.dtype} of shape {tuple(tensor.shape)} "
                     f"on {tensor.device}"
                 )
@@ -155,20 +155,20 @@ class Step:
     ) -> None:
         """Launch the ENTRY `name` with the kernel's arguments `values`.
 
-        Raises RuntimeError with the number of the runtime's error.
+        Raises RuntimeError with the runtime's error number if the launch fails.
         """
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         blocks, block = (ctypes.c_uint * 3)(*grid, 1), (ctypes.c_uint * 3)(threads, 1, 1)
         error = getattr(self._library, name)(blocks, block, pointers, ctypes.c_void_p(stream))
         if error:
-            raise RuntimeError(f"the GPU's runtime must take the launch, got its error {error}")
+            raise RuntimeError(f"the GPU's runtime must accept the launch, got its error {error}")
 
 
 def build(arch: str | None = None) -> Iterator[tuple[str, Step]]:
-    """The names and libraries of all steps that `arch` (default: this machine's GPU) can run.
+    """Yield the name and library of each step that `arch` (default: this machine's GPU) can run.
 
-    Takes 5-20 s a step. Raises RuntimeError where a step does not compile, or where its library
-    brought a second HIP runtime into the process: memory of one is not known to the other.
+    Takes 5-20 s per step. Raises RuntimeError if a step doesn't compile, or if its library loads a
+    second HIP runtime, which couldn't access memory allocated by the first.
     """
     arch = arch or architecture()
     amd = arch.startswith("gfx")
@@ -188,8 +188,9 @@ def build(arch: str | None = None) -> Iterator[tuple[str, Step]]:
         runtimes = _hip_runtimes()
         if len(runtimes) > 1:
             raise RuntimeError(
-                f"torch and hipcc must use one HIP runtime, got {' and '.join(sorted(runtimes))}; "
-                "install the ROCm that torch was built for, or torch for the ROCm that is here"
+                "PyTorch and hipcc must use the same HIP runtime, got "
+                f"{' and '.join(sorted(runtimes))}; install the ROCm version that PyTorch was "
+                "built for, or PyTorch for the installed ROCm"
             )
         yield name, step
 
@@ -201,7 +202,7 @@ def _hip_runtimes() -> set[str]:
 
 
 def wrong(step: Step, device: torch.device) -> list[str]:
-    """Sentences about every form and length at which `step` is not torch's attention in fp64."""
+    """Return a sentence for each form and length where `step` differs from PyTorch in fp64."""
     found: list[str] = []
     for dtype in DTYPES:
         for dim in HEAD_DIMS:
@@ -230,13 +231,13 @@ def _differences(step: Step, case: Case, device: torch.device) -> Iterator[str]:
         gap = float((ours - theirs).abs().max())
         if not gap <= TOLERANCES[case.dtype]:
             yield (
-                f"{where}: {name} must be within {TOLERANCES[case.dtype]:g} of torch's in fp64, "
-                f"got {gap:.3g}"
+                f"{where}: {name} must be within {TOLERANCES[case.dtype]:g} of PyTorch's in fp64, "
+                f"got a difference of {gap:.3g}"
             )
 
 
 def timed_cases() -> list[Case]:
-    """What is timed: fp16, 32 heads of 4096 queries and keys."""
+    """Return the cases to time: fp16, 32 heads with 4096 queries and keys."""
     return [
         Case(dtype=torch.float16, dim=dim, is_causal=mask, heads=32, q_len=4096, k_len=4096)
         for dim in HEAD_DIMS
@@ -247,7 +248,7 @@ def timed_cases() -> list[Case]:
 def times(
     steps: Mapping[str, Step], case: Case, device: torch.device, *, rounds: int = 20
 ) -> Comparison:
-    """Seconds of every step and of torch's own attention ("torch"), in the same rounds."""
+    """Time every step and PyTorch's attention ("torch"), interleaved in the same rounds."""
     query, key, value = case.inputs(device)
 
     def of(step: Step) -> Callable[[], object]:

@@ -1,12 +1,12 @@
 """Which lane of a wavefront holds which element in CDNA's matrix instructions.
 
 D = A B + C with A [TILE, DEPTH], B [DEPTH, TILE], C and D [TILE, TILE]. No thread has a whole
-matrix: each of the 64 lanes holds a few elements of each, and the hardware fixes which. The
-64 / TILE lanes that have lane % TILE in common share a row of A, a column of B and a column of D;
-lane // TILE, their group, says which part of it is whose.
+matrix. Each of the 64 lanes holds a few elements of each matrix, and the hardware fixes which ones.
+The 64 / TILE lanes with the same lane % TILE share a row of A, a column of B and a column of D. The
+group, lane // TILE, selects the part that a lane holds.
 
-The maps hold for CDNA2 (gfx90a) and CDNA3 (gfx942). The emulator has them in source/cpu_mfma.h.
-Source: AMD's matrix instruction calculator, whose numbers the tests keep.
+The maps apply to CDNA2 (gfx90a) and CDNA3 (gfx942). The emulator has them in source/cpu_mfma.h.
+Source: AMD's matrix instruction calculator; the tests check its numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from labcore.checks import one_of
 
 __all__ = ["INSTRUCTIONS", "LANES", "Instruction", "element", "layout"]
 
-LANES = 64  # of a wavefront
+LANES = 64  # per wavefront
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class Instruction:
     """One matrix instruction.
 
     tile: rows of A and D, columns of B and D. depth: columns of A, rows of B.
-    bits: of one element of A and B; C and D are fp32. builtin: its name in C++.
+    bits: bits per element of A and B; C and D are fp32. builtin: the instruction's name in C++.
     """
 
     tile: int
@@ -40,12 +40,12 @@ class Instruction:
 
     @property
     def operands(self) -> int:
-        """Elements of A that a lane holds; of B as many."""
+        """Elements of A that a lane holds, and also of B."""
         return self.depth // self.groups
 
     @property
     def results(self) -> int:
-        """Elements of D that a lane holds, one a register."""
+        """Elements of D that a lane holds, one per register."""
         return self.tile * self.tile // LANES
 
     @property
@@ -71,11 +71,12 @@ INSTRUCTIONS = {
 
 
 def element(instruction: Instruction, matrix: str, lane: int, item: int) -> tuple[int, int]:
-    """The (row, column) of the element that a lane holds at place `item`.
+    """Return the (row, column) of a lane's element number `item`.
 
-    matrix: "A", "B" or "D" (C lies as D does). lane: 0 … 63. item: counts the elements that a lane
-    holds of the matrix from its first register on; a register has one of 32 bits or two of 16, the
-    low half first. Raises ValueError for what does not exist.
+    matrix: "A", "B" or "D" (C has D's layout). lane: 0 … 63.
+    item: index among the lane's elements of the matrix, starting at its first register. A register
+    holds one 32-bit element or two 16-bit elements, the low half first.
+    Raises ValueError for a matrix, lane or item that doesn't exist.
     """
     one_of("matrix", matrix, "ABD")
     held = instruction.results if matrix == "D" else instruction.operands
@@ -83,14 +84,14 @@ def element(instruction: Instruction, matrix: str, lane: int, item: int) -> tupl
     one_of("item", item, range(held))
     line, group = lane % instruction.tile, lane // instruction.tile
     if matrix == "D":
-        # Four rows in a row to each group, then the next four registers.
+        # Every four registers hold four consecutive rows of each group.
         return 4 * instruction.groups * (item // 4) + 4 * group + item % 4, line
     k = instruction.operands * group + item
     return (line, k) if matrix == "A" else (k, line)
 
 
 def layout(instruction: Instruction, matrix: str) -> list[list[tuple[int, int]]]:
-    """The map from the other side: [row][column] -> the (lane, item) that holds the element.
+    """Return the inverse map: [row][column] -> the (lane, item) that holds the element.
 
     matrix: as in `element`.
     """

@@ -1,8 +1,8 @@
-"""How many waves a compute unit of CDNA2 or CDNA3 holds at once, and what bounds it.
+"""How many waves a compute unit of CDNA2 or CDNA3 can hold at once, and what limits the number.
 
-A compute unit has four SIMDs. Each has 512 registers a lane, which vector and accumulation
-registers share, and room for eight waves; the four share 64 KiB of LDS, and a workgroup stands on
-one compute unit as a whole. CDNA2 (gfx90a) and CDNA3 (gfx942) have the same numbers here.
+A compute unit has four SIMDs. Each SIMD has room for eight waves and has 512 registers per lane,
+shared by vector and accumulation registers. The four SIMDs share 64 KiB of LDS. A workgroup runs
+entirely on one compute unit. These numbers are the same for CDNA2 (gfx90a) and CDNA3 (gfx942).
 Source: AMD, CDNA 2 and CDNA 3 instruction set architecture; LLVM, User Guide for AMDGPU Backend.
 """
 
@@ -18,12 +18,16 @@ __all__ = ["LIMITS", "Limits", "Occupancy", "Tile", "occupancy", "tile"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one compute unit has.
+    """The resources of one compute unit.
 
-    wave: lanes; simds: of a compute unit; slots: waves that one SIMD holds; registers: of one lane,
-    given out in steps of register_step; lane_registers: the most of each kind, vector or
-    accumulation, that one lane names; scalars: of one SIMD; lds: bytes, given out in steps of
-    lds_step; threads: the most of a workgroup.
+    wave: lanes per wave.
+    simds: SIMDs per compute unit.
+    slots: waves that one SIMD can hold.
+    registers: registers per lane, allocated in multiples of register_step.
+    lane_registers: the most registers of each kind (vector, accumulation) that a lane can address.
+    scalars: scalar registers per SIMD.
+    lds: bytes, allocated in multiples of lds_step.
+    threads: the most threads per workgroup.
     """
 
     wave: int = 64
@@ -43,12 +47,12 @@ LIMITS: Mapping[str, Limits] = {"gfx90a": Limits(), "gfx942": Limits()}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Occupancy:
-    """What fits.
+    """The waves and workgroups that fit.
 
-    waves_per_simd: as a compiler counts it, each bound by itself; 0 where no workgroup fits.
-    groups, waves: whole workgroups of one compute unit, and their waves.
-    allowed: waves of one SIMD that each resource ("registers", "scalars", "lds", "slots") allows.
-    bound_by: the resources that allow the fewest; "slots" alone means that nothing else binds.
+    waves_per_simd: as a compiler counts it, the minimum over `allowed`; 0 if no workgroup fits.
+    groups, waves: whole workgroups per compute unit, and their waves.
+    allowed: waves per SIMD that each resource ("registers", "scalars", "lds", "slots") allows.
+    bound_by: the resources that allow the fewest; "slots" alone means that nothing else is a limit.
     """
 
     waves_per_simd: int
@@ -61,12 +65,14 @@ class Occupancy:
 def occupancy(
     arch: str, *, vgprs: int, agprs: int = 0, sgprs: int = 0, lds: int, threads: int
 ) -> Occupancy:
-    """Waves that stand on one SIMD of `arch` ("gfx90a", "gfx942") at once, and what bounds them.
+    """Return how many waves fit on one SIMD of `arch` ("gfx90a", "gfx942"), and what limits them.
 
-    vgprs, agprs: vector and accumulation registers of one lane, 0 to 256 each; sgprs: scalar
-    registers of one wave; lds: bytes of one workgroup; threads: of one workgroup, 1 to 1024.
-    Raises ValueError for what no kernel of that GPU can have. More LDS than there is is no error:
-    no workgroup fits then.
+    vgprs, agprs: vector and accumulation registers per lane, 0 to 256 each.
+    sgprs: scalar registers per wave.
+    lds: bytes per workgroup.
+    threads: threads per workgroup, 1 to 1024.
+    Raises ValueError for values that no kernel on that GPU can have. Too much LDS isn't an error;
+    then no workgroup fits.
     """
     one_of("arch", arch, LIMITS)
     limits = LIMITS[arch]
@@ -75,7 +81,7 @@ def occupancy(
         if not 0 <= value <= most[name]:
             raise ValueError(
                 f"{name} must be between 0 and {most[name]}, got {value}; a kernel that needs "
-                "more spills to memory"
+                "more registers spills to memory"
             )
     if lds < 0:
         raise ValueError(f"lds must be at least 0 bytes, got {lds}")
@@ -83,7 +89,7 @@ def occupancy(
         raise ValueError(
             f"threads must be at most {limits.threads}, got {threads}; launch more workgroups"
         )
-    group = -(-threads // limits.wave)  # waves of one workgroup
+    group = -(-threads // limits.wave)  # waves per workgroup
     held = _up(_up(vgprs, 4) + agprs if agprs else vgprs, limits.register_step)
     by_lds = limits.lds // _up(lds, limits.lds_step) if lds else limits.simds * limits.slots
     allowed = {
@@ -106,10 +112,10 @@ def occupancy(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """What a tile of attention asks for.
+    """The resources of an attention tile.
 
-    lds: bytes of one workgroup; registers: an estimate, of one lane; spilled: how many of them are
-    more than a lane can have; occupancy: what fits then.
+    lds: bytes per workgroup. registers: estimated number per lane. spilled: how many of those
+    exceed what a lane can have. occupancy: the resulting occupancy.
     """
 
     lds: int
@@ -118,8 +124,8 @@ class Tile:
     occupancy: Occupancy
 
 
-# Addresses, bounds, the softmax's own numbers and what is on its way between LDS and the matrix
-# cores: about what the compilers take for step 4 beyond what can be counted.
+# Addresses, bounds, the softmax's statistics and values in flight between LDS and the matrix cores.
+# This is about what compilers use for step 4 beyond the registers that can be counted.
 OTHER_REGISTERS = 60
 
 
@@ -133,14 +139,14 @@ def tile(
     stages: int = 1,
     dtype_bytes: int = 2,
 ) -> Tile:
-    """LDS, registers and occupancy of a forward block laid out as step 4 lays out its own.
+    """Return LDS, registers and occupancy of a forward block with the layout of step 4.
 
-    queries, keys: rows of the block's two tiles; waves: that share its queries; stages: tiles of
-    keys and values in LDS at once; dtype_bytes: 2 or 4.
-    LDS: K with 16 bytes more a row, V turned over with 4 more elements a row. Registers: queries
-    and the keys and values on their way in, in their own dtype, scores and output in fp32, and
-    OTHER_REGISTERS. For step 4 the compilers come within a quarter of it.
-    Raises ValueError for a tile that matrix instructions of 16 rows cannot make up.
+    queries, keys: rows of the block's two tiles. waves: how many waves share the queries. stages:
+    tiles of keys and values in LDS at once. dtype_bytes: 2 or 4.
+    LDS holds K with 16 bytes of padding per row, and V transposed with 4 padding elements per row.
+    Registers hold the queries and the incoming keys and values in their dtype, scores and output in
+    fp32, and OTHER_REGISTERS. For step 4, the compilers are within 25 % of the estimate.
+    Raises ValueError for a tile that isn't made of 16-row matrix instructions.
     """
     one_of("dtype_bytes", dtype_bytes, (2, 4))
     for name, value in (("waves", waves), ("stages", stages)):
@@ -152,7 +158,7 @@ def tile(
     ):
         if value < 16 or value % 16:
             raise ValueError(
-                f"{name} must be a multiple of 16, the rows of a matrix instruction, got "
+                f"{name} must be a positive multiple of 16, the rows of a matrix instruction, got "
                 f"{queries / waves if name == 'queries / waves' else value:g}"
             )
     lanes = LIMITS[one_of("arch", arch, LIMITS)].wave

@@ -1,8 +1,8 @@
-"""What torch's hipify makes of the CUDA original, and what it leaves wrong.
+"""What PyTorch's hipify does to the CUDA original, and what it leaves wrong.
 
-hipify renames. What a kernel assumes about its machine is not in the names: `findings` looks for
-five such assumptions, each with what it does on a wavefront of 64 lanes and what to write instead,
-and `mend` writes it.
+hipify only renames. It doesn't change a kernel's assumptions about the hardware. `findings` looks
+for five such assumptions, and says what goes wrong on a wavefront of 64 lanes and what to write
+instead. `mend` applies those fixes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["RULES", "Finding", "Rule", "diff", "findings", "hipified", "mend", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """An assumption: what betrays it, what it does on AMD, what to write instead.
+    """An assumption: how to find it, what goes wrong on AMD, and what to write instead.
 
-    mends: (pattern, replacement) pairs that write it in the hipified original.
+    mends: (pattern, replacement) pairs that fix it in the hipified original.
     """
 
     pattern: str
@@ -53,7 +53,7 @@ RULES: Mapping[str, Rule] = {
         mends=((r"\bunsigned int\b", "unsigned long long"), (r"__ffs\(", "__ffsll(")),
     ),
     "width": Rule(
-        # 32 or 31 where lanes are counted, 5 where they are shifted, 16 where a reduction begins.
+        # 32 or 31 in a lane count, 5 in a shift, 16 at the start of a reduction.
         pattern=r"[/%*&]\s*3[12]u?\b|\+=\s*32\b|>>\s*5\b|=\s*16\s*;\s*\w+\s*>\s*0"
         r"|\b(?:const|constexpr)\s+(?:unsigned\s+)?(?:int|unsigned|auto|size_t|u?int32_t)\s+\w+"
         r"\s*=\s*32u?\b|#define\s+\w+\s+32\b",
@@ -69,7 +69,7 @@ RULES: Mapping[str, Rule] = {
         mends=((r'asm\("ex2[^;]*;[^;]*;', "y = exp2f(x);"),),
     ),
     "launch": Rule(
-        # Before hipify: braces or template brackets with a comma in a launch. After it: the cut.
+        # Before hipify: a launch with a comma in braces or template brackets. After: the wrong cut.
         pattern=r"<<<(?:(?!>>>)[^;])*?(?:\{[^;{}]*,[^;{}]*\}|\w<[^;<>]*,[^;<>]*>)"
         r"|dim3\([^;{}]*\{[^;{}]*\), dim3\(|dim3\(\w+<[^;<>]*\), dim3\(",
         wrong="a launch whose grid or block has a comma in braces or template brackets: hipify "
@@ -89,7 +89,7 @@ COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One place: its line (from 1), the rule's name, the line's text, what is wrong, what to do."""
+    """One match: its line (from 1), the rule's name, the line's code, the problem and the fix."""
 
     line: int
     rule: str
@@ -98,17 +98,17 @@ class Finding:
     remedy: str
 
     def __str__(self) -> str:
-        """Line, code, what is wrong and the remedy in one sentence."""
+        """Return the line, code, problem and fix in one sentence."""
         return f"line {self.line}: {self.code}: {self.wrong}; {self.remedy}"
 
 
 def original() -> str:
-    """The CUDA original, `source/step0_cuda.cu`."""
+    """Return the CUDA original, `source/step0_cuda.cu`."""
     return (SOURCE / "step0_cuda.cu").read_text(encoding="utf-8")
 
 
 def hipified(source: str | None = None) -> str:
-    """`source` (default: the CUDA original) as torch's hipify rewrites it. Needs no GPU."""
+    """Rewrite `source` (default: the CUDA original) with PyTorch's hipify. Needs no GPU."""
     from torch.utils.hipify import hipify_python
 
     with tempfile.TemporaryDirectory() as folder:
@@ -126,12 +126,14 @@ def hipified(source: str | None = None) -> str:
             )
         written = [path for path in out.iterdir() if path.suffix == ".hip"]
         if not written:
-            raise RuntimeError(f"hipify must write a .hip file, got none: {quiet.getvalue()}")
+            raise RuntimeError(
+                f"hipify must write a .hip file, got none; its output: {quiet.getvalue()}"
+            )
         return written[0].read_text(encoding="utf-8")
 
 
 def diff(source: str | None = None) -> str:
-    """What hipify changes in `source` (default: the CUDA original), as a unified diff."""
+    """Return hipify's changes to `source` (default: the CUDA original) as a unified diff."""
     text = original() if source is None else source
     lines = difflib.unified_diff(
         text.splitlines(), hipified(text).splitlines(), "cuda", "hip", n=1, lineterm=""
@@ -140,9 +142,10 @@ def diff(source: str | None = None) -> str:
 
 
 def findings(source: str) -> tuple[Finding, ...]:
-    """The places of `source`, CUDA or hipified, that are wrong on AMD, by line; comments excepted.
+    """Return the places in `source`, CUDA or hipified, that are wrong on AMD, ordered by line.
 
-    It knows the idioms of `RULES` by their spelling: what it does not find need not be right.
+    Ignores comments. It only matches the spellings in `RULES`, so code without findings may still
+    be wrong.
     """
     code = COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), source)
     lines = source.splitlines()
@@ -164,7 +167,7 @@ def findings(source: str) -> tuple[Finding, ...]:
 
 
 def mend(source: str, rules: Iterable[str] = tuple(RULES)) -> str:
-    """The hipified original `source` with what `rules` name written as their remedies say."""
+    """Fix the hipified original `source` according to `rules`."""
     for name in rules:
         for pattern, replacement in RULES[one_of("rule", name, RULES)].mends:
             start, parts = 0, []
@@ -176,9 +179,9 @@ def mend(source: str, rules: Iterable[str] = tuple(RULES)) -> str:
 
 
 def on_cpu(source: str) -> str:
-    """A hipified `source` as `labcore.hip.emulate.load(…, check=False)` takes it.
+    """Prepare a hipified `source` for `labcore.hip.emulate.load(…, check=False)`.
 
-    The emulator places dynamic LDS by a macro; PTX is mended, since no CPU takes it either.
+    The emulator allocates dynamic LDS with a macro. PTX is replaced, because a CPU can't run it.
     """
     dynamic = r"extern\s+__shared__\s+(\w+)\s+(\w+)\s*\[\s*\]\s*;"
     return re.sub(dynamic, r"HIP_DYNAMIC_SHARED(\1, \2)", mend(source, ["assembly"]))

@@ -1,1 +1,1 @@
-"""The labs: a source becomes a release, a class's variants, a repository for students."""
+"""Turns a lab's source into a release, a class's variants and a repository for students."""

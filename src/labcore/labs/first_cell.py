@@ -1,4 +1,4 @@
-"""The first code cell of each notebook: it installs labcore where that is missing."""
+"""The first code cell of each notebook: it installs labcore if it is missing."""
 
 import re
 
@@ -7,9 +7,9 @@ __all__ = ["REPOSITORY_LINE", "SETUP_LINE", "first_cell", "is_first_cell"]
 SETUP_LINE = "# Installs labcore where it is missing (Colab) and says what this machine has."
 REPOSITORY_LINE = re.compile(r'^REPOSITORY = "([^"]*)"', re.MULTILINE)
 
-# pip keeps the torch and the triton that it finds: a notebook's kernel may have them loaded, and a
-# hosted machine has the builds for its GPU. Without a terminal git fails where it would ask for a
-# password. A notebook shows what _render_traceback_ gives, one sentence, and stops there.
+# pip keeps the installed torch and triton: the notebook's kernel may have them loaded, and a hosted
+# machine has the builds for its GPU. Without a terminal, git fails rather than ask for a password.
+# On the error, a notebook shows only the sentence that _render_traceback_ returns, and stops.
 _CELL = """
 import subprocess
 import sys
@@ -33,11 +33,11 @@ print(device.badge())"""
 
 
 def first_cell(address: str) -> str:
-    """The first code cell of each notebook, for this address ("" while there is none)."""
+    """The first code cell of each notebook, for this address ("" if there is none yet)."""
     return SETUP_LINE + _CELL.replace("{address}", address)
 
 
 def is_first_cell(text: str) -> bool:
-    """Whether a cell's text is that first code cell, for whatever address."""
+    """Whether a cell's text is that first code cell, for any address."""
     match = REPOSITORY_LINE.search(text)
     return match is not None and text == first_cell(match[1])

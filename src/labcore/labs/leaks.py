@@ -1,8 +1,8 @@
-"""Lines that students must not see, looked for in what is about to be given to them.
+"""Searches what students are about to get for lines that they must not see.
 
-The package's sources are open, references of the exercises included: a line of a lab's solution
-may stand in `src/labcore`. A line of a hidden test may stand nowhere unless
-`shared_lines.txt` lists it: those are the lines that a test has in common with the package.
+The package's sources are open, including the exercises' references, so lines of a lab's solution
+may appear in `src/labcore`. Lines of a hidden test may not appear anywhere, except those that
+`shared_lines.txt` lists: lines that a test has in common with the package.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from labcore.labs.source import HIDDEN, SOLUTION, cell_text, read_lab, regions
 __all__ = ["Secrets", "found", "read_secrets"]
 
 SHARED = Path(__file__).with_name("shared_lines.txt")
-SHORTEST = 20  # characters; a shorter line, such as "return x", may stand anywhere
+SHORTEST = 20  # characters; a shorter line, such as "return x", may appear anywhere
 WORD = re.compile(rb"\w+")
 
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """Lines as bytes -> what they are. hidden: may stand nowhere. solutions: in the package."""
+    """Lines as bytes -> what they are.
+
+    hidden: may not appear anywhere. solutions: may appear only in the package.
+    """
 
     hidden: Mapping[bytes, str]
     solutions: Mapping[bytes, str]
@@ -41,8 +44,8 @@ def _long_lines(text: str) -> Iterator[bytes]:
 def read_secrets(root: Path) -> Secrets:
     """The long lines of the labs' hidden tests and solutions, and of the class's secret and key.
 
-    root: the checkout; the secret and the key of `variants` where it puts them by default. Raises
-    LabError for a source that cannot be read.
+    root: the checkout. The secret and key are looked for where `variants` puts them by default.
+    Raises LabError for an invalid source.
     """
     hidden: dict[bytes, str] = {}
     solutions: dict[bytes, str] = {}
@@ -63,7 +66,7 @@ def read_secrets(root: Path) -> Secrets:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """The texts in a JSON value; a list of lines, as a notebook's cell is one, as one text."""
+    """The texts in a JSON value; a list of lines, such as a notebook's cell, counts as one text."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list) and all(isinstance(one, str) for one in value):
@@ -74,7 +77,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _readable(content: bytes) -> bytes:
-    """The content, and where it is JSON its texts as they are read, without escapes."""
+    """The content, followed by its unescaped texts if it is JSON."""
     if content.lstrip()[:1] not in (b"{", b"["):
         return content
     try:
@@ -85,18 +88,19 @@ def _readable(content: bytes) -> bytes:
 
 @functools.cache
 def _inner_words(line: bytes) -> frozenset[bytes]:
-    """The words of a line but the first and the last, which a longer word may contain."""
+    """A line's words without the first and the last, which may be part of longer words."""
     return frozenset(WORD.findall(line)[1:-1])
 
 
 def found(content: bytes, secrets: Secrets, *, open_source: bool) -> list[str]:
-    """What stands in the content and must not, "hidden test of <lab>: <line>" or the like each.
+    """The forbidden lines in the content, each as "hidden test of <lab>: <line>" or similar.
 
-    Within longer lines too, and in JSON as it is read. open_source: solutions may stand here.
+    Also finds them within longer lines and escaped in JSON. open_source: whether solutions are
+    allowed here.
     """
     wanted = dict(secrets.hidden) if open_source else {**secrets.solutions, **secrets.hidden}
     text = _readable(content)
-    words = set(WORD.findall(text))  # most lines have a word that the text has not: much faster
+    words = set(WORD.findall(text))  # much faster: most lines have a word that is not in the text
     return sorted(
         f"{what}: {line.decode()}"
         for line, what in wanted.items()

@@ -1,4 +1,4 @@
-"""nbgrader's settings, the same for `make labs`, `make grade` and the nbgrader command itself."""
+"""nbgrader's settings, shared by `make labs`, `make grade` and the nbgrader command itself."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ GRADEBOOK = "gradebook.db"
 
 
 def course_settings(root: Path, work: Path) -> dict[str, dict[str, Any]]:
-    """The settings by nbgrader's class and name.
+    """The settings, by nbgrader class and name.
 
-    root: the folder that holds `source/<slug>/<slug>.ipynb`. work: where nbgrader may write:
-    its releases, submissions, graded copies, feedback and the gradebook.
+    root: the folder that holds `source/<slug>/<slug>.ipynb`. work: the folder for what nbgrader
+    writes: releases, submissions, graded copies, feedback and the gradebook.
     """
     folders = {
         f"{step}_directory": str(work / step)
@@ -38,16 +38,16 @@ def course_settings(root: Path, work: Path) -> dict[str, dict[str, Any]]:
             "interrupt_on_timeout": True,
             "extra_arguments": ["--IPKernelApp.log_level=ERROR"],
         },
-        # A student's output may be HTML: nothing of it may run in the browser that shows feedback.
+        # A student's output may be HTML; it must not run scripts when feedback is viewed.
         "HTMLExporter": {"sanitize_html": True},
     }
 
 
 def open_gradebook(work: Path) -> None:
-    """Begins a gradebook below `work`, unless there is one, with the version of its tables.
+    """Starts a gradebook in `work`, unless there is one, and records its schema version.
 
-    nbgrader would ask the program `alembic` for the version, which it finds only where PATH has
-    the environment's folder.
+    nbgrader would get the version from the program `alembic`, which it finds only if the
+    environment's folder is on the PATH.
     """
     from alembic.script import ScriptDirectory
     from nbgrader.dbutil import ALEMBIC_DIR  # type: ignore[import-untyped]
@@ -61,9 +61,9 @@ def open_gradebook(work: Path) -> None:
 
 
 def quiet_log(path: Path | None) -> logging.Logger:
-    """A log of errors that goes to the file at path, or nowhere: never to the screen.
+    """A log of errors that goes to the file at path or nowhere, never to the screen.
 
-    nbgrader warns of every cell that `mend` puts back in its own form, which says nothing.
+    It omits warnings: nbgrader issues one for every cell that `mend` restores.
     """
     log = logging.Logger("nbgrader", logging.ERROR)
     log.addHandler(

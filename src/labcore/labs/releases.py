@@ -1,9 +1,9 @@
-"""Students' notebooks from the instructor's: `make labs`.
+"""Makes the students' notebooks from the instructor's: `make labs`.
 
-`labs/release/<slug>/<slug>.ipynb` is `labs/source/<slug>/<slug>.ipynb` after nbgrader has put a
-stub in the place of each solution and taken the hidden tests away. The same source always gives
-the same bytes. In its metadata a release keeps a digest of its source and one of its own cells:
-a release that someone edited is kept as a copy beside the new one.
+nbgrader makes `labs/release/<slug>/<slug>.ipynb` from `labs/source/<slug>/<slug>.ipynb`: it
+replaces each solution with a stub and removes the hidden tests. The same source always gives the
+same bytes. A release's metadata has a digest of its source and one of its own cells. If someone
+edited the release, a copy is kept next to the new one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Release:
     """What `write` did for one lab.
 
     written: whether the file changed. kept: the copy of an edited release. problem: why there is
-    no new release; the old one, if any, is as it was.
+    no new release; an old one is left unchanged.
     """
 
     slug: str
@@ -56,40 +56,40 @@ class Release:
             return f"{self.slug}: not released\n  " + self.problem.replace("\n", "\n  ")
         line = f"{self.slug}: {'written' if self.written else 'unchanged'}"
         if self.kept is not None:
-            line += f"; the release had been edited, and is kept as {self.kept.name} beside it"
+            line += f"; the old release had been edited and is kept next to it as {self.kept.name}"
         return line
 
 
 def source_paths(root: Path) -> dict[str, Path]:
-    """The labs' sources in the checkout at root, by slug; ValueError where there are none."""
+    """The labs' sources in the checkout at root, by slug. Raises ValueError if there are none."""
     found = {
         folder.name: folder / f"{folder.name}.ipynb"
         for folder in sorted((root / "labs" / "source").glob("*"))
         if folder.is_dir() and not folder.name.startswith(".")
     }
     if not found:
-        raise ValueError(f"{root} has no labs/source/<slug>; run this in the course's own folder")
+        raise ValueError(f"{root} has no labs/source/<slug>; run this in the course's folder")
     return found
 
 
 def chosen(root: Path, slugs: Sequence[str]) -> dict[str, Path]:
-    """The sources of these labs, of all where none is named; ValueError for an unknown slug."""
+    """The sources of these labs, of all if none is named. Raises ValueError for an unknown slug."""
     sources = source_paths(root)
     if unknown := sorted(set(slugs) - sources.keys()):
-        raise ValueError(f"no lab {', '.join(unknown)}; there are {', '.join(sources)}")
+        raise ValueError(f"unknown lab: {', '.join(unknown)}; choose from {', '.join(sources)}")
     return {slug: path for slug, path in sources.items() if slug in (slugs or sources)}
 
 
 def release_path(root: Path, slug: str) -> Path:
-    """Where the release of a lab stands."""
+    """The path of a lab's release."""
     return root / "labs" / "release" / slug / f"{slug}.ipynb"
 
 
 def _digest(cells: Iterable[Mapping[str, Any]]) -> str:
     """A digest of cells: kind, id, text, grading, tags and outputs.
 
-    The set-up cell counts as one whatever address stands in it: `python -m labcore address` writes
-    it, and that is no edit.
+    The address in the set-up cell does not count: `python -m labcore address` writes it, which is
+    not an edit.
     """
     parts = []
     for cell in cells:
@@ -108,7 +108,7 @@ def _digest(cells: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _assign(lab: Lab, folder: Path) -> dict[str, Any]:
-    """nbgrader's own release of the lab as JSON, made in an empty folder."""
+    """nbgrader's release of the lab as JSON, made in an empty folder."""
     from nbgrader.converters import GenerateAssignment  # type: ignore[import-untyped]
     from nbgrader.coursedir import CourseDirectory  # type: ignore[import-untyped]
     from nbgrader.preprocessors import SaveCells  # type: ignore[import-untyped]
@@ -145,7 +145,7 @@ def _student_cell(cell: Mapping[str, Any]) -> dict[str, Any]:
 def generate(source: Path) -> str:
     """The text of the release for the source at this path; the same source gives the same text.
 
-    Raises LabError with every fault of the source.
+    Raises LabError listing every fault in the source.
     """
     lab = read_lab(source)
     with tempfile.TemporaryDirectory() as folder:
@@ -168,13 +168,13 @@ def generate(source: Path) -> str:
 
 
 def sealed(release: dict[str, Any]) -> str:
-    """The text of a release, in whose metadata the digest of its cells is written."""
+    """The text of a release, after writing the digest of its cells into its metadata."""
     release["metadata"]["labcore"]["release"]["cells"] = _digest(release["cells"])
     return json.dumps(release, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 
 def _edited(text: str) -> bool:
-    """Whether a release is not as it was generated; a file that cannot be read counts as edited."""
+    """Whether a release was changed since it was generated; an unreadable file counts as edited."""
     try:
         notebook = json.loads(text)
         recorded = notebook["metadata"]["labcore"]["release"]["cells"]
@@ -184,7 +184,7 @@ def _edited(text: str) -> bool:
 
 
 def _keep(path: Path, content: bytes) -> Path:
-    """Writes the content beside path under the first free name `….edited-<n>.ipynb`."""
+    """Writes the content next to path, to the first free name `….edited-<n>.ipynb`."""
     number = 1
     while True:
         copy = path.with_name(f"{path.stem}.edited-{number}.ipynb")
@@ -207,14 +207,14 @@ def _release(root: Path, slug: str, source: Path) -> Release:
 
 
 def place(slug: str, path: Path, text: str) -> Release:
-    """Writes the text of a release to path; what someone edited there is kept beside it."""
+    """Writes the text of a release to path; an edited file there is kept next to it."""
     old = path.read_bytes() if path.is_file() else None
     if old == text.encode():
         return Release(slug=slug, path=path)
     edited = old is not None and _edited(old.decode("utf-8", errors="replace"))
     kept = _keep(path, old) if old is not None and edited else None
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In one step: an interrupt leaves the old release or the new one.
+    # Atomic: an interrupt leaves either the old release or the new one.
     new = path.with_name(f".{path.name}.new")
     new.write_text(text, encoding="utf-8")
     os.replace(new, path)
@@ -222,9 +222,9 @@ def place(slug: str, path: Path, text: str) -> Release:
 
 
 def write(root: Path, slugs: Sequence[str] = ()) -> list[Release]:
-    """Writes the releases of these labs, of all where none is named, in the checkout at root.
+    """Writes the releases of these labs, or of all if none is named, in the checkout at root.
 
-    A source with a fault leaves its old release as it is. Raises ValueError for an unknown slug.
+    A faulty source leaves its old release unchanged. Raises ValueError for an unknown slug.
     """
     return [_release(root, slug, path) for slug, path in chosen(root, slugs).items()]
 
@@ -238,7 +238,7 @@ def stale(root: Path) -> list[str]:
         if not path.is_file():
             problems.append(f"{name} is missing; run make labs")
         elif path.read_text(encoding="utf-8") != generate(source):
-            problems.append(f"{name} is not what its source gives; run make labs")
+            problems.append(f"{name} does not match its source; run make labs")
     for folder in sorted((root / "labs" / "release").glob("*/")):
         if folder.name not in sources:
             problems.append(f"labs/release/{folder.name} has no source; remove it")

@@ -1,8 +1,8 @@
-"""An instructor's lab notebook (`labs/source/<slug>/<slug>.ipynb`), read and checked.
+"""Reads and checks an instructor's lab notebook (`labs/source/<slug>/<slug>.ipynb`).
 
-The form is nbgrader's, cell metadata of schema 3: solution cells whose regions from
-`### BEGIN SOLUTION` to `### END SOLUTION` a student writes, and graded cells with regions from
-`### BEGIN HIDDEN TESTS` to `### END HIDDEN TESTS` that a student does not get.
+The format is nbgrader's, with cell metadata of schema 3. In solution cells, the student writes the
+regions from `### BEGIN SOLUTION` to `### END SOLUTION`. In graded cells, the student does not get
+the regions from `### BEGIN HIDDEN TESTS` to `### END HIDDEN TESTS`.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ BOOLEANS = ("grade", "locked", "solution")
 
 
 class LabError(ValueError):
-    """A lab's source that cannot be released: file, cell and what to do, a line each."""
+    """A lab's source cannot be released. Each line names a file, a cell and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabMetadata:
     """`metadata.labcore` of a lab's notebook.
 
-    slug: the lab's name everywhere. minutes: to work through it. tier: a key of TIERS.
-    points: of all graded cells; 0 in a source, where the cells alone have them.
+    slug: the lab's name everywhere. minutes: working time. tier: a key of TIERS.
+    points: of all graded cells; 0 in a source, where only the cells have points.
     """
 
     slug: str
@@ -63,7 +63,7 @@ class LabMetadata:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lab:
-    """A source without faults: its notebook as JSON, and points by grade_id in reading order."""
+    """A valid source: its notebook as JSON, and points by grade_id in reading order."""
 
     path: Path
     notebook: Mapping[str, Any]
@@ -72,7 +72,7 @@ class Lab:
 
 
 def cell_text(cell: Mapping[str, Any]) -> str:
-    """The text of a cell: a notebook keeps it as one string or as a list of lines."""
+    """The text of a cell; a notebook stores it as one string or as a list of lines."""
     source = cell["source"]
     return source if isinstance(source, str) else "".join(source)
 
@@ -84,13 +84,13 @@ def nbgrader_of(cell: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def code_tree(code: str) -> ast.Module:
-    """The syntax of a code cell, its magics left out. Raises SyntaxError."""
+    """The syntax tree of a code cell without its magics. Raises SyntaxError."""
     lines = ("" if line.lstrip().startswith(("%", "!")) else line for line in code.split("\n"))
     return ast.parse("\n".join(lines))
 
 
 def statements(cells: Iterable[Mapping[str, Any]]) -> Iterator[ast.stmt]:
-    """The top-level statements of the code cells that can be read."""
+    """The top-level statements of the code cells that can be parsed."""
     for cell in cells:
         if cell["cell_type"] == "code":
             try:
@@ -100,7 +100,7 @@ def statements(cells: Iterable[Mapping[str, Any]]) -> Iterator[ast.stmt]:
 
 
 def import_cells(cells: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The plain code cells that import and do nothing else: hidden tests count on their names."""
+    """The plain code cells that only import; hidden tests rely on their names."""
     found = []
     for cell in cells:
         body = [] if nbgrader_of(cell) else list(statements([cell]))
@@ -110,7 +110,7 @@ def import_cells(cells: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def sections(cells: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The heading that each cell stands under, "" where there is none above it."""
+    """The heading above each cell, "" if there is none."""
     found, title = [], ""
     for cell in cells:
         if cell["cell_type"] == "markdown":
@@ -120,17 +120,17 @@ def sections(cells: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def parse_lab_metadata(notebook: Mapping[str, Any]) -> LabMetadata:
-    """The lab's metadata from a notebook's JSON. Raises ValueError for what is not right."""
+    """The lab's metadata from a notebook's JSON. Raises ValueError if it is invalid."""
     metadata = notebook.get("metadata")
     found = metadata.get("labcore") if isinstance(metadata, dict) else None
     if not isinstance(found, dict) or found.get("kind") != "lab":
-        raise ValueError('metadata.labcore.kind must be "lab"; give a lab ' + ", ".join(FORM))
+        raise ValueError('metadata.labcore.kind must be "lab"; a lab needs ' + ", ".join(FORM))
     if missing := FORM.keys() - found.keys():
-        raise ValueError(f"metadata.labcore lacks {', '.join(sorted(missing))}")
+        raise ValueError(f"metadata.labcore is incomplete; add {', '.join(sorted(missing))}")
     if unknown := found.keys() - FORM.keys() - ADDED:
         raise ValueError(
-            f"metadata.labcore of a lab has no key {', '.join(sorted(unknown))}; "
-            f"it has {', '.join(FORM)}"
+            f"metadata.labcore must not have {', '.join(sorted(unknown))}; "
+            f"a lab has the keys {', '.join(FORM)}"
         )
     for key, kind in FORM.items():
         if not isinstance(found[key], kind) or isinstance(found[key], bool):
@@ -152,16 +152,16 @@ def parse_lab_metadata(notebook: Mapping[str, Any]) -> LabMetadata:
 
 
 def regions(text: str, kind: str) -> list[str]:
-    """What stands between the BEGIN and END lines of a kind, SOLUTION or HIDDEN.
+    """The text between each pair of BEGIN and END lines of a kind, SOLUTION or HIDDEN.
 
-    Raises ValueError where the lines do not pair up.
+    Raises ValueError if the lines do not pair up.
     """
     found: list[str] = []
     inside: list[str] | None = None
     for line in text.split("\n"):
         if f"BEGIN {kind}" in line:
             if inside is not None:
-                raise ValueError(f"a second BEGIN {kind} stands before END {kind}")
+                raise ValueError(f"a second BEGIN {kind} comes before END {kind}")
             inside = []
         elif f"END {kind}" in line:
             if inside is None:
@@ -194,14 +194,14 @@ def _own_metadata_problems(meta: Mapping[str, Any], cell_type: str) -> Iterator[
     if not NAME.fullmatch(str(meta.get("grade_id", ""))):
         yield f"grade_id must be letters, digits, '-' and '_', got {meta.get('grade_id')!r}"
     if meta.get("task") or cell_type != "code":
-        yield "a graded or solution cell must be a code cell: a person would have to grade this one"
+        yield "a graded or solution cell must be a code cell; other cells need grading by hand"
     if not meta.get("grade"):
         return
     points = meta.get("points")
     if isinstance(points, bool) or not isinstance(points, int | float) or not points > 0:
         yield f"points must be a number above 0, got {points!r}; set nbgrader.points"
     if meta.get("solution") or not meta.get("locked"):
-        yield "a graded cell must have solution false and locked true"
+        yield "a graded cell must have nbgrader.solution false and nbgrader.locked true"
 
 
 def _cell_problems(cell: Mapping[str, Any]) -> Iterator[str]:
@@ -217,18 +217,18 @@ def _cell_problems(cell: Mapping[str, Any]) -> Iterator[str]:
             return
     if bool(meta.get("solution")) != bool(found[SOLUTION]):
         yield (
-            "a region BEGIN SOLUTION … END SOLUTION and nbgrader.solution true belong together; "
+            "BEGIN SOLUTION … END SOLUTION and nbgrader.solution true go together; "
             "give this cell both or neither"
         )
     if bool(meta.get("grade")) != bool(found[HIDDEN]):
         yield (
-            "a region BEGIN HIDDEN TESTS … END HIDDEN TESTS and nbgrader.grade true belong "
-            "together; give this cell both or neither"
+            "BEGIN HIDDEN TESTS … END HIDDEN TESTS and nbgrader.grade true go together; "
+            "give this cell both or neither"
         )
     if meta.get("grade") and not _outside(text, HIDDEN):
-        yield "a graded cell must keep a line outside its hidden tests, as a comment for students"
+        yield "a graded cell must have a line outside its hidden tests; add a comment for students"
     if any(not region.strip() for kind in found for region in found[kind]):
-        yield "a region is empty; write the solution or the tests into it"
+        yield "a region is empty; write the solution or the tests in it"
     if cell["cell_type"] == "code":
         try:
             code_tree(text)
@@ -239,7 +239,7 @@ def _cell_problems(cell: Mapping[str, Any]) -> Iterator[str]:
 def _shared(names: Sequence[Any], what: str) -> Iterator[str]:
     for name in sorted({name for name in names if name is not None and names.count(name) > 1}):
         where = ", ".join(str(number) for number, other in enumerate(names, 1) if other == name)
-        yield f"cells {where} share the {what} {name!r}; give each its own"
+        yield f"cells {where} have the same {what}, {name!r}; give each its own"
 
 
 def _notebook_problems(notebook: Mapping[str, Any], slug: str) -> Iterator[str]:
@@ -264,17 +264,17 @@ def _notebook_problems(notebook: Mapping[str, Any], slug: str) -> Iterator[str]:
 
 
 def read_lab(path: Path) -> Lab:
-    """The source at path. Raises LabError with every fault, a line each: file, cell, what to do."""
+    """The source at path. Raises LabError with one line per fault: file, cell and what to do."""
     try:
         notebook = json.loads(path.read_text(encoding="utf-8"))
         problems = list(_notebook_problems(notebook, path.stem))
     except OSError as error:
         raise LabError(f"{path.name}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise LabError(f"{path.name}: is no JSON ({error}); get it again with git") from error
+        raise LabError(f"{path.name}: is not valid JSON ({error}); restore it with git") from error
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LabError(
-            f"{path.name}: is no notebook of format 4 ({error!r}); save it again in JupyterLab"
+            f"{path.name}: is not a notebook of format 4 ({error!r}); save it again in JupyterLab"
         ) from error
     if problems:
         raise LabError("\n".join(f"{path.name}, {problem}" for problem in problems))

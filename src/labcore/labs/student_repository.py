@@ -1,9 +1,9 @@
-"""The repository that students get: `python -m labcore student-repository OUT`.
+"""Makes the repository that students get: `python -m labcore student-repository OUT`.
 
-A git repository of its own with one commit a release of the course and nothing of this one's
-history. It takes the tracked files that are on a list, the book with its labs and the package, and
-none that is not. Before it stands at OUT, all of its objects are searched for hidden tests, lab
-solutions, the class's secret and the rest of this checkout; where one is found nothing is written.
+It is a separate git repository, with one commit per release of the course and none of this
+repository's history. It contains only tracked files on an allowlist: the book with its labs, and
+the package. Before anything is written to OUT, all objects are searched for hidden tests, lab
+solutions, the class's secret and other files of this checkout; if one is found, nothing is written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from labcore.labs.source import TIERS, parse_lab_metadata, sections
 
 __all__ = ["write"]
 
-# What is taken beside the pages of _toc.yml; a folder ends with a slash.
+# What is included besides the pages in _toc.yml; a folder ends with a slash.
 ALLOWED = (
     ".gitattributes",
     ".gitignore",
@@ -47,25 +47,25 @@ ALLOWED = (
 )
 PACKAGE = "src/labcore/"
 README, CONTENTS = "README.md", "_toc.yml"
-TEACHERS = "book/teaching/"  # with what a full answer has; its tables need the labs' sources
+TEACHERS = "book/teaching/"  # contains answers, and its tables need the labs' sources
 MADE_BY = "Made-by: labcore student-repository"
 AUTHOR = ("The labcore authors", "labcore@localhost")
-# No hook, signature or line ending of the machine's own gets into the repository.
+# Keep the machine's hooks, signatures and line endings out of the repository.
 SETTINGS = ("commit.gpgSign=false", "core.hooksPath=/dev/null", "core.autocrlf=false")
 
 GUIDE = """# {title}
 
-The course's book, its labs and the package `labcore` that both of them run.
+The course's book, its labs, and the package `labcore` that both use.
 
 ```bash
 git clone <address of this repository> course && cd course
 make course
 ```
 
-`make course` makes a virtual environment (the first time), starts JupyterLab and builds the book
-behind `/book/`. It needs Python 3.11 to 3.14, git, make and a C++ compiler; on Debian or Ubuntu
-`sudo apt-get install git make g++ python3-venv python3-dev`. `make book` builds the book alone and
-`make jupyter` starts JupyterLab alone; with conda, `environment.yml` has the same packages.
+`make course` creates a virtual environment (the first time), starts JupyterLab, and builds the book
+at `/book/`. It needs Python 3.11 to 3.14, git, make and a C++ compiler. On Debian or Ubuntu, run
+`sudo apt-get install git make g++ python3-venv python3-dev`. `make book` only builds the book, and
+`make jupyter` only starts JupyterLab. For conda, `environment.yml` has the same packages.
 
 ## Labs
 
@@ -74,24 +74,23 @@ behind `/book/`. It needs Python 3.11 to 3.14, git, make and a C++ compiler; on 
 {labs}
 
 "Run this page" on a lab opens your own copy, `my/<lab>-lab.ipynb`. Work in that copy and hand it
-in. It is no part of the repository: `git pull` brings a lab's new release and leaves your copy as
-it is. If your instructor gave you a number, or a notebook with a number in it, use that one.
+in. It is not part of the repository: `git pull` brings a lab's new release and leaves your copy
+unchanged. If your instructor gave you a number, or a notebook with a number in it, use that one.
 
-A lab's check runs what you wrote on random cases and names the usual mistakes. The sources of
-`labcore` are open, the references that the checks compare with among them: they are there to be
-read after your own attempt. What is graded is the notebook, by tests that are not in this
-repository.
+A lab's check runs your code on random cases and names common mistakes. The sources of `labcore` are
+open, including the reference solutions that the checks compare with. Read them after your own
+attempt. Your notebook is graded by tests that are not in this repository.
 
 ## License
 
-The code is under the [BSD 3-Clause license](LICENSE), text and figures under
-[CC BY 4.0](https://creativecommons.org/licenses/by/4.0/); [THIRD_PARTY.md](THIRD_PARTY.md) lists
+The code is under the [BSD 3-Clause license](LICENSE), and text and figures are under
+[CC BY 4.0](https://creativecommons.org/licenses/by/4.0/). [THIRD_PARTY.md](THIRD_PARTY.md) lists
 what ships with them.
 """
 
 
 def _git(folder: Path, *arguments: str, data: bytes = b"", date: str = "") -> bytes:
-    """What git prints. Raises RuntimeError with git's own words."""
+    """git's output. Raises RuntimeError with git's own message."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     for who in ("AUTHOR", "COMMITTER"):
         plain |= {f"GIT_{who}_NAME": AUTHOR[0], f"GIT_{who}_EMAIL": AUTHOR[1]}
@@ -101,7 +100,7 @@ def _git(folder: Path, *arguments: str, data: bytes = b"", date: str = "") -> by
     try:
         done = subprocess.run(command, input=data, capture_output=True, env=plain, check=False)
     except FileNotFoundError as error:
-        raise RuntimeError("git is missing; install it, as with apt-get install git") from error
+        raise RuntimeError("git is missing; install it, e.g. with apt-get install git") from error
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip()
         raise RuntimeError(f"git {arguments[0]} failed in {folder}: {said}")
@@ -109,13 +108,13 @@ def _git(folder: Path, *arguments: str, data: bytes = b"", date: str = "") -> by
 
 
 def _lines(output: bytes) -> list[str]:
-    """The names in what git printed with -z."""
+    """The names in git's -z output."""
     return [os.fsdecode(name) for name in output.split(b"\0") if name]
 
 
 @dataclass(frozen=True, slots=True)
 class _Checkout:
-    """The tracked files of the course: path -> id of its content, the allowed ones apart."""
+    """The course's tracked files, allowed and private: path -> blob id."""
 
     root: Path
     allowed: Mapping[str, str]
@@ -123,13 +122,13 @@ class _Checkout:
 
 
 def _contents(root: Path) -> str:
-    """The table of contents without the pages for teachers."""
+    """The table of contents without the teaching guide."""
     lines = (root / CONTENTS).read_text(encoding="utf-8").splitlines(keepends=True)
     return "".join(line for line in lines if f"file: {TEACHERS}" not in line)
 
 
 def _pages(root: Path) -> set[str]:
-    """The pages of the students' book, without their endings."""
+    """The pages of the students' book, without file extensions."""
     found, waiting = set(), [yaml.safe_load(_contents(root))]
     while waiting:
         one = waiting.pop()
@@ -143,7 +142,7 @@ def _pages(root: Path) -> set[str]:
 
 def _checkout(root: Path) -> _Checkout:
     if not (root / ".git").exists() or not (root / CONTENTS).is_file():
-        raise ValueError(f"{root} is no checkout of the course; run this in the course's folder")
+        raise ValueError(f"{root} is not a checkout of the course; run this in the course's folder")
     pages = _pages(root)
     allowed: dict[str, str] = {}
     private: dict[str, str] = {}
@@ -155,9 +154,9 @@ def _checkout(root: Path) -> _Checkout:
         listed = any(path == one or (one.endswith("/") and path.startswith(one)) for one in ALLOWED)
         (allowed if page or listed else private)[path] = blob
     if missing := pages - {path.rpartition(".")[0] for path in allowed}:
-        raise ValueError(f"_toc.yml names what git does not track: {', '.join(sorted(missing))}")
+        raise ValueError(f"_toc.yml names files not tracked by git: {', '.join(sorted(missing))}")
     if links := [path for path in allowed if not modes[path].startswith("100")]:
-        raise ValueError(f"no plain file and cannot be handed out: {', '.join(links)}")
+        raise ValueError(f"students can only get regular files, not {', '.join(links)}")
     changed = _lines(_git(root, "diff", "--name-only", "-z", "HEAD"))
     if dirty := [path for path in changed if path in allowed]:
         raise ValueError(f"commit or undo your changes first: {', '.join(dirty)}")
@@ -179,7 +178,7 @@ def _guide(root: Path) -> str:
 
 
 def _objects(repository: Path) -> Iterator[tuple[str, str, bytes]]:
-    """Id, kind and content of everything in the repository, reachable or not."""
+    """Id, kind and content of every object in the repository, reachable or not."""
     output = _git(repository, "cat-file", "--batch-all-objects", "--batch")
     at = 0
     while at < len(output):
@@ -190,7 +189,7 @@ def _objects(repository: Path) -> Iterator[tuple[str, str, bytes]]:
 
 
 def _problems(repository: Path, checkout: _Checkout, secrets: leaks.Secrets) -> list[str]:
-    """What the repository's objects hold and must not, a phrase each."""
+    """A phrase for each thing that the repository's objects contain and must not."""
     objects = list(_objects(repository))
     paths: dict[str, str] = {}
     for commit in [name for name, kind, _ in objects if kind == "commit"]:
@@ -198,7 +197,7 @@ def _problems(repository: Path, checkout: _Checkout, secrets: leaks.Secrets) -> 
             data, _, path = entry.partition("\t")
             paths[data.split()[2]] = path
     problems = [
-        f"{path} stands in a commit, and students do not get it"
+        f"{path} is in a commit, but students must not get it"
         for path in sorted(set(paths.values()) - {README})
         if path in checkout.private or path.startswith("labs/source/")
     ]
@@ -206,25 +205,25 @@ def _problems(repository: Path, checkout: _Checkout, secrets: leaks.Secrets) -> 
     for name, kind, content in objects:
         where = paths.get(name, f"{kind} {name[:12]}")
         if name in inside and content:
-            problems.append(f"{where} is {inside[name]}, which students do not get")
+            problems.append(f"{where} is {inside[name]}, which students must not get")
         lines = leaks.found(content, secrets, open_source=where.startswith(PACKAGE))
         problems += [f"{where} has a {line}" for line in lines]
     return problems
 
 
 def _check_earlier(out: Path) -> None:
-    """ValueError unless out is a repository without commits, or as this command left it."""
+    """Raises ValueError unless out is a repository without commits or as this command left it."""
     if not (out / ".git").is_dir():
-        raise ValueError(f"{out} holds something else; name a new folder or an earlier output")
+        raise ValueError(f"{out} is not an earlier output; choose that or a new folder")
     messages = _lines(_git(out, "log", "--all", "-z", "--format=%B"))
     if not all(MADE_BY in message for message in messages):
-        raise ValueError(f"{out} has commits that this command did not make; name a new folder")
+        raise ValueError(f"{out} has commits that this command did not make; choose a new folder")
     if _git(out, "status", "--porcelain").strip():
-        raise ValueError(f"{out} has changed or new files; move them out of it and try again")
+        raise ValueError(f"{out} has changed or new files; move them elsewhere and try again")
 
 
 def _commit(repository: Path, checkout: _Checkout) -> bool:
-    """Brings the repository's files to those of the checkout; whether that changed anything."""
+    """Commits the checkout's allowed files to the repository; returns whether anything changed."""
     for one in repository.iterdir():
         if one.name != ".git":
             shutil.rmtree(one) if one.is_dir() else one.unlink()
@@ -247,15 +246,14 @@ def write(root: Path, out: Path) -> list[str]:
     """Makes the students' repository at out, or adds a commit to an earlier or empty one there.
 
     It has the committed state of the checkout at root; the same state gives the same commit.
-    Returns what was done, a line each. Raises ValueError, and leaves out as it was, where an
-    allowed file has changes that are not committed, where out holds anything else, and where
-    something would get out that must not.
+    Returns lines that say what was done. Raises ValueError and leaves out unchanged if an allowed
+    file has uncommitted changes, if out contains anything else, or if something would leak.
     """
     root, out = root.resolve(), out.resolve()
     checkout = _checkout(root)
     secrets = leaks.read_secrets(root)
     if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is no folder; name a new one")
+        raise ValueError(f"{out} is not a folder; choose a new one")
     earlier = out.is_dir() and any(out.iterdir())
     if earlier:
         _check_earlier(out)
@@ -263,7 +261,7 @@ def write(root: Path, out: Path) -> list[str]:
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=near) as folder:
         repository = Path(folder) / "repository"
         if earlier:
-            # A clone of a folder takes all of its objects, those that no commit reaches too.
+            # Cloning a folder copies all of its objects, including unreachable ones.
             _git(near, "clone", "-q", "--template=", str(out), str(repository))
         else:
             _git(near, "init", "-q", "--template=", "--initial-branch=main", str(repository))

@@ -1,4 +1,4 @@
-"""A student's name, as a folder may have it, and number, as a notebook has it."""
+"""A student's name, as a folder has it, and a student's number, as a notebook has it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from labcore.labs.source import statements
 
 __all__ = ["FORMULA", "NUMBER", "assigned_numbers", "name_problem", "number_of"]
 
-# A spreadsheet takes a cell that begins so for a formula.
+# A spreadsheet treats a cell that begins with one of these as a formula.
 FORMULA = ("=", "+", "-", "@")
 NUMBER = "STUDENT"
 
 
 def name_problem(name: str) -> str:
-    """Why a folder's name cannot be a student's; "" where it can."""
+    """Why a folder's name cannot be a student's, "" if it can."""
     if not name.isprintable() or any(sign in name for sign in '/\\:*?"<>|'):
-        return "its name has a sign that a file name should not have"
+        return "its name has a character that a file name should not have"
     if name != name.strip() or name.startswith((".", "~", *FORMULA)) or name.endswith("."):
         return "its name must begin with a letter or digit and end without a dot or space"
     if len(name.encode()) > 100:
@@ -27,7 +27,7 @@ def name_problem(name: str) -> str:
 
 
 def assigned_numbers(cells: Iterable[Mapping[str, Any]]) -> list[ast.expr]:
-    """What the cells assign to STUDENT, in their order."""
+    """The expressions that the cells assign to STUDENT, in order."""
     found = []
     for one in statements(cells):
         if isinstance(one, ast.Assign):
@@ -42,9 +42,9 @@ def assigned_numbers(cells: Iterable[Mapping[str, Any]]) -> list[ast.expr]:
 
 
 def number_of(notebook: Mapping[str, Any], release: Mapping[str, Any]) -> str:
-    """The student's number as the notebook has it: "?" unless it is one plain whole number.
+    """The student's number in the notebook, "?" unless STUDENT is assigned one integer literal.
 
-    "" where the lab has no numbers. On it depend the student's own cases.
+    "" if the lab has no numbers. The student's own cases depend on it.
     """
     if not assigned_numbers(release["cells"]):
         return ""

@@ -1,4 +1,4 @@
-"""Memory of training: what a step holds, what it will hold, and ten ways to hold less."""
+"""Training memory: a meter for a step's bytes, an estimate of them, and ten ways to save some."""
 
 from labcore.memory.accounting.breakdown import Breakdown
 from labcore.memory.accounting.meter import Meter, Moment

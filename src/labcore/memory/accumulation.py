@@ -1,8 +1,8 @@
-"""Gradient accumulation: a large batch in parts, of which one at a time is in memory.
+"""Gradient accumulation: a large batch in parts, only one of which is in memory at a time.
 
-The loss of a batch is its mean over the tokens that are predicted. Parts hold different numbers of
-them, as rows end early and prompts are not learned: a mean of the parts' means is another loss.
-Here each part contributes a sum, divided by the tokens of the whole step.
+The loss of a batch is the mean over its predicted tokens. Parts have different numbers of them,
+because rows end early and prompts aren't learned, so the mean of the parts' means is a different
+loss. Here each part contributes a sum, divided by the number of tokens in the whole step.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Part = tuple[Tensor, Tensor]
 
 
 def summed_loss(model: Llama, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross entropies, in nats, of the targets that are not IGNORED.
+    """Return the sum of the cross entropies, in nats, of the targets that are not IGNORED.
 
-    inputs, targets: integers [B, T], where targets[b, t] follows inputs[b, t]. At least fp32; 0,
-    with gradients of 0, where all targets are ignored.
+    inputs, targets: integers [B, T], where targets[b, t] follows inputs[b, t]. The sum is at least
+    fp32, and 0 with zero gradients if all targets are ignored.
     """
     return _cross_entropy(model, inputs, targets, "sum")
 
@@ -53,9 +53,9 @@ def _cross_entropy(model: Llama, inputs: Tensor, targets: Tensor, reduction: str
 
 
 def split_rows(inputs: Tensor, targets: Tensor, parts: int) -> list[Part]:
-    """Rows [B, T] in `parts` parts, whose sizes differ by one at most.
+    """Split rows [B, T] into `parts` parts whose sizes differ by at most one.
 
-    Raises ValueError for tensors that do not fit together and for more parts than rows.
+    Raises ValueError for tensors of different shapes and for more parts than rows.
     """
     if inputs.shape != targets.shape or inputs.dim() != 2:
         raise ValueError(
@@ -73,17 +73,20 @@ def _fits(rows: int, parts: int) -> None:
 
 
 def accumulate(model: Llama, parts: Sequence[Part]) -> float:
-    """Add to the gradients those of the mean loss over all predicted tokens; return that loss.
+    """Add the gradients of the mean loss over all predicted tokens; return that loss.
 
-    parts: (inputs, targets) as in `summed_loss`, of any shapes. Equal to one backward of the whole
-    batch up to the order of additions. Under data parallelism the divisor is the tokens of all
-    devices, and what averages the gradients over devices must be undone.
-    Raises ValueError where no token is predicted.
+    parts: (inputs, targets) as in `summed_loss`, of any shapes. The result equals one backward of
+    the whole batch up to the order of additions. Under data parallelism, divide by the tokens of
+    all devices, and undo the averaging of gradients over devices.
+    Raises ValueError if no token is predicted.
     """
-    # Counted before the first backward, after which the gradients already carry the divisor.
+    # Counted before the first backward, whose gradients are already divided by it.
     total = sum(_predicted(targets) for _, targets in parts)
     if total == 0:
-        raise ValueError(f"no target of the {len(parts)} parts is predicted; all are {IGNORED}")
+        raise ValueError(
+            f"the {len(parts)} parts must have a target to predict, got only {IGNORED}; leave some "
+            "targets unmasked"
+        )
     summed = 0.0
     for inputs, targets in parts:
         loss = summed_loss(model, inputs, targets)
@@ -93,11 +96,11 @@ def accumulate(model: Llama, parts: Sequence[Part]) -> float:
 
 
 def accumulate_means(model: Llama, parts: Sequence[Part]) -> float:
-    """Wrong: the mean of the parts' means, in which a token of a part with few counts for more.
+    """Wrong: averages the parts' means, which gives tokens in parts with few of them more weight.
 
-    Right only where all parts predict equally many tokens. A part that predicts none makes the
-    loss NaN; its gradients, by torch's cross entropy, are 0, so that training goes on with steps
-    that are too short.
+    It's right only if all parts predict equally many tokens. A part that predicts none makes the
+    loss NaN, but torch's cross entropy gives it gradients of 0, so training continues with steps
+    that are too small.
     """
     mean = 0.0
     for inputs, targets in parts:
@@ -114,10 +117,10 @@ def _predicted(targets: Tensor) -> int:
 def estimate_accumulated(
     config: LlamaConfig, *, batch: int, parts: int, length: int, **options: Any
 ) -> Breakdown:
-    """The bytes of `estimate` where `batch` rows are trained on in `parts` parts.
+    """Predict the bytes of a step as `estimate` does, for `batch` rows split into `parts` parts.
 
-    Activations and workspace are those of the largest part, but all gradients stand from the
-    second part on. options: those of `estimate` but the moment.
+    Activations and workspace are those of the largest part, but from the second part on all
+    gradients exist. options: those of `estimate`, except the moment.
     Raises ValueError or TypeError for more parts than rows, and as `estimate` does.
     """
     _fits(positive_int("batch", batch), parts)
@@ -133,7 +136,7 @@ def estimate_accumulated(
 def try_accumulation(
     seed: int, *, parts: int, steps: int, batch: int = 8, length: int = 256
 ) -> Trial:
-    """Train the topic's model on batches of `batch` rows, taken in `parts` parts.
+    """Train the chapter's model on batches of `batch` rows, split into `parts` parts.
 
     The same seed gives the same rows for every number of parts.
     """

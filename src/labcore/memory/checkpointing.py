@@ -1,9 +1,9 @@
-"""Activation checkpointing: keep the inputs of stretches of layers and compute the rest again.
+"""Activation checkpointing: keep only the inputs of segments of layers and recompute the rest.
 
-The backward of a stretch runs its forward once more, with the random numbers of the first time, so
-that gradients are the same to the bit. With N layers in stretches of k the backward holds N/k
-inputs and the activations of k layers. That is least near k = √N if a layer keeps no more than an
-input's bytes; the more it keeps, the shorter are the best stretches.
+The backward of a segment reruns its forward with the same random numbers, so gradients are the same
+to the bit. With N layers in segments of k, the backward holds N/k inputs and the activations of k
+layers. That is smallest near k = √N if a layer keeps no more bytes than its input; the more a layer
+keeps, the shorter the best segments.
 Sources: Chen et al., 2016, arXiv 1604.06174; selective: Korthikanti et al., 2022, arXiv 2205.05198.
 """
 
@@ -47,8 +47,8 @@ __all__ = [
 How = int | str | None
 
 aten = torch.ops.aten
-# Dear to compute and cheap to keep. None of them may draw random numbers: a result that is kept is
-# not drawn again, and whatever is recomputed after it would then get its numbers.
+# Expensive to compute and cheap to keep. None may draw random numbers: a kept result isn't drawn
+# again, so the operations recomputed after it would get its numbers.
 KEPT = {
     aten.mm.default,
     aten.addmm.default,
@@ -60,9 +60,9 @@ KEPT = {
 
 
 def stretch_length(how: int | str, layers: int) -> int:
-    """Layers that are recomputed as one.
+    """Return the number of layers in a segment that is recomputed as one.
 
-    how: that number itself; "sqrt", the whole number nearest to √layers; "selective", 1.
+    how: that number itself; "sqrt", √layers rounded to a whole number; "selective", 1.
     """
     positive_int("layers", layers)
     if isinstance(how, str):
@@ -76,10 +76,11 @@ def stretch_length(how: int | str, layers: int) -> int:
 
 
 class CheckpointedLayers(nn.ModuleList):
-    """Layers under their own names, for a model whose forward is `for layer in layers: x = …`.
+    """A checkpointing ModuleList, for a model whose forward is `for layer in layers: x = …`.
 
-    Indices and names of parameters are those of a plain ModuleList; iterating gives the stretches:
-    functions that take what the layers take, the stream x first, and recompute in the backward.
+    Indices and parameter names are those of a plain ModuleList. Iterating yields the segments
+    instead: functions with the layers' arguments, the residual stream x first, that recompute in
+    the backward.
     """
 
     def __init__(self, layers: Iterable[nn.Module], how: int | str) -> None:
@@ -112,31 +113,34 @@ def _selective() -> Any:
 
 SELECTIVE: dict[str, Any] = {"context_fn": _selective}
 if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
-    # torch 2.15 asks for a choice. False is what earlier releases do.
+    # torch 2.15 requires a choice. Earlier releases behave like False.
     SELECTIVE["respect_saved_tensors_hooks"] = False
 
 
 def set_checkpointing(model: nn.Module, how: How) -> None:
-    """Say what the backward of `model.layers` recomputes; weights and their names stay.
+    """Set what the backward of `model.layers` recomputes; weights and their names don't change.
 
-    how: k, every k layers as one, a rest at the end; "sqrt", about √N layers; "selective", each
-    layer but for its products and attention, whose results are kept; None, nothing.
-    Raises ValueError or TypeError for anything else, TypeError for `model.layers` that is no
+    how: k, every k layers as one segment, with the remainder at the end; "sqrt", segments of about
+    √N layers; "selective", each layer except its products and attention, whose results are kept;
+    None, nothing.
+    Raises ValueError or TypeError for anything else, and TypeError if `model.layers` isn't a
     ModuleList. Without gradients nothing is recomputed.
     """
     layers = model.layers
     if not isinstance(layers, nn.ModuleList):
-        raise TypeError(f"model.layers must be a ModuleList, got {type(layers).__name__}")
-    plain = list(layers.children())  # iterating over checkpointed layers gives stretches
+        raise TypeError(
+            f"model.layers must be a ModuleList, got {type(layers).__name__}; make it one"
+        )
+    plain = list(layers.children())  # iterating would yield checkpointed segments
     if how is not None:
         stretch_length(how, len(plain))
     model.layers = nn.ModuleList(plain) if how is None else CheckpointedLayers(plain, how)
 
 
 def stretch_bytes(layers: int, every: int, *, layer: int, boundary: int) -> int:
-    """Bytes that a checkpointed backward holds when it holds most: at its beginning.
+    """Return the peak bytes of a checkpointed backward, which it holds at its start.
 
-    layer: what autograd keeps of one layer, its input with it; boundary: that input.
+    layer: bytes that autograd keeps of one layer, its input included; boundary: that input's bytes.
     """
     positive_int("layers", layers)
     positive("layer", layer)
@@ -148,9 +152,9 @@ def stretch_bytes(layers: int, every: int, *, layer: int, boundary: int) -> int:
 
 
 def best_every(config: LlamaConfig, *, batch: int, length: int, **options: Any) -> int:
-    """Layers a stretch with which a step of `Llama(config)` holds the fewest bytes.
+    """Return the layers per segment with which a step of `Llama(config)` holds the fewest bytes.
 
-    options: those of `estimate` but checkpointing.
+    options: those of `estimate`, except checkpointing.
     """
 
     def held(every: int) -> int:
@@ -193,7 +197,7 @@ class _Block(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlocksRun:
-    """activations: the most bytes of them at a time; gradients: of all parameters, in order."""
+    """activations: their peak bytes; gradients: those of all parameters, in order."""
 
     activations: int
     gradients: tuple[Tensor, ...]
@@ -202,9 +206,9 @@ class BlocksRun:
 def run_blocks(
     how: How, seed: int, *, depth: int = 64, width: int = 64, rows: int = 64, dropout: float = 0.1
 ) -> BlocksRun:
-    """One forward and backward of DropoutBlocks; weights, input and dropout come from `seed`.
+    """Run one forward and backward of DropoutBlocks; weights, input and dropout come from `seed`.
 
-    Sets torch's own generator, from which dropout draws, and puts it back.
+    Seeds torch's global generator, from which dropout draws, and restores it.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(positive_int("rows", rows), width, generator=generator)
@@ -221,7 +225,7 @@ def run_blocks(
 def try_checkpointing(
     seed: int, how: How, *, steps: int, batch: int = 8, length: int = 256
 ) -> Trial:
-    """Train the topic's model with `set_checkpointing(model, how)`; the loss is that of None."""
+    """Train the chapter's model with `set_checkpointing(model, how)`; its loss doesn't change."""
     model = fresh(seed)
     set_checkpointing(model, how)
     optimizer, draw = adamw(model), batches(seed, batch=batch, length=length)

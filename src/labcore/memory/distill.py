@@ -1,8 +1,8 @@
-"""Distillation: a small model learns what a large one says, not only the label.
+"""Distillation: a small model learns a large model's predictions, not only the labels.
 
-The teacher's probabilities at a temperature tell how near the other classes are, and they exist for
-data that nobody labelled. Training holds both models, but only the student's gradients, moments
-and activations.
+The teacher's probabilities at a temperature show how close the other classes are, and they exist
+even for unlabeled data. Training holds both models, but gradients, moments and activations only for
+the student.
 Source: Hinton, Vinyals and Dean, 2015, arXiv 1503.02531.
 """
 
@@ -58,13 +58,14 @@ def distillation_loss(
     temperature: float = TEMPERATURE,
     weight: float = WEIGHT,
 ) -> Tensor:
-    """weight · T² · KL(teacher ‖ student) + (1 − weight) · cross entropy, in nats.
+    """Return weight · T² · KL(teacher ‖ student) + (1 − weight) · cross entropy, in nats.
 
-    student, teacher: logits [..., K]; the teacher gets no gradient. labels: integers [...], -100
-    where there is none, or None for none at all; the cross entropy is the mean over those that
-    there are, and 0 without any. The divergence, of the probabilities at temperature T, is the mean
-    over all positions; T² keeps its gradient as large as the labels'. weight: 0 to 1. At least
-    fp32. Raises ValueError for shapes that do not fit.
+    student, teacher: logits [..., K]; the teacher gets no gradient. labels: integers [...], with
+    -100 for unlabeled positions, or None for no labels at all. The cross entropy is the mean over
+    the labeled positions, or 0 without any. The divergence between the probabilities at temperature
+    T is the mean over all positions; T² keeps its gradient as large as the labels'. weight: 0 to 1.
+    The loss is at least fp32.
+    Raises ValueError for shapes that don't fit.
     """
     if student.shape != teacher.shape or student.dim() < 2:
         raise ValueError(
@@ -89,19 +90,19 @@ def distillation_loss(
     loss = weight * temperature**2 * loss
     if labels is None or weight == 1:
         return loss
-    # A mean over no label at all would be NaN.
+    # Without labels the mean would be NaN.
     given = (labels != -100).sum().clamp(min=1)
     hard = F.cross_entropy(ours, labels.flatten(), ignore_index=-100, reduction="sum") / given
     return loss + (1 - weight) * hard
 
 
 def make_student(seed: int) -> Llama:
-    """A fresh model of half the topic's width and depth."""
+    """Return a fresh model with half the width and depth of the chapter's."""
     return Llama(STUDENT, generator=torch.Generator().manual_seed(seed))
 
 
 def make_teacher(seed: int, *, steps: int, batch: int = 8, length: int = 256) -> Llama:
-    """The topic's model, trained and then frozen."""
+    """Train the chapter's model and freeze it."""
     model = fresh(seed)
     draw = batches(seed, batch=batch, length=length)
     train(model, draw, adamw(model), steps=positive_int("steps", steps), progress=False)
@@ -112,10 +113,10 @@ def make_teacher(seed: int, *, steps: int, batch: int = 8, length: int = 256) ->
 def estimate_distillation(
     student: LlamaConfig, teacher: LlamaConfig, *, batch: int, length: int
 ) -> Breakdown:
-    """Bytes of a step of AdamW in float32: the student's, and what the teacher adds.
+    """Predict the bytes of a float32 AdamW step: the student's, plus what the teacher adds.
 
-    That is its weights and four tensors of the logits' size: the student's logits and the
-    teacher's, which the step holds, and the two log-probabilities of the divergence.
+    The teacher adds its weights and four tensors of the logits' size: the student's and the
+    teacher's logits, which the step holds, and the two log-probabilities of the divergence.
     """
     logits = batch * length * student.vocab_size * FLOAT
     weights = estimate(teacher, batch=batch, length=length).parameters
@@ -138,9 +139,9 @@ def try_distillation(
     batch: int = 8,
     length: int = 256,
 ) -> Trial:
-    """Train the student on the topic's text, by a teacher or, for None, by the text alone.
+    """Train the student on the chapter's text, with a teacher or, for None, on the text alone.
 
-    The seed gives the same weights and batches either way. The bytes are those of both models.
+    The seed gives the same weights and batches either way. The bytes include both models.
     """
     student = make_student(seed)
     optimizer, draw = adamw(student), batches(seed, batch=batch, length=length)
@@ -151,7 +152,7 @@ def try_distillation(
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         optimizer.zero_grad()
         told = None
-        if teacher is not None:  # first, when none of the student's activations stand yet
+        if teacher is not None:  # first, before the student has activations
             with torch.no_grad():
                 told = teacher(inputs).logits
         logits = student(inputs).logits
@@ -167,7 +168,7 @@ def try_distillation(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DigitsRun:
-    """Accuracies on the test digits: the teacher's, the student's by labels alone, and by both."""
+    """Test accuracies: the teacher's, and the student's from labels alone and with the teacher."""
 
     teacher: float
     alone: float
@@ -177,16 +178,17 @@ class DigitsRun:
 def distil_digits(
     seed: int, *, labels: int | None = 80, steps: int = 200, temperature: float = 4.0
 ) -> DigitsRun:
-    """A student that has few labels, alone and with a teacher's word on all training digits.
+    """Train a student with few labels, alone and with a teacher's predictions on all digits.
 
-    labels: how many training digits have one for the student, None for all. The teacher was trained
-    on all of them: what the student gains with few labels are the labels that the teacher saw.
-    steps: of each model's full-batch Adam. Raises ValueError for more labels than digits.
+    labels: how many training digits are labeled for the student; None is all. The teacher is
+    trained on all labels: what it gives a student with few comes from labels that only the teacher
+    saw.
+    steps: of full-batch Adam for each model. Raises ValueError for more labels than digits.
     """
     data = digits(seed=seed)
     if labels is not None and positive_int("labels", labels) > len(data.train_y):
         raise ValueError(
-            f"labels must be at most {len(data.train_y)}, got {labels}; None is for all of them"
+            f"labels must be at most {len(data.train_y)}, got {labels}; pass None for all"
         )
     positive_int("steps", steps)
     few = data.train_y.clone()
@@ -234,7 +236,7 @@ def _mlp(width: int, seed: int) -> nn.Sequential:
 def _fit(
     model: nn.Sequential, x: Tensor, steps: int, loss: Callable[[Tensor], Tensor]
 ) -> nn.Sequential:
-    """Full-batch Adam."""
+    """Train with full-batch Adam."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(steps):
         optimizer.zero_grad()

@@ -1,8 +1,9 @@
-"""Mixture of experts: many MLPs, of which each token passes through one.
+"""Mixture of experts: many MLPs per layer, of which each token uses one.
 
-A router gives every token to its likeliest expert. Each expert has room for a fixed number of
-tokens, its capacity, so that shapes do not depend on the routing; who comes later is dropped and
-goes on by the residual stream alone. The auxiliary loss keeps the experts evenly used.
+A router sends every token to its most likely expert. Each expert has room for a fixed number of
+tokens, its capacity, so shapes don't depend on the routing. Tokens beyond the capacity are dropped
+and continue through the residual stream alone. The auxiliary loss keeps the load even across
+experts.
 Source: Fedus, Zoph and Shazeer, 2021, arXiv 2101.03961.
 """
 
@@ -45,19 +46,19 @@ COEFFICIENT = 0.01  # of the auxiliary loss, the paper's
 
 
 def capacity_of(tokens: int, experts: int, factor: float) -> int:
-    """Tokens for which one expert has room: an equal share times `factor`, rounded up."""
+    """Return an expert's capacity in tokens: an equal share times `factor`, rounded up."""
     places = positive_int("tokens", tokens) * positive("capacity factor", factor)
-    # 100 tokens for 10 experts at 1.1 are 11 each; in binary 100 * 1.1 / 10 is a hair more.
+    # 100 tokens, 10 experts and a factor of 1.1 give 11; in binary, 100 * 1.1 / 10 is a bit more.
     return math.ceil(places / positive_int("experts", experts) - 1e-9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Routing:
-    """Where N tokens go.
+    """The routing of N tokens.
 
-    probabilities: at least fp32 [N, E]. expert: int64 [N], the likeliest. gate: its probability
-    [N]. slot: int64 [N], how many earlier tokens chose the same expert. kept: bool [N], whether
-    that is below capacity.
+    probabilities: at least fp32 [N, E]. expert: int64 [N], the most likely one. gate: its
+    probability [N]. slot: int64 [N], how many earlier tokens chose the same expert. kept: bool [N],
+    whether the slot is below capacity.
     """
 
     probabilities: Tensor
@@ -69,24 +70,24 @@ class Routing:
 
     @property
     def load(self) -> Tensor:
-        """The share of the tokens that chose each expert, dropped ones too: [E]."""
+        """The share of tokens that chose each expert, including dropped tokens: [E]."""
         chosen = F.one_hot(self.expert, self.probabilities.shape[1])
         return chosen.to(self.probabilities.dtype).mean(0)
 
     @property
     def dropped(self) -> Tensor:
-        """The share of the tokens that found no room."""
+        """The share of tokens that were dropped."""
         return 1 - self.kept.float().mean()
 
 
 def route(logits: Tensor, *, capacity_factor: float) -> Routing:
-    """Each token to its likeliest expert, first come, first served.
+    """Route each token to its most likely expert, first come, first served.
 
-    logits: the router's, floating [N, E].
+    logits: the router's, floating point [N, E].
     """
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(
-            f"logits must be floating [N, E], got {logits.dtype} {tuple(logits.shape)}"
+            f"logits must be floating point [N, E], got {logits.dtype} {tuple(logits.shape)}"
         )
     tokens, experts = logits.shape
     capacity = capacity_of(tokens, experts, capacity_factor)
@@ -105,18 +106,18 @@ def route(logits: Tensor, *, capacity_factor: float) -> Routing:
 
 
 def balance_loss(routing: Routing) -> Tensor:
-    """E · Σ load · mean probability over the experts: 1 where both are even, at most E.
+    """Return E · Σ load · mean probability over the experts: 1 if both are even, at most E.
 
-    The load has no gradient; what is pushed are the probabilities. Of one layer: joined over the
-    layers, loads that are uneven in opposite ways cancel.
+    The load has no gradient; only the probabilities are trained. Compute it per layer: in loads
+    pooled over layers, opposite imbalances cancel.
     """
     return routing.probabilities.shape[1] * (routing.load * routing.probabilities.mean(0)).sum()
 
 
 class SwitchMLP(nn.Module):
-    """`experts` SwiGLU MLPs in the place of one; weights [E, I, C], [E, I, C] and [E, C, I].
+    """`experts` SwiGLU MLPs in place of one; weights [E, I, C], [E, I, C] and [E, C, I].
 
-    routing: that of the last forward. The router computes in at least float32, under autocast too.
+    routing: from the last forward. The router computes in at least float32, even under autocast.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class SwitchMLP(nn.Module):
                 weight.normal_(0.0, config.initializer_range, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., C]; returns the same shape, zeros for tokens that were dropped."""
+        """Map x [..., C] to the same shape; dropped tokens give zeros."""
         tokens = x.flatten(0, -2)
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
@@ -149,7 +150,7 @@ class SwitchMLP(nn.Module):
         routing = route(logits, capacity_factor=self.capacity_factor)
         self.routing = routing
         slots = self.experts * routing.capacity
-        # One slot more, for those who are dropped: no shape depends on how many they are.
+        # One extra slot takes the dropped tokens, so no shape depends on their number.
         place = torch.where(routing.kept, routing.expert * routing.capacity + routing.slot, slots)
         queues = tokens.new_zeros(slots + 1, tokens.shape[1]).index_copy(0, place, tokens)
         done = self._compute(queues[:slots].unflatten(0, (self.experts, -1))).flatten(0, 1)
@@ -157,11 +158,11 @@ class SwitchMLP(nn.Module):
         return (done[place] * routing.gate.to(done.dtype)[:, None]).unflatten(0, x.shape[:-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no forward behind it: torch copies no tensor that belongs to a graph."""
+        """Drop the routing from copies: torch can't deep-copy tensors that belong to a graph."""
         return {**self.__dict__, "routing": None}
 
     def _compute(self, x: Tensor) -> Tensor:
-        """x: [E, capacity, C]; each expert on its own queue."""
+        """Run each expert on its own queue; x: [E, capacity, C]."""
         gate, up = x @ self.gate_proj.mT, x @ self.up_proj.mT
         return (F.silu(gate) * up) @ self.down_proj.mT
 
@@ -169,9 +170,9 @@ class SwitchMLP(nn.Module):
 def with_experts(
     model: Llama, experts: int, *, capacity_factor: float = 1.25, seed: int = 0
 ) -> Llama:
-    """The model, each of its MLPs replaced by fresh experts of the same size, in place.
+    """Replace each MLP of the model by fresh experts of the same size, in place; return the model.
 
-    Weights are drawn from `seed`; dtype and device are those of the model.
+    Weights are drawn from `seed`; dtype and device are the model's.
     """
     generator = torch.Generator().manual_seed(seed)
     like = model.embed_tokens.weight
@@ -187,25 +188,28 @@ def _routings(model: nn.Module) -> list[Routing]:
     found = [module.routing for module in model.modules() if isinstance(module, SwitchMLP)]
     made = [routing for routing in found if routing is not None]
     if not made:
-        raise ValueError("the model must have experts and a forward behind it; see with_experts")
+        raise ValueError(
+            "the model must have experts and must have run a forward, got no routing; call "
+            "with_experts, then the model"
+        )
     return made
 
 
 def model_balance_loss(model: nn.Module) -> Tensor:
-    """Mean of `balance_loss` over the layers with experts, of their last forward."""
+    """Return the mean of `balance_loss` over the layers with experts, for their last forward."""
     return torch.stack([balance_loss(routing) for routing in _routings(model)]).mean()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """Parameters in all, and those through which one token passes."""
+    """Total parameters, and the active ones that process a single token."""
 
     total: int
     active: int
 
 
 def count_parameters(model: nn.Module) -> Counts:
-    """A token passes through the router and one expert of each layer, and all the rest."""
+    """Count parameters. A token uses each layer's router and one expert, and everything else."""
     total = sum(p.numel() for p in model.parameters())
     idle = 0
     for module in model.modules():
@@ -223,22 +227,23 @@ def estimate_experts(
     batch: int,
     length: int,
 ) -> Breakdown:
-    """Bytes of a step of AdamW in float32: those of `estimate`, and what the experts add.
+    """Predict the bytes of a float32 AdamW step: those of `estimate` plus what the experts add.
 
-    Weights, gradients and moments grow with all experts; activations only with the capacity.
+    Weights, gradients and moments grow with the number of experts, activations only with the
+    capacity.
     """
     width, wide, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     matrix, tokens = width * wide, batch * length
     slots = experts * capacity_of(tokens, experts, capacity_factor)
     more = layers * (3 * (experts - 1) * matrix + experts * width) * FLOAT
-    # The queues, four rows of an MLP for each slot that the dense one does not have, the results
-    # before the gate; of the router, probabilities, and indices as int64.
+    # The queues, four MLP rows for each slot beyond the dense MLP's, the results before the gate;
+    # the router's probabilities, and int64 indices.
     kept = (slots + 1) * width + 4 * (slots - tokens) * wide + tokens * (width + experts + 1)
     activations = layers * (kept * FLOAT + tokens * 3 * 2 * FLOAT)
     backward = estimate(config, batch=batch, length=length, moment="backward")
     backward = replace(backward, activations=backward.activations + activations)
     step = estimate(config, batch=batch, length=length, moment="step")
-    # torch's loop makes two temporaries of a matrix and still has one of the matrix before.
+    # torch's loop makes two temporaries per matrix and still holds one of the previous matrix.
     workspace = max(step.workspace, 3 * experts * matrix * FLOAT)
     step = replace(step, gradients=step.gradients + more, workspace=workspace)
     found = [
@@ -250,8 +255,11 @@ def estimate_experts(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsTrial:
-    """trial: bytes, seconds, loss without the auxiliary one. busiest: of the last batch, the share
-    of each layer's busiest expert. dropped: the mean share of tokens without room, there.
+    """The result of `try_experts`.
+
+    trial: bytes, seconds, and the loss without the auxiliary loss. busiest: the load of each
+    layer's busiest expert in the last batch. dropped: the mean share of dropped tokens in that
+    batch.
     """
 
     trial: Trial
@@ -270,10 +278,10 @@ def try_experts(
     batch: int = 8,
     length: int = 256,
 ) -> ExpertsTrial:
-    """Train the topic's model with `experts` experts in each layer, each as large as its MLP.
+    """Train the chapter's model with `experts` experts per layer, each as large as the dense MLP.
 
-    A token then passes through as many parameters as in the dense model, and a router.
-    coefficient: of the auxiliary loss; 0 leaves the router alone.
+    A token then uses as many parameters as in the dense model, plus a router.
+    coefficient: of the auxiliary loss; 0 turns it off.
     """
     non_negative("coefficient", coefficient)
     model = with_experts(fresh(seed), experts, capacity_factor=capacity_factor, seed=seed)

@@ -1,7 +1,7 @@
-"""Reading training data from shards: ahead of the step, past damage, and with its waits counted.
+"""Reading training data from shards: read ahead of the step, skip damage, and count the waits.
 
-Rows lie in webdataset shards (tar files) or TFRecord files. A loader that is slower than the step
-leaves the device waiting; reading ahead hides as much of it as a step takes.
+Rows are stored in webdataset shards (tar files) or TFRecord files. A loader that's slower than the
+step leaves the device waiting; reading ahead hides as much of the loading as a step takes.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ FIELD = "bin"
 
 
 def tar_bytes(lengths: Iterable[int]) -> int:
-    """Bytes of a tar file with contents of these lengths, as `labcore.shuffling` writes it.
+    """Return the size of a tar file with contents of these lengths, as `write_shards` writes it.
 
-    A header of 512 for each, the contents in blocks of 512, two blocks to close, all in 10,240s.
+    Each entry takes a 512-byte header and contents in blocks of 512. Two blocks end the file, and
+    its size is a multiple of 10,240.
     """
     total = 2 * BLOCK + sum(BLOCK - -length // BLOCK * BLOCK for length in lengths)
     return -(-total // RECORD) * RECORD
@@ -65,7 +66,7 @@ def tar_bytes(lengths: Iterable[int]) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class _Walk:
-    """What a tar file's headers say: whole stretches, damage between them, the fields' names."""
+    """What a tar file's headers say: intact spans, the damage between them, the fields' names."""
 
     spans: list[tuple[int, int]] = field(default_factory=list)
     problems: list[CorruptRecord] = field(default_factory=list)
@@ -74,7 +75,7 @@ class _Walk:
 
 @dataclass(kw_only=True, slots=True)
 class _Span:
-    """A stretch of a file as a stream of its own."""
+    """A span of a file as its own stream."""
 
     file: BinaryIO
     end: int
@@ -92,7 +93,7 @@ def _header(block: bytes) -> tarfile.TarInfo | None:
 
 
 def _next_header(file: BinaryIO, at: int) -> tuple[int | None, bool]:
-    """Where the next header stands, or None; whether all bytes before it are zero."""
+    """Return the next header's offset, or None, and whether all bytes before it are zero."""
     file.seek(at)
     blank = True
     while block := file.read(BLOCK):
@@ -104,7 +105,7 @@ def _next_header(file: BinaryIO, at: int) -> tuple[int | None, bool]:
 
 
 def _walk(path: Path) -> _Walk:
-    """Read every header of a tar file. tarfile itself takes a damaged one for the file's end."""
+    """Read every header of a tar file. tarfile itself treats a damaged one as the file's end."""
     found, size = _Walk(), path.stat().st_size
     start = at = 0
 
@@ -122,7 +123,7 @@ def _walk(path: Path) -> _Walk:
                     found.spans.append((start, at))
                     return found
                 lost = (size if following is None else following) - at
-                damage(f"no header of a tar file stands there, and {lost} bytes are lost")
+                damage(f"no header found, and {lost} bytes are lost")
                 start = at = at + lost
                 continue
             end = at + BLOCK - -info.size // BLOCK * BLOCK
@@ -140,15 +141,15 @@ def _walk(path: Path) -> _Walk:
 def read_shard(
     path: str | Path, *, on_corrupt: str = "raise", report: Report = warn
 ) -> Iterator[dict[str, Any]]:
-    """The samples of an uncompressed webdataset shard, as webdataset gives them before decoding.
+    """Yield the samples of an uncompressed webdataset shard, as webdataset does before decoding.
 
-    That is a dict with "__key__", "__url__" (the file) and the fields as bytes. All headers are
-    read first. tar has a checksum for a header and none for what follows, so a changed byte of a
-    field passes here; it is TFRecord that finds it.
+    A sample is a dict with "__key__", "__url__" (the file) and the fields as bytes. All headers are
+    read first. tar has a checksum for headers and none for contents, so a changed byte in a field
+    goes unnoticed here; TFRecord would detect it.
 
-    on_corrupt: "raise": a CorruptRecord with file and offset before the first sample; "skip":
-    `report` gets that error, and reading goes on at the next header. A sample beside the damage
-    that lacks a field which the shard has elsewhere is reported and left out too.
+    on_corrupt: "raise" raises a CorruptRecord with file and offset before the first sample; "skip"
+    passes that error to `report` and continues at the next header. A sample next to the damage is
+    also reported and left out if a field is missing that the shard has elsewhere.
     report: called with each error; the default warns.
     """
     one_of("on_corrupt", on_corrupt, CHOICES)
@@ -180,7 +181,7 @@ def _samples(path: Path, on_corrupt: str, report: Report) -> Iterator[dict[str, 
 
 
 def token_row(data: bytes | dict[str, Any]) -> Tensor:
-    """The tokens of a row that `write_rows` wrote: int64 [T]."""
+    """Return the tokens of a row that `write_rows` wrote: int64 [T]."""
     content = data if isinstance(data, bytes) else data[FIELD]
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
 
@@ -191,18 +192,18 @@ FORMS = ("tfrecord", "webdataset")
 def write_rows(
     rows: Tensor, folder: str | Path, *, form: str = "webdataset", rows_per_file: int
 ) -> list[Path]:
-    """Write rows of byte tokens into files of a new folder, and return those in their order.
+    """Write rows of byte tokens to files in a new folder, and return the paths in order.
 
-    rows: integers [N, T] of 0 to 255. form: "webdataset" for shards with one field "bin", or
-    "tfrecord". rows_per_file: of every file but the last. Raises ValueError for tokens that are no
-    bytes, FileExistsError where the folder is there already.
+    rows: integers [N, T] from 0 to 255. form: "webdataset" for shards with one field "bin", or
+    "tfrecord". rows_per_file: in every file but the last. Raises ValueError for tokens that aren't
+    bytes, FileExistsError if the folder already exists.
     """
     one_of("form", form, FORMS)
     positive_int("rows_per_file", rows_per_file)
     fits = rows.dim() == 2 and rows.numel() and not rows.is_floating_point()
     if not fits or not 0 <= int(rows.min()) <= int(rows.max()) < 256:
         raise ValueError(
-            f"rows must be byte tokens [N, T], integers of 0 to 255, got {rows.dtype} "
+            f"rows must be byte tokens [N, T], integers from 0 to 255, got {rows.dtype} "
             f"{tuple(rows.shape)}; encode the text first"
         )
     contents = [bytes(row) for row in rows.to(torch.uint8).numpy()]
@@ -219,11 +220,11 @@ def write_rows(
 
 
 class RecordFiles(IterableDataset[Any]):
-    """The records of many files, for a DataLoader: each of its workers reads some of the files.
+    """The records of many files, for a DataLoader: each worker reads some of the files.
 
-    paths: files ending in .tar (webdataset) or .tfrecord. decode: what makes a row of a sample's
-    dict or of a record's bytes. on_corrupt, report: as in `read_shard`; a worker's report is called
-    in the worker's process. Workers beyond the number of files have nothing to read.
+    paths: files ending in .tar (webdataset) or .tfrecord. decode: turns a sample's dict or a
+    record's bytes into a row. on_corrupt, report: as in `read_shard`; a worker calls `report` in
+    its own process. Workers beyond the number of files have nothing to read.
     """
 
     def __init__(
@@ -249,12 +250,12 @@ class RecordFiles(IterableDataset[Any]):
 
 
 def prefetch(source: Iterable[T], *, depth: int = 2) -> Generator[T, None, None]:
-    """The items of `source` in their order, read by a thread while the caller works.
+    """Yield the items of `source` in order; a thread reads ahead while the caller works.
 
-    depth: items at most that are read or being read and not yet taken. An error of the source is
-    raised in its place. The thread ends with the loop, or with `.close()` after the item that it
-    is reading. It helps where reading waits (a disk, a network) or leaves Python's lock; Python
-    code that computes needs a DataLoader's workers.
+    depth: the most items that are read or being read but not yet taken. An error in the source is
+    raised at its place. The thread ends with the loop, or with `.close()` after the item that it's
+    reading. Prefetching helps if reading waits (for a disk or a network) or releases the GIL;
+    Python code that computes needs a DataLoader's workers.
     """
     positive_int("depth", depth)
     return _prefetched(source, depth)
@@ -269,7 +270,7 @@ def _prefetched(source: Iterable[T], depth: int) -> Generator[T, None, None]:
             items = iter(source)
             while room.acquire() and not closed.is_set():
                 ready.put((True, next(items)))
-        except BaseException as error:  # StopIteration among them: the end
+        except BaseException as error:  # including StopIteration, the end
             ready.put((False, error))
 
     reader = threading.Thread(target=fill, daemon=True)
@@ -293,7 +294,7 @@ def _prefetched(source: Iterable[T], depth: int) -> Generator[T, None, None]:
 class Stalls:
     """Where a loop's seconds went.
 
-    waited: for batches, `first` of it for the first one. worked: in steps. batches: how many.
+    waited: for batches; `first` is the part for the first one. worked: in steps. batches: how many.
     """
 
     waited: float
@@ -303,7 +304,7 @@ class Stalls:
 
     @property
     def share(self) -> float:
-        """The part of the time in which the step waited for its data, from 0 to 1."""
+        """The share of the time that the step waited for its data, from 0 to 1."""
         return self.waited / (self.waited + self.worked or 1.0)
 
 
@@ -313,10 +314,10 @@ def stalls(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Stalls:
-    """Run `step` on every batch, and count the seconds that it waited for them.
+    """Run `step` on every batch, and measure the seconds that it waits for them.
 
-    A step on a GPU must end with a synchronization, or its time is counted where the host waits.
-    Raises ValueError where there is no batch.
+    A step on a GPU must end with a synchronization, or its time counts wherever the host waits.
+    Raises ValueError if there's no batch.
     """
     waits, worked, begin = [], 0.0, clock()
     for batch in batches:
@@ -331,12 +332,12 @@ def stalls(
 
 
 def predicted_wait(*, load: float, step: float, batches: int, readers: int = 0) -> float:
-    """Seconds that a loop waits for `batches` batches.
+    """Predict the seconds that a loop waits for `batches` batches.
 
-    load: seconds to read one batch; step: seconds of the caller's work on it. readers: 0 reads when
-    the batch is asked for; n threads or workers read ahead, each a batch in its turn, on cores of
-    their own: the first batch is waited for whole, and of the next n together, which are read at
-    the same time, what n steps do not cover.
+    load: seconds to read one batch; step: seconds of the caller's work on it. readers: 0 reads a
+    batch when it's requested. n threads or workers read ahead on their own cores, taking batches in
+    turn: the loop waits for the whole first batch. The next n batches are read at the same time,
+    and of each such group the loop waits for what n steps don't cover.
     """
     non_negative("load", load)
     non_negative("step", step)
@@ -356,12 +357,12 @@ def measured_stalls(
     thread: bool = False,
     decode: Callable[[Any], Any] = token_row,
 ) -> Stalls:
-    """Run `step` on batches [batch, T] of the files' rows, and count its waits.
+    """Run `step` on batches [batch, T] of the files' rows, and measure its waits.
 
-    workers: of the DataLoader, processes that read ahead. thread: read ahead in a thread.
+    workers: DataLoader processes that read ahead. thread: read ahead in a thread.
     """
     loader = DataLoader(RecordFiles(paths, decode), batch_size=batch, num_workers=workers)
     if not thread:
         return stalls(loader, step)
-    with contextlib.closing(prefetch(loader)) as ahead:  # a step's error ends the thread too
+    with contextlib.closing(prefetch(loader)) as ahead:  # an error in a step also ends the thread
         return stalls(ahead, step)

@@ -1,7 +1,7 @@
-"""The topic's model: a Llama of two million parameters on the bytes of Python's documentation.
+"""The memory chapter's model: a Llama with two million parameters on Python's documentation.
 
-Every method is measured on it: the same weights for a seed, the same batches, the same text held
-out. Bytes are the tokens, so the losses are nats a byte.
+Every method is measured on it, with the same initial weights for a seed, the same batches and the
+same held-out text. Tokens are bytes, so losses are in nats per byte.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ HELD_OUT_ROWS, HELD_OUT_LENGTH = 32, 256
 
 
 def fresh(seed: int, *, dtype: torch.dtype = torch.float32) -> Llama:
-    """The model, its weights drawn from `seed` alone.
+    """Return the model, with weights that depend only on `seed`.
 
-    dtype: of the parameters; every dtype has the float32 weights of the seed, rounded.
+    dtype: of the parameters; every dtype rounds the seed's float32 weights.
     """
     return Llama(CONFIG, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -50,12 +50,12 @@ def _corpus(part: str) -> Tensor:
 
 
 def batches(seed: int, *, batch: int = 8, length: int = 256) -> Batches:
-    """Training batches: a function of the number n -> (tokens int64 [batch, length + 1], None)."""
+    """Return a function from n to training batch n: (tokens int64 [batch, length + 1], None)."""
     return windows(_corpus("train"), batch=batch, length=length, seed=seed)
 
 
 def held_out_rows(rows: int = HELD_OUT_ROWS) -> Tensor:
-    """Fixed windows of files that training never sees: int64 [rows, 257]."""
+    """Return fixed windows from files that training never sees: int64 [rows, 257]."""
     positive_int("rows", rows)
     draw = windows(_corpus("held_out"), batch=rows, length=HELD_OUT_LENGTH)
     return draw(0)[0]
@@ -63,6 +63,6 @@ def held_out_rows(rows: int = HELD_OUT_ROWS) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: Llama) -> float:
-    """Nats a byte over the 32 held-out windows of 256 bytes."""
+    """Return the loss in nats per byte over the 32 held-out windows of 256 bytes."""
     total, count = next_token_loss(model, held_out_rows().to(model.embed_tokens.weight.device))
     return total.item() / count

@@ -1,13 +1,14 @@
-"""Training with weights and optimizer state in a lower tier: a GPU's in main memory, or on disk.
+"""Training with weights and optimizer state in a lower tier: main memory below a GPU, or a disk.
 
-"Above" is the memory where the model computes, "below" the tier. A block's weights are above while
-it computes, and the next block's come meanwhile: two blocks at a time, however deep the model. One
-thread moves everything in the order asked for. Forward and backward change no weights, so these are
-let go without being written; the step brings weights and state, updates them, and writes both.
+"Above" is the memory where the model computes; "below" is the tier. A block's weights are above
+while it computes, and the next block is fetched meanwhile, so there are never more than two blocks
+above, however deep the model. One thread does all moves in the order requested. Forward and
+backward don't change weights, so these are freed without being written. The optimizer step fetches
+weights and state, updates them, and writes both.
 
-The optimizer does on each block what it would do on all: losses and weights are those of training
-without offload, to the bit. Sources: Ren et al., 2021, arXiv 2101.06840; Rajbhandari et al., 2021,
-arXiv 2104.07857.
+The optimizer treats each block as it would treat the whole model: losses and weights are those of
+training without offload, to the bit.
+Sources: Ren et al., 2021, arXiv 2101.06840; Rajbhandari et al., 2021, arXiv 2104.07857.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from labcore.models.training import train
 __all__ = ["Offload", "OffloadRun", "Traffic", "offload_run", "offloaded"]
 
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-REST = -1  # the number of the group of what belongs to no block
+REST = -1  # the number of the group with everything outside the blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """What was moved: bytes; seconds that the moving took, and that training waited for it."""
+    """What was moved: bytes, the seconds spent moving, and the seconds that training waited."""
 
     read: int = 0
     written: int = 0
@@ -49,44 +50,44 @@ class Traffic:
 
     @property
     def hidden(self) -> float:
-        """The share of the moving that passed beside computation, 0 to 1."""
+        """The share of the moving time that computation hid, 0 to 1."""
         return max(0.0, 1 - self.waited_s / self.moving_s) if self.moving_s else 0.0
 
 
 @dataclass(slots=True)
 class _Group:
-    """What comes and goes together: one block, or what belongs to none (whose weights stay)."""
+    """What moves together: one block, or what's outside the blocks (whose weights stay above)."""
 
     number: int
     weights: list[torch.UntypedStorage]
     optimizer: torch.optim.Optimizer
 
     def storages(self, *, state: bool) -> dict[Key, torch.UntypedStorage]:
-        """The weights', and with `state` those of the optimizer's state behind them."""
+        """Return the weights' storages and, with `state`, the optimizer state's after them."""
         kept = _storages(_tensors(list(self.optimizer.state.values()))) if state else []
         return {(self.number, n): storage for n, storage in enumerate([*self.weights, *kept])}
 
 
 class Offload:
-    """Trains a model of which two blocks at a time are above.
+    """Trains a model with at most two blocks above at a time.
 
         with Offload(model, model.layers, torch.optim.AdamW, Disk()) as offload:
             offload.zero_grad()
             loss(model, tokens).backward()
             offload.step()
 
-    model: on one device. blocks: its modules whose weights go down, in the order in which a
-    forward calls them, each once; no weight may be shared between two. Other weights stay above,
-    their optimizer's state goes down as well; gradients and buffers stay.
-    optimizer: called with a list of parameters, once a block. One that looks at all parameters
-    together is another on blocks; clip by a global norm before `step`.
-    prefetch: False brings each block when it is asked for.
-    `models.train` takes it for an optimizer. Weights that are down have no memory: read them after
-    the `with` block, when all are back in place and `optimizers` have their state; it is used once.
-    A read that failed is asked for again at the end; what still cannot be read is lost, and the
-    error says whose it was; all else comes back.
+    model: on one device. blocks: its modules whose weights go below, in the order in which a
+    forward calls them, each once; two blocks may not share a weight. All other weights stay above,
+    but their optimizer state goes below too; gradients and buffers stay above.
+    optimizer: called with a list of parameters, once per block. One that uses all parameters
+    together gives other results per block; clip by a global norm before `step`.
+    prefetch: False fetches each block only when it's needed.
+    `models.train` accepts an Offload as its optimizer. Weights that are below have no memory: read
+    them after the `with` block, when everything is back and `optimizers` have their state. An
+    Offload can be used only once. A failed read is tried again at the end. What still can't be read
+    is lost, and the error says which block it belonged to; everything else comes back.
     peak: the most that weights, gradients and state held at a time. traffic: what was moved.
-    Raises ValueError for blocks that share weights, have none, or are not the model's.
+    Raises ValueError for blocks that share weights, have none, or aren't the model's.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Offload:
         self._model, self._blocks, self._tier, self._prefetch = model, list(blocks), tier, prefetch
         self._groups = _grouped(model, self._blocks, optimizer)
         self._thread: ThreadPoolExecutor | None = None
-        # Groups above or on their way up; None has arrived.
+        # Groups above or on their way up; None means arrived.
         self._above: dict[int, Future[float] | None] = {}
         self._going: list[Future[float]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -110,12 +111,12 @@ class Offload:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """One for what belongs to no block, if there is such, then one a block."""
+        """One for the weights outside the blocks, if there are any, then one per block."""
         return [group.optimizer for group in self._groups.values()]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of all optimizers: a schedule sets their learning rates here."""
+        """The parameter groups of all optimizers, where a schedule sets the learning rates."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
@@ -133,7 +134,7 @@ class Offload:
             for group in self._groups.values():
                 self._send(group)
             self._arrive()
-        except BaseException as error:  # A full disk: what has gone down comes back.
+        except BaseException as error:  # A full disk, say: bring back what was sent.
             self.__exit__(type(error), error, None)
             raise
         for place, block in enumerate(self._blocks):
@@ -147,9 +148,9 @@ class Offload:
         try:
             if error is None:
                 self._arrive()
-            self._work.submit(int).result()  # In order: all that could be written is down now.
+            self._work.submit(int).result()  # In order, so all that could be written is below now.
             for number in list(self._above):
-                with suppress(Exception):  # A read that failed is asked for again.
+                with suppress(Exception):  # `_back` tries a failed read again.
                     self._drop(number)
             self._back()
         finally:
@@ -157,7 +158,7 @@ class Offload:
             self._tier.close()
 
     def _back(self) -> None:
-        """Bring everything back; a group that cannot be read costs no other."""
+        """Bring everything back; a group that can't be read doesn't affect the others."""
         fault: Exception | None = None
         for group in self._groups.values():
             try:
@@ -171,16 +172,16 @@ class Offload:
             raise fault
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As that of an optimizer."""
+        """Clear the gradients, as an optimizer does."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
     def step(self) -> None:
-        """The optimizers' steps, one group after the other, the next on its way meanwhile."""
+        """Step the optimizers, one group at a time, and fetch the next group meanwhile."""
         self._drop(*self._above)
         groups = list(self._groups.values())
         for place, group in enumerate(groups):
-            self._arrive()  # The group before is down: no more than two are above.
+            self._arrive()  # The previous group is below, so at most two are above.
             self._fetch(group, state=True)
             self._wait(group)
             if self._prefetch and place + 1 < len(groups):
@@ -196,7 +197,7 @@ class Offload:
 
     def _after(self, place: int, _block: nn.Module, _args: object, output: Any) -> None:
         if _in_backward():
-            return  # Recomputed: the backward needs the weights next.
+            return  # A recomputation: the backward needs the weights next.
         tracked = [x for x in _tensors(output) if x.requires_grad]
         for tensor in tracked:
             tensor.register_hook(lambda _: self._bring(place, -1))
@@ -212,7 +213,7 @@ class Offload:
         return self._thread
 
     def _bring(self, place: int, direction: int) -> None:
-        """Have a block above, those behind it below, and the next on its way."""
+        """Get a block above, free those it no longer needs, and start fetching the next."""
         following = place + direction
         self._drop(*(self._above.keys() - {place, following}))
         self._fetch(self._groups[place])
@@ -222,7 +223,7 @@ class Offload:
         self._wait(self._groups[place])
 
     def _fetch(self, group: _Group, *, state: bool = False) -> None:
-        """Make room and ask for what is below, unless it was asked for."""
+        """Make room and request what is below, unless it's already requested."""
         if group.number in self._above:
             return
         known = group.storages(state=state)
@@ -234,7 +235,7 @@ class Offload:
         self.traffic = replace(self.traffic, read=self.traffic.read + moved)
 
     def _send(self, group: _Group) -> None:
-        """Write a group's weights and state, and free them when they are below."""
+        """Write a group's weights and state, and free them once they're below."""
         known = group.storages(state=True)
         self._sizes |= {key: storage.nbytes() for key, storage in known.items()}
         moved = sum(storage.nbytes() for storage in known.values())
@@ -248,8 +249,8 @@ class Offload:
         *,
         free: bool = False,
     ) -> Future[float]:
-        """Have the thread move storages, and free each that is moved; its seconds."""
-        # On a GPU the thread first waits for what was asked of the GPU up to here.
+        """Have the thread move storages, and free each one moved if `free`; returns its seconds."""
+        # On a GPU, the thread first waits for the work queued so far.
         devices = {s.device for s in storages.values() if s.device.type == "cuda"}
         events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
@@ -263,7 +264,7 @@ class Offload:
                     if free:
                         storage.resize_(0)
             except BaseException:
-                if not free:  # Half a group is none: below it is whole.
+                if not free:  # Half a group is useless; the copy below is whole.
                     for storage in storages.values():
                         storage.resize_(0)
                 raise
@@ -276,7 +277,7 @@ class Offload:
         self._above[group.number] = None
 
     def _arrive(self) -> None:
-        """Wait for all that goes down."""
+        """Wait for all pending writes."""
         while self._going:
             self._count(self._going.pop())
 
@@ -292,7 +293,7 @@ class Offload:
         )
 
     def _drop(self, *numbers: int) -> None:
-        """Free the weights of groups, which below are the same."""
+        """Free the weights of groups; the copies below are the same."""
         for number in numbers:
             self._count(self._above.pop(number))
             for storage in self._groups[number].weights:
@@ -303,7 +304,7 @@ class Offload:
 
 
 def _grouped(model: nn.Module, blocks: list[nn.Module], optimizer: Optimizers) -> dict[int, _Group]:
-    """What belongs to no block under REST, then the blocks by their place."""
+    """Group the parameters: those outside the blocks under REST, then the blocks by position."""
     owners: dict[int, int] = {}
     for place, block in enumerate(blocks):
         for storage in _storages(block.parameters()):
@@ -329,7 +330,7 @@ def _grouped(model: nn.Module, blocks: list[nn.Module], optimizer: Optimizers) -
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The distinct storages of tensors, in their order."""
+    """Return the distinct storages of tensors, in order."""
     found = [tensor.untyped_storage() for tensor in tensors]
     return list({storage._cdata: storage for storage in found}.values())
 
@@ -339,12 +340,12 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    """All of a storage: uint8 [n]. Written to in this way, no tensor counts as changed."""
+    """Return a whole storage as uint8 [n]. Autograd doesn't notice writes through it."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _in_backward() -> bool:
-    # The only sign of a running backward; torch.utils.checkpoint reads the same.
+    # The only sign of a running backward; torch.utils.checkpoint uses it too.
     return torch._C._current_graph_task_id() != -1
 
 
@@ -354,10 +355,11 @@ def _in_backward() -> bool:
 def offloaded(
     config: LlamaConfig, *, dtype: str = "float32", optimizer: str = "adamw"
 ) -> Breakdown:
-    """`Offload.peak` for `Llama(config)` with `blocks=model.layers`: all gradients, two groups.
+    """Predict `Offload.peak` for `Llama(config)` with `blocks=model.layers`.
 
-    dtype, optimizer: as in `estimate`. Without activations and workspace, which offload leaves as
-    they are.
+    The peak has all gradients, and the weights and state of two groups. Activations and workspace
+    aren't included; offload doesn't change them.
+    dtype, optimizer: as in `estimate`.
     """
 
     def step(layers: int) -> Breakdown:
@@ -366,7 +368,7 @@ def offloaded(
 
     layers = config.num_hidden_layers
     one, two = step(1), step(2)
-    # In a step: what belongs to no layer and the first one, then layer after layer.
+    # In a step: everything outside the layers plus the first layer, then pairs of layers.
     pairs = [
         (one.parameters, one.optimizer),
         (two.parameters, 2 * (two.optimizer - one.optimizer)),
@@ -377,7 +379,7 @@ def offloaded(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadRun:
-    """losses: nats a byte before each step; held_out: after the last; seconds: of all steps.
+    """losses: nats per byte before each step; held_out: after the last; seconds: of all steps.
 
     peak: weights, gradients and state above. traffic: of the steps; zeros without offload.
     """
@@ -399,7 +401,7 @@ def offload_run(
     length: int = 256,
     lr: float = 2e-3,
 ) -> OffloadRun:
-    """The topic's model trained by AdamW with its layers in `tier`; None is without offload."""
+    """Train the chapter's model with AdamW and its layers in `tier`; None is without offload."""
     model, draw = fresh(seed), batches(seed, batch=batch, length=length)
     adamw = partial(torch.optim.AdamW, lr=lr)
     if tier is None:
@@ -410,7 +412,7 @@ def offload_run(
         peak, traffic = held(model, optimizer), Traffic()
     else:
         with Offload(model, model.layers, adamw, tier, prefetch=prefetch) as offload:
-            offload.traffic = Traffic()  # That all went down first is no part of the steps.
+            offload.traffic = Traffic()  # The initial writes aren't part of the steps.
             begin = time.perf_counter()
             curve = train(model, draw, offload, steps=steps, progress=False)  # type: ignore[arg-type]
             seconds, peak, traffic = time.perf_counter() - begin, offload.peak, offload.traffic

@@ -1,9 +1,9 @@
-"""Layers divided among devices, and micro-batches that keep more than one of them at work.
+"""Pipeline parallelism: layers split over devices, and micro-batches that keep them busy.
 
-Stage s of p has its share of the layers; a batch passes as m micro-batches through all stages and
-back. While the pipeline fills and empties stages wait: of the time of all of them the share
-(p - 1) / (m + p - 1) is this bubble, under GPipe and under 1F1B alike. GPipe keeps the activations
-of m micro-batches; 1F1B begins a backward as soon as it can, and stage s keeps p - s at most.
+Each of p stages has its share of the layers. A batch passes through all stages and back as m
+micro-batches. While the pipeline fills and drains, stages are idle. Under GPipe and 1F1B alike,
+this bubble takes the share (p - 1) / (m + p - 1) of all stages' time. GPipe keeps the activations
+of m micro-batches. 1F1B starts each backward as soon as it can, so stage s keeps at most p - s.
 
 Sources: Huang et al., 2019, arXiv 1811.06965 (GPipe); Narayanan et al., 2021, arXiv 2104.04473
 (1F1B and its bubble). The schedules are torch.distributed.pipelining's.
@@ -40,17 +40,17 @@ __all__ = [
 ]
 
 SCHEDULES = ("gpipe", "1f1b")
-METERED = 2  # steps; the first makes the optimizer's state
+METERED = 2  # steps; the first creates the optimizer state
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """The share of all stages' time in which they wait: (p - 1) / (m + p - 1)."""
+    """Return the share of all stages' time that they spend idle: (p - 1) / (m + p - 1)."""
     positive_int("stages", stages)
     return (stages - 1) / (positive_int("micro_batches", micro_batches) + stages - 1)
 
 
 def in_flight(stage: int, stages: int, micro_batches: int, *, schedule: str) -> int:
-    """Micro-batches whose activations a stage keeps when it keeps most."""
+    """Return the most micro-batches whose activations a stage keeps at a time."""
     one_of("schedule", schedule, SCHEDULES)
     one_of("stage", stage, range(positive_int("stages", stages)))
     positive_int("micro_batches", micro_batches)
@@ -60,9 +60,9 @@ def in_flight(stage: int, stages: int, micro_batches: int, *, schedule: str) -> 
 class Stage(nn.Module):
     """One stage's share of a Llama: the modules themselves, not copies.
 
-    The layers are divided as evenly as they can be, earlier stages having one more; the first
-    stage has the embedding too, the last one the final norm and the head.
-    model: with a head of its own: a tied one would have to be on two devices.
+    Layers are split as evenly as possible, with one more in earlier stages. The first stage also
+    has the embedding, and the last one the final norm and the head.
+    model: with an untied head, because a tied one would have to be on two devices.
     """
 
     def __init__(self, model: Llama, stage: int, stages: int) -> None:
@@ -82,12 +82,15 @@ class Stage(nn.Module):
         self.lm_head = model.lm_head if stage == stages - 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: tokens [B, T] for the first stage, else the stream [B, T, C]. Stream, or logits."""
+        """Map x to the residual stream [B, T, C], or to logits in the last stage.
+
+        x: tokens [B, T] in the first stage, else the stream [B, T, C].
+        """
         if self.embed_tokens is not None:
             x = self.embed_tokens(x)
         positions = torch.arange(x.shape[1], device=x.device).float()
         angles = positions[:, None] * inverse_frequencies(self.config, x.device)
-        # What a layer reads of a forward; all rows have the same positions.
+        # What a layer reads per forward; all rows have the same positions.
         step = SimpleNamespace(
             cos=angles.cos().to(x.dtype)[None, None],
             sin=angles.sin().to(x.dtype)[None, None],
@@ -116,11 +119,11 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineRun:
-    """What one stage saw.
+    """What one stage measured.
 
-    losses: nats a byte before each step; empty but on the last stage. works: of each step, in the
-    order in which they were done; the meter slows those of the first two. peak, most: `Meter`'s,
-    of this stage. weights: the stage's parameters after the last step, by their names in the whole
+    losses: nats per byte before each step; empty except on the last stage. works: of each step, in
+    the order in which they ran; the meter slows down the first two steps. peak, most: `Meter`'s,
+    for this stage. weights: the stage's parameters after the last step, by their names in the whole
     model.
     """
 
@@ -142,12 +145,12 @@ def train_stage(
     lr: float = 2e-3,
     dtype: torch.dtype = torch.float32,
 ) -> PipelineRun:
-    """Train this process's stage of the topic's model by AdamW; a stage is a rank.
+    """Train this rank's stage of the chapter's model with AdamW; there is one stage per rank.
 
-    Call it in all ranks of a group: `processes.run(train_stage, 2, 0, schedule="1f1b",
-    micro_batches=8)`, and the same line in a script under torchrun.
-    batch: rows of a step, a multiple of micro_batches; 1F1B needs as many of these as stages.
-    Raises ValueError for a batch that cannot be divided so, or another schedule.
+    Call it on every rank: `processes.run(train_stage, 2, 0, schedule="1f1b", micro_batches=8)`, or
+    the same call in a script under torchrun.
+    batch: rows per step, a multiple of micro_batches, which 1F1B needs to be at least the stages.
+    Raises ValueError for a batch that can't be divided this way, or another schedule.
     """
     rank, stages = dist.get_rank(), dist.get_world_size()
     one_of("schedule", schedule, SCHEDULES)
@@ -171,7 +174,7 @@ def train_stage(
         parts: list[Tensor] = []
         given = {"target": tokens[:, 1:], "losses": parts} if rank == stages - 1 else {}
         optimizer.zero_grad()
-        # torch 2.11 takes only the strides that it derived.
+        # torch 2.11 accepts only the strides that it inferred.
         inputs = [tokens[:, :-1].contiguous()] if rank == 0 else []
         runner.step(*inputs, **given, return_outputs=False)
         optimizer.step()
@@ -195,7 +198,7 @@ def train_stage(
 
 
 def _runner(part: Stage, schedule: str, micro_batches: int, tokens: int, done: list[Work]) -> Any:
-    """torch's schedule for this rank's stage, which leaves what it did in `done`."""
+    """Return torch's schedule for this rank's stage, which adds its works to `done`."""
     # This import takes seconds.
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -215,7 +218,7 @@ def _runner(part: Stage, schedule: str, micro_batches: int, tokens: int, done: l
         setattr(stage, name, noted(getattr(stage, name), kind))
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        # Of all tokens of the step, so that micro-batches add up to its mean.
+        # Over the step's tokens, so that the micro-batches' losses add up to the step's mean.
         summed = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         return summed / tokens
 
@@ -224,21 +227,21 @@ def _runner(part: Stage, schedule: str, micro_batches: int, tokens: int, done: l
 
 
 def idle(works: Sequence[Sequence[Work]], seconds: Mapping[str, float] | None = None) -> float:
-    """The share of all stages' time, from the first work to the last, in which they wait.
+    """Return the share of all stages' time, from the first work to the last, that they spend idle.
 
-    works: one step's, a sequence a stage, in the order in which the stage did them.
-    seconds: of a forward and of a backward: what the order would give if every work took these
-    and messages no time, whatever else the machine had to do. None takes the times as measured;
-    processes that share cores then count what they wait for a core as work.
-    Raises ValueError for no works, for seconds of another kind of work, and for an order in which a
-    work waits for ever.
+    works: of one step, one sequence per stage, in the order in which the stage did them.
+    seconds: of a forward and of a backward. They replay the order as if every work took this long
+    and messages took no time, whatever else the machine was doing. None uses the measured times;
+    processes that share cores then count waiting for a core as work.
+    Raises ValueError for no works, for seconds of another kind of work, and for an order that
+    deadlocks.
     """
     if not any(works):
-        raise ValueError("works must hold one work or more, got none; pass all stages' of one step")
+        raise ValueError("works must hold one work or more, got none; pass those of one step")
     if seconds is not None:
         if set(seconds) != {"forward", "backward"}:
             raise ValueError(
-                f"seconds must be those of 'forward' and 'backward', got {sorted(seconds)}; "
+                f"seconds must have the keys 'forward' and 'backward', got {sorted(seconds)}; "
                 "pass both"
             )
         works = _replayed(works, {kind: positive(kind, s) for kind, s in seconds.items()})
@@ -249,7 +252,7 @@ def idle(works: Sequence[Sequence[Work]], seconds: Mapping[str, float] | None = 
 
 
 def _replayed(works: Sequence[Sequence[Work]], seconds: Mapping[str, float]) -> list[list[Work]]:
-    """Each work as soon as its stage is free and what it needs is there."""
+    """Run each work as soon as its stage is free and its inputs are there."""
     last = len(works) - 1
     ends: dict[tuple[int, str, int], float] = {}
     done: list[list[Work]] = [[] for _ in works]
@@ -273,7 +276,7 @@ def _replayed(works: Sequence[Sequence[Work]], seconds: Mapping[str, float]) -> 
                 )
         if len(ends) == before:
             raise ValueError(
-                "every work must come after what it needs in the stages beside it, got an order "
-                "that waits for ever; pass all stages' works of one step"
+                "every work must come after those that it depends on in adjacent stages, got an "
+                "order that deadlocks; pass all stages' works of one step"
             )
     return done

@@ -1,9 +1,9 @@
 """Mixed precision: which numbers take 16 bits, what that saves, and what it loses.
 
-Pure 16 bits halve weights, gradients, moments and activations. torch.autocast leaves the weights
-and all that belongs to them in float32 and computes the products in 16 bits: what it saves are
-activations. bfloat16 has float32's range and 8 bits of precision; float16 has 11 bits and makes
-gradients below 3e-8 zero, which is why a GradScaler multiplies the loss.
+Pure 16-bit training halves weights, gradients, moments and activations. torch.autocast keeps the
+weights, gradients and moments in float32 and computes products in 16 bits, so it only saves
+activations. bfloat16 has float32's range and 8 bits of precision. float16 has 11 bits but rounds
+gradients below 3e-8 to zero, which is why a GradScaler scales the loss.
 Source: Micikevicius et al., 2017, arXiv 1710.03740.
 """
 
@@ -43,11 +43,11 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Which numbers are held and computed in which dtype.
+    """The dtypes in which training stores and computes its numbers.
 
-    weights: of parameters, gradients and moments. products: what torch.autocast computes products
-    in, None for no autocast. scaled: whether a GradScaler multiplies the loss.
-    Raises ValueError for what torch does not offer.
+    weights: of parameters, gradients and moments. products: the dtype in which torch.autocast
+    computes products; None turns autocast off. scaled: whether a GradScaler scales the loss.
+    Raises ValueError for combinations that torch doesn't support.
     """
 
     weights: torch.dtype = torch.float32
@@ -70,7 +70,7 @@ class Recipe:
 
     @property
     def estimated_as(self) -> str:
-        """The dtype by which `estimate` knows it."""
+        """The recipe's `dtype` argument for `estimate`."""
         return "mixed" if self.products is not None else str(self.weights).removeprefix("torch.")
 
 
@@ -85,7 +85,7 @@ RECIPES = {
 
 
 def precise_loss(model: Llama, tokens: Tensor, recipe: Recipe) -> Tensor:
-    """Mean next-token loss in nats, fp32; tokens: integers [B, T]. Forward and loss only."""
+    """Return the mean next-token loss in nats, fp32; tokens: integers [B, T]. No backward."""
     cast = torch.autocast(
         tokens.device.type, dtype=recipe.products, enabled=recipe.products is not None
     )
@@ -101,10 +101,10 @@ def precise_step(
     recipe: Recipe,
     scaler: GradScaler,
 ) -> float:
-    """One step of training; returns the loss before it.
+    """Run one training step and return the loss before it.
 
-    scaler: GradScaler(device, enabled=recipe.scaled), which does nothing when it is not enabled.
-    The backward runs outside of autocast: each product's gradient has the dtype of its forward.
+    scaler: GradScaler(device, enabled=recipe.scaled), which does nothing if it isn't enabled. The
+    backward runs outside autocast: each product's gradient has the dtype of its forward.
     """
     optimizer.zero_grad()
     loss = precise_loss(model, tokens, recipe)
@@ -115,7 +115,7 @@ def precise_step(
 
 
 class _Results(TorchDispatchMode):
-    """Notes what every operation returns, after autocast has chosen its dtype."""
+    """Records the dtypes that each operation returns, after autocast has chosen them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,9 +132,9 @@ class _Results(TorchDispatchMode):
 
 
 def computed_dtypes(run: Callable[[], object]) -> dict[str, tuple[str, ...]]:
-    """The dtypes of what each operation returned while `run()` ran: {"mm": ("bfloat16",), …}.
+    """Return the dtypes of each operation's results during `run()`: {"mm": ("bfloat16",), …}.
 
-    Under autocast it shows which operations stay in float32; the lists of CPU and GPU differ.
+    Under autocast this shows which operations stay in float32; the lists of CPU and GPU differ.
     """
     with _Results() as results:
         run()
@@ -146,17 +146,17 @@ def computed_dtypes(run: Callable[[], object]) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lost:
-    """Shares of the elements that are not zero: which a dtype makes zero, and which infinite."""
+    """Shares of the nonzero elements that a dtype rounds to zero, and to infinity."""
 
     to_zero: float
     to_infinity: float
 
 
 def lost(x: Tensor, dtype: torch.dtype, *, scale: float = 1.0) -> Lost:
-    """What x · scale loses when it is rounded to `dtype`.
+    """Return what x · scale loses when it's rounded to `dtype`.
 
-    x: any shape, floating; elements that are zero or not finite do not count.
-    Raises ValueError where none is left.
+    x: any shape, floating point; zero and non-finite elements don't count.
+    Raises ValueError if no element is left.
     """
     wide = floating("x", x).double()
     wide = wide[torch.isfinite(wide) & (wide != 0)] * positive("scale", scale)
@@ -170,10 +170,10 @@ def lost(x: Tensor, dtype: torch.dtype, *, scale: float = 1.0) -> Lost:
 
 
 def product_gradients(model: Llama, tokens: Tensor) -> Tensor:
-    """Gradients of the mean loss by the results of the products with weights: fp32 [N].
+    """Return the gradients of the mean loss by the outputs of all weight products: fp32 [N].
 
-    These are what autocast's backward holds in 16 bits. tokens: integers [B, T]. Gradients of the
-    parameters that the model held are cleared.
+    Autocast's backward holds these in 16 bits. tokens: integers [B, T]. Clears the model's
+    parameter gradients.
     """
     found: list[Tensor] = []
 
@@ -181,7 +181,7 @@ def product_gradients(model: Llama, tokens: Tensor) -> Tensor:
         result = out.logits if isinstance(out, LlamaOutput) else out
         result.register_hook(lambda gradient: found.append(gradient.detach().float().flatten()))
 
-    # The head is no module that is called: its results are the model's.
+    # The head isn't called as a module; its output is the model's.
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     hooks = [module.register_forward_hook(listen) for module in (model, *linear)]
     try:
@@ -195,8 +195,10 @@ def product_gradients(model: Llama, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionTrial:
-    """trial: bytes, seconds, loss. scale: of the GradScaler at the end; skipped: its steps that
-    met an overflow.
+    """The result of `try_precision`.
+
+    trial: bytes, seconds, loss. scale: the GradScaler's at the end. skipped: steps that it skipped
+    because of an overflow.
     """
 
     trial: Trial
@@ -207,10 +209,10 @@ class PrecisionTrial:
 def try_precision(
     seed: int, recipe: Recipe, *, steps: int, batch: int = 8, length: int = 256
 ) -> PrecisionTrial:
-    """Train the topic's model by a recipe; the held-out loss is computed by it, too.
+    """Train the chapter's model with a recipe, which is also used for the held-out loss.
 
-    A CPU without 16-bit units computes the products of bfloat16 and float16 slowly: the seconds
-    are its own. Pure float16 has AdamW's epsilon trap, and its loss may be NaN.
+    A CPU without 16-bit units computes bfloat16 and float16 products slowly, so the seconds hold
+    only for that CPU. Pure float16 has AdamW's epsilon trap, and its loss may be NaN.
     """
     model = fresh(seed, dtype=recipe.weights)
     optimizer, draw = adamw(model), batches(seed, batch=batch, length=length)

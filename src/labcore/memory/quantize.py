@@ -1,7 +1,7 @@
-"""Weights in eight or four bits: a number becomes a code, a row or a group of a row one scale.
+"""Weights in eight or four bits: each weight becomes a code, and each row or group shares a scale.
 
-A weight-only layer keeps the codes and rounds nothing else: its product runs on the weights that
-the codes stand for, widened for one layer at a time. `Scheme` is the form to read, `Torchao` the
+A weight-only layer stores codes and rounds nothing else: it multiplies with the dequantized
+weights, which exist for one layer at a time. `Scheme` is the implementation to read, `Torchao` the
 library to use; `convert` takes either.
 """
 
@@ -50,13 +50,13 @@ TIMED_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """How one weight [O, I] becomes codes.
+    """How to turn a weight [O, I] into codes.
 
-    bits: 8, or 4: two codes to a byte.
-    group_size: neighbours in a row that share a scale; None is the whole row, an output channel.
-    It must divide I, and with 4 bits be even.
-    symmetric: codes from -127 to 127 (from -7 to 7) times a scale, so 0 stays 0; else codes from 0
-    to 255 (15) times a scale, above the group's lowest weight, which costs one number more.
+    bits: 8, or 4 with two codes per byte.
+    group_size: adjacent weights in a row that share a scale; None is the whole row, an output
+    channel. It must divide I, and be even with 4 bits.
+    symmetric: codes from -127 to 127 (-7 to 7) times a scale, so 0 stays 0. Otherwise codes from 0
+    to 255 (15) times a scale, plus the group's lowest weight, which must be stored too.
     """
 
     bits: int = 8
@@ -69,7 +69,7 @@ class Scheme:
             positive_int("group_size", self.group_size)
 
     def groups(self, inputs: int, name: str = "weight") -> int:
-        """Groups in a row of `inputs` weights. Raises ValueError where they do not fit."""
+        """Return the groups per row of `inputs` weights. Raises ValueError if they don't fit."""
         size = inputs if self.group_size is None else self.group_size
         if not inputs or inputs % size:
             raise ValueError(
@@ -79,22 +79,22 @@ class Scheme:
         if self.bits == 4 and size % 2:
             raise ValueError(
                 f"group_size must be even where two codes share a byte, got {size} for {name}; "
-                "choose an even one or 8 bits"
+                "choose an even size or 8 bits"
             )
         return inputs // size
 
     def bytes(self, outputs: int, inputs: int) -> int:
-        """Bytes of the codes and scales of a weight [outputs, inputs], whatever its dtype was."""
+        """Return the bytes of the codes and scales of a weight [outputs, inputs] of any dtype."""
         numbers = 1 if self.symmetric else 2
         codes = outputs * inputs * self.bits // 8
         return codes + outputs * self.groups(inputs) * numbers * SCALE
 
     def check(self, name: str, weight: Tensor) -> None:
-        """ValueError for a weight [O, I] whose rows the groups do not fill."""
+        """Raise ValueError for a weight [O, I] whose rows aren't a whole number of groups."""
         self.groups(weight.shape[1], name)
 
     def apply(self, model: nn.Module, linears: dict[str, nn.Linear]) -> None:
-        """Put a `QuantizedLinear` into each layer's place, and take that layer out of `linears`."""
+        """Replace each layer by a `QuantizedLinear`, and remove it from `linears`."""
         for name in list(linears):
             model.set_submodule(name, QuantizedLinear(linears.pop(name), self))
 
@@ -105,11 +105,11 @@ INT4 = Scheme(bits=4, group_size=32, symmetric=False)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantized:
-    """The codes of a weight [O, I] in G groups a row.
+    """The codes of a weight [O, I] with G groups per row.
 
-    codes: int8 [O, I], uint8 [O, I] without symmetry, uint8 [O, I / 2] for 4 bits.
+    codes: int8 [O, I]; uint8 [O, I] if asymmetric; uint8 [O, I / 2] for 4 bits.
     scales: float32 [O, G], the step from one code to the next.
-    lows: float32 [O, G], what code 0 stands for; None for a symmetric scheme.
+    lows: float32 [O, G], the weight that code 0 represents; None for a symmetric scheme.
     """
 
     codes: Tensor
@@ -118,7 +118,7 @@ class Quantized:
     scheme: Scheme
 
     def dequantize(self) -> Tensor:
-        """The weights that the codes stand for: float32 [O, I], a new tensor."""
+        """Return the weights that the codes represent: float32 [O, I], a new tensor."""
         wide = (self.codes if self.scheme.bits == 8 else unpack(self.codes)).float()
         if self.scheme.bits == 4 and self.scheme.symmetric:
             wide -= 8
@@ -129,15 +129,15 @@ class Quantized:
         return wide
 
     def expected_rms(self) -> float:
-        """The error's expected root mean square: of a uniform one, ±half a step: step / √12."""
+        """Return the RMS error to expect if errors are uniform within ±half a step: step / √12."""
         return math.sqrt(self.scales.double().square().mean().item() / 12)
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Two codes to a byte: uint8 [O, I] of 0 to 15, I even -> uint8 [O, I / 2].
+    """Pack two codes per byte: uint8 [O, I] of 0 to 15, I even -> uint8 [O, I / 2].
 
-    An even column goes into the low four bits, the odd one after it into the high four.
-    Raises ValueError for other codes: they would run into their neighbours.
+    An even column goes into the low four bits, the odd column after it into the high four.
+    Raises ValueError for other codes, which would spill into their neighbors.
     """
     if codes.dtype != torch.uint8 or codes.dim() != 2 or codes.shape[1] % 2 or (codes > 15).any():
         raise ValueError(
@@ -149,18 +149,19 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """What `pack` packed: uint8 [O, I / 2] -> uint8 [O, I]."""
+    """Undo `pack`: uint8 [O, I / 2] -> uint8 [O, I]."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
 
 
 @torch.no_grad()
 def quantize(weight: Tensor, scheme: Scheme) -> Quantized:
-    """Codes of a weight [O, I], each the nearest, so that no weight errs by more than half a step.
+    """Return the nearest codes for a weight [O, I]; no weight is off by more than half a step.
 
-    That is the group's largest magnitude / 254 (/ 14 for 4 bits), without symmetry its range / 510
-    (/ 30), besides float32's own rounding. A group of equal weights is exact without symmetry.
-    weight: float; computed in float32. Raises ValueError for NaN, infinity (a float64 number beyond
-    float32's range is one), or rows that the groups do not fill.
+    Half a step is the group's largest magnitude / 254 (/ 14 for 4 bits), or, if asymmetric, its
+    range / 510 (/ 30). float32 rounding adds to that. Asymmetric codes are exact for a group of
+    equal weights.
+    weight: float; computed in float32. Raises ValueError for NaN, infinity (including float64
+    numbers beyond float32's range), or rows that aren't a whole number of groups.
     """
     finite("weight", floating("weight", weight).float())
     if weight.dim() != 2:
@@ -175,7 +176,7 @@ def quantize(weight: Tensor, scheme: Scheme) -> Quantized:
         lows = wide.amin(-1)
         scales = (wide.amax(-1) - lows) / most
         wide = wide - lows.unsqueeze(-1)
-    # In a group of equal weights any step will do but 0: 0 / 0 has no code.
+    # A scale of 0 means that any other step will do; 0 / 0 has no code.
     steps = torch.where(scales == 0, 1.0, scales)
     codes = (wide / steps.unsqueeze(-1)).round_().clamp_(least, most).flatten(1)
     if scheme.bits == 8:
@@ -186,14 +187,14 @@ def quantize(weight: Tensor, scheme: Scheme) -> Quantized:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer whose weight is kept as codes: x [..., I] -> [..., O].
+    """A linear layer that stores its weight as codes: x [..., I] -> [..., O].
 
-    A forward widens its codes to float32 and the layer's dtype, multiplies, and lets them go:
-    workspace for one layer at a time. The input has gradients, the weight none, so small adapters
-    can be trained beside it. The scales are buffers: `.to(torch.bfloat16)` would round them, so
-    choose the model's dtype before converting it.
+    The forward dequantizes the weight in float32, casts it to the layer's dtype, multiplies, and
+    frees it, so one layer at a time needs workspace. The input gets a gradient and the weight
+    doesn't, so small adapters can be trained next to it. The scales are buffers, which
+    `.to(torch.bfloat16)` would round, so choose the model's dtype before you convert it.
 
-    linear: the layer to take over. Its bias stays as it is.
+    linear: the layer to replace. Its bias doesn't change.
     """
 
     codes: Tensor
@@ -212,16 +213,16 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weights behind the codes, [O, I] in the layer's dtype; made anew each time."""
+        """The dequantized weight, [O, I] in the layer's dtype; recomputed on each access."""
         kept = Quantized(codes=self.codes, scales=self.scales, lows=self.lows, scheme=self.scheme)
         return kept.dequantize().to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., I] -> [..., O], in the dtype of x."""
+        """Map x [..., I] to [..., O], in the dtype of x."""
         return F.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """What `print` shows of the layer."""
+        """Return what `print` shows for the layer."""
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
 
 
@@ -230,15 +231,16 @@ TORCHAO_GROUPS, TORCHAO_ROWS = (32, 64, 128), 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Torchao:
-    """torchao's quantization, the library that a user would take.
+    """torchao's quantization, the library to use in practice.
 
-    method: "int8" keeps weights in 8 bits, symmetric by row; "int8 dynamic" rounds each token's
-    activations to 8 bits too and multiplies integers, with one bit less where the CPU's 8-bit
-    products would overflow (no VNNI); "int4" keeps weights in 4 bits by groups, as `INT4` does.
+    method: "int8" stores weights in 8 bits, symmetric per row. "int8 dynamic" also rounds each
+    token's activations to 8 bits and multiplies integers, with one bit less where the CPU's 8-bit
+    products would overflow (no VNNI). "int4" stores weights in 4 bits per group, as `INT4` does.
     group_size: for "int4", 32, 64 or 128.
 
-    "int4" is torchao's prototype for CPUs, on torch's own kernel: the other int4 forms of 0.18
-    need a GPU or a library more, and `IntxWeightOnlyConfig` spends a whole byte on a 4-bit code.
+    "int4" is torchao's prototype for CPUs, on torch's own kernel. The other int4 forms of torchao
+    0.18 need a GPU or another library, and `IntxWeightOnlyConfig` spends a whole byte on a 4-bit
+    code.
     """
 
     method: str = "int8"
@@ -249,9 +251,9 @@ class Torchao:
         one_of("group_size", self.group_size, TORCHAO_GROUPS)
 
     def bytes(self, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of what torchao keeps of a weight [outputs, inputs] of `dtype`.
+        """Return the bytes that torchao stores for a weight [outputs, inputs] of `dtype`.
 
-        Raises ValueError for a shape that it would refuse.
+        Raises ValueError for a shape that torchao would refuse.
         """
         self._fit("weight", outputs, inputs)
         if self.method == "int4":  # scale and zero in the weight's dtype
@@ -260,7 +262,7 @@ class Torchao:
         return outputs * inputs + outputs * (SCALE + 1)  # a float32 scale and an int8 zero
 
     def check(self, name: str, weight: Tensor) -> None:
-        """ValueError for a weight [O, I] that torchao would refuse, or pass over in silence."""
+        """Raise ValueError for a weight [O, I] that torchao would refuse or silently skip."""
         self._fit(name, *weight.shape)
         if self.method == "int4" and weight.device.type != "cpu":
             raise ValueError(
@@ -270,13 +272,13 @@ class Torchao:
     def _fit(self, name: str, outputs: int, inputs: int) -> None:
         if self.method == "int4" and (inputs % self.group_size or outputs % TORCHAO_ROWS):
             raise ValueError(
-                f"torchao's int4 takes rows of a multiple of {self.group_size} (group_size) and a "
+                f"torchao's int4 needs a multiple of {self.group_size} inputs (group_size) and a "
                 f"multiple of {TORCHAO_ROWS} outputs, got {(outputs, inputs)} for {name}; "
                 "choose another group_size or keep that layer"
             )
 
     def apply(self, model: nn.Module, linears: dict[str, nn.Linear]) -> None:
-        """Put a tensor of torchao's into the place of each layer's weight."""
+        """Replace each layer's weight by a torchao tensor."""
         library = _torchao()
         if self.method == "int4":
             from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
@@ -298,7 +300,7 @@ class Torchao:
 
 def _torchao() -> ModuleType:
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # on a CPU it reports that its GPU libraries do not load
+    logging.disable(logging.WARNING)  # on a CPU it warns that GPU libraries don't load
     try:
         import torchao.quantization
     except ImportError as missing:
@@ -312,13 +314,14 @@ def _torchao() -> ModuleType:
 
 
 def convert(model: nn.Module, scheme: Scheme | Torchao, *, keep: Collection[str] = ()) -> None:
-    """Quantize the weights of every nn.Linear of `model`, in place, one layer after the other.
+    """Quantize the weight of every nn.Linear in `model`, in place, one layer at a time.
 
-    keep: names of layers that stay as they are, such as "lm_head". Embeddings and norms stay too.
-    A `Scheme` puts a `QuantizedLinear` into the layer's place, `Torchao` a tensor of torchao's into
-    its weight; neither trains. Raises, before anything is changed, ValueError for a layer that the
-    scheme does not fit or that is not finite, a name that is no layer, or a model without layers to
-    quantize; RuntimeError where torchao is missing.
+    keep: names of layers to leave as they are, such as "lm_head". Embeddings and norms also stay. A
+    `Scheme` replaces the layer by a `QuantizedLinear`, `Torchao` replaces its weight by a torchao
+    tensor; neither is trainable.
+    Raises ValueError, before changing anything, for a layer that doesn't fit the scheme or isn't
+    finite, a name that isn't a layer, or a model without layers to quantize; RuntimeError if
+    torchao isn't installed.
     """
     linears = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
     linears = {name: linears[name] for name in _chosen(linears, keep)}
@@ -344,7 +347,7 @@ def quantized_bytes(
     keep: Collection[str] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Breakdown:
-    """Bytes of the parameters of `Llama(config)` in `dtype` after `convert`; None: before it."""
+    """Return the parameter bytes of `Llama(config)` in `dtype` after `convert`; None: before it."""
     shapes = parameter_shapes(config)
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     linears = [
@@ -363,7 +366,7 @@ def quantized_bytes(
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Bytes of the distinct storages behind parameters and buffers, those of torchao's included."""
+    """Return the bytes of the distinct storages of parameters and buffers, torchao's included."""
     waiting: list[Tensor] = [*model.parameters(), *model.buffers()]
     found: dict[int, int] = {}
     while waiting:
@@ -380,8 +383,8 @@ def stored_bytes(model: nn.Module) -> int:
 class QuantizedPrice:
     """What a scheme saves and costs.
 
-    predicted, stored: bytes of the parameters. loss: held out, in nats a byte.
-    seconds: of a forward of 8 rows of 256 bytes.
+    predicted, stored: bytes of the parameters. loss: held out, in nats per byte.
+    seconds: per forward over 8 rows of 256 bytes.
     """
 
     predicted: int
@@ -398,7 +401,7 @@ def quantized_price(
     keep: Collection[str] = (),
     repeats: int = 5,
 ) -> QuantizedPrice:
-    """Bytes, loss and time of a copy of `model` after `convert`; with None, of the model itself."""
+    """Measure bytes, loss and time of a copy of `model` after `convert`; None: unquantized."""
     tried = copy.deepcopy(model)
     if scheme is not None:
         convert(tried, scheme, keep=keep)

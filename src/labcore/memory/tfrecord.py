@@ -1,8 +1,8 @@
-"""TFRecord files: records behind their length, both with a checksum that finds a changed bit.
+"""TFRecord files: length-prefixed records with checksums that detect a changed bit.
 
 A record is its length (uint64), that number's masked CRC-32C (uint32), the bytes, and their masked
-CRC-32C (uint32), little-endian. The format is TensorFlow's, whose files this reads, uncompressed
-ones; what the bytes mean is the caller's affair.
+CRC-32C (uint32), all little-endian. The format is TensorFlow's; this module reads its uncompressed
+files. What the bytes mean is up to the caller.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ __all__ = [
 ]
 
 POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reversed
-AT_ONCE = 1024  # bytes that one step of the checksum takes
+AT_ONCE = 1024  # bytes per step of the checksum
 LENGTH, CHECKSUM = struct.Struct("<Q"), struct.Struct("<I")
 HEADER = LENGTH.size + CHECKSUM.size
 CHOICES = ("raise", "skip")
 
 
 class CorruptRecord(ValueError):
-    """A record that is not what was written.
+    """A record that isn't what was written.
 
-    path: the file. offset: bytes from its start to the record (in a tar file, to its header).
-    A DataLoader's worker hands on the message alone, which names both.
+    path: the file. offset: bytes from its start to the record (in a tar file, to the record's
+    header). A DataLoader worker passes on only the message, which names both.
     """
 
     def __init__(self, message: str, *, path: Path | None = None, offset: int = -1) -> None:
@@ -49,9 +49,9 @@ class CorruptRecord(ValueError):
 
     @classmethod
     def at(cls, path: Path, offset: int, fault: str) -> CorruptRecord:
-        """The error for a fault in a file."""
+        """Return the error for a fault in a file."""
         return cls(
-            f"{path}, record at byte {offset}: {fault}; write the file anew, or read with "
+            f"{path}, record at byte {offset}: {fault}; rewrite the file, or read with "
             'on_corrupt="skip"',
             path=path,
             offset=offset,
@@ -67,7 +67,7 @@ def warn(problem: CorruptRecord) -> None:
 
 
 def refuse_or_report(problem: CorruptRecord, on_corrupt: str, report: Report) -> None:
-    """Raise the problem, or report it where records are to be skipped."""
+    """Raise the problem, or report it if corrupt records are to be skipped."""
     if on_corrupt == "raise":
         raise problem
     report(problem)
@@ -75,9 +75,9 @@ def refuse_or_report(problem: CorruptRecord, on_corrupt: str, report: Report) ->
 
 @functools.cache
 def _tables() -> NDArray[np.uint32]:
-    """What a byte does to the checksum when n bytes follow it in its step: uint32 [n, 256].
+    """How a byte changes the checksum if n bytes follow it in its step: uint32 [n, 256].
 
-    A checksum is linear over exclusive or, so a step can look all its bytes up at once and combine.
+    A checksum is linear over XOR, so a step can look up all its bytes at once and combine them.
     """
     first = np.arange(256, dtype=np.uint32)
     for _ in range(8):
@@ -89,7 +89,7 @@ def _tables() -> NDArray[np.uint32]:
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli) of bytes, as in RFC 3720, appendix B.4: 0 for none."""
+    """Return the CRC-32C (Castagnoli) of `data`, as in RFC 3720, appendix B.4; 0 for no bytes."""
     tables = _tables()
     state, count = 0xFFFFFFFF, len(data) - len(data) % 4
     codes = np.frombuffer(data, np.uint8)
@@ -104,25 +104,25 @@ def crc32c(data: bytes) -> int:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """The checksum as TFRecord stores it: turned by 15 bits, plus a constant.
+    """Return the checksum as TFRecord stores it: rotated by 15 bits, plus a constant.
 
-    A checksum of bytes that hold their own checksum is poor; masked, it is not their own.
+    A plain checksum of bytes that contain their own checksum is weak; the mask prevents that.
     """
     plain = crc32c(data)
     return ((plain >> 15 | plain << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def tfrecord_bytes(lengths: Iterable[int]) -> int:
-    """Bytes of a file with records of these lengths: 16 more for each."""
+    """Return the size of a file with records of these lengths: 16 more bytes per record."""
     return sum(length + HEADER + CHECKSUM.size for length in lengths)
 
 
 def write_tfrecord(path: str | Path, records: Iterable[bytes]) -> int:
-    """Write records into a new file, and return how many. FileExistsError where there is one."""
+    """Write records to a new file and return their number. FileExistsError if the file exists."""
     count = 0
     with Path(path).open("xb") as file:
         for data in records:
-            told = masked_crc32c(data)  # first: what is no bytes fails with nothing half written
+            told = masked_crc32c(data)  # first: if data isn't bytes, nothing is half written
             length = LENGTH.pack(len(data))
             file.write(length + CHECKSUM.pack(masked_crc32c(length)))
             file.write(data)
@@ -134,12 +134,12 @@ def write_tfrecord(path: str | Path, records: Iterable[bytes]) -> int:
 def read_tfrecord(
     path: str | Path, *, on_corrupt: str = "raise", report: Report = warn
 ) -> Iterator[bytes]:
-    """The records of a file, one after the other; nothing is kept of those before.
+    """Yield the records of a file one by one, keeping none of the earlier ones.
 
-    on_corrupt: "raise": a CorruptRecord with file and offset, when reading comes to it; "skip":
-    `report` gets that error, and the record is left out. A record with damaged bytes is skipped
-    alone. Behind a damaged length, or in a file that was cut off, no other record can be found:
-    the rest of the file is skipped, and the report says how many bytes.
+    on_corrupt: "raise" raises a CorruptRecord with file and offset when reading reaches it; "skip"
+    passes that error to `report` and leaves the record out. Damaged bytes cost only their own
+    record. After a damaged length, or in a truncated file, no other record can be found: the rest
+    of the file is skipped, and the report says how many bytes.
     report: called with each skipped record's error; the default warns.
     """
     one_of("on_corrupt", on_corrupt, CHOICES)
@@ -162,7 +162,7 @@ def _records(path: Path, on_corrupt: str, report: Report) -> Iterator[bytes]:
 
 
 def _record(file: BinaryIO, size: int) -> tuple[str, bytes | None]:
-    """A fault or "", and the record's bytes; None where the place of the next one is unknown."""
+    """Return a fault or "", and the record's bytes; None if the next record can't be located."""
     rest = size - file.tell()
     header = file.read(HEADER)
     if len(header) < HEADER:

@@ -1,4 +1,4 @@
-"""Where offloaded bytes rest: main memory below a GPU's, a disk below main memory."""
+"""Storage tiers for offloaded bytes: main memory below a GPU's, a disk below main memory."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ Key = tuple[int, int]  # a group's number, and which of its storages
 
 
 class Tier(Protocol):
-    """Where bytes rest. One thread calls it; `data` is uint8 [n], of the same n for the same key.
+    """Stores bytes for one calling thread. `data` is uint8 [n], with the same n for the same key.
 
-    Both return when `data` may be used again. Those below raise ValueError for other data, and for
-    a read of what was not written.
+    `write` and `read` return when `data` may be reused. The tiers below raise ValueError for other
+    data, and for reading what was never written.
     """
 
     def write(self, key: Key, data: Tensor) -> None:
-        """Keep `data` under `key`, in place of what was there."""
+        """Store `data` under `key`, replacing what was there."""
 
     def read(self, key: Key, data: Tensor) -> None:
         """Fill `data` with what was last written under `key`."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
 
 
 class Host:
-    """Main memory, pinned where there is a GPU: the tier below a GPU's own."""
+    """Main memory, pinned for data on a GPU: the tier below a GPU's memory."""
 
     def __init__(self) -> None:
         self._kept: dict[Key, Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def write(self, key: Key, data: Tensor) -> None:
-        """Keep `data` under `key`, in place of what was there."""
+        """Store `data` under `key`, replacing what was there."""
         _check_bytes(data)
         if key not in self._kept or self._kept[key].numel() != data.numel():
             self._kept[key] = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=data.is_cuda)
@@ -52,7 +52,7 @@ class Host:
         self._copy(data, self._kept[key])
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         self._kept.clear()
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
@@ -68,10 +68,10 @@ class Host:
 
 
 class Disk:
-    """A file without a name, gone with the process: the tier below main memory.
+    """An unnamed temporary file that disappears with the process: the tier below main memory.
 
-    folder: on the disk that is meant; None is the system's folder for temporary files. What the
-    system caches of the file is memory that it takes back when others need it.
+    folder: where on disk to put it; None is the system's temporary folder. The system may cache the
+    file in memory, and reclaims that memory when others need it.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -80,7 +80,7 @@ class Disk:
         self._end = 0
 
     def write(self, key: Key, data: Tensor) -> None:
-        """Keep `data` under `key`, in place of what was there."""
+        """Store `data` under `key`, replacing what was there."""
         _check_bytes(data)
         left = _memory(data)
         if key not in self._places or self._places[key][1] != len(left):
@@ -100,12 +100,12 @@ class Disk:
             if not came:
                 raise RuntimeError(
                     f"the offloaded file must hold {self._end} bytes, got {len(left)} too few; "
-                    "look for what cut it"
+                    "find out what truncated it"
                 )
             left = left[came:]
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         self._file.close()
         self._places.clear()
 
@@ -113,8 +113,8 @@ class Disk:
 def _check_bytes(data: Tensor) -> None:
     if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
         raise ValueError(
-            f"a tier takes bytes without gaps, uint8 [n], got {data.dtype} {tuple(data.shape)}; "
-            "pass those of the storage"
+            f"data must be contiguous bytes, uint8 [n], got {data.dtype} {tuple(data.shape)}; "
+            "pass the bytes of a storage"
         )
 
 
@@ -123,15 +123,15 @@ def _check_read(key: Key, data: Tensor, written: int | None) -> None:
     if written != data.numel():
         came = "nothing was written" if written is None else f"{written} bytes were written"
         raise ValueError(
-            f"a read takes what was written, got room for {data.numel()} bytes under {key}, where "
-            f"{came}; write first and read as many"
+            f"a read must match what was written, got room for {data.numel()} bytes under {key}, "
+            f"where {came}; write first, then read as many bytes"
         )
 
 
 def _memory(data: Tensor) -> memoryview:
-    """The memory behind uint8 [n] on the CPU; after `.numpy()` torch would not resize it again."""
+    """Return the memory of uint8 [n] on the CPU; `.numpy()` would stop torch from resizing it."""
     if data.device.type != "cpu":
         raise ValueError(
-            f"Disk takes tensors of the CPU, got one on {data.device}; a GPU's tier is Host()"
+            f"Disk needs tensors on the CPU, got one on {data.device}; for a GPU use Host()"
         )
     return memoryview((ctypes.c_ubyte * data.numel()).from_address(data.data_ptr())).cast("B")

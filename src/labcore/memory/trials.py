@@ -1,4 +1,4 @@
-"""What a way of training costs on the topic's model: bytes, seconds a step and loss."""
+"""What a training method costs on the chapter's model: bytes, seconds per step and loss."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LEARNING_RATE = 2e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One way of training, after its steps.
+    """The result of training with one method.
 
-    peak: what was held when most was held. most: each part's own highest. Both in bytes.
-    timing: seconds of each step. loss: held out, nats a byte.
+    peak: the breakdown when the total was highest. most: each part's own maximum. Both are in
+    bytes. timing: seconds per step. loss: held out, in nats per byte.
     """
 
     peak: Breakdown
@@ -36,7 +36,7 @@ class Trial:
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """The optimizer with which the methods are compared: torch's, at LEARNING_RATE."""
+    """Return the optimizer with which the methods are compared: torch's AdamW at LEARNING_RATE."""
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
 
@@ -48,11 +48,11 @@ def trial(
     steps: int,
     loss: Callable[[], float] | None = None,
 ) -> Trial:
-    """Run `steps` steps by the clock, take the loss, then run two more under the meter.
+    """Time `steps` steps, compute the loss, then run two more steps under the meter.
 
     step: does all of step number n, from clearing the gradients to the optimizer's step. The meter
-    slows what it watches, so that no step is both timed and metered; the optimizer's state stands
-    by then. loss: None is `held_out_loss(model)`.
+    slows down what it watches, so no step is both timed and metered; by then the optimizer state
+    exists. loss: None is `held_out_loss(model)`.
     """
     positive_int("steps", steps)
     numbers = itertools.count()

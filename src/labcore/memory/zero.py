@@ -1,11 +1,11 @@
-"""Weights, gradients and optimizer state divided among processes that train on different rows.
+"""ZeRO: weights, gradients and optimizer state sharded over data-parallel processes.
 
-Stage 1 divides the optimizer's state, stage 2 the gradients too, stage 3 the weights too. Stage 1
-is torch's ZeroRedundancyOptimizer, which gives whole parameters to ranks; stages 2 and 3 are FSDP2,
-which divides each parameter by rows. Between steps FSDP2 keeps only shards at stage 2 as well: it
-gathers a layer's weights for the forward, and stage 2 lets them stand until its backward, stage 3
-frees them after its forward and gathers them again. What belongs to no layer (embedding, final
-norm, head) stands from the forward to the end of the backward in both.
+Stage 1 shards the optimizer state, stage 2 also the gradients, and stage 3 also the weights. Stage
+1 is torch's ZeroRedundancyOptimizer, which assigns whole parameters to ranks. Stages 2 and 3 are
+FSDP2, which splits each parameter by rows. Between steps FSDP2 keeps only shards, even at stage 2.
+It gathers a layer's weights for the forward. Stage 2 keeps them until that layer's backward; stage
+3 frees them after the forward and gathers them again. Weights outside the layers (embedding, final
+norm, head) stay gathered from the forward to the end of the backward in both stages.
 
 Source: Rajbhandari et al., 2019, arXiv 1910.02054.
 """
@@ -39,19 +39,20 @@ def divide(
     optimizer: type[torch.optim.Optimizer],
     **settings: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model and its optimizer, divided among the ranks of the process group; call it in all.
+    """Shard the model and its optimizer over the ranks of the process group; call it on every rank.
 
     model: the same on every rank; stages 2 and 3 change it in place.
-    stage: 0 to 3; 0 is plain data parallelism. Gradients are means over the ranks.
-    settings: of the optimizer. One that looks at more than an element's own history (Adafactor,
-    SM3, blocks of 8 bits) is another on rows of a parameter: stages 2 and 3 want one like AdamW.
+    stage: 0 to 3; 0 is plain data parallelism. Gradients are averaged over the ranks.
+    settings: of the optimizer. If an element's update depends on more than that element's own
+    history (Adafactor, SM3, 8-bit blocks), the optimizer gives other results on rows of a
+    parameter. Stages 2 and 3 need one like AdamW.
     Raises ValueError for another stage, and torch's own errors without a process group.
     """
     if one_of("stage", stage, STAGES) < 2:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if stage == 0:
             return wrapped, optimizer(model.parameters(), **settings)
-        # This import and those below take a second each.
+        # This import and the ones below take a second each.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return wrapped, ZeroRedundancyOptimizer(
@@ -62,18 +63,18 @@ def divide(
 
     device = model.embed_tokens.weight.device.type
     mesh = init_device_mesh(device, (dist.get_world_size(),))
-    for layer in model.layers.children():  # iterating over checkpointed layers gives stretches
+    for layer in model.layers.children():  # iterating would yield checkpointed segments
         fully_shard(layer, mesh=mesh, reshard_after_forward=stage == 3)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     return model, optimizer(model.parameters(), **settings)
 
 
 def held(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Breakdown:
-    """Bytes that this process holds of weights, gradients and optimizer state, each storage once.
+    """Return the bytes of weights, gradients and optimizer state that this process holds.
 
-    Of what is divided among processes, this one's part.
+    Each storage counts once. Of a sharded tensor, only this process's shard counts.
     """
-    # ZeroRedundancyOptimizer keeps the state in the optimizer that it makes for its own share.
+    # ZeroRedundancyOptimizer keeps its shard's state in an inner optimizer.
     states = [getattr(optimizer, "optim", optimizer).state for optimizer in optimizers]
     return Breakdown(
         parameters=_nbytes([*model.parameters(), *model.buffers()]),
@@ -83,7 +84,7 @@ def held(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Breakdown:
 
 
 def _nbytes(leaves: Iterable[Any]) -> int:
-    """Of the distinct storages behind the tensors among the leaves."""
+    """Return the bytes of the distinct storages of the tensors among the leaves."""
     local = [leaf.to_local() if hasattr(leaf, "to_local") else leaf for leaf in leaves]
     storages = [tensor.untyped_storage() for tensor in local if isinstance(tensor, Tensor)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
@@ -91,11 +92,11 @@ def _nbytes(leaves: Iterable[Any]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroRun:
-    """What one rank saw.
+    """What one rank measured.
 
-    losses: nats a byte of all ranks' rows before each step. held: bytes when the last step ended,
-    gradients still standing. gathered: the most bytes of whole weights that stood beside the
-    shards while a layer computed; 0 in stages 0 and 1, which divide none. seconds: of all steps.
+    losses: nats per byte over all ranks' rows, before each step. held: bytes after the last step,
+    gradients included. gathered: the most bytes of whole weights held beside the shards while a
+    layer computed; 0 in stages 0 and 1, which don't shard weights. seconds: of all steps.
     """
 
     losses: tuple[float, ...]
@@ -114,16 +115,16 @@ def train_divided(
     lr: float = 2e-3,
     dtype: torch.dtype = torch.float32,
 ) -> ZeroRun:
-    """Train the topic's model by AdamW on this process's rows; batch: of all ranks together.
+    """Train the chapter's model with AdamW on this rank's rows; batch: rows over all ranks.
 
-    Call it in all ranks of a group: `processes.run(train_divided, 2, 0, stage=3)`, and the same
-    line in a script under torchrun. Raises ValueError for a batch that the ranks cannot share.
+    Call it on every rank: `processes.run(train_divided, 2, 0, stage=3)`, or the same call in a
+    script under torchrun. Raises ValueError for a batch that the ranks can't share equally.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     positive_int("steps", steps)
     if positive_int("batch", batch) % ranks:
         raise ValueError(
-            f"batch must be a multiple of the {ranks} ranks, got {batch}; each takes as many"
+            f"batch must be a multiple of the {ranks} ranks, got {batch}; ranks take equal shares"
         )
     whole = fresh(seed, dtype=dtype)
     draw = batches(seed, batch=batch, length=length)

@@ -1,4 +1,4 @@
-"""A small Llama that loads and saves Hugging Face checkpoints, two shipped ones, and training."""
+"""A small Llama that reads and writes Hugging Face checkpoints, trained models, and training."""
 
 from labcore.models.cache import DenseCache, KVCache, tree_mask
 from labcore.models.checkpoint import from_pretrained, save_pretrained

@@ -1,4 +1,4 @@
-"""The keys and values of tokens that a Llama has read: the protocol, and the dense form of it.
+"""The KV cache of a Llama: a protocol, and a dense implementation.
 
 Letters: B rows, T tokens of a forward, H attention heads, Hkv key and value heads, D head_dim,
 N nodes of a tree, S capacity.
@@ -21,41 +21,42 @@ __all__ = ["DenseCache", "KVCache", "tree_mask"]
 
 @runtime_checkable
 class KVCache(Protocol):
-    """What `Llama.forward` asks of a cache.
+    """The interface of a KV cache for `Llama.forward`.
 
-    lengths: int32 [B] on the cache's device, the tokens of each row. Positions and write slots
-    are computed from it there, so no call waits for the device.
+    lengths: int32 [B] on the cache's device, the number of tokens in each row. Positions and write
+    slots are computed from it on the device, so no call synchronizes.
     """
 
     lengths: Tensor
 
     def write(self, layer: int, k: Tensor, v: Tensor, counts: Tensor) -> None:
-        """Store k, v [B, Hkv, T, D] behind each row's tokens: of row b the first counts[b]."""
+        """Append k, v [B, Hkv, T, D] to each row's tokens; for row b, only the first counts[b]."""
 
     def attend(self, layer: int, q: Tensor, counts: Tensor, tree: Tensor | None) -> Tensor:
-        """Attention of q [B, H, T, D] over the row's tokens and those just written.
+        """Attend from q [B, H, T, D] to the row's tokens and those just written.
 
-        A query sees the ones before it, in a tree its ancestors. Returns [B, H, T, D].
+        A query sees itself and the tokens before it, or its ancestors in a tree. Returns
+        [B, H, T, D].
         """
 
     def advance(self, counts: Tensor) -> None:
-        """Count what was written: lengths += counts, integers [B]."""
+        """Count the written tokens: lengths += counts, integers [B]."""
 
     def truncate(self, lengths: Tensor) -> None:
-        """Forget all tokens of each row after its first lengths[b], integers [B]."""
+        """Drop all tokens of row b after its first lengths[b], integers [B]."""
 
     def keep(self, row: int, slots: Tensor | Sequence[int]) -> None:
-        """Of a row's tokens in the last forward keep those at `slots`, in that order."""
+        """Keep only the tokens at `slots` of a row's last forward, in that order."""
 
     def buffers(self) -> dict[str, Tensor]:
-        """The tensors, at fixed addresses, that say which tokens a replayed graph works on."""
+        """Return the tensors, at fixed addresses, that tell a replayed graph its tokens."""
 
 
 def tree_mask(parents: Tensor) -> Tensor:
-    """Which nodes each node of a tree sees: itself and its ancestors. bool [B, N, N].
+    """Return which nodes each node of a tree sees, itself and its ancestors: bool [B, N, N].
 
-    parents: integers [B, N]: -1 is a child of the prefix, -2 is padding, which sees itself only.
-    Computed on the device of `parents` without waiting for it.
+    parents: integers [B, N]. -1 is a child of the prefix and -2 is padding, which sees only itself.
+    Computed on the device of `parents` without synchronizing.
     """
     nodes = torch.arange(parents.shape[1], device=parents.device)
     seen = (nodes[:, None] == nodes) | (parents[:, :, None] == nodes)
@@ -66,13 +67,13 @@ def tree_mask(parents: Tensor) -> Tensor:
 
 
 class DenseCache:
-    """A cache of one rectangle a layer: [B, Hkv, S, D] for keys, the same for values.
+    """A KV cache with one tensor [B, Hkv, S, D] per layer for keys, and one for values.
 
-    batch: B; capacity: S, the most tokens a row can hold; dtype, device: the model's.
-    lengths: int32 [B], the tokens of each row.
-    Raises ValueError when a row would outgrow the capacity. That is known here without asking the
-    device while B rows of the forwards so far fit; past that, each forward may ask it.
-    A captured graph attends to the whole capacity and, replayed, checks nothing.
+    batch: B. capacity: S, the most tokens a row can hold. dtype, device: the model's.
+    lengths: int32 [B], the number of tokens in each row.
+    Raises ValueError if a row would exceed the capacity. The host tracks an upper bound of the
+    lengths, so this check synchronizes with the device only if that bound exceeds the capacity.
+    A captured graph attends to the whole capacity, and a replay doesn't check it.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class DenseCache:
         device: torch.device | str | None = None,
     ) -> None:
         self.capacity = positive_int("capacity", capacity)
-        # One slot more than the capacity takes the keys of padding.
+        # The extra slot receives the keys of padding.
         size = (positive_int("batch", batch), config.kv_heads, capacity + 1, config.head_size)
         layers = range(config.num_hidden_layers)
         self._keys = [torch.zeros(size, dtype=dtype, device=device) for _ in layers]
@@ -93,18 +94,18 @@ class DenseCache:
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._starts = torch.zeros_like(self.lengths)  # lengths before the last forward
         self._longest = 0  # the host's upper bound of lengths
-        self._width = 0  # T of the forward under way
-        self._lent = False  # whether a caller may write lengths behind the host's back
+        self._width = 0  # T of the current forward
+        self._lent = False  # whether a caller may change lengths without the host noticing
         self._mask: Tensor | None = None  # bool [B, 1, T, S], shared by a forward's layers
 
     def write(self, layer: int, k: Tensor, v: Tensor, counts: Tensor) -> None:
-        """Store k, v [B, Hkv, T, D]; the padding of row b begins at counts[b].
+        """Append k, v [B, Hkv, T, D] to the rows; the padding of row b begins at counts[b].
 
-        Raises RuntimeError when k carries gradients, ValueError when a row is full.
+        Raises RuntimeError if k requires gradients, and ValueError if a row is full.
         """
         if k.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
-                "a cache keeps no gradients; run the forward under torch.no_grad() or "
+                "a KV cache keeps no gradients; run the forward under torch.no_grad() or "
                 "torch.inference_mode(), or without a cache"
             )
         if layer == 0 or self._mask is None:
@@ -119,14 +120,14 @@ class DenseCache:
         self._values[layer].scatter_(2, index, v.to(self._values[layer].dtype))
 
     def _make_room(self, width: int, counts: Tensor) -> None:
-        """Raise ValueError if a row cannot take its tokens; asks the device only near the end."""
+        """Raise ValueError if a row's tokens don't fit; synchronizes only near the capacity."""
         if _capturing(counts) or (self._longest + width <= self.capacity and not self._lent):
             return
         self._longest = int(self.lengths.max())
         longest = int((self.lengths + counts).max())
         if longest > self.capacity:
             raise ValueError(
-                f"a row must hold at most {self.capacity} tokens, got {longest}; make the cache "
+                f"a row must hold at most {self.capacity} tokens, got {longest}; create the cache "
                 "with a larger capacity or truncate it"
             )
 
@@ -134,10 +135,10 @@ class DenseCache:
         self,
         layer: int,
         q: Tensor,
-        counts: Tensor,  # noqa: ARG002 - the protocol's; keys of padding were not stored
+        counts: Tensor,  # noqa: ARG002 - part of the protocol; padding keys weren't stored
         tree: Tensor | None,
     ) -> Tensor:
-        """Attention of q [B, H, T, D] over the row and what was just written; [B, H, T, D]."""
+        """Attend from q [B, H, T, D] to the row's tokens and those just written: [B, H, T, D]."""
         reach = self.capacity
         if not (_capturing(q) or self._lent):
             reach = min(reach, self._longest + q.shape[2])
@@ -150,9 +151,9 @@ class DenseCache:
         )
 
     def _visible(self, width: int, reach: int, tree: Tensor | None) -> Tensor:
-        """Which slots each query sees: bool [B, 1, T, reach]."""
+        """Return which slots each query sees: bool [B, 1, T, reach]."""
         slots = torch.arange(reach, device=self.lengths.device)
-        ahead = slots - self.lengths[:, None]  # [B, reach]: place in this forward, < 0 before it
+        ahead = slots - self.lengths[:, None]  # [B, reach]: index in this forward, < 0 before it
         if tree is None:
             queries = torch.arange(width, device=self.lengths.device)
             return (ahead[:, None, :] <= queries[:, None])[:, None]
@@ -161,14 +162,14 @@ class DenseCache:
         return (related | (ahead < 0)[:, None, :])[:, None]
 
     def advance(self, counts: Tensor) -> None:
-        """Count what was written: lengths += counts, integers [B]."""
+        """Count the written tokens: lengths += counts, integers [B]."""
         self._starts.copy_(self.lengths)
         self.lengths.add_(counts)
         self._longest = min(self._longest + self._width, self.capacity)
         self._mask = None
 
     def truncate(self, lengths: Tensor) -> None:
-        """Forget all tokens of row b after its first lengths[b]; a shorter row stays.
+        """Drop all tokens of row b after its first lengths[b]; a shorter row doesn't change.
 
         lengths: integers [B]. Raises ValueError for another shape.
         """
@@ -181,10 +182,10 @@ class DenseCache:
         self._mask = None
 
     def keep(self, row: int, slots: Tensor | Sequence[int]) -> None:
-        """Of a row's tokens in the last forward keep those at `slots`, moved behind the prefix.
+        """Keep only the tokens at `slots` of a row's last forward, moved next to the prefix.
 
-        slots: integers [K], places in that forward (a tree's nodes), in the order to be kept:
-        an accepted path. The row's length becomes that before the forward plus K.
+        slots: integers [K], an accepted path: indices in that forward (a tree's nodes), in the
+        order to keep. The row's length becomes its length before the forward plus K.
         """
         places = torch.as_tensor(slots, device=self.lengths.device, dtype=torch.long)
         start = self._starts[row].long()
@@ -195,9 +196,9 @@ class DenseCache:
         self._mask = None
 
     def buffers(self) -> dict[str, Tensor]:
-        """`lengths`: what a graph's caller fills before a replay.
+        """Return `lengths`, which a graph's caller fills before a replay.
 
-        From then on every forward outside of a graph asks the device whether its tokens fit.
+        After this call, every forward outside a graph synchronizes to check that its tokens fit.
         """
         self._lent = True
         return {"lengths": self.lengths}

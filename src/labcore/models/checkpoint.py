@@ -1,4 +1,4 @@
-"""Llama-family checkpoints in the format of Hugging Face: config.json and safetensors."""
+"""Read and write Llama-family checkpoints in Hugging Face's format: config.json and safetensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["from_pretrained", "save_pretrained"]
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-# Old Llama checkpoints store what the configuration says already.
+# Old Llama checkpoints store these, although the configuration determines them.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -36,12 +36,13 @@ def from_pretrained(
     device: torch.device | str | None = None,
     attention: AttentionFunction = causal_attention,
 ) -> Llama:
-    """The model that a folder of config.json and safetensors holds, in evaluation mode.
+    """Load a model from a folder with config.json and safetensors, in evaluation mode.
 
-    folder: of a Llama, SmolLM2, TinyLlama or Qwen2 checkpoint; one file of weights, or shards
-    with their index. dtype: of the weights; None keeps what is stored.
-    Raises FileNotFoundError for a missing file; ValueError that names the keys of config.json
-    that are not supported, and the tensors that are missing, unexpected or of another shape.
+    folder: a Llama, SmolLM2, TinyLlama or Qwen2 checkpoint, with its weights in one file or in
+    shards with their index. dtype: dtype of the weights; None keeps the stored one.
+    attention: as in `Llama`.
+    Raises FileNotFoundError for a missing file, and ValueError that names the unsupported keys of
+    config.json or the tensors that are missing, unexpected or have the wrong shape.
     """
     config = read_config(folder)
     model = Llama(config, attention=attention, device="meta")
@@ -54,12 +55,12 @@ def from_pretrained(
 
 
 def read_config(folder: str | Path) -> LlamaConfig:
-    """The configuration in a checkpoint's config.json. Errors as in `from_pretrained`."""
+    """Read the configuration in a checkpoint's config.json. Errors as in `from_pretrained`."""
     return LlamaConfig.from_hugging_face(_json(Path(folder) / "config.json"))
 
 
 def shapes_of(model: Llama) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of the model's state, by name."""
+    """Return the shape of each tensor in the model's state, by name."""
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
@@ -69,25 +70,26 @@ def read_state(
     shapes: Mapping[str, tuple[int, ...]],
     take: Callable[[str, Any], Tensor],
 ) -> dict[str, Tensor]:
-    """What `take` keeps of each stored tensor, by its name in a `Llama`'s state.
+    """Return what `take` keeps of each stored tensor, by its name in a `Llama`'s state.
 
-    config: of the checkpoint. shapes: that the stored tensors must have, those of the whole model.
-    take: is called as `take(name, stored)`, where `stored[rows, columns]` reads from the file; with
-    a name that shapes lacks for the head that a tied checkpoint may store too.
-    Raises FileNotFoundError and ValueError as `from_pretrained` does.
+    config: the checkpoint's configuration.
+    shapes: the shapes of the whole model, which the stored tensors must have.
+    take: called as `take(name, stored)`, where `stored[rows, columns]` reads from the file. If a
+    tied checkpoint also stores its head, `take` is called for it too, although it isn't in shapes.
+    Raises the same errors as `from_pretrained`.
     """
     folder = Path(folder)
     keys = {name: _stored_name(name) for name in shapes}
     names = {key: name for name, key in keys.items()}
     wanted = {key: shapes[name] for key, name in names.items()}
     if config.tie_word_embeddings:
-        # A tied checkpoint may store its head too; another one than the embedding would be lost.
+        # A tied checkpoint may also store its head, which must equal the embedding.
         names[_HEAD], wanted[_HEAD] = _HEAD, (config.vocab_size, config.hidden_size)
     found: dict[str, Tensor] = {}
     problems: list[str] = []
     for file in _weight_files(folder):
         with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 - the file is no dictionary
+            for key in opened.keys():  # noqa: SIM118 - the file isn't a dictionary
                 if _DERIVED.fullmatch(key):
                     continue
                 stored = opened.get_slice(key)
@@ -107,20 +109,21 @@ def read_state(
     if tied and not torch.equal(head, embedding):  # type: ignore[arg-type]
         problems.append(f"{_HEAD} differs from {_EMBEDDING}, which config.json ties it to")
     if problems:
-        raise ValueError(f"{folder} does not hold the model of its config.json: {_few(problems)}")
+        raise ValueError(f"the weights in {folder} don't match its config.json: {_few(problems)}")
     return {name: found[key] for name, key in keys.items()}
 
 
 def save_pretrained(
     model: Llama, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Write config.json and the weights so that transformers and `from_pretrained` read them.
+    """Write config.json and the weights in the format that transformers and `from_pretrained` read.
 
-    max_shard_bytes: weights above it go into several files with an index; one tensor is never
-    split. Each file is written beside its place and then moved there; weights of an earlier save
-    that this one does not replace are removed.
-    Raises ValueError for a configuration that no family of checkpoints has, and, before anything is
-    written, for tensors that are not those of the configuration: a part of a divided model.
+    Each file is written under a temporary name and then moved into place. Weight files of an
+    earlier save that this one doesn't replace are deleted.
+    max_shard_bytes: larger weights are split into several files with an index. A tensor is never
+    split.
+    Raises ValueError, before writing anything, for a configuration that no model family has, or for
+    tensors that don't match the configuration, such as one rank's part of a model.
     """
     positive_int("max_shard_bytes", max_shard_bytes)
     told = model.config.to_hugging_face()
@@ -158,10 +161,9 @@ def _check_whole(model: Llama) -> None:
     for name, shape in shapes_of(model).items():
         if shape != whole.get(name, shape):
             raise ValueError(
-                f"save_pretrained saves whole models, got {name} of shape {shape} where config has "
-                f"{whole[name]}; of a model that is divided among ranks take "
-                "labcore.parallel.llama.gathered_state(model) first, and save a Llama(config) "
-                "that has loaded it"
+                f"save_pretrained needs a whole model, got {name} of shape {shape} where config "
+                f"has {whole[name]}; if the model is split among ranks, load "
+                "labcore.parallel.llama.gathered_state(model) into a Llama(config) and save that"
             )
 
 
@@ -172,8 +174,8 @@ def _stored_name(name: str) -> str:
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path.parent} holds no {path.name}; pass the folder of a checkpoint, as "
-            "huggingface_hub.snapshot_download(…) returns it"
+            f"{path.parent} holds no {path.name}; pass the folder of a checkpoint, such as "
+            "huggingface_hub.snapshot_download(…) returns"
         )
     told = json.loads(path.read_text("utf-8"))
     if not isinstance(told, dict):
@@ -182,24 +184,24 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files: one, or those that the index names."""
+    """Return the safetensors files: the single file, or those that the index names."""
     if (folder / _WHOLE).is_file():
         return [folder / _WHOLE]
     if not (folder / _INDEX).is_file():
         raise FileNotFoundError(
-            f"{folder} holds neither {_WHOLE} nor {_INDEX}; weights in another format "
-            "(pytorch_model.bin) must be converted to safetensors first"
+            f"{folder} holds neither {_WHOLE} nor {_INDEX}; convert weights in another format "
+            "(pytorch_model.bin) to safetensors first"
         )
     names = sorted(set(_json(folder / _INDEX)["weight_map"].values()))
     if strange := [name for name in names if Path(name).name != name]:
-        raise ValueError(f"{_INDEX} must name files of its own folder, got {_few(strange)}")
+        raise ValueError(f"{_INDEX} must name files in its own folder, got {_few(strange)}")
     if absent := [name for name in names if not (folder / name).is_file()]:
-        raise FileNotFoundError(f"{_INDEX} names {_few(absent)}, which {folder} does not hold")
+        raise FileNotFoundError(f"{_INDEX} names {_few(absent)}, missing from {folder}")
     return [folder / name for name in names]
 
 
 def _shards(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
-    """The tensors in order, as many to a shard as fit below the limit, at least one."""
+    """Yield the tensors in order, in shards of at most `limit` bytes or a single tensor."""
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors.items():

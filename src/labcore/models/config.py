@@ -1,4 +1,4 @@
-"""The shape of a Llama, read from and written as the `config.json` of Hugging Face."""
+"""The configuration of a Llama, converted to and from Hugging Face's `config.json`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REQUIRED = (
     "num_hidden_layers",
     "num_attention_heads",
 )
-# Keys that change nothing of what the model computes here.
+# Keys that don't affect what this model computes.
 _IGNORED = {
     "_attn_implementation_autoset",
     "_name_or_path",
@@ -37,7 +37,7 @@ _IGNORED = {
     "transformers_version",
     "use_cache",
 }
-# Keys that are understood with one value only, which is also what their absence means.
+# Keys with a single supported value, which is also the default.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0, None),
     "hidden_act": ("silu",),
@@ -72,11 +72,11 @@ _READ = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3Scaling:
-    """How Llama 3.1 stretches its rotary embedding beyond the lengths of its pre-training.
+    """Llama 3.1's scaling of the rotary embedding to contexts longer than in pretraining.
 
-    Wavelengths above `original_max_position_embeddings / low_freq_factor` tokens grow by
-    `factor`, those below `original_max_position_embeddings / high_freq_factor` stay, and between
-    the two the change is gradual.
+    Wavelengths above `original_max_position_embeddings / low_freq_factor` tokens grow by `factor`.
+    Wavelengths below `original_max_position_embeddings / high_freq_factor` don't change. Between
+    the two, the change is gradual.
     """
 
     factor: float
@@ -97,16 +97,16 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaConfig:
-    """The shape of a Llama, under the names of Hugging Face's `config.json`.
+    """The configuration of a Llama, with the names of Hugging Face's `config.json`.
 
-    num_key_value_heads: None means one for each attention head.
+    num_key_value_heads: None means one per attention head.
     head_dim: None means hidden_size / num_attention_heads; it must be even.
-    qkv_bias: the query, key and value projections have a bias (Qwen2).
-    output_bias: attention's output projection has one too (Llama's `attention_bias`).
+    qkv_bias: whether the query, key and value projections have a bias (Qwen2).
+    output_bias: whether attention's output projection has a bias too (Llama's `attention_bias`).
     rope_scaling: None for plain rotary embedding.
-    max_position_embeddings: tokens that the checkpoint was made for; nothing enforces it.
-    initializer_range: standard deviation of fresh weights.
-    Raises TypeError or ValueError for numbers that are no model.
+    max_position_embeddings: the context length that the checkpoint was trained for; not enforced.
+    initializer_range: standard deviation of initial weights.
+    Raises TypeError or ValueError for invalid values.
     """
 
     vocab_size: int
@@ -151,27 +151,26 @@ class LlamaConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Hkv: key and value heads a layer."""
+        """Hkv: key and value heads per layer."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head_size(self) -> int:
-        """D: numbers a head."""
+        """D: the dimension of a head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @classmethod
     def from_hugging_face(cls, told: Mapping[str, Any]) -> LlamaConfig:
-        """The configuration that a `config.json` of a Llama or Qwen2 checkpoint states.
+        """Convert the contents of a Llama or Qwen2 checkpoint's `config.json`.
 
-        told: the file's contents. Both spellings of the rotary embedding are read: `rope_theta`
-        with `rope_scaling`, and `rope_parameters`.
-        Raises ValueError that names every key whose value changes what the model computes in a
-        way that this model does not.
+        told: the file's contents. The rotary embedding may be given as `rope_theta` with
+        `rope_scaling`, or as `rope_parameters`.
+        Raises ValueError that names every key that asks for an unsupported computation.
         """
         family = one_of("model_type", told.get("model_type"), ("llama", "qwen2"))
         _refuse(told)
         if missing := [name for name in _REQUIRED if told.get(name) is None]:
-            raise ValueError(f"config.json must state {', '.join(_REQUIRED)}; missing: {missing}")
+            raise ValueError(f"config.json must have {', '.join(_REQUIRED)}; missing: {missing}")
         theta, scaling = _rope(told)
         bias = bool(told.get("attention_bias", False))
         eos = told.get("eos_token_id")
@@ -195,15 +194,16 @@ class LlamaConfig:
         )
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """The contents of a `config.json` from which transformers builds the same model.
+        """Return the contents of a `config.json` from which transformers builds the same model.
 
-        The rotary embedding is spelled `rope_theta` and `rope_scaling`, which every version reads.
-        Raises ValueError for a bias on the output projection alone: no family has that.
+        The rotary embedding is written as `rope_theta` and `rope_scaling`, which every version
+        reads. Raises ValueError for a bias on the output projection alone, which no model family
+        has.
         """
         if self.output_bias and not self.qkv_bias:
             raise ValueError(
-                "output_bias=True needs qkv_bias=True to be saved: no family of checkpoints has a "
-                "bias on the output projection alone"
+                "output_bias=True must come with qkv_bias=True to be saved, got qkv_bias=False; no "
+                "model family has a bias on the output projection alone"
             )
         qwen2 = self.qkv_bias and not self.output_bias
         scaling = self.rope_scaling
@@ -238,7 +238,7 @@ def _one_or_all(ids: tuple[int, ...]) -> int | list[int] | None:
 
 
 def _refuse(told: Mapping[str, Any]) -> None:
-    """Raise ValueError that names the keys which ask for what the model does not do."""
+    """Raise ValueError that names the keys with unsupported values."""
     problems = [
         f"{key}={told[key]!r} (only {allowed[0]!r} is supported)"
         for key, allowed in _FIXED.items()
@@ -246,7 +246,7 @@ def _refuse(told: Mapping[str, Any]) -> None:
     ]
     if any(kind != "full_attention" for kind in told.get("layer_types") or ()):
         problems.append(f"layer_types={told['layer_types']!r} (only 'full_attention')")
-    # Qwen2 states the width of a window that use_sliding_window switches off.
+    # Qwen2 gives a window size even if use_sliding_window turns the window off.
     if told.get("sliding_window") is not None and told.get("model_type") != "qwen2":
         problems.append(f"sliding_window={told['sliding_window']!r} (only None)")
     if told.get("attention_bias") and told.get("model_type") == "qwen2":
@@ -254,11 +254,13 @@ def _refuse(told: Mapping[str, Any]) -> None:
     known = _IGNORED | _FIXED.keys() | _READ
     problems += [f"{key}={told[key]!r} (unknown)" for key in told if key not in known]
     if problems:
-        raise ValueError(f"config.json asks for what Llama does not do: {'; '.join(problems)}")
+        raise ValueError(
+            f"config.json has settings that Llama doesn't support: {'; '.join(problems)}"
+        )
 
 
 def _rope(told: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
-    """The base of the rotary embedding and its scaling, from either spelling."""
+    """Return the rotary embedding's base and scaling, from either spelling."""
     place = "rope_parameters" if told.get("rope_parameters") else "rope_scaling"
     asked = dict(told.get(place) or {})
     base = asked.pop("rope_theta", None)
@@ -275,6 +277,6 @@ def _rope(told: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
     wanted = set(Llama3Scaling.__dataclass_fields__)
     if asked.keys() != wanted:
         raise ValueError(
-            f"config.json: {place} of type llama3 must state {sorted(wanted)}, got {sorted(asked)}"
+            f"config.json: {place} of type llama3 must have {sorted(wanted)}, got {sorted(asked)}"
         )
     return theta, Llama3Scaling(**asked)

@@ -1,12 +1,12 @@
-"""The same Llama for fast decoding of a few rows on a CPU: fused matrices, a cache of slices.
+"""The same Llama for fast CPU decoding of a few rows, with fused matrices and a sliced KV cache.
 
 Letters: B rows, T tokens of a forward, R = B * T, C hidden_size, H attention heads, Hkv key and
 value heads, G = H / Hkv, D head_dim, V vocab_size, N nodes of a tree, S capacity.
 
-What makes a step fast here: one product for q, k and v and one for gate and up; weights packed in
-fp16 where that loses nothing, so that a step reads half the bytes and a few rows cost little more
-than one; rotary angles as one complex product; keys and values appended by one copy a layer and
-attended to as views.
+Several things make a step fast. There is one product for q, k and v, and one for gate and up.
+Weights are packed in fp16 if that's lossless; a step then reads half the bytes, and a few rows cost
+little more than one. Rotary embedding is one complex product. Keys and values are appended with one
+copy per layer and attended to as views.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from labcore.models.llama import Llama, LlamaOutput, inverse_frequencies
 
 __all__ = ["FusedCache", "FusedLlama"]
 
-PACKED_ROWS = 64  # from more rows on a product is bound by arithmetic, not by reading weights
-_SMALL = 1 << 16  # fewer weights are near anyway: for one row the plain product begins sooner
+PACKED_ROWS = 64  # with more rows, arithmetic limits a product, not the reading of weights
+_SMALL = 1 << 16  # fewer weights are in cache anyway; for one row, the plain product starts sooner
 _ROUNDING = 2.0**-25  # half of fp16's smallest step
 
 
 class _Stored(NamedTuple):
-    """Views of one layer's keys and values, made once: each step makes few of its own."""
+    """Views of one layer's keys and values, made once to save time in each step."""
 
     rows: Tensor  # [2, Hkv, B, S, D]
     slots: Tensor  # [2, Hkv, B * S, D]
@@ -41,9 +41,9 @@ class _Stored(NamedTuple):
 
 
 class FusedCache:
-    """Keys and values of B rows, made by `FusedLlama.new_cache`: [2, Hkv, B, S, D] a layer.
+    """A KV cache for B rows, created by `FusedLlama.new_cache`: [2, Hkv, B, S, D] per layer.
 
-    lengths: int32 [B], the tokens of each row; it is read anew by each forward.
+    lengths: int32 [B], the number of tokens in each row; every forward reads it again.
     """
 
     @torch.inference_mode()
@@ -58,7 +58,7 @@ class FusedCache:
         self._counts = [0] * batch  # tokens of the last forward
 
     def truncate(self, lengths: Tensor) -> None:
-        """Forget all tokens of row b after its first lengths[b]; a shorter row stays.
+        """Drop all tokens of row b after its first lengths[b]; a shorter row doesn't change.
 
         lengths: integers [B]. Raises ValueError for another shape.
         """
@@ -71,20 +71,20 @@ class FusedCache:
 
     @torch.inference_mode()
     def keep(self, row: int, slots: Tensor | Sequence[int]) -> None:
-        """Of a row's tokens in the last forward keep those at `slots`, moved behind the prefix.
+        """Keep only the tokens at `slots` of a row's last forward, moved next to the prefix.
 
-        slots: integers [K], places in that forward (a tree's nodes), in the order to be kept.
-        The row's length becomes that before the forward plus K.
-        Raises ValueError for a place at which that forward stored no token.
+        slots: integers [K], indices in that forward (a tree's nodes), in the order to keep.
+        The row's length becomes its length before the forward plus K.
+        Raises ValueError for an index at which that forward stored no token.
         """
         places = slots.tolist() if isinstance(slots, Tensor) else list(slots)
         start, count = self._starts[row], self._counts[row]
         if any(not 0 <= place < count for place in places):
             raise ValueError(
-                f"slots must be places of the {count} tokens that the last forward stored for row "
+                f"slots must be indices of the {count} tokens that the last forward stored for row "
                 f"{row}, got {places}"
             )
-        if places != list(range(len(places))):  # an accepted chain lies where it belongs
+        if places != list(range(len(places))):  # an accepted chain is already in place
             index = torch.tensor(places) + start
             for layer in self._layers:
                 of_row = layer.rows[:, :, row]
@@ -92,12 +92,12 @@ class FusedCache:
         self.lengths[row] = start + len(places)
 
     def _begin(self, counts: list[int]) -> list[int]:
-        """The rows' lengths before a forward. Raises ValueError when a row cannot take its own."""
+        """Return the rows' lengths before a forward. Raises ValueError if tokens don't fit."""
         starts: list[int] = self.lengths.tolist()
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
         if longest > self.capacity:
             raise ValueError(
-                f"a row must hold at most {self.capacity} tokens, got {longest}; make the cache "
+                f"a row must hold at most {self.capacity} tokens, got {longest}; create the cache "
                 "with a larger capacity or truncate it"
             )
         return starts
@@ -107,18 +107,19 @@ class FusedCache:
         self._set([start + count for start, count in zip(starts, counts, strict=True)])
 
     def _set(self, lengths: list[int]) -> None:
-        if len(lengths) == 1:  # in one call
+        if len(lengths) == 1:  # saves creating a tensor
             self.lengths.fill_(lengths[0])
         else:
             self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
 
 
 class PackedMatrix:
-    """x @ weight.T + bias, times `scale`, a power of two.
+    """x @ weight.T + bias, with the weight multiplied by `scale`, a power of two.
 
-    The scale brings the largest weight just below fp16's largest number. bf16 weights (8 bits) are
-    then exact in fp16 (11 bits) but for those 2**-31 times smaller, whose error is at most 2**-39
-    of the largest: far below what adding the products up in fp32 rounds away. fp32 weights are not.
+    The scale brings the largest weight just below fp16's largest number. Then bf16 weights (8 bits)
+    are exact in fp16 (11 bits), except those 2**-31 times smaller than the largest. Their error is
+    at most 2**-39 of the largest, far below the rounding of the fp32 sums. fp32 weights aren't
+    exact.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -126,22 +127,22 @@ class PackedMatrix:
         self.scale = 2.0 ** (15 - math.frexp(largest)[1]) if 1e-25 < largest < 1e25 else 1.0
         self.weight, self.bias = (weight * self.scale).contiguous(), bias
         self._packed: Any = None
-        self._fewest = 1  # rows from which on packed weights are read
+        self._fewest = 1  # the fewest rows that use packed weights
 
     def fits(self) -> bool:
-        """Whether fp16 holds the weights."""
+        """Return whether fp16 represents the scaled weights to within _ROUNDING."""
         return bool((self.weight.half().float() - self.weight).abs().max() <= _ROUNDING)
 
     def pack(self) -> None:
-        """From now on up to PACKED_ROWS rows are multiplied with weights in fp16."""
+        """Use fp16 weights for products with up to PACKED_ROWS rows after this call."""
         self._packed = torch.ops.quantized.linear_prepack_fp16(self.weight, self.bias)
         self._fewest = 2 if self.weight.numel() < _SMALL else 1
         product = torch.ops.quantized.linear_dynamic_fp16.default
-        # What the overload's own call does besides (looking for traced objects) takes 1 us.
+        # Skips the overload's __call__, which spends 1 µs on looking for traced objects.
         self._product = getattr(product, "_op", product)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: fp32 [R, inputs]; returns fp32 [R, outputs]; sums are in fp32 in both forms."""
+        """Multiply x, fp32 [R, inputs], with fp32 sums in either case; return fp32 [R, outputs]."""
         if self._packed is None or not self._fewest <= x.shape[0] <= PACKED_ROWS:
             return F.linear(x, self.weight, self.bias)
         product: Tensor = self._product(x, self._packed)
@@ -149,7 +150,7 @@ class PackedMatrix:
 
 
 def packing_works() -> bool:
-    """Whether this build of torch can multiply with fp16 weights (FBGEMM) on this processor."""
+    """Return whether this PyTorch build can multiply by fp16 weights (FBGEMM) on this CPU."""
     weight = torch.arange(12.0).view(3, 4)
     matrix = PackedMatrix(weight)
     try:
@@ -161,15 +162,15 @@ def packing_works() -> bool:
 
 
 class _Layer:
-    """One block's weights: norms' gains next to the matrices behind them, scales taken out."""
+    """One block's weights. Each norm's gain also divides by the scale of the matrix after it."""
 
     def __init__(self, model: Llama, index: int) -> None:
         config = model.config
         source: Any = model.layers[index]
         heads, kv, size = config.num_attention_heads, config.kv_heads, config.head_size
         attention, mlp = source.self_attn, source.mlp
-        # Inside a head the pair (i, i + D / 2) becomes neighbours: a complex number. Query heads
-        # go by their place in the group first: attention's output then needs no rearranging.
+        # Inside a head, pair (i, i + D / 2) becomes adjacent, as a complex number. Query heads are
+        # ordered by their index in the group first, so attention's output needs no rearranging.
         pairs = torch.arange(size).view(2, size // 2).T.flatten()
         order = torch.arange(heads).view(kv, heads // kv).T.flatten()
         every = torch.arange(heads * size).view(heads, size)
@@ -196,18 +197,18 @@ class _Layer:
 
 
 def _gain(weight: Tensor, scale: float) -> Tensor:
-    """What a vector of unit length is multiplied with to be normed, for a matrix of that scale."""
+    """Return the factors for a unit-length vector that apply RMSNorm and undo a matrix's scale."""
     return weight * (math.sqrt(weight.numel()) / scale)
 
 
 class FusedLlama:
-    """A `Llama` as a decoder for few rows on a CPU: the same logits, to fp32's rounding, sooner.
+    """A `Llama` as a fast CPU decoder for few rows, with the same logits up to fp32 rounding.
 
-    model: on the CPU, in fp32. Its weights are copied: what becomes of the model later is not
-    seen. packed: whether forwards of up to 64 rows of tokens read weights in fp16, which needs
-    FBGEMM and weights that lose nothing by it, as those of a bf16 checkpoint do; activations and
-    sums are fp32 in any case.
-    Raises TypeError for another dtype, ValueError for another device.
+    model: an fp32 model on the CPU. Its weights are copied, so later changes to it have no effect.
+    packed: whether forwards with up to 64 rows of tokens use fp16 weights. This needs FBGEMM, and
+    weights that fp16 represents without loss, such as those of a bf16 checkpoint. Activations and
+    sums are always fp32.
+    Raises TypeError for another dtype, and ValueError for another device.
     """
 
     @torch.inference_mode()
@@ -233,7 +234,7 @@ class FusedLlama:
         # rms(x)**2 + eps = (|x|**2 + C eps) / C
         self._floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps))
         self._frequencies = inverse_frequencies(config)
-        # Of each position one number for each pair of all heads: values turn by nothing.
+        # One number per position and pair of each head; it's 1 for values, which don't rotate.
         self._heads = config.num_attention_heads + config.kv_heads, config.kv_heads
         self._turns = torch.empty(0, 0, dtype=torch.complex64)
         matrices = [m for layer in self._layers for m in layer.matrices()] + [self._head]
@@ -243,7 +244,7 @@ class FusedLlama:
                 matrix.pack()
 
     def new_cache(self, batch: int, capacity: int) -> FusedCache:
-        """An empty cache for `batch` rows of at most `capacity` tokens."""
+        """Create an empty KV cache for `batch` rows of at most `capacity` tokens."""
         return FusedCache(self.config, batch=batch, capacity=capacity)
 
     @torch.inference_mode()
@@ -255,12 +256,13 @@ class FusedLlama:
         cache: FusedCache,
         tree: Tensor | None = None,
     ) -> LlamaOutput:
-        """Logits fp32 [B, T, V] and hidden [B, T, C], as `Llama` gives them with a cache.
+        """Return logits fp32 [B, T, V] and hidden [B, T, C], like a `Llama` with a cache.
 
-        tokens: integers [B, T], right-padded. counts: integers [B], the valid tokens of each row,
-        0 for a row that rests; None is T, or a tree's nodes. tree: parents, int32 [B, T], -1 is a
-        child of the prefix, -2 padding. What comes back at padding is finite and means nothing.
-        Raises ValueError or TypeError for what does not fit, a full row included.
+        tokens: integers [B, T], right-padded. Results at padding are finite but meaningless.
+        counts: integers [B], the valid tokens of each row, 0 for an idle row; None means T, or a
+        tree's nodes.
+        tree: parents, int32 [B, T]. -1 is a child of the prefix and -2 is padding.
+        Raises ValueError or TypeError for invalid arguments or a full row.
         """
         batch, width = _checked(tokens, counts, cache, tree)
         if counts is not None:
@@ -288,12 +290,12 @@ class FusedLlama:
         )
 
     def _normed(self, x: Tensor, gain: Tensor) -> Tensor:
-        """RMSNorm of x [R, C] in four calls; torch's own takes twice as long on a CPU."""
+        """Apply RMSNorm to x [R, C] in four calls; PyTorch's takes twice as long on a CPU."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x.div(torch.hypot(length, self._floor)).mul_(gain)
 
     def _turns_up_to(self, positions: int) -> Tensor:
-        """cos + i sin of each angle, for at least so many positions: [.., (H + 2 Hkv) D / 2]."""
+        """Return cos + i sin of each angle for at least `positions`: [.., (H + 2 Hkv) D / 2]."""
         if positions > self._turns.shape[0]:
             longer = max(positions, 2 * self._turns.shape[0], 256)
             angles = torch.arange(longer).float()[:, None] * self._frequencies
@@ -305,7 +307,7 @@ class FusedLlama:
 
 
 class _Step:
-    """What all layers of one forward share: where tokens go and what each of them sees."""
+    """The data that all layers of one forward share: where tokens go and what they see."""
 
     def __init__(
         self,
@@ -323,7 +325,7 @@ class _Step:
         self.split = config.num_attention_heads * self.size
         self.reach = max(1, *(s + c for s, c in zip(starts, counts, strict=True)))
         self.first, self.count = starts[0], counts[0]
-        # Nothing lies before these tokens: attention is causal among themselves.
+        # With no tokens before these, attention is plain causal attention.
         self.fresh = tree is None and width > 1 and not any(starts)
         self.index = None if batch == 1 else _Index(starts, counts, width, capacity)
         self.mask: Tensor | None = None
@@ -342,16 +344,16 @@ class _Step:
         self.mask = mask.repeat_interleave(self.group, 1)[:, None]  # [B, 1, T * G, reach]
 
     def _seen(self, starts: Tensor, tree: Tensor | None) -> Tensor:
-        """Which slots each query sees: bool [B, T, reach]. starts: [B, 1, 1]."""
-        ahead = torch.arange(self.reach) - starts  # place in this forward, < 0 before it
+        """Return which slots each query sees: bool [B, T, reach]. starts: [B, 1, 1]."""
+        ahead = torch.arange(self.reach) - starts  # index in this forward, < 0 before it
         if tree is None:
             return ahead <= torch.arange(self.width)[:, None]
         nodes = ahead.clamp(0, self.width - 1).expand(-1, self.width, -1)
         related = tree_mask(tree).gather(2, nodes) & (ahead < self.width)
-        return related | (ahead < 0) | (tree == -2)[:, :, None]  # padding sees anything: finite
+        return related | (ahead < 0) | (tree == -2)[:, :, None]  # keeps results at padding finite
 
     def attend(self, qkv: Tensor, stored: _Stored) -> Tensor:
-        """Rotate, store and attend. qkv: [R, (H + 2 Hkv) D], changed; returns [R, H D]."""
+        """Rotate, store and attend. Changes qkv [R, (H + 2 Hkv) D] in place; returns [R, H D]."""
         rows, kv, size, split = qkv.shape[0], self.kv, self.size, self.split
         qkv.view(torch.complex64).mul_(self.turns)
         new = qkv[:, split:].view(rows, 2, kv, size).permute(1, 2, 0, 3)  # [2, Hkv, R, D]
@@ -362,7 +364,7 @@ class _Step:
             place.copy_(new if self.count == rows else new[:, :, : self.count])
         queries = qkv[:, :split].view(self.batch, self.width, self.group, kv, size)
         if self.fresh:
-            # [2, B, G Hkv, T, D]: a key head stands once for each query head of its group.
+            # [2, B, G Hkv, T, D]: each key head is repeated for the query heads of its group.
             wide = new.unflatten(2, (self.batch, self.width)).permute(0, 2, 1, 3, 4)
             k, v = wide[:, :, None].expand(-1, -1, self.group, -1, -1, -1).flatten(2, 3)
             q = queries.flatten(2, 3).transpose(1, 2)
@@ -376,7 +378,7 @@ class _Step:
 
 
 class _Index:
-    """Where the tokens of several rows go: slots of [B * S], and which of [R] are valid."""
+    """Where the tokens of several rows go: slots in [B * S], and the valid rows in [R]."""
 
     def __init__(self, starts: list[int], counts: list[int], width: int, capacity: int) -> None:
         into: list[int] = []
@@ -388,7 +390,7 @@ class _Index:
         self.taken = None if min(counts) == width else torch.tensor(taken, dtype=torch.long)
 
     def write(self, slots: Tensor, new: Tensor) -> None:
-        """slots: [2, Hkv, B * S, D]; new: [2, Hkv, R, D]."""
+        """Write new [2, Hkv, R, D] to slots [2, Hkv, B * S, D]."""
         given = new if self.taken is None else new.index_select(2, self.taken)
         slots.index_copy_(2, self.into, given)
 
@@ -396,7 +398,7 @@ class _Index:
 def _checked(
     tokens: Tensor, counts: Tensor | None, cache: FusedCache, tree: Tensor | None
 ) -> tuple[int, int]:
-    """B and T. Raises for shapes and dtypes that do not fit."""
+    """Return B and T. Raises ValueError or TypeError for invalid shapes and dtypes."""
     if tokens.dim() != 2 or tokens.is_floating_point() or tokens.numel() == 0:
         raise ValueError(
             f"tokens must be integers [B, T], both at least 1, got {tokens.dtype} "
@@ -405,11 +407,11 @@ def _checked(
     batch, width = tokens.shape
     if not isinstance(cache, FusedCache):
         raise TypeError(
-            f"cache must come from FusedLlama.new_cache, got a {type(cache).__name__}; make one"
+            f"cache must come from FusedLlama.new_cache, got a {type(cache).__name__}; call it"
         )
     if cache.lengths.shape[0] != batch:
         raise ValueError(
-            f"cache must have one row for each of the {batch} rows of tokens, "
+            f"cache must have a row for each of the {batch} rows of tokens, "
             f"got {cache.lengths.shape[0]}"
         )
     for name, tensor, shape in (("counts", counts, (batch,)), ("tree", tree, (batch, width))):

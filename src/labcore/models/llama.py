@@ -1,7 +1,7 @@
-"""A Llama: the decoder behind Llama, SmolLM2, TinyLlama and Qwen2 checkpoints.
+"""The decoder-only transformer of Llama, SmolLM2, TinyLlama and Qwen2 checkpoints.
 
 Letters: B rows, T tokens, C hidden_size, H attention heads, Hkv key and value heads, D head_dim,
-V vocab_size, N nodes of a tree. Modules carry the names of Hugging Face's checkpoints.
+V vocab_size, N nodes of a tree. Modules have the same names as in Hugging Face's checkpoints.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention by torch. q: [B, H, T, D]; k, v: [B, Hkv, T, D]; returns [B, H, T, D]."""
+    """Run PyTorch's causal attention on q [B, H, T, D] and k, v [B, Hkv, T, D]: [B, H, T, D]."""
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, the mean in at least fp32.
+    """x / rms(x) * weight over the last dimension, with the mean in at least fp32.
 
     Source: Zhang and Sennrich, 2019, arXiv 1910.07467.
     """
@@ -51,16 +51,16 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size], any floating dtype; returns the same shape and dtype."""
+        """Normalize x [..., size] of any floating dtype; return the same shape and dtype."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
 
 
 def inverse_frequencies(config: LlamaConfig, device: torch.device | None = None) -> Tensor:
-    """Radians a token of each rotated pair, with Llama 3's scaling: fp32 [D / 2].
+    """Return the radians per token of each rotated pair, with Llama 3's scaling: fp32 [D / 2].
 
-    Source: Su et al., 2021, arXiv 2104.09864; the scaling is that of Llama 3.1.
+    Source: Su et al., 2021, arXiv 2104.09864, with Llama 3.1's scaling.
     """
     steps = torch.arange(0, config.head_size, 2, device=device).float() / config.head_size
     plain = 1.0 / config.rope_theta**steps
@@ -75,9 +75,9 @@ def inverse_frequencies(config: LlamaConfig, device: torch.device | None = None)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pair i, made of x[..., i] and x[..., i + D / 2], by its angle.
+    """Rotate each pair x[..., i], x[..., i + D / 2] by its angle.
 
-    x: [B, H, T, D]; cos, sin: [B, 1, T, D / 2] of x's dtype; returns [B, H, T, D].
+    x: [B, H, T, D]; cos, sin: [B, 1, T, D / 2] in x's dtype. Returns [B, H, T, D].
     """
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -85,7 +85,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """What every layer of one forward shares."""
+    """The data that all layers of one forward share."""
 
     cos: Tensor  # [B, 1, T, D / 2]
     sin: Tensor
@@ -95,7 +95,7 @@ class _Step:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; the cache or `attention` does the mixing."""
+    """Grouped-query attention with rotary positions, computed by the KV cache or `attention`."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, T, D]
 
     def forward(self, x: Tensor, step: _Step) -> Tensor:
-        """x: [B, T, C]; returns [B, T, C]."""
+        """Apply attention to x [B, T, C]; return [B, T, C]."""
         q = apply_rotary(self._heads(self.q_proj(x)), step.cos, step.sin)
         k = apply_rotary(self._heads(self.k_proj(x)), step.cos, step.sin)
         v = self._heads(self.v_proj(x))
@@ -164,7 +164,10 @@ class _Layer(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaOutput:
-    """logits: [B, T, V]; hidden: [B, T, C], after the final norm: logits = head(hidden)."""
+    """The output of a forward pass, where logits = head(hidden).
+
+    logits: [B, T, V]. hidden: [B, T, C], after the final norm.
+    """
 
     logits: Tensor
     hidden: Tensor
@@ -173,9 +176,9 @@ class LlamaOutput:
 class Llama(nn.Module):
     """A decoder-only transformer of the Llama family.
 
-    attention: `f(q [B, H, T, D], k [B, Hkv, T, D], v) -> [B, H, T, D]`, causal; called by a
-    forward without a cache.
-    generator: draws the weights, on `device`; None is torch's own.
+    attention: a causal `f(q [B, H, T, D], k [B, Hkv, T, D], v) -> [B, H, T, D]`, called by a
+    forward without a KV cache.
+    generator: draws the weights, on `device`; None means PyTorch's default generator.
     Sources: Touvron et al., 2023, arXiv 2302.13971; Ainslie et al., 2023, arXiv 2305.13245.
     """
 
@@ -199,7 +202,7 @@ class Llama(nn.Module):
         self.lm_head: nn.Linear | None = None
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **made)
-        # A plain dictionary: a buffer would be rounded with the weights by .to(torch.bfloat16).
+        # Not a buffer, because .to(torch.bfloat16) would round it along with the weights.
         self._frequencies: dict[torch.device, Tensor] = {}
         self._draw_weights(generator)
 
@@ -212,11 +215,11 @@ class Llama(nn.Module):
                 module.bias.zero_()
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden [..., C]; tied models use the embedding's weights."""
+        """Return logits [..., V] for hidden [..., C]; tied models use the embedding's weights."""
         return F.linear(hidden, (self.lm_head or self.embed_tokens).weight)
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of every angle: [B, 1, T, D / 2]."""
+        """Return the cos and sin of every angle: [B, 1, T, D / 2]."""
         if positions.device not in self._frequencies:
             found = inverse_frequencies(self.config, positions.device)
             self._frequencies[positions.device] = found
@@ -233,15 +236,15 @@ class Llama(nn.Module):
         cache: KVCache | None = None,
         tree: Tensor | None = None,
     ) -> LlamaOutput:
-        """Logits of the token after each token.
+        """Return the logits for the token after each token.
 
-        tokens: integers [B, T], right-padded; what stands at padding is not to be used.
-        counts: integers [B], the valid tokens of each row; None is T, or a tree's nodes.
-        positions: integers [B, T]; None counts on from `cache.lengths`, in a tree by depth.
-        cache: written, attended to and advanced; the forward must then run without gradients.
-        tree: parents, int32 [B, T]: -1 is a child of the prefix, -2 is padding, at the end of a
-        row; a node follows its parent. Needs a cache.
-        Raises ValueError or TypeError for shapes and dtypes that do not fit.
+        tokens: integers [B, T], right-padded. Ignore the results at padding.
+        counts: integers [B], the valid tokens of each row; None means T, or a tree's nodes.
+        positions: integers [B, T]; None continues from `cache.lengths`, or by depth in a tree.
+        cache: the KV cache to write, attend to and advance; requires a forward without gradients.
+        tree: parents, int32 [B, T]. -1 is a child of the prefix and -2 is padding, which must be at
+        the end of a row. A node comes after its parent. Requires a cache.
+        Raises ValueError or TypeError for invalid shapes and dtypes.
         """
         self._check(tokens, counts=counts, positions=positions, cache=cache, tree=tree)
         batch, width = tokens.shape
@@ -280,18 +283,20 @@ class Llama(nn.Module):
                     f"{(batch, width)}, got {tuple(tensor.shape)}"
                 )
         if tree is not None and cache is None:
-            raise ValueError("a tree needs a cache that holds its prefix; pass cache=DenseCache(…)")
+            raise ValueError(
+                "a tree needs a cache with its prefix, got cache=None; pass cache=DenseCache(…)"
+            )
         if cache is not None and cache.lengths.shape != (batch,):
             raise ValueError(
-                f"cache must have one row for each of the {batch} rows of tokens, "
+                f"cache must have a row for each of the {batch} rows of tokens, "
                 f"got {cache.lengths.shape[0]}"
             )
 
 
 def _positions(tokens: Tensor, cache: KVCache | None, tree: Tensor | None) -> Tensor:
-    """Positions [B, T] on the device of the tokens, computed there."""
+    """Return positions [B, T], computed on the tokens' device."""
     if tree is not None:
-        steps = tree_mask(tree).sum(-1) - 1  # a node's depth: its ancestors without itself
+        steps = tree_mask(tree).sum(-1) - 1  # a node's depth: its number of ancestors
     else:
         steps = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return steps if cache is None else cache.lengths[:, None] + steps

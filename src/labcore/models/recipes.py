@@ -1,4 +1,4 @@
-"""How the shipped models are made: their shapes, their data and their training."""
+"""The recipes of the shipped models: configurations, data and training."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ END_OF_TEXT_ID = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """The shape of a shipped model and the training that made it.
+    """The configuration of a shipped model and its training.
 
-    steps: optimizer steps, each of `batch` rows of `length` predicted tokens; the last
-    `long_steps` have the same number of tokens in rows of `long_length`, so that the model knows
-    positions up to there.
-    rate: AdamW's peak learning rate, reached after `warmup` steps, then a cosine down to a tenth.
+    steps: optimizer steps, each with `batch` rows of `length` predicted tokens.
+    long_steps: the last steps, with the same number of tokens in rows of `long_length`, which train
+    the model on positions up to that length.
+    rate: AdamW's peak learning rate, reached after `warmup` steps and followed by a cosine decay to
+    a tenth.
     decay: AdamW's weight decay. clip: largest global norm of the gradients.
     """
 
@@ -73,18 +74,18 @@ class Recipe:
 
     @property
     def tokens(self) -> int:
-        """Predicted tokens of the whole training."""
+        """Predicted tokens in the whole training."""
         return self.steps * self.batch * self.length
 
     def schedule(self, step: int) -> float:
-        """Factor of the learning rate at a step, from 0."""
+        """Return the factor of the learning rate at a step, counted from 0."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         done = (step - self.warmup) / max(self.steps - self.warmup, 1)
         return 0.55 + 0.45 * math.cos(math.pi * min(done, 1.0))
 
     def batches(self, tokens: Sequence[int] | Tensor) -> Batches:
-        """Batch number n of the training on `tokens`: integers [N]."""
+        """Return a function from batch number n to the batch; tokens: integers [N]."""
         rows = self.batch * self.length // self.long_length
         short = windows(tokens, batch=self.batch, length=self.length, seed=self.seed)
         long = windows(tokens, batch=rows, length=self.long_length, seed=self.seed)
@@ -134,7 +135,7 @@ RECIPES = {
 
 
 def corpus() -> list[str]:
-    """What the shipped models learn from: the standard library's sources, and its documentation."""
+    """Return the training corpus: the standard library's sources, and its documentation."""
     library = Path(sysconfig.get_paths()["stdlib"])
     sources = [
         (library / name).read_text(encoding="utf-8", errors="replace")
@@ -144,7 +145,7 @@ def corpus() -> list[str]:
 
 
 def learn_tokenizer(texts: Sequence[str]) -> tokenizers.Tokenizer:
-    """A byte-level BPE of `VOCABULARY` tokens: any text comes back as it was.
+    """Train a byte-level BPE tokenizer with `VOCABULARY` tokens; decoding is lossless.
 
     Source: Sennrich et al., 2016, arXiv 1508.07909; bytes as in GPT-2.
     """
@@ -162,7 +163,7 @@ def learn_tokenizer(texts: Sequence[str]) -> tokenizers.Tokenizer:
 
 
 def tokens_of(texts: Sequence[str], tokenizer: Tokenizer) -> Tensor:
-    """All texts as one row of tokens, an end of text (id 0) behind each: int64 [N]."""
+    """Return all texts as one row of tokens, each followed by end of text (id 0): int64 [N]."""
     row: list[int] = []
     for text in texts:
         row += [*tokenizer.encode(text), END_OF_TEXT_ID]

@@ -1,11 +1,11 @@
-"""Makes a shipped model: `python -m labcore.models.ship target --out FOLDER --commit COMMIT`.
+"""Train a shipped model: `python -m labcore.models.ship target --out FOLDER --commit COMMIT`.
 
-FOLDER gets tokenizer.json (learned where it is missing) and a checkpoint from which a training
-that was broken off goes on. With a commit, the finished model is written to FOLDER/<name> in the
-format of Hugging Face, with its card; run again after the training, this takes a minute.
+FOLDER receives tokenizer.json (learned if it's missing) and a checkpoint for resuming an
+interrupted training. With --commit, the finished model is also written to FOLDER/<name> in Hugging
+Face's format, with its model card. After the training, exporting again takes a minute.
 """
 
-# The package's face gives the name `train` to a function: nothing may import this file.
+# Nothing may import this file, because `python -m` would then warn.
 
 from __future__ import annotations
 
@@ -20,21 +20,25 @@ from labcore.models.shipping import checked_commit, export, trained
 
 
 def main() -> int:
-    """Train, or export, one of the shipped models; 2 for what was asked wrongly."""
+    """Train or export a shipped model; return 2 for invalid arguments."""
     parser = argparse.ArgumentParser(prog="labcore.models.ship", description=__doc__)
     parser.add_argument("name", choices=[*RECIPES])
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--commit", help="of the code that trains: exports the finished model")
+    parser.add_argument(
+        "--commit", help="commit of the training code; also export the finished model"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--eager", action="store_true", help="without torch.compile: no C++ needed")
-    parser.add_argument("--export-only", action="store_true", help="refuse to train")
+    parser.add_argument(
+        "--eager", action="store_true", help="don't use torch.compile, which needs a C++ compiler"
+    )
+    parser.add_argument("--export-only", action="store_true", help="export without training")
     told = parser.parse_args()
     torch.set_num_threads(told.threads)
     try:
         if told.commit is not None:
             checked_commit(told.commit)
         elif told.export_only:
-            raise ValueError("an export needs --commit COMMIT, got none")
+            raise ValueError("--export-only needs --commit COMMIT, got none")
         if not told.export_only:
             trained(told.name, told.out, compiled=not told.eager)
         if told.commit is not None:

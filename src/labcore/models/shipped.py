@@ -1,7 +1,7 @@
-"""The two shipped models, their tokenizer, and the texts that were written to measure them.
+"""The two shipped models, their tokenizer, and the texts to evaluate them.
 
-`files/` beside this module holds them. Held-out texts and prompts were written for this course
-after the corpus; a file of them is never edited: a new text gets a new number in its name.
+The files are in `files/` next to this module. Held-out texts and prompts were written for this
+course, after the corpus. These files are never edited; a new text gets a new number in its name.
 """
 
 from __future__ import annotations
@@ -43,49 +43,50 @@ PROMPTS = {
 
 
 def pretrained(name: str, *, dtype: torch.dtype = torch.float32) -> Llama:
-    """A shipped model, in evaluation mode, its weights on the CPU.
+    """Load a shipped model in evaluation mode, with its weights on the CPU.
 
-    name: "target", about 5 M parameters, or "draft", about 0.5 M: one tokenizer, one corpus.
-    dtype: of the weights; they are stored in bfloat16, so fp32 computes with rounded weights.
-    Raises ValueError that lists the names for any other; FileNotFoundError for an installation
-    without the weights.
+    name: "target" (about 5 M parameters) or "draft" (about 0.5 M). Both have the same tokenizer and
+    corpus.
+    dtype: dtype of the weights. They are stored in bfloat16, so fp32 computes with rounded weights.
+    Raises ValueError for an unknown name, and FileNotFoundError if the installation lacks the
+    weights.
     """
     return from_pretrained(_folder(name), dtype=dtype)
 
 
 def shipped_tokenizer() -> Tokenizer:
-    """The tokenizer of both shipped models: bytes joined to 2,048 tokens, 0 ends a text."""
+    """Load both shipped models' tokenizer: byte-level BPE, 2,048 tokens, token 0 ends a text."""
     return Tokenizer.from_pretrained(FILES / "tokenizer.json")
 
 
 def card(name: str) -> dict[str, Any]:
-    """What is known of a shipped model: its data, training, held-out bits per byte, licence.
+    """Return a shipped model's card: its data, training, held-out bits per byte and license.
 
-    The same stands as text in README.md of the model's folder. Raises as `pretrained` does.
+    README.md in the model's folder has the same content. Raises the same errors as `pretrained`.
     """
     told: dict[str, Any] = json.loads((_folder(name) / "card.json").read_text("utf-8"))
     return told
 
 
 def held_out(kind: str) -> str:
-    """Text that no shipped model has seen, written for this course: "code" or "prose".
+    """Return text that no shipped model has seen, written for this course: "code" or "prose".
 
-    "code" is Python, several modules one behind the other. Raises ValueError for another kind.
+    "code" is several Python modules, one after another. Raises ValueError for another kind.
     """
     return _held_out_bytes(kind).decode("utf-8")
 
 
 def held_out_sha256(kind: str) -> str:
-    """SHA-256 of a held-out text's bytes, in hexadecimal: the one in the models' cards."""
+    """Return the SHA-256 of a held-out text's bytes in hexadecimal, as in the models' cards."""
     return hashlib.sha256(_held_out_bytes(kind)).hexdigest()
 
 
 def prompts(kind: str) -> list[str]:
-    """Beginnings to go on from, written for this course.
+    """Return prompts to continue, written for this course.
 
-    kind: "code", functions and classes about to be written; "long_code", modules of 512 tokens or
-    more that end amid code like what stands above; "prose"; "copy", texts to repeat with small
-    changes, the repetition begun. Raises ValueError that lists the kinds for any other.
+    kind: "code" for beginnings of functions and classes; "long_code" for modules of 512 or more
+    tokens that stop amid code similar to what precedes it; "prose"; or "copy" for texts followed by
+    the start of a repetition with small changes. Raises ValueError for another kind.
     """
     file = FILES / "prompts" / PROMPTS[one_of("kind of prompts", kind, PROMPTS)]
     texts: list[str] = json.loads(file.read_text("utf-8"))
@@ -96,14 +97,15 @@ def prompts(kind: str) -> list[str]:
 def bits_per_byte(
     model: Llama, text: str, tokenizer: Tokenizer, *, context: int | None = None
 ) -> float:
-    """Bits that the model needs for a text, divided by the text's bytes in UTF-8.
+    """Return the model's bits for a text, divided by the text's bytes in UTF-8.
 
-    The text stands behind the model's bos token and each of its tokens is predicted once. Windows
-    are as long as the model's `max_position_embeddings`. The first predicts all of its tokens; each
-    other one starts over at position 0 and predicts only those that have at least `context` tokens
-    before them in the window. So models with different tokenizers can be compared.
-    context: None is a quarter of the window.
-    Raises ValueError for an empty text, a model without a bos token, and a context that leaves a
+    Bits per byte make models with different tokenizers comparable. The text follows the model's bos
+    token, and each of its tokens is predicted once. Windows are as long as the model's
+    `max_position_embeddings`. The first window predicts all of its tokens. Each later window
+    restarts at position 0 and predicts only tokens with at least `context` tokens before them in
+    the window.
+    context: None means a quarter of the window.
+    Raises ValueError for an empty text, a model without a bos token, or a context that leaves a
     window nothing to predict.
     """
     config = model.config
@@ -116,7 +118,7 @@ def bits_per_byte(
         raise ValueError(f"context must be 0 to {longest - 1} for this model, got {context}")
     row = torch.tensor([config.bos_token_id, *tokenizer.encode(text)])
     if len(row) < 2:
-        raise ValueError("text must not be empty: there is nothing to predict")
+        raise ValueError("text must not be empty, got no tokens to predict")
     row = row.to(model.embed_tokens.weight.device)
     nats, done = 0.0, 1  # the bos token is given
     while done < len(row):
@@ -128,7 +130,7 @@ def bits_per_byte(
 
 
 def _nats(model: Llama, tokens: Tensor) -> Tensor:
-    """Cross entropy of each token but the first, from those before it: [T] to fp64 [T - 1]."""
+    """Return the cross entropy of each of tokens [T] except the first, in fp64: [T - 1]."""
     logits = model(tokens[None, :-1]).logits[0].float()
     return F.cross_entropy(logits, tokens[1:], reduction="none").double()
 
@@ -137,8 +139,8 @@ def _folder(name: str) -> Path:
     folder = FILES / one_of("shipped model", name, NAMES)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"this installation holds no weights of {name!r}; `python -m labcore.models.ship "
-            f"{name} --out FOLDER --commit COMMIT` makes FOLDER/{name}, which belongs into {FILES}"
+            f"this installation has no weights for {name!r}; `python -m labcore.models.ship "
+            f"{name} --out FOLDER --commit COMMIT` creates FOLDER/{name}, to be moved to {FILES}"
         )
     return folder
 

@@ -1,4 +1,4 @@
-"""Making a shipped model: training by its recipe, and the folder with its card that is shipped."""
+"""Train a shipped model from its recipe, and export the folder to ship with its model card."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _ABOUT = {
 
 
 def checked_commit(commit: str) -> str:
-    """The commit if it may be one of git: 7 to 40 hexadecimal digits. Raises ValueError."""
+    """Return the commit. Raises ValueError unless it's 7 to 40 hexadecimal digits, as in Git."""
     if not _COMMIT.fullmatch(commit):
         raise ValueError(
             f"commit must be 7 to 40 hexadecimal digits, got {commit!r}; `git rev-parse HEAD` "
-            "prints that of the code which trains"
+            "prints the commit of the training code"
         )
     return commit
 
@@ -53,10 +53,10 @@ def checked_commit(commit: str) -> str:
 def trained(
     name: str, folder: Path, *, compiled: bool = False, progress: bool = True
 ) -> tuple[Llama, Curve]:
-    """The model of a recipe, trained on, or on from, the checkpoint `<name>.pt` in `folder`.
+    """Train a recipe's model, resuming from the checkpoint `<name>.pt` in `folder` if there is one.
 
-    The folder's tokenizer.json is used, or learned from the corpus where there is none.
-    compiled: by torch.compile, which needs a C++ compiler.
+    Uses the folder's tokenizer.json, or learns it from the corpus if there is none.
+    compiled: use torch.compile, which needs a C++ compiler.
     """
     recipe = RECIPES[one_of("shipped model", name, RECIPES)]
     texts = corpus()
@@ -76,7 +76,7 @@ def trained(
     )
     if compiled:
         model.compile()
-    # The cache would keep the rounded weights of the first step until the context ends.
+    # Autocast's cache would keep the first step's rounded weights until the context ends.
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
         curve = train(
             model,
@@ -92,21 +92,22 @@ def trained(
 
 
 def export(name: str, folder: Path, *, commit: str) -> Path:
-    """Write `<folder>/<name>`, which is shipped, from the finished checkpoint; returns it.
+    """Write the folder to ship, `<folder>/<name>`, from the finished checkpoint, and return it.
 
-    It holds config.json, model.safetensors in bfloat16, the tokenizer, all as transformers reads
-    them, card.json, and the card as text, README.md. Held-out bits per byte are those of the
-    written weights. The corpus is counted in the running Python: export with the one that trained.
-    commit: of the code that trained, for the card.
-    Raises ValueError for a training that is not finished and for what is no commit;
-    FileNotFoundError without a checkpoint.
+    The folder holds config.json, model.safetensors in bfloat16 and the tokenizer in the format of
+    transformers, and the model card as card.json and README.md. The card's held-out bits per byte
+    are measured with the written weights. Its corpus size is counted in the running Python, so
+    export with the Python version used for training.
+    commit: the commit of the training code, for the card.
+    Raises ValueError for an unfinished training or an invalid commit, and FileNotFoundError if
+    there is no checkpoint.
     """
     recipe = RECIPES[one_of("shipped model", name, RECIPES)]
     checked_commit(commit)
     model, curve = _finished(name, folder)
     place = folder / name
     save_pretrained(model.to(torch.bfloat16), place)
-    (place / "model.safetensors").chmod(0o644)  # safetensors makes it the owner's alone
+    (place / "model.safetensors").chmod(0o644)  # safetensors makes it readable by the owner only
     _write_tokenizer(folder / "tokenizer.json", place, recipe)
     _write_json(
         place / "generation_config.json",
@@ -123,17 +124,17 @@ def export(name: str, folder: Path, *, commit: str) -> Path:
 
 
 def _finished(name: str, folder: Path) -> tuple[Llama, Curve]:
-    """The model of a checkpoint whose training is done, and its curve."""
+    """Return the model of a finished training's checkpoint, and its curve."""
     recipe, file = RECIPES[name], folder / f"{name}.pt"
     again = f"python -m labcore.models.ship {name} --out {folder}"
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} holds no {file.name}; `{again}` makes it")
+        raise FileNotFoundError(f"{folder} holds no {file.name}; run `{again}` to train it")
     told = torch.load(file, map_location="cpu", weights_only=True)
     curve = Curve(**told["curve"])
     if len(curve.losses) != recipe.steps:
         raise ValueError(
-            f"a model is exported after all of its {recipe.steps:,} steps, {file.name} has "
-            f"{len(curve.losses):,}; `{again}` goes on from there"
+            f"a model can be exported only after all of its {recipe.steps:,} steps, {file.name} "
+            f"has {len(curve.losses):,}; run `{again}` to finish the training"
         )
     model = Llama(recipe.config)
     model.load_state_dict(told["model"])
@@ -156,7 +157,7 @@ def _write_tokenizer(file: Path, place: Path, recipe: Recipe) -> None:
 
 
 def _card(name: str, place: Path, curve: Curve, commit: str) -> dict[str, Any]:
-    """All that is known of a model, for card.json."""
+    """Return the contents of a model's card.json."""
     recipe = RECIPES[name]
     tokenizer = Tokenizer.from_pretrained(place)
     texts = corpus()
@@ -209,7 +210,7 @@ def _card(name: str, place: Path, curve: Curve, commit: str) -> dict[str, Any]:
 
 
 def _as_text(told: Mapping[str, Any]) -> str:
-    """The card as Markdown, with the header that model hubs read."""
+    """Return the card as Markdown, with the header that model hubs read."""
     config = RECIPES[told["name"]].config
     parts = [
         "---\nlicense: bsd-3-clause\nlanguage: en\nlibrary_name: transformers\n---",

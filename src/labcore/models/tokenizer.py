@@ -1,4 +1,4 @@
-"""Text to tokens and back: a checkpoint's tokenizer.json, or plain bytes."""
+"""Tokenizers: one from a checkpoint's tokenizer.json, and one for plain bytes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ __all__ = ["ByteTokenizer", "Tokenizer", "pad_rows"]
 def pad_rows(
     rows: Sequence[Sequence[int]], *, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rows of tokens as one right-padded tensor: tokens int64 [B, T] and counts int32 [B].
+    """Right-pad rows of tokens into one tensor; return tokens int64 [B, T] and counts int32 [B].
 
-    Padding is token 0; what marks it is the count. Raises ValueError without rows.
+    Padding is token 0, so only the counts tell it apart from real tokens. Raises ValueError if
+    there are no rows.
     """
     if not rows:
-        raise ValueError("pad_rows needs at least one row, got none")
+        raise ValueError("rows must have at least one row, got none")
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
     for place, row in enumerate(rows):
         tokens[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
@@ -29,37 +30,40 @@ def pad_rows(
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint, as its `tokenizer.json` describes it.
+    """A checkpoint's tokenizer, defined by its `tokenizer.json`.
 
-    vocab_size: tokens that it knows, added ones included; a model's may be larger.
+    vocab_size: the number of known tokens, including added ones. A model's may be larger.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
-        # A file may ask for cutting or padding, which would change tokens in silence.
+        # A file may turn on truncation or padding, which would change tokens silently.
         inner.no_truncation()
         inner.no_padding()
         self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
-        """Read `tokenizer.json`, or the folder that holds it. Raises FileNotFoundError."""
+        """Read a `tokenizer.json`, given its path or its folder. Raises FileNotFoundError."""
         file = Path(path)
         if file.is_dir():
             file = file / "tokenizer.json"
         if not file.is_file():
             raise FileNotFoundError(
-                f"{file} does not exist; a tokenizer is read from tokenizer.json "
-                "(a checkpoint with tokenizer.model alone must be converted first)"
+                f"{file} does not exist; pass the path or folder of a tokenizer.json (convert a "
+                "checkpoint that has only tokenizer.model first)"
             )
         return cls(tokenizers.Tokenizer.from_file(str(file)))
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Tokens of a text. special: with those that the file puts around a text."""
+        """Convert text to tokens. special: add the special tokens that the file defines."""
         return list(self._inner.encode(text, add_special_tokens=special).ids)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of tokens. special: show the special ones too. Raises ValueError for unknown ids."""
+        """Convert tokens to text. Raises ValueError for unknown ids.
+
+        special: show special tokens.
+        """
         unknown = [token for token in tokens if self._inner.id_to_token(token) is None]
         if unknown:
             raise ValueError(
@@ -69,7 +73,7 @@ class Tokenizer:
         return str(self._inner.decode(list(tokens), skip_special_tokens=not special))
 
     def id_of(self, token: str) -> int:
-        """The id of a token as the file spells it. Raises KeyError for an unknown one."""
+        """Return a token's id, given its spelling in the file. Raises KeyError if it's unknown."""
         found = self._inner.token_to_id(token)
         if found is None:
             raise KeyError(f"the tokenizer has no token {token!r}")
@@ -77,19 +81,19 @@ class Tokenizer:
 
 
 class ByteTokenizer:
-    """Each byte of UTF-8 is a token; 256 ends a text. Any text comes back as it was."""
+    """A tokenizer with one token per UTF-8 byte; token 256 ends a text. Decoding is lossless."""
 
     vocab_size = 257
     eos = 256
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Tokens of a text. special: with the end of the text."""
+        """Convert text to tokens. special: add the end-of-text token."""
         return [*text.encode("utf-8"), *([self.eos] if special else [])]
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of tokens; broken UTF-8 becomes U+FFFD. special: show the end as <eos>.
+        """Convert tokens to text; invalid UTF-8 becomes U+FFFD. special: show end of text as <eos>.
 
-        Raises ValueError for ids outside of 0 to 256.
+        Raises ValueError for ids outside 0 to 256.
         """
         if unknown := [token for token in tokens if not 0 <= token <= self.eos]:
             raise ValueError(f"tokens must be 0 to {self.eos}, got {unknown[:8]}")

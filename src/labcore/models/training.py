@@ -1,4 +1,4 @@
-"""Training a Llama on next tokens: accumulated exactly, resumable to the bit."""
+"""Train a Llama on next tokens, with exact gradient accumulation and bitwise exact resumption."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ Clip = Callable[[list[nn.Parameter]], Tensor | float | None]
 
 @dataclass(kw_only=True, slots=True)
 class Curve:
-    """One entry a step.
+    """Training curves with one entry per step.
 
-    losses: mean nats a token before the step; tokens: predicted tokens; rates: the learning rate
-    of the first group; norms: what the clipping hook returned, the norm before clipping, or None.
+    losses: mean loss in nats per token, before the step.
+    tokens: predicted tokens.
+    rates: the learning rate of the first parameter group.
+    norms: the return value of the clipping hook, which is the norm before clipping, or None.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -37,11 +39,11 @@ class Curve:
 
 
 def windows(tokens: Sequence[int] | Tensor, *, batch: int, length: int, seed: int = 0) -> Batches:
-    """Random windows of one long text: batch number n is the same whenever it is asked for.
+    """Return batches of random windows of one long text; batch number n is always the same.
 
-    tokens: integers [N], N > length; batch: rows a batch; length: predicted tokens a row.
-    Returns a function of n that gives tokens int64 [batch, length + 1] and None for counts.
-    Raises ValueError for a text that is too short.
+    tokens: integers [N], N > length. batch: rows per batch. length: predicted tokens per row.
+    Returns a function of n that returns tokens int64 [batch, length + 1], and None for counts.
+    Raises ValueError if the text is too short.
     """
     text = torch.as_tensor(tokens, dtype=torch.int64)
     positive_int("batch", batch)
@@ -61,10 +63,10 @@ def windows(tokens: Sequence[int] | Tensor, *, batch: int, length: int, seed: in
 def next_token_loss(
     model: Llama, tokens: Tensor, counts: Tensor | None = None
 ) -> tuple[Tensor, int]:
-    """Sum of the cross entropies of each next token, in nats, and how many there were.
+    """Return the sum of the cross entropies of all next tokens, in nats, and their number.
 
-    tokens: integers [B, T], right-padded; counts: integers [B], None is T. A row of n tokens
-    predicts n - 1. The sum is fp32 for half-precision models; 0 where nothing is predicted.
+    tokens: integers [B, T], right-padded. counts: integers [B]; None means T. A row of n tokens
+    predicts n - 1. The sum is fp32 for half-precision models, and 0 if nothing is predicted.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if counts is None:
@@ -91,20 +93,21 @@ def train(
     save_every: int = 100,
     progress: bool = True,
 ) -> Curve:
-    """Train in place until `steps` optimizer steps are done; returns the curve of all of them.
+    """Train in place until `steps` optimizer steps are done; return the curve of all steps.
 
-    batches: a function of the number n that gives tokens [B, T] and counts [B] or None; step s
-    uses numbers s * accumulate and on. It must give the same for the same n, as `windows` does.
-    accumulate: batches a step. The loss is the mean over all predicted tokens of the step, so it
-    and its gradient are those of one large batch however ragged the rows are.
-    clip: called with the parameters that have gradients, before each optimizer step; scales the
+    batches: a function of the batch number n that returns tokens [B, T], and counts [B] or None.
+    Step s uses `accumulate` batches, starting with number s * accumulate. The result for an n must
+    always be the same, as with `windows`.
+    accumulate: batches per step. The loss is the mean over all predicted tokens of the step, so the
+    loss and its gradient equal those of one large batch, even if row lengths differ.
+    clip: called before each optimizer step with the parameters that have gradients. It scales the
     gradients in place and returns their norm or None.
-    schedule: factor of each group's learning rate at step s (from 0).
-    checkpoint: a file, written every `save_every` steps and at the end, moved into place whole.
-    Where it exists, training goes on from it, to the bit as if it had not been broken off; model
-    and optimizer must be built as before.
-    progress: a bar with steps and loss.
-    Raises ValueError for a step without a predicted token, or a checkpoint of another run.
+    schedule: returns the factor of each group's learning rate at step s, counted from 0.
+    checkpoint: a file to write atomically every `save_every` steps and at the end. If it exists,
+    training resumes from it, with bitwise the same result as an uninterrupted run. Model and
+    optimizer must be built as in the first run.
+    progress: show a progress bar with steps and loss.
+    Raises ValueError for a step without a predicted token, or a checkpoint from a different run.
     """
     positive_int("steps", steps)
     positive_int("accumulate", accumulate)
@@ -138,17 +141,17 @@ def _step(
     accumulate: int,
     clip: Clip | None,
 ) -> None:
-    """One optimizer step, appended to the curve."""
+    """Run one optimizer step and append it to the curve."""
     step = len(curve.losses)
     device = model.embed_tokens.weight.device
     parts = []
     for n in range(step * accumulate, (step + 1) * accumulate):
         tokens, counts = batches(n)
         parts.append((tokens.to(device), None if counts is None else counts.to(device)))
-    # The tokens of the whole step are counted first: a mean of means would weigh them unequally.
+    # Count the whole step's tokens first; a mean of batch means would weight tokens unequally.
     total = sum(_predicted(tokens, counts) for tokens, counts in parts)
     if total == 0:
-        raise ValueError(f"step {step} has no token to predict; every row needs two tokens or more")
+        raise ValueError(f"step {step} has no token to predict; give a row at least two tokens")
     optimizer.zero_grad(set_to_none=True)
     summed = 0.0
     for tokens, counts in parts:
@@ -178,7 +181,7 @@ def _random_states() -> dict[str, Any]:
 def _save(
     path: Path, model: Llama, optimizer: torch.optim.Optimizer, curve: Curve, accumulate: int
 ) -> None:
-    """Write beside the place and move: a kill leaves the checkpoint before or this one."""
+    """Write next to `path`, then move, so a killed process leaves the old or the new checkpoint."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.part")
     with open(beside, "wb") as file:
@@ -198,12 +201,12 @@ def _save(
 
 
 def _resume(path: Path, model: Llama, optimizer: torch.optim.Optimizer, accumulate: int) -> Curve:
-    """Load model, optimizer and random states from a checkpoint; its curve."""
+    """Load the model, optimizer and random states from a checkpoint; return its curve."""
     told = torch.load(path, map_location="cpu", weights_only=True)
     if told["accumulate"] != accumulate:
         raise ValueError(
             f"accumulate must be {told['accumulate']}, as in {path}, got {accumulate}; "
-            "its batches would be counted differently"
+            "a different value would number the batches differently"
         )
     model.load_state_dict(told["model"])
     optimizer.load_state_dict(told["optimizer"])

@@ -1,4 +1,4 @@
-"""Normalization over parts of a batch: ghost batch normalization, drop-in for torch's."""
+"""Ghost batch normalization, over parts of a batch: a drop-in replacement for torch's BatchNorm."""
 
 from labcore.norm.convert import convert_ghost_batchnorm
 from labcore.norm.ghosts import ghost_sizes

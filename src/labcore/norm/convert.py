@@ -1,4 +1,4 @@
-"""BatchNorm layers of a model made into ghost batch normalization."""
+"""Conversion of a model's BatchNorm layers to ghost batch normalization."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ _KINDS: dict[type[nn.Module], type[_Ghost]] = {
 def convert_ghost_batchnorm(
     model: nn.Module, ghost_size: int, *, running: Running = "sequential"
 ) -> nn.Module:
-    """`model` with every BatchNorm layer replaced by ghost batch normalization, in place.
+    """Replace every BatchNorm layer of `model` by ghost batch normalization, in place.
 
-    The new layers hold the very parameters and buffers of the old ones, so an optimizer made before
-    stays valid, and device, dtype and `training` are theirs too. Hooks and attributes that were set
-    on a layer come along; a hook's handle still removes it. A layer that the model uses in several
-    places stays one layer. A model that is itself a BatchNorm is returned as a new layer, as
-    torch's `convert_sync_batchnorm` does; otherwise the model itself is returned. Layers that are
-    ghost batch normalization already get the new settings.
+    The new layers share the old layers' parameters and buffers, so existing optimizers stay valid,
+    and they keep device, dtype and `training`. Hooks and attributes set on a layer carry over, and
+    a hook's handle still removes it. A layer that the model uses in several places stays one layer.
+    Layers that already are ghost batch normalization get the new settings.
 
-    Convert before `torch.compile` and DistributedDataParallel.
+    Returns `model`, or a new layer if `model` is itself a BatchNorm, as torch's
+    `convert_sync_batchnorm` does. Convert before `torch.compile` and DistributedDataParallel.
 
     ghost_size, running: as for GhostBatchNorm1d.
-    Raises TypeError, before any layer is replaced, for a subclass of BatchNorm whose own behaviour
-    would be lost (SyncBatchNorm, a lazy layer, a parametrized one).
+    Raises TypeError, before replacing any layer, for a subclass of BatchNorm that would lose its
+    own behavior (SyncBatchNorm, a lazy layer, a parametrized layer).
     """
-    positive_int("ghost_size", ghost_size, "pass the rows of a ghost")
+    positive_int("ghost_size", ghost_size, "pass the number of rows per ghost")
     one_of("running", running, POLICIES)
     places = list(model.named_modules(remove_duplicate=False))
     made: dict[nn.Module, _Ghost] = {}
@@ -51,7 +50,7 @@ def convert_ghost_batchnorm(
         elif isinstance(layer, nn.modules.batchnorm._BatchNorm):
             raise TypeError(
                 f"only torch's BatchNorm1d, 2d and 3d can be converted, got {type(layer).__name__} "
-                f"at {path or 'the root'!r}; replace it by one of these first"
+                f"at {path or 'the root'!r}; replace it with one of these first"
             )
     for path, layer in places:
         if layer in made and path:
@@ -63,7 +62,7 @@ def _ghosts_of(layer: nn.Module, ghost_size: int, running: Running) -> _Ghost:
     kind = _KINDS[type(layer)]
     ghost = kind.__new__(kind)
     vars(ghost).update(vars(layer))
-    # Tables of its own: a parameter set anew on one layer is not set on the other.
+    # Copy the dicts, so that replacing a parameter of one layer does not change the other.
     ghost._parameters = layer._parameters.copy()
     ghost._buffers = layer._buffers.copy()
     ghost.ghost_size = ghost_size

@@ -1,4 +1,4 @@
-"""How a batch falls into ghosts, and what their statistics do to the running averages."""
+"""How a batch splits into ghosts, and how their statistics update the running averages."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ POLICIES: tuple[Running, ...] = ("sequential", "pooled", "mean", "divided")
 
 
 def split(batch: int, ghost_size: int) -> tuple[int, int]:
-    """(number of ghosts, how many of them, from the first, have one row more than the others)."""
-    # Two rows at least: a ghost of one row has no variance.
+    """Return (number of ghosts, number of leading ghosts with one more row than the others)."""
+    # A ghost needs at least two rows to have a variance.
     most = batch // min(2, ghost_size)
     ghosts = max(1, min(-(-batch // ghost_size), most))
     return ghosts, batch % ghosts
 
 
 def ghost_sizes(batch: int, ghost_size: int) -> tuple[int, ...]:
-    """Rows of each ghost of a batch, in order: near-even parts of at most `ghost_size` rows.
+    """Return the rows of each ghost, in order: nearly even parts of at most `ghost_size` rows.
 
-    There are ceil(batch / ghost_size) ghosts, whose sizes differ by at most one, larger ones first
-    (as `torch.tensor_split` cuts): 100 rows in ghosts of 32 are four of 25, not three of 32 and a
-    tail of 4. No ghost has a single row, unless the batch has, or ghost_size is 1: with ghost_size
-    2 the first ghost of an odd batch has three.
+    There are ceil(batch / ghost_size) ghosts. Their sizes differ by at most one, and larger ghosts
+    come first, as in `torch.tensor_split`: 100 rows with ghost_size 32 make four ghosts of 25, not
+    three of 32 and one of 4. No ghost has a single row unless the batch has one row or ghost_size
+    is 1. Therefore, with ghost_size 2, the first ghost of an odd batch has three rows.
 
-    batch, ghost_size: rows, at least 1; ValueError or TypeError otherwise.
+    batch, ghost_size: numbers of rows, at least 1; ValueError or TypeError otherwise.
     """
     positive_int("batch", batch, "pass the number of rows")
-    positive_int("ghost_size", ghost_size, "pass the rows of a ghost")
+    positive_int("ghost_size", ghost_size, "pass the number of rows per ghost")
     ghosts, larger = split(batch, ghost_size)
     rows = batch // ghosts
     return (rows + 1,) * larger + (rows,) * (ghosts - larger)
@@ -44,10 +44,10 @@ def ghost_sizes(batch: int, ghost_size: int) -> tuple[int, ...]:
 def running_step(
     policy: Running, mean: Tensor, var: Tensor, count: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """The (mean, unbiased variance) that enter the running averages, one row an update.
+    """Compute the (mean, unbiased variance) that enter the running averages, one row per update.
 
-    mean, var: [ghosts, channels], of each ghost, the variance biased (over n).
-    count: values a channel of each ghost, [ghosts, 1], or one number for all.
+    mean, var: [ghosts, channels], the statistics of each ghost; var is biased (divided by n).
+    count: values per channel of each ghost, [ghosts, 1], or one number for all ghosts.
     Returns two tensors [updates, channels]: all ghosts in order for "sequential" and "divided", one
     row for "pooled" (mean and variance of the whole batch) and "mean" (the ghosts' average).
     """
@@ -66,10 +66,10 @@ def running_step(
 def blend(
     running: Sequence[Tensor], rows: Sequence[Tensor], factor: float | None, tracked: Tensor
 ) -> None:
-    """`running ← (1 − factor) running + factor row` for each row in turn, in place.
+    """Apply `running ← (1 − factor) running + factor row` for each row in turn, in place.
 
-    running: [channels] each; rows: [updates, channels] each.
-    factor: None: all updates so far weigh the same; `tracked` counts them, these among them.
+    running: tensors [channels]. rows: tensors [updates, channels].
+    factor: None weights all updates so far equally; `tracked` counts them, including these.
     """
     first = rows[0]
     updates = first.shape[0]
@@ -77,7 +77,7 @@ def blend(
     if factor is None:
         share = 1 / tracked.to(first.dtype)
         keep, weights = 1 - updates * share, share.expand(updates)
-    elif torch.compiler.is_compiling():  # A list would fix the number of ghosts.
+    elif torch.compiler.is_compiling():  # A list would make the number of ghosts a constant.
         left = torch.arange(updates, -1, -1, dtype=torch.float64)
         kept = torch.pow(1 - factor, left).to(first)
         keep, weights = kept[0], factor * kept[1:]

@@ -1,4 +1,4 @@
-"""Ghost batch normalization as layers: torch's BatchNorm over parts of the batch."""
+"""Ghost batch normalization layers: torch's BatchNorm over parts of the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["GhostBatchNorm1d", "GhostBatchNorm2d", "GhostBatchNorm3d"]
 
 
 class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """What the three layers share; see GhostBatchNorm1d."""
+    """Base class of the three layers; see GhostBatchNorm1d."""
 
     def __init__(
         self,
@@ -31,7 +31,9 @@ class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
         running: Running = "sequential",
         bias: bool = True,
     ) -> None:
-        self.ghost_size = positive_int("ghost_size", ghost_size, "pass the rows of a ghost")
+        self.ghost_size = positive_int(
+            "ghost_size", ghost_size, "pass the number of rows per ghost"
+        )
         self.running = one_of("running", running, POLICIES)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
@@ -40,7 +42,7 @@ class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
             self.register_parameter("bias", None)
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input` normalized, in its own shape, dtype and memory format."""
+        """Normalize `input`. The output has its shape, dtype and (if dense) memory format."""
         self._check_input_dim(input)
         floating("input", input)
         batch, channels = input.shape[:2]
@@ -57,7 +59,7 @@ class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
             return super().forward(input)
         if (batch // ghosts) * input.numel() == batch * channels:
             raise ValueError(
-                "a ghost must hold more than one value a channel, got ghosts of one row without "
+                "a ghost must hold more than one value per channel, got ghosts of one row without "
                 "spatial extent; pass ghost_size=2 or more"
             )
         x = input
@@ -86,55 +88,56 @@ class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
         blend((mean, var), rows, factor, tracked)
 
     def extra_repr(self) -> str:
-        """torch's settings, then the ghosts'."""
+        """Return torch's settings, followed by the ghost settings."""
         return f"{super().extra_repr()}, ghost_size={self.ghost_size}, running={self.running!r}"
 
 
 class GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d):
     """`torch.nn.BatchNorm1d` with statistics over ghosts, parts of the batch (arXiv 1705.08741).
 
-    In training every ghost of `ghost_size` rows is normalized by its own mean and variance, as if
-    it were the batch: what a large batch then computes is what gradient accumulation over the
-    ghosts would. In evaluation, and for a batch that is no larger than one ghost, the layer is
-    torch's. Its parameters, buffers and state dict are torch's too, and it is an instance of it.
+    In training, every ghost of `ghost_size` rows is normalized by its own mean and variance, as if
+    it were the batch. A large batch then computes what gradient accumulation over its ghosts would.
+    In evaluation, and for a batch no larger than one ghost, the layer is torch's. It is an instance
+    of torch's layer, with the same parameters, buffers and state dict.
 
-    A batch that ghost_size does not divide falls into near-even ghosts, none of one row; see
-    `ghost_sizes`. A training batch of a single value a channel is refused, as by torch; so are
-    ghosts of one row (ghost_size=1) where a row has no spatial extent.
+    If ghost_size does not divide the batch, the ghosts are nearly even, and none has a single row;
+    see `ghost_sizes`. A training batch with a single value per channel raises an error, as in
+    torch. So do ghosts of one row (ghost_size=1) if a row has no spatial extent.
 
-    The running averages r take the ghosts' means and unbiased variances s₁ … s_k, with m =
+    The running averages r take in the ghosts' means and unbiased variances s₁ … s_k, with m =
     momentum:
 
         "sequential"  r ← (1 − m) r + m s_i for i = 1 … k in turn, as in the paper and in a loop of
                       BatchNorm: r ← (1 − m)ᵏ r + m Σ (1 − m)ᵏ⁻ⁱ s_i. The average forgets k times
-                      faster, and the last ghosts weigh most: on sorted data they stand for all.
-        "divided"     the same with m / k for m: about one update of m a batch, nearly even weights.
+                      faster, and the last ghosts weigh most: on sorted data they dominate.
+        "divided"     The same with m / k for m: about one update of m per batch, with nearly even
+                      weights.
         "mean"        r ← (1 − m) r + m (s₁ + … + s_k) / k: even weights, whatever the sizes.
-        "pooled"      r ← (1 − m) r + m s, s of the whole batch: BatchNorm's own averages. Its
-                      variance holds what lies between the ghosts' means, which the others lack:
-                      on sorted data most of it.
+        "pooled"      r ← (1 − m) r + m s, with s of the whole batch: BatchNorm's own averages. Only
+                      this variance includes the variance between the ghosts' means, which is most
+                      of it on sorted data.
 
-    num_batches_tracked counts updates: k a batch for "sequential" and "divided", else one. With
-    momentum=None all updates so far weigh the same ("sequential" and "divided" then agree).
-    Without running statistics evaluation normalizes by ghosts as training does.
+    num_batches_tracked counts updates: k per batch for "sequential" and "divided", otherwise one.
+    With momentum=None, all updates so far weigh the same ("sequential" and "divided" then agree).
+    Without running statistics, evaluation normalizes by ghosts as training does.
 
-    float16 and bfloat16 inputs are computed in float32 and returned in their own dtype. On a CPU a
-    fast form is used; under `torch.compile`, torch.func and on other devices one of plain
-    operations. Both can be differentiated twice. Under DistributedDataParallel every process cuts
-    its own part of the batch. Whatever treats torch's BatchNorm by its class, such as
-    `convert_sync_batchnorm`, treats this layer like it. In training torch.jit.trace,
+    float16 and bfloat16 inputs are computed in float32 and returned in their own dtype. On a CPU,
+    the layer uses a fast implementation; under `torch.compile`, torch.func and on other devices it
+    uses plain operations. Both can be differentiated twice. Under DistributedDataParallel, every
+    process splits its own part of the batch. Code that recognizes torch's BatchNorm by its class,
+    such as `convert_sync_batchnorm`, treats this layer the same way. In training, torch.jit.trace,
     torch.fx.symbolic_trace and forward-mode differentiation fail; torch.export works.
 
-    Shapes: input and output [batch, num_features] or [batch, num_features, length]; the output has
-    the input's dtype, and its memory format where that is dense.
+    Shapes: input and output [batch, num_features] or [batch, num_features, length]. The output has
+    the input's dtype, and its memory format if that is dense.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as torch's.
-        ghost_size: rows of a ghost, at least 1.
+        num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in torch.
+        ghost_size: rows per ghost, at least 1.
         running: "sequential", "pooled", "mean" or "divided".
 
-    Errors: ValueError and TypeError for settings, a wrong number of dimensions and dtype,
-    RuntimeError for a wrong number of channels.
+    Errors: ValueError and TypeError for bad settings, a wrong number of dimensions or a wrong
+    dtype; RuntimeError for a wrong number of channels.
     """
 
 

@@ -1,4 +1,4 @@
-"""Each ghost of a batch normalized by its own mean and variance: plainly, and fast on a CPU."""
+"""Normalize each ghost by its mean and variance: in plain operations, or faster on a CPU."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 
 __all__ = ["Moments", "normalize", "plain"]
 
-# Elements that go through all operations together: 1 MB in float32 stays in a CPU's cache.
+# Elements that go through all operations together: 1 MB in float32 fits a CPU's cache.
 PIECE = 1 << 18
 
 
 class Moments(NamedTuple):
-    """Statistics of the ghosts, without gradient. Shapes: [ghosts, channels], variance biased."""
+    """The ghosts' statistics, without gradient: [ghosts, channels] each; the variance is biased."""
 
     mean: Tensor
     var: Tensor
-    values: Tensor | float  # how many a channel: [ghosts, 1], or one number for all ghosts
+    values: Tensor | float  # number per channel: [ghosts, 1], or one number for all ghosts
 
 
 def normalize(
     x: Tensor, ghosts: int, larger: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Moments]:
-    """The output and the statistics of `plain`; on a CPU by a form that reads memory less often."""
-    # A compiler fuses the plain form; torch.func cannot look into the fast one.
+    """Compute what `plain` does, but on a CPU with fewer passes over memory."""
+    # A compiler fuses `plain`, and torch.func cannot look into the fast implementation.
     if (
         x.device.type != "cpu"
         or torch.compiler.is_compiling()
@@ -44,9 +44,9 @@ def normalize(
 def plain(
     x: Tensor, ghosts: int, larger: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Moments]:
-    """(x − mean) / √(var + eps) · weight + bias with the mean and variance of x's ghost.
+    """Compute (x − mean) / √(var + eps) · weight + bias with the mean and variance of x's ghost.
 
-    x: [batch, channels, ...]; the first `larger` of the ghosts have one row more than the others.
+    x: [batch, channels, ...]; the first `larger` of the ghosts have one more row than the others.
     weight, bias: [channels] or None, in x's dtype.
     """
     rows = x.shape[0] // ghosts
@@ -75,7 +75,7 @@ def _join(parts: list[Tensor]) -> Tensor:
 
 
 def _count(x: Tensor, ghosts: int, larger: int) -> Tensor | float:
-    """Values a channel of each ghost."""
+    """Return the number of values per channel of each ghost."""
     batch, channels = x.shape[:2]
     rows, area = batch // ghosts, x.numel() // (batch * channels)
     if not larger:
@@ -85,16 +85,16 @@ def _count(x: Tensor, ghosts: int, larger: int) -> Tensor | float:
 
 
 class _Cut(NamedTuple):
-    """How tensors like x are seen by the fast form: pieces of a few ghosts of equal size.
+    """How the fast implementation views tensors like x: pieces of a few ghosts of equal size.
 
-    A piece is [ghosts, values, channels] where channels are innermost (two dimensions, or
-    channels_last), else [ghosts, rows, channels, area].
+    A piece is [ghosts, values, channels] if channels are innermost (two dimensions, or
+    channels_last), and [ghosts, rows, channels, area] otherwise.
     """
 
     rows: list[int]
     ghosts: list[int]
     channels: int
-    area: int  # 1 where channels are innermost
+    area: int  # 1 if channels are innermost
 
     @classmethod
     def of(cls, x: Tensor, ghosts: int, larger: int) -> _Cut:
@@ -111,7 +111,7 @@ class _Cut(NamedTuple):
         return cls(sizes, numbers, channels, area)
 
     def of_batch(self, x: Tensor) -> list[Tensor]:
-        """The pieces of a tensor with x's shape and strides."""
+        """Return the pieces of a tensor with x's shape and strides."""
         shape = (self.channels,) if self.area == 1 else (self.channels, self.area)
         if self.area == 1 and x.dim() > 2:
             x = x.movedim(1, -1)
@@ -121,22 +121,23 @@ class _Cut(NamedTuple):
         return [part.view(number, -1, *shape) for part, number in parts]
 
     def of_ghosts(self, moment: Tensor) -> Sequence[Tensor]:
-        """The pieces of a tensor [ghosts, 1, channels] or [ghosts, 1, channels, 1]."""
+        """Return the pieces of a tensor [ghosts, 1, channels] or [ghosts, 1, channels, 1]."""
         return moment.split(self.ghosts) if len(self.ghosts) > 1 else [moment]
 
     def to_broadcast(self, parameter: Tensor | None) -> Tensor | None:
-        """A tensor [channels] as it meets a piece."""
+        """Shape a tensor [channels] to broadcast against a piece."""
         return parameter if parameter is None or self.area == 1 else parameter[:, None]
 
     def dims(self) -> int | tuple[int, int]:
-        """Dimensions of a piece that a ghost's statistics sum over."""
+        """Return the dimensions of a piece that a ghost's statistics sum over."""
         return 1 if self.area == 1 else (1, 3)
 
 
 class _Normalize(torch.autograd.Function):
-    """`plain` piece by piece, without a temporary of x's size.
+    """`plain`, piece by piece, without a temporary of x's size.
 
-    The statistics leave through the list `moments`: as outputs they would cost autograd's time.
+    The statistics are returned in the list `moments`, because autograd's handling of more outputs
+    would cost time.
     """
 
     @staticmethod
@@ -168,7 +169,7 @@ class _Normalize(torch.autograd.Function):
                 shift = torch.addcmul(offset, mean, scale, value=-1)
             if cut.area == 1:
                 torch.addcmul(shift, part, scale, out=to)
-            else:  # Two operands that are constant over the innermost dimension take a slow path.
+            else:  # addcmul is slow with two operands that are constant over the innermost axis.
                 torch.mul(part, scale, out=to).add_(shift)
             means.append(mean)
             variances.append(var)
@@ -195,7 +196,7 @@ class _Normalize(torch.autograd.Function):
         ghost = zip(*map(cut.of_ghosts, (mean, inverse, scale)), strict=True)
         for (part, above, into), (center, inv, slope) in zip(batch, ghost, strict=True):
             total = above.sum(dims, keepdim=True)
-            if cut.area == 1:  # Σ above · (part − center), in one pass less
+            if cut.area == 1:  # Σ above · (part − center), with one pass less
                 dot = torch.mul(part, above, out=into).sum(1, keepdim=True)
                 dot.addcmul_(center, total, value=-1).mul_(inv)
             else:
@@ -221,8 +222,8 @@ class _Normalize(torch.autograd.Function):
 
 
 def _differentiable(ctx: Any, x: Tensor, weight: Tensor | None, grad: Tensor) -> tuple[Any, ...]:
-    """The backward pass as a function that can be differentiated again."""
-    bias = x.new_zeros(x.shape[1], requires_grad=True)  # Its value has no part in any gradient.
+    """Compute the backward pass in a form that can be differentiated again."""
+    bias = x.new_zeros(x.shape[1], requires_grad=True)  # Its value affects no gradient.
     out, _ = plain(x, ctx.ghosts, ctx.larger, weight, bias, ctx.eps)
     asked = {
         i: t for i, t in enumerate((x, weight, bias)) if t is not None and ctx.needs_input_grad[i]

@@ -1,7 +1,7 @@
-"""Optimizers: the rules as pure functions, and five of them as `torch.optim.Optimizer`s.
+"""Optimizers: update rules as pure functions, and five `torch.optim.Optimizer` classes.
 
-The line of descent stands in `rules`: gradient_descent, momentum, adagrad, rmsprop, adam, adamw,
-lion. `Lion` and `AdamW` are the fast ones; `Adafactor`, `SM3` and `AdamW8bit` keep less state.
+`rules` follows their history: gradient_descent, momentum, adagrad, rmsprop, adam, adamw, lion.
+`Lion` and `AdamW` are fast; `Adafactor`, `SM3` and `AdamW8bit` keep less state.
 """
 
 from labcore.optim.adafactor_optimizer import Adafactor, adafactor

@@ -1,4 +1,4 @@
-"""Adafactor: a matrix's second moments kept as means of its rows and of its columns."""
+"""Adafactor: stores a matrix's second moments as the means of its rows and columns."""
 
 from collections.abc import Iterable, Sequence
 from math import sqrt
@@ -31,22 +31,22 @@ def adafactor(
     d: float = 1.0,
     weight_decay: float = 0.0,
 ) -> tuple[Tensor, State]:
-    """Divide by a second moment of rank one; scale the step by the weight; clip the update.
+    """Divide by a rank-one second moment, scale the step by the weights, and clip the update.
 
-    At step t, with `w = t^beta2_decay` (all of it on the first step) and RMS the root mean square:
+    At step t, with `w = t^beta2_decay` (1 on the first step) and RMS the root mean square:
 
     - `r ← r + w (mean of g² over columns − r)`, `c ← c + w (mean of g² over rows − c)`,
       `v = r c / mean(r)`; a tensor with fewer than two dimensions keeps v itself;
     - `u = g / √v`, then `u ← u / max(1, RMS(u) / d)`;
     - `p ← (1 − lr weight_decay) p − max(eps2, RMS(p)) min(lr, 1/√t) u`.
 
-    With more than two dimensions the last two are the matrix. `mean(r)` is at least eps1 and √v
-    at least eps1, None for the machine epsilon of the dtype: torch's placing of it. The paper adds
-    1e-30 to g² instead; a small eps1 is as good, since v is never below the smallest normal number.
+    With more than two dimensions, the last two are the matrix. As in torch, `mean(r)` and √v are at
+    least eps1; None means the machine epsilon of the dtype. The paper adds 1e-30 to g² instead. A
+    small eps1 works as well, because v is never below the smallest normal number.
 
-    Args: param and grad of one shape, with at least one element; lr, the largest relative step,
-    and the unit of weight_decay; beta2_decay, at most 0; eps1, in units of the gradient; eps2, the
-    least size of a weight; d, the largest RMS of an update.
+    Args: param and grad, with the same shape and at least one element; lr, the largest relative
+    step and the unit of weight_decay; beta2_decay, at most 0; eps1, in units of the gradient; eps2,
+    the floor of RMS(p); d, the largest RMS of an update.
     State: `step`, and `row_var` [..., n, 1] with `col_var` [..., 1, m], or `variance`.
     Source: Shazeer and Stern, "Adafactor: adaptive learning rates with sublinear memory cost",
     arXiv 1804.04235.
@@ -60,7 +60,7 @@ def adafactor(
     if param.dim() > 1:
         kept["row_var"] = row = _blend(state.get("row_var"), square.mean(-1, keepdim=True), weight)
         kept["col_var"] = col = _blend(state.get("col_var"), square.mean(-2, keepdim=True), weight)
-        # The quotient first: r c alone would leave the range of float32 long before v does.
+        # Divide first, because r c would leave the range of float32 long before v does.
         second = row / row.mean(-2, keepdim=True).clamp(min=eps1) * col
     else:
         kept["variance"] = second = _blend(state.get("variance"), square, weight)
@@ -72,34 +72,36 @@ def adafactor(
 class Adafactor(TensorShell):
     """Adafactor (Shazeer and Stern, arXiv 1804.04235), with the arguments of torch.optim.Adafactor.
 
-    See `adafactor` for the rule. State of an n by m matrix: n + m numbers. They are float32 for
-    bfloat16 and float16 parameters, and the update is computed in float32 there, so eps[0] = None
-    is 1.2e-7 for them too; torch takes bfloat16's epsilon, 0.0078, and shrinks every update whose
-    gradient is smaller. Beside that torch's state dicts load here, and these load there.
+    See `adafactor` for the rule. The state of an n by m matrix is n + m numbers. For bfloat16 and
+    float16 parameters, the state and the update are in float32, so eps[0] = None is 1.2e-7. torch
+    uses bfloat16's epsilon, 0.0078, there, and shrinks every update with a smaller gradient. Apart
+    from that, state dicts are interchangeable with torch's.
 
-    Where one gradient is NaN or infinite the whole tensor becomes NaN: its RMS is unknown.
+    A single NaN or infinite gradient makes the whole tensor NaN, because its RMS is unknown.
 
     Args:
         params: parameters, named parameters, or parameter groups.
-        lr: largest relative step, and the unit of weight_decay; a one-element tensor is read at
-            every step.
-        beta2_decay: the second moment takes in a share t^beta2_decay of step t; at most 0.
-        eps: (eps1, eps2), the floor of the second moment's root (None: the machine epsilon that
-            computes), the least size of a weight.
+        lr: the largest relative step, and the unit of weight_decay. A one-element tensor is read
+            at every step.
+        beta2_decay: step t enters the second moment with weight t^beta2_decay; at most 0.
+        eps: (eps1, eps2): the floor of the second moment's root (None: the machine epsilon of the
+            computing dtype), and the floor of the weights' RMS.
         d: the largest RMS of an update, at least 1.
-        weight_decay: decoupled decay λ, per unit of lr.
-        maximize: climb instead; the gradient itself is never changed.
-        foreach: None or True: big tensors in blocks on a CPU, the others in batches of torch's
-            _foreach operations, which on a GPU wait for no norm; False: a plain loop.
+        weight_decay: decoupled weight decay λ, per unit of lr.
+        maximize: maximize the objective. The gradient itself never changes.
+        foreach: None or True uses blocks for big tensors on a CPU and batches of torch's _foreach
+            operations for others, which on a GPU don't wait for norms. False uses a plain loop.
         master_weights: keep a float32 copy of bfloat16 and float16 parameters in the state.
-        stochastic_rounding: round bfloat16 parameters by chance, unbiased.
-        generator: randomness of that rounding, on the parameters' device; None: torch's default.
-            Its state is the caller's to save.
-        nonfinite: "propagate"; "raise": RuntimeError before any weight changes; "skip": that
-            parameter's step is left out and counted in `optimizer.skipped`.
+        stochastic_rounding: round bfloat16 parameters stochastically, without bias.
+        generator: the random generator for rounding, on the parameters' device; None for torch's
+            default. The caller must save its state.
+        nonfinite: what to do about a NaN or infinite gradient. "propagate" makes weights NaN,
+            "raise" raises RuntimeError before any weight changes, and "skip" skips the parameter's
+            step and counts it in `optimizer.skipped`.
 
     Errors: ValueError and TypeError for settings and complex parameters, RuntimeError for sparse
-    gradients. As in torch there is no first moment, no capturable and no differentiable form.
+    gradients. As in torch, there is no first moment, and capturable and differentiable are not
+    supported.
     """
 
     rule = staticmethod(adafactor)
@@ -138,12 +140,12 @@ class Adafactor(TensorShell):
 
     @staticmethod
     def state_bytes(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of state for a parameter of this shape and dtype, without a master copy."""
+        """Return the bytes of state for a parameter of this shape and dtype, without a master."""
         return layout_bytes(_layout(tuple(shape), dtype))
 
     def _check_group(self, group: dict[str, Any]) -> None:
         if not group["beta2_decay"] <= 0:
-            raise ValueError(f"beta2_decay must be at most 0, got {group['beta2_decay']}; try -0.8")
+            raise ValueError(f"beta2_decay must be at most 0, got {group['beta2_decay']}; use -0.8")
         if len(group["eps"]) != 2:
             raise ValueError(f"eps must be (eps1, eps2), got {len(group['eps'])} numbers")
         eps1, eps2 = group["eps"]
@@ -171,7 +173,7 @@ class Adafactor(TensorShell):
         self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
         if param.dim() > 3 and not param.is_contiguous():
-            self._by_rule(group, param, grad, state)  # its matrices are no slices of one tensor
+            self._by_rule(group, param, grad, state)  # its matrices can't be one 3-D view
             return
         hyper = self._hyperparameters(group)
         state["step"] += 1
@@ -224,7 +226,7 @@ class Adafactor(TensorShell):
         torch._foreach_add_(counts, 1)
         steps = torch.stack(counts).tolist()
         weights = [step ** hyper["beta2_decay"] for step in steps]
-        # Made on the parameters' device: nobody waits for a norm.
+        # Keep norms on the parameters' device, so the host doesn't wait for them.
         roots = params[0].new_tensor([param.numel() for param in params]).sqrt_()
         shares = params[0].new_tensor([min(hyper["lr"], step**-0.5) for step in steps])
         sizes = (torch.stack(torch._foreach_norm(params)) / roots).clamp_(min=hyper["eps2"])
@@ -233,7 +235,7 @@ class Adafactor(TensorShell):
             for name, dim in (("row_var", -1), ("col_var", -2)):
                 means = [square.mean(dim, keepdim=True) for square in squares]
                 torch._foreach_lerp_([state[name] for state in states], means, weights)
-            del squares, means  # before the updates, which are as large
+            del squares, means  # free them before the updates, which are as large
             rows = [state["row_var"] for state in states]
             tops = [row.mean(-2, keepdim=True) for row in rows]
             torch._foreach_clamp_min_(tops, eps1)
@@ -255,7 +257,7 @@ class Adafactor(TensorShell):
 
 
 class _Whole:
-    """The update of a tensor with fewer than two dimensions, in one piece."""
+    """The update of a tensor with fewer than two dimensions, as one piece."""
 
     def __init__(
         self,
@@ -282,10 +284,10 @@ class _Whole:
 
 
 class _Factored:
-    """The update of a batch of matrices [B, n, m], a block of rows at a time and never as a whole.
+    """The update of a batch of matrices [B, n, m], computed one block of rows at a time.
 
-    Where no v lies below the floor, u is `g a b` with a factor a row and a factor a column, and
-    the sum of its squares is `aᵀ (g²) b` with the squared factors: neither needs √v itself.
+    If no v is below the floor, u is `g a b` with one factor a per row and one factor b per column.
+    The sum of its squares is `aᵀ (g²) b` with the squared factors. Neither needs √v itself.
     """
 
     def __init__(
@@ -338,7 +340,7 @@ class _Factored:
         """Sum of the squares of the update."""
         total = torch.zeros((), dtype=self._dtype)
         rows, cols = self._row_scale.square(), self._col_scale.square().mT
-        for where in reversed(self.pieces):  # what was read last is still in the caches
+        for where in reversed(self.pieces):  # the last pieces are still in the cache
             if self._separable(where):
                 total += (torch.matmul(self._square(where), cols[where[0]]) * rows[where]).sum()
             else:
@@ -368,14 +370,14 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
 
 
 def _floors(eps1: float | None, dtype: torch.dtype) -> tuple[float, float]:
-    """eps1, and the least second moment: a normal number, whose root has an inverse."""
+    """Return eps1 and the smallest second moment, a normal number whose root has an inverse."""
     info = torch.finfo(dtype)
     eps1 = info.eps if eps1 is None else eps1
     return max(eps1, info.tiny), max(eps1 * eps1, info.tiny)
 
 
 def _pieces(batch: int, n: int, m: int) -> list[Piece]:
-    """Blocks of about `CHUNK` elements: rows of one big matrix, or several small matrices."""
+    """Split into blocks of about `CHUNK` elements: rows of a big matrix, or small matrices."""
     if n * m < CHUNK:
         some = CHUNK // (n * m)
         return [(slice(b, b + some), slice(None)) for b in range(0, batch, some)]

@@ -1,4 +1,4 @@
-"""AdamW, with every choice about epsilon and precision that changes what it does."""
+"""AdamW, with options for every choice of epsilon and precision that changes its results."""
 
 from collections.abc import Iterable
 from math import sqrt
@@ -16,36 +16,37 @@ __all__ = ["AdamW"]
 
 
 class AdamW(Shell):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101): Adam with decay on the weight alone.
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101): Adam with decoupled weight decay.
 
-    See `rules.adamw` for the formulas. With the defaults it follows `torch.optim.AdamW` and loads
-    its state dict. State: `step`, `exp_avg`, `exp_avg_sq`; two tensors a parameter.
+    See `rules.adamw` for the formulas. With its defaults, it matches `torch.optim.AdamW` and loads
+    its state dict. State: `step`, `exp_avg`, `exp_avg_sq`; two tensors per parameter.
 
-    Low precision: the update is computed in float32 whatever the parameter's dtype, and the state
-    of a float16 parameter is float32, so one with eps=1e-8 trains on where float16 arithmetic
-    gives NaN (`rules.adamw` on float16 tensors shows that) and where torch's fused form, which
-    stores the state in float16, loses it some steps later. A bfloat16 weight near 1 does
-    not move where the update is below 2⁻⁹: use stochastic_rounding or master_weights. With
-    state_dtype=torch.float16 `exp_avg_sq` underflows to 0 for gradients below about 5e-3, and then
-    eps decides the step; lasting gradients above 256 overflow it, and the weight stops. In bfloat16
-    it no longer decays. float32 is right.
+    Low precision: the update is computed in float32 (float64 for float64 parameters), and the state
+    of a float16 parameter is float32. A float16 parameter therefore keeps training with eps=1e-8.
+    Float16 arithmetic gives NaN there, as `rules.adamw` on float16 tensors shows, and torch's fused
+    AdamW, which stores the state in float16, fails some steps later.
+
+    A bfloat16 weight near 1 does not move if the update is below 2⁻⁹; use stochastic_rounding or
+    master_weights. With state_dtype=torch.float16, `exp_avg_sq` underflows to 0 for gradients below
+    about 5e-3, and eps then determines the step. Lasting gradients above 256 overflow it, and the
+    weight stops moving. In bfloat16, `exp_avg_sq` no longer decays. Use float32 for the state.
 
     Args:
         params: parameters, named parameters, or parameter groups.
-        lr: learning rate, at least 0; a one-element tensor is read at every step.
+        lr: learning rate, at least 0. A one-element tensor is read at every step.
         betas: (beta1, beta2), each in [0, 1); floats or one-element tensors.
-        eps: at least 0; in units of the gradient ("outside") or its square ("inside").
-        weight_decay: decoupled decay λ, per unit of lr.
-        eps_mode: "outside": `m̂ / (√(v̂ + eps_root) + eps)`; "inside": `m̂ / √(v̂ + eps)`; "atan2":
-            `atan2(m̂, √v̂)`, which has no eps and ignores it.
-        eps_root: at least 0, in units of the gradient squared; only with "outside".
-        state_dtype: torch.float32, bfloat16 or float16; None: the parameter's own dtype, and
-            float32 for a float16 parameter.
+        eps: at least 0, in units of the gradient ("outside") or of its square ("inside").
+        weight_decay: decoupled weight decay λ, per unit of lr.
+        eps_mode: "outside" is `m̂ / (√(v̂ + eps_root) + eps)`, "inside" is `m̂ / √(v̂ + eps)`, and
+            "atan2" is `atan2(m̂, √v̂)`, which ignores eps.
+        eps_root: at least 0, in units of the gradient squared; only for "outside".
+        state_dtype: torch.float32, bfloat16 or float16; None for the parameter's dtype, but float32
+            for a float16 parameter.
         maximize, foreach, fused, capturable, master_weights, stochastic_rounding, generator,
             nonfinite: as in `Lion`. capturable also keeps `step` on the device.
 
     Errors: ValueError and TypeError for settings, RuntimeError for sparse gradients.
-    torch's `amsgrad` and `differentiable` are not offered.
+    torch's `amsgrad` and `differentiable` are not supported.
     """
 
     rule = staticmethod(rules.adamw)
@@ -97,11 +98,11 @@ class AdamW(Shell):
         checks.one_of("eps_mode", group["eps_mode"], rules.EPS_MODES)
         if group["eps_root"] and group["eps_mode"] != "outside":
             raise ValueError(
-                "eps_root belongs to eps_mode='outside', "
+                "eps_root needs eps_mode='outside', "
                 f"got eps_mode={group['eps_mode']!r}; leave eps_root at 0"
             )
         if group["eps_mode"] == "atan2" and group["fused"]:
-            raise ValueError("fused has no arc tangent, got eps_mode='atan2'; use foreach=True")
+            raise ValueError("fused does not support eps_mode='atan2'; use foreach=True")
         super()._check_group(group)
 
     def _state_dtype(self, group: dict[str, Any], param: Tensor) -> torch.dtype:
@@ -112,7 +113,7 @@ class AdamW(Shell):
     def _check_loaded(self, saved: dict[str, Any]) -> None:
         if any(group.get("amsgrad") for group in saved["param_groups"]):
             raise ValueError(
-                "this AdamW keeps no maximum of exp_avg_sq, got a state dict saved with "
+                "this AdamW does not support amsgrad, got a state dict saved with "
                 "amsgrad=True; load it into torch.optim.AdamW"
             )
         super()._check_loaded(saved)
@@ -125,7 +126,7 @@ class AdamW(Shell):
         return {"lr": lr, "beta1": beta1, "beta2": beta2, **{name: group[name] for name in same}}
 
     def cpu_update(self, group: dict[str, Any]) -> Chunk | None:
-        """The update of one piece on a CPU, in place; None where eps has another place."""
+        """Return the in-place CPU update of one piece, or None if eps is not outside the root."""
         if group["eps_mode"] != "outside" or group["eps_root"]:
             return None
         hyper = self._hyperparameters(group, tensors=False)
@@ -136,7 +137,7 @@ class AdamW(Shell):
             param: Tensor, grad: Tensor, moments: tuple[Tensor, ...], scratch: Tensor, count: float
         ) -> None:
             exp_avg, exp_avg_sq = moments
-            # √v̂ + eps = (√v + eps c) / c with c = √(1 − beta2^t): one operation fewer a piece.
+            # √v̂ + eps = (√v + eps c) / c with c = √(1 − beta2^t) saves one operation per piece.
             scale = sqrt(1 - beta2 ** (count + 1))
             size = lr * scale / (1 - beta1 ** (count + 1))
             exp_avg.lerp_(grad, 1 - beta1)

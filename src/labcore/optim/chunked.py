@@ -1,8 +1,8 @@
-"""The foreach path on a CPU: every operation of a step runs on a piece that stays in cache.
+"""The foreach path on a CPU: all operations of a step run on a piece that stays in the cache.
 
-torch's CPU `_foreach` operations stream all of memory once an operation. Here a big tensor is
-walked in pieces of `CHUNK` elements through one scratch buffer, and small tensors are gathered
-into one flat bucket, so that a thousand of them cost a few operations instead of a few thousand.
+torch's CPU `_foreach` operations stream through all of memory once per operation. Here, a big
+tensor is processed in pieces of `CHUNK` elements with one scratch buffer. Small tensors are
+gathered into one flat bucket, where a thousand of them cost a few operations, not a few thousand.
 """
 
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from torch import Tensor
 
 from labcore.optim.precision import compute_dtype
 
-CHUNK = 1 << 18  # 1 MiB of float32: the pieces of a step stay in the caches
-SMALL = 1 << 16  # below it, copies into a bucket cost less than calls
+CHUNK = 1 << 18  # 1 MiB of float32: the pieces of a step stay in the cache
+SMALL = 1 << 16  # below this, copying into a bucket costs less than calls
 State: TypeAlias = dict[str, Tensor]
 # (param, grad, moments, scratch, steps before this one): in place, one-dimensional, one dtype
 Chunk: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor, ...], Tensor, float], None]
 # (param, grad, state, steps before this one): any shape and mix of dtypes
 ByRule: TypeAlias = Callable[[Tensor, Tensor, State, float], None]
-# (param, new value in the dtype that computes): rounds it into the parameter
+# (param, new value in the computing dtype): rounds the value into the parameter
 Store: TypeAlias = Callable[[Tensor, Tensor], None]
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one block of memory, in any order of dimensions."""
+    """Return whether the elements fill one block of memory, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -40,9 +40,9 @@ def is_dense(tensor: Tensor) -> bool:
 class ChunkedStep:
     """One group's step over a fixed list of CPU parameters and their state.
 
-    Building it moves the state of small tensors into flat buffers: `state[name]` is a view of one
-    afterwards. It holds while `fits` says so; a gradient that comes or goes, or replaced state,
-    asks for a new one.
+    Building it moves the state of small tensors into flat buffers, and `state[name]` becomes a view
+    of one. It can be reused while `fits` returns True. If a gradient appears or disappears, or
+    state is replaced, a new one is needed.
     """
 
     def __init__(self, params: list[Tensor], states: list[State]) -> None:
@@ -55,12 +55,12 @@ class ChunkedStep:
             members[0].append(param)
             members[1].append(state)
         self._cohorts = [_Cohort(*members) for members in cohorts.values()]
-        # Compared by identity; held, so that no id can come to belong to another tensor.
+        # Compared by id. References are kept so that no id is reused for another tensor.
         self._held = [*params, *(value for state in states for value in state.values())]
         self._ids = [id(tensor) for tensor in self._held]
 
     def fits(self, params: list[Tensor], states: list[State]) -> bool:
-        """Whether these are the parameters and the very state tensors this step was built for."""
+        """Return whether this step was built for exactly these parameter and state tensors."""
         ids = [id(param) for param in params]
         ids += [id(value) for state in states for value in state.values()]
         if ids != self._ids:
@@ -68,13 +68,13 @@ class ChunkedStep:
         return all(cohort.in_step() for cohort in self._cohorts)
 
     def step(self, chunk: Chunk | None, by_rule: ByRule, store: Store, *, maximize: bool) -> None:
-        """Update all parameters by `chunk`, by `by_rule` where that is None or strides differ."""
+        """Update all parameters by `chunk`, or by `by_rule` if it is None or strides differ."""
         for cohort in self._cohorts:
             cohort.step(chunk, by_rule, store, maximize)
 
 
 class _Cohort:
-    """Parameters with one count of steps and one set of dtypes: big ones, a bucket of the rest."""
+    """Parameters with the same step count and dtypes: big ones, and a bucket of the rest."""
 
     def __init__(self, params: list[Tensor], states: list[State]) -> None:
         self._steps: Tensor | None = None
@@ -95,7 +95,7 @@ class _Cohort:
         self._mixed = "master" in arrays or any(_real_dtype(t.dtype) != dtype for t in tensors)
 
     def in_step(self) -> bool:
-        """Whether nobody changed the count of a single member."""
+        """Return whether all members still have the same step count."""
         if self._steps is None:
             return True
         low, high = self._steps.aminmax()
@@ -130,7 +130,7 @@ class _Cohort:
         maximize: bool,
     ) -> None:
         if not is_dense(param) or any(v.stride() != param.stride() for v in state.values()):
-            by_rule(param, grad, state, count)  # param.data was replaced by another layout
+            by_rule(param, grad, state, count)  # param.data now has another layout
             return
         if grad.stride() != param.stride():
             grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
@@ -158,11 +158,11 @@ class _Cohort:
             n, kept, moments = p.numel(), p, tuple(values)
             if self._mixed:
                 arrays = dict(zip(state, values, strict=True))
-                # `to` gives a tensor that has the dtype itself, to be changed in place.
+                # `to` returns a tensor of the same dtype unchanged, to be updated in place.
                 p = arrays.pop("master", p).to(scratch.dtype)
                 moments = tuple(moment.to(scratch.dtype) for moment in arrays.values())
                 g = g.to(scratch.dtype)
-            if maximize:  # never in place: the gradient belongs to the caller
+            if maximize:  # not in place, because the gradient belongs to the caller
                 g = torch.neg(g, out=negated[:n])
             chunk(p, g, moments, scratch[:n], count)
             if self._mixed:
@@ -174,7 +174,7 @@ class _Cohort:
 
 
 class _Bucket:
-    """Small or oddly strided parameters in one flat line; their moments live there for good."""
+    """Flat buffers for small or oddly strided parameters. Their moments stay in the buffers."""
 
     def __init__(self, params: list[Tensor], states: list[State]) -> None:
         self._params = params
@@ -204,7 +204,7 @@ class _Bucket:
         grads = [p.grad for p in self._params if p.grad is not None]
         if self._complex:
             grads = [_real(grad) for grad in grads]
-        if self._lines:  # biases and norms: one call copies them in a third of the time
+        if self._lines:  # biases and norms: one cat takes a third of the time
             torch.cat(params, out=self.param)
             torch.cat(grads, out=self.grad)
         else:

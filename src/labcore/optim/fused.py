@@ -1,7 +1,7 @@
 """The launcher of the fused path: one Triton launch updates a list of tensors.
 
-Tensors are told apart by dtypes, by alignment (an address that is not a multiple of 16 makes every
-load scalar) and by their count of steps, so a usual model takes one launch.
+Tensors are grouped by dtypes, alignment (an address that is not a multiple of 16 makes every load
+scalar) and step count, so a typical model takes one launch.
 """
 
 from collections.abc import Sequence
@@ -17,21 +17,21 @@ from labcore.optim.chunked import is_dense
 
 Item: TypeAlias = tuple[Tensor, Tensor, dict[str, Tensor]]
 OPERANDS = ("param", "grad", "exp_avg", "exp_avg_sq", "master")
-INTERPRETED_BLOCK = 1 << 14  # the interpreter takes milliseconds a program, whatever its size
+INTERPRETED_BLOCK = 1 << 14  # the interpreter takes milliseconds per program of any size
 
 
 @dataclass(kw_only=True, slots=True)
 class Launch:
-    """What one launch works on: operands that share strides, as Triton takes them."""
+    """The tensors of one launch."""
 
     key: Any
-    operands: list[dict[str, Tensor]]  # some of OPERANDS a tensor, all of one dense layout
-    steps: list[Tensor]  # each tensor's count, this step included; empty where none is kept
-    returns: list[tuple[Tensor, Tensor]]  # parameter, and the dense copy updated in its stead
+    operands: list[dict[str, Tensor]]  # for each tensor, some of OPERANDS with equal strides
+    steps: list[Tensor]  # each tensor's step count, including this step; empty if not kept
+    returns: list[tuple[Tensor, Tensor]]  # parameter, and the dense copy updated instead
     aligned: bool
 
     def constants(self) -> dict[str, Any]:
-        """The kernels' constant arguments that follow from the tensors."""
+        """Return the kernel's constant arguments that depend on the tensors."""
         import triton.language as tl
 
         names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -46,13 +46,13 @@ class Launch:
 
 
 class Tables:
-    """Tables of addresses and blocks, kept on the device as long as no address changes."""
+    """Tables of addresses and blocks, cached on the device until an address changes."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, tuple[list[list[int]], Tensor, Tensor]] = {}
 
     def get(self, launch: Launch, block: int) -> tuple[Tensor, Tensor]:
-        """`table` [6, tensors] int64 and `blocks` [programs, 2] int32, as `kernels` reads them."""
+        """Return `table` [6, tensors] int64 and `blocks` [programs, 2] int32; see `kernels`."""
         numels = [operands["param"].numel() for operands in launch.operands]
         rows = [[_address(o, name) for o in launch.operands] for name in OPERANDS] + [numels]
         kept = self._kept.get(launch.key)
@@ -78,7 +78,7 @@ def lion_step(
     capturable: bool,
     **choices: Any,
 ) -> None:
-    """One Lion step; arguments as in `rules.lion`, tensors if capturable.
+    """Take one Lion step. Arguments are as in `rules.lion`, or tensors if capturable.
 
     choices: maximize, stochastic, generator.
     """
@@ -103,7 +103,7 @@ def adamw_step(
     capturable: bool,
     **choices: Any,
 ) -> None:
-    """One AdamW step; arguments as in `rules.adamw` without "atan2", tensors if capturable."""
+    """Take one AdamW step; arguments as in `rules.adamw`, or tensors if capturable; no "atan2"."""
     from labcore.optim import kernels
 
     if eps_mode == "inside":
@@ -112,7 +112,7 @@ def adamw_step(
     torch._foreach_add_(steps, 1)
     for launch in _launches(items, capturable):
         count: float | Tensor
-        # In float64: 1 − beta^t loses most of its digits in float32 when t is small.
+        # Use float64, because 1 − beta^t loses most of its digits in float32 for small t.
         count = torch.stack(launch.steps).double() if capturable else float(launch.steps[0])
         scalars = [
             lr / (1 - beta1**count),
@@ -128,7 +128,7 @@ def adamw_step(
 
 
 def _launches(items: Sequence[Item], capturable: bool) -> list[Launch]:
-    """Sort items into launches; with capturable the counts stay on the device and part nothing."""
+    """Group items into launches. With capturable, step counts aren't read, so they don't split."""
     launches: dict[Any, Launch] = {}
     for param, grad, state in items:
         if param.numel() == 0:
@@ -143,7 +143,7 @@ def _launches(items: Sequence[Item], capturable: bool) -> list[Launch]:
         parts = (param.device, dtypes, aligned, count)
         launch = launches.get(parts)
         if launch is None:
-            # The count is no part of the key of tables: it changes at every step.
+            # Leave the count out of the tables' key, because it changes at every step.
             key = (*parts[:3], sum(other[:3] == parts[:3] for other in launches))
             launch = Launch(key=key, operands=[], steps=[], returns=[], aligned=aligned)
             launches[parts] = launch
@@ -180,7 +180,7 @@ def _run(
     if stochastic:
         where = generator.device if generator is not None else "cpu"
         seed = int(torch.randint(1 << 30, (), generator=generator, device=where))
-    # As on a GPU, inf − inf is NaN without a warning.
+    # As on a GPU, inf − inf gives NaN without a warning.
     with torch.cuda.device_of(table), np.errstate(all="ignore"):
         kernel[(len(blocks),)](
             table,
@@ -196,7 +196,7 @@ def _run(
             BLOCK=block,
             num_warps=WARPS,
         )
-    # The kernel writes behind autograd's back.
+    # Autograd does not see the kernel's in-place writes.
     torch.autograd.graph.increment_version([operands["param"] for operands in launch.operands])
     for param, copy in launch.returns:
         param.copy_(copy)
@@ -207,7 +207,7 @@ def _address(operands: dict[str, Tensor], name: str) -> int:
 
 
 def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """`tensor`, or a copy of it in the dense layout of `like`."""
+    """Return `tensor`, or a copy of it in the dense layout of `like`."""
     if tensor.stride() == like.stride() and is_dense(tensor):
         return tensor
     return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)

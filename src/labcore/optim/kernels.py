@@ -1,11 +1,11 @@
 """Triton kernels: one launch updates a list of tensors.
 
-`table` [ROWS, tensors] int64 holds addresses, a row an operand: param, grad, exp_avg, exp_avg_sq,
-master, and last the number of elements; `blocks` [programs, 2] int32 says which tensor a program
-works on and which of its blocks. The operands of one tensor share strides, so their memory is
-walked in one order. Arithmetic is float32; bfloat16 is read and written by its bits, which the
-interpreter gets right too. A block that
-lies wholly inside its tensor is loaded without a mask: a mask would make every load scalar.
+`table` [ROWS, tensors] int64 has a row of addresses per operand (param, grad, exp_avg, exp_avg_sq,
+master) and a last row with the numbers of elements. `blocks` [programs, 2] int32 gives the tensor
+and block that each program works on. A tensor's operands share strides, so their memory is
+traversed in the same order. Arithmetic is in float32. bfloat16 is read and written as bits, which
+also works in the interpreter. A block that lies wholly inside its tensor is loaded without a mask,
+because a mask would make every load scalar.
 """
 
 import triton
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from labcore.compile_only import register
 
-BLOCK = 1024  # 8 elements a thread: two 16-byte loads an operand
+BLOCK = 1024  # 8 elements per thread: two 16-byte loads per operand
 WARPS = 4
 
 PARAM = tl.constexpr(0)
@@ -40,7 +40,7 @@ def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _read(address, offs, inside, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
-    """Elements at offs [BLOCK] as float32."""
+    """Load the elements at offs [BLOCK] as float32."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
         pointer = _pointer(address, tl.int16, ALIGNED)
     else:
@@ -56,7 +56,7 @@ def _read(address, offs, inside, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, MAS
 
 @triton.jit
 def _nearest_bits(x):
-    """What to add before the low 16 bits of x are dropped, for round to nearest even."""
+    """Return what to add before dropping the low 16 bits of x, to round to nearest even."""
     return 0x7FFF + ((x.to(tl.int32, bitcast=True) >> 16) & 1)
 
 
@@ -71,7 +71,7 @@ def _write(
     ALIGNED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Store x [BLOCK] float32 as DTYPE; bfloat16 by `added` to its bits, NaN kept."""
+    """Store x [BLOCK] float32 as DTYPE. For bfloat16, add `added` to its bits; NaN is kept."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
         pointer = _pointer(address, tl.int16, ALIGNED)
         rounded = (x.to(tl.int32, bitcast=True) + added) >> 16
@@ -148,7 +148,7 @@ def _lion_block(
     sign = tl.where(update > 0, 1.0, tl.where(update < 0, -1.0, 0.0))
     sign = tl.where(
         tl.abs(update) < float("inf"), sign, float("nan")
-    )  # never hide what is not finite
+    )  # don't hide non-finite values
     weight = weight * keep - lr * sign
     exp_avg = exp_avg + forget * (grad - exp_avg)
     _write(exp_avg_at, offs, inside, exp_avg, _nearest_bits(exp_avg), S, ALIGNED, MASKED)
@@ -179,7 +179,7 @@ def lion_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Lion on a list of tensors; P, G, S: dtypes of parameters, gradients and state."""
+    """Lion on a list of tensors. P, G, S: dtypes of parameters, gradients and state."""
     program = tl.program_id(0).to(tl.int64)
     tensor = tl.load(blocks_ptr + 2 * program)
     start = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64) * BLOCK
@@ -279,7 +279,7 @@ def adamw_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """AdamW on a list of tensors: `m̂ / (√(v̂ + eps_root) + eps)`; dtypes as in lion_kernel."""
+    """AdamW on a list of tensors: `m̂ / (√(v̂ + eps_root) + eps)`. Dtypes are as in lion_kernel."""
     program = tl.program_id(0).to(tl.int64)
     tensor = tl.load(blocks_ptr + 2 * program)
     start = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64) * BLOCK

@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolated momentum. One moment of state, steps of size lr."""
+"""Lion: the sign of an interpolated momentum, with one moment of state and steps of size lr."""
 
 import functools
 from collections.abc import Iterable
@@ -18,36 +18,35 @@ __all__ = ["Lion"]
 class Lion(Shell):
     """Lion (Chen et al., arXiv 2302.06675): `p ← (1 − lr λ) p − lr sign(beta1 m + (1 − beta1) g)`.
 
-    See `rules.lion` for the rule. Against AdamW choose lr three to ten times smaller and
-    weight_decay as many times larger. State: `exp_avg`, one tensor a parameter.
+    See `rules.lion` for the rule. Compared with AdamW, choose an lr three to ten times smaller and
+    a weight_decay larger by the same factor. State: `exp_avg`, one tensor per parameter.
 
-    Every move has size lr, so a bfloat16 weight near 1 does not move at all where lr < 2⁻⁹: use
-    stochastic_rounding or master_weights there. A complex weight takes the sign of each component.
-    After the gradient vanishes the momentum's sign stays, and the weight keeps drifting by lr a
-    step.
+    Every move has size lr, so a bfloat16 weight near 1 does not move at all if lr < 2⁻⁹. Use
+    stochastic_rounding or master_weights there. A complex weight uses the sign of each component.
+    After the gradient vanishes, the momentum keeps its sign, and the weight drifts by lr per step.
 
     Args:
         params: parameters, named parameters, or parameter groups.
-        lr: learning rate, at least 0; a one-element tensor is read at every step.
+        lr: learning rate, at least 0. A one-element tensor is read at every step.
         betas: (beta1, beta2), each in [0, 1); floats or one-element tensors.
-        weight_decay: decoupled decay λ, per unit of lr.
-        maximize: climb instead; the gradient itself is never changed.
-        foreach: None or True: chunks on a CPU, torch's _foreach operations on a GPU; False: a
-            plain loop.
-        fused: True: one Triton launch a device and dtype (on a CPU only under Triton's
+        weight_decay: decoupled weight decay λ, per unit of lr.
+        maximize: maximize the objective. The gradient itself never changes.
+        foreach: None or True uses chunks on a CPU and torch's _foreach operations on a GPU. False
+            uses a plain loop.
+        fused: True uses one Triton launch per device and dtype (on a CPU, only in Triton's
             interpreter).
-        capturable: True: lr and betas given as tensors are never read on the host, for CUDA graphs.
-        state_dtype: torch.float32, bfloat16 or float16; None: the parameter's own dtype.
+        capturable: True never reads lr and betas on the host if they are tensors, for CUDA graphs.
+        state_dtype: torch.float32, bfloat16 or float16; None for the parameter's dtype.
         master_weights: keep a float32 copy of bfloat16 and float16 parameters in the state.
-        stochastic_rounding: round bfloat16 parameters by chance, unbiased.
-        generator: randomness of that rounding, on the parameters' device; None: torch's default.
-            Its state is the caller's to save.
-        nonfinite: what a NaN or infinite gradient does. "propagate": the weight becomes NaN;
-            "raise": RuntimeError before any weight changes; "skip": that parameter's step is left
-            out and counted in `optimizer.skipped`.
+        stochastic_rounding: round bfloat16 parameters stochastically, without bias.
+        generator: the random generator for rounding, on the parameters' device; None for torch's
+            default. The caller must save its state.
+        nonfinite: what to do about a NaN or infinite gradient. "propagate" makes the weight NaN,
+            "raise" raises RuntimeError before any weight changes, and "skip" skips the parameter's
+            step and counts it in `optimizer.skipped`.
 
     Errors: ValueError and TypeError for settings, RuntimeError for sparse gradients.
-    torch's `differentiable` is not offered.
+    torch's `differentiable` is not supported.
     """
 
     rule = staticmethod(rules.lion)
@@ -93,7 +92,7 @@ class Lion(Shell):
         return {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
 
     def cpu_update(self, group: dict[str, Any]) -> Chunk:
-        """The update of one piece on a CPU, in place; one scratch buffer, each piece read once."""
+        """Return the in-place CPU update of one piece, which reads the piece only once."""
         hyper = self._hyperparameters(group, tensors=False)
         blend, forget = 1 - hyper["beta1"], 1 - hyper["beta2"]
         descend = functools.partial(
@@ -113,10 +112,10 @@ class Lion(Shell):
             (exp_avg,) = moments
             torch.lerp(exp_avg, grad, blend, out=scratch).sign_()
             exp_avg.lerp_(grad, forget)
-            # Plain descent with decay, the sign for its gradient: Lion's last line in one pass.
+            # Gradient descent with decay on the sign is Lion's weight update, in one pass.
             descend([param], [scratch], [])
-            # sign(NaN) is 0. One sum over the momentum, which took in the gradient, finds what is
-            # not finite; 0·m then carries it into the weight and changes nothing else.
+            # sign(NaN) is 0. The sum of the momentum, which includes the gradient, detects
+            # non-finite values; adding 0·m then makes those weights NaN and changes no others.
             if not isfinite(exp_avg.sum().item()):
                 param.addcmul_(exp_avg, exp_avg.new_zeros(()))
 
@@ -133,7 +132,7 @@ class Lion(Shell):
         lr = hyper["lr"]
         exp_avgs = [state["exp_avg"] for _, _, state in items]
         updates = torch._foreach_lerp(exp_avgs, grads, 1 - hyper["beta1"])
-        poison = torch._foreach_mul(updates, 0.0)  # NaN where sign would hide it
+        poison = torch._foreach_mul(updates, 0.0)  # sign would hide NaN and infinity
         torch._foreach_sign_(updates)
         torch._foreach_add_(updates, poison)
         torch._foreach_mul_(updates, -lr)

@@ -1,4 +1,4 @@
-"""Where low precision meets an update rule: which dtype computes, and how the result is rounded."""
+"""Low precision in update rules: the dtype that computes, and how results are rounded."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,21 +12,21 @@ Rule = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that an update is computed in: float64 for float64 parameters, else float32."""
+    """Return the dtype to compute in: float64 for float64 parameters, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Round x [any shape, float32] to bfloat16, up or down by chance, so that the mean is x.
+    """Round x [any shape, float32] to bfloat16, randomly up or down, so that the mean is x.
 
     The 16 bits that bfloat16 drops are compared with 16 random bits. NaN and infinity are kept.
-    generator: torch.Generator on x's device, None for torch's default one.
+    generator: torch.Generator on x's device; None for torch's default.
     """
-    # One draw of 64 bits serves four numbers; read as int16 they are noise less half its range.
+    # One 64-bit draw serves four numbers. Viewed as int16, the noise is offset by half its range.
     draws = torch.empty((x.numel() + 3) // 4, dtype=torch.int64, device=x.device)
     draws.random_(-(1 << 63), None, generator=generator)
     noise = draws.view(torch.int16)[: x.numel()].view(x.shape).to(torch.int32)
-    # A carry out of the dropped bits rounds the magnitude up: the sign bit is never touched.
+    # A carry out of the dropped bits rounds the magnitude up. It never reaches the sign bit.
     up = noise.add_(1 << 15).add_(x.contiguous().view(torch.int32)).bitwise_and_(-65536)
     return torch.where(torch.isfinite(x), up.view(torch.float32), x).to(torch.bfloat16)
 
@@ -34,7 +34,7 @@ def stochastic_round(x: Tensor, generator: torch.Generator | None = None) -> Ten
 def store(
     param: Tensor, value: Tensor, *, stochastic: bool, generator: torch.Generator | None
 ) -> None:
-    """Round `value` [float32 or float64] into `param`, a bfloat16 one by chance if `stochastic`."""
+    """Round `value` [float32 or float64] into `param`; if `stochastic`, randomly for bfloat16."""
     if stochastic and param.dtype == torch.bfloat16:
         value = stochastic_round(value, generator)
     param.copy_(value)
@@ -52,11 +52,11 @@ def apply_rule(
     generator: torch.Generator | None = None,
     **hyperparameters: Any,
 ) -> None:
-    """One step of `rule` on real tensors of one shape, results stored in place.
+    """Apply one step of `rule` to real tensors of the same shape, in place.
 
-    `state` holds the moments, in any floating dtype, and perhaps `master`, a float32 copy of the
-    weight that is then the one updated; `param` [any shape] gets its rounded value.
-    `step` counts the steps before this one.
+    `state` holds the moments, in any floating dtype. It may also hold `master`, a float32 copy of
+    the weight, which is then updated and rounded into `param` [any shape]. `step` counts the steps
+    before this one.
     """
     dtype = compute_dtype(param.dtype)
     moments = {name: value.to(dtype) for name, value in state.items() if name != "master"}

@@ -1,12 +1,12 @@
-"""Optimizer state in 8 bits: a code for each number, a scale for each block of them.
+"""8-bit optimizer state: a code per number and a scale per block of numbers.
 
-A block is divided by its largest magnitude, and each number becomes the index of the nearest value
-in a map of 256. The map is dynamic: its values lie dense near 0, over seven powers of ten, since
+A block is divided by its largest magnitude, and each number becomes the index of the nearest of 256
+values in a map. The map is dynamic: its values are dense near 0, over seven powers of ten, because
 the moments of one block differ that much.
 
-For training on a GPU take `torchao.optim.AdamW8bit` or bitsandbytes, which do the same in one
-kernel. torchao's compiles each shape at its first step; on a CPU that takes a C++ compiler and
-minutes, and `torch.compiler.set_stance("force_eager")` around its `step` avoids it.
+To train on a GPU, use `torchao.optim.AdamW8bit` or bitsandbytes, which do the same in one kernel.
+torchao compiles its step for each new shape. On a CPU this needs a C++ compiler and takes minutes;
+`torch.compiler.set_stance("force_eager")` around its `step` avoids it.
 """
 
 import functools
@@ -27,18 +27,18 @@ from labcore.optim.tensorwise import Layout, TensorShell, layout_bytes, state_dt
 
 __all__ = ["AdamW8bit", "dequantize_blocks", "dynamic_map", "largest_error", "quantize_blocks"]
 
-SMALLEST = 4096  # elements: below it a state stays in float32, as in bitsandbytes and torchao
+SMALLEST = 4096  # smaller states stay in float32, as in bitsandbytes and torchao
 DECADES = 7
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
 def dynamic_map(*, signed: bool) -> Tensor:
-    """The 256 values of the dynamic 8-bit data type, ascending: float32 [256].
+    """Return the 256 values of the dynamic 8-bit data type in ascending order, float32 [256].
 
-    A code is a row of zeros, a one that ends it, and the rest: z zeros scale by 10^-z, and the rest
-    counts equal steps from 0.1 to 1, whose midpoints are the values. So the numbers near 1 have
-    most of the bits. Signed codes spend one bit on the sign and reach from -0.993 to 1, unsigned
-    ones from 0 to 1. 0 and 1 themselves are added.
+    A code has z zeros, a one that ends them, and the remaining bits. The zeros scale by 10^-z, and
+    the remaining bits count equal steps from 0.1 to 1, whose midpoints are the values. Numbers near
+    1 thus have the most bits. Signed codes use one bit for the sign and range from -0.993 to 1;
+    unsigned codes range from 0 to 1. The values 0 and 1 are added.
     Source: Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit optimizers via block-wise
     quantization", arXiv 2110.02861.
     """
@@ -52,10 +52,10 @@ def dynamic_map(*, signed: bool) -> Tensor:
 
 
 def largest_error(*, signed: bool) -> float:
-    """The largest error of `quantize_blocks`, in units of a block's largest magnitude.
+    """Return the largest error of `quantize_blocks`, in units of a block's largest magnitude.
 
-    Half of the widest gap of the map: 0.0070 signed, 0.0035 unsigned. From -0.993 down to -1, which
-    the signed map does not hold, it is as much.
+    It is half of the widest gap in the map: 0.0070 signed, 0.0035 unsigned. The signed map does not
+    contain -1; from -0.993 to -1, the error is equally large.
     """
     values = dynamic_map(signed=signed).double()
     return float(values.diff().max()) / 2
@@ -63,7 +63,7 @@ def largest_error(*, signed: bool) -> float:
 
 @functools.cache
 def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The map, and the borders between the numbers that are nearest to one value or the next."""
+    """Return the map and the midpoints between its values, where rounding switches."""
     values = dynamic_map(signed=signed).to(device)
     return values, (values[1:] + values[:-1]) / 2
 
@@ -71,14 +71,14 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 def quantize_blocks(
     x: Tensor, *, signed: bool = True, block_size: int = 256
 ) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [shape of x] and scales float32 [number of blocks] of a tensor of any shape.
+    """Quantize x [any shape] to codes, uint8 [shape of x], and scales, float32 [number of blocks].
 
-    A block is `block_size` elements in row-major order, the last one perhaps shorter; its scale is
-    its largest magnitude. Each element becomes the nearest value of the map, and errs by at most
-    `largest_error` scales. Without a sign, a number above 0 never becomes 0: a second moment of 0
-    beside a first moment that is not would divide it by eps. NaN or infinity spoils its block.
+    A block is `block_size` elements in row-major order; the last may be shorter. Its scale is its
+    largest magnitude. Each element becomes the nearest value of the map, with an error of at most
+    `largest_error` scales. Without a sign, a number above 0 never becomes 0: a zero second moment
+    with a nonzero first moment would cause a division by eps. NaN or infinity spoils its block.
 
-    x: float, computed in float32; at least 0 where `signed` is False: what lies below becomes 0.
+    x: floating point, computed in float32. If `signed` is False, numbers below 0 become 0.
     Raises ValueError for a block_size below 1.
     """
     checks.positive_int("block_size", block_size)
@@ -96,34 +96,36 @@ def quantize_blocks(
 def dequantize_blocks(
     codes: Tensor, scales: Tensor, *, signed: bool = True, block_size: int = 256
 ) -> Tensor:
-    """The float32 tensor [shape of codes] behind the codes and scales of `quantize_blocks`."""
+    """Restore a float32 tensor [shape of codes] from the output of `quantize_blocks`."""
     values, _ = _tables(signed, codes.device)
     wide = scales.repeat_interleave(block_size)[: codes.numel()]
     return values[codes.int()] * wide.view(codes.shape)
 
 
 class AdamW8bit(TensorShell):
-    """AdamW whose two moments are kept in 8 bits: a reading copy of the method, not a fast one.
+    """AdamW with both moments in 8 bits: an implementation to read, not a fast one.
 
-    State: `exp_avg` and `exp_avg_sq` as uint8 codes [shape of the parameter] with `..._scales`
-    float32, one a block: 2.03 bytes a weight instead of 8. Parameters below 4096 elements keep
-    float32 moments. A step restores the moments of one block of the walk at a time, follows
-    `rules.adamw` in float32 and rounds them back; the weight sees the moments before that rounding.
+    State: `exp_avg` and `exp_avg_sq` as uint8 codes [shape of the parameter], with `..._scales`
+    float32, one per block: 2.03 bytes per weight instead of 8. Parameters with fewer than 4096
+    elements keep float32 moments. A step processes the parameter in pieces: it restores their
+    moments, applies `rules.adamw` in float32, and quantizes the moments again. The weight update
+    uses the moments before that quantization.
 
     Args:
         params: parameters, named parameters, or parameter groups.
-        lr: learning rate, at least 0; a one-element tensor is read at every step.
+        lr: learning rate, at least 0. A one-element tensor is read at every step.
         betas: (beta1, beta2), each in [0, 1).
         eps: added to the root of the second moment, in units of the gradient.
-        weight_decay: decoupled decay λ, per unit of lr.
-        block_size: elements with one scale.
-        maximize: climb instead; the gradient itself is never changed.
+        weight_decay: decoupled weight decay λ, per unit of lr.
+        block_size: the number of elements that share a scale.
+        maximize: maximize the objective. The gradient itself never changes.
         master_weights: keep a float32 copy of bfloat16 and float16 parameters in the state.
-        stochastic_rounding: round bfloat16 parameters by chance, unbiased.
-        generator: randomness of that rounding, on the parameters' device; None: torch's default.
-            Its state is the caller's to save.
-        nonfinite: "propagate"; "raise": RuntimeError before any weight changes; "skip": that
-            parameter's step is left out and counted in `optimizer.skipped`.
+        stochastic_rounding: round bfloat16 parameters stochastically, without bias.
+        generator: the random generator for rounding, on the parameters' device; None for torch's
+            default. The caller must save its state.
+        nonfinite: what to do about a NaN or infinite gradient. "propagate" makes weights NaN,
+            "raise" raises RuntimeError before any weight changes, and "skip" skips the parameter's
+            step and counts it in `optimizer.skipped`.
 
     Errors: ValueError and TypeError for settings and complex parameters, RuntimeError for sparse
     gradients. Source: Dettmers et al., arXiv 2110.02861.
@@ -165,7 +167,7 @@ class AdamW8bit(TensorShell):
     def state_bytes(
         shape: Sequence[int], dtype: torch.dtype = torch.float32, *, block_size: int = 256
     ) -> int:
-        """Bytes of state for a parameter of this shape and dtype, without a master copy."""
+        """Return the bytes of state for a parameter of this shape and dtype, without a master."""
         return layout_bytes(_layout(tuple(shape), dtype, block_size))
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -244,9 +246,9 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype, block_size: int) -> Layo
 def _pieces(
     param: Tensor, grad: Tensor, state: dict[str, Tensor], block_size: int
 ) -> Iterable[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-    """Views of weights, gradients and state, whole blocks each, so that temporaries stay small.
+    """Yield views of weights, gradients and state in whole blocks, to keep temporaries small.
 
-    Blocks run in row-major order, so a tensor that lies otherwise in memory is one piece.
+    Blocks are in row-major order, so a tensor with another memory layout is one piece.
     """
     arrays = {name: value for name, value in state.items() if name != "step"}
     wide = {name: value for name, value in arrays.items() if not name.endswith("_scales")}

@@ -1,7 +1,7 @@
-"""What Lion and AdamW share: a `torch.optim.Optimizer` that keeps state and chooses a path.
+"""The base class of Lion and AdamW: a `torch.optim.Optimizer` that keeps state and picks a path.
 
-The paths compute one rule: a loop over `rules` (the truth), `foreach` (chunks on a CPU, torch's
-`_foreach` operations on a GPU) and `fused` (one Triton launch a device and dtype).
+All paths compute the same rule: a loop over `rules` (the reference), `foreach` (chunks on a CPU,
+torch's `_foreach` operations on a GPU) and `fused` (one Triton launch per device and dtype).
 """
 
 import functools
@@ -24,15 +24,15 @@ Item = tuple[Tensor, Tensor, dict[str, Tensor]]  # parameter, gradient, its stat
 
 
 class Shell(Optimizer):
-    """State, checks and paths of an optimizer whose update is one pure rule.
+    """State, checks and paths of an optimizer whose update is a pure rule.
 
-    A subclass names its rule, its moments and its hyperparameters, and the fast forms of each path.
+    A subclass defines its rule, moments and hyperparameters, and a fast implementation per path.
     """
 
     rule: ClassVar[Rule]
     moments: ClassVar[tuple[str, ...]]
     counts_steps: ClassVar[bool]
-    # What a state dict from an older version or from torch's own optimizer may lack.
+    # Defaults for settings that state dicts of older versions or of torch may not have.
     neutral: ClassVar[dict[str, Any]] = {
         "maximize": False,
         "foreach": None,
@@ -56,28 +56,28 @@ class Shell(Optimizer):
         self._tables = Tables()
         super().__init__(params, defaults)
 
-    # What a subclass says -------------------------------------------------
+    # Defined by subclasses ------------------------------------------------
 
     def _hyperparameters(self, group: dict[str, Any], *, tensors: bool) -> dict[str, Any]:
-        """Keyword arguments of the rule; Python floats unless `tensors`."""
+        """Return the rule's keyword arguments, as Python floats unless `tensors`."""
         raise NotImplementedError
 
     def cpu_update(self, group: dict[str, Any]) -> Chunk | None:
-        """In-place update of one-dimensional pieces of one dtype; None: only the rule does it."""
+        """Return an in-place update of 1-D pieces of one dtype, or None to use the rule."""
         raise NotImplementedError
 
     def _foreach(self, group: dict[str, Any], items: list[Item]) -> bool:
-        """One step by torch._foreach operations; False where these choices have no such form."""
+        """Take one step by torch._foreach operations, or return False if they don't support it."""
         raise NotImplementedError
 
     def _fused(self, group: dict[str, Any], items: list[Item]) -> None:
-        """One step by Triton."""
+        """Take one step by Triton."""
         raise NotImplementedError
 
     # Groups, state and their round trip -----------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its own settings override the optimizer's and are checked alike."""
+        """Add a group. Its settings override the optimizer's and are checked the same way."""
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -90,18 +90,18 @@ class Shell(Optimizer):
         checks.non_negative("lr", group["lr"], "pass lr=0 to freeze the weights")
         betas = group["betas"]
         if len(betas) != 2:
-            raise ValueError(f"betas must be two numbers (beta1, beta2), got {len(betas)} of them")
+            raise ValueError(f"betas must be two numbers (beta1, beta2), got {len(betas)}")
         checks.fraction("betas[0]", betas[0])
         checks.fraction("betas[1]", betas[1])
         checks.non_negative("weight_decay", group["weight_decay"])
         checks.one_of("nonfinite", group["nonfinite"], NONFINITE)
         checks.one_of("state_dtype", group["state_dtype"], STATE_DTYPES)
         if group["foreach"] and group["fused"]:
-            raise ValueError("foreach and fused are two paths, got both; set one of them to True")
+            raise ValueError("foreach and fused must not both be True; set only one of them")
         if group["master_weights"] and group["stochastic_rounding"]:
             raise ValueError(
-                "master_weights and stochastic_rounding are two ways to keep small updates, "
-                "got both; choose one"
+                "master_weights and stochastic_rounding must not both be True: each keeps small "
+                "updates; choose one"
             )
         if group["capturable"] and group["nonfinite"] != "propagate":
             raise ValueError(
@@ -117,7 +117,7 @@ class Shell(Optimizer):
             group["state_dtype"] is not None or low_precision or group["fused"]
         ):
             raise ValueError(
-                "state_dtype, master_weights, stochastic_rounding and fused are for real "
+                "state_dtype, master_weights, stochastic_rounding and fused need real "
                 f"parameters, got {param.dtype}; leave them at their defaults in its group"
             )
         if group["stochastic_rounding"] and param.dtype == torch.float16:
@@ -132,13 +132,13 @@ class Shell(Optimizer):
                 )
             if group["capturable"] and group["stochastic_rounding"]:
                 raise ValueError(
-                    "a captured fused step would replay one seed, got stochastic_rounding=True; "
-                    "use foreach=True, or master_weights=True"
+                    "a captured fused step would always replay the same seed, got "
+                    "stochastic_rounding=True; use foreach=True, or master_weights=True"
                 )
             try:
                 device.choose_backend("triton", param, op=type(self).__name__)
             except ValueError as error:
-                raise ValueError(f"fused=True cannot run, use fused=False: {error}") from None
+                raise ValueError(f"fused=True cannot run; use fused=False: {error}") from None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "skipped": self.skipped, "generator": self.generator}
@@ -153,13 +153,13 @@ class Shell(Optimizer):
                 group.setdefault(name, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this kind of optimizer; settings that the dict lacks keep their values.
+        """Load the state of this kind of optimizer. Settings missing in the dict do not change.
 
-        So do foreach, fused and capturable: they belong to this machine, not to the one that saved.
-        torch casts every float state to its parameter's dtype; here each keeps the dtype that the
-        group asks for (`state_dtype`, float32 for `master`). Tensors are copied, never shared with
-        the dict.
-        Raises ValueError for a state that another kind of optimizer wrote.
+        Neither do foreach, fused and capturable, because they depend on this machine, not the one
+        that saved. torch casts every float state to its parameter's dtype; here, state keeps the
+        dtype that the group asks for (`state_dtype`, float32 for `master`). Tensors are copied,
+        never shared with the dict.
+        Raises ValueError for a state from another kind of optimizer.
         """
         seen: list[dict[str, Any]] = []
 
@@ -195,8 +195,8 @@ class Shell(Optimizer):
             came = set(entry) - {"master"}
             if entry and came != wanted:
                 raise ValueError(
-                    f"{name} keeps {sorted(wanted)} a parameter, got a state with {sorted(came)}; "
-                    "load a state dict that the same kind of optimizer saved"
+                    f"{name} keeps {sorted(wanted)} for each parameter, got a state with "
+                    f"{sorted(came)}; load a state dict saved by the same kind of optimizer"
                 )
 
     def _loaded(
@@ -209,13 +209,13 @@ class Shell(Optimizer):
         return state
 
     def _state_dtype(self, group: dict[str, Any], param: Tensor) -> torch.dtype:
-        """The dtype of a parameter's moments."""
+        """Return the dtype of a parameter's moments."""
         return group["state_dtype"] or param.dtype
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
         if self.counts_steps:
-            # On the host unless a graph replays the count: reading it there makes nobody wait.
+            # Keep it on the host, where reading it costs no wait, unless a graph replays it.
             where = param.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=where)
         dtype = self._state_dtype(group, param)
@@ -229,10 +229,10 @@ class Shell(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns the closure's loss, if one is given.
+        """Update every parameter that has a gradient. Return the closure's loss, if given.
 
-        Raises RuntimeError for a sparse gradient, or for a non-finite one under nonfinite="raise",
-        before any weight changes.
+        Before any weight changes, raises RuntimeError for a sparse gradient, or for a non-finite
+        one with nonfinite="raise".
         """
         loss = None
         if closure is not None:
@@ -255,7 +255,7 @@ class Shell(Optimizer):
                 continue
             if grad.layout is not torch.strided:
                 raise RuntimeError(
-                    f"{type(self).__name__} takes dense gradients, got a sparse one for "
+                    f"{type(self).__name__} needs dense gradients, got a sparse one for "
                     f"{self._name(index, param)}; use sparse=False in the embedding, "
                     "or torch.optim.SparseAdam"
                 )
@@ -265,8 +265,8 @@ class Shell(Optimizer):
         bad = [param for param in params if not bool(torch.isfinite(param.grad).all())]
         if bad and group["nonfinite"] == "raise":
             raise RuntimeError(
-                f"{type(self).__name__} got a NaN or infinite gradient for "
-                f"{self._name(index, bad[0])}; no weight was changed; lower the learning rate, "
+                f"{type(self).__name__} needs finite gradients, got NaN or infinity for "
+                f"{self._name(index, bad[0])}; no weight was changed. Lower the learning rate, "
                 "clip the gradients, or pass nonfinite='skip'"
             )
         self.skipped += len(bad)
@@ -353,7 +353,7 @@ class Shell(Optimizer):
 
 
 def _real_items(params: list[Tensor], states: list[dict[str, Tensor]]) -> list[Item]:
-    """Complex tensors seen as pairs of reals, so that every rule works a component at a time."""
+    """View complex tensors as pairs of reals, so that rules act on each component."""
     items = []
     for param, state in zip(params, states, strict=True):
         grad = param.grad
@@ -370,7 +370,7 @@ def _real_items(params: list[Tensor], states: list[dict[str, Tensor]]) -> list[I
 
 
 def is_plain(items: list[Item]) -> bool:
-    """Whether every tensor has one dtype, float32 or float64, with no master copy."""
+    """Return whether all tensors have the same dtype, float32 or float64, and no master copy."""
     dtypes = {
         t.dtype
         for param, grad, state in items

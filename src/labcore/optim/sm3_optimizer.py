@@ -1,4 +1,4 @@
-"""SM3: the second moment of each weight bounded by one number a row and one a column."""
+"""SM3: bounds each weight's second moment with one number per row and one per column."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -26,27 +26,28 @@ def sm3(
     momentum: Scalar = 0.0,
     weight_decay: float = 0.0,
 ) -> tuple[Tensor, State]:
-    """AdaGrad whose sums of g² are known only through their maxima over slices (SM3-II).
+    """AdaGrad that keeps only the maxima of its sums of g² over slices (SM3-II).
 
-    Each dimension has a cover: one number for each of its slices. A weight's bound is the least
-    number of the slices that it lies in:
+    Each dimension has a cover, with one number per slice. A weight's bound v comes from the
+    smallest number among the slices that contain it:
 
     - `v = min over dimensions of cover + g²`, at least the sum of all g² so far;
     - each cover becomes the maximum of v over its slice;
     - `u = g / √v` (0 where v is 0), `m ← momentum m + (1 − momentum) u`;
     - `p ← (1 − lr weight_decay) p − lr m`.
 
-    With fewer than two dimensions the one cover is v itself: AdaGrad.
+    With fewer than two dimensions, the only cover is v itself, which is AdaGrad.
 
-    Args: param and grad of one shape, with at least one element; lr, in units of param; momentum,
-    in [0, 1): 0 keeps no m; weight_decay, per unit of lr. State: `cover_0` [n, 1, ...],
-    `cover_1` [1, m, ...] and so on, and `momentum_buffer` [shape of param] if momentum is not 0.
+    Args: param and grad, with the same shape and at least one element; lr, in units of param;
+    momentum, in [0, 1), where 0 keeps no m; weight_decay, per unit of lr. State: `cover_0`
+    [n, 1, ...], `cover_1` [1, m, ...] and so on, and `momentum_buffer` [shape of param] if momentum
+    is not 0.
     Source: Anil, Gupta, Koren and Singer, "Memory-efficient adaptive optimization",
     arXiv 1901.11150.
     """
     names = _names(param.dim())
     bound = torch.zeros_like(param)
-    if names[0] in state:  # all of them are read before the first one is renewed
+    if names[0] in state:  # read all covers before updating any
         bound = _least([state[name] for name in names], bound)
     bound = bound + grad * grad
     update = grad * bound.clamp(min=torch.finfo(param.dtype).tiny).rsqrt()
@@ -59,38 +60,39 @@ def sm3(
 
 
 class SM3(TensorShell):
-    """SM3-II (Anil et al., arXiv 1901.11150), its slices along each dimension as the covers.
+    """SM3-II (Anil et al., arXiv 1901.11150), with the slices along each dimension as covers.
 
-    See `sm3` for the rule. State of an n by m matrix: n + m numbers, and n m more only where
-    momentum is not 0. All of it is float32 for bfloat16 and float16 parameters, float64 for
-    float64 ones. The bounds never shrink, as in AdaGrad: warm the learning rate up, and expect no
-    decay of it to be needed.
+    See `sm3` for the rule. The state of an n by m matrix is n + m numbers, plus n m more if
+    momentum is not 0. It is float32 for bfloat16 and float16 parameters and float64 for float64
+    parameters. As in AdaGrad, the bounds never decrease: use learning rate warmup; decay should not
+    be needed.
 
-    A NaN or infinite gradient makes its weight NaN, and from the next step on the slices it lies
-    in.
+    A NaN or infinite gradient makes its weight NaN and, starting with the next step, the slices
+    that contain it.
 
     Args:
         params: parameters, named parameters, or parameter groups.
-        lr: learning rate, at least 0; a one-element tensor is read at every step.
-        momentum: share of the averaged update that a step keeps, in [0, 1); the paper trains with
-            0.9, and 0 keeps no state for it.
-        weight_decay: decoupled decay λ, per unit of lr.
-        maximize: climb instead; the gradient itself is never changed.
-        foreach: None or True: big tensors in blocks on a CPU, the others in batches of torch's
-            _foreach operations; False: a plain loop.
+        lr: learning rate, at least 0. A one-element tensor is read at every step.
+        momentum: the fraction of the averaged update that a step keeps, in [0, 1). The paper trains
+            with 0.9; 0 keeps no state for it.
+        weight_decay: decoupled weight decay λ, per unit of lr.
+        maximize: maximize the objective. The gradient itself never changes.
+        foreach: None or True uses blocks for big tensors on a CPU and batches of torch's _foreach
+            operations for others. False uses a plain loop.
         master_weights: keep a float32 copy of bfloat16 and float16 parameters in the state.
-        stochastic_rounding: round bfloat16 parameters by chance, unbiased.
-        generator: randomness of that rounding, on the parameters' device; None: torch's default.
-            Its state is the caller's to save.
-        nonfinite: "propagate"; "raise": RuntimeError before any weight changes; "skip": that
-            parameter's step is left out and counted in `optimizer.skipped`.
+        stochastic_rounding: round bfloat16 parameters stochastically, without bias.
+        generator: the random generator for rounding, on the parameters' device; None for torch's
+            default. The caller must save its state.
+        nonfinite: what to do about a NaN or infinite gradient. "propagate" makes weights NaN,
+            "raise" raises RuntimeError before any weight changes, and "skip" skips the parameter's
+            step and counts it in `optimizer.skipped`.
 
     Errors: ValueError and TypeError for settings and complex parameters, RuntimeError for sparse
-    gradients. capturable and differentiable are not offered.
+    gradients. capturable and differentiable are not supported.
     """
 
     rule = staticmethod(sm3)
-    moments: ClassVar[tuple[str, ...]] = ()  # one a dimension: see `_layout`
+    moments: ClassVar[tuple[str, ...]] = ()  # one per dimension; see `_layout`
     counts_steps: ClassVar[bool] = False
 
     def __init__(
@@ -123,7 +125,7 @@ class SM3(TensorShell):
     def state_bytes(
         shape: Sequence[int], dtype: torch.dtype = torch.float32, *, momentum: float = 0.0
     ) -> int:
-        """Bytes of state for a parameter of this shape and dtype, without a master copy."""
+        """Return the bytes of state for a parameter of this shape and dtype, without a master."""
         return layout_bytes(_layout(tuple(shape), dtype, momentum))
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -199,7 +201,7 @@ class SM3(TensorShell):
             old.copy_(new)
 
     def _foreach(self, group: dict[str, Any], items: list[Item]) -> bool:
-        # Where the momentum was turned off, only the parameters of before have a buffer.
+        # After momentum is turned off, only parameters with earlier state have a buffer.
         buffered = {"momentum_buffer" in state for _, _, state in items}
         if not is_plain(items) or len(buffered) > 1:
             return False
@@ -242,7 +244,7 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype, momentum: float) -> Layo
 
 
 def _least(covers: Sequence[Tensor], out: Tensor) -> Tensor:
-    """The least of the covers for each weight, written into `out` [the weights' shape]."""
+    """Write the smallest cover of each weight into `out` [the weights' shape]."""
     *some, last = covers
     if not some:
         return out.copy_(last)
@@ -250,6 +252,6 @@ def _least(covers: Sequence[Tensor], out: Tensor) -> Tensor:
 
 
 def _cover(bound: Tensor, dimension: int) -> Tensor:
-    """The maximum of `bound` over each slice of one dimension; the other dimensions have size 1."""
+    """Return the maximum of `bound` over each slice of one dimension; other sizes become 1."""
     over = [i for i in range(bound.dim()) if i != dimension]
     return bound.amax(over, keepdim=True) if over else bound

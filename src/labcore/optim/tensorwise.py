@@ -1,7 +1,7 @@
-"""What Adafactor, SM3 and AdamW8bit share: state that is smaller than the parameter it belongs to.
+"""The base class of Adafactor, SM3 and AdamW8bit, whose state is smaller than the parameter.
 
-Their rules read a whole tensor, so the flat pieces and buckets of `chunked` do not fit. On a CPU
-each tensor is walked in blocks of rows instead, so that no temporary has the size of the parameter.
+Their rules read a whole tensor, so the flat pieces and buckets of `chunked` don't work for them. On
+a CPU, each tensor is processed in blocks of rows, so no temporary is as large as the parameter.
 """
 
 import math
@@ -14,8 +14,8 @@ from labcore.optim.chunked import CHUNK
 from labcore.optim.precision import compute_dtype
 from labcore.optim.shell import Item, Shell
 
-SMALL = 1 << 15  # up to this size, whole-tensor operations cost less than walking in blocks
-# What Shell asks of a group and these optimizers do not offer, at values that it accepts.
+SMALL = 1 << 15  # up to this size, whole-tensor operations cost less than blocks
+# Settings that Shell checks and these optimizers don't have, with values that pass.
 ABSENT = {
     "betas": (0.0, 0.0),
     "foreach": None,
@@ -27,15 +27,15 @@ Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]  # state name
 
 
 def layout_bytes(layout: Layout) -> int:
-    """Bytes of a state with these shapes and dtypes."""
+    """Return the bytes of a state with these shapes and dtypes."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
 
 
 class TensorShell(Shell):
-    """State, checks and paths of an optimizer that takes one tensor at a time.
+    """State, checks and paths of an optimizer that processes one tensor at a time.
 
-    A subclass gives its rule, its state's layout and its fast forms: a step over one tensor in
-    blocks and a step by torch's _foreach operations.
+    A subclass defines its rule, its state's layout and two fast implementations: a step over one
+    tensor in blocks, and a step by torch's _foreach operations.
     """
 
     neutral: ClassVar[dict[str, Any]] = {
@@ -47,13 +47,13 @@ class TensorShell(Shell):
     }
 
     def _layout(self, group: dict[str, Any], param: Tensor) -> Layout:
-        """Names, shapes and dtypes of a parameter's state, the count of steps among them."""
+        """Return names, shapes and dtypes of a parameter's state, including the step count."""
         raise NotImplementedError
 
     def _block_step(
         self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        """One step of one parameter with at least one element, on a CPU."""
+        """Take one step of a parameter with at least one element, on a CPU."""
         raise NotImplementedError
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -62,15 +62,15 @@ class TensorShell(Shell):
     def _check_param(self, group: dict[str, Any], param: Tensor) -> None:
         if param.is_complex():
             raise ValueError(
-                f"{type(self).__name__} takes real parameters, got {param.dtype}; "
-                "use Lion or AdamW for it"
+                f"{type(self).__name__} needs real parameters, got {param.dtype}; "
+                "use Lion or AdamW for complex ones"
             )
         super()._check_param(group, param)
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
         state = {}
         for name, (shape, dtype) in self._layout(group, param).items():
-            # The count stays on the host: reading it there makes nobody wait.
+            # The count stays on the host, where reading it costs no wait.
             where = "cpu" if name == "step" else param.device
             state[name] = torch.zeros(shape, dtype=dtype, device=where)
         if group["master_weights"] and param.dtype in (torch.bfloat16, torch.float16):
@@ -83,7 +83,7 @@ class TensorShell(Shell):
         param: Tensor,
         entry: dict[str, Any],  # noqa: ARG002 (for SM3, whose entries differ)
     ) -> Layout:
-        """The layout that a parameter's saved state must have."""
+        """Return the layout that a parameter's saved state must have."""
         return self._layout(group, param)
 
     def _check_loaded(self, saved: dict[str, Any]) -> None:
@@ -102,8 +102,8 @@ class TensorShell(Shell):
                 if came != wanted:
                     raise ValueError(
                         f"{type(self).__name__} keeps {wanted} for a parameter of shape "
-                        f"{tuple(param.shape)}, got a state with {came}; load a state dict that "
-                        "the same kind of optimizer saved for the same shapes and settings"
+                        f"{tuple(param.shape)}, got a state with {came}; load a state dict saved "
+                        "by the same kind of optimizer for the same shapes and settings"
                     )
 
     def _step_group(
@@ -126,9 +126,9 @@ class TensorShell(Shell):
             self._by_rule(group, *item)
 
     def _together(self, group: dict[str, Any], items: list[Item]) -> None:
-        """Small tensors in batches, where calls cost more than arithmetic; big ones alone.
+        """Step small tensors in batches, as calls cost more than arithmetic, and big ones alone.
 
-        No batch is larger than `CHUNK`, so that temporaries are not as large as all parameters.
+        No batch exceeds `CHUNK` elements, so temporaries are not as large as all parameters.
         """
         batches: dict[object, list[Item]] = {}
         sizes: dict[object, int] = {}
@@ -162,5 +162,5 @@ class TensorShell(Shell):
 
 
 def state_dtype(param: torch.dtype) -> torch.dtype:
-    """Small state costs nothing, and in half precision running means stick: float32 at least."""
+    """Return the state's dtype: at least float32, as half-precision running means get stuck."""
     return compute_dtype(param)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers divided among ranks, collectives, what they cost, and CUDA graphs."""
+"""Tensor parallelism: layers split across ranks, collectives and their costs, and CUDA graphs."""
 
 from labcore.parallel.collectives import (
     ALL_REDUCES,

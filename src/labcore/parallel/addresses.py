@@ -1,4 +1,4 @@
-"""Where the tensors of a captured step stand, and the first rows of a cache in the same memory."""
+"""The addresses of a captured step's tensors, and a view of a cache's first rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ __all__ = ["Addresses", "first_rows"]
 
 
 class _FirstRows(DenseCache):
-    """The first rows of a cache, in its memory. It attends to the whole capacity at every step and
-    asks the device nothing, in a capture or not: all steps then launch the same.
+    """A view of a cache's first rows, in the same memory.
+
+    It always attends to the whole capacity and never reads from the device, captured or not, so all
+    steps launch the same operations.
     """
 
     def __init__(self, whole: DenseCache, rows: int) -> None:
@@ -28,17 +30,17 @@ class _FirstRows(DenseCache):
         self._mask = None
 
     def _make_room(self, width: int, counts: Tensor) -> None:
-        """GraphedDecoder has looked."""
+        """Do nothing: GraphedDecoder has already checked."""
 
 
 def first_rows(cache: KVCache, rows: int) -> KVCache:
-    """The same cache seen as its first rows: its `first_rows(n)`, or that of a DenseCache.
+    """Return a view of the cache's first rows: its `first_rows(n)`, or ours for a DenseCache.
 
-    Raises TypeError for a cache that cannot be seen so.
+    Raises TypeError for a cache that has no such view.
     """
     if hasattr(cache, "first_rows"):
         return cache.first_rows(rows)
-    if type(cache) is DenseCache:  # of a subclass, what it changes would be lost
+    if type(cache) is DenseCache:  # a subclass would lose its changes
         return _FirstRows(cache, rows)
     have = cache.lengths.shape[0]
     if rows == have:
@@ -57,7 +59,7 @@ def _address(tensor: Tensor) -> Address:
 
 
 class Addresses:
-    """Where a model's and a cache's tensors stand: what a replay cannot notice by itself."""
+    """Where a model's and a cache's tensors are in memory, because a replay can't notice a move."""
 
     def __init__(self, model: nn.Module, cache: KVCache) -> None:
         modules = [(path or "model", module) for path, module in model.named_modules()]
@@ -84,11 +86,11 @@ class Addresses:
         self._buffers = {name: _address(tensor) for name, tensor in cache.buffers().items()}
 
     def moved(self) -> str:
-        """What changed first, in words; "" where all is as it was."""
+        """Describe the first thing that changed; "" if nothing did."""
         for name, table, key, child in self._children:
             if table.get(key) is not child:
                 return f"{name} was replaced by another module"
-        # This loop is in the time of every token: it asks for words only where something changed.
+        # This loop runs for every token, so it builds a message only if something changed.
         for name, table, key, (pointer, dtype, shape) in self._tensors:
             tensor = table[key]
             if tensor is None or tensor.data_ptr() != pointer or tensor.dtype is not dtype:

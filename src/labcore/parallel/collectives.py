@@ -1,28 +1,28 @@
-"""All-reduces over point-to-point sends, written to be read: after them every rank has the sum.
+"""All-reduces written with point-to-point sends, to be read: afterwards every rank has the sum.
 
-Letters: N ranks, r this one. A tensor is taken as one row of elements and cut into N parts, as
-even as they can be, the earlier ones longer by one; some are empty when there are fewer elements
-than ranks. A step is a round in which a rank sends and receives at the same time.
+Letters: N ranks, r this rank. A tensor is flattened and cut into N parts, as even as possible. The
+first parts may be one element longer, and some are empty if there are fewer elements than ranks.
+In one step a rank sends and receives at the same time.
 
-    name              steps                          bytes a rank sends, of a tensor of n
+    name              steps                          bytes sent per rank, for a tensor of n bytes
     ring              2 (N - 1)                      2 n (N - 1) / N
     halving_doubling  2 log2 N, N a power of two     2 n (N - 1) / N
     one_shot          1                              n (N - 1)
     two_shot          2                              2 n (N - 1) / N
 
-2 n (N - 1) / N is the least that an all-reduce can do with, where a message has one receiver. The
-bytes are means over the ranks: of parts that are not even some ranks send more, and no rank's
-count is off by more than 2 (N - 1) elements.
+No all-reduce can send less than 2 n (N - 1) / N if each message has one receiver. The bytes are
+means over the ranks. With uneven parts some ranks send more, but no rank's count is off by more
+than 2 (N - 1) elements.
 
-Every rank gets the same bits. The order of a sum is fixed: by rank in `one_shot` and `two_shot`;
-along the ring, from the part's own next rank on, in `ring`; by pairs in `halving_doubling`. Tensors
-of 16-bit floats are added in fp32. What travels has the tensor's dtype, so that their sum is
-rounded once in `one_shot` and `two_shot`, and at every addition in the other two. Integers wrap.
+Every rank gets the same bits, because the order of a sum is fixed: by rank in `one_shot` and
+`two_shot`; along the ring in `ring`, starting with the rank after the part's owner; by pairs in
+`halving_doubling`. 16-bit floats are added in fp32 but sent in their own dtype. Their sum is
+rounded once in `one_shot` and `two_shot`, and after every addition in the other two. Integers wrap.
 
 Sources: Patarasuk and Yuan, 2009, Journal of Parallel and Distributed Computing 69 (ring, and the
-least bytes); Thakur, Rabenseifner and Gropp, 2005, Int. J. of High Performance Computing
+lower bound on bytes); Thakur, Rabenseifner and Gropp, 2005, Int. J. of High Performance Computing
 Applications 19 (halving and doubling); the one-shot and two-shot kernels of vLLM's custom
-all-reduce and of TensorRT-LLM, whose MultiShot has NVSwitch send a message to all at once.
+all-reduce and of TensorRT-LLM, whose MultiShot uses NVSwitch to send a message to all at once.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ __all__ = [
 
 @dataclass(kw_only=True, slots=True)
 class Traffic:
-    """What this rank sent, added up over the calls that were given it.
+    """What this rank sent, accumulated over all calls that got this object.
 
-    steps: rounds, those too in which this rank had nothing to send.
-    sent: (step, receiver's rank in the group, bytes) of each message; none is empty.
+    steps: rounds, including those in which this rank had nothing to send.
+    sent: (step, receiver's rank in the group, bytes) for each message; none is empty.
     """
 
     steps: int = 0
@@ -64,21 +64,22 @@ class Traffic:
 
     @property
     def messages(self) -> int:
-        """How many messages this rank sent."""
+        """The number of messages this rank sent."""
         return len(self.sent)
 
     @property
     def bytes(self) -> int:
-        """How many bytes this rank sent."""
+        """The number of bytes this rank sent."""
         return sum(size for _, _, size in self.sent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """What an all-reduce does by its definition.
+    """What an all-reduce costs by its definition.
 
-    steps: rounds. messages, bytes: that a rank sends, bytes as the mean over the ranks; both for
-    parts that are not empty. summed: bytes that a rank adds to others, the mean too.
+    steps: rounds. messages: messages sent per rank. bytes: bytes sent per rank, the mean over
+    ranks. Both assume that no part is empty. summed: bytes that a rank adds to others, also the
+    mean.
     """
 
     steps: int
@@ -88,7 +89,7 @@ class Expected:
 
 
 def expected(name: str, ranks: int, nbytes: float) -> Expected:
-    """Steps, messages and bytes of the all-reduce `name` of a tensor of nbytes on each rank.
+    """Return steps, messages and bytes of all-reduce `name` for a tensor of nbytes on each rank.
 
     Raises ValueError for an unknown name, and for halving_doubling unless ranks is a power of two.
     """
@@ -112,22 +113,22 @@ def expected(name: str, ranks: int, nbytes: float) -> Expected:
 def _log2(ranks: int) -> int:
     if ranks & (ranks - 1):
         raise ValueError(
-            f"halving_doubling needs a number of ranks that is a power of two, got {ranks}; "
+            f"for halving_doubling the number of ranks must be a power of two, got {ranks}; "
             "use 'ring' or 'two_shot'"
         )
     return ranks.bit_length() - 1
 
 
 class _Wire:
-    """This rank's end of a group, which counts what it sends."""
+    """This rank's end of the group; counts what it sends."""
 
     def __init__(self, group: dist.ProcessGroup | None, traffic: Traffic | None) -> None:
         self.group, self.traffic = group, traffic
         self.rank, self.ranks = rank_and_size(group)
 
     def step(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """One round: a tensor to each rank of sends, one from each rank of receives, at once."""
-        # Both ends know that an empty part is empty: nobody sends it.
+        """Run one round: send a tensor to each rank in sends, receive one from each in receives."""
+        # Both ends know which parts are empty, so nobody sends those.
         out = {peer: part for peer, part in sends.items() if part.numel()}
         operations = [
             dist.P2POp(dist.isend, part, group=self.group, group_peer=peer)
@@ -149,7 +150,7 @@ class _Wire:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The tensor's elements in a row, contiguous; a view where they lie so."""
+    """Return the tensor's elements as a contiguous 1-D tensor, a view if possible."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype == torch.bool:
@@ -158,7 +159,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:
-    """A new tensor: the sum from left to right, in at least fp32, rounded once to the dtype."""
+    """Sum from left to right in at least fp32, rounded once to the dtype; returns a new tensor."""
     dtype = terms[0].dtype
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
     total = terms[0].to(wide, copy=True)
@@ -168,7 +169,7 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
 
 
 def _bounds(numel: int, ranks: int) -> list[int]:
-    """Where the N parts begin, and the end of the last; the same cuts as `tensor_split`."""
+    """Return where the N parts begin, and the end of the last; the same cuts as `tensor_split`."""
     size, longer = divmod(numel, ranks)
     return [part * size + min(part, longer) for part in range(ranks + 1)]
 
@@ -176,16 +177,16 @@ def _bounds(numel: int, ranks: int) -> list[int]:
 def ring_reduce_scatter(
     tensor: Tensor, group: dist.ProcessGroup | None = None, *, traffic: Traffic | None = None
 ) -> Tensor:
-    """Part r of the sum over the ranks, in N - 1 steps: the first half of `ring`.
+    """Return part r of the sum over the ranks, in N - 1 steps: the first half of `ring`.
 
-    tensor: the same shape and dtype on every rank; it is only read.
-    traffic: is told what this rank sends.
+    tensor: the same shape and dtype on every rank; not modified.
+    traffic: records what this rank sends.
     Returns a new tensor [numel / N], part r of `tensor.flatten().tensor_split(N)`.
     """
     wire = _Wire(group, traffic)
     rank, ranks = wire.rank, wire.ranks
     parts = _flat(tensor).tensor_split(ranks)
-    # Each part's sum starts beside its owner and comes to it last, when all have added to it.
+    # Each part's sum starts at the rank after its owner and reaches the owner last.
     total = parts[(rank - 1) % ranks]
     for step in range(ranks - 1):
         own = parts[(rank - 2 - step) % ranks]
@@ -202,12 +203,12 @@ def ring_all_gather(
     numel: int | None = None,
     traffic: Traffic | None = None,
 ) -> Tensor:
-    """All ranks' parts in the order of the ranks, in N - 1 steps: the second half of `ring`.
+    """Return all ranks' parts in rank order, in N - 1 steps: the second half of `ring`.
 
-    part: [numel / N], as long as part r of `tensor_split(N)` of numel elements; only read.
-    numel: of all parts together; without it all are as long as this one.
-    traffic: is told what this rank sends.
-    Returns a new tensor [numel]. Raises ValueError for a part of another length.
+    part: [numel / N], as long as part r of `tensor_split(N)` of numel elements; not modified.
+    numel: elements of all parts together; by default all parts are as long as this one.
+    traffic: records what this rank sends.
+    Returns a new tensor [numel]. Raises ValueError for a part of the wrong length.
     """
     wire = _Wire(group, traffic)
     rank, ranks = wire.rank, wire.ranks
@@ -229,14 +230,14 @@ def ring_all_gather(
 def ring(
     tensor: Tensor, group: dist.ProcessGroup | None = None, *, traffic: Traffic | None = None
 ) -> Tensor:
-    """The sum over the ranks: each speaks to the next one only, 2 (N - 1) steps.
+    """Return the sum over the ranks in 2 (N - 1) steps; each rank sends to the next one only.
 
-    tensor: any shape, also empty; the same shape and dtype on every rank, fp64, fp32, 16-bit
-    floats (added in fp32) or integers. It is only read, and no gradient flows.
-    traffic: is told what this rank sends.
+    tensor: any shape, including empty; the same shape and dtype on every rank: fp64, fp32, 16-bit
+    floats (added in fp32) or integers. It isn't modified, and no gradient flows.
+    traffic: records what this rank sends.
     Returns a new tensor of the same shape, dtype and device, with the same bits on every rank.
-    On a fresh NCCL group do another collective first, as `torch.distributed.batch_isend_irecv`
-    asks. Raises TypeError for a tensor of bools, ValueError for a group without this process.
+    On a fresh NCCL group, run another collective first, as `torch.distributed.batch_isend_irecv`
+    requires. Raises TypeError for a bool tensor, ValueError for a group without this process.
     """
     part = ring_reduce_scatter(tensor, group, traffic=traffic)
     return ring_all_gather(part, group, numel=tensor.numel(), traffic=traffic).view(tensor.shape)
@@ -245,16 +246,17 @@ def ring(
 def halving_doubling(
     tensor: Tensor, group: dist.ProcessGroup | None = None, *, traffic: Traffic | None = None
 ) -> Tensor:
-    """The sum over the ranks: halves exchanged with ranks N/2, N/4, ... 1 away, and back.
+    """Return the sum over the ranks by exchanging halves with ranks N/2, N/4, ... 1 away, and back.
 
-    Arguments, result and errors as in `ring`; and ValueError unless N is a power of two.
+    Arguments, result and errors are those of `ring`; also raises ValueError unless N is a power of
+    two.
     """
     wire = _Wire(group, traffic)
     rank, ranks = wire.rank, wire.ranks
     flat = _flat(tensor)
     bounds = _bounds(flat.numel(), ranks)
     distances = [ranks >> (step + 1) for step in range(_log2(ranks))]
-    total, first = flat, 0  # This rank sums the parts from the first one on.
+    total, first = flat, 0  # first: the first part that this rank sums
     for distance in distances:
         lower, upper = total.tensor_split([bounds[first + distance] - bounds[first]])
         own, given = (upper, lower) if rank & distance else (lower, upper)
@@ -275,9 +277,9 @@ def halving_doubling(
 def one_shot(
     tensor: Tensor, group: dist.ProcessGroup | None = None, *, traffic: Traffic | None = None
 ) -> Tensor:
-    """The sum over the ranks: each sends all of it to all, and adds up by itself; 1 step.
+    """Return the sum over the ranks in 1 step: each rank sends its tensor to all and adds up.
 
-    Arguments, result and errors as in `ring`.
+    Arguments, result and errors are those of `ring`.
     """
     wire = _Wire(group, traffic)
     rank, ranks = wire.rank, wire.ranks
@@ -292,9 +294,10 @@ def one_shot(
 def two_shot(
     tensor: Tensor, group: dist.ProcessGroup | None = None, *, traffic: Traffic | None = None
 ) -> Tensor:
-    """The sum over the ranks: part p of all goes to rank p, and its sum from there to all.
+    """Return the sum over the ranks in 2 steps: rank p sums part p and sends its sum to all others.
 
-    A reduce-scatter and an all-gather of one step each. Arguments, result and errors as in `ring`.
+    The two steps are a reduce-scatter and an all-gather. Arguments, result and errors are those of
+    `ring`.
     """
     wire = _Wire(group, traffic)
     rank, ranks = wire.rank, wire.ranks
@@ -319,4 +322,4 @@ ALL_REDUCES: dict[str, Callable[..., Tensor]] = {
     "one_shot": one_shot,
     "two_shot": two_shot,
 }
-"""The all-reduces by name; each is called as `ring` is."""
+"""The all-reduces by name; all have the signature of `ring`."""

@@ -1,12 +1,12 @@
-"""What an all-reduce costs: seconds = steps * alpha + bytes * beta, and a fit of the two.
+"""What an all-reduce costs: seconds = steps * alpha + bytes * beta, and a fit of alpha and beta.
 
-alpha is what a step costs even of an empty message, beta what each byte adds, and gamma, where it
-is given, what adding a byte to another costs. A rank sends and receives at the same time; all that
-it sends shares its link out, and the messages of one step start together. Small messages are bound
-by alpha and want few steps; large ones are bound by beta and want few bytes.
+alpha is the cost of a step, even with an empty message. beta is the cost of each byte. gamma, if
+given, is the cost of adding one byte to another. A rank sends and receives at the same time. All
+its messages share its link, and the messages of one step start together. Small messages are bound
+by alpha and need few steps; large ones are bound by beta and need few bytes.
 
 Source: Thakur, Rabenseifner and Gropp, 2005, Int. J. of High Performance Computing Applications
-19; the model is that of Hockney, 1994, Parallel Computing 20.
+19; the model is from Hockney, 1994, Parallel Computing 20.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ BACKEND = "backend"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What joins a rank to the others, in one direction; the other has as much again.
+    """What connects a rank to the others, in one direction; the other direction has the same.
 
-    alpha: seconds a step. beta: seconds a byte. source: where the two come from.
+    alpha: seconds per step. beta: seconds per byte. source: where the two numbers come from.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Link:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second in one direction; inf where beta is 0."""
+        """Bytes per second in one direction; inf if beta is 0."""
         return 1 / self.beta if self.beta else math.inf
 
 
@@ -88,23 +88,23 @@ LINKS: dict[str, Link] = {
         _link("InfiniBand 100 Gb/s", 5.0, _TREE_NET, 12.5, _PORT.format(100, "EDR", "ConnectX-4")),
     )
 }
-"""Links by name, what one rank has in one direction, from published figures.
+"""Links by name, per rank and direction, from published figures.
 
-The bandwidths are what the wire can carry, the alphas the shortest that NCCL reckons with: its
-protocol LL, which carries at most half of that; the 6.6 us that it adds to a ring of any length
-are left out. So a time by these lies below what one measures, unless the switch does the sums
-(NVLink SHARP); a real machine wants `fit`. InfiniBand is one port for each rank, each rank a node
-of its own.
+The bandwidths are what the wire can carry. The alphas are the shortest that NCCL assumes, those of
+its LL protocol, which reaches at most half of that bandwidth. The 6.6 us that NCCL adds for a ring
+of any length are left out. Measured times are therefore longer, unless the switch does the sums
+(NVLink SHARP); on a real machine use `fit`. InfiniBand means one port per rank and one rank per
+node.
 """
 
 
 def all_reduce_seconds(
     name: str, ranks: int, nbytes: float, link: Link, gamma: float = 0.0
 ) -> float:
-    """Seconds of an all-reduce by one of `ALL_REDUCES`: steps * alpha + bytes * beta (+ sums).
+    """Return the seconds of one of `ALL_REDUCES`: steps * alpha + bytes * beta (+ sums).
 
-    nbytes: of the tensor on each rank. gamma: seconds a byte that is added to another.
-    0 for one rank. Raises ValueError for an unknown name, and for ranks that it cannot have.
+    nbytes: of the tensor on each rank. gamma: seconds per byte added to another.
+    0 for one rank. Raises ValueError for an unknown name or an unsupported number of ranks.
     """
     non_negative("gamma", gamma, "pass seconds a byte")
     does = expected(name, ranks, nbytes)
@@ -112,13 +112,13 @@ def all_reduce_seconds(
 
 
 def crossover(a: str, b: str, ranks: int, link: Link, gamma: float = 0.0) -> float:
-    """The size in bytes at which the all-reduces a and b take equally long.
+    """Return the size in bytes at which all-reduces a and b take equally long.
 
-    Below it the one with fewer steps is faster, above it the other. inf if there is no such size:
-    one of them is at least as fast at every size.
+    Below it, the one with fewer steps is faster; above it, the other. inf if there is no such size,
+    because one of them is at least as fast at every size.
     """
     empty = [all_reduce_seconds(name, ranks, 0, link, gamma) for name in (a, b)]
-    # Per byte, and not as a difference of times, which would lose digits.
+    # Computed per byte, because a difference of times would lose digits.
     bare = Link(name=link.name, alpha=0.0, beta=link.beta, source=link.source)
     slopes = [all_reduce_seconds(name, ranks, 1, bare, gamma) for name in (a, b)]
     ahead, steeper = empty[1] - empty[0], slopes[0] - slopes[1]
@@ -131,9 +131,9 @@ def crossover(a: str, b: str, ranks: int, link: Link, gamma: float = 0.0) -> flo
 class Fit:
     """seconds = alpha + beta * bytes, fitted to an operation's times.
 
-    alpha: seconds of an empty message, all its steps. beta: seconds a byte of the tensor.
-    sizes: bytes. seconds: measured, of each size the median. residuals: (seconds - fitted) /
-    seconds of each size, the sum of whose squares is the least.
+    alpha: seconds of an empty message, for all its steps. beta: seconds per byte of the tensor.
+    sizes: bytes. seconds: the measured median for each size. residuals: (seconds - fitted) /
+    seconds for each size; the fit minimizes the sum of their squares.
     """
 
     alpha: float
@@ -148,14 +148,15 @@ class Fit:
         return max(map(abs, self.residuals))
 
     def at(self, nbytes: float) -> float:
-        """Seconds of a tensor of nbytes by the fit."""
+        """Return the fitted seconds for a tensor of nbytes."""
         return self.alpha + self.beta * non_negative("nbytes", nbytes)
 
     def link(self, algorithm: str, ranks: int, *, name: str = "fitted") -> Link:
-        """The link on which `all_reduce_seconds(algorithm, ranks, ...)` gives this fit's times.
+        """Return the link for which `all_reduce_seconds(algorithm, ranks, ...)` gives these times.
 
-        algorithm: one of `ALL_REDUCES`: the one that was measured, or the backend's as one takes
-        it to be. ranks: at least 2, of the measurement.
+        algorithm: one of `ALL_REDUCES`: the one that was measured, or your assumption about the
+        backend's.
+        ranks: of the measurement, at least 2.
         """
         does = expected(algorithm, ranks, 1)
         if ranks < 2:
@@ -169,18 +170,19 @@ class Fit:
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float] | Sequence[Sequence[float]]) -> Fit:
-    """alpha, beta >= 0 of seconds = alpha + beta * bytes, by relative least squares.
+    """Fit seconds = alpha + beta * bytes with alpha, beta >= 0 by relative least squares.
 
-    sizes: bytes, at least two different ones. seconds: of each size a time or its repeats, of
-    which the median counts, so that a few late ones do not. The errors are taken relative to the
-    times: absolute ones would be those of the largest messages alone, and alpha a guess.
-    `fit(list(times), list(times.values()))` takes what `measure_all_reduce` returns.
-    Raises ValueError for fewer sizes, other lengths, or times that are not above 0.
+    sizes: bytes, at least two different ones. seconds: for each size a time or repeats of it;
+    repeats count by their median, which a few outliers don't change. Errors are relative to the
+    times, because absolute ones would depend on the largest messages alone and leave alpha
+    undetermined. `fit(list(times), list(times.values()))` accepts what `measure_all_reduce`
+    returns.
+    Raises ValueError for fewer sizes, lengths that differ, or times that aren't above 0.
     """
     if len(sizes) != len(seconds) or len(set(sizes)) < 2:
         raise ValueError(
-            f"fit needs at least two different sizes and a time for each, got {len(set(sizes))} "
-            f"different sizes and {len(seconds)} times; measure more sizes"
+            "sizes must hold at least two different sizes, and seconds a time for each, got "
+            f"{len(set(sizes))} different sizes and {len(seconds)} times; measure more sizes"
         )
     for size in sizes:
         non_negative("sizes", size, "pass bytes")
@@ -199,7 +201,7 @@ def fit(sizes: Sequence[int], seconds: Sequence[float] | Sequence[Sequence[float
 
 
 def _least_squares(sizes: list[float], times: list[float]) -> tuple[float, float]:
-    """alpha, beta >= 0 with the least sum of ((alpha + beta * size - time) / time)**2."""
+    """Return alpha, beta >= 0 that minimize the sum of ((alpha + beta * size - time) / time)**2."""
     weights = [one**-2 for one in times]
 
     def mean(values: list[float]) -> float:
@@ -210,8 +212,8 @@ def _least_squares(sizes: list[float], times: list[float]) -> tuple[float, float
     both = [d * (t - seconds) for d, t in zip(aside, times, strict=True)]
     beta = mean(both) / mean([d * d for d in aside])
     alpha = seconds - beta * size
-    # The sum is convex: where its free minimum is not allowed, the best lies on the border that
-    # is crossed on the way there.
+    # The sum is convex, so if its free minimum violates a bound, the best point lies on that
+    # bound.
     if beta < 0:
         return seconds, 0.0
     if alpha < 0:
@@ -228,11 +230,11 @@ def in_rounds(
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each call, round by round, those of the rank that took longest.
+    """Return the seconds of each call in each round, from the slowest rank.
 
-    In every round each is called once, in an order that is drawn anew and is the same on all
-    ranks; they begin together. Without a process group this process is alone.
-    Raises ValueError for a group without this process, which torch would let pass untimed.
+    Each round makes every call once, in a fresh random order that is the same on all ranks; the
+    ranks start each call together. Without a process group, only this process is timed.
+    Raises ValueError for a group without this process, which torch would silently leave untimed.
     """
     rank_and_size(group)
     joined = dist.is_available() and dist.is_initialized()
@@ -241,7 +243,7 @@ def in_rounds(
 
     def once(call: Callable[[], object]) -> float:
         if joined:
-            dist.all_reduce(meeting, group=group)  # It ends when the last rank has come.
+            dist.all_reduce(meeting, group=group)  # a barrier: all ranks start together
         if gpu:
             torch.cuda.synchronize(device)
         begin = time.perf_counter()
@@ -274,13 +276,13 @@ def time_all_reduce(
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
 ) -> dict[int, list[float]]:
-    """Seconds of all-reduces of each size, repeat by repeat; call it in all ranks of a group.
+    """Return each size's all-reduce seconds in each repeat; call it on all ranks of a group.
 
     sizes: bytes of an fp32 tensor, multiples of 4. algorithm: "backend" for `dist.all_reduce`, or
-    one of `ALL_REDUCES`. device: of the tensors; a GPU where the group's backend is NCCL.
-    Returns the same on every rank: of each repeat the rank that took longest. A round has every
-    size, in a random order, so that a slow phase of the machine falls on all of them.
-    Raises ValueError for sizes that are none, another algorithm, ranks that it cannot have, or a
+    one of `ALL_REDUCES`. device: of the tensors; a GPU if the group's backend is NCCL.
+    Returns the same on every rank, for each repeat the time of the slowest rank. A round contains
+    every size, in random order, so a slow phase of the machine affects all sizes.
+    Raises ValueError for invalid sizes, an unknown algorithm, an unsupported number of ranks, or a
     group without this process.
     """
     _check_measurement(sizes, algorithm, repeats)
@@ -317,13 +319,14 @@ def measure_all_reduce(
     repeats: int = 20,
     timeout_s: float = 120,
 ) -> dict[int, list[float]]:
-    """`time_all_reduce` in processes of this machine that talk through gloo: seconds by size.
+    """Run `time_all_reduce` in gloo processes on this machine and return seconds by size.
 
-    They share its cores, and their links are sockets and memory. timeout_s: for everything.
+    The processes share the machine's cores; their links are sockets and memory. timeout_s: for
+    everything.
     Raises ValueError as `time_all_reduce` does, and `ProcessesError` if a process failed.
     """
     positive_int("ranks", ranks, "pass the number of processes")
-    _check_measurement(sizes, algorithm, repeats)  # here, and not in a process that would fail
+    _check_measurement(sizes, algorithm, repeats)  # fail here rather than in a process
     if algorithm != BACKEND:
         expected(algorithm, ranks, 0)
     told = processes.run(

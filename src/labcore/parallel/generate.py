@@ -1,19 +1,19 @@
-"""Greedy decoding from the command line, by one process or several.
+"""Greedy decoding from the command line, with one process or several.
 
 One process:
     python -m labcore.parallel.generate --model target --prompt "def add(" --tokens 32
-All GPUs here:
+All GPUs of this machine:
     torchrun --nproc-per-node gpu -m labcore.parallel.generate --model FOLDER …
-Two machines of 8:
+Two machines with 8 GPUs each:
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500
         -m labcore.parallel.generate --model FOLDER …
 
-Processes talk through NCCL where there are GPUs, a GPU for each, and through gloo elsewhere. Each
-reads its part of the weights. The first one prints the text, tokens a second, and what share of a
-token's time its all-reduces take when they run alone.
+With GPUs, each process uses one, and they communicate through NCCL; without, through gloo. Each
+process reads its part of the weights. The first one prints the text, tokens per second, and the
+share of a token's time that its all-reduces take when run alone.
 """
 
-# The package's face gives the name `decode` to a function: nothing may import this file.
+# Nothing in the package may import this file, or `python -m` warns that it is already loaded.
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of the command."""
+    """Build the command's argument parser."""
     made = argparse.ArgumentParser(
         prog="labcore.parallel.generate",
         description=__doc__,
@@ -52,16 +52,16 @@ def parser() -> argparse.ArgumentParser:
         help=f"a Hugging Face checkpoint with tokenizer.json, or {' or '.join(NAMES)}",
     )
     made.add_argument("--prompt", required=True, metavar="TEXT")
-    made.add_argument("--tokens", type=int, default=64, metavar="N", help="the most to write")
-    made.add_argument("--graph", action="store_true", help="replay steps as a CUDA graph")
+    made.add_argument("--tokens", type=int, default=64, metavar="N", help="the most new tokens")
+    made.add_argument("--graph", action="store_true", help="replay steps as CUDA graphs")
     made.add_argument(
-        "--dtype", choices=[*DTYPES], help="of the weights (default: float32, on a GPU bfloat16)"
+        "--dtype", choices=[*DTYPES], help="weights; default: bfloat16 on a GPU, else float32"
     )
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Decode and print; 2 for what was asked wrongly or cannot run."""
+    """Decode and print; return 2 for invalid arguments or a run that can't start."""
     asked = parser().parse_args(arguments)
     rank, ranks = rank_and_world()
     try:
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
     if dist.is_initialized():
-        dist.barrier()  # who ends early would break the connections of who still talks
+        dist.barrier()  # exiting early would break connections that others still use
         dist.destroy_process_group()
     return 0
 
@@ -86,7 +86,7 @@ def _run(asked: argparse.Namespace, ranks: int) -> str:
     if not folder.is_dir():
         raise FileNotFoundError(
             f"--model must be {', '.join(NAMES)} or the folder of a checkpoint, got "
-            f"{asked.model!r}, where there is no folder"
+            f"{asked.model!r}, which isn't a folder"
         )
     device = _own_device()
     if ranks > 1 and device.type == "cuda":
@@ -97,12 +97,10 @@ def _run(asked: argparse.Namespace, ranks: int) -> str:
     dtype = DTYPES[asked.dtype] if asked.dtype else default
     tokenizer, model = _loaded(folder, ranks, dtype, device)
     prompt = tokenizer.encode(asked.prompt, special=True)
-    if not prompt:  # a text from nothing begins with the token that begins all texts
+    if not prompt:  # an empty prompt starts from the BOS token
         begin = model.config.bos_token_id
         if begin is None:
-            raise ValueError(
-                "the prompt must not be empty for a model without a bos token, got none"
-            )
+            raise ValueError("--prompt must not be empty for a model without a bos token, got ''")
         prompt = [begin]
     found = timed_decode(model, prompt, max_tokens=asked.tokens, graphed=asked.graph)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -117,22 +115,21 @@ def _loaded(
         return Tokenizer.from_pretrained(folder), load(folder, dtype=dtype, device=device)
     except (FileNotFoundError, RuntimeError, TypeError, ValueError):
         raise
-    except Exception as problem:  # tokenizers and safetensors have errors of their own
+    except Exception as problem:  # tokenizers and safetensors raise their own types
         raise ValueError(
-            f"{folder} must hold a checkpoint that can be read, got {type(problem).__name__}: "
-            f"{problem}"
+            f"{folder} must hold a readable checkpoint, got {type(problem).__name__}: {problem}"
         ) from problem
 
 
 def _own_device() -> torch.device:
-    """The GPU of this process, or the CPU."""
+    """Return this process's GPU, or the CPU."""
     if not gpu_visible():
         return torch.device("cpu")
     local, gpus = dist.get_node_local_rank(fallback_rank=0), torch.cuda.device_count()
     if local >= gpus:
         raise RuntimeError(
-            f"NCCL wants one GPU for each process, got process {local + 1} on a machine of {gpus}; "
-            f"start torchrun with --nproc-per-node {gpus}"
+            f"NCCL needs one GPU per process, got process {local + 1} on a machine with {gpus} "
+            f"GPUs; start torchrun with --nproc-per-node {gpus}"
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
@@ -141,10 +138,10 @@ def _own_device() -> torch.device:
 def _summary(found: Decoded, ranks: int, where: str) -> str:
     told = f"{len(found.tokens)} tokens on {ranks} × {where}"
     if found.tokens_per_second is None or found.all_reduce_share is None:
-        return f"{told}; a rate needs two tokens or more"
+        return f"{told}; a rate needs at least two tokens"
     return (
-        f"{told}: {found.tokens_per_second:.1f} tokens/s; {found.all_reduces} all-reduces a token, "
-        f"which alone take {found.all_reduce_share:.1%} of its time"
+        f"{told}: {found.tokens_per_second:.1f} tokens/s; {found.all_reduces} all-reduces per "
+        f"token, which alone take {found.all_reduce_share:.1%} of its time"
     )
 
 

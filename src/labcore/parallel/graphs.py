@@ -1,7 +1,8 @@
-"""Decode steps as CUDA graphs: captured once for each batch size, then replayed by one launch.
+"""Decode steps as CUDA graphs: captured once per batch size, then replayed with one launch.
 
-A graph removes the launches of a step, one by one from the host; what its collectives need on the
-wire stays. It replays addresses: what it reads and writes must stand where it stood at capture.
+A graph removes the launches of a step, which the host makes one by one. The time that collectives
+need on the wire remains. A replay uses the addresses of the capture, so everything it reads and
+writes must stay in place.
 
 Letters: B rows, V vocabulary.
 """
@@ -43,27 +44,27 @@ _AGAIN = "call capture() again"
 
 
 class GraphedDecoder:
-    """Decode steps of one token a row, captured for some batch sizes.
+    """Decode steps of one token per row, captured for some batch sizes.
 
-    model: a `Llama`, whole or divided by `parallelize`, on one device. cache: that of the rows,
+    model: a `Llama`, whole or divided by `parallelize`, on one device. cache: the rows' cache,
     already holding their prompts; row b of the tokens is row b of the cache. A cache other than
-    `DenseCache` needs `first_rows(n) -> KVCache`, the same cache seen as its first n rows, to run
-    fewer rows than it has, and asks the device nothing in a step, captured or not; the tensors in
-    its `buffers()` are those that may not move.
-    batches: sizes to capture; a step of B rows takes the next size, its other rows rest (their
-    cache and lengths stay). Sizes above the cache's rows count as its rows.
+    `DenseCache` must not read from the device in a step, captured or not. To run fewer rows than it
+    has, it needs `first_rows(n) -> KVCache`, a view of its first n rows. The tensors in its
+    `buffers()` must not move.
+    batches: sizes to capture. A step of B rows uses the next larger size; the extra rows don't
+    advance (their cache and lengths don't change). Sizes above the cache's rows count as its rows.
     warmup: steps before a capture, at least one. group: the ranks that run the same steps; None is
-    the model's own group, or the default one.
+    the model's own group, or else the default one.
 
-    Sizes are captured when first needed, or all by `capture()`, the largest first, in one pool of
-    memory; on several ranks all must call alike. Before a capture the launches of all ranks are
-    compared. On a CPU nothing can be captured: the same steps run one by one through the same
-    buffers, and misuse raises as it does on a GPU.
+    Sizes are captured when first needed, or all at once by `capture()`, largest first, in one
+    memory pool. On several ranks, all must make the same calls. Before a capture, the launches of
+    all ranks are compared. A CPU can't capture anything: there, the same steps run operation by
+    operation through the same buffers, and misuse raises as it does on a GPU.
 
-    close() destroys the graphs; do it, or leave the `with` block, before the process group is
-    destroyed: a communicator that graphs still use makes the program hang.
-    Raises ValueError or TypeError for what does not fit; RuntimeError for several ranks on one GPU
-    (NCCL wants one GPU for each process), for a step that waits for the device, for ranks whose
+    close() destroys the graphs. Call it, or leave the `with` block, before the process group is
+    destroyed; a communicator that graphs still use makes the program hang.
+    Raises ValueError or TypeError for invalid arguments. Raises RuntimeError for several ranks on
+    one GPU (NCCL needs one GPU per process), for a step that waits for the device, for ranks whose
     launches differ, for weights or a cache that moved since the capture, and after close().
     """
 
@@ -86,14 +87,14 @@ class GraphedDecoder:
         self._graphs: dict[int, _Captured] = {}
         self._prepare(model, cache)
         self._release = weakref.finalize(self, _destroy, self._graphs)
-        # At exit the last one registered runs first: before what ends the process group.
+        # Exit handlers run last in, first out, so this runs before the process group ends.
         atexit.register(self._release)
 
     def _prepare(self, model: Llama, cache: KVCache) -> None:
-        """Buffers, views of the cache, and where everything stands now; graphs so far end."""
+        """Make buffers and cache views, record addresses, and destroy existing graphs."""
         asked = self._asked_group
         group = getattr(model, "group", None) if asked is None else asked
-        rank_and_size(group)  # raises where this process does not belong to it
+        rank_and_size(group)  # raises if this process isn't in the group
         device = next(model.parameters()).device
         if cache.lengths.device != device:
             raise ValueError(
@@ -101,7 +102,7 @@ class GraphedDecoder:
                 f"{cache.lengths.device}; make the cache with device={str(device)!r}"
             )
         if device.type == "cuda" and self._grouped:
-            with torch.cuda.device(device):  # that of collectives which name none
+            with torch.cuda.device(device):  # the collectives use the current device
                 refuse_what_nccl_cannot(device, group)
         rows = cache.lengths.shape[0]
         sizes = tuple(sorted({min(size, rows) for size in self._asked}))
@@ -113,40 +114,41 @@ class GraphedDecoder:
         self._counts = torch.zeros(sizes[-1], dtype=torch.int32, device=device)
         self._addresses = Addresses(model, cache)
         self._pool: Any = None
-        self._aside: Any = None  # the stream of captures: graphs share memory only on one
-        self._longest = 0  # the host's upper bound of lengths, right for one version of them
+        self._aside: Any = None  # the stream of all captures, so that graphs can share memory
+        self._longest = 0  # an upper bound on the lengths, valid for one version of the tensor
         self._version = -1
 
     @property
     def model(self) -> Llama:
-        """The model whose steps are captured; `capture(model=…)` takes another."""
+        """The model whose steps are captured; `capture(model=…)` replaces it."""
         return self._model
 
     @property
     def cache(self) -> KVCache:
-        """The cache that the steps write; `capture(cache=…)` takes another."""
+        """The cache that the steps write to; `capture(cache=…)` replaces it."""
         return self._cache
 
     @property
     def device(self) -> torch.device:
-        """Where the steps run."""
+        """The device that runs the steps."""
         return self._device
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The sizes that steps are padded to, in order."""
+        """The sizes that steps are padded to, in ascending order."""
         return self._sizes
 
     @property
     def captured(self) -> tuple[int, ...]:
-        """The sizes that stand captured now, in order."""
+        """The sizes that are captured now, in ascending order."""
         return tuple(sorted(self._graphs))
 
     def __call__(self, tokens: Tensor, *, active: Tensor | None = None) -> Tensor:
-        """Logits [B, V] of the token after each of tokens, integers [B]; the cache advances by one.
+        """Append tokens, integers [B], to their rows; return logits [B, V] of the next tokens.
 
-        active: bool [B], rows that are False rest, and their logits mean nothing; None is all.
-        Returns a tensor of its own. Raises ValueError where a row of the cache is full.
+        active: bool [B]; rows that are False don't advance, and their logits are meaningless. None:
+        all rows are active. The cache advances by one token.
+        Returns a new tensor. Raises ValueError if a row of the cache is full.
         """
         self._check_open()
         batch = self._checked(tokens, active)
@@ -159,15 +161,15 @@ class GraphedDecoder:
         logits = self._replay(size)
         lengths = self._cache.lengths
         if not lengths.is_inference():
-            # A replay writes where torch does not see it; another decoder of this cache must.
+            # torch doesn't see a replay's writes, but another decoder with this cache must.
             torch.autograd.graph.increment_version(lengths)
             self._version = lengths._version
-        return logits[:batch].clone()  # the next step overwrites the graph's own
+        return logits[:batch].clone()  # the next step overwrites the graph's output
 
     def capture(self, *, model: Llama | None = None, cache: KVCache | None = None) -> None:
-        """Capture all sizes, the largest first, in place of what was captured before.
+        """Capture all sizes, largest first, and replace what was captured before.
 
-        model, cache: to be used from now on; None keeps what is there.
+        model, cache: used from now on; None keeps the current one.
         """
         self._check_open()
         self._prepare(
@@ -177,14 +179,15 @@ class GraphedDecoder:
             self._capture(size)
 
     def launches(self, batch: int) -> tuple[str, ...]:
-        """The launch sequence of a step of `batch` rows: operations with dtypes and shapes.
+        """Return the launch sequence of a step of `batch` rows: operations with dtypes and shapes.
 
-        It is that of the size that the step is padded to, captured now if it is not yet.
+        It's the sequence of the size that the step is padded to, which is captured now if
+        necessary.
         """
         return tuple(map(str, self.recorded(batch)))
 
     def recorded(self, batch: int) -> tuple[Launch, ...]:
-        """As `launches`, each operation as a `Launch`."""
+        """Return the same sequence as `launches`, each operation as a `Launch`."""
         self._check_open()
         size = self._size(positive_int("batch", batch))
         if size not in self._graphs:
@@ -192,7 +195,7 @@ class GraphedDecoder:
         return self._graphs[size].launches
 
     def close(self) -> None:
-        """Destroy the graphs; before the process group that they communicate in."""
+        """Destroy the graphs; call it before destroying the process group they communicate in."""
         self._closed = True
         self._release()
         atexit.unregister(self._release)
@@ -205,7 +208,7 @@ class GraphedDecoder:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("a GraphedDecoder must not be used after close(); make another")
+            raise RuntimeError("a GraphedDecoder must not be used after close(); make a new one")
         if self._grouped and not dist.is_initialized():
             raise RuntimeError(
                 "the process group must outlive the graphs, but it was destroyed; call close() "
@@ -222,7 +225,7 @@ class GraphedDecoder:
         integers = not (tokens.is_floating_point() or tokens.dtype == torch.bool)
         if tokens.dim() != 1 or not len(tokens) or not integers:
             raise ValueError(
-                f"tokens must be integers [B], one for each row, got {tokens.dtype} "
+                f"tokens must be integers [B], one per row, got {tokens.dtype} "
                 f"{tuple(tokens.shape)}"
             )
         fits = active is None or (active.dtype == torch.bool and active.shape == tokens.shape)
@@ -238,13 +241,14 @@ class GraphedDecoder:
             if size >= batch:
                 return size
         raise ValueError(
-            f"a step must have at most {self._sizes[-1]} rows, got {batch}; name a larger size in "
-            "batches, and make the cache with as many rows"
+            f"a step must have at most {self._sizes[-1]} rows, got {batch}; add a larger size to "
+            "batches, and make a cache with at least as many rows"
         )
 
     def _make_room(self, batch: int, active: Tensor | None) -> None:
-        """Raise ValueError if a row is full; asks the device only when lengths were changed by
-        others, and near the end.
+        """Raise ValueError if a row is full.
+
+        Waits for the device only if others changed the lengths, or near the end.
         """
         capacity = getattr(self._cache, "capacity", None)
         if capacity is None:
@@ -257,8 +261,8 @@ class GraphedDecoder:
             longest = int((lengths[:batch] + growing).max())
             if longest > capacity:
                 raise ValueError(
-                    f"a row must hold at most {capacity} tokens, got {longest}; make the cache "
-                    "with a larger capacity or truncate it"
+                    f"a row must hold at most {capacity} tokens, got {longest}; make a cache with "
+                    "a larger capacity, or truncate it"
                 )
         self._longest += 1
 
@@ -280,7 +284,7 @@ class GraphedDecoder:
         return captured.logits
 
     def _resting_step(self, batch: int, *, graphed: bool) -> Callable[[], Tensor]:
-        """A step in which no row advances, to be timed."""
+        """Return a step in which no row advances, for timing."""
         self._check_addresses()
         self._rest()
         return partial(self._replay if graphed else self._step, self._size(batch))
@@ -291,7 +295,7 @@ class GraphedDecoder:
 
     @torch.inference_mode()
     def _step(self, size: int) -> Tensor:
-        """One step of `size` rows on what the buffers hold: logits [size, V]."""
+        """Run one step of `size` rows on the buffers' contents; returns logits [size, V]."""
         out = self._model(
             self._tokens[:size, None], counts=self._counts[:size], cache=self._rows[size]
         )
@@ -300,8 +304,8 @@ class GraphedDecoder:
     def _capture(self, size: int) -> None:
         self._rest()  # so that warm-up leaves the cache as it is
         with self._on_device():
-            # What would hang when it runs, or break a capture, is found before anything is
-            # captured: from a capture that CUDA itself broke, torch does not always recover.
+            # Find what would hang or break a capture before capturing anything, because torch
+            # doesn't always recover from a capture that CUDA itself broke.
             launches = self._compared(size)
             self._graphs[size] = (
                 self._captured_on_gpu(size) if self._on_gpu else _Captured(launches=launches)
@@ -312,11 +316,11 @@ class GraphedDecoder:
         return self._device.type == "cuda"
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """Streams are made on the current GPU, and objects of collectives sent through it."""
+        """Make the device current: streams are created on it, and collectives of objects use it."""
         return torch.cuda.device(self._device) if self._on_gpu else nullcontext()
 
     def _compared(self, size: int) -> tuple[Launch, ...]:
-        """Run a step, each collective only when all ranks have come to it; what it launched."""
+        """Run a step and return its launches; each collective waits until all ranks reach it."""
         agreement = Agreement(self._group)
         try:
             _, launches = launch_sequence(
@@ -343,11 +347,11 @@ class GraphedDecoder:
         try:
             captured = self._recorded_graph(size)
         except Exception as problem:
-            self._pool = None  # torch may take the failed capture for one that still fills it
+            self._pool = None  # torch may think that the failed capture is still using it
             agreement.fail(problem)
             raise
         finally:
-            torch.cuda.set_stream(here)  # the end of a capture that broke leaves another
+            torch.cuda.set_stream(here)  # a broken capture leaves another stream current
         agreement.check(captured.launches)
         return captured
 
@@ -356,14 +360,14 @@ class GraphedDecoder:
             self._pool = torch.cuda.graph_pool_handle()
         graph, cause = torch.cuda.CUDAGraph(), None
         try:
-            # Nothing that other threads do on the GPU meanwhile can break this capture.
+            # thread_local: GPU work on other threads can't break this capture.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"
             ):
                 try:
                     logits, launches = launch_sequence(lambda: self._step(size))
                 except Exception as problem:
-                    cause = problem  # the end of a capture that broke raises another
+                    cause = problem  # ending a broken capture raises another error
                     raise
         except Exception as problem:
             cause = cause or problem
@@ -372,8 +376,8 @@ class GraphedDecoder:
             frames = reversed([*traceback.walk_tb(cause.__traceback__)])
             raise RuntimeError(
                 f"a step of {size} rows must be possible to capture, got {cause}"
-                f"{place_of(frames)}; nothing in it may wait for the device or reserve memory "
-                "past torch"
+                f"{place_of(frames)}; nothing in it may wait for the device or allocate memory "
+                "outside of torch"
             ) from cause
         return _Captured(launches=launches, graph=graph, logits=logits)
 
@@ -388,7 +392,7 @@ class _Captured:
 def _destroy(graphs: dict[int, _Captured]) -> None:
     held = [captured for captured in graphs.values() if captured.graph is not None]
     graphs.clear()
-    # The garbage collector may come here in the capture of another decoder, which a wait breaks.
+    # The garbage collector may call this during another decoder's capture, which a wait breaks.
     if held and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize(held[0].logits.device)
     for captured in held:

@@ -1,4 +1,4 @@
-"""Greedy decoding of one row, alone or divided among ranks, and what of its time is all-reduce."""
+"""Greedy decoding of one row, on one process or several, and the share of time in all-reduces."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ _ALL_REDUCES = ("c10d.allreduce_", "_c10d_functional.all_reduce")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoded:
-    """What a greedy decoder wrote, and how long it took.
+    """What a greedy decoder generated, and how long it took.
 
-    tokens: the new ones, an EOS that ended them included. steps: forwards of one token, one fewer
-    than tokens; the first token comes from the prompt's forward. seconds: of all steps together.
-    all_reduces: of one step. all_reduce_seconds: of one step's all-reduces run alone, one behind
-    the other, the median of some repeats; 0.0 without any.
+    tokens: the new tokens, including an EOS that ended them. steps: one-token forwards, one fewer
+    than tokens, because the first token comes from the prompt's forward. seconds: for all steps
+    together.
+    all_reduces: per step. all_reduce_seconds: for one step's all-reduces run alone, one after
+    another, the median over some repeats; 0.0 if there are none.
     """
 
     tokens: tuple[int, ...]
@@ -44,25 +45,26 @@ class Decoded:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Steps a second; None where there was no step."""
+        """Steps per second; None if there was no step."""
         return self.steps / self.seconds if self.steps else None
 
     @property
     def all_reduce_share(self) -> float | None:
-        """The all-reduces' time over a step's: 0.25 is a quarter. None where there was no step."""
+        """The all-reduces' share of a step's time: 0.25 is a quarter. None if there was no step."""
         return self.all_reduce_seconds * self.steps / self.seconds if self.steps else None
 
 
 def decode(
     model: Llama, tokens: Sequence[int], *, max_tokens: int, graphed: bool = False
 ) -> list[int]:
-    """The tokens that the model finds likeliest, one after the other, behind those given.
+    """Return the tokens that greedy decoding appends to the given ones.
 
-    model: whole, or divided by `parallelize`; then every rank calls this alike and gets the same.
-    tokens: of the prompt, at least one. max_tokens: where to stop, if no EOS of the model's
-    configuration comes first. graphed: steps by `GraphedDecoder`; the result is the same.
-    Returns the new tokens, an EOS that ended them included.
-    Raises ValueError or TypeError for a prompt that is none.
+    model: whole, or divided by `parallelize`; then every rank makes the same call and gets the same
+    result. tokens: the prompt, at least one token. max_tokens: where to stop, unless an EOS token
+    of the model's configuration comes first. graphed: run steps with `GraphedDecoder`; the result
+    is the same.
+    Returns the new tokens, including an EOS that ended them.
+    Raises ValueError or TypeError for an invalid prompt.
     """
     return list(_Run(model, tokens, max_tokens, graphed).finish()[0])
 
@@ -75,7 +77,7 @@ def timed_decode(
     graphed: bool = False,
     repeats: int = 20,
 ) -> Decoded:
-    """`decode`, timed; a graph is captured before the time begins. repeats: of the all-reduces."""
+    """Run `decode` and time it, without the graph capture. repeats: timings of the all-reduces."""
     positive_int("repeats", repeats)
     run = _Run(model, tokens, max_tokens, graphed)
     found, seconds, launches = run.finish(record=True)
@@ -93,7 +95,7 @@ def timed_decode(
 
 
 class _Run:
-    """One row from its prompt to its end."""
+    """One row, from its prompt to its end."""
 
     def __init__(self, model: Llama, tokens: Sequence[int], max_tokens: int, graphed: bool) -> None:
         positive_int("max_tokens", max_tokens)
@@ -101,14 +103,14 @@ class _Run:
         if not row:
             raise ValueError("tokens must hold at least one token, got none")
         if wrong := [one for one in row if not isinstance(one, int) or not 0 <= one < limit]:
-            raise ValueError(f"tokens must be whole numbers from 0 to {limit - 1}, got {wrong[:8]}")
+            raise ValueError(f"tokens must be integers from 0 to {limit - 1}, got {wrong[:8]}")
         self.model, self.row, self.limit, self.graphed = model, row, max_tokens, graphed
         self.device = model.embed_tokens.weight.device
         self.ends = frozenset(model.config.eos_token_ids)
 
     @torch.no_grad()
     def finish(self, *, record: bool = False) -> tuple[list[int], float, tuple[Launch, ...]]:
-        """New tokens, seconds of their steps, and, on demand, the launches of one step."""
+        """Return the new tokens, their steps' seconds and, with record, one step's launches."""
         cache = local_cache(self.model, batch=1, capacity=len(self.row) + self.limit)
         prompt = torch.tensor([self.row], device=self.device)
         found = [_best(self.model(prompt, cache=cache).logits[0, -1])]
@@ -131,7 +133,7 @@ class _Run:
         return lambda token: self.model(token[:, None], cache=cache).logits[:, 0]
 
     def _recorded(self, cache: DenseCache) -> tuple[Launch, ...]:
-        """Of a step in which the row rests, so that the cache stays as it is."""
+        """Record a step in which the row doesn't advance, so the cache doesn't change."""
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         rest = torch.zeros(1, dtype=torch.int32, device=self.device)
         step = partial(self.model, token, counts=rest, cache=cache)
@@ -139,7 +141,7 @@ class _Run:
 
 
 def _best(logits: Tensor) -> int:
-    """The likeliest token; waits for the device."""
+    """Return the most likely token; waits for the device."""
     return int(logits.argmax())
 
 
@@ -151,9 +153,9 @@ def _alone(
     *,
     graphed: bool,
 ) -> float:
-    """Median seconds of these all-reduces, one behind the other, on tensors of their own.
+    """Return the median seconds of these all-reduces, one after another, on scratch tensors.
 
-    graphed: launched as one graph, as in the step that they are compared with.
+    graphed: launch them as one graph, as in the step they're compared with.
     """
     if not sums:
         return 0.0

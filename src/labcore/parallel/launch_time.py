@@ -1,4 +1,4 @@
-"""What capturing a decode step saves: the time of its launches, measured before and after."""
+"""How much time capturing a decode step saves: its launches, timed without and with a graph."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["LaunchSeconds", "launch_seconds"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchSeconds:
-    """Seconds of one decode step, launched one operation after another and as one graph.
+    """Seconds per decode step, launched operation by operation and as one graph.
 
     eager, graphed: until the device is done. eager_host, graphed_host: until the host is free.
-    launches: operations of the step.
+    launches: operations per step.
     """
 
     eager: Timing
@@ -33,15 +33,15 @@ class LaunchSeconds:
 def launch_seconds(
     decoder: GraphedDecoder, *, batch: int = 1, rounds: int = 20, warmup: int = 3
 ) -> LaunchSeconds:
-    """Time a step of `batch` rows before and after its capture, in turns; the cache stays.
+    """Time a step of `batch` rows without and with its graph, in turns; the cache doesn't change.
 
-    decoder: on a GPU; all ranks of its group call alike. rounds: of one step each way.
-    Raises ValueError on a CPU, where no launch is saved.
+    decoder: on a GPU; all ranks of its group must make the same call. rounds: steps timed each way.
+    Raises ValueError on a CPU, where a graph saves no launches.
     """
     if decoder.device.type != "cuda":
         raise ValueError(
-            f"launches are timed on a GPU, got a decoder on {decoder.device}; on a CPU the same "
-            "steps run one by one either way"
+            f"decoder must be on a GPU, got one on {decoder.device}; on a CPU the operations are "
+            "launched one by one either way"
         )
     return _in_turns(decoder, batch, rounds, warmup)
 
@@ -65,7 +65,7 @@ def _in_turns(decoder: GraphedDecoder, batch: int, rounds: int, warmup: int) -> 
 
 
 def _once(step: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Seconds until step() returns, and until the device has done it."""
+    """Return the seconds until step() returns, and until the device has finished it."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
     wait(device)
     begin = time.perf_counter()

@@ -1,10 +1,10 @@
-"""Linear layers of which each rank holds a part, and the norm between them.
+"""Linear layers split across ranks, and the norm between them.
 
-Y = X W^T + b divided by columns: rank r holds some output features, W [out / N, in], and computes
-those of Y; no collective follows, unless someone needs all of Y: then an all-gather. Divided by
-rows: rank r holds some input features, W [out, in / N], and computes a summand of Y; an
-all-reduce follows, and the bias is added once, behind it. (Columns and rows are those of W^T, as
-the papers write; torch stores W.) A column layer and the row layer behind it need one collective.
+Column-parallel Y = X W^T + b: rank r holds some output features, W [out / N, in], and computes
+those columns of Y. No collective follows, unless all of Y is needed; then it's an all-gather.
+Row-parallel: rank r holds some input features, W [out, in / N], and computes a summand of Y. An
+all-reduce follows, and the bias is added once, after it. (Columns and rows are those of W^T, as in
+the papers; torch stores W.) A column layer followed by a row layer needs only one collective.
 
 Letters: N ranks, r this rank, B rows, T tokens, C hidden_size.
 Sources: Shoeybi et al., 2019, arXiv 1909.08053; sequence parallelism: Korthikanti et al., 2022,
@@ -41,31 +41,31 @@ __all__ = [
 
 
 def check_kind(name: str, module: object, kind: type[nn.Module]) -> None:
-    """Raise TypeError unless the module is of the kind that can be divided."""
+    """Raise TypeError unless the module is of the class that can be divided."""
     if not isinstance(module, kind):
         raise TypeError(
-            f"{name} must be of class {kind.__name__}, got {type(module).__name__}; divide layers "
-            "before anything replaces them"
+            f"{name} must be of class {kind.__name__}, got {type(module).__name__}; divide the "
+            "model before replacing its layers"
         )
 
 
 def own_copy(whole: Tensor, mine: tuple[slice, ...] = ()) -> nn.Parameter:
-    """A copy of the part, so that nothing holds the whole tensor's memory."""
+    """Copy this rank's part, so that the whole tensor's memory can be freed."""
     copy = whole.detach()[mine].clone(memory_format=torch.contiguous_format)
     return nn.Parameter(copy, requires_grad=whole.requires_grad)
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer of whose out_features each rank holds a part.
+    """A linear layer whose out_features are split across ranks.
 
     x [..., in_features], the same on every rank, becomes [..., out_features / N]; with
-    gather_output [..., out_features] on every rank.
+    gather_output, [..., out_features] on every rank.
     sequence_parallel: x is [B, T / N, in_features], this rank's tokens, and is gathered first.
-    input_is_copied: the caller has passed x through `copy_to_ranks` (or `gather_sequence`), once
-    for several layers that read it; by default this layer does.
-    group: None is the default process group. Weights are drawn as `nn.Linear` draws them, whole
-    on every rank, and cut: with one seed on all ranks the layer is that of one process.
-    Raises ValueError for out_features that N does not divide.
+    input_is_copied: the caller has already passed x through `copy_to_ranks` (or `gather_sequence`),
+    once for several layers that read it; by default this layer does so.
+    group: None is the default process group. Every rank draws the whole weights as `nn.Linear` does
+    and keeps its part, so with the same seed on all ranks the layer equals the one-process layer.
+    Raises ValueError for out_features that N doesn't divide.
     """
 
     cuts: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
@@ -88,14 +88,14 @@ class ColumnParallelLinear(nn.Module):
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel
         self.input_is_copied = input_is_copied
-        part("out_features", out_features, group)  # before the whole layer is drawn
+        part("out_features", out_features, group)  # raises before the whole layer is drawn
         self._take(nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype))
 
     @classmethod
     def of(cls, linear: nn.Linear, group: dist.ProcessGroup | None = None, **options: Any) -> Self:
-        """This rank's part of a whole layer, copied; the options are those of the class.
+        """Return this rank's part of a whole layer, copied; options: those of the class.
 
-        Raises TypeError for what is no `nn.Linear`, ValueError as the class does.
+        Raises TypeError unless linear is an `nn.Linear`, and ValueError as the class does.
         """
         return _part_of(linear, cls, group, options)
 
@@ -106,7 +106,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = None if whole.bias is None else own_copy(whole.bias, (mine,))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in_features]; returns [..., out_features / N], or all of them if gathered."""
+        """Map x [..., in_features] to [..., out_features / N], or to all of them if gathered."""
         if not self.input_is_copied:
             enter = gather_sequence if self.sequence_parallel else copy_to_ranks
             x = enter(x, self.group)
@@ -114,19 +114,19 @@ class ColumnParallelLinear(nn.Module):
         return gather_from_ranks(y, self.group) if self.gather_output else y
 
     def extra_repr(self) -> str:
-        """The whole layer's sizes, and the number of ranks."""
+        """Show the whole layer's sizes and the number of ranks."""
         return _told(self)
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer of whose in_features each rank holds a part; the ranks' products are summed.
+    """A linear layer whose in_features are split across ranks; the ranks' products are summed.
 
-    x [..., in_features / N], as a column layer leaves it, becomes [..., out_features] on every
+    x [..., in_features / N], the output of a column layer, becomes [..., out_features] on every
     rank. input_is_parallel=False: x is [..., in_features] on every rank, which takes its part.
-    The bias stands whole on every rank and is added once, after the sum.
+    Every rank holds the whole bias, which is added once, after the sum.
     sequence_parallel: the output is [B, T / N, out_features], this rank's tokens of the sum.
     group, weights: as for ColumnParallelLinear.
-    Raises ValueError for in_features that N does not divide, and for such a T.
+    Raises ValueError if N doesn't divide in_features or, with sequence_parallel, T.
     """
 
     cuts: ClassVar[dict[str, int]] = {"weight": 1}
@@ -147,14 +147,14 @@ class RowParallelLinear(nn.Module):
         self.group = group
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel = sequence_parallel
-        part("in_features", in_features, group)  # before the whole layer is drawn
+        part("in_features", in_features, group)  # raises before the whole layer is drawn
         self._take(nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype))
 
     @classmethod
     def of(cls, linear: nn.Linear, group: dist.ProcessGroup | None = None, **options: Any) -> Self:
-        """This rank's part of a whole layer, copied; the options are those of the class.
+        """Return this rank's part of a whole layer, copied; options: those of the class.
 
-        Raises TypeError for what is no `nn.Linear`, ValueError as the class does.
+        Raises TypeError unless linear is an `nn.Linear`, and ValueError as the class does.
         """
         return _part_of(linear, cls, group, options)
 
@@ -165,19 +165,19 @@ class RowParallelLinear(nn.Module):
         self.bias = None if whole.bias is None else own_copy(whole.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in_features / N]; returns [..., out_features], T / N tokens of it if divided."""
+        """Map x [..., in_features / N] to [..., out_features], T / N tokens of it if divided."""
         if not self.input_is_parallel:
             x = scatter_to_ranks(x, self.group)
         leave = scatter_sequence if self.sequence_parallel else reduce_from_ranks
         y = leave(F.linear(x, self.weight), self.group)
         if self.bias is None:
             return y
-        # Of divided tokens each rank's gradient of the bias is a summand.
+        # With divided tokens, each rank's bias gradient is only a summand.
         bias = copy_to_ranks(self.bias, self.group) if self.sequence_parallel else self.bias
         return y + bias
 
     def extra_repr(self) -> str:
-        """The whole layer's sizes, and the number of ranks."""
+        """Show the whole layer's sizes and the number of ranks."""
         return _told(self)
 
 
@@ -212,7 +212,7 @@ def _told(layer: ColumnParallelLinear | RowParallelLinear) -> str:
 
 
 class SequenceParallelNorm(RMSNorm):
-    """RMSNorm over this rank's tokens: weights whole on every rank, their gradients summed.
+    """RMSNorm over this rank's tokens; every rank holds the whole weight and gradients are summed.
 
     x [B, T / N, C] becomes [B, T / N, C]. Each rank sees the gradients of its own tokens only.
     """
@@ -221,7 +221,7 @@ class SequenceParallelNorm(RMSNorm):
 
     @classmethod
     def of(cls, norm: RMSNorm, group: dist.ProcessGroup | None = None) -> Self:
-        """A norm with a copy of another's weights. Raises TypeError for what is no RMSNorm."""
+        """Copy another norm's weight. Raises TypeError unless norm is an RMSNorm."""
         check_kind("norm", norm, RMSNorm)
         made = cls(norm.weight.numel(), norm.eps, device="meta")
         made.weight, made.group = own_copy(norm.weight), group

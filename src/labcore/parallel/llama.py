@@ -1,10 +1,10 @@
-"""A Llama divided among ranks: heads, intermediate features and vocabulary, N equal parts each.
+"""A Llama divided among N ranks: heads, intermediate features and vocabulary in equal parts.
 
-Each rank holds whole attention heads with their keys and values, some of the MLP's intermediate
-features and some of the vocabulary. A layer's forward has two all-reduces, behind the output
-projection and behind the down projection, and so has its backward, before the query, key and
-value projections and before gate and up. Under sequence parallelism each all-reduce becomes an
-all-gather and a reduce-scatter, and what stands between the layers is divided by tokens.
+Each rank holds whole attention heads with their keys and values, part of the MLP's intermediate
+features and part of the vocabulary. A layer's forward has two all-reduces, one after the output
+projection and one after the down projection. Its backward also has two, one before the query, key
+and value projections and one before gate and up. Under sequence parallelism each all-reduce becomes
+an all-gather and a reduce-scatter, and the tensors between layers are divided by tokens.
 
 Letters: N ranks, B rows, T tokens, C hidden_size, H heads, Hkv key and value heads, D head_dim,
 F intermediate_size, V vocab_size.
@@ -51,7 +51,7 @@ from labcore.parallel.vocabulary import (
 
 __all__ = ["ParallelLlama", "gathered_state", "load_parallel", "local_cache", "parallelize"]
 
-# In each block of a layer: what is divided by columns, and behind it by rows.
+# Blocks of a layer: name, column-parallel layers, and the row-parallel layer after them.
 _BLOCKS = (
     ("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj"),
     ("mlp", ("gate_proj", "up_proj"), "down_proj"),
@@ -60,14 +60,14 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 class ParallelLlama(Llama):
-    """A Llama of which this rank holds a part; `parallelize` and `load_parallel` make it.
+    """A Llama of which this rank holds a part, made by `parallelize` or `load_parallel`.
 
     group: None is the default process group. sequence_parallel: between layers each rank holds
     T / N tokens. gather_logits: logits are [B, T, V]; False leaves them [B, T, V / N], for
     `vocab_parallel_cross_entropy`. config is that of the whole model.
-    Every rank calls forward and backward alike. A loss is computed by every rank from the same
-    logits; each parameter's gradient is then the part of the whole one. `state_dict` has the
-    part's tensors; `gathered_state` has the whole ones, to be saved.
+    Every rank calls forward and backward in the same way and computes the loss from the same
+    logits. Each parameter's gradient is then this rank's part of the whole gradient. `state_dict`
+    has this rank's tensors; `gathered_state` has the whole ones, for saving.
     """
 
     group: dist.ProcessGroup | None
@@ -75,7 +75,7 @@ class ParallelLlama(Llama):
     gather_logits: bool
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden [..., C], or [..., V / N] with gather_logits=False."""
+        """Return logits [..., V] of hidden [..., C], or [..., V / N] with gather_logits=False."""
         return vocab_parallel_logits(
             hidden,
             (self.lm_head or self.embed_tokens).weight,
@@ -103,21 +103,19 @@ def parallelize(
 ) -> ParallelLlama:
     """Divide a Llama among the ranks of a group, in place; call it on every rank.
 
-    llama: the same on every rank. Optimizers and caches are made afterwards.
+    llama: the same on every rank. Make optimizers and caches afterwards.
     group: a process group, a one-dimensional DeviceMesh, or None for the default group.
-    sequence_parallel: divide what stands between the layers by tokens; T is then a multiple of N.
-    gather_logits: False leaves the logits of each rank's part of the vocabulary.
-    Returns the same object, now a ParallelLlama: forward(tokens) gives on every rank what it gave
-    before. Raises ValueError for sizes that N does not divide, TypeError for a subclass of Llama or
-    layers that something has replaced, before anything is changed.
+    sequence_parallel: also divide the tensors between layers by tokens; N must then divide T.
+    gather_logits: False leaves each rank the logits of its part of the vocabulary.
+    Returns the same object, now a ParallelLlama: forward(tokens) returns on every rank what it
+    returned before. Raises ValueError for sizes that N doesn't divide, TypeError for a subclass of
+    Llama or for replaced layers, before anything is changed.
     """
     if isinstance(llama, ParallelLlama):
-        raise ValueError(
-            "llama must be whole, got one that is divided already; divide a fresh model"
-        )
+        raise ValueError("llama must be whole, got one that is already divided; divide a new model")
     if type(llama) is not Llama:
         raise TypeError(
-            f"llama must be a labcore.models.Llama and no subclass, got {type(llama).__name__}"
+            f"llama must be a labcore.models.Llama, not a subclass, got {type(llama).__name__}"
         )
     ours = _group(group)
     _check_sizes(llama.config, rank_and_size(ours)[1])
@@ -144,7 +142,7 @@ def parallelize(
     if llama.lm_head is not None:
         head = VocabParallelHead.of(llama.lm_head, ours, gather_output=gather_logits)
         llama.lm_head = head  # type: ignore[assignment]
-    # The class of this one object: who holds it holds the divided model.
+    # Change the class in place, so every reference to the object sees the divided model.
     llama.__class__ = ParallelLlama
     divided = cast(ParallelLlama, llama)
     divided.group, divided.sequence_parallel = ours, sequence_parallel
@@ -157,13 +155,13 @@ def _group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | 
         return group
     if group.ndim != 1:
         raise ValueError(
-            f"a mesh must have one dimension, got {group.ndim}; pass mesh['name'] of that one"
+            f"a mesh must have one dimension, got {group.ndim}; pass mesh['name'] for one of them"
         )
     return group.get_group()
 
 
 def _check_sizes(config: LlamaConfig, ranks: int) -> None:
-    """Raise ValueError that names what N does not divide, and which N divide all of it."""
+    """Raise ValueError with the sizes that N doesn't divide and the N that divide all of them."""
     sizes = {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.kv_heads,
@@ -174,13 +172,14 @@ def _check_sizes(config: LlamaConfig, ranks: int) -> None:
     if wrong:
         fitting = ", ".join(map(str, divisors(math.gcd(*sizes.values()))))
         raise ValueError(
-            f"the number of ranks must divide {', '.join(sizes)} of the model, got {ranks} ranks "
-            f"for {', '.join(wrong)}; this model divides among {fitting} ranks"
+            f"the number of ranks must divide the model's {', '.join(sizes)}, got {ranks} ranks "
+            f"for {', '.join(wrong)}; this model can be divided among {fitting} "
+            "ranks"
         )
 
 
 def _check_layers(llama: Llama) -> None:
-    """Raise TypeError that names a layer which is not as `Llama` makes it."""
+    """Raise TypeError with the name of a layer that isn't as `Llama` makes it."""
     modules = dict(llama.named_modules())
     check_kind("embed_tokens", modules["embed_tokens"], nn.Embedding)
     names = [
@@ -194,7 +193,7 @@ def _check_layers(llama: Llama) -> None:
 
 
 def _enter(block: nn.Module, enter: Callable[[Tensor], Tensor]) -> None:
-    """One collective for all column layers of a block, which read the same input."""
+    """Run one collective for all column layers of a block, because they read the same input."""
 
     def hook(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (enter(inputs[0]), *inputs[1:])
@@ -203,10 +202,10 @@ def _enter(block: nn.Module, enter: Callable[[Tensor], Tensor]) -> None:
 
 
 def _leave(norm: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Whole hidden states behind the last norm.
+    """Gather whole hidden states after the last norm.
 
-    The head sums its gradients by itself: whoever else reads the hidden states reads them alike on
-    every rank, and a sum would count that gradient N times.
+    The head sums its gradients itself. Any other reader of the hidden states does the same work on
+    every rank, so a sum would count its gradient N times.
     """
 
     def hook(_: nn.Module, __: object, hidden: Tensor) -> Tensor:
@@ -223,10 +222,10 @@ def local_cache(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> DenseCache:
-    """A cache for the Hkv / N key and value heads that this rank holds.
+    """Make a cache for the Hkv / N key and value heads that this rank holds.
 
-    batch: B; capacity: the most tokens a row can hold. dtype, device: None is the model's.
-    Of a whole Llama it is the whole cache.
+    batch: B; capacity: the most tokens per row. dtype, device: None uses the model's.
+    For a whole Llama it's the whole cache.
     """
     config, weight = llama.config, llama.embed_tokens.weight
     keys = cast(Tensor, llama.get_parameter("layers.0.self_attn.k_proj.weight"))
@@ -247,7 +246,7 @@ def local_cache(
 
 
 def _cuts(llama: ParallelLlama) -> dict[str, int | None]:
-    """The dimension along which each parameter is divided; None where it stands whole."""
+    """Return the dimension along which each parameter is divided; None if it's whole."""
     return {
         f"{prefix}.{name}": getattr(module, "cuts", {}).get(name)
         for prefix, module in llama.named_modules()
@@ -257,12 +256,12 @@ def _cuts(llama: ParallelLlama) -> dict[str, int | None]:
 
 @torch.no_grad()
 def gathered_state(llama: ParallelLlama, *, rank: int | None = None) -> dict[str, Tensor]:
-    """The whole model's tensors by name, on the CPU, in their dtype; call it on every rank.
+    """Return the whole model's tensors by name, on the CPU, in their dtype; call it on every rank.
 
-    `Llama(llama.config, device="meta").load_state_dict(…, assign=True)` takes them, and
-    `labcore.models.save_pretrained` saves that model: on one rank.
-    rank: of the group, the only one that keeps them; the others get an empty dictionary.
-    Raises TypeError for a model that is not divided.
+    Load them with `Llama(llama.config, device="meta").load_state_dict(…, assign=True)`, on one
+    rank, and save that model with `labcore.models.save_pretrained`.
+    rank: the only rank of the group that keeps the tensors; the others get an empty dictionary.
+    Raises TypeError for a model that isn't divided.
     """
     if not isinstance(llama, ParallelLlama):
         raise TypeError(
@@ -274,7 +273,7 @@ def gathered_state(llama: ParallelLlama, *, rank: int | None = None) -> dict[str
         dim = cuts.get(name)
         found = tensor if dim is None else gather_from_ranks(tensor, llama.group, dim)
         if rank in (None, rank_and_size(llama.group)[0]):
-            # A copy even where it stands whole: what was gathered is no view of the model.
+            # Copy whole tensors too, so the result never shares memory with the model.
             whole[name] = found.to("cpu", copy=True)
     return whole
 
@@ -289,14 +288,14 @@ def load_parallel(
     sequence_parallel: bool = False,
     gather_logits: bool = True,
 ) -> ParallelLlama:
-    """`parallelize(from_pretrained(folder))`, of which each rank reads only its own part.
+    """Return `parallelize(from_pretrained(folder))`, with each rank reading only its own part.
 
     folder: config.json and safetensors, as for `labcore.models.from_pretrained`.
-    dtype: of the weights, None keeps what is stored. device: where they go.
+    dtype: of the weights; None keeps the stored dtype. device: where they go.
     attention: as for `Llama`; it gets this rank's heads.
     group, sequence_parallel, gather_logits: as for `parallelize`.
     Returns the model in evaluation mode. Raises FileNotFoundError for a missing file, ValueError
-    for sizes that N does not divide and for tensors that are missing, unexpected or of another
+    for sizes that N doesn't divide and for tensors that are missing, unexpected or of the wrong
     shape.
     """
     config = read_config(folder)
@@ -305,12 +304,12 @@ def load_parallel(
     llama = parallelize(
         model, group, sequence_parallel=sequence_parallel, gather_logits=gather_logits
     )
-    # A tied checkpoint may store its head too, which is divided like the embedding.
+    # A tied checkpoint may also store the head, which is divided like the embedding.
     cuts = {"lm_head.weight": 0, **_cuts(llama)}
 
     def take(name: str, stored: Any) -> Tensor:
         own = _own_part(stored, tuple(stored.get_shape()), cuts[name], llama.group)
-        # A copy: what is read is a view of the file, with gaps where columns are divided.
+        # Copy: what was read is a view of the file, strided if columns are divided.
         return own.to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
 
     llama.load_state_dict(read_state(folder, config, shapes, take), assign=True)
@@ -320,7 +319,7 @@ def load_parallel(
 def _own_part(
     stored: Any, shape: tuple[int, ...], dim: int | None, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Of a slice of safetensors this rank's bytes; a matrix by its rows or its columns."""
+    """Read this rank's rows or columns from a safetensors slice, or all of it if dim is None."""
     if dim is None:
         return stored[:]
     mine = part("a stored dimension", shape[dim], group)

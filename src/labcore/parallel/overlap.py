@@ -1,10 +1,10 @@
 """A product in chunks, each summed over the ranks while the next one is computed.
 
-In a row-parallel product every rank has a share of the terms, and an all-reduce adds them up: the
-wire waits for the product, then the next product for the wire. Cut into chunks of rows of x, all
-but the first product and the last all-reduce can run side by side, if they do not want the same
-thing. Each chunk has costs of its own: a launch, and the alpha of its all-reduce. Where the cores
-that compute also carry the bytes, as under gloo, there is nothing to hide behind, and chunks lose.
+In a row-parallel product every rank computes some of the terms, and an all-reduce adds them up. The
+wire waits for the product, and the next product waits for the wire. Cut into chunks of rows of x,
+everything except the first product and the last all-reduce can overlap, as long as the two don't
+compete for the same hardware. Each chunk adds costs: a launch, and the alpha of its all-reduce. If
+the cores that compute also move the bytes, as with gloo, overlap hides nothing and chunks lose.
 
 Sources: Wang et al., 2023, ASPLOS, doi 10.1145/3567955.3567959 (decomposed collectives); Jangda et
 al., 2022, ASPLOS, arXiv 2105.05720 (overlap of a product and its all-reduce).
@@ -48,16 +48,16 @@ def chunked_linear(
     *,
     overlap: bool = True,
 ) -> Tensor:
-    """x @ weight summed over the ranks, in chunks of rows of x; of a row-parallel layer.
+    """Return x @ weight summed over the ranks, in chunks of x's rows, for a row-parallel layer.
 
     x: [..., F / N], this rank's columns of the input. weight: [F / N, C], this rank's rows of the
-    whole weight, the transpose of what `torch.nn.Linear` keeps. Both of one floating dtype.
-    chunks: how many; more than x has rows is as many as rows.
-    overlap: each chunk's all-reduce runs while the next product is computed; False waits for it.
+    whole weight, transposed from what `torch.nn.Linear` stores. Both have the same floating dtype.
+    chunks: the number of chunks, capped at the number of rows of x.
+    overlap: run each chunk's all-reduce while the next product is computed; False waits for it.
     Returns a new tensor [..., C], the same on every rank, equal to one product and one all-reduce
-    but for rounding. No gradient flows. A process alone sums nothing.
-    Raises TypeError unless x is floating point, ValueError for shapes that do not fit together and
-    for a group without this process.
+    up to rounding. No gradient flows. A single process returns the plain product.
+    Raises TypeError unless x is floating point, ValueError for shapes that don't match and for a
+    group without this process.
     """
     positive_int("chunks", chunks)
     floating("x", x)
@@ -110,14 +110,14 @@ def overlapped_seconds(
     alpha: float = 0.0,
     shared: bool = False,
 ) -> float:
-    """Seconds of a product and its all-reduce in equal chunks, by the form of a pipeline.
+    """Return the seconds of a product and its all-reduce in equal chunks, by the pipeline formula.
 
     compute: seconds of the whole product. wire: seconds of the whole message without its alphas.
     launch: seconds that each chunk adds to its product. alpha: seconds that each chunk adds to
-    its all-reduce. With p = compute / chunks + launch and w = wire / chunks + alpha the time is
-    p + (chunks - 1) * max(p, w) + w, which is never below compute, nor below wire.
-    shared: the product and the wire want the same cores and nothing runs side by side: the time
-    is chunks * (p + w), the least for one chunk.
+    its all-reduce. With p = compute / chunks + launch and w = wire / chunks + alpha, the time is
+    p + (chunks - 1) * max(p, w) + w, which is never below compute or below wire.
+    shared: the product and the wire need the same cores, so nothing overlaps. The time is then
+    chunks * (p + w), which is least for one chunk.
     """
     positive_int("chunks", chunks)
     costs = {"compute": compute, "wire": wire, "launch": launch, "alpha": alpha}
@@ -132,25 +132,26 @@ def overlapped_seconds(
 def best_chunks(
     compute: float, wire: float, *, launch: float = 0.0, alpha: float = 0.0, most: int = 64
 ) -> int:
-    """The number of chunks, up to most, with the least `overlapped_seconds`; of equals the least.
+    """Return the number of chunks, up to most, with the least `overlapped_seconds`.
 
-    The link is its own; where it is shared one chunk is best. Arguments in seconds.
+    Of equally fast numbers it returns the smallest. It assumes that the wire shares nothing with
+    the product; otherwise one chunk is best. Arguments in seconds.
     """
     times = [
         overlapped_seconds(compute, wire, chunks, launch=launch, alpha=alpha)
         for chunks in range(1, positive_int("most", most) + 1)
     ]
-    least = min(times) * (1 + 1e-9)  # Rounding alone does not make a chunk worth its while.
+    least = min(times) * (1 + 1e-9)  # A gain within rounding is not worth another chunk.
     return next(chunks for chunks, seconds in enumerate(times, 1) if seconds <= least)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapRun:
-    """A row-parallel product measured in five forms, in the same rounds; seconds.
+    """A row-parallel product timed in five forms, in the same rounds; seconds.
 
     compute: the product alone. wire: the all-reduce alone. plain: one after the other.
-    chunked: in chunks, each waited for. overlapped: in chunks, as `chunked_linear` does.
-    chunks: how many. nbytes: of the message. link: its name, "gloo" or that of a simulated one.
+    chunked: in chunks, waiting for each. overlapped: in chunks, as in `chunked_linear`.
+    chunks: how many. nbytes: of the message. link: its name, "gloo" or a simulated link's.
     """
 
     compute: Timing
@@ -164,14 +165,14 @@ class OverlapRun:
 
     @property
     def gain(self) -> float:
-        """The median of plain over that of overlapped: above 1 the overlap pays."""
+        """The median of plain over that of overlapped; above 1, overlap pays off."""
         return self.plain.p50 / self.overlapped.p50
 
 
 class _Pretended:
-    """A link of which only the time is real: an all-reduce ends when its bytes would be there.
+    """A simulated link: an all-reduce only takes the time that its bytes would need.
 
-    One message after the other; nothing computes in the meantime, as with a link of its own.
+    Messages go one after another. Waiting uses no other hardware, as with a dedicated link.
     """
 
     def __init__(self, link: Link, ranks: int, algorithm: str) -> None:
@@ -190,7 +191,7 @@ class _Arrival:
 
     def wait(self) -> None:
         while (left := self.at - time.perf_counter()) > 0:
-            # A sleep may end late by more than the message takes: the last stretch is watched.
+            # A sleep may overrun by more than the message takes, so poll the last millisecond.
             if left > 1e-3:
                 time.sleep(left - 1e-3)
 
@@ -203,7 +204,7 @@ def _time_forms(
     repeats: int,
     pretended: _Pretended | None,
 ) -> dict[str, list[float]]:
-    """Seconds of the five forms; in every rank of a group, or alone with a pretended link."""
+    """Time the five forms, on every rank of a group or alone with a simulated link."""
     x, weight = torch.ones(rows, inner), torch.full((inner, width), 1.0 / inner)
     message = torch.zeros(rows, width)
 
@@ -236,16 +237,16 @@ def measure_overlap(
     algorithm: str = "ring",
     timeout_s: float = 120,
 ) -> OverlapRun:
-    """Measure what chunks and overlap do to x [rows, inner] @ weight [inner, width], fp32.
+    """Measure what chunks and overlap do to x [rows, inner] @ weight [inner, width], in fp32.
 
-    inner: of one rank, F / N.
-    link: None measures `ranks` processes of this machine that talk through gloo and share its
-    cores. A link measures this process alone, whose products are real and whose all-reduces only
-    take the time of `all_reduce_seconds(algorithm, ranks, ..., link)`, one after the other, while
-    the core is free: nothing is summed. ranks and algorithm are then the formula's.
-    algorithm: without a link it is not looked at; gloo takes its own.
-    timeout_s: for everything, of processes.
-    Raises ValueError for sizes below 1 and for what `all_reduce_seconds` refuses.
+    inner: per rank, F / N.
+    link: None runs `ranks` processes on this machine, which communicate through gloo and share its
+    cores. With a link, only this process runs. Its products are real, but its all-reduces sum
+    nothing: each takes `all_reduce_seconds(algorithm, ranks, ..., link)`, one after another, and
+    leaves the core free. ranks and algorithm then enter only that formula.
+    algorithm: ignored without a link; gloo chooses its own.
+    timeout_s: for everything, if processes run.
+    Raises ValueError for sizes below 1 and for what `all_reduce_seconds` rejects.
     """
     sizes = {"ranks": ranks, "rows": rows, "inner": inner, "width": width, "chunks": chunks}
     for name, size in sizes.items():

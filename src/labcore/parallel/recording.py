@@ -1,7 +1,7 @@
-"""The launch sequence of a function: what it gives the device to do, operation by operation.
+"""Record the launch sequence of a function: the operations it gives the device.
 
-A CUDA graph replays exactly that sequence, so it must be the same at every step and on every rank,
-and nothing in it may wait for the device.
+A CUDA graph replays exactly that sequence. It must be the same at every step and on every rank, and
+nothing in it may wait for the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from labcore.parallel.regions import rank_and_size
 
 __all__ = ["Agreement", "Difference", "Launch", "first_difference", "launch_sequence"]
 
-# They move no data: memory is reserved, or the same memory is seen in another shape.
+# These move no data: they allocate memory or return a view.
 _NO_LAUNCH = {
     "aten._unsafe_view",
     "aten.empty",
@@ -42,14 +42,14 @@ _SILENT_NAMESPACES = ("prim", "profiler")
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 _NO_COLLECTIVE = {"_c10d_functional.wait_tensor", "c10d.monitored_barrier_"}
 _INDEXING = {"aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_"}
-# Methods that read a tensor on the host without an operation that a dispatcher would see.
+# Methods that read a tensor on the host without going through the dispatcher.
 _HOST_READS = {
     Tensor.__array__: "Tensor.__array__",
     Tensor.cpu: "Tensor.cpu",
     Tensor.numpy: "Tensor.numpy",
     Tensor.tolist: "Tensor.tolist",
 }
-# Functions that copy numbers of the host, past the dispatcher too.
+# Functions that copy numbers from the host, also without going through the dispatcher.
 _FROM_HOST = {
     torch.as_tensor: "torch.as_tensor",
     torch.tensor: "torch.tensor",
@@ -65,9 +65,9 @@ _MADE_BEFORE = "put it on the device once, before the steps"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """One operation: its name, and shape and dtype of each tensor that it was given.
+    """One operation: its name, and the shape and dtype of each tensor argument.
 
-    op: as torch's dispatcher knows it, "aten.mm" or "c10d.allreduce_".
+    op: the dispatcher's name, such as "aten.mm" or "c10d.allreduce_".
     """
 
     op: str
@@ -93,13 +93,14 @@ def launch_sequence(
     strict: bool = True,
     before_collective: Callable[[Sequence[Launch]], None] | None = None,
 ) -> tuple[Any, tuple[Launch, ...]]:
-    """What fn() returns, and what it launched; views and reserved memory are no launches.
+    """Return what fn() returns and what it launches; views and allocations don't count as launches.
 
-    strict: raise RuntimeError, naming the line, where fn waits for the device: `.item()`, an if on
-    a tensor, `.tolist()`, a boolean index, `nonzero`. Such a step cannot be captured. On a CPU the
-    same calls are found, though nothing there waits; what copies from the host to a GPU
-    (`torch.tensor(…, device=…)`) is found on a GPU only.
-    before_collective: called with the launches so far, the collective last, before it runs.
+    strict: raise RuntimeError, naming the line, if fn waits for the device: `.item()`, an if on a
+    tensor, `.tolist()`, a boolean index, `nonzero`. Such a step can't be captured. The same calls
+    are found on a CPU, though nothing waits there. Copies from the host to a GPU
+    (`torch.tensor(…, device=…)`) are found on a GPU only.
+    before_collective: called before each collective runs, with all launches so far; the collective
+    is the last of them.
     """
     recorder = _Recorder(strict, before_collective)
     with _HostReads(recorder), recorder:
@@ -115,7 +116,7 @@ class _Recorder(TorchDispatchMode):
         self.strict = strict
         self.before_collective = before_collective
         self.launches: list[Launch] = []
-        self.resting = False  # while the callback does work of its own
+        self.resting = False  # True while the callback runs, whose operations don't count
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -124,7 +125,7 @@ class _Recorder(TorchDispatchMode):
         if self.resting or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         name = f"{func.namespace}.{func._opname}"
-        # Under inference mode operations arrive whole; their parts are what is launched.
+        # Under inference mode composite operations arrive whole; their parts are what is launched.
         with self:
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
@@ -153,7 +154,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _HostReads(TorchFunctionMode):
-    """Finds what reads a tensor's memory past the dispatcher."""
+    """Finds reads of a tensor's memory that bypass the dispatcher."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -172,7 +173,7 @@ class _HostReads(TorchFunctionMode):
 
 
 def _copied_to_gpu(func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Whether one of _FROM_HOST is asked for numbers of the host on a GPU."""
+    """Return whether a call of one of _FROM_HOST copies host numbers to a GPU."""
     like = args[0] if func is Tensor.new_tensor else None
     data = args[1:] if like is not None else args
     device = kwargs.get("device")
@@ -183,12 +184,12 @@ def _copied_to_gpu(func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
 
 
 def _waits(func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> str:
-    """What to do in place of an operation that waits for the device; "" for others."""
+    """Return what to do in place of an operation that waits for the device; "" for others."""
     if name in _INDEXING:
-        # torch tags every index, but an integer one has the shape that its tensors say.
+        # torch tags all indexing as dynamic, but integer indices give a shape known beforehand.
         indices = [i for i in args[1] if i is not None]
         masks = [i for i in indices if i.dtype in (torch.bool, torch.uint8)]
-        filled = name != "aten.index" and args[2].numel() == 1  # becomes masked_fill
+        filled = name != "aten.index" and args[2].numel() == 1  # torch turns it into masked_fill
         if masks and not filled:
             return _FIXED_SHAPE
         return _MADE_BEFORE if args[0].is_cuda and not all(i.is_cuda for i in indices) else ""
@@ -200,12 +201,12 @@ def _waits(func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> str:
 
 
 def _crossing(name: str, args: tuple[Any, ...], kwargs: Any) -> str:
-    """What to do in place of a copy between host and GPU; "" for other operations."""
+    """Return what to do in place of a copy between host and GPU; "" for other operations."""
     if name == "aten._to_copy" and kwargs.get("device") is not None:
         source, target = args[0].device, torch.device(kwargs["device"])
     elif name == "aten.copy_":
         source, target = args[1].device, args[0].device
-        # A graph can hold a copy out of or into pinned memory.
+        # A graph can contain copies from and to pinned memory.
         host = args[0] if source.type == "cuda" else args[1]
         asked = [*args[2:3], kwargs.get("non_blocking", False)]
         if source.type != target.type and any(asked) and host.is_pinned():
@@ -218,7 +219,7 @@ def _crossing(name: str, args: tuple[Any, ...], kwargs: Any) -> str:
 
 
 class SyncError(RuntimeError):
-    """Raised for a step that waits for the device, before it does."""
+    """Raised before a step waits for the device."""
 
 
 def _sync_error(name: str, remedy: str) -> SyncError:
@@ -228,7 +229,7 @@ def _sync_error(name: str, remedy: str) -> SyncError:
 
 
 def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The first of the frames that is not torch's own, in words; "" if there is none."""
+    """Describe the first frame that isn't in torch; "" if there is none."""
     for frame, line in frames:
         module = frame.f_globals.get("__name__", "")
         if module != __name__ and module.split(".")[0] != "torch":
@@ -241,9 +242,9 @@ def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Where sequences part: the rank that left, the place (from 0), its op and that of the others.
+    """Where sequences diverge: the rank, the position (from 0), its op and the others' op.
 
-    op, expected: "nothing" where a sequence has ended.
+    op, expected: "nothing" if a sequence has ended.
     """
 
     rank: int
@@ -253,10 +254,10 @@ class Difference:
 
 
 def first_difference(sequences: Sequence[Sequence[str]]) -> Difference | None:
-    """The first place where a rank's sequence is not that of most ranks; None where all agree.
+    """Return the first position where a rank differs from most ranks; None if all agree.
 
-    sequences: one for each rank. Where as many ranks say one thing as another, the lower rank is
-    believed. Of several ranks that differ there, the lowest is named.
+    sequences: one per rank. In a tie, the lower rank counts as right. If several ranks differ at
+    the same position, the lowest is named.
     """
     for place, ops in enumerate(zip_longest(*sequences, fillvalue="nothing")):
         expected = Counter(ops).most_common(1)[0][0]
@@ -267,11 +268,11 @@ def first_difference(sequences: Sequence[Sequence[str]]) -> Difference | None:
 
 
 class Agreement:
-    """Compares this rank's launches with those of the other ranks of a group.
+    """Compares this rank's launches with those of the other ranks in a group.
 
-    Every rank calls `check` before each of its collectives and once at the end, so the n-th call
-    of one rank meets the n-th of the others, and what would have hung raises RuntimeError on all.
-    group: None is the default group, and nothing is compared where none was made.
+    Every rank calls `check` before each of its collectives and once at the end, so the n-th calls
+    of all ranks meet. What would have hung raises RuntimeError on all ranks instead.
+    group: None is the default group; without one nothing is compared.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -281,9 +282,9 @@ class Agreement:
         self._hash = hashlib.sha256()
 
     def check(self, launches: Sequence[Launch]) -> None:
-        """Raise RuntimeError, on every rank, that names a rank that differs and its first op.
+        """Raise RuntimeError on all ranks if launches differ, with a rank and its first wrong op.
 
-        launches: all so far; those of the last call begin them.
+        launches: all launches so far, starting with those of the previous call.
         """
         if self._ranks == 1:
             return
@@ -294,7 +295,7 @@ class Agreement:
         self._look(self._gathered((self._hash.hexdigest(), "")))
 
     def fail(self, problem: BaseException) -> None:
-        """Tell the ranks that are in `check`, or will be, that this one cannot go on."""
+        """Tell the ranks that are in `check`, or will be, that this one can't continue."""
         if self._ranks > 1:
             self._gathered(("", f"{type(problem).__name__}: {problem}"))
 
@@ -302,16 +303,19 @@ class Agreement:
         for rank, (_, problem) in enumerate(answers):
             if problem:
                 raise PeerError(
-                    f"every rank must run the step that is captured, rank {rank} could not: "
+                    f"every rank must run the step that is captured, but rank {rank} could not: "
                     f"{problem}"
                 )
         if len({digest for digest, _ in answers}) == 1:
             return
         difference = first_difference(self._gathered(self._told))
         if difference is None:
-            raise PeerError("ranks disagree on what they launched before the last collective")
+            raise PeerError(
+                "all ranks must launch the same operations, but they differ before the last "
+                "collective; make the step the same on every rank"
+            )
         raise PeerError(
-            "all ranks must launch the same operations in one order, but rank "
+            "all ranks must launch the same operations in the same order, but rank "
             f"{difference.rank} launches {difference.op} as number {difference.place + 1} where "
             f"the others launch {difference.expected}; make the step the same on every rank"
         )
@@ -323,18 +327,18 @@ class Agreement:
 
 
 class PeerError(RuntimeError):
-    """Raised on all ranks at once: none of them waits for another any more."""
+    """Raised on all ranks at once, so that none keeps waiting for another."""
 
 
 def refuse_what_nccl_cannot(device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Raise RuntimeError where the group's collectives cannot be captured."""
+    """Raise RuntimeError if the group's collectives can't be captured."""
     if rank_and_size(group)[1] == 1:
         return
     backend = dist.get_backend_config(group)
     if "nccl" not in backend:
         raise RuntimeError(
-            f"a graph captures only NCCL's collectives, got a group of backend {backend}; make it "
-            "with init_process_group('nccl')"
+            f"a graph captures only NCCL's collectives, got a group with backend {backend}; create "
+            "it with init_process_group('nccl')"
         )
     try:
         refuse_shared_gpus(str(torch.cuda.get_device_properties(device).uuid), group)
@@ -351,9 +355,9 @@ _ONE_EACH = (
 
 
 def refuse_shared_gpus(name: str, group: dist.ProcessGroup | None = None) -> None:
-    """Raise RuntimeError, on all ranks, if two of them work on one GPU.
+    """Raise RuntimeError on all ranks if two of them use the same GPU.
 
-    name: of this rank's GPU, another for each GPU of all machines (its UUID).
+    name: this rank's GPU, unique among the GPUs of all machines (its UUID).
     """
     names: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(names, name, group=group)

@@ -1,6 +1,6 @@
-"""What a tensor does between ranks: each way there has a way back for its gradient.
+"""Differentiable collectives: what a tensor does between ranks, and its gradient on the way back.
 
-Six functions in three pairs; in each pair one function is the gradient of the other.
+The six functions form three pairs. In each pair, one function is the gradient of the other.
 
 | function | forward | backward | is the gradient of |
 |---|---|---|---|
@@ -11,12 +11,12 @@ Six functions in three pairs; in each pair one function is the gradient of the o
 | `gather_sequence` | all-gather | reduce-scatter | `scatter_sequence` |
 | `scatter_sequence` | reduce-scatter | all-gather | `gather_sequence` |
 
-They hold for a loss that every rank computes alike from whole tensors: each rank then has the
-gradient of that one loss, not of N of them. Every rank of the group must call them, forward and
-backward, in the same order. Without a process group, or in one of a single rank, all are
-identities. Letters: N ranks, r this rank, B rows, T tokens, C width.
+The gradients are right if every rank computes the same loss from whole tensors: each rank then has
+the gradient of that one loss, not of N copies of it. Every rank of the group must call the
+functions, forward and backward, in the same order. Without a process group, or with one rank, all
+of them are identities. Letters: N ranks, r this rank, B rows, T tokens, C width.
 
-Sources: Shoeybi et al., 2019, arXiv 1909.08053; for the last two Korthikanti et al., 2022,
+Sources: Shoeybi et al., 2019, arXiv 1909.08053; for the last pair, Korthikanti et al., 2022,
 arXiv 2205.05198.
 """
 
@@ -48,10 +48,10 @@ SHOWN_DIVISORS = 12
 
 
 def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """(r, N): this process's place in the group and the group's size; (0, 1) without a group.
+    """Return (r, N), this process's rank in the group and the group's size; (0, 1) without a group.
 
-    group: None is the default group, where one was made.
-    Raises ValueError for a group that this process does not belong to.
+    group: None is the default group, if it exists.
+    Raises ValueError for a group that doesn't contain this process.
     """
     if not dist.is_available() or not dist.is_initialized():
         return 0, 1
@@ -65,16 +65,16 @@ def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
 
 
 def divisors(size: int) -> list[int]:
-    """The numbers of ranks among which `size` equal things can be divided, in order."""
+    """Return the divisors of `size` in ascending order: the numbers of ranks that can share it."""
     low = [n for n in range(1, int(size**0.5) + 1) if size % n == 0]
     return sorted({*low, *(size // n for n in low)})
 
 
 def part(name: str, size: int, group: dist.ProcessGroup | None = None) -> slice:
-    """Which of `size` things are this rank's: [r size / N, (r + 1) size / N).
+    """Return this rank's slice of `size` items: [r size / N, (r + 1) size / N).
 
-    name: of the dimension, for the error.
-    Raises ValueError that names a dimension that N does not divide, with the N that do.
+    name: the dimension's name, for the error message.
+    Raises ValueError if N doesn't divide the dimension; the message lists the N that do.
     """
     rank, ranks = rank_and_size(group)
     if positive_int(name, size) % ranks:
@@ -90,19 +90,19 @@ def part(name: str, size: int, group: dist.ProcessGroup | None = None) -> slice:
 
 
 def copy_to_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """x as it is; its gradient is the sum of all ranks' gradients.
+    """Return x unchanged; its gradient is the sum of all ranks' gradients.
 
-    Where every rank holds the same x and goes on with a part of the weights: before a layer that
-    is divided by columns. x: [...], any floating dtype; returns the same shape.
+    Use it where every rank holds the same x but only part of the weights, before a column-parallel
+    layer. x: [...], any floating dtype; returns the same shape.
     """
     return _between(x, group, _same, partial(reduce_from_ranks, group=group))
 
 
 def reduce_from_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The sum of all ranks' x; its gradient goes to each of them as it is.
+    """Return the sum of all ranks' x; its gradient goes to each rank unchanged.
 
-    Where every rank holds one summand: after a layer that is divided by rows. x: [...], of one
-    shape on all ranks; returns the same shape, another tensor. The sum is in x's dtype.
+    Use it where every rank holds one summand, after a row-parallel layer. x: [...], the same shape
+    on all ranks; returns a new tensor of that shape. The sum is computed in x's dtype.
     """
     return _between(
         x, group, partial(_all_reduce, group=group), partial(copy_to_ranks, group=group)
@@ -110,9 +110,10 @@ def reduce_from_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tens
 
 
 def gather_from_ranks(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = -1) -> Tensor:
-    """All ranks' x side by side along `dim`, in the order of ranks; its gradient is the own slice.
+    """Concatenate all ranks' x along `dim`, in rank order; the gradient is this rank's slice.
 
-    Where every rank goes on alike with the whole. x: [..., n, ...]; returns [..., N n, ...].
+    Use it where every rank does the same work on the whole tensor afterwards. x: [..., n, ...];
+    returns [..., N n, ...].
     """
     return _between(
         x,
@@ -123,10 +124,10 @@ def gather_from_ranks(x: Tensor, group: dist.ProcessGroup | None = None, dim: in
 
 
 def scatter_to_ranks(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = -1) -> Tensor:
-    """This rank's slice of x along `dim`; the gradients of all slices are gathered.
+    """Return this rank's slice of x along `dim`; the gradients of all slices are gathered.
 
-    Where every rank holds the same x. x: [..., N n, ...]; returns [..., n, ...], a copy.
-    Raises ValueError for a dimension that N does not divide.
+    Use it where every rank holds the same x. x: [..., N n, ...]; returns [..., n, ...], a copy.
+    Raises ValueError for a dimension that N doesn't divide.
     """
     return _between(
         x,
@@ -137,10 +138,10 @@ def scatter_to_ranks(x: Tensor, group: dist.ProcessGroup | None = None, dim: int
 
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:
-    """All ranks' tokens along `dim`; each token's gradient is the sum of all ranks' gradients.
+    """Gather all ranks' tokens along `dim`; a token's gradient is the sum of all ranks' gradients.
 
-    `gather_from_ranks` and `copy_to_ranks` in one: before a layer that is divided by columns,
-    where each rank holds some of the tokens. x: [B, T / N, ...]; returns [B, T, ...].
+    This combines `gather_from_ranks` and `copy_to_ranks`. Use it before a column-parallel layer
+    when each rank holds some of the tokens. x: [B, T / N, ...]; returns [B, T, ...].
     """
     return _between(
         x,
@@ -151,11 +152,11 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup | None = None, dim: int 
 
 
 def scatter_sequence(x: Tensor, group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:
-    """The sum of all ranks' x, of which each keeps its own tokens along `dim`.
+    """Sum all ranks' x and return this rank's tokens of the sum along `dim`.
 
-    `reduce_from_ranks` and `scatter_to_ranks` in one: after a layer that is divided by rows.
+    This combines `reduce_from_ranks` and `scatter_to_ranks`. Use it after a row-parallel layer.
     x: [B, T, ...]; returns [B, T / N, ...]. The gradient is all-gathered.
-    Raises ValueError for a dimension that N does not divide.
+    Raises ValueError for a dimension that N doesn't divide.
     """
     return _between(
         x,
@@ -169,7 +170,7 @@ Way = Callable[[Tensor], Tensor]
 
 
 class _Between(torch.autograd.Function):
-    """there(x), with back(gradient); back is a function of this module, so it can be derived."""
+    """Compute there(x), with gradient back(gradient); `back` is differentiable too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Way, back: Way) -> Tensor:
@@ -190,7 +191,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    # The collective sums in place, and the caller's tensor stays as it is.
+    # The collective works in place; clone to keep the caller's tensor unchanged.
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -209,7 +210,7 @@ def _own_slice(x: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
 
 
 def _cut(x: Tensor, dim: int, mine: slice) -> Tensor:
-    # A slice that lies in a row as it is would otherwise keep all of x in memory.
+    # Clone, because a view would keep all of x in memory.
     return x.narrow(dim, mine.start, mine.stop - mine.start).clone(
         memory_format=torch.contiguous_format
     )
@@ -218,8 +219,8 @@ def _cut(x: Tensor, dim: int, mine: slice) -> Tensor:
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
     mine = part(f"dimension {dim} of a tensor of shape {tuple(x.shape)}", x.shape[dim], group)
     if not (x.is_cuda and "nccl" in dist.get_backend_config(group)):
-        # Not every version of gloo has a reduce-scatter; its sum of everything is the same value
-        # for twice the bytes.
+        # Not every version of gloo has reduce-scatter; an all-reduce gives the same values for
+        # twice the bytes.
         return _cut(_all_reduce(x, group), dim, mine)
     pieces = [piece.contiguous() for piece in x.chunk(rank_and_size(group)[1], dim)]
     total = torch.empty_like(pieces[0])

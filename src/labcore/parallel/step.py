@@ -1,8 +1,9 @@
-"""What each GPU does for a token of a Llama: kernels by their work, collectives by their bytes.
+"""What each GPU does for one token of a Llama: kernels by their work, collectives by their bytes.
 
-A kernel takes the longer of its arithmetic and its bytes at the GPU's published peaks (the
-roofline: Williams, Waterman and Patterson, 2009), a collective what `cost.all_reduce_seconds` says.
-Kernels reach 60 to 90 % of a peak, so such a time is one that real ones stay above.
+A kernel takes the longer of its compute time and its memory time at the GPU's published peaks (the
+roofline: Williams, Waterman and Patterson, 2009). A collective takes what
+`cost.all_reduce_seconds` predicts. Kernels reach 60 to 90 % of a peak, so these times are lower
+bounds.
 
 Letters: N ranks, B rows, C hidden_size, F intermediate_size, H heads, Hkv kv heads, D head_dim,
 V vocabulary.
@@ -30,12 +31,12 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """What a timeline asks of a GPU.
+    """The figures of a GPU that a timeline needs.
 
-    flops: dense 16-bit FLOP/s with float32 sums; bandwidth: bytes/s of its memory; capacity: bytes
-    of it; launch: seconds of the host for one launch, of a kernel or of a whole graph; gap: seconds
-    from the end of a kernel to the beginning of the next one that is launched already.
-    Raises ValueError for numbers that are no GPU.
+    flops: dense 16-bit FLOP/s with float32 accumulation; bandwidth: bytes/s of its memory;
+    capacity: bytes of its memory; launch: host seconds per launch, of a kernel or of a whole graph;
+    gap: seconds from the end of a kernel to the start of the next one, if that is already launched.
+    Raises ValueError for numbers that no GPU can have.
     """
 
     name: str
@@ -54,9 +55,9 @@ class Gpu:
 
 
 # Neither is on a data sheet. Gray, "Getting started with CUDA graphs", NVIDIA, 2019: a kernel of
-# 2.9 us takes 3.4 us in a graph's replay, and 3.8 us where launches run ahead of it; one gap stands
-# for both. A bare launch is 2 to 3 us of the host; one through an operator of torch is longer by
-# its dispatch and by Python: 5 us stands for it.
+# 2.9 us takes 3.4 us in a graph's replay and 3.8 us if launches run ahead of it; we use one gap for
+# both. A bare launch takes the host 2 to 3 us. Through a torch operator, dispatch and Python add
+# to it; we use 5 us.
 _LAUNCH = 5e-6
 _GAP = 0.5e-6
 
@@ -78,7 +79,7 @@ GPUS: Mapping[str, Gpu] = {
         _gpu("H200", 989.4e12, 4800e9, 141e9, f"NVIDIA H200 SXM, data sheet, 2023, {_HALF}"),
     )
 }
-"""GPUs by name: peaks of their data sheets, 5 us a launch and a gap of 0.5 us for all of them."""
+"""GPUs by name: data-sheet peaks, with 5 us per launch and a gap of 0.5 us for all of them."""
 
 MODELS: Mapping[str, LlamaConfig] = {
     name: LlamaConfig(
@@ -106,8 +107,8 @@ MODELS: Mapping[str, LlamaConfig] = {
 class Kernel:
     """What one GPU does in one launch.
 
-    flops: floating-point operations. weights, inputs, outputs: bytes that it reads of parameters,
-    reads of activations and of the cache, and writes.
+    flops: floating-point operations. weights: bytes of parameters read. inputs: bytes of
+    activations and cache read. outputs: bytes written.
     """
 
     name: str
@@ -118,18 +119,18 @@ class Kernel:
 
     @property
     def nbytes(self) -> float:
-        """All bytes that pass between the kernel and memory."""
+        """All bytes moved between the kernel and memory."""
         return self.weights + self.inputs + self.outputs
 
     def seconds(self, gpu: Gpu) -> float:
-        """The longer of arithmetic and memory, each at its peak."""
+        """Return the longer of compute time and memory time, each at its peak."""
         return max(self.flops / gpu.flops, self.nbytes / gpu.bandwidth)
 
     def chunk(self, chunks: int) -> Kernel:
-        """One of `chunks` kernels that make equal parts of the output's columns.
+        """Return one of `chunks` kernels that compute equal parts of the output's columns.
 
-        Each reads its part of the weights and all of the inputs. In a decode step chunks of rows,
-        which suit a prompt, would each read all of the weights.
+        Each reads its part of the weights and all of the inputs. Chunks of rows suit a prompt, but
+        in a decode step each would read all of the weights.
         """
         return Kernel(
             name=self.name,
@@ -144,7 +145,7 @@ class Kernel:
 class Collective:
     """What N ranks do together. kind: all_reduce or all_gather; nbytes: of the whole result.
 
-    Raises ValueError for another kind or for fewer ranks than two.
+    Raises ValueError for another kind or for fewer than two ranks.
     """
 
     name: str
@@ -156,13 +157,13 @@ class Collective:
         one_of("kind", self.kind, ("all_reduce", "all_gather"))
         if positive_int("ranks", self.ranks) < 2:
             raise ValueError(
-                f"a collective needs two ranks or more, got {self.ranks}; leave it out for one"
+                f"ranks must be at least 2, got {self.ranks}; one rank needs no collective"
             )
 
     def seconds(self, link: Link, algorithm: str) -> float:
-        """By the alpha-beta model of an all-reduce; an all-gather is the second half of one.
+        """Return the alpha-beta model's time. An all-gather is the second half of an all-reduce.
 
-        one_shot has no such half: a gather of one step is that of two_shot.
+        one_shot has no such half, so for it the all-gather is that of two_shot.
         """
         if self.kind == "all_reduce":
             return all_reduce_seconds(algorithm, self.ranks, self.nbytes, link)
@@ -170,7 +171,7 @@ class Collective:
         return all_reduce_seconds(halves, self.ranks, self.nbytes, link) / 2
 
     def chunk(self, chunks: int) -> Collective:
-        """One of `chunks` collectives over equal parts of the message."""
+        """Return one of `chunks` collectives over equal parts of the message."""
         return Collective(
             name=self.name, kind=self.kind, ranks=self.ranks, nbytes=self.nbytes / chunks
         )
@@ -186,7 +187,7 @@ def _part(name: str, size: int, ranks: int) -> int:
 
 
 def _kv_part(config: LlamaConfig, ranks: int) -> int:
-    """Kv heads of a rank: where there are fewer than ranks, several ranks hold the same one."""
+    """Return the kv heads per rank; with fewer heads than ranks, some ranks share one."""
     if config.kv_heads < ranks and ranks % config.kv_heads == 0:
         return 1
     return _part("num_key_value_heads", config.kv_heads, ranks)
@@ -200,18 +201,19 @@ def decode_step(
     context: int = 1024,
     dtype_bytes: int = 2,
 ) -> tuple[Kernel | Collective, ...]:
-    """What each of N ranks does for one token of each of B rows, in order.
+    """List what each of N ranks does for one token of each of B rows, in order.
 
     Embedding; in each layer norm, qkv, attention, o, all-reduce, norm, gate and up, silu and
-    product, down, all-reduce; norm, head, all-gather of the logits. As in `parallelize` the
-    embedding is divided by vocabulary, so an all-reduce follows it too; one rank has no collective.
-    Kernels are fused as serving engines fuse them (rotary embedding with attention, residual sums
-    with norms); torch's single operators are two to three times as many.
+    product, down, all-reduce; norm, head, all-gather of the logits. As in `parallelize`, the
+    embedding is divided by vocabulary, so an all-reduce follows it too. One rank has no
+    collectives. Kernels are fused as in serving engines (rotary embedding with attention, residual
+    sums with norms); torch's separate operators are two to three times as many.
 
-    ranks: must divide H, F and V. Where Hkv is below it, ranks that share a kv head hold copies of
-    it, as vLLM does; `parallelize` refuses that. context: tokens of each row in the cache with this
-    one. dtype_bytes: of weights, activations, cache and messages.
-    Raises ValueError that names a dimension which does not divide.
+    ranks: must divide H, F and V. If Hkv is smaller, ranks that share a kv head hold copies of it,
+    as in vLLM; `parallelize` rejects that. context: tokens of each row in the cache, including this
+    one.
+    dtype_bytes: of weights, activations, cache and messages.
+    Raises ValueError with the name of a dimension that ranks doesn't divide.
     """
     for name, value in (("ranks", ranks), ("batch", batch), ("context", context)):
         positive_int(name, value)
@@ -231,7 +233,7 @@ def decode_step(
             outputs=size * batch * wide_out,
         )
 
-    norm = Kernel(  # the sum with the residual stream, which is written beside the normed rows
+    norm = Kernel(  # adds to the residual stream and writes both that sum and the normed rows
         name="norm", flops=5 * batch * width, weights=size * width, inputs=2 * hidden,
         outputs=2 * hidden,
     )  # fmt: skip
@@ -263,7 +265,10 @@ def decode_step(
 
 
 def _attention(batch: int, context: int, queries: int, keys: int, size: int) -> Kernel:
-    """queries, keys: numbers of a rank's heads for one token; keys and values are read and kept."""
+    """Return the attention kernel, which reads cached keys and values and writes the new ones.
+
+    queries, keys: features per token on one rank, over all its heads.
+    """
     return Kernel(
         name="attention",
         flops=4 * batch * queries * context,
@@ -285,9 +290,9 @@ def held_bytes(
     context: int = 1024,
     dtype_bytes: int = 2,
 ) -> int:
-    """Bytes of weights and cache on each rank, to compare with `Gpu.capacity`.
+    """Return the bytes of weights and cache on each rank, to compare with `Gpu.capacity`.
 
-    Arguments and errors as in `decode_step`; room for activations is not counted.
+    Arguments and errors are those of `decode_step`; activations aren't counted.
     """
     step = decode_step(config, ranks=ranks, batch=batch, context=context, dtype_bytes=dtype_bytes)
     weights = sum(op.weights for op in step if isinstance(op, Kernel))

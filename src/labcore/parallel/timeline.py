@@ -1,7 +1,7 @@
-"""A token's time on paper: launches, kernels and collectives of one decode step on three streams.
+"""A simulated decode step: when its launches, kernels and collectives run, on three streams.
 
-The host launches one operation after another; the device runs kernels on one stream and collectives
-on another. What each of them takes stands in `step`.
+The host launches one operation after another. The device runs kernels on one stream and collectives
+on another. `step` defines how long each of them takes.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = [
 ]
 
 CHUNKS = 4
-"""Pieces of a product and of its all-reduce where `overlap=True` says no number."""
+"""Chunks of a product and its all-reduce with `overlap=True`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One bar of a timeline, in seconds from the first launch on.
+    """One bar of a timeline, in seconds since the first launch.
 
-    stream: host, compute or wire; at: the place of its operation in `simulate`'s ops, -1 for the
-    launch of a graph.
+    stream: host, compute or wire; at: the operation's index in `simulate`'s ops, -1 for the launch
+    of a graph.
     """
 
     name: str
@@ -57,12 +57,12 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """What `simulate` found. All times in seconds.
+    """The result of `simulate`. All times in seconds.
 
-    events: in the order of launches, empty if they were not asked for. seconds: from the first
-    launch to the end of the last operation. compute, wire: of all kernels, of all collectives.
-    exposed: of wire, while no kernel ran beside it. host: of all launches. launches: how many the
-    host made; operations: kernels and collectives that ran.
+    events: in launch order; empty if not requested. seconds: from the first launch to the end of
+    the last operation. compute, wire: of all kernels, of all collectives. exposed: the part of wire
+    during which no kernel ran. host: of all launches. launches: how many the host made; operations:
+    kernels and collectives that ran.
     """
 
     events: tuple[Event, ...]
@@ -76,22 +76,22 @@ class Timeline:
 
     @property
     def busy(self) -> float:
-        """Seconds in which a kernel, a collective or both ran."""
+        """Seconds during which a kernel, a collective or both ran."""
         return self.compute + self.exposed
 
     @property
     def idle(self) -> float:
-        """Seconds in which the device waited for a launch or stood between two kernels."""
+        """Seconds during which the device waited for a launch or was between two kernels."""
         return max(0.0, self.seconds - self.busy)
 
     @property
     def wire_share(self) -> float:
-        """The share of the time in which only the wire worked, from 0 to 1."""
+        """The share of the time during which only the wire worked, from 0 to 1."""
         return self.exposed / self.seconds if self.seconds else 0.0
 
     @property
     def launch_bound(self) -> bool:
-        """Whether the launches take longer than all that they launch."""
+        """Whether the launches take longer than everything they launch."""
         return self.host > self.busy
 
 
@@ -105,19 +105,21 @@ def simulate(
     overlap: bool | int = False,
     events: bool = True,
 ) -> Timeline:
-    """When each operation of a step runs.
+    """Simulate when each operation of a step runs.
 
-    Eagerly the host launches one after another, `gpu.launch` seconds each, and never waits; a
-    graph is one launch for all of them. An operation begins once it is launched and `gpu.gap`
-    after what it waits for has ended: everything before it, or, with overlap, the stream's last.
+    Without a graph, the host launches one operation after another, `gpu.launch` seconds each, and
+    never waits. A graph is one launch for all of them. An operation begins once it is launched and
+    `gpu.gap` after what it waits for has ended: everything before it or, with overlap, the last
+    operation on its stream.
     algorithm: of the all-reduces, a key of `collectives.ALL_REDUCES`.
-    overlap: a product with weights and the all-reduce behind it are cut into so many chunks
-    (True: CHUNKS), and the wire carries one while the next is computed. Each chunk is launched,
-    and each of its messages pays the algorithm's latency. Neither slows the other down, though a
-    real collective takes memory bandwidth and some multiprocessors from the product beside it.
-    events: False leaves `Timeline.events` empty, for totals alone.
-    Raises ValueError for an unknown algorithm or one that the number of ranks does not suit, and
-    for chunks below 1.
+    overlap: the number of chunks (True: CHUNKS) into which a product with weights and the
+    all-reduce after it are cut. The wire carries one chunk while the next is computed. Each chunk
+    is launched, and each of its messages pays the algorithm's latency. In this model neither slows
+    the other down; a real collective takes memory bandwidth and some multiprocessors from the
+    product beside it.
+    events: False leaves `Timeline.events` empty, if you only need totals.
+    Raises ValueError for an unknown algorithm, for one that doesn't support the number of ranks,
+    and for chunks below 1.
     """
     one_of("algorithm", algorithm, ALL_REDUCES)
     chunks = _chunks(overlap)
@@ -156,16 +158,16 @@ def _chunks(overlap: bool | int) -> int:
     return positive_int("overlap", overlap, "pass True, False or a number of chunks")
 
 
-# Of an operation: its name, its place in ops, its seconds, whether it runs on the wire, and whether
-# it waits for both streams.
+# An operation's name, its index in ops, its seconds, whether it runs on the wire, and whether it
+# waits for both streams.
 _Step = tuple[str, int, float, bool, bool]
 
 
 def _plan(
     ops: Sequence[Kernel | Collective], gpu: Gpu, link: Link, algorithm: str, chunks: int
 ) -> list[_Step]:
-    """The operations in the order in which the host launches them, cut into chunks."""
-    known: dict[tuple[int, int], float] = {}  # by identity: a step repeats its layer's operations
+    """Return the operations, cut into chunks, in the order in which the host launches them."""
+    known: dict[tuple[int, int], float] = {}  # by id, because layers repeat the same objects
 
     def seconds(op: Kernel | Collective, chunks: int) -> float:
         key = (id(op), chunks)
@@ -182,7 +184,7 @@ def _plan(
             for at, op in enumerate(ops)
         ]
     plan: list[_Step] = []
-    cut = False  # whether the product before was cut, and this collective with it
+    cut = False  # whether the previous product was cut together with this collective
     for at, op in enumerate(ops):
         if cut:
             cut = False
@@ -208,7 +210,7 @@ def _divisible(op: Kernel | Collective, behind: Kernel | Collective | None) -> b
 
 
 def _shared(plan: Sequence[_Step], spans: Sequence[tuple[float, float]]) -> float:
-    """Seconds in which both streams run; the spans of each are in order and apart."""
+    """Return the seconds during which both streams run; each stream's spans are in order."""
     kernels = [span for span, step in zip(spans, plan, strict=True) if not step[3]]
     wires = [span for span, step in zip(spans, plan, strict=True) if step[3]]
     total, at = 0.0, 0

@@ -1,4 +1,4 @@
-"""Embedding, head and loss over a vocabulary of which each rank holds a part.
+"""Embedding, head and loss over a vocabulary that is split across ranks.
 
 Letters: N ranks, B rows, T tokens, C hidden_size, V vocabulary.
 Source: Shoeybi et al., 2019, arXiv 1909.08053.
@@ -33,12 +33,12 @@ __all__ = [
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding of whose V rows each rank holds V / N: a rank gives zeros for others' tokens.
+    """An embedding split across ranks, V / N rows each; a rank returns zeros for others' tokens.
 
-    tokens: integers [...]; returns [..., width] on every rank, the sum of what the ranks found.
+    tokens: integers [...]; returns [..., width] on every rank, the sum over the ranks.
     sequence_parallel: tokens [B, T] become [B, T / N, width], this rank's tokens of the sum.
     group, weights: as for ColumnParallelLinear.
-    Raises ValueError for a vocabulary that N does not divide, and for such a T.
+    Raises ValueError if N doesn't divide the vocabulary or, with sequence_parallel, T.
     """
 
     cuts: ClassVar[dict[str, int]] = {"weight": 0}
@@ -55,17 +55,17 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
-        part("vocab_size", vocab, group)  # before the whole table is drawn
+        part("vocab_size", vocab, group)  # raises before the whole table is drawn
         self._take(nn.Embedding(vocab, width, device=device, dtype=dtype))
 
     @classmethod
     def of(
         cls, embedding: nn.Embedding, group: dist.ProcessGroup | None = None, **options: Any
     ) -> Self:
-        """This rank's rows of a whole embedding, copied; the options are those of the class.
+        """Return this rank's rows of a whole embedding, copied; options: those of the class.
 
-        Raises TypeError for what is no `nn.Embedding`; ValueError for one with padding_idx,
-        max_norm, scale_grad_by_freq or sparse, which the divided one does not have.
+        Raises TypeError unless embedding is an `nn.Embedding`, and ValueError for one with
+        padding_idx, max_norm, scale_grad_by_freq or sparse, which the divided one doesn't support.
         """
         check_kind("embedding", embedding, nn.Embedding)
         asked = [
@@ -76,7 +76,7 @@ class VocabParallelEmbedding(nn.Module):
         if asked:
             raise ValueError(
                 f"embedding must be a plain table, got one with {', '.join(asked)}; make it "
-                "without, or leave it whole"
+                "without them, or don't divide it"
             )
         vocab, width = embedding.num_embeddings, embedding.embedding_dim
         made = cls(vocab, width, group=group, device="meta", **options)
@@ -89,9 +89,9 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = own_copy(whole.weight, (mine,))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: integers [...]; returns [..., width], of [B, T] only T / N tokens if divided.
+        """Map integer tokens [...] to [..., width]; of [B, T], only T / N tokens if divided.
 
-        A number that is no token raises as in `nn.Embedding`: IndexError on a CPU.
+        A number outside the vocabulary raises as in `nn.Embedding`: IndexError on a CPU.
         """
         index, mine = _own_index(tokens, self.num_embeddings, self.group)
         found = F.embedding(index, self.weight).masked_fill(~mine[..., None], 0)
@@ -99,7 +99,7 @@ class VocabParallelEmbedding(nn.Module):
         return leave(found, self.group)
 
     def extra_repr(self) -> str:
-        """The whole table's sizes, and the number of ranks."""
+        """Show the whole table's sizes and the number of ranks."""
         ranks = rank_and_size(self.group)[1]
         return f"{self.num_embeddings}, {self.embedding_dim}, ranks={ranks}"
 
@@ -107,10 +107,10 @@ class VocabParallelEmbedding(nn.Module):
 def _own_index(
     tokens: Tensor, vocab: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Each token's row in this rank's part of a table, and whether it is there; both [...].
+    """Return each token's row in this rank's part of a table, and whether it's there; both [...].
 
-    Another rank's token gets row 0. What is no token of the vocabulary gets a row that no part
-    has: an error as in one process, and no wait for the device to find it.
+    Another rank's token gets row 0. A number outside the vocabulary gets a row that no part has, so
+    the lookup raises as in one process, without waiting for the device here.
     """
     rows = part("vocab_size", vocab, group)
     mine = (tokens >= rows.start) & (tokens < rows.stop)
@@ -126,7 +126,7 @@ def vocab_parallel_logits(
     bias: Tensor | None = None,
     gather_output: bool = True,
 ) -> Tensor:
-    """Logits from this rank's rows of a head, or of an embedding that is the head too.
+    """Return logits from this rank's rows of a head, or of an embedding that is also the head.
 
     hidden: [..., C], the same on every rank; weight: [V / N, C]; bias: [V / N].
     Returns [..., V] on every rank, or [..., V / N] with gather_output=False.
@@ -136,11 +136,11 @@ def vocab_parallel_logits(
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """The head of whose V rows each rank holds V / N: a column layer, by default gathered.
+    """A head split across ranks, V / N rows each: a column layer, gathered by default.
 
-    hidden [..., width] becomes [..., V] on every rank; with gather_output=False [..., V / N], of
-    which `vocab_parallel_cross_entropy` makes the loss with three numbers a token on the wire.
-    Raises ValueError for a vocabulary that N does not divide.
+    hidden [..., width] becomes [..., V] on every rank, or [..., V / N] with gather_output=False.
+    `vocab_parallel_cross_entropy` then computes the loss by sending three numbers per token.
+    Raises ValueError for a vocabulary that N doesn't divide.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class VocabParallelHead(ColumnParallelLinear):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [..., width]; returns [..., V], or [..., V / N] if the logits stay divided."""
+        """Map hidden [..., width] to [..., V], or to [..., V / N] if the logits stay divided."""
         return vocab_parallel_logits(
             hidden, self.weight, self.group, bias=self.bias, gather_output=self.gather_output
         )
@@ -180,17 +180,18 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """Cross entropy, in nats, of logits that no rank holds whole.
+    """Return the cross entropy, in nats, of logits that no rank holds whole.
 
-    Each rank sends a maximum, a sum and one logit a token instead of V / N logits.
+    Each rank sends a maximum, a sum and one logit per token instead of V / N logits.
     logits: [..., V / N], this rank's part; labels: integers [...], the same on every rank.
-    reduction: "mean" over the labels that are not ignore_index, "sum" or "none" ([...]).
-    Returns the loss on every rank, in at least fp32. A label that is no token raises as in one
-    process. Raises ValueError for shapes that do not fit, TypeError for labels of another kind.
+    reduction: "mean" over the labels that aren't ignore_index, "sum" or "none" ([...]).
+    Returns the loss on every rank, in at least fp32. A label outside the vocabulary raises as in
+    one process. Raises ValueError for shapes that don't match, TypeError for labels that aren't
+    integers.
     """
     one_of("reduction", reduction, ("mean", "sum", "none"))
     if labels.is_floating_point():
-        raise TypeError(f"labels must be integers, got {labels.dtype}; pass numbers of tokens")
+        raise TypeError(f"labels must be integers, got {labels.dtype}; pass token ids")
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"labels must have shape {tuple(logits.shape[:-1])} for logits of shape "

@@ -1,4 +1,4 @@
-"""Processes on this machine: groups that talk through gloo, and a worker for untrusted code."""
+"""Processes on this machine: gloo process groups, and a worker for untrusted code."""
 
 from labcore.processes.ranks import ProcessesError, rank_and_world, run
 from labcore.processes.worker import Worker, WorkerError

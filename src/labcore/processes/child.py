@@ -1,8 +1,9 @@
-"""One child process: its output is read, and it is dead whenever its parent is.
+"""A child process whose output the parent reads, and which never outlives the parent.
 
-On Linux a fork server that has loaded torch starts it, in about 0.03 s, as fast as a plain fork
-and a hundred times faster than a fresh Python; unlike a fork of the caller, which may run threads
-or hold a CUDA context, it is safe. Elsewhere it is a fresh Python; see `spawned`.
+On Linux, a fork server that has already loaded torch starts the child in about 0.03 s. That is as
+fast as a plain fork and a hundred times faster than a fresh Python. Forking the caller itself would
+be unsafe, because it may run threads or hold a CUDA context. On other systems the child is a fresh
+Python; see `spawned`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from typing import Any
 from labcore.processes.spawned import IDLE_S, Spawned
 
 FRESH = sys.platform != "linux"
-# labcore itself stays out: asking for a GPU in the fork server would spoil CUDA in its children.
+# Don't preload labcore: looking for a GPU in the fork server breaks CUDA in its children.
 PRELOAD = ["torch", "torch.distributed", "numpy", "cloudpickle"]
 CHUNK = 1 << 16
-FINAL = 1 << 24  # What a child started may go on printing after the child's end.
+FINAL = 1 << 24  # A limit, because processes that a child started may print after it ends.
 SHOW_S = 2.0
 PR_SET_PDEATHSIG = 1
 
@@ -37,7 +38,7 @@ def _context() -> Any:
     current = multiprocessing.current_process()
     if current.daemon:
         raise RuntimeError(
-            "a process started by labcore.processes cannot start more; call from its parent"
+            "a process started by labcore.processes cannot start others; call this in its parent"
         )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -49,10 +50,10 @@ _starting = threading.Lock()
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the file of __main__, which multiprocessing would run again in every child.
+    """Hide the file of __main__, which multiprocessing would otherwise run again in every child.
 
-    Functions travel by value, so nobody needs it there; a script needs no guard, and one that
-    came by standard input has no file to run.
+    Functions are pickled by value, so children don't need it. Scripts then work without a
+    `__name__` guard, and so does a script read from standard input, which has no file to run.
     """
     names = vars(sys.modules["__main__"])
     with _starting:
@@ -68,7 +69,7 @@ def _without_main() -> Iterator[None]:
 
 
 def without_waiting(end: Connection | socket.socket) -> None:
-    """Reading and writing at `end` never wait from now on."""
+    """Make reads and writes on `end` non-blocking."""
     if isinstance(end, socket.socket):
         end.setblocking(False)
     else:
@@ -76,12 +77,12 @@ def without_waiting(end: Connection | socket.socket) -> None:
 
 
 def send(end: Connection | socket.socket, data: memoryview) -> int:
-    """Write to `end`; how many bytes went. Raises BlockingIOError where there is no room."""
+    """Write to `end` and return the bytes written. Raises BlockingIOError if there is no room."""
     return end.send(data) if isinstance(end, socket.socket) else os.write(end.fileno(), data)
 
 
 def listen(sources: Iterable[Any], seconds: float, writing: Any = None) -> bool:
-    """Wait until one of the sources has news, or there is room at `writing`; whether it came."""
+    """Wait until a source is readable or `writing` has room. Return False after a timeout."""
     with selectors.DefaultSelector() as selector:
         for source in sources:
             selector.register(source, selectors.EVENT_READ)
@@ -91,7 +92,7 @@ def listen(sources: Iterable[Any], seconds: float, writing: Any = None) -> bool:
 
 
 class Stream:
-    """The parent's end of a pipe, read without ever waiting. `closed` after its end."""
+    """The parent's end of a pipe, for non-blocking reads. `closed` is set at end of file."""
 
     def __init__(self, end: Connection | socket.socket) -> None:
         self.end = end
@@ -99,11 +100,11 @@ class Stream:
         without_waiting(end)
 
     def fileno(self) -> int:
-        """The descriptor, for waiting on."""
+        """Return the descriptor, to wait on."""
         return self.end.fileno()
 
     def read(self, limit: int = CHUNK) -> bytes:
-        """At most `limit` bytes that are there now; sets `closed` at the end."""
+        """Read up to `limit` bytes that are available now. Set `closed` at end of file."""
         if self.closed:
             return b""
         try:
@@ -119,7 +120,7 @@ class Stream:
         return data
 
     def read_all(self, limit: int = sys.maxsize) -> bytes:
-        """Everything that is there now, to about `limit` bytes."""
+        """Read everything that is available now, up to about `limit` bytes."""
         data = bytearray()
         while len(data) < limit and (part := self.read()):
             data += part
@@ -127,7 +128,7 @@ class Stream:
 
 
 class Lines:
-    """Shows a child's output line by line behind a label, in the parent's sys.stdout."""
+    """Print a child's output to the parent's sys.stdout, with a label before each line."""
 
     def __init__(self, stream: Stream, label: str, limit: int | None = None) -> None:
         self.stream = stream
@@ -137,7 +138,7 @@ class Lines:
         self.last: list[str] = []
 
     def show(self, *, final: bool = False) -> None:
-        """Show the whole lines that came; with `final` also a last line without an end."""
+        """Print the complete lines received so far; with `final`, also an unfinished last line."""
         data = self.stream.read_all(FINAL) if final else self.stream.read()
         *whole, self.rest = (self.rest + data).split(b"\n")
         if self.rest and (final or len(self.rest) > CHUNK):
@@ -156,10 +157,11 @@ class Lines:
 
 
 class Child:
-    """A running child, the pipes to it and from it, and the `output` that it prints.
+    """A running child, the pipes to and from it, and the `output` that it prints.
 
     target: called in the child as target(requests, answers, *args), with the child's ends of the
-    pipes: it reads what is written to `requests` here, and `answers` here reads what it writes.
+    pipes. It reads what the parent writes to `requests`, and the parent reads from `answers` what
+    it writes.
     """
 
     process: BaseProcess | Spawned
@@ -185,16 +187,16 @@ class Child:
         self.output = Lines(Stream(output), label, output_limit)
 
     def show(self) -> None:
-        """Show what it printed before its last answer."""
+        """Print what the child printed before its last answer."""
         stream = self.output.stream
         until = time.monotonic() + SHOW_S
         self.output.show()
-        # A fresh child's answer comes by another thread than what it printed: wait for silence.
+        # A fresh child's output and answers pass through different threads: wait for silence.
         while FRESH and not stream.closed and time.monotonic() < until and listen([stream], IDLE_S):
             self.output.show()
 
     def kill(self) -> None:
-        """End the child and what it started, and wait until it is gone."""
+        """Kill the child and the processes it started, and wait until it is gone."""
         if self.process.is_alive():
             pid = self.process.pid
             if pid is not None and hasattr(os, "killpg"):
@@ -204,7 +206,7 @@ class Child:
         self.process.join()
 
     def close(self) -> None:
-        """Kill it, show the rest of its output, give back what it held."""
+        """Kill the child, print the rest of its output, and release its resources."""
         self.kill()
         self.output.show(final=True)
         for end in (self.requests, self.answers.end, self.output.stream.end):
@@ -215,7 +217,7 @@ class Child:
 def _forked(
     target: Callable[..., None], args: tuple[Any, ...]
 ) -> tuple[BaseProcess, Connection, Connection, Connection]:
-    """A child of the fork server; (it, its requests, its answers, its output)."""
+    """Start a child of the fork server. Return it and the pipes for requests, answers, output."""
     context = _context()
     source, requests = context.Pipe(duplex=False)
     answers, answer = context.Pipe(duplex=False)
@@ -240,22 +242,22 @@ def _forked(
 
 
 def how_it_ended(code: int | None) -> str:
-    """An exit code in words: "was killed by SIGKILL", "ended with exit code 3"."""
+    """Describe an exit code: "was killed by SIGKILL", "ended with exit code 3"."""
     if code is not None and code < 0:
         try:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
-        hint = "; the system does that where memory runs out" if name == "SIGKILL" else ""
+        hint = "; the system does that when memory runs out" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
     return f"ended with exit code {code}"
 
 
 def _end_with_parent() -> None:
-    """Let this process end when its parent does, however that happens."""
+    """Make this process end when its parent does, however that happens."""
     if sys.platform == "linux":
-        # Reaches a process that never comes back to Python; the parent is the fork server, which
-        # ends when the caller does.
+        # This also kills a process that never returns to Python. The parent is the fork server,
+        # which ends when the caller does.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -270,9 +272,9 @@ def _end_with_parent() -> None:
 
 
 def close_others(*kept: int) -> None:
-    """Close every descriptor but 0 to 2, those given and the watch on the parent.
+    """Close every descriptor except 0 to 2, those in `kept`, and the watch on the parent.
 
-    Through the others a child of the fork server could confuse it and end its siblings.
+    Through the others, a child could confuse the fork server and end its siblings.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -292,8 +294,8 @@ def _begin(
     environment: dict[str, str],
     args: tuple[Any, ...],
 ) -> None:
-    """The first steps of a forked child: its own group, the caller's environment."""
-    os.setsid()  # The terminal's Ctrl-C goes to the caller alone, which ends its children.
+    """Set up a forked child's session, environment and output, and call `target`."""
+    os.setsid()  # The terminal's Ctrl-C reaches only the caller, which then ends its children.
     _end_with_parent()
     os.environ.clear()
     os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""`run(fn, n)`: a function in n processes of this machine that talk through gloo."""
+"""`run(fn, n)`: run a function in n processes of this machine that communicate through gloo."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from labcore.processes.travel import dumps, loads
 
 __all__ = ["ProcessesError", "rank_and_world", "run"]
 
-ANSWER = b"\x00labcore"  # What faulthandler writes into the same pipe is text.
+ANSWER = b"\x00labcore"  # Marks the answer after the text that faulthandler may write to the pipe.
 SETTLE_S = 0.1
 GOODBYE_S = 5.0
 
 
 class ProcessesError(RuntimeError):
-    """A process of `run` failed. `rank` is which, `kind` how.
+    """A process of `run` failed.
 
-    kind: "exception" (its traceback is in the message, the exception itself is the cause where
-    it can travel), "died" (os._exit, a signal) or "timeout".
-    rank: the first rank that failed; for a timeout the lowest that had not finished.
+    kind: "exception" (the message has the traceback, and the exception is the cause if it can be
+    pickled), "died" (os._exit, a signal) or "timeout".
+    rank: the first rank that failed; for a timeout, the lowest rank that had not finished.
     """
 
     def __init__(self, message: str, *, rank: int, kind: str) -> None:
@@ -48,7 +48,7 @@ class ProcessesError(RuntimeError):
 
 
 def rank_and_world() -> tuple[int, int]:
-    """(rank, number of processes) inside `run`, under torchrun, or (0, 1) in a process alone."""
+    """Return (rank, world size) inside `run` or under torchrun, and (0, 1) in any other process."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if dist.is_torchelastic_launched():
@@ -59,19 +59,24 @@ def rank_and_world() -> tuple[int, int]:
 def run(
     fn: Callable[..., Any], n: int, *args: Any, timeout_s: float = 60, **kwargs: Any
 ) -> list[Any]:
-    """`fn(*args, **kwargs)` in n processes with a gloo process group; their results by rank.
+    """Run `fn(*args, **kwargs)` in n processes with a gloo group; return the results by rank.
 
-    fn: any function, one of a notebook or a closure too; it uses torch.distributed as it likes.
-    n: how many processes. Each computes on one thread.
-    timeout_s: wall-clock seconds for everything.
-    Returns the list of n results. Arguments and results are copied; tensors arrive on the CPU,
-    cut from their graph, and modules with them. What a process prints is shown behind its rank.
-    Under `torchrun --nproc-per-node n script.py` the same call starts nothing: the processes of
-    torchrun are the ranks, each calls fn, and each gets the list; the first call's process group
-    and its timeout stay to the end.
-    Raises ProcessesError for the first process that failed, naming its rank, when the others were
-    ended; TypeError for arguments that cannot travel. No process outlives the call, nor the
-    caller, even one that is killed.
+    fn: any function, including closures and functions defined in a notebook. It may use
+        torch.distributed freely.
+    n: the number of processes. Each computes on one thread.
+    timeout_s: wall-clock seconds for the whole call.
+
+    Returns a list of n results. Arguments and results are copied. Tensors, including those in
+    modules, arrive on the CPU and detached from their graph. Each line that a process prints is
+    shown with its rank.
+
+    Under `torchrun --nproc-per-node n script.py` the call starts no processes: torchrun's
+    processes are the ranks, each calls fn, and each gets the list. The process group of the first
+    call, with its timeout, lasts until the program ends.
+
+    Raises ProcessesError for the first process that failed, after ending the others, and
+    TypeError for arguments that cannot be pickled. No process outlives the call or the caller,
+    even if the caller is killed.
     """
     positive_int("n", n, "pass the number of processes")
     positive("timeout_s", timeout_s, "pass seconds")
@@ -90,14 +95,14 @@ def run(
             return _collect(ranks, deadline, timeout_s)
         finally:
             for one in ranks:
-                one.child.kill()  # All of them before the output of any is shown.
+                one.child.kill()  # Kill all of them before showing the output of any.
             for one in ranks:
                 one.child.close()
 
 
 @dataclass(slots=True)
 class _Rank:
-    """What the parent knows of one process."""
+    """What the parent knows about one process."""
 
     rank: int
     child: Child
@@ -106,17 +111,17 @@ class _Rank:
     failed: str = ""  # "", "exception", "died"
     when: float = 0.0
     text: str = ""
-    result: Any = None  # The exception where failed is "exception".
+    result: Any = None  # The exception if `failed` is "exception".
 
     def sources(self) -> list[Any]:
-        """What to wait on for news of it."""
+        """Return what to wait on for news of this process."""
         streams = (self.child.answers, self.child.output.stream)
         found: list[Any] = [stream for stream in streams if not stream.closed]
         return found if self.done else [*found, self.child.process.sentinel]
 
     def look(self) -> None:
-        """Take in what came, and judge when it is complete."""
-        # Whether it ended is asked first: what it wrote before that is then read below.
+        """Read what arrived, and judge the answer once it is complete."""
+        # Check first whether it ended, so that the reads below get everything it wrote.
         ended = not self.child.process.is_alive()
         self.child.output.show(final=ended)
         self.data += self.child.answers.read_all()
@@ -130,7 +135,7 @@ class _Rank:
             if not found:
                 raise EOFError
             good, self.when, self.text, packed = loads(answer)
-        except Exception:  # No answer, or one that was cut off.
+        except Exception:  # No answer, or an incomplete one.
             self.child.process.join(1)
             self.failed = "died"
             self.text = f"rank {self.rank} {how_it_ended(self.child.process.exitcode)}"
@@ -141,11 +146,11 @@ class _Rank:
         except Exception as problem:
             if good:
                 self.failed = "exception"
-                self.text = f"its result cannot be unpacked here: {problem!r}"
+                self.text = f"its result cannot be unpickled here: {problem!r}"
                 self.result = problem
 
     def order(self) -> tuple[int, float]:
-        """Which of several failures came first: that a peer was lost is a consequence."""
+        """Sort key for failures: losing a peer is a consequence, so it sorts last."""
         lost = "gloo" in self.text and isinstance(self.result, RuntimeError | None)
         return (1 if self.failed == "died" else 2 if lost else 0), self.when
 
@@ -156,7 +161,7 @@ def _start(rank: int, n: int, store: str, timeout_s: float, payload: bytes) -> _
 
 
 def _listen(ranks: list[_Rank], until: float) -> None:
-    """Wait for news until then at most, and take it in."""
+    """Wait for news, until `until` at the latest, and read it."""
     sources = [source for one in ranks for source in one.sources()]
     if sources:
         listen(sources, until - time.monotonic())
@@ -178,7 +183,7 @@ def _collect(ranks: list[_Rank], deadline: float, timeout_s: float) -> list[Any]
 
 
 def _settle(ranks: list[_Rank]) -> None:
-    """A moment for the others' news: the failure seen first may be a consequence of another."""
+    """Wait a moment for the others: the failure seen first may be a consequence of another."""
     until = time.monotonic() + SETTLE_S
     while time.monotonic() < until and not all(one.done for one in ranks):
         _listen(ranks, until)
@@ -189,16 +194,16 @@ def _raise_first(failed: list[_Rank]) -> None:
     of = f"rank {first.rank}"
     if first.failed == "died":
         last = "\n".join(first.child.output.last)
-        printed = f"\nThe last that it printed:\n{last}" if last else ""
+        printed = f"\nThe last lines that it printed:\n{last}" if last else ""
         raise ProcessesError(
-            f"{first.text} before fn returned; the others were ended. fn must return or raise: "
-            f"look for os._exit, a crash in native code or a lack of memory{printed}",
+            f"{first.text} before fn returned; the other ranks were ended. fn must return or "
+            f"raise: look for os._exit, a crash in native code or too little memory{printed}",
             rank=first.rank,
             kind="died",
         )
     cause = first.result if isinstance(first.result, BaseException) else None
     raise ProcessesError(
-        f"{of} raised, and the others were ended:\n{first.text}", rank=first.rank, kind="exception"
+        f"{of} raised; the others were ended:\n{first.text}", rank=first.rank, kind="exception"
     ) from cause
 
 
@@ -215,7 +220,7 @@ def _raise_timeout(ranks: list[_Rank], timeout_s: float) -> None:
     names = ", ".join(str(one.rank) for one in late)
     raise ProcessesError(
         f"after timeout_s={timeout_s:g} s these ranks had not finished: {names}; all were ended. "
-        "Look for a collective that not every rank calls, or pass a larger timeout_s"
+        "Look for a collective that some rank does not call, or pass a larger timeout_s"
         + (f"\nWhere they were:\n{stacks}" if stacks else ""),
         rank=late[0].rank,
         kind="timeout",
@@ -223,7 +228,7 @@ def _raise_timeout(ranks: list[_Rank], timeout_s: float) -> None:
 
 
 def _stack(dumped: bytearray) -> str:
-    """faulthandler's words, down to where this module called fn."""
+    """Return faulthandler's stack trace, down to where this module called fn."""
     lines = bytes(dumped).partition(ANSWER)[0].decode("utf-8", "replace").strip().splitlines()
     own = [i for i, line in enumerate(lines) if __file__ in line]
     return "\n".join(lines[: own[0]] if own else lines)
@@ -238,14 +243,14 @@ def _main(
     timeout_s: float,
     payload: bytes,
 ) -> None:
-    """A child of `run`."""
+    """Run fn in a child of `run`."""
     torch.set_num_threads(1)
-    asks = hasattr(signal, "SIGUSR1")  # The parent's wish to see where a process hangs.
+    asks = hasattr(signal, "SIGUSR1")  # The parent sends it to see where a process hangs.
     if asks:
         faulthandler.register(signal.SIGUSR1, file=result.fileno(), all_threads=False)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
-    # The host's own name may lead nowhere, or out of the machine.
+    # The host's name may not resolve, or may resolve to an address outside the machine.
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -255,21 +260,21 @@ def _main(
             store=dist.FileStore(store, n),
             rank=rank,
             world_size=n,
-            # Later than the parent's, which knows of every rank.
+            # Longer than the parent's timeout, so the parent reports it for all ranks.
             timeout=timedelta(seconds=timeout_s + 60),
         )
-        # A rank that ends while another still connects would break that one's connection.
+        # Without it, a rank that ends early breaks the connection of one that still connects.
         dist.barrier()
         fn, args, kwargs = loads(payload)
         answer = (True, time.monotonic(), "", dumps(fn(*args, **kwargs)))
-    except BaseException as problem:  # SystemExit too: sys.exit() in fn is no result.
+    except BaseException as problem:  # Also SystemExit: sys.exit() in fn is not a result.
         answer = _failure(problem)
     sys.stdout.flush()
     sys.stderr.flush()
     if asks:
         faulthandler.unregister(signal.SIGUSR1)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # Before the group ends: peers that miss this one then fail later than it did.
+    # Answer before the group ends: peers fail only after that, so their failures come later.
     with os.fdopen(os.dup(result.fileno()), "wb") as pipe_end:
         result.close()
         pipe_end.write(ANSWER + dumps(answer))
@@ -279,7 +284,7 @@ def _main(
 
 def _failure(problem: BaseException) -> tuple[bool, float, str, bytes]:
     when = time.monotonic()
-    # The first frame is `_main`'s own.
+    # Skip the first frame, which is `_main`.
     frames = problem.__traceback__.tb_next if problem.__traceback__ else None
     text = "".join(traceback.format_exception(type(problem), problem, frames))
     try:
@@ -295,12 +300,12 @@ def _run_under_torchrun(
     world = int(os.environ["WORLD_SIZE"])
     if world != n:
         raise ValueError(
-            f"n must be the number of torchrun's processes, {world}, got {n}; "
-            f"start it with --nproc-per-node {n}"
+            f"n must be torchrun's number of processes, {world}, got {n}; "
+            f"start torchrun with --nproc-per-node {n}"
         )
     if not dist.is_initialized():
-        # To the process's end: a group made anew by the next call would meet this one's keys in
-        # torchrun's store.
+        # Keep the group until the process ends: a second group would collide with this one's keys
+        # in torchrun's store.
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
         atexit.register(_leave_group)
     before = torch.get_num_threads()

@@ -1,8 +1,8 @@
-"""A child without a fork: a fresh Python whose three standard streams are its pipes.
+"""A child process without a fork: a fresh Python whose standard streams are its pipes.
 
-For systems other than Linux. Windows has no fork; on macOS importing numpy may start threads of
-Apple's Accelerate, which a forked child lacks. The parent waits on sockets, the one thing that
-every system can wait on together with others; a thread carries the bytes of each pipe.
+This is for systems other than Linux. Windows has no fork. On macOS, importing numpy may start
+threads of Apple's Accelerate, which a forked child would not have. The parent waits on sockets,
+because every system can wait on several of them at once; a thread copies the bytes of each pipe.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 
 CHUNK = 1 << 16
 LENGTH = struct.Struct(">Q")
-IDLE_S = 0.2  # What the child started may keep a pipe open after the child's end.
+IDLE_S = 0.2  # Processes that the child started may keep a pipe open after the child ends.
 
 
 class _Carrier(threading.Thread):
-    """Moves bytes from `read` to `write` until one of them ends, then calls each of `close`."""
+    """Copy bytes from `read` to `write` until one of them ends, then call each of `close`."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class _Carrier(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """The thread's work."""
+        """Copy until one end closes."""
         with suppress(OSError, ValueError):
             while data := self.read(CHUNK):
                 self.moving = True
@@ -52,10 +52,10 @@ class _Carrier(threading.Thread):
 
 
 class Spawned:
-    """What labcore uses of multiprocessing's Process, and the parent's ends of its pipes.
+    """The part of multiprocessing's Process that labcore uses, with the parent's ends of the pipes.
 
-    requests: what is sent there the target reads. answers, output: what the target writes and what
-    the child prints. sentinel: readable once the child has ended and all that it wrote has come.
+    requests: the target reads what is sent here. answers: what the target writes. output: what the
+    child prints. sentinel: readable once the child has ended and all its output has arrived.
     """
 
     def __init__(self, target: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -69,8 +69,8 @@ class Spawned:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # The terminal's Ctrl-C goes to the caller alone.
-            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),  # For the same on Windows.
+            start_new_session=True,  # The terminal's Ctrl-C reaches only the caller.
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),  # The same on Windows.
         )
         self.pid = self._popen.pid
         self.requests, inward = socket.socketpair()
@@ -108,29 +108,29 @@ class Spawned:
 
         self._watch = threading.Thread(target=watch, name="labcore-watch", daemon=True)
         self._watch.start()
-        # At the interpreter's end while threads still run: later `watch` would never let go of it.
+        # finalize runs at exit before the threads are joined; without it, `watch` would never end.
         self._ends = weakref.finalize(self, _end, popen)
 
     @property
     def exitcode(self) -> int | None:
-        """The exit code, minus the number of a signal, None while it runs."""
+        """The exit code, minus the signal's number if a signal ended it, or None while it runs."""
         return self._popen.returncode
 
     def is_alive(self) -> bool:
-        """Whether it runs, or something that it wrote has still to come."""
+        """Return whether the child runs or some of its output has yet to arrive."""
         return self._watch.is_alive()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end, `timeout` seconds at most."""
+        """Wait for the child to end, for at most `timeout` seconds."""
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout)
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the child."""
         self._popen.kill()
 
     def close(self) -> None:
-        """Give back what the parent holds, of a child that has ended."""
+        """Release the parent's resources once the child has ended."""
         self._ends.detach()
         for end in (self.requests, self.answers, self.output, self.sentinel):
             end.close()
@@ -142,12 +142,12 @@ def _end(popen: subprocess.Popen[bytes]) -> None:
 
 
 def begin() -> None:
-    """The child: read what to do, do it, and end with the parent."""
+    """Run in the child: read the target, call it, and end when the parent does."""
     source, answers = os.dup(0), os.dup(1)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.close(empty)
-    os.dup2(2, 1)  # What is printed goes another way than answers.
+    os.dup2(2, 1)  # Printed output must not mix with the answers.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", line_buffering=True)  # type: ignore[union-attr]
     with open(source, "rb", buffering=0, closefd=False) as raw:

@@ -1,7 +1,7 @@
-"""How functions, arguments and results of the user's own code cross between processes.
+"""Pickling of the user's functions, arguments and results, to pass them between processes.
 
-cloudpickle carries functions of a notebook and closures by value. Tensors are copied as bytes to
-the CPU: torch's own way through shared memory would leave files behind where a process dies.
+cloudpickle passes closures and functions defined in a notebook by value. Tensors are copied to the
+CPU as bytes, because torch's shared memory would leave files behind when a process dies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def tensor_to_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements of a strided tensor of any dtype and device, in row-major order."""
+    """Return the elements of a strided tensor of any dtype and device, in row-major order."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # torch cannot view a tensor without dimensions or elements as bytes.
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
@@ -23,11 +23,11 @@ def tensor_to_bytes(tensor: torch.Tensor) -> bytes:
 def tensor_from(
     data: bytes | bytearray, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """The CPU tensor of `shape` with these bytes; it owns its memory."""
+    """Build a CPU tensor of `shape` from these bytes. It owns its memory."""
     if not data:
         return torch.empty(shape, dtype=dtype)
     raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    # A byte other than 0 and 1 is no bool: what torch does with one is undefined.
+    # torch's behavior is undefined for a bool stored as a byte other than 0 or 1.
     return (raw != 0 if dtype is torch.bool else raw.view(dtype)).reshape(shape)
 
 
@@ -44,8 +44,7 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj).__name__ == "DTensor":
             raise TypeError(
-                "a DTensor belongs to its process group and cannot leave it; "
-                "return x.full_tensor() or x.to_local()"
+                "a DTensor cannot leave its process group; return x.full_tensor() or x.to_local()"
             )
         plain = type(obj) in (torch.Tensor, torch.nn.Parameter)
         if not plain or obj.layout is not torch.strided or obj.is_quantized:
@@ -57,21 +56,21 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def dumps(thing: Any) -> bytes:
-    """`thing` by cloudpickle, its tensors as bytes (on the CPU, cut from their graph).
+    """Pickle `thing`, with its tensors as bytes (on the CPU, detached from their graph).
 
-    Raises TypeError with the reason where something in it cannot travel.
+    Raises TypeError with the reason if something in it cannot be pickled.
     """
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(thing)
     except Exception as problem:
         raise TypeError(
-            f"this cannot travel between processes: {problem}; "
-            "pass and return tensors, arrays, plain values and functions over them"
+            f"this object cannot be passed between processes: {problem}; "
+            "pass and return tensors, arrays, plain values and functions of them"
         ) from problem
     return buffer.getvalue()
 
 
 def loads(data: bytes) -> Any:
-    """What `dumps` packed. For trusted bytes only: unpickling runs what they say."""
+    """Unpickle what `dumps` returned. Only for trusted bytes: unpickling can run any code."""
     return cloudpickle.loads(data)

@@ -1,8 +1,8 @@
-"""Arrays and plain values as bytes that can be read from a stranger: JSON and raw data, no pickle.
+"""Arrays and plain values as bytes that are safe to read from untrusted code: no pickle.
 
 A frame is the header's length (8 bytes, big-endian), the header in JSON
 (`{"value": tree, "arrays": [[library, dtype, shape], ...]}`), then the arrays' bytes in order.
-In the tree {"array": i} stands for an array, {"tuple": [...]} and {"dict": {...}} for containers.
+In the tree, {"array": i} represents an array, and {"tuple": [...]} and {"dict": {...}} containers.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ ALLOWED = "arrays, numbers, text, None, and lists, tuples and dicts (with text a
 
 
 class WireError(ValueError):
-    """Bytes that are no frame, or one that is larger than allowed."""
+    """The bytes are not a frame, or the frame is larger than allowed."""
 
 
 def pack(value: Any) -> bytes:
-    """`value` as a frame.
+    """Pack `value` into a frame.
 
-    Raises TypeError for anything but arrays of plain dtypes and plain values, ValueError where
+    Raises TypeError for anything but plain values and arrays of plain dtypes, and ValueError if
     the plain values alone need more than 1 MiB.
     """
     arrays: list[list[Any]] = []
@@ -54,10 +54,10 @@ def pack(value: Any) -> bytes:
             name = str(thing.dtype).removeprefix("torch.")
             if name in TORCH and thing.layout is torch.strided:
                 return array("torch", name, tuple(thing.shape), tensor_to_bytes(thing))
-            raise TypeError(f"a {thing.layout} tensor of {thing.dtype} cannot cross; use floats")
+            raise TypeError(f"cannot pass a {thing.layout} tensor of {thing.dtype}; use floats")
         if isinstance(thing, np.ndarray):
             if thing.dtype.name not in NUMPY:
-                raise TypeError(f"an array of {thing.dtype} cannot cross; use {', '.join(NUMPY)}")
+                raise TypeError(f"cannot pass an array of {thing.dtype}; use {', '.join(NUMPY)}")
             data = np.ascontiguousarray(thing, dtype=NUMPY[thing.dtype.name]).tobytes()
             return array("numpy", thing.dtype.name, thing.shape, data)
         if type(thing) is list:
@@ -66,12 +66,12 @@ def pack(value: Any) -> bytes:
             return {"tuple": [tree(one) for one in thing]}
         if type(thing) is dict and all(type(key) is str for key in thing):
             return {"dict": {key: tree(one) for key, one in thing.items()}}
-        raise TypeError(f"only {ALLOWED} can cross, got {type(thing).__name__}")
+        raise TypeError(f"only {ALLOWED} can be passed, got {type(thing).__name__}")
 
     try:
         header = json.dumps({"value": tree(value), "arrays": arrays}).encode()
     except RecursionError:
-        raise TypeError("a value nested this deeply cannot cross; use flat lists") from None
+        raise TypeError("cannot pass a value nested this deeply; use flat lists") from None
     if len(header) > HEADER_LIMIT:
         raise ValueError(
             f"plain values must fit in {HEADER_LIMIT} bytes, got {len(header)}; use arrays"
@@ -80,9 +80,9 @@ def pack(value: Any) -> bytes:
 
 
 def _described(one: Any) -> tuple[str, str, tuple[int, ...], int]:
-    """(library, dtype, shape, bytes) of one entry of "arrays", nothing of it taken on trust."""
+    """Validate one entry of "arrays" and return its (library, dtype, shape, bytes)."""
     if not (isinstance(one, list) and len(one) == 3 and isinstance(one[2], list)):
-        raise WireError("an array is not described by [library, dtype, shape]")
+        raise WireError("an array must be described by [library, dtype, shape]")
     library, name, shape = one
     known = {"torch": TORCH, "numpy": NUMPY}.get(library) if isinstance(library, str) else None
     if known is None or not isinstance(name, str) or name not in known:
@@ -95,7 +95,7 @@ def _described(one: Any) -> tuple[str, str, tuple[int, ...], int]:
 def _read_header(read: Callable[[int], bytes]) -> dict[str, Any]:
     (length,) = LENGTH.unpack(read(LENGTH.size))
     if length > HEADER_LIMIT:
-        raise WireError(f"a header may have {HEADER_LIMIT} bytes, got {length}")
+        raise WireError(f"a header may have at most {HEADER_LIMIT} bytes, got {length}")
     try:
         header = json.loads(read(length))
     except (ValueError, RecursionError):
@@ -116,24 +116,25 @@ def _array(library: str, name: str, shape: tuple[int, ...], data: bytes) -> Any:
 
 
 def unpack(read: Callable[[int], bytes], limit: int) -> Any:
-    """The value of the next frame.
+    """Read the next frame and return its value.
 
-    read: returns exactly as many bytes as it is asked for, or raises.
-    limit: bytes that all arrays together may have; nothing is read of a frame that wants more.
-    Raises WireError for anything that `pack` would not have written.
+    read: returns exactly the requested number of bytes, or raises.
+    limit: the bytes that all arrays together may have. A frame with more is rejected before its
+    arrays are read.
+    Raises WireError for anything that `pack` would not write.
     """
     header = _read_header(read)
     described = [_described(one) for one in header["arrays"]]
     total = sum(size for *_, size in described)
     if total > limit:
-        raise WireError(f"arrays may have {limit} bytes together, got {total}")
+        raise WireError(f"arrays may have at most {limit} bytes in total, got {total}")
     arrays: list[Any] = []
     for library, name, shape, size in described:
         data = read(size)
         try:
             arrays.append(_array(library, name, shape, data))
-        except (ValueError, RuntimeError) as problem:  # Sizes that overflow beside a size 0.
-            raise WireError(f"an array of shape {shape} cannot be: {problem}") from None
+        except (ValueError, RuntimeError) as problem:  # Sizes may overflow even if one is 0.
+            raise WireError(f"an array of shape {shape} is impossible: {problem}") from None
 
     def value(node: Any) -> Any:
         if isinstance(node, list):
@@ -149,7 +150,7 @@ def unpack(read: Callable[[int], bytes], limit: int) -> Any:
             return tuple(value(one) for one in inside)
         if kind == "dict" and isinstance(inside, dict):
             return {key: value(one) for key, one in inside.items()}
-        raise WireError("a node of the value is neither array, tuple nor dict")
+        raise WireError("a node of the value must be an array, a tuple or a dict")
 
     try:
         return value(header["value"])

@@ -1,4 +1,4 @@
-"""One long-lived process for code that is not trusted: limits in, plain data out."""
+"""A long-lived process for untrusted code, with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ REQUEST_LIMIT = 1 << 62  # The parent is trusted; memory_mib bounds what it may 
 
 
 class WorkerError(RuntimeError):
-    """A call of a `Worker` gave no result.
+    """A call to a `Worker` gave no result.
 
-    kind: "exception" (the function raised), "memory" (it asked for more than its limit),
-    "timeout", "died" (os._exit, a signal) or "answer" (what came back is refused).
-    type_name, traceback: of the function's exception, as text; empty otherwise.
+    kind: "exception" (the function raised), "memory" (it exceeded its memory limit),
+    "timeout", "died" (os._exit, a signal) or "answer" (its answer was rejected).
+    type_name, traceback: those of the function's exception, as text; empty otherwise.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """A process that calls functions, each call within a limit of time and memory.
+    """A process that calls functions, with limits on the time and memory of each call.
 
-    timeout_s: wall-clock seconds for a call.
-    memory_mib: MiB that the process may reserve beyond what it has at its start (on Linux).
+    timeout_s: wall-clock seconds per call.
+    memory_mib: MiB that the process may reserve beyond what it has at its start (Linux only).
     answer_mib: MiB of arrays that one answer may hold.
 
-    The process starts with the first call and again after a timeout or a crash. Arguments and
-    results are numpy arrays, torch tensors (on the CPU) and plain values; answers cross as JSON
-    and raw data, so nothing that the function does can make this process run code. The limits
-    hold back mistakes and answers, not a program that attacks the machine: that needs a sandbox.
+    The process starts with the first call, and again after a timeout or a crash. Arguments and
+    results are numpy arrays, torch tensors (on the CPU) and plain values. Answers are JSON and raw
+    data, so the function cannot make this process run code. The limits guard against mistakes and
+    bad answers, not against a program that attacks the machine; for that, use a sandbox.
 
         with Worker(timeout_s=5) as worker:
             worker.call(function, array)
@@ -71,17 +71,17 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """The process, or None where none runs."""
+        """The process's ID, or None if none is running."""
         return self._child.process.pid if self._child and self._child.process.is_alive() else None
 
     def call(
         self, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Any:
-        """`fn(*args, **kwargs)` in the process.
+        """Call `fn(*args, **kwargs)` in the process and return its result.
 
-        fn: any function, one of a notebook or a closure too.
-        timeout_s: instead of the worker's own. Starting the process is not counted.
-        Raises WorkerError where no result comes, TypeError for arguments that cannot cross.
+        fn: any function, including closures and functions defined in a notebook.
+        timeout_s: overrides the worker's. Starting the process doesn't count.
+        Raises WorkerError if there is no result, and TypeError for arguments that cannot be passed.
         """
         limit_s = positive("timeout_s", self.timeout_s if timeout_s is None else timeout_s)
         packed = np.frombuffer(dumps(fn), np.uint8)
@@ -113,14 +113,14 @@ class Worker:
 
     def __del__(self) -> None:
         if getattr(self, "_child", None) is not None:
-            try:  # noqa: SIM105 - at the interpreter's end `suppress` is gone
+            try:  # noqa: SIM105 - `suppress` is gone at interpreter shutdown
                 self.close()
             except Exception:
                 pass
 
     def _start_if_needed(self) -> None:
         if self._child is not None and (self.pid is None or self._child.answers.read(1)):
-            self.close()  # It ended, or spoke without being asked: nothing of it is believed.
+            self.close()  # It ended, or answered without a request, so don't trust it.
         if self._child is not None:
             self._child.output.room = OUTPUT_LIMIT
             return
@@ -130,8 +130,8 @@ class Worker:
         except (TimeoutError, EOFError, wire.WireError):
             self.close()
             raise WorkerError(
-                f"the worker did not start; try a larger memory_mib than {self.memory_mib}, and "
-                "look at what it printed",
+                f"the worker did not start; pass a memory_mib larger than {self.memory_mib}, and "
+                "look at what the worker printed",
                 kind="died",
             ) from None
         except BaseException:
@@ -154,14 +154,14 @@ class Worker:
             child.process.join(1)
             how = how_it_ended(child.process.exitcode)
             raise WorkerError(
-                f"the process {how} during the call; the function must return or raise, and keep "
+                f"the process {how} during the call; the function must return or raise, and stay "
                 f"within memory_mib={self.memory_mib}",
                 kind="died",
             ) from None
         except wire.WireError as problem:
             raise WorkerError(
-                f"the answer was refused: {problem}; the function must return {wire.ALLOWED}, of "
-                f"{self.answer_mib} MiB at most",
+                f"the answer was rejected: {problem}; the function must return {wire.ALLOWED}, at "
+                f"most {self.answer_mib} MiB",
                 kind="answer",
             ) from None
         self._running().show()
@@ -169,11 +169,11 @@ class Worker:
 
     def _running(self) -> Child:
         if self._child is None:
-            raise RuntimeError("the worker was closed during a call; use one worker a thread")
+            raise RuntimeError("the worker was closed during a call; use one worker per thread")
         return self._child
 
     def _news(self, deadline: float, *, writing: bool = False) -> bool:
-        """Wait for news; show output. Whether the process has ended. Raises TimeoutError."""
+        """Wait for news, print output, return whether the process ended. Raises TimeoutError."""
         child = self._running()
         left = deadline - time.monotonic()
         if left <= 0:
@@ -220,11 +220,11 @@ class Worker:
         if not texts or answer[0] is not False or not all(type(one) is str for one in texts):
             self.close()
             raise WorkerError(
-                "the answer was refused: it is neither a result nor an error", kind="answer"
+                "the answer was rejected: it is neither a result nor an error", kind="answer"
             )
         kind, type_name, message, text = texts
         memory = kind == "memory"
-        hint = f" (memory_mib={self.memory_mib} is its limit)" if memory else ""
+        hint = f" (its limit is memory_mib={self.memory_mib})" if memory else ""
         raise WorkerError(
             f"the function raised {type_name}: {message}{hint}",
             kind="memory" if memory else "exception",
@@ -234,7 +234,7 @@ class Worker:
 
 
 def _limit_memory(memory_mib: int) -> None:
-    """Bound the address space; elsewhere than on Linux the system does not hold to it."""
+    """Limit the address space. Only Linux enforces this."""
     if sys.platform == "linux":
         import resource
 
@@ -248,7 +248,7 @@ def _limit_memory(memory_mib: int) -> None:
 
 
 def _main(requests: Connection | FileIO, answers: Connection | FileIO, memory_mib: int) -> None:
-    """The worker's process."""
+    """Run the worker's process."""
     torch.set_num_threads(1)
     close_others(requests.fileno(), answers.fileno())
     _limit_memory(memory_mib)
@@ -273,7 +273,7 @@ def _main(requests: Connection | FileIO, answers: Connection | FileIO, memory_mi
                 return
             try:
                 frame = wire.pack([True, loads(packed.tobytes())(*args, **kwargs)])
-            except BaseException as problem:  # SystemExit too: sys.exit() is no result.
+            except BaseException as problem:  # Also SystemExit: sys.exit() is not a result.
                 frame = wire.pack(_failure(problem))
             sys.stdout.flush()
             sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""Recorded measurements: what was measured, on what, with which code.
+"""Recorded measurements: what was measured, on which hardware, with which code.
 
-One JSON line a record, one file a kind of hardware (`cpu.jsonl`, `nvidia-h200.jsonl`), shipped
-with the package. `python -m benchmarks` writes them; chapters show them with their provenance.
+The package ships one file per kind of hardware (`cpu.jsonl`, `nvidia-h200.jsonl`), with one JSON
+line per record. `python -m benchmarks` writes them; chapters show them with their provenance.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ MODES = ("measured", "compiled", "simulated")
 class Record:
     """One measured quantity.
 
-    slug, case, quantity: what was measured; with the kind of hardware they are the record's key.
-    unit: of `samples`, one number a repeat or a seed; p20, p50, p80 and n follow from them.
-    hardware, versions, date (ISO), source: where, with what, when, and the hashes of the code
-    (`sources.describe`).
+    slug, case, quantity: what was measured. With the kind of hardware, they are the record's key.
+    unit: the unit of `samples`, which has one number per repeat or seed. p20, p50, p80 and n are
+    computed from them.
+    hardware, versions, date (ISO): where, with what and when it was measured.
+    source: the hashes of the code (`sources.describe`).
     mode: "measured", "compiled" or "simulated". Interpreter times are never recorded.
     peers: the same quantity for others in the same run. details: settings, curves, free form.
     """
@@ -67,26 +68,27 @@ class Record:
 
     @property
     def n(self) -> int:
-        """How many repeats or seeds stand behind it."""
+        """The number of repeats or seeds."""
         return len(self.samples)
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """Slug, case, quantity, kind of hardware: a newer record of one key replaces the older."""
+        """Slug, case, quantity, kind of hardware. A newer record with the same key replaces it."""
         return self.slug, self.case, self.quantity, self.hardware["kind"]
 
     def to_json(self) -> str:
-        """One line of JSON; n and the percentiles are written for readers of the file.
+        """Return one line of JSON. It includes n and the percentiles for readers of the file.
 
-        Raises ValueError where a number is NaN or infinite, for which JSON has no word.
+        Raises ValueError if a number is NaN or infinite, which JSON cannot represent.
         """
         line = {**asdict(self), "n": self.n}
         try:
             return json.dumps(line, ensure_ascii=False, sort_keys=True, allow_nan=False)
         except ValueError as error:
             raise ValueError(
-                f"a record holds finite numbers, got one that is not in {self.slug}: {self.case} · "
-                f"{self.quantity}; measure a quantity that stays finite, or say it in words"
+                "a record must hold finite numbers, got NaN or infinity in "
+                f"{self.slug}: {self.case} · {self.quantity}; measure a quantity that stays "
+                "finite, or describe it in words"
             ) from error
 
 
@@ -108,13 +110,13 @@ def _parse(line: str, where: str) -> Record:
 
 @functools.lru_cache(maxsize=4)
 def _records(file: Path, state: tuple[int, int]) -> tuple[Record, ...]:  # noqa: ARG001
-    """A chapter asks forty times for a file of a megabyte; a new `state` means a new file."""
+    """Parse a file once: a chapter may read it forty times. `state` changes with the file."""
     lines = file.read_text(encoding="utf-8").splitlines()
     return tuple(_parse(line, f"{file}:{n}") for n, line in enumerate(lines, 1) if line.strip())
 
 
 def read(file: Path) -> list[Record]:
-    """The records of one file. A damaged line is a ValueError that names file and line."""
+    """Read the records of a file. For a damaged line, raises ValueError with file and line."""
     state = file.stat()
     return list(_records(file, (state.st_mtime_ns, state.st_size)))
 
@@ -122,7 +124,7 @@ def read(file: Path) -> list[Record]:
 def load(
     slug: str | None = None, *, kind: str | None = None, folder: Path = FOLDER
 ) -> list[Record]:
-    """All records, or those of one slug or one kind of hardware, in the files' order."""
+    """Load all records, or those of one slug or one kind of hardware, in the files' order."""
     found = [record for file in sorted(folder.glob("*.jsonl")) for record in read(file)]
     return [
         record
@@ -132,9 +134,9 @@ def load(
 
 
 def find(slug: str, case: str, quantity: str, *, kind: str | None = None) -> Record:
-    """The record of one quantity; without `kind` this machine's kind first, then any other.
+    """Find the record of a quantity. Without `kind`, prefer this machine's kind over others.
 
-    Raises KeyError that lists the quantities of the case, or the cases where it is none.
+    Raises KeyError that lists the quantities of the case, or the cases if there is no such case.
     """
     among = load(slug)
     hits = [r for r in among if (r.case, r.quantity) == (case, quantity)]
@@ -147,23 +149,23 @@ def find(slug: str, case: str, quantity: str, *, kind: str | None = None) -> Rec
         )
         raise KeyError(
             f"no record of {slug}: {case} · {quantity}"
-            f"{f' on {kind}' if kind else ''}; there are{f' of {case}' if near else ''}: "
+            f"{f' on {kind}' if kind else ''}; available{f' for {case}' if near else ''}: "
             f"{', '.join(have) or 'none'}; "
-            f"python -m benchmarks {slug} --save measures it here"
+            f"run python -m benchmarks {slug} --save to measure it here"
         )
     here = hardware().kind
     return min(hits, key=lambda record: record.hardware["kind"] != here)
 
 
 def _write(file: Path, records: Iterable[Record]) -> None:
-    """Replace `file` in one step, so that an interrupted run loses nothing."""
+    """Replace `file` atomically, so an interrupted run loses nothing."""
     partial = file.with_suffix(".partial")
     partial.write_text("".join(r.to_json() + "\n" for r in records), encoding="utf-8")
     os.replace(partial, file)
 
 
 def save(records: Iterable[Record], folder: Path = FOLDER) -> None:
-    """Write `records` into the folder's files; a record replaces an older one of its key."""
+    """Write `records` into the folder's files. A record replaces an older one with its key."""
     folder.mkdir(parents=True, exist_ok=True)
     by_kind: dict[str, list[Record]] = {}
     for record in records:
@@ -176,13 +178,13 @@ def save(records: Iterable[Record], folder: Path = FOLDER) -> None:
 
 
 def merge(source: Path, folder: Path = FOLDER) -> int:
-    """Bring the records of another folder in; of two with one key the newer date stays.
+    """Merge the records of another folder. Of two with the same key, the newer one stays.
 
-    Returns how many came in. Raises FileNotFoundError where `source` holds no records.
+    Returns the number of records merged. Raises FileNotFoundError if `source` holds no records.
     """
     files = sorted(source.glob("*.jsonl"))
     if not files:
-        raise FileNotFoundError(f"{source} must hold records (*.jsonl), found none")
+        raise FileNotFoundError(f"{source} must hold records (*.jsonl), got none")
     have = {record.key: record.date for record in load(folder=folder)}
     new = [r for file in files for r in read(file) if r.date >= have.get(r.key, "")]
     save(new, folder)
@@ -191,7 +193,7 @@ def merge(source: Path, folder: Path = FOLDER) -> int:
 
 @functools.cache
 def _today(slug: str, modules: tuple[str, ...]) -> dict[str, str]:
-    """The hashes to compare a record's with, read once in a process."""
+    """Compute today's hashes to compare a record's with, once per process."""
     file = sources.PACKAGE.parent.parent / "benchmarks" / f"{slug}.py"
     if not file.is_file():
         return {"labcore": sources.digest_modules(modules)}
@@ -200,17 +202,17 @@ def _today(slug: str, modules: tuple[str, ...]) -> dict[str, str]:
 
 
 def is_stale(record: Record) -> bool:
-    """Whether the code has changed since the record was measured.
+    """Return whether the code has changed since the record was measured.
 
-    In a checkout the code is the benchmark and all that it imports today; in an installed package,
-    which has no benchmarks, it is the modules that the benchmark imported then.
+    In a checkout, the code is the benchmark and everything it imports today. In an installed
+    package, which has no benchmarks, it is the modules that the benchmark imported back then.
     """
     today = _today(record.slug, tuple(record.source["modules"]))
     return any(record.source[name] != value for name, value in today.items())
 
 
 def provenance(record: Record) -> str:
-    """One sentence: on what, when and with what a record was measured, and whether code changed."""
+    """Say in a sentence where, when and with what a record was measured, and if it is stale."""
     machine, versions = record.hardware, record.versions
     text = (
         f"{record.mode} on {machine['name']} ({machine['cores']} cores, "

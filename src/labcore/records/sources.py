@@ -1,7 +1,7 @@
-"""Which labcore modules a program imports, and hashes of their text or of what the text does.
+"""The labcore modules that a program imports, with hashes of their text or of their behavior.
 
-A page runs again when the text changed, for it may show that text. A record is of an earlier
-version only when the code does something else: see `labcore.records.trees`.
+A page runs again when the text changes, because it may show that text. A record becomes stale only
+when the code does something different; see `labcore.records.trees`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def _module_file(dotted: str) -> Path | None:
-    """The file of `labcore.a.b`, or None where that names something inside a module."""
+    """Return the file of `labcore.a.b`, or None if that name is defined inside a module."""
     base = PACKAGE.joinpath(*dotted.split(".")[1:])
     for candidate in (base / "__init__.py", base.with_suffix(".py")):
         if candidate.is_file():
@@ -36,7 +36,7 @@ def _module_name(path: Path) -> str:
 
 
 def _imports(source: str, module: str, is_package: bool) -> set[str]:
-    """Dotted labcore names that `source` imports; `module` resolves relative imports."""
+    """Return the dotted labcore names that `source` imports. `module` resolves relative imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -54,12 +54,12 @@ def _imports(source: str, module: str, is_package: bool) -> set[str]:
 
 
 def _with_parents(names: set[str]) -> set[str]:
-    """Importing a.b.c also runs a and a.b."""
+    """Add the parents of each name, because importing a.b.c also runs a and a.b."""
     return {".".join(name.split(".")[:k]) for name in names for k in range(1, name.count(".") + 2)}
 
 
 def _code(path: Path) -> str:
-    """The Python of a file; of a notebook its code cells, magics and shell lines left out."""
+    """Return a file's Python code. For a notebook: its code cells without magics or shell lines."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".ipynb":
         return text
@@ -74,14 +74,14 @@ def _code(path: Path) -> str:
 
 
 def _state(path: Path) -> tuple[int, int]:
-    """What changes with a file's content: its time and its size."""
+    """Return a file's modification time and size, which change with its content."""
     found = path.stat()
     return found.st_mtime_ns, found.st_size
 
 
 @functools.lru_cache(maxsize=4096)
 def _imported(path: Path, state: tuple[int, int]) -> frozenset[str]:  # noqa: ARG001
-    """What a module of labcore imports from labcore. A new `state` means a new file."""
+    """Return what a labcore module imports from labcore. `state` changes with the file."""
     source = path.read_text(encoding="utf-8")
     names = _imports(source, _module_name(path), path.name == "__init__.py")
     return frozenset(_with_parents(names))
@@ -93,9 +93,9 @@ def _statements(path: Path, state: tuple[int, int]) -> tuple[str, ...]:  # noqa:
 
 
 def closure(path: Path | str) -> tuple[Path, ...]:
-    """The files of labcore that `path` (module, script or notebook) imports, directly or not.
+    """Return the labcore files that `path` (module, script or notebook) imports, even indirectly.
 
-    Read from the syntax tree, so nothing is run; an import inside a function counts too.
+    The imports are read from the syntax tree, so nothing runs. Imports inside functions count too.
     """
     path = Path(path).resolve()
     waiting = _with_parents(_imports(_code(path), "", False))
@@ -111,7 +111,7 @@ def closure(path: Path | str) -> tuple[Path, ...]:
 
 
 def modules(path: Path | str) -> list[str]:
-    """The dotted names of `closure(path)`."""
+    """Return the dotted names of `closure(path)`."""
     return [_module_name(file) for file in closure(path)]
 
 
@@ -124,7 +124,7 @@ def _hash(parts: Iterable[bytes]) -> str:
 
 
 def _compiled(file: Path) -> list[bytes]:
-    """What a package compiles at run time, its `source/` folder: names and contents."""
+    """Return names and contents of a package's `source/` folder, which it compiles at run time."""
     if file.name != "__init__.py":
         return []
     files = sorted(path for path in (file.parent / "source").rglob("*") if path.is_file())
@@ -136,7 +136,7 @@ def _compiled(file: Path) -> list[bytes]:
 
 
 def digest(path: Path | str) -> str:
-    """A hash (16 hex digits) over the text of `path` and of the labcore modules it imports."""
+    """Hash the text of `path` and of the labcore modules it imports, in 16 hex digits."""
     path = Path(path).resolve()
     parts = [_code(path).encode()]
     for file in closure(path):
@@ -146,9 +146,9 @@ def digest(path: Path | str) -> str:
 
 
 def digest_modules(names: Iterable[str]) -> str:
-    """A hash (16 hex digits) over what these labcore modules do, wherever each definition stands.
+    """Hash what these labcore modules do, in 16 hex digits. Moving a definition doesn't change it.
 
-    A package's `source/` folder counts with it. A module that is gone changes the hash too.
+    A package's `source/` folder is included. A missing module changes the hash too.
     """
     files = [_module_file(name) for name in sorted(names)]
     there = [file for file in files if file]
@@ -159,7 +159,7 @@ def digest_modules(names: Iterable[str]) -> str:
 
 
 def describe(path: Path | str) -> dict[str, Any]:
-    """What a record keeps of its code: hashes of the benchmark file and of labcore, and which."""
+    """Return what a record keeps of its code: hashes of the benchmark and labcore, and modules."""
     path = Path(path).resolve()
     names = modules(path)
     return {

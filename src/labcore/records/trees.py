@@ -1,9 +1,9 @@
-"""What a program does, as text that stays when only its wording or its place changes.
+"""A program's behavior as text, which doesn't change if only wording or file layout changes.
 
-Each statement of a file becomes a line made from its syntax tree. Comments, docstrings, imports,
-`__all__`, the names of labcore's modules and the messages of raised errors are left out, so moving
-a definition or wording it better changes no line. The lines are the same on every Python that the
-project runs on.
+Each statement of a file becomes a line made from its syntax tree. The lines leave out comments,
+docstrings, imports, `__all__`, the names of labcore's modules and the messages of raised errors, so
+moving or rewording a definition changes no line. The lines are the same on every Python version
+that the project supports.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from typing import Any
 
 __all__ = ["statements"]
 
-# Left out: what only some versions of Python give, and what follows from the rest of the tree.
+# Fields that only some Python versions have, or that follow from the rest of the tree.
 SKIPPED = {"ctx", "kind", "type_comment", "type_ignores", "type_params"}
 
 
 def _bound(tree: ast.Module) -> dict[str, str]:
-    """The names that a file's imports of labcore bind, each with the dotted name it stands for."""
+    """Map each name that a file's imports of labcore bind to its full dotted name."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
         elif isinstance(node, ast.Import):
-            # Without an alias, `import a.b` binds a alone.
+            # Without an alias, `import a.b` binds only `a`.
             roots = [a.asname or a.name.split(".")[0] for a in node.names]
             names |= {r: a.name if a.asname else r for r, a in zip(roots, node.names, strict=True)}
     return {name: dotted for name, dotted in names.items() if dotted.split(".")[0] == "labcore"}
 
 
 class _Bare(ast.NodeTransformer):
-    """Takes out what the code does not depend on, and the modules before the names they define."""
+    """Remove what doesn't affect behavior, and the module in front of each name it defines."""
 
     def __init__(self, names: dict[str, str], is_module: Callable[[str], bool]) -> None:
         self._names, self._is_module = names, is_module
 
     def _defined(self, dotted: list[str]) -> ast.expr:
-        """The name without the module, or a module's own last name where it stands alone."""
+        """Return the name without its module, or the last part of a module's name on its own."""
         last = len(dotted) - 1
         parents = (k for k in range(last, 0, -1) if self._is_module(".".join(dotted[:k])))
         name, *attributes = dotted[next(parents, 0) :]
@@ -48,27 +48,27 @@ class _Bare(ast.NodeTransformer):
         return found
 
     def visit_Import(self, node: ast.Import) -> None:
-        """Nothing stays: a definition counts where it stands."""
+        """Remove imports: a definition counts in its own file."""
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """Nothing stays: a definition counts where it stands."""
+        """Remove imports: a definition counts in its own file."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
-        """A docstring does nothing."""
+        """Remove docstrings."""
         text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         return None if text else self.generic_visit(node)
 
     def visit_Raise(self, node: ast.Raise) -> ast.AST:
-        """Which error is raised, without its message: a run that ends in one records nothing."""
+        """Keep the type of the error, not its message: a run that raises records nothing."""
         exc = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
         return self.generic_visit(ast.Raise(exc, node.cause))
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        """An imported name as it is called where it is defined."""
+        """Replace an imported name by the name in its definition."""
         return self._defined(self._names[node.id].split(".")) if node.id in self._names else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """`module.name` as `name`."""
+        """Replace `module.name` by `name`."""
         attributes, root = [], node
         while isinstance(root, ast.Attribute):
             attributes.append(root.attr)
@@ -79,7 +79,7 @@ class _Bare(ast.NodeTransformer):
 
 
 def _text(part: Any) -> str:
-    """A tree as text. `ast.dump` and `ast.unparse` differ from one Python to the next."""
+    """Turn a tree into text. `ast.dump` and `ast.unparse` differ between Python versions."""
     if isinstance(part, list):
         return f"[{', '.join(map(_text, part))}]"
     if not isinstance(part, ast.AST):
@@ -95,7 +95,7 @@ def _text(part: Any) -> str:
 
 
 def _joined(values: list[ast.expr]) -> list[ast.expr]:
-    """The parts of an f-string with neighboring texts as one, as only some Pythons have them."""
+    """Join adjacent text parts of an f-string, which only some Python versions do."""
     parts: list[ast.expr] = []
     for value in values:
         if isinstance(value, ast.Constant) and parts and isinstance(parts[-1], ast.Constant):
@@ -110,9 +110,9 @@ def _is_face(node: ast.stmt) -> bool:
 
 
 def statements(code: str, is_module: Callable[[str], bool]) -> tuple[str, ...]:
-    """A line for each statement of a file.
+    """Return a line for each statement of a file.
 
-    is_module: whether a dotted name is that of a module of labcore. SyntaxError for bad code.
+    is_module: returns whether a dotted name is a labcore module. Raises SyntaxError for bad code.
     """
     tree = ast.parse(code)
     bare = _Bare(_bound(tree), is_module).visit(tree)

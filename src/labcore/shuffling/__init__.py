@@ -1,4 +1,4 @@
-"""Orders of data, what they do to batches, and spikes of the loss traced to their data."""
+"""Data orders, their effect on batches, and loss spikes traced back to their data."""
 
 from labcore.shuffling.correlation import (
     LabelEntropy,

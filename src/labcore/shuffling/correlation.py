@@ -1,7 +1,7 @@
-"""How much the rows of a batch resemble each other, and what that does to the gradient's noise.
+"""How correlated the rows of a batch are, and how that affects the noise of the gradient.
 
-`batches` is everywhere an iterable of tensors, one a batch (ragged sizes allowed), or one tensor
-whose first axis counts batches. All arithmetic is in float64.
+In this module, `batches` is an iterable of tensors, one per batch (sizes may differ), or a tensor
+whose first axis indexes batches. All arithmetic is in float64.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = [
 class LabelEntropy:
     """Entropies of labels in nats.
 
-    within: mean over the batches of each batch's entropy. data: of all labels together, the most
-    that `within` could be. expected: the mean of `within` when batches of the same sizes are drawn
-    from the same labels at random without replacement; it lies below `data` for small batches.
+    within: the mean of the batches' entropies. data: the entropy of all labels together, which is
+    the maximum of `within`. expected: the mean of `within` if batches of the same sizes are drawn
+    at random, without replacement, from the same labels. For small batches it is below `data`.
     """
 
     within: float
@@ -52,7 +52,7 @@ def _entropy(counts: Iterable[int]) -> float:
 
 
 def _expected_entropy(counts: Iterable[int], size: int) -> float:
-    """The mean entropy of `size` labels drawn without replacement: an exact sum over counts."""
+    """Compute the mean entropy of `size` labels drawn without replacement, as an exact sum."""
     frequencies = Counter(counts)
     total = sum(count * classes for count, classes in frequencies.items())
     k = torch.arange(1, size + 1, dtype=torch.float64)
@@ -79,10 +79,11 @@ def _expected_entropy(counts: Iterable[int], size: int) -> float:
 
 
 def label_entropy(batches: Iterable[Tensor]) -> LabelEntropy:
-    """The entropy of the labels within batches, beside that of the data and that of chance.
+    """Compute the entropy of labels within batches, in the data, and within random batches.
 
     batches: each [b] of whole numbers (classes, tokens, file numbers). A batch of one class has
-    entropy 0. Raises TypeError for labels that are not whole numbers, ValueError for no labels.
+    entropy 0. Raises TypeError for labels that are not whole numbers and ValueError if there are
+    no labels.
     """
     per_batch: list[Counter[int]] = []
     for batch in batches:
@@ -107,10 +108,10 @@ def label_entropy(batches: Iterable[Tensor]) -> LabelEntropy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Variance:
-    """One-way analysis of variance, squares summed over columns.
+    """One-way analysis of variance, with squares summed over columns.
 
-    between: mean square between batches; within: within batches (NaN where every batch is one
-    row); total: variance of all rows (n - 1); size: of a batch, corrected for ragged ones.
+    between: mean square between batches. within: mean square within batches (NaN if every batch
+    has one row). total: variance of all rows (n - 1). size: batch size, corrected for ragged sizes.
     """
 
     between: float
@@ -127,12 +128,12 @@ def _analysed(batches: Iterable[Tensor]) -> _Variance:
             raise ValueError(f"a batch must hold at least one row, got {tuple(values.shape)}")
         groups.append(values.detach().double().reshape(len(values), -1))
     if len(groups) < 2:
-        raise ValueError(f"batches must number at least 2, got {len(groups)}; cut smaller ones")
+        raise ValueError(f"need at least 2 batches, got {len(groups)}; use smaller batches")
     rows = torch.cat(groups)
     if bool((rows == rows[0]).all()):
         raise ValueError(
-            "the values must vary, got one and the same in every row; a constant has no "
-            "correlation within batches"
+            "the values must vary, got the same in every row; a constant has no correlation "
+            "within batches"
         )
     sizes = torch.tensor([len(group) for group in groups], dtype=torch.float64)
     means, n, k = torch.stack([group.mean(0) for group in groups]), len(rows), len(groups)
@@ -150,28 +151,30 @@ def _analysed(batches: Iterable[Tensor]) -> _Variance:
 
 
 def intraclass_correlation(batches: Iterable[Tensor]) -> float:
-    """The correlation of two rows of one batch, ICC(1), by one-way analysis of variance.
+    """Compute the correlation of two rows of a batch, ICC(1), by one-way analysis of variance.
 
-    0 for batches drawn at random, 1 for rows that are equal within each batch; the estimate can be
-    as low as -1/(b - 1), which batches that balance the data come near to.
+    It is 0 for batches drawn at random and 1 for equal rows within each batch. The estimate can be
+    as low as -1/(b - 1), which batches that balance the data come close to.
     batches: each [b] or [b, P] floats: losses, one-hot labels
-    (torch.nn.functional.one_hot(labels).double()), per-sample gradients; squares are summed over P.
+    (torch.nn.functional.one_hot(labels).double()) or per-sample gradients. Squares are summed over
+    P.
     Formula: (MSB - MSW) / (MSB + (b₀ - 1) MSW), with b₀ = (n - Σbᵢ²/n)/(k - 1) for ragged batches.
     Raises ValueError for constant values, fewer than two batches, or no batch with two rows.
     """
     variance = _analysed(batches)
     if math.isnan(variance.within):
-        raise ValueError("a batch must hold at least 2 rows, got batches of 1; cut larger ones")
+        raise ValueError("a batch must hold at least 2 rows, got batches of 1; use larger batches")
     noise = (variance.size - 1) * variance.within
     return (variance.between - variance.within) / (variance.between + noise)
 
 
 def design_effect(batches: Iterable[Tensor]) -> float:
-    """How many times larger the variance of batch means is than for independent rows (measured).
+    """Measure the variance of batch means, relative to batches of independent rows.
 
-    1 for batches drawn at random (exactly 1 on average over all ways to cut the rows into batches),
-    b for batches of equal rows: such a batch of b tells as much as one row. batches: see
-    intraclass_correlation. Formula: Σ bᵢ |mᵢ - m|² / (k - 1) over the variance of all rows.
+    It is 1 for batches drawn at random (exactly 1 on average over all ways to split the rows into
+    batches), and b for batches of b equal rows, which carry as much information as one row.
+    batches: see intraclass_correlation.
+    Formula: Σ bᵢ |mᵢ - m|² / (k - 1), divided by the variance of all rows.
     Source: L. Kish, Survey Sampling, 1965.
     """
     variance = _analysed(batches)
@@ -179,15 +182,16 @@ def design_effect(batches: Iterable[Tensor]) -> float:
 
 
 def predicted_design_effect(icc: float, batch_size: int) -> float:
-    """1 + (b - 1) ICC: the design effect of batches of b rows that correlate by `icc`."""
+    """Predict the design effect of batches of b rows with correlation `icc`: 1 + (b - 1) ICC."""
     return 1 + (positive_int("batch_size", batch_size) - 1) * icc
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoiseScale:
-    """signal: |G|², of the true gradient G. noise: tr(Σ), the variance of one row's gradient.
+    """The signal and noise of a gradient.
 
-    Both in squared units of the gradient; an estimate of either can be negative.
+    signal: |G|² of the true gradient G. noise: tr(Σ), the variance of one row's gradient. Both are
+    in squared units of the gradient, and an estimate of either can be negative.
     """
 
     signal: float
@@ -195,7 +199,7 @@ class NoiseScale:
 
     @property
     def scale(self) -> float:
-        """tr(Σ)/|G|² in rows: the batch at which noise and signal are equal; inf for no signal."""
+        """tr(Σ)/|G|² in rows: the batch size at which noise equals signal; inf without signal."""
         return self.noise / self.signal if self.signal > 0 else math.inf
 
 
@@ -207,10 +211,11 @@ def _matrix(name: str, gradients: Tensor) -> Tensor:
 
 
 def noise_scale_exact(gradients: Tensor) -> NoiseScale:
-    """The simple noise scale of a population whose every gradient is given.
+    """Compute the simple noise scale of a population from all its gradients.
 
-    gradients [N, P]: of each row's loss (`per_sample_gradients`). G is their mean and Σ their
-    covariance with 1/N: exact when the N rows are all the data, biased when they are a sample.
+    gradients [N, P]: the gradient of each row's loss (`per_sample_gradients`). G is their mean and
+    Σ their covariance with 1/N, which is exact if the N rows are all the data and biased if they
+    are a sample.
     Source: McCandlish et al., arXiv 1812.06162, equation 2.9.
     """
     rows = _matrix("gradients", gradients)
@@ -224,17 +229,18 @@ def noise_scale_exact(gradients: Tensor) -> NoiseScale:
 def noise_scale_two_batches(
     small: Tensor, big: Tensor, *, small_size: int, big_size: int
 ) -> NoiseScale:
-    """The noise scale from gradients of batches of two sizes, unbiased if rows are independent.
+    """Estimate the noise scale from gradients of batches of two sizes.
 
+    The estimates of signal and noise are unbiased if rows are independent. Correlated rows bias
+    them: a small batch then seems less noisy for its size than a large one.
     small [K, P], big [M, P]: mean gradients of K batches of `small_size` rows and of M batches of
-    `big_size` rows at one point. The squared norms are averaged before anything is divided.
-    Correlated rows bias it: a small batch then seems less noisy for its size than a large one.
+    `big_size` rows, all at the same parameters. Squared norms are averaged before any division.
     Source: McCandlish et al., arXiv 1812.06162, appendix A.1.
     """
     positive_int("small_size", small_size)
     if positive_int("big_size", big_size) <= small_size:
         raise ValueError(
-            f"big_size must be above small_size, got {big_size} and {small_size}; swap them"
+            f"big_size must be greater than small_size, got {big_size} and {small_size}; swap them"
         )
     few = float(_matrix("small", small).square().sum(1).mean())
     many = float(_matrix("big", big).square().sum(1).mean())
@@ -252,12 +258,12 @@ def per_sample_gradients(
     *,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """The gradient of each row's own loss: [N, P], P the number of trainable parameters.
+    """Compute the gradient of each row's loss: [N, P], where P counts trainable parameters.
 
     loss(outputs [1, ...], targets [1, ...]) -> scalar. inputs [N, ...], targets [N, ...].
-    chunk_size: rows at a time (None: all at once). Parameters in the order of
-    model.named_parameters(); their .grad is left as it is. Layers that mix the rows of a batch or
-    draw random numbers have no gradient of one row: put the model into eval mode.
+    chunk_size: rows at a time (None: all at once). Parameters are in the order of
+    model.named_parameters(), and their .grad does not change. Layers that mix the rows of a batch
+    or draw random numbers have no per-row gradient, so put the model into eval mode.
     """
     trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     fixed: dict[str, Any] = {
@@ -275,17 +281,17 @@ def per_sample_gradients(
 
 
 def autocorrelation(series: Tensor, lags: int) -> Tensor:
-    """The correlation of a series with itself `lag` steps earlier, for lags 0..`lags`: [lags + 1].
+    """Correlate a series with itself `lag` steps earlier, for lags 0..`lags`: [lags + 1] float64.
 
-    series [T], T > lags, in float64 on return. The usual biased form: each sum of products over
-    the T - lag pairs is divided by the sum of all T squares, which keeps every value in -1..1.
-    Independent losses give values of about ±1/√T behind the 1 at lag 0.
+    series [T], T > lags. This is the usual biased estimate: each sum of products over the T - lag
+    pairs is divided by the sum of all T squares, which keeps every value in -1..1. Independent
+    losses give values of about ±1/√T after the 1 at lag 0.
     Raises ValueError for a constant series or one with NaN or infinity.
     """
     values = finite("series", floating("series", series)).detach().double()
     if values.dim() != 1 or len(values) <= lags or lags < 0:
         raise ValueError(
-            f"series must be [T] with T above lags >= 0, got {tuple(values.shape)}, lags {lags}"
+            f"series must be [T] with T > lags >= 0, got {tuple(values.shape)}, lags {lags}"
         )
     if bool((values == values[0]).all()):
         raise ValueError("series must vary, got a constant; its autocorrelation is 0/0")

@@ -1,4 +1,4 @@
-"""A DataLoader whose state counts the batches that came out of it."""
+"""A DataLoader whose state counts the batches that it has delivered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from labcore.shuffling.streams import StreamRows
 
 __all__ = ["ResumableLoader"]
 
-# Each of them would move the order or the place out of this class's sight.
+# Options that would change the order or the position without this class knowing.
 _OURS = ("shuffle", "sampler", "batch_sampler", "persistent_workers", "in_order", "generator")
 
 
@@ -29,14 +29,14 @@ def _batched(rows: Iterator[int], size: int, drop_last: bool) -> Iterator[list[i
 
 
 class _Worker(IterableDataset[Any]):
-    """The rest of an epoch of a stream: each worker's rows behind those that were delivered."""
+    """The rest of a stream's epoch: each worker's rows after those that were delivered."""
 
     def __init__(self, stream: StreamRows, epoch: int, first: int, skip: list[int]) -> None:
         self.stream, self.epoch, self.first, self.skip = stream, epoch, first, skip
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        # The DataLoader asks its worker 0 first: that is the one whose turn it was.
+        # The DataLoader asks its worker 0 first, so that must be the one whose turn it is.
         worker = (self.first + (info.id if info else 0)) % len(self.skip)
         rows = self.stream.read(
             self.epoch, worker=worker, workers=len(self.skip), skip=self.skip[worker]
@@ -45,23 +45,24 @@ class _Worker(IterableDataset[Any]):
 
 
 class ResumableLoader(Resumable[Any]):
-    """Batches of a dataset in an order, over any number of workers, with an exact state.
+    """A DataLoader with a given order, any number of workers, and an exact state.
 
     A `for` loop yields the rest of the current epoch. `state_dict` counts the batches that the loop
-    has received, whatever the workers have fetched ahead, so a run that goes on from it gets the
-    batches of the uninterrupted run: no row is lost and none comes twice.
+    has received, whatever the workers have prefetched. A run resumed from it gets the same batches
+    as an uninterrupted run: no row is lost or repeated.
 
     dataset: a map-style dataset with `order`, an Order of its rows; or a StreamRows, which has its
     own order. batch_size, num_workers, drop_last, collate_fn, options: as in
-    torch.utils.data.DataLoader. Options that would choose the order are refused.
-    rows: row numbers of the batch that came last; empty before the first.
+    torch.utils.data.DataLoader. Options that would set the order raise TypeError.
+    rows: row numbers of the latest batch; empty before the first.
 
-    A map-style dataset gives one order for every num_workers, which may change on resume. Workers
-    of a stream deal the shards among themselves, each with its own buffer and its own short last
-    batch; num_workers belongs to its state. Cost of a resume: the order is counted through again up
-    to the place (about 1 s for a million rows); a stream also reads again the shards that still
-    had rows to give. Workers start anew each epoch, and numbers that the dataset itself draws at
-    random are not in the state.
+    For a map-style dataset, the order does not depend on num_workers, which may change on resume.
+    Workers of a stream share out its shards. Each has its own buffer and its own short last batch,
+    so num_workers is part of the state.
+
+    Resuming replays the order up to the position, which takes about 1 s for a million rows. A
+    stream also rereads the shards that still had rows to give. Workers restart in each epoch. The
+    state does not include random numbers that the dataset itself draws.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ResumableLoader(Resumable[Any]):
     ) -> None:
         super().__init__()
         if wrong := [name for name in _OURS if name in options]:
-            raise TypeError(f"ResumableLoader decides the order itself, got {wrong}; leave it out")
+            raise TypeError(f"ResumableLoader sets the order itself, got {wrong}; leave it out")
         self.stream = dataset if isinstance(dataset, StreamRows) else None
         self.order = _checked(dataset, order)
         self.dataset, self.drop_last, self.num_workers = dataset, drop_last, num_workers
@@ -89,9 +90,9 @@ class ResumableLoader(Resumable[Any]):
         return max(1, self.num_workers) if self.stream else 1
 
     def _plan(self, epoch: int) -> Iterator[tuple[int, list[int]]]:
-        """All batches of the epoch as (reader, row numbers), in the order in which they come.
+        """Yield all batches of the epoch as (reader, row numbers), in the order of delivery.
 
-        A DataLoader asks its workers in turn and passes over those that have no more.
+        A DataLoader asks its workers in turn and skips those that have no more.
         """
         if self.stream:
             count = self._readers()
@@ -125,7 +126,7 @@ class ResumableLoader(Resumable[Any]):
                 drop_last=self.drop_last,
             )
         else:
-            plan, ahead = itertools.tee(plan)  # the DataLoader runs ahead of the batches received
+            plan, ahead = itertools.tee(plan)  # the DataLoader reads ahead of the received batches
             rest = itertools.chain([coming[1]], (rows for _, rows in ahead))
             loader = self._loader(self.dataset, epoch, batch_sampler=rest)
         for batch in loader:
@@ -139,21 +140,22 @@ class ResumableLoader(Resumable[Any]):
 
     def _disagreement(self, epoch: int) -> RuntimeError:
         return RuntimeError(
-            f"the dataset must give the batches that the order counts, got another number in "
-            f"epoch {epoch}; neither workers nor collate_fn may drop rows or add any"
+            f"the dataset must give as many batches as the order counts, got another number in "
+            f"epoch {epoch}; workers and collate_fn must not drop or add rows"
         )
 
     def _loader(self, dataset: Dataset[Any], epoch: int, **arguments: Any) -> DataLoader[Any]:
-        # The DataLoader draws a seed for its workers: not from the generator that training uses.
+        # The DataLoader draws a seed for its workers. Keep it off the generator training uses.
         dice = random.Random(f"{self.order.seed}/{epoch}/workers")
         generator = torch.Generator().manual_seed(dice.getrandbits(63))
         return DataLoader(dataset, generator=generator, **arguments, **self.options)
 
     def __len__(self) -> int:
-        """Batches in an epoch of a map-style dataset; a stream's depend on how shards are dealt."""
+        """Return the batches per epoch of a map-style dataset; a stream's number varies."""
         if self.stream:
             raise TypeError(
-                "the batches of a stream differ by epoch, got len(); count sum(1 for _ in loader)"
+                "a stream has no len(): its number of batches varies by epoch; use "
+                "sum(1 for _ in loader)"
             )
         whole, more = divmod(len(self.order), self.batch_size)
         return whole + (more > 0 and not self.drop_last)
@@ -164,7 +166,7 @@ class ResumableLoader(Resumable[Any]):
         return {**self.order._identity(), **batches, **readers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See Resumable; `rows` is empty until the next batch."""
+        """Restore a state; see Resumable. `rows` is empty until the next batch."""
         super().load_state_dict(state)
         self.rows = ()
 
@@ -180,10 +182,10 @@ def _checked(dataset: Any, order: Order | None) -> Order:
             "shards: StreamRows(shards, order)"
         )
     if order is None:
-        raise TypeError("a map-style dataset needs an order of its rows, got None; pass order=")
+        raise TypeError("a map-style dataset needs an order, got None; pass order=")
     if len(dataset) != order.rows:
         raise ValueError(
-            f"the order must count the rows of the dataset, got {order.rows} for {len(dataset)}; "
-            "build it with len(dataset)"
+            f"the order must have as many rows as the dataset, got {order.rows} for "
+            f"{len(dataset)}; build it with len(dataset)"
         )
     return order

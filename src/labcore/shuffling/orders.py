@@ -1,8 +1,8 @@
-"""Orders of rows as torch samplers: each a pure function of seed and epoch.
+"""Orders of rows as torch samplers, each a pure function of seed and epoch.
 
-The order is decided on row numbers alone, before a row is read. So the state of an order is two
-numbers (epoch, rows handed out), whatever it keeps in a buffer, and the same order serves data that
-is indexed (`ResumableLoader`) and data that is read from front to back (`StreamRows`).
+An order depends only on row numbers, and is known before any row is read. Its state is therefore
+two numbers (epoch, rows yielded), whatever its buffer holds, and the same order works for indexed
+data (`ResumableLoader`) and for data that is read from front to back (`StreamRows`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _END: Any = object()
 
 
 def shards_of(rows: int, size: int) -> tuple[int, ...]:
-    """The lengths of the shards when `rows` rows are cut into pieces of `size`; the last is short.
+    """Return the lengths of the shards when `rows` rows are split into shards of `size`.
 
-    shards_of(10, 4) is (4, 4, 2).
+    The last shard may be shorter: shards_of(10, 4) is (4, 4, 2).
     """
     positive_int("rows", rows)
     positive_int("size", size)
@@ -45,21 +45,21 @@ def shards_of(rows: int, size: int) -> tuple[int, ...]:
 
 
 def _permutation(count: int, dice: random.Random) -> np.ndarray:
-    # RandomState's stream is frozen by numpy's policy: an order outlives an upgrade.
+    # numpy guarantees that RandomState's stream never changes, so orders survive upgrades.
     return np.random.RandomState([dice.getrandbits(32) for _ in range(4)]).permutation(count)
 
 
 def _permuted(shards: Sequence[Iterable[T]], dice: random.Random) -> Iterator[T]:
     waiting: list[Any] = list(itertools.chain.from_iterable(shards))
     for place in _permutation(len(waiting), dice).tolist():
-        item, waiting[place] = waiting[place], None  # a row that has gone out needs no memory
+        item, waiting[place] = waiting[place], None  # free the yielded row's memory
         yield item
 
 
 def _buffered(rows: Iterable[T], size: int, initial: int, dice: random.Random) -> Iterator[T]:
-    """Draw one of at most `size` waiting rows, from the moment that `initial` of them wait.
+    """Yield random rows from a buffer of at most `size` rows, once it holds `initial` of them.
 
-    While fewer than `size` wait, two come in for each that goes out: webdataset's rule.
+    Until the buffer is full, two rows enter for each one that leaves, as in webdataset.
     """
     source, waiting, uniform = iter(rows), list[T](), dice.random
     for row in source:
@@ -77,20 +77,21 @@ def _buffered(rows: Iterable[T], size: int, initial: int, dice: random.Random) -
 
 
 class Order(Resumable[int], Sampler[int]):
-    """Base of all orders: a torch Sampler of row indices with an exact state.
+    """Base class of all orders: a torch Sampler of row indices with an exact state.
 
-    rows: how many rows there are, or the length of each shard (rows are then counted through all
-    shards). seed, epoch: the same two numbers give the same order, on every machine.
-    num_replicas, rank: of a data-parallel job; replica r gets every num_replicas-th index from the
-    r-th on. even: leave out the last (rows mod num_replicas) indices of an epoch, so that all
-    replicas take the same number of steps; even=False hands out every row.
+    rows: the number of rows, or the length of each shard (rows are then numbered across shards).
+    seed, epoch: the same two numbers give the same order on every machine.
+    num_replicas, rank: those of a data-parallel job. Replica r gets every num_replicas-th index,
+    starting with index r.
+    even: drop the last (rows mod num_replicas) indices of an epoch, so that all replicas take the
+    same number of steps. even=False yields every row.
 
-    `state_dict` counts the indices that were handed out. A DataLoader takes indices ahead of its
-    consumer: there, `ResumableLoader` has the state that counts what was received.
-    Raises ValueError for no rows, an empty shard or a rank outside 0..num_replicas - 1.
+    `state_dict` counts the indices that were yielded. A DataLoader takes indices ahead of its
+    consumer; use `ResumableLoader` there, whose state counts what was received.
+    Raises ValueError for no rows, an empty shard, or a rank outside 0..num_replicas - 1.
     """
 
-    #: Whether the shards come in a new random order each epoch.
+    #: Whether the shards are in a new random order each epoch.
     shuffle_shards = False
 
     def __init__(
@@ -105,18 +106,18 @@ class Order(Resumable[int], Sampler[int]):
         super().__init__()
         lengths = (rows,) if isinstance(rows, int) else tuple(rows)
         for length in lengths:
-            positive_int("the length of a shard", length, "leave empty shards out")
+            positive_int("the length of a shard", length, "leave out empty shards")
         self.rows = positive_int("rows", sum(lengths))
         ends = itertools.accumulate(lengths)
         self.shards = tuple(
             range(end - length, end) for length, end in zip(lengths, ends, strict=True)
         )
         if not isinstance(seed, int):
-            raise TypeError(f"seed must be an int, got {seed!r}; a state keeps it as a number")
+            raise TypeError(f"seed must be an int, got {seed!r}; pass a whole number")
         positive_int("num_replicas", num_replicas)
         if not 0 <= rank < num_replicas:
             raise ValueError(
-                f"rank must be one of 0..{num_replicas - 1}, got {rank}; num_replicas counts all"
+                f"rank must be in 0..{num_replicas - 1}, got {rank}; num_replicas is the total"
             )
         if num_replicas > self.rows:
             raise ValueError(
@@ -125,36 +126,36 @@ class Order(Resumable[int], Sampler[int]):
         self.seed, self.num_replicas, self.rank, self.even = seed, num_replicas, rank, even
 
     def _settings(self) -> dict[str, Any]:
-        """The arguments of the subclass."""
+        """Return the subclass's own arguments."""
         return {}
 
     def _ordered(self, shards: Sequence[Iterable[T]], dice: random.Random) -> Iterator[T]:
-        """The items of one reader's shards, in order; it must not look at the items."""
+        """Yield the items of one reader's shards in order. It must not look at the items."""
         raise NotImplementedError
 
     def _dice(self, epoch: int, purpose: str) -> random.Random:
-        # A text is hashed whole: seed 0 in epoch 1 shares nothing with seed 1 in epoch 0.
+        # Seed with a string, so that seed 0 in epoch 1 is unrelated to seed 1 in epoch 0.
         return random.Random(f"{self.seed}/{epoch}/{purpose}")
 
     def part(self, epoch: int, part: int = 0, parts: int = 1) -> Iterator[int]:
-        """The rows of one of `parts` readers, in order: every parts-th shard of the epoch's order.
+        """Yield the rows of one of `parts` readers: every parts-th shard of the epoch's order.
 
-        This is how a stream is split over workers and replicas: each row is in one part, and each
-        part has its own buffer. Depends on the arguments alone, not on this object's place.
+        This splits a stream over workers and replicas: each row is in one part, and each part has
+        its own buffer. The result depends only on the arguments, not on this object's position.
         """
         return self.arrange(self.shards, epoch, part, parts)
 
     def arrange(
         self, shards: Sequence[Iterable[T]], epoch: int, part: int = 0, parts: int = 1
     ) -> Iterator[T]:
-        """Items of `shards` in the order in which `part` gives the rows that stand there.
+        """Yield the items of `shards` in the order in which `part` yields their row numbers.
 
-        shards: as many as the order counts, each of as many items; each is read once, from front
-        to back, and no further than this order's buffer reaches.
+        shards: the same number and lengths as in this order. Each is read once, from front to
+        back, and only as far as this order's buffer needs.
         """
         if len(shards) != len(self.shards):
             raise ValueError(
-                f"the order must count the rows of every shard, got {len(shards)} shards and "
+                f"the order must have a length for every shard, got {len(shards)} shards and "
                 f"{len(self.shards)} lengths; build the order from the shards' lengths"
             )
         if self.shuffle_shards:
@@ -163,12 +164,12 @@ class Order(Resumable[int], Sampler[int]):
         return self._ordered(shards[part::parts], self._dice(epoch, f"part {part} of {parts}"))
 
     def indices(self, epoch: int) -> Iterator[int]:
-        """This replica's row indices in `epoch`, from the first. Leaves this object's place."""
+        """Yield all of this replica's row indices in `epoch`. The object's position stays."""
         stop = len(self) * self.num_replicas if self.even else None
         return itertools.islice(self.part(epoch), self.rank, stop, self.num_replicas)
 
     def __len__(self) -> int:
-        """How many rows this replica gets in an epoch."""
+        """Return the number of rows that this replica gets per epoch."""
         more = 0 if self.even else int(self.rank < self.rows % self.num_replicas)
         return self.rows // self.num_replicas + more
 
@@ -192,26 +193,26 @@ class Order(Resumable[int], Sampler[int]):
 
 
 class Sequential(Order):
-    """The order of the data as it lies. Arguments: see Order."""
+    """The stored order of the data. Arguments: see Order."""
 
     def _ordered(self, shards: Sequence[Iterable[T]], _: random.Random) -> Iterator[T]:
         return itertools.chain.from_iterable(shards)
 
 
 class FullShuffle(Order):
-    """A new permutation of all rows each epoch. Over a stream it has to hold every row."""
+    """A new permutation of all rows each epoch. On a stream, it must hold all rows in memory."""
 
     def _ordered(self, shards: Sequence[Iterable[T]], dice: random.Random) -> Iterator[T]:
         return _permuted(shards, dice)
 
 
 class BufferShuffle(Order):
-    """Read in order into a buffer and draw from it: a row moves far only with a large buffer.
+    """Read rows in order into a buffer and draw from it. Only a large buffer moves rows far.
 
-    buffer_size: rows from which each one is drawn. initial: rows that have to wait before the
-    first is drawn (None: buffer_size); a small one gives early rows sooner and mixes them less.
-    shuffle_shards: read the shards in a new random order each epoch.
-    Source: the rule of webdataset's `shuffle(bufsize, initial)`, whose default initial is 100.
+    buffer_size: the number of rows to draw from. initial: the number of rows in the buffer before
+    the first draw (None: buffer_size). A small value yields the first rows sooner but mixes them
+    less. shuffle_shards: read the shards in a new random order each epoch.
+    Source: webdataset's `shuffle(bufsize, initial)`, whose default for initial is 100.
     """
 
     def __init__(
@@ -242,9 +243,9 @@ class BufferShuffle(Order):
 
 
 class BlockShuffle(Order):
-    """Block, then tuple: `blocks` shards at random fill a buffer, which is shuffled and emptied.
+    """Fill a buffer with `blocks` random shards, shuffle its rows, empty it, and repeat.
 
-    The shards are the blocks: BlockShuffle(shards_of(1438, 45), blocks=8) holds 360 rows of 1,438.
+    Shards are the blocks: BlockShuffle(shards_of(1438, 45), blocks=8) buffers 360 of 1,438 rows.
     Source: CorgiPile (Xu et al., arXiv 2206.05830).
     """
 
@@ -263,10 +264,10 @@ class BlockShuffle(Order):
 
 
 class ShardInterleave(Order):
-    """One row from each of `ways` open shards in turn; a shard that ends makes room for the next.
+    """Take a row from each of `ways` open shards in turn. The next shard replaces one that ends.
 
-    The shards come in a new random order each epoch. buffer_size: of a buffer behind them, as in
-    BufferShuffle (1: none), which also breaks the fixed turn.
+    The shards are in a new random order each epoch. buffer_size: the size of a buffer after them,
+    as in BufferShuffle (1: none), which also breaks up the fixed turns.
     """
 
     shuffle_shards = True
@@ -291,7 +292,7 @@ class ShardInterleave(Order):
             going = []
             for rows in turns:
                 row = next(rows, _END)
-                if row is _END:  # no shard is empty: the next one has a row
+                if row is _END:  # no shard is empty, so the next one has a row
                     rows = iter(next(waiting, ()))
                     row = next(rows, _END)
                 if row is not _END:

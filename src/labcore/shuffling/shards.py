@@ -1,4 +1,4 @@
-"""Shards of rows as tar files in webdataset's format, with where each row came from."""
+"""Shards of rows as tar files in webdataset's format, with the origin of each row."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ INDEX = "index.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TarShard:
-    """One tar file. Iterating reads it from its start and yields its samples.
+    """A tar file. Iterating reads it from the start and yields its samples.
 
-    rows: how many samples it holds. A sample is webdataset's: a dict with "__key__", "__url__" (the
-    file's path: together they say where the row came from) and its fields as bytes, which are
-    decoded after shuffling, when a buffer has no more to hold them.
+    rows: the number of samples. A sample is a dict in webdataset's format: "__key__" and "__url__"
+    (the file's path) identify the row, and the fields are bytes. Decode fields after shuffling, so
+    that buffers hold only bytes.
     """
 
     path: Path
@@ -44,8 +44,8 @@ def _checked_key(sample: Mapping[str, Any], seen: set[str]) -> str:
     key = sample.get("__key__")
     if not isinstance(key, str) or not key or "." in key.rpartition("/")[2]:
         raise ValueError(
-            f"a sample's __key__ must be a name without a dot, got {key!r}; webdataset reads what "
-            "follows a dot as the field's name"
+            f"a sample's __key__ must be a name without a dot, got {key!r}; webdataset takes the "
+            "part after a dot as the field's name"
         )
     if key in seen:
         raise ValueError(f"a __key__ must be unique, got {key!r} twice; number the rows")
@@ -59,18 +59,20 @@ def write_shards(
     rows_per_shard: int,
     prefix: str = "shard",
 ) -> list[TarShard]:
-    """Write samples in their order into <folder>/<prefix>-000000.tar and so on, with an index.
+    """Write samples in order into <folder>/<prefix>-000000.tar and so on, with an index.
 
     samples: dicts with "__key__" and fields that webdataset encodes by their names ("txt": str,
-    "cls": int, "npy": array, "bin": bytes, ...). rows_per_shard: of every shard but the last.
-    The same samples give the same bytes. index.json beside them holds the number of rows of each.
-    Raises ValueError for no samples, a key with a dot or twice, or a folder with such shards.
+    "cls": int, "npy": array, "bin": bytes, ...). rows_per_shard: the rows of every shard except the
+    last. The same samples give the same bytes. index.json, next to the shards, holds the number of
+    rows of each shard.
+    Raises ValueError for no samples, a key with a dot, a repeated key, or a folder that already has
+    such shards.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     positive_int("rows_per_shard", rows_per_shard)
     if old := sorted(folder.glob(f"{prefix}-*.tar")):
-        raise ValueError(f"the folder must hold no {prefix}-*.tar yet, got {old[0].name}; move it")
+        raise ValueError(f"the folder must not hold {prefix}-*.tar, got {old[0].name}; move it")
     counts: dict[str, int] = {}
     seen: set[str] = set()
     pattern = str(folder / f"{prefix}-%06d.tar").replace("%", "%%").replace("%%06d", "%06d")
@@ -78,7 +80,7 @@ def write_shards(
     first = next(samples, None)
     if first is None:
         raise ValueError("write_shards needs at least one sample, got none")
-    # A time with a fraction, webdataset's default, costs each file 1 kB of header and reading time.
+    # webdataset's default, a fractional time, costs each file 1 kB of header and reading time.
     with webdataset.ShardWriter(
         pattern, maxcount=rows_per_shard, maxsize=float("inf"), verbose=0, mtime=0
     ) as writer:
@@ -92,13 +94,13 @@ def write_shards(
 
 
 def read_shards(folder: str | Path) -> list[TarShard]:
-    """The shards that `write_shards` wrote into `folder`, in their order."""
+    """Return the shards that `write_shards` wrote into `folder`, in order."""
     folder = Path(folder)
     index = folder / INDEX
     if not index.is_file():
         raise FileNotFoundError(
             f"the folder must hold {INDEX} with the number of rows of each shard, got none in "
-            f"{folder}; write_shards makes it"
+            f"{folder}; write_shards creates it"
         )
     counts = json.loads(index.read_text(encoding="utf-8"))
     return [TarShard(path=folder / name, rows=rows) for name, rows in counts.items()]

@@ -1,4 +1,4 @@
-"""Find spikes of a loss as it comes, and keep the data that was in the batch."""
+"""Detect loss spikes as they happen, and keep track of the data in the batch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ __all__ = ["LossSpikeDetector", "Spike"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spike:
-    """One event. step, loss, provenance: of its first step; provenance is what `update` was given.
+    """A loss spike.
 
-    baseline, mad: median of the losses before it and their median absolute deviation (after the
-    floor), NaN where none came before. score: (loss - baseline)/mad, inf for a loss that is not
-    finite. length: updates from its first to its last step above the threshold.
-    peak, peak_step: its worst loss; NaN or an infinity is worse than any number.
+    step, loss, provenance: those of its first step; provenance is what was passed to `update`.
+    baseline, mad: the median of the losses before it and their median absolute deviation (after
+    the floor); NaN if there were none. score: (loss - baseline)/mad; inf if the loss is not finite.
+    length: updates from its first to its last step above the threshold.
+    peak, peak_step: its worst loss, and when. NaN and infinity are worse than any number.
     """
 
     step: int
@@ -39,20 +40,20 @@ class Spike:
 
 
 class LossSpikeDetector:
-    """Compares each loss with the trailing median, in units of the median absolute deviation.
+    """Compare each loss with the trailing median, in units of the median absolute deviation.
 
-    window: losses that make the baseline; nothing finite is judged before so many have come.
-    threshold: median absolute deviations (MADs) above the median. For normal noise a MAD is 0.674
-    standard deviations, so that 6 MADs are 4 of them; a baseline of 50 losses is uncertain itself,
-    and about one in 2,500 independent normal losses is an alarm.
-    patience: an event ends when so many losses in a row are below the threshold; until then
-    further ones above it belong to the same event.
-    floor: the MAD counts as at least this share of |median|, so that a constant loss with a tiny
-    rise makes no event.
+    window: the number of losses in the baseline. Finite losses are not judged until it is full.
+    threshold: the number of median absolute deviations (MADs) above the median. For normal noise, a
+    MAD is 0.674 standard deviations, so 6 MADs are about 4 standard deviations. A baseline of 50
+    losses is itself uncertain: about one in 2,500 independent normal losses raises an alarm.
+    patience: a spike ends after this many consecutive losses below the threshold. Until then,
+    further losses above it belong to the same spike.
+    floor: the MAD counts as at least this fraction of |median|, so a tiny rise of a constant loss
+    is not a spike.
 
-    NaN and infinity are an event at once, also before the window is full. Losses above the
-    threshold stay out of the window. After `window` of them in one event they are the new
-    baseline and the event ends: the loss has moved to another level.
+    NaN and infinity are spikes at once, even before the window is full. Losses above the threshold
+    do not enter the window. After `window` of them in one spike, they become the new baseline and
+    the spike ends, because the loss has moved to another level.
     """
 
     def __init__(
@@ -71,24 +72,24 @@ class LossSpikeDetector:
         self._above: list[float] = []
         self._spikes: list[Spike] = []
         self._last_step: int | None = None
-        self._since = 0  # updates since the running event began
-        self._quiet: int | None = None  # losses below since its last one above; None: no event
+        self._since = 0  # updates since the current spike began
+        self._quiet: int | None = None  # losses below since its last one above; None: no spike
 
     @property
     def spikes(self) -> tuple[Spike, ...]:
-        """All events so far; the last may still be running."""
+        """All spikes so far. The last one may not be over."""
         return tuple(self._spikes)
 
     def update(self, step: int, loss: float | Tensor, provenance: Any = None) -> Spike | None:
-        """Judge one loss; the Spike if an event begins here, else None.
+        """Judge one loss. Return the Spike if one begins here, or None.
 
-        step: above the last one. provenance: what was in the batch (row indices, files, keys),
-        kept as it is in the Spike. A tensor is read, which waits for a GPU.
+        step: must be greater than the last one. provenance: what was in the batch (row indices,
+        files, keys), stored unchanged in the Spike. Reading a loss tensor waits for the GPU.
         """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(
-                f"steps must rise, got {step} after {self._last_step}; one update a step, and one "
-                "detector a run"
+                f"steps must increase, got {step} after {self._last_step}; call update once per "
+                "step, with one detector per run"
             )
         value = float(loss.detach() if isinstance(loss, Tensor) else loss)
         self._last_step = step
@@ -150,7 +151,7 @@ class LossSpikeDetector:
         self._spikes[-1] = event
 
     def _keep(self, loss: float) -> None:
-        """Remember the losses of an event; a window of them is a new level."""
+        """Remember the losses of a spike. A full window of them is a new level."""
         if math.isfinite(loss):
             self._above.append(loss)
         if len(self._above) == self.window:
@@ -158,7 +159,7 @@ class LossSpikeDetector:
             self._end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next update depends on, and the events with their provenance."""
+        """Return everything the next update depends on, and the spikes with their provenance."""
         return {
             "settings": [self.window, self.threshold, self.patience, self.floor],
             "calm": list(self._calm),
@@ -173,12 +174,12 @@ class LossSpikeDetector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the detector that gave `state` stood. ValueError for other settings."""
+        """Restore a `state_dict`. Raises ValueError if the settings differ."""
         settings = [self.window, self.threshold, self.patience, self.floor]
         if list(state["settings"]) != settings:
             raise ValueError(
-                "a state belongs to a detector with the same window, threshold, patience and "
-                f"floor, got {state['settings']} for {settings}; build it with those"
+                "a state needs a detector with the same window, threshold, patience and floor, got "
+                f"{state['settings']} for {settings}; build the detector with the state's settings"
             )
         self._calm = deque(state["calm"], maxlen=self.window)
         self._above = list(state["above"])

@@ -1,4 +1,4 @@
-"""Rows of shards that can only be read from front to back, in the order of an Order."""
+"""Rows of shards that can only be read from front to back, in a given Order."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ _END = object()
 class StreamRows(Resumable[Any], IterableDataset[Any]):
     """Rows from shards that are read from front to back, in the order of `order`.
 
-    shards: each iterable from its start any number of times (a list, a TarShard), with as many rows
-    as `order` counts for it. order: made from their lengths; its replicas deal the shards, so that
-    replica r of R reads every R-th shard of the epoch and `even` has no effect.
-    held: rows that were read and wait for their turn, at most those in the order's buffer (with
-    FullShuffle, all of them).
+    shards: each can be iterated from the start any number of times (a list, a TarShard) and has as
+    many rows as `order` says. order: made from the shards' lengths. Replicas share out whole
+    shards: replica r of R reads every R-th shard of the epoch, and `even` has no effect.
+    held: the number of rows that were read but not yet yielded, at most the order's buffer (with
+    FullShuffle, all rows).
 
-    A state is two numbers. To go on from it the order is counted through up to there; shards whose
-    rows were all handed out are not opened, the others are read again from their start.
+    A state is two numbers. Resuming replays the order up to that position. Shards whose rows were
+    all yielded are not opened; the others are read again from the start.
 
-    In one process this is an iterator with its own state. With DataLoader workers it has to be read
-    through `ResumableLoader`: a worker has a copy, whose epoch and state are lost with it.
+    In one process, this is an iterator with its own state. With DataLoader workers, read it through
+    `ResumableLoader`, because each worker has a copy whose epoch and state are lost with it.
     """
 
     def __init__(self, shards: Sequence[Iterable[Any]], order: Order) -> None:
         super().__init__()
-        order.arrange(shards, 0)  # as many shards as lengths?
+        order.arrange(shards, 0)  # raises unless there is a length per shard
         if len(shards) < order.num_replicas:
             raise ValueError(
-                f"every replica needs a shard, got {len(shards)} for {order.num_replicas}; write "
-                "smaller shards"
+                f"every replica needs a shard, got {len(shards)} shards for {order.num_replicas} "
+                "replicas; write smaller shards"
             )
         self.shards, self.order, self.held = shards, order, 0
 
     def indices(self, epoch: int, worker: int = 0, workers: int = 1) -> Iterator[int]:
-        """Row numbers in the order in which one of `workers` readers of this replica gives them."""
+        """Yield the row numbers of one of this replica's `workers` readers, in order."""
         return self.order.part(epoch, *self._part(worker, workers))
 
     def _part(self, worker: int, workers: int) -> tuple[int, int]:
@@ -53,7 +53,7 @@ class StreamRows(Resumable[Any], IterableDataset[Any]):
     def read(
         self, epoch: int, *, worker: int = 0, workers: int = 1, skip: int = 0
     ) -> Iterator[tuple[int, Any]]:
-        """One reader's (row number, row) in `epoch`, without its first `skip` rows."""
+        """Yield one reader's (row number, row) pairs in `epoch`, after its first `skip` rows."""
         given: dict[int, bytearray] = {}
         starts = [place.start for place in self.order.shards]
         for index in itertools.islice(self.indices(epoch, worker, workers), skip):
@@ -68,7 +68,7 @@ class StreamRows(Resumable[Any], IterableDataset[Any]):
             yield item
 
     def _shard(self, shard: int, given: bytearray | None) -> Iterator[tuple[int, Any]]:
-        """One shard from its start, with None for the rows that were handed out before."""
+        """Read one shard from the start, with None for rows that were yielded before."""
         places = self.order.shards[shard]
         if given is not None and 0 not in given:
             yield from ((place, None) for place in places)
@@ -93,14 +93,14 @@ class StreamRows(Resumable[Any], IterableDataset[Any]):
     def _other_length(self, shard: int, came: str) -> RuntimeError:
         return RuntimeError(
             f"shard {shard} must hold the {len(self.order.shards[shard])} rows that the order "
-            f"counts, got {came}; count the rows again and build the order from them"
+            f"expects, got {came}; count the rows again and build the order from them"
         )
 
     def _rest(self, epoch: int, done: int) -> Iterator[tuple[Any, bool]]:
         if get_worker_info() is not None:
             raise RuntimeError(
-                "StreamRows must be read by a ResumableLoader when a DataLoader has workers, got "
-                "a plain DataLoader: the next epoch would repeat this one's order; write "
+                "with DataLoader workers, StreamRows must be read by a ResumableLoader, got a "
+                "plain DataLoader, whose next epoch would repeat this one's order; use "
                 "ResumableLoader(stream, batch_size=..., num_workers=...)"
             )
         parts = self.order.num_replicas
@@ -109,5 +109,5 @@ class StreamRows(Resumable[Any], IterableDataset[Any]):
             yield row, place == total
 
     def _identity(self) -> dict[str, Any]:
-        # Replicas of an order share out rows, those of a stream shards: their places differ.
+        # Replicas of an order share out rows, but those of a stream share out shards.
         return {**self.order._identity(), "reader": "stream"}

@@ -1,1 +1,1 @@
-"""What the chapters run and the benchmarks record: the experiments, a folder for each chapter."""
+"""The experiments that chapters run and benchmarks record, with one folder per chapter."""

@@ -1,6 +1,6 @@
-"""Optimizers on real data: a small network on digits, and the bytes of optimizer state.
+"""Optimizers on real data: a small network on digits, and the size of the optimizer state.
 
-Each function takes what it compares as arguments and returns numbers; nothing here draws.
+The functions take the optimizers or settings to compare and return numbers. They don't plot.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-# State tensors the size of the parameter that each rule keeps.
+# How many parameter-sized state tensors each rule keeps.
 STATE_TENSORS = {
     "gradient_descent": 0,
     "momentum": 1,
@@ -53,12 +53,13 @@ STATE_TENSORS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """One training run of the digits network.
+    """The configuration of a training run of the digits network.
 
-    steps: optimizer steps; batch: images a step; hidden: width of the hidden layer;
-    dtype: of parameters, gradients and images; schedule: "constant", or "cosine" from the
-    optimizer's learning rate to 0 over the run; seed: initial weights and order of the images;
-    check_every: steps between two measurements of the loss over the whole training part.
+    steps: optimizer steps. batch: images per step. hidden: width of the hidden layer.
+    dtype: dtype of parameters, gradients and images.
+    schedule: "constant", or "cosine" from the optimizer's learning rate to 0 over the run.
+    seed: seed of the initial weights and the order of the images.
+    check_every: steps between measurements of the loss over the whole training part.
     """
 
     steps: int = 300
@@ -77,11 +78,11 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DigitsRun(runs.Run):
-    """A run of the digits network; its checks are over the whole training part.
+    """A run of the digits network, whose checks are over the whole training part.
 
-    update_rms: (step, root mean square of the change of a weight, in units of the learning rate);
-    accuracy and test_loss: on the test part, after the last step; state_bytes: what the optimizer
-    keeps.
+    update_rms: (step, root mean square of the weights' change, in units of the learning rate).
+    accuracy, test_loss: on the test part, after the last step.
+    state_bytes: bytes of the optimizer state.
     """
 
     update_rms: tuple[tuple[int, float], ...]
@@ -91,7 +92,7 @@ class DigitsRun(runs.Run):
 
 
 def _network(hidden: int, generator: torch.Generator, like: Tensor) -> nn.Sequential:
-    """64 pixels -> hidden, ReLU -> 10 logits, drawn from `generator` alone."""
+    """Build the network, 64 pixels -> hidden, ReLU -> 10 logits, drawn from `generator` alone."""
     layers = [
         nn.utils.skip_init(nn.Linear, 64, hidden),
         nn.ReLU(),
@@ -108,9 +109,9 @@ def _network(hidden: int, generator: torch.Generator, like: Tensor) -> nn.Sequen
 def train_digits(make_optimizer: OptimizerFactory, config: TrainConfig, data: Digits) -> DigitsRun:
     """Train the digits network once with `make_optimizer(parameters)`.
 
-    Runs where data.train_x lies. The same config gives the same initial weights and the same
-    order of images to every optimizer, so runs compare in pairs.
-    Raises ValueError when the batch is larger than the training part.
+    Runs on the device of data.train_x. With the same config, every optimizer gets the same initial
+    weights and order of images, so runs can be compared in pairs.
+    Raises ValueError if the batch is larger than the training part.
     """
     count = len(data.train_x)
     if config.batch > count:
@@ -153,21 +154,21 @@ def train_digits(make_optimizer: OptimizerFactory, config: TrainConfig, data: Di
 def train_seeds(
     make_optimizer: OptimizerFactory, config: TrainConfig, data: Digits, seeds: Sequence[int]
 ) -> list[DigitsRun]:
-    """`train_digits` once for each seed, which takes the place of config.seed."""
+    """Run `train_digits` once per seed, which replaces config.seed."""
     return [train_digits(make_optimizer, replace(config, seed=seed), data) for seed in seeds]
 
 
 def _relative_change(model: nn.Module, before: Tensor, optimizer: torch.optim.Optimizer) -> float:
-    """The root mean square of a weight's change since `before`, over the learning rate."""
+    """Return the root mean square of the weights' change since `before`, over the learning rate."""
     moved = parameters_to_vector(model.parameters()).detach() - before
     rate = float(optimizer.param_groups[0]["lr"])
     return moved.double().square().mean().sqrt().item() / rate if rate else 0.0
 
 
 def validation_split(data: Digits, share: float = 0.2) -> Digits:
-    """`data` with the last `share` of its training part in place of the test part.
+    """Return `data` with the last `share` of its training part as its test part.
 
-    Hyper-parameters are chosen on it, so that the real test part stays unseen until the report.
+    Choose hyperparameters on this split, so the real test part stays unseen until the report.
     """
     fraction("share", share)
     cut = len(data.train_x) - max(1, round(share * len(data.train_x)))
@@ -181,7 +182,7 @@ def validation_split(data: Digits, share: float = 0.2) -> Digits:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the tensors in the optimizer's state, parameters and gradients not counted."""
+    """Return the bytes of the tensors in an optimizer's state, without parameters or gradients."""
     return sum(
         value.numel() * value.element_size()
         for state in optimizer.state.values()
@@ -191,9 +192,10 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def predict_state_bytes(parameters: int, optimizer: str, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of optimizer state for `parameters` weights: tensors kept x elements x element size.
+    """Predict the bytes of optimizer state for `parameters` weights.
 
-    optimizer: a key of STATE_TENSORS. Step counters (4 bytes a tensor in torch) are left out.
+    optimizer: a key of STATE_TENSORS. The result is state tensors x elements x element size. Step
+    counters (4 bytes per tensor in PyTorch) aren't included.
     """
     positive_int("parameters", parameters)
     one_of("optimizer", optimizer, STATE_TENSORS)
@@ -202,7 +204,7 @@ def predict_state_bytes(parameters: int, optimizer: str, dtype: torch.dtype = to
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What a sweep varies: the learning rate and the decoupled weight decay."""
+    """A setting in a sweep: the learning rate and the decoupled weight decay."""
 
     lr: float
     weight_decay: float
@@ -210,10 +212,11 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sweep:
-    """Runs over a grid of learning rates and decays, several seeds each.
+    """The results of runs over a grid of learning rates and decays, with several seeds each.
 
-    accuracy and steps: [decays, learning_rates, seeds]; steps until the training loss is at most
-    `target`, NaN where a run never got there.
+    accuracy: [decays, learning_rates, seeds].
+    steps: [decays, learning_rates, seeds], steps until the training loss is at most `target`, or
+    NaN if a run never reached it.
     """
 
     learning_rates: tuple[float, ...]
@@ -224,11 +227,11 @@ class Sweep:
     steps: Tensor
 
     def best(self) -> Setting:
-        """The setting with the highest mean accuracy; of equal ones the first of the grid."""
+        """Return the setting with the highest mean accuracy, or the first of several equal ones."""
         return self._setting(int(self.accuracy.mean(-1).argmax()))
 
     def plateau(self, within: float = 0.01) -> tuple[float, ...]:
-        """The learning rates that come within `within` of the best accuracy, at its decay."""
+        """Return the learning rates within `within` of the best accuracy, at the best decay."""
         mean = self.accuracy.mean(-1)
         row = mean[self.decays.index(self.best().weight_decay)]
         good = (row >= mean.max() - within).tolist()
@@ -237,14 +240,15 @@ class Sweep:
         )
 
     def fastest(self) -> Setting:
-        """The setting that needs the fewest steps on average among those where every seed arrives.
+        """Return the setting with the fewest mean steps among those where all seeds reach `target`.
 
-        Raises ValueError where no setting brings every seed to the target.
+        Raises ValueError if there is no such setting.
         """
         mean = self.steps.mean(-1)
         if bool(mean.isnan().all()):
             raise ValueError(
-                f"no setting brought every seed to a loss of {self.target}; raise target or steps"
+                f"some setting must bring every seed to a loss of {self.target}, got none; raise "
+                "target or steps"
             )
         return self._setting(int(mean.nan_to_num(math.inf).argmin()))
 
@@ -263,10 +267,10 @@ def sweep(
     seeds: Sequence[int],
     target: float = 0.1,
 ) -> Sweep:
-    """Train once for each setting of the grid and each seed (config.seed is replaced).
+    """Train once per setting of the grid and seed, which replaces config.seed.
 
-    optimizer(parameters, lr=, weight_decay=) -> torch.optim.Optimizer. The accuracy is that on
-    data's test part: pass `validation_split(data)` to choose settings.
+    optimizer: called as optimizer(parameters, lr=, weight_decay=). The accuracy is on data's test
+    part; pass `validation_split(data)` to choose settings.
     """
     accuracy = torch.empty(len(decays), len(learning_rates), len(seeds), dtype=torch.float64)
     steps = torch.empty_like(accuracy)
@@ -295,10 +299,10 @@ def update_rms(
     steps: int = 150,
     seed: int = 0,
 ) -> float:
-    """Root mean square of one update under gradients signal + standard normal noise.
+    """Measure the root mean square of an update, with gradients signal + standard normal noise.
 
-    Averaged over `weights` weights and the last third of `steps`; make_optimizer must take lr = 1
-    and no decay, so that the change of a weight is the update itself.
+    Averages over `weights` weights and the last third of `steps`. make_optimizer must use lr = 1
+    and no decay, so that a weight's change equals the update.
     """
     generator = torch.Generator().manual_seed(seed)
     path = weight_path(
@@ -312,9 +316,9 @@ def update_rms(
 
 
 def predict_update_rms(signal: float, beta1: float = 0.9) -> float:
-    """The same for Adam by arithmetic, once the averages have settled and eps is negligible.
+    """Predict Adam's `update_rms` after the averages have settled, with negligible eps.
 
-    The first moment has mean `signal` and variance (1 - beta1) / (1 + beta1); the second is
+    The first moment has mean `signal` and variance (1 - beta1) / (1 + beta1). The second moment is
     1 + signal**2.
     """
     fraction("beta1", beta1)

@@ -1,4 +1,4 @@
-"""What the studies' training runs share: the step, the batches, and what a run measured."""
+"""The training loop that the studies share: steps, batches and a run's measurements."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """What one training run measured; a study adds what its chapter asks for.
+    """The measurements of one training run; studies add fields for their chapters.
 
-    losses: of each batch, before its step. checks: (steps done, loss over one fixed set of rows).
+    losses: each batch's loss before its step. checks: (steps done, loss over a fixed set of rows).
     """
 
     losses: tuple[float, ...]
     checks: tuple[tuple[int, float], ...] = ()
 
     def steps_to(self, target: float) -> int | None:
-        """Steps done at the first check whose loss is at most `target`; None if none is."""
+        """Return the steps done at the first check with a loss of at most `target`, or None."""
         return next((step for step, loss in self.checks if loss <= target), None)
 
 
@@ -38,7 +38,7 @@ def step(
     *,
     change_gradients: Callable[[], object] | None = None,
 ) -> float:
-    """One step of training; returns the batch's loss before it.
+    """Run one training step; return the batch's loss before the step.
 
     change_gradients: called between the backward pass and the optimizer's step.
     """
@@ -54,20 +54,20 @@ def step(
 def train(
     loss_of: Callable[[B], Tensor], optimizer: torch.optim.Optimizer, batches: Iterable[B]
 ) -> Iterator[float]:
-    """`step` on each batch: between two steps the caller may look at the model, or stop."""
+    """Run `step` on each batch; between steps, the caller can inspect the model or stop."""
     for batch in batches:
         yield step(loss_of, optimizer, batch)
 
 
 def shuffled(count: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Row indices [batch] without end: each epoch in a new order, its incomplete batch left out."""
+    """Yield row indices [batch] forever, with a new order per epoch and no incomplete batches."""
     while True:
         order = torch.randperm(count, generator=generator)
         yield from order[: count - count % batch].split(batch)
 
 
 def cosine(optimizer: torch.optim.Optimizer, batches: Iterable[B], steps: int) -> Iterator[B]:
-    """The batches; before each one the learning rates fall from their first values toward 0."""
+    """Yield the batches while lowering the learning rates from their initial values toward 0."""
     first = [float(group["lr"]) for group in optimizer.param_groups]
     for step, batch in enumerate(batches):
         share = 0.5 * (1 + math.cos(math.pi * step / steps))
@@ -78,7 +78,7 @@ def cosine(optimizer: torch.optim.Optimizer, batches: Iterable[B], steps: int) -
 
 @torch.no_grad()
 def judge(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
-    """The share of right guesses, and the mean cross-entropy."""
+    """Return the accuracy and the mean cross-entropy."""
     logits = model(images)
     right = (logits.argmax(1) == labels).double().mean().item()
     return right, F.cross_entropy(logits.float(), labels).item()

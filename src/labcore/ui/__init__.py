@@ -1,4 +1,4 @@
-"""What a chapter shows: explorers with sliders, predictions, questions, the tested source."""
+"""What a chapter shows: explorers with sliders, predictions, quizzes, tables and tested source."""
 
 try:
     import ipywidgets as _ipywidgets  # noqa: F401

@@ -13,19 +13,19 @@ import numpy as np
 __all__ = ["DIGITS", "dumps", "plain", "pool"]
 
 DIGITS = 4
-_REF = "$"  # {"$": 3} stands for the pool's part 3; no plotly property has this name
-_SHORTEST = 32  # a reference must be shorter than what it replaces
+_REF = "$"  # {"$": 3} refers to part 3 of the pool; no plotly property has this name
+_SHORTEST = 32  # characters; a shorter part isn't worth a reference
 
 
 def dumps(value: Any) -> str:
-    """Compact JSON, the same text for the same value."""
+    """Return compact JSON; equal values give equal text."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 
 def _decimals(values: np.ndarray) -> np.ndarray:
-    """Decimal places that keep DIGITS significant digits of each value and of the whole range.
+    """Return the decimal places that keep DIGITS significant digits of each value and of the range.
 
-    The second matters where a curve moves between 1000 and 1001, the first on log axes.
+    The first matters on log axes, the second for a curve that moves between 1000 and 1001.
     """
     size = np.abs(values)
     size[size == 0] = 1
@@ -44,7 +44,7 @@ def _number(value: float, places: int) -> float | int | None:
 
 
 def _array(values: np.ndarray) -> Any:
-    """A numeric array as nested lists of rounded numbers; NaN and infinities become None."""
+    """Convert a numeric array to nested lists of rounded numbers; non-finite ones become None."""
     if values.dtype.kind in "biu":
         return values.tolist()
     if values.dtype.kind != "f":
@@ -61,16 +61,16 @@ def _array(values: np.ndarray) -> Any:
 
 
 def _decode(packed: dict[str, Any]) -> np.ndarray:
-    """The array behind plotly's {"dtype", "bdata", "shape"}."""
+    """Return the array in plotly's {"dtype", "bdata", "shape"}."""
     values = np.frombuffer(base64.b64decode(packed["bdata"]), dtype=np.dtype(packed["dtype"]))
     shape = packed.get("shape")
     return values if shape is None else values.reshape([int(n) for n in str(shape).split(",")])
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON values with floats at DIGITS significant digits.
+    """Convert `value` to JSON values, with floats rounded to DIGITS significant digits.
 
-    A list of numbers keeps more digits where its range needs them. Whole numbers stay exact.
+    A list of numbers keeps more digits if its range needs them. Integers stay exact.
     """
     if isinstance(value, dict):
         if "bdata" in value and "dtype" in value:
@@ -96,10 +96,10 @@ def plain(value: Any) -> Any:
 
 
 def pool(value: Any) -> tuple[Any, list[Any]]:
-    """`value` with each part that occurs more than once replaced by {"$": index}, and the parts.
+    """Replace each part that occurs more than once by {"$": index}; return value and parts.
 
-    A part may hold references to parts before it. Arrays that frames share (an axis, a surface)
-    are stored once in this way.
+    A part may refer to parts before it. Arrays that frames share (an axis, a surface) are stored
+    only once this way.
     """
     seen: Counter[str] = Counter()
 
@@ -110,7 +110,7 @@ def pool(value: Any) -> tuple[Any, list[Any]]:
         if len(text) < _SHORTEST:
             return
         seen[text] += 1
-        if seen[text] == 1:  # the inside of a repeated part is counted once
+        if seen[text] == 1:  # count the inside of a repeated part only once
             for inner in item.values() if isinstance(item, dict) else item:
                 count(inner)
 

@@ -1,7 +1,7 @@
-"""Controls of an explorer: what a reader may move, and through which values.
+"""Controls of an explorer: what a reader can change, and through which values.
 
-A control knows its positions in order. The live widget and the precomputed frames of the static
-page are both made from them, so that the two displays agree.
+A control has an ordered list of positions. Both the live widget and the precomputed frames of the
+static page use it, so the two displays agree.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from labcore.checks import one_of
 
 __all__ = ["Choice", "Control", "IntSlider", "LogSlider", "Slider", "Toggle"]
 
-_MOST_POSITIONS = 100_000  # beyond this a slider has no visible steps
+_MOST_POSITIONS = 100_000  # with more, a slider has no visible steps
 
 
 @runtime_checkable
 class Control(Protocol):
-    """What an explorer asks of a control: `default`, `label`, `unit`, and the methods below."""
+    """What an explorer needs from a control: `default`, `label`, `unit`, and the methods below."""
 
     @property
     def default(self) -> Any:
-        """The value at the start."""
+        """The initial value."""
 
     @property
     def label(self) -> str | None:
-        """The text beside the control; None takes the argument's name."""
+        """The text beside the control; None uses the argument's name."""
 
     @property
     def unit(self) -> str:
         """The unit shown after the value."""
 
     def positions(self) -> tuple[Any, ...]:
-        """Every value the control can take, in order."""
+        """Return every value that the control can take, in order."""
 
     def check(self, name: str, value: Any) -> Any:
         """Return `value`, or raise ValueError or TypeError with what the control allows."""
 
     def text(self, value: Any) -> str:
-        """`value` as a reader sees it, with the unit."""
+        """Return `value` as a reader sees it, with the unit."""
 
 
 def _number(control: str, name: str, value: Any) -> float:
@@ -77,7 +77,7 @@ class Slider:
     """A number on a linear scale from `low` to `high`.
 
     `step` defaults to a twentieth of the range; `unit` is shown after the value. Raises ValueError
-    when low is not below high, step does not fit, or default lies outside.
+    if low isn't below high, step doesn't fit, or default is out of range.
     """
 
     low: float
@@ -101,23 +101,24 @@ class Slider:
             )
         if (self.high - self.low) / step > _MOST_POSITIONS:
             raise ValueError(
-                f"Slider: step {step:g} makes more than {_MOST_POSITIONS} positions; take a larger"
+                f"Slider: step {step:g} makes more than {_MOST_POSITIONS} positions; use a larger "
+                "step"
             )
         object.__setattr__(self, "step", step)
 
     def positions(self) -> tuple[float, ...]:
-        """Values from low upwards in steps; the last is at most high."""
+        """Return the values from low up, in steps; the last is at most high."""
         step = self.step or 1.0
         count = math.floor((self.high - self.low) / step + 1e-9) + 1
-        # 12 digits hide the rounding of low + i * step and nothing else.
+        # 12 digits hide only the rounding error of low + i * step.
         return tuple(float(f"{self.low + i * step:.12g}") for i in range(count))
 
     def check(self, name: str, value: Any) -> float:
-        """Return `value`; raise ValueError when it lies outside low..high."""
+        """Return `value`; raise ValueError if it's outside low..high."""
         return float(_in_range(name, value, self.low, self.high))
 
     def text(self, value: Any) -> str:
-        """Four significant digits and the unit."""
+        """Return four significant digits and the unit."""
         return _with_unit(f"{value:.4g}", self.unit)
 
 
@@ -147,30 +148,30 @@ class IntSlider:
         if (self.high - self.low) / self.step > _MOST_POSITIONS:
             raise ValueError(
                 f"IntSlider: step {self.step} makes more than {_MOST_POSITIONS} positions; "
-                "take a larger"
+                "use a larger step"
             )
 
     def positions(self) -> tuple[int, ...]:
-        """Values from low upwards in steps; the last is at most high."""
+        """Return the values from low up, in steps; the last is at most high."""
         return tuple(range(self.low, self.high + 1, self.step))
 
     def check(self, name: str, value: Any) -> int:
-        """Return `value`; raise TypeError when not whole, ValueError when outside low..high."""
+        """Return `value`; TypeError if it isn't an int, ValueError if it's outside low..high."""
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be a whole number, got {value!r}")
         return int(_in_range(name, value, self.low, self.high))
 
     def text(self, value: Any) -> str:
-        """All digits and the unit."""
+        """Return all digits and the unit."""
         return _with_unit(f"{value:,}", self.unit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogSlider:
-    """A positive number on a logarithmic scale, `points` positions from `low` to `high`.
+    """A positive number on a logarithmic scale, with `points` positions from `low` to `high`.
 
-    Raises ValueError when low is not positive or not below high, points is under 2, or default
-    lies outside.
+    Raises ValueError if low isn't positive or not below high, points is less than 2, or default is
+    out of range.
     """
 
     low: float
@@ -191,7 +192,7 @@ class LogSlider:
         _in_range("LogSlider: default", self.default, self.low, self.high)
         if isinstance(self.points, bool) or not isinstance(self.points, int) or self.points < 2:
             raise ValueError(
-                f"LogSlider: points must be a whole number, 2 or more, got {self.points!r}"
+                f"LogSlider: points must be a whole number of at least 2, got {self.points!r}"
             )
 
     @property
@@ -201,26 +202,26 @@ class LogSlider:
         return first, last, (last - first) / (self.points - 1)
 
     def positions(self) -> tuple[float, ...]:
-        """Values from low to high with a constant factor between them."""
+        """Return the values from low to high, with a constant factor between them."""
         first, _, step = self.exponents
         inner = (10 ** (first + i * step) for i in range(1, self.points - 1))
         return (float(self.low), *(float(f"{v:.12g}") for v in inner), float(self.high))
 
     def check(self, name: str, value: Any) -> float:
-        """Return `value` inside low..high; raise ValueError when it lies outside."""
+        """Return `value`, clamped to low..high; raise ValueError if it's outside."""
         _in_range(name, value, self.low, self.high)
         return float(min(max(value, self.low), self.high))
 
     def text(self, value: Any) -> str:
-        """Three significant digits and the unit."""
+        """Return three significant digits and the unit."""
         return _with_unit(f"{value:.3g}", self.unit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One of several named options; `default` None takes the first.
+    """One of several named options; if `default` is None, the first.
 
-    Raises ValueError for fewer than two options, a repeated one, or a default not among them.
+    Raises ValueError for fewer than two options, a repeated one, or a default that isn't an option.
     """
 
     options: Sequence[Any]
@@ -235,7 +236,7 @@ class Choice:
             )
         options = tuple(self.options)
         if len(options) < 2:
-            raise ValueError(f"Choice: needs two options or more, got {options!r}")
+            raise ValueError(f"Choice: needs at least two options, got {options!r}")
         if len({str(option) for option in options}) != len(options):
             raise ValueError(f"Choice: options must differ, got {options!r}")
         object.__setattr__(self, "options", options)
@@ -245,15 +246,15 @@ class Choice:
             one_of("Choice: default", self.default, options)
 
     def positions(self) -> tuple[Any, ...]:
-        """The options in order."""
+        """Return the options in order."""
         return tuple(self.options)
 
     def check(self, name: str, value: Any) -> Any:
-        """Return `value`; raise ValueError when it is no option."""
+        """Return `value`; raise ValueError if it isn't an option."""
         return one_of(name, value, self.options)
 
     def text(self, value: Any) -> str:
-        """The option and the unit."""
+        """Return the option and the unit."""
         return _with_unit(f"{value:g}" if isinstance(value, float) else str(value), self.unit)
 
 
@@ -270,15 +271,15 @@ class Toggle:
             raise TypeError(f"Toggle: default must be True or False, got {self.default!r}")
 
     def positions(self) -> tuple[bool, ...]:
-        """False, then True."""
+        """Return False, then True."""
         return (False, True)
 
     def check(self, name: str, value: Any) -> bool:
-        """Return `value`; raise TypeError when it is not a bool."""
+        """Return `value`; raise TypeError if it isn't a bool."""
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
         return value
 
     def text(self, value: Any) -> str:
-        """The words on and off."""
+        """Return "on" or "off"."""
         return "on" if value else "off"

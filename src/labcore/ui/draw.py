@@ -1,4 +1,4 @@
-"""What the figures of several chapters draw with: lines, axes, titles, numbers and tokens."""
+"""Drawing helpers shared by several chapters' figures: lines, axes, titles, numbers and tokens."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ __all__ = [
 ]
 
 PREDICTED = {"color": PALETTE["gray"], "dash": "dash", "width": 1.5}
-"""The line of a prediction, beside what was measured."""
+"""The line style of a prediction, drawn beside measurements."""
 COLORS = tuple(PALETTE[name] for name in ("blue", "vermillion", "green", "orange", "purple", "sky"))
 SYMBOLS = ("circle", "square", "diamond", "x", "triangle-up", "cross")
 _LETTERS = {"\n": "↵", "\t": "⇥", "\r": "\\r", "\ufffd": "\ufffd"}
 
 
 def pale(color: str) -> str:
-    """A fill of that hex color on which ink is readable, on light and on dark pages."""
+    """Return a pale fill of that hex color; text on it is readable on light and dark pages."""
     red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.28)"
 
 
 def long_title(text: str) -> dict[str, Any]:
-    """A title of several lines, which at plotly's own padding of 12 pixels touch the edge."""
+    """Return a title of several lines; plotly's padding of 12 px would let it touch the edge."""
     return {"text": text, "pad": {"t": 22}}
 
 
 def digits(value: float) -> str:
-    """Three digits, and no power of ten where a number has four."""
+    """Format to three significant digits, without a power of ten for larger numbers."""
     return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
 
 
 def seconds(value: float) -> str:
-    """A time with three digits and its unit, from ns to s."""
+    """Format a time with three digits and its unit, from ns to s."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if value * factor >= 1:
             return f"{digits(value * factor)} {unit}"
@@ -62,14 +62,17 @@ def seconds(value: float) -> str:
 
 
 def ceiling(value: float) -> float:
-    """The least of 1, 1.25, 1.6, 2, 2.5, ... that is not below it: axes then change rarely."""
+    """Return the smallest of 1, 1.25, 1.6, 2, 2.5, ... that is at least `value`.
+
+    Axes that end there rarely change.
+    """
     power = 10.0 ** math.floor(math.log10(max(value, 1e-9)))
     steps = (1, 1.25, 1.6, 2, 2.5, 3.2, 4, 5, 6.4, 8, 10)
     return next(step * power for step in steps if step * power >= value * (1 - 1e-9))
 
 
 def seconds_axis(low: float, high: float, steps: Sequence[int] = (1,)) -> dict[str, Any]:
-    """A logarithmic axis in seconds whose ticks have units."""
+    """Return a logarithmic axis in seconds whose ticks have units."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [step * 10.0**power for power in powers for step in steps]
     return {
@@ -81,12 +84,12 @@ def seconds_axis(low: float, high: float, steps: Sequence[int] = (1,)) -> dict[s
 
 
 def deviation(samples: Sequence[float]) -> float:
-    """The standard deviation over seeds; 0 for one seed."""
+    """Return the standard deviation over seeds; 0 for one seed."""
     return stdev(samples) if len(samples) > 1 else 0.0
 
 
 def medians(samples: Sequence[Sequence[float]]) -> tuple[list[float], dict[str, Any]]:
-    """Medians, and error bars from the 20th to the 80th percentile."""
+    """Return medians, and error bars from the 20th to the 80th percentile."""
     rows = [quantiles([*one]) for one in samples]
     return [middle for _, middle, _ in rows], {
         "array": [high - middle for _, middle, high in rows],
@@ -96,7 +99,7 @@ def medians(samples: Sequence[Sequence[float]]) -> tuple[list[float], dict[str, 
 
 
 def token(text: str, most: int = 10) -> str:
-    """A token as a figure can show it: spaces as dots, no control characters, cut after `most`."""
+    """Format a token for a figure: dots for spaces, no control characters, at most `most` long."""
     if len(text) > 2 and not text.strip(" "):
         return f"{len(text)} spaces"
     start = len(text) - len(text.lstrip(" "))
@@ -105,7 +108,7 @@ def token(text: str, most: int = 10) -> str:
 
 
 def letters(text: str) -> str:
-    """Text in letters that the fonts of a page and of its pictures have."""
+    """Replace characters that the fonts of pages and pictures may not have."""
     return "".join(
         _LETTERS.get(c)
         or (c if c.isprintable() and ord(c) < 0x250 else c.encode("unicode_escape").decode())
@@ -114,10 +117,10 @@ def letters(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """A part of a title in which plotly reads no HTML."""
+    """Escape text for a title, so that plotly reads no HTML in it."""
     return html.escape(text, quote=False)
 
 
 def label(text: str) -> str:
-    """A text of its own; it is left as it is where plotly reads no HTML in it anyway."""
+    """Escape a whole label, but only if plotly would read HTML in it."""
     return escaped(text) if re.search(r"<[^<>]*>|&#?\w+;", text) else text

@@ -1,4 +1,4 @@
-"""explore(): one figure function, two displays: a live widget, and its twin on the static page."""
+"""explore(): one figure function shown as a live widget or as its twin on the static page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Explorer", "describe", "explore"]
 def describe(figure: go.Figure, alt: str) -> go.Figure:
     """Give `figure` its text alternative for the static page, and return it.
 
-    alt: what the figure shows, for a reader who does not see it. Raises ValueError when empty.
+    alt: what the figure shows, for readers who can't see it. Raises ValueError if it's empty.
     """
     figure.update_layout(meta={**(figure.layout.meta or {}), "alt": _alt(alt)})
     return figure
@@ -36,13 +36,13 @@ def explore(
 ) -> Explorer:
     """Show `figure_fn` with a control for each argument named in `controls`.
 
-    figure_fn takes the controls' values as keyword arguments, and `data` where it is given, and
-    returns a plotly Figure; at most 30 ms a call keeps the figure with the slider. alt says in
-    words what the figure shows. Controls stand in order of importance: the static page moves the
-    first two and shows the others at their defaults.
-    Raises TypeError for a control that the function does not take, ValueError for an empty alt or
-    no control, and whatever the figure function raises at the defaults (in the static build, at
-    any frame).
+    figure_fn takes the controls' values as keyword arguments, and `data` if given, and returns a
+    plotly Figure. Calls of at most 30 ms let the figure keep up with the slider. alt says in words
+    what the figure shows. List controls in order of importance: on the static page the first two
+    move, and the others stay at their defaults.
+    Raises TypeError for a control that the function doesn't take, ValueError for an empty alt or no
+    control, and whatever the figure function raises at the defaults (in the static build, at any
+    frame).
     """
     return Explorer(figure_fn, alt=alt, data=data, controls=controls)
 
@@ -51,13 +51,13 @@ def _alt(alt: Any) -> str:
     if not isinstance(alt, str) or not alt.strip():
         raise ValueError(
             f"alt must say in words what the figure shows, got {alt!r}; "
-            "it is read to those who do not see the figure"
+            "screen readers read it to people who can't see the figure"
         )
     return " ".join(alt.split())
 
 
 class Explorer(Displayed):
-    """What `explore` returns; display it by ending a cell with it."""
+    """The result of `explore`; end a cell with it to display it."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class Explorer(Displayed):
         self._extra = {} if data is None else {"data": data}
         self._check_controls()
         self._live: LiveView | None = None
-        # Frames and the first figure are made here and not at display: IPython prints an error
-        # raised by a display hook and goes on, and a build would pass with a hole in the page.
+        # Make the frames or the first figure now. IPython only prints errors raised during
+        # display, so a build would pass with a hole in the page.
         self._payload: dict[str, Any] | None = None
         self._first: go.Figure | None = None
         if device.building_book():
@@ -87,8 +87,8 @@ class Explorer(Displayed):
     def _check_controls(self) -> None:
         if not self.controls:
             raise ValueError(
-                "explore needs one control or more, such as lr=LogSlider(low=1e-4, high=1, "
-                "default=1e-2); to show a figure without one, end the cell with the figure"
+                "explore needs at least one control, such as lr=LogSlider(low=1e-4, high=1, "
+                "default=1e-2), got none; to show a figure without one, end the cell with it"
             )
         for name, control in self.controls.items():
             if not isinstance(control, Control):
@@ -108,7 +108,7 @@ class Explorer(Displayed):
             ) from None
 
     def values(self, **chosen: Any) -> dict[str, Any]:
-        """The controls' defaults with `chosen` in place; ValueError outside a control's range."""
+        """Return the controls' defaults updated by `chosen`. ValueError for values out of range."""
         values = {name: control.default for name, control in self.controls.items()}
         for name, value in chosen.items():
             one_of("control", name, self.controls)
@@ -116,7 +116,7 @@ class Explorer(Displayed):
         return values
 
     def figure(self, **chosen: Any) -> go.Figure:
-        """The figure at the controls' defaults with `chosen` in place."""
+        """Return the figure at the controls' defaults updated by `chosen`."""
         figure = self._figure_fn(**self.values(**chosen), **self._extra)
         if not isinstance(figure, go.Figure):
             function = getattr(self._figure_fn, "__name__", "figure_fn")
@@ -125,7 +125,7 @@ class Explorer(Displayed):
 
     @property
     def live(self) -> LiveView:
-        """The widget side: its controls, its figure and its message; made on first use."""
+        """The widget side: its controls, its figure and its message, made on first use."""
         if self._live is None:
             first = self.figure() if self._first is None else self._first
             self._live = LiveView(self.figure, first, controls=self.controls, alt=self.alt)

@@ -1,4 +1,4 @@
-"""A FigureWidget that reaches the page whole, and moves however late plotly's code loads."""
+"""A FigureWidget that arrives with its traces and updates however late plotly's code loads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["WholeFigure"]
 class WholeFigure(go.FigureWidget):
     """A FigureWidget that reaches the page with its traces, and whose messages wait for its code.
 
-    plotly's own is announced empty and sends its traces afterward; a busy page that draws it in
-    between shows none, for good.
+    plotly announces its FigureWidget empty and sends the traces afterward. If a busy page draws it
+    in between, it never shows any.
     """
 
-    # anywidget loads the small module, which loads plotly's: figure_widget.js says why. Colab has
-    # plotly 5, whose FigureWidget brings no module.
+    # anywidget loads our small module, which loads plotly's; figure_widget.js says why. Colab has
+    # plotly 5, whose FigureWidget has no module.
     if hasattr(go.FigureWidget, "_esm"):
         _esm = Path(__file__).with_suffix(".js")
         _plotly = traitlets.Unicode(str(go.FigureWidget._esm)).tag(sync=True)
@@ -30,6 +30,6 @@ class WholeFigure(go.FigureWidget):
         self.open()
 
     def open(self) -> None:
-        """Announce the widget to the page, once it has its traces."""
+        """Announce the widget to the page once it has its traces."""
         if self._filled:
             super().open()

@@ -1,4 +1,4 @@
-"""How a widget reaches the page under ipywidgets 7 and 8, and in Colab."""
+"""How a widget reaches the page with ipywidgets 7 and 8, and in Colab."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 def view(widget: Any, plain: str) -> dict[str, Any]:
-    """The MIME bundle of `widget`, with `plain` as its text; ipywidgets 7 has no public one."""
+    """Return the MIME bundle of `widget`, with `plain` as text; ipywidgets 7 has no public one."""
     model = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
     return {VIEW: model, "text/plain": plain}
 
 
 def in_colab() -> bool:
-    """Whether Colab's own package runs this kernel."""
+    """Return whether this kernel runs in Colab."""
     return "google.colab" in sys.modules
 
 
 def enable_widgets() -> None:
-    """Let Colab load plotly's widgets, which are not its own; nothing elsewhere."""
+    """Let Colab load plotly's widgets, which it doesn't ship; does nothing elsewhere."""
     if in_colab():
         import_module("google.colab.output").enable_custom_widget_manager()
 
 
 class Displayed:
-    """What shows its MIME bundle as a cell's value; in Colab, as an output of the cell.
+    """An object that shows its MIME bundle as a cell's value or, in Colab, as an output.
 
-    Colab names the loader of foreign widgets in outputs only, not in a cell's value.
+    Colab names the loader of third-party widgets in outputs only, not in a cell's value.
     """
 
     def _repr_mimebundle_(self, **_wanted: Any) -> dict[str, Any]:
@@ -41,5 +41,5 @@ class Displayed:
 
     def _ipython_display_(self) -> None:
         if not in_colab():
-            raise NotImplementedError  # IPython then takes _repr_mimebundle_
+            raise NotImplementedError  # IPython then uses _repr_mimebundle_
         display(self._repr_mimebundle_(), raw=True)

@@ -19,7 +19,7 @@ from labcore.ui.figure_widget import WholeFigure
 
 __all__ = ["LiveView", "update_in_place"]
 
-# A slider sends many values while it moves; those that arrive within this time make one call.
+# A moving slider sends many values; those that arrive within this time make one call.
 _GATHER_S = 0.004
 _PATIENCE_S = 1.0
 _HIDDEN = (
@@ -33,7 +33,7 @@ def _label(name: str, control: Control) -> str:
 
 
 def _input(name: str, control: Control, letters: int) -> widgets.Widget:
-    """The ipywidget that shows `control`; letters: of the longest label, to align them."""
+    """Make the ipywidget for `control`; letters: length of the longest label, for alignment."""
     common: dict[str, Any] = {
         "description": _label(name, control),
         "style": {"description_width": f"{letters}ch"},
@@ -68,10 +68,10 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Property paths whose value differs, with the new value; None where it is gone."""
+    """Yield the property paths whose values differ, with the new value; None if it's gone."""
     for key in {**old, **new}:
         before, after = old.get(key), new.get(key)
-        # meta holds any dictionary: plotly knows no paths in it.
+        # meta can hold any dictionary, and plotly has no paths into it.
         if key != "meta" and isinstance(before, dict) and isinstance(after, dict):
             yield from ((f"{key}.{path}", value) for path, value in _changes(before, after))
         elif not _same(before, after):
@@ -86,10 +86,9 @@ def _plain(figure: go.Figure) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def update_in_place(shown: go.FigureWidget, last: go.Figure, fresh: go.Figure) -> None:
-    """Make `shown`, which shows `last`, show `fresh`, by one message holding what differs.
+    """Make `shown` display `fresh` instead of `last`, in one message with only what differs.
 
-    It compares with `last` and not with `shown`: what the reader did (zoom, a trace switched off)
-    stays.
+    It compares with `last`, not with `shown`, so what the reader did (zoom, a hidden trace) stays.
     """
     old_traces, old_layout = _plain(last)
     new_traces, new_layout = _plain(fresh)
@@ -107,11 +106,10 @@ def update_in_place(shown: go.FigureWidget, last: go.Figure, fresh: go.Figure) -
 
 
 class LiveView:
-    """Controls, figure and messages of one explorer in a running kernel.
+    """The controls, figure and messages of one explorer in a running kernel.
 
-    box is what is displayed; inputs are the control widgets by name; figure is the FigureWidget;
-    message shows the error of the figure function, empty while there is none; progress shows
-    while a call takes longer than a second.
+    box: what is displayed. inputs: the control widgets by name. figure: the FigureWidget. message:
+    the figure function's error, or empty. progress: shown while a call takes longer than a second.
     """
 
     def __init__(
@@ -142,7 +140,7 @@ class LiveView:
         )
 
     def values(self) -> dict[str, Any]:
-        """The value of every control now."""
+        """Return the current value of every control."""
         return {
             name: self._controls[name].check(name, widget.value)
             for name, widget in self.inputs.items()
@@ -153,7 +151,7 @@ class LiveView:
             return
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # plain Python: nothing to wait for
+        except RuntimeError:  # plain Python, no event loop
             self._render()
             return
         self._scheduled = True
@@ -176,7 +174,7 @@ class LiveView:
         return (
             '<div role="alert" style="border-left:4px solid #D55E00;padding:.25rem .75rem">'
             f"<strong>{html.escape(type(error).__name__)}</strong>: {html.escape(str(error))}<br>"
-            f"at {html.escape(at)}; the figure below shows the values before"
+            f"at {html.escape(at)}; the figure below shows the previous values"
             f"<details><summary>Traceback</summary><pre>{html.escape(lines)}</pre></details></div>"
         )
 

@@ -1,4 +1,4 @@
-"""predict(): ask for a guess before a measurement, and show both beside each other after."""
+"""predict(): ask for a guess before a measurement, and show both side by side afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Prediction", "Reveal", "predict"]
 
 
 def predict(question: str, *, unit: str = "") -> Prediction:
-    """Ask the reader to guess a number. Display it by ending the cell with it.
+    """Ask the reader to guess a number. End a cell with it to display it.
 
     `reveal` shows the guess beside the measurement; running all cells never waits for a guess.
     Raises ValueError for an empty question.
@@ -36,17 +36,17 @@ class Prediction(Displayed):
         self._live: _Form | None = None
 
     def reveal(self, measured: float, *, digits: int = 3, computed: bool = False) -> Reveal:
-        """Show the guess beside `measured`, in this prediction's unit, with the factor between.
+        """Show the guess beside `measured`, in this prediction's unit, and the factor between them.
 
-        digits: significant digits shown. computed: the number follows from a formula and nothing
-        was run for it; the words say so. Raises ValueError unless measured is a finite number.
+        digits: significant digits shown. computed: say that the number was computed from a formula,
+        not measured. Raises ValueError unless measured is a finite number.
         """
         shown = Reveal(self, measured, digits=digits, computed=computed)
         self._reveals.append(shown)
         return shown
 
     def record(self, guess: float) -> None:
-        """Take `guess` as the reader's, and bring what is already revealed up to date."""
+        """Store `guess` as the reader's, and update what is already revealed."""
         if not math.isfinite(guess):
             raise ValueError(f"a guess must be a finite number, got {guess}")
         self.guess = float(guess)
@@ -55,7 +55,7 @@ class Prediction(Displayed):
 
     @property
     def live(self) -> _Form:
-        """The number field and its button; made on first use."""
+        """The number field and its button, made on first use."""
         if self._live is None:
             self._live = _Form(self)
         return self._live
@@ -106,7 +106,7 @@ class _Form:
 
 
 class Reveal(Displayed):
-    """The measurement, with the guess where there is one."""
+    """The measurement, with the guess if there is one."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Reveal(Displayed):
         if isinstance(measured, bool) or not math.isfinite(measured):
             raise ValueError(f"measured must be a finite number, got {measured!r}")
         if not isinstance(digits, int) or digits < 1:
-            raise ValueError(f"digits must be a whole number, 1 or more, got {digits!r}")
+            raise ValueError(f"digits must be a whole number of at least 1, got {digits!r}")
         self.prediction = prediction
         self.measured = float(measured)
         self._digits = digits
@@ -135,7 +135,7 @@ class Reveal(Displayed):
         return f"{text} {self.prediction.unit}".strip()
 
     def sentence(self) -> str:
-        """The measurement in words; with a guess, the guess and the factor between the two."""
+        """Return the measurement in words; with a guess, also the guess and the factor between."""
         measured = f"{self._found}: {self._number(self.measured)}."
         guess = self.prediction.guess
         if guess is None:
@@ -150,7 +150,7 @@ class Reveal(Displayed):
         return f"{line} Your guess was off by {self._number(abs(guess - self.measured))}."
 
     def markup(self) -> str:
-        """HTML: open where a guess was made, else a fold-out so that the reader can still guess."""
+        """Return HTML: open after a guess, else folded so that the reader can still guess."""
         line = html.escape(self.sentence())
         if self.prediction.guess is not None:
             return f'<div class="labcore-html labcore-reveal" role="status">{line}</div>'
@@ -161,7 +161,7 @@ class Reveal(Displayed):
         )
 
     def refresh(self) -> None:
-        """Bring the displayed text up to date with the guess."""
+        """Update the displayed text to the guess."""
         if self._live is not None:
             self._live.value = self.markup()
 

@@ -1,4 +1,4 @@
-"""quiz(): questions with options that work on a page and in a notebook, without a kernel."""
+"""quiz(): multiple-choice questions that work on a page and in a notebook, without a kernel."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Question", "Quiz", "quiz"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, its options, the index of the right one, and why it is right.
+    """A question, its options, the index of the right one, and why it's right.
 
-    Raises ValueError for fewer than two options, a repeated one, an index outside them, or an
-    empty text or why.
+    Raises ValueError for fewer than two options, a repeated one, an index out of range, or an empty
+    text or why.
     """
 
     text: str
@@ -26,9 +26,11 @@ class Question:
 
     def __post_init__(self) -> None:
         if not self.text.strip() or not self.why.strip():
-            raise ValueError("Question: text and why must not be empty; say why the answer holds")
+            raise ValueError(
+                "Question: text and why must not be empty; say why the answer is right"
+            )
         if isinstance(self.options, str) or len(self.options) < 2:
-            raise ValueError(f"Question: needs two options or more, got {self.options!r}")
+            raise ValueError(f"Question: needs at least two options, got {self.options!r}")
         if len(set(self.options)) != len(self.options):
             raise ValueError(f"Question: options must differ, got {self.options!r}")
         if isinstance(self.answer, bool) or not isinstance(self.answer, int):
@@ -41,11 +43,14 @@ class Question:
 
 
 def quiz(questions: Sequence[Question]) -> Quiz:
-    """Questions to end a chapter with. Raises ValueError for none, TypeError for another type."""
+    """Make a quiz to end a chapter with. Raises ValueError without questions.
+
+    Raises TypeError for anything but a Question.
+    """
     return Quiz(questions)
 
 
-# Without the script (JavaScript off, an untrusted notebook) the fold-outs still give the answers.
+# If the script doesn't run (no JavaScript, an untrusted notebook), the fold-outs show the answers.
 _SCRIPT = """(function(){document.querySelectorAll('[data-quiz="%s"]:not([data-ready])').forEach(
 function(q){q.dataset.ready="1";q.querySelectorAll("fieldset").forEach(function(f){
 f.addEventListener("change",function(e){var right=e.target.value===f.dataset.answer;
@@ -61,18 +66,18 @@ _STYLE = (
 
 
 class Quiz:
-    """What `quiz` returns; display it by ending a cell with it."""
+    """The result of `quiz`; end a cell with it to display it."""
 
     def __init__(self, questions: Sequence[Question]) -> None:
         self.questions = tuple(questions)
         if not self.questions:
-            raise ValueError("quiz needs one Question or more")
+            raise ValueError("quiz needs at least one Question, got none")
         for question in self.questions:
             if not isinstance(question, Question):
                 raise TypeError(f"quiz takes Question objects, got {question!r}")
 
     def markup(self) -> str:
-        """HTML of the questions; each answer stands below its question, folded."""
+        """Return HTML of the questions; each answer is below its question, folded."""
         uid = hashlib.sha256(repr(self.questions).encode()).hexdigest()[:10]
         blocks = "".join(
             self._block(f"q{uid}-{number}", number, question)

@@ -1,4 +1,4 @@
-"""show_source(): the source of labcore itself, so that a page shows what the tests ran."""
+"""show_source(): labcore's own source, so that a page shows the code that the tests ran."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Source", "show_source"]
 
 _PACKAGE = "labcore"
 
-# JupyterLab's own editor colors, which follow its theme; the fallbacks are for other front ends.
+# JupyterLab's editor colors, which follow its theme; the fallbacks are for other front ends.
 _COLORS = {
     "k, .kn, .kc, .ow": "--jp-mirror-editor-keyword-color, #008000",
     "nf, .nc": "--jp-mirror-editor-def-color, #00f",
@@ -33,10 +33,10 @@ _COLORS = {
 
 
 def show_source(*objects: Any, docstring: bool = True) -> Source:
-    """The source of functions or classes of labcore, highlighted, with where each stands.
+    """Show the highlighted source of labcore's functions or classes, with file and line.
 
-    docstring=False leaves the docstrings out. Raises TypeError for what has no Python source and
-    ValueError for what is not labcore's or when nothing is given.
+    docstring=False leaves out the docstrings. Raises TypeError for objects without Python source,
+    and ValueError for objects from outside labcore or if none is given.
     """
     if not objects:
         raise ValueError("show_source needs a function or class of labcore, got nothing")
@@ -44,7 +44,7 @@ def show_source(*objects: Any, docstring: bool = True) -> Source:
 
 
 class Source:
-    """What `show_source` returns; parts holds (name, file, first line, text) of each object."""
+    """The result of `show_source`; parts holds (name, file, first line, text) for each object."""
 
     def __init__(self, *objects: Any, docstring: bool = True) -> None:
         self.parts = tuple(_read(item, docstring) for item in objects)
@@ -74,13 +74,13 @@ def _live_style() -> str:
 
 
 def _read(item: Any, docstring: bool) -> tuple[str, str, int, str]:
-    # A @triton.jit kernel keeps the function in `fn`; decorated functions in __wrapped__.
+    # A @triton.jit kernel keeps the function in `fn`; other decorators keep it in __wrapped__.
     function = inspect.unwrap(getattr(item, "fn", item))
     module = getattr(function, "__module__", None) or ""
     name = getattr(function, "__qualname__", repr(item))
     if module.split(".")[0] != _PACKAGE:
         raise ValueError(
-            f"show_source shows what labcore's tests ran, got {name} of {module or 'no module'}; "
+            f"show_source shows only labcore's code, got {name} of {module or 'no module'}; "
             "pass a function or class of labcore"
         )
     try:
@@ -95,7 +95,7 @@ def _read(item: Any, docstring: bool) -> tuple[str, str, int, str]:
 
 
 def _without_docstrings(text: str) -> str:
-    """`text` with the lines of every docstring left out."""
+    """Return `text` without the lines of its docstrings."""
     drop: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

@@ -1,4 +1,4 @@
-"""table(): rows of words and numbers that a narrow page can scroll and a screen reader can read."""
+"""table(): rows of text that scroll on a narrow page and that a screen reader can read."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ __all__ = ["Table", "table"]
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, note: str = "") -> Table:
-    """A table of text; each row begins with its name. Display it by ending the cell with it.
+    """Make a table of text whose rows begin with their names. End a cell with it to display it.
 
-    columns: a heading each. rows: as many cells each, "" for an empty one. note: shown below.
+    columns: the headings. rows: one cell per column, "" for an empty one. note: shown below.
     Raises ValueError for a row of another length.
     """
     return Table(columns, rows, note=note)
 
 
 class Table:
-    """What `table` returns."""
+    """The result of `table`."""
 
     def __init__(
         self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, note: str = ""
     ) -> None:
         for row in rows:
             if len(row) != len(columns):
-                raise ValueError(f"a row must have {len(columns)} cells, a column each, got {row}")
+                raise ValueError(f"a row must have {len(columns)} cells, one per column, got {row}")
         self.columns, self.rows, self.note = list(columns), [list(row) for row in rows], note
 
     def markup(self) -> str:
-        """HTML."""
+        """Return the table as HTML."""
         head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in self.columns)
         body = "".join(
             f'<tr><th scope="row">{html.escape(name)}</th>'

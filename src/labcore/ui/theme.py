@@ -14,7 +14,7 @@ import plotly.io as pio
 __all__ = ["HEIGHT", "NAME", "PALETTE", "Mode", "install", "template"]
 
 NAME = "labcore"
-HEIGHT = 420  # pixels, where a figure does not say
+HEIGHT = 420  # pixels, the default
 Mode = Literal["light", "dark"]
 
 PALETTE = {
@@ -26,7 +26,7 @@ PALETTE = {
     "sky": "#56B4E9",
     "gray": "#808080",
 }
-"""Names to hex colors, in the order in which traces take them."""
+"""Hex colors by name, in the order in which traces use them."""
 
 _FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 _INK = {"light": "#222832", "dark": "#ced6dd"}
@@ -38,14 +38,14 @@ _DARK_COLORWAY = {"blue": "#4C9FDB", "vermillion": "#F0803C", "gray": "#9AA2AB"}
 
 
 def template(mode: Mode = "light") -> go.layout.Template:
-    """The template for light or dark pages. Raises ValueError for another mode."""
+    """Return the template for light or dark pages. Raises ValueError for another mode."""
     if mode not in _INK:
         raise ValueError(f"mode must be 'light' or 'dark', got {mode!r}")
     return go.layout.Template(template_dict(mode))
 
 
 def template_dict(mode: Mode) -> dict[str, Any]:
-    """The template as plain JSON values, as the static page stores it."""
+    """Return the template as plain JSON values, as the static page stores it."""
     colors = PALETTE if mode == "light" else {**PALETTE, **_DARK_COLORWAY}
     axis = {
         "gridcolor": _GRID[mode],
@@ -65,8 +65,8 @@ def template_dict(mode: Mode) -> dict[str, Any]:
             "paper_bgcolor": _PAPER[mode],
             "plot_bgcolor": _PAPER[mode],
             "font": {"family": _FONT, "size": 14, "color": _INK[mode]},
-            # The title stands at the top of the figure and the legend at its foot, where rows of
-            # either can grow without meeting.
+            # The title is at the top and the legend at the bottom, so neither runs into the other
+            # if it grows by rows.
             "title": {
                 "x": 0,
                 "xref": "container",

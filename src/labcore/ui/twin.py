@@ -1,4 +1,4 @@
-"""The static twin of an explorer: its figure at a grid of control values, as one small JSON."""
+"""The static twin of an explorer: its figure on a grid of control values, as one small JSON."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["MIME", "MOST_BYTES", "MOST_FRAMES", "payload", "still"]
 
 MIME = "application/vnd.labcore.explorer+json"
 MOST_FRAMES = 120
-# A page may carry 1.5 MB beside the shared libraries, and most pages have two explorers or more.
+# A page may have 1.5 MB besides the shared libraries, and most pages have at least two explorers.
 MOST_BYTES = 700_000
 
 
 def _thinned(control: Control, count: int) -> list[Any]:
-    """At most `count` positions of a slider: the default, both ends, equal strides between."""
+    """Return at most `count` positions of a slider: the default, both ends, and equal strides."""
     positions = list(control.positions())
     default = control.default
     log = isinstance(control, LogSlider)
@@ -32,7 +32,7 @@ def _thinned(control: Control, count: int) -> list[Any]:
         return abs(math.log(value / default)) if log else abs(value - default)
 
     start = min(range(len(positions)), key=distance)
-    positions[start] = default  # it may lie between two positions
+    positions[start] = default  # the default may be between two positions
     for stride in range(1, len(positions) + 1):
         kept = sorted({0, *range(start % stride, len(positions), stride), len(positions) - 1})
         if len(kept) <= count:
@@ -41,17 +41,17 @@ def _thinned(control: Control, count: int) -> list[Any]:
 
 
 def grid(controls: Mapping[str, Control]) -> dict[str, list[Any]]:
-    """The values of the first two controls at which frames are made, MOST_FRAMES at most.
+    """Return the values of the first two controls at which frames are made, at most MOST_FRAMES.
 
-    Choices and toggles keep every option. Of two sliders the first keeps more positions. A second
-    control that leaves the first fewer than three positions is fixed at its default.
+    Choices and toggles keep every option. Of two sliders, the first keeps more positions. A second
+    control that would leave the first fewer than three positions is fixed at its default.
     """
     moved = list(controls.items())[:2]
     whole = [len(c.positions()) if isinstance(c, (Choice, Toggle)) else None for _, c in moved]
     if whole[0] is not None and whole[0] > MOST_FRAMES:
         raise ValueError(
-            f"{moved[0][0]} has {whole[0]} options and the static page shows {MOST_FRAMES} frames "
-            "at most; offer fewer options"
+            f"{moved[0][0]} has {whole[0]} options, but the static page shows at most "
+            f"{MOST_FRAMES} frames; offer fewer options"
         )
     if len(moved) == 1:
         return {moved[0][0]: _values(moved[0][1], MOST_FRAMES)}
@@ -91,7 +91,7 @@ def _described(name: str, control: Control, values: list[Any]) -> dict[str, Any]
 
 
 def _frame(figure: go.Figure) -> dict[str, Any]:
-    """Traces and layout of `figure`, small; the page brings the template."""
+    """Return traces and layout of `figure`, small and without the template, which the page has."""
     spec = figure.to_dict()
     layout = {k: v for k, v in spec.get("layout", {}).items() if k not in ("template", "width")}
     return {"data": plain(spec.get("data", [])), "layout": plain(layout)}
@@ -117,8 +117,8 @@ def _pack(
     size = len(dumps(packed).encode())
     if size > MOST_BYTES:
         raise ValueError(
-            f"the {len(frames)} frames of this explorer take {size:,} bytes on the static page and "
-            f"{MOST_BYTES:,} is the most; draw fewer points or give a control fewer positions"
+            f"the {len(frames)} frames of this explorer take {size:,} bytes on the static page; "
+            f"the limit is {MOST_BYTES:,}; draw fewer points or give a control fewer positions"
         )
     return packed
 
@@ -126,11 +126,11 @@ def _pack(
 def payload(
     figure: Callable[..., go.Figure], *, controls: Mapping[str, Control], alt: str
 ) -> dict[str, Any]:
-    """All that the static page needs of an explorer.
+    """Return everything that the static page needs of an explorer.
 
-    figure: takes any of the controls' values by name, the others stay at their defaults. Frames
-    stand in row-major order of the moved controls. Raises RuntimeError naming the values at which
-    the figure function failed, and ValueError when the frames are too large.
+    figure: takes any of the controls' values by name; the others stay at their defaults. Frames are
+    in row-major order of the moved controls. Raises RuntimeError with the values at which the
+    figure function failed, and ValueError if the frames are too large.
     """
     values = grid(controls)
     frames = []
@@ -153,6 +153,6 @@ def payload(
 
 
 def still(spec: Mapping[str, Any], *, alt: str) -> dict[str, Any]:
-    """The same for one plotly figure without controls; spec: its JSON, with data and layout."""
+    """Return the same for one plotly figure without controls; spec: its JSON, data and layout."""
     frame = _frame(go.Figure({"data": spec.get("data", []), "layout": spec.get("layout", {})}))
     return _pack([frame], [], [], alt)

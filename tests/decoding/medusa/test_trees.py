@@ -64,9 +64,9 @@ def test_paths_go_from_root_to_leaf_and_cover_every_choice(seed: int) -> None:
 @pytest.mark.parametrize(
     ("choices", "said"),
     [
-        (((0,), (1, 0)), "behind its own beginning"),
-        (((0, 0), (0,)), "behind its own beginning"),
-        (((0,), (0, 0, 0)), "behind its own beginning"),
+        (((0,), (1, 0)), r"parent, got \(1, 0\) before \(1,\)"),
+        (((0, 0), (0,)), r"parent, got \(0, 0\) before \(0,\)"),
+        (((0,), (0, 0, 0)), r"parent, got \(0, 0, 0\) before \(0, 0\)"),
         (((1,), (0,)), "order of their ranks"),
         (((0,), (0, 1), (1,), (0, 0)), "order of their ranks"),
         (((0,), (1,), (0,)), "twice"),

@@ -60,7 +60,7 @@ def test_rows_that_are_no_distributions_are_refused() -> None:
     p = torch.tensor([0.5, 0.5])
     with pytest.raises(ValueError, match="q must be one row .* sum to 1"):
         overlap.one_token(p, torch.tensor([0.5, 0.6]))
-    with pytest.raises(ValueError, match="one length, got 2 and 3"):
+    with pytest.raises(ValueError, match="p and q must .* got 2 and 3"):
         overlap.one_token(p, torch.tensor([0.5, 0.25, 0.25]))
     with pytest.raises(ValueError, match="rule must be one of"):
         overlap.one_token(p, p, "none")

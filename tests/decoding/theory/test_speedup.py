@@ -162,7 +162,7 @@ def test_bursts_shorten_steps_at_the_same_acceptance(chance: random.Random) -> N
         (lambda: laws.speedup(0.5, 2, draft_cost=-0.1), "draft_cost must be"),
         (lambda: laws.best_length(0.5, [1.0, 1.2], 0.1, longest=4), "costs must hold v.1. to v.5."),
         (lambda: laws.best_length(0.5, [], 0.1), "costs must hold"),
-        (lambda: laws.conditionals([3, 2]), "counts need the number of drafts"),
+        (lambda: laws.conditionals([3, 2]), "accepted must be .* got 3 of 1.0 at place 0"),
         (lambda: laws.conditionals([3, 2], [4]), "a number for each of the 2 places"),
         (lambda: laws.judged([3], [2]), "must accept 0 to all 2"),
         (lambda: laws.expected_tokens_of([0.5, 1.5]), r"conditionals\[1\]"),

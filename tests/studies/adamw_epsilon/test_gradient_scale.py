@@ -83,7 +83,7 @@ def test_a_power_law_is_found_again(generator: torch.Generator) -> None:
     found = gradient_scale.fit_power(xs, [math.exp(factor) * x**exponent for x in xs])
     assert found == pytest.approx((exponent, math.exp(factor)), rel=1e-9, abs=1e-9)
     for wrong in (([2.0, 2.0], [1.0, 2.0]), ([1.0, 2.0], [0.0, 2.0])):
-        with pytest.raises(ValueError, match="two different xs, all above 0"):
+        with pytest.raises(ValueError, match=re.escape(f"got {wrong[0]} and {wrong[1]}")):
             gradient_scale.fit_power(*wrong)
 
 

@@ -145,7 +145,7 @@ def test_a_run_ends_where_it_arrives(seed: int) -> None:
 def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(ValueError, match="batch must be at most the 512 images, got 513"):
         Regime(batch=513, lr=0.1)
-    with pytest.raises(ValueError, match="a ghost must be at most the batch of 32, got 64"):
+    with pytest.raises(ValueError, match="ghost must be .* 32, got 64"):
         large_batches.sweep_regime(32, 64)
     with pytest.raises(ValueError, match="part must be one of 'test', 'validation'"):
         large_batches.split(0, "train")

@@ -1,1 +1,1 @@
-"""The teaching guide: its tables and plans, made from the chapters and labs."""
+"""The teaching guide's tables and plans, made from the chapters and labs."""

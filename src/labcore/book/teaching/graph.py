@@ -1,4 +1,4 @@
-"""The chapters in a column, and an arc from each to those that build on it, as SVG."""
+"""Draws the chapters as a column, with an arc from each to those that build on it, as SVG."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from labcore.book.teaching.units import Course
 __all__ = ["graph_figure"]
 
 WIDTH, ROW, TOP = 360, 34, 12
-DOT, LABEL = 128, 142  # x of the dots; of the names, right of them
+DOT, LABEL = 128, 142  # x of the dots, and of the names to the right of them
 STYLE = (
     ".labcore-graph{max-width:26rem;margin:0 auto}"
     ".labcore-graph svg{width:100%;height:auto;color:var(--pst-color-text-base)}"
@@ -28,7 +28,7 @@ def _arcs(course: Course, rows: dict[str, int]) -> Iterator[str]:
         for kind, slugs in (("helps", unit.helps), ("needs", unit.needs)):
             for slug in slugs:
                 start, end = rows[slug], rows[unit.slug]
-                # The longer an arc, the further it reaches to the left.
+                # Longer arcs reach further to the left.
                 reach = 14 + (DOT - 22) * (end - start) / (max(rows.values()) - min(rows.values()))
                 bend = DOT - 6 - reach * 4 / 3
                 yield (
@@ -39,10 +39,10 @@ def _arcs(course: Course, rows: dict[str, int]) -> Iterator[str]:
 
 
 def graph_figure(course: Course) -> str:
-    """HTML of the drawing: a row a chapter, in the order of the book, so that arcs lead down.
+    """The drawing as HTML: one row per chapter in the book's order, so all arcs lead down.
 
-    Solid arcs lead from a chapter to one that needs it, dashed ones to one that is better read
-    after it. The picture has no links: the page says the same in words below it.
+    A solid arc leads from a chapter to one that needs it, a dashed arc to one that is better read
+    after it. The picture has no links; the page says the same in words below it.
     """
     rows = {slug: TOP + ROW // 2 + ROW * place for place, slug in enumerate(course)}
     height = 2 * TOP + ROW * len(rows)
@@ -60,5 +60,5 @@ def graph_figure(course: Course) -> str:
         f'<figure class="labcore-graph labcore-html"><style>{STYLE}</style>'
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" '
         f'aria-label="{html.escape(said)}">{"".join(_arcs(course, rows))}{names}</svg>'
-        "<figcaption>Solid: is needed by. Dashed: is better read before.</figcaption></figure>"
+        "<figcaption>Solid: needed by. Dashed: better read before.</figcaption></figure>"
     )

@@ -21,12 +21,12 @@ from labcore.labs.source import TIERS
 
 __all__ = ["Teaching", "escape", "hours", "parts"]
 
-# A part of a page: a heading, "" for none, and Markdown below it.
+# A part of a page: a heading ("" for none) and the Markdown below it.
 Part = tuple[str, str]
 
 
 def escape(text: str) -> str:
-    """Plain text with `code` as Markdown: what would be a mark in it is shown as it is."""
+    """Plain text with `code` as Markdown, with all other markup characters escaped."""
     pieces = re.split(r"(`[^`]+`)", text)
     return "".join(
         piece if at % 2 else re.sub(r"([\\*_\[\]<>$#|~{}^])", r"\\\1", piece)
@@ -98,7 +98,7 @@ def _timing(course: Course) -> Iterator[Part]:
     )
     head = ("chapter", "minutes", "words", "lab, minutes", "exercises", "points")
     yield "", _table(head, [*rows, total])
-    yield "", f"Together {hours(reading)} of chapters and {hours(working)} of labs."
+    yield "", f"In total: {hours(reading)} of chapters and {hours(working)} of labs."
 
 
 def _exercises(course: Course) -> Iterator[Part]:
@@ -118,8 +118,8 @@ def _hardware(course: Course) -> Iterator[Part]:
     each = Limits().memory_mib / 1024
     yield (
         "",
-        f"Grading tries out a notebook a processor at once and lets each use up to {each:g} GiB of "
-        "memory. Most use far less; on a machine that has little, grade with `--jobs 2` or 1.",
+        f"Grading runs one notebook per processor and lets each use up to {each:g} GiB of memory. "
+        "Most use far less. On a machine with little memory, grade with `--jobs 2` or 1.",
     )
 
 
@@ -166,7 +166,7 @@ def _questions(course: Course) -> Iterator[Part]:
 
 
 def _said(step: Step, course: Course) -> str:
-    """What a step is, as Markdown."""
+    """A description of a step, as Markdown."""
     if step.kind in ("talk", "pause"):
         return escape(step.text)
     unit = course[step.slug]
@@ -189,7 +189,7 @@ def _meeting(session: Session, course: Course) -> str:
         text += "\n\n" + _table(("minutes", "at home"), home)
     if session.due:
         due = ", ".join(_lab(course[slug], course[slug].short) for slug in session.due)
-        text += f"\n\nHanded in by the end: {due}."
+        text += f"\n\nDue by the end: {due}."
     return text
 
 
@@ -200,7 +200,7 @@ def _syllabus(course: Course, plan: Plan) -> Iterator[Part]:
     points = sum(course[slug].tasks[name].points for slug, names in given.items() for name in names)
     home = f" and {hours(at_home)} at home" if at_home else ""
     total = (
-        f"Together {hours(in_class)} in class{home}: {len(plan.chapters)} of {len(course)} "
+        f"In total, {hours(in_class)} in class{home}: {len(plan.chapters)} of {len(course)} "
         f"chapters, {sum(map(len, given.values()))} exercises worth {points:g} points."
     )
     yield "", f"{escape(plan.about)}\n\n{escape(plan.counts)}\n\n{total}"
@@ -208,7 +208,7 @@ def _syllabus(course: Course, plan: Plan) -> Iterator[Part]:
         yield session.title, _meeting(session, course)
     if last := plan.last(course):
         names = ", ".join(_lab(course[slug], course[slug].short) for slug in last)
-        yield "", f"Handed in a week after the last session: {names}."
+        yield "", f"Due a week after the last session: {names}."
 
 
 def _graph(course: Course) -> Iterator[Part]:
@@ -227,7 +227,7 @@ TABLES: dict[str, Callable[[Course], Iterator[Part]]] = {
 
 
 def parts(root: Path, what: str) -> list[Part]:
-    """The parts of one table, or of a plan: "syllabus days". Raises ValueError for another name."""
+    """The parts of a table, or of a plan such as "syllabus days". Raises ValueError otherwise."""
     course = read_course(root)
     if what in TABLES:
         return list(TABLES[what](course))
@@ -236,21 +236,21 @@ def parts(root: Path, what: str) -> list[Part]:
     plans = {f"syllabus {name}": plan for name, plan in read_plans(root, course).items()}
     if what not in plans:
         known = ", ".join((*TABLES, "themes", *plans))
-        raise ValueError(f"the directive teaching knows {known}, got {what!r}")
+        raise ValueError(f"the directive teaching must name one of {known}, got {what!r}")
     return list(_syllabus(course, plans[what]))
 
 
 class Teaching(SphinxDirective):
-    """```{teaching} timing``` writes one table of the guide, from notebooks and the two files.
+    """```{teaching} timing``` writes one table of the guide, from the notebooks and TOML files.
 
-    A part with a heading becomes a section below the one where the directive stands.
+    A part with a heading becomes a subsection of the section with the directive.
     """
 
     required_arguments = 1
     final_argument_whitespace = True
 
     def run(self) -> list[nodes.Node]:
-        """The parts, as sections where they have a heading."""
+        """The parts, as sections if they have a heading."""
         root, what = Path(self.env.srcdir), self.arguments[0]
         for name in (CHAPTERS, SYLLABI, THEMES, "_toc.yml"):
             self.env.note_dependency(str(root / name))

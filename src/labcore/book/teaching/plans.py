@@ -1,4 +1,4 @@
-"""Plans of courses from `book/teaching/syllabi.toml`: what is done when, and whether it fits."""
+"""Course plans from `book/teaching/syllabi.toml`: what happens when, and whether it fits."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SYLLABI = "book/teaching/syllabi.toml"
 PLAN = {"title": str, "about": str, "counts": str, "session": list}
 SESSION = {"title": str, "minutes": int, "home_minutes": int, "steps": list}
 OPTIONAL = {"home": list, "due": list}
-# With minutes of their own; the others take theirs from the notebooks.
+# Steps with their own minutes; the others take theirs from the notebooks.
 FREE = ("talk", "pause", "open")
 TAKEN = ("chapter", "exercise", "lab")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One thing that is done. kind: talk, pause, open, chapter, exercise or lab.
+    """One activity. kind: talk, pause, open, chapter, exercise or lab.
 
-    text: of a talk or a pause. slug: the chapter's. tasks: names of the lab's exercises that it
-    takes. question: the name of an open question.
+    text: of a talk or a pause. slug: the chapter's. tasks: the names of the lab's exercises in this
+    step. question: the name of an open question.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """A meeting: its minutes, what is done there and at home afterwards, labs that are due."""
+    """A meeting: its minutes, the steps in class and at home afterwards, and the labs due."""
 
     title: str
     minutes: int
@@ -51,7 +51,7 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A course. about: for whom; counts: what is marked and how; name: its key in the file."""
+    """A course plan. about: for whom. counts: what is graded and how. name: its key in the file."""
 
     name: str
     title: str
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def steps(self) -> list[Step]:
-        """Everything in order, in class and at home."""
+        """All steps in order, in class and at home."""
         return [step for one in self.sessions for step in (*one.steps, *one.home)]
 
     @property
@@ -70,7 +70,7 @@ class Plan:
         return [step.slug for step in self.steps if step.kind == "chapter"]
 
     def tasks(self) -> dict[str, list[str]]:
-        """The exercises that are given, by slug."""
+        """The assigned exercises, by slug."""
         found: dict[str, list[str]] = {}
         for step in self.steps:
             if step.tasks:
@@ -78,7 +78,7 @@ class Plan:
         return found
 
     def last(self, course: Course) -> list[str]:
-        """Labs that are given whole and due in no session: to be handed in a week afterwards."""
+        """Labs assigned in full but due in no session; they are due a week after the last one."""
         due = {slug for one in self.sessions for slug in one.due}
         given = self.tasks()
         return [
@@ -90,26 +90,28 @@ def _keys(where: str, found: Any, form: Mapping[str, type], more: Mapping[str, t
     if not isinstance(found, dict):
         raise ValueError(f"{where} must be a table, got {found!r}")
     if missing := form.keys() - found.keys():
-        raise ValueError(f"{where} lacks {', '.join(sorted(missing))}")
+        raise ValueError(f"{where} is incomplete; add {', '.join(sorted(missing))}")
     if unknown := found.keys() - form.keys() - more.keys():
-        raise ValueError(f"{where} has no key {', '.join(sorted(unknown))}")
+        raise ValueError(f"{where} has an unknown key; remove {', '.join(sorted(unknown))}")
     for key, kind in {**form, **more}.items():
         value = found.get(key, kind())
         wrong = not isinstance(value, kind) or isinstance(value, bool)
         if wrong or (kind is str and not value.strip()) or (kind is int and value < 0):
-            raise ValueError(f"{where}: {key} must be a {kind.__name__} that fits, got {value!r}")
+            raise ValueError(f"{where}: {key} must be a valid {kind.__name__}, got {value!r}")
 
 
 def _unit(where: str, course: Course, slug: Any) -> str:
     if not isinstance(slug, str) or slug not in course:
-        raise ValueError(f"{where}: no chapter {slug!r}; there are {', '.join(course)}")
+        raise ValueError(f"{where}: unknown chapter {slug!r}; choose from {', '.join(course)}")
     return slug
 
 
 def _step(where: str, found: Any, course: Course) -> Step:
     kinds = [key for key in (*FREE, *TAKEN) if isinstance(found, dict) and key in found]
     if len(kinds) != 1:
-        raise ValueError(f"{where}: a step has one of {', '.join((*FREE, *TAKEN))}, got {found!r}")
+        raise ValueError(
+            f"{where}: a step must have exactly one of {', '.join((*FREE, *TAKEN))}, got {found!r}"
+        )
     kind = kinds[0]
     _keys(
         where,
@@ -131,7 +133,7 @@ def _step(where: str, found: Any, course: Course) -> Step:
     if unknown := [one for one in named if one not in unit.tasks]:
         raise ValueError(
             f"{where}: the lab {slug} has no exercise {unknown[0]!r}; "
-            f"it has {', '.join(unit.tasks)}"
+            f"choose from {', '.join(unit.tasks)}"
         )
     minutes = sum(unit.tasks[one].minutes for one in named)
     if kind == "exercise":
@@ -160,38 +162,38 @@ def _load_problems(session: Session) -> Iterator[str]:
     ):
         total = sum(step.minutes for step in steps)
         if total > limit:
-            yield f"{total} minutes {what}, {limit} at most"
+            yield f"{total} minutes {what}, but at most {limit} are available"
 
 
 def _order_problems(session: Session, course: Course, done: set[str]) -> Iterator[str]:
-    """What comes twice, or before what it needs.
+    """Steps that come twice, or before what they need.
 
-    done: what was done before, "lion." for the chapter, "lion.drift" for an exercise or a question;
-    is added to.
+    done: the earlier steps, "lion." for a chapter, "lion.drift" for an exercise or a question; this
+    function adds to it.
     """
-    # An exercise may be begun in class, before its chapter is read at home.
+    # Students may begin an exercise in class before reading its chapter at home.
     later = {f"{step.slug}." for step in session.home if step.kind == "chapter"}
     for step in (*session.steps, None, *session.home):
         if step is None:  # the end of the meeting
             for slug in session.due:
                 if lacks := [one for one in course[slug].tasks if f"{slug}.{one}" not in done]:
-                    yield f"{slug} is due, but {', '.join(lacks)} was not given before"
+                    yield f"{slug} is due, but {', '.join(lacks)} was not assigned before"
             continue
         if step.kind == "chapter":
             for need in course[step.slug].needs:
                 if f"{need}." not in done:
                     yield f"{step.slug} needs {need}, which does not come before it"
         elif step.slug and f"{step.slug}." not in (done | later if step.tasks else done):
-            yield f"{step.kind} of {step.slug}, whose chapter is not read by then"
+            yield f"{step.kind} of {step.slug}, whose chapter has not been read by then"
         if step.slug:
             for name in step.tasks or [step.question]:
                 if f"{step.slug}.{name}" in done:
-                    yield f"{step.slug}{'.' if name else ''}{name} comes twice"
+                    yield f"{step.slug}{'.' if name else ''}{name} appears twice"
                 done.add(f"{step.slug}.{name}")
 
 
 def read_plan(name: str, found: Any, course: Course) -> Plan:
-    """One plan from its table. Raises ValueError with everything that does not fit, a line each."""
+    """One plan from its table. Raises ValueError with a line for each fault."""
     where = f"{SYLLABI}, {name}"
     _keys(where, found, PLAN, {})
     sessions = [
@@ -204,7 +206,7 @@ def read_plan(name: str, found: Any, course: Course) -> Plan:
         faults = [*_load_problems(session), *_order_problems(session, course, done)]
         problems += [f"{where}, {session.title}: {fault}" for fault in faults]
     if problems or not sessions:
-        raise ValueError("\n".join(problems) or f"{where} has no session")
+        raise ValueError("\n".join(problems) or f"{where} has no sessions; add one")
     return Plan(
         name=name,
         title=found["title"],
@@ -215,6 +217,6 @@ def read_plan(name: str, found: Any, course: Course) -> Plan:
 
 
 def read_plans(root: Path, course: Course) -> dict[str, Plan]:
-    """The plans of the checkout at root by name. Raises ValueError where one does not fit."""
+    """The plans in the checkout at root, by name. Raises ValueError if one has a fault."""
     tables = tomllib.loads((root / SYLLABI).read_text(encoding="utf-8"))
     return {name: read_plan(name, table, course) for name, table in tables.items()}

@@ -1,4 +1,4 @@
-"""Mistakes that come back from lab to lab, from `book/teaching/themes.toml`."""
+"""Mistakes that recur from lab to lab, from `book/teaching/themes.toml`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORM = {"title": str, "text": str, "mistakes": list}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mistake:
-    """A known wrong answer: of which lab and exercise, and what its check says."""
+    """A known wrong answer. slug, exercise: where it occurs. hint: what the check says about it."""
 
     slug: str
     exercise: str
@@ -28,7 +28,7 @@ class Mistake:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Theme:
-    """What several mistakes have in common. text: what is behind them, and what helps."""
+    """What several mistakes have in common. text: their cause and what helps."""
 
     title: str
     text: str
@@ -39,29 +39,33 @@ def _mistake(where: str, line: Any, course: Course) -> Mistake:
     place, _, wrong = str(line).partition(": ")
     slug, _, name = place.partition(".")
     if slug not in course or name not in course[slug].tasks:
-        raise ValueError(f"{where}: no exercise {place!r}; a mistake is '<slug>.<name>: <mistake>'")
+        raise ValueError(
+            f"{where}: unknown exercise {place!r}; write a mistake as '<slug>.<name>: <mistake>'"
+        )
     (item,) = (one for one in exercises.load(slug) if one.id == place)
     known: Mapping[str, Any] = getattr(item, "wrong", {})
     if wrong not in known:
-        raise ValueError(f"{where}: {place} knows no mistake {wrong!r}; it has {', '.join(known)}")
+        raise ValueError(
+            f"{where}: {place} has no mistake {wrong!r}; choose from {', '.join(known)}"
+        )
     return Mistake(slug=slug, exercise=name, hint=known[wrong][1])
 
 
 def read_themes(tables: Sequence[Any], course: Course) -> list[Theme]:
-    """The themes from their tables. Raises ValueError for one that does not fit the labs."""
+    """The themes from their tables. Raises ValueError for one that does not match the labs."""
     found = []
     for number, table in enumerate(tables, 1):
         one = typed_table(f"{THEMES}, theme {number}", table, FORM)
         where = f"{THEMES}, {one['title']}"
         mistakes = [_mistake(where, line, course) for line in one["mistakes"]]
         if len({mistake.slug for mistake in mistakes}) < 2:
-            raise ValueError(f"{where}: a theme has mistakes of two labs or more")
+            raise ValueError(f"{where}: a theme must have mistakes from at least two labs")
         found.append(Theme(title=one["title"], text=one["text"], mistakes=mistakes))
     return found
 
 
 def themes_of(root: Path, course: Course) -> list[Theme]:
-    """The themes of the checkout at root."""
+    """The themes in the checkout at root."""
     return read_themes(
         tomllib.loads((root / THEMES).read_text(encoding="utf-8")).get("theme", []), course
     )

@@ -1,8 +1,7 @@
-"""What the teaching guide knows: chapters, labs, `chapters.toml` and `syllabi.toml`, checked.
+"""The teaching guide's data: chapters, labs and `book/teaching/chapters.toml`, checked.
 
-Minutes, points and goals come from the notebooks themselves. The two files in `book/teaching`
-add what no notebook says: which chapter needs which, what shows that a goal was reached, open
-questions, and plans of courses.
+Minutes, points and goals come from the notebooks themselves. `chapters.toml` adds what no notebook
+says: which chapter needs which, what shows that a goal was reached, and open questions.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ __all__ = [
 ]
 
 CHAPTERS = "book/teaching/chapters.toml"
-# What shows a goal, besides the names of exercises.
+# What can show that a goal was reached, besides exercises.
 QUIZ, OPEN = "quiz", "open"
 FACTS = re.compile(r"^\*(\d+) points? · (\d+) minutes · (easy|medium|hard)\*$", re.MULTILINE)
 CHECK = re.compile(r"^(?:\w+\.)?([A-Z][A-Z0-9_]*)\.check\(", re.MULTILINE)
 KEYS = {"needs": list, "helps": list, "shown": list, "ask": dict, "open": list}
 QUESTION = {"name": str, "question": str, "expects": list}
-# What is not prose: fences, directives' options, formulas, roles' names, HTML.
+# Not prose: fences, directives' options, formulas, roles' names, HTML.
 NOT_PROSE = [
     re.compile(r"^(```|~~~|:::).*$", re.MULTILINE),
     re.compile(r"^:\w[\w-]*:.*$", re.MULTILINE),
@@ -56,7 +55,7 @@ NOT_PROSE = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """An exercise of a lab. name: that of its object in labcore.exercises, without the slug."""
+    """An exercise of a lab. name: its object's id in labcore.exercises, without the slug."""
 
     name: str
     title: str
@@ -67,7 +66,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenQuestion:
-    """A question that a person marks. expects: what a full answer has, a line each."""
+    """A question that a person grades. expects: what a full answer contains, one line each."""
 
     name: str
     question: str
@@ -76,11 +75,11 @@ class OpenQuestion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A chapter with its lab. title: the chapter's; part: its caption in the table of contents.
+    """A chapter with its lab. title: the chapter's. part: its caption in the table of contents.
 
-    words: of prose. tasks: the lab's exercises by name, in order. needs, helps: slugs of chapters
-    to be read before, or better before. shown: for each of the chapter's objectives the names of
-    tasks, "quiz" or "open". ask: task's name -> what to ask a student who is stuck.
+    words: the number of words of prose. tasks: the lab's exercises by name, in order. needs, helps:
+    slugs of chapters that must or should be read before. shown: what shows each of the chapter's
+    objectives: names of tasks, "quiz" or "open". ask: task name -> what to ask a stuck student.
     """
 
     slug: str
@@ -106,7 +105,7 @@ Course = Mapping[str, Unit]
 
 
 def words(markdown: str) -> int:
-    """How many words of prose a Markdown text has."""
+    """The number of words of prose in a Markdown text."""
     for pattern in NOT_PROSE:
         markdown = pattern.sub(" ", markdown)
     return len(re.findall(r"[A-Za-z][\w'’-]*", markdown))
@@ -123,7 +122,7 @@ def _order(root: Path) -> dict[str, str]:
 
 
 def _tasks(slug: str, cells: Sequence[Mapping[str, Any]]) -> dict[str, Task]:
-    """The exercises of a lab by name: a heading with its facts, and the first check below it."""
+    """A lab's exercises by name: each is a heading with its facts and the first check below."""
     objects = vars(importlib.import_module(f"labcore.exercises.topics.{slug}"))
     known = {item.id: item.id.partition(".")[2] for item in exercises.load(slug)}
     found: dict[str, Task] = {}
@@ -139,12 +138,12 @@ def _tasks(slug: str, cells: Sequence[Mapping[str, Any]]) -> dict[str, Task]:
             found[name] = Task(name=name, title=plain, points=points, minutes=minutes, level=level)
             named.add(title)
     if lost := known.keys() - {f"{slug}.{name}" for name in found}:
-        raise ValueError(f"the lab {slug} has no task with a check of {', '.join(sorted(lost))}")
+        raise ValueError(f"the lab {slug} must have a task that checks {', '.join(sorted(lost))}")
     return found
 
 
 def typed_table(where: str, found: Any, form: Mapping[str, type]) -> dict[str, Any]:
-    """A table with all of these keys, none else, each of its type. Raises ValueError."""
+    """The table `found` if it has exactly the keys of `form`, with their types; else ValueError."""
     if not isinstance(found, dict) or found.keys() != form.keys():
         keys = ", ".join(found) if isinstance(found, dict) else repr(found)
         raise ValueError(f"{where} must have the keys {', '.join(form)}, got {keys}")
@@ -164,7 +163,7 @@ def _question(slug: str, found: Any) -> OpenQuestion:
     table = typed_table(f"{CHAPTERS}, [[{slug}.open]]", found, QUESTION)
     expects = _lines(f"{CHAPTERS}, {slug}, expects", table["expects"])
     if len(expects) < 3:
-        raise ValueError(f"{CHAPTERS}, {slug}, {table['name']}: expects needs three lines or more")
+        raise ValueError(f"{CHAPTERS}, {slug}, {table['name']}: expects must have at least 3 lines")
     return OpenQuestion(name=table["name"], question=table["question"], expects=expects)
 
 
@@ -176,7 +175,7 @@ def _unit(root: Path, slug: str, part: str, table: Mapping[str, Any]) -> Unit:
     asked = [_question(slug, one) for one in table["open"]]
     open_ = {one.name: one for one in asked}
     if len(open_) != len(asked):
-        raise ValueError(f"{where}: two open questions share a name; give each its own")
+        raise ValueError(f"{where}: two open questions have the same name; give each its own")
     return Unit(
         slug=slug,
         part=part,
@@ -194,20 +193,20 @@ def _unit(root: Path, slug: str, part: str, table: Mapping[str, Any]) -> Unit:
 
 
 def _unit_problems(unit: Unit, before: Sequence[str]) -> Iterator[str]:
-    """What does not fit. before: the slugs above it in the table of contents."""
+    """The unit's faults. before: the slugs above it in the table of contents."""
     for key in ("needs", "helps"):
         for slug in getattr(unit, key):
             if slug not in before:
-                yield f"{key} {slug!r}, which is no chapter above it in the table of contents"
+                yield f"{key} {slug!r}, which is not a chapter above it in the table of contents"
     if both := set(unit.needs) & set(unit.helps):
-        yield f"needs and helps both name {', '.join(sorted(both))}; leave one"
+        yield f"needs and helps both name {', '.join(sorted(both))}; keep one"
     for line in unit.chapter.prerequisites:
         name = line.partition("the chapter on ")[2].partition(",")[0].lower()
         if name and not any(_named(slug, name) for slug in unit.needs):
-            yield f"its notebook names {line!r} as a prerequisite, and needs does not"
+            yield f"its notebook has the prerequisite {line!r}, but needs does not name it"
     goals = unit.chapter.objectives
     if len(unit.shown) != len(goals):
-        yield f"shown has {len(unit.shown)} entries for {len(goals)} objectives of the notebook"
+        yield f"shown has {len(unit.shown)} entries, but the notebook has {len(goals)} objectives"
     known = {*unit.tasks, QUIZ, OPEN}
     for goal, names in zip(goals, unit.shown, strict=False):
         if not names:
@@ -216,30 +215,30 @@ def _unit_problems(unit: Unit, before: Sequence[str]) -> Iterator[str]:
             yield f"shown names {', '.join(sorted(unknown))}, which the lab does not have"
     unshown = unit.tasks.keys() - {name for names in unit.shown for name in names}
     if unshown:
-        yield f"no goal is shown by {', '.join(sorted(unshown))}"
+        yield f"shown must name {', '.join(sorted(unshown))} for some goal"
     clinics = {item.id for item in exercises.load(unit.slug) if isinstance(item, exercises.Clinic)}
     functions = {name for name in unit.tasks if f"{unit.slug}.{name}" not in clinics}
     if unit.ask.keys() != functions:
         yield f"ask must name {', '.join(sorted(functions))}, got {', '.join(sorted(unit.ask))}"
     if not unit.open:
-        yield "it has no open question"
+        yield "it must have at least one open question"
 
 
 def _named(slug: str, name: str) -> bool:
-    """Whether the chapter `slug` is the one that a prerequisite calls by this name."""
+    """Whether `slug` is the chapter that a prerequisite calls `name`."""
     return name.replace(" ", "_").startswith(slug)
 
 
 def read_units(root: Path, tables: Mapping[str, Any]) -> Course:
-    """The course of the checkout at root, by slug, with `tables` as its chapters.toml.
+    """The course in the checkout at root, by slug, with `tables` as its chapters.toml.
 
-    Raises ValueError, with every fault that was found, a line each.
+    Raises ValueError with a line for each fault.
     """
     order = _order(root)
     if order.keys() != tables.keys():
         gone, new = sorted(order.keys() - tables.keys()), sorted(tables.keys() - order.keys())
-        lacks = [f"{CHAPTERS} lacks the chapters {', '.join(gone)}"] if gone else []
-        more = [f"{CHAPTERS} names {', '.join(new)}, which the book has not"] if new else []
+        lacks = [f"{CHAPTERS} is missing the chapters {', '.join(gone)}"] if gone else []
+        more = [f"{CHAPTERS} names {', '.join(new)}, which the book does not have"] if new else []
         raise ValueError("; ".join(lacks + more))
     units: dict[str, Unit] = {}
     problems: list[str] = []
@@ -253,8 +252,8 @@ def read_units(root: Path, tables: Mapping[str, Any]) -> Course:
 
 
 def read_course(root: Path) -> Course:
-    """The course of the checkout at root, by slug, in the order of the table of contents.
+    """The course in the checkout at root, by slug, in the order of the table of contents.
 
-    Raises ValueError where the notebooks and `book/teaching/chapters.toml` do not agree.
+    Raises ValueError if the notebooks and `book/teaching/chapters.toml` disagree.
     """
     return read_units(root, tomllib.loads((root / CHAPTERS).read_text(encoding="utf-8")))

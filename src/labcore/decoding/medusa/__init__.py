@@ -1,4 +1,4 @@
-"""Medusa: heads on a frozen backbone that say several tokens, and the trees they are tried in."""
+"""Medusa: heads on a frozen backbone that predict several tokens, and trees of their candidates."""
 
 from labcore.decoding.medusa.fused import FusedHeads
 from labcore.decoding.medusa.heads import (

@@ -1,4 +1,4 @@
-"""Medusa heads for few rows on a CPU: one product for all first blocks, packed weights.
+"""Medusa heads for a few rows on a CPU: one product for all first blocks, packed weights.
 
 Letters: B rows, C hidden_size, V vocabulary, K heads.
 """
@@ -18,9 +18,9 @@ __all__ = ["FusedHeads"]
 
 
 class FusedHeads:
-    """`MedusaHeads` as a function of few rows on a CPU: the same logits, to fp32's rounding.
+    """`MedusaHeads` as a function of a few rows on a CPU: the same logits, up to fp32 rounding.
 
-    heads: on the CPU, in fp32. Weights are copied: what becomes of the heads later is not seen.
+    heads: on the CPU, in fp32. Weights are copied, so later changes to the heads have no effect.
     The first blocks of all heads are one product, and so is a tied projection, which reads its
     matrix once for all heads. packed: whether weights are read in fp16, see `FusedLlama`.
     Raises TypeError for another dtype, ValueError for another device.
@@ -52,7 +52,7 @@ class FusedHeads:
             for later in zip(*(block[1:] for block in blocks), strict=True)
         ]
         self._shared = None if heads.projection == "full" else PackedMatrix(weight)
-        self._own: list[list[PackedMatrix]] = []  # of each head, the products behind one another
+        self._own: list[list[PackedMatrix]] = []  # per head, its products in order
         for own in projections:
             parts = [own] if heads.projection == "full" else [own.down, own.up]
             self._own.append([PackedMatrix(part.weight) for part in parts])
@@ -66,7 +66,7 @@ class FusedHeads:
 
     @torch.inference_mode()
     def __call__(self, hidden: Tensor, count: int | None = None) -> Tensor:
-        """Logits fp32 [count, B, V] of the first heads, None for all K; hidden: fp32 [B, C]."""
+        """Return fp32 logits [count, B, V] of the first heads, None: all; hidden: fp32 [B, C]."""
         rows, width = hidden.shape
         heads = len(range(self.heads)[:count])
         all_firsts = self._first(hidden) * (1 / self._first.scale) + self._first_bias

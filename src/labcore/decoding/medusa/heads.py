@@ -1,7 +1,7 @@
-"""Medusa heads: small networks on a frozen backbone that say the tokens further ahead.
+"""Medusa heads: small networks on a frozen backbone that predict tokens further ahead.
 
-Letters: B rows, C hidden_size, V vocabulary, K heads. Head i, from 0, looks at the backbone's state
-at a token and says the one i + 2 places behind it; the next one is the backbone's own to say.
+Letters: B rows, C hidden_size, V vocabulary, K heads. Head i, from 0, reads the backbone's state at
+a token and predicts the token i + 2 positions later; the backbone itself predicts the next one.
 Source: Cai et al., Medusa, 2024, arXiv 2401.10774.
 """
 
@@ -36,12 +36,12 @@ class ResidualBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., C]; returns [..., C]."""
+        """Map x [..., C] to [..., C]."""
         return x + F.silu(self.linear(x))
 
 
 class _LowRank(nn.Module):
-    """What a head adds to the backbone's projection: A B x, with A [V, rank] at 0."""
+    """A head's addition to the backbone's projection: A B x, with A [V, rank] starting at 0."""
 
     def __init__(
         self, width: int, vocab: int, rank: int, device: torch.device, dtype: torch.dtype
@@ -56,14 +56,14 @@ class _LowRank(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """K heads beside a backbone's own: each some residual blocks, then a projection to V tokens.
+    """K heads beside a backbone's own; each has residual blocks and a projection to V tokens.
 
-    backbone: stays as it is and is no submodule: `parameters()` are what is trained, on the
-    backbone's device and in its dtype. heads: K. layers: residual blocks a head.
-    projection: "full", a matrix [V, C] for each head, at first a copy of the backbone's;
-    "low_rank", the backbone's matrix as it is plus a product of rank `rank` for each head; "tied",
-    the backbone's matrix for all. A head that was never trained gives the backbone's next-token
-    logits, whatever the projection. rank is used by "low_rank" alone.
+    backbone: doesn't change and isn't a submodule, so `parameters()` are what is trained, on the
+    backbone's device and in its dtype. heads: K. layers: residual blocks per head.
+    projection: "full", a matrix [V, C] per head that starts as a copy of the backbone's;
+    "low_rank", the backbone's matrix plus a product of rank `rank` per head; "tied", the backbone's
+    matrix for all heads. An untrained head gives the backbone's next-token logits, whatever the
+    projection. Only "low_rank" uses rank.
     Raises ValueError for another projection and for numbers below 1.
     """
 
@@ -84,7 +84,7 @@ class MedusaHeads(nn.Module):
         self._backbone = (backbone,)  # a tuple hides it from parameters() and state_dict()
         weight = self.backbone_projection
         vocab, width = weight.shape
-        # A block of its own for each head and layer: `[block] * n` would share one.
+        # A separate block per head and layer: `[block] * n` would share one.
         self.blocks = nn.ModuleList(
             nn.Sequential(
                 *(ResidualBlock(width, weight.device, weight.dtype) for _ in range(layers))
@@ -107,11 +107,11 @@ class MedusaHeads(nn.Module):
         return (backbone.lm_head or backbone.embed_tokens).weight.detach()
 
     def states(self, hidden: Tensor) -> Tensor:
-        """What each head projects: [K, ..., C] from the backbone's hidden [..., C]."""
+        """Return what each head projects: [K, ..., C] from the backbone's hidden [..., C]."""
         return torch.stack([block(hidden) for block in self.blocks])
 
     def head(self, index: int, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of one head, from 0: of the token index + 2 places behind."""
+        """Return logits [..., V] of one head, from 0, for the token index + 2 positions later."""
         state = self.blocks[index](hidden)
         if self.projection == "full":
             logits: Tensor = self.projections[index](state)
@@ -120,7 +120,7 @@ class MedusaHeads(nn.Module):
         return logits if self.projection == "tied" else logits + self.projections[index](state)
 
     def forward(self, hidden: Tensor, count: int | None = None) -> Tensor:
-        """Logits [count, ..., V] of the first heads, None for all K.
+        """Return logits [count, ..., V] of the first heads, None for all K.
 
         hidden: [..., C], after the backbone's final norm.
         """
@@ -129,10 +129,10 @@ class MedusaHeads(nn.Module):
 
 
 def save_heads(heads: MedusaHeads, folder: str | Path) -> None:
-    """Write medusa_lm_head.safetensors and medusa_config.json into `folder`.
+    """Write medusa_lm_head.safetensors and medusa_config.json to `folder`.
 
-    Names in the file, for head i and layer j: `i.j.linear.weight` and `.bias`, then the projection
-    as layer number `layers`, as the authors' checkpoints have them; a tied one is not in it.
+    The file uses the names of the authors' checkpoints: for head i and layer j, `i.j.linear.weight`
+    and `.bias`, then the projection as layer number `layers`. A tied projection isn't in it.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -146,17 +146,17 @@ def save_heads(heads: MedusaHeads, folder: str | Path) -> None:
     }
     tensors = {name: tensor.contiguous() for name, tensor in _stored(heads).items()}
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
-    (folder / _WEIGHTS).chmod(0o644)  # safetensors makes it the owner's alone
+    (folder / _WEIGHTS).chmod(0o644)  # safetensors lets only the owner read it
     (folder / _CONFIG).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
 def load_heads(
     folder: str | Path, backbone: Llama, *, dtype: torch.dtype | None = None
 ) -> MedusaHeads:
-    """Heads that `save_heads` wrote, on the backbone's device, in evaluation mode.
+    """Return heads that `save_heads` wrote, on the backbone's device, in evaluation mode.
 
     dtype: None is the backbone's. Raises FileNotFoundError for a missing file; ValueError for heads
-    of another backbone's shape and for tensors that are missing, unexpected or of another shape.
+    that don't fit the backbone's shape, and for missing, unexpected or wrongly shaped tensors.
     """
     folder = Path(folder)
     for name in (_CONFIG, _WEIGHTS):
@@ -184,8 +184,8 @@ def load_heads(
     )
     if wrong:
         raise ValueError(
-            f"{_WEIGHTS} must hold the tensors that {_CONFIG} tells of, got missing, unexpected or "
-            f"wrongly shaped ones: {', '.join(wrong[:5])}"
+            f"{_WEIGHTS} must hold the tensors that {_CONFIG} describes, got missing, unexpected "
+            f"or wrongly shaped ones: {', '.join(wrong[:5])}"
         )
     with torch.no_grad():
         for name, tensor in wanted.items():
@@ -194,7 +194,7 @@ def load_heads(
 
 
 def _stored(heads: MedusaHeads) -> dict[str, Tensor]:
-    """The parameters by their names in the file."""
+    """Return the parameters by their names in the file."""
     named: dict[str, Tensor] = {}
     for name, parameter in heads.named_parameters():
         kind, index, rest = name.split(".", 2)

@@ -1,8 +1,8 @@
-"""What a tree would have done to a text that is known: steps counted without a forward.
+"""What a tree would do to a known text: counts the steps without a forward.
 
-Under a lossless verifier the output does not depend on the drafts. So once it is there, with the
-rank that each head gave to each of its tokens, the steps of any tree follow from a table.
-Letters: T places, K heads.
+Under a lossless verifier the output doesn't depend on the drafts. So given an output, and the rank
+that each head gave to each of its tokens, the steps of any tree follow from a table.
+Letters: T positions, K heads.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ __all__ = ["replay"]
 
 
 def replay(tree: Tree, ranks: Tensor | Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """The accepted nodes of each step that decodes a text with a tree.
+    """Return the accepted nodes of each step that decodes a text with a tree.
 
-    ranks: integers [T, K], as a row of `label_ranks`: at place t the rank of head i for token
-    t + 2 + i. A step at place t accepts the longest path whose ranks are those found there, adds
-    a token of the target's, and goes on behind them; the steps end with the places.
-    That is greedy verification, and at a temperature the law of `sample_and_compare` and of
-    rejection sampling, since drafts are not drawn. Tokens a step: 1 + the mean length.
+    ranks: integers [T, K], like a row of `label_ranks`: at position t, the rank that head i gave to
+    token t + 2 + i. A step at position t accepts the longest path that matches the ranks there,
+    adds one token from the target, and continues after them until the positions end.
+    This is greedy verification. At a temperature it has the distribution of `sample_and_compare`
+    and of rejection sampling, because drafts aren't drawn. Tokens per step: 1 + the mean path
+    length.
     Raises ValueError for fewer heads than the tree has levels.
     """
     table = ranks.tolist() if isinstance(ranks, Tensor) else [list(row) for row in ranks]

@@ -21,17 +21,17 @@ __all__ = ["Medusa"]
 
 
 class _Heads(Protocol):
-    """What the proposer asks of heads: `MedusaHeads` and `FusedHeads` have it."""
+    """What the proposer needs from heads; `MedusaHeads` and `FusedHeads` provide it."""
 
     heads: int
     config: LlamaConfig
 
     def __call__(self, hidden: Tensor, count: int | None = None, /) -> Tensor:
-        """Logits [count, B, V] of the first heads from hidden [B, C]."""
+        """Return logits [count, B, V] of the first heads from hidden [B, C]."""
 
 
 class _Cut(NamedTuple):
-    """A tree down to some level. picks: the place of each node among a row's [depth * R] tokens."""
+    """A tree cut at some level. picks: the index of each node's token in a row's [depth * R]."""
 
     picks: list[int]
     parents: Tensor  # int32 [N]
@@ -41,13 +41,13 @@ _NOTHING = Draft.chain([])
 
 
 class Medusa:
-    """Drafts a tree of the heads' likeliest tokens, the same tree at every step.
+    """Drafts a tree of the heads' most likely tokens, the same tree in every step.
 
     heads: `MedusaHeads` or `FusedHeads` of the target, with `heads` and `config`; on the device of
-    its hidden states. tree: which ranks of which heads; head 0 says the token behind the context's
-    last one. gamma: the tree's levels, the longest path of a draft.
-    Nothing is drawn, so q is None at every temperature and lossless verifiers stay lossless: a
-    rejected child's token is taken out of p before the next child is tried.
+    its hidden states. tree: which ranks of which heads; head 0 predicts the token after the last
+    one in the context. gamma: the tree's levels, the longest path of a draft.
+    Nothing is drawn, so q is None at every temperature, and lossless verifiers stay lossless: a
+    rejected child's token is removed from p before the next child is tried.
     Raises ValueError for a tree with more levels than heads or ranks beyond the vocabulary.
     """
 
@@ -86,11 +86,11 @@ class Medusa:
         *,
         hidden: Tensor | None = None,
     ) -> list[Draft]:
-        """The tree for each row, down to level max_tokens[b]; see `Proposer`.
+        """Return the tree for each row, down to level max_tokens[b]; see `Proposer`.
 
-        hidden: [B, C], at the token before each context's last. Empty drafts without it, and for a
-        row with a single token, of which the target has read nothing.
-        Raises ValueError for hidden of another number of rows.
+        hidden: [B, C], at the token before each context's last. Drafts are empty without it, and
+        for a row with a single token, of which the target has read nothing.
+        Raises ValueError for hidden with another number of rows.
         """
         check_rows(contexts, samplings, max_tokens, generators)
         drafts = [_NOTHING] * len(contexts)
@@ -115,4 +115,4 @@ class Medusa:
         return drafts
 
     def commit(self, accepted: Sequence[Accepted]) -> None:
-        """Nothing to do: the tree stays, and the next hidden states say what was accepted."""
+        """Do nothing: the tree is fixed, and the next hidden states show what was accepted."""

@@ -1,4 +1,4 @@
-"""The shipped Medusa heads for the target, how they were made, and what is known of them."""
+"""The shipped Medusa heads for the target, their training, and their card."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _AT_ONCE = 64  # rows that the backbone continues together
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """The shape and the training of the shipped heads: two trainings, one behind the other.
+    """The shape and the training of the shipped heads, which are trained twice in a row.
 
-    The first reads the backbone's corpus, in rows of `length` tokens. The second reads the
-    backbone's own words, which is what the heads will have to guess: `rows` beginnings of `prompt`
-    tokens out of the corpus, continued in turn greedily and at `temperature`. The last
-    `calibration` rows of either are not trained on: there the accuracies are measured that choose
-    a tree.
+    The first training reads the backbone's corpus, in rows of `length` tokens. The second reads the
+    backbone's own text, which is what the heads will have to predict: `rows` prompts of `prompt`
+    tokens from the corpus, continued alternately greedily and at `temperature`. The last
+    `calibration` rows of each are not trained on; the accuracies that choose a tree are measured
+    there.
     """
 
     heads: int = 4
@@ -77,31 +77,31 @@ class Recipe:
 
 RECIPE = Recipe()
 OWN_WORDS = ("own words, greedy", "own words, temperature 0.7")
-"""Names of the accuracies that trees are made from: of the continuations in turn."""
+"""Names of the accuracies that trees are made from, one for each kind of continuation in turn."""
 
 
 def pretrained_heads(
     backbone: Llama | None = None, *, dtype: torch.dtype = torch.float32
 ) -> MedusaHeads:
-    """The shipped heads, in evaluation mode; they are stored in bfloat16.
+    """Return the shipped heads, in evaluation mode; they are stored in bfloat16.
 
     backbone: the shipped target, whose projection they share; None loads it.
     Raises FileNotFoundError for an installation without the weights.
     """
     if not (FILES / "medusa_config.json").is_file():
         raise FileNotFoundError(
-            "this installation holds no Medusa heads; `python -m labcore.decoding.medusa.train "
-            f"--out FOLDER --commit COMMIT` makes FOLDER/heads, whose files belong into {FILES}"
+            "this installation has no Medusa heads; run `python -m labcore.decoding.medusa.train "
+            f"--out FOLDER --commit COMMIT` and copy the files in FOLDER/heads to {FILES}"
         )
     return load_heads(FILES, backbone or pretrained("target", dtype=dtype), dtype=dtype)
 
 
 def heads_card() -> dict[str, Any]:
-    """What is known of the shipped heads: data, training, accuracies, licence.
+    """Return what is known about the shipped heads: data, training, accuracies, license.
 
-    accuracies: of each head the shares of places at which its token of rank 0, 1, ... is the
-    text's: of the target's own words that were kept from training, which is what trees are made
-    from, and of the held-out texts. The same stands in README.md beside it.
+    accuracies: for each head, the shares of positions at which its token of rank 0, 1, ... is the
+    text's. They are measured on the target's own text that was held out from training, from which
+    trees are made, and on the held-out texts. README.md next to the weights says the same.
     """
     told: dict[str, Any] = json.loads((FILES / "card.json").read_text("utf-8"))
     return told
@@ -110,10 +110,9 @@ def heads_card() -> dict[str, Any]:
 def trained_heads(
     folder: Path, recipe: Recipe = RECIPE, *, progress: bool = True
 ) -> tuple[MedusaHeads, list[HeadsCurve], HiddenStates]:
-    """Heads trained by a recipe, the curves of both trainings, and the kept rows of own words.
+    """Train heads by a recipe; return them, both curves, and the held-out rows of own text.
 
-    `folder` keeps texts, states (2.5 GB) and checkpoints, so that a training that was broken off
-    goes on.
+    `folder` keeps texts, states (2.5 GB) and checkpoints, so an interrupted training can resume.
     """
     backbone = pretrained("target")
     heads = MedusaHeads(
@@ -164,9 +163,9 @@ def trained_heads(
 def own_words(
     backbone: Llama, corpus_tokens: Tensor, path: Path, recipe: Recipe, *, progress: bool = True
 ) -> Tensor:
-    """What the backbone says behind beginnings out of its corpus: int64 [rows, length + ahead].
+    """Return prompts from the corpus as the backbone continues them: int64 [rows, length + ahead].
 
-    corpus_tokens: integers [N]. path: where the texts are, or will be kept.
+    corpus_tokens: integers [N]. path: the file that has the texts, or will.
     """
     if path.is_file():
         return load_file(path)["tokens"].long()
@@ -203,9 +202,9 @@ def export_heads(
     commit: str,
     recipe: Recipe = RECIPE,
 ) -> None:
-    """Write the shipped form of trained heads into `folder`: bf16 weights and their card.
+    """Write the shipped form of trained heads to `folder`: bf16 weights and their card.
 
-    Accuracies are those of the written weights. commit: of the code that trained.
+    Accuracies are those of the written weights. commit: of the training code.
     """
     save_heads(heads.to(torch.bfloat16), folder)
     backbone = pretrained("target")
@@ -239,9 +238,9 @@ def export_heads(
 
 
 def _parts(states: HiddenStates, calibration: int) -> tuple[HiddenStates, HiddenStates]:
-    """All rows but the last, and the last."""
+    """Split off the last `calibration` rows."""
     if states.hidden is None:
-        raise ValueError("states must be stored to be divided, got live ones")
+        raise ValueError("states must be stored to be split, got live ones; use hidden_states")
     split = len(states) - calibration
     tokens, hidden = states.tokens, states.hidden
     return (
@@ -251,9 +250,9 @@ def _parts(states: HiddenStates, calibration: int) -> tuple[HiddenStates, Hidden
 
 
 def _own_part(kept: HiddenStates, turn: int, recipe: Recipe) -> HiddenStates:
-    """Of every other text what the backbone said itself."""
+    """Return what the backbone itself wrote, for every other text."""
     if kept.hidden is None:
-        raise ValueError("states must be stored to be divided, got live ones")
+        raise ValueError("states must be stored to be split, got live ones; use hidden_states")
     first = recipe.prompt - 1
     return HiddenStates(kept.tokens[turn::2, first:], kept.hidden[turn::2, first:], kept.ahead)
 
@@ -272,7 +271,7 @@ def _mean(per_head: list[list[float]]) -> list[float]:
 
 
 def _as_text(told: Mapping[str, Any]) -> str:
-    """The card as Markdown, with the header that model hubs read."""
+    """Return the card as Markdown, with the header that model hubs read."""
     plain = {key: value for key, value in told.items() if not isinstance(value, dict)}
     rows = [f"| {key.replace('_', ' ')} | {value} |" for key, value in plain.items()]
     recipe = [f"| {key} | {value} |" for key, value in told["recipe"].items()]

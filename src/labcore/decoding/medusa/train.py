@@ -1,7 +1,7 @@
-"""Makes the shipped heads: `python -m labcore.decoding.medusa.train --out FOLDER --commit COMMIT`.
+"""Train the shipped heads: `python -m labcore.decoding.medusa.train --out FOLDER --commit COMMIT`.
 
-FOLDER gets the backbone's own words and states (2.5 GB, once) and checkpoints from which a training
-that was broken off goes on; FOLDER/heads is what is shipped.
+FOLDER gets the backbone's own text and states (2.5 GB, once), and checkpoints from which an
+interrupted training resumes; FOLDER/heads is what is shipped.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from labcore.models.shipping import checked_commit
 
 
 def main() -> int:
-    """Train and export; 2 for what was asked wrongly."""
+    """Train and export; return 2 for invalid arguments."""
     parser = argparse.ArgumentParser(prog="labcore.decoding.medusa.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--commit", required=True, help="of the code that trains, for the card")
+    parser.add_argument("--commit", required=True, help="of the training code, for the card")
     parser.add_argument("--projection", choices=PROJECTIONS, default=RECIPE.projection)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     told = parser.parse_args()

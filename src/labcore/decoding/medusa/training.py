@@ -47,7 +47,7 @@ class HiddenStates:
     """A text in rows, and the backbone's state at each of its tokens.
 
     tokens: int64 [rows, T + A]; the last A are only labels. hidden: bf16 [rows, T, C], in memory or
-    mapped from a file; None where the backbone reads the rows when they are asked for.
+    mapped from a file; None if the backbone reads the rows on demand.
     """
 
     tokens: Tensor
@@ -59,7 +59,7 @@ class HiddenStates:
         return len(self.tokens)
 
     def rows(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden [B, T, C] and tokens [B, T + A] of some rows; index: int64 [B]."""
+        """Return hidden [B, T, C] and tokens [B, T + A] of some rows; index: int64 [B]."""
         tokens = self.tokens[index]
         if self.hidden is not None:
             return self.hidden[index], tokens
@@ -73,7 +73,7 @@ class HiddenStates:
 def live_states(
     backbone: Llama, tokens: Sequence[int] | Tensor, *, length: int = 256, ahead: int = 5
 ) -> HiddenStates:
-    """As `hidden_states`, but nothing is stored: the backbone reads each batch anew."""
+    """Like `hidden_states`, but nothing is stored: the backbone reads each batch on demand."""
     return HiddenStates(_in_rows(tokens, length, ahead), None, ahead, backbone)
 
 
@@ -88,14 +88,13 @@ def hidden_states(
 ) -> HiddenStates:
     """Read a text once with the backbone and keep its states, in bf16.
 
-    tokens: integers [N]; they are cut into rows of `length` read tokens, each of which starts a
-    context of its own; what is left behind the last whole row is dropped. Or
-    [rows, length + ahead], texts that are rows already. ahead: tokens behind a row that only are
-    labels, at least K + 1 for K heads.
-    path: a file of 2 * rows * length * C bytes, mapped into memory. Where it holds the states of
-    the same tokens by the same weights, nothing is computed; one that was broken off is made anew.
-    Raises ValueError for a text shorter than a row, OSError where the file does not fit on the
-    disk: `live_states` needs no room.
+    tokens: integers [N], which are cut into rows of `length` tokens to read, each a separate
+    context; the rest after the last whole row is dropped. Or [rows, length + ahead], texts that are
+    rows already. ahead: tokens after a row that are only labels, at least K + 1 for K heads.
+    path: a file of 2 * rows * length * C bytes, mapped into memory. If it holds the states of the
+    same tokens by the same weights, nothing is computed; an interrupted file is written again.
+    Raises ValueError for a text shorter than a row, OSError if the file doesn't fit on the disk;
+    `live_states` needs no space.
     """
     rows = _in_rows(tokens, length, ahead)
     size = (len(rows), length, backbone.config.hidden_size)
@@ -114,22 +113,22 @@ def hidden_states(
     needed, free = 2 * math.prod(size), shutil.disk_usage(path.parent).free
     if needed > free:
         raise OSError(
-            f"the states need {needed:,} bytes beside {path.name}, got {free:,} free; take fewer "
+            f"the states need {needed:,} bytes for {path.name}, got {free:,} free; use fewer "
             "tokens, another disk, or live_states, which stores nothing"
         )
     stored = _mapped(path, size)
     _fill(stored, backbone, rows, ahead, progress)
-    note.write_text(json.dumps(told) + "\n", encoding="utf-8")  # last: from here on it is whole
+    note.write_text(json.dumps(told) + "\n", encoding="utf-8")  # last: marks the file as complete
     return HiddenStates(rows, stored, ahead)
 
 
 def medusa_loss(
     logits: Tensor | Iterable[Tensor], tokens: Tensor, *, decay: float = 0.8
 ) -> tuple[Tensor, Tensor]:
-    """Sum over the heads of decay^i times head i's mean cross entropy, and those means [K].
+    """Return the sum over heads i of decay^i times its mean cross entropy, and those means [K].
 
-    logits: [K, B, T, V], or the heads' [B, T, V] one by one. tokens: integers [B, T + A] with A of
-    K + 1 or more: the label of head i at place t is tokens[:, t + 2 + i]. The softmax is in fp32.
+    logits: [K, B, T, V], or the heads' [B, T, V] one by one. tokens: integers [B, T + A] with A at
+    least K + 1: the label of head i at position t is tokens[:, t + 2 + i]. The softmax is in fp32.
     Raises ValueError for too few tokens.
     """
     means = []
@@ -137,8 +136,8 @@ def medusa_loss(
         labels = tokens[:, 2 + i : 2 + i + one.shape[1]]
         if labels.shape != one.shape[:2]:
             raise ValueError(
-                f"tokens must go {i + 2} places beyond the {one.shape[1]} states for head {i}, got "
-                f"{tokens.shape[1]} tokens; make the states with ahead={i + 2} or more"
+                f"tokens must extend {i + 2} positions beyond the {one.shape[1]} states for head "
+                f"{i}, got {tokens.shape[1]} tokens; make the states with ahead={i + 2} or more"
             )
         means.append(F.cross_entropy(one.flatten(0, 1).float(), labels.flatten()))
     each = torch.stack(means)
@@ -148,7 +147,7 @@ def medusa_loss(
 
 @dataclass(kw_only=True, slots=True)
 class HeadsCurve:
-    """One entry a step. losses: the weighted sum; per_head: each head's mean nats a token."""
+    """One entry per step. losses: the weighted sum; per_head: each head's mean nats per token."""
 
     losses: list[float] = field(default_factory=list)
     per_head: list[list[float]] = field(default_factory=list)
@@ -168,13 +167,13 @@ def train_heads(
     save_every: int = 200,
     progress: bool = True,
 ) -> HeadsCurve:
-    """Train the heads in place until `steps` steps are done; the curve of all of them.
+    """Train the heads in place until `steps` steps are done; return the curve of all of them.
 
-    The backbone gets no gradient and no optimizer state. Step s reads rows that depend on seed and
-    s alone, each row once before any comes again. AdamW without weight decay; its rate
-    rises over `warmup` steps and falls by a cosine to a tenth.
-    checkpoint: a file, written every `save_every` steps and at the end, moved into place whole;
-    where it exists, training goes on from it, to the bit as if it had not been broken off.
+    The backbone gets no gradient and no optimizer state. Step s reads rows that depend only on seed
+    and s, and each row is read once before any repeats. The optimizer is AdamW without weight
+    decay; its learning rate rises over `warmup` steps and falls by a cosine to a tenth.
+    checkpoint: a file, written every `save_every` steps and at the end, and replaced atomically. If
+    it exists, training resumes from it, to the bit as if it had never stopped.
     Raises ValueError for fewer rows than a batch, and for a checkpoint of other heads.
     """
     positive_int("steps", steps)
@@ -212,9 +211,10 @@ def train_heads(
 
 @torch.inference_mode()
 def label_ranks(heads: MedusaHeads, states: HiddenStates, *, top: int = 10) -> Tensor:
-    """At which rank each head has the text's token: int64 [rows, T, K], `top` for none of these.
+    """Return the rank that each head gives to its label: int64 [rows, T, K], from 0 to `top`.
 
-    The label of head i at place t is the row's token t + 2 + i.
+    The label of head i at position t is the row's token t + 2 + i. `top` means that the label isn't
+    among the `top` most likely tokens.
     """
     positive_int("top", top)
     weight, found = heads.backbone_projection, []
@@ -225,14 +225,14 @@ def label_ranks(heads: MedusaHeads, states: HiddenStates, *, top: int = 10) -> T
         for i in range(heads.heads):
             ranked = heads.head(i, hidden).topk(top, dim=-1).indices
             hits = ranked == tokens[:, 2 + i : 2 + i + width, None]
-            # The first hit's place; behind all ranks stands a hit for those without one.
+            # The first hit's index; a hit after all ranks is for labels that aren't among them.
             ranks.append(F.pad(hits, (0, 1), value=True).int().argmax(-1))
         found.append(torch.stack(ranks, -1).cpu())
     return torch.cat(found)
 
 
 def head_accuracies(heads: MedusaHeads, states: HiddenStates, *, top: int = 10) -> Tensor:
-    """Share of places whose label is head i's token of rank r: fp64 [K, top].
+    """Return the share of positions whose label is head i's token of rank r: fp64 [K, top].
 
     The sum of a row is the head's accuracy with `top` guesses. Labels are the text's tokens.
     """
@@ -250,10 +250,10 @@ def output_ranks(
     *,
     top: int = 10,
 ) -> Tensor:
-    """`label_ranks` of what was said behind a prompt: int64 [T, K], for `replay`.
+    """Return the `label_ranks` of an output after a prompt: int64 [T, K], for `replay`.
 
-    The first place is the first at which all labels are tokens of the output: K fewer than these.
-    Raises ValueError for an output that the heads reach beyond.
+    The first position is the prompt's last token; T is K less than the length of the output.
+    Raises ValueError for an empty prompt, and for an output that isn't longer than K.
     """
     ahead = heads.heads + 1
     text = torch.tensor([[*prompt, *output]])
@@ -268,11 +268,11 @@ def output_ranks(
 
 
 def training_bytes(trained: int, frozen: int = 0, *, width: int = 4) -> dict[str, int]:
-    """Bytes that training holds besides activations, for so many parameters.
+    """Return the bytes that training holds besides activations.
 
-    trained: those with a gradient and AdamW's two states in fp32; frozen: those that are only
-    read. width: bytes of a weight and of a gradient. Cached states need no frozen ones at all but
-    the projection that the heads share.
+    trained: parameters with a gradient and AdamW's two states in fp32; frozen: those that are only
+    read. width: bytes of a weight and of a gradient. With cached states, the only frozen ones
+    needed are the projection that the heads share.
     """
     return {
         "weights": width * (trained + frozen),
@@ -282,9 +282,9 @@ def training_bytes(trained: int, frozen: int = 0, *, width: int = 4) -> dict[str
 
 
 def _in_rows(tokens: Sequence[int] | Tensor, length: int, ahead: int) -> Tensor:
-    """int64 [rows, length + ahead] of integers [N]; rows share the tokens that are only labels.
+    """Cut integers [N] into int64 [rows, length + ahead]; rows share the label-only tokens.
 
-    What has that shape already stays as it is.
+    Tokens that already have that shape aren't cut.
     """
     positive_int("length", length)
     positive_int("ahead", ahead)
@@ -293,7 +293,7 @@ def _in_rows(tokens: Sequence[int] | Tensor, length: int, ahead: int) -> Tensor:
         return text
     if text.dim() != 1 or text.numel() < length + ahead:
         raise ValueError(
-            f"tokens must be one row of at least {length} + {ahead} tokens, or rows of just as "
+            f"tokens must be one row of at least {length} + {ahead} tokens, or rows of exactly as "
             f"many, got {tuple(text.shape)}"
         )
     return text.unfold(0, length + ahead, length)
@@ -316,7 +316,7 @@ def _mapped(path: Path, size: tuple[int, int, int]) -> Tensor:
 
 
 def _fingerprint(backbone: Llama, rows: Tensor) -> str:
-    """SHA-256 of the tokens and the backbone's weights."""
+    """Return the SHA-256 of the tokens and the backbone's weights."""
     found = hashlib.sha256(rows.contiguous().numpy().tobytes())
     for name, tensor in sorted(backbone.state_dict().items()):
         found.update(name.encode("utf-8"))
@@ -325,7 +325,7 @@ def _fingerprint(backbone: Llama, rows: Tensor) -> str:
 
 
 def _rows_of(step: int, batch: int, rows: int, seed: int) -> Tensor:
-    """The rows of a step: a permutation of all of them, then another one."""
+    """Return the rows of a step: consecutive steps go through permutations of all rows."""
     places = torch.arange(step * batch, (step + 1) * batch)
     found = torch.empty(batch, dtype=torch.int64)
     for turn in (places // rows).unique().tolist():
@@ -344,7 +344,7 @@ def _schedule(step: int, steps: int, warmup: int) -> float:
 
 
 def _save(path: Path, heads: MedusaHeads, optimizer: AdamW, curve: HeadsCurve) -> None:
-    """Write beside the place and move: a kill leaves the checkpoint before or this one."""
+    """Write a temporary file and move it: a kill leaves the previous checkpoint or this one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.part")
     torch.save(
@@ -359,8 +359,8 @@ def _resume(path: Path, heads: MedusaHeads, optimizer: AdamW) -> HeadsCurve:
     shapes = {name: tensor.shape for name, tensor in heads.state_dict().items()}
     if {name: tensor.shape for name, tensor in told["heads"].items()} != shapes:
         raise ValueError(
-            f"{path} must hold these heads, got a checkpoint of others; name another file or make "
-            "the heads as they were"
+            f"{path} must hold these heads, got a checkpoint of others; name another file or use "
+            "the same shape of heads"
         )
     heads.load_state_dict(told["heads"])
     optimizer.load_state_dict(told["optimizer"])

@@ -1,8 +1,8 @@
 """Trees of candidates: which tokens of which heads are drafted together.
 
 Letters: K heads, R ranks, N nodes. A node is its path of ranks (r0, r1, ...): head 0's token of
-rank r0, behind it head 1's token of rank r1, and so on; rank 0 is the likeliest token. A tree is
-fixed before generation: the heads fill in the tokens of each step.
+rank r0, followed by head 1's token of rank r1, and so on; rank 0 is the most likely token. A tree
+is fixed before generation, and the heads fill in the tokens in each step.
 Source: Cai et al., Medusa, 2024, arXiv 2401.10774.
 """
 
@@ -31,17 +31,17 @@ __all__ = [
 ]
 
 Accuracies = Tensor | Sequence[Sequence[float]]
-"""[K, R]: how often head i's token of rank r is the right one; ranks do not add up."""
+"""[K, R]: how often head i's token of rank r is the right one, for each rank alone."""
 Choice = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Nodes in the order of a draft: a node stands after its parent and its better-ranked siblings.
+    """Nodes in the order of a draft: each comes after its parent and its better-ranked siblings.
 
-    choices: the path of ranks of each node; none makes an empty tree.
-    Raises TypeError for ranks that are no ints; ValueError for ranks below 0, an empty path, a node
-    twice, a parent that does not stand before it, and siblings out of the order of their ranks.
+    choices: each node's path of ranks; none makes an empty tree.
+    Raises TypeError for ranks that aren't ints; ValueError for ranks below 0, an empty path, a
+    duplicate node, a node before its parent, and siblings out of the order of their ranks.
     """
 
     choices: tuple[Choice, ...]
@@ -60,35 +60,35 @@ class Tree:
                 raise ValueError(f"choices must differ, got {choice} twice")
             if parent not in last:
                 raise ValueError(
-                    f"a choice must stand behind its own beginning, got {choice} before {parent}; "
-                    "add it or move it to the front"
+                    f"a choice must come after its parent, got {choice} before {parent}; add the "
+                    "parent or move it to the front"
                 )
             if rank < last[parent]:
                 raise ValueError(
-                    f"siblings must stand in the order of their ranks, got {choice} behind rank "
+                    f"siblings must be in the order of their ranks, got {choice} after rank "
                     f"{last[parent]}"
                 )
             last[parent], last[choice] = rank, -1
 
     @property
     def size(self) -> int:
-        """N: nodes, without the token that they follow."""
+        """N: the number of nodes, without the token that they follow."""
         return len(self.choices)
 
     @cached_property
     def depth(self) -> int:
-        """Nodes of the longest path: so many heads are used."""
+        """The number of nodes on the longest path, and so of heads used."""
         return max(map(len, self.choices), default=0)
 
     @cached_property
     def parents(self) -> tuple[int, ...]:
-        """The node before each, -1 for those that follow the prefix."""
+        """Each node's parent, -1 for nodes that follow the prefix."""
         numbers = {choice: node for node, choice in enumerate(self.choices)}
         return tuple(numbers.get(choice[:-1], -1) for choice in self.choices)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Ancestors of each node, which is also the head that says its token."""
+        """The number of ancestors of each node, which is also the head that predicts its token."""
         return tuple(len(choice) - 1 for choice in self.choices)
 
     @cached_property
@@ -97,7 +97,7 @@ class Tree:
         return tuple(choice[-1] for choice in self.choices)
 
     def mask(self) -> Tensor:
-        """Which nodes each node sees: itself and its ancestors. bool [N, N]."""
+        """Return which nodes each node sees: itself and its ancestors. bool [N, N]."""
         mask = torch.zeros(self.size, self.size, dtype=torch.bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
@@ -106,7 +106,7 @@ class Tree:
         return mask
 
     def paths(self) -> list[tuple[int, ...]]:
-        """Every path from the root to a leaf, as numbers of nodes, in the order of the leaves."""
+        """Return every path from the root to a leaf, as node numbers, in the leaves' order."""
         ways: list[tuple[int, ...]] = []
         for node, parent in enumerate(self.parents):
             ways.append((*(ways[parent] if parent >= 0 else ()), node))
@@ -114,21 +114,21 @@ class Tree:
         return [way for node, way in enumerate(ways) if node not in inner]
 
     def cut(self, depth: int) -> Tree:
-        """The nodes of the first `depth` levels, in their order. Raises ValueError below 0."""
+        """Return the nodes of the first `depth` levels, in order. Raises ValueError below 0."""
         if depth < 0:
             raise ValueError(f"depth must be at least 0, got {depth}")
         return Tree(tuple(choice for choice in self.choices if len(choice) <= depth))
 
 
 def chain_tree(depth: int) -> Tree:
-    """The likeliest token of each of the first `depth` heads. ValueError for depth below 1."""
+    """Return the chain of the first `depth` heads' likeliest tokens. ValueError for depth < 1."""
     return dense_tree([1] * positive_int("depth", depth))
 
 
 def dense_tree(widths: Sequence[int]) -> Tree:
-    """Every combination of the widths[i] likeliest tokens of head i, level by level.
+    """Return every combination of the widths[i] most likely tokens of head i, level by level.
 
-    widths: at least one, each at least 1; N is the sum of their running product. Errors as in
+    widths: at least one, each at least 1; N is the sum of their running products. Errors as in
     `positive_int`.
     """
     if not len(widths):
@@ -139,13 +139,13 @@ def dense_tree(widths: Sequence[int]) -> Tree:
 
 
 def sparse_tree(accuracies: Accuracies, nodes: int, *, branching: int | None = None) -> Tree:
-    """The tree of `nodes` nodes that lets the most tokens be expected.
+    """Return the tree of `nodes` nodes with the most expected tokens.
 
-    accuracies: [K, R], each at least 0, a head's adding up to at most 1. branching: most children
-    of a node; None is R. Again and again the node joins whose path has the largest product of
-    accuracies, of equal ones the shorter path and then the better ranks; so the first n nodes are
-    the tree for a budget of n. That is the best tree if accuracies fall with the rank; where a
-    worse rank is the more accurate one, it still comes after the better.
+    accuracies: [K, R], each at least 0, adding up to at most 1 per head. branching: the most
+    children of a node; None is R. The tree grows greedily: the next node is the one whose path has
+    the largest product of accuracies. Ties go to the shorter path, then to the better ranks. So the
+    first n nodes are the tree for a budget of n. That is the best tree if accuracies fall with the
+    rank; a worse rank that is more accurate still comes after the better rank.
     Raises ValueError for other accuracies and for more nodes than there are.
     Source: Cai et al., 2024, arXiv 2401.10774, which calls it sparse tree attention.
     """
@@ -159,7 +159,7 @@ def sparse_tree(accuracies: Accuracies, nodes: int, *, branching: int | None = N
             f"nodes must be at most {most}, all that {len(table)} heads and {widest} ranks make, "
             f"got {nodes}"
         )
-    # A node brings its first child and its next sibling: neither is likelier than the node.
+    # A chosen node adds its first child and its next sibling; neither is likelier than the node.
     front: list[tuple[float, int, Choice]] = [(-table[0][0], 1, (0,))]
     chosen: list[Choice] = []
     while len(chosen) < nodes:
@@ -176,10 +176,11 @@ def sparse_tree(accuracies: Accuracies, nodes: int, *, branching: int | None = N
 
 
 def node_chances(tree: Tree, accuracies: Accuracies) -> list[float]:
-    """How likely each node is to stand, if the heads were right independently of one another.
+    """Return the probability that each node is accepted, if heads were right independently.
 
-    accuracies: [K, R]; the product along each node's path, [N]. Raises ValueError for other
-    accuracies than `sparse_tree` takes and for a tree with more levels or ranks than they have.
+    accuracies: [K, R]. The result is the product along each node's path, [N]. Raises ValueError for
+    accuracies that `sparse_tree` doesn't accept, and for a tree with more levels or ranks than they
+    have.
     """
     table = _table(accuracies)
     for name, need, have in (
@@ -187,16 +188,16 @@ def node_chances(tree: Tree, accuracies: Accuracies) -> list[float]:
         ("ranks", 1 + max(tree.ranks, default=-1), len(table[0])),
     ):
         if need > have:
-            raise ValueError(f"accuracies must be of the tree's {need} {name}, got {have} {name}")
+            raise ValueError(f"accuracies must cover the tree's {need} {name}, got {have} {name}")
     return [_chance(choice, table) for choice in tree.choices]
 
 
 def expected_tokens(tree: Tree, accuracies: Accuracies) -> float:
-    """Tokens of a step if the heads were right independently: 1 + the sum of `node_chances`.
+    """Return tokens per step if heads were right independently: 1 + the sum of `node_chances`.
 
-    Of each level at most one node stands, and the target adds a token of its own. Heads are not
-    independent: the next is likelier to be right where the one before was, so measured numbers
-    differ. Errors as in `node_chances`.
+    At most one node per level is accepted, and the target adds its own token. Heads aren't
+    independent: one is more likely to be right if the one before was, so measured numbers differ.
+    Errors as in `node_chances`.
     """
     return 1 + sum(node_chances(tree, accuracies))
 
@@ -206,15 +207,15 @@ def _chance(choice: Choice, table: Sequence[Sequence[float]]) -> float:
 
 
 def _table(accuracies: Accuracies) -> list[list[float]]:
-    """Checked [K, R] in Python's floats."""
+    """Check the accuracies, and return them [K, R] as Python floats."""
     wide = torch.as_tensor(accuracies, dtype=torch.float64)
     if wide.ndim != 2 or not wide.numel():
         raise ValueError(f"accuracies must be [K, R], both above 0, got {tuple(wide.shape)}")
     if not (wide.min() >= 0 and wide.sum(1).max() <= 1 + 1e-6):
         raise ValueError(
             "accuracies must be at least 0 and add up to at most 1 in each head, got "
-            f"{wide.min().item():.3g} as the least and {wide.sum(1).max().item():.3g} as the "
-            "largest sum; pass the share of each rank alone, not of all ranks up to it"
+            f"{wide.min().item():.3g} as the minimum and {wide.sum(1).max().item():.3g} as the "
+            "largest sum; pass each rank's own share, not cumulative shares"
         )
     table: list[list[float]] = wide.tolist()
     return table

@@ -1,1 +1,1 @@
-"""What acceptance promises: exact distributions, acceptance rates, speedups."""
+"""Theory of acceptance: exact distributions, acceptance rates, speedups."""

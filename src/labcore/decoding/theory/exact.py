@@ -1,8 +1,8 @@
-"""The exact law of what a verifier emits: every draft, coin and token in turn, in fp64.
+"""The exact distribution of what a verifier emits, over every draft, coin and token, in fp64.
 
-A model is a `Table` here: a function from a context to its distribution. With at most 8 tokens and
-three drafted ones the whole tree of chances fits into a second, and a lossless verifier has the
-target's law to rounding.
+A model here is a `Table`, a function from a context to its distribution. With at most 8 tokens in
+the vocabulary and three drafted ones, the whole probability tree takes less than a second, and a
+lossless verifier has the target's distribution up to rounding.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ __all__ = [
 T = TypeVar("T")
 Context = tuple[int, ...]
 Table = Callable[[Context], Tensor]
-"""`table(context) -> [V]`: the distribution of the token behind the context."""
+"""`table(context) -> [V]`: the distribution of the token after the context."""
 Propose = Callable[[Context, Drawing], Draft]
-"""`propose(context, draws) -> Draft`: all its chance comes from `draws`."""
+"""`propose(context, draws) -> Draft`: all its randomness comes from `draws`."""
 
 
 class _Script:
-    """Answers each question with the branch that a script names, the first one past its end."""
+    """Answers each question with the branch that a script names, or the first one past its end."""
 
     def __init__(self, script: Sequence[int]) -> None:
         self.branches = list(script)
@@ -78,10 +78,10 @@ class _Script:
 
 
 def outcomes(experiment: Callable[[Drawing], T]) -> list[tuple[T, float]]:
-    """Every outcome of `experiment(draws)` with its probability; they add up to 1.
+    """Return every outcome of `experiment(draws)` with its probability; they add up to 1.
 
-    The experiment may ask `draws` only for coins and tokens, and must do the same again when it
-    gets the same answers. The log of such draws holds the chance of each answer.
+    The experiment may ask `draws` only for coins and tokens, and must do the same again if it gets
+    the same answers. The log of these draws holds the probability of each answer.
     """
     found: list[tuple[T, float]] = []
     script: list[int] | None = []
@@ -101,9 +101,9 @@ def outcomes(experiment: Callable[[Drawing], T]) -> list[tuple[T, float]]:
 def random_table(
     vocab: int, seed: int, *, support: Collection[int] | None = None, one_hot: bool = False
 ) -> Table:
-    """A model that knows each context by heart: fp64 rows, uniform on the simplex over `support`.
+    """Return a model with a random fp64 row per context, uniform on the simplex over `support`.
 
-    one_hot: the whole mass on one token, as at temperature 0. ValueError for an empty support or a
+    one_hot: put all mass on one token, as at temperature 0. ValueError for an empty support or a
     token outside the vocabulary.
     """
     checks.positive_int("vocab", vocab)
@@ -123,7 +123,7 @@ def random_table(
 
 
 def _path(parents: Sequence[int], tokens: Sequence[int], node: int) -> Context:
-    """The tokens from the root to `node`, it included."""
+    """Return the tokens from the root to `node`, inclusive."""
     found: list[int] = []
     while node >= 0:
         found.append(tokens[node])
@@ -132,10 +132,11 @@ def _path(parents: Sequence[int], tokens: Sequence[int], node: int) -> Context:
 
 
 def proposal(q: Table, parents: Sequence[int], certain: Collection[int] | None = None) -> Propose:
-    """Draft a tree: each node drawn from q behind its own path, siblings independently.
+    """Return a tree proposer: each node is drawn from q after its own path, siblings independently.
 
-    certain: nodes that are not drawn but take the most probable token, the second such sibling the
-    next one; their rows of q are one-hot. None: all of them, with q = None as an n-gram has it.
+    certain: nodes that aren't drawn but take the most probable token, a second such sibling the
+    next most probable; their rows of q are one-hot. None: all of them, with q = None as for an
+    n-gram.
     """
     sure = set(range(len(parents)) if certain is None else certain)
 
@@ -162,14 +163,14 @@ def proposal(q: Table, parents: Sequence[int], certain: Collection[int] | None =
 
 
 def chain_proposal(q: Table, gamma: int, *, drawn: bool = True) -> Propose:
-    """A chain of gamma tokens, drawn from q or, like an n-gram's, its most probable ones."""
+    """Return a proposer of chains of gamma tokens, drawn from q or, like an n-gram's, the best."""
     return proposal(q, list(range(-1, gamma - 1)), () if drawn else None)
 
 
 def _steps(
     verify: Verifier, p: Table, propose: Propose, context: Context
 ) -> list[tuple[Draft, Accepted, float]]:
-    """Every draft and decision of one step with its probability."""
+    """Return every draft and decision of one step with its probability."""
     found = []
     for draft, chance in outcomes(lambda draws: propose(context, draws)):
         tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
@@ -187,7 +188,7 @@ def _emitted(draft: Draft, accepted: Accepted) -> Context:
 
 
 def target_law(p: Table, length: int, context: Context = ()) -> Tensor:
-    """The joint law of the next `length` tokens of the target alone: fp64 [V] * length."""
+    """Return the joint distribution of the target's next `length` tokens: fp64 [V] * length."""
     row = p(context).double()
     if length == 1:
         return row
@@ -198,10 +199,11 @@ def target_law(p: Table, length: int, context: Context = ()) -> Tensor:
 def output_law(
     verify: Verifier, p: Table, propose: Propose, length: int, context: Context = ()
 ) -> Tensor:
-    """The joint law of the first `length` tokens that speculative decoding emits: [V] * length.
+    """Return the joint distribution of the first `length` tokens emitted: [V] * length.
 
-    As many steps as it takes, each from what was emitted before; what the last step says past
-    `length` is summed out. A verifier is lossless where this equals `target_law`.
+    Speculative decoding takes as many steps as it needs, each from what was emitted before; tokens
+    that the last step emits past `length` are summed out. A verifier is lossless if this equals
+    `target_law`.
     """
     checks.positive_int("length", length)
     size = len(p(context))
@@ -216,10 +218,10 @@ def output_law(
 def step_law(
     verify: Verifier, p: Table, propose: Propose, length: int, context: Context = ()
 ) -> Tensor:
-    """As `output_law`, but behind the first step the target goes on alone.
+    """Like `output_law`, but after the first step the target continues alone.
 
-    If it equals `target_law` behind every context, each step and so all of them are lossless; it
-    costs one step, and tells the first wrong one apart from what follows.
+    If it equals `target_law` after every context, each step is lossless, and so are all of them. It
+    costs one step, and separates the first wrong step from what follows.
     """
     checks.positive_int("length", length)
     size = len(p(context))
@@ -233,7 +235,7 @@ def step_law(
 def _said(
     verify: Verifier, p: Table, propose: Propose, context: Context, length: int
 ) -> dict[Context, float]:
-    """What one step emits, cut at `length`, with its probability."""
+    """Return what one step emits, cut at `length`, with its probability."""
     found: dict[Context, float] = {}
     for draft, accepted, chance in _steps(verify, p, propose, context):
         said = _emitted(draft, accepted)[:length]
@@ -242,17 +244,17 @@ def _said(
 
 
 def total_variation(a: Tensor, b: Tensor) -> float:
-    """Half the sum of |a - b|: the largest difference that an event's probability can show."""
+    """Return half the sum of |a - b|: the largest difference in the probability of an event."""
     if a.shape != b.shape:
         came = f"{tuple(a.shape)} and {tuple(b.shape)}"
-        raise ValueError(f"laws must have one shape, got {came}; take the same length for both")
+        raise ValueError(f"a and b must have the same shape, got {came}; use one length for both")
     return (a.double() - b.double()).abs().sum().item() / 2
 
 
 def expected_acceptance(
     verify: Verifier, p: Table, propose: Propose, context: Context = ()
 ) -> list[float]:
-    """The probabilities that at least 1, 2, ... drafted tokens of one step are accepted."""
+    """Return the probabilities that at least 1, 2, ... drafted tokens of one step are accepted."""
     reached: list[float] = []
     for _, accepted, chance in _steps(verify, p, propose, context):
         reached += [0.0] * (len(accepted.path) - len(reached))
@@ -264,29 +266,30 @@ def expected_acceptance(
 def typical_bias(
     typical: TypicalAcceptance, p: Table, propose: Propose, length: int, context: Context = ()
 ) -> float:
-    """Total variation between the target's law and that of typical acceptance: its bias."""
+    """Return the bias of typical acceptance: its total variation from the target's distribution."""
     law = output_law(typical, p, propose, length, context)
     return total_variation(law, target_law(p, length, context))
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A target, how it is drafted for, and how many tokens to compare: one step's most."""
+    """A target, a proposer for it, and how many tokens to compare: the most that a step emits."""
 
     p: Table
     propose: Propose
     length: int
 
     def distance(self, verify: Verifier) -> float:
-        """Total variation of one step from the target's law; 0 up to rounding if lossless."""
+        """Return one step's total variation from the target; 0 up to rounding if it's lossless."""
         law = step_law(verify, self.p, self.propose, self.length)
         return total_variation(law, target_law(self.p, self.length))
 
 
 def cases(seed: int = 0, vocab: int = 4) -> dict[str, Case]:
-    """Named cases, each with tables of its own seed; vocab at least 4.
+    """Return named cases, with tables drawn from `seed`; vocab at least 4.
 
-    Chains and trees, drawn and one-hot; p and q with zeros, with no token in common, and equal.
+    They cover chains and trees, drawn and one-hot; p and q with zeros, with no token in common, and
+    equal.
     """
     if checks.positive_int("vocab", vocab) < 4:
         raise ValueError(f"vocab must be at least 4 for two disjoint halves, got {vocab}")

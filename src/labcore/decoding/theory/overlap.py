@@ -1,9 +1,9 @@
-"""What one drafted token and its verdict put out, in closed form, for three rules of rejection.
+"""What verifying one drafted token emits, in closed form, under three rules of rejection.
 
 p is the target's distribution and q the draft's. A token x drawn from q is accepted with
-probability min(1, p(x) / q(x)), so that x leaves by acceptance with probability min(p(x), q(x)).
-The rule decides what leaves otherwise. Source: Leviathan et al., 2023, arXiv 2211.17192, section
-2.3 and appendix A.1.
+probability min(1, p(x) / q(x)), so x is emitted by acceptance with probability min(p(x), q(x)). The
+rule decides what is emitted after a rejection.
+Source: Leviathan et al., 2023, arXiv 2211.17192, section 2.3 and appendix A.1.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from labcore.decoding.verify import residual
 __all__ = ["RULES", "OneToken", "one_token", "toward"]
 
 RULES = ("residual", "softmaxed residual", "p again")
-"""After a rejection draw from: the normalised residual (p - q)+, which is exact; its softmax, as a
-library once did by mistake; p itself."""
+"""What to draw from after a rejection: the normalized residual (p - q)+, which is exact; its
+softmax, as a library once did by mistake; or p itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class OneToken:
 
     @property
     def out(self) -> Tensor:
-        """The distribution of the token that leaves, [V]."""
+        """The distribution of the emitted token, [V]."""
         return self.accepted + self.replaced
 
     @property
@@ -44,7 +44,7 @@ class OneToken:
         return float(self.accepted.sum())
 
     def distance(self, p: Tensor) -> float:
-        """Total variation between what leaves and p: 0 is exact, 1 has no token in common."""
+        """Return the total variation between the emitted token and p: 0 is exact, 1 is disjoint."""
         return float((self.out - p.double()).abs().sum() / 2)
 
 
@@ -59,21 +59,21 @@ def _distribution(name: str, row: Tensor) -> Tensor:
 
 
 def toward(p: Tensor, q: Tensor, share: float) -> Tensor:
-    """A draft between q (share 0) and p (share 1): (1 - share) q + share p, fp64 [V]."""
+    """Return a draft between q (share 0) and p (share 1): (1 - share) q + share p, fp64 [V]."""
     if not 0 <= share <= 1:
         raise ValueError(f"share must be from 0 (q) to 1 (p), got {share}")
     return torch.lerp(_distribution("q", q), _distribution("p", p), share)
 
 
 def one_token(p: Tensor, q: Tensor, rule: str = "residual") -> OneToken:
-    """What leaves when one token from q [V] is judged by p [V]; rule: one of RULES.
+    """Return what is emitted if p [V] judges a token from q [V]; rule: one of RULES.
 
-    Raises ValueError for rows that are no distributions over the same vocabulary.
+    Raises ValueError for rows that aren't distributions over the same vocabulary.
     """
     one_of("rule", rule, RULES)
     target, draft = _distribution("p", p), _distribution("q", q)
     if target.shape != draft.shape:
-        raise ValueError(f"p and q must have one length, got {len(target)} and {len(draft)}")
+        raise ValueError(f"p and q must have the same length, got {len(target)} and {len(draft)}")
     left = (target - draft).clamp(min=0)
     drawn = {
         "residual": residual(target, draft),

@@ -1,9 +1,10 @@
-"""What speculation can gain: tokens a step from acceptance, and speed from tokens and costs.
+"""What speculation can gain: tokens per step from acceptance, speedup from tokens and costs.
 
-Times are in units of one forward over one token, so that plain decoding takes 1 a token. gamma is
-the number of drafted tokens of a step, alpha the probability that a drafted token is accepted once
-all before it were. Source: Leviathan, Kalman, Matias, 2023, "Fast inference from transformers via
-speculative decoding", arXiv 2211.17192, theorem 3.8.
+Times are in units of one forward over one token, so plain decoding takes 1 per token. gamma is the
+number of drafted tokens per step, alpha the probability that a drafted token is accepted once all
+before it were.
+Source: Leviathan, Kalman, Matias, 2023, "Fast inference from transformers via speculative
+decoding", arXiv 2211.17192, theorem 3.8.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ __all__ = [
 ]
 
 RIDGE = 300
-"""Tokens of one forward at which an H100 computes in 16 bits for as long as it reads weights:
-990 TFLOP/s over 3.35 TB/s, 2 FLOP and 2 bytes a weight."""
+"""Tokens per forward at which an H100 computes in 16 bits for as long as it reads weights:
+990 TFLOP/s over 3.35 TB/s, 2 FLOP and 2 bytes per weight."""
 
 
 def _probability(name: str, value: float) -> float:
@@ -45,24 +46,24 @@ def _length(name: str, value: int) -> int:
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens a step: (1 - alpha^(gamma + 1)) / (1 - alpha), gamma + 1 at alpha = 1.
+    """Return tokens per step: (1 - alpha^(gamma + 1)) / (1 - alpha), gamma + 1 at alpha = 1.
 
-    Every drafted token is accepted with probability alpha, independent of all others; the token
+    Every drafted token is accepted with probability alpha, independently of all others; the token
     that the target adds is counted. Raises ValueError outside 0..1 and for a negative gamma.
     """
     _probability("alpha", alpha), _length("gamma", gamma)
-    # The sum of the powers is the closed form, without its 0 / 0 at alpha = 1.
+    # The sum of powers equals the closed form, without its 0 / 0 at alpha = 1.
     return math.fsum(alpha**power for power in range(gamma + 1))
 
 
 def speedup(
     alpha: float, gamma: int, *, verify_cost: float = 1.0, draft_cost: float = 0.0
 ) -> float:
-    """Speed over plain decoding: expected_tokens / (verify_cost + draft_cost * gamma).
+    """Return speed over plain decoding: expected_tokens / (verify_cost + draft_cost * gamma).
 
-    verify_cost: v(gamma + 1), the target's forward over gamma + 1 tokens in forwards over one;
-    1 where decoding waits for memory. draft_cost: c, what one drafted token takes, in the same
-    unit. With verify_cost 1 this is Leviathan's theorem 3.8.
+    verify_cost: v(gamma + 1), the target's forward over gamma + 1 tokens in forwards over one; 1 if
+    decoding is memory-bound. draft_cost: c, what one drafted token costs, in the same unit. With
+    verify_cost 1 this is Leviathan's theorem 3.8.
     """
     positive("verify_cost", verify_cost)
     non_negative("draft_cost", draft_cost)
@@ -72,10 +73,10 @@ def speedup(
 def best_length(
     alpha: float, costs: Sequence[float], draft_cost: float, longest: int | None = None
 ) -> int:
-    """The number of drafted tokens with the largest speed-up, 0 where drafting does not pay.
+    """Return the number of drafted tokens with the largest speedup, 0 if drafting doesn't pay.
 
-    costs: v(1), v(2), ... in forwards over one token; longest: the most drafted tokens, as many as
-    costs allow by default. Of equals the shortest. Raises ValueError where costs are too few.
+    costs: v(1), v(2), ... in forwards over one token; longest: the most drafted tokens, by default
+    as many as costs allow. The shortest wins ties. Raises ValueError for too few costs.
     """
     most = len(costs) - 1 if longest is None else _length("longest", longest)
     if not 0 <= most < len(costs):
@@ -91,10 +92,10 @@ def best_length(
 
 
 def roofline_cost(tokens: int, *, batch: int = 1, ridge: float = RIDGE) -> float:
-    """v(tokens) of a machine that either reads the weights or computes, whichever takes longer.
+    """Return v(tokens) if a forward takes the longer of reading the weights and computing.
 
-    tokens: of one row in one forward; batch: rows of that forward; ridge: tokens of a forward at
-    which both take equally long. Flat for one row, linear for a batch of `ridge` rows or more.
+    tokens: per row and forward; batch: rows per forward; ridge: tokens per forward at which both
+    take equally long. The cost is flat for one row and linear for a batch of `ridge` rows or more.
     Attention is left out.
     """
     positive_int("tokens", tokens)
@@ -104,12 +105,13 @@ def roofline_cost(tokens: int, *, batch: int = 1, ridge: float = RIDGE) -> float
 
 
 def conditionals(accepted: Sequence[float], tried: float | Sequence[float] = 1.0) -> list[float]:
-    """P(accepted | all before it accepted) for each place in the draft.
+    """Return P(accepted | all before it accepted) for each position in the draft.
 
-    accepted: how many drafts had their token accepted at each place, or its share of all drafts.
-    tried: the number of drafts (1 for shares), all of one length; or, where lengths differ, how
-    many tokens were judged at each place. Ends before the first place that was never judged.
-    Raises ValueError where more were accepted than judged.
+    accepted: how many drafts had their token accepted at each position, or its share of all drafts.
+    tried: the number of drafts (1 for shares) if all have the same length; if lengths differ, how
+    many tokens were judged at each position. The result ends before the first position that was
+    never judged.
+    Raises ValueError if more were accepted than judged.
     """
     reached = (
         [float(tried), *accepted[:-1]]
@@ -125,7 +127,7 @@ def conditionals(accepted: Sequence[float], tried: float | Sequence[float] = 1.0
         if not 0 <= taken <= judged_here:
             raise ValueError(
                 f"accepted must be at least 0 and at most what was judged, got {taken} of "
-                f"{judged_here} at place {place}; counts need the number of drafts as tried"
+                f"{judged_here} at place {place}; for counts, pass the number of drafts as tried"
             )
         if judged_here == 0:
             break
@@ -134,9 +136,9 @@ def conditionals(accepted: Sequence[float], tried: float | Sequence[float] = 1.0
 
 
 def expected_tokens_of(conditionals: Sequence[float]) -> float:
-    """Tokens a step when place i of the draft is accepted with conditionals[i] once it is reached.
+    """Return tokens per step if position i, once reached, is accepted with conditionals[i].
 
-    1 + c0 + c0 c1 + c0 c1 c2 + ...; `expected_tokens` where all are equal.
+    1 + c0 + c0 c1 + c0 c1 c2 + ...; this is `expected_tokens` if all are equal.
     """
     total, reached = 1.0, 1.0
     for place, one in enumerate(conditionals):
@@ -146,10 +148,11 @@ def expected_tokens_of(conditionals: Sequence[float]) -> float:
 
 
 def judged(accepted: Iterable[int], drafted: Iterable[int]) -> list[bool]:
-    """The outcomes of all drafted tokens that were judged, in order, for one request.
+    """Return the outcomes of all drafted tokens that were judged, in order, for one request.
 
-    accepted, drafted: tokens of each step. A step that rejects one leaves those behind it unjudged.
-    Raises ValueError for a step that accepts more than it drafts, or for lists of two lengths.
+    accepted, drafted: tokens per step. A step that rejects a token doesn't judge those after it.
+    Raises ValueError for a step that accepts more than it drafts, or for lists of different
+    lengths.
     """
     outcomes: list[bool] = []
     for taken, count in zip(accepted, drafted, strict=True):
@@ -160,11 +163,11 @@ def judged(accepted: Iterable[int], drafted: Iterable[int]) -> list[bool]:
 
 
 def acceptance_after(outcomes: Sequence[bool]) -> tuple[float, float]:
-    """P(accepted | the one before was accepted), P(accepted | the one before was rejected).
+    """Return P(accepted | previous was accepted) and P(accepted | previous was rejected).
 
-    outcomes: of the judged tokens in order, see `judged`. Equal where acceptance is independent,
-    as the closed form assumes; the first is larger where it comes in bursts. NaN where no token of
-    that kind has a successor.
+    outcomes: of the judged tokens in order, see `judged`. The two are equal if acceptance is
+    independent, as the closed form assumes; the first is larger if acceptances come in bursts. NaN
+    if no token of that kind has a successor.
     """
     after: dict[bool, list[bool]] = {True: [], False: []}
     for before, now in pairwise(outcomes):
@@ -174,9 +177,9 @@ def acceptance_after(outcomes: Sequence[bool]) -> tuple[float, float]:
 
 
 def bursty_tokens(after_accepted: float, after_rejected: float, gamma: int) -> float:
-    """Tokens a step where each outcome depends on the one before, as `acceptance_after` counts.
+    """Return tokens per step if each outcome depends on the one before, as in `acceptance_after`.
 
-    A Markov chain over the judged tokens, long after its start; `expected_tokens` where both
+    The judged tokens form a Markov chain in its stationary state. This is `expected_tokens` if both
     probabilities are equal. Raises ValueError outside 0..1.
     """
     _probability("after_accepted", after_accepted)

@@ -1,1 +1,1 @@
-"""What students handed in, in whatever form, as one list of notebooks."""
+"""Collects what students handed in, in any form, as one list of notebooks."""

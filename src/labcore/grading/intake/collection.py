@@ -1,7 +1,7 @@
-"""What a class handed in, taken in from a folder, an archive or a list of git addresses.
+"""Collects a class's submissions from a folder, an archive or a list of git addresses.
 
-Nothing of it is run. Only notebooks are written, below a folder of their own and under numbers:
-no name that a student chose becomes a path.
+Nothing is run. Only notebooks are written, in a separate folder under numbers: no name that a
+student chose becomes a path.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ CLONES = 4
 
 
 def _unwrapped(entries: Sequence[Entry], labs: Container[str]) -> list[Entry]:
-    """The entries without the one folder that they all may lie in.
+    """The entries without the single folder that may wrap them all.
 
-    In "anna/lion/lion.ipynb" that is a student's, as the folder in it is a lab's.
+    In "anna/lion/lion.ipynb", "anna" is not such a folder but a student's: it contains a lab's.
     """
     handed = [one for one in entries if one.suffix in (NOTEBOOK, ARCHIVE)]
     tops = {one.parts[0] for one in handed}
@@ -74,7 +74,7 @@ def _receipts(entries: Iterable[Entry]) -> list[str]:
 def _exported(
     entries: Iterable[Entry], source: Path, work: Path, labs: Container[str], total: Budget
 ) -> list[Submission]:
-    """The submissions in the files of an export. Raises ValueError where there are none."""
+    """The submissions in the files of an export. Raises ValueError if there are none."""
     found: list[Submission] = []
     students: dict[str, list[tuple[Place, Entry]]] = {}
     safe = []
@@ -95,7 +95,7 @@ def _exported(
         if place:
             students.setdefault(place.student, []).append((place, entry))
         elif entry.suffix == NOTEBOOK:
-            problem = "it stands outside of a student's folder"
+            problem = "it is not in a student's folder"
             lab = ascii(Path(name).stem)
             found.append(Submission(student="", lab=lab, path=source, problem=problem))
     for number, (name, handed) in enumerate(sorted(students.items()), 1):
@@ -104,12 +104,12 @@ def _exported(
         )
         found += student.submissions(handed)
     if not found:
-        raise ValueError(f"{source} holds nothing of a student; put <student>/<slug>.ipynb there")
+        raise ValueError(f"{source} has no student's files; put <student>/<slug>.ipynb there")
     return found
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether a folder is an unpacked export or holds archives, which `find` does not read."""
+    """Whether a folder is an unpacked export or contains archives; `find` reads neither."""
     tops = any(
         of_moodle(path.name) or (path.suffix.lower() == NOTEBOOK and lone(path.name))
         for path in folder.iterdir()
@@ -119,10 +119,10 @@ def _is_export(folder: Path) -> bool:
 
 
 def _cloned(source: Path, work: Path, labs: Container[str], total: Budget) -> list[Submission]:
-    """The submissions in the repositories of a list, a few fetched at a time."""
+    """The submissions in the repositories of a list; a few are cloned at a time."""
     rows = read_list(source)
     if not shutil.which("git"):
-        raise ValueError(f"{source} is a list of repositories and git is missing; install git")
+        raise ValueError(f"{source} is a list of repositories, but git is missing; install git")
 
     def of_student(numbered: tuple[int, str]) -> list[Submission]:
         number, name = numbered
@@ -154,7 +154,7 @@ def _cloned(source: Path, work: Path, labs: Container[str], total: Budget) -> li
 
 
 def _distinct(found: Iterable[Submission]) -> Iterator[Submission]:
-    """Students whose names a file system takes for one stay two: the second becomes "anna (2)"."""
+    """Renames students whose names a file system may confuse: the second becomes "anna (2)"."""
     found = list(found)
     names: dict[str, str] = {}
     taken: dict[str, str] = {}
@@ -169,31 +169,33 @@ def _distinct(found: Iterable[Submission]) -> Iterator[Submission]:
         notes = one.notes
         if new != plain:
             other = taken[plain.casefold()]
-            notes += (f"called {plain} in what was handed in, where there is {other} too",)
+            notes += (f"called {plain} in the submission; renamed because {other} exists too",)
         yield replace(one, student=new, notes=notes)
 
 
 def collect(source: Path, work: Path, labs: Container[str]) -> list[Submission]:
-    """The submissions in source; the notebooks of an archive or a list are written below work.
+    """The submissions in source; the notebooks of an archive or a list are written to work.
 
-    source: a folder (`submissions.find`; also one of archives or of an unpacked export), a `.zip`
-    of students' folders, of archives a student, or as Canvas, Moodle and Blackboard export them
-    (`forms`), one wrapping folder allowed; or a `.txt` or `.csv` of git addresses
-    (`repositories`). Only read. work: gets numbered notebooks; new or empty. labs: the slugs that
-    exist. What is wrong with one student's files is a problem of that submission; raises ValueError
-    where nothing of source can be taken.
+    source: only read. It is one of
+    - a folder as for `submissions.find`, or of archives, or an unpacked export,
+    - a `.zip` of students' folders, of one archive per student, or as Canvas, Moodle and
+      Blackboard export it (`forms`); one wrapping folder is allowed,
+    - a `.txt` or `.csv` of git addresses (`repositories`).
+    work: a new or empty folder for the numbered notebooks. labs: the slugs that exist.
+    A fault in one student's files becomes the problem of that submission. Raises ValueError if
+    source cannot be used at all.
     """
     here, there = work.resolve(), source.resolve()
     if here == there or there in here.parents:
-        raise ValueError(f"{work} lies in {source}; name another folder to unpack into")
+        raise ValueError(f"{work} is inside {source}; choose another folder to unpack into")
     if work.exists() and (not work.is_dir() or any(work.iterdir())):
-        raise ValueError(f"{work} is not empty; name a new folder to unpack into")
+        raise ValueError(f"{work} is not empty; choose a new folder to unpack into")
     if not source.exists():
-        raise ValueError(f"there is no {source}; name a folder, a .zip, or a .txt or .csv")
+        raise ValueError(f"{source} does not exist; name a folder, a .zip, a .txt or a .csv")
     work.mkdir(parents=True, exist_ok=True)
     gigabytes = TOTAL_BYTES // 1_000_000_000
     total = Budget(
-        TOTAL_BYTES, ValueError(f"{source} unpacks to more than {gigabytes} GB; take it apart")
+        TOTAL_BYTES, ValueError(f"{source} unpacks to more than {gigabytes} GB; split it up")
     )
     kind = source.suffix.lower()
     if source.is_dir():
@@ -206,10 +208,10 @@ def collect(source: Path, work: Path, labs: Container[str]) -> list[Submission]:
             try:
                 archive = opened(file)
             except ValueError as error:
-                raise ValueError(f"{source}: {error}; download it anew") from error
+                raise ValueError(f"{source}: {error}; download it again") from error
             found = _exported(zip_entries(archive, total), source, work, labs, total)
     elif kind in (".txt", ".csv"):
         found = _cloned(source, work, labs, total)
     else:
-        raise ValueError(f"{source} is no folder, .zip, .txt or .csv; name one of these")
+        raise ValueError(f"{source} is not a folder, .zip, .txt or .csv; name one of these")
     return list(_distinct(found))

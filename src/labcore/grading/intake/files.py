@@ -1,7 +1,7 @@
-"""The files of an export, in an archive or a folder, each with its content behind limits.
+"""The files of an export, in an archive or a folder, each read within limits.
 
-Nothing is written here, and no name of an entry becomes a path. Sizes are counted while they are
-unpacked: what an archive says of itself may be a lie.
+Nothing is written here, and no entry's name becomes a path. Bytes are counted while unpacking,
+because an archive may lie about its sizes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = [
 TOTAL_BYTES = 2_000_000_000
 STUDENT_BYTES = 200_000_000
 MAX_ENTRIES = 20_000
-# Notebooks shrink to a tenth, their pictures hardly; what gives 200 bytes for one is no notebook.
+# Notebooks compress to a tenth, and their images hardly at all. A ratio of 200 is no notebook.
 RATIO = 200
 RATIO_FROM = 1_000_000
 CHUNK = 1 << 16
-# zipfile bounds what it unpacks at a time for these alone.
+# zipfile bounds the size of each read only for these.
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 BROKEN = (
     zipfile.BadZipFile,
@@ -57,18 +57,18 @@ UNICODE_PATH = 0x7075
 
 
 class Refused(Exception):
-    """Why one file is not taken; the others of the export are not concerned."""
+    """Why one file is refused; it does not affect the others."""
 
 
 class Budget:
-    """Counts unpacked bytes; from more than `limit` in all on, `problem` is raised."""
+    """Counts unpacked bytes; raises `problem` once the total exceeds `limit`."""
 
     def __init__(self, limit: int, problem: Exception) -> None:
         self._left = limit
         self._problem = problem
 
     def take(self, size: int) -> None:
-        """Counts so many bytes more; 0 asks whether it is used up."""
+        """Counts `size` more bytes; 0 only checks the total."""
         self._left -= size
         if self._left < 0:
             raise self._problem
@@ -78,8 +78,9 @@ class Budget:
 class Entry:
     """A file of an export.
 
-    parts: its path. read: its content of at most so many bytes; raises Refused. refused: why it
-    must not be read. unsafe: its path leads somewhere else, so that it says nothing of a student.
+    parts: its path. read: returns the content, of at most the given number of bytes, or raises
+    Refused. refused: why it must not be read. unsafe: its path leads out of the export, so it does
+    not identify a student.
     """
 
     parts: tuple[str, ...]
@@ -90,22 +91,22 @@ class Entry:
 
     @property
     def suffix(self) -> str:
-        """The end of the file's name, in small letters."""
+        """The file's extension in lowercase."""
         return Path(self.parts[-1]).suffix.lower()
 
     @property
     def hidden(self) -> bool:
-        """Whether it is what a system leaves behind: checkpoints, `__MACOSX`, dot files."""
+        """Whether a system left it behind: checkpoints, `__MACOSX`, dot files."""
         left = any(part.startswith(".") or part == "__MACOSX" for part in self.parts)
         return left and not self.unsafe
 
 
 def opened(file: IO[bytes]) -> zipfile.ZipFile:
-    """The archive in a file. Raises ValueError where it is none, empty, or has too many entries."""
+    """The archive in a file. Raises ValueError if unreadable, empty or with too many entries."""
     try:
         archive = zipfile.ZipFile(file)
     except (*BROKEN, NotImplementedError, ValueError) as error:
-        raise ValueError(f"it is no zip archive that can be read ({error})") from error
+        raise ValueError(f"it is not a readable zip archive ({error})") from error
     entries = len(archive.infolist())
     if entries > MAX_ENTRIES:
         archive.close()
@@ -117,7 +118,7 @@ def opened(file: IO[bytes]) -> zipfile.ZipFile:
 
 
 def _unicode_path(info: zipfile.ZipInfo, written: bytes) -> str:
-    """The name in UTF-8 that some programs write beside the other; "" without it."""
+    """The UTF-8 name that some programs write in addition; "" without one."""
     extra = info.extra
     while len(extra) >= 4:
         kind, size = struct.unpack("<HH", extra[:4])
@@ -136,11 +137,11 @@ def _is_gb2312(sign: str) -> bool:
 
 
 def name_of(info: zipfile.ZipInfo) -> tuple[str, tuple[str, ...]]:
-    """An entry's name, and a note where its encoding had to be guessed.
+    """An entry's name, and a note if its encoding had to be guessed.
 
-    Without the flag for UTF-8 a name should be in cp437, but systems write what they use: macOS
-    UTF-8, Chinese Windows GBK. GBK is taken only where one sign at least is a common one, for
-    "ü" and a letter behind it in cp437 are a rare sign in GBK.
+    Without the UTF-8 flag a name should be in cp437, but systems write their own encoding: macOS
+    UTF-8, Chinese Windows GBK. GBK is chosen only if at least one character is common, because a
+    cp437 "ü" and the letter after it form a rare character in GBK.
     """
     name = info.orig_filename.partition("\0")[0]
     if info.flag_bits & UTF8_FLAG or name.isascii():
@@ -160,7 +161,7 @@ def name_of(info: zipfile.ZipInfo) -> tuple[str, tuple[str, ...]]:
         if other == "utf-8" or any(map(_is_gb2312, decoded)):
             guess, encoding = decoded, other
             break
-    return guess, (f"the archive does not say how its names are encoded; read as {encoding}",)
+    return guess, (f"the archive does not state the encoding of its names; read as {encoding}",)
 
 
 def _refusal(info: zipfile.ZipInfo) -> str:
@@ -168,11 +169,11 @@ def _refusal(info: zipfile.ZipInfo) -> str:
     if kind == stat.S_IFLNK:
         return "the file is a link"
     if kind not in (0, stat.S_IFREG):
-        return "it is no plain file"
+        return "it is not a regular file"
     if info.flag_bits & ENCRYPTED_FLAG:
         return "the file is encrypted"
     if info.compress_type not in METHODS:
-        return "the file is packed in an unusual way; pack it as a plain zip"
+        return "its compression method is not supported; make an ordinary zip"
     return ""
 
 
@@ -191,14 +192,14 @@ def _unpacked(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: Budget, l
                 if size > limit:
                     raise Refused(f"the file is larger than {limit // 1_000_000} MB")
                 if size > RATIO_FROM and size > RATIO * info.compress_size:
-                    raise Refused(f"the file unpacks to more than {RATIO} times its size")
+                    raise Refused(f"the file unpacks to more than {RATIO} times its packed size")
     except BROKEN as error:
         raise Refused("the file is damaged in the archive") from error
     return content.getvalue()
 
 
 def zip_entries(archive: zipfile.ZipFile, budget: Budget) -> list[Entry]:
-    """The files of an archive, without its folders; what must not be read is marked."""
+    """The files of an archive, without folders; those that must not be read are marked."""
     found: list[tuple[tuple[str, ...], str, zipfile.ZipInfo, tuple[str, ...]]] = []
     for info in archive.infolist():
         name, notes = name_of(info)
@@ -219,8 +220,8 @@ def zip_entries(archive: zipfile.ZipFile, budget: Budget) -> list[Entry]:
 
 
 def nested(content: bytes, budget: Budget) -> list[Entry]:
-    """The files of an archive in an archive, a student's own. Raises Refused."""
-    # Before zipfile reads them all: each entry begins with this mark.
+    """The files of an archive inside an archive, from one student. Raises Refused."""
+    # Count the marks that begin each entry before zipfile reads them all.
     if len(DIRECTORY_MARK.findall(content)) > MAX_ENTRIES:
         raise Refused(f"it has more than {MAX_ENTRIES} entries")
     try:
@@ -242,7 +243,7 @@ def _read_file(path: Path, budget: Budget, limit: int) -> bytes:
 
 
 def folder_entries(folder: Path, budget: Budget) -> list[Entry]:
-    """The files below a folder; links are marked, not followed. ValueError: there are too many."""
+    """The files under a folder; links are marked, not followed. Raises ValueError for too many."""
     found = []
     for here, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -252,12 +253,12 @@ def folder_entries(folder: Path, budget: Budget) -> list[Entry]:
             plain = path.is_file() and not path.is_symlink()
             parts = path.relative_to(folder).parts
             entry = Entry(
-                # A linked folder of a student is a row of that student, too.
+                # A student's folder that is a link still gets a row.
                 parts=(*parts, *parts) if path.is_dir() and len(parts) == 1 else parts,
                 read=partial(_read_file, path, budget),
-                refused="" if plain else "it is a link or no plain file",
+                refused="" if plain else "it is a link or not a regular file",
             )
             found.append(entry)
         if len(found) > MAX_ENTRIES:
-            raise ValueError(f"{folder} has more than {MAX_ENTRIES} files; name that of the class")
+            raise ValueError(f"{folder} has more than {MAX_ENTRIES} files; name the class's folder")
     return found

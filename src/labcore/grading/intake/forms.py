@@ -1,16 +1,16 @@
-"""What the names of handed-in files say, as folders, nbgrader and learning systems write them.
+"""What the names of submitted files say, as folders, nbgrader and learning systems write them.
 
-Read from names alone; nothing is opened here. The forms:
+Only names are read; no file is opened here. The forms:
 
-- Canvas, "Download Submissions", flat: `meieranna_[LATE_]4711_99012_lion-1.ipynb`, that is who,
-  the number of the user and of the file; `anon_x7Yq2_...` where names are hidden. The student is
-  `meieranna_4711`. A later file has a larger number; Canvas itself adds the -1.
-- Moodle, "Download all submissions": `Anna Meier_4711_assignsubmission_file/lion.ipynb`, some
-  versions with one more `_`; without folders `Anna Meier_4711_assignsubmission_file_lion.ipynb`.
-  The student is `Anna Meier_4711`. Only the last submission is there.
+- Canvas, "Download Submissions", flat: `meieranna_[LATE_]4711_99012_lion-1.ipynb`, which is the
+  name, the user's number and the file's number; `anon_x7Yq2_...` if names are hidden. The student
+  is `meieranna_4711`. A later file has a larger number. Canvas itself adds the -1.
+- Moodle, "Download all submissions": `Anna Meier_4711_assignsubmission_file/lion.ipynb`, in some
+  versions with another `_`; without folders `Anna Meier_4711_assignsubmission_file_lion.ipynb`.
+  The student is `Anna Meier_4711`. Only the last submission is included.
 - Blackboard, "Assignment File Download", flat:
   `Lab 1_ameier_attempt_2024-03-01-10-11-12_lion.ipynb`
-  beside the receipt `Lab 1_ameier_attempt_2024-03-01-10-11-12.txt`. The student is `ameier`.
+  with the receipt `Lab 1_ameier_attempt_2024-03-01-10-11-12.txt`. The student is `ameier`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ __all__ = [
     "stamped",
 ]
 
-# A time in UTC, None where it is not known, and what is to be said of that.
+# A time in UTC, None if unknown, and notes about it.
 Moment = tuple[datetime | None, tuple[str, ...]]
 
-# "my/lion-lab.ipynb" is where "Run this page" puts a reader's copy of the lab lion; Canvas makes
-# "lion-1.ipynb" of one that is handed in again, a browser "lion (1).ipynb" of a second download.
+# "Run this page" saves a reader's copy of the lab lion as "my/lion-lab.ipynb". Canvas renames a
+# second submission to "lion-1.ipynb"; a browser, a second download to "lion (1).ipynb".
 COPY = re.compile(r"(-lab)?(-[0-9]+)?( ?\([0-9]+\))?$")
 STAMP = "timestamp.txt"
 STAMP_BYTES = 200
@@ -63,9 +63,9 @@ RECEIPT = re.compile(r"\ufeff?[^:\n]+:[^\n]*\((?P<user>[^()\s]+)\)\s*(\n|$)")
 class Place:
     """Who handed in a file, and what else its name says.
 
-    file: its name as the student had it, "" for what the learning system wrote. order: the larger
-    the later; None where the name says nothing of that. collected: whether nbgrader may have
-    put it there, and so the time beside it; in an export that file would be the student's own.
+    file: the student's own name for it, "" for a file that the learning system wrote. order: larger
+    is later; None if the name does not say. collected: whether nbgrader may have put it there, and
+    so the timestamp next to it; in an export, the timestamp would be the student's own file.
     """
 
     student: str
@@ -77,7 +77,7 @@ class Place:
 
 
 def normal(name: str) -> str:
-    """A name in the one of Unicode's forms that is written with the fewest signs."""
+    """A name in Unicode's composed form (NFC)."""
     return unicodedata.normalize("NFC", name)
 
 
@@ -100,7 +100,7 @@ def _blackboard(name: str, receipts: Sequence[str]) -> Place | None:
         moment = datetime.strptime(found["time"], "%Y-%m-%d-%H-%M-%S").replace(tzinfo=UTC)
     except ValueError:
         return None
-    # Assignments and user names may have a "_"; only a receipt says where the one ends.
+    # Either name may contain "_"; only a receipt tells where the user name begins.
     ends = [user for user in receipts if found["before"].endswith("_" + user)]
     student = max(ends, key=len) if ends else found["before"].rpartition("_")[2]
     return Place(
@@ -108,21 +108,21 @@ def _blackboard(name: str, receipts: Sequence[str]) -> Place | None:
         file=found["file"] or "",
         order=int(found["time"].replace("-", "")),
         handed_in=moment,
-        notes=("the time is that of Blackboard's server, taken as UTC",),
+        notes=("the time is from Blackboard's server, read as UTC",),
     )
 
 
 def receipt(name: str, text: str) -> str:
-    """The user name in a receipt of Blackboard, whose first line is "Name: Anna Meier (ameier)"."""
+    """The user name in a Blackboard receipt, whose first line is "Name: Anna Meier (ameier)"."""
     found = BLACKBOARD.fullmatch(name)
     first = RECEIPT.match(text)
     return first["user"] if found and found["file"] is None and first else ""
 
 
 def lone(name: str, receipts: Sequence[str] = ()) -> Place | None:
-    """Who handed in a file that lies in no folder; None where no learning system named it.
+    """Who handed in a file outside of any folder; None if no learning system named it.
 
-    receipts: the user names that Blackboard's receipts give.
+    receipts: the user names in Blackboard's receipts.
     """
     name = normal(name)
     if found := MOODLE.fullmatch(name):
@@ -131,19 +131,19 @@ def lone(name: str, receipts: Sequence[str] = ()) -> Place | None:
 
 
 def of_moodle(name: str) -> bool:
-    """Whether Moodle named a student's folder so."""
+    """Whether Moodle gave a student's folder this name."""
     return bool(MOODLE.fullmatch(normal(name)))
 
 
 def in_folder(parts: Sequence[str]) -> Place:
-    """Who handed in a file that lies in a student's folder, the first of the parts."""
+    """Who handed in a file in a student's folder, which is the first of `parts`."""
     found = MOODLE.fullmatch(normal(parts[0]))
     student = found["student"] if found else parts[0]
     return Place(student=student, file="/".join(parts[1:]), collected=not found)
 
 
 def _labcore(content: bytes) -> dict[str, Any]:
-    """What labcore has in a notebook's metadata; {} where it is none or has nothing."""
+    """labcore's metadata in a notebook; {} if there is none or this is not a notebook."""
     try:
         found = json.loads(content)["metadata"]["labcore"]
     except (ValueError, RecursionError, KeyError, TypeError):
@@ -152,7 +152,7 @@ def _labcore(content: bytes) -> dict[str, Any]:
 
 
 def is_chapter(content: bytes) -> bool:
-    """Whether a notebook is a page of the book, which has the name of its lab."""
+    """Whether a notebook is a chapter of the book, which has the same name as its lab."""
     meta = _labcore(content)
     return "objectives" in meta and meta.get("kind") != "lab"
 
@@ -160,10 +160,10 @@ def is_chapter(content: bytes) -> bool:
 def lab_of(
     stem: str, labs: Container[str], read: Callable[[], bytes]
 ) -> tuple[str, tuple[str, ...]]:
-    """The lab that a file's name means, else the one that its metadata names; and notes on that.
+    """The lab that a file's name or else its metadata identifies, and notes on that.
 
-    stem: the file's name without .ipynb, which comes back where neither means a lab. read: gives
-    the content, called only where the name means none.
+    stem: the file's name without .ipynb; returned unchanged if neither identifies a lab. read:
+    returns the content; called only if the name does not suffice.
     """
     for name in (stem, COPY.sub("", stem)):
         if name in labs:
@@ -171,14 +171,14 @@ def lab_of(
     meta = _labcore(read())
     named = meta.get("slug")
     if isinstance(named, str) and named in labs and meta.get("kind") == "lab":
-        return named, (f"{stem + '.ipynb'!a} is the lab {named} by its metadata",)
+        return named, (f"{stem + '.ipynb'!a} is the lab {named}, according to its metadata",)
     return stem, ()
 
 
 def stamped(content: bytes) -> Moment:
-    """The moment in nbgrader's timestamp.txt, in UTC, as "2015-02-02 15:58:23.948203 UTC".
+    """The time in nbgrader's timestamp.txt, such as "2015-02-02 15:58:23.948203 UTC", in UTC.
 
-    Another zone than UTC is read as an offset, "+0100". None and a note where it is no moment.
+    A zone other than UTC or GMT is read as an offset, "+0100". None and a note for other text.
     """
     date, _, zone = content.decode("utf-8", errors="replace").strip().rpartition(" ")
     try:
@@ -187,9 +187,9 @@ def stamped(content: bytes) -> Moment:
             return moment.astimezone(UTC), ()
     except (ValueError, OverflowError):
         pass
-    return None, (f"{STAMP} holds no time in UTC, so when it was handed in is not known",)
+    return None, (f"{STAMP} has no readable time, so the time of submission is unknown",)
 
 
 def several(names: Sequence[str]) -> str:
-    """The problem of more than one notebook for one lab."""
-    return f"{len(names)} notebooks for one lab ({', '.join(names)}); leave one"
+    """The problem of having more than one notebook for one lab."""
+    return f"{len(names)} notebooks for one lab ({', '.join(names)}); keep one"

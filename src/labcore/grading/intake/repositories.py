@@ -1,9 +1,9 @@
-"""Notebooks out of git repositories, read as blobs of bare clones.
+"""Notebooks from git repositories, read as blobs of bare clones.
 
-Nothing is checked out, so no filter, attribute, hook, link or submodule of a repository is ever
-followed. The list has a line `student,address` or `student,address,branch` a repository; a first
-line with the columns' names (`student`, `url` or `address`, `branch`) may give another order, and
-lines that begin with # are left out. Semicolons may stand for the commas.
+Nothing is checked out, so a repository's filters, attributes, hooks, links and submodules have no
+effect. The list has one line per repository, `student,address` or `student,address,branch`. A first
+line of column names (`student`, `url` or `address`, `branch`) may set another order. Lines that
+begin with # are ignored. Semicolons may replace the commas.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ MEMORY_BYTES = 4_000_000_000
 LOCAL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?!-)[^\s]+")
 SCP = re.compile(r"(?!-)[\w.-]+@[\w.-]+:(?!:)[^\s]+")
 CREDENTIALS = re.compile(r"://[^/\s']*@")
-# What git ends with, whatever the reason was.
+# git's last lines, whatever the reason was.
 ADVICE = (
     "fatal: Could not read from remote repository.",
     "Please make sure you have the correct access rights",
     "and the repository exists.",
 )
 BRANCH = re.compile(r"(?!-)[\w./+-]+")
-# The limits are set by a shell, for a function between fork and exec is not safe among threads.
-# With the signal for a file that grows too large ignored, git says of itself what was wrong.
+# A shell sets the limits, because with threads, running Python between fork and exec is not safe.
+# It ignores the signal for a file that grows too large, so that git itself reports the error.
 LIMITED = 'trap "" XFSZ; ulimit -f "$1"; ulimit -v "$2" 2>/dev/null; shift 2; exec "$@"'
 ULIMIT_BLOCK = 512
 CONFIG = (
@@ -58,7 +58,7 @@ CONFIG = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One repository of the list. branch: "" is the one that the repository shows first."""
+    """One repository of the list. branch: "" means the repository's default branch."""
 
     student: str
     address: str
@@ -66,18 +66,18 @@ class Row:
 
 
 def read_list(path: Path) -> list[Row]:
-    """The repositories in a list. Raises ValueError naming the line that is none."""
+    """The repositories in a list. Raises ValueError naming the bad line."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not in UTF-8; save it so") from error
+        raise ValueError(f"{path} is not in UTF-8; save it in that encoding") from error
     lines = [
         (number, line)
         for number, line in enumerate(text.splitlines(), 1)
         if line.strip() and not line.lstrip().startswith("#")
     ]
     if long := [number for number, line in lines if len(line) > LINE_SIGNS]:
-        raise ValueError(f"line {long[0]} of {path} is longer than {LINE_SIGNS} signs")
+        raise ValueError(f"line {long[0]} of {path} has more than {LINE_SIGNS} characters")
     separator = ";" if lines and ";" in lines[0][1] and "," not in lines[0][1] else ","
     cells = [
         (number, [cell.strip() for cell in next(csv.reader([line], delimiter=separator))])
@@ -91,27 +91,27 @@ def read_list(path: Path) -> list[Row]:
     for number, row in cells:
         named = dict(zip(columns, row, strict=False))
         if not named.get("student") or not named.get("address"):
-            raise ValueError(f"line {number} of {path} is not <student>{separator}<address>")
+            raise ValueError(f"line {number} of {path} must be <student>{separator}<address>")
         rows.append(
             Row(student=named["student"], address=named["address"], branch=named.get("branch", ""))
         )
     if not rows:
-        raise ValueError(f"{path} names no repository; put a line <student>,<address> for each")
+        raise ValueError(f"{path} names no repository; add a line <student>,<address> for each")
     return rows
 
 
 def _checked(row: Row) -> None:
-    """Raises Refused for what must not be handed to git."""
+    """Raises Refused for an address or branch that must not be passed to git."""
     found = LOCAL.fullmatch(row.address)
     protocol = found["protocol"] if found else "ssh" if SCP.fullmatch(row.address) else ""
     if protocol not in PROTOCOLS:
         raise Refused("its address must begin with https:// or ssh://")
     if row.branch and not BRANCH.fullmatch(row.branch):
-        raise Refused(f"{row.branch!a} is no name of a branch")
+        raise Refused(f"{row.branch!a} is not a branch name")
 
 
 def _environment() -> dict[str, str]:
-    """Without what a hook or a shell around this tells git, certificates excepted."""
+    """The environment without the caller's git variables, except those for certificates."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -131,7 +131,7 @@ def _environment() -> dict[str, str]:
 
 
 def _reason(said: str) -> str:
-    """git's own last line, as far as it is worth showing, without what logs in."""
+    """git's last informative line, shortened and without credentials."""
     lines = [line for line in said.splitlines() if line.strip() and line not in ADVICE]
     fatal = [line for line in lines if line.startswith(("fatal:", "error:"))]
     last = (fatal or lines or ["it gave no reason"])[-1]
@@ -140,11 +140,11 @@ def _reason(said: str) -> str:
 
 
 def _git(folder: Path, *words: str, limit: int) -> bytes:
-    """What git prints, with files of at most so many bytes. Raises Refused with its last line."""
+    """git's output, with a limit in bytes on files. Raises Refused with git's last line."""
     settings = [word for one in CONFIG for word in ("-c", one)]
     blocks, memory = str(limit // ULIMIT_BLOCK + 1), str(MEMORY_BYTES // 1024)
     command = ["sh", "-c", LIMITED, "sh", blocks, memory, "git", *settings, *words]
-    # Files, not pipes: those a helper of git could hold open after git has ended.
+    # Files, not pipes, which a helper of git could hold open after git has ended.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             command,
@@ -180,7 +180,7 @@ def _blob(folder: Path, name: str, size: int, limit: int) -> bytes:
 
 
 def _entries(folder: Path) -> Iterator[Entry]:
-    """The notebooks of the commit; links and submodules are marked or left out."""
+    """The notebooks in the commit. Links are marked; submodules are left out."""
     listing = _git(folder, "ls-tree", "-r", "-l", "-z", "--full-tree", "HEAD", limit=LISTING_BYTES)
     lines = listing.split(b"\0")
     if len(lines) > MAX_ENTRIES:
@@ -199,11 +199,11 @@ def _entries(folder: Path) -> Iterator[Entry]:
 
 @contextmanager
 def cloned(row: Row, work: Path) -> Iterator[list[tuple[Place, Entry]]]:
-    """The notebooks in a repository's last commit, readable inside of the with. Raises Refused.
+    """The notebooks in a repository's last commit, readable within the `with`. Raises Refused.
 
-    work: the folder in which the clone lies as long.
+    work: the folder that holds the clone until then.
 
-    handed_in is the commit's own time, which is what its author's machine said.
+    handed_in is the commit time, which comes from the author's machine.
     """
     _checked(row)
     with tempfile.TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as made:
@@ -223,6 +223,6 @@ def cloned(row: Row, work: Path) -> Iterator[list[tuple[Place, Entry]]]:
         moment = None
         with suppress(ValueError, OverflowError, OSError):
             moment = datetime.fromtimestamp(int(seconds), UTC)
-        notes = (f"the time is that of commit {commit}, which its author can set",)
+        notes = (f"the time is from commit {commit}; its author can set it",)
         place = Place(student=row.student, file="", handed_in=moment, notes=notes)
         yield [(replace(place, file="/".join(one.parts)), one) for one in _entries(folder)]

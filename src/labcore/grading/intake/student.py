@@ -1,4 +1,4 @@
-"""One student's part of what a class handed in: the notebooks written down, one a lab chosen."""
+"""One student's part of a class's submissions: saves the notebooks and chooses one per lab."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Stamps = Mapping[tuple[str, ...], Entry]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Notebook:
-    """One notebook that a student handed in. path: where it was written, None where it was not."""
+    """One notebook that a student handed in. path: where it was saved, None if it was refused."""
 
     name: str
     lab: str
@@ -49,10 +49,10 @@ def _shown(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Student:
-    """What one student handed in, on its way to submissions.
+    """Turns what one student handed in into submissions.
 
-    number: where the student stands, which names the files. strangers: whether notebooks of no lab
-    are worth a row beside those of labs.
+    number: the student's position, used in file names. strangers: whether a notebook that belongs
+    to no lab gets a row too.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Student:
     _files: Iterator[int] = field(default_factory=itertools.count)
     _own: Budget = field(
         default_factory=lambda: Budget(
-            STUDENT_BYTES, Refused(f"more than {STUDENT_BYTES // 1_000_000} MB of one student")
+            STUDENT_BYTES, Refused(f"more than {STUDENT_BYTES // 1_000_000} MB from one student")
         )
     )
 
     def submissions(self, handed: Sequence[tuple[Place, Entry]]) -> Iterator[Submission]:
-        """A submission for each lab, and one for each thing that cannot be taken."""
+        """A submission for each lab, and one for each problem."""
         if refused := self.refused():
             yield refused
             return
@@ -78,23 +78,23 @@ class Student:
         known = [one for one in notebooks if one.lab in self.labs]
         if not known and not (notebooks and self.strangers):
             names = ", ".join(ascii(entry.parts[-1]) for _, entry in handed[:3])
-            yield self.problem(f"no notebook of a lab was handed in ({names})")
+            yield self.problem(f"no lab notebook was handed in ({names})")
         taken = notebooks if self.strangers else known
         for lab in sorted({one.lab for one in taken}):
             yield self._chosen(lab, [one for one in taken if one.lab == lab])
 
     def refused(self) -> Submission | None:
-        """What stands for all of a student whose name cannot be one."""
+        """The single submission of a student with an invalid name; None if the name is valid."""
         problem = name_problem(normal(self.name))
         whole = Submission(student=ascii(self.name), lab="", path=self.source, problem=problem)
         return whole if problem else None
 
     def problem(self, problem: str) -> Submission:
-        """A submission that cannot be graded, of no lab."""
+        """A submission without a lab that cannot be graded."""
         return Submission(student=self.name, lab="", path=self.source, problem=problem)
 
     def _notebooks(self, handed: Sequence[tuple[Place, Entry]]) -> Iterator[_Notebook]:
-        """The notebooks, those in the student's archives too; an archive that cannot be opened."""
+        """The notebooks, including those in archives, and an entry for each unreadable archive."""
         stamps = {
             entry.parts[:-1]: entry
             for place, entry in handed
@@ -130,7 +130,7 @@ class Student:
     def _notebook(
         self, place: Place, entry: Entry, stamps: Mapping[tuple[str, ...], Entry]
     ) -> _Notebook:
-        """Written down, if it can be."""
+        """Saves a notebook, unless it is refused."""
         content, problem, path = b"", "", None
         try:
             content = self._read(entry, MAX_BYTES)
@@ -161,13 +161,13 @@ class Student:
         last = max(found, key=lambda one: -1 if one.order is None else one.order)
         problem, notes = last.problem, last.notes
         if lab not in self.labs:
-            lab, problem = ascii(lab), problem or "there is no lab of this name"
+            lab, problem = ascii(lab), problem or "there is no lab with this name"
         elif len(found) > 1:
             rivals = [one for one in found if one.order in (last.order, None)]
             if len(rivals) > 1:
                 problem = problem or several([one.name for one in rivals])
             else:
-                notes += (f"handed in {len(found)} times, the last counts ({last.name})",)
+                notes += (f"handed in {len(found)} times; the last one counts ({last.name})",)
         return Submission(
             student=self.name,
             lab=lab,

@@ -1,8 +1,8 @@
-"""What students handed in: found in a folder, read with care, brought back to the lab's form.
+"""Finds submissions in a folder, reads them safely, and restores the lab's form.
 
-Nothing here runs a student's code. Of a submission only the notebook is used, and of the notebook
-only the texts of its cells: files beside it could stand in for labcore, and metadata can make
-nbgrader skip a cell and count it as right.
+Nothing here runs a student's code. Only the notebook of a submission is used, and only the text of
+its cells: other files could impersonate labcore, and metadata can make nbgrader skip a cell and
+count it as correct.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = [
 ]
 
 MAX_BYTES = 20_000_000
-# Of a notebook's cells: a lab has some fifty, and reading code takes a thousand times its size.
+# Limits on a notebook's cells: a lab has about fifty, and parsing takes 1000 times the text's size.
 MAX_CELLS, MAX_TEXT = 1000, 1_000_000
 CELL_TYPES = ("code", "markdown", "raw")
-# What nbgrader has beside "submitted" in a course's folder, and writes beside what it collects.
+# nbgrader's folders next to "submitted" in a course's folder.
 NBGRADER_FOLDERS = {"source", "release", "autograded", "feedback"}
 PUT_BACK = "# Put back for grading, as the lab has it.\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
-    """One notebook of one student. problem: why it cannot be graded, "" where it can be tried.
+    """One notebook of one student. problem: why it cannot be graded, "" if grading can be tried.
 
-    handed_in: when, in UTC, where something other than a file's own date says so. notes: what a
-    person should look at, a phrase each; none of it hinders the grading.
+    handed_in: the time in UTC, if known from something other than the file's date. notes: phrases
+    for a person to review; they do not prevent grading.
     """
 
     student: str
@@ -56,14 +56,14 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mended:
-    """A submission in the lab's form, and what had to be put right, a phrase each."""
+    """A submission in the lab's form. changes: a phrase for each thing that was restored."""
 
     notebook: dict[str, Any]
     changes: Sequence[str]
 
 
 def _start_of(path: Path, limit: int) -> bytes:
-    """The first bytes of a plain file; none of anything else."""
+    """The first `limit` bytes of a regular file; b"" for anything else."""
     if path.is_symlink() or not path.is_file():
         return b""
     with path.open("rb") as file:
@@ -71,7 +71,7 @@ def _start_of(path: Path, limit: int) -> bytes:
 
 
 def _notebooks(folder: Path) -> Iterator[Path]:
-    """The notebooks of a student: in the folder, or one folder deeper as nbgrader has them."""
+    """A student's notebooks: in the folder, or one level deeper as nbgrader has them."""
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):
             continue
@@ -102,8 +102,8 @@ def _of_student(folder: Path, labs: Container[str]) -> Iterator[Submission]:
     for lab, found in sorted(by_lab.items()):
         problem, (path, notes) = "", found[0]
         if lab not in labs:
-            # What is no lab's name could be anything, a formula too.
-            lab, problem = ascii(lab), "there is no lab of this name"
+            # An unknown name could be anything, even a spreadsheet formula.
+            lab, problem = ascii(lab), "there is no lab with this name"
         elif len(found) > 1:
             problem = several([one.relative_to(folder).as_posix() for one, _ in found])
         handed_in = None
@@ -116,12 +116,12 @@ def _of_student(folder: Path, labs: Container[str]) -> Iterator[Submission]:
 
 
 def _submitted(folder: Path, labs: Container[str]) -> Path:
-    """The folder of the students: "submitted" where folder is the one of a course in nbgrader."""
+    """The students' folder: "submitted" if `folder` is an nbgrader course."""
     inner = folder / "submitted"
     names = {path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."}
     if names - NBGRADER_FOLDERS != {inner.name} or inner.is_symlink():
         return folder
-    # A student may be called so.
+    # A student may be called "submitted".
     own = any(path.parent == inner or path.parent.name in labs for path in _notebooks(inner))
     return folder if own else inner
 
@@ -129,12 +129,12 @@ def _submitted(folder: Path, labs: Container[str]) -> Path:
 def find(folder: Path, labs: Container[str]) -> list[Submission]:
     """The submissions in `<folder>/<student>/<slug>.ipynb` or `<folder>/<student>/<slug>/`.
 
-    labs: the slugs that exist. Of nbgrader's course the folder "submitted" is taken. handed_in is
-    what `timestamp.txt` beside a notebook says, else None: the date of a file tells when it was
-    copied. Raises ValueError where the folder is none or holds no student.
+    labs: the slugs that exist. In an nbgrader course, the folder "submitted" is used. handed_in
+    comes from `timestamp.txt` next to a notebook and is None without it, because a file's date may
+    only tell when it was copied. Raises ValueError if `folder` is not a folder or has no students.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; name the one that holds a folder a student")
+        raise ValueError(f"{folder} is not a folder; name one with a folder for each student")
     folder = _submitted(folder, labs)
     found: list[Submission] = []
     for path in sorted(folder.iterdir()):
@@ -143,17 +143,17 @@ def find(folder: Path, labs: Container[str]) -> list[Submission]:
         if path.is_dir():
             found += _of_student(path, labs)
         elif path.suffix.lower() == ".ipynb":
-            problem = "it stands outside of a student's folder"
+            problem = "it is not in a student's folder"
             found.append(Submission(student="", lab=ascii(path.stem), path=path, problem=problem))
     if not found:
-        raise ValueError(f"{folder} holds no student's folder; put <student>/<slug>.ipynb there")
+        raise ValueError(f"{folder} has no student's folder; put <student>/<slug>.ipynb there")
     return found
 
 
 def read_notebook(path: Path) -> dict[str, Any]:
-    """The notebook at path as JSON of format 4. Raises ValueError saying what it is instead."""
+    """The notebook at path as JSON of format 4. Raises ValueError saying what is wrong with it."""
     if path.is_symlink() or not path.is_file():
-        raise ValueError("it is a link or no plain file")
+        raise ValueError("it is a link or not a regular file")
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"the file is larger than {MAX_BYTES // 1_000_000} MB")
     content = path.read_bytes()
@@ -162,10 +162,10 @@ def read_notebook(path: Path) -> dict[str, Any]:
     try:
         notebook = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError("the file is no valid JSON, so no notebook") from error
+        raise ValueError("the file is not valid JSON and so not a notebook") from error
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(cells, list) or notebook.get("nbformat") != 4:
-        raise ValueError("the file is no notebook of format 4")
+        raise ValueError("the file is not a notebook of format 4")
     if len(cells) > MAX_CELLS:
         raise ValueError(f"the notebook has {len(cells)} cells, more than {MAX_CELLS}")
     length = 0
@@ -178,13 +178,13 @@ def read_notebook(path: Path) -> dict[str, Any]:
             or cell.get("cell_type") not in CELL_TYPES
         ):
             raise ValueError(f"cell {number} of the notebook is damaged")
-        # JSON can hold halves of signs, which no file in UTF-8 can.
+        # JSON can contain lone surrogates, which UTF-8 cannot encode.
         cell["source"] = "".join(lines).encode("utf-8", errors="replace").decode()
         length += len(cell["source"])
         if not isinstance(cell.get("metadata"), dict):
             cell["metadata"] = {}
     if length > MAX_TEXT:
-        raise ValueError(f"the texts of its cells are longer than {MAX_TEXT // 1_000_000} MB")
+        raise ValueError(f"the text of its cells is longer than {MAX_TEXT // 1_000_000} MB")
     return notebook
 
 
@@ -202,7 +202,7 @@ def _name(cell: Mapping[str, Any]) -> str:
 
 
 def _restored(cell: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """A student's cell under the release's metadata, and what was changed in it, or ""."""
+    """A student's cell with the release's metadata, and a phrase for what was restored, or ""."""
     meta, theirs, text = nbgrader_of(ours), nbgrader_of(cell), cell_text(cell)
     change = ""
     keys = ("grade", "locked", "solution", "points")
@@ -216,7 +216,10 @@ def _restored(cell: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[dict[st
 
 
 def _put_back(cells: list[dict[str, Any]], known: Mapping[str, Any]) -> Iterator[str]:
-    """Puts missing graded cells below the cell that they follow in the release, else last."""
+    """Restores missing graded cells below the cell that they follow in the release, or at the end.
+
+    Yields a phrase for each missing cell.
+    """
     before = ""
     for name, ours in known.items():
         places = [place for place, cell in enumerate(cells) if _name(cell) == name]
@@ -243,10 +246,10 @@ def _imported(cells: Iterable[Mapping[str, Any]]) -> set[tuple[str, str, str | N
 def _put_back_plain(
     cells: list[dict[str, Any]], theirs: Sequence[Mapping[str, Any]], release: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Puts back what answers count on: imports that are not as released, a missing STUDENT.
+    """Restores what answers rely on: imports that differ from the release, a missing STUDENT.
 
-    Below the student's own cell, which stays, else on top. cells: the mended ones, `theirs` the
-    student's, one for one. A changed cell whose imports are all there is not worth a word.
+    They go below the student's own cell, which stays, or at the top. cells: the repaired cells, in
+    the order of the student's cells `theirs`. Yields a phrase for STUDENT and for lost imports.
     """
     at = {str(cell.get("id")): mended for cell, mended in zip(theirs, cells, strict=True)}
     there = {cell_text(cell).strip() for cell in theirs if cell["cell_type"] == "code"}
@@ -264,10 +267,10 @@ def _put_back_plain(
 
 
 def mend(notebook: Mapping[str, Any], release: Mapping[str, Any]) -> Mended:
-    """The submission with the release's own metadata and locked cells, and nothing else but texts.
+    """Repairs a submission: its cells' text, with the release's metadata and locked cells.
 
-    Imports and STUDENT come back where they are missing. Of a cell that is there twice the last
-    one counts. Raises ValueError where the notebook has none of the lab's cells.
+    Missing imports and a missing STUDENT are restored. If a cell occurs more than once, the last
+    one counts. Raises ValueError if the notebook has none of the lab's cells.
     """
     known = {_name(cell): cell for cell in release["cells"] if _name(cell)}
     last = {_name(cell): place for place, cell in enumerate(notebook["cells"])}
@@ -285,12 +288,12 @@ def mend(notebook: Mapping[str, Any], release: Mapping[str, Any]) -> Mended:
     changes += _put_back_plain(cells, notebook["cells"], release)
     times = Counter(map(_name, notebook["cells"]))
     changes += [
-        f"cell {name} there {times[name]} times, the last counts"
+        f"cell {name} occurs {times[name]} times; the last one counts"
         for name in known
         if times[name] > 1
     ]
     changes += _put_back(cells, known)
     kernel = {"kernelspec": release["metadata"]["kernelspec"]}
-    # Minor 4: cells without ids, which a student's notebook may have twice.
+    # Minor 4 has no cell ids, which a student's notebook may contain twice.
     mended_notebook = {"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 4}
     return Mended(notebook=mended_notebook, changes=tuple(changes))

@@ -1,4 +1,4 @@
-"""What a training step's bytes are for: one type for what is measured and what is predicted."""
+"""The purposes of a training step's bytes: one type for measurements and predictions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Breakdown:
     """Bytes that one device holds at one moment of a training step.
 
     parameters: weights and buffers. gradients: of the parameters. optimizer: its state.
-    activations: what the forward leaves for the backward, and what checkpointing recomputes.
-    workspace: everything else, temporary: results on their way, weights gathered from other
-    devices.
+    activations: what the forward saves for the backward, and what checkpointing recomputes.
+    workspace: everything else that's temporary, such as intermediate results and weights gathered
+    from other devices.
     """
 
     parameters: int = 0
@@ -25,10 +25,10 @@ class Breakdown:
 
     @property
     def total(self) -> int:
-        """The sum of all five."""
+        """The sum of all five parts."""
         kept = self.parameters + self.gradients + self.optimizer
         return kept + self.activations + self.workspace
 
     def parts(self) -> dict[str, int]:
-        """The five by name, in the order in which a picture stacks them."""
+        """Return the five parts by name, in the order in which figures stack them."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

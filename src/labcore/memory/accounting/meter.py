@@ -1,13 +1,14 @@
-"""What a training step really holds, storage by storage, at every moment.
+"""Measures what a training step actually holds, storage by storage, at every moment.
 
-A storage is the memory behind tensors: a view has that of its base and counts once. Every operation
-that torch runs passes a dispatch mode, which sees the storages that come; a finalizer tells when
-each is freed. One that stays but is resized, as FSDP and `Offload` do with weights that they bring
-and let go, is followed through `UntypedStorage.resize_`. What a storage is for is known from the
-model (parameters, and their gradients), from the optimizer's state, and from what autograd saves.
+A storage is the memory behind tensors. A view shares its base's storage, which counts once. Every
+operation that torch runs passes through a dispatch mode, which sees new storages; a finalizer
+reports when each is freed. FSDP and `Offload` keep the storages of the weights that they gather and
+free, but resize them, which the meter follows through `UntypedStorage.resize_`. The purpose of a
+storage is known from the model (parameters and their gradients), from the optimizer's state, and
+from what autograd saves.
 
-Not seen: scratch memory inside a kernel, what libraries below torch take for themselves, and
-tensors that another thread makes.
+The meter doesn't see scratch memory inside a kernel, memory that libraries below torch allocate for
+themselves, or tensors that another thread creates.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "workspace")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """A storage has come, gone, or changed its size.
+    """The moment at which a storage was allocated, freed or resized.
 
-    phase: one of PHASES; "between" is what stands between a step of the optimizer and the next
-    forward. module: the name of the innermost module at work, "" outside of them.
+    phase: one of PHASES; "between" is the time between an optimizer step and the next forward.
+    module: the name of the innermost running module, "" outside modules.
     """
 
     phase: str
@@ -48,7 +49,7 @@ class Moment:
 
 @dataclass(slots=True)
 class _Block:
-    """One storage. Its kind may become known after it was made, and then holds from its birth."""
+    """One storage. Its kind may become known only later, and then applies from its creation on."""
 
     module: str
     bytes: int = 0  # now
@@ -57,8 +58,10 @@ class _Block:
     shrunk: bool = False
 
     def waits(self) -> None:
-        """The backward will read it; what shrinks meanwhile is no activation but a gathered weight,
-        which comes and goes beside those at rest.
+        """Mark it as an activation, which the backward will read.
+
+        A storage that shrinks meanwhile is a gathered weight instead, which comes and goes beside
+        the resident ones.
         """
         if self.kind == "workspace" and not self.shrunk:
             self.kind = "activations"
@@ -67,18 +70,18 @@ class _Block:
 @dataclass(frozen=True, slots=True)
 class _Event:
     block: _Block
-    change: int  # bytes more, or less
+    change: int  # in bytes, negative for less
     phase: str
     module: str
 
 
 @dataclass(slots=True)
 class _Place:
-    """Where a step stands."""
+    """The current position in a step."""
 
     phase: str = "between"
     module: str = ""
-    inside: list[str] = field(default_factory=list)  # names of modules whose forward runs
+    inside: list[str] = field(default_factory=list)  # names of modules whose forward is running
     recomputes: bool = False
 
 
@@ -98,7 +101,7 @@ class _Watch(TorchDispatchMode):
 
 
 class Meter:
-    """Counts the bytes that steps of training hold while it is open.
+    """Counts the bytes that training steps hold while it's open.
 
         with Meter(model, optimizer) as meter:
             for _ in range(2):
@@ -107,21 +110,22 @@ class Meter:
                 optimizer.step()
         meter.peak.total, meter.phases["backward"], meter.by_module
 
-    model: its parameters and buffers, on any device; several devices are added up.
-    optimizers: none, one, or several (`*offload.optimizers`); state that a first step makes is told
-    apart from workspace once that step is over.
-    Open it around two steps or more: the first makes the optimizer's state. What the process held
-    before, and belongs to neither model nor optimizers, counts once an operation returns it.
-    allocator_peak: on a GPU the allocator's own record of the same steps, in bytes, less what it
+    model: its parameters and buffers, on any device; several devices are summed.
+    optimizers: none, one, or several (`*offload.optimizers`). State that the first step creates is
+    told apart from workspace once that step is over.
+    Open it around at least two steps, because the first creates the optimizer state. Storages that
+    already existed and belong to neither the model nor the optimizers count once an operation
+    returns them.
+    allocator_peak: on a GPU, the allocator's peak in bytes during the same steps, minus what it
     held for others when they began; None on a CPU, whose allocator keeps no record.
-    The results stand ready after the block; a meter is used once. RuntimeError for a second `with`,
-    and for results where no storage was seen.
+    The results are available after the block, and a meter can be used only once. Raises
+    RuntimeError for a second `with`, and for results if no storage was seen.
     """
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         self._model, self._optimizers = model, optimizers
         self._place, self._stack = _Place(), ExitStack()
-        self._blocks: dict[int, _Block] = {}  # by the address of the storage's own record
+        self._blocks: dict[int, _Block] = {}  # keyed by the storage's C++ address
         self._finalizers: dict[int, weakref.finalize[..., Any]] = {}
         self._events: list[_Event] = []
         self._since = 0  # the event with which a forward or a recomputation began
@@ -166,7 +170,7 @@ class Meter:
         for finalizer in self._finalizers.values():
             finalizer.detach()
         self._finalizers.clear()
-        self.__dict__.pop("timeline", None)  # one that was read inside ends there
+        self.__dict__.pop("timeline", None)  # one read inside the block is incomplete
         if gpus := self._gpus():
             highest = sum(torch.cuda.max_memory_allocated(device) for device in gpus)
             self.allocator_peak = highest - self._others
@@ -175,7 +179,7 @@ class Meter:
         return {p.device for p in self._model.parameters() if p.device.type == "cuda"}
 
     def _watch_resizes(self) -> None:
-        """`resize_` is no operation, and other threads call it too."""
+        """Wrap `resize_`, which isn't a dispatched operation and which other threads call too."""
         plain = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -204,7 +208,7 @@ class Meter:
             self._mark(parameter.grad, "gradients", owner)
 
     def _mark_gradients(self) -> None:
-        """Those that stand: DistributedDataParallel moves them after autograd's hook has run."""
+        """Mark existing gradients: DistributedDataParallel moves them after autograd's hook."""
         for name, parameter in self._model.named_parameters():
             self._accumulated(name.rpartition(".")[0], parameter)
 
@@ -216,7 +220,7 @@ class Meter:
                 self._mark(state, "optimizer", names.get(parameter, ""))
 
     def _begin(self, phase: str) -> None:
-        """A phase is a moment of its own, even if nothing comes or goes in it."""
+        """Begin a phase with its own moment, even if nothing is allocated or freed in it."""
         self._place.phase, self._place.module = phase, ""
         self._note(_Block(""), 0)
 
@@ -229,9 +233,9 @@ class Meter:
         self._begin("between")
 
     def _locate(self) -> None:
-        """Where this operation stands; what a forward or a recomputation left is kept from then."""
+        """Update the phase before an operation; keep what a forward or recomputation left."""
         place, backward = self._place, _in_backward()
-        recomputes = backward and torch.is_grad_enabled()  # a plain backward makes no graph
+        recomputes = backward and torch.is_grad_enabled()  # a plain backward builds no graph
         if backward and place.phase != "backward":
             self._keep()
             self._begin("backward")
@@ -242,10 +246,10 @@ class Meter:
         place.recomputes = recomputes
 
     def _keep(self) -> None:
-        """What is alive of a forward or a recomputation waits for the backward.
+        """Mark what is alive of a forward or recomputation as waiting for the backward.
 
-        The hooks on saved tensors do not see all of it: torch.utils.checkpoint keeps the inputs of
-        its regions, and what it recomputes, by itself.
+        The hooks on saved tensors don't see all of it: torch.utils.checkpoint itself keeps the
+        inputs of its regions and what it recomputes.
         """
         for event in self._events[self._since :]:
             if event.block.alive:
@@ -266,7 +270,7 @@ class Meter:
     def _pack(self, tensor: Tensor) -> tuple[Tensor, str]:
         for part in _tensors(tensor):
             self._block(part).waits()
-        # Detached: what is kept holds memory and no graph.
+        # Detached, so that it keeps the memory but not the graph.
         return tensor.detach(), self._place.module
 
     def _unpack(self, kept: tuple[Tensor, str]) -> Tensor:
@@ -282,7 +286,7 @@ class Meter:
                 block.kind, block.module = kind, owner
 
     def _block(self, tensor: Tensor) -> _Block:
-        """The record of a tensor's storage, made at the first sight of it."""
+        """Return the record of a tensor's storage, created at first sight."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         block = self._blocks.get(key)
@@ -316,7 +320,7 @@ class Meter:
 
     @functools.cached_property
     def timeline(self) -> tuple[Moment, ...]:
-        """A moment for each storage that came, went or changed its size, in their order."""
+        """A moment for each storage that was allocated, freed or resized, in order."""
         held = dict.fromkeys(KINDS, 0)
         moments = []
         for event in self._events:
@@ -327,7 +331,7 @@ class Meter:
     @property
     def _moments(self) -> tuple[Moment, ...]:
         if not self.timeline:
-            raise RuntimeError("the Meter saw no storage; run a step of training inside its block")
+            raise RuntimeError("the Meter saw no storage; run a training step inside its block")
         return self.timeline
 
     def _highest(self) -> int:
@@ -336,12 +340,12 @@ class Meter:
 
     @property
     def peak(self) -> Breakdown:
-        """What was held when most was held."""
+        """The breakdown when the total was highest."""
         return self.timeline[self._highest()].held
 
     @property
     def phases(self) -> dict[str, Breakdown]:
-        """What was held when most was held, in each phase that occurred."""
+        """The breakdown when the total was highest, for each phase that occurred."""
         found: dict[str, Breakdown] = {}
         for moment in self._moments:
             before = found.get(moment.phase)
@@ -351,15 +355,15 @@ class Meter:
 
     @property
     def most(self) -> Breakdown:
-        """The highest that each part was on its own: these need not belong to one moment."""
+        """Each part's own maximum; these need not occur at the same moment."""
         held = [moment.held for moment in self._moments]
         return Breakdown(**{name: max(getattr(h, name) for h in held) for name in KINDS})
 
     @property
     def by_module(self) -> dict[str, Breakdown]:
-        """The peak, by the module that owns the weights or ran when the storage was made.
+        """The peak by module: the one that owns the weights, or that ran at the allocation.
 
-        "" stands for the loss and whatever else ran outside of modules. The parts add up to `peak`.
+        "" is the loss and whatever else ran outside modules. The parts add up to `peak`.
         """
         found: dict[str, dict[str, int]] = {}
         for event in self._events[: self._highest() + 1]:
@@ -370,12 +374,12 @@ class Meter:
 
 
 def _in_backward() -> bool:
-    # The only sign of a running backward; torch.utils.checkpoint reads the same.
+    # The only sign of a running backward; torch.utils.checkpoint uses it too.
     return torch._C._current_graph_task_id() != -1
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Every plain tensor in a tree: of one that wraps others (DTensor, a quantized one) those."""
+    """Yield every plain tensor in a tree, and those inside wrappers (DTensor, quantized ones)."""
     for leaf in tree_leaves(tree):
         if is_traceable_wrapper_subclass(leaf):
             names, _ = leaf.__tensor_flatten__()

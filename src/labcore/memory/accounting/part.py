@@ -1,10 +1,10 @@
-"""One device's part of a model: what it keeps of a micro-batch and where its step holds most.
+"""One device's part of a model: what it keeps per micro-batch, and where its step may peak.
 
 The formulas follow `models.Llama` operation by operation. Letters: B rows, T tokens, C hidden_size,
-I intermediate_size, H and Hkv heads, D head_dim, V vocab_size; g bytes of an element of the weights
-and of the residual stream, e bytes of an element of a product (2 under autocast).
+I intermediate_size, H and Hkv heads, D head_dim, V vocab_size; g bytes per element of the weights
+and of the residual stream, e bytes per element of a product (2 under autocast).
 
-For each token a layer keeps two norms (the input in float32, 1/rms, the normalized input, and the
+Per token, a layer keeps two norms (the input in float32, 1/rms, the normalized input, and the
 output, which autocast copies for every product that reads it), the rotated queries and keys, the
 values, attention's output and its log-sum-exp, and four rows of I in the MLP.
 """
@@ -30,16 +30,16 @@ Shape = tuple[int, ...]
 
 FLOAT = 4  # bytes of a float32: a row's 1/rms, its log-sum-exp, a logarithm of a probability
 INDEX = 8  # bytes of a token or a target
-# Float32 arrays at a time in our optimizers' CPU steps, each of a piece of a parameter: for float32
-# parameters, and for those in half precision, which are widened.
+# Float32 arrays at a time in our optimizers' CPU steps, each for a piece of a parameter. Float32
+# parameters come first, then half-precision ones, which are widened.
 TEMPORARIES = {"lion": (0, 3), "adafactor": (1, 3), "sm3": (1, 3), "adamw8bit": (11, 13)}
 
-# Copies of all weights that the foreach forms, the usual ones on a GPU, hold at a time.
+# Copies of all weights that the foreach implementations, the default on a GPU, hold at a time.
 FOREACH = {"adamw": 1, "lion": 2, "adafactor": 1, "sm3": 1}
 
 # Bytes of one parameter's state. AdamW and Lion keep moments in its dtype, as torch does.
 STATE: dict[str, Callable[[Shape, torch.dtype], int]] = {
-    "adamw": lambda shape, dtype: 2 * math.prod(shape) * dtype.itemsize + FLOAT,  # a step's number
+    "adamw": lambda shape, dtype: 2 * math.prod(shape) * dtype.itemsize + FLOAT,  # the step counter
     "sgd": lambda *_: 0,
     "lion": lambda shape, dtype: math.prod(shape) * dtype.itemsize,
     "adafactor": Adafactor.state_bytes,
@@ -49,12 +49,12 @@ STATE: dict[str, Callable[[Shape, torch.dtype], int]] = {
 
 
 def _share(whole: int, shares: int) -> int:
-    """The largest of these shares."""
+    """Return the largest of `shares` shares."""
     return -(-whole // shares)
 
 
 def _layer_shapes(config: LlamaConfig, shares: int = 1) -> dict[str, Shape]:
-    """One layer's parameters, the products' divided by output, o_proj and down_proj by input."""
+    """Return one layer's parameters: products split by output, o_proj and down_proj by input."""
     width, wide = config.hidden_size, _share(config.intermediate_size, shares)
     queries = _share(config.num_attention_heads, shares) * config.head_size
     keys = _share(config.kv_heads, shares) * config.head_size
@@ -73,7 +73,7 @@ def _layer_shapes(config: LlamaConfig, shares: int = 1) -> dict[str, Shape]:
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, Shape]:
-    """Name and shape of every parameter of `Llama(config)`; a tied head has none of its own."""
+    """Return the name and shape of every parameter of `Llama(config)`; a tied head adds none."""
     table = (config.vocab_size, config.hidden_size)
     shapes: dict[str, Shape] = {"embed_tokens.weight": table}
     for layer in range(config.num_hidden_layers):
@@ -87,19 +87,19 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, Shape]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """What stands at one point of a step, besides weights and optimizer state."""
+    """What is held at one point of a step, besides weights and optimizer state."""
 
     activations: float
     gradients: float = 0.0
     workspace: float = 0.0
     done: int = 0  # layers whose backward is over
-    gathered: int = 2  # layers whose weights FSDP2 has brought: the one at work and the next
+    gathered: int = 2  # layers whose weights FSDP2 has gathered: this one and the next
     first: bool = False  # the first layer's forward, beside the flat copy of all other weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The part of the model that one device has, and what passes through it."""
+    """One device's part of the model, and the batches that pass through it."""
 
     config: LlamaConfig
     batch: int
@@ -123,22 +123,22 @@ class Part:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of weights, gradients and moments."""
+        """The dtype of weights, gradients and moments."""
         return torch.float32 if self.mixed else getattr(torch, self.dtype)
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of the weights and of the residual stream: g."""
+        """Bytes per element of the weights and of the residual stream: g."""
         return self.weight_dtype.itemsize
 
     @property
     def narrow(self) -> int:
-        """Bytes of an element of a product: e."""
+        """Bytes per element of a product: e."""
         return 2 if self.mixed else self.wide
 
     @cached_property
     def shapes(self) -> list[tuple[Shape, int]]:
-        """Shapes of this part's parameters and how many there are of each."""
+        """The shapes of this part's parameters, and the number of each."""
         config = self.config
         table = (_share(config.vocab_size, self.shares), config.hidden_size)
         found = [(shape, self.layers) for shape in _layer_shapes(config, self.shares).values()]
@@ -148,13 +148,13 @@ class Part:
         return [*found, (table, int(tables)), ((config.hidden_size,), int(self.head))]
 
     def _elements(self, within: str = "") -> int:
-        """Parameters of one layer whose names contain this."""
+        """Return the elements of one layer's parameters whose names contain `within`."""
         shapes = _layer_shapes(self.config, self.shares)
         return sum(math.prod(shape) for name, shape in shapes.items() if within in name)
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of all of them."""
+        """Elements of all parameters."""
         return sum(math.prod(shape) * count for shape, count in self.shapes)
 
     @property
@@ -187,32 +187,32 @@ class Part:
 
     @property
     def tokens(self) -> int:
-        """Of one forward."""
+        """Tokens per forward."""
         return self.batch * self.length
 
     @property
     def stream(self) -> int:
-        """The residual stream: [B, T, C] in g bytes."""
+        """The residual stream: [B, T, C] with g bytes per element."""
         return self.tokens * self.config.hidden_size * self.wide
 
     @property
     def logits(self) -> int:
-        """[B, T, V] in float32."""
+        """The logits: [B, T, V] in float32."""
         return self.tokens * _share(self.config.vocab_size, self.shares) * FLOAT
 
     @property
     def row(self) -> int:
-        """One of the MLP's rows: [B, T, I] in e bytes."""
+        """One of the MLP's rows: [B, T, I] with e bytes per element."""
         return self.tokens * _share(self.config.intermediate_size, self.shares) * self.narrow
 
     def _read(self, products: int) -> int:
-        """A norm's output as the products keep it: once, under autocast a copy for each."""
+        """Return a norm's output as products keep it: once, or under autocast a copy for each."""
         copy = self.tokens * self.config.hidden_size * self.narrow
         return copy * products if self.mixed else copy
 
     @property
     def norm_input(self) -> int:
-        """[B, T, C] in float32: the stream itself where that is float32."""
+        """A norm's input: [B, T, C] in float32, the stream itself if that is float32."""
         return self.tokens * self.config.hidden_size * FLOAT
 
     def _norm(self, products: int) -> int:
@@ -220,7 +220,7 @@ class Part:
         return self.norm_input + statistic + self.stream + self._read(products)
 
     def _attention(self, outputs: int) -> int:
-        """Queries, keys, values, log-sum-exp, and so many copies of the output."""
+        """Return queries, keys, values, log-sum-exp, and `outputs` copies of the output."""
         heads = _share(self.config.num_attention_heads, self.shares)
         keys = _share(self.config.kv_heads, self.shares)
         elements = ((1 + outputs) * heads + 2 * keys) * self.config.head_size
@@ -229,7 +229,7 @@ class Part:
     @property
     def attention(self) -> int:
         """What a layer's attention keeps, without the norm before it."""
-        # A CPU's attention lays its output out by head, so that o_proj reads a copy of it.
+        # On a CPU, attention's output is laid out by head, so o_proj reads a copy of it.
         return self._attention(1 if self.gpu else 2)
 
     @property
@@ -262,7 +262,7 @@ class Part:
 
     @cached_property
     def segments(self) -> list[int]:
-        """Layers of each stretch that is recomputed as one."""
+        """The number of layers in each segment that is recomputed as one."""
         if self.checkpointing is None:
             return []
         every = 1 if isinstance(self.checkpointing, str) else self.checkpointing
@@ -277,7 +277,7 @@ class Part:
 
     @property
     def segment(self) -> int:
-        """What a stretch keeps: its input; "selective" the results of products and attention."""
+        """What a segment keeps: its input; "selective": also results of products and attention."""
         if self.checkpointing != "selective":
             return self.stream
         return self.stream + self._attention(1) + 2 * self.last_product + 2 * self.row
@@ -295,10 +295,10 @@ class Part:
     # The moments of a step --------------------------------------------------
 
     def forward(self) -> list[Held]:
-        """Where a forward may hold most; gradients of an earlier micro-batch are not in it."""
+        """Return where a forward may peak, without the gradients of earlier micro-batches."""
         width = self.norm_input
         loss = self.logits if self.head else 0
-        cached = self.layers * self.casts if self.segments else 0  # else among what is kept
+        cached = self.layers * self.casts if self.segments else 0  # otherwise part of `kept`
         found = [
             Held(activations=self.kept, workspace=loss + cached, gathered=0),
             Held(activations=self.inputs + self.stream, first=True),
@@ -311,8 +311,8 @@ class Part:
                 found.append(Held(activations=before, workspace=self.stream + width, gathered=1))
             below = self.kept - self.top + self.stream
             found.append(Held(activations=below, workspace=self.stream))
-        if self.segments:  # nothing of the layer at work is kept
-            streams = 2 if self.segments[-1] == 1 else 3  # the stretch's input is the layer's own
+        if self.segments:  # nothing of the current layer is kept
+            streams = 2 if self.segments[-1] == 1 else 3  # one layer shares the segment's input
             mixing = 2 * self.row
             if self.checkpointing != "selective":
                 mixing = max(3 * self.row, self.attention)
@@ -321,7 +321,7 @@ class Part:
         return found
 
     def backward(self) -> list[Held]:
-        """Where a backward may hold most: the loss, norms, last and first MLP, the embedding."""
+        """Return where a backward may peak: loss, norms, last and first MLP, embedding."""
         g, width = self.wide, self.norm_input
         wider = self.stream if g < FLOAT else 0  # a norm's input in float32 is not the stream
         norm, mlp = 5 * width, self.stream + 3 * self.row
@@ -360,25 +360,25 @@ class Part:
         return found
 
     def buffers(self) -> int:
-        """Workspace that the optimizer keeps from one step to the next: Lion's, on a CPU."""
+        """Return the workspace that the optimizer keeps between steps: only Lion's, on a CPU."""
         if self.optimizer != "lion" or self.gpu:
             return 0
         line = self._below(chunked.SMALL)
         return 2 * FLOAT * min(CHUNK, self.parameters) + 2 * line * self.wide
 
     def _below(self, size: int) -> int:
-        """Elements of all parameters with less than `size`: our optimizers take them together."""
+        """Return the elements of parameters under `size`, which our optimizers step together."""
         return sum(math.prod(s) * n for s, n in self.shapes if math.prod(s) < size)
 
     def _adamw_elements(self) -> int:
-        """torch's loop makes two temporaries of a parameter and still has the last one's second."""
+        """Return AdamW's peak: two temporaries per parameter, plus one of the previous one's."""
         layer = [math.prod(s) for s in _layer_shapes(self.config, self.shares).values()]
         order = [self.table * self.embedding, *layer, *layer]
         order += [self.config.hidden_size, self.table] if self.head else []
         return max(2 * now + before for before, now in pairwise([0, *order]))
 
     def step(self) -> list[Held]:
-        """The optimizer at work."""
+        """Return where the optimizer's step may peak."""
         g, largest = self.wide, self.largest
         if self.gpu and self.optimizer in FOREACH and (g == FLOAT or self.optimizer == "adamw"):
             workspace = FOREACH[self.optimizer] * self.weights
@@ -388,7 +388,7 @@ class Part:
             workspace = 0
         else:
             arrays, line = TEMPORARIES[self.optimizer][g < FLOAT], largest
-            if self.optimizer == "lion":  # the next piece's moment comes before the last one's goes
+            if self.optimizer == "lion":  # two pieces' moments overlap
                 line = max(line, self._below(chunked.SMALL))
                 arrays += g < FLOAT and line >= 2 * CHUNK
             elif self.optimizer != "adamw8bit" and g == FLOAT:

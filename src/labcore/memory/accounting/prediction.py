@@ -1,4 +1,4 @@
-"""How many bytes a step of training will hold, from the model's shape alone."""
+"""Predicts how many bytes a training step will hold, from the model's shape alone."""
 
 from __future__ import annotations
 
@@ -34,33 +34,34 @@ def estimate(
     moment: str = "peak",
     device: str = "cpu",
 ) -> Breakdown:
-    """Bytes on the fullest device at the moment when a step of training `Llama(config)` holds most.
+    """Return the bytes on the fullest device at the peak of a training step of `Llama(config)`.
 
-    A step is `zero_grad()`, `next_token_loss`, backward, `step()`. Gradients come with the
+    A step is `zero_grad()`, `next_token_loss`, backward, `step()`. Gradients are created in the
     backward, so a peak at its start has none; `moment="step"` shows them all.
 
-    batch, length: rows and predicted tokens a row of one forward on one device.
+    batch, length: rows, and predicted tokens per row, of one forward on one device.
     dtype: of weights, gradients and moments; "mixed" keeps these in float32 and computes products
-    in 16 bits by torch.autocast.
-    optimizer: "adamw" and "sgd" are torch's, the others `labcore.optim`'s, all as they come.
-    checkpointing: k recomputes every k layers as one; "selective" keeps the results of products
-    and of attention and recomputes the rest; None keeps everything.
-    zero_stage: 1 divides the optimizer's state among data_parallel devices, 2 the gradients too,
-    3 the weights too. "exact" is what `divide` builds of them: FSDP2 (2, 3) rests on shards of the
-    weights in both and gathers, as workspace, all for a forward and a backward (2) or a layer and
-    the next one (3). Whole weights at rest in stage 2 are the paper's, which "16" and "18" count.
-    Batches of a few tokens take up to 15 % more than said, for buffers of the collectives.
-    tensor_parallel: devices that share every product; norms and the residual stream are whole on
+    in 16 bits with torch.autocast.
+    optimizer: "adamw" and "sgd" are torch's, the others `labcore.optim`'s, all with their defaults.
+    checkpointing: k recomputes every k layers as one; "selective" keeps the results of products and
+    attention and recomputes the rest; None keeps everything.
+    zero_stage: 1 shards the optimizer state over data_parallel devices, 2 also the gradients, 3
+    also the weights. "exact" models what `divide` builds. FSDP2 (2, 3) keeps only shards of the
+    weights at rest and gathers whole weights as workspace: all of them from the forward through the
+    backward (2), or one layer and the next (3). In the paper, stage 2 keeps whole weights at rest,
+    which "16" and "18" count. Batches of a few tokens take up to 15% more than predicted, for
+    buffers of the collectives.
+    tensor_parallel: devices that split every product; norms and the residual stream are whole on
     each. pipeline_parallel: stages, each with its share of the layers; the first keeps as many
-    micro-batches as there are stages (1F1B), and gradients stand from the first of them on.
-    convention: "exact" counts what torch allocates here; "16" and "18" take the bytes a parameter
-    of ZeRO and of DeepSpeed's estimators for weights, gradients and AdamW, all at a time, in a
+    micro-batches as there are stages (1F1B), and gradients exist from the first micro-batch on.
+    convention: "exact" counts what torch allocates here. "16" and "18" use the bytes per parameter
+    of ZeRO and of DeepSpeed's estimators for weights, gradients and AdamW, all held at once, in a
     16-bit dtype.
-    moment: "peak", or the highest of one of MOMENTS.
-    device: "cpu" is measured by `Meter`; "gpu" is read from torch's sources: flash attention there
-    spares a copy of its output, and the usual step of an optimizer (foreach) works on all weights
-    at a time, so that AdamW's holds one more copy of them.
-    Raises ValueError or TypeError for settings that are none or do not fit.
+    moment: "peak", or the highest point of one of MOMENTS.
+    device: "cpu" matches measurements by `Meter`; "gpu" follows torch's sources. There, flash
+    attention doesn't copy its output, and the default implementation of an optimizer step (foreach)
+    works on all weights at once, so AdamW's holds one more copy of them.
+    Raises ValueError or TypeError for settings that are invalid or don't fit together.
     Sources: Rajbhandari et al., 2019, arXiv 1910.02054 (stages, 16 bytes); Korthikanti et al.,
     2022, arXiv 2205.05198 (what tensor and pipeline parallelism divide).
     """
@@ -89,7 +90,7 @@ def estimate(
     if pipeline_parallel > config.num_hidden_layers:
         raise ValueError(
             f"pipeline_parallel must be at most the number of layers, {config.num_hidden_layers}, "
-            f"got {pipeline_parallel}; each stage needs a layer of its own"
+            f"got {pipeline_parallel}; each stage needs at least one layer"
         )
     last = pipeline_parallel - 1
     fewest, more = divmod(config.num_hidden_layers, pipeline_parallel)
@@ -117,11 +118,11 @@ def estimate(
 def _moment(
     part: Part, moment: str, convention: str, stage: int, devices: int
 ) -> Iterator[Breakdown]:
-    """Every point of one of MOMENTS at which `part` may hold most."""
+    """Yield every point of one of MOMENTS at which `part` may peak."""
     points = {"forward": part.forward, "backward": part.backward, "step": part.step}[moment]()
-    # Micro-batches that have gone ahead wait for their backward, with their gradients' sum.
+    # The activations of micro-batches that ran ahead wait for their backward.
     waiting = (part.in_flight - 1) * part.kept if moment != "step" else 0
-    # On a CPU stage 1 still takes whole parameters, one after the other.
+    # On a CPU, stage 1 still steps whole parameters, one at a time.
     divided = moment == "step" and (stage >= 2 or (stage == 1 and part.gpu))
     for point in points:
         held = replace(
@@ -136,13 +137,13 @@ def _moment(
 
 
 def _exact(part: Part, held: Held, moment: str, stage: int, devices: int) -> Breakdown:
-    """What torch holds at one moment, divided as the stage says.
+    """Return what torch holds at one moment, sharded as the stage says.
 
-    DistributedDataParallel (stages 0 and 1) keeps room for all gradients from its first step on.
-    FSDP2's units are the layers; what belongs to none is one more, which stands gathered to the end
+    DistributedDataParallel (stages 0 and 1) reserves room for all gradients from its first step.
+    FSDP2's units are the layers, plus one for everything else, which stays gathered until the end
     of the backward.
     """
-    stand = not (part.embedding and part.head)  # a pipeline's gradients, of earlier micro-batches
+    stand = not (part.embedding and part.head)  # a pipeline has gradients of earlier micro-batches
     weights, gradients, state = float(part.weights), held.gradients, float(part.state)
     workspace = held.workspace
     if stand or (stage < 2 and devices > 1):
@@ -154,11 +155,11 @@ def _exact(part: Part, held: Held, moment: str, stage: int, devices: int) -> Bre
     elif stage >= 2:
         ahead = part.layers - held.done
         reduced = held.done * part.unit
-        workspace += held.gradients - reduced  # of a unit at work they are whole
+        workspace += held.gradients - reduced  # a unit's are whole until they're reduced
         gradients = (part.weights if stand else reduced) / devices
         outer = part.weights - part.layers * part.unit
         gathered = ahead if stage == 2 else min(ahead, held.gathered)
-        # Flat copies that the collectives take: of the last gathered unit, or the last reduced.
+        # Flat copies for the collectives: of the last unit gathered, or the last one reduced.
         copied = bool(held.done) or (moment == "forward" and stage == 2 and held.gathered > 0)
         if held.first:
             outer, gathered, copied = 2 * outer, min(ahead, 2), False
@@ -174,7 +175,7 @@ def _exact(part: Part, held: Held, moment: str, stage: int, devices: int) -> Bre
 
 
 def _counted(part: Part, held: Held, convention: str, stage: int, devices: int) -> Breakdown:
-    """Weights, gradients and state by a convention, with the activations of one moment."""
+    """Return weights, gradients and state by a convention, with the activations of one moment."""
     states = model_states(
         part.parameters,
         convention=convention,

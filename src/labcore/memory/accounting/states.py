@@ -1,6 +1,6 @@
-"""What papers and libraries count: bytes a parameter, their shares, bytes a layer of GPT.
+"""What papers and libraries count: bytes per parameter, how they shard, bytes per GPT layer.
 
-These are rules of thumb with a convention behind each; `estimate` counts what torch allocates.
+These are rules of thumb, each with its own convention; `estimate` counts what torch allocates.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from labcore.memory.accounting.breakdown import Breakdown
 __all__ = ["BUFFER", "CONVENTIONS", "STAGES", "deepspeed_host", "gpt_layer", "model_states"]
 
 STAGES = (0, 1, 2, 3)
-# Bytes a parameter: the 16-bit weights, the gradients, what Adam keeps in 32 bits (a master copy
-# and two moments). DeepSpeed's estimators count gradients in 32 bits: its optimizer converts them.
+# Bytes per parameter: the 16-bit weights, the gradients, and Adam's 32-bit master copy and two
+# moments. DeepSpeed's estimators count 32-bit gradients, because its optimizer converts them.
 CONVENTIONS = {"16": (2, 2, 12), "18": (2, 4, 12)}
 BUFFER = 1.5  # DeepSpeed's allowance on the host
 
@@ -25,14 +25,14 @@ def model_states(
     data_parallel: int = 1,
     largest_layer: float = 0,
 ) -> Breakdown:
-    """Weights, gradients and optimizer state on one device under mixed-precision Adam.
+    """Return weights, gradients and optimizer state on one device under mixed-precision Adam.
 
-    parameters: P. convention: "16" is ZeRO's count of bytes a parameter, "18" that of DeepSpeed's
-    estimators. data_parallel: N devices share what the stage divides: 1 the optimizer's state,
-    2 the gradients too, 3 the weights too. With "16" that is 16P, 4P + 12P/N, 2P + 14P/N, 16P/N;
-    with "18" it is 18P, 4P + 16P/N for 1 and 2, and 4 `largest_layer` + 18P/N, where the layer's
-    16-bit weights and gradients stand gathered as workspace.
-    largest_layer: parameters of the module with most of its own; read by "18" at stage 3 alone.
+    parameters: P. convention: "16" is ZeRO's count of bytes per parameter, "18" that of DeepSpeed's
+    estimators. data_parallel: N devices share what the stage shards: 1 the optimizer state, 2 also
+    the gradients, 3 also the weights. For stages 0 to 3, "16" gives 16P, 4P + 12P/N, 2P + 14P/N and
+    16P/N. "18" gives 18P at stage 0, 4P + 16P/N at 1 and 2, and 4 `largest_layer` + 18P/N at 3,
+    where the largest layer's 16-bit weights and gradients are gathered as workspace.
+    largest_layer: parameters of the module that directly owns the most, used by "18" at stage 3.
     Raises ValueError for sizes that are not positive and for an unknown convention or stage.
     Sources: Rajbhandari et al., 2019, arXiv 1910.02054; DeepSpeed's page "Memory Requirements".
     """
@@ -44,7 +44,7 @@ def model_states(
     weights, gradients, gathered = weight * parameters, gradient * parameters, 0.0
     state = kept * (share if zero_stage else parameters)
     if convention == "18" and zero_stage in (1, 2):
-        gradients = 2 * parameters + 4 * share  # in 16 bits whole, in 32 divided
+        gradients = 2 * parameters + 4 * share  # whole in 16 bits, sharded in 32
     elif zero_stage >= 2:
         gradients = gradient * share
     if zero_stage == 3:
@@ -67,11 +67,11 @@ def deepspeed_host(
     offload: str = "none",
     largest_layer: float | None = None,
 ) -> int:
-    """Bytes of one node's main memory that DeepSpeed's estimators ask for, buffer included.
+    """Return the bytes of main memory that DeepSpeed's estimators want per node, buffer included.
 
-    devices: GPUs a node. offload: "none", "optimizer", or "all" (stage 3: weights too).
-    largest_layer: its parameters, where a model of stage 3 is built under `zero.Init`; None where
-    every process builds it whole in float32 first.
+    devices: GPUs per node. offload: "none", "optimizer", or "all" (stage 3 only: weights too).
+    largest_layer: its parameters, for a stage-3 model built under `zero.Init`; None if every
+    process first builds the whole model in float32.
     Raises ValueError for a stage other than 2 and 3, and for "all" at stage 2.
     Source: DeepSpeed's page "Memory Requirements".
     """
@@ -83,10 +83,10 @@ def deepspeed_host(
         ("none", "optimizer", "all") if zero_stage == 3 else ("none", "optimizer"),
     )
     positive_int("nodes", nodes)
-    built = 4 * positive_int("devices", devices)  # bytes a parameter: a float32 copy a process
+    built = 4 * positive_int("devices", devices)  # bytes per parameter: a float32 copy per process
     kept: float = {"none": 0, "optimizer": 16, "all": 18}[offload]
     if zero_stage == 2:
-        if kept:  # here, and only here, the estimator takes the processes of all nodes
+        if kept:  # only here does the estimator count the processes of all nodes
             built *= nodes
     else:
         kept /= nodes
@@ -106,11 +106,12 @@ def gpt_layer(
     sequence_parallel: bool = False,
     selective: bool = False,
 ) -> int:
-    """Bytes that one layer of a GPT keeps for the backward, in 16 bits, with dropout.
+    """Return the bytes that one GPT layer keeps for the backward, in 16 bits, with dropout.
 
-    s = length, b = batch, h = hidden, a = heads, t devices in tensor parallel: sbh (34 + 5as/h) on
-    one; sbh (10 + 24/t + 5as/ht) on each of t; sbh (34 + 5as/h) / t with sequence parallelism.
-    selective: attention's scores, 5as/h of it, are recomputed. FlashAttention never keeps them.
+    With s = length, b = batch, h = hidden, a = heads and t tensor-parallel devices, one device
+    keeps sbh (34 + 5as/h). Each of t keeps sbh (10 + 24/t + 5as/ht), or sbh (34 + 5as/h) / t with
+    sequence parallelism.
+    selective: recompute attention's scores, the term 5as/h. FlashAttention never keeps them.
     Source: Korthikanti et al., 2022, arXiv 2205.05198, table 2.
     """
     sizes = {"batch": batch, "length": length, "hidden": hidden, "heads": heads}

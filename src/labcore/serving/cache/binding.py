@@ -1,4 +1,4 @@
-"""Which request each row of a paged cache is, as the host knows it.
+"""The host's record of which request each row of a paged cache holds.
 
 Letters: B rows of a forward, R its tokens, P pages of `page` tokens, S tokens of the longest row.
 """
@@ -18,21 +18,23 @@ Bound = tuple[Sequence[int], int]  # the blocks of a row, and the tokens they ho
 
 
 def no_room(row: int, total: int, room: int) -> ValueError:
-    """The error of a row whose pages are full."""
+    """Return the error for a row whose pages are full."""
     return ValueError(
-        f"a row must hold at most the {room} tokens that its blocks have room for, got {total} in "
-        f"row {row}; bind it with more blocks"
+        f"a row must hold at most the {room} tokens that fit its blocks, got {total} in row {row}; "
+        "bind the row with more blocks"
     )
 
 
 @dataclass(slots=True)
 class Host:
-    """What is known of a cache's rows without asking the device; a cache and its views share it.
+    """What the host knows about a cache's rows without asking the device.
 
-    blocks: of each row; table: the same, int64 [rows, max_pages], P behind them. rooms: tokens that
-    they can hold. longest: upper bounds of lengths, after a bind the lengths themselves. totals:
-    lengths after the next forward, where bind was told. lent: whether lengths and table may have
-    been filled by others since.
+    A cache and its views share one record.
+
+    blocks: the blocks of each row. table: the same, int64 [rows, max_pages], padded with P.
+    rooms: the number of tokens that each row's blocks can hold. longest: upper bounds on the
+    lengths; after a bind, the lengths themselves. totals: the lengths after the next forward, if
+    bind was given the counts. lent: whether a caller may have filled lengths and table since.
     """
 
     pages: int
@@ -45,21 +47,21 @@ class Host:
 
     @classmethod
     def empty(cls, *, pages: int, page: int, rows: int, max_pages: int) -> Host:
-        """Of a cache whose rows are nobody's."""
+        """Return the record of a cache without requests."""
         table = np.full((rows, max_pages), pages)
         return cls(pages, page, [()] * rows, table, [0] * rows)
 
     @property
     def rooms(self) -> list[int]:
-        """Tokens that each row's blocks can hold."""
+        """The number of tokens that each row's blocks can hold."""
         return [len(blocks) * self.page for blocks in self.blocks]
 
     def bind(self, rows: Sequence[Bound], counts: Sequence[int] | None) -> bool:
-        """Make row b the request rows[b]; whether the device's table may be another one.
+        """Bind row b to the request rows[b]; return whether the device's table may be stale.
 
-        So it is where a block of any row is another than before, and where the table was lent.
+        It may be stale if any row's blocks changed or if the table was lent.
 
-        Raises ValueError, and changes nothing, for rows that do not fit.
+        Raises ValueError, and changes nothing, if the rows don't fit.
         """
         most, max_pages = self.table.shape
         if len(rows) > most:
@@ -84,7 +86,7 @@ class Host:
             if blocks and not 0 <= min(blocks) <= max(blocks) < self.pages:
                 raise ValueError(
                     f"blocks must lie between 0 and {self.pages - 1}, got {[*blocks]} in row "
-                    f"{row}; take them from a pool of as many blocks"
+                    f"{row}; take them from a pool with that many blocks"
                 )
         rest = most - len(rows)
         totals = None if counts is None else [*self._promised(rows, counts), *([0] * rest)]
@@ -98,9 +100,14 @@ class Host:
         return changed
 
     def _promised(self, rows: Sequence[Bound], counts: Sequence[int]) -> list[int]:
-        """Lengths after a forward of `counts` tokens, which find room in pages of their own."""
+        """Return the lengths after a forward of `counts` tokens.
+
+        Raises ValueError if the tokens don't fit, or if two rows would write the same page.
+        """
         if len(counts) != len(rows):
-            raise ValueError(f"counts must be one for each of {len(rows)} rows, got {len(counts)}")
+            raise ValueError(
+                f"counts must have one number for each of {len(rows)} rows, got {len(counts)}"
+            )
         writers: dict[int, int] = {}
         totals = []
         for row, ((blocks, length), count) in enumerate(zip(rows, counts, strict=True)):
@@ -116,14 +123,14 @@ class Host:
         return totals
 
     def device_table(self) -> Tensor:
-        """The table as the device has it: int32 [rows, max_pages], -1 behind a row's blocks."""
+        """Return the table in the device's format: int32 [rows, max_pages], padded with -1."""
         table = np.where(self.table == self.pages, -1, self.table)
         return torch.from_numpy(table.astype(np.int32))
 
     def written(self, counts: Sequence[int]) -> Tensor:
-        """The slots of the next counts[b] tokens of each row b, row behind row: int64 [R].
+        """Return the slots of the next counts[b] tokens of each row b, concatenated: int64 [R].
 
-        A slot is page * block + place. A row without blocks writes into page P.
+        A slot is block * page + offset. A row without blocks writes into page P.
         """
         slots: list[int] = []
         page = self.page
@@ -139,10 +146,10 @@ class Host:
         return torch.tensor(slots)
 
     def read(self, totals: Sequence[int], reach: int) -> Tensor:
-        """The slots of the first totals[b] tokens of each row b: int64 [B * S]; S is `reach`.
+        """Return the slots of the first totals[b] tokens of each row b: int64 [B * S].
 
-        Behind a row's end stands its first slot: what lies in another may be NaN, which no mask
-        keeps out of a product.
+        S is `reach`. The row's first slot pads it to S tokens: another slot may hold NaN, and a
+        mask doesn't keep NaN out of a product.
         """
         blocks = self.table[: len(totals), : -(-reach // self.page), None]
         slots = (blocks * self.page + np.arange(self.page)).reshape(len(totals), -1)[:, :reach]

@@ -1,6 +1,7 @@
-"""The blocks of a paged cache: who holds which, what may be shared, what may be evicted.
+"""The blocks of a paged cache: who holds them, and which can be shared or evicted.
 
-A block is a page of the cache, `page` tokens long; the pool deals in numbers and touches no tensor.
+A block is a page of the cache, `page` tokens long. The pool tracks block numbers and never touches
+a tensor.
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ __all__ = ["BlockPool", "NoBlocks", "blocks_for", "chain_hashes"]
 
 
 class NoBlocks(RuntimeError):
-    """A pool has fewer blocks to give than were asked for."""
+    """A pool has fewer blocks available than requested."""
 
 
 def blocks_for(tokens: int, page: int) -> int:
-    """Blocks of `page` tokens that hold `tokens`."""
+    """Return how many blocks of `page` tokens hold `tokens` tokens."""
     return -(-tokens // page)
 
 
 def chain_hashes(
     tokens: Sequence[int], page: int, salt: bytes = b"", *, known: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """A digest for each full block of `tokens`, 16 bytes long.
+    """Return a 16-byte digest for each full block of `tokens`.
 
-    Each includes the digest before it, since keys and values depend on all tokens before them:
-    equal digests mean equal prefixes (BLAKE2b, RFC 7693, so a collision is not to be expected).
-    page: tokens of a block. salt: tells models apart that must not share. known: the first digests,
-    where they were computed before.
+    Each digest covers the one before it, because keys and values depend on all earlier tokens.
+    Equal digests therefore mean equal prefixes (BLAKE2b, RFC 7693, makes a collision practically
+    impossible).
+    page: tokens per block. salt: distinguishes models that must not share blocks. known: the first
+    digests, if they are already computed.
     """
     positive_int("page", page)
     digests = list(known[: len(tokens) // page])
@@ -45,12 +47,13 @@ def chain_hashes(
 
 
 class BlockPool:
-    """`count` blocks of `page` tokens each, with reference counts and a cache of known prefixes.
+    """`count` blocks of `page` tokens each, with reference counts and a prefix cache.
 
-    A block is free, held (one reference or more), or cached: without a reference, but with a digest
-    by which `peek` finds it again, until an allocation evicts it. The block that was released
-    longest ago is evicted first, and of blocks released together the last ones of the prefix.
-    evicted: how many were, so far.
+    A block is free, held (it has at least one reference), or cached. A cached block has no
+    reference, but `peek` still finds it by its digest until an allocation evicts it. The block
+    released longest ago is evicted first; among blocks released together, the last one of the
+    prefix.
+    evicted: the number of blocks evicted so far.
     Raises TypeError or ValueError unless count and page are whole numbers of at least 1.
     Source: Kwon et al., 2023, arXiv 2309.06180.
     """
@@ -67,43 +70,46 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that hold nothing."""
+        """The number of blocks that hold nothing."""
         return len(self._free)
 
     @property
     def cached(self) -> int:
-        """Blocks that nobody holds and that still carry a known prefix."""
+        """The number of blocks without a reference that still hold a known prefix."""
         return len(self._cached)
 
     @property
     def held(self) -> int:
-        """Blocks with at least one reference."""
+        """The number of blocks with at least one reference."""
         return self.count - len(self._free) - len(self._cached)
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` can give: the free and the cached."""
+        """The number of blocks that `allocate` can return: free plus cached."""
         return len(self._free) + len(self._cached)
 
     def references(self, block: int) -> int:
-        """How many hold it. Raises ValueError for a block that is not the pool's."""
+        """Return the number of references to a block.
+
+        Raises ValueError if the block isn't in the pool.
+        """
         return self._references[self._own(block)]
 
     def digest(self, block: int) -> bytes | None:
-        """The digest that it is known by, or None."""
+        """Return the digest that a block is registered under, or None."""
         return self._digest.get(self._own(block))
 
     def allocate(self, n: int) -> list[int]:
-        """`n` blocks with one reference each; cached ones are evicted where the free do not do.
+        """Return `n` blocks with one reference each, evicting cached ones if too few are free.
 
-        Raises NoBlocks, and takes none, where there are fewer; ValueError for n below 0.
+        Raises NoBlocks, and takes none, if fewer are available; ValueError if n is negative.
         """
         if n < 0:
             raise ValueError(f"n must be at least 0, got {n}")
         if n > self.available:
             raise NoBlocks(
-                f"{n} blocks were asked for and {self.available} of {self.count} can be given; "
-                "release some, or make the pool larger"
+                f"{n} blocks were requested, but only {self.available} of {self.count} are "
+                "available; release some, or make the pool larger"
             )
         taken = []
         for _ in range(n):
@@ -119,31 +125,34 @@ class BlockPool:
         return block
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One reference more for each; a cached block is held again.
+        """Add a reference to each block; a cached block becomes held again.
 
-        Raises ValueError for a block that is free: it holds nothing to share.
+        Raises ValueError if a block is free: it holds nothing to share.
         """
         asked = list(blocks)
         for block in asked:
             if not self._references[self._own(block)] and block not in self._cached:
-                raise ValueError(f"block {block} must be held or cached to be shared, it is free")
+                raise ValueError(
+                    f"block {block} must be held or cached to be shared, but it is free"
+                )
         for block in asked:
             self._cached.pop(block, None)
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One reference less for each; at 0 a block with a digest is cached, another one free.
+        """Drop a reference to each block.
 
-        Raises ValueError, and releases none, where a block has fewer references than are given.
+        A block whose count reaches 0 becomes cached if it has a digest, free otherwise.
+        Raises ValueError, and releases none, if a block would lose more references than it has.
         """
         given = list(blocks)
         for block, times in Counter(given).items():
             if times > self._references[self._own(block)]:
                 raise ValueError(
-                    f"block {block} must be held to be released, it has "
-                    f"{self._references[block]} references; release a block once for each"
+                    f"block {block} must be held to be released, but it has "
+                    f"{self._references[block]} references; release it once per reference"
                 )
-        for block in reversed(given):  # the end of a prefix is of no use without its beginning
+        for block in reversed(given):  # the end of a prefix is useless without its beginning
             self._references[block] -= 1
             if self._references[block]:
                 continue
@@ -153,13 +162,13 @@ class BlockPool:
                 self._free.append(block)
 
     def register(self, block: int, digest: bytes) -> bool:
-        """Make a held block known by its digest; False where another block has that digest.
+        """Register a held block under a digest; return False if another block has that digest.
 
-        Only for a full block whose keys and values are written: whoever shares it reads them.
-        Raises ValueError for a block that nobody holds, or that has another digest.
+        The block must be full and its keys and values written: requests that share it read them.
+        Raises ValueError if the block isn't held, or has a different digest.
         """
         if not self._references[self._own(block)]:
-            raise ValueError(f"block {block} must be held to be registered, nobody holds it")
+            raise ValueError(f"block {block} must be held to be registered, but nobody holds it")
         before = self._digest.get(block)
         if before is not None and before != digest:
             raise ValueError(
@@ -171,21 +180,22 @@ class BlockPool:
         return True
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Have nobody find these held blocks any more: what is written there is not to be trusted.
+        """Remove the digests of held blocks whose contents can't be trusted.
 
-        Raises ValueError, and forgets none, where nobody holds one.
+        `peek` no longer finds these blocks.
+        Raises ValueError, and forgets none, if nobody holds one of them.
         """
         given = list(blocks)
         for block in given:
             if not self._references[self._own(block)]:
-                raise ValueError(f"block {block} must be held to be forgotten, nobody holds it")
+                raise ValueError(f"block {block} must be held to be forgotten, but nobody holds it")
         for block in given:
             digest = self._digest.pop(block, None)
             if digest is not None:
                 del self._block[digest]
 
     def peek(self, digests: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest known prefix, without a reference."""
+        """Return the blocks of the longest known prefix, without adding references."""
         found = []
         for digest in digests:
             block = self._block.get(digest)
@@ -195,7 +205,7 @@ class BlockPool:
         return found
 
     def clear(self) -> int:
-        """Forget all prefixes that nobody holds, as before a measurement; how many blocks."""
+        """Free all cached blocks, for example before a measurement; return how many."""
         count = self.cached
         while self._cached:
             self._free.append(self._evict())
@@ -203,19 +213,19 @@ class BlockPool:
         return count
 
     def check(self) -> None:
-        """Raise RuntimeError that names the first invariant that does not hold."""
+        """Raise RuntimeError with the first invariant that doesn't hold."""
         free, cached = set(self._free), set(self._cached)
         held = {block for block, count in enumerate(self._references) if count > 0}
         blocks = set(range(self.count))
         broken = {
-            "a block is free once": len(free) == len(self._free),
-            "no block has fewer than 0 references": min(self._references) >= 0,
+            "no block is twice in the free list": len(free) == len(self._free),
+            "no block has a negative reference count": min(self._references) >= 0,
             "no block is both free and cached": not free & cached,
             "a held block is neither free nor cached": not held & (free | cached),
             "free + held + cached is the pool": free | held | cached == blocks,
             "a cached block has a digest": cached <= set(self._digest),
-            "a free block has none": not free & set(self._digest),
-            "a digest and its block name each other": (
+            "a free block has no digest": not free & set(self._digest),
+            "a digest and its block refer to each other": (
                 {digest: block for block, digest in self._digest.items()} == self._block
                 and len(self._digest) == len(self._block)
             ),
@@ -223,8 +233,8 @@ class BlockPool:
         for rule, holds in broken.items():
             if not holds:
                 raise RuntimeError(
-                    f"the pool's invariant must hold: {rule}, got {len(free)} free, {len(held)} "
-                    f"held and {len(cached)} cached of {self.count}"
+                    f"a pool invariant is broken: {rule}; got {len(free)} free, {len(held)} "
+                    f"held and {len(cached)} cached of {self.count} blocks"
                 )
 
     def _own(self, block: int) -> int:

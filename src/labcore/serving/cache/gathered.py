@@ -1,4 +1,4 @@
-"""Attention over keys that lie side by side, rows of unequal length in one product.
+"""Attention over contiguous keys, with rows of unequal length in one product.
 
 Letters: B rows of a forward, T its tokens, H attention heads, Hkv key and value heads,
 G = H / Hkv, D head_dim, S keys of the longest row.
@@ -27,10 +27,10 @@ def additive_mask(
     reach: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """0 where a query sees a key and -inf elsewhere: [B, 1, G * T, S].
+    """Return a mask with 0 where a query sees a key and -inf elsewhere: [B, 1, G * T, S].
 
-    lengths: int32 [B], the tokens before the queries; query t stands at lengths[b] + t. tree:
-    parents, int32 [B, T], or None for a chain. width: T. group: G. reach: S.
+    lengths: int32 [B], the number of tokens before the queries; query t is at position
+    lengths[b] + t. tree: parents, int32 [B, T], or None for a chain. width: T. group: G. reach: S.
     """
     ahead = torch.arange(reach, device=lengths.device) - lengths[:, None]  # [B, S]
     if tree is None:
@@ -45,34 +45,34 @@ def additive_mask(
 
 
 def ends_mask(totals: Sequence[int], reach: int) -> Tensor:
-    """0 for the first totals[b] keys of row b and -inf behind them: fp32 [B, 1, 1, S]."""
+    """Return a mask with 0 for the first totals[b] keys of row b, then -inf: fp32 [B, 1, 1, S]."""
     behind = np.arange(reach) >= np.array(totals)[:, None]
     mask = np.where(behind, np.float32(-np.inf), np.float32(0))
     return torch.from_numpy(mask)[:, None, None]
 
 
 def fold(q: Tensor, kv_heads: int) -> Tensor:
-    """q [B, H, T, D] as [B, Hkv, G * T, D].
+    """Reshape q [B, H, T, D] to [B, Hkv, G * T, D].
 
-    The G query heads of a key head are rows of one product, so that no key is copied for them.
+    The G query heads of a key head become rows of one product, which avoids copying the keys.
     """
     return q.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
 def unfold(out: Tensor, width: int) -> Tensor:
-    """[B, Hkv, G * T, D] as [B, H, T, D]. width: T."""
+    """Reshape [B, Hkv, G * T, D] to [B, H, T, D]. width: T."""
     return out.unflatten(2, (-1, width)).flatten(1, 2)
 
 
 def attended(folded: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """torch's attention; folded [B, Hkv, G * T, D], keys and values [B, S, Hkv, D].
+    """Compute torch's attention of folded [B, Hkv, G * T, D] over keys and values [B, S, Hkv, D].
 
-    mask: [B, 1, G * T, S], added to the scores. Returns the shape of `folded`.
+    mask: [B, 1, G * T, S], added to the scores. The result has the shape of `folded`.
     """
     k, v = (x.transpose(1, 2).to(folded.dtype) for x in (keys, values))
     return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask)
 
 
 def capturing(tensor: Tensor) -> bool:
-    """Whether what is done with `tensor` now goes into a CUDA graph."""
+    """Return whether a CUDA graph is capturing the operations on `tensor`."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

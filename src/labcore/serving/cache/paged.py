@@ -1,8 +1,8 @@
-"""Keys and values in pages of one pool, for rows that change at every step.
+"""A paged KV cache whose rows can change at every step.
 
-A request holds whole pages, scattered over the pool and listed by its block table, so that what
-it leaves unused is less than one page, and requests of one beginning share its pages (Kwon et al.,
-2023, arXiv 2309.06180). Rows of a forward are bound to requests step by step.
+A request holds whole pages, scattered over the pool and listed in its block table. It wastes less
+than one page, and requests with the same prefix share that prefix's pages (Kwon et al., 2023,
+arXiv 2309.06180). Each step binds the rows of its forward to requests.
 
 Letters: B rows of a forward, T its tokens, P pages of `page` tokens, H attention heads, Hkv key
 and value heads, G = H / Hkv, D head_dim, S the tokens that the longest row can have.
@@ -37,38 +37,39 @@ __all__ = ["PagedCache"]
 
 @dataclass(slots=True)
 class Forward:
-    """What the layers of one forward share."""
+    """The state that the layers of one forward share."""
 
-    # Where each token goes: int64 [B * T], or [R] without padding, of a hosted one. A slot is
-    # page * block + place.
+    # The slot of each token: int64 [B * T], or [R] without padding in a hosted forward. A slot is
+    # block * page + offset.
     slots: Tensor
     reach: int  # S
-    totals: Tensor | None = None  # int32 [B], lengths with the tokens of this forward
+    totals: Tensor | None = None  # int32 [B], lengths including the tokens of this forward
     counts: Tensor | None = None  # int32 [B]
-    ends: list[int] | None = None  # of a hosted one, in place of totals and counts
-    # Where the rows' tokens are read: int64 [B * S]; of a SlotCache the rows' slots, int64 [B].
+    ends: list[int] | None = None  # replaces totals and counts in a hosted forward
+    # The slots to read the rows' tokens from: int64 [B * S]; in a SlotCache the rows' slots,
+    # int64 [B].
     source: Tensor | None = None
     mask: Tensor | None = None  # [B, 1, G * T, S], or [B, 1, 1, S] for all queries; added to scores
 
 
 class PagedCache:
-    """A `KVCache` whose rows are lists of pages of a shared pool, rebound before each forward.
+    """A `KVCache` whose rows are lists of pages in a shared pool, rebound before each forward.
 
-    config: of the heads that this rank holds; `of` finds them. pages: P; page: tokens of one.
-    rows: the most rows of a forward. max_pages: the most pages of a row. dtype: of the pages.
-    attention: "paged" is `labcore.attention.paged_attention`; "gathered" copies each row's pages
-    together for torch's attention, asks the host nothing and is faster without a GPU; "auto" is
-    paged where its kernels run.
+    config: describes the heads that this rank holds; `of` derives it from a model. pages: P.
+    page: tokens per page. rows: maximum rows per forward. max_pages: maximum pages per row.
+    dtype: the pages' dtype. attention: "paged" is `labcore.attention.paged_attention`; "gathered"
+    copies each row's pages together for torch's attention, reads nothing back to the host, and is
+    faster without a GPU; "auto" means "paged" where its kernels run.
 
-    key_pages, value_pages: [P + 1, page, Hkv, D] a layer; page P takes padding and is never read
-    for a token. block_table: int32 [rows, max_pages], the pages of each row in order, -1 behind
-    them. lengths: int32 [rows].
+    key_pages, value_pages: [P + 1, page, Hkv, D] per layer; page P receives padding and is never
+    read for a token. block_table: int32 [rows, max_pages], the pages of each row in order, padded
+    with -1. lengths: int32 [rows].
 
-    A row writes only pages that no other row has: whoever shares pages copies the last one with
-    `copy_page` before a row goes on in it. A forward reads nothing but the row's own tokens, so
-    that what others left in a page, NaN too, cannot reach it.
-    Chunks of prompts and single tokens are two forwards: padding is computed too.
-    Raises ValueError or TypeError for arguments that do not fit.
+    A row may write only pages that no other row has. If rows share a page, copy it with `copy_page`
+    before one of them continues in it. A forward reads only the row's own tokens; nothing that
+    others left in a page, not even NaN, can reach it.
+    Run prompt chunks and single tokens in two forwards, because padding is computed too.
+    Raises ValueError or TypeError for invalid arguments.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class PagedCache:
         size = (pages + 1, page, config.kv_heads, config.head_size)
         made: dict[str, Any] = {"dtype": dtype, "device": device}
         layers = range(config.num_hidden_layers)
-        with torch.inference_mode(False):  # so that they can be filled outside of it too
+        with torch.inference_mode(False):  # or they could not be filled outside of it
             self.key_pages = tuple(torch.zeros(size, **made) for _ in layers)
             self.value_pages = tuple(torch.zeros(size, **made) for _ in layers)
             self.lengths = torch.zeros(positive_int("rows", rows), dtype=torch.int32, device=device)
@@ -105,7 +106,7 @@ class PagedCache:
 
     @classmethod
     def of(cls, llama: Llama, **options: Any) -> Self:
-        """A cache for the heads that this rank holds of a model, whole or divided.
+        """Return a cache for the heads that this rank holds of a whole or sharded model.
 
         options: as for the class; dtype and device default to the model's.
         """
@@ -121,14 +122,14 @@ class PagedCache:
         return cls(share, **{"dtype": weight.dtype, "device": weight.device, **options})
 
     def bind(self, rows: Sequence[Bound], counts: Sequence[int] | None = None) -> None:
-        """Make row b the request with the pages rows[b][0] and their first rows[b][1] tokens.
+        """Bind row b to the request with the pages rows[b][0] and their first rows[b][1] tokens.
 
-        Rows not named become empty. One copy to the device for the table and one for the lengths;
-        nothing waits for it.
-        counts: the tokens of each row in the next forward, and only then: what they need is
-        looked after here, and the forward asks the device nothing.
-        Raises ValueError, and changes nothing, for too many rows or pages, pages that are none,
-        more tokens than pages hold, and two rows that would write one page.
+        The remaining rows become empty. This takes one copy to the device for the table and one
+        for the lengths; the host doesn't wait for either.
+        counts: the tokens of each row in the next forward. With them, bind checks the room here
+        and the forward doesn't synchronize with the device.
+        Raises ValueError, and changes nothing, if there are too many rows or pages, a page is not
+        in the pool, a row has more tokens than its pages hold, or two rows would write one page.
         """
         if self._whole is not None:
             self._whole.bind(rows, counts)
@@ -141,13 +142,13 @@ class PagedCache:
         self._forward = None
 
     def _pinned(self, staged: Tensor) -> Tensor:
-        """In memory that a GPU copies without waiting; torch's allocator keeps it until then."""
+        """Pin a tensor for an asynchronous copy to a GPU; torch's allocator keeps it until then."""
         return staged.pin_memory() if self.lengths.is_cuda else staged
 
     def first_rows(self, rows: int) -> Self:
-        """The same cache seen as its first rows, in the same memory: what a forward of them takes.
+        """Return a view of the first rows, in the same memory, for a forward of these rows.
 
-        A replayed graph checks no room, and attends up to max_pages of each row.
+        A replayed graph doesn't check for room and attends to max_pages of each row.
         """
         if not 1 <= rows <= len(self.lengths):
             raise ValueError(f"rows must lie between 1 and {len(self.lengths)}, got {rows}")
@@ -160,7 +161,7 @@ class PagedCache:
     def write(self, layer: int, k: Tensor, v: Tensor, counts: Tensor) -> None:
         """Store k, v [B, Hkv, T, D]; the padding of row b begins at counts[b].
 
-        Raises RuntimeError when k carries gradients, ValueError when a row's pages are full.
+        Raises RuntimeError if k requires gradients, ValueError if a row's pages are full.
         """
         if k.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -179,23 +180,23 @@ class PagedCache:
         self.store(layer, k, v, self._forward)
 
     def store(self, layer: int, k: Tensor, v: Tensor, forward: Forward) -> None:
-        """Put k, v [R, Hkv, D] into the slots of a forward's R tokens."""
+        """Write k, v [R, Hkv, D] to the slots of a forward's R tokens."""
         for pages, new in ((self.key_pages[layer], k), (self.value_pages[layer], v)):
             pages.flatten(0, 1).index_copy_(0, forward.slots, new.to(pages.dtype))
 
     @property
     def starts(self) -> list[int]:
-        """Of all rows the most tokens they can have, without asking the device.
+        """An upper bound on each row's length, without asking the device.
 
         After a bind these are the lengths themselves.
         """
         return self._host.longest
 
     def hosted(self, counts: Sequence[int]) -> Forward:
-        """The next forward, by what bind was told, for `store` and `mix`: the device does nothing.
+        """Return the next forward for `store` and `mix`, from the host's record alone.
 
-        counts: as bind was told, but 1 of rows that rest; these write and read page P. Without a
-        mask; tokens one row behind the other, without padding.
+        counts: the counts given to bind, but 1 for idle rows, which write and read page P. The
+        rows' tokens are concatenated without padding. The mask is set only if every count is 1.
         """
         host = self._host
         totals = [start + count for start, count in zip(host.longest, counts, strict=False)]
@@ -206,7 +207,7 @@ class PagedCache:
         return forward
 
     def _written(self, width: int, counts: Tensor) -> Tensor:
-        """The slot of each token of a forward, that of padding in page P: int64 [B * T]."""
+        """Return the slot of each token of a forward: int64 [B * T]. Padding goes to page P."""
         offsets = torch.arange(width, device=self.lengths.device)
         places = self.lengths[:, None] + offsets
         blocks = self.block_table.gather(1, (places // self.page).clamp(max=self.max_pages - 1))
@@ -215,10 +216,11 @@ class PagedCache:
         return torch.where(inside, slots, self.pages * self.page).flatten()
 
     def _reach(self, width: int, counts: Tensor) -> int:
-        """Tokens of the longest row after this forward, at most; raises where pages are full.
+        """Return an upper bound on the longest row after this forward.
 
-        Asks the device where bind was not told the counts and a row comes near its end, and where
-        a caller may have filled the buffers; never in a graph or a view that a graph uses.
+        Raises ValueError if a row's pages are full. Synchronizes with the device if bind got no
+        counts and a row is near its end, or if a caller may have filled the buffers, but never in
+        a graph or in a view that a graph uses.
         """
         host, rows = self._host, len(self.lengths)
         if capturing(counts) or (host.lent and self._whole is not None):
@@ -239,13 +241,16 @@ class PagedCache:
         self,
         layer: int,
         q: Tensor,
-        counts: Tensor,  # noqa: ARG002 - the protocol's; write has them already
+        counts: Tensor,  # noqa: ARG002 - part of the protocol; write already has them
         tree: Tensor | None,
     ) -> Tensor:
-        """Attention of q [B, H, T, D] over the row and what was just written; [B, H, T, D]."""
+        """Attend with q [B, H, T, D] to the rows, including what was just written.
+
+        Returns [B, H, T, D].
+        """
         forward = self._forward
         if forward is None:
-            raise RuntimeError("attend must follow write in a forward, got no write; write first")
+            raise RuntimeError("attend must follow write in a forward; call write first")
         if self.attention == "gathered":
             return self._gathered(layer, q, tree, forward)
         tree = None if tree is None else tree.to(torch.int32)
@@ -274,7 +279,7 @@ class PagedCache:
         return unfold(self.mix(layer, fold(q, kv_heads), forward), q.shape[2])
 
     def mix(self, layer: int, q: Tensor, forward: Forward) -> Tensor:
-        """Attention of q [B, Hkv, N, D] over its rows, by the mask [B, 1, N or 1, S]."""
+        """Attend with q [B, Hkv, N, D] to its rows under the mask [B, 1, N or 1, S]."""
         if forward.source is None:
             ends = forward.ends
             forward.source = (
@@ -288,9 +293,9 @@ class PagedCache:
         return attended(q, k, v, cast(Tensor, forward.mask))
 
     def _read(self, forward: Forward) -> Tensor:
-        """The slot of each token of each row; behind its end, its first: int64 [B * S].
+        """Return the slot of each token of each row, padded with its first slot: int64 [B * S].
 
-        What stands in another slot may be NaN, which no mask keeps out of a product.
+        Another slot may hold NaN, and a mask doesn't keep NaN out of a product.
         """
         places = torch.arange(forward.reach, device=self.lengths.device)
         places = torch.where(places < cast(Tensor, forward.totals)[:, None], places, 0)
@@ -299,7 +304,7 @@ class PagedCache:
         return slots.flatten()
 
     def advance(self, counts: Tensor) -> None:
-        """Count what was written: lengths += counts, integers [B]."""
+        """Add what was written to the lengths: lengths += counts, integers [B]."""
         self._starts.copy_(self.lengths)
         self.lengths.add_(counts)
         host, rows = self._host, len(self.lengths)
@@ -310,10 +315,10 @@ class PagedCache:
         host.totals, self._forward = None, None
 
     def truncate(self, lengths: Tensor) -> None:
-        """Forget all tokens of row b after its first lengths[b]; a shorter row stays.
+        """Drop all tokens of row b after its first lengths[b]; a shorter row stays as it is.
 
-        lengths: integers [B]. The pages stay the row's until it is bound anew. Raises ValueError
-        for another shape.
+        lengths: integers [B]. The row keeps its pages until it is bound again. Raises ValueError
+        if the shape is different.
         """
         if lengths.shape != self.lengths.shape:
             raise ValueError(
@@ -323,10 +328,10 @@ class PagedCache:
         self.lengths.copy_(torch.minimum(self.lengths, kept))
 
     def keep(self, row: int, slots: Tensor | Sequence[int]) -> None:
-        """Of a row's tokens in the last forward keep those at `slots`, moved behind the prefix.
+        """Keep only the tokens at `slots` of a row's last forward, moved right after the prefix.
 
-        slots: integers [K], places in that forward (a tree's nodes), in the order to be kept:
-        an accepted path. The row's length becomes that before the forward plus K.
+        slots: integers [K], positions in that forward (a tree's nodes) in the order to keep them,
+        such as an accepted path. The row's length becomes its length before the forward plus K.
         """
         gaps = isinstance(slots, Tensor) or [*slots] != [*range(len(slots))]
         start = self._starts[row].long()
@@ -340,12 +345,12 @@ class PagedCache:
         self.lengths[row] = (start + len(slots)).to(torch.int32)
 
     def _slots(self, row: int, places: Tensor) -> Tensor:
-        """Where the tokens at `places`, int64 [K], of a row lie: int64 [K]."""
+        """Return the slots of the tokens at the positions `places` of a row: int64 [K]."""
         blocks = self.block_table[row].index_select(0, places // self.page).long()
         return blocks * self.page + places % self.page
 
     def copy_page(self, source: int, into: int) -> None:
-        """Copy a page of all layers: what a row does before it goes on in a shared page."""
+        """Copy a page in all layers, for a row that continues in a page it shares."""
         for block in (source, into):
             if not 0 <= block < self.pages:
                 raise ValueError(f"a block must lie between 0 and {self.pages - 1}, got {block}")
@@ -353,18 +358,18 @@ class PagedCache:
             pages[into].copy_(pages[source])
 
     def buffers(self) -> dict[str, Tensor]:
-        """`lengths` and `block_table`: what a graph's caller fills before a replay.
+        """Return `lengths` and `block_table`, which a graph's caller fills before a replay.
 
-        Until rows are bound anew, what they hold is then asked of the device, and views, which
-        graphs use, attend up to max_pages.
+        Until the rows are bound again, the cache reads both from the device, and views, which
+        graphs use, attend to max_pages.
         """
         self._host.lent = True
         return {"lengths": self.lengths, "block_table": self.block_table}
 
     def take_back(self) -> None:
-        """Say that nobody filled the buffers but replays, which leave the table as it is.
+        """Declare that only replays changed the buffers, which leave the table as it is.
 
-        Lengths may have grown: rows must be bound anew before the next forward, and a table that
-        is then the same is not copied again.
+        Lengths may have grown: bind the rows again before the next forward. If the table is then
+        the same, it isn't copied again.
         """
         self._host.lent = False

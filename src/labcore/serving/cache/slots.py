@@ -1,4 +1,4 @@
-"""A cache of one contiguous slot a request: the form that paging is measured against.
+"""A KV cache with one contiguous slot per request: the baseline for paging.
 
 Letters: B rows of a forward, T its tokens, H attention heads, D head_dim.
 """
@@ -21,11 +21,11 @@ __all__ = ["SlotCache"]
 
 
 class SlotCache(PagedCache):
-    """One contiguous slot of `capacity` tokens a request: what paging is measured against.
+    """One contiguous slot of `capacity` tokens per request: the baseline for paging.
 
-    Bound like a `PagedCache`: the pool has `slots` blocks of `capacity` tokens, and a row has one.
-    Rows are attended to where they lie, without a copy, unless they are few among many slots.
-    A slot is cleaned when a row begins in it.
+    It is bound like a `PagedCache`: the pool has `slots` blocks of `capacity` tokens, and each row
+    has one block. Attention reads the rows in place, without a copy, unless only a few of many
+    slots are in use. A slot is zeroed when a new row begins in it.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class SlotCache(PagedCache):
         )
 
     def bind(self, rows: Sequence[Bound], counts: Sequence[int] | None = None) -> None:
-        """As a `PagedCache`; a slot whose row begins anew is cleaned.
+        """Bind like a `PagedCache`, and zero each slot in which a new row begins.
 
-        What an earlier request left in it is masked, but NaN would pass a mask.
+        A mask hides what an earlier request left there, but NaN would pass through it.
         """
         if self._whole is not None:
             self._whole.bind(rows, counts)
@@ -64,7 +64,7 @@ class SlotCache(PagedCache):
                 pages[slot].zero_()
 
     def mix(self, layer: int, q: Tensor, forward: Forward) -> Tensor:
-        """Attention of q [B, Hkv, N, D] over its rows, by the mask [B, 1, N or 1, S]."""
+        """Attend with q [B, Hkv, N, D] to its rows under the mask [B, 1, N or 1, S]."""
         mask = cast(Tensor, forward.mask)
         pages = self.key_pages[layer], self.value_pages[layer]
         keys, values = (stored[:, : forward.reach] for stored in pages)
@@ -79,7 +79,7 @@ class SlotCache(PagedCache):
         if known and high - low > 2 * len(q):
             k, v = (stored.index_select(0, forward.source) for stored in (keys, values))
             return attended(q, k, v, mask)
-        # The few queries go to where the many keys lie.
+        # Moving the few queries is cheaper than copying the many keys.
         into = forward.source - low
         moved, mask = (
             x.new_zeros(high - low, *x.shape[1:]).index_copy_(0, into, x) for x in (q, mask)

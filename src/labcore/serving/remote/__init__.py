@@ -1,1 +1,1 @@
-"""An engine in a process of its own: a Unix socket, its client, and what keeps processes alive."""
+"""An engine in a separate process: a Unix socket, its client, and a process supervisor."""

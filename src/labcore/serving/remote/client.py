@@ -1,4 +1,4 @@
-"""A client of an engine behind a Unix socket, with a deadline on every call."""
+"""A client for an engine behind a Unix socket, with a deadline on every call."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from labcore.serving.remote.messages import LIMIT, LineBuffer, encode, parse_ans
 
 __all__ = ["EngineClient", "EngineError", "Replies", "Reply"]
 
-SLACK_S = 5.0  # for the word of a deadline to arrive
+SLACK_S = 5.0  # for the engine's deadline message to arrive
 
 
 def unix_socket() -> socket.socket:
-    """A new one. Raises RuntimeError on Windows, where Python has none."""
+    """Return a new Unix socket. Raises RuntimeError on Windows, where Python has none."""
     if not hasattr(socket, "AF_UNIX"):
         raise RuntimeError(
-            f"an engine in a process of its own needs Linux or macOS, got {sys.platform}; use "
+            f"an engine in a separate process needs Linux or macOS, got {sys.platform}; use "
             "labcore.serving.Service in this process, or WSL"
         )
     return socket.socket(socket.AF_UNIX)
 
 
 class EngineError(RuntimeError):
-    """A request ended with an error. code: as the engine's message says, or "lost" where the
-    connection ended first.
+    """A request ended with an error.
+
+    code: the code in the engine's message, or "lost" if the connection ended first.
     """
 
     def __init__(self, reason: str, *, code: str) -> None:
@@ -47,7 +48,7 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """A part of an output: new tokens and their text; finish is "" until the last part."""
+    """One part of an output: new tokens and their text; finish is "" until the last part."""
 
     tokens: tuple[int, ...] = ()
     text: str = ""
@@ -56,10 +57,10 @@ class Reply:
 
 
 class Replies:
-    """The parts of one output, in order, the last with its finish. Iterate once.
+    """The parts of one output, in order; the last part has its finish. Iterate once.
 
-    Raises EngineError where the request ends with an error, TimeoutError where its deadline passes
-    (the request is cancelled then).
+    Raises EngineError if the request ends with an error, TimeoutError if its deadline passes (the
+    request is then cancelled).
     """
 
     def __init__(self, client: EngineClient, name: str, timeout: float) -> None:
@@ -70,7 +71,7 @@ class Replies:
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     def cancel(self) -> None:
-        """Ask the engine to end it; what it says until then still comes."""
+        """Ask the engine to cancel the request; the parts sent before that still arrive."""
         self._client._send({"type": "cancel", "id": self.id})
 
     def __iter__(self) -> Iterator[Reply]:
@@ -81,8 +82,8 @@ class Replies:
             except queue.Empty:
                 self.cancel()
                 raise TimeoutError(
-                    f"request {self.id} did not end within {self._timeout} s; give it more, or "
-                    "fewer tokens"
+                    f"request {self.id} did not end within {self._timeout} s; pass a larger "
+                    "timeout or ask for fewer tokens"
                 ) from None
             if message["type"] == "tokens":
                 yield Reply(tokens=tuple(message["tokens"]), text=message["text"])
@@ -93,7 +94,7 @@ class Replies:
             return
 
     def result(self) -> Reply:
-        """All parts as one."""
+        """Return all parts as one."""
         parts = list(self)
         tokens = tuple(itertools.chain.from_iterable(part.tokens for part in parts))
         text = "".join(part.text for part in parts)
@@ -103,8 +104,8 @@ class Replies:
 class EngineClient:
     """One connection to the engine that listens on the socket `path`.
 
-    timeout: seconds of health() and stats(), of connecting, and of an output unless submit says
-    otherwise. Raises ConnectionError where nobody listens.
+    timeout: seconds for connecting, for health() and stats(), and for an output unless submit
+    gets its own timeout. Raises ConnectionError if nothing listens there.
     """
 
     def __init__(self, path: str | Path, *, name: str = "client", timeout: float = 30.0) -> None:
@@ -124,7 +125,7 @@ class EngineClient:
                 f"no engine listens on {path} ({error}); start one with "
                 "`python -m labcore.serving.remote.process`"
             ) from None
-        # Reading waits for as long as it must; an engine that takes nothing is lost.
+        # Reads may wait forever, but an engine that doesn't accept data counts as lost.
         self._end.settimeout(None)
         interval = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
         self._end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
@@ -140,9 +141,9 @@ class EngineClient:
         timeout: float | None = None,
         **wanted: Any,
     ) -> Replies:
-        """Ask for an output. wanted: fields of SamplingConfig, priority.
+        """Submit a request. wanted: fields of SamplingConfig, priority.
 
-        timeout: seconds; the engine ends the request there, and the iterator soon after.
+        timeout: seconds after which the engine ends the request, and soon after that the iterator.
         """
         seconds = self.timeout if timeout is None else positive("timeout", timeout)
         message = {"type": "submit", "prompt": prompt, "timeout": seconds, **wanted}
@@ -154,7 +155,7 @@ class EngineClient:
             message["id"] = self._free_name() if id is None else id
             if (size := len(encode(message))) > LIMIT:
                 raise ValueError(f"a request must have at most {LIMIT} bytes as JSON, got {size}")
-            # The engine keeps the deadline; this clock is for an engine that hangs.
+            # The engine enforces the deadline; this timeout catches an engine that hangs.
             replies = Replies(self, message["id"], seconds + SLACK_S)
             if message["id"] in self._waiting:
                 raise ValueError(f"id {id!r} is in use; choose another or leave it out")
@@ -163,15 +164,15 @@ class EngineClient:
         return replies
 
     def health(self) -> dict[str, Any]:
-        """What the engine says of itself. Raises EngineError, TimeoutError."""
+        """Return the engine's health report. Raises EngineError, TimeoutError."""
         return self._ask("health")
 
     def stats(self) -> dict[str, Any]:
-        """The engine's numbers by name. Raises EngineError, TimeoutError."""
+        """Return the engine's statistics by name. Raises EngineError, TimeoutError."""
         return self._ask("stats")
 
     def close(self) -> None:
-        """End the connection; the engine cancels what it still has of it."""
+        """Close the connection; the engine cancels its remaining requests."""
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._reader:
@@ -202,7 +203,9 @@ class EngineClient:
         except queue.Empty:
             with self._lock:
                 self._waiting.pop(name, None)
-            raise TimeoutError(f"the engine did not say its {kind} in {self.timeout} s") from None
+            raise TimeoutError(
+                f"the engine did not report its {kind} within {self.timeout} s"
+            ) from None
         if message["type"] == "error":
             raise EngineError(message["reason"], code=message["code"])
         values: dict[str, Any] = message["values"]
@@ -214,7 +217,7 @@ class EngineClient:
             with self._writing:
                 self._end.sendall(line)
         except OSError:
-            # Part of a line may be gone: the end of the connection, which the reader tells of.
+            # A line may be half sent, which ends the connection; the reader reports the loss.
             with suppress(OSError):
                 self._end.shutdown(socket.SHUT_RDWR)
         if self._lost:

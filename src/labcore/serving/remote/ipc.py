@@ -1,8 +1,8 @@
-"""An engine behind a Unix socket: many clients, many requests each, lines of JSON both ways.
+"""An engine behind a Unix socket: many clients, many requests each, JSON lines both ways.
 
-The lines are those of `messages`. Ids belong to the connection: two clients may use the same.
-A connection that is lost, or that does not read for `patience` seconds, takes its
-requests with it: they are cancelled and their blocks are free again.
+The protocol is that of `messages`. Ids belong to the connection: two clients may use the same id.
+When a connection is lost, or its client doesn't read for `patience` seconds, its requests are
+cancelled and their blocks freed.
 """
 
 from __future__ import annotations
@@ -34,46 +34,49 @@ from labcore.serving.remote.messages import (
 
 __all__ = ["Backend", "Listener", "Overloaded", "Running"]
 
-# Bytes, as the systems store the address of a Unix socket.
+# In bytes: the size of a Unix socket's address on each system.
 LONGEST_PATH = 107 if sys.platform == "linux" else 103
 CHUNK = 1 << 16
-QUESTIONS = 16  # stats of one connection that may be on their way
+QUESTIONS = 16  # pending stats requests per connection
 
 
 class Overloaded(RuntimeError):
-    """A backend has no room for one more request now; the client is told so and may come again."""
+    """A backend has no room for another request; the client gets this error and may retry."""
 
 
 class Running(Protocol):
-    """One request that a backend took: an iterator of what it says, and a way to end it."""
+    """A request that a backend accepted: an iterator over its outputs, and a way to cancel it."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Outputs with tokens (new ones), text (new), finish ("" until the last) and reason."""
+        """Yield outputs with new tokens, new text, finish ("" until the last) and reason."""
 
     def cancel(self) -> None:
-        """End it: the iterator gives an output with finish "cancelled". Harmless when done."""
+        """End the request: the iterator yields an output with finish "cancelled".
+
+        It is harmless if the request has already ended.
+        """
 
 
 class Backend(Protocol):
-    """What answers requests behind the socket; its methods are called from several threads."""
+    """The part behind the socket that answers requests; several threads call its methods."""
 
     def submit(self, request: Submit, name: str) -> Running:
-        """Take a request under a name of its own. Raises Overloaded, ValueError or TypeError."""
+        """Accept a request under a unique name. Raises Overloaded, ValueError or TypeError."""
 
     def health(self) -> Mapping[str, Any]:
-        """A few values that JSON can hold; raises where the engine is beyond help."""
+        """Return a few JSON values; raise if the engine can't recover."""
 
     def stats(self) -> Mapping[str, Any]:
-        """Numbers and texts by name."""
+        """Return statistics by name: numbers and strings."""
 
 
 class Listener:
-    """Answers clients on the socket `path` from start() to close().
+    """Serve clients on the socket `path` from start() to close().
 
-    limit: bytes of one line. most: requests that may be in flight over all connections.
+    limit: maximum bytes per line. most: maximum requests in flight over all connections.
     patience: seconds that a client may leave its lines unread before it counts as lost.
-    Raises ValueError for a path that is too long, that is no socket, or that another process
-    listens on.
+    Raises ValueError if the path is too long, exists but is not a socket, or belongs to a socket
+    that another process listens on.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class Listener:
         self._socket = unix_socket()
         try:
             self._socket.bind(str(self.path))
-            self.path.chmod(0o600)  # This user's alone; nobody can connect before listen().
+            self.path.chmod(0o600)  # for this user only; nobody can connect before listen()
             self._socket.listen(128)
         except OSError:
             self._socket.close()
@@ -111,12 +114,12 @@ class Listener:
         self._thread = threading.Thread(target=self._accept, name="ipc-accept", daemon=True)
 
     def start(self) -> Listener:
-        """Begin to answer."""
+        """Start accepting connections."""
         self._thread.start()
         return self
 
     def close(self) -> None:
-        """Lose every connection, cancel what runs, and take the socket away."""
+        """Close every connection, cancel the running requests, and remove the socket."""
         with self._lock:
             self._closing = True
             there = list(self._connections)
@@ -139,7 +142,7 @@ class Listener:
         self.close()
 
     def clients(self) -> list[dict[str, Any]]:
-        """Name, pid and requests in flight of each connection."""
+        """Return the name, pid and number of requests in flight of each connection."""
         with self._lock:
             there = list(self._connections)
         return [one.told() for one in there]
@@ -151,7 +154,7 @@ class Listener:
             except OSError:
                 if self._closing:
                     return
-                time.sleep(0.01)  # The client has left, or no file descriptor is free.
+                time.sleep(0.01)  # the client has left, or no file descriptor is free
                 continue
             connection = _Connection(self, end, next(self._numbers))
             with self._lock:
@@ -161,7 +164,7 @@ class Listener:
                 self._connections.add(connection)
             try:
                 connection.start()
-            except RuntimeError:  # No thread is to be had: this client is lost, others may come.
+            except RuntimeError:  # can't start a thread: drop this client, keep serving others
                 end.close()
                 self._forget(connection)
 
@@ -184,7 +187,7 @@ class _Connection:
         self._asking = threading.Semaphore(QUESTIONS)
         self._lost = False
         self._reader = threading.Thread(target=self._read, name=f"ipc-{number}", daemon=True)
-        # Only sending may time out: recv waits in `_read` for as long as the client is silent.
+        # Only sending may time out: in `_read`, recv waits as long as the client is silent.
         whole = int(listener.patience)
         interval = struct.pack("@ll", whole, int((listener.patience - whole) * 1e6))
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
@@ -204,17 +207,17 @@ class _Connection:
             return {"name": self.name, "pid": self.pid, "requests": len(self._tasks)}
 
     def lose(self) -> None:
-        """End the connection and cancel its requests; harmless when done before."""
+        """End the connection and cancel its requests. Calling it again is harmless."""
         with self._lock:
             self._lost = True
             tasks = list(self._tasks.values())
         with suppress(OSError):
-            self._end.shutdown(socket.SHUT_RDWR)  # Wakes the reader, which closes it.
+            self._end.shutdown(socket.SHUT_RDWR)  # wakes the reader, which closes the socket
         for task in tasks:
             task.cancel()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """One line, whole or not at all; a client that is gone is lost."""
+        """Send one whole line; if that fails, the client is lost."""
         if self._lost:
             return
         try:
@@ -250,7 +253,7 @@ class _Connection:
             getattr(self, f"_on_{message['type']}")(message)
         except MessageError as error:
             self.fail(error.id, error.code, error)
-        except Exception as error:  # A fault of one request must not take the others' connection.
+        except Exception as error:  # one request's fault must not end the others' connection
             self.fail(name, "internal", f"{type(error).__name__}: {error}")
 
     def _on_hello(self, message: Mapping[str, Any]) -> None:
@@ -265,9 +268,9 @@ class _Connection:
         self.send({"type": "health", "id": message.get("id"), "values": values})
 
     def _on_stats(self, message: Mapping[str, Any]) -> None:
-        # An engine in a long step must not hold up what comes behind.
+        # An engine in a long step must not hold up the lines that follow.
         if not self._asking.acquire(blocking=False):
-            self.fail(message.get("id"), "overloaded", "too many stats are on their way; wait")
+            self.fail(message.get("id"), "overloaded", "too many stats are pending; wait for them")
             return
         try:
             threading.Thread(target=self._stats, args=(message.get("id"),), daemon=True).start()
@@ -287,7 +290,7 @@ class _Connection:
     def _on_cancel(self, message: Mapping[str, Any]) -> None:
         with self._lock:
             task = self._tasks.get(message.get("id", ""))
-        # Unknown is no error: the cancel and the request's own end may cross on the way.
+        # An unknown id is not an error: the request may have just ended.
         if task is not None:
             task.cancel()
 
@@ -295,13 +298,13 @@ class _Connection:
         request = parse_submit(message)
         with self._lock:
             if request.id in self._tasks:
-                # Without its id, or the client would take it for the end of the first.
+                # Omit the id, or the client would think that the first request had ended.
                 reason = f"id {request.id!r} is in use; choose another or wait for its end"
                 raise MessageError(reason, code="duplicate")
         if not self.listener._places.acquire(blocking=False):
             self.fail(request.id, "overloaded", "too many requests are in flight; try again later")
             return
-        # A thread of its own: a backend may take a step's time to answer, others come meanwhile.
+        # In a separate thread, because a backend may take a whole step to answer.
         task = _Task(self, request)
         with self._lock:
             self._tasks[request.id] = task
@@ -310,7 +313,7 @@ class _Connection:
             task.cancel()
         try:
             task.thread.start()
-        except RuntimeError:  # No thread is to be had.
+        except RuntimeError:  # can't start a thread
             self.finished(task)
             raise
 
@@ -332,7 +335,7 @@ class _Task:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Also before the backend has taken it."""
+        """Cancel the request, even before the backend has accepted it."""
         with self._lock:
             self._cancelled = True
             running = self._running
@@ -346,11 +349,11 @@ class _Task:
             last = _error("overloaded", error)
         except Exception as error:
             last = _error("internal", f"{type(error).__name__}: {error}")
-        self.connection.finished(self)  # First, so that the id is free when the client reads.
+        self.connection.finished(self)  # first: the id must be free when the client reads this
         self.connection.send({**last, "id": self.request.id})
 
     def _tell(self) -> dict[str, Any]:
-        """Sends what the backend says of the request; its last message."""
+        """Send the backend's outputs for the request; return the last message."""
         name = f"{self.connection.number}:{self.request.id}"
         try:
             running = self.connection.listener.backend.submit(self.request, name)
@@ -368,7 +371,7 @@ class _Task:
                 self.connection.send({**told, "id": self.request.id})
             if output.finish:
                 return {"type": "finish", "finish": output.finish, "reason": output.reason}
-        return _error("internal", "the engine ended this request without a word")
+        return _error("internal", "the engine ended this request without a finish")
 
 
 def _error(code: str, reason: object) -> dict[str, Any]:
@@ -376,13 +379,15 @@ def _error(code: str, reason: object) -> dict[str, Any]:
 
 
 def _remove_stale(path: Path) -> None:
-    """Take away the socket that a killed process left."""
+    """Remove the socket that a killed process left behind."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ValueError(f"path must be free or a socket, got the file {path}; choose another path")
+        raise ValueError(
+            f"path must be unused or a socket, got the file {path}; choose another path"
+        )
     with unix_socket() as probe:
         probe.settimeout(1.0)
         try:

@@ -1,11 +1,11 @@
-"""The lines that a client and an engine exchange: one JSON object each, UTF-8, ended by a newline.
+"""The protocol between a client and an engine: one JSON object per line, in UTF-8.
 
 To the engine: `hello` (name, pid), `submit` (id, prompt, the fields of SamplingConfig, priority,
 timeout), `cancel` (id), `health` (id), `stats` (id).
 From the engine: `tokens` (id, tokens, text), `finish` (id, finish, reason), `error` (id or null,
 code, reason), `health` and `stats` (id, values).
-A `submit` that can be read is answered by any number of `tokens` and one `finish` or `error`. The
-codes of errors: malformed, too_long, duplicate, invalid, overloaded, internal.
+The engine answers a readable `submit` with any number of `tokens` and one `finish` or `error`.
+Error codes: malformed, too_long, duplicate, invalid, overloaded, internal.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = [
     "parse_submit",
 ]
 
-LIMIT = 1 << 20  # bytes of one line
+LIMIT = 1 << 20  # bytes per line
 TYPES = ("hello", "submit", "cancel", "health", "stats")
 LONGEST_ID = 256
-# Field of a submit: what it must be, and whether the value is.
+# The type of a submit field: its description, and a check of the value.
 WHOLE = ("a whole number", lambda v: isinstance(v, int) and not isinstance(v, bool))
 NUMBER = ("a number", lambda v: isinstance(v, int | float) and not isinstance(v, bool))
-TEXTS = ("a list of texts", lambda v: isinstance(v, list) and all(isinstance(s, str) for s in v))
+TEXTS = ("a list of strings", lambda v: isinstance(v, list) and all(isinstance(s, str) for s in v))
 SAMPLING: dict[str, tuple[str, Any]] = {
     "max_tokens": WHOLE,
     "temperature": NUMBER,
@@ -50,10 +50,10 @@ FIELDS = ("type", "id", "prompt", "priority", "timeout", *SAMPLING)
 
 
 class MessageError(ValueError):
-    """A line that cannot be taken.
+    """A line that can't be accepted.
 
-    code: "malformed", "too_long", "duplicate" or "invalid". id: of the request that it spoke of,
-    None where that cannot be told.
+    code: "malformed", "too_long", "duplicate" or "invalid". id: the id of the request in the line,
+    or None if it is unknown.
     """
 
     def __init__(self, reason: str, *, code: str = "malformed", id: str | None = None) -> None:
@@ -64,9 +64,9 @@ class MessageError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submit:
-    """One request as it came: a text or token ids, and how its tokens are wanted.
+    """One request as received: a text or token ids, and how to sample.
 
-    timeout: seconds from now after which it ends with finish "deadline"; None is never.
+    timeout: seconds from now after which the request ends with finish "deadline"; None means never.
     """
 
     id: str
@@ -77,17 +77,17 @@ class Submit:
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """A message as its line, newline included. Raises ValueError for NaN and infinities."""
+    """Encode a message as a line, with its newline. Raises ValueError for NaN and infinities."""
     text = json.dumps(message, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.encode("ascii") + b"\n"
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """The message on a line. Raises MessageError in a sentence; never anything else."""
+    """Parse the message on a line. Raises only MessageError, with a readable reason."""
     try:
         told = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        raise MessageError(f"a line must be UTF-8, got another byte at {error.start}") from None
+        raise MessageError(f"a line must be UTF-8, got an invalid byte at {error.start}") from None
     except RecursionError:
         raise MessageError("a line must not be nested this deeply") from None
     except ValueError as error:
@@ -104,7 +104,7 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def parse_submit(message: Mapping[str, Any]) -> Submit:
-    """The request in a message of type submit. Raises MessageError that names the field."""
+    """Return the request in a submit message. Raises a MessageError that names the bad field."""
     name = message["id"]
     try:
         for field in message:
@@ -131,14 +131,15 @@ def parse_submit(message: Mapping[str, Any]) -> Submit:
 
 
 def parse_answer(line: bytes) -> dict[str, Any]:
-    """An engine's message on a line, which is trusted to be one. Raises ValueError."""
+    """Parse a line from the engine, which is trusted. Raises ValueError if it isn't JSON."""
     told: dict[str, Any] = json.loads(line)
     return told
 
 
 class LineBuffer:
-    """Bytes in, whole lines out. A line longer than `limit` bytes is dropped up to its newline,
-    and what follows it is read as ever.
+    """Split a stream of bytes into whole lines.
+
+    A line longer than `limit` bytes is dropped up to its newline; later lines are read normally.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -147,7 +148,7 @@ class LineBuffer:
         self._dropping = False
 
     def feed(self, data: bytes) -> Iterator[bytes | None]:
-        """The lines that are whole now, without newlines; None for each that was too long."""
+        """Yield the lines that are now complete, without newlines; None for each overlong line."""
         start = 0
         while (end := data.find(b"\n", start)) >= 0:
             self._rest += data[start:end]
@@ -163,7 +164,7 @@ class LineBuffer:
         if not self._dropping:
             self._rest += data[start:]
             if len(self._rest) > self.limit:
-                # Said at once: the newline may never come.
+                # Report it now: the newline may never come.
                 self._dropping = True
                 self._rest.clear()
                 yield None
@@ -176,11 +177,11 @@ def _prompt(told: object) -> str | tuple[int, ...]:
         except UnicodeEncodeError:
             raise ValueError("prompt must be valid Unicode, got half of a surrogate pair") from None
         if not told:
-            raise ValueError("prompt must not be empty: there is nothing to go on from")
+            raise ValueError("prompt must not be empty: there is nothing to continue")
         return told
     if isinstance(told, list) and told and all(WHOLE[1](token) and token >= 0 for token in told):
         return tuple(told)
-    raise TypeError(f"prompt must be a text or a list of token ids, got {_short(repr(told))}")
+    raise TypeError(f"prompt must be a string or a list of token ids, got {_short(repr(told))}")
 
 
 def _must_be(field: str, value: object, kind: tuple[str, Any]) -> None:
@@ -192,12 +193,12 @@ def _check_id(told: Mapping[str, Any]) -> None:
     name = told.get("id")
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_ID:
         raise MessageError(
-            f"id must be a text of 1 to {LONGEST_ID} characters, got {_short(repr(name))}"
+            f"id must be a string of 1 to {LONGEST_ID} characters, got {_short(repr(name))}"
         )
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name}, which is no JSON")
+    raise ValueError(f"{name}, which is not valid JSON")
 
 
 def _short(text: object) -> str:

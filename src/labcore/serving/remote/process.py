@@ -1,9 +1,9 @@
 """`python -m labcore.serving.remote.process --socket PATH`: one engine behind a Unix socket.
 
-The lines that it speaks are those of `labcore.serving.remote.messages`. With `--spare` it loads its
-modules and waits for a line on standard input before it makes the engine: a second process that is
-ready to take over. With `--attached` it ends when standard input closes, as it does where its
-parent dies.
+It speaks the protocol of `labcore.serving.remote.messages`. With `--spare` it loads its modules and
+waits for a line on standard input before it makes the engine: a second process that is ready to
+take over. With `--attached` it exits when standard input closes, which happens when its parent
+dies.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ __all__ = ["ServiceBackend", "attend", "main"]
 SHIPPED = ("target", "draft")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOOK_S = 0.1
-STALLED_S = 300.0  # longer than a first step that compiles, or a large model on a slow CPU
+STALLED_S = 300.0  # longer than a first step that compiles, or a large model's step on a slow CPU
 
 
 class StalledError(RuntimeError):
-    """The engine's thread hangs in a step: nothing can be closed, only the process can end."""
+    """The engine's thread hangs in a step: nothing can be closed, so the process must exit."""
 
 
 class ServiceBackend:
-    """A `Service` as `ipc.Listener` wants it."""
+    """Adapt a `Service` to the interface that `ipc.Listener` expects."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
 
     def submit(self, request: Submit, name: str) -> Running:
-        """Take a request. Raises Overloaded where the engine's queue is full."""
+        """Accept a request. Raises Overloaded if the engine's queue is full."""
         try:
             return self.service.submit(
                 request.prompt,
@@ -64,7 +64,7 @@ class ServiceBackend:
             raise Overloaded(str(error)) from None
 
     def health(self) -> Mapping[str, Any]:
-        """Raises RuntimeError for a service that takes no requests, or hangs in a step."""
+        """Return the status. Raises RuntimeError if the service is closed, broken, or stalled."""
         if not self.service.healthy:
             raise RuntimeError("the engine is closed or broken; start another")
         if self.service.busy > STALLED_S:
@@ -72,13 +72,13 @@ class ServiceBackend:
         return {"status": "ok"}
 
     def stats(self) -> Mapping[str, Any]:
-        """The engine's numbers: queues, blocks, counters, and `finished_<why>` for each end."""
+        """Return the engine's queues, blocks and counters, with `finished_<why>` per finish."""
         told = asdict(self.service.stats())
         finished = told.pop("finished")
         return {**told, **{f"finished_{why}": count for why, count in finished.items()}}
 
     def close(self) -> None:
-        """Cancel what is under way and end the engine's thread."""
+        """Cancel the requests in flight and end the engine's thread."""
         self.service.close()
 
 
@@ -90,15 +90,16 @@ def attend(
     attached: bool = True,
     most: int = 1024,
 ) -> int:
-    """Answer on the socket `path` with the backend that `make` gives, until told to end.
+    """Serve the backend that `make` returns on the socket `path` until a signal ends it.
 
-    SIGTERM and SIGINT end it, and so does the end of standard input where `attached`. spare: wait
-    for a line there before `make` is called; "ready" is written there first, for a supervisor whose
-    end of it is a socket. Returns the process's exit code: 0, or 1 where the
-    backend's health raised, so that a supervisor starts another. For the main thread.
+    SIGTERM and SIGINT end it. If `attached`, the end of standard input ends it too. spare: write
+    "ready" to standard input, for a supervisor that holds the other end of a socket there, and
+    wait for a line before calling `make`. Returns the process's exit code: 0, or 1 if the
+    backend's health check raised, which makes a supervisor start another process. Call it from
+    the main thread.
     """
     if spare:
-        with suppress(OSError):  # Standard input may be a pipe or a file.
+        with suppress(OSError):  # standard input may be a pipe or a file
             os.write(0, b"ready\n")
         if not os.read(0, 4096):
             return 0
@@ -113,7 +114,7 @@ def attend(
                     try:
                         backend.health()
                     except Exception as error:
-                        sys.stderr.write(f"the engine ends: {error}\n")
+                        sys.stderr.write(f"the engine is exiting: {error}\n")
                         if isinstance(error, StalledError):
                             sys.stderr.flush()
                             os._exit(1)
@@ -139,20 +140,20 @@ def _signals(ended: threading.Event) -> Iterator[None]:
 
 
 def _watch_input(ended: threading.Event) -> None:
-    # os.read, not sys.stdin: a thread inside sys.stdin would stop the interpreter from ending.
-    with suppress(OSError):  # The other end may be closed with something unread in it.
+    # os.read, not sys.stdin: a thread inside sys.stdin would keep the interpreter from exiting.
+    with suppress(OSError):  # the other end may be closed with unread data in it
         while os.read(0, 4096):
             pass
     ended.set()
 
 
 def load(name: str, *, dtype: torch.dtype = torch.float32) -> tuple[Llama, Tokenizer]:
-    """A shipped model or the checkpoint in a folder, with its tokenizer, on the default device."""
+    """Load a shipped model or a folder's checkpoint, with its tokenizer, on the default device."""
     if name in SHIPPED:
         return pretrained(name, dtype=dtype).to(default_device()), shipped_tokenizer()
     folder = Path(name)
     if not folder.is_dir():
-        raise ValueError(f"model must be target, draft or a checkpoint's folder, got {name!r}")
+        raise ValueError(f"model must be target, draft or a checkpoint folder, got {name!r}")
     model = from_pretrained(folder, dtype=dtype, device=default_device())
     return model, Tokenizer.from_pretrained(folder)
 
@@ -162,25 +163,25 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m labcore.serving.remote.process", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--socket", required=True, help="path of the Unix socket")
-    parser.add_argument("--model", default="target", help="target, draft or a folder")
+    parser.add_argument("--model", default="target", help="target, draft or a checkpoint folder")
     parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
-    parser.add_argument("--pages", type=int, default=256, help="blocks of the pool")
-    parser.add_argument("--page", type=int, default=16, help="tokens of a block")
-    parser.add_argument("--slots", type=int, default=8, help="requests that run at once")
-    parser.add_argument("--budget", type=int, default=256, help="tokens of a step")
-    parser.add_argument("--chunk", type=int, help="tokens of one prompt in a step")
+    parser.add_argument("--pages", type=int, default=256, help="number of blocks in the pool")
+    parser.add_argument("--page", type=int, default=16, help="tokens per block")
+    parser.add_argument("--slots", type=int, default=8, help="maximum requests running at once")
+    parser.add_argument("--budget", type=int, default=256, help="maximum tokens per step")
+    parser.add_argument("--chunk", type=int, help="maximum tokens of one prompt per step")
     parser.add_argument("--policy", default="guaranteed_no_evict")
     parser.add_argument("--victim", default="newest")
-    parser.add_argument("--max-waiting", type=int, default=1024, help="length of the queue")
+    parser.add_argument("--max-waiting", type=int, default=1024, help="maximum queue length")
     parser.add_argument("--proposer", choices=["ngram"], help="speculation")
-    parser.add_argument("--threads", type=int, help="torch's threads on a CPU")
-    parser.add_argument("--spare", action="store_true", help="wait for a line before beginning")
-    parser.add_argument("--attached", action="store_true", help="end with standard input")
+    parser.add_argument("--threads", type=int, help="number of torch threads on a CPU")
+    parser.add_argument("--spare", action="store_true", help="wait for a line before starting")
+    parser.add_argument("--attached", action="store_true", help="exit when standard input closes")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run as a program. Returns the exit code."""
+    """Run the program and return the exit code."""
     told = _parser().parse_args(arguments)
 
     def make() -> Backend:
@@ -202,9 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return ServiceBackend(Service(engine))
 
-    most = (
-        told.slots + told.max_waiting + 64
-    )  # Beyond these the engine itself says that it is full.
+    # The margin lets the engine itself report that it is full.
+    most = told.slots + told.max_waiting + 64
     try:
         return attend(make, told.socket, spare=told.spare, attached=told.attached, most=most)
     except (OSError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""Keeps processes alive: starts them in order, looks at them often, starts again what died.
+"""Keep processes alive: start them in order, check them often, and restart those that died.
 
-A part is restarted when its process ends, when it says that it lost something it cannot mend
-(`broken`), and when it was silent, neither healthy nor broken, for longer than its patience. One
-thread does all of it, and asks the parts one after the other.
+A part is restarted when its process ends, when it reports a loss that it can't recover from
+(`broken`), and when it has been silent, neither healthy nor broken, for too long. One thread checks
+the parts in turn.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from labcore.checks import positive, positive_int
 
 __all__ = ["Part", "Supervisor", "SupervisorError"]
 
-LOOK_S = 0.1  # between two looks at the parts
-# Becomes the program that it is told and asks the kernel to end it when this process is gone: a
-# supervisor that is killed leaves no server behind. It runs alone in its thread: no fork hook.
+LOOK_S = 0.1  # between two checks of the parts
+# This script executes the given program and asks the kernel to kill it when its parent dies, so a
+# killed supervisor leaves no server running. A script needs no fork hook (preexec_fn).
 TIED = (
     "import ctypes, os, sys\n"
     "ctypes.CDLL(None).prctl(1, 9)\n"
@@ -36,21 +36,21 @@ TIED = (
 
 
 class SupervisorError(RuntimeError):
-    """A part did not become healthy, or died again and again; the message ends with its log."""
+    """A part didn't become healthy, or died repeatedly; the message ends with its log."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """A process to keep alive.
 
-    command: the program's full path and arguments. log: its output is appended there.
-    healthy: asked from the supervisor's thread, answers within a second or so.
-    broken: why it must be restarted at once, "" if it need not.
-    patience: seconds from a start to healthy. silence: seconds that it may be unhealthy later.
-    spare: keep a second process, started with `--spare`, that loads its modules, writes a line to
-    its standard input, which is a socket, and waits for a line there before it begins; it takes
-    over where the first one dies. attached: the process ends by itself when its standard input
-    closes. clean: called behind each end of the process, before the next start.
+    command: the program's full path and arguments. log: the file that its output is appended to.
+    healthy: a health check, called from the supervisor's thread; it should answer within about a
+    second. broken: returns why the process must be restarted at once, or "".
+    patience: seconds that it may take to become healthy. silence: seconds that it may be unhealthy
+    later. spare: keep a second process, started with `--spare`. It loads its modules, writes a
+    line to its standard input, which is a socket, and waits for a line there before it begins; it
+    takes over when the first process dies. attached: the process exits by itself when its standard
+    input closes. clean: called after the process ends, before the next start.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Part:
 
 
 class _Process:
-    """A running program, and our end of its standard input where it has one."""
+    """A running program, and our end of its standard input if it has one."""
 
     def __init__(self, part: Part, *more: str) -> None:
         part.log.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ class _Process:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=None if part.environment is None else dict(part.environment),
-                    start_new_session=True,  # The terminal's Ctrl-C goes to the supervisor alone.
+                    start_new_session=True,  # the terminal's Ctrl-C goes to the supervisor only
                 )
         except OSError:
             if self._control is not None:
@@ -103,18 +103,18 @@ class _Process:
         return self._popen.pid
 
     def code(self) -> int | None:
-        """The exit code, None while it runs."""
+        """Return the exit code, or None while the process runs."""
         return self._popen.poll()
 
     def ready(self) -> bool:
-        """Whether a spare has loaded its modules."""
+        """Return whether a spare has loaded its modules."""
         if not self._said_ready and self._control is not None:
             with suppress(OSError):
                 self._said_ready = bool(self._control.recv(64))
         return self._said_ready
 
     def begin(self) -> bool:
-        """Tell a spare to begin; False where it is dead."""
+        """Tell a spare to begin; return False if it is dead."""
         if self.code() is not None or self._control is None:
             return False
         try:
@@ -124,7 +124,7 @@ class _Process:
         return True
 
     def end(self, *, gently: bool, attached: bool = False) -> None:
-        """End it and all that it started, and wait until it is gone."""
+        """End the process and all its children, and wait until it is gone."""
         if self._control is not None:
             self._control.close()
         if gently and self.code() is None:
@@ -133,7 +133,7 @@ class _Process:
             with suppress(subprocess.TimeoutExpired):
                 self._popen.wait(5.0)
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # Its group outlives it where children are left.
+            os.killpg(self.pid, signal.SIGKILL)  # children may outlive the process
         self._popen.wait()
 
 
@@ -142,20 +142,20 @@ class _State:
     process: _Process | None = None
     spare: _Process | None = None
     started: float = 0.0
-    seen: float = 0.0  # when it was last healthy; 0 before the first time of this process
+    seen: float = 0.0  # when it was last healthy; 0 if this process never was
     starts: deque[float] = field(default_factory=deque)
     count: int = 0
     vain: int = 0  # starts since it was last healthy
-    spares: int = 0  # started since the last start of the part itself
+    spares: int = 0  # spares started since the last start of the part itself
     why: str = ""
 
 
 class Supervisor:
-    """Keeps `parts` alive from start() to stop().
+    """Keep `parts` alive from start() to stop().
 
-    most, within: a part that had to be started `most` times within `within` seconds is given up,
-    and so is one that was started `vain` times in a row and was never healthy: `failure` says why,
-    and everything is stopped.
+    The supervisor gives up on a part that had to be started `most` times within `within` seconds,
+    or that was started `vain` times in a row and was never healthy. `failure` then says why, and
+    everything is stopped.
     """
 
     def __init__(
@@ -184,10 +184,10 @@ class Supervisor:
         return self
 
     def wait_healthy(self, timeout: float = 60.0) -> None:
-        """Return once every part was seen healthy after this call. Raises SupervisorError."""
+        """Return once every part has been healthy after this call. Raises SupervisorError."""
         positive("timeout", timeout)
         with self._changed:
-            fresh = self._healthy_looks + 2  # The next to end may have begun before the call.
+            fresh = self._healthy_looks + 2  # the next one may have begun before the call
 
             def done() -> bool:
                 return self._healthy_looks >= fresh or bool(self.failure)
@@ -201,38 +201,38 @@ class Supervisor:
         raise SupervisorError(f"{reason}; its log ends:\n{_tail(lacking[0].log)}")
 
     def report(self) -> str:
-        """The failure with the end of the log of the part that was given up; "" without one."""
+        """Return the failure and the end of the failed part's log; "" without a failure."""
         if self._failed is None:
             return self.failure
         return f"{self.failure}; its log ends:\n{_tail(self._failed.log)}"
 
     def stop(self) -> None:
-        """End every part, the last one first; harmless when done before."""
+        """Stop every part, last one first. Calling it again is harmless."""
         self._ending.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def pid(self, name: str) -> int | None:
-        """The process of a part, None where none runs now."""
+        """Return the process id of a part, or None if it isn't running."""
         process = self._states[name].process
         return process.pid if process is not None and process.code() is None else None
 
     def spare_ready(self, name: str) -> bool:
-        """Whether a part's spare has loaded its modules and can take over at once."""
+        """Return whether a part's spare has loaded its modules and can take over at once."""
         spare = self._states[name].spare
         return spare is not None and spare.ready()
 
     def spare_pid(self, name: str) -> int | None:
-        """The process of a part's spare, None where there is none now."""
+        """Return the process id of a part's spare, or None if it isn't running."""
         spare = self._states[name].spare
         return spare.pid if spare is not None and spare.code() is None else None
 
     def restarts(self) -> dict[str, int]:
-        """How often each part was started again."""
+        """Return how often each part was restarted."""
         return {name: max(state.count - 1, 0) for name, state in self._states.items()}
 
     def reasons(self) -> dict[str, str]:
-        """Why each part was started again the last time, "" if it was not."""
+        """Return why each part was last restarted; "" if it never was."""
         return {name: state.why for name, state in self._states.items()}
 
     def __enter__(self) -> Supervisor:
@@ -267,13 +267,13 @@ class Supervisor:
                     state.process.end(gently=True, attached=part.attached)
                 try:
                     part.clean()
-                except Exception as error:  # The other parts are to be ended all the same.
+                except Exception as error:  # the other parts must still be ended
                     self.failure = self.failure or f"{part.name} was not cleaned up: {error}"
             with self._changed:
                 self._changed.notify_all()
 
     def _look(self, part: Part) -> bool:
-        """Whether a part is healthy; starts it where it is not to be saved."""
+        """Return whether a part is healthy; restart it if it is beyond recovery."""
         state = self._states[part.name]
         why = self._trouble(part, state)
         if why == "healthy":
@@ -287,9 +287,9 @@ class Supervisor:
         return False
 
     def _trouble(self, part: Part, state: _State) -> str:
-        """Why a part must be started, "" to give it time, "healthy"."""
+        """Return why a part must be started, "" to give it time, or "healthy"."""
         if state.process is None:
-            return "it was not started yet"
+            return "it had not been started"
         code = state.process.code()
         if code is not None:
             return f"it ended with code {code}"
@@ -331,13 +331,13 @@ class Supervisor:
             state.process.end(gently=False)
         try:
             state.process = _Process(part)
-        except OSError as error:  # No process or memory is to be had; the next look tries again.
+        except OSError as error:  # out of processes or memory; the next check tries again
             state.process, state.why = None, f"it could not be started: {error}"
 
     def _start_spares(self) -> None:
         for part in self.parts:
             state = self._states[part.name]
-            if not part.spare or state.spares >= self.vain:  # It can do without, more slowly.
+            if not part.spare or state.spares >= self.vain:  # without a spare, restarts are slower
                 continue
             if state.spare is None or state.spare.code() is not None:
                 if state.spare is not None:

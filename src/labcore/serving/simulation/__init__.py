@@ -1,1 +1,1 @@
-"""A server without a model: workloads, what a step costs, many machines, pictures of a run."""
+"""Simulated serving, without a model: workloads, step costs, several machines, plottable runs."""

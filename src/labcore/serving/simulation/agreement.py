@@ -1,4 +1,4 @@
-"""Whether a simulated run tells what a measured one did: rates, medians, and tails with doubt."""
+"""Compare a simulated run with a measured one: rates, medians, and tails with their uncertainty."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _TIMES = ("queue", "ttft", "tpot", "e2e")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """One quantity of two runs of the same requests.
+    """One quantity in two runs of the same requests.
 
-    simulated, measured: requests and tokens a second, or seconds. low, high: of a p99 the
-    bootstrap interval of the measured one, else measured minus and plus the tolerance.
+    simulated, measured: requests or tokens per second, or seconds. low, high: for a p99, the
+    bootstrap interval of the measured run; otherwise, the measured value minus and plus the
+    tolerance.
     """
 
     simulated: float
@@ -27,24 +28,24 @@ class Agreement:
 
     @property
     def error(self) -> float:
-        """(simulated - measured) / measured; NaN where nothing was measured."""
+        """The relative error (simulated - measured) / measured; NaN if measured is 0."""
         return (self.simulated - self.measured) / self.measured if self.measured else float("nan")
 
     @property
     def agrees(self) -> bool:
-        """Whether the simulated value lies from low to high."""
+        """Whether the simulated value lies between low and high."""
         return self.low <= self.simulated <= self.high
 
 
 def agreement(
     simulated: Run, measured: Run, *, tolerance: float = 0.15, level: float = 0.95, seed: int = 0
 ) -> dict[str, Agreement]:
-    """Compare two runs: "requests/s", "tokens/s", and "ttft p50", "ttft p99", ... of each time.
+    """Compare two runs: "requests/s", "tokens/s", and "ttft p50", "ttft p99", ... for each time.
 
-    tolerance: of rates and medians, relative. level: of the interval of a p99, by resampling the
-    measured requests; with few of them it is about the largest few, and too narrow (see
-    `bootstrap`). A time that no request has is left out.
-    Raises ValueError unless both served requests with the same ids.
+    tolerance: relative tolerance of rates and medians. level: confidence level of the interval for
+    a p99, from resampling the measured requests. With few requests the interval depends on the
+    largest few and is too narrow (see `bootstrap`). A time that no request has is omitted.
+    Raises ValueError unless both runs served requests with the same ids.
     """
     positive("tolerance", tolerance)
     ids = [sorted(one.id for one in run.metrics) for run in (simulated, measured)]

@@ -1,9 +1,9 @@
-"""What a step of an engine costs: seconds by four coefficients, and a fit of them to a trace.
+"""The cost of an engine step: seconds from four coefficients, and their fit to a trace.
 
 A step runs a plan's prefill chunks as one forward and its decodes as another. Each forward has a
-price of its own (weights read, kernels launched), each token adds work, and each row reads the
-keys and values of its context. The same split is behind the budgets of chunked prefill (Agrawal et
-al., 2024, Sarathi-Serve, arXiv 2403.02310).
+fixed cost (weights read, kernels launched), each token adds work, and each row reads the keys and
+values of its context. Chunked prefill bases its budgets on the same split (Agrawal et al., 2024,
+Sarathi-Serve, arXiv 2403.02310).
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ __all__ = ["CostModel", "Fit", "Work", "fit", "work"]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A step in numbers. forwards: 0, 1 or 2: one for the chunks, one for the decodes.
-    prefill: tokens of the chunks. decode: tokens of the decodes, drafted ones included.
-    context: tokens of the cache that are read, one time by each row, the step's own among them.
-    Where rows are padded, a row counts as many tokens as the longest one of its forward.
+    """The amount of work in a step.
+
+    forwards: 0, 1 or 2: one for the chunks, one for the decodes. prefill: tokens of the chunks.
+    decode: tokens of the decodes, including drafted ones. context: cached tokens that the rows
+    read, summed over rows, including the step's own tokens. If rows are padded, each counts as
+    many tokens as the longest row of its forward.
     """
 
     forwards: int = 0
@@ -38,10 +40,10 @@ class Work:
 def work(
     chunks: Sequence[Chunk], decodes: Sequence[Decode], *, idle: int = 0, padded: bool = False
 ) -> Work:
-    """The numbers of a step that reads these.
+    """Return the work of a step with these chunks and decodes.
 
-    idle: rows of ended requests beside the decodes; each is computed as one token without context.
-    padded: each forward is a rectangle, as wide as its longest row and reaching as far back.
+    idle: rows of ended requests beside the decodes; each counts as one token without context.
+    padded: each forward is a rectangle that has the width and the context of its longest row.
     """
     total = _padded if padded else sum
     read = [one.count for one in chunks]
@@ -65,13 +67,14 @@ _COEFFICIENTS = ("base", "per_prefill_token", "per_decode_row", "per_context_tok
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """Seconds of a step, linear in its `Work`.
+    """Seconds per step, linear in its `Work`.
 
-    base: seconds of a forward, however small; a step with chunks and decodes has two.
-    per_prefill_token: of each prompt token. per_decode_row: of each token of a decode, drafted ones
-    included. per_context_token: of each cached token that a row reads. padded: whether a row pays
-    for the longest one beside it, as where a forward is one rectangle of tokens.
-    Raises ValueError for a negative time, and where all are 0: time would stand still.
+    base: seconds per forward, however small; a step with chunks and decodes has two.
+    per_prefill_token: seconds per prompt token. per_decode_row: seconds per token of a decode,
+    including drafted ones. per_context_token: seconds per cached token that a row reads. padded:
+    whether each row costs as much as the longest row of its forward, because a forward is one
+    rectangle of tokens.
+    Raises ValueError if a time is negative, or if all are 0: time would not advance.
     """
 
     base: float
@@ -84,10 +87,10 @@ class CostModel:
         for name in _COEFFICIENTS:
             non_negative(name, getattr(self, name), "pass seconds")
         if not any(getattr(self, name) for name in _COEFFICIENTS):
-            raise ValueError("a step must take time, got 0 for all four; pass seconds for the base")
+            raise ValueError("a step must take time, got 0 for all four; pass base in seconds")
 
     def of(self, done: Work) -> float:
-        """Seconds of this work."""
+        """Return the seconds that this work takes."""
         return (
             self.base * done.forwards
             + self.per_prefill_token * done.prefill
@@ -96,7 +99,7 @@ class CostModel:
         )
 
     def seconds(self, plan: StepPlan) -> float:
-        """Seconds of a plan; 0 where it reads nothing."""
+        """Return the seconds that a plan takes; 0 if it reads nothing."""
         return self.of(work(plan.chunks, plan.decodes, idle=plan.rests, padded=self.padded))
 
 
@@ -104,8 +107,8 @@ class CostModel:
 class Fit:
     """A cost model fitted to measured steps.
 
-    works, seconds: of the steps that were used. residuals: (seconds - fitted) / fitted of each,
-    the model's own noise: `simulate` can draw from them.
+    works, seconds: the steps that were used. residuals: (seconds - fitted) / fitted for each step;
+    `simulate` can draw from them to add noise.
     """
 
     cost: CostModel
@@ -125,7 +128,7 @@ class Fit:
 
     @property
     def total(self) -> float:
-        """Fitted seconds of all steps over the measured ones."""
+        """The fitted seconds of all steps divided by the measured ones."""
         return math.fsum(map(self.cost.of, self.works)) / math.fsum(self.seconds)
 
 
@@ -133,20 +136,22 @@ _ROUNDS = 20
 
 
 def fit(records: Sequence[StepRecord], *, skip: int = 0, padded: bool | None = False) -> Fit:
-    """The four coefficients, none negative, by relative least squares over an engine's steps.
+    """Fit the four non-negative coefficients to an engine's steps by relative least squares.
 
-    skip: first steps that are left out, for they warm up. padded: as in `CostModel`; None tries
-    both and keeps the one whose residuals are smaller in the mean square. An error is taken
-    relative to the fitted time, anew in each of some rounds: relative to the measured one a slow
-    step would count for less than a fast one, and the sum would come out too small. (That is the
-    quasi-likelihood of a deviation proportional to the mean: Wedderburn, 1974, Biometrika 61.) A
-    coefficient of what never occurs is 0, as is one that the others explain better.
-    Raises ValueError for fewer than four steps with work, or a time that is not above 0.
+    skip: number of warmup steps to omit. padded: as in `CostModel`; None tries both and keeps the
+    one with the smaller mean squared residual.
+
+    Errors are relative to the fitted time, which is updated over several rounds. If they were
+    relative to the measured time, a slow step would count less than a fast one, and the total would
+    be too small. (This is the quasi-likelihood for a deviation proportional to the mean:
+    Wedderburn, 1974, Biometrika 61.) A coefficient is 0 if its quantity never occurs or if the
+    others explain the times better.
+    Raises ValueError if there are fewer than four steps with work, or a time isn't above 0.
     """
     used = [record for record in records[skip:] if record.chunks or record.decodes]
     if len(used) < 4:
         raise ValueError(
-            f"fit needs at least four steps with work, one a coefficient, got {len(used)}; "
+            f"fit needs at least four steps with work, one per coefficient, got {len(used)}; "
             "run more requests"
         )
     ways = (False, True) if padded is None else (padded,)
@@ -154,7 +159,7 @@ def fit(records: Sequence[StepRecord], *, skip: int = 0, padded: bool | None = F
 
 
 def _fit(records: Sequence[StepRecord], padded: bool) -> Fit:
-    from scipy.optimize import nnls  # half of the time that importing labcore.serving would take
+    from scipy.optimize import nnls  # here, because it would double labcore.serving's import time
 
     works = [work(one.chunks, one.decodes, idle=one.idle, padded=padded) for one in records]
     features = numpy.array([astuple(done) for done in works], dtype=numpy.float64)
@@ -163,7 +168,7 @@ def _fit(records: Sequence[StepRecord], padded: bool) -> Fit:
     weights = seconds
     for _ in range(_ROUNDS):
         solved, _rest = nnls(features / scale / weights[:, None], seconds / weights)
-        # On the way a step may be fitted to 0, where no error is relative to anything.
+        # An intermediate fit may be 0 for a step, and no error is relative to 0.
         weights = numpy.maximum(features / scale @ solved, 1e-6 * seconds)
     found = (float(value) for value in solved / scale)
     cost = CostModel(**dict(zip(_COEFFICIENTS, found, strict=True)), padded=padded)

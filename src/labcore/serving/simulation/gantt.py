@@ -1,4 +1,4 @@
-"""The timeline of a batch: who held which slot when, and what came of it."""
+"""The timeline of a batch: which request held which slot, when, and what it did."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from labcore.serving.engine.scheduler import StepPlan
 __all__ = ["KINDS", "Gantt", "Span"]
 
 KINDS = ("waiting", "prefill", "recompute", "decode", "stalled", "idle")
-"""What a bar of a timeline says of a request: it waits in the queue; its prompt is read; what a
-preemption took is read again; it says a token a step; it runs and has no part in the step, for the
-budget is spent; it has ended and its slot waits for the batch's last one (static batching)."""
+"""What a bar says about a request: it waits in the queue; its prompt is read; tokens lost to a
+preemption are read again; it emits a token per step; it runs but gets nothing in the step because
+the budget is spent; it has ended, but its slot waits for the last request of the batch (static
+batching)."""
 
 WAITING = -1
-"""The slot of a request that has none."""
+"""The slot of a request without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One bar. kind: one of `KINDS`. slot: the row of the batch, -1 while it waits. begin, end:
-    seconds. tokens: that were read in it.
+    """One bar of a timeline.
+
+    kind: one of `KINDS`. slot: the row of the batch, -1 while the request waits. begin, end:
+    seconds. tokens: number of tokens read in it.
     """
 
     id: str
@@ -45,7 +48,7 @@ class _Bar:
 
 
 class Gantt:
-    """Collects the bars of a run, step by step; the lowest free slot goes to who comes first."""
+    """Collect the bars of a run, step by step; each admitted request gets the lowest free slot."""
 
     def __init__(self, slots: int) -> None:
         self._free = list(range(positive_int("slots", slots)))
@@ -56,17 +59,17 @@ class Gantt:
         self._spans: list[Span] = []
 
     def wait(self, id: str, time: float) -> None:
-        """A request joins the queue."""
+        """Record that a request joins the queue."""
         self._since[id] = time
 
     def end(self, id: str, time: float) -> None:
-        """A request ends, in the queue or in a slot; the next step tells whether it keeps it."""
+        """Record that a request ends; the next step shows whether it still occupies its slot."""
         self._join(id, time)
         if id in self._slots:
             self._ended.add(id)
 
     def step(self, plan: StepPlan, states: Mapping[str, State], begin: float, end: float) -> None:
-        """A step; states: before what it reads is committed."""
+        """Record a step. states: the states before the step is committed."""
         for id in self._ended.difference(plan.idle):
             self._leave(id)
         for id in plan.preempted:
@@ -85,7 +88,7 @@ class Gantt:
                 self._mark(id, kind, begin, end, tokens)
 
     def spans(self) -> tuple[Span, ...]:
-        """All bars so far, in the order of their beginnings."""
+        """Return all bars so far, ordered by their begin."""
         under_way = [self._span(id, bar) for id, bar in self._bars.items()]
         return tuple(sorted(self._spans + under_way, key=lambda one: (one.begin, one.id)))
 

@@ -1,8 +1,8 @@
-"""A workload through a real engine in real time, told in the words of a simulated run.
+"""Run a workload through a real engine in real time, and report it like a simulated run.
 
-A request is handed in when its moment has come, or as soon as the step under way then has ended;
-its times count from its moment on, so that a slow engine does not shorten what its clients wait
-(what is left out otherwise is called coordinated omission).
+A request is submitted at its arrival time, or once the step in progress at that time has ended.
+Its latencies count from the arrival time, so a slow engine can't hide waiting time (an error
+called coordinated omission).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from labcore.serving.simulation.workload import Workload
 
 __all__ = ["Replay", "replay"]
 
-_ROUNDING_S = 1e-6  # a clock that has run for long shows a sum that may fall short
+_ROUNDING_S = 1e-6  # sums of a clock that has run for long may be slightly too small
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay(Run):
-    """What an engine did, as a `Run` without block maps; its second 0 is when `replay` began.
+    """What an engine did, as a `Run` without block maps. Time 0 is the start of `replay`.
 
-    outputs: the tokens of each request, by id. moments: when each of them was said, in seconds:
-    several have one moment where a step brought several.
+    outputs: the tokens of each request, by id. moments: when each token was emitted, in seconds;
+    tokens from the same step share a time.
     """
 
     outputs: Mapping[str, tuple[int, ...]]
@@ -38,7 +38,7 @@ class Replay(Run):
 
 
 class _Player:
-    """One replay under way."""
+    """A replay in progress."""
 
     def __init__(self, engine: Engine, lengths: Mapping[str, int]) -> None:
         self.engine, self.lengths = engine, lengths
@@ -46,7 +46,7 @@ class _Player:
         self.metrics: dict[str, RequestMetrics] = {}
         self.outputs: dict[str, list[int]] = {}
         self.moments: dict[str, list[float]] = {}
-        self.due: dict[str, float] = {}  # the moment of each request
+        self.due: dict[str, float] = {}  # the arrival time of each request
         self._steps, self._ended = engine.counters.steps, engine.counters.finished.total()
 
     @property
@@ -84,16 +84,16 @@ class _Player:
                 self.moments[output.id] += [now] * len(output.tokens)
 
     def steps(self) -> list[StepRecord]:
-        """Those of this replay, in its own seconds."""
+        """Return the steps of this replay, with times relative to its start."""
         count = self.engine.counters.steps - self._steps
         records = self.engine.trace
         self._check_kept(count, len(records))
         return [replace(one, at=one.at - self.origin) for one in records[len(records) - count :]]
 
     def collect(self) -> None:
-        """The times of the requests that ended, from the moments at which they were to come."""
+        """Collect the times of the ended requests, relative to their arrival times."""
         count = self.engine.counters.finished.total() - self._ended
-        count -= len(self.metrics)  # the engine keeps no times of those that it sent away
+        count -= len(self.metrics)  # the engine keeps no times of rejected requests
         found = self.engine.metrics
         self._check_kept(count, len(found))
         for one in found[len(found) - count :]:
@@ -123,17 +123,16 @@ def replay(
     lengths: Mapping[str, int] | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Replay:
-    """Serve the requests to the end, each from its arrival on, by an engine that is idle.
+    """Serve all requests to the end on an idle engine, submitting each at its arrival time.
 
-    requests: a workload, or requests with the tokens of an output in `lengths`, by id; who is not
-    in it goes on to max_tokens, or to an EOS if the engine has one. Arrivals and deadlines are
-    seconds from now on. The scheduler knows max_tokens and no length. sleep: waits that many
-    seconds on the engine's clock.
-    Several replays may follow each other; known prefixes stay unless `engine.pool.clear()` is
-    called between them.
-    Raises ValueError for an engine that is not idle, for one that keeps fewer records than there
-    are steps, for ids that are not unique and for a request that it refuses; the others are then
-    cancelled.
+    requests: a workload, or requests whose output lengths are in `lengths`, by id; a request that
+    isn't in it continues to max_tokens, or to an EOS if the engine has one. Arrivals and deadlines
+    are in seconds from now. The scheduler knows max_tokens but not the lengths. sleep: waits that
+    many seconds on the engine's clock.
+    An engine can run several replays in sequence. Known prefixes stay in its cache unless
+    `engine.pool.clear()` is called in between.
+    Raises ValueError if the engine isn't idle, keeps fewer records than there are steps, or
+    refuses a request, and if ids aren't unique. The remaining requests are then cancelled.
     """
     if not engine.idle:
         raise ValueError("the engine must be idle, got one with requests; drain it first")
@@ -142,7 +141,7 @@ def replay(
         requests = requests.requests()
     coming = sorted(requests, key=lambda one: one.arrival)
     if len({one.id for one in coming}) < len(coming):
-        raise ValueError("ids must differ, got one twice; rename it")
+        raise ValueError("ids must be unique, got one twice; rename it")
     player = _Player(engine, lengths or {})
     try:
         _play(player, coming, sleep)
@@ -195,7 +194,7 @@ def _timeline(
     *,
     batches: bool,
 ) -> tuple[Span, ...]:
-    """The bars of an engine's steps."""
+    """Return the timeline bars of an engine's steps."""
     gantt = Gantt(slots)
     states = {one.id: State(one) for one in requests}
     for one in metrics:
@@ -207,7 +206,7 @@ def _timeline(
     kept: list[str] = []
     for place, step in enumerate(steps):
         end = step.at + step.seconds
-        if place + 1 < len(steps):  # what lies between two steps of a busy engine is theirs
+        if place + 1 < len(steps):  # a busy engine's bars extend to the next step
             following = steps[place + 1].at
             end = following if step.running or step.waiting else min(end, following)
         for id in step.expired:

@@ -1,9 +1,9 @@
-"""Past one machine: simulated replicas behind a router that picks one for each request.
+"""Beyond one machine: simulated replicas behind a router that picks one for each request.
 
-A replica has its own scheduler, pool and cache of prefixes; nothing moves between them. A router
-sees how many requests each has under way, and remembers what it sent where; it knows no lengths of
-outputs. That the cache decides as much as the load is the point of cache-aware routing (Zheng et
-al., 2024, SGLang, arXiv 2312.07104; Srivatsa et al., 2024, Preble, arXiv 2407.00023).
+Each replica has its own scheduler, pool and prefix cache; nothing moves between replicas. A router
+sees how many requests each replica has in flight and remembers what it sent where, but it doesn't
+know output lengths. Cache-aware routing weighs the cache as much as the load (Zheng et al., 2024,
+SGLang, arXiv 2312.07104; Srivatsa et al., 2024, Preble, arXiv 2407.00023).
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ __all__ = ["ROUTERS", "LeastLoaded", "PrefixAware", "RoundRobin", "Routed", "Rou
 
 
 class Router(Protocol):
-    """Picks a replica for each request, as it comes."""
+    """A policy that picks a replica for each arriving request."""
 
     def choose(self, request: Request, replicas: Sequence[Simulator]) -> int:
-        """The place of the replica that serves the request."""
+        """Return the index of the replica that serves the request."""
 
 
 class RoundRobin:
-    """One after the other, whatever they are doing."""
+    """Pick the replicas in turn, regardless of their load."""
 
     def __init__(self) -> None:
         self._next = 0
 
     def choose(self, request: Request, replicas: Sequence[Simulator]) -> int:  # noqa: ARG002
-        """The one behind that of the last request."""
+        """Return the replica after that of the last request."""
         chosen = self._next % len(replicas)
         self._next += 1
         return chosen
 
 
 class LeastLoaded:
-    """The one with the fewest requests under way; of equals the one that was sent the fewest."""
+    """Pick the replica with the fewest requests in flight; break ties by the fewest sent so far."""
 
     def __init__(self) -> None:
         self._sent: Counter[int] = Counter()
 
     def choose(self, request: Request, replicas: Sequence[Simulator]) -> int:  # noqa: ARG002
-        """The shortest queue."""
+        """Return the replica with the fewest requests in flight."""
         chosen = min(
             range(len(replicas)),
             key=lambda place: (replicas[place].outstanding, self._sent[place], place),
@@ -63,11 +63,11 @@ class LeastLoaded:
 
 
 class PrefixAware:
-    """The one that was sent the longest prefix of the prompt, among those not much busier.
+    """Pick the replica that received the longest prefix of the prompt, unless it is much busier.
 
-    imbalance: requests that a replica may have under way beyond the least loaded one and still be
-    chosen for its cache. The router remembers, for each replica, as many of the last blocks that
-    it sent there as the replica's pool has; what the replica evicted it cannot know.
+    imbalance: how many more requests in flight than the least loaded replica a replica may have
+    and still be picked for its cache. For each replica, the router remembers the blocks it sent
+    last, as many as the replica's pool has; it can't know what the replica evicted.
     """
 
     def __init__(self, imbalance: int = 8) -> None:
@@ -78,7 +78,7 @@ class PrefixAware:
         self._known: dict[int, OrderedDict[bytes, None]] = {}
 
     def choose(self, request: Request, replicas: Sequence[Simulator]) -> int:
-        """The longest prefix, then the shortest queue, then the one that was sent the fewest."""
+        """Prefer the longest prefix, then the fewest in flight, then the fewest sent so far."""
         loads = [replica.outstanding for replica in replicas]
         near = [at for at, load in enumerate(loads) if load <= min(loads) + self.imbalance]
         digests = {at: _digests(request, replicas[at]) for at in near}
@@ -103,7 +103,7 @@ class PrefixAware:
 
 
 def _digests(request: Request, replica: Simulator) -> list[bytes]:
-    """Of the prompt's full blocks that a replica may find in its cache; the last token never is."""
+    """Return the digests of the full blocks that may be cached; the last token never is."""
     scheduler = replica.scheduler
     return chain_hashes(request.prompt[:-1], scheduler.pool.page, scheduler.salt)
 
@@ -118,26 +118,26 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routed:
-    """What several replicas did. assigned: the replica of each request, by id. runs: of each."""
+    """What several replicas did. assigned: each request's replica, by id. runs: each replica's."""
 
     assigned: Mapping[str, int]
     runs: tuple[Run, ...]
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Requests that were sent to each replica."""
+        """The number of requests sent to each replica."""
         sent = Counter(self.assigned.values())
         return tuple(sent[place] for place in range(len(self.runs)))
 
     @property
     def metrics(self) -> tuple[RequestMetrics, ...]:
-        """Of all requests, in the order of arrival."""
+        """The metrics of all requests, in order of arrival."""
         told = {one.id: one for run in self.runs for one in run.metrics}
         return tuple(told[id] for id in self.assigned)
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last end, over all replicas."""
+        """The time from the first arrival to the last end, over all replicas."""
         used = [run for run in self.runs if run.metrics]
         return max((run.end for run in used), default=0.0) - min(
             (run.begin for run in used), default=0.0
@@ -145,19 +145,19 @@ class Routed:
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens a second of all replicas together; NaN where no time went by."""
+        """Output tokens per second of all replicas together; NaN if no time passed."""
         total = sum(run.output_tokens for run in self.runs)
         return total / self.seconds if self.seconds else math.nan
 
     @property
     def hit_rate(self) -> float:
-        """Tokens found in a cache, over those that were found or read in chunks; NaN for none."""
+        """Cached tokens over cached plus prefilled tokens; NaN if there are none."""
         found = sum(one.cached for one in self.metrics)
         read = sum(step.prefill_tokens for run in self.runs for step in run.steps)
         return found / (found + read) if found + read else math.nan
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """Count, mean, p50 and p99 of queue, ttft, tpot and e2e; see `metrics.summary`."""
+        """Return count, mean, p50 and p99 of queue, ttft, tpot and e2e; see `metrics.summary`."""
         return summary(self.metrics)
 
 
@@ -172,20 +172,20 @@ def route(
     residuals: Sequence[float] = (),
     seed: int = 0,
 ) -> Routed:
-    """Serve the requests on simulated replicas, each where the policy sends it on arrival.
+    """Serve the requests on simulated replicas; the policy picks a replica when a request arrives.
 
-    scheduler: makes the scheduler of a replica. cost: of all, or one a replica, for machines that
-    differ. policy: a name of `ROUTERS`, or a router. A request that finds its replica's queue full
-    is turned away and not sent to another. lengths, residuals, seed: as in `simulate`; each
-    replica draws by a seed of its own.
-    Raises ValueError for an unknown policy, and for other than one cost a replica.
+    scheduler: makes a replica's scheduler. cost: one for all replicas, or one per replica if the
+    machines differ. policy: a name in `ROUTERS`, or a router. A request that finds its replica's
+    queue full is rejected, not sent to another replica. lengths, residuals, seed: as in `simulate`;
+    each replica draws with its own seed.
+    Raises ValueError for an unknown policy, or if there isn't one cost per replica.
     """
     positive_int("replicas", replicas)
     router = ROUTERS[one_of("policy", policy, ROUTERS)]() if isinstance(policy, str) else policy
     costs = [cost] * replicas if isinstance(cost, CostModel) else list(cost)
     if len(costs) != replicas:
         raise ValueError(
-            f"cost must be one, or one for each of {replicas} replicas, got {len(costs)}"
+            f"cost must be one cost model, or one for each of {replicas} replicas, got {len(costs)}"
         )
     if isinstance(requests, Workload):
         lengths = requests.lengths if lengths is None else lengths

@@ -1,7 +1,7 @@
-"""Small simulated servers that an explorer moves between: policies, rates, lengths and pools.
+"""Small simulated servers for interactive figures: policies, rates, lengths and pools.
 
-Rates are told as shares of a capacity, so that the same picture holds for a slow machine and a
-fast one: 1.0 is what "guaranteed_no_evict" serves when all requests wait from the start.
+Rates are fractions of a capacity, which makes the figures the same for slow and fast machines. 1.0
+is what "guaranteed_no_evict" serves when all requests wait from the start.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ __all__ = [
 ]  # fmt: skip
 
 COST = CostModel(base=4e-3, per_prefill_token=1e-4, per_decode_row=4e-4, per_context_token=1e-6)
-"""A made-up machine, for where none was measured: a forward 4 ms, a prompt token 0.1 ms."""
+"""A made-up machine, used without measurements: 4 ms per forward, 0.1 ms per prompt token."""
 
 MIXES = ("all alike", "mixed", "long tail")
-"""Laws of the outputs' lengths: equal; lognormal; a few many times longer than most."""
+"""Distributions of output lengths: equal; lognormal; a few many times longer than most."""
 
 RATES = (0.3, 0.5, 0.7, 0.9, 1.2, 2.0)
-"""Arrivals a second, over the capacity."""
+"""Arrivals per second, as fractions of the capacity."""
 
 POOLS = (16, 24, 40)
-"""Blocks of the pool: too few for the rows, about enough, enough for every promise."""
+"""Blocks in the pool: too few for the rows, about enough, enough for every promise."""
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the prompts that begin with one of a few common prefixes."""
+"""Fractions of the prompts that begin with one of a few common prefixes."""
 
 MEASURES = ("ttft", "tpot", "normalised", "queue")
-"""Times of a request: to the first token, between tokens, from arrival to end for each output
-token, and in the queue."""
+"""A request's times: to the first token, between tokens, from arrival to end per output token, and
+in the queue."""
 
 CHUNKS = (16, 32, 64, 128, 256, 512)
-"""Most tokens of a prompt that one step reads."""
+"""Maximum tokens of a prompt per step."""
 
 _SLOTS, _PAGE, _BUDGET, _MOST = 6, 16, 64, 64
 _PREFIX, _OWN, _GROUPS, _REPLICA_SLOTS, _IMBALANCE = 240, 16, 6, 4, 2
 
 
 def lengths(mix: str, n: int, seed: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens of n prompts and of n outputs by a name of `MIXES`."""
+    """Return the lengths of n prompts and of n outputs for a name in `MIXES`."""
     one_of("mix", mix, MIXES)
     if mix == "all alike":
         return fixed(24, n), fixed(30, n)
@@ -83,9 +83,9 @@ def _scheduler(policy: str, pool: int, slots: int, budget: int = _BUDGET) -> Sch
 
 @lru_cache(maxsize=64)
 def capacity(mix: str, cost: CostModel = COST, *, requests: int = 48, slots: int = _SLOTS) -> float:
-    """Requests a second that "guaranteed_no_evict" serves when all wait from the start.
+    """Return the requests per second that "guaranteed_no_evict" serves if all wait from the start.
 
-    The pool has room for every promise. mix: of `MIXES`. cost: of the machine.
+    The pool has room for every promise. mix: a name in `MIXES`. cost: the machine's cost model.
     """
     prompts, outputs = lengths(mix, requests)
     work = Workload((0.0,) * requests, prompts, outputs, max_tokens=_MOST)
@@ -106,11 +106,12 @@ def scenario(
     seed: int = 0,
     blocks: bool = True,
 ) -> Run:
-    """Requests at random times on one simulated server, their lengths unknown to its scheduler.
+    """Serve requests with random arrivals on one simulated server that doesn't know their lengths.
 
-    policy: of `POLICIES`. rate: arrivals a second, over `capacity`; the same requests come, sooner
-    or later. mix: of `MIXES`. pool: blocks of 16 tokens, 7 at least. Every request asks for at
-    most 64 tokens, prompts have at most 48. slots: rows. blocks: keep the block map.
+    policy: a name in `POLICIES`. rate: arrivals per second, as a fraction of `capacity`; it scales
+    the arrival times of the same requests. mix: a name in `MIXES`. pool: number of blocks of 16
+    tokens, at least 7: every request asks for at most 64 tokens, and prompts have at most 48.
+    slots: rows. blocks: whether to keep the block map.
     """
     one_of("policy", policy, POLICIES)
     positive("rate", rate, "pass a share of the capacity")
@@ -125,9 +126,10 @@ def scenario(
 def opening(
     cost: CostModel = COST, *, requests: int = 12, slots: int = 4, seed: int = 10
 ) -> tuple[Run, Run]:
-    """The same few requests with a long tail under "static" and under "guaranteed_no_evict".
+    """Run the same few long-tailed requests under "static" and under "guaranteed_no_evict".
 
-    They come as fast as the second can serve them, and the pool has room for every promise.
+    They arrive as fast as the second policy can serve them, and the pool has room for every
+    promise.
     """
     pool = slots * blocks_for(48 + _MOST, _PAGE)
     static, inflight = (
@@ -149,7 +151,7 @@ def grid(
     pools: Sequence[int] = POOLS,
     seed: int = 0,
 ) -> dict[tuple[str, float, str, int], Scene]:
-    """Scenes of all combinations, by (policy, rate, mix, pool); about 0.02 s each."""
+    """Return scenes of all combinations, by (policy, rate, mix, pool); each takes about 0.02 s."""
     return {
         (policy, rate, mix, pool): scene(scenario(policy, rate, mix, pool, cost=cost, seed=seed))
         for policy in policies
@@ -161,7 +163,7 @@ def grid(
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """p50 and p99 of a time, in seconds."""
+    """The p50 and p99 of a time, in seconds."""
 
     p50: float
     p99: float
@@ -177,7 +179,7 @@ def curves(
     requests: int = 72,
     seed: int = 0,
 ) -> dict[tuple[str, str], dict[float, dict[str, Quantiles]]]:
-    """Latencies by (policy, mix), then by rate, then by a name of `MEASURES`."""
+    """Return latencies by (policy, mix), then by rate, then by a name in `MEASURES`."""
     options: dict[str, Any] = {"cost": cost, "requests": requests, "seed": seed, "blocks": False}
     return {
         (policy, mix): {
@@ -201,11 +203,11 @@ def _times(metrics: Sequence[RequestMetrics]) -> dict[str, Quantiles]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gaps:
-    """Tokens of rows that decode while a long prompt is read. Seconds, from its arrival on.
+    """Token times of rows that decode during a long prefill, in seconds from its arrival.
 
-    chunk: most tokens of it a step. rows: that decode. prompt: its tokens. times: of the rows'
-    tokens. gaps: of each of them, since the token before it. ttft: until the long prompt's first
-    token.
+    chunk: maximum tokens of the long prompt per step. rows: number of rows that decode. prompt:
+    tokens of the long prompt. times: when a row emits its tokens. gaps: the time since the token
+    before each of them. ttft: the time to the long prompt's first token.
     """
 
     chunk: int
@@ -230,8 +232,8 @@ class Gaps:
 
 
 def long_prompt(chunk: int, *, cost: CostModel = COST, rows: int = 5, prompt: int = 512) -> Gaps:
-    """A prompt of many tokens comes in while `rows` requests decode; chunk: its tokens a step."""
-    before, behind = 12, 20  # steps that are shown beside its reading
+    """Simulate a long prompt that arrives while `rows` requests decode; chunk: tokens per step."""
+    before, behind = 12, 20  # steps shown before and after its prefill
     positive_int("chunk", chunk)
     positive_int("rows", rows)
     step = cost.of(Work(forwards=1, decode=rows))
@@ -242,7 +244,7 @@ def long_prompt(chunk: int, *, cost: CostModel = COST, rows: int = 5, prompt: in
     pool = sum(blocks_for(sum(one), _PAGE) for one in zip(prompts, outputs, strict=True))
 
     def scheduler() -> Scheduler:
-        budget = max(prompt, 8 * rows) + rows  # the chunk alone decides
+        budget = max(prompt, 8 * rows) + rows  # large enough that only the chunk size matters
         return Scheduler(
             BlockPool(pool, _PAGE), slots=rows + 1, budget=budget, chunk=chunk, share_prefixes=False
         )
@@ -271,15 +273,18 @@ def long_prompt(chunk: int, *, cost: CostModel = COST, rows: int = 5, prompt: in
 def chunk_sizes(
     cost: CostModel = COST, *, chunks: Sequence[int] = CHUNKS, rows: int = 5, prompt: int = 512
 ) -> dict[int, Gaps]:
-    """`long_prompt` for each of the chunk sizes."""
+    """Run `long_prompt` for each chunk size."""
     return {chunk: long_prompt(chunk, cost=cost, rows=rows, prompt=prompt) for chunk in chunks}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fleet:
-    """Replicas behind a router. loads: of each replica (time, requests under way from then on), in
-    seconds. sent: requests. read, found: prompt tokens that each read, and that it found in its
-    cache. hit_rate: found over both, of all. p50, p99: of TTFT, in seconds. seconds: of the run.
+    """Replicas behind a router.
+
+    loads: for each replica, (time in seconds, requests in flight from then on). sent: requests per
+    replica. read, found: prompt tokens that each replica read, and that it found in its cache.
+    hit_rate: found / (found + read) over all replicas. p50, p99: of the TTFT, in seconds. seconds:
+    duration of the run.
     """
 
     loads: tuple[tuple[tuple[float, int], ...], ...]
@@ -299,7 +304,7 @@ def _replica() -> Scheduler:
 
 @lru_cache(maxsize=16)
 def _replica_capacity(cost: CostModel, requests: int, seed: int) -> float:
-    """Requests a second of one replica when all wait and no prefix is common."""
+    """Return one replica's requests per second if all wait and no prefix is shared."""
     prompts, outputs = _fleet_lengths(requests, seed)
     work = Workload((0.0,) * requests, prompts, outputs, max_tokens=_MOST, seed=seed)
     return simulate(work, _replica, cost).requests_per_second
@@ -320,12 +325,12 @@ def routed(
     load: float = 1.0,
     seed: int = 0,
 ) -> Routed:
-    """Requests, of which a share begins with one of six common prefixes, on several replicas.
+    """Serve requests on several replicas; a share of them begins with one of six common prefixes.
 
-    policy: of `ROUTERS`, "prefix_aware" with an imbalance of 2 requests. share: 0 to 1; the same
-    times and lengths at every share: 256 prompt tokens, of which a prefix has 240, and a long tail
-    of outputs. load: arrivals a second over what
-    the replicas serve without a common prefix.
+    policy: a name in `ROUTERS`; "prefix_aware" has an imbalance of 2 requests. share: 0 to 1. Times
+    and lengths are the same for every share: 256 prompt tokens, 240 of them prefix, and
+    long-tailed outputs. load: arrivals per second, relative to what the replicas serve without a
+    common prefix.
     """
     one_of("policy", policy, ROUTERS)
     prompts, outputs = _fleet_lengths(requests, seed)
@@ -345,7 +350,7 @@ def fleets(
     shares: Sequence[float] = SHARES,
     seed: int = 0,
 ) -> dict[tuple[str, float], Fleet]:
-    """`routed` in plain numbers, by (policy, share)."""
+    """Return the results of `routed` as plain numbers, by (policy, share)."""
     return {
         (policy, share): _fleet(routed(policy, share, cost=cost, seed=seed))
         for policy in policies
@@ -381,7 +386,7 @@ def _fleet(found: Routed) -> Fleet:
 def short_trace(
     policy: str = "guaranteed_no_evict", *, cost: CostModel = COST, most: int = 40
 ) -> list[StepParts]:
-    """The steps of a server with a budget of 48 tokens a step that reads prompts of up to 120."""
+    """Return the steps of a server that reads prompts of up to 120 tokens, 48 tokens per step."""
     budget, n = 48, 12
     prompts = lognormal(50, n, 0, sigma=0.6, least=8, most=120)
     outputs = lognormal(14, n, 1, sigma=0.6, least=4, most=40)

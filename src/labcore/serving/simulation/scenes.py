@@ -1,6 +1,6 @@
-"""Runs as pictures need them: a few plain numbers each, with times from the first arrival on.
+"""Runs reduced to the numbers that figures need, with times from the first arrival.
 
-A run of `simulate` and one of a real engine come out in the same form.
+A run of `simulate` and one of a real engine give the same format.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from labcore.serving.simulation.simulate import CACHED, FREE, Run
 __all__ = ["PROMISED", "Bar", "Scene", "StepParts", "scene", "step_parts"]
 
 PROMISED = -4
-"""In a scene's block map: a free block that is promised to a request that runs."""
+"""In a scene's block map: a free block that is reserved for a running request."""
 
 _DIGITS = 4
-_GAP = 0.005  # of a run's time: bars closer together than this are one
+_GAP = 0.005  # bars closer together than this fraction of the run's time are merged
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Something a request did without a break. number: its place among the requests, from 0.
-    kind: one of `gantt.KINDS`. slot: its row, from 0, -1 in the queue. begin, end: seconds.
+    """Something that a request did without a break.
+
+    number: the request's index, from 0. kind: one of `gantt.KINDS`. slot: its row, from 0; -1 in
+    the queue. begin, end: seconds.
     """
 
     number: int
@@ -39,14 +41,15 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """A run in pictures. Times in seconds from the first arrival on.
+    """A run as a figure shows it. Times are in seconds from the first arrival.
 
-    bars: of rows. queue: bars of waiting. arrivals, ends: of each request. slots: rows. pages:
-    blocks of the pool. seconds: to the last end. blocks: of each block what it holds in each of
-    some equal parts of that time: FREE, PROMISED, CACHED, SHARED, or the number of a request;
-    empty where the run kept no map. tokens_per_second: of outputs. p50, p99: of the seconds from
-    arrival to end. shares: of each kind of bar and of "empty" the share of the rows' time.
-    preemptions: of all requests. recomputed: tokens read again.
+    bars: the bars of the rows. queue: the bars of waiting requests. arrivals, ends: of each
+    request. slots: rows. pages: blocks in the pool. seconds: time to the last end. blocks: for each
+    block, its state in each of several equal intervals of that time: FREE, PROMISED, CACHED,
+    SHARED, or the number of a request; empty if the run kept no map. tokens_per_second: output
+    tokens per second. p50, p99: of the seconds from arrival to end. shares: the fraction of the
+    rows' time for each kind of bar and for "empty". preemptions: over all requests. recomputed:
+    tokens read again.
     """
 
     bars: tuple[Bar, ...]
@@ -66,7 +69,7 @@ class Scene:
 
     @property
     def waiting(self) -> tuple[tuple[float, int], ...]:
-        """The length of the queue: (time, requests that wait from then on), in order of time."""
+        """The queue length over time: (time, requests waiting from then on), in order."""
         changes: dict[float, int] = {0.0: 0}
         for bar in self.queue:
             changes[bar.begin] = changes.get(bar.begin, 0) + 1
@@ -79,15 +82,15 @@ class Scene:
 
 
 def scene(run: Run, *, columns: int = 72) -> Scene:
-    """A run as a figure shows it; columns: parts of its time in the block map.
+    """Return a run as a figure shows it. columns: intervals of time in the block map.
 
-    Raises ValueError for a run without requests, or in which no time went by.
+    Raises ValueError if the run has no requests or no time passed.
     """
     positive_int("columns", columns)
     if not run.metrics or not run.seconds > 0:
         raise ValueError(
-            f"a scene needs a run of some seconds, got {len(run.metrics)} requests in "
-            f"{run.seconds} s; serve one request or more"
+            f"a scene needs a run with requests that takes time, got {len(run.metrics)} requests "
+            f"in {run.seconds} s; serve at least one request"
         )
     numbers = {one.id: number for number, one in enumerate(run.metrics)}
     spans = [one for one in run.spans if one.end > one.begin]
@@ -113,7 +116,7 @@ def scene(run: Run, *, columns: int = 72) -> Scene:
 
 
 def _short(value: float) -> float:
-    """Four digits: more than a picture can show."""
+    """Round to four digits, more than a figure can show."""
     return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else value
 
 
@@ -128,9 +131,9 @@ def _bar(span: Span, numbers: dict[str, int], begin: float) -> Bar:
 
 
 def _merged(bars: Sequence[Bar], seconds: float) -> list[Bar]:
-    """One bar for those of a request and a kind in a row: a real engine rests between steps."""
+    """Merge consecutive bars of a request and kind, because a real engine pauses between steps."""
     told: list[Bar] = []
-    last: dict[int, int] = {}  # of each slot the place of its last bar
+    last: dict[int, int] = {}  # the index of each slot's last bar
     for bar in sorted(bars, key=lambda one: (one.begin, one.slot)):
         before = told[last[bar.slot]] if bar.slot in last else None
         if (
@@ -156,7 +159,7 @@ def _shares(run: Run) -> dict[str, float]:
 
 
 def _map(run: Run, columns: int) -> tuple[tuple[int, ...], ...]:
-    """What each block holds in the middle of each part of the time."""
+    """Return the state of each block in the middle of each interval of time."""
     if not run.blocks:
         return ()
     begins = [step.at for step in run.steps]
@@ -175,7 +178,7 @@ def _map(run: Run, columns: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _column(blocks: Sequence[int], promised: int, *, at_rest: bool) -> tuple[int, ...]:
-    """A step's blocks, the last of the free ones marked as promised; at rest nobody holds any."""
+    """Return a step's blocks, with the last free ones marked PROMISED; at rest none is held."""
     if at_rest:
         return tuple(one if one in (FREE, CACHED) else FREE for one in blocks)
     told = list(blocks)
@@ -188,12 +191,13 @@ def _column(blocks: Sequence[int], promised: int, *, at_rest: bool) -> tuple[int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """What one step made of its budget.
+    """How one step used its budget.
 
-    step: its number. at, seconds: when it began and how long it took. decodes: tokens of requests
-    that decode, one entry each. chunks: (number of the request, tokens read) of prompts. left: of
-    each of those prompts (number, tokens that it has left to read). waiting: requests in the queue
-    after the step. budget: most tokens of a step. free, held, cached: blocks after it.
+    step: its number. at, seconds: when it began and how long it took. decodes: tokens of the
+    decoding requests, one entry each. chunks: (number of the request, tokens read) for each prompt.
+    left: (number of the request, tokens left to read) for each of those prompts that isn't
+    finished. waiting: requests in the queue after the step. budget: maximum tokens per step. free,
+    held, cached: blocks after the step.
     """
 
     step: int
@@ -212,10 +216,10 @@ class StepParts:
 def step_parts(
     steps: Sequence[StepRecord], budget: int, *, first: int = 0, most: int = 60
 ) -> list[StepParts]:
-    """Steps of a trace as plain numbers, requests numbered in the order of their first chunks.
+    """Return a trace's steps as plain numbers, with requests numbered by their first chunks.
 
-    budget: most tokens of a step. first: steps that are passed over; most: how many are told.
-    Raises ValueError where none is left.
+    budget: maximum tokens per step. first: number of steps to skip. most: maximum steps returned.
+    Raises ValueError if no step is left.
     """
     positive_int("budget", budget)
     positive_int("most", most)
@@ -247,13 +251,13 @@ def step_parts(
     ][first : first + most]
     if not told:
         raise ValueError(
-            f"a trace must have steps behind the first {first}, got {len(steps)} in all; skip fewer"
+            f"a trace must have more steps than the {first} to skip, got {len(steps)}; skip fewer"
         )
     return told
 
 
 def _left(steps: Sequence[StepRecord]) -> list[dict[str, int]]:
-    """Of each step and each prompt in it the tokens that its later chunks read, up to the last."""
+    """Return, for each step, how many tokens each of its prompts has left after it, by id."""
     behind: dict[str, int] = {}
     told: list[dict[str, int]] = []
     for record in reversed(steps):
@@ -261,7 +265,7 @@ def _left(steps: Sequence[StepRecord]) -> list[dict[str, int]]:
         for chunk in record.chunks:
             here[chunk.id] = 0 if chunk.last else behind.get(chunk.id, 0)
             behind[chunk.id] = here[chunk.id] + chunk.count
-        for id in record.preempted:  # it starts over, and what it read later is another reading
+        for id in record.preempted:  # it starts over: later chunks belong to a new prefill
             behind.pop(id, None)
         told.append(here)
     return told[::-1]

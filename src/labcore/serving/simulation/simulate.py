@@ -1,9 +1,9 @@
-"""A server without a model: the real scheduler on a clock that a cost model moves.
+"""A server without a model: the real scheduler on a clock that a cost model advances.
 
-What is simulated is time and nothing else: every plan comes from the scheduler that an engine runs,
-and each step takes what `CostModel` says. Outputs have the lengths that the workload imposes; their
-tokens stand for themselves. Vidur shows how far such a simulation carries (Agrawal et al., 2024,
-arXiv 2405.05465).
+Only time is simulated: every plan comes from the scheduler that an engine runs, and each step takes
+the time that `CostModel` predicts. Outputs have the lengths that the workload imposes; their tokens
+are placeholders. Vidur shows how accurate such a simulation can be (Agrawal et al., 2024, arXiv
+2405.05465).
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ __all__ = [
 ]
 
 QUEUE_FULL = "queue_full"
-"""The finish of a request that found the queue full: its client was told to come back later."""
+"""The finish of a request that found the queue full: its client was told to retry later."""
 
 FREE, CACHED, SHARED = -1, -2, -3
-"""In a block map: a block that holds nothing, a known prefix that nobody holds, one of several."""
+"""In a block map: an empty block, a known prefix without references, a block that several share."""
 
-_PATIENCE = 3  # plans without work in a row, with requests under way, before it is a fault
+_PATIENCE = 3  # consecutive plans without work, while requests wait, that count as a hang
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """What a simulated server did.
 
-    metrics: of each request, in the order of arrival; times in seconds. steps: all steps in order.
-    spans: the bars of a timeline, see `Span`. blocks: of each step the pool's blocks, while it ran:
-    FREE, CACHED, SHARED by several requests, or the place in `metrics` of the one that holds it;
-    empty unless asked for. promised: of each step the free blocks that those who run may still ask
-    for, so that nobody is admitted into them; kept with `blocks`. pages: blocks of the pool.
-    slots: rows of the batch.
-    begin, end: the first arrival, and the last moment at which a request ended.
+    metrics: one entry per request, in order of arrival; times in seconds. steps: all steps in
+    order. spans: the bars of a timeline, see `Span`. blocks: for each step, the state of the pool's
+    blocks while it ran: FREE, CACHED, SHARED by several requests, or the index in `metrics` of the
+    request that holds the block; empty unless requested. promised: for each step, the number of
+    free blocks that are reserved because running requests may still need them; kept with `blocks`.
+    pages: blocks in the pool. slots: rows of the batch. begin, end: the times of the first arrival
+    and of the last end.
     """
 
     metrics: tuple[RequestMetrics, ...]
@@ -70,52 +70,52 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last end."""
+        """The time from the first arrival to the last end."""
         return self.end - self.begin
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of all outputs."""
+        """The number of tokens in all outputs."""
         return sum(one.output for one in self.metrics)
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens a second; NaN where no time went by."""
+        """Output tokens per second; NaN if no time passed."""
         return self.output_tokens / self.seconds if self.seconds else math.nan
 
     @property
     def requests_per_second(self) -> float:
-        """Requests a second that came to their end: by EOS, a stop text or max_tokens."""
+        """Completed requests per second: those ended by EOS, a stop text or max_tokens."""
         done = sum(one.finish in ("eos", "stop", "length") for one in self.metrics)
         return done / self.seconds if self.seconds else math.nan
 
     @property
     def busy(self) -> float:
-        """The share of the slots' time, from begin to end, in which a slot read tokens."""
+        """The fraction of the slots' time, from begin to end, in which a slot processed tokens."""
         worked = ("prefill", "recompute", "decode")
         total = math.fsum(one.end - one.begin for one in self.spans if one.kind in worked)
         return total / (self.slots * self.seconds) if self.seconds else math.nan
 
     @property
     def wasted(self) -> float:
-        """Rows computed for requests that had ended, over all rows of the decodes; 0 for none."""
+        """The fraction of decode rows computed for ended requests; 0 if there are no rows."""
         ended = sum(step.idle for step in self.steps)
         rows = ended + sum(len(step.decodes) for step in self.steps)
         return ended / rows if rows else 0.0
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """Count, mean, p50 and p99 of queue, ttft, tpot and e2e; see `metrics.summary`."""
+        """Return count, mean, p50 and p99 of queue, ttft, tpot and e2e; see `metrics.summary`."""
         return summary(self.metrics)
 
 
 class Simulator:
-    """One server, a step at a time: what `simulate` runs to the end, and a router several of.
+    """One server, run step by step. `simulate` runs one to the end, a router several.
 
-    scheduler: new, with an empty pool. cost: of its steps. lengths: output tokens of a request by
-    id; who is not in it has max_tokens. residuals: relative deviations of a step's time from the
-    cost model's, such as `Fit.residuals`, of which every step draws one by `seed`; none by default.
-    blocks: keep the block map of every step.
-    Raises ValueError for a length below 1 and for a residual that would turn time back.
+    scheduler: a new one, with an empty pool. cost: the cost model of its steps. lengths: output
+    tokens of each request, by id; the default is max_tokens. residuals: relative deviations of a
+    step's time from the cost model's, such as `Fit.residuals`; every step draws one, with `seed`.
+    There are none by default. blocks: whether to keep the block map of every step.
+    Raises ValueError for a length below 1, or a residual that would turn time back.
     """
 
     def __init__(
@@ -150,22 +150,22 @@ class Simulator:
 
     @property
     def now(self) -> float:
-        """Seconds on its clock: the end of its last step, or the moment it was told to wait for."""
+        """The server's clock in seconds: the end of its last step, or the time it waited for."""
         return self.clock.now()
 
     @property
     def outstanding(self) -> int:
-        """Requests that came and have not ended."""
+        """The number of requests that have arrived but not ended."""
         return len(self.scheduler.states)
 
     def submit(self, request: Request) -> bool:
-        """A request arrives, at `request.arrival`; False where it is turned away at once.
+        """Submit a request at `request.arrival`; return False if it is rejected at once.
 
-        Call `until(request.arrival)` before, so that the step under way then is the last one
-        without it. Raises ValueError for an id that came before.
+        Call `until(request.arrival)` first: the step in progress at that time is the last one
+        without the request. Raises ValueError if its id was used before.
         """
         if request.id in self._numbers:
-            raise ValueError(f"ids must differ, got {request.id!r} again; pass another one")
+            raise ValueError(f"ids must be unique, got {request.id!r} again; pass another one")
         self._numbers[request.id] = len(self._numbers)
         try:
             state = self.scheduler.add(request, request.arrival)
@@ -179,17 +179,17 @@ class Simulator:
         return True
 
     def until(self, time: float) -> None:
-        """Run all steps that begin before `time`; then wait for it, if there is nothing to do."""
+        """Run all steps that begin before `time`; if there is nothing to do, advance to it."""
         while self.outstanding and self.now < time:
             self.step()
-        while self.now < time:  # a rounded sum may fall short once
+        while self.now < time:  # rounding may leave the first sum just short
             self.clock.advance(time - self.now)
 
     def step(self) -> None:
-        """One plan of the scheduler, carried out.
+        """Execute one plan of the scheduler.
 
-        Raises RuntimeError where plan after plan has no work though requests wait: a scheduler
-        that hangs.
+        Raises RuntimeError if the scheduler hangs: several consecutive plans without work while
+        requests wait.
         """
         begin = self.now
         plan = self.scheduler.schedule(begin)
@@ -211,7 +211,7 @@ class Simulator:
         self._note(plan, begin, seconds, sum(len(one.tokens) for one in results.values()))
 
     def run(self) -> Run:
-        """Run to the end of all requests, and tell."""
+        """Run until all requests have ended, and return the `Run`."""
         while self.outstanding:
             self.step()
         metrics = tuple(self._metrics(id) for id in self._numbers)
@@ -234,12 +234,12 @@ class Simulator:
         self._without_work = self._without_work + 1 if idle else 0
         if self._without_work >= _PATIENCE:
             raise RuntimeError(
-                f"a scheduler must plan work while requests are under way, got {_PATIENCE} plans "
-                f"without any and {self.outstanding} requests; check its policy and its pool"
+                f"a scheduler must plan work while requests are in flight, got {_PATIENCE} plans "
+                f"without work for {self.outstanding} requests; check its policy and its pool"
             )
 
     def _results(self, plan: StepPlan) -> dict[str, StepResult]:
-        """One token of each request that has read all it has; its end where the length is met."""
+        """Return a token for each request whose prompt is read, with a finish at its length."""
         results = {}
         drawing = [one.id for one in plan.chunks if one.last] + [one.id for one in plan.decodes]
         for id in drawing:
@@ -249,7 +249,7 @@ class Simulator:
             finish = "length" if number >= most else ""
             if not finish and number >= self._lengths.get(id, most):
                 finish = "eos"
-            token = zlib.crc32(f"{id} {number}".encode())  # no two requests say the same
+            token = zlib.crc32(f"{id} {number}".encode())  # outputs differ between requests
             results[id] = StepResult(tokens=(token,), finish=finish)
         return results
 
@@ -314,11 +314,11 @@ def simulate(
     seed: int = 0,
     blocks: bool = False,
 ) -> Run:
-    """Serve the requests to the end, each from its arrival on, on one simulated server.
+    """Serve all requests to the end on one simulated server, submitting each at its arrival time.
 
-    requests: a workload, or requests with the output tokens of each in `lengths` (max_tokens where
-    it is not there). scheduler: makes a new one, with an empty pool. The others are those of
-    `Simulator`. The same arguments give the same run.
+    requests: a workload, or requests whose output lengths are in `lengths` (max_tokens if missing).
+    scheduler: makes a new one, with an empty pool. The other arguments are those of `Simulator`.
+    The same arguments give the same run.
     """
     if isinstance(requests, Workload):
         lengths = requests.lengths if lengths is None else lengths
@@ -338,15 +338,16 @@ def bootstrap(
     level: float = 0.95,
     resamples: int = 2000,
 ) -> tuple[float, float]:
-    """Where the quantile of another sample like this one would lie: low and high, by resampling.
+    """Return a bootstrap confidence interval (low, high) for a quantile.
 
-    values: at least one. quantile, level: from 0 to below 1. The percentile method of Efron, 1979,
-    Annals of Statistics 7; far out in a tail with few values it is too narrow.
+    values: at least one. quantile, level: at least 0 and below 1. This is the percentile method of
+    Efron, 1979, Annals of Statistics 7. Far out in a tail with few values the interval is too
+    narrow.
     """
     fraction("quantile", quantile)
     fraction("level", level)
     if not len(values):
-        raise ValueError("values must hold at least one number, got none; pass measured ones")
+        raise ValueError("values must have at least one number, got none; pass measured values")
     positive_int("resamples", resamples)
     drawn = numpy.random.default_rng(seed).choice(
         numpy.asarray(values, dtype=numpy.float64), size=(resamples, len(values))

@@ -1,8 +1,8 @@
-"""Requests to measure a server with: when they come, how long they are, what they share.
+"""Requests for measuring a server: arrival times, lengths, shared prefixes.
 
-Arrivals are seconds from the first moment on, in order. Lengths are tokens. All is drawn by a seed
-and is the same on every machine. Arrivals of a Poisson process are how serving is measured where a
-log has no times (Kwon et al., 2023, arXiv 2309.06180, section 6.1).
+Arrivals are seconds from the start, in order. Lengths are in tokens. Everything is drawn from a
+seed and is the same on every machine. A Poisson process is the usual model of arrivals if a log has
+no times (Kwon et al., 2023, arXiv 2309.06180, section 6.1).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["Workload", "bursts", "fixed", "lognormal", "long_tail", "poisson", "
 
 
 def poisson(rate: float, n: int, seed: int) -> tuple[float, ...]:
-    """Arrival seconds of n requests that come independently of each other, `rate` a second.
+    """Return the arrival times of n requests that arrive independently, `rate` per second.
 
-    The gaps are exponential with mean 1 / rate; the first request comes after such a gap.
+    The gaps are exponential with mean 1 / rate; the first request arrives after such a gap.
     """
     positive("rate", rate, "pass requests a second")
     positive_int("n", n)
@@ -34,10 +34,11 @@ def poisson(rate: float, n: int, seed: int) -> tuple[float, ...]:
 def bursts(
     rate: float, n: int, seed: int, *, size: int = 8, within: float = 0.0
 ) -> tuple[float, ...]:
-    """Arrival seconds of n requests in bursts of `size`, `rate` requests a second on the whole.
+    """Return the arrival times of n requests in bursts of `size`, `rate` requests per second.
 
-    The bursts are a Poisson process of rate / size a second; a burst's requests come spread
-    evenly at random over `within` seconds, at one moment by default. The last burst may be cut.
+    The bursts are a Poisson process with rate / size bursts per second. A burst's requests arrive
+    uniformly at random within `within` seconds, by default all at once. The last burst may be
+    smaller.
     """
     positive_int("size", size)
     non_negative("within", within, "pass seconds")
@@ -49,9 +50,10 @@ def bursts(
 
 
 def recorded(times: Sequence[float], *, speed: float = 1.0) -> tuple[float, ...]:
-    """Arrival seconds of a log, the first at 0; speed 2 plays it back in half the time.
+    """Return the arrival times of a log, starting at 0; speed 2 replays it in half the time.
 
-    times: in order, on any clock. Raises ValueError where there is none, or one goes back.
+    times: in order, on any clock. Raises ValueError if there are none, or they aren't finite and
+    in order.
     """
     positive("speed", speed)
     if not times:
@@ -61,22 +63,23 @@ def recorded(times: Sequence[float], *, speed: float = 1.0) -> tuple[float, ...]
     late = next((i for i, (one, two) in enumerate(pairwise(times), 1) if two < one), None)
     if late is not None:
         raise ValueError(
-            f"times must be in order, got {times[late]} behind {times[late - 1]}; sort them first"
+            f"times must be in order, got {times[late]} after {times[late - 1]}; sort them first"
         )
     return tuple((time - times[0]) / speed for time in times)
 
 
 def fixed(tokens: int, n: int) -> tuple[int, ...]:
-    """n equal lengths."""
+    """Return n equal lengths."""
     return (positive_int("tokens", tokens),) * positive_int("n", n)
 
 
 def lognormal(
     median: float, n: int, seed: int, *, sigma: float = 1.0, least: int = 1, most: int = 4096
 ) -> tuple[int, ...]:
-    """n lengths whose logarithms are normal about that of the median, with deviation sigma.
+    """Return n lengths from a lognormal distribution with the given median.
 
-    Rounded to whole tokens; what lies outside least..most is set to the nearer of the two.
+    sigma: standard deviation of the logarithm. Lengths are rounded to whole tokens and clamped to
+    least..most.
     """
     positive("median", median)
     non_negative("sigma", sigma)
@@ -92,15 +95,15 @@ def lognormal(
 def long_tail(
     least: int, n: int, seed: int, *, tail: float = 1.0, most: int = 4096
 ) -> tuple[int, ...]:
-    """n lengths of a Pareto law between least and most: P(length > x) falls about as x**-tail.
+    """Return n lengths from a truncated Pareto distribution: P(length > x) falls about as x**-tail.
 
-    Most lengths are near `least`, a few are many times longer; a smaller tail is a heavier one.
-    At tail 1 the mean is least * ln(most / least) / (1 - least / most), but for the rounding.
+    Most lengths are near `least`, a few are many times longer. A smaller `tail` is heavier. At
+    tail 1 the mean is least * ln(most / least) / (1 - least / most), apart from rounding.
     """
     positive("tail", tail)
     _check_bounds(least, most)
     dice = random.Random(seed)
-    inside = 1 - (least / most) ** tail  # the share of the untruncated law that is kept
+    inside = 1 - (least / most) ** tail  # the probability mass kept by the truncation
 
     def one() -> int:
         return round(least * (1 - dice.random() * inside) ** (-1 / tail))
@@ -116,15 +119,15 @@ def _check_bounds(least: int, most: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests of given lengths at given times; the outputs' lengths are imposed.
+    """Requests with given lengths at given times; the output lengths are imposed.
 
-    arrivals: seconds, in order, one a request. prompts, outputs: lengths in tokens.
-    max_tokens: what every request asks for, so that the scheduler does not know its length; None:
-    each asks for exactly its output. prefix: tokens that a prompt shares with the others of its
-    group, of which there are `groups`; a prompt has at least one token of its own. sharing: the
-    chance that a prompt begins with its group's prefix at all, 0 to 1. vocabulary: prompts are
-    drawn from 0..vocabulary - 1. priorities: one a request, smaller first, or none.
-    patience: seconds from arrival to deadline, None for no deadline.
+    arrivals: seconds, in order, one per request. prompts, outputs: lengths in tokens. max_tokens:
+    what every request asks for, which hides its length from the scheduler; None: each asks for
+    exactly its output length. prefix: number of tokens that a prompt shares with the others of its
+    group; a prompt has at least one unshared token. groups: number of groups. sharing: the
+    probability that a prompt begins with its group's prefix, 0 to 1. vocabulary: prompt tokens are
+    drawn from 0..vocabulary - 1. priorities: one per request, smaller first, or none. patience:
+    seconds from arrival to deadline, None for no deadline.
     Raises ValueError or TypeError that names the field.
     """
 
@@ -157,14 +160,15 @@ class Workload:
         for time in self.arrivals:
             non_negative("arrivals", time, "pass seconds")
         if any(two < one for one, two in pairwise(self.arrivals)):
-            raise ValueError("arrivals must be in order, got one that goes back; sort them first")
+            raise ValueError("arrivals must be in order, got a decrease; sort them first")
         positive_int("groups", self.groups)
         positive_int("vocabulary", self.vocabulary)
         if self.prefix:
             positive_int("prefix", self.prefix, "pass tokens, or 0 for none")
         if not 0 <= self.sharing <= 1:
             raise ValueError(
-                f"sharing must be between 0 and 1, got {self.sharing}; pass a share of the prompts"
+                f"sharing must be between 0 and 1, got {self.sharing}; pass a fraction of the "
+                "prompts"
             )
         if self.patience is not None:
             positive("patience", self.patience, "pass seconds")
@@ -179,7 +183,7 @@ class Workload:
 
     @staticmethod
     def id(number: int) -> str:
-        """The id of the request at this place: r0, r1, ..."""
+        """Return the id of the request with this index: r0, r1, ..."""
         return f"r{number}"
 
     @property
@@ -188,18 +192,18 @@ class Workload:
         return {self.id(number): length for number, length in enumerate(self.outputs)}
 
     def group(self, number: int) -> int:
-        """The group whose prefix the request at this place shares."""
+        """Return the group whose prefix the request with this index shares."""
         return random.Random(f"group {self.seed} {number}").randrange(self.groups)
 
     def shares(self, number: int) -> bool:
-        """Whether the request at this place begins with its group's prefix.
+        """Return whether the request with this index begins with its group's prefix.
 
-        Those that do at one `sharing` do so at every larger one.
+        A request that does at one `sharing` also does at every larger one.
         """
         return random.Random(f"sharing {self.seed} {number}").random() < self.sharing
 
     def requests(self) -> list[Request]:
-        """The requests in the order of their arrivals, greedy, each with a seed of its own."""
+        """Return the requests in order of arrival, with greedy sampling and their own seeds."""
         tokens = range(self.vocabulary)
         shared = [
             random.Random(f"prefix {self.seed} {group}").choices(tokens, k=self.prefix)

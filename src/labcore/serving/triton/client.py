@@ -1,9 +1,9 @@
-"""Clients of the Triton Inference Server: server-sent events over HTTP, and gRPC streaming.
+"""Clients for the Triton Inference Server: server-sent events over HTTP, and gRPC streaming.
 
-Every call has a deadline, which travels with the request: the engine ends it there with finish
-"deadline", and TimeoutError means that the server itself did not answer. Leaving an iterator early,
-by `close()` or `break`, ends the connection. The server notices when it writes to a stream next; it
-does not notice that nobody waits for `generate` any more: there the deadline ends the work.
+Every call sends a deadline with its request. The engine ends the request at the deadline with
+finish "deadline"; a TimeoutError means that the server itself didn't answer. Leaving an iterator
+early, by `close()` or `break`, closes the connection. The server notices that when it next writes
+to the stream. It doesn't notice an abandoned `generate`: there the deadline ends the work.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = [
     "ready",
 ]
 
-SLACK_S = 5.0  # for the word of the deadline to arrive
-# What tritonclient calls a data type, by the name in config.pbtxt.
+SLACK_S = 5.0  # for the engine's deadline message to arrive
+# tritonclient's name of a data type, by the name in config.pbtxt.
 GRPC_TYPES = {"TYPE_STRING": "BYTES"}
 NUMPY_TYPES = {
     "TYPE_STRING": "object",
@@ -51,7 +51,7 @@ NUMPY_TYPES = {
 class ServerError(RuntimeError):
     """The server or the model answered with an error.
 
-    status: HTTP's number or gRPC's name, "" where a stream told the error without one.
+    status: the HTTP status number or the gRPC status name; "" if a stream sent none.
     """
 
     def __init__(self, reason: str, *, status: str) -> None:
@@ -71,7 +71,7 @@ class Addresses:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Streamed:
-    """A part of an output: new text and token ids; finish is "" until the last part."""
+    """One part of an output: new text and token ids; finish is "" until the last part."""
 
     text: str = ""
     tokens: tuple[int, ...] = ()
@@ -119,7 +119,7 @@ END
 
 
 def examples(addresses: Addresses, *, model: str = "lm") -> str:
-    """Commands for a shell that ask the server: curl for HTTP, a few lines of Python for gRPC."""
+    """Return shell commands that query the server: curl for HTTP, a short script for gRPC."""
     at = {
         "http": f"http://{addresses.host}:{addresses.http}",
         "grpc": f"{addresses.host}:{addresses.grpc}",
@@ -129,12 +129,12 @@ def examples(addresses: Addresses, *, model: str = "lm") -> str:
     }
     curl = CURL.format(**at)
     if importlib.util.find_spec("tritonclient") is None:
-        return curl + '\ngRPC: pip install "tritonclient[grpc]", and look at this command again\n'
+        return curl + '\ngRPC: pip install "tritonclient[grpc]", then run this command again\n'
     return curl + "\n" + GRPC.format(**at, python=shlex.quote(sys.executable))
 
 
 def get(addresses: Addresses, path: str, *, port: int | None = None, timeout: float = 1.0) -> str:
-    """The body of GET `path`. Raises ServerError for another status than 200, OSError."""
+    """Return the body of GET `path`. Raises OSError, or ServerError if the status isn't 200."""
     connection = http.client.HTTPConnection(
         addresses.host, addresses.http if port is None else port, timeout=timeout
     )
@@ -143,7 +143,7 @@ def get(addresses: Addresses, path: str, *, port: int | None = None, timeout: fl
         answer = connection.getresponse()
         text = answer.read().decode("utf-8", "replace")
     except http.client.HTTPException as error:
-        raise ConnectionError(f"the server broke off: {error!r}") from None
+        raise ConnectionError(f"the connection to the server broke: {error!r}") from None
     finally:
         connection.close()
     if answer.status != 200:
@@ -152,7 +152,7 @@ def get(addresses: Addresses, path: str, *, port: int | None = None, timeout: fl
 
 
 def ready(addresses: Addresses, *, timeout: float = 1.0) -> bool:
-    """Whether the server says that it can take requests."""
+    """Return whether the server reports that it accepts requests."""
     try:
         get(addresses, "/v2/health/ready", timeout=timeout)
     except (OSError, ServerError):
@@ -161,7 +161,7 @@ def ready(addresses: Addresses, *, timeout: float = 1.0) -> bool:
 
 
 def metrics(addresses: Addresses, *, timeout: float = 5.0) -> dict[str, float]:
-    """The server's metrics, by name with labels as Prometheus writes them."""
+    """Return the server's metrics by name, with labels in Prometheus's format."""
     lines = get(addresses, "/metrics", port=addresses.metrics, timeout=timeout).splitlines()
     pairs = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
     return {name: float(value) for name, _, value in pairs}
@@ -170,10 +170,10 @@ def metrics(addresses: Addresses, *, timeout: float = 5.0) -> dict[str, float]:
 def generate(
     addresses: Addresses, prompt: str, *, model: str = "lm", timeout: float = 30.0, **wanted: Any
 ) -> Streamed:
-    """The whole output in one answer, by POST /v2/models/<model>/generate.
+    """Return the whole output in one answer, by POST /v2/models/<model>/generate.
 
-    A decoupled model that sends two responses to this address is an error of the server's; the
-    input `stream` is false here, and the model sends one.
+    The server reports an error if a decoupled model sends two responses to this address. The input
+    `stream` is therefore false here, which makes the model send one.
     """
     body = {"text_input": prompt, "timeout": timeout, **wanted, "stream": False}
     parts = list(_events(addresses, f"/v2/models/{model}/generate", body, timeout))
@@ -183,13 +183,12 @@ def generate(
 def generate_stream(
     addresses: Addresses, prompt: str, *, model: str = "lm", timeout: float = 30.0, **wanted: Any
 ) -> Iterator[Streamed]:
-    """The parts of an output as they come, by POST /v2/models/<model>/generate_stream.
+    """Yield the parts of an output as they arrive, by POST /v2/models/<model>/generate_stream.
 
     wanted: inputs of the model, such as max_tokens, temperature, seed. timeout: seconds for the
-    whole output. The request goes out with the first `next`. Before the first part any error of
-    the model is HTTP status 400, a full queue too; behind it, it is an event of an answer whose
-    status was 200. Raises ServerError, TimeoutError and
-    ConnectionError.
+    whole output. The first `next` sends the request. Before the first part, any error of the
+    model, even a full queue, is HTTP status 400. After it, an error is an event in a response
+    whose status was 200. Raises ServerError, TimeoutError and ConnectionError.
     """
     body = {"text_input": prompt, "timeout": timeout, **wanted}
     return _events(addresses, f"/v2/models/{model}/generate_stream", body, timeout)
@@ -224,7 +223,7 @@ def _events(
     except TimeoutError:
         raise TimeoutError(f"the server did not end the output within {seconds} s") from None
     except http.client.HTTPException as error:
-        raise ConnectionError(f"the server broke off: {error!r}") from None
+        raise ConnectionError(f"the connection to the server broke: {error!r}") from None
     finally:
         connection.close()
 
@@ -235,7 +234,7 @@ def _part(event: dict[str, Any]) -> Streamed:
     ids = event.get("token_ids", [])
     return Streamed(
         text=event.get("text_output", ""),
-        tokens=tuple(ids if isinstance(ids, list) else [ids]),  # One id comes without its list.
+        tokens=tuple(ids if isinstance(ids, list) else [ids]),  # a single id arrives without a list
         finish=event.get("finish_reason", ""),
         reason=event.get("reason", ""),
     )
@@ -250,9 +249,10 @@ def _error_of(body: bytes) -> str:
 def grpc_stream(
     addresses: Addresses, prompt: str, *, model: str = "lm", timeout: float = 30.0, **wanted: Any
 ) -> Iterator[Streamed]:
-    """The parts of an output as they come, over one gRPC stream, by NVIDIA's `tritonclient`.
+    """Yield the parts of an output as they arrive, over a gRPC stream of NVIDIA's `tritonclient`.
 
-    Arguments and errors as in `generate_stream`; ModuleNotFoundError where tritonclient is missing.
+    Arguments and errors are those of `generate_stream`. Raises ModuleNotFoundError if tritonclient
+    isn't installed.
     """
     import tritonclient.grpc as triton
     from tritonclient.utils import InferenceServerException
@@ -286,7 +286,7 @@ def grpc_stream(
             raise TimeoutError(f"the server did not end the output within {seconds} s") from None
         raise
     except InferenceServerException as error:
-        raise ConnectionError(f"the server broke off: {error}") from None
+        raise ConnectionError(f"the connection to the server broke: {error}") from None
     finally:
         client.stop_stream(cancel_requests=not finished)
         client.close()
@@ -298,7 +298,7 @@ def _grpc_inputs(triton: Any, wanted: dict[str, Any]) -> list[Any]:
     inputs = []
     for name, value in wanted.items():
         if name not in INPUTS:
-            raise ValueError(f"the model has the inputs {', '.join(INPUTS)}, got {name!r}")
+            raise ValueError(f"an input must be one of {', '.join(INPUTS)}, got {name!r}")
         kind = INPUTS[name][0]
         values = list(value) if isinstance(value, list | tuple) else [value]
         if kind == "TYPE_STRING":

@@ -1,8 +1,9 @@
-"""The environment of the Triton Inference Server: NVIDIA's server from a wheel, with a Python
-of its own, since its python backend needs a numpy that labcore is too new for.
+"""The Triton Inference Server's environment: NVIDIA's server from a wheel, with its own Python.
 
-The wheel `nvidia-pytriton` 0.7.0 carries the server 2.51 with its python backend and a stub process
-for each of several Python versions; a stub runs with that version alone and loads its libpython.
+It is separate because the server's python backend needs an older numpy than labcore does.
+
+The wheel `nvidia-pytriton` 0.7.0 contains the server 2.51, its python backend, and a stub process
+for each of several Python versions. A stub runs only with its version and loads that libpython.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Any
 __all__ = ["PACKAGES", "SERVER_VERSION", "Environment", "install", "interpreter", "missing"]
 
 SERVER_VERSION = "2.51.0"
-# The server and what its stub imports; the wheel's own Python library would need 40 more.
+# The server and what its stub imports; the wheel's own Python library would need 40 more packages.
 PACKAGES = ("nvidia-pytriton==0.7.0", "numpy==1.26.4")
 DOWNLOAD_MB = 366
 NEEDS_GB = 1.2
-# Python versions that have a stub in the wheel, and among them those that its numpy has wheels for.
+# Python versions with a stub in the wheel, and those of them for which its numpy has wheels.
 STUBS = ("3.8", "3.9", "3.10", "3.11", "3.12", "3.13")
 FITTING = ("3.9", "3.10", "3.11", "3.12")
-# What a Python says of itself: its version, and the folder of the library that the stub loads.
+# Prints a Python's version and the folder of the library that the stub loads.
 PROBE = """
 import ctypes, json, os, sys, sysconfig
 name = "libpython%d.%d.so.1.0" % sys.version_info[:2]
@@ -49,10 +50,10 @@ print(json.dumps({"version": "%d.%d" % sys.version_info[:2], "libpython": libpyt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """An installed server: the folder of its virtual environment and what lies where in it.
+    """An installed server: the folder of its virtual environment, and the paths in it.
 
-    version: of its Python, such as "3.11". libpython: the folder of that Python's library, "" where
-    the system's loader finds it by itself.
+    version: the version of its Python, such as "3.11". libpython: the folder of that Python's
+    library, or "" if the system's loader finds it by itself.
     """
 
     folder: Path
@@ -61,17 +62,17 @@ class Environment:
 
     @property
     def site(self) -> Path:
-        """Its site-packages."""
+        """The environment's site-packages."""
         return self.folder / "lib" / f"python{self.version}" / "site-packages"
 
     @property
     def root(self) -> Path:
-        """The folder of the server's own files."""
+        """The folder of the server's files."""
         return self.site / "pytriton" / "tritonserver"
 
     @property
     def binary(self) -> Path:
-        """The server's program."""
+        """The server's executable."""
         return self.root / "bin" / "tritonserver"
 
     @property
@@ -80,7 +81,7 @@ class Environment:
         return self.root / "python_backend_stubs" / self.version / "triton_python_backend_stub"
 
     def write_backends(self, folder: Path) -> Path:
-        """Make `folder` a backend directory: links to the python backend and to its stub."""
+        """Make `folder` a backend directory with links to the python backend and its stub."""
         python = folder / "python"
         shutil.rmtree(folder, ignore_errors=True)
         python.mkdir(parents=True)
@@ -90,9 +91,9 @@ class Environment:
         return folder
 
     def variables(self, inherited: dict[str, str]) -> dict[str, str]:
-        """The server's environment variables, from those of this process.
+        """Return the server's environment variables, based on those of this process.
 
-        Those that would lead its Python elsewhere are left out.
+        Variables that would point its Python elsewhere are dropped.
         """
         kept = {k: v for k, v in inherited.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
         libraries = [self.libpython, str(self.site / "nvidia_pytriton.libs")]
@@ -102,24 +103,29 @@ class Environment:
 
 
 def missing(folder: Path) -> str:
-    """What `folder` lacks to be the server's environment, in a sentence; "" where it is whole."""
+    """Return a sentence on what is missing from the environment in `folder`; "" if nothing is."""
     if lack := _unfit_machine():
         return lack
     try:
         found = load(folder)
     except (OSError, ValueError, KeyError, TypeError):
         return (
-            f"the Triton Inference Server is not installed in {folder}; `make server` or "
-            "`python -m labcore.serving.triton.server install` brings it"
+            f"the Triton Inference Server is not installed in {folder}; run `make server` or "
+            "`python -m labcore.serving.triton.server install`"
         )
     for file in (found.binary, found.stub, found.folder / "bin" / "python"):
         if not file.exists():
-            return f"{folder} is damaged, {file.name} is missing; remove the folder and install it"
+            return (
+                f"{folder} is damaged: {file.name} is missing; remove the folder and install again"
+            )
     return ""
 
 
 def load(folder: Path) -> Environment:
-    """The environment that `install` made in `folder`. Raises OSError, ValueError, KeyError."""
+    """Load the environment that `install` made in `folder`.
+
+    Raises OSError, ValueError or KeyError if there is none.
+    """
     told: dict[str, Any] = json.loads((folder / "labcore.json").read_text("utf-8"))
     if tuple(told["packages"]) != PACKAGES:
         raise ValueError(f"{folder} holds {told['packages']}, not {PACKAGES}")
@@ -129,11 +135,11 @@ def load(folder: Path) -> Environment:
 
 
 def interpreter(candidates: Sequence[str] | None = None) -> tuple[str, dict[str, Any]]:
-    """A Python that the server's stub runs with: its path and what it says of itself.
+    """Find a Python that the server's stub runs with; return its path and what it reports.
 
-    candidates: paths to look at, in this order; by default the running Python, then those on the
-    PATH by their names. Raises RuntimeError that says which versions would do and what each of
-    those that are here lacks.
+    candidates: paths to try, in this order; by default the running Python, then the suitable
+    versions on the PATH. Raises RuntimeError that lists the suitable versions and what is wrong
+    with each Python found.
     """
     if candidates is None:
         here = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -150,9 +156,9 @@ def interpreter(candidates: Sequence[str] | None = None) -> tuple[str, dict[str,
             return path, told
         lacks.append(f"{path} {lack}")
     raise RuntimeError(
-        f"the server's python backend has stubs for Python {', '.join(STUBS)} and its numpy wheels "
-        f"for {', '.join(FITTING)}: install one of these with its library (on Debian `apt install "
-        f"python3-venv libpython3.11`); found {'; '.join(lacks) or 'none'}"
+        f"the server's python backend has stubs for Python {', '.join(STUBS)}, and its numpy has "
+        f"wheels for {', '.join(FITTING)}; install one of the latter with its library (on Debian "
+        f"`apt install python3-venv libpython3.11`); found {'; '.join(lacks) or 'none'}"
     )
 
 
@@ -162,10 +168,10 @@ def install(
     say: Callable[[str], object] = sys.stdout.write,
     candidates: Sequence[str] | None = None,
 ) -> Environment:
-    """The environment in `folder`, made on the first call; an interrupted one is made anew.
+    """Return the environment in `folder`; make it if it is missing or incomplete.
 
-    say: is told what happens, a line at a time. Raises RuntimeError in a sentence where the
-    machine, the disk, the Python or the download stands in the way.
+    say: receives progress messages. Raises RuntimeError with a readable reason if the machine, the
+    disk, the Python or the download is the problem.
     """
     if not missing(folder):
         return load(folder)
@@ -176,18 +182,18 @@ def install(
     free = shutil.disk_usage(folder.parent).free / 1e9
     if free < NEEDS_GB:
         raise RuntimeError(
-            f"{NEEDS_GB} GB of free disk are needed in {folder.parent}, {free:.1f} GB are free; "
+            f"the server needs {NEEDS_GB} GB of free disk in {folder.parent}, got {free:.1f} GB; "
             "make room or choose another folder"
         )
-    say(f"the Triton Inference Server {SERVER_VERSION} for Python {told['version']} comes into ")
+    say(f"installing the Triton Inference Server {SERVER_VERSION} for Python {told['version']} in ")
     say(f"{folder}: {DOWNLOAD_MB} MB to download, once\n")
     _run([path, "-m", "venv", "--clear", str(folder)], "python could not make the environment")
     python = str(folder / "bin" / "python")
     _run(
         [python, "-m", "pip", "install", "--no-input", "--quiet", "--no-deps", *PACKAGES],
-        "pip could not bring the server (network, proxy, disk?)",
+        "pip could not install the server (network, proxy, disk?)",
     )
-    # The same place asked of the new environment; only then is it whole.
+    # Written last: without this file the environment counts as incomplete.
     libpython = "" if told["libpython"] == "system" else told["libpython"]
     stamp = {"packages": PACKAGES, "version": told["version"], "libpython": libpython}
     partial = folder / "labcore.partial"
@@ -203,8 +209,8 @@ def _unfit_machine() -> str:
     if machine == ("Linux", "x86_64"):
         return ""
     return (
-        f"the wheel of the Triton Inference Server is for Linux on x86_64, this is {machine[0]} on "
-        f"{machine[1]}; use NVIDIA's container there"
+        f"the wheel of the Triton Inference Server needs Linux on x86_64, but this is {machine[0]} "
+        f"on {machine[1]}; use NVIDIA's container instead"
     )
 
 
@@ -222,7 +228,7 @@ def _lack(told: dict[str, Any]) -> str:
     if version not in STUBS:
         return f"is {version}, which has no stub"
     if version not in FITTING:
-        return f"is {version}, which numpy 1.26 has no wheels for"
+        return f"is {version}, for which numpy 1.26 has no wheels"
     if not told["libpython"]:
         return f"lacks libpython{version}.so.1.0"
     return "" if told["venv"] else "cannot make environments (python3-venv)"
@@ -232,4 +238,4 @@ def _run(command: list[str], trouble: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
         last = (done.stdout + done.stderr).strip()[-800:]
-        raise RuntimeError(f"{trouble}; mend that and run this again: {last}")
+        raise RuntimeError(f"{trouble}; fix the cause and run this again: {last}")

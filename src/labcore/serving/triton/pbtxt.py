@@ -1,8 +1,8 @@
-"""Protocol buffers' text format, as config.pbtxt is written in: reader, writer, schema check.
+"""Protocol buffers' text format, the format of config.pbtxt: reader, writer, schema check.
 
-The reader needs no schema: every field comes as the list of its values, in order. It takes what
-Google's own reader takes in a model configuration, and `${name}`, the places that are still to
-be filled in TensorRT-LLM's templates. Source: the Text Format Language Specification,
+The reader needs no schema: it returns each field as the list of its values, in order. It accepts
+what Google's own reader accepts in a model configuration, and also `${name}`, the unfilled
+placeholders of TensorRT-LLM's templates. Source: the Text Format Language Specification,
 https://protobuf.dev/reference/protobuf/textformat-spec/
 """
 
@@ -34,13 +34,13 @@ _CLOSING = {"{": "}", "<": ">"}
 
 
 class Word(str):
-    """A bare word: the name of an enum's value (`TYPE_INT32`), or `inf` and `nan`."""
+    """A bare word: the name of an enum value (`TYPE_INT32`), or `inf` or `nan`."""
 
     __slots__ = ()
 
 
 class Placeholder(str):
-    """`${name}` outside a string, which no server can read; as a str it is the whole `${name}`."""
+    """`${name}` outside a string, which no server can read. The str holds the whole `${name}`."""
 
     __slots__ = ()
 
@@ -51,14 +51,14 @@ def _place(text: str, at: int) -> str:
 
 
 def _unescape(text: str, at: int, body: str) -> bytes:
-    """The bytes of a string's inside; escapes of bytes may together make one character."""
+    """Return the bytes of a string's body; several byte escapes may form one character."""
     out, done = bytearray(), 0
     for found in _ESCAPE.finditer(body):
         out += body[done : found.start()].encode()
         done = found.end()
         if found["bad"] is not None:
             raise ValueError(
-                f"an escape in a string must be one of the text format's, got \\{found['bad']} "
+                f"an escape in a string must be valid in the text format, got \\{found['bad']} "
                 f"at {_place(text, at)}; write \\\\ for a backslash"
             )
         if found["hex"]:
@@ -84,7 +84,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str, int]]:
         found = _TOKEN.match(text, at)
         if found is None:
             raise ValueError(
-                f"text format must be made of names, numbers, strings and brackets, got "
+                f"the text format consists of names, numbers, strings and brackets, got "
                 f"{text[at : at + 10]!r} at {_place(text, at)}"
             )
         if found.lastgroup != "space":
@@ -182,10 +182,10 @@ def _number(token: str) -> int | float:
 
 
 def loads(text: str) -> dict[str, list[Any]]:
-    """The fields of `text`, each name with the list of its values in the file's order.
+    """Parse `text` into a dict from field names to lists of values, in the file's order.
 
-    A value is a str, int, float, bool, `Word` (an enum's value), `Placeholder`, or the dict of a
-    message. Raises ValueError with line and column where the text is none.
+    A value is a str, int, float, bool, `Word` (an enum value), `Placeholder`, or the dict of a
+    message. Raises ValueError with line and column if the text is invalid.
     """
     return _Reader(text).message("end")
 
@@ -204,7 +204,7 @@ def _scalar(value: object) -> str:
     if isinstance(value, int | float):
         return repr(value)
     raise TypeError(
-        f"a value of the text format must be a str, number, bool, Word, mapping or sequence, "
+        f"a value in the text format must be a str, number, bool, Word, mapping or sequence, "
         f"got {type(value).__name__}"
     )
 
@@ -227,7 +227,7 @@ def _lines(fields: Mapping[str, object], margin: str) -> Iterator[str]:
 
 
 def dumps(fields: Mapping[str, object], *, comment: str = "") -> str:
-    """Text format of `fields`, below `comment`, a line of which becomes a line with `#`.
+    """Write `fields` in the text format, below the lines of `comment`, each marked with `#`.
 
     A value is a str, number, bool, `Word`, a mapping (a message), or a sequence of these (a
     repeated field). Raises TypeError for anything else.
@@ -237,7 +237,7 @@ def dumps(fields: Mapping[str, object], *, comment: str = "") -> str:
 
 
 def every(fields: Mapping[str, list[Any]], *path: str) -> list[Any]:
-    """All values at the end of `path`, through every message on the way: [] where there is none."""
+    """Return all values at the end of `path`, through every message on the way; [] if none."""
     at: list[Any] = [fields]
     for name in path:
         at = [v for one in at if isinstance(one, Mapping) for v in one.get(name, [])]
@@ -245,12 +245,12 @@ def every(fields: Mapping[str, list[Any]], *path: str) -> list[Any]:
 
 
 def first(fields: Mapping[str, list[Any]], *path: str, default: Any = None) -> Any:
-    """The first value at the end of `path`, or `default`."""
+    """Return the first value at the end of `path`, or `default`."""
     return next(iter(every(fields, *path)), default)
 
 
 def parameters(fields: Mapping[str, list[Any]]) -> dict[str, str]:
-    """The map `parameters` of a model configuration, each key with its string_value."""
+    """Return the `parameters` of a model configuration as a dict from key to string_value."""
     return {
         str(first(one, "key", default="")): str(first(one, "value", "string_value", default=""))
         for one in every(fields, "parameters")
@@ -258,9 +258,9 @@ def parameters(fields: Mapping[str, list[Any]]) -> dict[str, str]:
 
 
 def schema_error(text: str) -> str:
-    """What the server's own schema, `inference.ModelConfig`, says against `text`; "" if nothing.
+    """Check `text` against the server's own schema, `inference.ModelConfig`.
 
-    Raises RuntimeError where the package that carries the schema is not installed.
+    Returns the error, or "". Raises RuntimeError if the package with the schema isn't installed.
     """
     try:
         text_format = importlib.import_module("google.protobuf.text_format")

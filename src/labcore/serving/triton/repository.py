@@ -1,7 +1,7 @@
-"""A model repository of the Triton Inference Server: one streaming language model.
+"""A model repository for the Triton Inference Server: one streaming language model.
 
-The layout and the fields are the server's (its model configuration in protobuf text form):
-`<name>/config.pbtxt` and `<name>/1/model.py`.
+The server defines the layout, `<name>/config.pbtxt` and `<name>/1/model.py`, and the fields of the
+model configuration, which is in protobuf text format.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = ["INPUTS", "OUTPUTS", "config_text", "write_repository"]
 
-# name: (data type, dims, whether it may be left out). max_batch_size is 0: the engine batches.
+# name: (data type, dims, whether it is optional). max_batch_size is 0: the engine batches.
 INPUTS: dict[str, tuple[str, int, bool]] = {
     "text_input": ("TYPE_STRING", 1, False),
     "max_tokens": ("TYPE_INT32", 1, True),
@@ -35,13 +35,17 @@ NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def config_text(name: str, socket: str | Path) -> str:
-    """The config.pbtxt of the model `name` that speaks to the engine on `socket`.
+    """Return the config.pbtxt of the model `name`, which talks to the engine on `socket`.
 
-    Decoupled, since a request gets many responses; one instance, since the engine does the
-    batching; the server itself queues nothing. Raises ValueError for a name that is no folder's.
+    The model is decoupled, because a request gets many responses, and has one instance, because
+    the engine does the batching. The server itself queues nothing. Raises ValueError if the name
+    can't be a folder name.
     """
     if not NAME.fullmatch(name) or name.startswith("."):
-        raise ValueError(f"a model's name must be letters, digits, _ . or -, got {name!r}")
+        raise ValueError(
+            f"a model's name must consist of letters, digits, _ . and -, and not begin with a "
+            f"dot, got {name!r}"
+        )
     inputs = [
         _field(field, kind, dims, " optional: true" if optional else "")
         for field, (kind, dims, optional) in INPUTS.items()
@@ -63,7 +67,7 @@ def config_text(name: str, socket: str | Path) -> str:
 
 
 def write_repository(folder: Path, *, name: str = "lm", socket: str | Path) -> Path:
-    """Write the repository into `folder` and return it; what else lies there stays."""
+    """Write the repository into `folder` and return `folder`; other files there stay."""
     model = folder / name / "1"
     text = config_text(name, socket)
     model.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """NVIDIA's Triton Inference Server in front of one engine, on this machine's loopback.
 
 `python -m labcore.serving.triton.server install | write | start | stop | status`. `start` keeps
-three processes alive: the server, the stub in which its python backend runs the model's file, and
-the engine, each of which is started again within seconds where it dies. A client of what died sees
-an error; blocks of its requests are free again.
+three processes alive: the server, the stub in which its python backend runs model.py, and the
+engine. A process that dies is restarted within seconds. Its clients get an error, and the blocks
+of their requests are freed.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ ENDING = [
 class TritonServer:
     """The server, its model and its engine, from start() to stop() or in a `with` block.
 
-    folder: for the repository, logs and state; one server at a time. environment: where
-    `triton_environment.install` put the server. model: its name in the server. engine: the command
-    of the engine's process without `--socket` and `--spare`, which are added; None is
-    `python -m labcore.serving.remote.process` with `engine_options`. addresses: 0 for a free port.
-    Raises RuntimeError where the server's environment is missing.
+    folder: holds the repository, logs and state of one server at a time. environment: the folder
+    into which `triton_environment.install` installed the server. model: the model's name in the
+    server. engine: the command of the engine's process without `--socket` and `--spare`, which are
+    added; None means `python -m labcore.serving.remote.process` with `engine_options`.
+    addresses: 0 for a free port.
+    Raises RuntimeError if the server's environment is missing.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class TritonServer:
         self.model = model
         self._installed = triton_environment.load(environment)
         self.addresses = with_free_ports(addresses or Addresses(http=0, grpc=0, metrics=0))
-        self._sockets = Path(tempfile.mkdtemp(prefix=SOCKETS))  # short, and this user's alone
+        self._sockets = Path(tempfile.mkdtemp(prefix=SOCKETS))  # a short path, for this user only
         self.socket = self._sockets / "engine"
         self._engine = _Watched(self.socket)
         own = [
@@ -81,14 +82,14 @@ class TritonServer:
         self._claim: Claim | None = None
 
     def write(self) -> Path:
-        """Write the model repository; its folder."""
+        """Write the model repository and return its folder."""
         return write_repository(self.folder / "models", name=self.model, socket=self.socket)
 
     def start(self, timeout: float = 90.0) -> TritonServer:
-        """Start everything and return once requests are taken.
+        """Start everything and return once the server accepts requests.
 
-        Raises RuntimeError where a server runs from the folder, SupervisorError where a process
-        does not become healthy.
+        Raises RuntimeError if a server already runs from the folder, SupervisorError if a process
+        doesn't become healthy.
         """
         try:
             self._claim = Claim(self.folder)
@@ -123,7 +124,7 @@ class TritonServer:
                     log=logs / "server.log",
                     environment=self._installed.variables(dict(os.environ)),
                     healthy=lambda: self._engine.stub_is_there() and ready(self.addresses),
-                    silence=30.0,  # The engine's start is in it: its stub cannot be seen before.
+                    silence=30.0,  # includes the engine's start: until then the stub is invisible
                     broken=self._engine.stub_is_gone,
                     clean=self._clean_server,
                 ),
@@ -131,7 +132,7 @@ class TritonServer:
         )
 
     def stop(self) -> None:
-        """End the server and the engine; harmless when done before."""
+        """Stop the server and the engine. Calling it again is harmless."""
         if self._supervisor is not None:
             self._supervisor.stop()
         self._engine.forget()
@@ -145,13 +146,13 @@ class TritonServer:
 
     @property
     def supervisor(self) -> Supervisor:
-        """What keeps the processes alive. Raises RuntimeError before start()."""
+        """The supervisor of the processes. Raises RuntimeError before start()."""
         if self._supervisor is None:
             raise RuntimeError("the server was not started; call start() first")
         return self._supervisor
 
     def pids(self) -> dict[str, int | None]:
-        """The processes "server", "stub" and "engine"; None for one that is not there now."""
+        """Return the process ids of "server", "stub" and "engine"; None if one isn't running."""
         return {
             "server": self.supervisor.pid("server"),
             "stub": self._engine.stub,
@@ -159,7 +160,10 @@ class TritonServer:
         }
 
     def client(self, timeout: float = 10.0) -> EngineClient:
-        """A connection to the engine past the server, for its stats. Raises ConnectionError."""
+        """Connect to the engine directly, bypassing the server, for its stats.
+
+        Raises ConnectionError if the engine isn't running.
+        """
         return EngineClient(self.socket, name="observer", timeout=timeout)
 
     def __enter__(self) -> TritonServer:
@@ -188,7 +192,7 @@ class TritonServer:
             f"--grpc-port={at.grpc}",
             f"--metrics-address={at.host}",
             f"--metrics-port={at.metrics}",
-            "--allow-gpu-metrics=false",  # NVML's absence would fill the log.
+            "--allow-gpu-metrics=false",  # without NVML, errors would fill the log
             "--exit-timeout-secs=3",
         ]
 
@@ -197,14 +201,14 @@ class TritonServer:
         self._remove_shared_memory()
 
     def _remove_shared_memory(self) -> None:
-        """A killed server leaves its region, and the next one takes another name."""
+        """Remove what a killed server left; the next server would use a different name."""
         for region in regions(self.folder)[1]:
             with suppress(FileNotFoundError):
                 region.unlink()
 
 
 class _Watched:
-    """The engine as the supervisor sees it: its health, and which stub is connected to it."""
+    """The supervisor's view of the engine: its health, and the stub connected to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -213,7 +217,7 @@ class _Watched:
         self._client: EngineClient | None = None
 
     def healthy(self) -> bool:
-        """Whether the engine answers; notes the stub on the way."""
+        """Return whether the engine answers; record its stub."""
         self._there = False
         try:
             if self._client is None:
@@ -228,24 +232,24 @@ class _Watched:
         return True
 
     def stub_is_there(self) -> bool:
-        """Whether a stub was connected at the last look."""
+        """Return whether a stub was connected at the last check."""
         return self._there
 
     def stub_is_gone(self) -> str:
-        """Why the server must be restarted: it says that it is ready without its stub."""
+        """Return why the server must be restarted, or ""; it reports ready even without a stub."""
         if self.stub is not None and not alive(self.stub):
             return "its stub process ended"
         return ""
 
     def forget(self) -> None:
-        """Close the connection; the next look makes another."""
+        """Close the connection; the next check opens a new one."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
 
 
 class _Ended(BaseException):
-    """Told to end before the server was ready."""
+    """A signal arrived before the server was ready."""
 
 
 def _start(told: argparse.Namespace, say: Callable[[str], object]) -> int:
@@ -281,7 +285,7 @@ def _start(told: argparse.Namespace, say: Callable[[str], object]) -> int:
 
 
 def _asked(told: argparse.Namespace) -> Addresses:
-    """The ports of the command line, or the server's usual ones, or free ones beside them."""
+    """Return the command line's ports, or the default ports, or free ones if those are taken."""
     if any(port is not None for port in (told.http, told.grpc, told.metrics)):
         return Addresses(http=told.http or 0, grpc=told.grpc or 0, metrics=told.metrics or 0)
     try:
@@ -298,7 +302,7 @@ def _greeting(server: TritonServer) -> str:
         f"ready: http://{at.host}:{at.http}, gRPC {at.host}:{at.grpc}, model {server.model}; logs "
         f"in {server.folder / 'logs'}\n\nIn another terminal:\n\n"
         f"{examples(at, model=server.model)}\n"
-        f"{command} status {folder}\n{command} stop {folder}\n\nCtrl-C ends it here.\n"
+        f"{command} status {folder}\n{command} stop {folder}\n\nPress Ctrl-C to stop it here.\n"
     )
 
 
@@ -307,15 +311,15 @@ def _stop(told: argparse.Namespace, say: Callable[[str], object]) -> int:
     if state is None:
         say(f"no server runs from {told.folder}\n")
         return 1
-    if state["pid"] <= 0:  # It has the folder and has not yet written its number.
-        raise RuntimeError(f"a server is just starting from {told.folder}; stop it in a second")
+    if state["pid"] <= 0:  # it has claimed the folder but not yet written its id
+        raise RuntimeError(f"a server is just starting from {told.folder}; try again in a second")
     os.kill(state["pid"], signal.SIGTERM)
     until = time.monotonic() + STOPS_S
     while running(told.folder) is not None:
         if time.monotonic() > until:
             raise RuntimeError(
-                f"process {state['pid']} did not end within {STOPS_S:.0f} s; look into "
-                f"{told.folder / 'logs'}, then end it by `kill -9 {state['pid']}`"
+                f"process {state['pid']} did not exit within {STOPS_S:.0f} s; look into "
+                f"{told.folder / 'logs'}, then kill it with `kill -9 {state['pid']}`"
             )
         time.sleep(0.1)
     say("stopped\n")
@@ -328,7 +332,7 @@ def _status(told: argparse.Namespace, say: Callable[[str], object]) -> int:
         say(f"no server runs from {told.folder}\n")
         return 1
     if "addresses" not in state:
-        say(f"the server of process {state['pid']} is starting\n")
+        say(f"the server (process {state['pid']}) is starting\n")
         return 1
     at = Addresses(**state["addresses"])
     up = ready(at, timeout=5.0)
@@ -356,17 +360,19 @@ def _write(told: argparse.Namespace, say: Callable[[str], object]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run as a program. Returns the exit code."""
+    """Run the program and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m labcore.serving.triton.server",
         description=(__doc__ or "").splitlines()[0],
     )
     parser.add_argument("command", choices=["install", "write", "start", "stop", "status"])
     parser.add_argument("--folder", type=Path, default=FOLDER, help="repository, logs and state")
-    parser.add_argument("--environment", type=Path, default=ENVIRONMENT, help="the server's own")
-    parser.add_argument("--model", default="target", help="target, draft or a checkpoint's folder")
+    parser.add_argument(
+        "--environment", type=Path, default=ENVIRONMENT, help="the server's virtual environment"
+    )
+    parser.add_argument("--model", default="target", help="target, draft or a checkpoint folder")
     for name in ("http", "grpc", "metrics"):
-        parser.add_argument(f"--{name}", type=int, help="port; 0 is a free one")
+        parser.add_argument(f"--{name}", type=int, help="port; 0 picks a free one")
     told = parser.parse_args(arguments)
 
     def say(text: str) -> None:

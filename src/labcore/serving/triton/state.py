@@ -1,7 +1,8 @@
-"""The folder that a running server owns: a lock that ends with its process, and where it listens.
+"""The folder that a running server owns: a lock that ends with its process, and its addresses.
 
-The kernel gives the lock back when the process ends, however it ends: what a killed server left is
-told from a server that runs, and a process that got the same number later is not taken for it.
+The kernel releases the lock when the process ends, however it ends. The lock therefore
+distinguishes a running server from the leftovers of a killed one, and from a later process with
+the same id.
 """
 
 from __future__ import annotations
@@ -27,29 +28,29 @@ SHARED_MEMORY = Path("/dev/shm")
 
 STATE = "server.json"
 LOCK = "server.lock"
-SOCKETS = "labcore-server-"  # how the folders of sockets begin, in the system's folder for such
-WAIT_S = 1.0  # somebody may be looking at the lock
-# Below what Linux gives to connections: nobody else gets one before the server has bound it.
+SOCKETS = "labcore-server-"  # prefix of the sockets' temporary folders
+WAIT_S = 1.0  # another process may be checking the lock
+# Below Linux's ephemeral ports: no connection gets one before the server has bound it.
 FREE = range(20_000, 32_000)
 
 
 class Claim:
-    """`folder` belongs to this process from now on, until release() or its end.
+    """Claim `folder` for this process until release() or the end of the process.
 
-    Raises RuntimeError where another server runs from the folder.
+    Raises RuntimeError if another server runs from the folder.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._file = (folder / LOCK).open("a+")  # "a": what stands in it is another's until then
+        self._file = (folder / LOCK).open("a+")  # "a": until locked, the content isn't ours
         until = time.monotonic() + WAIT_S
         while not _locked(self._file.fileno(), alone=True):
             if time.monotonic() > until:
                 self._file.close()
-                pid = (running(folder) or {}).get("pid") or "unknown"  # 0 of one that starts
+                pid = (running(folder) or {}).get("pid") or "unknown"  # 0 while it is starting
                 raise RuntimeError(
-                    f"a server runs from {folder} (process {pid}); stop it first, with `python -m "
+                    f"a server runs from {folder} (process {pid}); stop it first with `python -m "
                     "labcore.serving.triton.server stop`, or choose another folder"
                 )
             time.sleep(0.05)
@@ -59,23 +60,25 @@ class Claim:
         _remove_left_sockets(_state(folder))
 
     def write(self, *, model: str, path: Path, addresses: Addresses) -> None:
-        """Tell others where the server listens."""
+        """Publish where the server listens."""
         told = {"model": model, "socket": str(path), "addresses": asdict(addresses)}
         partial = self.folder / f"{STATE}.new"
         partial.write_text(json.dumps(told), "utf-8")
         partial.replace(self.folder / STATE)
 
     def release(self) -> None:
-        """Give the folder back; harmless when done before."""
+        """Release the folder. Calling it again is harmless."""
         if not self._file.closed:
             (self.folder / STATE).unlink(missing_ok=True)
-            self._file.truncate(0)  # The next one must not be taken for this process.
+            self._file.truncate(0)  # the next owner must not be mistaken for this process
             self._file.close()
 
 
 def running(folder: Path) -> dict[str, Any] | None:
-    """What is known of the server that runs from `folder`: pid, 0 while it is taking the folder,
-    and once it takes requests model, socket and addresses. None where none runs.
+    """Return what is known about the server that runs from `folder`, or None if none runs.
+
+    pid is 0 while the server is claiming the folder. Once it accepts requests, the dict also has
+    model, socket and addresses.
     """
     try:
         with (folder / LOCK).open() as file:
@@ -88,13 +91,13 @@ def running(folder: Path) -> dict[str, Any] | None:
 
 
 def regions(folder: Path) -> tuple[str, list[Path]]:
-    """(how the shared memory of the server that runs from `folder` begins, what there is of it)."""
+    """Return the name prefix of the shared memory of `folder`'s server, and its regions."""
     prefix = "labcore_" + hashlib.sha1(os.fsencode(folder.absolute())).hexdigest()[:10]
     return prefix, sorted(SHARED_MEMORY.glob(f"{prefix}*"))
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and waits to be collected does not."""
+    """Return whether a process runs; a zombie doesn't count."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
     except OSError:
@@ -103,7 +106,10 @@ def alive(pid: int) -> bool:
 
 
 def with_free_ports(asked: Addresses) -> Addresses:
-    """The ports that were asked for, a free one for each 0. Raises ValueError for one in use."""
+    """Return the requested ports, with a free port for each 0.
+
+    Raises ValueError if a requested port is in use.
+    """
     found: dict[str, int] = {}
     held = []
     try:
@@ -111,7 +117,7 @@ def with_free_ports(asked: Addresses) -> Addresses:
             port = getattr(asked, name)
             for wanted in [port] if port else random.SystemRandom().sample(FREE, 100):
                 probe = socket.socket()
-                held.append(probe)  # Together, or two of them could get the same.
+                held.append(probe)  # kept open, or two names could get the same port
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
                     probe.bind((asked.host, wanted))
@@ -132,7 +138,7 @@ def with_free_ports(asked: Addresses) -> Addresses:
 
 
 def _locked(file: int, *, alone: bool) -> bool:
-    import fcntl  # not on Windows, where no server runs
+    import fcntl  # missing on Windows, where no server runs
 
     try:
         fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -150,7 +156,7 @@ def _state(folder: Path) -> dict[str, Any]:
 
 
 def _remove_left_sockets(left: dict[str, Any]) -> None:
-    """Of a server that was killed."""
+    """Remove the sockets of a server that was killed."""
     folder = Path(str(left.get("socket", ""))).parent
     if folder.name.startswith(SOCKETS) and folder.parent == Path(tempfile.gettempdir()):
         shutil.rmtree(folder, ignore_errors=True)

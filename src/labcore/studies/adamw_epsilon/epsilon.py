@@ -1,8 +1,8 @@
-"""Where Adam's epsilon decides the step: small gradients, and dtypes that cannot hold it.
+"""Where Adam's epsilon determines the step: small gradients, and dtypes that can't represent it.
 
-Laws (`predict_…`, `smallest_gradient`, `equivalent_eps`) stand beside the runs that test them, on
-hand-made gradients. The arithmetic that is tested is `rules.adamw` in the dtype of its tensors,
-the naive form; `labcore.optim.AdamW` computes in float32 whatever the parameter's dtype.
+The module has formulas (`predict_…`, `smallest_gradient`, `equivalent_eps`) and runs on handmade
+gradients that test them. The tested arithmetic is the naive one, `rules.adamw` in the dtype of its
+tensors. `labcore.optim.AdamW` computes in float32 whatever the parameter's dtype.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ R = TypeVar("R", float, Tensor)
 
 
 def _checked_eps(eps: float, eps_mode: str, eps_root: float) -> dict[str, Any]:
-    """The three settings of epsilon as keyword arguments of `rules.adamw`."""
+    """Check the three epsilon settings; return them as keyword arguments of `rules.adamw`."""
     non_negative("eps", eps)
     non_negative("eps_root", eps_root)
     one_of("eps_mode", eps_mode, rules.EPS_MODES)
     if eps_root and eps_mode != "outside":
         raise ValueError(
-            f"eps_root belongs to eps_mode='outside', got eps_mode={eps_mode!r}; leave it at 0"
+            f"eps_root needs eps_mode='outside', got eps_mode={eps_mode!r}; leave eps_root at 0"
         )
     return {"eps": eps, "eps_mode": eps_mode, "eps_root": eps_root}
 
@@ -62,25 +62,28 @@ def _finfo(dtype: torch.dtype) -> torch.finfo:
 def predict_attenuation(
     rms: R, eps: float, *, eps_mode: str = "outside", eps_root: float = 0.0
 ) -> R:
-    """The size of an update in units of lr, by arithmetic, for gradients of root mean square `rms`.
+    """Predict the size of an update in units of lr, for gradients with root mean square `rms`.
 
-    r/(√(r² + eps_root) + eps) outside, r/√(r² + eps) inside, π/4 for atan2, 0 where r is 0 and
-    NaN where that makes 0/0. Exact for a constant gradient in real arithmetic, where m̂ = r and
-    √v̂ = r; under noise m̂ is smaller, and this is about the ratio to the update at eps = 0.
+    With r = rms, this is r/(√(r² + eps_root) + eps) for "outside", r/√(r² + eps) for "inside" and
+    π/4 for "atan2". It's 0 for r = 0, or NaN if that gives 0/0. The formula is exact in real
+    arithmetic for a constant gradient, where m̂ = r and √v̂ = r. Noise makes m̂ smaller; then the
+    formula approximates the ratio to the update at eps = 0.
 
-    rms: a float or a Tensor [any shape], at least 0; the answer has its type, a Tensor is fp64.
-    eps: in units of the gradient, "inside" in units of its square; eps_root: of its square.
+    rms: a float, or a Tensor of any shape, at least 0. The result has the same type; a Tensor
+    result is fp64.
+    eps: in units of the gradient, or of its square for "inside".
+    eps_root: in units of the squared gradient.
     Source: Wortsman et al., arXiv 2309.14322.
     """
     _checked_eps(eps, eps_mode, eps_root)
     r = torch.as_tensor(rms, dtype=torch.float64)
     if bool((r < 0).any()):
-        raise ValueError(f"rms must be at least 0, got {r.min().item()}; pass the size alone")
+        raise ValueError(f"rms must be at least 0, got {r.min().item()}; pass the absolute value")
     if eps_mode == "atan2":
         size = torch.atan2(r, r)
     else:
         inside, outside = (eps, 0.0) if eps_mode == "inside" else (eps_root, eps)
-        # hypot: the square of a gradient of 1e-170 would underflow even in float64.
+        # hypot, because the square of a gradient of 1e-170 would underflow even in float64.
         size = r / (torch.hypot(r, torch.full_like(r, math.sqrt(inside))) + outside)
     return size if isinstance(rms, Tensor) else size.item()
 
@@ -94,11 +97,11 @@ def measured_attenuation(
     steps: int = 150,
     seed: int = 0,
 ) -> float:
-    """Root mean square of the update over that at eps = 0, in fp64, under noisy gradients.
+    """Measure the RMS of the update over that at eps = 0, in fp64, under noisy gradients.
 
     The gradients of 2000 weights are signal + standard normal noise, so eps is in units of the
-    noise; both runs see the same ones. The last third of `steps` counts. "atan2" has no eps: its
-    ratio says how much shorter than Adam's its steps are.
+    noise. Both runs get the same gradients, and the last third of `steps` counts. "atan2" has no
+    eps; its ratio is the size of its steps relative to Adam's.
     """
     settings = _checked_eps(eps, eps_mode, eps_root)
 
@@ -118,11 +121,12 @@ def update_sizes(
     eps_root: float = 0.0,
     steps: int = 1,
 ) -> Tensor:
-    """|update| of the last of `steps` steps in units of lr, [N] fp64, measured in `dtype`.
+    """Measure |update| in the last of `steps` steps, in units of lr: [N] fp64.
 
-    gradients: [N] floating point, each held constant and rounded to `dtype` first. Everything runs
-    in `dtype`, state too, so a NaN or an infinity in the answer is what the weight would get. The
-    weight itself is left out: how much of an update it can hold, `weight_after` shows.
+    gradients: [N] floating point, rounded to `dtype` and then held constant.
+    Everything including the state is computed in `dtype`, so a NaN or infinity in the result is
+    what the weight would get. The weight isn't updated; `weight_after` shows how much of an update
+    it can represent.
     """
     settings = _checked_eps(eps, eps_mode, eps_root)
     _finfo(dtype)
@@ -144,10 +148,12 @@ def weight_after(
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     **settings: Any,
 ) -> float:
-    """The weight, from 1.0, after `steps` steps under a constant `gradient`, stored in `dtype`.
+    """Return the weight after `steps` steps from 1.0 under a constant `gradient`, in `dtype`.
 
-    optimizer(parameters, lr=, eps=, weight_decay=0, **settings) -> torch.optim.Optimizer; None is
-    `NaiveAdamW`. settings: eps_mode, eps_root, foreach, fused, master_weights … as it takes them.
+    optimizer: called as optimizer(parameters, lr=, eps=, weight_decay=0, **settings); None means
+    `NaiveAdamW`.
+    settings: arguments that the optimizer takes: eps_mode, eps_root, foreach, fused,
+    master_weights, ….
     """
     _finfo(dtype)
     make = functools.partial(optimizer or NaiveAdamW, lr=lr, eps=eps, weight_decay=0.0, **settings)
@@ -161,17 +167,17 @@ def weight_after(
 
 
 def pulse(loud: int = 500, quiet: int = 500, size: float = 1.0) -> Tensor:
-    """Gradients [loud + quiet], fp64: `loud` steps of `size`, then `quiet` steps of 0."""
+    """Return gradients [loud + quiet], fp64: `loud` steps of `size`, then `quiet` steps of 0."""
     positive_int("loud", loud)
     positive_int("quiet", quiet)
     return torch.cat([torch.full((loud,), size), torch.zeros(quiet)]).double()
 
 
 def second_moment_path(dtype: torch.dtype, gradients: Tensor, *, beta2: float = 0.999) -> Tensor:
-    """exp_avg_sq in `dtype`, [steps + 1, …] fp64, from 0 and under `gradients` [steps, …].
+    """Return exp_avg_sq in `dtype`, [steps + 1, …] fp64, from 0 under `gradients` [steps, …].
 
-    `pulse()` shows what sticks: float32 climbs to 0.39 and decays to 0.24; in bfloat16 a decay of
-    a thousandth is less than half a spacing, so that the moment never falls again.
+    `pulse()` shows when it sticks. In float32, it climbs to 0.39 and decays to 0.24. In bfloat16, a
+    decay of a thousandth is less than half a spacing, so the moment never falls again.
     """
     _finfo(dtype)
     grads = floating("gradients", gradients).to(dtype)
@@ -185,13 +191,13 @@ def second_moment_path(dtype: torch.dtype, gradients: Tensor, *, beta2: float = 
 
 
 def predict_resting_moment(start: float, *, dtype: torch.dtype, beta2: float = 0.999) -> float:
-    """Where exp_avg_sq comes to rest when the gradients vanish, from the spacing of `dtype`.
+    """Predict where exp_avg_sq comes to rest after the gradients vanish, from `dtype`'s spacing.
 
-    A step takes (1 − beta2) v off v, which rounds to nothing at or below half the spacing of the
-    numbers at v: v rests at the first number of at most spacing / (2 (1 − beta2)). In the binade
-    [2^e, 2^(e+1)) the spacing is finfo.eps · 2^e, and among the subnormal numbers it is constant.
+    A step subtracts (1 − beta2) v from v, which rounds to 0 if it's at most half the spacing at v.
+    So v rests at the first number of at most spacing / (2 (1 − beta2)). In the binade
+    [2^e, 2^(e+1)), the spacing is finfo.eps · 2^e. Among the subnormal numbers, it's constant.
 
-    start: v when the gradients vanish, a number of `dtype`, at least 0.
+    start: v at the time when the gradients vanish, a number of `dtype`, at least 0.
     """
     info = _finfo(dtype)
     non_negative("start", start)
@@ -199,25 +205,24 @@ def predict_resting_moment(start: float, *, dtype: torch.dtype, beta2: float = 0
     if share == 0:
         return start
     resting = 0.5 / share  # the largest v that rests, in spacings
-    # At exactly 1 the half rounds to the even neighbor, which is 0.
+    # At exactly 1, the tie rounds to the even neighbor, which is 0.
     spacings = math.floor(resting) if resting > 1 else 0
     binade = 2.0 ** (math.frexp(start)[1] - 1)
     if binade <= info.smallest_normal or resting * info.eps < 1:
         return min(start, spacings * info.smallest_normal * info.eps)
     if start == binade and resting * info.eps < 2:
-        binade /= 2  # below a power of two the numbers lie twice as close
+        binade /= 2  # below a power of two, the spacing is half as large
     return min(start, spacings * info.eps * binade)
 
 
 def predict_ceiling(gradient: float, *, dtype: torch.dtype, beta2: float = 0.999) -> float:
-    """Where exp_avg_sq stops to climb under a constant gradient, in a dtype in which it sticks.
+    """Predict where exp_avg_sq stops climbing under a constant gradient if it sticks in `dtype`.
 
-    With the decay rounded away, a step adds c = (1 − beta2) g² and nothing else, until c is at most
-    half a spacing: the first power of two of at least 2 c / finfo.eps, between 0.26 g² and 0.51 g²
-    for bfloat16 and beta2 = 0.999. The right value is g².
+    The decay rounds to 0, so a step only adds c = (1 − beta2) g², until c is at most half a
+    spacing. That's at the first power of two of at least 2 c / finfo.eps, which is between 0.26 g²
+    and 0.51 g² for bfloat16 and beta2 = 0.999. The correct value is g².
 
-    Errors: ValueError where (1 − beta2) > finfo.eps / 4: there the moment decays and settles near
-    g².
+    Raises ValueError if (1 − beta2) > finfo.eps / 4, where the moment decays and settles near g².
     """
     info = _finfo(dtype)
     share = _forgotten(beta2, dtype)
@@ -232,23 +237,23 @@ def predict_ceiling(gradient: float, *, dtype: torch.dtype, beta2: float = 0.999
 
 
 def _forgotten(beta2: float, dtype: torch.dtype) -> float:
-    """1 − beta2 as the arithmetic sees it: torch multiplies by a scalar of at least float32."""
+    """Return 1 − beta2 as used in the arithmetic; PyTorch's scalar factors are at least float32."""
     precision = torch.float64 if dtype == torch.float64 else torch.float32
     return 1 - torch.tensor(fraction("beta2", beta2), dtype=precision).item()
 
 
 def rounded_eps(eps: float, dtype: torch.dtype) -> float:
-    """What is left of eps where nothing else stands in the denominator: eps rounded to `dtype`."""
+    """Return eps rounded to `dtype`, which is the denominator if √v̂ is 0."""
     _finfo(dtype)
     return torch.tensor(non_negative("eps", eps), dtype=dtype).item()
 
 
 def smallest_gradient(dtype: torch.dtype, beta2: float = 0.999) -> float:
-    """The gradient at and below which exp_avg_sq of the first step is 0 in `dtype`.
+    """Return the largest gradient for which exp_avg_sq is 0 in `dtype` after the first step.
 
-    (1 − beta2) g² rounds to 0 up to half the smallest subnormal number. Under it the update is
-    m̂/eps, or infinite where eps is lost too. Naive arithmetic rounds (1 − beta2) g on its way, so
-    in float16 the measured value lies up to 1 % off.
+    (1 − beta2) g² rounds to 0 up to half the smallest subnormal number. Then the update is m̂/eps,
+    or infinite if eps rounds to 0 too. Naive arithmetic also rounds (1 − beta2) g, so in float16
+    the measured value differs by up to 1 %.
     """
     info = _finfo(dtype)
     fraction("beta2", beta2)
@@ -256,11 +261,12 @@ def smallest_gradient(dtype: torch.dtype, beta2: float = 0.999) -> float:
 
 
 def equivalent_eps(eps_hat: float, *, step: int, beta2: float = 0.999) -> float:
-    """torch's eps that at `step` (from 1) does what Kingma and Ba's "epsilon hat" does.
+    """Return PyTorch's eps that is equivalent to Kingma and Ba's "epsilon hat" at `step` (from 1).
 
     Section 2 of arXiv 1412.6980 folds the bias correction into the learning rate and adds eps_hat
-    to √v, as TensorFlow and Keras do; torch adds eps to √v̂ = √v / √(1 − beta2^t). The two agree
-    for eps = eps_hat / √(1 − beta2^t): 32 times larger on the first step, the same in the end.
+    to √v, as TensorFlow and Keras do. PyTorch adds eps to √v̂ = √v / √(1 − beta2^t). The two agree
+    for eps = eps_hat / √(1 − beta2^t), which is 32 times larger in the first step and converges to
+    eps_hat.
     """
     non_negative("eps_hat", eps_hat)
     positive_int("step", step)
@@ -268,14 +274,14 @@ def equivalent_eps(eps_hat: float, *, step: int, beta2: float = 0.999) -> float:
 
 
 class NaiveAdamW(torch.optim.Optimizer):
-    """`rules.adamw` in each parameter's own dtype, state too.
+    """`rules.adamw` with arithmetic and state in each parameter's dtype.
 
-    torch's loop and foreach paths do the same up to a few roundings. Kept to show the trap: float16
-    makes NaN of a zero gradient, a bfloat16 weight or moment stalls. Train with
-    labcore.optim.AdamW, and with state_dtype=torch.float32 where the weights are in low precision.
+    PyTorch's loop and foreach implementations do the same up to a few roundings. It exists to show
+    the trap: in float16, a zero gradient gives NaN, and in bfloat16, weights and moments stall. For
+    training, use labcore.optim.AdamW, with state_dtype=torch.float32 for low-precision weights.
 
     Args: lr, betas, eps, weight_decay as in torch.optim.AdamW; eps_mode and eps_root as in
-    `rules.adamw`. Errors: ValueError for a setting out of its range.
+    `rules.adamw`. Raises ValueError for a setting out of range.
     """
 
     def __init__(
@@ -299,7 +305,7 @@ class NaiveAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             (beta1, beta2), settings = group["betas"], {name: group[name] for name in SETTINGS}

@@ -1,12 +1,13 @@
-"""How small gradients become in wider models, and where a fixed epsilon begins to bite.
+"""How small gradients become in wider models, and where a fixed epsilon starts to matter.
 
-Small Llamas on the bytes of Python's documentation; depth, batch and length stay, the width grows.
-Every setting stands here and was chosen on TUNING_SEED, before SEEDS were run. The learning rate
-of each width is the best of 1e-3, 2e-3, 4e-3, 8e-3 and 1.6e-2 after STEPS steps, with weights of
-1/√width; it halves as the width doubles (at 32 and at 512 it is the end of the grid).
+The models are small Llamas on the bytes of Python's documentation, with increasing width and
+constant depth, batch size and length. All settings are in this module and were chosen on
+TUNING_SEED, before SEEDS were run. The learning rate of each width is the best of 1e-3, 2e-3, 4e-3,
+8e-3 and 1.6e-2 after STEPS steps, with weights of 1/√width. It halves as the width doubles (at 32
+and at 512, it's the end of the grid).
 
-The root mean square (RMS) of a gradient is its norm over the root of the number of parameters: it
-falls with the width even where the norm stays. The loss is a mean over tokens.
+The root mean square (RMS) of a gradient is its norm over the square root of the number of
+parameters. It falls with the width even if the norm stays constant. The loss is a mean over tokens.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ _MARKS = {
 
 
 def config(width: int, *, init: str = "1/sqrt(width)") -> LlamaConfig:
-    """The model of one width, a multiple of 16: two layers, heads of 16, 256 byte tokens.
+    """Return the model for a width, a multiple of 16: two layers, heads of 16, 256 byte tokens.
 
-    init: standard deviation of fresh weights, "1/sqrt(width)", or the "0.02" of Llama at any width.
+    init: standard deviation of initial weights, "1/sqrt(width)", or Llama's "0.02" at any width.
     """
     one_of("init", init, INITS)
     positive_int("width", width)
@@ -91,39 +92,39 @@ def config(width: int, *, init: str = "1/sqrt(width)") -> LlamaConfig:
 
 
 def learning_rate(width: int) -> float:
-    """The best at each width on TUNING_SEED: 4e-3 at 128, inversely proportional to the width."""
+    """Return the best rate on TUNING_SEED: 4e-3 at a width of 128, inversely proportional to it."""
     return 4e-3 * 128 / positive_int("width", width)
 
 
 def make(width: int, seed: int, *, init: str = "1/sqrt(width)") -> Llama:
-    """A fresh fp32 model whose weights are drawn from `seed` alone."""
+    """Return a new fp32 model with weights drawn from `seed` alone."""
     return Llama(config(width, init=init), generator=torch.Generator().manual_seed(seed))
 
 
 @functools.cache
 def _corpus(part: str) -> Tensor:
-    """Byte tokens [N] of Python's documentation."""
+    """Return the byte tokens [N] of Python's documentation."""
     text = python_text(part, max_bytes=MAX_BYTES[part]).text
     return torch.tensor(ByteTokenizer().encode(text), dtype=torch.int64)
 
 
 def batches(seed: int) -> Batches:
-    """The training batches of `labcore.models.windows`: number -> (tokens [8, 65], None)."""
+    """Return training batches from `labcore.models.windows`: number -> (tokens [8, 65], None)."""
     return windows(_corpus("train"), batch=BATCH, length=LENGTH, seed=seed)
 
 
 @torch.no_grad()
 def held_out_loss(model: Llama) -> float:
-    """Nats a byte over 64 fixed windows of files that training never sees."""
+    """Return the nats per byte over 64 fixed windows of files that training never sees."""
     rows, _ = windows(_corpus("held_out"), batch=HELD_OUT_ROWS, length=LENGTH)(0)
     total, count = next_token_loss(model, rows.to(model.embed_tokens.weight.device))
     return total.item() / count
 
 
 def groups(model: Llama) -> dict[str, list[nn.Parameter]]:
-    """The parameters by what they do: each stands in one of GROUPS, and again in "all".
+    """Return the parameters by function: each is in one of GROUPS, and also in "all".
 
-    A tied head has no parameters of its own, so that group is then absent.
+    A tied head has no parameters, so the model then has no such group.
     """
     found: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
     for name, parameter in model.named_parameters():
@@ -134,11 +135,12 @@ def groups(model: Llama) -> dict[str, list[nn.Parameter]]:
 
 
 def gradient_rms(model: Llama, tokens: Tensor, *, loss_scale: float = 1.0) -> dict[str, float]:
-    """Root mean square of the gradient of the mean next-token loss, by group of parameters.
+    """Return the RMS of the gradient of the mean next-token loss, by parameter group.
 
-    tokens: integers [B, T], or [N, B, T] for N batches, whose mean squares are averaged: that is
-    the root of what Adam's exp_avg_sq settles at. loss_scale multiplies the loss. Sums are fp64,
-    and gradients that the model held are cleared.
+    tokens: integers [B, T], or [N, B, T] for N batches, whose mean squares are averaged. The result
+    is the root of what Adam's exp_avg_sq settles at.
+    loss_scale: factor for the loss.
+    Sums are fp64. Existing gradients of the model are cleared.
     """
     positive("loss_scale", loss_scale)
     if tokens.dim() not in (2, 3) or tokens.is_floating_point():
@@ -164,21 +166,21 @@ def _sum_of_squares(tensors: Iterable[Tensor | None]) -> float:
 
 
 def fit_power(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """Exponent and factor of ys ≈ factor · xs^exponent, by least squares on logarithms.
+    """Fit ys ≈ factor · xs^exponent by least squares on logarithms; return exponent and factor.
 
-    xs, ys: positive, at least two different xs; else ValueError.
+    xs, ys: positive, with at least two different xs. Raises ValueError otherwise.
     """
     if len(set(xs)) < 2 or min(*xs, *ys) <= 0:
-        raise ValueError(f"fit_power needs two different xs, all above 0, got {xs} and {ys}")
+        raise ValueError(f"xs and ys must be above 0 with two different xs, got {xs} and {ys}")
     line = statistics.linear_regression([math.log(x) for x in xs], [math.log(y) for y in ys])
     return line.slope, math.exp(line.intercept)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GradientScale:
-    """The gradient's RMS after `steps` steps, by group: fp64 [widths, seeds] each.
+    """The gradient's RMS after `steps` steps, by parameter group: fp64 [widths, seeds] each.
 
-    parameters: their number at each width.
+    parameters: the number of parameters at each width.
     """
 
     widths: tuple[int, ...]
@@ -189,12 +191,12 @@ class GradientScale:
     parameters: tuple[int, ...]
 
     def exponents(self, group: str = "all") -> list[float]:
-        """The exponent of the RMS against the width, one a seed: -1 halves it per doubling."""
+        """Return the RMS's exponent in the width per seed; -1 halves the RMS as width doubles."""
         table = self.rms[one_of("group", group, self.rms)]
         return [fit_power(self.widths, column.tolist())[0] for column in table.T]
 
     def predict(self, width: float, group: str = "all") -> list[float]:
-        """The RMS that each seed's fitted law has at a width; beyond `widths` an extrapolation."""
+        """Predict the RMS at a width from each seed's power law; extrapolates beyond `widths`."""
         positive("width", width)
         table = self.rms[one_of("group", group, self.rms)]
         laws = [fit_power(self.widths, column.tolist()) for column in table.T]
@@ -208,11 +210,11 @@ def rms_by_width(
     steps: Sequence[int] = (0, STEPS),
     init: str = "1/sqrt(width)",
 ) -> dict[int, GradientScale]:
-    """Gradients of fresh models (0) and after steps of AdamW, by the number of steps.
+    """Measure gradients of new models (0) and after steps of AdamW, by the number of steps.
 
-    Each measurement averages four batches that training does not use. On one core, widths 32 to
-    128 with two seeds and 30 steps take about 6 s (2 s of them read the text, once), all of WIDTHS
-    and SEEDS more than a minute.
+    Each measurement averages four batches that training doesn't use. On one core, widths 32 to 128
+    with two seeds and 30 steps take about 6 s, of which 2 s are for reading the text once. All of
+    WIDTHS and SEEDS take more than a minute.
     """
     marks = sorted({int(non_negative("steps", step)) for step in steps})
     found: dict[int, dict[str, list[list[float]]]] = {mark: {} for mark in marks}
@@ -252,16 +254,16 @@ def _adamw(model: Llama, width: int, eps: float) -> torch.optim.Optimizer:
 
 
 def _later(draw: Batches, start: int, n: int) -> tuple[Tensor, Tensor | None]:
-    """`train` counts its batches from 0: those of a run that goes on begin at `start`."""
+    """Return batch `start + n`, because `train` counts from 0 even if a run continues."""
     return draw(start + n)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpsRun:
-    """One training run at one eps.
+    """One training run with one eps.
 
-    loss: held out, nats a byte, after the last step. rms: √ of the mean v̂ by group. attenuation:
-    RMS of the last update over what it would be at eps = 0 with the same moments, by group.
+    loss: held-out loss after the last step, in nats per byte. rms: √ of the mean v̂, by group.
+    attenuation: the RMS of the last update over its RMS at eps = 0 with the same moments, by group.
     """
 
     loss: float
@@ -272,7 +274,7 @@ class EpsRun:
 def loss_by_eps(
     width: int, eps: float, seed: int, *, steps: int = STEPS, init: str = "1/sqrt(width)"
 ) -> EpsRun:
-    """Train one width at one eps, otherwise with the same settings, weights and batches."""
+    """Train a model with a width and eps; everything else is the same for all eps."""
     non_negative("eps", eps)
     model = make(width, seed, init=init)
     optimizer = _adamw(model, width, eps)
@@ -290,7 +292,7 @@ def loss_by_eps(
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
-    """m̂ and √v̂ of one parameter, fp64; betas of the first group."""
+    """Return m̂ and √v̂ of one parameter in fp64, using the betas of the first group."""
     state, (beta1, beta2) = optimizer.state[parameter], optimizer.param_groups[0]["betas"]
     step = float(state["step"])
     mean = state["exp_avg"].double() / (1 - beta1**step)
@@ -300,17 +302,17 @@ def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple
 def update_attenuation(
     optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], eps: float
 ) -> float:
-    """RMS of m̂ / (√v̂ + eps) over that of m̂ / √v̂, with the moments that Adam holds now.
+    """Return the RMS of m̂ / (√v̂ + eps) over that of m̂ / √v̂, with Adam's current moments.
 
-    Measured weight by weight, and so exact for any spread of gradients; the law RMS/(RMS + eps)
-    puts one number in the place of all √v̂. Weights that have had no gradient count with neither.
-    NaN where no weight has had one.
+    It's measured per weight, so it's exact for any distribution of gradients. The formula
+    RMS/(RMS + eps) uses a single number for all √v̂ instead. Weights that had no gradient aren't
+    counted. Returns NaN if no weight had one.
     """
     non_negative("eps", eps)
     with_eps = without = 0.0
     for parameter in parameters:
         mean, root = _moments(optimizer, parameter)
-        moved = root != 0  # true for NaN, which must show
+        moved = root != 0  # True for NaN, so NaN shows in the result
         with_eps += _sum_of_squares([mean[moved] / (root[moved] + eps)])
         without += _sum_of_squares([mean[moved] / root[moved]])
     return math.sqrt(with_eps / without) if without else math.nan

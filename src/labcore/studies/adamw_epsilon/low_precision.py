@@ -1,7 +1,7 @@
-"""Epsilon and low precision on digits: three ways in which training fails, and what heals each.
+"""Epsilon and low precision on digits: three ways in which training fails, and remedies.
 
-Every setting stands here and was chosen on TUNING_SEEDS; SEEDS came after that, once. The plain
-optimizer is `epsilon.NaiveAdamW`, AdamW in the dtype of the parameters.
+All settings are in this module and were chosen on TUNING_SEEDS. After that, SEEDS were run once.
+The plain optimizer is `epsilon.NaiveAdamW`, which is AdamW in the dtype of the parameters.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ SEEDS = tuple(range(10))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """A setting in which plain AdamW does not learn.
+    """A setting in which plain AdamW doesn't learn.
 
-    scale: factor on every gradient; dtype: of weights, gradients and images; lr: the learning rate
-    of Adam's form; steps and schedule: as in `digits_runs.TrainConfig`.
+    scale: factor for every gradient. dtype: dtype of weights, gradients and images. lr: learning
+    rate for Adam's formula. steps, schedule: as in `digits_runs.TrainConfig`.
     """
 
     scale: float = 1.0
@@ -66,7 +66,7 @@ class Failure:
     schedule: str = "cosine"
 
 
-# A bfloat16 weight above 1/32 cannot take a step of 1e-4; without a schedule the rate stays there.
+# A step of 1e-4 can't change a bfloat16 weight above 1/32; a constant rate keeps steps that small.
 FAILURES: Mapping[str, Failure] = {
     "loss scaled by 1e-8 (fp32)": Failure(scale=1e-8),
     "pure fp16": Failure(dtype=torch.float16),
@@ -75,12 +75,12 @@ FAILURES: Mapping[str, Failure] = {
 
 
 def scaled(make_optimizer: OptimizerFactory, scale: float) -> OptimizerFactory:
-    """A factory whose optimizers multiply every gradient by `scale` before each step, in place.
+    """Return a factory whose optimizers multiply every gradient by `scale` in place before a step.
 
-    In float32 this is the loss scaled: gradients are linear in the loss, and one product more costs
-    one rounding, none for a power of two. In float16 it is not: a scaled loss shifts every product
-    of the backward pass, so that gradients below 6e-8 are saved or lost there; here they are made
-    at their own size, and only the product is rounded.
+    In float32, this is equivalent to scaling the loss: gradients are linear in the loss, and the
+    extra product costs one rounding, or none for a power of two. In float16, it isn't equivalent. A
+    scaled loss scales every product of the backward pass, which can save or lose gradients below
+    6e-8. Here, the backward pass runs at the original scale, and only the product is rounded.
     """
     positive("scale", scale)
 
@@ -110,19 +110,19 @@ def _fp32_arithmetic(
     parameters: Iterable[nn.Parameter], lr: float, _: int
 ) -> torch.optim.Optimizer:
     weights = list(parameters)
-    # As torch's fused form: the state keeps the weights' dtype.
+    # Like PyTorch's fused AdamW, keep the state in the weights' dtype.
     return AdamW(weights, lr=lr, state_dtype=weights[0].dtype)
 
 
 def _loss_scaling(**settings: Any) -> Remedy:
-    # Adam needs no unscaling: its step has the same size for a gradient 1024 times larger.
+    # Adam needs no unscaling, because a gradient 1024 times larger gives the same step.
     return lambda parameters, lr, _: scaled(
         functools.partial(NaiveAdamW, lr=lr, **settings), 1024.0
     )(parameters)
 
 
 def _atan2(parameters: Iterable[nn.Parameter], lr: float, _: int) -> torch.optim.Optimizer:
-    # Its steps are π/4 of Adam's under a constant gradient.
+    # Under a constant gradient, atan2's steps are π/4 of Adam's.
     return NaiveAdamW(parameters, lr=4 / math.pi * lr, eps_mode="atan2")
 
 
@@ -158,7 +158,7 @@ REMEDIES: Mapping[str, Remedy] = {
 
 
 def remedies_for(failure: str) -> tuple[str, ...]:
-    """The keys of REMEDIES that run under `failure`: stochastic rounding is for bfloat16 alone."""
+    """Return the keys of REMEDIES for `failure`; stochastic rounding supports only bfloat16."""
     dtype = FAILURES[one_of("failure", failure, FAILURES)].dtype
     return tuple(
         name for name in REMEDIES if name != "stochastic rounding" or dtype == torch.bfloat16
@@ -166,24 +166,24 @@ def remedies_for(failure: str) -> tuple[str, ...]:
 
 
 def accuracy(remedy: str, failure: str, seed: int) -> float:
-    """Share of the test images that one run with `remedy` gets right under `failure`.
+    """Return the test accuracy of one run with `remedy` under `failure`.
 
-    Chance is about 0.1. Weights that are NaN give 0.08: the first class is guessed for every image.
-    remedy, failure: keys of REMEDIES and FAILURES. Errors: ValueError for other names, and for
-    stochastic rounding of float16 (`remedies_for` has the pairs that run).
+    Chance is about 0.1. NaN weights give 0.08, because they predict the first class for all images.
+    remedy, failure: keys of REMEDIES and FAILURES.
+    Raises ValueError for other names, and for stochastic rounding in float16 (see `remedies_for`).
     """
     make = REMEDIES[one_of("remedy", remedy, REMEDIES)]
     return _accuracy(make, FAILURES[one_of("failure", failure, FAILURES)], seed)
 
 
 def healthy_accuracy(failure: str, seed: int) -> float:
-    """What plain AdamW reaches at the failure's learning rate and steps, in fp32 and unscaled."""
+    """Return plain AdamW's accuracy with the failure's rate and steps, in fp32 and unscaled."""
     case = FAILURES[one_of("failure", failure, FAILURES)]
     return _accuracy(REMEDIES[PLAIN], replace(case, scale=1.0, dtype=torch.float32), seed)
 
 
 def accuracy_at(scale: float, eps: float, seed: int) -> float:
-    """Test accuracy of plain AdamW with `eps` in fp32, all gradients multiplied by `scale`."""
+    """Return plain AdamW's test accuracy with `eps` in fp32, with gradients scaled by `scale`."""
     return _accuracy(_naive(eps=eps), Failure(scale=scale), seed)
 
 
@@ -201,7 +201,7 @@ def _accuracy(make: Remedy, case: Failure, seed: int) -> float:
 
 @functools.cache
 def _gradients(seed: int) -> Tensor:
-    """The gradients [steps, weights], fp32, of a healthy run: plain AdamW, unscaled."""
+    """Return the gradients [steps, weights], fp32, of a healthy run: plain AdamW, unscaled."""
     seen: list[Tensor] = []
 
     def record(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -218,20 +218,20 @@ def _gradients(seed: int) -> Tensor:
 
 
 def gradient_rms(scale: float = 1.0, *, seed: int = 0) -> float:
-    """Root mean square of the gradients of a healthy run, over weights and steps, times `scale`."""
+    """Return `scale` times the RMS of a healthy run's gradients, over all weights and steps."""
     return positive("scale", scale) * _gradients(seed).double().square().mean().sqrt().item()
 
 
 def digits_attenuation(eps: float, scale: float = 1.0, *, seed: int = 0) -> float:
-    """Root mean square of the updates over that without eps, on the gradients of a healthy run.
+    """Return the RMS of the updates over that without eps, on the gradients of a healthy run.
 
-    The gradients are recorded once, times `scale`, and given to the rule in fp64 with and without
-    eps; the first 50 steps are left out.
+    The gradients are recorded once, multiplied by `scale` and passed to the rule in fp64 with and
+    without eps. The first 50 steps are skipped.
     Compare with `epsilon.predict_attenuation(gradient_rms(scale), eps)`.
     """
     non_negative("eps", eps)
     gradients = positive("scale", scale) * _gradients(seed).double()
-    # Not 0: a pixel that is always dark has gradients of 0, and 0/0 is NaN.
+    # An eps of 0 would give NaN (0/0) for pixels that are always dark.
     return (_update_rms(gradients, eps) / _update_rms(gradients, 1e-100)).item()
 
 

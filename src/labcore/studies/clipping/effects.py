@@ -1,7 +1,7 @@
-"""What a clipping does to one gradient: norms before and after, layer by layer, and the direction.
+"""What clipping does to one gradient: its norms before and after, by layer, and its direction.
 
-A `Snapshot` keeps the gradient of one batch with its weights, so that every clipping meets the
-same one; `effect` applies a clipping to a copy.
+A `Snapshot` stores the weights and the gradient of one batch, so that different clipping methods
+can be compared on the same gradient. `effect` clips a copy.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = [
 Named = list[tuple[str, nn.Parameter]]
 # Acts on the gradients in place, as the functions of labcore.clipping do.
 Clip = Callable[[Named], Any]
-Spoil = Callable[[int, Named], None]  # (step, parameters): what happens to a gradient
+Spoil = Callable[[int, Named], None]  # (step, parameters): corrupts the gradients in place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """The gradient of one batch: names of the parameters, their weights and gradients, copied."""
+    """The gradient of one batch: parameter names, and copies of the weights and gradients."""
 
     names: tuple[str, ...]
     weights: tuple[Tensor, ...]
@@ -44,11 +44,12 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect:
-    """What a clipping did to a gradient.
+    """The effect of clipping on a gradient.
 
-    before, after: the norm of each of the parameters `names`; cosines: between a parameter's
-    gradient before and after. cosine: of the whole gradients; kept: norm of the whole after over
-    before. A gradient that became zero has a cosine of 0.
+    before, after: the gradient norm of each of the parameters `names`, before and after clipping.
+    cosines: the cosine between each parameter's gradients before and after.
+    cosine: the cosine between the whole gradients. A gradient that became zero has a cosine of 0.
+    kept: the norm of the whole gradient after clipping, over the norm before.
     """
 
     names: tuple[str, ...]
@@ -67,7 +68,10 @@ def snapshot(
     spoil: Spoil | None = None,
     **settings: Any,
 ) -> Snapshot:
-    """The gradient of a fresh network of `networks` on one batch. settings: of its class."""
+    """Compute the gradient of a new network from `networks` on one batch.
+
+    spoil: corrupts the gradient. settings: arguments of the network's class.
+    """
     model = networks.make(network, seed=seed, **settings)
     named = list(model.named_parameters())
     _backward(model, network, batch, torch.Generator().manual_seed(seed))
@@ -92,18 +96,18 @@ def _gradient(weight: nn.Parameter) -> Tensor:
 
 
 def flat(tensors: Sequence[Tensor | None]) -> Tensor:
-    """All elements in one float64 vector; a gradient that is None adds none."""
+    """Concatenate all elements into one float64 vector; a gradient that is None adds nothing."""
     return torch.cat([x.detach().flatten().double() for x in tensors if x is not None])
 
 
 def cosine(one: Tensor, other: Tensor) -> float:
-    """Of the angle between two vectors, 0 where one of them is zero or not finite."""
+    """Return the cosine of the angle between two vectors, or 0 if one is zero or not finite."""
     sizes = one.norm() * other.norm()
     return float(one @ other / sizes) if sizes > 0 else 0.0
 
 
 def _copy(taken: Snapshot) -> Named:
-    """Parameters with the snapshot's weights and gradients, free to be changed."""
+    """Return parameters with copies of the snapshot's weights and gradients."""
     named = []
     for name, weight, gradient in zip(taken.names, taken.weights, taken.gradients, strict=True):
         parameter = nn.Parameter(weight.clone())
@@ -113,7 +117,7 @@ def _copy(taken: Snapshot) -> Named:
 
 
 def effect(taken: Snapshot, clip: Clip) -> Effect:
-    """What `clip` does to the snapshot's gradient."""
+    """Measure what `clip` does to the snapshot's gradient."""
     named = _copy(taken)
     clip(named)
     after = [_gradient(parameter) for _, parameter in named]
@@ -134,14 +138,14 @@ def effect(taken: Snapshot, clip: Clip) -> Effect:
 def step_sizes(
     taken: Snapshot, clip: Clip | None, make: Callable[..., torch.optim.Optimizer]
 ) -> tuple[float, ...]:
-    """Root mean square of each parameter's first step at learning rate 1, after `clip`.
+    """Return the root mean square of each parameter's first step at learning rate 1, after `clip`.
 
-    make: of the optimizer, called as make(parameters, lr=1.0).
+    make: creates the optimizer, called as make(parameters, lr=1.0).
     """
     named = _copy(taken)
     if clip is not None:
         clip(named)
-    for _, parameter in named:  # from zero, so that no step is rounded to the weight's spacing
+    for _, parameter in named:  # start at zero, so steps aren't rounded to the weights' spacing
         parameter.data.zero_()
     make([parameter for _, parameter in named], lr=1.0).step()
     return tuple(parameter.detach().square().mean().sqrt().item() for _, parameter in named)

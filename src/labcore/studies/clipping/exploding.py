@@ -1,6 +1,6 @@
-"""Training runs in which gradients explode, under any clipping: bad batches and loud layers.
+"""Training runs with exploding gradients (bad batches, loud layers) and any clipping method.
 
-Every setting stands here and was chosen on TUNING_SEEDS; SEEDS came after that, once.
+All settings are in this module and were chosen on TUNING_SEEDS. After that, SEEDS were run once.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 TUNING_SEEDS = (900, 901, 902)
 SEEDS = (30, 31, 32, 33, 34)
 STEPS, BAD_STEP, FACTOR = 150, 75, 1e3
-# Network -> settings of its class: gradients that fade a little on their way back, and the deep
-# network's own depth; EXPLODING is the recurrent one at He's initialization.
+# Network -> arguments of its class. HEALTHY gradients fade a little on the way back. EXPLODING is
+# the recurrent network with He initialization.
 HEALTHY: Mapping[str, Mapping[str, Any]] = {
     "RNN": {"gain": 0.7},
     "conv": {"gain": 1.1, "depth": 12},
 }
 EXPLODING: Mapping[str, Any] = {"gain": 1.0}
-LOUD = {"RNN": "recurrent.", "conv": "layers.5."}  # the layer whose gradient comes too large
+LOUD = {"RNN": "recurrent.", "conv": "layers.5."}  # the layer whose gradient is too large
 # Best of three without clipping and without a bad batch, on TUNING_SEEDS. For the recurrent network
-# under SGD that was 1.0 of 0.3, 1 and 2; at 1.0 a run of seeds 0 to 4 diverged with nothing amiss,
-# so the next lower stands here, and the reported seeds were changed for ones not yet seen.
+# with SGD, that was 1.0 of 0.3, 1 and 2. At 1.0, a run with seeds 0 to 4 diverged without a bad
+# batch, so this uses the next lower rate and reports new, unseen seeds.
 LEARNING_RATES: Mapping[str, Mapping[str, float]] = {
     "RNN": {"SGD": 0.3, "AdamW": 1e-2},
     "conv": {"SGD": 0.02, "AdamW": 3e-3},
 }
-# Name -> clipping at a threshold. A step whose gradient is not finite is left out by all of them.
+# Name -> clipping at a threshold. All of them skip a step with a nonfinite gradient.
 METHODS: Mapping[str, Callable[[float], Clip]] = {
     "global": lambda limit: functools.partial(
         clip_by_global_norm, max_norm=limit, nonfinite="skip"
@@ -91,8 +91,8 @@ METHODS: Mapping[str, Callable[[float], Clip]] = {
     "ZClip": lambda z: ZClip(z, nonfinite="skip").clip,
 }
 COMPARABLE = ("global", "local, per layer", "local, per parameter", "value", "AGC", "none")
-# Network -> method -> threshold: best of four under SGD with one bad batch, on TUNING_SEEDS.
-# AGC without the head takes that of AGC.
+# Network -> method -> threshold: best of four with SGD and one bad batch, on TUNING_SEEDS.
+# "AGC, head excluded" uses the threshold of "AGC".
 THRESHOLDS: Mapping[str, Mapping[str, float]] = {
     "RNN": {
         "global": 3.0,
@@ -119,11 +119,12 @@ THRESHOLDS: Mapping[str, Mapping[str, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedRun(runs.Run):
-    """A run with clipped gradients, step by step; it ends early where a loss is not finite.
+    """A run with clipped gradients, with one entry per step. It ends early at a nonfinite loss.
 
-    norms: of the gradient before clipping; kept: the norm after over the norm before; cosines:
-    between the two gradients; moves: norm of the step over that of the weights. model: at the end;
-    accuracy: share of what was held out that it gets right; finite: whether every weight of it is.
+    norms: the gradient norm before clipping. kept: the norm after clipping over the norm before.
+    cosines: the cosine between the gradients before and after clipping. moves: the norm of the step
+    over the norm of the weights.
+    model: the final model. accuracy: its held-out accuracy. finite: whether all weights are finite.
     """
 
     norms: tuple[float, ...]
@@ -136,7 +137,7 @@ class ClippedRun(runs.Run):
 
 
 def one_bad_batch(at: int, factor: float = 1e3) -> Spoil:
-    """The gradient of step `at` comes `factor` times too large: a corrupted batch."""
+    """Make the gradient of step `at` `factor` times too large, like a corrupted batch."""
     positive("factor", factor)
 
     def spoil(step: int, parameters: Named) -> None:
@@ -147,7 +148,7 @@ def one_bad_batch(at: int, factor: float = 1e3) -> Spoil:
 
 
 def loud_layer(layer: str, factor: float = 1e3) -> Spoil:
-    """The gradient of one layer (a prefix of its names) comes `factor` times too large, always."""
+    """Make one layer's gradient `factor` times too large in all steps. layer: a name prefix."""
     positive("factor", factor)
     return lambda _, parameters: _scale(parameters, layer, factor)
 
@@ -155,7 +156,9 @@ def loud_layer(layer: str, factor: float = 1e3) -> Spoil:
 def _scale(parameters: Named, prefix: str, factor: float) -> None:
     chosen = [weight for name, weight in parameters if name.startswith(prefix)]
     if not chosen:
-        raise ValueError(f"no parameter's name begins with {prefix!r}; see named_parameters()")
+        raise ValueError(
+            f"layer must be a prefix of a parameter's name, got {prefix!r}; see named_parameters()"
+        )
     for weight in chosen:
         if weight.grad is not None:
             weight.grad.mul_(factor)
@@ -172,11 +175,13 @@ def train(
     spoil: Spoil | None = None,
     **settings: Any,
 ) -> ClippedRun:
-    """Train a network of `networks` and measure what `clip` does to each gradient.
+    """Train a network from `networks` and measure what `clip` does to each gradient.
 
-    clip: called with the named parameters after the backward pass; None leaves the gradients alone.
-    optimizer: a key of OPTIMIZERS, without momentum or decay. seed: of the weights and the batches.
-    spoil: what happens to a gradient before it is clipped. settings: of the network's class.
+    clip: called with the named parameters after the backward pass; None means no clipping.
+    optimizer: a key of OPTIMIZERS, used without momentum or decay.
+    seed: seed of the weights and the batches.
+    spoil: corrupts the gradients before clipping.
+    settings: arguments of the network's class.
     """
     model = networks.make(network, seed=seed, **settings)
     named = list(model.named_parameters())
@@ -223,11 +228,12 @@ def train(
 
 
 def comparable(name: str, taken: Snapshot, max_norm: float) -> Clip:
-    """METHODS[name] at a threshold that leaves the whole of a gradient at most about `max_norm`.
+    """Return METHODS[name] with a threshold that bounds the whole gradient's norm near `max_norm`.
 
-    For "value" and "AGC": so many elements of the limit have the norm max_norm, and the same share
-    of every unit's weights is that share of all of them. The local norms take max_norm as it is.
-    name: a key of METHODS that takes a norm, "value" or "AGC"; "none" changes nothing.
+    For "value", the limit is chosen so that a gradient with all elements at the limit has norm
+    max_norm. For "AGC", it's max_norm over the norm of all weights. Norm-based methods use max_norm
+    directly.
+    name: a key of METHODS that takes a norm, "value" or "AGC"; "none" doesn't clip.
     """
     if one_of("name", name, COMPARABLE) == "none":
         return lambda _: None
@@ -239,7 +245,7 @@ def comparable(name: str, taken: Snapshot, max_norm: float) -> Clip:
 
 
 def method(name: str, network: str) -> Clip | None:
-    """A fresh clipping at the study's threshold for `network`; None for "none"."""
+    """Create a clipping with the study's threshold for `network`; None for "none"."""
     if one_of("method", name, ("none", *METHODS)) == "none":
         return None
     return METHODS[name](THRESHOLDS[one_of("network", network, THRESHOLDS)][name])
@@ -264,9 +270,9 @@ def _run(
 def bad_batch(
     network: str, method: str, optimizer: str, seed: int, *, factor: float = FACTOR
 ) -> ClippedRun:
-    """A healthy network meets one gradient that is `factor` times too large, at BAD_STEP.
+    """Train a healthy network with one gradient that is `factor` times too large, at BAD_STEP.
 
-    method: "none" or a key of METHODS. factor: 1 for a run without the accident.
+    method: "none" or a key of METHODS. factor: 1 for a run without a bad batch.
     """
     spoil = one_bad_batch(BAD_STEP, factor)
     settings = HEALTHY[one_of("network", network, HEALTHY)]
@@ -274,12 +280,12 @@ def bad_batch(
 
 
 def natural(method: str, optimizer: str, seed: int) -> ClippedRun:
-    """The recurrent network at He's initialization: its gradients explode by themselves."""
+    """Train the recurrent network with He initialization, whose gradients explode on their own."""
     return _run("RNN", method, optimizer, seed, None, **EXPLODING)
 
 
 def loud_run(network: str, method: str, optimizer: str, seed: int) -> ClippedRun:
-    """One layer's gradient (LOUD) comes FACTOR times too large in every step."""
+    """Train with one layer's gradient (LOUD) FACTOR times too large in every step."""
     spoil = loud_layer(LOUD[one_of("network", network, LOUD)], FACTOR)
     settings = HEALTHY[one_of("network", network, HEALTHY)]
     return _run(network, method, optimizer, seed, spoil, **settings)

@@ -1,9 +1,10 @@
-"""Networks in which gradients explode, and the growth of a gradient on its way back through them.
+"""Networks in which gradients explode, and the growth of a gradient during the backward pass.
 
-A plain recurrent network on the characters of Python's documentation, and a deep convolutional
-network without residuals or normalization on digits. Both compute a chain of states
-h_0, h_1, ..., and the gradient at a state is that at the next one times the transposed Jacobian of
-the step between. `growth` measures its size state by state, beside what the weights alone say.
+There is a plain recurrent network on the characters of Python's documentation, and a deep
+convolutional network without residuals or normalization on digits. Both compute a chain of states
+h_0, h_1, .... The gradient at a state is the gradient at the next state times the transposed
+Jacobian of the step between them. `growth` measures its size at each state and predicts it from the
+weights.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ __all__ = [
     "make",
 ]
 
-VOCABULARY = 128  # ASCII; other characters count as the last
+VOCABULARY = 128  # ASCII; any other character counts as the last one
 TRAIN_BYTES, HELD_OUT_BYTES = 100_000, 20_000
 SIDE = 8  # pixels of a digit
-# Of the taps of a 3 x 3 convolution with zeros around an 8 x 8 image, those that see a pixel.
+# Fraction of a 3 x 3 convolution's taps that see a pixel of a zero-padded 8 x 8 image.
 SEEN = ((3 * SIDE - 2) / (3 * SIDE)) ** 2
 
-# Name -> function and its derivative, the latter from the function's value.
+# Name -> function, and its derivative as a function of the function's value.
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "relu": (torch.relu, lambda value: (value > 0).to(value)),
     "tanh": (torch.tanh, lambda value: 1 - value.square()),
@@ -48,10 +49,10 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tens
 
 
 class CharacterRNN(nn.Module):
-    """h_t = f(W h_{t-1} + U x_t + b), and the next character from h_t.
+    """h_t = f(W h_{t-1} + U x_t + b), with the next character predicted from h_t.
 
-    activation: a key of ACTIVATIONS. gain: W is drawn from N(0, gain² · 2 / width), so that at 1 a
-    ReLU keeps the size of a gradient on average. seed: of all weights.
+    activation: a key of ACTIVATIONS. gain: W is drawn from N(0, gain² · 2 / width). With a ReLU, a
+    gain of 1 keeps the size of gradients on average. seed: seed of all weights.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class CharacterRNN(nn.Module):
         nn.init.normal_(self.recurrent.weight, std=std, generator=generator)
 
     def states(self, ids: Tensor) -> list[Tensor]:
-        """The states [B, width] after each of the T characters of `ids` [B, T] (int64)."""
+        """Return the states [B, width] after each of the T characters of `ids` [B, T] (int64)."""
         function, _ = ACTIVATIONS[self.activation]
         inputs = self.inputs(self.embedding(ids))
         state = inputs.new_zeros(inputs.shape[0], inputs.shape[2])
@@ -89,21 +90,21 @@ class CharacterRNN(nn.Module):
         return chain
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits [B, T, VOCABULARY] of the character after each."""
+        """Return logits [B, T, VOCABULARY] for the character after each character."""
         return self.head(torch.stack(self.states(ids), dim=1))
 
     def gains(self, chain: list[Tensor]) -> list[float]:
-        """Predicted factor of a gradient's root mean square from each state to the one before."""
+        """Predict the factor of the gradient's RMS from each state to the one before."""
         scale = self.recurrent.weight.detach().square().sum() / self.recurrent.in_features
         _, slope = ACTIVATIONS[self.activation]
         return [(scale * slope(state).square().mean()).sqrt().item() for state in chain[1:]]
 
 
 class DeepConv(nn.Module):
-    """`depth` convolutions of 3 x 3 with ReLU, one after the other, then one linear layer.
+    """A chain of `depth` 3 x 3 convolutions with ReLU, followed by one linear layer.
 
-    No residuals, no normalization, no biases. gain: weights from N(0, gain² · 2 / fan-in), He's
-    initialization at 1; seed: of all weights.
+    There are no residuals, normalization or biases. gain: weights are drawn from
+    N(0, gain² · 2 / fan-in), which is He initialization for a gain of 1. seed: seed of all weights.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class DeepConv(nn.Module):
         nn.init.normal_(self.head.weight, std=self.head.in_features**-0.5, generator=generator)
 
     def states(self, images: Tensor) -> list[Tensor]:
-        """The states [B, channels, 8, 8] after each layer, from `images` [B, 64] in 0..1."""
+        """Return the states [B, channels, 8, 8] after each layer for `images` [B, 64] in 0..1."""
         state = images.unflatten(1, (1, SIDE, SIDE))
         chain = []
         for layer in self.layers:
@@ -134,11 +135,11 @@ class DeepConv(nn.Module):
         return chain
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [B, 10]."""
+        """Return logits [B, 10]."""
         return self.head(self.states(images)[-1].flatten(1))
 
     def gains(self, chain: list[Tensor]) -> list[float]:
-        """Predicted factor of a gradient's root mean square from each state to the one before."""
+        """Predict the factor of the gradient's RMS from each state to the one before."""
         weights = [weight.detach() for weight in self.layers.parameters()][1:]
         return [
             (SEEN * weight.square().sum() / len(weight) * (state > 0).float().mean()).sqrt().item()
@@ -158,18 +159,18 @@ def _characters(part: str) -> Tensor:
 
 
 def make(network: str, **settings: object) -> Network:
-    """A network by its name in NETWORKS, with its class's settings."""
+    """Create a network by its name in NETWORKS. settings: arguments of its class."""
     build = NETWORKS[one_of("network", network, NETWORKS)]
-    with torch.random.fork_rng(devices=()):  # torch's layers draw weights that are then replaced
+    with torch.random.fork_rng(devices=()):  # layers draw weights that are then replaced
         return build(**settings)
 
 
 def draw(
     network: str, batch: int, *, length: int = 32, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """A batch of training examples for `network`: inputs and targets.
+    """Draw a batch of training inputs and targets for `network`.
 
-    "RNN": ids [batch, length] and the characters that follow them; "conv": pixels [batch, 64] and
+    For "RNN": ids [batch, length] and the character after each. For "conv": pixels [batch, 64] and
     classes [batch].
     """
     positive_int("batch", batch)
@@ -186,15 +187,15 @@ def draw(
 
 
 def loss(model: Network, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats, over characters or images."""
+    """Return the mean cross-entropy in nats, over characters or images."""
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
 @torch.no_grad()
 def accuracy(model: Network) -> float:
-    """Share of what was held out that the model gets right: characters, or digits.
+    """Return the accuracy on held-out characters or digits.
 
-    Weights that are NaN guess the same class for everything.
+    A model with NaN weights predicts the same class for everything.
     """
     if isinstance(model, DeepConv):
         data = digits()
@@ -208,11 +209,10 @@ def accuracy(model: Network) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Growth:
-    """A gradient's way back through a chain of states.
+    """The size of a gradient along a chain of states.
 
-    rms: of the loss's gradient at each state, first state first. gains: the predicted factor of
-    each step back, one fewer. predicted: the last rms carried back by them. residual: natural
-    logarithm of measured over predicted at the first state.
+    rms: the root mean square of the loss's gradient at each state, starting with the first state.
+    gains: the predicted factor of each step back, one fewer than states.
     """
 
     rms: tuple[float, ...]
@@ -220,7 +220,7 @@ class Growth:
 
     @property
     def predicted(self) -> tuple[float, ...]:
-        """The last rms, carried back by the gains."""
+        """The predicted rms at each state: the last rms, multiplied back by the gains."""
         path = [self.rms[-1]]
         for gain in reversed(self.gains):
             path.append(path[-1] * gain)
@@ -228,22 +228,22 @@ class Growth:
 
     @property
     def factor(self) -> float:
-        """Measured factor of one step back, the geometric mean over the chain."""
+        """The measured factor per step back, as a geometric mean over the chain."""
         return (self.rms[0] / self.rms[-1]) ** (1 / len(self.gains))
 
     @property
     def predicted_factor(self) -> float:
-        """Predicted factor of one step back, the geometric mean over the chain."""
+        """The predicted factor per step back, as a geometric mean over the chain."""
         return math.prod(self.gains) ** (1 / len(self.gains))
 
 
 def growth(model: Network, inputs: Tensor, targets: Tensor) -> Growth:
     """Measure the gradient of the last prediction's loss at every state, and predict it.
 
-    The prediction knows the size of each weight matrix and how steep the activations are, and
-    takes the directions for random: a step back multiplies the mean square of the gradient by
-    ||W||² / fan-out · mean f'² (times the taps that see a pixel, for convolutions), as in mean
-    field theory (arXiv 1611.01232).
+    The prediction uses the size of each weight matrix and the slope of the activations, and assumes
+    random directions. A step back multiplies the mean square of the gradient by
+    ||W||² / fan-out · mean f'² (for convolutions, times the fraction of taps that see a pixel), as
+    in mean field theory (arXiv 1611.01232).
     """
     chain = model.states(inputs)
     if isinstance(model, CharacterRNN):

@@ -1,4 +1,4 @@
-"""How far the gradients of two batches lie apart, and how far their mean lies from that of all."""
+"""The variance of batch gradients, and the distance of their mean from the full gradient."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def batch_gradients(
     draws: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Gradients of the mean loss, [draws, weights] fp32, each of `batch` images drawn at random.
+    """Return gradients of the mean loss, [draws, weights] fp32, each over `batch` random images.
 
-    The images of one draw are different ones (drawn without putting back). The model is used in
-    training mode: a normalization takes the statistics of the batch.
+    The images of one draw are distinct (drawn without replacement). The model runs in training
+    mode, so a normalization uses the batch's statistics.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     model.train()
@@ -45,15 +45,18 @@ def batch_gradients(
 
 
 def gradient_variance(gradients: Tensor) -> float:
-    """Variance of gradients [draws, weights], summed over the weights; at least two draws."""
+    """Return the variance of gradients [draws, weights], summed over the weights.
+
+    Needs at least two draws.
+    """
     return gradients.double().var(0).sum().item()
 
 
 def gradient_bias(gradients: Tensor, full: Tensor) -> float:
-    """Distance of the mean of gradients [draws, weights] from `full` [weights], over its norm.
+    """Return the distance of the mean of gradients [draws, weights] from `full` [weights].
 
-    The square of the distance is freed from the share that finitely many draws add to it; where
-    less than nothing is left, the answer is 0.
+    The distance is relative to the norm of `full`. Its square is corrected for the finite number of
+    draws; if the corrected square is negative, the result is 0.
     """
     whole = full.double()
     gap = gradients.double().mean(0) - whole
@@ -64,11 +67,11 @@ def gradient_bias(gradients: Tensor, full: Tensor) -> float:
 def predict_gradient_variance(
     variance: float, known: int, batches: Sequence[int], population: int
 ) -> list[float]:
-    """The variance at each of `batches`, by the law, from that at batch `known`.
+    """Predict the variance at each of `batches` from the variance at batch size `known`.
 
-    1/B for independent images, times (N - B) / (N - 1) since the B images of a batch are different
-    ones of a population of N: at B = N there is nothing left to chance. Exact where the gradient
-    is a mean over images, as it is without normalization.
+    The variance is proportional to 1/B for independent images. A batch's B images are distinct
+    images from a population of N, which adds a factor (N - B) / (N - 1); at B = N, the variance is
+    0. This is exact if the gradient is a mean over images, as it is without normalization.
     """
 
     def law(batch: int) -> float:

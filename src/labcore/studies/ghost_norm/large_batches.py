@@ -1,7 +1,7 @@
-"""Small and large batches on digits: how the runs are made, chosen and reported.
+"""Small and large batches on digits: how runs are configured, tuned and reported.
 
-512 images train, so that a batch of 512 is the whole training part. Learning rates are chosen on
-TUNING_SEEDS and on validation images; SEEDS and the test images come after that, once.
+The training part has 512 images, so a batch of 512 is all of it. Learning rates are chosen on
+TUNING_SEEDS and on validation images. After that, SEEDS and the test images are used once.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ IMAGES = 512  # in the training part
 HIDDEN = 64  # units in each of the two hidden layers
 SMALL, LARGE, GHOST = 32, 512, 32
 EPOCHS = 30
-POOL = 1000  # images from which each seed draws its training part; the other 797 test
+POOL = 1000  # images from which each seed draws its training part; the other 797 are test images
 TUNING_SEEDS = tuple(range(900, 905))
 SEEDS = tuple(range(16))
 LEARNING_RATES = (0.03, 0.1, 0.3, 1.0, 3.0)
-# Chosen by the case `digits/tuning`: the best validation accuracy of the small batch.
+# From the case `digits/tuning`: the best validation accuracy of the small batch.
 LEARNING_RATE = 0.3
-PLAIN_LEARNING_RATE = 0.1  # of the network without normalization
-TARGET = 0.1  # the loss over the training part whose first step is counted
+PLAIN_LEARNING_RATE = 0.1  # for the network without normalization
+TARGET = 0.1  # loss over the training part, for counting the steps to reach it
 SWEEP_BATCHES = (32, 64, 128, 256, 512)
 SWEEP_GHOSTS = (8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regime:
-    """How one network is trained: SGD with momentum 0.9, its learning rate falling to 0 (cosine).
+    """A training configuration: SGD with momentum 0.9 and a cosine learning rate schedule to 0.
 
-    batch: images in a step; lr: the first step's learning rate; ghost: images whose statistics
-    normalize together, None for the whole batch; steps: None for EPOCHS passes over the images;
-    normalized: False leaves batch normalization out.
+    batch: images per step. lr: the initial learning rate. ghost: images per ghost batch; None for
+    the whole batch. steps: None for EPOCHS passes over the images. normalized: whether to use batch
+    normalization.
     """
 
     batch: int
@@ -85,7 +85,7 @@ class Regime:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of the run."""
+        """Optimizer steps in the run."""
         return EPOCHS * (IMAGES // self.batch) if self.steps is None else self.steps
 
 
@@ -106,7 +106,7 @@ REGIMES: Mapping[str, Regime] = {
     "large, more updates": Regime(batch=LARGE, lr=LEARNING_RATE, steps=_MANY),
     "large, ghosts, more updates": Regime(batch=LARGE, lr=LEARNING_RATE, ghost=GHOST, steps=_MANY),
 }
-"""Name -> regime. The rates: as for the small batch, or times 4 (root rule), or 16 (linear)."""
+"""Name -> regime. The learning rate is the small batch's, times 4 (root rule) or 16 (linear)."""
 
 PLAIN_REGIMES: Mapping[str, Regime] = {
     "small batch": Regime(batch=SMALL, lr=PLAIN_LEARNING_RATE, normalized=False),
@@ -114,17 +114,17 @@ PLAIN_REGIMES: Mapping[str, Regime] = {
         batch=LARGE, lr=PLAIN_LEARNING_RATE, steps=_MANY, normalized=False
     ),
 }
-"""The same without normalization."""
+"""Regimes without normalization."""
 
 
 def sweep_regime(batch: int, ghost: int, *, many: bool = False) -> Regime:
-    """A point of the explorer: the learning rate by the square-root rule from the small batch.
+    """Return a regime for the explorer, with the learning rate from the square-root rule.
 
-    many: as many updates as the small batch has in EPOCHS, and not as many epochs.
-    Raises ValueError when the ghost is larger than the batch.
+    many: use the small batch's number of updates instead of its number of epochs.
+    Raises ValueError if the ghost is larger than the batch.
     """
     if ghost > batch:
-        raise ValueError(f"a ghost must be at most the batch of {batch}, got {ghost}")
+        raise ValueError(f"ghost must be at most the batch of {batch}, got {ghost}")
     return Regime(
         batch=batch,
         lr=LEARNING_RATE * math.sqrt(batch / SMALL),
@@ -139,10 +139,10 @@ def _pool() -> Digits:
 
 
 def split(seed: int, part: str = "test") -> Digits:
-    """IMAGES training images drawn by `seed` from a pool of 1,000, with others to judge by.
+    """Return IMAGES training images, drawn by `seed` from a pool of 1,000, and evaluation images.
 
-    part: "test", the 797 images outside the pool, the same for every seed; or "validation", the
-    488 of the pool that this seed does not train on.
+    part: the evaluation images. "test" is the 797 images outside the pool, the same for every seed.
+    "validation" is the pool's 488 images that this seed doesn't train on.
     """
     one_of("part", part, ("test", "validation"))
     pool = _pool()
@@ -161,10 +161,10 @@ def split(seed: int, part: str = "test") -> Digits:
 
 
 def network(regime: Regime, generator: torch.Generator) -> nn.Sequential:
-    """64 pixels -> two hidden layers, each normalized and rectified -> 10 logits [B, 10].
+    """Build a network: 64 pixels -> two hidden layers with norm and ReLU -> 10 logits [B, 10].
 
     The weights are drawn from `generator` alone (He et al., arXiv 1502.01852) and are the same for
-    every regime. Without normalization the hidden layers have a bias instead.
+    every regime. Without normalization, the hidden layers have biases instead.
     """
     layers: list[nn.Module] = []
     for width in (64, HIDDEN):
@@ -189,11 +189,11 @@ def _norm(width: int, ghost: int | None) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GhostRun(runs.Run):
-    """A run of one regime; its checks are over the training part with its own statistics.
+    """A run of one regime. Its checks are over the training part, with that part's statistics.
 
-    accuracy, test_loss: on the images outside the training part, by the running statistics;
-    refreshed: that accuracy once the statistics are those of the whole training part;
-    training_accuracy, training_loss: on the training part with its own statistics, at the end;
+    accuracy, test_loss: on the evaluation images, with the running statistics.
+    refreshed: the accuracy with the statistics of the whole training part instead.
+    training_accuracy, training_loss: on the training part with its own statistics, at the end.
     model: the network.
     """
 
@@ -213,11 +213,13 @@ def train(
     check_every: int = 0,
     until: float = -math.inf,
 ) -> GhostRun:
-    """Train once; `seed` draws the images, the weights and the order.
+    """Train once; `seed` determines the images, the weights and the order.
 
-    Two regimes with one seed share images and first weights, so runs compare in pairs.
-    part: which images judge (see `split`); check_every: steps between two measurements of the loss
-    over the training part, 0 for the last alone; until: a check at or below this loss ends the run.
+    Regimes with the same seed share images and initial weights, so runs can be compared in pairs.
+    part: the evaluation images (see `split`).
+    check_every: steps between measurements of the loss over the training part; 0 measures only at
+    the end.
+    until: end the run at a check with at most this loss.
     """
     data = split(seed, part)
     generator = torch.Generator().manual_seed(seed)
@@ -251,7 +253,7 @@ def train(
 
 
 def _plain(model: nn.Sequential) -> nn.Sequential:
-    """A copy in training mode, with plain batch normalization where the model has any."""
+    """Return a copy in training mode that has plain batch normalization if the model has any."""
     norms = [layer for layer in model if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
     like = Regime(batch=IMAGES, lr=1.0, normalized=bool(norms))
     plain = network(like, torch.Generator())
@@ -261,7 +263,7 @@ def _plain(model: nn.Sequential) -> nn.Sequential:
 
 @torch.no_grad()
 def _refreshed(model: nn.Sequential, images: Tensor) -> nn.Sequential:
-    """A copy in evaluation mode, its running statistics those of `images`."""
+    """Return a copy in evaluation mode with the statistics of `images` as running statistics."""
     plain = _plain(model)
     for layer in plain:
         if isinstance(layer, nn.BatchNorm1d):
@@ -271,15 +273,15 @@ def _refreshed(model: nn.Sequential, images: Tensor) -> nn.Sequential:
 
 
 def _with_own_statistics(model: nn.Sequential, data: Digits) -> tuple[float, float]:
-    """Accuracy and loss over the training part, whose own statistics normalize it."""
+    """Return the accuracy and loss over the training part, normalized with its own statistics."""
     return runs.judge(_plain(model), data.train_x, data.train_y)
 
 
 def landscape(model: nn.Sequential, data: Digits) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """The loss over the training part as a function of the weights, for `sharpness`.
+    """Return the loss over the training part as a function of the weights, for `sharpness`.
 
-    Returns (loss, weights) of a copy of `model`; the training part's own statistics normalize it,
-    whatever ghosts the model was trained with.
+    Returns (loss, weights) for a copy of `model`. It's always normalized with the training part's
+    statistics, whatever ghost size the model was trained with.
     """
     plain = _plain(model)
     return (

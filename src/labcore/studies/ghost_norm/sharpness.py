@@ -1,8 +1,8 @@
-"""How sharp a minimum is: the trace of the Hessian, and the loss under random perturbation.
+"""The sharpness of a minimum: the trace of the Hessian, and the loss under random perturbations.
 
-Both take the loss as a function of no arguments and the weights that it depends on. The trace
-changes when weights in front of a normalization are rescaled, although the function stays the same
-(Dinh et al., arXiv 1703.04933); the perturbation is measured in the weights' own units.
+Both take the loss as a function of no arguments, and the weights that it depends on. Rescaling the
+weights before a normalization changes the trace, although the network's function stays the same
+(Dinh et al., arXiv 1703.04933). The perturbation is relative to the weights' norms.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Loss = Callable[[], Tensor]
 class Trace:
     """An estimate of the trace of a Hessian.
 
-    samples: one a probe, independent and each right on average; by_parameter: for each tensor of
-    weights the mean share of its own block.
+    samples: one per probe, independent and unbiased.
+    by_parameter: each weight tensor's mean contribution, the trace of its diagonal block.
     """
 
     samples: tuple[float, ...]
@@ -35,12 +35,12 @@ class Trace:
 
     @property
     def mean(self) -> float:
-        """The estimate."""
+        """The estimate, the mean over the probes."""
         return fmean(self.samples)
 
     @property
     def standard_error(self) -> float:
-        """Of the mean, over the probes; infinite for one probe."""
+        """The standard error of the mean; infinite for one probe."""
         count = len(self.samples)
         return stdev(self.samples) / math.sqrt(count) if count > 1 else math.inf
 
@@ -48,10 +48,10 @@ class Trace:
 def hessian_trace(
     loss: Loss, parameters: Sequence[Tensor], *, probes: int = 20, generator: torch.Generator
 ) -> Trace:
-    """The trace of the Hessian of `loss()` in `parameters`, by Hutchinson's estimator.
+    """Estimate the trace of the Hessian of `loss()` in `parameters`, with Hutchinson's estimator.
 
-    The mean of v·Hv over `probes` random vectors v of ±1; one product Hv costs two backward passes
-    and no matrix. A weight in which the loss is linear counts as 0.
+    It's the mean of v·Hv over `probes` random vectors v of ±1. A product Hv costs two backward
+    passes and needs no matrix. A weight in which the loss is linear counts as 0.
     Source: M. F. Hutchinson, Communications in Statistics 18 (1989), 1059-1076.
     """
     positive_int("probes", probes)
@@ -86,11 +86,11 @@ def perturbed_losses(
     directions: int = 10,
     generator: torch.Generator,
 ) -> list[float]:
-    """`loss()` after a random step from the weights, one number a direction; they are put back.
+    """Return `loss()` after a random step from the weights, once per direction; then restore them.
 
-    Every row of a matrix (the weights into one unit; of a convolution, one filter) moves by
-    `radius` times its own norm in a random direction, so that rescaling a row changes nothing that
-    a normalization behind it would hide. Vectors (biases, a normalization's own) stay.
+    Every row of a matrix (the weights into one unit, or one filter of a convolution) moves by
+    `radius` times its norm in a random direction. Thus, rescaling a row has no effect if a
+    normalization follows. Vectors (biases, a normalization's parameters) don't move.
     Source: Li et al., arXiv 1712.09913.
     """
     non_negative("radius", radius)

@@ -1,4 +1,4 @@
-"""What the order of the rows does to the running statistics of ghosts, policy by policy."""
+"""How the order of rows affects the running statistics of ghost batches, by policy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["accuracy_by_policy", "predict_variances", "running_variances"]
 def running_variances(
     values: Tensor, *, ghost: int, steps: int = 3, momentum: float = 0.1
 ) -> dict[str, float]:
-    """Running variance by policy after `steps` training forwards of `values`, mean over channels.
+    """Measure the running variance by policy, the mean over channels, after `steps` forwards.
 
-    values: [B, C] floating point, its rows in the order given; the statistics start at variance 1,
-    as torch's layers do. Measured in fp64.
+    values: [B, C] floating point, the input of each training forward, with its rows in this order.
+    The running variance starts at 1, as in PyTorch's layers. Measured in fp64.
     """
     found: dict[str, float] = {}
     for policy in POLICIES:
@@ -43,12 +43,12 @@ def running_variances(
 def predict_variances(
     variances: Tensor, total: float, *, ghost: int, steps: int = 3, momentum: float = 0.1
 ) -> dict[str, float]:
-    """The same by arithmetic, from the variance around the rows.
+    """Predict the running variances from the variance of each row's group.
 
-    variances: [B], for each row that of the group in which its ghost lies: of its class where the
-    rows are sorted by class, of all rows where they are shuffled; total: of all rows. A ghost takes
-    the mean over its rows, so one that lies across two classes is predicted too small.
-    Every update keeps the share 1 - momentum of what was there and adds the rest.
+    variances: [B]. A row's group is its class if rows are sorted by class, or all rows if they are
+    shuffled. total: the variance of all rows. A ghost is predicted to have the mean over its rows,
+    which is too small for a ghost with rows of two classes.
+    Every update keeps a share 1 - momentum of the old value and adds a share momentum of the new.
     """
     sizes = ghost_sizes(len(variances), ghost)
     each = [part.double().mean().item() for part in variances.split(list(sizes))]
@@ -71,9 +71,9 @@ def predict_variances(
 def accuracy_by_policy(
     model: nn.Module, data: Digits, rows: Tensor, *, ghost: int, passes: int = 50
 ) -> dict[str, float]:
-    """Test accuracy by policy, the weights fixed and the running statistics made anew.
+    """Return the test accuracy by policy, with fixed weights and new running statistics.
 
-    rows: [B] which training images form the one batch, and in which order; it passes `passes` times
+    rows: [B], the training images of the single batch, in order. The batch passes `passes` times
     through a copy of `model` in training mode.
     """
     found: dict[str, float] = {}

@@ -1,7 +1,7 @@
-"""Optimizers on surfaces of two variables: where each rule walks.
+"""The paths of optimizers on surfaces of two variables.
 
-The gradient comes from autograd, the step from the pure rules of `labcore.optim.rules`, so what a
-figure shows is what trains a network.
+Gradients come from autograd and steps from the pure rules in `labcore.optim.rules`, so figures show
+the same rules that train networks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["RULES", "SURFACES", "Rule", "Surface", "Trajectory", "grid", "trajec
 
 Rule = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
 
-# By the names that a reader sees, in the order in which they were found.
+# Keyed by display name, in the order of their invention.
 RULES: dict[str, Rule] = {
     "gradient descent": rules.gradient_descent,
     "momentum": rules.momentum,
@@ -36,8 +36,8 @@ RULES: dict[str, Rule] = {
 class Surface:
     """A loss over points [..., 2].
 
-    loss: points [..., 2] -> [...]; start: where a walk begins; minimum: the lowest point;
-    x_range, y_range: the window to draw.
+    loss: function from points [..., 2] to losses [...]. start: where a trajectory begins.
+    minimum: the lowest point. x_range, y_range: the window to plot.
     """
 
     name: str
@@ -49,19 +49,19 @@ class Surface:
 
 
 def _bowl(points: torch.Tensor) -> torch.Tensor:
-    """A quadratic valley, 25 times steeper across than along."""
+    """A quadratic valley with 25 times the curvature across as along."""
     x, y = points.unbind(-1)
     return 0.5 * (x * x + 25 * y * y)
 
 
 def _rosenbrock(points: torch.Tensor) -> torch.Tensor:
-    """The bent valley of Rosenbrock (1960), with 20 in place of 100 so that a plot shows it."""
+    """The curved valley of Rosenbrock (1960), with a factor of 20 instead of 100 for plotting."""
     x, y = points.unbind(-1)
     return (1 - x) ** 2 + 20 * (y - x * x) ** 2
 
 
 def _saddle(points: torch.Tensor) -> torch.Tensor:
-    """Two minima at (0, -1) and (0, 1) with a saddle between them, where the slope vanishes."""
+    """Two minima at (0, -1) and (0, 1), with a saddle between them where the gradient vanishes."""
     x, y = points.unbind(-1)
     return 0.5 * x**2 + 0.25 * y**4 - 0.5 * y**2 + 0.25
 
@@ -96,7 +96,7 @@ SURFACES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """points [steps + 1, 2] from the start on and the loss [steps + 1] at each, both fp64."""
+    """The points [steps + 1, 2], including the start, and their losses [steps + 1], both fp64."""
 
     points: torch.Tensor
     losses: torch.Tensor
@@ -112,13 +112,13 @@ def trajectory(
     seed: int = 0,
     **settings: Any,
 ) -> Trajectory:
-    """Walk `steps` steps of `rule` over `surface`, a Surface or a name in SURFACES.
+    """Run `steps` steps of `rule` on `surface`, a Surface or a name in SURFACES.
 
-    rule: a name in RULES, or a pure rule (param, grad, state, *, lr, ...) -> (param, state);
-    settings go to it.
-    noise: standard deviation of the normal noise added to each component of the gradient, drawn
-    from `seed`, so that two rules meet the same noise.
-    A walk that leaves the floating-point range stays where it last was.
+    rule: a name in RULES, or a pure rule (param, grad, state, *, lr, ...) -> (param, state).
+    settings: passed to the rule.
+    noise: standard deviation of the normal noise added to each component of the gradient. It's
+    drawn from `seed`, so different rules get the same noise.
+    A trajectory that leaves the floating-point range stays at its last point.
     """
     if isinstance(rule, str):
         rule = RULES[one_of("rule", rule, RULES)]
@@ -143,7 +143,7 @@ def trajectory(
 
 
 def grid(surface: Surface, cells: int = 48) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [cells], y [cells] and the loss [cells, cells], rows along y, over the surface's window."""
+    """Return x [cells], y [cells] and the loss [cells, cells], rows along y, over the window."""
     positive_int("cells", cells)
     x = torch.linspace(*surface.x_range, cells, dtype=torch.float64)
     y = torch.linspace(*surface.y_range, cells, dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""Where a sign update breaks: drift without gradients, a hidden NaN, a stall in low precision.
+"""Failures of a sign update: drift without gradients, a hidden NaN, a stall in low precision.
 
-Each trap is a run of one or two weights under hand-made gradients, for any torch optimizer.
+Each trap is a run of one or two weights with handmade gradients, for any PyTorch optimizer.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def weight_path(
     start: torch.Tensor,
     steps: int,
 ) -> torch.Tensor:
-    """The weights [steps + 1, N], fp64, of a run with hand-made gradients.
+    """Return the weights [steps + 1, N], fp64, of a run with handmade gradients.
 
-    gradient(step, weights [N]) -> [N]; start: weights [N], whose dtype is the parameter's.
+    gradient: a function (step, weights [N]) -> [N]. start: weights [N] in the parameter's dtype.
     """
     weights = nn.Parameter(floating("start", start).clone())
     optimizer = make_optimizer([weights])
@@ -49,11 +49,11 @@ def weight_path(
 
 
 def drift(make_optimizer: OptimizerFactory, *, steps: int = 400) -> torch.Tensor:
-    """Weights [steps + 1] from 1.0: one gradient of 1, then none at all.
+    """Return the weights [steps + 1], starting at 1.0, with one gradient of 1 followed by zeros.
 
-    A rule that follows the size of its momentum comes to rest; one that follows the sign keeps
-    walking. In fp32 it never stops: the momentum shrinks to 50 times the smallest number there is,
-    a hundredth of which rounds to nothing.
+    A rule whose step depends on the momentum's size comes to rest, but one that depends only on its
+    sign keeps moving. In fp32 it never stops, because the momentum decays only to 50 times the
+    smallest subnormal number. A hundredth of that rounds to 0.
     """
     return weight_path(
         make_optimizer,
@@ -66,9 +66,9 @@ def drift(make_optimizer: OptimizerFactory, *, steps: int = 400) -> torch.Tensor
 def spoil_one_gradient(
     make_optimizer: OptimizerFactory, *, at: int = 30, steps: int = 120
 ) -> torch.Tensor:
-    """Two weights [steps + 1, 2] pulled from 1.0 to 0; the first one's gradient is NaN once.
+    """Return two weights [steps + 1, 2] pulled from 1.0 to 0, the first with one NaN gradient.
 
-    The loss is half the squared length, so the gradient is the weight itself.
+    The loss is half the squared norm, so the gradient equals the weight.
     """
 
     def gradient(step: int, weights: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def spoil_one_gradient(
 def constant_pull(
     make_optimizer: OptimizerFactory, *, dtype: torch.dtype, steps: int = 200
 ) -> torch.Tensor:
-    """Weights [steps + 1] from 1.0 under a gradient that is always 1, stored in `dtype`."""
+    """Return weights [steps + 1], stored in `dtype`, from 1.0 under a constant gradient of 1."""
     return weight_path(
         make_optimizer,
         lambda _, weights: torch.ones_like(weights),
@@ -93,9 +93,9 @@ def constant_pull(
 
 
 class NaiveLion(torch.optim.Optimizer):
-    """Lion as it is commonly written, without a policy for NaN: torch's sign of NaN is 0.
+    """Lion as it's commonly written, without NaN handling; PyTorch's sign of NaN is 0.
 
-    Kept to show the trap; train with labcore.optim.Lion.
+    It exists to show the trap. Use labcore.optim.Lion for training.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class NaiveLion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             beta_update, beta_state = group["betas"]
@@ -124,7 +124,7 @@ class NaiveLion(torch.optim.Optimizer):
 
 
 def moved_fraction(weights: torch.Tensor, lr: float) -> float:
-    """Share of `weights` [N] that a step of -lr or +lr changes in their own dtype, measured."""
+    """Measure the fraction of `weights` [N] that a step of -lr or +lr changes in their dtype."""
     positive("lr", lr)
     step = torch.full_like(floating("weights", weights), lr)
     moved = (weights - step != weights).double() + (weights + step != weights).double()
@@ -132,9 +132,9 @@ def moved_fraction(weights: torch.Tensor, lr: float) -> float:
 
 
 def predict_moved_fraction(weights: torch.Tensor, lr: float, dtype: torch.dtype) -> float:
-    """The same share by arithmetic: a step moves a weight when it exceeds half its spacing.
+    """Predict the same fraction: a step moves a weight if it exceeds half the spacing there.
 
-    weights: [N] in any dtype; the spacing of `dtype` at w is eps * 2**floor(log2 |w|).
+    weights: [N] in any dtype. The spacing of `dtype` at w is eps * 2**floor(log2 |w|).
     """
     positive("lr", lr)
     size = floating("weights", weights).double().abs()

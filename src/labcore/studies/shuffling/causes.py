@@ -1,8 +1,8 @@
-"""Five causes of a training curve that went wrong, each trained on Python's sources.
+"""Five causes of bad training curves, each reproduced by training on Python's sources.
 
-Two of them are faults of the data's order, one of its content, two of the optimizer. Three curves
-tell them apart: the loss of each batch, the loss on rows that never change, and what the batch's
-letters say without any model.
+Two causes are in the data's order, one in its content and two in the optimizer. Three curves tell
+them apart: the loss of each batch, the loss on fixed rows, and the distance of the batch's letters
+from the data, which needs no model.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ HEALTHY = "healthy"
 PANELS = ("loss of the batch", "loss on fixed rows", "distance of the batch")
 STEPS = 240
 _FIXED_ROWS = 64
-_AGAIN = 8  # batches that come again and again
-_HIGH = 100.0  # times the learning rate
+_AGAIN = 8  # batches that repeat
+_HIGH = 100.0  # factor on the learning rate
 
 SYMPTOMS: Mapping[str, str] = {
     "file order": "The batch's loss moves in steps and spikes while the loss on fixed rows goes "
@@ -56,12 +56,14 @@ CAUSES = tuple(SYMPTOMS)
 
 
 def run(name: str, *, seed: int = 0, steps: int = STEPS) -> dict[str, list[float]]:
-    """The curves of one patient: title of a panel -> a value a step. About a second.
+    """Return the curves for one cause: panel title -> one value per step. Takes about a second.
 
-    name: HEALTHY or one of CAUSES. seed: of the weights, the order and the files (`corpus`).
-    "loss of the batch": before its step, nats a letter. "loss on fixed rows": after the step, on 64
-    held-out rows. "distance of the batch": tracing.batch_distances of the letters, about 1 for a
-    batch drawn at random. What happens once, happens at half of `steps`.
+    name: HEALTHY or one of CAUSES.
+    seed: seed of the weights, the order and the files (`corpus`).
+    "loss of the batch" is measured before the step, in nats per letter. "loss on fixed rows" is
+    measured after the step, on 64 held-out rows. "distance of the batch" is
+    tracing.batch_distances of the letters, about 1 for a random batch. A one-time event happens
+    halfway through `steps`.
     Raises ValueError for another name.
     """
     one_of("name", name, (HEALTHY, *CAUSES))

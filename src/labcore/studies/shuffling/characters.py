@@ -1,10 +1,10 @@
-"""Loss spikes on Python's own files: a small next-character model under orders of its rows.
+"""Loss spikes on Python's source files: a small next-character model with different row orders.
 
-Rows are ROW letters, cut from files that stand one behind the other in the order of their names, as
-a folder lists them. Every setting was chosen on TUNING_SEEDS; the seeds that are reported are none
-of them. Of the learning rates 1e-3, 3e-3, 1e-2 and 3e-2 the file order does about as well at the
-second as at the third there (2.30 and 2.28 nats a letter), and a full shuffle best at the third:
-LEARNING_RATE is the second, OTHER_RATE the third, to see whether it decides anything.
+Rows have ROW letters and are cut from files, concatenated in the order of their names, as a folder
+lists them. Every setting was chosen on TUNING_SEEDS, which aren't among the reported seeds. Of the
+learning rates 1e-3, 3e-3, 1e-2 and 3e-2, the file order does about as well at 3e-3 as at 1e-2 (2.30
+and 2.28 nats per letter), and a full shuffle does best at 1e-2. LEARNING_RATE is 3e-3; OTHER_RATE
+is 1e-2, to check whether the choice matters.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ __all__ = [
     "train",
 ]
 
-CONTEXT, ROW, LETTERS = 8, 32, 128  # letters before, letters to predict, different letters
+CONTEXT, ROW, LETTERS = 8, 32, 128  # letters of context, letters to predict, distinct letters
 BATCH, LEARNING_RATE, OTHER_RATE = 32, 3e-3, 1e-2
 TUNING_SEEDS = (10, 11)
 SEEDS = (0, 1, 2, 3, 4)
-# Each seed has files of its own: the library is dealt out to so many, file by file.
+# Each seed has different files: slice k of n is every n-th file of the library, from file k.
 SLICES = {"sources": 12, "documentation": 5}
-_LARGEST = 200_000  # letters; two files are larger, and one would be half of its slice
+_LARGEST = 200_000  # letters; two files are larger, and one of them would be half of its slice
 _HELD_OUT_ROWS = 500
 
 
@@ -75,8 +75,8 @@ _HELD_OUT_ROWS = 500
 class Corpus:
     """Rows of letters in the order of their files.
 
-    rows [N, CONTEXT + ROW] int64: a row's letters, 0..LETTERS - 1, behind the CONTEXT before them.
-    held_out [M, CONTEXT + ROW]: rows of other files. files: which file a row is from.
+    rows: [N, CONTEXT + ROW] int64, each row's letters, 0..LETTERS - 1, preceded by CONTEXT letters.
+    held_out: [M, CONTEXT + ROW], rows of other files. files: which file a row is from.
     """
 
     rows: Tensor
@@ -85,12 +85,12 @@ class Corpus:
 
     @property
     def steps(self) -> int:
-        """How many whole batches an epoch has."""
+        """The number of whole batches in an epoch."""
         return len(self.rows) // BATCH
 
 
 def letters_of(text: str) -> Tensor:
-    """The text as numbers [len(text)], int64: ASCII as it is, anything else as LETTERS - 1."""
+    """Return the text as int64 [len(text)]: ASCII codes, and LETTERS - 1 for anything else."""
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     return torch.from_numpy(points.astype(np.int64)).clamp(max=LETTERS - 1)
 
@@ -113,7 +113,7 @@ def _names(part: str) -> tuple[str, ...]:
 
 
 def _texts(kind: str, names: Sequence[str]) -> dict[str, str]:
-    """File name -> its text, without those that are empty or very large."""
+    """Return file name -> text, without empty or very large texts."""
     library, found = Path(sysconfig.get_paths()["stdlib"]), {}
     for name in names:
         source = (library / name).read_text(encoding="utf-8", errors="replace")
@@ -131,12 +131,12 @@ def _held_out(kind: str) -> Tensor:
 
 @functools.cache
 def corpus(kind: str = "sources", seed: int = 0) -> Corpus:
-    """Python's "sources", or their docstrings ("documentation"), in the order of the file names.
+    """Return Python's "sources", or their docstrings ("documentation"), in file name order.
 
-    seed: which slice of the library. Seeds 0 to 11 have no source file in common, 0 to 4 no
-    docstring: every twelfth source file (some 50), or the docstrings of every fifth (some 100),
-    without the two or three of more than 200,000 letters. held_out is the same for all: 500 rows,
-    spread evenly over the files that labcore.data holds out.
+    seed: which slice of the library. A slice is every twelfth source file (some 50), or the
+    docstrings of every fifth file (some 100), without the two or three texts of more than 200,000
+    letters. Seeds 0 to 11 share no source file, and seeds 0 to 4 no docstring. held_out is the same
+    for all: 500 rows, spread evenly over the files that labcore.data holds out.
     """
     slices = SLICES[one_of("corpus", kind, SLICES)]
     texts = _texts(kind, _names("train")[seed % slices :: slices])
@@ -149,7 +149,7 @@ def corpus(kind: str = "sources", seed: int = 0) -> Corpus:
 class NextCharacter(nn.Module):
     """A network with one hidden layer that sees CONTEXT letters and scores the next one.
 
-    rows [B, CONTEXT + ROW] -> scores [B, ROW, LETTERS], fp32; about 25 thousand weights.
+    Maps rows [B, CONTEXT + ROW] to scores [B, ROW, LETTERS], fp32, with about 25 thousand weights.
     """
 
     def __init__(self, hidden: int = 64, width: int = 16) -> None:
@@ -159,14 +159,14 @@ class NextCharacter(nn.Module):
         self.head = nn.Linear(hidden, LETTERS)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """The scores of each row's letters."""
+        """Return the scores for each row's letters."""
         seen = self.embedding(rows[:, :-1]).unfold(1, CONTEXT, 1)  # [B, ROW, width, CONTEXT]
         scores: Tensor = self.head(F.relu(self.hidden(seen.flatten(2))))
         return scores
 
 
 def row_losses(model: nn.Module, rows: Tensor) -> Tensor:
-    """The mean cross-entropy of each row's letters, in nats a letter: [B]."""
+    """Return the mean cross-entropy of each row, in nats per letter: [B]."""
     scores = model(rows).transpose(1, 2)
     return F.cross_entropy(scores, rows[:, CONTEXT:], reduction="none").mean(1)
 
@@ -174,25 +174,25 @@ def row_losses(model: nn.Module, rows: Tensor) -> Tensor:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Tensor]
 ) -> Iterator[float]:
-    """`runs.train` on the mean loss of each batch's letters, [B, CONTEXT + ROW]."""
+    """Run `runs.train` on the mean loss of each batch's letters, [B, CONTEXT + ROW]."""
     return runs.train(lambda batch: row_losses(model, batch).mean(), optimizer, batches)
 
 
 # Orders ------------------------------------------------------------------------------------------
 BUFFERS = (32, 256, 2048, 8192)
-_BLOCK, _BLOCKS = 64, 32  # rows; 2,048 rows in memory, as the third buffer
+_BLOCK, _BLOCKS = 64, 32  # rows per block, blocks; 2,048 rows in memory, like the third buffer
 _ODD_BATCHES = 20
-_FIRST_ODD = 100  # a detector has to have filled its window
+_FIRST_ODD = 100  # a detector must have filled its window
 
 
 def _odd_steps(rows: int, seed: int) -> tuple[random.Random, list[int]]:
-    """Where a shuffled run meets its odd batches, the same for both kinds."""
+    """Return the steps at which a shuffled run gets odd batches, the same for both kinds."""
     dice, steps = random.Random(f"{seed}/odd batches"), rows // BATCH
     return dice, sorted(dice.sample(range(_FIRST_ODD, steps), _ODD_BATCHES))
 
 
 def _with_unshuffled(rows: int, seed: int) -> Iterator[int]:
-    """A full shuffle in which 20 batches are still as the files have them; every row comes once."""
+    """Yield a full shuffle, except for 20 batches in file order; every row occurs once."""
     dice, places = _odd_steps(rows, seed)
     chosen = dice.sample(range(rows // BATCH), _ODD_BATCHES)
     whole = [range(batch * BATCH, (batch + 1) * BATCH) for batch in chosen]
@@ -224,16 +224,16 @@ ORDERS: Mapping[str, Order] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRun(runs.Run):
-    """One epoch, in nats a letter; its checks are over held-out rows, the last one at the end.
+    """One epoch, in nats per letter. Its checks are over held-out rows, with the last at the end.
 
-    rows: row indices, step by step.
+    rows: row indices, by step.
     """
 
     rows: tuple[tuple[int, ...], ...]
 
     @property
     def held_out(self) -> float:
-        """The held-out loss at the end, nats a letter."""
+        """The final held-out loss, in nats per letter."""
         return self.checks[-1][1]
 
 
@@ -247,11 +247,12 @@ def run(
     optimizer: str = "adamw",
     check_every: int = 25,
 ) -> EpochRun:
-    """Train a fresh model for one epoch, or its first `steps`, in one of ORDERS.
+    """Train a new model for one epoch, or its first `steps`, in one of ORDERS.
 
-    seed: of the weights, of the order, and of the files: the data are corpus(kind, seed).
-    optimizer: "adamw", without decay, or "sgd", plain gradient descent. check_every: steps between
-    looks at the held-out loss. Errors: ValueError for an unknown name.
+    seed: seed of the weights, the order and the files; the data is corpus(kind, seed).
+    optimizer: "adamw", without decay, or "sgd", plain gradient descent.
+    check_every: steps between measurements of the held-out loss.
+    Raises ValueError for an unknown name.
     """
     data = corpus(kind, seed)
     positive("lr", lr)
@@ -280,7 +281,7 @@ OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter], float], torch.optim.O
 
 
 def _noisy(batches: Iterable[Tensor], rows: int, seed: int) -> Iterator[Tensor]:
-    """The batches, 20 of them replaced by letters drawn at random."""
+    """Yield the batches, with 20 of them replaced by random letters."""
     _, places = _odd_steps(rows, seed)
     generator = torch.Generator().manual_seed(seed)
     for step, batch in enumerate(batches):
@@ -289,22 +290,24 @@ def _noisy(batches: Iterable[Tensor], rows: int, seed: int) -> Iterator[Tensor]:
 
 
 def steps_ratio(ours: EpochRun, other: EpochRun) -> float:
-    """Steps to one held-out loss, ours over the other's: the worse of the best that each reached.
+    """Return the ratio of our steps to the other's steps, to the same held-out loss.
 
-    Both reach it, so no run is cut off; checks are as far apart as `run` was told.
+    That loss is the worse of the two runs' best losses, so both runs reach it. The resolution is
+    `check_every` of `run`.
     """
     target = max(min(loss for _, loss in each.checks) for each in (ours, other))
     first, second = (each.steps_to(target) or 0 for each in (ours, other))
     return first / second
 
 
-RATES = tuple(2.0 ** (half / 2) for half in range(7))  # of plain gradient descent: 1 to 8
+RATES = tuple(2.0 ** (half / 2) for half in range(7))  # for plain gradient descent: 1 to 8
 
 
 def largest_stable_rate(order: str, seed: int, *, steps: int = 150) -> float:
-    """The last of RATES before the first at which plain gradient descent diverges; 0.0 for none.
+    """Return the last of RATES before the first that makes plain gradient descent diverge.
 
-    A run diverges when its held-out loss after `steps` is not below its first batch's loss.
+    Returns 0.0 if the first one already diverges. A run diverges if its held-out loss after `steps`
+    isn't below its first batch's loss.
     """
     stable = 0.0
     for lr in RATES:

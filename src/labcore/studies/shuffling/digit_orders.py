@@ -1,8 +1,8 @@
-"""Digits sorted by class: the worst order there is, with every batch quantity known exactly.
+"""Digits sorted by class, the worst possible order, with every batch quantity known exactly.
 
-The gradients of all rows can be held at once, so the design effect that one batch size predicts for
-the others meets the measured one, and the noise scale that two batches estimate meets the exact.
-Settings were chosen on TUNING_SEEDS.
+The gradients of all rows fit in memory. This allows checking the design effect predicted from one
+batch size against measurements at others, and the noise scale estimated from two batch sizes
+against the exact one. Settings were chosen on TUNING_SEEDS.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ BATCH, EPOCHS, LEARNING_RATE = 32, 6, 0.5
 TUNING_SEEDS = (900, 901)
 SEEDS = (0, 1, 2, 3, 4)
 SIZES = (4, 8, 16, 32, 64, 128, 256)
-_HEAD = 650  # weights and biases of the output layer, the last of a gradient
-_SMALL, _BIG = 16, 64  # the two batches of the noise scale
+_HEAD = 650  # weights and biases of the output layer, at the end of a gradient
+_SMALL, _BIG = 16, 64  # the two batch sizes for the noise scale
 
-Order = Callable[[int, int], Iterable[int]]  # (rows, seed) -> row indices, an epoch a loop
+Order = Callable[[int, int], Iterable[int]]  # (rows, seed) -> row indices; each loop is an epoch
 
 ORDERS: Mapping[str, Order] = {
     "sorted": lambda rows, seed: Sequential(rows, seed=seed),
@@ -73,7 +73,7 @@ ORDERS: Mapping[str, Order] = {
 
 @functools.cache
 def sorted_digits() -> Digits:
-    """The digits of labcore.data, the training images in the order of their classes."""
+    """Return the digits of labcore.data with the training images sorted by class."""
     data = digits()
     order = data.train_y.argsort(stable=True)
     return Digits(
@@ -86,9 +86,9 @@ def sorted_digits() -> Digits:
 
 
 def batches_of(order: str, size: int, *, seed: int = 0, epochs: int = 1) -> list[Tensor]:
-    """Row indices, int64 [size] each, of whole batches: what is left at an epoch's end is not used.
+    """Return the row indices of whole batches, int64 [size] each; drop rows left after an epoch.
 
-    order: a key of ORDERS, over the rows of `sorted_digits`.
+    order: a key of ORDERS, applied to the rows of `sorted_digits`.
     """
     rows = ORDERS[one_of("order", order, ORDERS)](len(sorted_digits().train_y), seed)
     positive_int("size", size)
@@ -103,14 +103,17 @@ def _network(seed: int) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderRun(runs.Run):
-    """A run on sorted digits. accuracy: on the test images; entropy: of each batch's labels."""
+    """A run on sorted digits.
+
+    accuracy: on the test images. entropy: the entropy of each batch's labels.
+    """
 
     accuracy: float
     entropy: LabelEntropy
 
 
 def train(order: str, seed: int, *, epochs: int = EPOCHS) -> OrderRun:
-    """Plain gradient descent on a network with one hidden layer, the rows in one of ORDERS."""
+    """Train a network with one hidden layer by plain SGD, with the rows in one of ORDERS."""
     data, model = sorted_digits(), _network(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     batches = batches_of(order, BATCH, seed=seed, epochs=epochs)
@@ -127,7 +130,7 @@ def train(order: str, seed: int, *, epochs: int = EPOCHS) -> OrderRun:
 
 @functools.cache
 def gradients(seed: int = 0) -> Tensor:
-    """Each training image's own gradient [1438, 4810], fp32, after one shuffled epoch."""
+    """Return each training image's gradient [1438, 4810], fp32, after one shuffled epoch."""
     data, model = sorted_digits(), _network(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for rows in batches_of("full", BATCH, seed=seed):
@@ -139,9 +142,9 @@ def gradients(seed: int = 0) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effects:
-    """The design effect of the output layer's gradient by batch size, from one order.
+    """The design effect of the output layer's gradient by batch size, for one order.
 
-    icc: the intraclass correlation at `at` rows a batch. predicted: 1 + (b - 1) icc.
+    icc: the intraclass correlation at batch size `at`. predicted: 1 + (b - 1) icc.
     """
 
     at: int
@@ -152,10 +155,10 @@ class Effects:
 
 
 def effects(order: str, *, seed: int = 0, at: int = BATCH, epochs: int = 3) -> Effects:
-    """Estimate the correlation at one batch size, predict the design effect at SIZES, measure it.
+    """Predict the design effect at SIZES from the correlation at one batch size, and measure it.
 
-    Of the gradient only the output layer's 650 entries are taken, for speed. The prediction takes
-    any two rows of a batch as equally alike, whatever the batch's size.
+    For speed, this uses only the output layer's 650 entries of the gradient. The prediction assumes
+    that any two rows of a batch are equally similar, whatever the batch size.
     """
     rows = gradients(seed)[:, -_HEAD:]
 
@@ -173,7 +176,10 @@ def effects(order: str, *, seed: int = 0, at: int = BATCH, epochs: int = 3) -> E
 
 
 def noise_scales(order: str, *, seed: int = 0, epochs: int = 3) -> tuple[NoiseScale, NoiseScale]:
-    """The gradient noise scale: exact, from every row's gradient, and from batches of 16 and 64."""
+    """Return the gradient noise scale, exact and estimated from batches of 16 and 64 rows.
+
+    The exact one uses every row's gradient.
+    """
     rows = gradients(seed)
     small, big = (
         torch.stack([rows[b].mean(0) for b in batches_of(order, size, seed=seed, epochs=epochs)])

@@ -1,6 +1,6 @@
-"""What the batches of a run say: its spikes, where they begin, how far each batch is off.
+"""Analysis of a run's batches: loss spikes, where they begin, and each batch's distance.
 
-Nothing here needs more than the losses and the rows of a run.
+All of it needs only the losses and the rows of a run.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = [
 
 
 def spikes_of(losses: Sequence[float], provenance: Sequence[object] = ()) -> tuple[Spike, ...]:
-    """The events of LossSpikeDetector at its defaults: trailing median of 50, 6 MADs.
+    """Return the spikes that LossSpikeDetector finds with its defaults, a median of 50 and 6 MADs.
 
-    provenance: what was in each batch, one entry a step (rows, files); none is None.
+    provenance: the content of each batch (rows, files), one entry per step; if empty, None for all.
     """
     detector = LossSpikeDetector()
     for step, loss in enumerate(losses):
@@ -37,12 +37,15 @@ def spikes_of(losses: Sequence[float], provenance: Sequence[object] = ()) -> tup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryTest:
-    """Whether spikes begin at file boundaries more often than chance has it.
+    """Whether spikes begin at file boundaries more often than by chance.
 
-    onsets: spikes looked at. share: of them, begun in a step in which a file begins, or at most
-    `within` steps after. chance: the share expected of spikes that do not care. p: share of all
-    circular shifts of the onsets that hit as many or more, the true place among them.
-    recall: share of the boundaries that have an onset so near.
+    onsets: the number of spikes tested.
+    share: the fraction of spikes that begin in a step where a file begins, or at most `within`
+    steps later.
+    chance: the expected share for spikes that are independent of files.
+    p: the fraction of all circular shifts of the onsets, including no shift, with at least as many
+    hits.
+    recall: the fraction of boundaries followed by an onset in at most `within` steps.
     """
 
     onsets: int
@@ -57,16 +60,18 @@ def boundary_test(
 ) -> BoundaryTest:
     """Compare where spikes begin with where files begin, both in steps.
 
-    steps: in which a spike could be seen, such as range(50, 727): a detector needs its window.
-    A permutation test: the pattern of the onsets is turned round through `steps`, which keeps their
-    distances, and each turn is counted. Raises ValueError for no onset in `steps`.
+    This is a permutation test over all circular shifts of the onsets within `steps`, which keep the
+    distances between onsets.
+    steps: the steps in which a spike could be detected, such as range(50, 727), since a detector
+    must fill its window first.
+    Raises ValueError if no onset is in `steps`.
     """
     non_negative("within", within)
     seen = torch.tensor([step - steps.start for step in onsets if step in steps])
     starts = [step - steps.start for step in boundaries]
     starts = [step for step in starts if -within <= step < len(steps)]
     if not len(seen):
-        raise ValueError("boundary_test needs an onset in steps, got none; nothing is to be traced")
+        raise ValueError("onsets must have at least one in steps, got none; check for spikes first")
     near = torch.zeros(len(steps), dtype=torch.bool)
     for start in starts:
         near[max(start, 0) : start + within + 1] = True
@@ -84,10 +89,10 @@ def boundary_test(
 
 
 def letter_shares(rows: Tensor) -> Tensor:
-    """How often each letter stands in each row: [B, CONTEXT + ROW] -> [B, LETTERS], sums to 1.
+    """Return each letter's frequency in each row: [B, CONTEXT + ROW] -> [B, LETTERS], sums to 1.
 
-    The context is left out. No model is needed: this is what makes a batch's correlation visible
-    before anything is trained.
+    The context isn't counted. Since this needs no model, it shows a batch's correlation before any
+    training.
     """
     letters = rows[:, CONTEXT:]
     counts = torch.zeros(len(rows), LETTERS, dtype=torch.float64)
@@ -95,10 +100,10 @@ def letter_shares(rows: Tensor) -> Tensor:
 
 
 def batch_distances(batches: Iterable[Tensor], data: Tensor) -> list[float]:
-    """For each batch [b, P] its share of the design effect: b |mean - m|² over the rows' variance.
+    """Return b |mean - m|² over the rows' variance for each batch [b, P].
 
-    data [N, P]: all rows, with their mean m and their variance. 1 on average for rows drawn at
-    random; the mean over all batches of an epoch is the design effect.
+    data: [N, P], all rows, which have mean m and that variance. The result is 1 on average for
+    random rows. Its mean over all batches of an epoch is the design effect.
     """
     middle = data.mean(0)
     spread = (data - middle).square().sum(1).mean()

@@ -1,1 +1,1 @@
-"""Figure functions of the chapters: plain arguments in, plotly Figure out; one module a chapter."""
+"""Figures for the chapters, one module each: plain arguments in, plotly Figure out."""

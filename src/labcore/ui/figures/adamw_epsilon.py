@@ -1,4 +1,4 @@
-"""Figures of the chapter `adamw_epsilon`: numbers in, plotly figures out."""
+"""Figures for the chapter `adamw_epsilon`: numbers in, plotly figures out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COLORS = {"fp32": PALETTE["blue"], "bf16": PALETTE["orange"], "fp16": PALETTE["vermillion"]}
 _GRADIENTS = tuple(10 ** (exponent / 4) for exponent in range(-48, 5))
-# What a logarithmic axis has no place for gets a row of its own.
+# Values that don't fit on a logarithmic axis get separate rows.
 _ROWS = {"0": 1e-9, "∞": 1e7, "NaN": 1e8}
 _TICKS = {**_ROWS, "10⁻⁶": 1e-6, "10⁻³": 1e-3, "1": 1.0, "10³": 1e3}
 _STEPS, _RATE = 50, 1e-3
@@ -53,7 +53,7 @@ _Y = {
 
 
 def _row(size: float) -> float:
-    """Where an update's size stands on the axis: itself, or the row of 0, ∞ or NaN."""
+    """Return an update's position on the axis: its size, or the row for 0, ∞ or NaN."""
     if math.isnan(size):
         return _ROWS["NaN"]
     if math.isinf(size):
@@ -62,7 +62,7 @@ def _row(size: float) -> float:
 
 
 def _word(number: float) -> str:
-    """A number as a title shows it."""
+    """Format a number for a title."""
     if math.isnan(number):
         return "NaN"
     size = "∞" if math.isinf(number) else f"{abs(number):.3g}"
@@ -70,7 +70,7 @@ def _word(number: float) -> str:
 
 
 def _power(number: float) -> str:
-    """1e-8 and not 1e-08; 1 where that is all."""
+    """Format as 1e-8 rather than 1e-08, and as 1 rather than 1e0."""
     digits, power = f"{number:.1e}".split("e")
     digits = digits.removesuffix(".0")
     return f"{digits}e{int(power)}" if int(power) else digits
@@ -78,13 +78,13 @@ def _power(number: float) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _first(eps: float, dtype: str) -> tuple[float, ...]:
-    """The first update, in learning rates, at each of _GRADIENTS."""
+    """Return the first update, in learning rates, at each of _GRADIENTS."""
     gradients = torch.tensor(_GRADIENTS, dtype=torch.float64)
     return tuple(epsilon.update_sizes(gradients, eps=eps, dtype=DTYPES[dtype]).tolist())
 
 
 def _path(eps: float, gradient: float, dtype: str) -> list[float]:
-    """A weight from 1.0 under a constant gradient, its arithmetic in `dtype` throughout."""
+    """Return the path of a weight from 1.0 under a constant gradient, all arithmetic in `dtype`."""
     make = functools.partial(epsilon.NaiveAdamW, lr=_RATE, eps=eps, weight_decay=0.0)
     start = torch.ones(1, dtype=DTYPES[dtype])
     return traps.weight_path(
@@ -93,13 +93,13 @@ def _path(eps: float, gradient: float, dtype: str) -> list[float]:
 
 
 def _ink(dtype: str) -> dict[str, Any]:
-    """Lines that cover one another are drawn from the widest to the narrowest."""
+    """Return line styles whose widths differ, so that overlapping lines all show."""
     width = {"fp32": 7, "bf16": 4, "fp16": 2.5}[dtype]
     return {"mode": "lines", "line": {"color": COLORS[dtype], "width": width}}
 
 
 def _updates(eps: float) -> list[dict[str, Any]]:
-    """The traces of the first update: one a format, and the law."""
+    """Return the traces of the first update, one per format, and of the law."""
     sizes = torch.tensor(_GRADIENTS, dtype=torch.float64)
     law = epsilon.predict_attenuation(sizes, eps).tolist()
     traces = [
@@ -113,10 +113,10 @@ def _updates(eps: float) -> list[dict[str, Any]]:
 
 
 def first_updates(eps: float = 1e-8) -> go.Figure:
-    """The first AdamW update against the gradient's size, its arithmetic in three formats.
+    """Draw the first AdamW update by the gradient's size, computed in three formats.
 
-    Dashed: the law, gradient / (gradient + eps). Updates that are 0, infinite or NaN stand in rows
-    at the ends of the axis.
+    Dashed: the law, gradient / (gradient + eps). Updates that are 0, infinite or NaN are in rows at
+    the ends of the axis.
     """
     title = f"The first update of AdamW, ε = {_power(eps)}"
     figure = go.Figure(_updates(eps), {"title": title, "xaxis": _X, "yaxis": _Y})
@@ -134,9 +134,10 @@ def first_updates(eps: float = 1e-8) -> go.Figure:
 
 
 def trap(eps: float = 1e-8, gradient: float = 1e-3) -> go.Figure:
-    """Above the first update by gradient size; below a weight at the chosen gradient, 50 steps.
+    """Draw the first update by gradient size above, and below it 50 steps at the chosen gradient.
 
-    The weight starts at 1.0, the learning rate is 0.001, and a path ends where it is not finite.
+    The lower panel's weight starts at 1.0 with learning rate 0.001; a path ends where it isn't
+    finite.
     """
     one = torch.tensor([gradient], dtype=torch.float64)
     sizes = {
@@ -189,16 +190,16 @@ def _finite(weight: float) -> float | None:
 def attenuation(
     ratios: Sequence[float], measured: Mapping[str, Sequence[float]], predicted: Sequence[float]
 ) -> go.Figure:
-    """What epsilon leaves of an update, by the gradient's RMS over epsilon.
+    """Draw how much of an update epsilon leaves, by the gradient's RMS over epsilon.
 
-    measured: name of a kind of gradient -> shares, one a ratio; predicted: the law's, as a line.
+    measured: kind of gradient -> shares, one per ratio; predicted: the law's, as a line.
     """
     figure = go.Figure()
     figure.add_scatter(
         x=list(ratios), y=list(predicted), mode="lines", name="RMS / (RMS + ε)", line=draw.PREDICTED
     )
     for number, (name, shares) in enumerate(measured.items()):
-        # Points that cover one another are drawn from the largest to the smallest.
+        # Draw the largest points first, so that overlapping ones all show.
         marker = {"size": max(5, 13 - 6 * number), "symbol": "circle" if number else "circle-open"}
         figure.add_scatter(x=list(ratios), y=list(shares), mode="markers", name=name, marker=marker)
     figure.update_layout(
@@ -221,7 +222,7 @@ def attenuation(
 
 
 def second_moments(paths: Mapping[str, Sequence[float]]) -> go.Figure:
-    """The second moment by step, one line a format: under gradients at first, then without."""
+    """Draw the second moment by step, one line per format: first with gradients, then without."""
     figure = go.Figure()
     for name, path in paths.items():
         color = next((COLORS[key] for key in COLORS if key in name), PALETTE["gray"])
@@ -238,9 +239,9 @@ def second_moments(paths: Mapping[str, Sequence[float]]) -> go.Figure:
 def _over_seeds(
     x: Sequence[float], curves: Mapping[str, Sequence[Sequence[float]]], *, unit: str
 ) -> tuple[go.Figure, str]:
-    """Means over seeds with their spread, one curve a name; the figure and the means in words.
+    """Return a figure of means over seeds with their spread, one curve per name, and a text.
 
-    A seed that ended in NaN makes the point a gap.
+    The text lists the means. A point with a seed that ended in NaN is a gap.
     """
     figure = go.Figure()
     for name, points in curves.items():
@@ -260,7 +261,7 @@ def _over_seeds(
 
 
 def scales(rms: Sequence[float], accuracy: Mapping[str, Sequence[Sequence[float]]]) -> go.Figure:
-    """Test accuracy on digits against the RMS of the gradients; accuracy: name -> [rms, seeds]."""
+    """Draw test accuracy on digits by the gradients' RMS; accuracy: name -> [rms, seeds]."""
     figure, words = _over_seeds(rms, accuracy, unit="Test accuracy by gradient RMS")
     figure.update_layout(
         title="The same task, its loss scaled down",
@@ -273,7 +274,7 @@ def scales(rms: Sequence[float], accuracy: Mapping[str, Sequence[Sequence[float]
 def rms_by_width(
     widths: Sequence[int], rms: Mapping[str, Sequence[Sequence[float]]], title: str
 ) -> go.Figure:
-    """RMS of a Llama's gradients against its width, one curve a group; rms: [widths, seeds]."""
+    """Draw the RMS of a Llama's gradients by width, one curve per group; rms: [widths, seeds]."""
     figure, words = _over_seeds(widths, rms, unit="Gradient RMS by width")
     ticks = {"tickvals": list(widths), "ticktext": [str(width) for width in widths]}
     figure.update_layout(
@@ -290,7 +291,7 @@ def rms_by_width(
 
 
 def loss_by_eps(eps: Sequence[float], loss: Mapping[str, Sequence[Sequence[float]]]) -> go.Figure:
-    """The loss after a short training against epsilon, one curve a width; loss: [eps, seeds]."""
+    """Draw the loss after a short training by epsilon, one curve per width; loss: [eps, seeds]."""
     figure, words = _over_seeds(eps, loss, unit="Loss by epsilon")
     figure.update_layout(
         title="Where a fixed ε begins to bite",
@@ -301,7 +302,7 @@ def loss_by_eps(eps: Sequence[float], loss: Mapping[str, Sequence[Sequence[float
 
 
 def remedies(accuracy: Mapping[str, Mapping[str, Sequence[float]]]) -> go.Figure:
-    """Test accuracy by remedy, one symbol a failure. accuracy: failure -> remedy -> seeds."""
+    """Draw test accuracy by remedy, one symbol per failure (failure -> remedy -> seeds)."""
     figure = go.Figure()
     symbols = itertools.cycle(("circle", "x", "diamond", "square"))
     for (failure, rows), symbol in zip(accuracy.items(), symbols, strict=False):
@@ -320,7 +321,7 @@ def remedies(accuracy: Mapping[str, Mapping[str, Sequence[float]]]) -> go.Figure
         title="Remedies on digits",
         xaxis={"title": "test accuracy", "range": [0, 1.02]},
         yaxis={"autorange": "reversed"},
-        legend={"xref": "container"},  # beside the long names a phone has no room for it
+        legend={"xref": "container"},  # no room on a phone beside the long names
         height=520,
     )
     words = "; ".join(

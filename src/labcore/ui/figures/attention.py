@@ -1,4 +1,4 @@
-"""Figures of the chapter `attention`: numbers in, plotly figures out."""
+"""Figures for the chapter `attention`: numbers in, plotly figures out."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ _SPARE = ("orange", "purple", "sky", "green")
 _LAW = {"dash": "dash", "width": 1.5}
 _RING = {"symbol": "circle-open", "size": 18, "color": PALETTE["gray"], "line": {"width": 3}}
 _BLOCKS = tuple(2**power for power in range(4, 11))
-_LONG = 4096  # tokens of `intensity`: long enough that the queries' own bytes hardly count
+_LONG = 4096  # tokens in `intensity`: so many that the queries' bytes hardly matter
 _STATES = {"skipped": "#c4c9ce", "with a mask": PALETTE["orange"], "whole": PALETTE["blue"]}
 
 
 def _colors(names: Sequence[str]) -> dict[str, str]:
-    """A color for each name: its own up to a comma where it has one, else the next free one."""
+    """Return a color for each name: that of the part before its comma, or the next unused one."""
     spare = iter(_SPARE)
     return {name: COLORS.get(name.split(",")[0]) or PALETTE[next(spare, "gray")] for name in names}
 
 
 def _lengths(values: Sequence[int]) -> dict[str, object]:
-    """A logarithmic axis with one tick for each length."""
+    """Return a logarithmic axis with one tick per length."""
     text = [f"{x // 1024}k" if x >= 1024 else str(x) for x in values]
     return {"title": "tokens", "type": "log", "tickvals": list(values), "ticktext": text}
 
 
 def _size(count: float) -> str:
-    """Bytes as a title shows them: 3 digits and a unit."""
+    """Format bytes for a title, with 3 digits and a unit."""
     power = min(3, int(math.log10(max(count, 1)) // 3))
     return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
 
@@ -57,7 +57,7 @@ def memory(
     *,
     title: str,
 ) -> go.Figure:
-    """Bytes by length on logarithmic axes: predictions as dashed lines, measurements as dots.
+    """Draw bytes by length on logarithmic axes: predictions as dashed lines, measurements as dots.
 
     Both: form -> tokens -> bytes.
     """
@@ -90,10 +90,10 @@ def memory(
 def running(
     tops: Sequence[float], totals: Sequence[float], *, exact: float, title: str
 ) -> go.Figure:
-    """One row of online softmax, tile by tile: the largest score and the log-sum-exp so far.
+    """Draw one row of online softmax by tile: the largest score and the log-sum-exp so far.
 
     tops, totals: the state after each tile; exact: the row's true log-sum-exp. A ring marks each
-    tile that brought a new largest score, at which what was summed before is rescaled.
+    tile with a new largest score, which rescales the previous sum.
     """
     steps = list(range(1, len(tops) + 1))
     so_far = [top + math.log(total) for top, total in zip(tops, totals, strict=True)]
@@ -126,7 +126,7 @@ def running(
 
 @functools.cache
 def _map(count: int, is_causal: bool) -> list[list[int]]:
-    """What becomes of each tile: 0 skipped, 1 computed with a mask, 2 computed without."""
+    """Return what happens to each tile: 0 skipped, 1 computed with a mask, 2 computed without."""
     whole = torch.full((count, count), 2)
     if is_causal:
         whole = whole.tril(-1) + torch.eye(count, dtype=whole.dtype)
@@ -135,9 +135,9 @@ def _map(count: int, is_causal: bool) -> list[list[int]]:
 
 
 def rescalings(scores: Tensor, block: int, length: int, *, is_causal: bool) -> float:
-    """How often a row's largest score grows after its first tile, on average.
+    """Return how often a row's largest score grows after its first tile, on average.
 
-    scores: [rows, S], S >= length; the rows stand for queries spread evenly over the length.
+    scores: [rows, S], S >= length; the rows represent queries spread evenly over the length.
     """
     rows = scores[:, :length].clone()
     if is_causal:
@@ -155,9 +155,9 @@ def tiles(
     *,
     data: Tensor,
 ) -> go.Figure:
-    """Every tile of one head's scores, and what the walk over them costs, in a 16-bit format.
+    """Draw every tile of one head's scores, and the cost of visiting them, in a 16-bit format.
 
-    data: scores [rows, S] of which `rescalings` counts; S >= length, a multiple of block.
+    data: the scores [rows, S] for `rescalings`; S >= length, a multiple of block.
     """
     shape = Shape(batch=1, heads=1, length=length, head_dim=head_dim, is_causal=is_causal)
     count, live = length // block, traffic.live_tiles(shape, block, block)
@@ -179,7 +179,7 @@ def tiles(
             "hoverinfo": "skip",
         }
     )  # fmt: skip
-    for name, color in _STATES.items():  # a heatmap has no legend of its own
+    for name, color in _STATES.items():  # a heatmap has no legend entries
         marker = {"symbol": "square", "size": 12, "color": color}
         figure.add_scatter(x=[None], y=[None], mode="markers", name=name, marker=marker)
     figure.update_layout(
@@ -193,7 +193,7 @@ def tiles(
 
 
 def _own_tile(machine: traffic.Gpu, head_dim: int) -> int | None:
-    """Queries of the tile that the forward kernel takes there; None where it does not run."""
+    """Return the forward kernel's queries per tile on that GPU; None if it doesn't run there."""
     backend = "hip" if machine.name.startswith("MI") else "cuda"
     if backend == "cuda" and machine.sram < traffic.GPUS["RTX 4090"].sram:
         return None
@@ -201,10 +201,10 @@ def _own_tile(machine: traffic.Gpu, head_dim: int) -> int | None:
 
 
 def intensity(gpu: str = "H100", head_dim: int = 128) -> go.Figure:
-    """FLOP for each byte asked for, by the queries of a tile, beside what the GPU needs.
+    """Draw FLOP per requested byte by the queries of a tile, with what the GPU needs.
 
-    gpu: a key of `traffic.GPUS`; head_dim: 64, 128 or 256. Keys come in tiles of 32, two of them on
-    their way; numbers have 16 bits, 4,096 tokens, no mask.
+    gpu: a key of `traffic.GPUS`; head_dim: 64, 128 or 256. Keys come in tiles of 32, with two tiles
+    in flight; numbers have 16 bits, 4,096 tokens, no mask.
     """
     machine = traffic.GPUS[gpu]
     shape = Shape(batch=1, heads=1, length=_LONG, head_dim=head_dim)
@@ -272,7 +272,7 @@ def rates(
     title: str,
     limits: Mapping[str, float] | None = None,
 ) -> go.Figure:
-    """Rates by length: medians with the 20th and 80th percentile where there are several samples.
+    """Draw median rates by length, with the 20th and 80th percentile for several samples.
 
     curves: form -> tokens -> samples, in `unit`; limits: name -> a level, dashed.
     """
@@ -307,7 +307,7 @@ def rates(
 def resources(
     kernels: Mapping[str, Mapping[str, Mapping[str, int]]], targets: Sequence[str], *, title: str
 ) -> go.Figure:
-    """What a compiler gave each kernel: registers, by color too, and shared memory below.
+    """Draw each kernel's registers as compiled, also shown by color, and shared memory below.
 
     kernels: name -> target -> registers, spills and shared, in bytes; targets: the columns.
     """
@@ -345,6 +345,6 @@ def resources(
 
 
 def _cell(need: Mapping[str, int]) -> str:
-    """Registers, shared memory, and what was spilled if anything was."""
+    """Format registers, shared memory, and spills if there are any."""
     spilled = f"<br>{need['spills']} spilled" if need["spills"] else ""
     return f"<b>{need['registers']}</b><br>{need['shared'] // 1024} KiB{spilled}"

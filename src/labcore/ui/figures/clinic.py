@@ -1,4 +1,4 @@
-"""Curves of a bug clinic: one row a patient, one column a panel, the healthy curve behind each."""
+"""Curves of a bug clinic: one row per patient, one column per panel, the healthy curve in each."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["curves"]
 
 ROW = 150  # pixels
 LEFT = 78  # pixels left of the first column, for a patient's name
-AIR = 0.06  # of a panel's height, between its lines and its edges
+AIR = 0.06  # margin between a panel's lines and its edges, as a share of its height
 SMALL = {"size": 11}
-TITLE = 16  # letters in a line of a panel's title: a phone's column has no room for more
-WIDER = 20  # times the healthy span, beyond which a patient gets an axis of its own
+TITLE = 16  # letters per line of a panel's title that fit on a phone
+WIDER = 20  # a patient whose span is more times the healthy one gets a separate axis
 
 
 def curves(
@@ -30,14 +30,14 @@ def curves(
     first: int = 0,
     from_zero: bool = False,
 ) -> go.Figure:
-    """The patients' curves, as `Clinic.patients` returns them; a curve has a gap where it is NaN.
+    """Draw the patients' curves from `Clinic.patients`; a curve has a gap where it's NaN.
 
     patients: name -> title of a panel -> curve; "healthy" is drawn dotted in every row.
     quantity: what the curves show, written beside the first column.
-    every, first: the curves hold every so many steps, from step `first` on.
+    every, first: the curves hold one value per `every` steps, starting with step `first`.
     from_zero: whether each panel shows the value 0.
-    The rows of a panel share their axis, unless a patient leaves the healthy range far behind.
-    Raises ValueError where "healthy" or a patient is missing.
+    The rows of a panel share their axis, unless a patient is far outside the healthy range.
+    Raises ValueError if "healthy" or a patient is missing.
     """
     ill = [name for name in patients if name != "healthy"]
     if not ill or "healthy" not in patients:
@@ -66,7 +66,7 @@ def curves(
             _add(figure, steps, patients[name][panel], "patient", line, row, column, corner)
     for column, panel in enumerate(panels, 1):
         end = first + every * (len(healthy[panel]) - 1)
-        # On a phone more labels than three run together.
+        # On a phone, more than three labels would overlap.
         figure.update_xaxes(tickvals=[0, end / 2, end], range=[0, end], col=column)
         figure.update_xaxes(title={"text": "step", "font": SMALL}, row=len(ill), col=column)
         _scale(figure, patients, panel, column, from_zero)
@@ -92,7 +92,7 @@ def _scale(
     column: int,
     from_zero: bool,
 ) -> None:
-    """One axis for all rows of a panel where they are alike, with air below and above the lines."""
+    """Give a panel's rows one axis if they're similar, with margins above and below the lines."""
     rows = [[patients["healthy"], one] for name, one in patients.items() if name != "healthy"]
     shared = _span(patients.values(), panel) <= WIDER * _span([patients["healthy"]], panel)
     for row, pair in enumerate(rows, 1):
@@ -106,7 +106,7 @@ def _scale(
 
 
 def _ends(patients: Iterable[Mapping[str, Sequence[float]]], panel: str) -> tuple[float, float]:
-    """The smallest and the largest of a panel's finite values."""
+    """Return the smallest and the largest of a panel's finite values."""
     values = [value for one in patients for value in one[panel] if math.isfinite(value)]
     return min(values, default=0.0), max(values, default=0.0)
 
@@ -140,7 +140,7 @@ def _add(
 
 
 def _words(patients: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Five values along each curve, for a reader who does not see it."""
+    """Return five values along each curve, for readers who can't see it."""
     told = []
     for name, panels in patients.items():
         for panel, curve in panels.items():

@@ -1,4 +1,4 @@
-"""Figures of the chapter `clipping`: numbers in, plotly figures out."""
+"""Figures for the chapter `clipping`: numbers in, plotly figures out."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _COLORS = tuple(PALETTE.values())
 
 
 def _short(name: str) -> str:
-    """A parameter's name as an axis has room for it: 5 for layers.5.weight."""
+    """Shorten a parameter's name for an axis: 5 for layers.5.weight."""
     return name.removesuffix(".weight").removeprefix("layers.")
 
 
 def _number(value: float) -> str:
-    """A norm as a title shows it: 3 digits, 1e5 and not 1e+05."""
+    """Format a norm for a title: 3 digits, 1e5 rather than 1e+05."""
     return f"{value:.3g}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
 
 
@@ -38,9 +38,9 @@ def norm_choice(
     *,
     data: Mapping[str, Snapshot],
 ) -> go.Figure:
-    """The norm of each parameter's gradient, before and after clipping by `norm` at `max_norm`.
+    """Draw the norm of each parameter's gradient before and after clipping by `norm` at `max_norm`.
 
-    norm: one of `exploding.COMPARABLE`. gradient: a key of `data`, its first by default.
+    norm: one of `exploding.COMPARABLE`. gradient: a key of `data`, by default the first.
     """
     taken = data[gradient or next(iter(data))]
     found = effect(taken, exploding.comparable(norm, taken, max_norm))
@@ -70,7 +70,7 @@ def norm_choice(
             },
         ],
         {
-            "title": {"text": title, "pad": {"t": 18}},  # three lines at 12 touch the edge
+            "title": {"text": title, "pad": {"t": 18}},  # at 12, three lines touch the edge
             "xaxis": {"title": "parameter", "type": "category"},
             "yaxis": {
                 "title": "norm of its gradient",
@@ -87,17 +87,17 @@ def norm_choice(
 
 
 def _dot(color: str, symbol: str, size: int) -> dict[str, object]:
-    # The larger is drawn first, so that both show where nothing was clipped.
+    # Draw the larger one first, so that both show where nothing was clipped.
     return {"color": PALETTE[color], "symbol": symbol, "size": size, "line": {"width": 2}}
 
 
 def growth(
     curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, title: str, steps: str
 ) -> go.Figure:
-    """Root mean square of a gradient by the steps it has come back, beside its prediction.
+    """Draw the RMS of a gradient by the steps it has gone back, with its prediction.
 
-    curves: name -> (measured, predicted), first state first as in `networks.Growth`, each divided
-    by its last here. steps: what a step is, for the axis.
+    curves: name -> (measured, predicted), first state first as in `networks.Growth`; the figure
+    divides each by its last value. steps: the name of a step, for the axis.
     """
     figure = go.Figure()
     for (name, (measured, predicted)), color in zip(curves.items(), _COLORS, strict=False):
@@ -124,7 +124,7 @@ def growth(
 
 
 def _smoothed(values: Sequence[float], window: int = 7) -> list[float | None]:
-    """Running means; None from the first value that is not finite on."""
+    """Return running means; None from the first non-finite value to the end."""
     good = []
     for value in values:
         if not math.isfinite(value):
@@ -139,7 +139,7 @@ def _smoothed(values: Sequence[float], window: int = 7) -> list[float | None]:
 def losses(
     curves: Mapping[str, Sequence[float]], *, title: str, bad_step: int | None = None
 ) -> go.Figure:
-    """Training losses by step, running means over 7; a cross where one stops to be finite.
+    """Draw training losses by step, running means over 7; a cross marks where one isn't finite.
 
     bad_step: the step with the bad batch, marked. Losses far above the others leave the figure.
     """
@@ -168,12 +168,12 @@ def losses(
 
 
 def _over_seeds(samples: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation; no spread for one seed."""
+    """Return the mean and standard deviation; 0 for one seed."""
     return fmean(samples), stdev(samples) if len(samples) > 1 else 0.0
 
 
 def cosines(depths: Sequence[int], curves: Mapping[str, Sequence[Sequence[float]]]) -> go.Figure:
-    """Cosine between a gradient raw and clipped, by depth; curves: name -> [depth, seeds]."""
+    """Draw the cosine between raw and clipped gradient by depth; curves: name -> [depth, seeds]."""
     figure = go.Figure()
     for name, rows in curves.items():
         means, spreads = zip(*map(_over_seeds, rows), strict=True)
@@ -198,7 +198,7 @@ def cosines(depths: Sequence[int], curves: Mapping[str, Sequence[Sequence[float]
 
 
 def accuracies(rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str) -> go.Figure:
-    """Held-out accuracy by method, one symbol a group. rows: group -> method -> seeds."""
+    """Draw held-out accuracy by method, one symbol per group. rows: group -> method -> seeds."""
     figure = go.Figure()
     symbols = ("circle", "x", "diamond", "square")
     for (group, methods), symbol in zip(rows.items(), symbols, strict=False):
@@ -215,7 +215,7 @@ def accuracies(rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str)
         title=title,
         xaxis={"title": "held-out accuracy", "rangemode": "tozero"},
         yaxis={"autorange": "reversed"},
-        legend={"xref": "container"},  # beside the long names a phone has no room for it
+        legend={"xref": "container"},  # no room on a phone beside the long names
     )
     words = "; ".join(
         f"{group}: " + ", ".join(f"{name} {fmean(xs):.3f}" for name, xs in methods.items())

@@ -1,4 +1,4 @@
-"""Figures of the chapter `ghost_norm`: numbers in, plotly figures out."""
+"""Figures for the chapter `ghost_norm`: numbers in, plotly figures out."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = [
 
 _BATCHES = {"title": "batch size", "type": "log"}
 _COLORS = {"epochs": PALETTE["blue"], "updates": PALETTE["vermillion"]}
-# The text of a name that is too long for a phone's axis.
+# Letters per line of a name on a phone's axis.
 _WRAP = 22
 
 
 def _interval(samples: Sequence[float]) -> tuple[float, float]:
-    """Mean and half the 95 % interval over seeds; no interval for one seed."""
+    """Return the mean and half the 95 % interval over seeds; 0 for one seed."""
     measured = Measured.of(samples)
     half = measured.high - measured.mean
     return measured.mean, half if math.isfinite(half) else 0.0
@@ -43,7 +43,7 @@ def _interval(samples: Sequence[float]) -> tuple[float, float]:
 def _curve(
     x: Sequence[float], points: Sequence[Sequence[float]], name: str, **style: Any
 ) -> dict[str, Any]:
-    """A trace of means with their intervals."""
+    """Return a trace of means with their intervals."""
     means, halves = zip(*(_interval(samples) for samples in points), strict=True)
     return {
         "x": list(x),
@@ -67,7 +67,7 @@ def _words(x: Sequence[float], points: Sequence[Sequence[float]], digits: int = 
 
 
 def _wrapped(name: str) -> str:
-    """The name in lines that a phone's axis has room for."""
+    """Break a name into lines that fit on a phone's axis."""
     lines = [""]
     for word in name.split():
         if len(lines[-1]) + len(word) >= _WRAP:
@@ -79,7 +79,7 @@ def _wrapped(name: str) -> str:
 def accuracy_by_batch(
     batches: Sequence[int], accuracy: Mapping[str, Sequence[Sequence[float]]]
 ) -> go.Figure:
-    """Test accuracy against batch size, one curve a name; accuracy: name -> [batches, seeds]."""
+    """Draw test accuracy by batch size, one curve per name; accuracy: name -> [batches, seeds]."""
     figure = go.Figure([_curve(batches, points, name) for name, points in accuracy.items()])
     figure.update_layout(
         title="Test accuracy by batch size",
@@ -96,10 +96,10 @@ def gradient_variance(
     variance: Mapping[str, Sequence[Sequence[float]]],
     law: Mapping[str, Sequence[float]],
 ) -> go.Figure:
-    """Variance of the gradient against batch size, both axes logarithmic.
+    """Draw the gradient's variance by batch size, on logarithmic axes.
 
-    variance: name -> [batches, seeds], over the squared norm of the full gradient; law: name -> the
-    prediction for each batch, drawn dashed. What is 0 has no place on the axis and is left out.
+    variance: name -> [batches, seeds], relative to the squared norm of the full gradient; law: name
+    -> the prediction for each batch, drawn dashed. Zeros don't fit on the axis and are left out.
     """
     figure = go.Figure()
     for name, points in variance.items():
@@ -136,7 +136,7 @@ def gradient_variance(
 def gradient_bias(
     batches: Sequence[int], bias: Mapping[str, Sequence[Sequence[float]]]
 ) -> go.Figure:
-    """How far the mean of batch gradients is from the full gradient; bias: [batches, seeds]."""
+    """Draw the distance of mean batch gradients from the full gradient; bias: [batches, seeds]."""
     figure = go.Figure([_curve(batches, points, name) for name, points in bias.items()])
     figure.update_layout(
         title="How far the mean gradient is off",
@@ -151,7 +151,7 @@ def gradient_bias(
 def arrivals(
     batches: Sequence[int], ratios: Mapping[str, Sequence[Sequence[float]]], loss: float
 ) -> go.Figure:
-    """What a training loss costs, relative to the smallest batch; ratios: name -> [batches, n]."""
+    """Draw the cost of a training loss over the smallest batch's; ratios: name -> [batches, n]."""
     figure = go.Figure([_curve(batches, points, name) for name, points in ratios.items()])
     figure.add_hline(y=1, line=draw.PREDICTED)
     figure.update_layout(
@@ -164,7 +164,7 @@ def arrivals(
 
 
 def throughput(batches: Sequence[int], speed: Sequence[Sequence[float]]) -> go.Figure:
-    """Images a second against batch size, with a line of speed in proportion to the batch."""
+    """Draw images per second by batch size, with a line for speed proportional to the batch."""
     means = [fmean(samples) for samples in speed]
     figure = go.Figure(_curve(batches, speed, "measured"))
     figure.add_scatter(
@@ -190,7 +190,7 @@ def throughput(batches: Sequence[int], speed: Sequence[Sequence[float]]) -> go.F
 
 
 def regimes(accuracy: Mapping[str, Sequence[float]]) -> go.Figure:
-    """Test accuracy of each regime: a point a seed, and the mean with its 95 % interval."""
+    """Draw each regime's test accuracy: one point per seed, and the mean with its 95 % interval."""
     figure = go.Figure()
     names = [_wrapped(name) for name in accuracy]
     figure.add_scatter(
@@ -221,7 +221,7 @@ def regimes(accuracy: Mapping[str, Sequence[float]]) -> go.Figure:
 
 
 def _rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's; numbers that are equal take their order."""
+    """Return Spearman's rank correlation; ties keep their order."""
     order = [sorted(range(len(x)), key=x.__getitem__) for x in (a, b)]
     places = [sorted(range(len(x)), key=x.__getitem__) for x in order]
     return correlation(*places) if len(a) > 1 else math.nan
@@ -230,11 +230,11 @@ def _rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 def flatness(
     measure: Mapping[str, Sequence[float]], accuracy: Mapping[str, Sequence[float]], title: str
 ) -> go.Figure:
-    """Test accuracy against a measure of sharpness (logarithmic), one marker a regime.
+    """Draw test accuracy by a measure of sharpness (logarithmic), one marker per regime.
 
-    measure, accuracy: name -> seeds. A marker stands at the median of the measure and the mean of
-    the accuracy; its bars are the middle 60 % and the 95 % interval. The second line of the title
-    has the correlation of the ranks of both over the regimes (Spearman's).
+    measure, accuracy: name -> seeds. A marker is at the median of the measure and the mean of the
+    accuracy; its bars are the middle 60 % and the 95 % interval. The second line of the title gives
+    Spearman's rank correlation of the two over the regimes.
     """
     figure = go.Figure()
     rank = _rank_correlation(
@@ -269,9 +269,10 @@ def running_statistics(
     predicted: Mapping[str, Mapping[str, float]],
     whole: float,
 ) -> go.Figure:
-    """The running variance by policy, a bar an order; measured, predicted: order -> policy -> it.
+    """Draw the running variance by policy, one bar per order.
 
-    whole: the variance that a statistic over all rows would have, a dashed line.
+    measured, predicted: order -> policy -> the variance. whole: the variance that a statistic over
+    all rows would have, a dashed line.
     """
     figure = go.Figure()
     colors = (PALETTE["blue"], PALETTE["orange"])
@@ -315,11 +316,11 @@ def running_statistics(
 def sweep(
     batch: float, ghost: float, data: Mapping[str, Mapping[int, Mapping[str, Any]]]
 ) -> go.Figure:
-    """Above test accuracy against batch size; below the training loss at the chosen batch.
+    """Draw test accuracy by batch size above, and below it the training loss at the chosen batch.
 
-    data: budget ("epochs", "updates") -> batch -> ghost -> {accuracy, steps, loss}, as the record
-    `digits/sweep` details them. Solid with whole batches, dotted with ghosts; a ghost larger than
-    the batch is the whole batch.
+    data: budget ("epochs", "updates") -> batch -> ghost -> {accuracy, steps, loss}, from the
+    details of the record `digits/sweep`. Lines are solid with whole batches and dotted with ghosts;
+    a ghost larger than the batch is the whole batch.
     """
     batch, ghost = round(batch), round(ghost)
     figure, lines = [], []

@@ -1,4 +1,4 @@
-"""Figures of the chapter `hip`: numbers in, plotly figures out."""
+"""Figures for the chapter `hip`: numbers in, plotly figures out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from labcore.ui.theme import PALETTE
 
 __all__ = ["banks", "lanes", "residents", "work"]
 
-BANKS = 32  # of 4 bytes; 32 lanes that read 4 bytes each are served at once
+BANKS = 32  # 4 bytes each; 32 lanes that read 4 bytes each are served together
 _STEPS = ("vermillion", "orange", "blue", "green")
 _KIB = 1024
 _REGISTERS = tuple(range(16, 513, 8))
@@ -21,17 +21,17 @@ _LAW = {"dash": "dash", "width": 1.5}
 
 
 def place(instruction: Instruction, matrix: str, item: int) -> str:
-    """Where a lane keeps its element `item`: a register, and which half where two share one."""
+    """Return where a lane keeps element `item`: a register, and which half if two share one."""
     if matrix == "D" or instruction.bits == 32:
         return f"register {item}"
     return f"register {item // 2}, {('low', 'high')[item % 2]} half"
 
 
 def lanes(instruction: str = "32x32x8_f16", matrix: str = "A", lane: int = 37) -> go.Figure:
-    """Which lane and register holds which element of a matrix, and all that one lane holds.
+    """Draw which lane and register hold which element of a matrix, and everything one lane holds.
 
-    instruction: a key of `mfma.INSTRUCTIONS`; matrix: "A", "B" or "D"; lane: 0 to 63. The color of
-    an element is its place within its lane; a ring marks those of `lane`.
+    instruction: a key of `mfma.INSTRUCTIONS`; matrix: "A", "B" or "D"; lane: 0 to 63. An element's
+    color is its place within its lane; rings mark the elements of `lane`.
     """
     chosen = INSTRUCTIONS[instruction]
     held = chosen.results if matrix == "D" else chosen.operands
@@ -83,10 +83,10 @@ def lanes(instruction: str = "32x32x8_f16", matrix: str = "A", lane: int = 37) -
 
 
 def banks(stride: int = 64, *, data: Mapping[int, int] | None = None) -> go.Figure:
-    """How many of 32 lanes, each on its own row, one bank of LDS has to serve.
+    """Draw how many of 32 lanes, each on a different row, one bank of LDS has to serve.
 
-    stride: 4-byte words from row to row; data: stride -> cycles that the emulator counted beyond
-    the first, of 32 lanes.
+    stride: 4-byte words between rows; data: stride -> cycles beyond the first that the emulator
+    counted for 32 lanes.
     """
     hits = [0] * BANKS
     for row in range(BANKS):
@@ -118,11 +118,11 @@ def residents(
     *,
     data: Mapping[str, Mapping[str, int]] | None = None,
 ) -> go.Figure:
-    """Waves that one SIMD holds, by the registers of a lane, and what bounds them.
+    """Draw the waves that one SIMD holds, by the registers per lane, and what limits them.
 
-    registers: of one lane, vector and accumulation together, 16 to 512; lds_kib: KiB of a
-    workgroup; waves: of a workgroup; data: kernel -> registers and occupancy that a compiler
-    reported, drawn as diamonds.
+    registers: per lane, vector and accumulation together, 16 to 512; lds_kib: KiB per workgroup;
+    waves: per workgroup; data: kernel -> registers and occupancy that a compiler reported, drawn as
+    diamonds.
     """
 
     def found(count: int) -> int:
@@ -178,7 +178,7 @@ def _fits(registers: int, lds_kib: int, waves: int, arch: str) -> Occupancy:
 
 
 def _bound(found: Occupancy) -> str:
-    """What to change for more waves, of the two that the figure moves."""
+    """Return which of the two resources in the figure limits the waves."""
     if "slots" in found.bound_by:
         return "all that it has room for"
     said = {"registers": "registers", "lds": "LDS"}
@@ -186,7 +186,7 @@ def _bound(found: Occupancy) -> str:
 
 
 def work(counts: Mapping[str, Mapping[str, float]], *, title: str) -> go.Figure:
-    """Counts by step, on a logarithmic axis; a count of zero has no bar.
+    """Draw counts by step on a logarithmic axis; a count of zero has no bar.
 
     counts: step -> counter -> count.
     """

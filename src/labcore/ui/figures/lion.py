@@ -1,4 +1,4 @@
-"""Figures of the chapter `lion`: numbers in, plotly figures out."""
+"""Figures for the chapter `lion`: numbers in, plotly figures out."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _PARTS = {"weights": "gray", "gradients": "sky", "optimizer state": "vermillion"
 
 
 def _color(name: str) -> str:
-    """The color of the first known optimizer that `name` speaks of, gray for any other."""
+    """Return the color of the first known optimizer that `name` contains, or gray."""
     known = (color for key, color in COLORS.items() if key.lower() in name.lower())
     return next(known, PALETTE["gray"])
 
 
 def _key(name: str) -> str:
-    """The key in STATE_TENSORS of an optimizer's name as a reader sees it."""
+    """Return the key in STATE_TENSORS for an optimizer's displayed name."""
     return name.lower().replace(" ", "_")
 
 
@@ -81,9 +81,9 @@ def walk(
     surface: str = "bowl",
     steps: int = 100,
 ) -> go.Figure:
-    """The path of one optimizer over one surface; arguments as in `landscape.trajectory`.
+    """Draw the path of one optimizer on one surface; arguments as in `landscape.trajectory`.
 
-    Points outside the window end the drawn path: the walk has left it for good or come back.
+    The drawn path ends at the first point far outside the window, even if the walk comes back.
     """
     shape = landscape.SURFACES[surface]
     path = landscape.trajectory(optimizer, shape, lr=lr, noise=noise, steps=steps)
@@ -125,9 +125,9 @@ def memory(
     bytes_per_number: int,
     optimizers: Sequence[str] = ("AdamW", "Lion", "momentum", "gradient descent"),
 ) -> go.Figure:
-    """Gigabytes (1e9) of weights, gradients and optimizer state, stacked, one bar an optimizer.
+    """Draw gigabytes (1e9) of weights, gradients and optimizer state, stacked per optimizer.
 
-    Every number is stored in `bytes_per_number`; activations are not counted.
+    Every number takes `bytes_per_number` bytes; activations aren't counted.
     """
     unit = parameters * bytes_per_number / 1e9
     figure = go.Figure()
@@ -155,9 +155,9 @@ def memory(
 
 
 def sweep(batch: int, decay: float, data: Mapping[int, Mapping[str, Any]]) -> go.Figure:
-    """Validation accuracy against learning rate, one curve an optimizer at one weight decay.
+    """Draw validation accuracy by learning rate, one curve per optimizer, at one weight decay.
 
-    data: batch size -> what the record `digits/sweep` details: learning_rates, decays, and
+    data: batch size -> the details of the record `digits/sweep`: learning_rates, decays, and
     accuracy by optimizer as [decays, learning_rates, seeds]. The best rate has a larger marker.
     """
     grid = data[batch]
@@ -187,7 +187,7 @@ def sweep(batch: int, decay: float, data: Mapping[int, Mapping[str, Any]]) -> go
 def loss_curves(
     curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], target: float | None = None
 ) -> go.Figure:
-    """Loss over the training part by step: a line a seed, one color an optimizer.
+    """Draw training loss by step, one line per seed and one color per optimizer.
 
     curves: name -> runs, each a sequence of (step, loss); target: drawn as a dotted line.
     """
@@ -217,7 +217,7 @@ def loss_curves(
 def update_size(
     signals: Sequence[float], measured: Sequence[float], predicted: Sequence[float]
 ) -> go.Figure:
-    """Root mean square of an AdamW update, in learning rates, by signal over noise; Lion's is 1."""
+    """Draw the RMS of an AdamW update, in learning rates, by signal over noise; Lion's is 1."""
     figure = go.Figure()
     figure.add_scatter(
         x=list(signals), y=[1.0] * len(signals), name="Lion", mode="lines",
@@ -244,7 +244,7 @@ def update_size(
 
 
 def update_steps(curves: Mapping[str, Sequence[tuple[int, float]]]) -> go.Figure:
-    """Size of the updates over training runs. curves: name -> (share of the run, RMS)."""
+    """Draw the size of updates over training runs. curves: name -> (share of the run, RMS)."""
     figure = go.Figure()
     seen: list[str] = []
     for name, points in curves.items():
@@ -267,7 +267,7 @@ def update_steps(curves: Mapping[str, Sequence[tuple[int, float]]]) -> go.Figure
 
 
 def batch_sizes(accuracy: Mapping[str, Mapping[int, Sequence[float]]]) -> go.Figure:
-    """Accuracy by batch size with the spread over seeds.
+    """Draw accuracy by batch size, with the spread over seeds.
 
     accuracy: optimizer -> batch size -> accuracies of the seeds.
     """
@@ -304,17 +304,17 @@ def _lines(paths: Mapping[str, Sequence[float | None]], *, title: str, y: str) -
 
 
 def _last(path: Sequence[float | None]) -> str:
-    """The last number of a path, or that it ends before."""
+    """Return the last number of a path in words, or that the path ends earlier."""
     return "none, the path ends early" if path[-1] is None else f"{path[-1]:.3g}"
 
 
 def drift(paths: Mapping[str, Sequence[float]]) -> go.Figure:
-    """Weights after a single gradient. paths: optimizer -> weight by step."""
+    """Draw weights after a single gradient. paths: optimizer -> weight by step."""
     return _lines(paths, title="One gradient at the first step, none after it", y="weight")
 
 
 def nan_paths(paths: Mapping[str, Sequence[float]], at: int) -> go.Figure:
-    """A weight whose gradient is NaN once, at step `at`; a path ends where the weight is NaN."""
+    """Draw a weight with one NaN gradient, at step `at`; a path ends when its weight is NaN."""
     finite = {
         name: [None if math.isnan(weight) else weight for weight in path]
         for name, path in paths.items()
@@ -339,7 +339,7 @@ def nan_paths(paths: Mapping[str, Sequence[float]], at: int) -> go.Figure:
 def stall(
     learning_rates: Sequence[float], measured: Sequence[float], predicted: Sequence[float]
 ) -> go.Figure:
-    """Share of the weights that a step of the learning rate changes: predicted and measured."""
+    """Draw the share of weights that a step of the learning rate changes; also its prediction."""
     figure = go.Figure()
     figure.add_scatter(
         x=list(learning_rates),
@@ -369,7 +369,7 @@ def stall(
 
 
 def step_times(milliseconds: Mapping[str, Sequence[float]], title: str) -> go.Figure:
-    """Median time of one optimizer step with its 20th and 80th percentile, one bar a library."""
+    """Draw the median time of one optimizer step per library, with 20th and 80th percentile."""
     names = sorted(milliseconds, key=lambda name: median(milliseconds[name]))
     figure = go.Figure()
     for name in names:

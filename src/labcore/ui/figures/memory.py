@@ -1,4 +1,4 @@
-"""Figures of the chapter `memory`: numbers in, plotly figures out."""
+"""Figures for the chapter `memory`: numbers in, plotly figures out."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ CHECKPOINTING: Mapping[str, int | str | None] = {
     "every 4 layers": 4,
     "every layer": 1,
 }
-_MOST_POINTS = 250  # of a timeline: a page carries each of them five times
+_MOST_POINTS = 250  # per timeline, because the page contains each of them five times
 
 
 def _size(count: float) -> str:
-    """Bytes with 3 digits and a unit."""
+    """Format bytes with 3 digits and a unit."""
     power = min(4, int(math.log10(max(count, 1)) // 3))
     return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 def _ceiling(tallest: float) -> float:
-    """The end of the axis in GB: above the bars and the first line that they do not reach."""
+    """Return the end of the axis in GB: above the bars and the next larger capacity."""
     above = [line for line in CAPACITIES if line >= tallest]
     return 1.1 * max(tallest, above[0] if above else CAPACITIES[-1])
 
@@ -115,7 +115,7 @@ def _stacked(columns: Mapping[str, Breakdown], title: str) -> go.Figure:
 
 
 def _labels(lines: Sequence[float], room: float) -> list[dict[str, object]]:
-    """Words beside lines, from the highest down, as far as they do not lie on each other."""
+    """Return labels beside the lines, from the highest down, skipping those that would overlap."""
     labelled: list[float] = []
     for line in lines:
         if not labelled or labelled[-1] - line > room:
@@ -125,7 +125,7 @@ def _labels(lines: Sequence[float], room: float) -> list[dict[str, object]]:
 
 
 def stacks(columns: Mapping[str, Breakdown], *, title: str) -> go.Figure:
-    """Bytes of each column stacked by what they are for, against the memory of common GPUs."""
+    """Draw each column's bytes stacked by purpose, with the memory of common GPUs."""
     words = "; ".join(
         f"{name}: "
         + ", ".join(f"{part} {_size(size)}" for part, size in held.parts().items() if size)
@@ -143,7 +143,7 @@ def moments(
     optimizer: str = "adamw",
     checkpointing: str = "none",
 ) -> go.Figure:
-    """What one GPU holds at the highest point of each part of a step, by `memory.estimate`.
+    """Draw what one GPU holds at the peak of each part of a step, by `memory.estimate`.
 
     model: a key of MODELS; checkpointing: a key of CHECKPOINTING; the rest as in `estimate`.
     """
@@ -177,7 +177,7 @@ def stages(
     length: int = 4096,
     devices: int = 8,
 ) -> go.Figure:
-    """The peak on one of `devices` GPUs by ZeRO stage, each with its own batch; see `moments`."""
+    """Draw the peak on one of `devices` GPUs by ZeRO stage, each with its batch; see `moments`."""
     columns = {
         f"stage {stage}": estimate(
             MODELS[model],
@@ -202,12 +202,12 @@ def stages(
 
 
 def _layers(checkpointing: str) -> str:
-    """A key of CHECKPOINTING in two words at most: a phone's title has 40 letters a line."""
+    """Shorten a key of CHECKPOINTING for a title, which has 40 letters per line on a phone."""
     return {"every 4 layers": "by 4", "every layer": "by 1"}.get(checkpointing, checkpointing)
 
 
 def _last_step(moments: Sequence[Moment]) -> Sequence[Moment]:
-    """From the last time that a forward begins."""
+    """Return the moments starting with the last beginning of a forward."""
     begins = [
         at + 1
         for at, (before, now) in enumerate(pairwise(moments))
@@ -217,9 +217,9 @@ def _last_step(moments: Sequence[Moment]) -> Sequence[Moment]:
 
 
 def timeline(moments: Sequence[Moment], *, title: str) -> go.Figure:
-    """What the last step of `Meter.timeline` held, moment by moment, stacked.
+    """Draw what the last step of `Meter.timeline` held, moment by moment, stacked.
 
-    Where a step has more moments than a page should carry, each point is the highest of several.
+    If a step has too many moments for a page, each point is the highest of several.
     """
     step = _last_step(moments)
     every = -(-len(step) // _MOST_POINTS)
@@ -247,7 +247,7 @@ def timeline(moments: Sequence[Moment], *, title: str) -> go.Figure:
                 "fillcolor": color,
                 "hoverinfo": "name",
             }
-            # From the highest down, each covering what is below it.
+            # Draw from the highest down; each trace covers what is below it.
             for (part, color), top in zip(reversed(COLORS.items()), reversed(tops[1:]), strict=True)
         ],
         {
@@ -269,7 +269,7 @@ def timeline(moments: Sequence[Moment], *, title: str) -> go.Figure:
 
 
 def modules(held: Mapping[str, Breakdown], *, title: str) -> go.Figure:
-    """`Meter.by_module`, in which a layer's parts are added up, as bars from left to right."""
+    """Draw `Meter.by_module` as horizontal bars, with a layer's parts added up."""
     rows: dict[str, dict[str, int]] = {}
     for name, one in held.items():
         path = name.split(".")
@@ -299,7 +299,7 @@ def modules(held: Mapping[str, Breakdown], *, title: str) -> go.Figure:
 
 
 def _place(name: str) -> tuple[int, int]:
-    """The order of a forward."""
+    """Return a module's sort key, in the order of a forward."""
     first, _, number = name.partition(".")
     known = ("embed_tokens", "layers", "norm", "lm_head", "loss, inputs")
     return known.index(first) if first in known else len(known), int(number or 0)
@@ -308,7 +308,7 @@ def _place(name: str) -> tuple[int, int]:
 def stretches(
     predicted: Mapping[int, float], measured: Mapping[int, float], *, title: str
 ) -> go.Figure:
-    """Bytes of activations by the layers that are recomputed as one: a line, and what was held."""
+    """Draw bytes of activations by the layers recomputed as one: a line, and measured points."""
     figure = go.Figure()
     figure.add_scatter(
         x=list(predicted), y=[size / 1e3 for size in predicted.values()], mode="lines",
@@ -329,7 +329,7 @@ def stretches(
 
 
 def prices(rows: Mapping[str, tuple[float, Sequence[float]]], *, title: str) -> go.Figure:
-    """Each method's bytes and time over those of plain training, on one logarithmic axis.
+    """Draw each method's bytes and time relative to plain training, on one logarithmic axis.
 
     rows: method -> (bytes over plain, samples of time over plain, whose mean has its interval).
     """
@@ -364,7 +364,7 @@ def prices(rows: Mapping[str, tuple[float, Sequence[float]]], *, title: str) -> 
             "ticktext": [f"{tick:g}" for tick in ticks],
         },
         yaxis={"autorange": "reversed"},
-        legend={"xref": "container"},  # beside the long names a phone has no room for it
+        legend={"xref": "container"},  # no room on a phone beside the long names
         height=140 + 30 * len(names),
     )
     words = "; ".join(

@@ -1,4 +1,4 @@
-"""Figures of the chapter `shuffling`: numbers in, plotly figures out."""
+"""Figures for the chapter `shuffling`: numbers in, plotly figures out."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MARK = {"symbol": "triangle-down", "size": 11, "color": PALETTE["vermillion"]}
 
 
 def spikes(losses: Mapping[str, Sequence[float]], onsets: Mapping[str, Sequence[int]]) -> go.Figure:
-    """Loss curves of orders, the first step of each spike marked above its curve.
+    """Draw the loss curves of orders, with the first step of each spike marked above its curve.
 
-    losses: name of an order -> the loss of each batch, nats a letter; onsets: name -> steps.
+    losses: name of an order -> the loss of each batch, nats per letter; onsets: name -> steps.
     """
     colors = itertools.cycle((PALETTE["blue"], PALETTE["orange"], PALETTE["green"]))
     figure = go.Figure()
@@ -51,7 +51,7 @@ def spikes(losses: Mapping[str, Sequence[float]], onsets: Mapping[str, Sequence[
 
 
 def buffer(size: str, seed: int, data: Mapping[str, Mapping[str, Any]]) -> go.Figure:
-    """Above the loss of each batch, below how far the batches lie from the average of the data.
+    """Draw the loss of each batch above, and the batches' distance from the data's average below.
 
     data: buffer size -> "losses" and "distances" [seeds drawn, steps], "onsets", "held out" and
     "design effect" [seeds]. The distances are means over 25 batches, every 5 steps.
@@ -109,9 +109,9 @@ def buffer(size: str, seed: int, data: Mapping[str, Mapping[str, Any]]) -> go.Fi
 
 
 def outcomes(orders: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> go.Figure:
-    """Held-out loss against the spikes of a run, means over seeds, one symbol an order.
+    """Draw held-out loss by the spikes of a run, means over seeds, one symbol per order.
 
-    orders: name -> (spikes in 1,000 steps, held-out loss minus the full shuffle's), a number a
+    orders: name -> (spikes per 1,000 steps, held-out loss minus the full shuffle's), one number per
     seed.
     """
     figure = go.Figure()
@@ -138,9 +138,9 @@ def outcomes(orders: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> g
 def design_effects(
     sizes: Sequence[int], orders: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, at: int
 ) -> go.Figure:
-    """Design effect against the batch size: lines predicted from size `at`, points measured.
+    """Draw the design effect by batch size: lines predicted from size `at`, and measured points.
 
-    orders: name -> (predicted, measured), a number a size.
+    orders: name -> (predicted, measured), one number per size.
     """
     figure, colors = go.Figure(), itertools.cycle(PALETTE.values())
     for (name, (predicted, measured)), color in zip(orders.items(), colors, strict=False):
@@ -175,9 +175,9 @@ def design_effects(
 
 
 def noise_scales(exact: Sequence[float], estimates: Mapping[str, Sequence[float]]) -> go.Figure:
-    """The noise scale that two batches estimate, one row an order, beside the exact one.
+    """Draw the noise scale estimated from two batches, one row per order, with the exact one.
 
-    exact: a number a seed; estimates: name of an order -> a number a seed. In rows.
+    exact: one number per seed; estimates: name of an order -> one number per seed. In rows.
     """
     figure = go.Figure()
     for name, values in estimates.items():

@@ -1,11 +1,12 @@
 """The model that the Triton Inference Server's python backend loads: a bridge to one engine.
 
-It is copied into the model repository as `1/model.py` and runs in the server's own environment:
-the standard library and what the backend brings are all it imports. Decoupled: `execute` hands each
-request to the engine and returns; a thread reads the engine's lines from a Unix socket and sends a
-response for each, the last with the final flag. A request whose client left is cancelled there, an
-engine that is lost ends its requests with an error, and the bridge connects again by itself. The
-process ends with the server that started it.
+This file is copied into the model repository as `1/model.py` and runs in the server's environment.
+It imports only the standard library and what the backend provides.
+
+The model is decoupled: `execute` hands each request to the engine and returns. A thread reads the
+engine's lines from a Unix socket and sends a response for each, the last with the final flag. The
+bridge cancels a request whose client has disconnected. If it loses the engine, it ends the requests
+with an error and reconnects. The process exits with the server that started it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ import time
 from contextlib import suppress
 from typing import Any
 
-# The server brings it, and numpy in it; nowhere else is it found.
+# Only the server provides this module, which also provides numpy.
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 __all__ = ["Bridge", "Pending", "TritonPythonModel"]
 
-LIMIT = 1 << 20  # bytes of a line, as the engine reads them
-LOOK_S = 0.05  # between two looks at whether clients left, and between attempts to connect
-GAUGES_S = 1.0  # between two questions for the engine's numbers
+LIMIT = 1 << 20  # the engine's limit on the bytes of a line
+LOOK_S = 0.05  # between checks for disconnected clients, and between attempts to connect
+GAUGES_S = 1.0  # between requests for the engine's statistics
 STATS = {"type": "stats", "id": "gauges"}
-# Inputs that go to the engine under their own names, and how a value of numpy becomes JSON.
+# Inputs that go to the engine under their own names, and how to convert numpy values to JSON.
 PLAIN: dict[str, Any] = {
     "max_tokens": int,
     "temperature": float,
@@ -40,7 +41,7 @@ PLAIN: dict[str, Any] = {
     "timeout": float,
 }
 INPUTS = ("text_input", *PLAIN, "stop", "stream")
-# Names in pb_utils.TritonError, which is not there yet while this file is imported.
+# Names in pb_utils.TritonError, which doesn't exist yet while this file is imported.
 CODES = {
     "invalid": "INVALID_ARG",
     "malformed": "INVALID_ARG",
@@ -53,36 +54,36 @@ CODES = {
 
 
 class TritonPythonModel:
-    """What the backend calls."""
+    """The class that the backend calls."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Called once: the model's configuration names the engine's socket."""
+        """Connect to the engine, whose socket is in the model's configuration. Called once."""
         config = json.loads(args["model_config"])
         self.bridge = Bridge(config["parameters"]["socket"]["string_value"])
         self.bridge.start()
 
     def execute(self, requests: list[Any]) -> None:
-        """Hands each request over; the responses come later, from the bridge's threads."""
+        """Hand each request to the bridge, whose threads send the responses later."""
         for request in requests:
             sender = request.get_response_sender()
             try:
                 message, stream = _read(request)
             except ValueError as error:
                 Pending(sender, True).fail("invalid", str(error))
-            except Exception as error:  # Of one request: it must not take the others with it.
+            except Exception as error:  # one request's fault must not affect the others
                 Pending(sender, True).fail("internal", f"{type(error).__name__}: {error}")
             else:
                 self.bridge.submit(message, Pending(sender, stream))
 
     def finalize(self) -> None:
-        """Called when the server unloads the model."""
+        """Close the bridge. Called when the server unloads the model."""
         self.bridge.close()
 
 
 class Pending:
-    """One request of the server: sends its responses, and its end once.
+    """One request of the server: sends its responses, and its final response exactly once.
 
-    stream: whether each part is sent as it comes; else all parts are sent as one, at the end.
+    stream: whether to send each part as it arrives; otherwise all parts are sent as one at the end.
     """
 
     def __init__(self, sender: Any, stream: bool) -> None:
@@ -93,7 +94,7 @@ class Pending:
         self._lock = threading.Lock()
 
     def part(self, tokens: list[int], text: str) -> None:
-        """New tokens and their text."""
+        """Add new tokens and their text."""
         with self._lock:
             if not self._done and self.stream:
                 self._send(_response(tokens, text, "", ""))
@@ -101,19 +102,19 @@ class Pending:
                 self._kept.append((tokens, text))
 
     def finish(self, finish: str, reason: str) -> None:
-        """The end of an output."""
+        """End the output."""
         tokens = [token for part in self._kept for token in part[0]]
         text = "".join(part[1] for part in self._kept)
         self._end(_response(tokens, text, finish, reason))
 
     def fail(self, code: str, reason: str) -> None:
-        """The end of a request that has no output."""
+        """End the request with an error."""
         kind = getattr(pb_utils.TritonError, CODES.get(code, "INTERNAL"))
         error = pb_utils.TritonError(reason, kind)
         self._end(pb_utils.InferenceResponse(output_tensors=[], error=error))
 
     def left(self) -> bool:
-        """Whether the client is gone; the server sees that first."""
+        """Return whether the client has disconnected, which only the server can see."""
         with self._lock:
             try:
                 return not self._done and bool(self.sender.is_cancelled())
@@ -128,7 +129,7 @@ class Pending:
                 self._send(last, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def _send(self, response: Any, flags: int = 0) -> None:
-        """Give the server a response; where it refuses, the other requests go on."""
+        """Give the server a response; if it refuses, the other requests continue."""
         try:
             self.sender.send(response, flags=flags)
         except Exception as error:
@@ -136,7 +137,7 @@ class Pending:
 
 
 class Bridge:
-    """The connection to the engine on the socket `path`, and the requests that wait on it."""
+    """The connection to the engine on the socket `path`, and the requests that wait for it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -152,12 +153,12 @@ class Bridge:
         ]
 
     def start(self) -> None:
-        """Connect, now and whenever the connection is lost."""
+        """Connect, and reconnect whenever the connection is lost."""
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """End the connection, and what waits on it with an error."""
+        """Close the connection, and end the waiting requests with an error."""
         self._closing = True
         end = self._end
         if end is not None:
@@ -167,7 +168,7 @@ class Bridge:
         self._lose_all()
 
     def submit(self, message: dict[str, Any], pending: Pending) -> None:
-        """Hand a request to the engine; `pending` hears what becomes of it, in any case."""
+        """Send a request to the engine; `pending` gets the outcome in any case."""
         with self._lock:
             self._count += 1
             name = f"t{self._count}"
@@ -181,17 +182,17 @@ class Bridge:
             self._lose(name)
 
     def _send(self, line: bytes, name: str = "") -> bool:
-        """Whether the line went to the engine; not for a request that was lost meanwhile."""
+        """Send a line to the engine unless its request was lost meanwhile; return False on loss."""
         end = self._end
         if end is None:
             return False
         try:
             with self._writing:
                 if name and name not in self._pending:
-                    return True  # Its caller was told so, and the engine has become another one.
+                    return True  # its client already got an error, and this is a new engine
                 end.sendall(line)
         except OSError:
-            _hang_up(end)  # Wakes the reader, which ends what was in flight.
+            _hang_up(end)  # wakes the reader, which ends the requests in flight
             return False
         return self._end is end
 
@@ -202,7 +203,7 @@ class Bridge:
     def _lose(self, name: str) -> None:
         pending = self._take(name)
         if pending is not None:
-            pending.fail("lost", "the engine is starting again; send the request once more")
+            pending.fail("lost", "the engine is restarting; send the request again")
 
     def _lose_all(self) -> None:
         with self._lock:
@@ -211,12 +212,12 @@ class Bridge:
             self._lose(name)
 
     def _keep(self) -> None:
-        """Connects, reads to the end of the connection, and starts over."""
+        """Connect, read until the connection ends, and start over."""
         while not self._closing:
             end = socket.socket(socket.AF_UNIX)
             try:
                 end.connect(self.path)
-                with self._writing:  # Who sees the hello may send at once, and nobody before it.
+                with self._writing:  # no request may be sent before the hello
                     self._end = end
                     end.sendall(_encoded({"type": "hello", "name": "stub", "pid": os.getpid()}))
                     end.sendall(_encoded(STATS))
@@ -224,8 +225,8 @@ class Bridge:
                     for line in lines:
                         self._hear(json.loads(line))
             except OSError:
-                pass  # The engine is away.
-            except Exception as error:  # A line that is none: connect again.
+                pass  # the engine is away
+            except Exception as error:  # an invalid line: reconnect
                 _complain(error)
             self._end = None
             end.close()
@@ -237,7 +238,7 @@ class Bridge:
         if kind == "stats":
             try:
                 self._gauges.set(message["values"])
-            except Exception as error:  # Numbers must not take the requests with them.
+            except Exception as error:  # statistics must not end the requests
                 _complain(error)
         elif kind == "tokens":
             with self._lock:
@@ -253,31 +254,31 @@ class Bridge:
                 pending.finish(message["finish"], message["reason"])
 
     def _watch(self) -> None:
-        """Cancels what nobody waits for any more, and asks for the engine's numbers."""
+        """Cancel requests that nobody waits for, and ask for the engine's statistics."""
         asked = 0.0
         server = os.getppid()
         while not self._closing:
             time.sleep(LOOK_S)
             if os.getppid() != server:
-                os._exit(1)  # It was killed: nobody is there to serve.
+                os._exit(1)  # the server was killed
             with self._lock:
                 there = list(self._pending.items())
             for name, pending in there:
                 if pending.left() and self._take(name) is not None:
                     self._send(_encoded({"type": "cancel", "id": name}))
-                    pending.fail("cancelled", "the client left")
+                    pending.fail("cancelled", "the client disconnected")
             if time.monotonic() - asked > GAUGES_S:
                 asked = time.monotonic()
                 self._send(_encoded(STATS))
 
 
 class _Gauges:
-    """The engine's numbers among the server's metrics: labcore_engine{value="free"}."""
+    """The engine's statistics in the server's metrics: labcore_engine{value="free"}."""
 
     def __init__(self) -> None:
         self._family = pb_utils.MetricFamily(
             name="labcore_engine",
-            description="Numbers of the engine behind the model",
+            description="Statistics of the engine behind the model",
             kind=pb_utils.MetricFamily.GAUGE,
         )
         self._metrics: dict[str, Any] = {}
@@ -291,12 +292,15 @@ class _Gauges:
 
 
 def _read(request: Any) -> tuple[dict[str, Any], bool]:
-    """(the engine's submit message without its id, whether to stream). Raises ValueError."""
-    # What the configuration does not name comes from generate as a parameter, and would be lost.
+    """Return the engine's submit message without its id, and whether to stream.
+
+    Raises ValueError if an input is unknown, missing or invalid.
+    """
+    # generate passes inputs that the configuration doesn't list as parameters; don't ignore them.
     told = json.loads(request.parameters() or "{}")
     unknown = [name for name in told if name != "id" and not name.startswith("triton_")]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is no input; there are {', '.join(INPUTS)}")
+        raise ValueError(f"unknown input {unknown[0]!r}; the inputs are {', '.join(INPUTS)}")
     prompt = _one(request, "text_input")
     if prompt is None:
         raise ValueError("text_input is missing")
@@ -315,7 +319,7 @@ def _read(request: Any) -> tuple[dict[str, Any], bool]:
 
 
 def _one(request: Any, name: str) -> Any:
-    """The one value of an input, None where it is absent."""
+    """Return the single value of an input, or None if it is absent."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     if tensor is None:
         return None
@@ -348,7 +352,7 @@ def _encoded(message: dict[str, Any]) -> bytes:
 
 
 def _complain(error: Exception) -> None:
-    """A line in the server's log."""
+    """Write a line to the server's log."""
     sys.stderr.write(f"model.py: {type(error).__name__}: {error}\n")
 
 

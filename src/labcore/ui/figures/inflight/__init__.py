@@ -1,4 +1,4 @@
-"""Figures of the chapter `inflight`."""
+"""Figures for the chapter `inflight`."""
 
 from labcore.ui.figures.inflight.batches import timeline, two_batches
 from labcore.ui.figures.inflight.load import latency_curves, replicas, simulated_against_measured

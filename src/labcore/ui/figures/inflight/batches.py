@@ -25,10 +25,10 @@ _KINDS = {
     "idle": ("ended, row held", "#a7adb4"),
 }
 _WAIT = "#7d6b91"
-# Tones of the requests that hold blocks; neighbours differ, and none is a color of a bar.
+# Tones of the requests that hold blocks; neighbors differ, and no bar uses these colors.
 _TONES = ("#5f93bd", "#9bc4a8", "#8f82b5", "#8fb8d8", "#5f9c83", "#b9a9d6")
 _PROMISE, _SHARED, _CACHED = "rgba(230,159,0,0.3)", "#6c757d", "#c6cbd0"
-_LETTER = 0.026  # of a digit's width on a phone, in lengths of the time axis
+_LETTER = 0.026  # a digit's width on a phone, as a share of the time axis
 
 
 def timeline(
@@ -39,12 +39,13 @@ def timeline(
     *,
     data: Mapping[tuple[str, float, str, int], Scene],
 ) -> go.Figure:
-    """What each row of the batch does, how many requests wait, and who holds the blocks.
+    """Draw what each row of the batch does, how many requests wait, and who holds the blocks.
 
-    data: scenes by (policy, rate, mix, pool), such as `scenarios.grid()`; the others choose one.
-    All policies share the axes at the same rate, mix and pool. A number on a bar is the request's.
-    Of the blocks each request has a tone; what is promised is marked on the last free ones.
-    Raises ValueError for a combination that is not in the data.
+    data: scenes by (policy, rate, mix, pool), such as `scenarios.grid()`; the other arguments
+    choose one. All policies share their axes for the same rate, mix and pool. The number on a bar
+    is the request's. Each request's blocks have one tone; promised blocks are marked on the last
+    free ones.
+    Raises ValueError for a combination that isn't in the data.
     """
     one_of("policy, rate, mix and pool", (policy, rate, mix, pool), data)
     now = data[policy, rate, mix, pool]
@@ -112,7 +113,7 @@ def _row_axis(slots: int) -> dict[str, Any]:
 def _rows(
     bars: Iterable[Bar], width: float, *, panel: str = "", keys: bool = True
 ) -> list[dict[str, Any]]:
-    """Bars as thick lines, a trace for each kind; keys: whether they stand in the legend."""
+    """Return bars as thick lines, one trace per kind; keys: whether they appear in the legend."""
     given = list(bars)
     made = []
     for kind, (name, color) in _KINDS.items():
@@ -135,7 +136,7 @@ def _rows(
 
 
 def _numbers(bars: Sequence[Bar], wide: float, *, panel: str = "") -> dict[str, Any]:
-    """Each request's number on its longest bars, and what the bar is where a reader points."""
+    """Label each request's longest bars with its number; on hover, name every bar."""
     x, y, words, hover = [], [], [], []
     for bar in bars:
         long = bar.end - bar.begin
@@ -153,7 +154,7 @@ def _numbers(bars: Sequence[Bar], wide: float, *, panel: str = "") -> dict[str, 
 
 
 def _queue_line(now: Scene, wide: float) -> dict[str, Any]:
-    """How many wait, as steps."""
+    """Return the number of waiting requests as a step line."""
     times = [time for time, _ in now.waiting]
     counts = [count for _, count in now.waiting]
     return {
@@ -165,7 +166,7 @@ def _queue_line(now: Scene, wide: float) -> dict[str, Any]:
 
 
 def _block_map(now: Scene, wide: float) -> dict[str, Any]:
-    """Blocks over time: nothing where they are free, a tone for each request."""
+    """Return blocks over time: nothing if they're free, else the tone of their request."""
     special = {PROMISED: 0, CACHED: 1, SHARED: 2}
     colors = [_PROMISE, _CACHED, _SHARED, *_TONES]
     z = [
@@ -189,7 +190,7 @@ def _block_map(now: Scene, wide: float) -> dict[str, Any]:
 
 
 def _keys(now: Scene) -> list[dict[str, Any]]:
-    """What the tones of the block map mean, for the legend."""
+    """Return legend entries for the tones of the block map."""
     codes = {code for row in now.blocks for code in row}
     wanted = [("held block", _TONES[0]), ("promised block", _PROMISE)]
     if CACHED in codes:
@@ -209,12 +210,12 @@ def _keys(now: Scene) -> list[dict[str, Any]]:
 def two_batches(
     static: Scene, inflight: Scene, *, names: tuple[str, str] = ("static", "in flight")
 ) -> go.Figure:
-    """The same requests in a static batch and in flight, above each other on one time axis.
+    """Draw the same requests in a static batch and in flight, one above the other on one time axis.
 
-    Of the same requests; names: of the two panels. Below the rows of each panel stand the requests
-    that wait, a thin line each from arrival to admission. The request that waits longest in the
-    first panel is marked in both, and so is the longest time in which an ended one holds a row.
-    Raises ValueError where the two are not of as many requests.
+    Both scenes must have the same requests; names: of the two panels. Below a panel's rows are the
+    waiting requests, each a thin line from arrival to admission. The request that waits longest in
+    the first panel is marked in both, and so is the longest time that an ended request holds a row.
+    Raises ValueError if the two have different numbers of requests.
     """
     if len(static.ends) != len(inflight.ends):
         raise ValueError(
@@ -271,7 +272,7 @@ def _wait(now: Scene, number: int) -> float:
 
 
 def _lanes(bars: Sequence[Bar]) -> list[int]:
-    """Of each bar the first lane that is free when it begins."""
+    """Return for each bar the first lane that is free when it begins."""
     busy: list[float] = []
     told = []
     for bar in bars:
@@ -282,12 +283,12 @@ def _lanes(bars: Sequence[Bar]) -> list[int]:
 
 
 def _lane(now: Scene, lane: int) -> float:
-    """Where a lane of the queue stands, in rows."""
+    """Return the position of a lane of the queue, in units of rows."""
     return now.slots + 0.95 + 0.28 * lane
 
 
 def _waits(now: Scene, number: int, *, panel: str) -> list[dict[str, Any]]:
-    """Thin lines below the rows: those who wait, and the request `number` among them."""
+    """Return thin lines below the rows for the waiting requests, highlighting request `number`."""
     lines: dict[bool, tuple[list[float | None], list[float | None]]] = {
         False: ([], []),
         True: ([], []),
@@ -311,7 +312,7 @@ def _waits(now: Scene, number: int, *, panel: str) -> list[dict[str, Any]]:
 
 
 def _callouts(now: Scene, number: int, wide: float, *, panel: str) -> list[dict[str, Any]]:
-    """Words where a row is held for nothing, and of the wait of the request `number`."""
+    """Return labels: where an ended request holds a row, and how long request `number` waits."""
     idle = max((bar for bar in now.bars if bar.kind == "idle"), key=_length, default=None)
     room = idle is not None and _length(idle) > 4 * _LETTER * wide
     depth = len(set(_lanes(now.queue)))

@@ -1,4 +1,4 @@
-"""A server under load: latency by arrival rate, replicas behind a router, and a check."""
+"""A server under load: latency by arrival rate, replicas behind a router, and a validation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SAID = {
     "normalised": "seconds a token, from arrival",
     "queue": "time in the queue",
 }
-_REACH = 3000  # from the longest time to the shortest that a logarithmic axis has room for
+_REACH = 3000  # the longest time over the shortest that fits on a logarithmic axis
 
 
 def latency_curves(
@@ -36,11 +36,11 @@ def latency_curves(
     *,
     data: Mapping[tuple[str, str], Mapping[float, Mapping[str, Quantiles]]],
 ) -> go.Figure:
-    """A time of the requests by arrival rate: p50 solid and p99 dashed, for each policy.
+    """Draw a latency of the requests by arrival rate, p50 solid and p99 dashed, for each policy.
 
-    measure: of `scenarios.MEASURES`. mix: the law of lengths. data: such as `scenarios.curves()`,
-    by (policy, mix), rate and measure, in seconds. Times far below the longest one, such as waits
-    of 0, are drawn at the foot of the axis, and its lowest tick says so.
+    measure: one of `scenarios.MEASURES`. mix: the distribution of lengths. data: such as
+    `scenarios.curves()`, by (policy, mix), rate and measure, in seconds. Times far below the
+    longest, such as waits of 0, are drawn at the bottom of the axis, and its lowest tick says so.
     Raises ValueError for another measure or mix.
     """
     one_of("measure", measure, MEASURES)
@@ -102,9 +102,9 @@ def _curve(
     name: str,
     foot: float,
 ) -> dict[str, Any]:
-    """One quantile of a policy by rate, at least `foot`."""
+    """Return one quantile of a policy by rate, at least `foot`."""
     color = _COLORS.get(policy, PALETTE["green"])
-    width = 2 if policy == "max_utilization" else 3.5  # where two lie on each other, both show
+    width = 2 if policy == "max_utilization" else 3.5  # so that both show if they overlap
     return {
         "type": "scatter", "x": list(found), "mode": "lines+markers", "legendgroup": policy,
         "y": [max(getattr(one[measure], name), foot) for one in found.values()],
@@ -117,10 +117,10 @@ def _curve(
 def replicas(
     policy: str = "round_robin", share: float = 0.5, *, data: Mapping[tuple[str, float], Fleet]
 ) -> go.Figure:
-    """Requests under way on each replica over time, and what each read and found in its cache.
+    """Draw each replica's running requests over time, and what it read and found in its cache.
 
     data: such as `scenarios.fleets()`, by (policy, share); all share the axes.
-    Raises ValueError for a combination that is not in the data.
+    Raises ValueError for a combination that isn't in the data.
     """
     one_of("policy and share", (policy, share), data)
     now = data[policy, share]
@@ -181,7 +181,7 @@ def replicas(
 
 
 def _loads(now: Fleet, high: int) -> dict[str, Any]:
-    """Requests under way as one area a replica, all to the same scale."""
+    """Return the running requests as one area per replica, all to the same scale."""
     x: list[float | None] = []
     y: list[float | None] = []
     for at, load in enumerate(now.loads):
@@ -211,11 +211,11 @@ def simulated_against_measured(
     names: Sequence[str] = (),
     tolerance: float = 0.15,
 ) -> go.Figure:
-    """Each request's simulated time by its measured one, in a band about the line of equals.
+    """Draw each request's simulated time by its measured time, with a band around equality.
 
     measured, simulated: seconds above 0, of the same requests in the same order. title: what was
-    timed. names: of the requests, for a reader who points. tolerance: half the band, relative.
-    Raises ValueError where lengths differ or are 0.
+    timed. names: of the requests, shown on hover. tolerance: half the band, relative.
+    Raises ValueError if lengths differ or are 0.
     """
     positive("tolerance", tolerance)
     if len(measured) != len(simulated) or not len(measured):
@@ -264,7 +264,7 @@ def _dots(
     *,
     wanted: bool,
 ) -> dict[str, Any]:
-    """The requests that are inside the band, or outside."""
+    """Return the requests inside the band, or those outside."""
     kept = [
         (one, two, name)
         for one, two, name, ok in zip(measured, simulated, names, inside, strict=True)
@@ -283,7 +283,7 @@ def _dots(
 
 
 def _band(low: float, high: float, tolerance: float) -> list[dict[str, Any]]:
-    """The line of equals from low to high, and what deviates from it by less than the tolerance."""
+    """Return the line of equality from low to high, and the band of `tolerance` around it."""
     above, below = 1 + tolerance, 1 - tolerance
     gray = PALETTE["gray"]
     return [

@@ -1,4 +1,4 @@
-"""One step of an engine: what it makes of its budget, and what a long prompt does to the others."""
+"""One step of an engine: how it spends its budget, and how a long prompt affects the others."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _SAY = PALETTE["blue"]
 
 
 def chunk_gaps(chunk: int = 64, *, data: Mapping[int, Gaps]) -> go.Figure:
-    """The gaps between tokens of rows that decode while a long prompt is read in chunks.
+    """Draw the gaps between tokens of decoding rows while a long prompt is read in chunks.
 
-    Above over time, from the long prompt's arrival on, with the time in which it is read; below the
-    longest gap and the prompt's TTFT by the size of the chunks, the chosen one marked.
-    data: such as `scenarios.chunk_sizes()`. Raises ValueError for a size that is not in it.
+    The upper panel shows them over time since the long prompt's arrival, and when it's being read.
+    The lower one shows the longest gap and the prompt's TTFT by chunk size, with the chosen size
+    marked.
+    data: such as `scenarios.chunk_sizes()`. Raises ValueError for a size that isn't in it.
     """
     one_of("chunk", chunk, data)
     now = data[chunk]
@@ -121,11 +122,11 @@ def _tradeoff(chunk: int, data: Mapping[int, Gaps]) -> list[dict[str, Any]]:
 
 
 def anatomy(step: int = 1, *, data: Sequence[StepParts]) -> go.Figure:
-    """One step: its budget of tokens, decodes first, then chunks of prompts, and what waited.
+    """Draw one step: its budget of tokens, decodes first, then chunks of prompts, and what waits.
 
-    step: from 1, a place in `data`, such as `scenes.step_parts(run.steps, budget)`. Above the
-    budget, and below it what the prompts in the step have left to read. At the foot the tokens of
-    all steps, the chosen one marked. Raises ValueError for a place that is not there.
+    step: a position in `data`, from 1; data: such as `scenes.step_parts(run.steps, budget)`. Below
+    the budget is what the prompts in the step have left to read. At the bottom are the tokens of
+    all steps, with the chosen one marked. Raises ValueError for a position out of range.
     """
     if not 1 <= step <= len(data):
         raise ValueError(f"step must be between 1 and {len(data)}, got {step}")
@@ -181,7 +182,7 @@ def anatomy(step: int = 1, *, data: Sequence[StepParts]) -> go.Figure:
 
 
 def _word(count: int, longest: int) -> str:
-    """A number where its bar has room for it."""
+    """Return a number as text if its bar has room for it."""
     return str(count) if count and count >= 0.055 * len(str(count)) * longest else ""
 
 
@@ -195,7 +196,7 @@ def _stack(name: str, row: str, count: int, color: str, word: str) -> dict[str, 
 
 
 def _chunks(data: Sequence[StepParts], now: StepParts, longest: int) -> list[dict[str, Any]]:
-    """A bar for each chunk, as many as the step with the most of them has."""
+    """Return one bar per chunk, as many as the step with the most chunks has."""
     most = max(len(one.chunks) for one in data)
     made = []
     for at in range(max(most, 1)):

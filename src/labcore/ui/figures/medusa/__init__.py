@@ -1,4 +1,4 @@
-"""Figures of the chapter `medusa`."""
+"""Figures for the chapter `medusa`."""
 
 from labcore.ui.figures.medusa.heads import (
     TreeSweep,

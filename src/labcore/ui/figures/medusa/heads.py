@@ -1,4 +1,4 @@
-"""What Medusa's heads learn, and the tokens per step that they give."""
+"""What Medusa's heads learn, and the tokens per step they gain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 Table = Tensor | Sequence[Sequence[float]]
 Key = tuple[int, int, int, str]
-_MOST_POINTS = 250  # of a curve: a page carries each of them
+_MOST_POINTS = 250  # per curve, because the page contains each of them
 
 
 def _rows(table: Table) -> list[list[float]]:
@@ -37,10 +37,10 @@ def accuracy_by_distance(
     title: str,
     top: int = 5,
 ) -> go.Figure:
-    """How often each head is right, with one guess (solid) and with `top` guesses (dashed).
+    """Draw how often each head is right, with one guess (solid) and with `top` guesses (dashed).
 
-    accuracies: name -> [K, R], as of `head_accuracies`: the share of head i's token of rank r.
-    Head i says the token i + 2 places behind the last one read.
+    accuracies: name -> [K, R], as from `head_accuracies`: the share of head i's token of rank r.
+    Head i predicts the token i + 2 places after the last one read.
     """
     figure, words, most = go.Figure(), [], 0
     for at, (name, table) in enumerate(accuracies.items()):
@@ -82,12 +82,12 @@ def accuracy_by_distance(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeSweep:
-    """What `tokens_by_tree` draws.
+    """The data for `tokens_by_tree`.
 
-    tokens: (heads, branching, nodes, temperature) -> expected tokens a step, and measured ones as
-    (middle, low, high) or None. costs: tokens of one forward -> its time, in forwards over one
-    token; 1 and what is between are put on a straight line. draft_cost: the heads' time of one
-    step, in the same unit: one number, or one for each number of heads.
+    tokens: (heads, branching, nodes, temperature) -> expected tokens per step, and the measured
+    ones as (middle, low, high) or None. costs: tokens of one forward -> its time, in one-token
+    forwards; values in between, starting from 1, are interpolated linearly. draft_cost: the heads'
+    time per step in the same unit: one number, or one for each number of heads.
     """
 
     tokens: Mapping[Key, tuple[float, tuple[float, float, float] | None]]
@@ -100,7 +100,7 @@ class TreeSweep:
         object.__setattr__(self, "top", 1.1 * max(1.0, *ends))
 
     def curve(self, heads: int, branching: int, temperature: str) -> dict[int, Any]:
-        """nodes -> (expected, measured), in order. Raises ValueError where there is none."""
+        """Return nodes -> (expected, measured), in order. Raises ValueError if there are none."""
         found = {
             nodes: self.tokens[key]
             for key in sorted(self.tokens)
@@ -115,7 +115,7 @@ class TreeSweep:
         return found
 
     def step_cost(self, heads: int, nodes: int) -> float:
-        """Time of a step with a tree of so many nodes. Raises ValueError beyond the costs."""
+        """Return the time of a step with a tree of `nodes`. Raises ValueError beyond the costs."""
         drafting = self.draft_cost
         if isinstance(drafting, Mapping):
             if heads not in drafting:
@@ -125,7 +125,7 @@ class TreeSweep:
 
 
 def _between(costs: Mapping[int, float], tokens: int) -> float:
-    """v(tokens): measured, or on the line between the two measured beside it."""
+    """Return v(tokens): measured, or interpolated between the two measured neighbors."""
     below = max((n for n in costs if n <= tokens), default=None)
     above = min((n for n in costs if n >= tokens), default=None)
     if below is None or above is None:
@@ -146,10 +146,10 @@ def tokens_by_tree(
     *,
     data: TreeSweep,
 ) -> go.Figure:
-    """Tokens a step by the nodes of a tree, expected and measured, and the speed that follows.
+    """Draw tokens per step by the nodes of a tree, expected and measured, and the resulting speed.
 
-    nodes: the budget, marked; a tree that has fewer in all stands for larger budgets. heads,
-    branching, temperature: as in the keys of data.tokens. Speed is tokens over the time of a step.
+    nodes: the budget, marked; a tree with fewer nodes also serves larger budgets. heads, branching,
+    temperature: as in the keys of data.tokens. Speed is tokens divided by the time of a step.
     """
     curve = data.curve(heads, branching, temperature)
     at = max((n for n in curve if n <= nodes), default=min(curve))
@@ -236,10 +236,10 @@ def heads_learn(
     title: str,
     levels: Mapping[str, float] | None = None,
 ) -> go.Figure:
-    """Each head's loss while it is trained.
+    """Draw each head's loss during its training.
 
-    per_head: [steps, K] in nats a token, as of `HeadsCurve`; of more than 250 steps every n-th and
-    the last are drawn. levels: name -> a loss to compare with, dashed.
+    per_head: [steps, K] in nats per token, as in `HeadsCurve`; of more than 250 steps, every n-th
+    and the last are drawn. levels: name -> a loss to compare with, dashed.
     """
     rows = _rows(per_head)
     stride = -(-len(rows) // _MOST_POINTS)
@@ -274,10 +274,10 @@ def against_peers(
     *,
     title: str,
 ) -> go.Figure:
-    """Tokens a step and speed over plain decoding of each way; what is between them is its cost.
+    """Draw tokens per step and speedup over plain decoding for each way; the gap is the way's cost.
 
-    speeds: way -> samples of tokens a second over plain decoding's; tokens: way -> samples of
-    tokens a step. Shown by their median and middle 60 %, with a dashed line at 1.
+    speeds: way -> samples of tokens per second relative to plain decoding; tokens: way -> samples
+    of tokens per step. Both show their median and middle 60 %, with a dashed line at 1.
     """
     figure, words = go.Figure(), []
     names = list(dict.fromkeys((*speeds, *tokens)))
@@ -298,7 +298,7 @@ def against_peers(
         title=title,
         xaxis={"title": "over plain decoding (times)", "rangemode": "tozero"},
         yaxis={"autorange": "reversed", "categoryarray": names, "categoryorder": "array"},
-        legend={"xref": "container"},  # beside the names a phone has no room for it
+        legend={"xref": "container"},  # no room on a phone beside the names
         height=200 + 40 * len(names),
     )
     return describe(figure, f"{title}. {'; '.join(words)}.")

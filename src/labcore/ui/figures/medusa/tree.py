@@ -28,7 +28,7 @@ _HIDDEN = {"visible": False}
 
 
 class TreeLike(Protocol):
-    """What is drawn of a `labcore.decoding.medusa.Tree`."""
+    """The parts of a `labcore.decoding.medusa.Tree` that are drawn."""
 
     @property
     def choices(self) -> tuple[tuple[int, ...], ...]:
@@ -36,11 +36,11 @@ class TreeLike(Protocol):
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """The node before each, -1 for those behind the root."""
+        """The parent of each node, -1 for children of the root."""
 
 
 class _Sketch:
-    """Boxes by kind, lines, arrow heads and words, gathered into a fixed number of traces."""
+    """Boxes by kind, lines, arrowheads and words, collected into a fixed number of traces."""
 
     def __init__(self) -> None:
         self.boxes: dict[str, tuple[list[float | None], list[float | None]]] = {
@@ -64,7 +64,7 @@ class _Sketch:
             self.ends.append((*points[-1], arrow))
 
     def traces(self, size: int) -> list[dict[str, Any]]:
-        """The same traces for every sketch; size: of the words' letters."""
+        """Return the same traces for every sketch; size: font size of the words."""
         quiet: dict[str, Any] = {"type": "scatter", "hoverinfo": "skip"}
         ink = {"color": PALETTE["gray"], "width": 1.5}
         x, y = self.lines
@@ -97,9 +97,9 @@ class _Sketch:
 
 
 def where_the_heads_sit(heads: int = 4, projection: str = "tied") -> go.Figure:
-    """The backbone reads up to token t; its own head says t + 1, head i says t + 2 + i.
+    """Sketch which token each head predicts after token t: the backbone's t + 1, head i t + 2 + i.
 
-    heads: K, at least 1; projection: tied, low_rank or full, as of `MedusaHeads`. Raises
+    heads: K, at least 1; projection: tied, low_rank or full, as in `MedusaHeads`. Raises
     ValueError for others.
     """
     positive_int("heads", heads)
@@ -160,7 +160,7 @@ def where_the_heads_sit(heads: int = 4, projection: str = "tied") -> go.Figure:
 
 
 def _order(parents: Sequence[int]) -> list[int]:
-    """The nodes branch by branch: each parent, then all behind its first child, and so on."""
+    """Return the nodes branch by branch: each parent, then all nodes below its first child, etc."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children.setdefault(parent, []).append(node)
@@ -180,7 +180,7 @@ def _ancestors(parents: Sequence[int]) -> list[set[int]]:
 
 
 def _share(chance: float) -> str:
-    """A share in whole percents, without the sign."""
+    """Format a share in whole percent, without the sign."""
     return "<1" if 0 < chance < 0.005 else f"{100 * chance:.0f}"
 
 
@@ -193,13 +193,13 @@ def tree_view(
     title: str | None = None,
     room: int | None = None,
 ) -> go.Figure:
-    """A tree of candidates, one node a row, and beside it which nodes each of them sees.
+    """Draw a tree of candidates, one node per row, and beside it which nodes each node sees.
 
-    chances: of each node to stand, which its color shows; measured: how often each stood; both [N]
-    and written behind the node, in percent. tokens: the nodes' texts, else their ranks. Rows stand
-    branch by branch under the root; their numbers are the nodes' places in the draft. room: nodes
-    for which there is space, so that figures of several trees keep their size.
-    Raises ValueError where the lengths differ.
+    chances: each node's probability of acceptance, shown by its color; measured: how often each was
+    accepted; both [N] and written after the node, in percent. tokens: the nodes' texts; by default
+    their ranks. Rows go branch by branch under the root; their numbers are the nodes' places in the
+    draft. room: nodes to leave space for, so that figures of several trees have the same size.
+    Raises ValueError if the lengths differ.
     """
     size = positive_int("nodes of the tree", len(tree.parents))
     for name, values in (("chances", chances), ("measured", measured), ("tokens", tokens)):
@@ -220,7 +220,7 @@ def tree_view(
 
 
 def _told(chances: Sequence[float], measured: Sequence[float] | None, idle: str = "") -> str:
-    """Both sums: of each level at most one node stands, and the target adds a token."""
+    """Return both sums: at most one node per level is accepted, and the target adds a token."""
     nodes = f"{len(chances)} {'node' if len(chances) == 1 else 'nodes'}"
     title = f"{nodes}{idle}<br>expected {1 + math.fsum(chances):.2f} tokens a step"
     return title if measured is None else f"{title}<br>measured {1 + math.fsum(measured):.2f}"
@@ -228,7 +228,7 @@ def _told(chances: Sequence[float], measured: Sequence[float] | None, idle: str 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeRun:
-    """A tree with the chance of each node and how often it stood, None where not measured."""
+    """A tree with each node's chance and how often it was accepted, or None if not measured."""
 
     tree: TreeLike
     chances: Sequence[float]
@@ -243,13 +243,14 @@ def tree_explorer(
     *,
     data: Mapping[tuple[int, int, str], TreeRun],
 ) -> go.Figure:
-    """The first `nodes` nodes of a tree as `tree_view` shows them, all of it where it has fewer.
+    """Draw the first `nodes` nodes of a tree like `tree_view`, or all of them if there are fewer.
 
-    The title names the heads of which they take no candidate.
+    The title names the heads whose candidates aren't used.
     data: (heads, branching, temperature) -> the largest tree of `sparse_tree`, whose first n nodes
-    are the tree for a budget of n. A node stands or not whatever else is tried, so shares measured
-    with the largest tree are those of the smaller ones as far as both see the same contexts.
-    Raises ValueError for a tree that data lacks.
+    are the tree for a budget of n. Whether a node is accepted doesn't depend on what else is tried,
+    so shares measured with the largest tree also hold for smaller ones, as far as both see the same
+    contexts.
+    Raises ValueError for a tree that isn't in data.
     """
     key = (heads, branching, temperature)
     if key not in data:
@@ -268,7 +269,7 @@ def tree_explorer(
 
 
 def _idle(choices: Sequence[tuple[int, ...]], heads: int) -> str:
-    """The heads of which no candidate is taken: the last ones, as nodes grow from the root."""
+    """Name the heads without a candidate: the last ones, because nodes grow from the root."""
     first = max(map(len, choices))
     if first == heads:
         return ""
@@ -289,11 +290,11 @@ def _drawn(
     parents, choices = tree.parents[:size], tree.choices[:size]
     order = _order(parents)
     deep = deepest or max((len(choice) for choice in choices), default=1)
-    places: dict[int, tuple[int, int]] = {-1: (-1, -1)}  # of each node: its depth and its row
+    places: dict[int, tuple[int, int]] = {-1: (-1, -1)}  # node -> depth and row
     places |= {node: (len(choices[node]) - 1, row) for row, node in enumerate(order)}
     down = {"range": [room - 0.4, -1.6], "zeroline": False, "showgrid": False}
-    behind = 1.1 if tokens is None else 1.8  # room for the words, in depths
-    few = room <= 12  # numbers of more columns than that would stand on each other
+    behind = 1.1 if tokens is None else 1.8  # space for the words, in units of depth
+    few = room <= 12  # the numbers of more columns would overlap
     return go.Figure(
         [
             _edges(parents, order, places),
@@ -335,7 +336,7 @@ def _drawn(
 def _edges(
     parents: Sequence[int], order: Sequence[int], places: Mapping[int, tuple[int, int]]
 ) -> dict[str, Any]:
-    """Down from the parent, then across to the node; None between two edges."""
+    """Return edges that go down from the parent, then across to the node; None between edges."""
     x: list[float | None] = []
     y: list[float | None] = []
     for node in order:
@@ -376,7 +377,7 @@ def _nodes(
         "textfont": {"size": 11},
         "marker": {
             "size": 11, "cmin": 0, "cmax": 1, "colorscale": _CHANCE,
-            # Chances fall by products: their roots still differ where they are small.
+            # Chances are products and become small; their square roots still differ visibly.
             "color": [1.0, *(math.sqrt(chances[node]) for node in order)],
             "line": {"width": 1, "color": PALETTE["gray"]},
         },
@@ -384,7 +385,7 @@ def _nodes(
 
 
 def _mask(parents: Sequence[int], order: Sequence[int], *, gap: int) -> dict[str, Any]:
-    """Rows see columns, both in the order of the rows: 0 not, 1 an ancestor, 2 itself."""
+    """Return the mask in row order, rows seeing columns: 0 not seen, 1 an ancestor, 2 the node."""
     above = _ancestors(parents)
     cells = [[2 if b == a else int(b in above[a]) for b in order] for a in order]
     colors = list(_CELLS.values())

@@ -1,4 +1,4 @@
-"""Figures of the chapter `speculative`."""
+"""Figures for the chapter `speculative`."""
 
 from labcore.ui.figures.speculative.gains import (
     acceptance_by_length,

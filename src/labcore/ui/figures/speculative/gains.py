@@ -1,4 +1,4 @@
-"""What drafted tokens gain and cost, computed beside measured."""
+"""What drafted tokens gain and cost, computed and measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 _THREE_LINES = {"height": 500, "margin": {"t": 100}}
 _TICKS = (0.25, 0.5, 1, 2, 4, 8, 16)
-BATCH = 2 * RIDGE  # rows of the machine that computes all the time
+BATCH = 2 * RIDGE  # rows on the machine that is always compute-bound
 
 
 def acceptance_by_length(
@@ -36,7 +36,7 @@ def acceptance_by_length(
     *,
     title: str,
 ) -> go.Figure:
-    """Tokens a step by the length of the draft: measured as dots, the closed form dashed.
+    """Draw tokens per step by draft length: dots measured, the closed form dashed.
 
     measured: name -> drafted tokens -> samples, shown by their median and middle 60 %; predicted:
     the same names -> drafted tokens -> `expected_tokens`.
@@ -78,7 +78,7 @@ def acceptance_by_length(
 
 
 def _machines(measured: Sequence[float]) -> dict[str, Sequence[float]]:
-    """v(1), v(2), ... of three machines."""
+    """Return v(1), v(2), ... of three machines."""
     tokens = range(1, len(measured) + 1)
     return {
         "one row on a GPU": [roofline_cost(k) for k in tokens],
@@ -90,12 +90,12 @@ def _machines(measured: Sequence[float]) -> dict[str, Sequence[float]]:
 def speedup_explorer(
     alpha: float = 0.7, draft_cost: float = 0.1, *, data: Sequence[float]
 ) -> go.Figure:
-    """The speed-up by the length of the draft on three machines; a ring marks each one's best.
+    """Draw the speedup by draft length on three machines; a ring marks the best of each.
 
-    alpha: P(a drafted token is accepted, once those before it are); draft_cost: a drafted token in
-    target forwards; data: v(1), v(2), ..., the measured forward over so many tokens in forwards
-    over one. The other two read weights all the time (v = 1) or compute all the time (v = k).
-    What is slower than a quarter of plain decoding leaves the figure.
+    alpha: P(a drafted token is accepted | those before it are); draft_cost: the cost of a drafted
+    token in target forwards; data: v(1), v(2), ..., the measured time of a forward over so many
+    tokens, in one-token forwards. The other two machines are always memory-bound (v = 1) or always
+    compute-bound (v = k). Speedups below a quarter aren't shown.
     """
     figure, said = go.Figure(), []
     lengths = list(range(len(data)))
@@ -147,7 +147,7 @@ def speedup_explorer(
 
 
 def costs(v: Mapping[int, Sequence[float]], *, title: str) -> go.Figure:
-    """A forward over several tokens in forwards over one, as bars, beside paying for each.
+    """Draw the time of a forward over several tokens, in one-token forwards, and paying for each.
 
     v: tokens -> samples of the ratio, shown by their median and middle 60 %.
     """
@@ -177,10 +177,10 @@ def costs(v: Mapping[int, Sequence[float]], *, title: str) -> go.Figure:
 def predictions(
     rows: Mapping[str, tuple[float, Sequence[float]]], *, title: str, band: float = 0.15
 ) -> go.Figure:
-    """Measured speed-ups against predicted ones, with the diagonal and a band around it.
+    """Draw measured speedups by predicted ones, with the diagonal and a band around it.
 
-    rows: name -> (predicted, samples measured), shown by their median and middle 60 %; band: how
-    far measured may be from predicted, as a share of it.
+    rows: name -> (predicted, samples measured), shown by their median and middle 60 %; band: the
+    tolerated deviation of measured from predicted, relative to predicted.
     """
     every = [x for predicted, samples in rows.values() for x in (predicted, *samples)]
     low, high = 0.9 * min(every), 1.1 * max(every)
@@ -216,10 +216,10 @@ def predictions(
 def ngram_options(
     rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str, unit: str = "tokens a step"
 ) -> go.Figure:
-    """Tokens a step of n-gram lookup by its options, one symbol a kind of text.
+    """Draw tokens per step of n-gram lookup by its options, one symbol per kind of text.
 
     rows: options -> kind of text -> samples, shown by their median and middle 60 %. A dashed line
-    stands at 1, where nothing is gained.
+    is at 1, where nothing is gained.
     """
     kinds = list(dict.fromkeys(kind for row in rows.values() for kind in row))
     figure, words = go.Figure(), []
@@ -242,7 +242,7 @@ def ngram_options(
         title=title,
         xaxis={"title": unit},
         yaxis={"autorange": "reversed"},
-        legend={"xref": "container"},  # beside the long names a phone has no room for it
+        legend={"xref": "container"},  # no room on a phone beside the long names
         height=180 + 44 * len(rows),
     )
     return describe(figure, f"{title}. {'; '.join(words)}.")
@@ -257,9 +257,9 @@ def gate_tradeoff(
     title: str,
     cost_unit: str = "drafted a token",
 ) -> go.Figure:
-    """What a gate does to acceptance, tokens a step and the cost of drafting: one above the other.
+    """Draw what a gate does to acceptance, tokens per step and drafting cost, in three panels.
 
-    slacks: how many tokens a draft may have that the n-gram did not confirm, or the name of a
+    slacks: how many tokens a draft may contain that the n-gram didn't confirm, or the name of a
     setting; the others: samples for each, shown by their median and middle 60 %.
     """
     figure, words = go.Figure(), []
@@ -298,10 +298,11 @@ def exactness(
     *,
     data: tuple[Sequence[str], Tensor, Tensor],
 ) -> go.Figure:
-    """What leaves one step: the accepted part and, on top, what the rule draws after a rejection.
+    """Draw what one step outputs: the accepted part and, on top, what follows a rejection.
 
-    toward_p: how far the draft has moved from data's q (0) to p (1); rule: one of `overlap.RULES`.
-    data: the tokens' names, p [V] and q [V]; a diamond marks p, a ring the draft.
+    toward_p: how far the draft has moved from data's q (0) to p (1); rule: one of `overlap.RULES`,
+    which draws the token after a rejection. data: the tokens' names, p [V] and q [V]; a diamond
+    marks p, a ring the draft.
     """
     names, p, q = data
     draft = overlap.toward(p, q, toward_p)

@@ -1,4 +1,4 @@
-"""A recorded generation, token by token: what was drafted, the draw, and what came of it."""
+"""A recorded generation, token by token: what was drafted, the random draw, and the outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from labcore.ui.theme import PALETTE
 
 __all__ = ["Place", "WalkStep", "most_places", "walk", "walk_data"]
 
-# Pale, so that dark text is readable on light and on dark pages.
+# Pale, so that dark text is readable on light and dark pages.
 _TILES = {
     "accepted": ("#8fd3bd", "✓"),
     "rejected": ("#f2b48c", "✗"),
@@ -28,17 +28,18 @@ _BARS = {"target p": "blue", "draft q": "orange", "residual": "green"}
 _INK = "#222832"
 _HIDDEN = {"visible": False}
 _SHARES = {"range": [0, 1], "tickvals": [0, 0.25, 0.5, 0.75, 1]}
-_TAIL = 60  # tokens of the context that are decoded for its last line
+_TAIL = 60  # tokens of the context to decode for its last line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """One place of a draft, or the one behind it.
+    """One position of a draft, or the one after it.
 
-    names: of the tokens shown, the rest last; p, q, residual: their probabilities, q and residual
-    None where there is none. token: the drafted one. verdict: accepted, rejected, not judged,
-    next token (behind a draft that stands) or none. ratio: min(1, p / q); u: the draw, None in
-    greedy decoding; here_p, here_q: of the drafted token.
+    names: of the tokens shown, the rest last; p, q, residual: their probabilities; q and residual
+    are None if there is none. token: the drafted one. verdict: accepted, rejected, not judged, next
+    token (after a fully accepted draft) or none. ratio: min(1, p / q); u: the draw, None in greedy
+    decoding;
+    here_p, here_q: of the drafted token.
     """
 
     names: tuple[str, ...]
@@ -55,8 +56,11 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WalkStep:
-    """One step of one row. tail: the end of the text before it; next_token: what the target put
-    behind the accepted tokens; places: one for each drafted token and one behind them."""
+    """One step of one row.
+
+    tail: the end of the text before it; next_token: the target's token after the accepted ones;
+    places: one for each drafted token and one after them.
+    """
 
     tail: str
     next_token: str
@@ -71,11 +75,11 @@ def walk_data(
     *,
     top: int = 10,
 ) -> list[WalkStep]:
-    """What `walk` shows of the steps of one row, such as `trace.row(0)`, as plain data.
+    """Return what `walk` shows of one row's steps, such as `trace.row(0)`, as plain data.
 
-    decode: tokens to text, special ones shown. tokens: prompt and output of the row. top: how many
-    tokens have bars of their own. The trace is one of `rejection_sampling` or `greedy_match` over
-    chains; raises ValueError for trees and for decisions of another verifier.
+    decode: tokens to text, with special ones shown. tokens: prompt and output of the row. top: how
+    many tokens get separate bars. The trace must come from `rejection_sampling` or `greedy_match`
+    over chains. Raises ValueError for trees and for decisions of another verifier.
     """
     positive_int("top", top)
     return [_walk_step(step, decode, tokens, top) for step in steps]
@@ -90,7 +94,7 @@ def _walk_step(
             f"a walk shows chains, got a draft with the parents {step.draft_parents}; "
             "take a proposer that drafts one token after the other"
         )
-    # A greedy match draws nothing; rejection sampling once a judged token and once for the next.
+    # Greedy matching draws nothing; rejection sampling, once per judged token and for the next.
     if len(step.draws) not in (0, len(step.tried) + 1):
         raise ValueError(
             f"a walk shows rejection sampling, got {len(step.draws)} draws for {len(step.tried)} "
@@ -165,7 +169,7 @@ def _place(
 
 
 def _names(texts: Sequence[str], tokens: Sequence[int], top: int) -> tuple[str, ...]:
-    """One different name for each row; tokens that look alike get their number."""
+    """Return distinct names for the rows; tokens that look alike get their number."""
     plain = [draw.token(text) for text in texts]
     names = [
         f"{draw.token(text, 6)} {token}" if plain.count(name) > 1 else name
@@ -183,21 +187,21 @@ def _heights(row: torch.Tensor, shown: Sequence[int], top: int) -> tuple[float, 
 
 
 def most_places(data: Sequence[WalkStep]) -> int:
-    """The highest position that `walk` can show: the longest draft and the place behind it."""
+    """Return the highest position that `walk` can show: the one after the longest draft."""
     return max(len(step.places) for step in data)
 
 
 def walk(step: int = 1, position: int = 1, *, data: Sequence[WalkStep]) -> go.Figure:
-    """One position of one step: the draft and its verdicts, the draw, and both distributions.
+    """Draw one position of one step: the draft and verdicts, the draw, and both distributions.
 
-    step: from 1; position: from 1, the last is the one behind the longest draft. data: from
-    `walk_data`. Positions behind a shorter draft are empty.
+    step: from 1; position: from 1; the last is the one after the longest draft. data: from
+    `walk_data`. Positions after a shorter draft are empty.
     """
     now, most = data[step - 1], most_places(data)
     at = position - 1
     place = now.places[at] if at < len(now.places) else None
     rows = len(now.places[0].names)
-    # One call with plain dicts: adding traces and updating the layout takes three times as long.
+    # Plain dicts in one call; adding traces and updating the layout takes three times as long.
     return go.Figure(
         [_tiles(now, at, most), *_gauge(place), *_bars(place, rows)],
         {
@@ -220,7 +224,7 @@ def walk(step: int = 1, position: int = 1, *, data: Sequence[WalkStep]) -> go.Fi
 
 
 def _tiles(now: WalkStep, at: int, most: int) -> dict[str, Any]:
-    """The draft, one tile a token, the position outlined."""
+    """Return the draft, one tile per token, with the position outlined."""
     verdicts = [place.verdict for place in now.places]
     names = [place.token for place in now.places]
     names[-1] = now.next_token if verdicts[-1] == "next token" else ""
@@ -243,7 +247,7 @@ def _tiles(now: WalkStep, at: int, most: int) -> dict[str, Any]:
 
 
 def _gauge(place: Place | None) -> list[dict[str, Any]]:
-    """From 0 to the ratio a draw accepts, above it rejects."""
+    """Return a gauge: from 0 to the ratio a draw accepts, above it rejects."""
     ratio = None if place is None else place.ratio
     drawn = None if place is None else place.u
     common: dict[str, Any] = {"xaxis": "x2", "yaxis": "y2"}
@@ -264,7 +268,7 @@ def _gauge(place: Place | None) -> list[dict[str, Any]]:
 
 
 def _bars(place: Place | None, rows: int) -> list[dict[str, Any]]:
-    """p, q and the residual by token; empty where the position has none."""
+    """Return p, q and the residual by token; empty if the position has none."""
     names = _blanks(rows) if place is None else list(place.names)
     shown = (None, None, None) if place is None else (place.p, place.q, place.residual)
     return [
@@ -279,7 +283,7 @@ def _bars(place: Place | None, rows: int) -> list[dict[str, Any]]:
 
 
 def _blanks(count: int) -> list[str]:
-    """Names that show nothing and are all different."""
+    """Return names that show nothing and are all different."""
     return [" " * (at + 1) for at in range(count)]
 
 
@@ -290,7 +294,7 @@ def _title(now: WalkStep, place: Place | None, position: int, step: int, steps: 
 
 
 def _verdict(now: WalkStep, place: Place | None) -> tuple[str, str]:
-    """What happens at a position, and the numbers behind it."""
+    """Return what happens at a position, and the numbers that explain it."""
     if place is None or place.verdict == "none":
         return "nothing here", ""
     token, following = draw.escaped(place.token), draw.escaped(now.next_token)
@@ -312,7 +316,7 @@ def _verdict(now: WalkStep, place: Place | None) -> tuple[str, str]:
 
 
 def _apart(one: float, other: float) -> tuple[str, str]:
-    """Both with as many digits as show their difference, two at least."""
+    """Format both numbers with enough digits to differ, at least two."""
     for digits in range(2, 7):
         texts = _digits(one, digits), _digits(other, digits)
         if texts[0] != texts[1]:
@@ -321,5 +325,5 @@ def _apart(one: float, other: float) -> tuple[str, str]:
 
 
 def _digits(value: float, digits: int) -> str:
-    """Decimal places, or digits where those would only be zeros."""
+    """Format with `digits` decimal places, or significant digits if those would be zeros."""
     return f"{value:.{digits}g}" if 0 < value < 0.01 else f"{value:.{digits}f}"

@@ -1,4 +1,4 @@
-"""Figures of the chapter `tensor_parallel`."""
+"""Figures for the chapter `tensor_parallel`."""
 
 from labcore.ui.figures.tensor_parallel.cost import SIZES, all_reduce_curves, fit_view
 from labcore.ui.figures.tensor_parallel.sketch import Message, messages, split_picture, steps_view

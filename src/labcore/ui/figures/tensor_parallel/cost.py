@@ -1,4 +1,4 @@
-"""What all-reduces cost by their size, by the alpha-beta model and as measured."""
+"""The cost of all-reduces by their size, from the alpha-beta model and measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from labcore.ui.theme import PALETTE
 __all__ = ["SIZES", "all_reduce_curves", "fit_view"]
 
 SIZES = tuple(2**power for power in range(10, 27, 2))
-"""Bytes of the all-reduces whose curves are drawn: 1 KiB to 64 MiB."""
+"""Sizes in bytes of the all-reduces that are drawn: 1 KiB to 64 MiB."""
 
 _COLORS = {
     "ring": PALETTE["blue"],
@@ -26,18 +26,18 @@ _COLORS = {
     "one_shot": PALETTE["vermillion"],
     "two_shot": PALETTE["green"],
 }
-_STROKES: Mapping[str, dict[str, Any]] = {  # where curves lie on each other, all are seen
+_STROKES: Mapping[str, dict[str, Any]] = {  # overlapping curves all stay visible
     "ring": {"width": 5.5},
     "halving_doubling": {"width": 3.5},
     "one_shot": {"width": 2},
     "two_shot": {"width": 2, "dash": "dash"},
 }
-_REACH = (6e-8, 1.6)  # seconds: of links from 900 down to 1 GB/s
+_REACH = (6e-8, 1.6)  # seconds, for links from 900 down to 1 GB/s
 _SYMBOLS = ("circle-open", "square-open", "diamond-open", "x", "triangle-up-open")
 
 
 def _size(nbytes: float) -> str:
-    """Bytes in powers of 1024, three digits."""
+    """Format bytes in powers of 1024, with three digits."""
     power = min(3, int(math.log2(max(nbytes, 1)) // 10))
     return f"{draw.digits(nbytes / 1024**power)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
@@ -53,12 +53,12 @@ def all_reduce_curves(
     *,
     data: Mapping[str, Mapping[int, Sequence[float]]] | None = None,
 ) -> go.Figure:
-    """Seconds of an all-reduce by its size, for each algorithm by the alpha-beta model.
+    """Draw the seconds of an all-reduce by its size, for each algorithm by the alpha-beta model.
 
-    ranks: N; halving_doubling has no curve unless it is a power of two. alpha_us: µs of a step;
-    gb_per_s: GB/s of a rank in one direction. data: name -> bytes -> samples in seconds that were
-    measured, a key of `ALL_REDUCES` in its color, "backend" or another in gray. The axis of time
-    is the same for every link: 60 ns to 1.6 s, with data a decade more than they need.
+    ranks: N; halving_doubling has no curve unless it's a power of two. alpha_us: µs per step;
+    gb_per_s: GB/s per rank in one direction. data: name -> bytes -> samples of measured seconds. A
+    key of `ALL_REDUCES` is drawn in its color; "backend" or another name is gray. The time axis is
+    the same for every link, 60 ns to 1.6 s; data extends it to a decade more than needed.
     """
     link, figure = chosen_link(alpha_us, gb_per_s), go.Figure()
     curves: dict[str, list[float]] = {}
@@ -107,13 +107,13 @@ def all_reduce_curves(
 
 
 def _sizes(least: float) -> list[int]:
-    """Powers of 4 from `least` bytes or below to the largest of SIZES."""
+    """Return powers of 4 from at most `least` bytes to the largest of SIZES."""
     first = math.floor(math.log(max(least, 1), 4) + 1e-9)
     return [4**power for power in range(first, round(math.log(SIZES[-1], 4)) + 1)]
 
 
 def _fastest(sizes: Sequence[int], curves: Mapping[str, Sequence[float]]) -> str:
-    """The fastest algorithm of the smallest size, and the first that takes over from it."""
+    """Return the fastest algorithm for the smallest size, and the first that overtakes it."""
     best = [min((curve[at], name) for name, curve in curves.items())[1] for at in range(len(sizes))]
     changes = [(sizes[at + 1], now) for at, (was, now) in enumerate(pairwise(best)) if was != now]
     if not changes:
@@ -123,7 +123,7 @@ def _fastest(sizes: Sequence[int], curves: Mapping[str, Sequence[float]]) -> str
 
 
 def _size_axis(sizes: Sequence[int]) -> dict[str, Any]:
-    """A logarithmic axis of bytes with five ticks at most: a phone has no room for more."""
+    """Return a logarithmic axis of bytes with at most five ticks, which fit on a phone."""
     ticks = sizes[:: -(-(len(sizes) - 1) // 4)]
     return {
         "type": "log", "tickvals": ticks, "ticktext": [_size(tick) for tick in ticks],
@@ -132,7 +132,7 @@ def _size_axis(sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def _time_ticks(low: float, high: float, steps: Sequence[int]) -> dict[str, Any]:
-    """Ticks at `steps` of every power of ten from low to high seconds, on an axis in µs."""
+    """Return ticks at `steps` of every power of ten from low to high seconds, on an axis in µs."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [step * 10.0**power for power in powers for step in steps]
     return {
@@ -150,12 +150,12 @@ def fit_view(
     *,
     title: str,
 ) -> go.Figure:
-    """Measured times of messages, the line alpha + beta * bytes, and below it what is left over.
+    """Draw measured times of messages, the line alpha + beta * bytes, and the residuals below it.
 
-    sizes: bytes, above 0. seconds: of each size a time or its repeats, shown by their median and
-    middle 60 %. fit: as of `cost.fit`; a residual is (measured - line) / measured, in percent.
-    title: what was measured; the line's alpha and beta stand below it.
-    Raises ValueError where the lengths differ or are 0.
+    sizes: bytes, above 0. seconds: for each size a time or its repeats, shown by their median and
+    middle 60 %. fit: as from `cost.fit`; a residual is (measured - line) / measured, in percent.
+    title: what was measured; the line's alpha and beta are shown below it.
+    Raises ValueError if the lengths differ or are 0.
     """
     if len(sizes) != len(seconds) or not sizes or min(sizes) <= 0:
         raise ValueError(
@@ -170,7 +170,7 @@ def fit_view(
     low, high = min(sizes), max(sizes)
     line = [low * (high / low) ** (at / 40) for at in range(41)]
     reach = {"type": "log", "range": [math.log10(low / 2), math.log10(2 * high)]}
-    every = -(-len(sizes) // 5)  # a phone has room for five ticks
+    every = -(-len(sizes) // 5)  # five ticks fit on a phone
     ticks = list(sizes)[::every]
     told = f"alpha {draw.seconds(fit.alpha)}, beta {1e9 * fit.beta:.3g} ns a byte"
     figure = go.Figure(
@@ -210,7 +210,7 @@ def fit_view(
 
 
 def _bars(rows: Sequence[tuple[float, float, float]]) -> dict[str, Any]:
-    """Error bars in µs of 20th, 50th and 80th percentiles in seconds."""
+    """Return error bars in µs from 20th, 50th and 80th percentiles in seconds."""
     return {
         "array": [1e6 * (high - middle) for _, middle, high in rows],
         "arrayminus": [1e6 * (middle - low) for low, middle, _ in rows],
@@ -219,7 +219,7 @@ def _bars(rows: Sequence[tuple[float, float, float]]) -> dict[str, Any]:
 
 
 def _stems(sizes: Sequence[int], residuals: Sequence[float]) -> list[dict[str, Any]]:
-    """Residuals in percent as diamonds on stems, in the lower panel."""
+    """Return residuals in percent as diamonds on stems, in the lower panel."""
     x: list[float | None] = []
     y: list[float | None] = []
     for size, left in zip(sizes, residuals, strict=True):

@@ -20,13 +20,13 @@ _RANKS = tuple(PALETTE[name] for name in ("blue", "orange", "green", "purple"))
 _EVERY = PALETTE["gray"]
 _HIDDEN = {"visible": False}
 _LOWER = "₀₁₂₃"
-_FEW = 24  # messages of a figure that have room for the names of their parts
-_MANY = 64  # messages of one kind that a reader can point at
-_NEAR = 0.15  # where these stand, from the sender on: farther away lines cross
+_FEW = 24  # with more messages, the names of their parts don't fit
+_MANY = 64  # with more messages of one kind, they have no hover text
+_NEAR = 0.15  # position of the names along the line from the sender; farther out, lines cross
 
 
 class _Blocks:
-    """Blocks by the rank that has them, words and arrows: the same traces for every picture."""
+    """Blocks by the rank that holds them, words and arrows: the same traces for every picture."""
 
     def __init__(self) -> None:
         names = [*(f"rank {rank}" for rank in range(len(_RANKS))), "every rank"]
@@ -39,7 +39,7 @@ class _Blocks:
     def box(
         self, rank: int | None, left: float, low: float, wide: float, high: float, text: str
     ) -> None:
-        """A block; rank None: every rank has it."""
+        """Add a block; rank None means that every rank has it."""
         x, y = self.boxes["every rank" if rank is None else f"rank {rank}"]
         gap = [None] if x else []
         x += [*gap, left, left + wide, left + wide, left, left]
@@ -84,16 +84,16 @@ class _Blocks:
 
 
 def split_picture(by: str = "columns", ranks: int = 2) -> go.Figure:
-    """Y = XW divided among ranks: whose block is which, and the collective that makes Y whole.
+    """Draw Y = XW divided among ranks: who has which block, and the collective that makes Y whole.
 
-    by: "columns" (of W: each rank makes columns of Y) or "rows" (each makes a whole Y of its share
-    of the sum). ranks: 2 to 4. Raises ValueError for others.
+    by: "columns" (of W: each rank computes columns of Y) or "rows" (each computes its summand of
+    all of Y). ranks: 2 to 4. Raises ValueError for others.
     """
     one_of("by", by, ("columns", "rows"))
     if positive_int("ranks", ranks) not in (2, 3, 4):
         raise ValueError(f"ranks must be from 2 to 4 to have a color each, got {ranks}")
     blocks, wide, tall, gap, low_x, low_y = _Blocks(), 3.0, 0.9, 0.7, 4.65, -0.2
-    right, top = wide + gap, 2.9  # of the parts of Y, from which an arrow leads down to Y
+    right, top = wide + gap, 2.9  # position of Y's parts; an arrow leads from them down to Y
     part, slim = wide / ranks, 1.8 / ranks
     every = range(ranks)
     blocks.words.append((wide + gap / 2, low_x + tall / 2, "×"))
@@ -116,7 +116,7 @@ def split_picture(by: str = "columns", ranks: int = 2) -> go.Figure:
             low = _LOWER[rank]
             blocks.box(rank, rank * part, low_x, part, tall, f"X{low}")
             blocks.box(rank, right, 6.0 - (rank + 1) * slim, wide, slim, f"W{low}")
-            # Two in a line: each of them is as large as Y.
+            # Two per line, because each is as large as Y.
             top = 2.9 - 1.3 * (rank // 2)
             blocks.box(rank, rank % 2 * right, top, wide, tall, f"X{low}W{low}")
             if rank % 2:
@@ -132,7 +132,7 @@ def split_picture(by: str = "columns", ranks: int = 2) -> go.Figure:
             f"{ranks} summands, and every rank has Y."
         )
     begin, end = top - 0.15, low_y + tall + 0.12
-    # Beside the arrow, as far from it as half of these words are wide on a phone.
+    # Beside the arrow, at half the width that these words have on a phone.
     blocks.words.append((wide / 2 + 1.5, (begin + end) / 2, needed))
     blocks.arrows.append((wide / 2, begin, wide / 2, end))
     blocks.box(None, 0, low_y, wide, tall, "Y")
@@ -152,9 +152,10 @@ def split_picture(by: str = "columns", ranks: int = 2) -> go.Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """What one rank sends another in a step; parts: which of N equal parts of the tensor.
+    """What one rank sends another in a step; parts: which of the tensor's N equal parts.
 
-    summed: the parts are whole sums, which the receiver keeps; else it adds them to its own.
+    summed: the parts are complete sums, which the receiver keeps; otherwise it adds them to its
+    own.
     """
 
     step: int
@@ -165,12 +166,12 @@ class Message:
 
 
 def messages(algorithm: str, ranks: int) -> tuple[Message, ...]:
-    """All messages of an all-reduce, in the order of its steps, as `labcore.parallel` sends them.
+    """Return all messages of an all-reduce, in step order, as `labcore.parallel` sends them.
 
     algorithm: one of `ALL_REDUCES`. Raises ValueError for another, and for halving_doubling unless
     ranks is a power of two.
     """
-    expected(algorithm, ranks, 0)  # which refuses what does not fit
+    expected(algorithm, ranks, 0)  # raises for invalid arguments
     every = tuple(range(ranks))
     if algorithm == "ring":
         return _ring(ranks)
@@ -191,7 +192,7 @@ def _message(step: int, source: int, target: int, parts: Sequence[int], summed: 
 
 def _ring(ranks: int) -> tuple[Message, ...]:
     return tuple(
-        # A part's sum starts behind its owner and comes to it last; whole, it goes around again.
+        # A part's sum starts after its owner and reaches it last; then it goes around again.
         _message(
             half * (ranks - 1) + step, rank, (rank + 1) % ranks,
             [(rank - step - (1 - half)) % ranks], bool(half),
@@ -206,12 +207,12 @@ def _halving_doubling(ranks: int) -> tuple[Message, ...]:
     distances = [ranks >> (step + 1) for step in range(ranks.bit_length() - 1)]
     found = []
     for step, distance in enumerate(distances):
-        for rank in range(ranks):  # The half that the other will sum.
+        for rank in range(ranks):  # sends the half that the other will sum
             first = (rank ^ distance) & -distance
             parts = range(first, first + distance)
             found.append(_message(step, rank, rank ^ distance, parts, False))
     for step, distance in enumerate(reversed(distances), start=len(distances)):
-        for rank in range(ranks):  # All that it knows.
+        for rank in range(ranks):  # sends everything it has
             first = rank & -distance
             parts = range(first, first + distance)
             found.append(_message(step, rank, rank ^ distance, parts, True))
@@ -219,16 +220,16 @@ def _halving_doubling(ranks: int) -> tuple[Message, ...]:
 
 
 def _names(parts: Sequence[int]) -> str:
-    """Parts as letters: a, b, c."""
+    """Return parts as letters: a, b, c."""
     return "".join(chr(ord("a") + part) for part in parts)
 
 
 def steps_view(algorithm: str = "ring", ranks: int = 4) -> go.Figure:
-    """Who sends which parts to whom in each step of an all-reduce, from the left to the right.
+    """Draw who sends which parts to whom in each step of an all-reduce, from left to right.
 
-    algorithm: one of `ALL_REDUCES`; ranks: 2 to 16. Vermillion messages carry sums on their way,
-    blue ones whole sums. Letters name a message's parts, where there are few messages, each of
-    which is its sender's only one in that step.
+    algorithm: one of `ALL_REDUCES`; ranks: 2 to 16. Vermillion messages carry partial sums, blue
+    ones complete sums. Letters name a message's parts if there are few messages and each is its
+    sender's only one in that step.
     Raises ValueError for others, and for halving_doubling unless ranks is a power of two.
     """
     one_of("algorithm", algorithm, ALL_REDUCES)
@@ -251,7 +252,7 @@ def steps_view(algorithm: str = "ring", ranks: int = 4) -> go.Figure:
             "marker": {"size": 9 if len(columns) < 16 else 5, "color": PALETTE["gray"]},
         }
     )  # fmt: skip
-    # Where a rank sends several messages at a time, their names would lie on each other.
+    # If a rank sends several messages per step, their names would overlap.
     shown = sent if len(sent) <= min(_FEW, ranks * does.steps) else ()
     traces.append(
         {
@@ -259,7 +260,7 @@ def steps_view(algorithm: str = "ring", ranks: int = 4) -> go.Figure:
             "x": [one.step + _NEAR for one in shown],
             "y": [(1 - _NEAR) * one.source + _NEAR * one.target for one in shown],
             "text": [_names(one.parts) for one in shown], "textfont": {"size": 13},
-            "textposition": [  # beside the line, whichever way it leads
+            "textposition": [  # beside the line, for both directions
                 f"{'top' if one.target > one.source else 'bottom'} right" for one in shown
             ],
         }
@@ -291,7 +292,7 @@ def steps_view(algorithm: str = "ring", ranks: int = 4) -> go.Figure:
 
 
 def _sent(some: Sequence[Message], color: str, name: str) -> dict[str, Any]:
-    """Messages as lines from their sender to their receiver a step later."""
+    """Return messages as lines from the sender to the receiver one step later."""
     x: list[float | None] = []
     y: list[float | None] = []
     words: list[str] = []
@@ -310,7 +311,7 @@ def _sent(some: Sequence[Message], color: str, name: str) -> dict[str, Any]:
 
 
 def _told(step: int, some: Sequence[Message], ranks: int) -> str:
-    """A step in words: every message where they are few, else what one rank sends."""
+    """Describe a step: every message if there are few, else what one rank sends."""
     few = len(some) <= 8
     shown = some if few else [one for one in some if one.source == 0]
     kind = "whole sums" if some[0].summed else "summands"

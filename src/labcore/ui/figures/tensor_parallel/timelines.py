@@ -26,16 +26,16 @@ from labcore.ui.theme import PALETTE
 __all__ = ["BATCHES", "share_by_batch", "timeline_view"]
 
 BATCHES = tuple(4**power for power in range(6))
-"""Rows of the steps whose share of the wire is drawn: 1 to 1024."""
+"""Batch sizes in rows for which the wire's share is drawn: 1 to 1024."""
 
-_STREAMS = {  # of a timeline: its row and its color
+_STREAMS = {  # row, color and name in a timeline
     "host": (2, PALETTE["gray"], "launches"),
     "compute": (1, PALETTE["blue"], "kernels"),
     "wire": (0, PALETTE["vermillion"], "collectives"),
 }
-_HALF = 0.36  # of a bar's height, in rows
-_LETTER = 0.022  # of a letter's width on a phone, in lengths of the axis
-_WHOLE = {"exponentformat": "none", "separatethousands": True}  # 10,000 us and not 10k us
+_HALF = 0.36  # half a bar's height, in rows
+_LETTER = 0.022  # a letter's width on a phone, as a share of the axis
+_WHOLE = {"exponentformat": "none", "separatethousands": True}  # 10,000 us, not 10k us
 _WAYS = {
     "eager": (False, False),
     "graph": (True, False),
@@ -60,15 +60,15 @@ def timeline_view(
     gpu: str = "H100 SXM",
     context: int = 1024,
 ) -> go.Figure:
-    """One layer of a decode step on three streams, and below it a token's time in four ways.
+    """Draw one layer of a decode step on three streams, and below it a token's time in four ways.
 
     gpus: 1, 2, 4, ..., which must divide the model's dimensions; batch: rows; graph, overlap,
-    algorithm: as in `simulate`; alpha_us: µs of a step between ranks; gb_per_s: GB/s in one
+    algorithm: as in `simulate`; alpha_us: µs per step between ranks; gb_per_s: GB/s in one
     direction; model, gpu: keys of MODELS and GPUS; context: tokens of a row in the cache.
-    The layer is the one in the middle, from its first kernel to that of the next; its time is 0 at
-    the beginning. The bars below stack what a token's time is made of: kernels, what the wire adds
-    to them, and the rest, in which the device waits; the chosen way stands in bold type.
-    Raises ValueError for what `decode_step` and `simulate` refuse.
+    The layer is the middle one, from its first kernel to that of the next; its time starts at 0.
+    The bars below stack the parts of a token's time: kernels, what the wire adds to them, and the
+    rest, in which the device waits. The chosen way is in bold.
+    Raises ValueError for arguments that `decode_step` or `simulate` rejects.
     """
     config, machine = MODELS[model], GPUS[gpu]
     link = chosen_link(alpha_us, gb_per_s)
@@ -114,7 +114,7 @@ def timeline_view(
 def _two_panels(
     runs: Mapping[str, Timeline], chosen: str, wide: float, title: str
 ) -> dict[str, Any]:
-    """The layout: streams above, the ways of a token below; wide: µs of the axis above."""
+    """Return the layout: streams above, a token's ways below; wide: µs of the upper axis."""
     return {
         "barmode": "stack",
         "xaxis": {
@@ -136,7 +136,7 @@ def _two_panels(
         },
         "height": 600,
         "margin": {"t": 100},
-        # Beside the ways a phone has no room for it; stacked bars would turn it around.
+        # No room on a phone beside the ways; stacked bars would reverse the order.
         "legend": {"xref": "container", "traceorder": "normal"},
     }  # fmt: skip
 
@@ -144,8 +144,8 @@ def _two_panels(
 def _layer(
     run: Timeline, operations: int, layers: int, gpus: int
 ) -> tuple[float, float, list[Event]]:
-    """Where the middle layer begins and ends, and all bars that reach into it."""
-    before, behind = (2, 3) if gpus > 1 else (1, 2)  # operations that belong to no layer
+    """Return where the middle layer begins and ends, and all bars that overlap it."""
+    before, behind = (2, 3) if gpus > 1 else (1, 2)  # operations outside the layers
     long = (operations - before - behind) // layers
     first = before + long * (layers // 2)
     device = [event for event in run.events if event.stream != "host"]
@@ -155,7 +155,7 @@ def _layer(
 
 
 def _bars(bars: Sequence[Event], stream: str, begin: float, end: float) -> dict[str, Any]:
-    """A stream's events as boxes in µs, cut at the ends of the layer."""
+    """Return a stream's events as boxes in µs, cut at the ends of the layer."""
     row, color, name = _STREAMS[stream]
     x: list[float | None] = []
     y: list[float | None] = []
@@ -176,9 +176,9 @@ def _bars(bars: Sequence[Event], stream: str, begin: float, end: float) -> dict[
 
 
 def _names(bars: Sequence[Event], begin: float, end: float, wide: float) -> dict[str, Any]:
-    """What each bar is: where a reader points, and where there is room in words on it.
+    """Label each bar: always on hover, and on the bar if there's room.
 
-    There is for words up to twice as long as their bar that reach no other one.
+    There is room for words up to twice as long as their bar if they don't reach another bar.
     """
     x, y, words, hover = [], [], [], []
     for stream, (row, _, _) in _STREAMS.items():
@@ -188,7 +188,7 @@ def _names(bars: Sequence[Event], begin: float, end: float, wide: float) -> dict
         for at, event in enumerate(here):
             left, right = max(event.begin, begin), min(event.end, end)
             middle = (left + right) / 2
-            # A comma and its space are as wide as one letter.
+            # A comma and its space together are as wide as one letter.
             half = 0.5e-6 * _LETTER * wide * len(event.name.replace(", ", ","))
             free = edges[2 * at] <= middle - half and middle + half <= edges[2 * at + 3]
             x.append(1e6 * (middle - begin))
@@ -208,7 +208,7 @@ def _names(bars: Sequence[Event], begin: float, end: float, wide: float) -> dict
 
 
 def _stacked(runs: Mapping[str, Timeline]) -> list[dict[str, Any]]:
-    """A token's time of each way: kernels, what the wire adds, and what waits for a launch."""
+    """Return each way's time per token: kernels, what the wire adds, and the device's idle time."""
     parts = {
         "kernels": ([run.compute for run in runs.values()], PALETTE["blue"]),
         "wire alone": ([run.exposed for run in runs.values()], PALETTE["vermillion"]),
@@ -231,12 +231,12 @@ def share_by_batch(
     gpu: str = "H100 SXM",
     context: int = 1024,
 ) -> go.Figure:
-    """The share of a token's time that collectives take, by batch, for 2 to 16 GPUs.
+    """Draw the share of a token's time that collectives take, by batch, for 2 to 16 GPUs.
 
     model, link, gpu: keys of MODELS, LINKS and GPUS; algorithm: as in `simulate`; context: tokens
-    of a row in the cache. Replayed as a graph and without overlap, where launches hide nothing.
-    A number of GPUs that does not divide the model has no curve; a batch whose weights and cache
-    are more than a GPU's memory has a hollow dot.
+    of a row in the cache. Steps are replayed as a graph without overlap, so launches hide nothing.
+    A number of GPUs that doesn't divide the model has no curve. A hollow dot marks a batch whose
+    weights and cache exceed a GPU's memory.
     """
     one_of("link", link, LINKS)
     traces, said = [], []
@@ -247,7 +247,7 @@ def share_by_batch(
             shape = {"ranks": gpus, "batch": batch, "context": context}
             try:
                 ops = decode_step(MODELS[model], **shape)
-            except ValueError:  # of the dimensions
+            except ValueError:  # the dimensions don't divide
                 shares[batch] = None
                 continue
             fits = held_bytes(MODELS[model], **shape) <= GPUS[gpu].capacity
