@@ -76,7 +76,7 @@ def main() -> int:
     """Runs one corner, records how it ended, and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("corner", choices=CORNERS)
-    parser.add_argument("--python", help="its Python, where it is not on the PATH")
+    parser.add_argument("--python", help="its Python, if it is not on the PATH")
     options = parser.parse_args()
     name = "python" + CORNERS[options.corner]["python"]
     python = options.python or shutil.which(name)

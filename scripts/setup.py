@@ -7,8 +7,8 @@ call does nothing until pyproject.toml, constraints.txt, TORCH or TORCH_INDEX ch
 interruption, call it again. TORCH=<version> chooses another release of torch,
 TORCH_INDEX=<address> another build of it, PYTHON=<path> another Python.
 
-pip installs torch, first and alone. uv installs the rest where this machine has it, pip elsewhere;
-both take the versions of constraints.txt, which names neither torch nor triton.
+pip installs torch, first and alone. uv installs the rest if this machine has it; otherwise, pip
+does. Both use the versions in constraints.txt, which names neither torch nor triton.
 
 This file needs only the standard library and must parse on Python 3.6, so that it can say that
 the Python is too old.
@@ -257,7 +257,7 @@ class Environment:
 
 
 def make(environment, torch, index, chosen):
-    """Makes or mends the environment."""
+    """Makes or repairs the environment."""
     saved = environment.saved()
     environment.stamp_file.unlink(missing_ok=True)
     if environment.version() is None or (chosen and not environment.fits()):

@@ -184,7 +184,7 @@ def test_an_update_offers_mine_the_differences_and_a_fresh_copy(reader: Course) 
 def test_differences_without_a_copy_say_what_to_do(reader: Course) -> None:
     page = reader.ask(f"/book/_labcore/differences?notebook={CHAPTER}", token=False)
     assert page.status == 404
-    assert "no copy of book/lion.ipynb under my/ yet" in page.text
+    assert "no copy of book/lion.ipynb in my/ yet" in page.text
 
 
 def test_a_later_start_shows_the_book_at_once_and_rebuilds_only_after_a_change(

@@ -229,13 +229,19 @@ FORMS = {
         flags=("cell double-test missing, put back", "cell square-test missing, put back"),
     ),
     "answer deleted": Hostile(
-        points=2, change=_without("square"), flags=("cell square missing",), page=("is not there",)
+        points=2,
+        change=_without("square"),
+        flags=("cell square missing",),
+        page=("square is not defined",),
     ),
     "cells in another order": Hostile(points=5, change=_turned),
     "cells twice": Hostile(
         points=2,
         change=_doubled,
-        flags=("cell square occurs 2 times; the last one counts", "cell square-test there 2 times"),
+        flags=(
+            "cell square occurs 2 times; the last one counts",
+            "cell square-test occurs 2 times",
+        ),
     ),
     "ids all the same": Hostile(points=5, change=_renamed),
     "other points": Hostile(

@@ -205,7 +205,7 @@ def test_where_every_task_dies_the_table_says_what_was_not_tried(
     jobs = course.submit("--due", "tomorrow", tasks=1)
     until("the end of all jobs", lambda: slurm.over(jobs))
     assert [slurm.states(job)[0][0] for job in jobs] == ["FAILED", "CANCELLED", "CANCELLED"]
-    assert "'tomorrow' is no time" in course.said()
+    assert "'tomorrow' is not a time" in course.said()
     assert (course.out / "grades.csv").stat().st_mtime_ns == before
     # The guide's way to work on a queue that was made by hand.
     course.work_by_hand()

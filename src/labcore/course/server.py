@@ -38,9 +38,7 @@ def _root(settings: Mapping[str, Any]) -> Path:
 
 
 class BookHandler(JupyterHandler, web.StaticFileHandler):
-    """The book's files. Pages get the script that runs them; before the first build is done, all
-    show its progress.
-    """
+    """The book's files. Pages get the script that runs them, or show the first build's progress."""
 
     auth_resource = "contents"
 

@@ -184,7 +184,7 @@ def work(
 
 
 def _help(root: Path, out: Path, settings: Settings, parent: int) -> None:
-    """A process that works beside the collecting one and ends with it."""
+    """Runs in a process that works alongside the collecting one and ends with it."""
     with contextlib.suppress(KeyboardInterrupt):
         try:
             work(root, out, settings=settings, go_on=lambda: os.getppid() == parent)

@@ -36,7 +36,7 @@ __all__ = [
 TOTAL_BYTES = 2_000_000_000
 STUDENT_BYTES = 200_000_000
 MAX_ENTRIES = 20_000
-# Notebooks compress to a tenth, and their images hardly at all. A ratio of 200 is no notebook.
+# Notebooks compress to a tenth, and their images hardly at all. At a ratio of 200, it is not one.
 RATIO = 200
 RATIO_FROM = 1_000_000
 CHUNK = 1 << 16
