@@ -109,7 +109,7 @@ def test_a_number_that_is_none_is_refused(number: object) -> None:
 
 
 def test_a_lab_that_has_no_clinic_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="matching has no CLINIC"):
+    with pytest.raises(ValueError, match="matching must define a CLINIC"):
         clinics.key(0, ["matching"])
     lab = json.loads(SOURCES["lion"].read_text(encoding="utf-8"))
     lab["cells"] = [cell for cell in lab["cells"] if ".patients(" not in "".join(cell["source"])]
