@@ -2,17 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from math import sqrt
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from labcore import checks
 from labcore.optim.chunked import CHUNK
-from labcore.optim.precision import store
 from labcore.optim.rules import Scalar, State
-from labcore.optim.shell import Item, is_plain
-from labcore.optim.tensorwise import Layout, TensorShell, layout_bytes, state_dtype
+from labcore.optim.shell import Item, Layout, is_plain, layout_bytes
+from labcore.optim.tensorwise import TensorShell, state_dtype
 
 __all__ = ["Adafactor", "adafactor"]
 
@@ -105,8 +104,6 @@ class Adafactor(TensorShell):
     """
 
     rule = staticmethod(adafactor)
-    moments: ClassVar[tuple[str, ...]] = ("row_var", "col_var", "variance")
-    counts_steps: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -199,12 +196,7 @@ class Adafactor(TensorShell):
                 weight.mul_(keep)
             update.add_to(weight, where, -size if group["maximize"] else size)
             if weight.dtype != param.dtype:
-                store(
-                    param[where],
-                    weight,
-                    stochastic=group["stochastic_rounding"],
-                    generator=self.generator,
-                )
+                self._store(group, param[where], weight)
 
     def _foreach(self, group: dict[str, Any], items: list[Item]) -> bool:
         if not is_plain(items):

@@ -10,12 +10,13 @@ from torch import Tensor
 from labcore import checks
 from labcore.optim import fused, rules
 from labcore.optim.chunked import Chunk
-from labcore.optim.shell import Item, Shell, is_plain
+from labcore.optim.elementwise import ElementwiseShell
+from labcore.optim.shell import Item, is_plain
 
 __all__ = ["AdamW"]
 
 
-class AdamW(Shell):
+class AdamW(ElementwiseShell):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101): Adam with decoupled weight decay.
 
     See `rules.adamw` for the formulas. With its defaults, it matches `torch.optim.AdamW` and loads
@@ -52,7 +53,11 @@ class AdamW(Shell):
     rule = staticmethod(rules.adamw)
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     counts_steps: ClassVar[bool] = True
-    neutral: ClassVar[dict[str, Any]] = {**Shell.neutral, "eps_mode": "outside", "eps_root": 0.0}
+    neutral: ClassVar[dict[str, Any]] = {
+        **ElementwiseShell.neutral,
+        "eps_mode": "outside",
+        "eps_root": 0.0,
+    }
 
     def __init__(
         self,
@@ -118,7 +123,7 @@ class AdamW(Shell):
             )
         super()._check_loaded(saved)
 
-    def _hyperparameters(self, group: dict[str, Any], *, tensors: bool) -> dict[str, Any]:
+    def _hyperparameters(self, group: dict[str, Any], *, tensors: bool = False) -> dict[str, Any]:
         lr, (beta1, beta2) = group["lr"], group["betas"]
         if not tensors:
             lr, beta1, beta2 = float(lr), float(beta1), float(beta2)
@@ -129,7 +134,7 @@ class AdamW(Shell):
         """Return the in-place CPU update of one piece, or None if eps is not outside the root."""
         if group["eps_mode"] != "outside" or group["eps_root"]:
             return None
-        hyper = self._hyperparameters(group, tensors=False)
+        hyper = self._hyperparameters(group)
         lr, beta1, beta2, eps = hyper["lr"], hyper["beta1"], hyper["beta2"], hyper["eps"]
         keep = 1 - lr * hyper["weight_decay"]
 

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from labcore.optim import fused, rules
 from labcore.optim.chunked import Chunk
-from labcore.optim.shell import Item, Shell, is_plain
+from labcore.optim.elementwise import ElementwiseShell
+from labcore.optim.shell import Item, is_plain
 
 __all__ = ["Lion"]
 
 
-class Lion(Shell):
+class Lion(ElementwiseShell):
     """Lion (Chen et al., arXiv 2302.06675): `p ← (1 − lr λ) p − lr sign(beta1 m + (1 − beta1) g)`.
 
     See `rules.lion` for the rule. Compared with AdamW, choose an lr three to ten times smaller and
@@ -85,7 +86,7 @@ class Lion(Shell):
         }
         super().__init__(params, defaults, generator)
 
-    def _hyperparameters(self, group: dict[str, Any], *, tensors: bool) -> dict[str, Any]:
+    def _hyperparameters(self, group: dict[str, Any], *, tensors: bool = False) -> dict[str, Any]:
         lr, (beta1, beta2) = group["lr"], group["betas"]
         if not tensors:
             lr, beta1, beta2 = float(lr), float(beta1), float(beta2)
@@ -93,7 +94,7 @@ class Lion(Shell):
 
     def cpu_update(self, group: dict[str, Any]) -> Chunk:
         """Return the in-place CPU update of one piece, which reads the piece only once."""
-        hyper = self._hyperparameters(group, tensors=False)
+        hyper = self._hyperparameters(group)
         blend, forget = 1 - hyper["beta1"], 1 - hyper["beta2"]
         descend = functools.partial(
             torch._fused_sgd_,

@@ -12,7 +12,7 @@ torchao compiles its step for each new shape. On a CPU this needs a C++ compiler
 import functools
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,8 @@ from torch.nn import functional
 from labcore import checks
 from labcore.optim import rules
 from labcore.optim.chunked import CHUNK
-from labcore.optim.precision import apply_rule
-from labcore.optim.shell import Item
-from labcore.optim.tensorwise import Layout, TensorShell, layout_bytes, state_dtype
+from labcore.optim.shell import Item, Layout, check_betas, layout_bytes
+from labcore.optim.tensorwise import TensorShell, state_dtype
 
 __all__ = ["AdamW8bit", "dequantize_blocks", "dynamic_map", "largest_error", "quantize_blocks"]
 
@@ -132,8 +131,6 @@ class AdamW8bit(TensorShell):
     """
 
     rule = staticmethod(rules.adamw)
-    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    counts_steps: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -171,6 +168,7 @@ class AdamW8bit(TensorShell):
         return layout_bytes(_layout(tuple(shape), dtype, block_size))
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        check_betas(group["betas"])
         checks.non_negative("eps", group["eps"])
         checks.positive_int("block_size", group["block_size"])
         super()._check_group(group)
@@ -188,10 +186,15 @@ class AdamW8bit(TensorShell):
             **same,
         }
 
-    def _foreach(self, group: dict[str, Any], items: list[Item]) -> bool:
+    def _update(
+        self,
+        index: int,  # noqa: ARG002 (Shell's form)
+        group: dict[str, Any],
+        items: list[Item],
+    ) -> None:
         for item in items:
-            self._block_step(group, *item)
-        return True
+            if item[0].numel():  # an empty tensor has no blocks
+                self._block_step(group, *item)
 
     def _block_step(
         self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -213,17 +216,7 @@ class AdamW8bit(TensorShell):
             }
             if "master" in piece:
                 moments["master"] = piece["master"]
-            apply_rule(
-                type(self).rule,
-                weight,
-                slope,
-                moments,
-                step=step,
-                maximize=group["maximize"],
-                stochastic=group["stochastic_rounding"],
-                generator=self.generator,
-                **self._hyperparameters(group),
-            )
+            self._apply(group, weight, slope, moments, step)
             for name, signed in SIGNED.items():
                 codes, scales = quantize_blocks(
                     moments[name], signed=signed, block_size=group["block_size"]

@@ -1,44 +1,51 @@
-"""The base class of Lion and AdamW: a `torch.optim.Optimizer` that keeps state and picks a path.
+"""The base class of the optimizers: a `torch.optim.Optimizer` whose update is a pure rule.
 
-All paths compute the same rule: a loop over `rules` (the reference), `foreach` (chunks on a CPU,
-torch's `_foreach` operations on a GPU) and `fused` (one Triton launch per device and dtype).
+It holds what all have in common: settings and their checks, state and its round trip, and a step
+that looks at every gradient before it changes a weight. `elementwise` and `tensorwise` add the fast
+paths, which compute the same rule.
 """
 
-import functools
+import math
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from labcore import checks, device
-from labcore.optim.chunked import Chunk, ChunkedStep
-from labcore.optim.fused import Tables
+from labcore import checks
 from labcore.optim.precision import Rule, apply_rule, store
 
 NONFINITE = ("propagate", "raise", "skip")
 PATHS = ("foreach", "fused", "capturable")
-STATE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
-Item = tuple[Tensor, Tensor, dict[str, Tensor]]  # parameter, gradient, its state
+Item: TypeAlias = tuple[Tensor, Tensor, dict[str, Tensor]]  # parameter, gradient, its state
+Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]  # state name: shape, dtype
+
+
+def layout_bytes(layout: Layout) -> int:
+    """Return the bytes of a state with these shapes and dtypes."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
+
+
+def check_betas(betas: tuple[float | Tensor, ...]) -> None:
+    """Raise ValueError unless betas are two numbers in [0, 1)."""
+    if len(betas) != 2:
+        raise ValueError(f"betas must be two numbers (beta1, beta2), got {len(betas)}")
+    checks.fraction("betas[0]", betas[0])
+    checks.fraction("betas[1]", betas[1])
 
 
 class Shell(Optimizer):
-    """State, checks and paths of an optimizer whose update is a pure rule.
+    """Settings, state and the step of an optimizer whose update is a pure rule.
 
-    A subclass defines its rule, moments and hyperparameters, and a fast implementation per path.
+    A subclass defines its rule, its state's layout and how it updates the tensors of a group.
     """
 
     rule: ClassVar[Rule]
-    moments: ClassVar[tuple[str, ...]]
-    counts_steps: ClassVar[bool]
     # Defaults for settings that state dicts of older versions or of torch may not have.
     neutral: ClassVar[dict[str, Any]] = {
         "maximize": False,
         "foreach": None,
-        "fused": None,
-        "capturable": False,
-        "state_dtype": None,
         "master_weights": False,
         "stochastic_rounding": False,
         "nonfinite": "propagate",
@@ -52,26 +59,24 @@ class Shell(Optimizer):
     ) -> None:
         self.generator = generator
         self.skipped = 0
-        self._plans: dict[int, ChunkedStep] = {}
-        self._tables = Tables()
         super().__init__(params, defaults)
 
     # Defined by subclasses ------------------------------------------------
 
-    def _hyperparameters(self, group: dict[str, Any], *, tensors: bool) -> dict[str, Any]:
+    def _hyperparameters(self, group: dict[str, Any], *, tensors: bool = False) -> dict[str, Any]:
         """Return the rule's keyword arguments, as Python floats unless `tensors`."""
         raise NotImplementedError
 
-    def cpu_update(self, group: dict[str, Any]) -> Chunk | None:
-        """Return an in-place update of 1-D pieces of one dtype, or None to use the rule."""
+    def _layout(self, group: dict[str, Any], param: Tensor) -> Layout:
+        """Return names, shapes and dtypes of a parameter's state, including the step count."""
         raise NotImplementedError
 
     def _foreach(self, group: dict[str, Any], items: list[Item]) -> bool:
         """Take one step by torch._foreach operations, or return False if they don't support it."""
         raise NotImplementedError
 
-    def _fused(self, group: dict[str, Any], items: list[Item]) -> None:
-        """Take one step by Triton."""
+    def _update(self, index: int, group: dict[str, Any], items: list[Item]) -> None:
+        """Take one step of the tensors in group number `index`."""
         raise NotImplementedError
 
     # Groups, state and their round trip -----------------------------------
@@ -84,68 +89,31 @@ class Shell(Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        self._plans.clear()
 
     def _check_group(self, group: dict[str, Any]) -> None:
         checks.non_negative("lr", group["lr"], "pass lr=0 to freeze the weights")
-        betas = group["betas"]
-        if len(betas) != 2:
-            raise ValueError(f"betas must be two numbers (beta1, beta2), got {len(betas)}")
-        checks.fraction("betas[0]", betas[0])
-        checks.fraction("betas[1]", betas[1])
         checks.non_negative("weight_decay", group["weight_decay"])
         checks.one_of("nonfinite", group["nonfinite"], NONFINITE)
-        checks.one_of("state_dtype", group["state_dtype"], STATE_DTYPES)
-        if group["foreach"] and group["fused"]:
-            raise ValueError("foreach and fused must not both be True; set only one of them")
         if group["master_weights"] and group["stochastic_rounding"]:
             raise ValueError(
                 "master_weights and stochastic_rounding must not both be True: each keeps small "
                 "updates; choose one"
             )
-        if group["capturable"] and group["nonfinite"] != "propagate":
-            raise ValueError(
-                "capturable=True never reads a gradient on the host, got "
-                f"nonfinite={group['nonfinite']!r}; use nonfinite='propagate'"
-            )
         for param in group["params"]:
             self._check_param(group, param)
 
     def _check_param(self, group: dict[str, Any], param: Tensor) -> None:
-        low_precision = group["master_weights"] or group["stochastic_rounding"]
-        if param.is_complex() and (
-            group["state_dtype"] is not None or low_precision or group["fused"]
-        ):
-            raise ValueError(
-                "state_dtype, master_weights, stochastic_rounding and fused need real "
-                f"parameters, got {param.dtype}; leave them at their defaults in its group"
-            )
         if group["stochastic_rounding"] and param.dtype == torch.float16:
             raise ValueError(
                 "stochastic_rounding rounds to bfloat16, got a torch.float16 parameter; "
                 "use master_weights=True"
             )
-        if group["fused"]:
-            if param.dtype == torch.float64:
-                raise ValueError(
-                    "fused computes in float32, got a torch.float64 parameter; use foreach=True"
-                )
-            if group["capturable"] and group["stochastic_rounding"]:
-                raise ValueError(
-                    "a captured fused step would always replay the same seed, got "
-                    "stochastic_rounding=True; use foreach=True, or master_weights=True"
-                )
-            try:
-                device.choose_backend("triton", param, op=type(self).__name__)
-            except ValueError as error:
-                raise ValueError(f"fused=True cannot run; use fused=False: {error}") from None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "skipped": self.skipped, "generator": self.generator}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans, self._tables = {}, Tables()
         self.__dict__.setdefault("skipped", 0)
         self.__dict__.setdefault("generator", None)
         for group in self.param_groups:
@@ -189,15 +157,33 @@ class Shell(Optimizer):
             after.remove()
 
     def _check_loaded(self, saved: dict[str, Any]) -> None:
-        name = type(self).__name__
-        wanted = {*self.moments, *(["step"] if self.counts_steps else [])}
-        for entry in saved["state"].values():
-            came = set(entry) - {"master"}
-            if entry and came != wanted:
-                raise ValueError(
-                    f"{name} keeps {sorted(wanted)} for each parameter, got a state with "
-                    f"{sorted(came)}; load a state dict saved by the same kind of optimizer"
-                )
+        for theirs, ours in zip(saved["param_groups"], self.param_groups, strict=False):
+            for key, param in zip(theirs["params"], ours["params"], strict=False):
+                entry = saved["state"].get(key)
+                if not entry:
+                    continue
+                came = {
+                    name: tuple(torch.as_tensor(value).shape)
+                    for name, value in entry.items()
+                    if name != "master"
+                }
+                layout = self._saved_layout({**ours, **theirs}, param, entry)
+                wanted = {name: shape for name, (shape, _) in layout.items()}
+                if came != wanted:
+                    raise ValueError(
+                        f"{type(self).__name__} keeps {wanted} for a parameter of shape "
+                        f"{tuple(param.shape)}, got a state with {came}; load a state dict saved "
+                        "by the same kind of optimizer for the same shapes and settings"
+                    )
+
+    def _saved_layout(
+        self,
+        group: dict[str, Any],
+        param: Tensor,
+        entry: dict[str, Any],  # noqa: ARG002 (for SM3, whose entries differ)
+    ) -> Layout:
+        """Return the layout that a parameter's saved state must have."""
+        return self._layout(group, param)
 
     def _loaded(
         self, group: dict[str, Any], param: Tensor, saved: dict[str, Any]
@@ -208,19 +194,15 @@ class Shell(Optimizer):
                 state[name].copy_(torch.as_tensor(saved[name]))
         return state
 
-    def _state_dtype(self, group: dict[str, Any], param: Tensor) -> torch.dtype:
-        """Return the dtype of a parameter's moments."""
-        return group["state_dtype"] or param.dtype
-
     def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
-        if self.counts_steps:
-            # Keep it on the host, where reading it costs no wait, unless a graph replays it.
-            where = param.device if group["capturable"] else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=where)
-        dtype = self._state_dtype(group, param)
-        for name in self.moments:
-            state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+        for name, (shape, dtype) in self._layout(group, param).items():
+            if name == "step":  # on the host, where reading it costs no wait
+                state[name] = torch.zeros(shape, dtype=dtype)
+            elif shape == param.shape:  # and strides like the parameter's
+                state[name] = torch.zeros_like(param, dtype=dtype)
+            else:
+                state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
         if group["master_weights"] and param.dtype in (torch.bfloat16, torch.float16):
             state["master"] = param.detach().to(torch.float32, copy=True)
         return state
@@ -242,13 +224,13 @@ class Shell(Optimizer):
             (group, self._with_gradient(index, group))
             for index, group in enumerate(self.param_groups)
         ]
-        for index, (group, params) in enumerate(todo):
-            if params:
-                self._step_group(index, group, params)
+        for index, (group, pairs) in enumerate(todo):
+            if pairs:
+                self._update(index, group, [self._item(group, *pair) for pair in pairs])
         return loss
 
-    def _with_gradient(self, index: int, group: dict[str, Any]) -> list[Tensor]:
-        params = []
+    def _with_gradient(self, index: int, group: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+        pairs = []
         for param in group["params"]:
             grad = param.grad
             if grad is None:
@@ -259,10 +241,10 @@ class Shell(Optimizer):
                     f"{self._name(index, param)}; use sparse=False in the embedding, "
                     "or torch.optim.SparseAdam"
                 )
-            params.append(param)
+            pairs.append((param, grad))
         if group["nonfinite"] == "propagate":
-            return params
-        bad = [param for param in params if not bool(torch.isfinite(param.grad).all())]
+            return pairs
+        bad = [param for param, grad in pairs if not bool(torch.isfinite(grad).all())]
         if bad and group["nonfinite"] == "raise":
             raise RuntimeError(
                 f"{type(self).__name__} needs finite gradients, got NaN or infinity for "
@@ -271,7 +253,7 @@ class Shell(Optimizer):
             )
         self.skipped += len(bad)
         dropped = {id(param) for param in bad}
-        return [param for param in params if id(param) not in dropped]
+        return [pair for pair in pairs if id(pair[0]) not in dropped]
 
     def _name(self, index: int, param: Tensor) -> str:
         group = self.param_groups[index]
@@ -279,34 +261,40 @@ class Shell(Optimizer):
         names = group.get("param_names")
         return f"parameter {names[place]!r}" if names else f"parameter {place} of group {index}"
 
-    def _step_group(self, index: int, group: dict[str, Any], params: list[Tensor]) -> None:
-        states = []
-        for param in params:
-            state = self.state[param]
-            if not state:
-                state.update(self._new_state(group, param))
-            states.append(state)
-        if group["fused"]:
-            self._fused(group, _real_items(params, states))
-            return
-        if group["foreach"] is not False:
-            if all(param.device.type == "cpu" for param in params):
-                self._chunked(index, group, params, states)
-                return
-            if self._foreach(group, _real_items(params, states)):
-                return
-        for param, grad, state in _real_items(params, states):
-            self._by_rule(group, param, grad, state)
+    def _item(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Item:
+        state = self.state[param]
+        if not state:
+            state.update(self._new_state(group, param))
+        return param, grad, state
 
     def _by_rule(
-        self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Tensor]
+        self,
+        group: dict[str, Any],
+        param: Tensor,
+        grad: Tensor,
+        state: dict[str, Tensor],
+        *,
+        tensors: bool = False,
     ) -> None:
-        tensors = group["capturable"]
+        """Take one step of one tensor by the rule itself, the form that all paths agree with."""
         arrays = {name: value for name, value in state.items() if name != "step"}
         step: float | Tensor = 0.0
-        if self.counts_steps:
+        if "step" in state:
             step = state["step"].clone() if tensors else float(state["step"])
             state["step"] += 1
+        self._apply(group, param, grad, arrays, step, tensors=tensors)
+
+    def _apply(
+        self,
+        group: dict[str, Any],
+        param: Tensor,
+        grad: Tensor,
+        arrays: dict[str, Tensor],
+        step: float | Tensor,
+        *,
+        tensors: bool = False,
+    ) -> None:
+        """Apply the rule with the group's settings; `step` counts the steps before this one."""
         apply_rule(
             type(self).rule,
             param,
@@ -319,54 +307,10 @@ class Shell(Optimizer):
             **self._hyperparameters(group, tensors=tensors),
         )
 
-    def _chunked(
-        self,
-        index: int,
-        group: dict[str, Any],
-        params: list[Tensor],
-        states: list[dict[str, Tensor]],
-    ) -> None:
-        plan = self._plans.get(index)
-        if plan is None or not plan.fits(params, states):
-            plan = self._plans[index] = ChunkedStep(params, states)
-        hyperparameters = self._hyperparameters(group, tensors=False)
-        rounding = {"stochastic": group["stochastic_rounding"], "generator": self.generator}
-
-        def by_rule(param: Tensor, grad: Tensor, state: dict[str, Tensor], step: float) -> None:
-            apply_rule(
-                type(self).rule,
-                param,
-                grad,
-                state,
-                step=step,
-                maximize=group["maximize"],
-                **rounding,
-                **hyperparameters,
-            )
-
-        plan.step(
-            self.cpu_update(group),
-            by_rule,
-            functools.partial(store, **rounding),
-            maximize=group["maximize"],
-        )
-
-
-def _real_items(params: list[Tensor], states: list[dict[str, Tensor]]) -> list[Item]:
-    """View complex tensors as pairs of reals, so that rules act on each component."""
-    items = []
-    for param, state in zip(params, states, strict=True):
-        grad = param.grad
-        if grad is None:
-            continue
-        if param.is_complex():
-            state = {
-                name: torch.view_as_real(value) if value.is_complex() else value
-                for name, value in state.items()
-            }
-            param, grad = torch.view_as_real(param), torch.view_as_real(grad.resolve_conj())
-        items.append((param, grad, state))
-    return items
+    def _store(self, group: dict[str, Any], param: Tensor, value: Tensor) -> None:
+        """Round `value` into `param` as the group's settings say."""
+        stochastic = group["stochastic_rounding"]
+        store(param, value, stochastic=stochastic, generator=self.generator)
 
 
 def is_plain(items: list[Item]) -> bool:

@@ -2,17 +2,16 @@
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from labcore import checks
 from labcore.optim.chunked import CHUNK
-from labcore.optim.precision import store
 from labcore.optim.rules import Scalar, State
-from labcore.optim.shell import Item, is_plain
-from labcore.optim.tensorwise import Layout, TensorShell, layout_bytes, state_dtype
+from labcore.optim.shell import Item, Layout, is_plain, layout_bytes
+from labcore.optim.tensorwise import TensorShell, state_dtype
 
 __all__ = ["SM3", "sm3"]
 
@@ -92,8 +91,6 @@ class SM3(TensorShell):
     """
 
     rule = staticmethod(sm3)
-    moments: ClassVar[tuple[str, ...]] = ()  # one per dimension; see `_layout`
-    counts_steps: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -152,12 +149,12 @@ class SM3(TensorShell):
             "weight_decay": group["weight_decay"],
         }
 
-    def _step_group(self, index: int, group: dict[str, Any], params: list[Tensor]) -> None:
-        for param in params:  # a schedule may turn the momentum on later
-            state = self.state[param]
-            if state and group["momentum"] and "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(param, dtype=state["cover_0"].dtype)
-        super()._step_group(index, group, params)
+    def _item(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Item:
+        state = self.state[param]
+        if state and group["momentum"] and "momentum_buffer" not in state:
+            # A schedule turned the momentum on after the first step.
+            state["momentum_buffer"] = torch.zeros_like(param, dtype=state["cover_0"].dtype)
+        return super()._item(group, param, grad)
 
     def _block_step(
         self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -191,12 +188,7 @@ class SM3(TensorShell):
                 weight.mul_(keep)
             weight.add_(update, alpha=-lr)
             if weight.dtype != param.dtype:
-                store(
-                    param[where],
-                    weight,
-                    stochastic=group["stochastic_rounding"],
-                    generator=self.generator,
-                )
+                self._store(group, param[where], weight)
         for old, new in zip(others, renewed, strict=True):
             old.copy_(new)
 
