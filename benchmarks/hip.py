@@ -61,7 +61,7 @@ def work() -> list[Measurement]:
     name = "float16"
     for dim in (64, 128):
         inputs = [x.to(FORMATS[name]) for x in drawn(HEADS, LENGTH, LENGTH, dim, seed=60)]
-        counts: dict[int, emulate.Counters] = {}
+        counts: dict[int, emulate.LaunchCounters] = {}
         for step in build.STEPS:
             counters = emulate.forward(*inputs, step=step, count=True).counters
             if counters is None:
@@ -78,7 +78,7 @@ def work() -> list[Measurement]:
     return found
 
 
-def compared(counts: dict[int, emulate.Counters], name: str, dim: int) -> list[Measurement]:
+def compared(counts: dict[int, emulate.LaunchCounters], name: str, dim: int) -> list[Measurement]:
     """Compare steps: how much a later step saves, and its products relative to those needed."""
     at = f"{name}, D {dim}"
 

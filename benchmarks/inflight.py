@@ -37,9 +37,9 @@ from labcore.serving.engine.engine import Engine
 from labcore.serving.engine.requests import Request
 from labcore.serving.engine.scheduler import Scheduler
 from labcore.serving.remote.client import EngineClient
-from labcore.serving.simulation.costs import CostModel, fit
+from labcore.serving.simulation.costs import CostModel, fit_costs
 from labcore.serving.simulation.replay import Replay, replay
-from labcore.serving.simulation.router import ROUTERS, route
+from labcore.serving.simulation.router import ROUTERS, route_requests
 from labcore.serving.simulation.simulate import Run, bootstrap, simulate
 from labcore.serving.simulation.workload import Workload, fixed, long_tail, poisson
 from labcore.serving.triton import environment as triton_environment
@@ -541,14 +541,17 @@ def simulator() -> list[Measurement]:
     fits = []
     for fitted_seed, seed in SIMULATED_ROUNDS:
         run = replay(engines[OURS], arriving(fitted_seed, LOADS["busy"] * rate))
-        fits.append(fit(run.steps, skip=WARM_UP, padded=None))
+        fits.append(fit_costs(run.steps, skip=WARM_UP, padded=None))
         for name, share in LOADS.items():
             given = arriving(seed, share * rate)
             for policy in shuffled(PREDICTED, "simulator", name, seed):
                 was, again = (replay(engines[policy], given) for _ in range(2))
                 make = scheduler_of(engines[policy])
                 ways: dict[str, Run] = {REPEATED: again}
-                for way, one in ((FORECAST, fits[-1]), (CALIBRATED, fit(was.steps, padded=None))):
+                for way, one in (
+                    (FORECAST, fits[-1]),
+                    (CALIBRATED, fit_costs(was.steps, padded=None)),
+                ):
                     ways[way] = simulate(
                         given, make, one.cost, residuals=one.residuals, seed=seed
                     )  # fmt: skip
@@ -1042,7 +1045,9 @@ def replicas() -> list[Measurement]:
         told: dict[str, dict[str, list[float]]] = {}
         for seed, router in itertools.product(ROUTED_SEEDS, ROUTERS):
             arrivals = poisson(share * rate, ROUTED_REQUESTS, seed)
-            run = route(routed_workload(seed, arrivals), REPLICAS, replica, COST, policy=router)
+            run = route_requests(
+                routed_workload(seed, arrivals), REPLICAS, replica, COST, policy=router
+            )
             summary = run.summary()
             for what, value in {
                 "ttft p99": summary["ttft"]["p99"],

@@ -31,7 +31,7 @@ from labcore.decoding.draft_model import DraftModel
 from labcore.decoding.generation import generate
 from labcore.decoding.medusa.fused import FusedHeads
 from labcore.decoding.medusa.heads import PROJECTIONS, MedusaHeads, save_heads
-from labcore.decoding.medusa.known_text import replay
+from labcore.decoding.medusa.known_text import replay_text
 from labcore.decoding.medusa.proposer import Medusa
 from labcore.decoding.medusa.shipped import pretrained_heads
 from labcore.decoding.medusa.training import (
@@ -533,7 +533,7 @@ def accuracy() -> list[Measurement]:
         texts[f"held-out {kind}"] = [states]
         ranks = label_ranks(heads, states, top=TOP)
         for name, tree in (small_trees() | sparse(BUDGETS)).items():
-            steps = [step for row in ranks for step in replay(tree, row)]
+            steps = [step for row in ranks for step in replay_text(tree, row)]
             settled = statistics.fmean(1 + len(step) for step in steps)
             at = f"held-out {kind}, {name}"
             found.append(one(f"tokens a step of the text/{at}", "tokens", settled, **about(tree)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from labcore.checks import one_of
 from labcore.device import gpu_visible, hardware, versions
 from labcore.records import Record, sources
 
-__all__ = ["Case", "Measurement", "case", "cases_of", "run", "slugs"]
+__all__ = ["Case", "Measurement", "case", "cases_of", "exact", "ratios", "run", "seen", "slugs"]
 
 FOLDER = Path(__file__).resolve().parent
 _NOT_SLUGS = {"__init__", "__main__", "runner"}
@@ -33,19 +33,59 @@ class Measurement:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
+def seen(
+    quantity: str,
+    unit: str,
+    samples: Iterable[float],
+    *,
+    mode: str = "measured",
+    peers: Mapping[str, Sequence[float]] | None = None,
+    **details: Any,
+) -> Measurement:
+    """Return a measurement with a sample per seed or repetition."""
+    return Measurement(
+        quantity=quantity,
+        unit=unit,
+        samples=list(samples),
+        mode=mode,
+        peers=peers or {},
+        details=details,
+    )
+
+
+def exact(
+    quantity: str,
+    unit: str,
+    value: float,
+    *,
+    mode: str = "measured",
+    predicted: float | None = None,
+    **details: Any,
+) -> Measurement:
+    """Return a number that is counted or computed, so it has no spread."""
+    peers = None if predicted is None else {"predicted": [predicted]}
+    return seen(quantity, unit, [value], mode=mode, peers=peers, exact=True, **details)
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Divide two systems' samples, round by round."""
+    return [one / other for one, other in zip(above, below, strict=True)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """A named function that measures something.
 
     minutes: an estimate, which orders the cases. needs: the hardware that it needs. lacks: returns
-    a sentence on what must be installed before it can run here, or "".
+    a sentence on what must be installed before it can run here, or "". function: its only argument
+    is its sizes, by default those of a record; tests pass smaller ones.
     """
 
     slug: str
     name: str
     minutes: float
     needs: Literal["any", "cpu", "gpu"]
-    function: Callable[[], list[Measurement]]
+    function: Callable[..., list[Measurement]]
     lacks: Callable[[], str] = str
 
     def runs_here(self) -> bool:
@@ -62,11 +102,11 @@ def case(
     minutes: float,
     needs: Literal["any", "cpu", "gpu"] = "any",
     lacks: Callable[[], str] = str,
-) -> Callable[[Callable[[], list[Measurement]]], Callable[[], list[Measurement]]]:
+) -> Callable[[Callable[..., list[Measurement]]], Callable[..., list[Measurement]]]:
     """Declare the decorated function as the case `name` of its file's slug."""
     one_of("needs", needs, ("any", "cpu", "gpu"))
 
-    def declare(function: Callable[[], list[Measurement]]) -> Callable[[], list[Measurement]]:
+    def declare(function: Callable[..., list[Measurement]]) -> Callable[..., list[Measurement]]:
         slug = function.__module__.rsplit(".", 1)[-1]
         if (slug, name) in _CASES:
             raise ValueError(f"the case {name!r} of {slug} is declared twice; rename one")

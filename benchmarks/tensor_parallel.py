@@ -26,8 +26,14 @@ from benchmarks.runner import Measurement, case
 from labcore import processes
 from labcore.models import Llama, LlamaConfig
 from labcore.models.shipped import pretrained, prompts, shipped_tokenizer
-from labcore.parallel.collectives import ALL_REDUCES, Traffic, expected, ring, ring_all_gather
-from labcore.parallel.cost import BACKEND, LINKS, Link, fit, in_rounds, time_all_reduce
+from labcore.parallel.collectives import (
+    ALL_REDUCES,
+    CollectiveTraffic,
+    expected,
+    ring,
+    ring_all_gather,
+)
+from labcore.parallel.cost import BACKEND, LINKS, Link, fit_alpha_beta, in_rounds, time_all_reduce
 from labcore.parallel.graphs import GraphedDecoder
 from labcore.parallel.greedy import Decoded, timed_decode
 from labcore.parallel.launch_time import LaunchSeconds, launch_seconds
@@ -41,7 +47,7 @@ from labcore.parallel.regions import (
     rank_and_size,
     reduce_from_ranks,
 )
-from labcore.parallel.timeline import GPUS, MODELS, decode_step, held_bytes, simulate
+from labcore.parallel.timeline import GPUS, MODELS, decode_step, held_bytes, simulate_timeline
 from labcore.timing import measure
 
 SEEDS, RANKS = (0, 1, 2, 3, 4), (2, 4)
@@ -157,7 +163,7 @@ def products(seeds: Sequence[int]) -> tuple[dict[str, list[float]], dict[str, in
         ):
             error = (result.double() - wanted).abs().max() / y.abs().max()
             errors.setdefault(name, []).append(float(error))
-    gathered, reduced = Traffic(), Traffic()
+    gathered, reduced = CollectiveTraffic(), CollectiveTraffic()
     ring_all_gather(block, traffic=gathered)
     ring(padded, traffic=reduced)
     return errors, {"all-gather": gathered.bytes, "padded all-reduce": reduced.bytes}
@@ -219,7 +225,7 @@ def told_of(blocks: Blocks, **details: Any) -> list[Measurement]:
             samples = [seconds for one in told for seconds in one[size]]
             found.append(seen(f"seconds/{name}, {size} bytes", "s", samples, **details))
     for name in FITTED:
-        fits = [fit(list(one), list(one.values())) for one in blocks[name]]
+        fits = [fit_alpha_beta(list(one), list(one.values())) for one in blocks[name]]
         more = {"sizes": SIZES, "residuals": [each.residuals for each in fits], **details}
         found += [
             seen(f"alpha/{name}", "us", [1e6 * each.alpha for each in fits], **more),
@@ -230,7 +236,7 @@ def told_of(blocks: Blocks, **details: Any) -> list[Measurement]:
             ratios = []
             for one in blocks[name]:
                 others = {n: seconds for n, seconds in one.items() if n != size}
-                predicted = fit(list(others), list(others.values())).at(size)
+                predicted = fit_alpha_beta(list(others), list(others.values())).at(size)
                 ratios.append(predicted / statistics.median(one[size]))
             at = f"predicted over measured/{name}, {size} bytes"
             found.append(seen(at, "ratio", ratios, left_out=size, **details))
@@ -516,11 +522,17 @@ def token_of(model: str, link: Link, batch: int) -> list[Measurement]:
     """
     ops = decode_step(MODELS[model], ranks=TOGETHER, batch=batch, context=CONTEXT)
     gpu, at = GPUS[GPU], f"{model}, {link.name}, batch {batch}"
-    runs = {name: simulate(ops, gpu, link, events=False, **how) for name, how in MODES.items()}
-    free = {name: simulate(ops, gpu, FREE, **MODES[name]).seconds for name in ("eager", "graph")}
+    runs = {
+        name: simulate_timeline(ops, gpu, link, events=False, **how) for name, how in MODES.items()
+    }
+    free = {
+        name: simulate_timeline(ops, gpu, FREE, **MODES[name]).seconds
+        for name in ("eager", "graph")
+    }
     adds = {name: run.seconds - free[name.split()[0]] for name, run in runs.items()}
     chunked = {
-        n: simulate(ops, gpu, link, graph=True, overlap=n, events=False).seconds for n in CHUNKS
+        n: simulate_timeline(ops, gpu, link, graph=True, overlap=n, events=False).seconds
+        for n in CHUNKS
     }
     setting = {"gpus": TOGETHER, "gpu": GPU, "context": CONTEXT, "algorithm": "ring"}
     found = [
@@ -554,7 +566,7 @@ def token() -> list[Measurement]:
         details = {"gpu": GPU, "fits": fits, "context": CONTEXT}
         ops = decode_step(MODELS[model], batch=batch, context=CONTEXT)
         for name in ("eager", "graph"):
-            run = simulate(ops, gpu, FREE, **MODES[name])
+            run = simulate_timeline(ops, gpu, FREE, **MODES[name])
             at = f"token seconds/{model}, 1 GPU, batch {batch}, {name}"
             found.append(exact(at, run.seconds, "s", "simulated", **details))
     for model in ON_PAPER:
@@ -589,7 +601,7 @@ def published() -> list[Measurement]:
         for gpus, rate in rates.items():
             ops = decode_step(MODELS[model], ranks=gpus, batch=1, context=MEAN_CONTEXT)
             for algorithm in ("ring", "two_shot"):
-                run = simulate(ops, gpu, link, algorithm=algorithm, graph=True)
+                run = simulate_timeline(ops, gpu, link, algorithm=algorithm, graph=True)
                 at = f"predicted over published/{model}, {gpus} GPUs, {algorithm}"
                 both = {"predicted": 1 / run.seconds, "published": rate, "source": SOURCE}
                 details = {"gpu": gpu.name, "link": link.name, "context": MEAN_CONTEXT, **both}

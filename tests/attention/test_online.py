@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labcore.attention import Pattern, merge, online, safe_attention, tiled_backward, tiled_forward
+from labcore.attention import (
+    Pattern,
+    merge_states,
+    online,
+    safe_attention,
+    tiled_backward,
+    tiled_forward,
+)
 from labcore.attention.pattern import allowed
 from tests.attention.cases import BANDS, LENGTHS, draw, draw_tree, error, exact, grads, plain
 
@@ -71,7 +78,7 @@ def test_parts_merge_into_the_whole_in_any_order(blind: bool, generator: torch.G
     dl = dl.masked_fill(lse == -torch.inf, 0)
     truth = grads((out, lse), leaves, (dy, dl))
     for a, b, c in itertools.permutations(found):
-        merged = merge(*merge(*a, *b), *c)
+        merged = merge_states(*merge_states(*a, *b), *c)
         assert error(merged[0], out) < 1e-12
         assert error(merged[1], lse) < 1e-12
         back = torch.autograd.grad(merged, leaves, (dy, dl), retain_graph=True)

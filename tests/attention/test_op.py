@@ -16,7 +16,7 @@ from labcore.attention import (
     flash_attention,
     flash_attention_varlen,
     library,
-    merge,
+    merge_states,
     op,
     safe_attention,
 )
@@ -148,7 +148,7 @@ def test_the_lse_is_differentiable_so_parts_merge_in_training(generator: torch.G
         for c in (slice(0, 40), slice(40, 63))
     ]
     whole = flash_attention(q, k, v)
-    merged, _ = merge(*parts[0], *parts[1])
+    merged, _ = merge_states(*parts[0], *parts[1])
     dy = torch.randn(whole.shape, generator=generator, dtype=whole.dtype)
     pairs = zip(grads(merged, (q, k, v), [dy]), grads(whole, (q, k, v), [dy]), strict=True)
     assert error(merged, whole) < 1e-12

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import hip as cases
 from benchmarks.runner import Measurement, cases_of
-from labcore.hip.emulate import Counters
+from labcore.hip.emulate import LaunchCounters
 
 
 def by_quantity(found: list[Measurement]) -> dict[str, Measurement]:
@@ -26,14 +26,14 @@ def test_no_case_needs_a_gpu_and_none_records_a_time() -> None:
 
 
 def test_a_ratio_is_the_earlier_step_over_the_later() -> None:
-    zero = dict.fromkeys(Counters.__dataclass_fields__, 0)
+    zero = dict.fromkeys(LaunchCounters.__dataclass_fields__, 0)
     needed = 4 * cases.HEADS * cases.LENGTH**2 * 64
     counts = {
-        step: Counters(**{**zero, "transactions": 60 // step, "lds_accesses": 12 * step})
+        step: LaunchCounters(**{**zero, "transactions": 60 // step, "lds_accesses": 12 * step})
         for step in (1, 2)
     }
     counts |= {
-        step: Counters(**{**zero, "transactions": 10, "lds_accesses": 4, "lds_conflicts": 2,
+        step: LaunchCounters(**{**zero, "transactions": 10, "lds_accesses": 4, "lds_conflicts": 2,
                           "mfma": needed // flops})
         for step, flops in ((3, 2 * 16**3), (4, 2 * 32 * 32 * 8))
     }  # fmt: skip

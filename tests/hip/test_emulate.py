@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from labcore.hip import Counters, EmulationError, Program, emulate, forward, load
+from labcore.hip import EmulationError, LaunchCounters, Program, emulate, forward, load
 
 KERNELS = Path(__file__).parent / "kernels.hip"
 LANES = torch.arange(64)
@@ -25,7 +25,7 @@ def launch(name: str, *, grid=1, block=64, wave: int = 64, count=False, **argume
     )
 
 
-def counted(name: str, *, block: int = 64, **arguments) -> Counters:
+def counted(name: str, *, block: int = 64, **arguments) -> LaunchCounters:
     counters = kernels().launch(name, grid=1, block=block, arguments=arguments, count=True)
     assert counters is not None
     return counters

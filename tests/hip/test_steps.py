@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from labcore.attention import Pattern, safe_attention
-from labcore.hip import Counters, Emulated, forward
+from labcore.hip import Emulated, LaunchCounters, forward
 from labcore.hip.build import SOURCE, STEPS
 
 EVERY = list(STEPS)
@@ -84,7 +84,7 @@ def test_no_queries_are_no_work(step: int) -> None:
     assert got.out.shape == (1, 2, 0, 64) and got.lse.shape == (1, 2, 0)
 
 
-def count(generator, step: int, **how) -> Counters:
+def count(generator, step: int, **how) -> LaunchCounters:
     counters = forward(*draw(generator, 128, 128, heads=1, **how), step=step, count=True).counters
     assert counters is not None
     return counters

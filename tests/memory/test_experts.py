@@ -15,7 +15,7 @@ from labcore.memory.experts import (
     count_parameters,
     estimate_experts,
     model_balance_loss,
-    route,
+    route_tokens,
     try_experts,
     with_experts,
 )
@@ -69,7 +69,7 @@ def test_a_token_without_room_passes_by(generator) -> None:
 
 def test_routing_counts_what_it_did(generator) -> None:
     logits = torch.randn(37, 5, generator=generator)
-    found = route(logits, capacity_factor=0.8)
+    found = route_tokens(logits, capacity_factor=0.8)
     assert found.capacity == 6 and capacity_of(100, 10, 1.1) == 11
     taken = torch.bincount(found.expert, minlength=5)
     torch.testing.assert_close(found.load, taken / 37)
@@ -82,12 +82,12 @@ def test_routing_counts_what_it_did(generator) -> None:
 
 def even(experts: int, each: int) -> Routing:
     """As many tokens to each expert, and even probabilities but for a hair."""
-    return route(1e-6 * torch.eye(experts).repeat(each, 1), capacity_factor=1.0)
+    return route_tokens(1e-6 * torch.eye(experts).repeat(each, 1), capacity_factor=1.0)
 
 
 def test_the_balance_is_1_where_even_and_the_number_of_experts_at_worst() -> None:
     assert balance_loss(even(6, 4)).item() == pytest.approx(1, rel=1e-5)
-    collapsed = route(torch.tensor([[40.0, 0, 0, 0]]).repeat(9, 1), capacity_factor=1.0)
+    collapsed = route_tokens(torch.tensor([[40.0, 0, 0, 0]]).repeat(9, 1), capacity_factor=1.0)
     assert balance_loss(collapsed).item() == pytest.approx(4, rel=1e-6)
 
 
@@ -96,7 +96,7 @@ def test_its_gradient_lowers_the_busy_expert(generator) -> None:
     logits = torch.randn(50, 3, generator=generator, dtype=torch.float64)
     logits[:, 1] += 3  # the busiest of 50 tokens, beyond doubt
     logits.requires_grad_()
-    (ours,) = torch.autograd.grad(balance_loss(route(logits, capacity_factor=1.0)), logits)
+    (ours,) = torch.autograd.grad(balance_loss(route_tokens(logits, capacity_factor=1.0)), logits)
     load = torch.bincount(logits.argmax(-1), minlength=3).double() / 50
     chances = logits.softmax(-1).detach()
     expected = 3 / 50 * chances * (load - (chances * load).sum(-1, keepdim=True))
@@ -109,8 +109,8 @@ def test_layers_that_are_uneven_in_opposite_ways_are_not_balanced() -> None:
     model = with_experts(Llama(TINY), 2)
     ways = [torch.tensor([[9.0, 0.0]]).repeat(5, 1), torch.tensor([[0.0, 9.0]]).repeat(5, 1)]
     for layer, logits in zip(model.layers, ways, strict=True):
-        layer.mlp.routing = route(logits, capacity_factor=1.0)
-    joined = route(torch.cat(ways), capacity_factor=1.0)
+        layer.mlp.routing = route_tokens(logits, capacity_factor=1.0)
+    joined = route_tokens(torch.cat(ways), capacity_factor=1.0)
     assert balance_loss(joined).item() == pytest.approx(1, rel=1e-6)
     assert model_balance_loss(model).item() == pytest.approx(2, rel=1e-3)
 
@@ -118,7 +118,7 @@ def test_layers_that_are_uneven_in_opposite_ways_are_not_balanced() -> None:
 def test_the_balance_counts_those_who_found_no_room() -> None:
     """Counted after the drop the load would look even just where it is most uneven."""
     logits = torch.tensor([[5.0, 0.0]] * 6 + [[0.0, 5.0]] * 2)
-    found = route(logits, capacity_factor=0.5)
+    found = route_tokens(logits, capacity_factor=0.5)
     assert found.kept.tolist() == [True, True, *[False] * 4, True, True]
     assert found.load.tolist() == [0.75, 0.25]
 
@@ -169,9 +169,9 @@ def test_experts_are_drawn_from_their_seed_in_the_models_dtype(dtype, seed: int)
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"logits must be .*\[N, E\], got torch.float32 \(3,\)"):
-        route(torch.zeros(3), capacity_factor=1.0)
+        route_tokens(torch.zeros(3), capacity_factor=1.0)
     with pytest.raises(ValueError, match="capacity factor must be a finite number above 0"):
-        route(torch.zeros(3, 2), capacity_factor=0)
+        route_tokens(torch.zeros(3, 2), capacity_factor=0)
     with pytest.raises(ValueError, match="experts must be at least 1"):
         with_experts(Llama(TINY), 0)
     with pytest.raises(ValueError, match="must have experts .* got no routing"):

@@ -12,7 +12,7 @@ from labcore import processes
 from labcore.device import seed_from_environment
 from labcore.memory import Stage, train_stage
 from labcore.memory.model import CONFIG, batches, fresh
-from labcore.memory.pipeline import PipelineRun, Work, bubble, idle, in_flight
+from labcore.memory.pipeline import PipelineRun, StageWork, bubble, idle, in_flight
 from labcore.models import Llama, LlamaConfig, train
 from tests.memory.steps import AWKWARD
 
@@ -90,7 +90,7 @@ def test_1f1b_keeps_fewer_activations(runs: Runs) -> None:
         assert mine["1f1b"].most.parameters == mine["gpipe"].most.parameters
 
 
-def order(schedule: str, stage: int, stages: int, micro: int) -> list[Work]:
+def order(schedule: str, stage: int, stages: int, micro: int) -> list[StageWork]:
     """The schedules of the papers, written down."""
     warm = micro if schedule == "gpipe" else min(micro, stages - stage)
     kinds = [("forward", n) for n in range(warm)]
@@ -98,7 +98,7 @@ def order(schedule: str, stage: int, stages: int, micro: int) -> list[Work]:
         kinds.append(("backward", n))
         if warm + n < micro:
             kinds.append(("forward", warm + n))
-    return [Work(kind=kind, micro_batch=n, begin=0, end=1) for kind, n in kinds]
+    return [StageWork(kind=kind, micro_batch=n, begin=0, end=1) for kind, n in kinds]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -111,8 +111,8 @@ def test_the_formula_holds_for_every_pipeline(schedule: str) -> None:
 
 
 def test_measured_times_are_taken_as_they_are() -> None:
-    one = [Work(kind="forward", micro_batch=0, begin=10, end=13)]
-    other = [Work(kind="forward", micro_batch=0, begin=14, end=15)]
+    one = [StageWork(kind="forward", micro_batch=0, begin=10, end=13)]
+    other = [StageWork(kind="forward", micro_batch=0, begin=14, end=15)]
     assert idle([one, other]) == pytest.approx(1 - 4 / 10)
 
 

@@ -13,7 +13,7 @@ from labcore.memory import precision as module
 from labcore.memory.model import CONFIG
 from labcore.memory.precision import (
     RECIPES,
-    Recipe,
+    PrecisionRecipe,
     computed_dtypes,
     lost,
     precise_loss,
@@ -59,7 +59,7 @@ def test_autocast_leaves_weights_gradients_and_moments_in_float32(generator) -> 
 def test_a_scaler_changes_no_bit_where_nothing_is_lost(generator, seed: int) -> None:
     """Scales are powers of two: in float32 every product with one is exact."""
     tokens, ends = tokens_of(generator), []
-    for recipe in (Recipe(), Recipe(scaled=True)):
+    for recipe in (PrecisionRecipe(), PrecisionRecipe(scaled=True)):
         model = model_of(seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scaler = GradScaler("cpu", enabled=recipe.scaled)
@@ -83,7 +83,7 @@ def test_an_overflow_is_skipped_and_halves_the_scale(generator, seed: int) -> No
 def gradient_error(scale: float, tokens: torch.Tensor, seed: int) -> float:
     """Of the gradients under autocast to float16, against float32, in units of their norm."""
     flat = []
-    for recipe, factor in ((RECIPES["autocast to float16"], scale), (Recipe(), 1.0)):
+    for recipe, factor in ((RECIPES["autocast to float16"], scale), (PrecisionRecipe(), 1.0)):
         model = model_of(seed)
         (precise_loss(model, tokens, recipe) * factor).backward()
         flat.append(torch.cat([p.grad.flatten() / factor for p in model.parameters()]))
@@ -126,11 +126,11 @@ def test_gradients_of_products_are_all_there(generator, seed: int) -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"for float32 weights, got torch\.bfloat16"):
-        Recipe(weights=torch.bfloat16, products=torch.bfloat16)
+        PrecisionRecipe(weights=torch.bfloat16, products=torch.bfloat16)
     with pytest.raises(ValueError, match="cannot unscale float16 gradients"):
-        Recipe(weights=torch.float16, scaled=True)
+        PrecisionRecipe(weights=torch.float16, scaled=True)
     with pytest.raises(ValueError, match="weights must be one of"):
-        Recipe(weights=torch.float64)
+        PrecisionRecipe(weights=torch.float64)
     with pytest.raises(ValueError, match="a finite number other than 0"):
         lost(torch.zeros(3), torch.float16)
 

@@ -25,10 +25,17 @@ from labcore.models import (
     shipped_tokenizer,
     shipping,
 )
-from labcore.models.recipes import END_OF_TEXT, RECIPES, Recipe, corpus, learn_tokenizer, tokens_of
+from labcore.models.recipes import (
+    END_OF_TEXT,
+    RECIPES,
+    ModelRecipe,
+    corpus,
+    learn_tokenizer,
+    tokens_of,
+)
 
 COMMIT = "0123456789abcdef"
-TINY = Recipe(
+TINY = ModelRecipe(
     config=LlamaConfig(
         vocab_size=2048, hidden_size=8, intermediate_size=12, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,

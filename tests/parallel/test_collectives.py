@@ -16,7 +16,7 @@ from labcore import processes
 from labcore.device import seed_from_environment
 from labcore.parallel.collectives import (
     ALL_REDUCES,
-    Traffic,
+    CollectiveTraffic,
     expected,
     halving_doubling,
     one_shot,
@@ -67,7 +67,7 @@ def every_case(seed: int) -> dict[str, Any]:
     told: dict[str, Any] = {"seed": seed, "sums": {}, "traffic": {}, "backend": {}}
     for name, length, dtype in cases(ranks):
         own = drawn(seed, rank, length, dtype)
-        before, traffic = own.clone(), Traffic()
+        before, traffic = own.clone(), CollectiveTraffic()
         total = ALL_REDUCES[name](own, traffic=traffic)
         assert torch.equal(own, before), "the caller's tensor was changed"
         assert total.untyped_storage().data_ptr() != own.untyped_storage().data_ptr() or not length
@@ -99,11 +99,11 @@ def shapes(seed: int, rank: int, ranks: int) -> list[str]:
     return wrong
 
 
-def halves(seed: int, rank: int, ranks: int) -> dict[int, tuple[Tensor, Tensor, Traffic]]:
+def halves(seed: int, rank: int, ranks: int) -> dict[int, tuple[Tensor, Tensor, CollectiveTraffic]]:
     """Part and whole of each length, and what both halves sent."""
     told = {}
     for length in lengths(ranks):
-        traffic = Traffic()
+        traffic = CollectiveTraffic()
         part = ring_reduce_scatter(drawn(seed, rank, length, torch.float32), traffic=traffic)
         whole = ring_all_gather(part, numel=length, traffic=traffic)
         told[length] = part, whole, traffic
@@ -133,7 +133,7 @@ def groups(rank: int) -> dict[str, Any]:
     group = dist.new_group([1, 3])
     told = {}
     for name, reduce in ALL_REDUCES.items():
-        traffic = Traffic()
+        traffic = CollectiveTraffic()
         try:
             told[name] = reduce(torch.arange(3) + rank, group, traffic=traffic).tolist()
             assert {peer for _, peer, _ in traffic.sent} == {1 - rank // 2}
@@ -295,7 +295,7 @@ def test_a_group_inside_the_group(told: Told) -> None:
 
 @pytest.mark.parametrize("name", ALL_REDUCES)
 def test_a_process_alone_gets_a_copy(name: str) -> None:
-    own, traffic = torch.arange(6.0).view(2, 3), Traffic()
+    own, traffic = torch.arange(6.0).view(2, 3), CollectiveTraffic()
     total = ALL_REDUCES[name](own, traffic=traffic)
     assert torch.equal(total, own) and total.data_ptr() != own.data_ptr()
     assert traffic.bytes == traffic.messages == 0 == traffic.steps == expected(name, 1, 24).steps

@@ -19,11 +19,11 @@ from labcore.parallel import cost
 from labcore.parallel.collectives import ALL_REDUCES, expected
 from labcore.parallel.cost import (
     LINKS,
-    Fit,
+    AlphaBetaFit,
     Link,
     all_reduce_seconds,
     crossover,
-    fit,
+    fit_alpha_beta,
     measure_all_reduce,
     time_all_reduce,
 )
@@ -139,13 +139,13 @@ def test_the_fit_finds_what_was_planted(seed: int) -> None:
     for _ in range(50):
         link = drawn_link(dice)
         exact = [link.alpha + link.beta * n for n in SIZES]
-        found = fit(SIZES, exact)
+        found = fit_alpha_beta(SIZES, exact)
         assert found.alpha == pytest.approx(link.alpha, rel=1e-6)
         assert found.beta == pytest.approx(link.beta, rel=1e-6)
         assert found.worst < 1e-9
     alpha, beta = 1e-4, 1e-9  # of these sizes about half are of alpha, half of beta
     noisy = [(alpha + beta * n) * (1 + 0.05 * dice.gauss(0, 1)) for n in SIZES]
-    found = fit(SIZES, noisy)
+    found = fit_alpha_beta(SIZES, noisy)
     # The standard errors are about 2 % and 3 %: five or more of them are allowed.
     assert found.alpha == pytest.approx(alpha, rel=0.15)
     assert found.beta == pytest.approx(beta, rel=0.2)
@@ -156,7 +156,7 @@ def test_the_median_of_repeats_counts(seed: int) -> None:
     dice = random.Random(seed)
     exact = [1e-4 + 1e-9 * n for n in SIZES]
     repeats = [dice.sample([t, t, t, t * 100, t * 0.5], 5) for t in exact]
-    assert fit(SIZES, repeats) == fit(SIZES, exact)
+    assert fit_alpha_beta(SIZES, repeats) == fit_alpha_beta(SIZES, exact)
 
 
 @pytest.mark.parametrize("kind", ["any", "falling", "bent"])
@@ -170,7 +170,7 @@ def test_the_fit_is_the_least_of_what_is_allowed(kind: str, seed: int) -> None:
             "falling": [1 / (n + 1) for n in sizes],
             "bent": [1e-12 * n * n + 1e-9 * n for n in sizes],
         }[kind]
-        found = fit(sizes, times)
+        found = fit_alpha_beta(sizes, times)
         rows = numpy.array([[1 / t, n / 1e6 / t] for n, t in zip(sizes, times, strict=True)])
         best, off = scipy.optimize.nnls(rows, numpy.ones(len(sizes)))
         assert min(found.alpha, found.beta) >= 0
@@ -185,9 +185,9 @@ def test_the_fit_is_the_least_of_what_is_allowed(kind: str, seed: int) -> None:
 
 
 def test_residuals_are_measured_minus_fitted() -> None:
-    found = fit([10, 20], [1.0, 2.0])
+    found = fit_alpha_beta([10, 20], [1.0, 2.0])
     assert (found.alpha, found.beta) == (pytest.approx(0, abs=1e-12), pytest.approx(0.1))
-    off = fit([1, 2, 3], [1.0, 1.0, 1.3])
+    off = fit_alpha_beta([1, 2, 3], [1.0, 1.0, 1.3])
     for size, seconds, residual in zip(off.sizes, off.seconds, off.residuals, strict=True):
         assert residual == pytest.approx((seconds - off.at(size)) / seconds)
     assert off.worst == max(abs(residual) for residual in off.residuals) > 0.01
@@ -197,7 +197,7 @@ def test_residuals_are_measured_minus_fitted() -> None:
 @pytest.mark.parametrize("name", ALL_REDUCES)
 def test_a_fit_gives_the_link_it_was_measured_on(name: str, ranks: int, seed: int) -> None:
     link = drawn_link(random.Random(seed))
-    found = fit(SIZES, [all_reduce_seconds(name, ranks, n, link) for n in SIZES])
+    found = fit_alpha_beta(SIZES, [all_reduce_seconds(name, ranks, n, link) for n in SIZES])
     back = found.link(name, ranks, name="here")
     assert back.name == "here" and name in back.source and f"{ranks} ranks" in back.source
     for n in (0, 1000, 10**9):
@@ -214,9 +214,11 @@ def test_the_fit_refuses() -> None:
         ([-8, 16], [1.0, 2.0], "sizes must be a finite number, at least 0, got -8"),
     ):
         with pytest.raises(ValueError, match=why):
-            fit(sizes, seconds)
+            fit_alpha_beta(sizes, seconds)
     with pytest.raises(ValueError, match="ranks must be at least 2, got 1"):
-        Fit(alpha=1.0, beta=1.0, sizes=(1,), seconds=(1.0,), residuals=(0.0,)).link("ring", 1)
+        AlphaBetaFit(alpha=1.0, beta=1.0, sizes=(1,), seconds=(1.0,), residuals=(0.0,)).link(
+            "ring", 1
+        )
 
 
 def strangers() -> str:
@@ -262,7 +264,7 @@ def test_measured_times_can_be_fitted() -> None:
     for algorithm in ("backend", "ring"):
         told = measure_all_reduce(2, sizes, algorithm=algorithm, repeats=3)
         assert list(told) == sizes and all(len(times) == 3 for times in told.values())
-        found = fit(list(told), list(told.values()))
+        found = fit_alpha_beta(list(told), list(told.values()))
         assert found.seconds == tuple(statistics.median(times) for times in told.values())
         assert all(one > 0 for one in found.seconds) and found.alpha + found.beta > 0
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from labcore.parallel import recording
-from labcore.parallel.recording import Difference, Launch, first_difference, launch_sequence
+from labcore.parallel.recording import Divergence, Launch, first_difference, launch_sequence
 
 WAITS: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "item": (lambda x: x[0].item(), "_local_scalar_dense"),
@@ -96,22 +96,22 @@ def test_the_rank_that_differs_is_named(ranks: int, seed: int) -> None:
     sequences = [list(common) for _ in range(ranks)]
     odd, place = dice.randrange(1, ranks), dice.randrange(len(common))
     sequences[odd][place] = "other"
-    told = Difference(rank=odd, place=place, op="other", expected=common[place])
+    told = Divergence(rank=odd, place=place, op="other", expected=common[place])
     assert first_difference(sequences) == told
     sequences[odd] = common[:place]
-    assert first_difference(sequences) == Difference(
+    assert first_difference(sequences) == Divergence(
         rank=odd, place=place, op="nothing", expected=common[place]
     )
     sequences[odd] = [*common, "more"]
-    assert first_difference(sequences) == Difference(
+    assert first_difference(sequences) == Divergence(
         rank=odd, place=len(common), op="more", expected="nothing"
     )
 
 
 def test_most_ranks_are_believed_and_the_lower_of_two() -> None:
     most = first_difference(["ab", "aa", "aa"])
-    assert most == Difference(rank=0, place=1, op="b", expected="a")
-    assert first_difference(["ab", "aa"]) == Difference(rank=1, place=1, op="a", expected="b")
+    assert most == Divergence(rank=0, place=1, op="b", expected="a")
+    assert first_difference(["ab", "aa"]) == Divergence(rank=1, place=1, op="a", expected="b")
 
 
 HOST, PINNED, GPU = (

@@ -18,7 +18,7 @@ from labcore.parallel.timeline import (
     Kernel,
     decode_step,
     held_bytes,
-    simulate,
+    simulate_timeline,
 )
 
 SMALL = LlamaConfig(
@@ -159,7 +159,7 @@ def test_models_have_their_published_sizes() -> None:
 
 def test_one_gpu_is_faster_on_paper_than_measured() -> None:
     """gpt-fast, Llama 2 7B in bf16 on an A100, one row: 104.9 tokens/s (its README, 2023)."""
-    run = simulate(
+    run = simulate_timeline(
         decode_step(MODELS["7B"], context=128), GPUS["A100 SXM"], cost.LINKS["NVLink 3"], graph=True
     )
     assert 0.6 < 104.9 * run.seconds < 1

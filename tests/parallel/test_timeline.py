@@ -15,11 +15,11 @@ from labcore.parallel.timeline import (
     CHUNKS,
     GPUS,
     Collective,
-    Gpu,
+    GpuRates,
     Kernel,
     Timeline,
     decode_step,
-    simulate,
+    simulate_timeline,
 )
 
 SMALL = LlamaConfig(
@@ -35,7 +35,7 @@ SMALL = LlamaConfig(
 ATOL = 1e-15  # seconds: rounding of sums of microseconds
 
 
-def some_gpu(dice: random.Random, **fixed: float) -> Gpu:
+def some_gpu(dice: random.Random, **fixed: float) -> GpuRates:
     """Peaks at which the small model's kernels take microseconds."""
     values = {
         "flops": dice.uniform(1e9, 1e12),
@@ -45,7 +45,7 @@ def some_gpu(dice: random.Random, **fixed: float) -> Gpu:
         "gap": dice.uniform(0, 2e-6),
         **fixed,
     }
-    return Gpu(name="some", source="drawn", **values)
+    return GpuRates(name="some", source="drawn", **values)
 
 
 def some_link(dice: random.Random) -> cost.Link:
@@ -82,14 +82,14 @@ def settings(dice: random.Random) -> dict:
     }
 
 
-def alone(ops, gpu: Gpu, link: cost.Link, algorithm: str) -> tuple[float, float]:
+def alone(ops, gpu: GpuRates, link: cost.Link, algorithm: str) -> tuple[float, float]:
     """Seconds of all kernels, and of all collectives, one by one."""
     kernels = [op.seconds(gpu) for op in ops if isinstance(op, Kernel)]
     wires = [op.seconds(link, algorithm) for op in ops if isinstance(op, Collective)]
     return sum(kernels), sum(wires)
 
 
-def check(run: Timeline, gpu: Gpu, graph: bool) -> None:
+def check(run: Timeline, gpu: GpuRates, graph: bool) -> None:
     """What holds of every timeline: order in streams, launches before work, sums of the bars."""
     streams = {name: [e for e in run.events if e.stream == name] for name in
                ("host", "compute", "wire")}  # fmt: skip
@@ -123,9 +123,9 @@ def test_every_timeline_keeps_the_order_of_its_streams(seed: int) -> None:
     dice = random.Random(seed)
     for _ in range(200):
         ops, gpu, link, how = some_ops(dice), some_gpu(dice), some_link(dice), settings(dice)
-        run = simulate(ops, gpu, link, **how)
+        run = simulate_timeline(ops, gpu, link, **how)
         check(run, gpu, how["graph"])
-        bare = simulate(ops, gpu, link, **how, events=False)
+        bare = simulate_timeline(ops, gpu, link, **how, events=False)
         assert bare == dataclasses.replace(run, events=())
 
 
@@ -133,7 +133,7 @@ def test_nothing_runs_before_what_it_waits_for(seed: int) -> None:
     dice = random.Random(seed)
     for _ in range(200):
         ops, gpu, link, how = some_ops(dice), some_gpu(dice), some_link(dice), settings(dice)
-        run = simulate(ops, gpu, link, **how)
+        run = simulate_timeline(ops, gpu, link, **how)
         device = [event for event in run.events if event.stream != "host"]
         last = {at: max(e.end for e in device if e.at == at) for at in range(len(ops))}
         pieces = {at: [e for e in device if e.at == at] for at in range(len(ops))}
@@ -152,12 +152,12 @@ def test_without_overlap_a_replayed_step_is_the_sum_of_its_parts(seed: int) -> N
         ops, gpu, link = some_ops(dice), some_gpu(dice), some_link(dice)
         for algorithm in ALL_REDUCES:
             compute, wire = alone(ops, gpu, link, algorithm)
-            replay = simulate(ops, gpu, link, algorithm=algorithm, graph=True)
+            replay = simulate_timeline(ops, gpu, link, algorithm=algorithm, graph=True)
             expected = gpu.launch + compute + wire + (len(ops) - 1) * gpu.gap
             assert replay.seconds == pytest.approx(expected)
             assert (replay.compute, replay.wire) == pytest.approx((compute, wire))
             assert replay.exposed == pytest.approx(replay.wire)
-            eager = simulate(ops, gpu, link, algorithm=algorithm)
+            eager = simulate_timeline(ops, gpu, link, algorithm=algorithm)
             assert eager.seconds >= replay.seconds - ATOL
             assert eager.seconds >= max(len(ops) * gpu.launch, compute + wire) - ATOL
 
@@ -168,12 +168,16 @@ def test_a_graph_changes_launches_and_never_the_wire(seed: int) -> None:
         ops, link, how = some_ops(dice), some_link(dice), settings(dice)
         how.pop("graph")
         gpu = some_gpu(dice)
-        eager, replay = (simulate(ops, gpu, link, **how, graph=way) for way in (False, True))
+        eager, replay = (
+            simulate_timeline(ops, gpu, link, **how, graph=way) for way in (False, True)
+        )
         assert replay.wire == eager.wire and replay.compute == eager.compute
         assert replay.operations == eager.operations == eager.launches
         assert replay.launches == 1 and replay.seconds <= eager.seconds + ATOL
         gpu = dataclasses.replace(gpu, launch=0.0)
-        eager, replay = (simulate(ops, gpu, link, **how, graph=way) for way in (False, True))
+        eager, replay = (
+            simulate_timeline(ops, gpu, link, **how, graph=way) for way in (False, True)
+        )
         assert replay.seconds == eager.seconds
         bars = [[e for e in run.events if e.stream != "host"] for run in (eager, replay)]
         assert bars[0] == bars[1]
@@ -183,12 +187,12 @@ def test_overlap_hides_the_shorter_of_two_at_most(seed: int) -> None:
     dice = random.Random(seed)
     for _ in range(200):
         ops, gpu, link, how = some_ops(dice), some_gpu(dice), some_link(dice), settings(dice)
-        run = simulate(ops, gpu, link, **how)
+        run = simulate_timeline(ops, gpu, link, **how)
         assert run.seconds >= max(run.compute, run.wire) - ATOL
         assert 0 <= run.exposed <= run.wire + ATOL
-        one, none = (simulate(ops, gpu, link, **how | {"overlap": n}) for n in (1, False))
+        one, none = (simulate_timeline(ops, gpu, link, **how | {"overlap": n}) for n in (1, False))
         assert one == none
-        assert simulate(ops, gpu, link, **how | {"overlap": True}) == simulate(
+        assert simulate_timeline(ops, gpu, link, **how | {"overlap": True}) == simulate_timeline(
             ops, gpu, link, **how | {"overlap": CHUNKS}
         )
 
@@ -201,7 +205,7 @@ def test_overlap_of_one_product_is_the_pipeline_s_closed_form(chunks: int, seed:
         link = dataclasses.replace(some_link(dice), alpha=0.0)
         product = Kernel(name="down", flops=dice.uniform(1, 1e8), weights=dice.uniform(1, 1e6))
         message = Collective(name="sum", kind="all_reduce", ranks=3, nbytes=dice.uniform(1, 1e6))
-        run = simulate((product, message), gpu, link, graph=True, overlap=chunks)
+        run = simulate_timeline((product, message), gpu, link, graph=True, overlap=chunks)
         work, wire = product.seconds(gpu) / chunks, message.seconds(link, "ring") / chunks
         expected = work + (chunks - 1) * max(work, wire) + wire
         assert run.seconds - gpu.launch == pytest.approx(expected)
@@ -212,28 +216,28 @@ def test_each_chunk_pays_the_latency_and_reads_its_inputs_again() -> None:
     product = Kernel(name="o", flops=6e6, weights=3000, inputs=90, outputs=60)
     assert product.chunk(3) == Kernel(name="o", flops=2e6, weights=1000, inputs=90, outputs=20)
     message = Collective(name="sum", kind="all_reduce", ranks=4, nbytes=3000)
-    gpu = Gpu(name="x", flops=1e12, bandwidth=1e9, capacity=1, launch=0, gap=0, source="")
+    gpu = GpuRates(name="x", flops=1e12, bandwidth=1e9, capacity=1, launch=0, gap=0, source="")
     link = cost.Link(name="x", alpha=1e-6, beta=1e-9, source="")
-    whole, cut = (simulate((product, message), gpu, link, overlap=n) for n in (1, 3))
+    whole, cut = (simulate_timeline((product, message), gpu, link, overlap=n) for n in (1, 3))
     assert cut.operations == 3 * whole.operations == 6
     assert cut.wire - whole.wire == pytest.approx(2 * 6 * 1e-6)  # 6 steps of a ring of 4
     assert product.seconds(gpu) == 6e-6  # the longer of arithmetic and memory
     assert cut.compute == pytest.approx(3 * 2e-6)
     # The same product, once cut and once not.
-    both = simulate((product, message, product), gpu, link, overlap=3)
+    both = simulate_timeline((product, message, product), gpu, link, overlap=3)
     assert both.compute == pytest.approx(3 * 2e-6 + 6e-6)
     # Only a product is cut, and only before an all-reduce.
     gather = dataclasses.replace(message, kind="all_gather")
     silu = dataclasses.replace(product, weights=0)
     for ops in ((product, gather), (silu, message), (message, product), (product, product)):
-        assert simulate(ops, gpu, link, overlap=3) == simulate(ops, gpu, link)
+        assert simulate_timeline(ops, gpu, link, overlap=3) == simulate_timeline(ops, gpu, link)
 
 
 def test_time_grows_with_launch_alpha_beta_and_slower_peaks(seed: int) -> None:
     dice = random.Random(seed)
     for _ in range(200):
         ops, gpu, link, how = some_ops(dice), some_gpu(dice), some_link(dice), settings(dice)
-        before = simulate(ops, gpu, link, **how).seconds
+        before = simulate_timeline(ops, gpu, link, **how).seconds
         factor = dice.uniform(1, 5)
         for worse in (
             (dataclasses.replace(gpu, launch=factor * gpu.launch), link),
@@ -243,19 +247,19 @@ def test_time_grows_with_launch_alpha_beta_and_slower_peaks(seed: int) -> None:
             (gpu, dataclasses.replace(link, alpha=factor * link.alpha)),
             (gpu, dataclasses.replace(link, beta=factor * link.beta)),
         ):
-            assert simulate(ops, *worse, **how).seconds >= before - ATOL
+            assert simulate_timeline(ops, *worse, **how).seconds >= before - ATOL
 
 
 def test_misuse_is_refused() -> None:
     link = cost.LINKS["NVLink 4"]
     ops = decode_step(SMALL, ranks=2)
     with pytest.raises(ValueError, match="algorithm must be one of .*did you mean 'ring'"):
-        simulate(decode_step(SMALL), GPUS["H200"], link, algorithm="rings")
+        simulate_timeline(decode_step(SMALL), GPUS["H200"], link, algorithm="rings")
     with pytest.raises(ValueError, match="overlap must be at least 1, got 0"):
-        simulate(ops, GPUS["H200"], link, overlap=0)
+        simulate_timeline(ops, GPUS["H200"], link, overlap=0)
     with pytest.raises(ValueError, match="power of two"):
         odd = Collective(name="x", kind="all_reduce", ranks=3, nbytes=1)
-        simulate((odd,), GPUS["H200"], link, algorithm="halving_doubling")
+        simulate_timeline((odd,), GPUS["H200"], link, algorithm="halving_doubling")
     with pytest.raises(ValueError, match="ranks must be at least 2, got 1"):
         Collective(name="x", kind="all_reduce", ranks=1, nbytes=1)
     with pytest.raises(ValueError, match="kind must be one of"):

@@ -12,7 +12,13 @@ from labcore.serving.cache.blocks import BlockPool
 from labcore.serving.engine.requests import Request
 from labcore.serving.engine.scheduler import Scheduler
 from labcore.serving.simulation.costs import CostModel
-from labcore.serving.simulation.router import ROUTERS, LeastLoaded, PrefixAware, RoundRobin, route
+from labcore.serving.simulation.router import (
+    ROUTERS,
+    LeastLoaded,
+    PrefixAware,
+    RoundRobin,
+    route_requests,
+)
 from labcore.serving.simulation.simulate import Simulator, simulate
 from labcore.serving.simulation.workload import (
     Workload,
@@ -41,7 +47,7 @@ def mixed(seed: int, n: int = 60, rate: float = 25.0, **options: object) -> Work
 @pytest.mark.parametrize("replicas", [1, 2, 5])
 def test_every_request_is_served_by_one_replica(policy: str, replicas: int, seed: int) -> None:
     work = mixed(seed, prefix=12, groups=3)
-    told = route(work, replicas, server, COST, policy=policy)
+    told = route_requests(work, replicas, server, COST, policy=policy)
     assert len(told.runs) == replicas and sum(told.counts) == len(work)
     for place, run in enumerate(told.runs):
         assert all(told.assigned[one.id] == place for one in run.metrics)
@@ -52,7 +58,7 @@ def test_every_request_is_served_by_one_replica(policy: str, replicas: int, seed
     assert told.seconds == pytest.approx(max(ends) - work.arrivals[0])
     assert told.tokens_per_second == pytest.approx(sum(work.outputs) / told.seconds)
     assert told.summary()["e2e"]["n"] == len(work)
-    assert told == route(work, replicas, server, COST, policy=policy)
+    assert told == route_requests(work, replicas, server, COST, policy=policy)
 
 
 @pytest.mark.parametrize("policy", ROUTERS)
@@ -60,12 +66,14 @@ def test_one_replica_is_one_server(policy: str, seed: int) -> None:
     work = mixed(seed, prefix=9)
     noise = (-0.2, 0.1)
     alone = simulate(work, server, COST, residuals=noise, seed=seed)
-    assert route(work, 1, server, COST, policy=policy, residuals=noise, seed=seed).runs == (alone,)
+    assert route_requests(
+        work, 1, server, COST, policy=policy, residuals=noise, seed=seed
+    ).runs == (alone,)
 
 
 @pytest.mark.parametrize(("n", "replicas"), [(7, 2), (12, 3), (13, 4), (3, 5)])
 def test_round_robin_sends_each_the_same_number(n: int, replicas: int, seed: int) -> None:
-    told = route(mixed(seed, n=n), replicas, server, COST)
+    told = route_requests(mixed(seed, n=n), replicas, server, COST)
     assert list(told.assigned.values()) == [place % replicas for place in range(n)]
     assert max(told.counts) - min(told.counts) <= 1
 
@@ -87,7 +95,7 @@ class Watched:
 
 def test_least_loaded_takes_the_shortest_queue(seed: int) -> None:
     watched = Watched(LeastLoaded())
-    route(mixed(seed, rate=60.0), 3, server, COST, policy=watched)
+    route_requests(mixed(seed, rate=60.0), 3, server, COST, policy=watched)
     assert all(loads[chosen] == min(loads) for loads, chosen in watched.seen)
     assert any(len(set(loads)) > 1 for loads, _ in watched.seen)
 
@@ -96,8 +104,8 @@ def test_a_slow_replica_is_spared_by_load_and_not_by_turns(seed: int) -> None:
     slow = CostModel(base=0.06, per_prefill_token=1.2e-3, per_decode_row=3e-3)
     work = mixed(seed, n=90, rate=30.0)
     costs = [COST, slow, COST]
-    turns = route(work, 3, server, costs)
-    load = route(work, 3, server, costs, policy="least_loaded")
+    turns = route_requests(work, 3, server, costs)
+    load = route_requests(work, 3, server, costs, policy="least_loaded")
     assert turns.counts == (30, 30, 30)
     assert load.counts[1] < 25 < min(load.counts[0], load.counts[2])
     assert load.summary()["e2e"]["mean"] < turns.summary()["e2e"]["mean"]
@@ -109,7 +117,7 @@ def test_prefix_aware_finds_more_in_the_caches(seed: int) -> None:
     work = Workload(
         poisson(6.0, n, seed), fixed(76, n), fixed(4, n), prefix=64, groups=6, seed=seed
     )
-    told = {name: route(work, 3, server, COST, policy=name) for name in ROUTERS}
+    told = {name: route_requests(work, 3, server, COST, policy=name) for name in ROUTERS}
     rates = {name: one.hit_rate for name, one in told.items()}
     assert rates["prefix_aware"] > rates["round_robin"] + 0.1
     assert rates["prefix_aware"] > rates["least_loaded"] + 0.1
@@ -130,7 +138,7 @@ def test_a_hot_prefix_is_kept_together_as_far_as_the_imbalance_allows(
     n = 30
     work = Workload(recorded([0.0] * n), fixed(33, n), fixed(20, n), prefix=24, seed=seed)
     watched = Watched(PrefixAware(imbalance))
-    told = route(work, 3, server, COST, policy=watched)
+    told = route_requests(work, 3, server, COST, policy=watched)
     for loads, chosen in watched.seen:
         assert loads[chosen] <= min(loads) + imbalance
     spread = max(told.counts) - min(told.counts)  # all come at once: none ends in between
@@ -140,7 +148,7 @@ def test_a_hot_prefix_is_kept_together_as_far_as_the_imbalance_allows(
 def test_what_the_router_remembers_is_bounded(seed: int) -> None:
     router = PrefixAware()
     work = Workload(bursts(50.0, 40, seed), fixed(61, 40), fixed(1, 40), seed=seed)
-    route(work, 2, server, COST, policy=router)
+    route_requests(work, 2, server, COST, policy=router)
     remembered = [len(known) for known in router._known.values()]
     assert len(remembered) == 2 and max(remembered) == 96  # 15 blocks a prompt, about 300 sent
     last = work.requests()[-1].prompt
@@ -168,10 +176,10 @@ def test_the_end_of_a_prefix_is_forgotten_before_its_beginning(seed: int) -> Non
 def test_what_cannot_be_routed_is_refused(seed: int) -> None:
     work = mixed(seed, n=3)
     with pytest.raises(ValueError, match="did you mean 'round_robin'"):
-        route(work, 2, server, COST, policy="roundrobin")
+        route_requests(work, 2, server, COST, policy="roundrobin")
     with pytest.raises(ValueError, match="one for each of 2 replicas, got 3"):
-        route(work, 2, server, [COST] * 3)
+        route_requests(work, 2, server, [COST] * 3)
     with pytest.raises(ValueError, match="replicas must be at least 1, got 0"):
-        route(work, 0, server, COST)
+        route_requests(work, 0, server, COST)
     with pytest.raises(ValueError, match="imbalance must be a whole number, at least 0, got -1"):
         PrefixAware(-1)

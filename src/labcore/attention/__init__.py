@@ -6,7 +6,7 @@ use it in a model, pass `functools.partial(flash_attention, is_causal=True, enab
 """
 
 from labcore.attention import traffic
-from labcore.attention.online import merge, tiled_backward, tiled_forward
+from labcore.attention.online import merge_states, tiled_backward, tiled_forward
 from labcore.attention.op import flash_attention, flash_attention_varlen
 from labcore.attention.paged import paged_attention
 from labcore.attention.pattern import Pattern, allowed, tree_bits
@@ -17,7 +17,7 @@ __all__ = [
     "allowed",
     "flash_attention",
     "flash_attention_varlen",
-    "merge",
+    "merge_states",
     "naive_attention",
     "paged_attention",
     "safe_attention",

@@ -17,7 +17,15 @@ from torch import Tensor
 from labcore.attention.layout import new_heads, new_lse
 from labcore.attention.pattern import Pattern, key_range, tile_mask
 
-__all__ = ["Running", "absorb", "finish", "merge", "start", "tiled_backward", "tiled_forward"]
+__all__ = [
+    "Running",
+    "absorb",
+    "finish",
+    "merge_states",
+    "start",
+    "tiled_backward",
+    "tiled_forward",
+]
 
 # Scores of one tile over all rows and heads: 2 MiB in fp32, small compared to a CPU's last-level
 # cache. A tile's side is a power of two within SIDES.
@@ -66,7 +74,9 @@ def finish(state: Running) -> tuple[Tensor, Tensor]:
     )
 
 
-def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
     """Merge the attention results for two disjoint sets of keys; return out and lse.
 
     out_a, out_b: [..., T, D]. lse_a, lse_b: [..., T], natural logarithm, -inf where no key was

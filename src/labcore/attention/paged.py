@@ -21,7 +21,7 @@ from labcore.attention.arguments import (
     no_tangents,
 )
 from labcore.attention.layout import new_heads, new_lse
-from labcore.attention.online import merge
+from labcore.attention.online import merge_states
 from labcore.attention.pattern import Pattern, allowed
 from labcore.checks import floating, positive_int
 from labcore.device import Backend, choose_backend
@@ -221,7 +221,7 @@ def _torch_form(
             )
             for i in range(0, keys.shape[1], size)
         ]
-        row_out, row_lse = functools.reduce(lambda a, b: merge(*a, *b), pieces)
+        row_out, row_lse = functools.reduce(lambda a, b: merge_states(*a, *b), pieces)
         out[row, :, :count] = row_out.view(query.shape[1], count, -1)
         lse[row, :, :count] = row_lse.view(query.shape[1], count)
     return out, lse

@@ -17,11 +17,11 @@ from labcore.decoding.contract import Accepted, Draft, Verifier
 from labcore.decoding.draws import Drawing, draws_of
 from labcore.decoding.verify import one_hot, residual, tree_children
 
-__all__ = ["FAULTS", "Fault"]
+__all__ = ["FAULTS", "BrokenVerifier"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
+class BrokenVerifier:
     """A broken verifier.
 
     summary: what it does wrong. evidence: where this fault was found. case: the name of a case in
@@ -151,29 +151,29 @@ def _goes_on(p: Tensor, draft: Draft, generator: Any = None) -> Accepted:
     return Accepted(tuple(path), draws.token(p[-1]), tuple(draws.log[start:]))
 
 
-FAULTS: dict[str, Fault] = {
-    "softmaxed_residual": Fault(
+FAULTS: dict[str, BrokenVerifier] = {
+    "softmaxed_residual": BrokenVerifier(
         verify=_broken(left_of=_softmaxed),
         summary="The residual goes through a softmax instead of being divided by its sum, so tokens"
         " without any residual can follow a rejection.",
         evidence="HF PR 28508",
         case="drawn chain",
     ),
-    "greedy_draft_sampled_rule": Fault(
+    "greedy_draft_sampled_rule": BrokenVerifier(
         verify=_broken(prepare=lambda p, draft: (p, _soften(draft, p.shape[1]))),
         summary="The draft takes its argmax but is judged as if it had drawn from its softmax:"
         " p / q with a q below 1 accepts too often.",
         evidence="HF PR 30778, reverted in HF PR 33534",
         case="one-hot chain",
     ),
-    "parameters_missing_on_p": Fault(
+    "parameters_missing_on_p": BrokenVerifier(
         verify=_broken(prepare=lambda p, draft: (_hotter(p), draft)),
         summary="Temperature, top-k and top-p reach the draft and not the target, so the output has"
         " the distribution of a hotter target.",
         evidence="vLLM PR 10198",
         case="drawn chain",
     ),
-    "q_before_parameters": Fault(
+    "q_before_parameters": BrokenVerifier(
         verify=_broken(
             prepare=lambda p, draft: (
                 p,
@@ -185,93 +185,93 @@ FAULTS: dict[str, Fault] = {
         evidence="HF issue 47932; the other half of vLLM PR 10198",
         case="drawn chain",
     ),
-    "bf16_draws": Fault(
+    "bf16_draws": BrokenVerifier(
         verify=_broken(accept=lambda px, qx: max(px / qx, 1 / 512)),
         summary="The uniform number is bf16, and a token is rejected if the number exceeds its"
         " ratio. One draw in 512 is 0, which doesn't exceed the ratio of a token with p = 0.",
         evidence="measured on the CPU: torch.rand in bf16 is 0 once in 512 draws",
         case="nothing in common",
     ),
-    "no_residual": Fault(
+    "no_residual": BrokenVerifier(
         verify=_broken(left_of=_whole),
         summary="After a rejection the next token is drawn from p, so tokens that the draft favors"
         " get their share twice.",
         evidence="Leviathan et al., arXiv:2211.17192: the residual is what makes it exact",
         case="drawn chain",
     ),
-    "one_hot_without_residual": Fault(
+    "one_hot_without_residual": BrokenVerifier(
         verify=_broken(left_of=_whole_without_q),
         summary="Without a q (an n-gram's draft) the residual is left out, so the rejected token"
         " can come back.",
         evidence="vLLM takes q as one-hot there: the recovered token is p without the drafted one",
         case="one-hot chain",
     ),
-    "residual_not_clamped": Fault(
+    "residual_not_clamped": BrokenVerifier(
         verify=_broken(left_of=_unclamped),
         summary="The residual is |p - q| instead of max(p - q, 0): tokens that the draft already"
         " gave too often are drawn again.",
         evidence="the max(0, .) in Leviathan et al., arXiv:2211.17192",
         case="drawn chain",
     ),
-    "accept_without_q": Fault(
+    "accept_without_q": BrokenVerifier(
         verify=_broken(accept=lambda px, qx: px),  # noqa: ARG005
         summary="A token is accepted with probability p(x) instead of min(1, p(x) / q(x)), but with"
         " the residual of the other rule.",
         evidence="two exact rules mixed: p(x) belongs to sample-and-compare",
         case="drawn chain",
     ),
-    "accept_where_p_is_larger": Fault(
+    "accept_where_p_is_larger": BrokenVerifier(
         verify=_broken(accept=lambda px, qx: float(px >= qx)),
         summary="A token is accepted if p(x) >= q(x) and never otherwise, without a coin.",
         evidence="caught in review: vllm-project.github.io PR 80",
         case="drawn chain",
     ),
-    "swapped": Fault(
+    "swapped": BrokenVerifier(
         verify=_broken(accept=lambda px, qx: qx / px if px > 0 else 1.0),
         summary="Draft and target are swapped: a token is accepted with min(1, q / p).",
         evidence="papers name the two the other way around: here p is the target's",
         case="drawn chain",
     ),
-    "bonus_from_q": Fault(
+    "bonus_from_q": BrokenVerifier(
         verify=_broken(bonus=lambda p, q: p if q is None else q),
         summary="When all tokens are accepted, the bonus token is drawn from q instead of p.",
         evidence="the bonus token of Leviathan et al., arXiv:2211.17192",
         case="drawn chain",
     ),
-    "rows_shifted": Fault(
+    "rows_shifted": BrokenVerifier(
         verify=_broken(prepare=lambda p, draft: (_shifted(p), draft)),
         summary="Each token is judged by the distribution after it instead of before it.",
         evidence="the row of node i is i + 1, row 0 follows the prefix",
         case="drawn chain",
     ),
-    "first_unverified": Fault(
+    "first_unverified": BrokenVerifier(
         verify=_broken(trusts=lambda node, qx: node == 0),  # noqa: ARG005
         summary="The first drafted token is never verified.",
         evidence="several engines",
         case="drawn chain",
     ),
-    "confirmed_unseen": Fault(
+    "confirmed_unseen": BrokenVerifier(
         verify=_broken(trusts=_confident),
         summary="A token that a second guess confirms (an n-gram match, a confident draft) is"
         " accepted without looking at p.",
         evidence="the tempting reading of n-gram then logits: only p can accept a token",
         case="one-hot chain",
     ),
-    "withdrawn_token": Fault(
+    "withdrawn_token": BrokenVerifier(
         verify=_broken(prepare=lambda p, draft: (p[: len(_withdraw(draft)) + 1], _withdraw(draft))),
         summary="The draft ends before a token that was drawn but of which the draft model wasn't"
         " sure, so the remaining tokens no longer follow q.",
         evidence="a stop rule may look at a drafted token but may never withdraw it",
         case="drawn chain",
     ),
-    "siblings_by_whole_p": Fault(
+    "siblings_by_whole_p": BrokenVerifier(
         verify=_broken(between=_whole),
         summary="In a tree, each sibling is judged by the whole p instead of what its earlier"
         " siblings left of it.",
         evidence="the tree rule of EAGLE's evaluate_posterior and of SpecInfer, arXiv:2305.09781",
         case="drawn tree",
     ),
-    "goes_on_after_rejection": Fault(
+    "goes_on_after_rejection": BrokenVerifier(
         verify=_goes_on,
         summary="Tokens after a rejected one are still accepted, although they were judged after"
         " a token that isn't in the output.",

@@ -3,6 +3,6 @@
 The kernels are in `source/`. `emulate` runs them on the CPU and counts what a GPU would do.
 """
 
-from labcore.hip.emulate import Counters, Emulated, EmulationError, Program, forward, load
+from labcore.hip.emulate import Emulated, EmulationError, LaunchCounters, Program, forward, load
 
-__all__ = ["Counters", "Emulated", "EmulationError", "Program", "forward", "load"]
+__all__ = ["Emulated", "EmulationError", "LaunchCounters", "Program", "forward", "load"]

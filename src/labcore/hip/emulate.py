@@ -22,7 +22,7 @@ from torch import Tensor
 from labcore.checks import one_of, positive
 from labcore.hip.build import library, source_name, step_source
 
-__all__ = ["Counters", "Emulated", "EmulationError", "Program", "forward", "load"]
+__all__ = ["Emulated", "EmulationError", "LaunchCounters", "Program", "forward", "load"]
 
 Size = int | Sequence[int]
 
@@ -37,7 +37,7 @@ class EmulationError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Counters:
+class LaunchCounters:
     """Counts for a launch, treating each access in the source as one instruction of a wavefront.
 
     A GPU may do less, because a compiler can merge several narrow instructions into a wide one.
@@ -69,14 +69,14 @@ class Emulated:
 
     out: Tensor
     lse: Tensor
-    counters: Counters | None
+    counters: LaunchCounters | None
 
 
 class _Report(ctypes.Structure):
     # The fields of cpu.h's Report.
     _fields_ = [
         ("counting", ctypes.c_int64),
-        *[(field.name, ctypes.c_int64) for field in fields(Counters)],
+        *[(field.name, ctypes.c_int64) for field in fields(LaunchCounters)],
         ("message", ctypes.c_char * 512),
     ]
 
@@ -108,7 +108,7 @@ class Program:
         block: Size,
         arguments: Mapping[str, Tensor | int | float],
         count: bool = False,
-    ) -> Counters | None:
+    ) -> LaunchCounters | None:
         """Run the kernel of ENTRY `name` on `grid` blocks of `block` threads each.
 
         arguments: by name, in the kernel's order. A tensor (contiguous, on the CPU) is passed as a
@@ -142,7 +142,9 @@ class Program:
             raise EmulationError(f"{self.name}: {report.message.decode()}")
         if not count:
             return None
-        return Counters(**{field.name: getattr(report, field.name) for field in fields(Counters)})
+        return LaunchCounters(
+            **{field.name: getattr(report, field.name) for field in fields(LaunchCounters)}
+        )
 
     def call(self, name: str, *values: Tensor | int | float) -> None:
         """Call host function `name` of a source that hipify converted from CUDA.
@@ -220,7 +222,9 @@ def forward(
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = torch.empty(query.shape[:3], dtype=torch.float32)
     if out.numel() == 0:  # the grid would have no blocks, which a GPU rejects
-        nothing = Counters(**dict.fromkeys((field.name for field in fields(Counters)), 0))
+        nothing = LaunchCounters(
+            **dict.fromkeys((field.name for field in fields(LaunchCounters)), 0)
+        )
         return Emulated(out=out, lse=lse, counters=nothing if count else None)
     counters = program.launch(
         f"attention_forward_{DTYPES[query.dtype]}_d{dim}_{'causal' if is_causal else 'full'}",

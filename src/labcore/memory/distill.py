@@ -27,7 +27,7 @@ from labcore.models.training import train
 
 __all__ = [
     "STUDENT",
-    "DigitsRun",
+    "DistillationRun",
     "distil_digits",
     "distillation_loss",
     "estimate_distillation",
@@ -167,7 +167,7 @@ def try_distillation(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DigitsRun:
+class DistillationRun:
     """Test accuracies: the teacher's, and the student's from labels alone and with the teacher."""
 
     teacher: float
@@ -177,7 +177,7 @@ class DigitsRun:
 
 def distil_digits(
     seed: int, *, labels: int | None = 80, steps: int = 200, temperature: float = 4.0
-) -> DigitsRun:
+) -> DistillationRun:
     """Train a student with few labels, alone and with a teacher's predictions on all digits.
 
     labels: how many training digits are labeled for the student; None is all. The teacher is
@@ -219,7 +219,7 @@ def distil_digits(
         with torch.no_grad():
             guesses = model(data.test_x).argmax(-1)
         found[name] = (guesses == data.test_y).float().mean().item()
-    return DigitsRun(**found)
+    return DistillationRun(**found)
 
 
 def _mlp(width: int, seed: int) -> nn.Sequential:

@@ -36,7 +36,7 @@ __all__ = [
     "count_parameters",
     "estimate_experts",
     "model_balance_loss",
-    "route",
+    "route_tokens",
     "try_experts",
     "with_experts",
 ]
@@ -80,7 +80,7 @@ class Routing:
         return 1 - self.kept.float().mean()
 
 
-def route(logits: Tensor, *, capacity_factor: float) -> Routing:
+def route_tokens(logits: Tensor, *, capacity_factor: float) -> Routing:
     """Route each token to its most likely expert, first come, first served.
 
     logits: the router's, floating point [N, E].
@@ -147,7 +147,7 @@ class SwitchMLP(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(tokens.to(wide), self.router.to(wide))
-        routing = route(logits, capacity_factor=self.capacity_factor)
+        routing = route_tokens(logits, capacity_factor=self.capacity_factor)
         self.routing = routing
         slots = self.experts * routing.capacity
         # One extra slot takes the dropped tokens, so no shape depends on their number.

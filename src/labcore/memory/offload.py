@@ -33,14 +33,14 @@ from labcore.memory.zero import held
 from labcore.models.config import LlamaConfig
 from labcore.models.training import train
 
-__all__ = ["Offload", "OffloadRun", "Traffic", "offload_run", "offloaded"]
+__all__ = ["Offload", "OffloadRun", "OffloadTraffic", "offload_run", "offloaded"]
 
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 REST = -1  # the number of the group with everything outside the blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
+class OffloadTraffic:
     """What was moved: bytes, the seconds spent moving, and the seconds that training waited."""
 
     read: int = 0
@@ -107,7 +107,7 @@ class Offload:
         self._going: list[Future[float]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._sizes: dict[Key, int] = {}  # of what is below
-        self.peak, self.traffic = Breakdown(), Traffic()
+        self.peak, self.traffic = Breakdown(), OffloadTraffic()
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -388,7 +388,7 @@ class OffloadRun:
     held_out: float
     seconds: float
     peak: Breakdown
-    traffic: Traffic
+    traffic: OffloadTraffic
 
 
 def offload_run(
@@ -409,10 +409,10 @@ def offload_run(
         begin = time.perf_counter()
         curve = train(model, draw, optimizer, steps=steps, progress=False)
         seconds = time.perf_counter() - begin
-        peak, traffic = held(model, optimizer), Traffic()
+        peak, traffic = held(model, optimizer), OffloadTraffic()
     else:
         with Offload(model, model.layers, adamw, tier, prefetch=prefetch) as offload:
-            offload.traffic = Traffic()  # The initial writes aren't part of the steps.
+            offload.traffic = OffloadTraffic()  # The initial writes aren't part of the steps.
             begin = time.perf_counter()
             curve = train(model, draw, offload, steps=steps, progress=False)  # type: ignore[arg-type]
             seconds, peak, traffic = time.perf_counter() - begin, offload.peak, offload.traffic

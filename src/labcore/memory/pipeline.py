@@ -32,7 +32,7 @@ __all__ = [
     "SCHEDULES",
     "PipelineRun",
     "Stage",
-    "Work",
+    "StageWork",
     "bubble",
     "idle",
     "in_flight",
@@ -105,7 +105,7 @@ class Stage(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class StageWork:
     """A stage's forward or backward of one micro-batch.
 
     kind: "forward" or "backward". begin, end: seconds on the machine's clock.
@@ -128,7 +128,7 @@ class PipelineRun:
     """
 
     losses: tuple[float, ...]
-    works: tuple[tuple[Work, ...], ...]
+    works: tuple[tuple[StageWork, ...], ...]
     peak: Breakdown
     most: Breakdown
     weights: dict[str, Tensor]
@@ -163,11 +163,11 @@ def train_stage(
         )
     part = Stage(fresh(seed, dtype=dtype), rank, stages)
     optimizer = torch.optim.AdamW(part.parameters(), lr=lr)
-    done: list[Work] = []
+    done: list[StageWork] = []
     runner = _runner(part, schedule, micro_batches, batch * length, done)
     draw = batches(seed, batch=batch, length=length)
     losses: list[float] = []
-    works: list[tuple[Work, ...]] = []
+    works: list[tuple[StageWork, ...]] = []
 
     def train_step(number: int) -> None:
         tokens, _ = draw(number)
@@ -197,7 +197,9 @@ def train_stage(
     )
 
 
-def _runner(part: Stage, schedule: str, micro_batches: int, tokens: int, done: list[Work]) -> Any:
+def _runner(
+    part: Stage, schedule: str, micro_batches: int, tokens: int, done: list[StageWork]
+) -> Any:
     """Return torch's schedule for this rank's stage, which adds its works to `done`."""
     # This import takes seconds.
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -209,7 +211,7 @@ def _runner(part: Stage, schedule: str, micro_batches: int, tokens: int, done: l
             begin = time.monotonic()
             output = run(micro_batch, *args, **kwargs)
             end = time.monotonic()
-            done.append(Work(kind=kind, micro_batch=micro_batch, begin=begin, end=end))
+            done.append(StageWork(kind=kind, micro_batch=micro_batch, begin=begin, end=end))
             return output
 
         return timed
@@ -226,7 +228,7 @@ def _runner(part: Stage, schedule: str, micro_batches: int, tokens: int, done: l
     return made(stage, micro_batches, loss_fn=loss, scale_grads=False)
 
 
-def idle(works: Sequence[Sequence[Work]], seconds: Mapping[str, float] | None = None) -> float:
+def idle(works: Sequence[Sequence[StageWork]], seconds: Mapping[str, float] | None = None) -> float:
     """Return the share of all stages' time, from the first work to the last, that they spend idle.
 
     works: of one step, one sequence per stage, in the order in which the stage did them.
@@ -251,11 +253,13 @@ def idle(works: Sequence[Sequence[Work]], seconds: Mapping[str, float] | None = 
     return 1 - busy / (total * len(works))
 
 
-def _replayed(works: Sequence[Sequence[Work]], seconds: Mapping[str, float]) -> list[list[Work]]:
+def _replayed(
+    works: Sequence[Sequence[StageWork]], seconds: Mapping[str, float]
+) -> list[list[StageWork]]:
     """Run each work as soon as its stage is free and its inputs are there."""
     last = len(works) - 1
     ends: dict[tuple[int, str, int], float] = {}
-    done: list[list[Work]] = [[] for _ in works]
+    done: list[list[StageWork]] = [[] for _ in works]
     while any(len(mine) < len(asked) for mine, asked in zip(done, works, strict=True)):
         before = len(ends)
         for stage, asked in enumerate(works):
@@ -272,7 +276,7 @@ def _replayed(works: Sequence[Sequence[Work]], seconds: Mapping[str, float]) -> 
                 end = begin + seconds[work.kind]
                 ends[stage, work.kind, work.micro_batch] = end
                 done[stage].append(
-                    Work(kind=work.kind, micro_batch=work.micro_batch, begin=begin, end=end)
+                    StageWork(kind=work.kind, micro_batch=work.micro_batch, begin=begin, end=end)
                 )
         if len(ends) == before:
             raise ValueError(

@@ -28,8 +28,8 @@ from labcore.models.training import next_token_loss
 __all__ = [
     "RECIPES",
     "Lost",
+    "PrecisionRecipe",
     "PrecisionTrial",
-    "Recipe",
     "computed_dtypes",
     "lost",
     "precise_loss",
@@ -42,7 +42,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
+class PrecisionRecipe:
     """The dtypes in which training stores and computes its numbers.
 
     weights: of parameters, gradients and moments. products: the dtype in which torch.autocast
@@ -75,16 +75,16 @@ class Recipe:
 
 
 RECIPES = {
-    "float32": Recipe(),
-    "autocast to bfloat16": Recipe(products=torch.bfloat16),
-    "autocast to float16": Recipe(products=torch.float16),
-    "autocast to float16, scaled": Recipe(products=torch.float16, scaled=True),
-    "bfloat16": Recipe(weights=torch.bfloat16),
-    "float16": Recipe(weights=torch.float16),
+    "float32": PrecisionRecipe(),
+    "autocast to bfloat16": PrecisionRecipe(products=torch.bfloat16),
+    "autocast to float16": PrecisionRecipe(products=torch.float16),
+    "autocast to float16, scaled": PrecisionRecipe(products=torch.float16, scaled=True),
+    "bfloat16": PrecisionRecipe(weights=torch.bfloat16),
+    "float16": PrecisionRecipe(weights=torch.float16),
 }
 
 
-def precise_loss(model: Llama, tokens: Tensor, recipe: Recipe) -> Tensor:
+def precise_loss(model: Llama, tokens: Tensor, recipe: PrecisionRecipe) -> Tensor:
     """Return the mean next-token loss in nats, fp32; tokens: integers [B, T]. No backward."""
     cast = torch.autocast(
         tokens.device.type, dtype=recipe.products, enabled=recipe.products is not None
@@ -98,7 +98,7 @@ def precise_step(
     model: Llama,
     optimizer: torch.optim.Optimizer,
     tokens: Tensor,
-    recipe: Recipe,
+    recipe: PrecisionRecipe,
     scaler: GradScaler,
 ) -> float:
     """Run one training step and return the loss before it.
@@ -207,7 +207,7 @@ class PrecisionTrial:
 
 
 def try_precision(
-    seed: int, recipe: Recipe, *, steps: int, batch: int = 8, length: int = 256
+    seed: int, recipe: PrecisionRecipe, *, steps: int, batch: int = 8, length: int = 256
 ) -> PrecisionTrial:
     """Train the chapter's model with a recipe, which is also used for the held-out loss.
 

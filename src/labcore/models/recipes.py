@@ -24,7 +24,7 @@ __all__ = [
     "END_OF_TEXT_ID",
     "RECIPES",
     "VOCABULARY",
-    "Recipe",
+    "ModelRecipe",
     "corpus",
     "learn_tokenizer",
     "tokens_of",
@@ -36,7 +36,7 @@ END_OF_TEXT_ID = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
+class ModelRecipe:
     """The configuration of a shipped model and its training.
 
     steps: optimizer steps, each with `batch` rows of `length` predicted tokens.
@@ -105,7 +105,7 @@ def _shape(**told: int) -> LlamaConfig:
 
 
 RECIPES = {
-    "target": Recipe(
+    "target": ModelRecipe(
         config=_shape(
             hidden_size=256,
             intermediate_size=704,
@@ -118,7 +118,7 @@ RECIPES = {
         rate=2e-3,
         seed=1,
     ),
-    "draft": Recipe(
+    "draft": ModelRecipe(
         config=_shape(
             hidden_size=128,
             intermediate_size=256,

@@ -20,7 +20,7 @@ from labcore.models.llama import Llama
 from labcore.models.recipes import (
     END_OF_TEXT,
     RECIPES,
-    Recipe,
+    ModelRecipe,
     corpus,
     learn_tokenizer,
     tokens_of,
@@ -141,7 +141,7 @@ def _finished(name: str, folder: Path) -> tuple[Llama, Curve]:
     return model.eval(), curve
 
 
-def _write_tokenizer(file: Path, place: Path, recipe: Recipe) -> None:
+def _write_tokenizer(file: Path, place: Path, recipe: ModelRecipe) -> None:
     shutil.copyfile(file, place / "tokenizer.json")
     _write_json(
         place / "tokenizer_config.json",

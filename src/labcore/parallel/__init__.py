@@ -17,7 +17,7 @@ from labcore.parallel.layers import ColumnParallelLinear, RowParallelLinear, Seq
 from labcore.parallel.llama import ParallelLlama, local_cache, parallelize
 from labcore.parallel.overlap import chunked_linear
 from labcore.parallel.step import decode_step
-from labcore.parallel.timeline import simulate
+from labcore.parallel.timeline import simulate_timeline
 from labcore.parallel.vocabulary import (
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -47,7 +47,7 @@ __all__ = [
     "ring",
     "ring_all_gather",
     "ring_reduce_scatter",
-    "simulate",
+    "simulate_timeline",
     "two_shot",
     "vocab_parallel_cross_entropy",
 ]

@@ -39,8 +39,8 @@ from labcore.parallel.regions import rank_and_size
 
 __all__ = [
     "ALL_REDUCES",
+    "CollectiveTraffic",
     "Expected",
-    "Traffic",
     "expected",
     "halving_doubling",
     "one_shot",
@@ -52,7 +52,7 @@ __all__ = [
 
 
 @dataclass(kw_only=True, slots=True)
-class Traffic:
+class CollectiveTraffic:
     """What this rank sent, accumulated over all calls that got this object.
 
     steps: rounds, including those in which this rank had nothing to send.
@@ -122,7 +122,7 @@ def _log2(ranks: int) -> int:
 class _Wire:
     """This rank's end of the group; counts what it sends."""
 
-    def __init__(self, group: dist.ProcessGroup | None, traffic: Traffic | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, traffic: CollectiveTraffic | None) -> None:
         self.group, self.traffic = group, traffic
         self.rank, self.ranks = rank_and_size(group)
 
@@ -175,7 +175,10 @@ def _bounds(numel: int, ranks: int) -> list[int]:
 
 
 def ring_reduce_scatter(
-    tensor: Tensor, group: dist.ProcessGroup | None = None, *, traffic: Traffic | None = None
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    traffic: CollectiveTraffic | None = None,
 ) -> Tensor:
     """Return part r of the sum over the ranks, in N - 1 steps: the first half of `ring`.
 
@@ -201,7 +204,7 @@ def ring_all_gather(
     group: dist.ProcessGroup | None = None,
     *,
     numel: int | None = None,
-    traffic: Traffic | None = None,
+    traffic: CollectiveTraffic | None = None,
 ) -> Tensor:
     """Return all ranks' parts in rank order, in N - 1 steps: the second half of `ring`.
 
@@ -228,7 +231,10 @@ def ring_all_gather(
 
 
 def ring(
-    tensor: Tensor, group: dist.ProcessGroup | None = None, *, traffic: Traffic | None = None
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    traffic: CollectiveTraffic | None = None,
 ) -> Tensor:
     """Return the sum over the ranks in 2 (N - 1) steps; each rank sends to the next one only.
 
@@ -244,7 +250,10 @@ def ring(
 
 
 def halving_doubling(
-    tensor: Tensor, group: dist.ProcessGroup | None = None, *, traffic: Traffic | None = None
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    traffic: CollectiveTraffic | None = None,
 ) -> Tensor:
     """Return the sum over the ranks by exchanging halves with ranks N/2, N/4, ... 1 away, and back.
 
@@ -275,7 +284,10 @@ def halving_doubling(
 
 
 def one_shot(
-    tensor: Tensor, group: dist.ProcessGroup | None = None, *, traffic: Traffic | None = None
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    traffic: CollectiveTraffic | None = None,
 ) -> Tensor:
     """Return the sum over the ranks in 1 step: each rank sends its tensor to all and adds up.
 
@@ -292,7 +304,10 @@ def one_shot(
 
 
 def two_shot(
-    tensor: Tensor, group: dist.ProcessGroup | None = None, *, traffic: Traffic | None = None
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    traffic: CollectiveTraffic | None = None,
 ) -> Tensor:
     """Return the sum over the ranks in 2 steps: rank p sums part p and sends its sum to all others.
 

@@ -28,11 +28,11 @@ from labcore.parallel.regions import rank_and_size
 
 __all__ = [
     "LINKS",
-    "Fit",
+    "AlphaBetaFit",
     "Link",
     "all_reduce_seconds",
     "crossover",
-    "fit",
+    "fit_alpha_beta",
     "measure_all_reduce",
     "time_all_reduce",
 ]
@@ -93,8 +93,8 @@ LINKS: dict[str, Link] = {
 The bandwidths are what the wire can carry. The alphas are the shortest that NCCL assumes, those of
 its LL protocol, which reaches at most half of that bandwidth. The 6.6 us that NCCL adds for a ring
 of any length are left out. Measured times are therefore longer, unless the switch does the sums
-(NVLink SHARP); on a real machine use `fit`. InfiniBand means one port per rank and one rank per
-node.
+(NVLink SHARP); on a real machine use `fit_alpha_beta`. InfiniBand means one port per rank and one
+rank per node.
 """
 
 
@@ -128,7 +128,7 @@ def crossover(a: str, b: str, ranks: int, link: Link, gamma: float = 0.0) -> flo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
+class AlphaBetaFit:
     """seconds = alpha + beta * bytes, fitted to an operation's times.
 
     alpha: seconds of an empty message, for all its steps. beta: seconds per byte of the tensor.
@@ -169,14 +169,16 @@ class Fit:
         )
 
 
-def fit(sizes: Sequence[int], seconds: Sequence[float] | Sequence[Sequence[float]]) -> Fit:
+def fit_alpha_beta(
+    sizes: Sequence[int], seconds: Sequence[float] | Sequence[Sequence[float]]
+) -> AlphaBetaFit:
     """Fit seconds = alpha + beta * bytes with alpha, beta >= 0 by relative least squares.
 
     sizes: bytes, at least two different ones. seconds: for each size a time or repeats of it;
     repeats count by their median, which a few outliers don't change. Errors are relative to the
     times, because absolute ones would depend on the largest messages alone and leave alpha
-    undetermined. `fit(list(times), list(times.values()))` accepts what `measure_all_reduce`
-    returns.
+    undetermined. `fit_alpha_beta(list(times), list(times.values()))` accepts what
+    `measure_all_reduce` returns.
     Raises ValueError for fewer sizes, lengths that differ, or times that aren't above 0.
     """
     if len(sizes) != len(seconds) or len(set(sizes)) < 2:
@@ -191,7 +193,7 @@ def fit(sizes: Sequence[int], seconds: Sequence[float] | Sequence[Sequence[float
         positive("seconds", one)
     alpha, beta = _least_squares([float(size) for size in sizes], times)
     residuals = [(t - alpha - beta * n) / t for n, t in zip(sizes, times, strict=True)]
-    return Fit(
+    return AlphaBetaFit(
         alpha=alpha,
         beta=beta,
         sizes=tuple(sizes),

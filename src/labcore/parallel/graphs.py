@@ -27,9 +27,9 @@ from labcore.models.cache import KVCache
 from labcore.models.llama import Llama
 from labcore.parallel.addresses import Addresses, first_rows
 from labcore.parallel.recording import (
-    Agreement,
     Launch,
     PeerError,
+    RankAgreement,
     SyncError,
     launch_sequence,
     place_of,
@@ -321,7 +321,7 @@ class GraphedDecoder:
 
     def _compared(self, size: int) -> tuple[Launch, ...]:
         """Run a step and return its launches; each collective waits until all ranks reach it."""
-        agreement = Agreement(self._group)
+        agreement = RankAgreement(self._group)
         try:
             _, launches = launch_sequence(
                 lambda: self._step(size), before_collective=agreement.check
@@ -343,7 +343,7 @@ class GraphedDecoder:
             for _ in range(self._warmup):
                 self._step(size)
         here.wait_stream(self._aside)
-        agreement = Agreement(self._group)
+        agreement = RankAgreement(self._group)
         try:
             captured = self._recorded_graph(size)
         except Exception as problem:

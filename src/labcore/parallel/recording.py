@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from labcore.parallel.regions import rank_and_size
 
-__all__ = ["Agreement", "Difference", "Launch", "first_difference", "launch_sequence"]
+__all__ = ["Divergence", "Launch", "RankAgreement", "first_difference", "launch_sequence"]
 
 # These move no data: they allocate memory or return a view.
 _NO_LAUNCH = {
@@ -241,7 +241,7 @@ def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class Divergence:
     """Where sequences diverge: the rank, the position (from 0), its op and the others' op.
 
     op, expected: "nothing" if a sequence has ended.
@@ -253,7 +253,7 @@ class Difference:
     expected: str
 
 
-def first_difference(sequences: Sequence[Sequence[str]]) -> Difference | None:
+def first_difference(sequences: Sequence[Sequence[str]]) -> Divergence | None:
     """Return the first position where a rank differs from most ranks; None if all agree.
 
     sequences: one per rank. In a tie, the lower rank counts as right. If several ranks differ at
@@ -263,11 +263,11 @@ def first_difference(sequences: Sequence[Sequence[str]]) -> Difference | None:
         expected = Counter(ops).most_common(1)[0][0]
         for rank, op in enumerate(ops):
             if op != expected:
-                return Difference(rank=rank, place=place, op=op, expected=expected)
+                return Divergence(rank=rank, place=place, op=op, expected=expected)
     return None
 
 
-class Agreement:
+class RankAgreement:
     """Compares this rank's launches with those of the other ranks in a group.
 
     Every rank calls `check` before each of its collectives and once at the end, so the n-th calls

@@ -22,7 +22,7 @@ __all__ = [
     "GPUS",
     "MODELS",
     "Collective",
-    "Gpu",
+    "GpuRates",
     "Kernel",
     "decode_step",
     "held_bytes",
@@ -30,7 +30,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
+class GpuRates:
     """The figures of a GPU that a timeline needs.
 
     flops: dense 16-bit FLOP/s with float32 accumulation; bandwidth: bytes/s of its memory;
@@ -62,15 +62,15 @@ _LAUNCH = 5e-6
 _GAP = 0.5e-6
 
 
-def _gpu(name: str, flops: float, bandwidth: float, capacity: float, source: str) -> Gpu:
-    return Gpu(
+def _gpu(name: str, flops: float, bandwidth: float, capacity: float, source: str) -> GpuRates:
+    return GpuRates(
         name=name, flops=flops, bandwidth=bandwidth, capacity=capacity, launch=_LAUNCH, gap=_GAP,
         source=source,
     )  # fmt: skip
 
 
 _HALF = "FLOP/s: half of those with sparsity"
-GPUS: Mapping[str, Gpu] = {
+GPUS: Mapping[str, GpuRates] = {
     gpu.name: gpu
     for gpu in (
         _gpu("A100 SXM", 312e12, 2039e9, 80e9, "NVIDIA A100 80GB SXM, data sheet, 2021"),
@@ -122,7 +122,7 @@ class Kernel:
         """All bytes moved between the kernel and memory."""
         return self.weights + self.inputs + self.outputs
 
-    def seconds(self, gpu: Gpu) -> float:
+    def seconds(self, gpu: GpuRates) -> float:
         """Return the longer of compute time and memory time, each at its peak."""
         return max(self.flops / gpu.flops, self.nbytes / gpu.bandwidth)
 
@@ -290,7 +290,7 @@ def held_bytes(
     context: int = 1024,
     dtype_bytes: int = 2,
 ) -> int:
-    """Return the bytes of weights and cache on each rank, to compare with `Gpu.capacity`.
+    """Return the bytes of weights and cache on each rank, to compare with `GpuRates.capacity`.
 
     Arguments and errors are those of `decode_step`; activations aren't counted.
     """

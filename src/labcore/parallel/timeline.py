@@ -16,7 +16,7 @@ from labcore.parallel.step import (
     GPUS,
     MODELS,
     Collective,
-    Gpu,
+    GpuRates,
     Kernel,
     decode_step,
     held_bytes,
@@ -28,12 +28,12 @@ __all__ = [
     "MODELS",
     "Collective",
     "Event",
-    "Gpu",
+    "GpuRates",
     "Kernel",
     "Timeline",
     "decode_step",
     "held_bytes",
-    "simulate",
+    "simulate_timeline",
 ]
 
 CHUNKS = 4
@@ -44,8 +44,8 @@ CHUNKS = 4
 class Event:
     """One bar of a timeline, in seconds since the first launch.
 
-    stream: host, compute or wire; at: the operation's index in `simulate`'s ops, -1 for the launch
-    of a graph.
+    stream: host, compute or wire; at: the operation's index in `simulate_timeline`'s ops, -1 for
+    the launch of a graph.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """The result of `simulate`. All times in seconds.
+    """The result of `simulate_timeline`. All times in seconds.
 
     events: in launch order; empty if not requested. seconds: from the first launch to the end of
     the last operation. compute, wire: of all kernels, of all collectives. exposed: the part of wire
@@ -95,9 +95,9 @@ class Timeline:
         return self.host > self.busy
 
 
-def simulate(
+def simulate_timeline(
     ops: Sequence[Kernel | Collective],
-    gpu: Gpu,
+    gpu: GpuRates,
     link: Link,
     *,
     algorithm: str = "ring",
@@ -164,7 +164,7 @@ _Step = tuple[str, int, float, bool, bool]
 
 
 def _plan(
-    ops: Sequence[Kernel | Collective], gpu: Gpu, link: Link, algorithm: str, chunks: int
+    ops: Sequence[Kernel | Collective], gpu: GpuRates, link: Link, algorithm: str, chunks: int
 ) -> list[_Step]:
     """Return the operations, cut into chunks, in the order in which the host launches them."""
     known: dict[tuple[int, int], float] = {}  # by id, because layers repeat the same objects

@@ -19,7 +19,7 @@ from labcore.serving.remote.client import EngineClient
 from labcore.serving.remote.ipc import Overloaded
 from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.replay import replay
-from labcore.serving.simulation.router import ROUTERS, route
+from labcore.serving.simulation.router import ROUTERS, route_requests
 from labcore.serving.simulation.simulate import simulate
 from labcore.serving.simulation.workload import Workload, lognormal, poisson
 
@@ -46,6 +46,6 @@ __all__ = [
     "lognormal",
     "poisson",
     "replay",
-    "route",
+    "route_requests",
     "simulate",
 ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from labcore.decoding import SamplingConfig, generate, medusa
-from labcore.decoding.medusa import MedusaHeads, replay
+from labcore.decoding.medusa import MedusaHeads, replay_text
 from labcore.decoding.medusa.proposer import Medusa
 from labcore.decoding.medusa.training import output_ranks
 from labcore.decoding.medusa.trees import Tree, chain_tree, dense_tree
@@ -29,7 +29,7 @@ def test_a_replay_takes_the_steps_of_generation(tree, generator) -> None:
     told = generate(backbone, [prompt], asked, proposer=Medusa(heads, tree), trace=True)
     # Its last token is read by the first step: the first state is that before it.
     first, said = prompt[:-1], [prompt[-1], *told.tokens[0]]
-    steps = replay(tree, output_ranks(heads, backbone, first, said, top=9))
+    steps = replay_text(tree, output_ranks(heads, backbone, first, said, top=9))
     wanted = [step.path for step in told.trace.row(0)]
     whole = min(len(steps), len(wanted)) - 1  # the last one may be cut at the end
     assert whole > 5
@@ -39,7 +39,7 @@ def test_a_replay_takes_the_steps_of_generation(tree, generator) -> None:
 def test_every_token_is_counted_once(seed: int) -> None:
     ranks = torch.randint(3, (200, 3), generator=torch.Generator().manual_seed(seed))
     for tree in TREES:
-        steps = replay(tree, ranks)
+        steps = replay_text(tree, ranks)
         assert 200 <= sum(len(path) + 1 for path in steps) <= 200 + tree.depth
         parents = tree.parents
         for path in steps:
@@ -48,8 +48,8 @@ def test_every_token_is_counted_once(seed: int) -> None:
 
 def test_too_few_heads_are_refused() -> None:
     with pytest.raises(ValueError, match="3 heads, got 2"):
-        replay(chain_tree(3), [[0, 0]])
-    assert medusa.replay is replay
+        replay_text(chain_tree(3), [[0, 0]])
+    assert medusa.replay_text is replay_text
 
 
 def test_a_short_output_is_refused(generator) -> None:

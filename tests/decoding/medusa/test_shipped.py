@@ -71,7 +71,7 @@ def test_accuracy_falls_with_distance_and_rank(heads) -> None:
 
 def test_own_words_are_the_backbones_and_are_made_once(generator, tmp_path, monkeypatch) -> None:
     backbone = backbone_of(generator, num_attention_heads=4, num_key_value_heads=2, hidden_size=24)
-    recipe = shipped.Recipe(rows=5, prompt=3, length=9, ahead=4)
+    recipe = shipped.HeadsRecipe(rows=5, prompt=3, length=9, ahead=4)
     monkeypatch.setattr(shipped, "_AT_ONCE", 3)
     corpus = torch.randint(37, (50,), generator=generator)
     file = tmp_path / "words" / "own.safetensors"

@@ -213,7 +213,7 @@ def test_one_choice_without_padding_is_the_switch_transformer_s_loss(seed: int) 
     for case in BALANCE.numbered_cases(seed)[:3]:
         whole = {**case, "real": torch.ones_like(case["real"]), "k": 1}
         layers = [
-            memory.balance_loss(experts.route(layer.flatten(0, 1), capacity_factor=9.0))
+            memory.balance_loss(experts.route_tokens(layer.flatten(0, 1), capacity_factor=9.0))
             for layer in case["logits"]
         ]
         assert_close(BALANCE.reference(**whole), torch.stack(layers).mean())

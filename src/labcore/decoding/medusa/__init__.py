@@ -8,7 +8,7 @@ from labcore.decoding.medusa.heads import (
     load_heads,
     save_heads,
 )
-from labcore.decoding.medusa.known_text import replay
+from labcore.decoding.medusa.known_text import replay_text
 from labcore.decoding.medusa.proposer import Medusa
 from labcore.decoding.medusa.shipped import heads_card, pretrained_heads
 from labcore.decoding.medusa.training import (
@@ -48,7 +48,7 @@ __all__ = [
     "medusa_loss",
     "node_chances",
     "pretrained_heads",
-    "replay",
+    "replay_text",
     "save_heads",
     "sparse_tree",
     "train_heads",

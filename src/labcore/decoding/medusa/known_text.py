@@ -13,10 +13,10 @@ from torch import Tensor
 
 from labcore.decoding.medusa.trees import Tree
 
-__all__ = ["replay"]
+__all__ = ["replay_text"]
 
 
-def replay(tree: Tree, ranks: Tensor | Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+def replay_text(tree: Tree, ranks: Tensor | Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Return the accepted nodes of each step that decodes a text with a tree.
 
     ranks: integers [T, K], like a row of `label_ranks`: at position t, the rank that head i gave to

@@ -29,7 +29,7 @@ from labcore.models.recipes import corpus, tokens_of
 
 __all__ = [
     "RECIPE",
-    "Recipe",
+    "HeadsRecipe",
     "export_heads",
     "heads_card",
     "own_words",
@@ -44,7 +44,7 @@ _AT_ONCE = 64  # rows that the backbone continues together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
+class HeadsRecipe:
     """The shape and the training of the shipped heads, which are trained twice in a row.
 
     The first training reads the backbone's corpus, in rows of `length` tokens. The second reads the
@@ -75,7 +75,7 @@ class Recipe:
     calibration: int = 256
 
 
-RECIPE = Recipe()
+RECIPE = HeadsRecipe()
 OWN_WORDS = ("own words, greedy", "own words, temperature 0.7")
 """Names of the accuracies that trees are made from, one for each kind of continuation in turn."""
 
@@ -108,7 +108,7 @@ def heads_card() -> dict[str, Any]:
 
 
 def trained_heads(
-    folder: Path, recipe: Recipe = RECIPE, *, progress: bool = True
+    folder: Path, recipe: HeadsRecipe = RECIPE, *, progress: bool = True
 ) -> tuple[MedusaHeads, list[HeadsCurve], HiddenStates]:
     """Train heads by a recipe; return them, both curves, and the held-out rows of own text.
 
@@ -161,7 +161,12 @@ def trained_heads(
 
 @torch.inference_mode()
 def own_words(
-    backbone: Llama, corpus_tokens: Tensor, path: Path, recipe: Recipe, *, progress: bool = True
+    backbone: Llama,
+    corpus_tokens: Tensor,
+    path: Path,
+    recipe: HeadsRecipe,
+    *,
+    progress: bool = True,
 ) -> Tensor:
     """Return prompts from the corpus as the backbone continues them: int64 [rows, length + ahead].
 
@@ -200,7 +205,7 @@ def export_heads(
     folder: Path,
     *,
     commit: str,
-    recipe: Recipe = RECIPE,
+    recipe: HeadsRecipe = RECIPE,
 ) -> None:
     """Write the shipped form of trained heads to `folder`: bf16 weights and their card.
 
@@ -249,7 +254,7 @@ def _parts(states: HiddenStates, calibration: int) -> tuple[HiddenStates, Hidden
     )
 
 
-def _own_part(kept: HiddenStates, turn: int, recipe: Recipe) -> HiddenStates:
+def _own_part(kept: HiddenStates, turn: int, recipe: HeadsRecipe) -> HiddenStates:
     """Return what the backbone itself wrote, for every other text."""
     if kept.hidden is None:
         raise ValueError("states must be stored to be split, got live ones; use hidden_states")

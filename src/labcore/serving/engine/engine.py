@@ -29,7 +29,7 @@ from labcore.serving.cache.slots import SlotCache
 from labcore.serving.engine.clock import Clock, MonotonicClock
 from labcore.serving.engine.forwards import Forwards
 from labcore.serving.engine.fused import MOST_WEIGHTS, can_be_fused
-from labcore.serving.engine.metrics import Counters, RequestMetrics, Snapshot, StepRecord
+from labcore.serving.engine.metrics import EngineCounters, RequestMetrics, Snapshot, StepRecord
 from labcore.serving.engine.outputs import Entry, Output, check_ends_after, check_sampling
 from labcore.serving.engine.requests import Request
 from labcore.serving.engine.scheduler import QueueFull, Scheduler, StepPlan
@@ -134,7 +134,7 @@ class Engine:
         self.verifier = VERIFIERS[one_of("verifier", verifier, sorted(LOSSLESS))]
         ends = model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
         self.ends = frozenset(int(token) for token in ends)
-        self.counters = Counters()
+        self.counters = EngineCounters()
         self._records: deque[StepRecord] = deque(maxlen=positive_int("keep", keep))
         self._metrics: deque[RequestMetrics] = deque(maxlen=keep)
         self._entries: dict[str, Entry] = {}

@@ -20,7 +20,7 @@ from labcore.serving.engine.requests import State
 from labcore.serving.engine.scheduler import Chunk, Decode
 
 __all__ = [
-    "Counters",
+    "EngineCounters",
     "Histogram",
     "Observed",
     "RequestMetrics",
@@ -179,7 +179,7 @@ class Histogram:
 
 
 @dataclass(kw_only=True, slots=True)
-class Counters:
+class EngineCounters:
     """What an engine has counted since it was made; every number only grows.
 
     steps, seconds: of forwards and all around them. prompt_tokens: read in chunks, read again ones
@@ -229,7 +229,7 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """An engine at one moment: its queues, its pool, and its counters as in `Counters`.
+    """An engine at one moment: its queues, its pool, and its counters as in `EngineCounters`.
 
     waiting, running: requests. free, held, cached: blocks of the pool, which add up to `pages`.
     """
@@ -253,7 +253,7 @@ class Snapshot:
     finished: Mapping[str, int]
 
     @classmethod
-    def of(cls, counters: Counters, **now: int) -> Snapshot:
+    def of(cls, counters: EngineCounters, **now: int) -> Snapshot:
         """The counters as they are, with what is true `now`: the first six fields."""
         counted = {
             one.name: getattr(counters, one.name)
@@ -266,7 +266,7 @@ class Snapshot:
 class Observed(Protocol):
     """What `exposition` asks of an engine."""
 
-    counters: Counters
+    counters: EngineCounters
 
     def stats(self) -> Snapshot:
         """The state at this moment."""

@@ -18,11 +18,11 @@ from labcore.checks import non_negative, positive
 from labcore.serving.engine.metrics import StepRecord
 from labcore.serving.engine.scheduler import Chunk, Decode, StepPlan
 
-__all__ = ["CostModel", "Fit", "Work", "fit", "work"]
+__all__ = ["CostFit", "CostModel", "StepWork", "fit_costs", "work"]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepWork:
     """The amount of work in a step.
 
     forwards: 0, 1 or 2: one for the chunks, one for the decodes. prefill: tokens of the chunks.
@@ -39,7 +39,7 @@ class Work:
 
 def work(
     chunks: Sequence[Chunk], decodes: Sequence[Decode], *, idle: int = 0, padded: bool = False
-) -> Work:
+) -> StepWork:
     """Return the work of a step with these chunks and decodes.
 
     idle: rows of ended requests beside the decodes; each counts as one token without context.
@@ -50,7 +50,7 @@ def work(
     said = [1 + one.drafted for one in decodes] + [1] * idle
     reach = [one.start + one.count for one in chunks]
     back = [one.start + 1 + one.drafted for one in decodes] + [1] * idle
-    return Work(
+    return StepWork(
         forwards=bool(chunks) + bool(decodes),
         prefill=total(read),
         decode=total(said),
@@ -67,7 +67,7 @@ _COEFFICIENTS = ("base", "per_prefill_token", "per_decode_row", "per_context_tok
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """Seconds per step, linear in its `Work`.
+    """Seconds per step, linear in its `StepWork`.
 
     base: seconds per forward, however small; a step with chunks and decodes has two.
     per_prefill_token: seconds per prompt token. per_decode_row: seconds per token of a decode,
@@ -89,7 +89,7 @@ class CostModel:
         if not any(getattr(self, name) for name in _COEFFICIENTS):
             raise ValueError("a step must take time, got 0 for all four; pass base in seconds")
 
-    def of(self, done: Work) -> float:
+    def of(self, done: StepWork) -> float:
         """Return the seconds that this work takes."""
         return (
             self.base * done.forwards
@@ -104,7 +104,7 @@ class CostModel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
+class CostFit:
     """A cost model fitted to measured steps.
 
     works, seconds: the steps that were used. residuals: (seconds - fitted) / fitted for each step;
@@ -112,7 +112,7 @@ class Fit:
     """
 
     cost: CostModel
-    works: tuple[Work, ...]
+    works: tuple[StepWork, ...]
     seconds: tuple[float, ...]
     residuals: tuple[float, ...]
 
@@ -135,7 +135,9 @@ class Fit:
 _ROUNDS = 20
 
 
-def fit(records: Sequence[StepRecord], *, skip: int = 0, padded: bool | None = False) -> Fit:
+def fit_costs(
+    records: Sequence[StepRecord], *, skip: int = 0, padded: bool | None = False
+) -> CostFit:
     """Fit the four non-negative coefficients to an engine's steps by relative least squares.
 
     skip: number of warmup steps to omit. padded: as in `CostModel`; None tries both and keeps the
@@ -158,7 +160,7 @@ def fit(records: Sequence[StepRecord], *, skip: int = 0, padded: bool | None = F
     return min((_fit(used, way) for way in ways), key=lambda one: math.hypot(*one.residuals))
 
 
-def _fit(records: Sequence[StepRecord], padded: bool) -> Fit:
+def _fit(records: Sequence[StepRecord], padded: bool) -> CostFit:
     from scipy.optimize import nnls  # here, because it would double labcore.serving's import time
 
     works = [work(one.chunks, one.decodes, idle=one.idle, padded=padded) for one in records]
@@ -173,7 +175,7 @@ def _fit(records: Sequence[StepRecord], padded: bool) -> Fit:
     found = (float(value) for value in solved / scale)
     cost = CostModel(**dict(zip(_COEFFICIENTS, found, strict=True)), padded=padded)
     times = [cost.of(done) for done in works]
-    return Fit(
+    return CostFit(
         cost=cost,
         works=tuple(works),
         seconds=tuple(seconds.tolist()),

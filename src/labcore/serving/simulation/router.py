@@ -23,7 +23,15 @@ from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.simulate import Run, Simulator
 from labcore.serving.simulation.workload import Workload
 
-__all__ = ["ROUTERS", "LeastLoaded", "PrefixAware", "RoundRobin", "Routed", "Router", "route"]
+__all__ = [
+    "ROUTERS",
+    "LeastLoaded",
+    "PrefixAware",
+    "RoundRobin",
+    "Routed",
+    "Router",
+    "route_requests",
+]
 
 
 class Router(Protocol):
@@ -161,7 +169,7 @@ class Routed:
         return summary(self.metrics)
 
 
-def route(
+def route_requests(
     requests: Workload | Sequence[Request],
     replicas: int,
     scheduler: Callable[[], Scheduler],

@@ -19,8 +19,8 @@ from labcore.serving.cache.blocks import BlockPool, blocks_for
 from labcore.serving.engine.metrics import RequestMetrics, summary
 from labcore.serving.engine.policies import POLICIES
 from labcore.serving.engine.scheduler import Scheduler
-from labcore.serving.simulation.costs import CostModel, Work
-from labcore.serving.simulation.router import ROUTERS, PrefixAware, Routed, route
+from labcore.serving.simulation.costs import CostModel, StepWork
+from labcore.serving.simulation.router import ROUTERS, PrefixAware, Routed, route_requests
 from labcore.serving.simulation.scenes import Scene, StepParts, scene, step_parts
 from labcore.serving.simulation.simulate import Run, simulate
 from labcore.serving.simulation.workload import (
@@ -236,7 +236,7 @@ def long_prompt(chunk: int, *, cost: CostModel = COST, rows: int = 5, prompt: in
     before, behind = 12, 20  # steps shown before and after its prefill
     positive_int("chunk", chunk)
     positive_int("rows", rows)
-    step = cost.of(Work(forwards=1, decode=rows))
+    step = cost.of(StepWork(forwards=1, decode=rows))
     begin = before * step
     said = before + -(-positive_int("prompt", prompt) // chunk) + 2 * behind
     prompts, outputs = (*fixed(8, rows), prompt), fixed(said, rows + 1)
@@ -340,7 +340,7 @@ def routed(
         max_tokens=_MOST, prefix=_PREFIX, groups=_GROUPS, sharing=share, seed=seed,
     )  # fmt: skip
     router = PrefixAware(_IMBALANCE) if policy == "prefix_aware" else policy
-    return route(work, replicas, _replica, cost, policy=router)
+    return route_requests(work, replicas, _replica, cost, policy=router)
 
 
 def fleets(
@@ -391,7 +391,7 @@ def short_trace(
     prompts = lognormal(50, n, 0, sigma=0.6, least=8, most=120)
     outputs = lognormal(14, n, 1, sigma=0.6, least=4, most=40)
     pool = _SLOTS * blocks_for(120 + 40, _PAGE)
-    speed = 1 / cost.of(Work(forwards=3, prefill=50, decode=10))
+    speed = 1 / cost.of(StepWork(forwards=3, prefill=50, decode=10))
     work = Workload(bursts(speed, n, 4, size=3), prompts, outputs, max_tokens=40)
     run = simulate(work, lambda: _scheduler(policy, pool, _SLOTS, budget), cost)
     return step_parts(run.steps, budget, most=most)

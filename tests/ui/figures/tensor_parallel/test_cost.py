@@ -94,7 +94,7 @@ def test_a_fit_is_shown_with_what_it_leaves_over(seed: int) -> None:
     dice = random.Random(seed)
     sizes = [4 * 5**power for power in range(1, 9)]
     seconds = [[(2e-4 + 3e-9 * n) * dice.uniform(0.8, 1.3) for _ in range(7)] for n in sizes]
-    fitted = cost.fit(sizes, seconds)
+    fitted = cost.fit_alpha_beta(sizes, seconds)
     figure = figures.fit_view(sizes, seconds, fitted, title="gloo, 2 ranks")
     middles = [quantiles(one)[1] for one in seconds]
     assert list(trace(figure, "measured").y) == pytest.approx([1e6 * one for one in middles])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from labcore import processes
-from labcore.parallel.collectives import ALL_REDUCES, Traffic, expected
+from labcore.parallel.collectives import ALL_REDUCES, CollectiveTraffic, expected
 from labcore.ui.figures.tensor_parallel import sketch as figures
 from tests.ui.figures.drawn import packed
 
@@ -59,7 +59,7 @@ def test_played_messages_give_every_rank_every_sum_once(algorithm: str, ranks: i
 def traffic(ranks: int, numel: int) -> dict[str, list[tuple[int, int, int]]]:
     found = {}
     for name, all_reduce in ALL_REDUCES.items():
-        told = Traffic()
+        told = CollectiveTraffic()
         all_reduce(torch.ones(numel), traffic=told)
         found[name] = sorted(told.sent)
     return found

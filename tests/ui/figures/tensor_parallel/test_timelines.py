@@ -10,7 +10,14 @@ import pytest
 
 from labcore.parallel import cost
 from labcore.parallel.collectives import ALL_REDUCES
-from labcore.parallel.timeline import GPUS, MODELS, Collective, decode_step, held_bytes, simulate
+from labcore.parallel.timeline import (
+    GPUS,
+    MODELS,
+    Collective,
+    decode_step,
+    held_bytes,
+    simulate_timeline,
+)
 from labcore.ui import Choice, IntSlider, LogSlider, Toggle, explore, twin
 from labcore.ui.compact import dumps, plain
 from labcore.ui.figures import tensor_parallel as figures
@@ -147,7 +154,9 @@ def test_the_timeline_is_one_layer_of_the_simulated_step(way: tuple[int, bool, b
     )
     ops = decode_step(MODELS["8B"], ranks=gpus, batch=3, context=77)
     link = cost.Link(name="x", alpha=2e-6, beta=1 / 50e9, source="")
-    run = simulate(ops, GPUS["A100 SXM"], link, algorithm="two_shot", graph=graph, overlap=overlap)
+    run = simulate_timeline(
+        ops, GPUS["A100 SXM"], link, algorithm="two_shot", graph=graph, overlap=overlap
+    )
     first = [at for at, op in enumerate(ops) if op.name == "norm"][32]  # of layer 16 of 32
     layer = range(first, first + (10 if gpus > 1 else 8))
     begin = next(e.begin for e in run.events if e.at == first and e.stream == "compute")
@@ -178,7 +187,9 @@ def test_a_token_s_time_is_stacked_for_all_four_ways() -> None:
     link = cost.Link(name="x", alpha=0.6e-6, beta=1 / 450e9, source="")
     bars = [item for item in figure.data if item.type == "bar"]
     for at, (graph, overlap) in enumerate(((0, 0), (1, 0), (0, 1), (1, 1))):
-        run = simulate(ops, GPUS["H100 SXM"], link, graph=bool(graph), overlap=bool(overlap))
+        run = simulate_timeline(
+            ops, GPUS["H100 SXM"], link, graph=bool(graph), overlap=bool(overlap)
+        )
         assert sum(bar.x[at] for bar in bars) == pytest.approx(1e3 * run.seconds)
         assert [bar.x[at] for bar in bars] == pytest.approx(
             [1e3 * run.compute, 1e3 * run.exposed, 1e3 * run.idle], abs=1e-9
@@ -243,7 +254,7 @@ def test_the_share_of_the_wire_is_simulated_and_a_model_that_does_not_divide_has
         assert tuple(line.x) == figures.BATCHES
         for batch, share in zip(line.x, line.y, strict=True):
             ops = decode_step(MODELS["13B"], ranks=gpus, batch=batch, context=300)
-            run = simulate(
+            run = simulate_timeline(
                 ops, GPUS["A100 SXM"], cost.LINKS["PCIe 4.0 x16"], algorithm="one_shot", graph=True
             )
             assert share == pytest.approx(run.wire / run.seconds)

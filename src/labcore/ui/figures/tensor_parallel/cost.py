@@ -9,7 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from labcore.parallel.cost import Fit, Link, all_reduce_seconds
+from labcore.parallel.cost import AlphaBetaFit, Link, all_reduce_seconds
 from labcore.timing import quantiles
 from labcore.ui import draw
 from labcore.ui.explorer import describe
@@ -146,14 +146,15 @@ def _time_ticks(low: float, high: float, steps: Sequence[int]) -> dict[str, Any]
 def fit_view(
     sizes: Sequence[int],
     seconds: Sequence[float] | Sequence[Sequence[float]],
-    fit: Fit,
+    fit: AlphaBetaFit,
     *,
     title: str,
 ) -> go.Figure:
     """Draw measured times of messages, the line alpha + beta * bytes, and the residuals below it.
 
     sizes: bytes, above 0. seconds: for each size a time or its repeats, shown by their median and
-    middle 60 %. fit: as from `cost.fit`; a residual is (measured - line) / measured, in percent.
+    middle 60 %. fit: as from `cost.fit_alpha_beta`; a residual is
+    (measured - line) / measured, in percent.
     title: what was measured; the line's alpha and beta are shown below it.
     Raises ValueError if the lengths differ or are 0.
     """

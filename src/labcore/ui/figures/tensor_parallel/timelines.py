@@ -16,7 +16,7 @@ from labcore.parallel.timeline import (
     Timeline,
     decode_step,
     held_bytes,
-    simulate,
+    simulate_timeline,
 )
 from labcore.ui import draw
 from labcore.ui.explorer import describe
@@ -63,19 +63,19 @@ def timeline_view(
     """Draw one layer of a decode step on three streams, and below it a token's time in four ways.
 
     gpus: 1, 2, 4, ..., which must divide the model's dimensions; batch: rows; graph, overlap,
-    algorithm: as in `simulate`; alpha_us: µs per step between ranks; gb_per_s: GB/s in one
+    algorithm: as in `simulate_timeline`; alpha_us: µs per step between ranks; gb_per_s: GB/s in one
     direction; model, gpu: keys of MODELS and GPUS; context: tokens of a row in the cache.
     The layer is the middle one, from its first kernel to that of the next; its time starts at 0.
     The bars below stack the parts of a token's time: kernels, what the wire adds to them, and the
     rest, in which the device waits. The chosen way is in bold.
-    Raises ValueError for arguments that `decode_step` or `simulate` rejects.
+    Raises ValueError for arguments that `decode_step` or `simulate_timeline` rejects.
     """
     config, machine = MODELS[model], GPUS[gpu]
     link = chosen_link(alpha_us, gb_per_s)
     shape = {"ranks": gpus, "batch": batch, "context": context}
     ops = decode_step(config, **shape)
     runs = {
-        name: simulate(
+        name: simulate_timeline(
             ops, machine, link, algorithm=algorithm, graph=by_graph, overlap=cut,
             events=(by_graph, cut) == (graph, overlap),
         )
@@ -233,10 +233,10 @@ def share_by_batch(
 ) -> go.Figure:
     """Draw the share of a token's time that collectives take, by batch, for 2 to 16 GPUs.
 
-    model, link, gpu: keys of MODELS, LINKS and GPUS; algorithm: as in `simulate`; context: tokens
-    of a row in the cache. Steps are replayed as a graph without overlap, so launches hide nothing.
-    A number of GPUs that doesn't divide the model has no curve. A hollow dot marks a batch whose
-    weights and cache exceed a GPU's memory.
+    model, link, gpu: keys of MODELS, LINKS and GPUS; algorithm: as in `simulate_timeline`; context:
+    tokens of a row in the cache. Steps are replayed as a graph without overlap, so launches hide
+    nothing. A number of GPUs that doesn't divide the model has no curve. A hollow dot marks a batch
+    whose weights and cache exceed a GPU's memory.
     """
     one_of("link", link, LINKS)
     traces, said = [], []
@@ -252,7 +252,7 @@ def share_by_batch(
                 continue
             fits = held_bytes(MODELS[model], **shape) <= GPUS[gpu].capacity
             symbols.append("circle" if fits else "circle-open")
-            run = simulate(
+            run = simulate_timeline(
                 ops, GPUS[gpu], LINKS[link], algorithm=algorithm, graph=True, events=False
             )
             shares[batch] = run.wire_share
