@@ -7,6 +7,7 @@ committed table was written. `python -m labcore.hip` times the steps on a GPU.
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import json
 import math
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.runner import Measurement, case
+from benchmarks.runner import Measurement, case, exact
 from labcore.hip import build, emulate, port
 from labcore.hip.compile import beside_triton
 from labcore.hip.mfma import INSTRUCTIONS
@@ -35,17 +36,6 @@ PRODUCTS = {
     (4, "float16", 64): "32x32x8_f16",
     (4, "float16", 128): "32x32x8_f16",
 }
-
-
-def exactly(quantity: str, value: float, unit: str, mode: str, **details: Any) -> Measurement:
-    """Return a counted number, which has no spread."""
-    return Measurement(
-        quantity=quantity,
-        unit=unit,
-        samples=[value],
-        mode=mode,
-        details={"exact": True, **details},
-    )
 
 
 def drawn(heads: int, queries: int, keys: int, dim: int, seed: int) -> list[Tensor]:
@@ -68,12 +58,12 @@ def work() -> list[Measurement]:
                 raise RuntimeError(f"step {step} must return counters, got none; pass count=True")
             counts[step] = counters
         at = f"{name}, D {dim}"
-        shape = {"batch, heads, tokens, D": [1, HEADS, LENGTH, dim]}
+        shape: dict[str, Any] = {"batch, heads, tokens, D": [1, HEADS, LENGTH, dim]}
         for step, counters in counts.items():
             for quantity in COUNTERS:
                 value = getattr(counters, quantity)
                 label = f"{quantity}/step {step}, {at}"
-                found.append(exactly(label, value, "count", "simulated", **shape))
+                found.append(exact(label, "count", value, mode="simulated", **shape))
         found += compared(counts, name, dim)
     return found
 
@@ -85,7 +75,7 @@ def compared(counts: dict[int, emulate.LaunchCounters], name: str, dim: int) -> 
     def ratio(what: str, field: str, earlier: int, later: int) -> Measurement:
         value = getattr(counts[earlier], field) / max(1, getattr(counts[later], field))
         label = f"{what}, step {earlier} over step {later}/{at}"
-        return exactly(label, value, "ratio", "simulated")
+        return exact(label, "ratio", value, mode="simulated")
 
     conflicts = counts[4].lds_conflicts / counts[4].lds_accesses
     found = [
@@ -95,13 +85,13 @@ def compared(counts: dict[int, emulate.LaunchCounters], name: str, dim: int) -> 
         ratio("transactions", "transactions", 1, 4),
         ratio("LDS accesses", "lds_accesses", 2, 3),
         ratio("LDS accesses", "lds_accesses", 3, 4),
-        exactly(f"LDS conflicts an access, step 4/{at}", conflicts, "cycles", "simulated"),
+        exact(f"LDS conflicts an access, step 4/{at}", "cycles", conflicts, mode="simulated"),
     ]
     needed = 4 * HEADS * LENGTH * LENGTH * dim
     for step in (3, 4):
         flops = INSTRUCTIONS[PRODUCTS[step, name, dim]].flops * counts[step].mfma
         label = f"products on matrix cores, of those needed, step {step}/{at}"
-        found.append(exactly(label, flops / needed, "ratio", "simulated"))
+        found.append(exact(label, "ratio", flops / needed, mode="simulated"))
     return found
 
 
@@ -112,12 +102,12 @@ def errors(step: int, name: str, dim: int, *, is_causal: bool) -> tuple[float, f
         inputs = [x.to(FORMATS[name]) for x in drawn(2, queries, keys, dim, seed=600 + seed)]
         unseen = torch.ones(queries, keys, dtype=torch.bool).triu(1) if is_causal else None
         query, key, value = (x.double() for x in inputs)
-        exact = attention(query, key, value, unseen)
+        right = attention(query, key, value, unseen)
         out = emulate.forward(*inputs, step=step, is_causal=is_causal).out
         query, key, value = inputs
         theirs = attention(query, key, value, unseen)
-        ours = max(ours, float((out - exact).abs().max()))
-        plain = max(plain, float((theirs - exact).abs().max()))
+        ours = max(ours, float((out - right).abs().max()))
+        plain = max(plain, float((theirs - right).abs().max()))
     return ours, plain
 
 
@@ -141,7 +131,7 @@ def largest_errors() -> list[Measurement]:
         ours, plain = (max(column) for column in zip(*pairs, strict=True))
         more = {"error": ours, "plain error": plain, "lengths": [list(x) for x in AWKWARD]}
         label = f"error over plain torch's/step {step}, {name}"
-        found.append(exactly(label, ours / plain, "ratio", "simulated", **more))
+        found.append(exact(label, "ratio", ours / plain, mode="simulated", **more))
     return found
 
 
@@ -168,13 +158,9 @@ def lines() -> list[Measurement]:
     total = len(cuda.splitlines())
     found = []
     for where, (by_hipify, by_hand) in counts.items():
-        details = {"by hipify": by_hipify, "by hand": by_hand, "lines": total}
+        details: dict[str, Any] = {"by hipify": by_hipify, "by hand": by_hand, "lines": total}
         share = by_hipify / (by_hipify + by_hand)
-        found.append(
-            exactly(
-                f"changed lines that hipify changes/{where}", share, "share", "measured", **details
-            )
-        )
+        found.append(exact(f"changed lines that hipify changes/{where}", "share", share, **details))
     return found
 
 
@@ -197,10 +183,10 @@ def memory() -> list[Measurement]:
         matrix[n] = (inputs[0] @ inputs[1].mT).nbytes
     growth = math.log(held[longer] / held[shorter]) / math.log(longer / shorter)
     return [
-        exactly("memory beside inputs and output, exponent", growth, "power of T", "simulated"),
+        exact("memory beside inputs and output, exponent", "power of T", growth, mode="simulated"),
         *(
-            exactly(f"memory, a matrix of scores over ours/{n} tokens", matrix[n] / held[n],
-                    "ratio", "simulated")
+            exact(f"memory, a matrix of scores over ours/{n} tokens", "ratio", matrix[n] / held[n],
+                  mode="simulated")
             for n in held
         ),
     ]  # fmt: skip
@@ -209,8 +195,13 @@ def memory() -> list[Measurement]:
 @case("compiled/resources", minutes=0.01)
 def compiled() -> list[Measurement]:
     """Summarize the compile gate's committed table, compared with that of the Triton kernels."""
-    table = json.loads(RESOURCES.read_text(encoding="utf-8"))
-    triton = json.loads(TRITON.read_text(encoding="utf-8"))
+    table, triton = (json.loads(file.read_text(encoding="utf-8")) for file in (RESOURCES, TRITON))
+    return summarized(table, triton)
+
+
+def summarized(table: dict[str, Any], triton: dict[str, Any]) -> list[Measurement]:
+    """Summarize a table of the compile gate beside one of Triton's kernels."""
+    count = functools.partial(exact, mode="compiled")
     found = []
     for target in LIMITS:
         rows = {form: needs[target] for form, needs in table["forms"].items() if target in needs}
@@ -220,21 +211,19 @@ def compiled() -> list[Measurement]:
         wrong = sum(predicted(target, need) != need["occupancy"] for need in rows.values())
         details = {"compiler": table["compilers"][target], "forms": rows}
         found += [
-            exactly(f"forms compiled/{target}", len(rows), "forms", "compiled", **details),
-            exactly(f"largest LDS of a block/{target}", most, "bytes", "compiled"),
-            exactly(f"forms on matrix cores that spill/{target}", spilled, "forms", "compiled"),
-            exactly(
+            count(f"forms compiled/{target}", "forms", len(rows), **details),
+            count(f"largest LDS of a block/{target}", "bytes", most),
+            count(f"forms on matrix cores that spill/{target}", "forms", spilled),
+            count(
                 f"forms without matrix instruction, steps 3 and 4/{target}",
-                sum(not need["mfma"] for need in tuned), "forms", "compiled",
+                "forms",
+                sum(not need["mfma"] for need in tuned),
             ),
-            exactly(f"occupancies predicted wrong/{target}", wrong, "forms", "compiled"),
-        ]  # fmt: skip
+            count(f"occupancies predicted wrong/{target}", "forms", wrong),
+        ]
     beside = beside_triton(table, triton)
-    found.append(
-        exactly("kernels beside Triton's", len(beside), "kernels", "compiled", rows=beside,
-                triton=triton["triton"])
-    )  # fmt: skip
-    return found
+    told = {"rows": beside, "triton": triton["triton"]}
+    return [*found, count("kernels beside Triton's", "kernels", len(beside), **told)]
 
 
 def predicted(target: str, need: dict[str, int]) -> int:

@@ -49,6 +49,11 @@ def parser() -> argparse.ArgumentParser:
     pdf.add_argument("--out", type=Path, default=Path("_build/course.pdf"))
     offline = commands.add_parser("zip", help="zip the built book, to open without a network")
     offline.add_argument("--out", type=Path, default=Path("_build/course.zip"))
+    chapter = commands.add_parser(
+        "new-chapter", help="write the files of a new chapter and its lab"
+    )
+    chapter.add_argument("slug", help="its name everywhere, such as gradient_noise")
+    chapter.add_argument("--title", default="", help="the page's title; default: the slug in words")
     key = commands.add_parser("clinic-key", help="print the instructor's key to the clinics")
     key.add_argument("slug", nargs="*", help="labs; default: all")
     key.add_argument("--number", type=int, default=0, help="the student's number; default: 0")
@@ -106,6 +111,10 @@ def lines_of(root: Path, asked: argparse.Namespace) -> list[str]:
         from labcore.labs import student_repository
 
         return student_repository.write(root, root / asked.out)
+    if asked.command == "new-chapter":
+        from labcore.course import new_chapter
+
+        return new_chapter.write(root, asked.slug, asked.title)
     if asked.command == "slides":
         from labcore.book import slides
 

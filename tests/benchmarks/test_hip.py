@@ -1,20 +1,11 @@
 """The cases run small: what is counted is what the emulator, the diff and the table say."""
 
 import json
-from pathlib import Path
-
-import pytest
 
 from benchmarks import hip as cases
-from benchmarks.runner import Measurement, cases_of
+from benchmarks.runner import cases_of
 from labcore.hip.emulate import LaunchCounters
-
-
-def by_quantity(found: list[Measurement]) -> dict[str, Measurement]:
-    json.dumps([(x.details, x.samples, x.peers) for x in found], allow_nan=False, default=dict)
-    names = [item.quantity for item in found]
-    assert len(set(names)) == len(names)
-    return {item.quantity: item for item in found}
+from tests.benchmarks.measurements import by_quantity
 
 
 def test_no_case_needs_a_gpu_and_none_records_a_time() -> None:
@@ -60,15 +51,14 @@ def test_hipify_changes_no_line_of_the_kernel_and_a_person_some() -> None:
     assert whole.samples == [hipify / (hipify + hand)] and hand >= kernel.details["by hand"]
 
 
-def test_the_table_is_read_by_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_is_read_by_target() -> None:
     need = {"vgprs": 160, "agprs": 0, "sgprs": 30, "spills": 0, "sgpr_spills": 0, "scratch": 0,
             "lds": 4096, "occupancy": 3, "mfma": 8, "threads": 256}  # fmt: skip
     bad = {**need, "spills": 2, "mfma": 0, "lds": 9000, "occupancy": 7}
     forms = {"step3_mfma/x": {"gfx90a": need, "gfx942": bad}, "step1_straight/x": {"gfx90a": need}}
-    table = tmp_path / "table.json"
-    table.write_text(json.dumps({"compilers": {"gfx90a": "a", "gfx942": "b"}, "forms": forms}))
-    monkeypatch.setattr(cases, "RESOURCES", table)
-    found = by_quantity(cases.compiled())
+    table = {"compilers": {"gfx90a": "a", "gfx942": "b"}, "forms": forms}
+    triton = json.loads(cases.TRITON.read_text(encoding="utf-8"))
+    found = by_quantity(cases.summarized(table, triton))
     assert found["forms compiled/gfx90a"].samples == [2]
     assert found["largest LDS of a block/gfx942"].samples == [9000]
     assert found["forms on matrix cores that spill/gfx942"].samples == [1]

@@ -263,7 +263,7 @@ FORMS = {
     "signs that no file has": Hostile(points=5, change=_surrogates),
     "a deep expression": Hostile(
         points=5,
-        extra="1" + " + 1" * 20_000,
+        extra="-" * 20_000 + "1",  # no Python parses that many levels
         also=(STOPPED, DIED),
         flags=("code that cannot be parsed",),
     ),
