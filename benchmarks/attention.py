@@ -11,8 +11,8 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.runner import Measurement, case
+from benchmarks.runner import Measurement, case, exact, seen
 from labcore.attention import flash_attention, paged_attention, traffic
 from labcore.attention.configs import FORWARD
 from labcore.attention.traffic import Shape
@@ -31,11 +31,7 @@ from labcore.timing import Comparison, paired
 
 Call = Callable[[], Any]
 OURS, FLASH, NAIVE = "labcore", "SDPA FLASH", "naive"
-# On a GPU, as in the papers: 16k tokens and a width of 2048 at every length.
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
-TOKENS, WIDTH, GEMM = 16_384, 2048, 8192
-FLEX_LENGTHS = (1024, 4096, 16_384)  # each is compiled separately
-ROUNDS, INNER = 9, 10  # INNER calls between two events, so that the queue hides launch costs
+GEMM, ROUNDS, INNER = 8192, 9, 10  # INNER calls between two events: the queue hides launch costs
 # Target speedup over SDPA FLASH for 4k tokens or more: (direction, D, causal).
 BARS = {
     ("forward", 64, False): 1.25,
@@ -45,7 +41,7 @@ BARS = {
     ("backward", 64, False): 1.05,
     ("backward", 128, False): 1.05,
 }
-CPU_LENGTHS, CPU_HEADS, CPU_ROUNDS, CPU_GEMM = (512, 1024, 2048, 4096), 2, 5, 1024
+CPU_HEADS = 2
 FORMS: tuple[traffic.Form, ...] = ("naive", "flash")
 DIRECTIONS: tuple[traffic.Direction, ...] = ("forward", "backward")
 # A decode step's sequences, query heads, key heads, D, keys, keys per page.
@@ -54,9 +50,30 @@ DECODE = {
     "batch-4": (4, 32, 8, 128, 32_768, 16),
     "batch-1": (1, 32, 8, 128, 131_072, 16),
 }
-CPU_DECODE = (8, 8, 4, 64, 2048, 16)
 RESOURCES = Path(__file__).resolve().parent.parent / "tests" / "kernel_resources.json"
 KERNELS = ("forward_", "delta_", "dkdv_", "dq_", "decode_", "reduce_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much the cases measure."""
+
+    # On a GPU, as in the papers: 16k tokens and a width of 2048 at every length.
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16_384)
+    tokens: int = 16_384
+    width: int = 2048
+    flex_lengths: tuple[int, ...] = (1024, 4096, 16_384)  # each is compiled separately
+    cpu_lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
+    cpu_rounds: int = 5
+    cpu_gemm: int = 1024
+    cpu_decode: tuple[int, int, int, int, int, int] = (8, 8, 4, 64, 2048, 16)  # like DECODE's
+
+
+FULL = Sizes()
+SMALL = Sizes(
+    lengths=(64, 128), tokens=128, width=128, flex_lengths=(), cpu_lengths=(64, 128),
+    cpu_rounds=3, cpu_gemm=64, cpu_decode=(2, 4, 2, 16, 64, 16),
+)  # fmt: skip
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Tensor:
@@ -108,7 +125,9 @@ def inputs(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0
     return [x.transpose(1, 2).requires_grad_() for x in fused.unbind(2)]
 
 
-def forwards(shape: Shape, tensors: list[Tensor]) -> dict[str, Call]:
+def forwards(
+    shape: Shape, tensors: list[Tensor], flex_lengths: Sequence[int] = ()
+) -> dict[str, Call]:
     """Return a forward call of every implementation on the same query, key and value."""
     (query, key, value), causal = tensors, shape.is_causal
     every: dict[str, Any] = {
@@ -118,7 +137,7 @@ def forwards(shape: Shape, tensors: list[Tensor]) -> dict[str, Call]:
     }
     if query.is_cuda:
         every["SDPA CUDNN"] = functools.partial(pinned, SDPBackend.CUDNN_ATTENTION)
-        if shape.length in FLEX_LENGTHS:
+        if shape.length in flex_lengths:
             every["FlexAttention"] = flex(shape, query.device)
         if 2 * traffic.forward_peak_bytes(shape, "naive") > torch.cuda.mem_get_info()[0]:
             del every[NAIVE]
@@ -171,8 +190,8 @@ def refuse_wrong(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict
     tensors = inputs(small, device, dtype)
     calls, _ = that_run(forwards(small, tensors))
     wide = [x.detach().float().requires_grad_() for x in tensors]
-    exact = {NAIVE: functools.partial(naive, *wide, is_causal=small.is_causal)}
-    given = [exact[NAIVE]().detach(), *gradients(exact, wide)[NAIVE]()]
+    right = {NAIVE: functools.partial(naive, *wide, is_causal=small.is_causal)}
+    given = [right[NAIVE]().detach(), *gradients(right, wide)[NAIVE]()]
     errors = {}
     for name, call in gradients(calls, tensors).items():
         pairs = zip([calls[name]().detach(), *call()], given, strict=True)
@@ -200,23 +219,27 @@ def rates(comparison: Comparison, name: str, work: float) -> list[float]:
 
 
 def race(
-    direction: traffic.Direction, shape: Shape, device: torch.device, dtype: torch.dtype
+    direction: traffic.Direction,
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: Sizes,
 ) -> list[Measurement]:
     """Time every implementation and a GEMM in the same rounds; refuse to time wrong results."""
     gpu = device.type == "cuda"
     errors = refuse_wrong(shape, device, dtype)
     tensors = inputs(shape, device, dtype)
-    calls, left_out = that_run(forwards(shape, tensors))
+    calls, left_out = that_run(forwards(shape, tensors, sizes.flex_lengths))
     if direction == "forward":
         calls = {name: without_gradients(call) for name, call in calls.items()}
     else:
         calls = gradients(calls, tensors)
-    size, inner = (GEMM, INNER) if gpu else (CPU_GEMM, 1)
+    size, inner = (GEMM, INNER) if gpu else (sizes.cpu_gemm, 1)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     timed: dict[str, Call] = {**calls, "GEMM": functools.partial(torch.matmul, a, b)}
     comparison = paired(
         {name: repeated(call, inner) for name, call in timed.items()},
-        rounds=ROUNDS if gpu else CPU_ROUNDS,
+        rounds=ROUNDS if gpu else sizes.cpu_rounds,
         warmup=1,
         device=device,
     )
@@ -233,47 +256,33 @@ def race(
         "GEMM GFLOP/s": gemm,
     }
     bar = BARS.get((direction, shape.head_dim, shape.is_causal))
-    held = {"bar": bar} if gpu and bar and shape.length >= 4096 else {}
+    held: dict[str, Any] = {"bar": bar} if gpu and bar and shape.length >= 4096 else {}
     at = f"{'causal' if shape.is_causal else 'full'}, {shape.length} tokens"
+    others = {name: found for name, found in every.items() if name != OURS}
+    speeds, shares = comparison.ratios(FLASH, OURS), [rate / gemm for rate in every[OURS]]
     return [
-        Measurement(
-            quantity=f"{direction}/{at}",
-            unit="GFLOP/s",
-            samples=every[OURS],
-            peers={name: found for name, found in every.items() if name != OURS},
-            details=details,
-        ),
-        Measurement(
-            quantity=f"{direction} speed over {FLASH}/{at}",
-            unit="ratio",
-            samples=comparison.ratios(FLASH, OURS),
-            details={**details, **held},
-        ),
-        Measurement(
-            quantity=f"{direction} share of a GEMM's rate/{at}",
-            unit="ratio",
-            samples=[rate / gemm for rate in every[OURS]],
-            details=details,
-        ),
+        seen(f"{direction}/{at}", "GFLOP/s", every[OURS], peers=others, **details),
+        seen(f"{direction} speed over {FLASH}/{at}", "ratio", speeds, **details, **held),
+        seen(f"{direction} share of a GEMM's rate/{at}", "ratio", shares, **details),
     ]
 
 
 def on_gpu(
     direction: traffic.Direction, head_dim: int, is_causal: bool
-) -> Callable[[], list[Measurement]]:
+) -> Callable[..., list[Measurement]]:
     """Return a case that runs every length in bf16."""
 
-    def measured() -> list[Measurement]:
+    def measured(sizes: Sizes = FULL) -> list[Measurement]:
         found = []
-        for length in LENGTHS:
+        for length in sizes.lengths:
             shape = Shape(
-                batch=TOKENS // length,
-                heads=WIDTH // head_dim,
+                batch=sizes.tokens // length,
+                heads=sizes.width // head_dim,
                 length=length,
                 head_dim=head_dim,
                 is_causal=is_causal,
             )
-            found += race(direction, shape, default_device(), torch.bfloat16)
+            found += race(direction, shape, default_device(), torch.bfloat16, sizes)
         return found
 
     return measured
@@ -284,10 +293,10 @@ for _direction, _head_dim, _causal in itertools.product(DIRECTIONS, (64, 128), (
     case(_name, minutes=1, needs="gpu")(on_gpu(_direction, _head_dim, _causal))
 
 
-def on_cpu(direction: traffic.Direction) -> list[Measurement]:
+def on_cpu(direction: traffic.Direction, sizes: Sizes) -> list[Measurement]:
     """Time plain PyTorch in float32 on one thread."""
     found = []
-    for is_causal, length in itertools.product((False, True), CPU_LENGTHS):
+    for is_causal, length in itertools.product((False, True), sizes.cpu_lengths):
         shape = Shape(
             batch=1,
             heads=CPU_HEADS,
@@ -296,20 +305,20 @@ def on_cpu(direction: traffic.Direction) -> list[Measurement]:
             dtype_bytes=4,
             is_causal=is_causal,
         )
-        found += race(direction, shape, torch.device("cpu"), torch.float32)
+        found += race(direction, shape, torch.device("cpu"), torch.float32, sizes)
     return found
 
 
 @case("cpu/forward", minutes=0.4, needs="cpu")
-def cpu_forward() -> list[Measurement]:
+def cpu_forward(sizes: Sizes = FULL) -> list[Measurement]:
     """Tiles in plain PyTorch against torch's attention and the naive form."""
-    return on_cpu("forward")
+    return on_cpu("forward", sizes)
 
 
 @case("cpu/backward", minutes=0.9, needs="cpu")
-def cpu_backward() -> list[Measurement]:
+def cpu_backward(sizes: Sizes = FULL) -> list[Measurement]:
     """Recomputation in plain PyTorch."""
-    return on_cpu("backward")
+    return on_cpu("backward", sizes)
 
 
 def allocations(call: Call, device: torch.device) -> tuple[int, int]:
@@ -334,15 +343,15 @@ def allocations(call: Call, device: torch.device) -> tuple[int, int]:
 
 
 @case("memory/forward-and-backward", minutes=0.3)
-def memory() -> list[Measurement]:
+def memory(sizes: Sizes = FULL) -> list[Measurement]:
     """Peak memory of a forward, what it keeps for the backward, and the peak of both."""
     device = default_device()
     gpu = device.type == "cuda"
     found = []
-    for length in LENGTHS if gpu else CPU_LENGTHS:
+    for length in sizes.lengths if gpu else sizes.cpu_lengths:
         shape = Shape(
             batch=1,
-            heads=WIDTH // 128 if gpu else CPU_HEADS,
+            heads=sizes.width // 128 if gpu else CPU_HEADS,
             length=length,
             head_dim=64,
             dtype_bytes=2 if gpu else 4,
@@ -350,7 +359,7 @@ def memory() -> list[Measurement]:
         views = inputs(shape, device, torch.bfloat16 if gpu else torch.float32)
         # A batched product copies views, and the copies would count for that implementation.
         tensors = [x.detach().contiguous().requires_grad_() for x in views]
-        calls, _ = that_run(forwards(shape, tensors))
+        calls, _ = that_run(forwards(shape, tensors, sizes.flex_lengths))
         given = torch.ones_like(tensors[0])
         held: dict[str, dict[str, int]] = {"forward peak": {}, "kept": {}, "training peak": {}}
         for name, call in calls.items():
@@ -364,20 +373,15 @@ def memory() -> list[Measurement]:
             "forward peak": {form: traffic.forward_peak_bytes(shape, form) for form in FORMS},
             "kept": {"naive": kept, "flash": traffic.kept_bytes(shape, "flash")},
         }
-        for quantity, sizes in held.items():
-            found.append(
-                Measurement(
-                    quantity=f"{quantity}/{length} tokens",
-                    unit="bytes",
-                    samples=[sizes[OURS]],
-                    peers={name: [size] for name, size in sizes.items() if name != OURS},
-                    details={
-                        "batch, heads, tokens, D": [1, shape.heads, length, 64],
-                        "bytes of an element": shape.dtype_bytes,
-                        "predicted": predicted.get(quantity, {}),
-                    },
-                )
-            )
+        for quantity, by_name in held.items():
+            peers = {name: [size] for name, size in by_name.items() if name != OURS}
+            details: dict[str, Any] = {
+                "batch, heads, tokens, D": [1, shape.heads, length, 64],
+                "bytes of an element": shape.dtype_bytes,
+                "predicted": predicted.get(quantity, {}),
+            }
+            name, samples = f"{quantity}/{length} tokens", [by_name[OURS]]
+            found.append(seen(name, "bytes", samples, peers=peers, **details))
     return found
 
 
@@ -386,10 +390,13 @@ def _step(call: Call, tensors: list[Tensor], given: Tensor) -> tuple[Tensor, ...
 
 
 def decode(
-    sizes: tuple[int, int, int, int, int, int], device: torch.device, dtype: torch.dtype
+    step: tuple[int, int, int, int, int, int],
+    rounds: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> list[Measurement]:
     """Time one token per sequence over scattered pages, against SDPA on whole rows and a copy."""
-    batch, heads, kv_heads, head_dim, keys, page = sizes
+    batch, heads, kv_heads, head_dim, keys, page = step
     shape = Shape(
         batch=batch,
         heads=heads,
@@ -426,41 +433,33 @@ def decode(
             f"paged attention and SDPA must agree before they are timed, got a gap of {gap}"
         )
     gpu = device.type == "cuda"
-    timed = {name: repeated(call, INNER if gpu else 1) for name, call in calls.items()}
-    comparison = paired(timed, rounds=ROUNDS if gpu else CPU_ROUNDS, warmup=2, device=device)
+    inner = INNER if gpu else 1
+    timed = {name: repeated(call, inner) for name, call in calls.items()}
+    comparison = paired(timed, rounds=rounds, warmup=2, device=device)
     moved = traffic.decode_bytes(shape) / (2 * key_pages.numel() * dtype.itemsize)
-    details = {
-        "batch, heads, key heads, D, keys, page": list(sizes),
+    details: dict[str, Any] = {
+        "batch, heads, key heads, D, keys, page": list(step),
         "dtype": str(dtype).removeprefix("torch."),
         "form": "Triton kernels" if gpu else "plain torch, a sequence at a time",
         "bytes": traffic.decode_bytes(shape),
         "largest gap": gap,
     }
-    inner = INNER if gpu else 1
     times = {
         name: [1e6 * s / inner for s in timing.samples]
         for name, timing in comparison.timings.items()
     }
+    others = {name: found for name, found in times.items() if name != OURS}
+    shares = [moved * ratio for ratio in comparison.ratios("copy", OURS)]
+    bar: dict[str, Any] = {"bar": 0.75} if gpu else {}
     return [
-        Measurement(
-            quantity="decode step",
-            unit="us",
-            samples=times[OURS],
-            peers={name: found for name, found in times.items() if name != OURS},
-            details=details,
-        ),
-        Measurement(
-            quantity="share of copy bandwidth",
-            unit="ratio",
-            samples=[moved * ratio for ratio in comparison.ratios("copy", OURS)],
-            details={**details, **({"bar": 0.75} if gpu else {})},
-        ),
+        seen("decode step", "us", times[OURS], peers=others, **details),
+        seen("share of copy bandwidth", "ratio", shares, **details, **bar),
     ]
 
 
 def decode_on_gpu(name: str) -> Callable[[], list[Measurement]]:
     """Return a case that runs one entry of DECODE in bf16."""
-    return lambda: decode(DECODE[name], default_device(), torch.bfloat16)
+    return lambda: decode(DECODE[name], ROUNDS, default_device(), torch.bfloat16)
 
 
 for _name in DECODE:
@@ -468,38 +467,31 @@ for _name in DECODE:
 
 
 @case("cpu/decode", minutes=0.1, needs="cpu")
-def cpu_decode() -> list[Measurement]:
+def cpu_decode(sizes: Sizes = FULL) -> list[Measurement]:
     """Plain PyTorch over scattered pages, in float32."""
-    return decode(CPU_DECODE, torch.device("cpu"), torch.float32)
-
-
-def exactly(quantity: str, value: float, unit: str = "ratio", **details: Any) -> Measurement:
-    """Return a counted number, which has no spread."""
-    return Measurement(
-        quantity=quantity, unit=unit, samples=[value], details={"exact": True, **details}
-    )
+    return decode(sizes.cpu_decode, sizes.cpu_rounds, torch.device("cpu"), torch.float32)
 
 
 @case("memory/ratios", minutes=0.3)
-def memory_ratios() -> list[Measurement]:
+def memory_ratios(sizes: Sizes = FULL) -> list[Measurement]:
     """Growth of memory with the length, and the ratio of the naive form's memory to ours."""
-    sizes: dict[str, dict[int, Mapping[str, float]]] = {}
-    for item in memory():
+    counted: dict[str, dict[int, Mapping[str, float]]] = {}
+    for item in memory(sizes):
         kind, tokens = item.quantity.removesuffix(" tokens").split("/")
         peers = {name: samples[0] for name, samples in item.peers.items()}
-        sizes.setdefault(kind, {})[int(tokens)] = {OURS: item.samples[0], **peers}
+        counted.setdefault(kind, {})[int(tokens)] = {OURS: item.samples[0], **peers}
     found = []
-    for kind, by_length in sizes.items():
+    for kind, by_length in counted.items():
         for length, held in by_length.items():
             if NAIVE in held:
                 ratio = held[NAIVE] / held[OURS]
-                found.append(exactly(f"{kind}, naive over labcore/{length} tokens", ratio))
+                found.append(exact(f"{kind}, naive over labcore/{length} tokens", "ratio", ratio))
         for name in (OURS, FLASH, NAIVE):
             *_, shorter, longer = (length for length, held in by_length.items() if name in held)
             growth = by_length[longer][name] / by_length[shorter][name]
             exponent = math.log(growth) / math.log(longer / shorter)
             at = [shorter, longer]
-            found.append(exactly(f"{kind}, exponent/{name}", exponent, "power of T", tokens=at))
+            found.append(exact(f"{kind}, exponent/{name}", "power of T", exponent, tokens=at))
     return found
 
 
@@ -513,12 +505,12 @@ def law_bytes() -> list[Measurement]:
         moved = traffic.flash_bytes(shape, block_q=tile.m, block_k=tile.n)
         ratio = traffic.naive_bytes(shape) / moved
         name = f"bytes, naive over flash/D {head_dim}, {kind}"
-        found.append(exactly(name, ratio, tile=[tile.m, tile.n], tokens=4096))
+        found.append(exact(name, "ratio", ratio, tile=[tile.m, tile.n], tokens=4096))
     shape = Shape(batch=1, heads=1, length=4096, head_dim=64)
     kept = 4 * traffic.flops(shape, "backward") // 5  # the naive form doesn't recompute its weights
     for form, fused in (("two kernels", False), ("fused", True)):
         ratio = traffic.flops(shape, "backward", fused=fused) / kept
-        found.append(exactly(f"backward products, flash over naive/{form}", ratio))
+        found.append(exact(f"backward products, flash over naive/{form}", "ratio", ratio))
     return found
 
 
@@ -535,21 +527,21 @@ def law_longest() -> list[Measurement]:
             fits[form] = shape.length // 2
         ratio = fits["flash"] / fits["naive"]
         settings: dict[str, Any] = {"tokens": fits, "heads, D, bytes": [32, 128, 2]}
-        found.append(exactly(f"tokens, flash over naive/{gpu.name}", ratio, **settings))
+        found.append(exact(f"tokens, flash over naive/{gpu.name}", "ratio", ratio, **settings))
     return found
 
 
 @case("cpu/against-naive", minutes=0.7, needs="cpu")
-def cpu_against_naive() -> list[Measurement]:
+def cpu_against_naive(sizes: Sizes = FULL) -> list[Measurement]:
     """Ratio of plain PyTorch's time to the naive form's, in float32 on one thread.
 
     Each sample is the median of three rounds on its own tensors.
     """
     found = []
-    for length in (CPU_LENGTHS[0], CPU_LENGTHS[-1]):
+    for length in (sizes.cpu_lengths[0], sizes.cpu_lengths[-1]):
         shape = Shape(batch=1, heads=CPU_HEADS, length=length, head_dim=64, dtype_bytes=4)
         ratios: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
-        for seed in range(CPU_ROUNDS):
+        for seed in range(sizes.cpu_rounds):
             tensors = inputs(shape, torch.device("cpu"), torch.float32, seed)
             both = forwards(shape, tensors)
             calls = {name: both[name] for name in (OURS, NAIVE)}
@@ -560,22 +552,21 @@ def cpu_against_naive() -> list[Measurement]:
             for direction, pair in timed.items():
                 comparison = paired(pair, rounds=3, warmup=1, seed=seed)
                 ratios[direction].append(comparison.ratio(OURS, NAIVE))
-        found += [
-            Measurement(
-                quantity=f"{direction} time, labcore over naive/{length} tokens",
-                unit="ratio",
-                samples=samples,
-                details={"batch, heads, tokens, D": [1, CPU_HEADS, length, 64]},
-            )
-            for direction, samples in ratios.items()
-        ]
+        told: dict[str, Any] = {"batch, heads, tokens, D": [1, CPU_HEADS, length, 64]}
+        for direction, samples in ratios.items():
+            quantity = f"{direction} time, labcore over naive/{length} tokens"
+            found.append(seen(quantity, "ratio", samples, **told))
     return found
 
 
 @case("compiled/resources", minutes=0.01)
 def compiled_resources() -> list[Measurement]:
     """The committed table of the compile gate, which checks it against the compilers."""
-    table = json.loads(RESOURCES.read_text(encoding="utf-8"))
+    return [of_table(json.loads(RESOURCES.read_text(encoding="utf-8")))]
+
+
+def of_table(table: dict[str, Any]) -> Measurement:
+    """Count the attention kernels that spill. Raises RuntimeError for a table without them."""
     kernels = {name: row for name, row in table["kernels"].items() if name.startswith(KERNELS)}
     if not kernels:
         raise RuntimeError(
@@ -584,17 +575,5 @@ def compiled_resources() -> list[Measurement]:
         )
     spilled = sum(any(need["spills"] for need in row.values()) for row in kernels.values())
     limits = {name: target.shared_limit for name, target in TARGETS.items()}
-    return [
-        Measurement(
-            quantity="forms that spill",
-            unit="forms",
-            samples=[spilled],
-            mode="compiled",
-            details={
-                "exact": True,
-                "triton": table["triton"],
-                "kernels": kernels,
-                "limits": limits,
-            },
-        )
-    ]
+    told = {"triton": table["triton"], "kernels": kernels, "limits": limits}
+    return exact("forms that spill", "forms", spilled, mode="compiled", **told)

@@ -1,8 +1,9 @@
 """In-flight batching: our policies against each other, against transformers, and behind a server.
 
 Everything runs on one thread with the shipped target, in fp32 and greedily. Output lengths are
-imposed and unknown to the scheduler: every request asks for MOST tokens and ends earlier. Times are
-CPU times; counts (rows, tokens, blocks) are the same everywhere. The case "replicas" is simulated.
+imposed and unknown to the scheduler: every request asks for the most tokens and ends earlier. Times
+are CPU times; counts (rows, tokens, blocks) are the same everywhere. The case "replicas" is
+simulated.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import numpy
 import torch
 
-from benchmarks.runner import Measurement, case
+from benchmarks.runner import Measurement, case, ratios, seen
 from labcore.decoding import SamplingConfig, generate
 from labcore.decoding.audit import near_tie_audit
 from labcore.models import Llama, save_pretrained
@@ -47,12 +48,77 @@ from labcore.serving.triton.client import generate_stream
 from labcore.serving.triton.server import TritonServer
 
 # What all cases share ----------------------------------------------------------------------------
-SLOTS, PAGE, PAGES, BUDGET = 8, 16, 256, 256  # the pool holds eight requests of maximum length
-LEAST, MOST, SHORTEST, LONGEST = 8, 256, 16, 96  # tokens of outputs and of prompts
 STATIC, OURS, GREEDY = "static", "guaranteed_no_evict", "max_utilization"
 POLICIES = (STATIC, OURS, GREEDY)
 GAP = 1e-3  # nats: a near tie
 TIMES = ("queue", "ttft", "tpot", "e2e", "normalised latency")  # the last: e2e per output token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much the cases serve. Lengths count tokens. No two cases share a seed."""
+
+    # The pool holds eight requests of maximum length.
+    slots: int = 8
+    page: int = 16
+    pages: int = 256
+    budget: int = 256
+    # The shortest and longest outputs, and prompts.
+    least: int = 8
+    most: int = 256
+    shortest: int = 16
+    longest: int = 96
+    peer_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    peer_requests: int = 32
+    peer_rounds: int = 2
+    cache_seeds: tuple[int, ...] = (10, 11, 12, 13)
+    cache_rounds: int = 3
+    load_seeds: tuple[int, ...] = tuple(range(90, 98))
+    load_requests: int = 64
+    rate_seeds: tuple[int, ...] = (30, 31, 32)
+    # Each round: the seed of the run used for the fit, and the seed of the predicted runs.
+    simulated_rounds: tuple[tuple[int, int], ...] = ((40, 43), (41, 44), (42, 45))
+    warm_up: int = 20  # initial steps that the fit omits
+    pressed_seeds: tuple[int, ...] = (50, 51, 52)
+    pressed_requests: int = 24
+    few_pages: int = 40
+    exact_output: int = 96
+    chunks: tuple[int, ...] = (16, 64, 256, 896)
+    long_prompt: int = 896
+    decoding: int = 7  # rows beside the long prompt
+    before: int = 12  # their steps before it comes
+    chunk_rounds: int = 5
+    kinds: tuple[str, ...] = ("code", "long_code")
+    draft_prompts: int = 8
+    draft_tokens: int = 64
+    draft_rounds: int = 3
+    system: int = 256  # the shared prompt
+    own: tuple[int, int] = (8, 48)  # the shortest and longest rest of a prompt
+    sharing: int = 24  # requests
+    shared_output: int = 16
+    shared_seeds: tuple[int, ...] = (60, 61, 62, 63, 64)
+    equal_requests: int = 64
+    streams: tuple[int, ...] = (8, 32)
+    stream_tokens: int = 32
+    stream_rounds: int = 5
+    starts: int = 2
+    kills: int = 3
+    routed_requests: int = 400
+    group_prefix: int = 192
+    routed_seeds: tuple[int, ...] = (80, 81, 82, 83, 84)
+
+
+FULL = Sizes()
+SMALL = Sizes(
+    slots=3, page=4, pages=40, budget=24, least=2, most=14, shortest=3, longest=11,
+    peer_seeds=(3, 4), peer_requests=7, peer_rounds=1, cache_seeds=(5,), cache_rounds=2,
+    load_seeds=(6, 7), load_requests=9, rate_seeds=(8,), simulated_rounds=((9, 10), (11, 12)),
+    warm_up=2, pressed_seeds=(13, 14), pressed_requests=6, few_pages=8, exact_output=12,
+    chunks=(4, 60), long_prompt=60, decoding=2, before=2, chunk_rounds=2, kinds=("code",),
+    draft_prompts=3, draft_tokens=12, draft_rounds=2, system=20, own=(2, 5), sharing=6,
+    shared_output=3, shared_seeds=(15, 16), equal_requests=5, streams=(2,), stream_tokens=3,
+    stream_rounds=2, starts=1, kills=1, routed_requests=40, group_prefix=20, routed_seeds=(17, 18),
+)  # fmt: skip
 
 
 def target() -> Llama:
@@ -60,68 +126,55 @@ def target() -> Llama:
     return pretrained("target")
 
 
-def prompt_lengths(n: int, seed: int) -> tuple[int, ...]:
-    """Return lengths that are uniform between SHORTEST and LONGEST."""
+def prompt_lengths(sizes: Sizes, n: int, seed: int) -> tuple[int, ...]:
+    """Return n lengths, uniform between the shortest and the longest."""
     dice = random.Random(f"prompts {seed}")
-    return tuple(dice.randint(SHORTEST, LONGEST) for _ in range(n))
+    return tuple(dice.randint(sizes.shortest, sizes.longest) for _ in range(n))
 
 
-def workload(n: int, seed: int, arrivals: Sequence[float] | None = None) -> Workload:
+def workload(sizes: Sizes, n: int, seed: int, arrivals: Sequence[float] | None = None) -> Workload:
     """Return n requests with long-tailed outputs, which max_tokens hides from the scheduler.
 
     Without arrivals, all wait from the start.
     """
     return Workload(
         arrivals=(0.0,) * n if arrivals is None else tuple(arrivals),
-        prompts=prompt_lengths(n, seed),
-        outputs=long_tail(LEAST, n, seed, most=MOST),
-        max_tokens=MOST,
+        prompts=prompt_lengths(sizes, n, seed),
+        outputs=long_tail(sizes.least, n, seed, most=sizes.most),
+        max_tokens=sizes.most,
         vocabulary=target().config.vocab_size,
         seed=seed,
     )
 
 
-def engine(policy: str = OURS, **changed: Any) -> Engine:
+def engine(sizes: Sizes, policy: str = OURS, **changed: Any) -> Engine:
     """Return an engine without prefix sharing: no request may profit from an earlier round."""
     options = {
-        "pages": PAGES, "page": PAGE, "slots": SLOTS, "budget": BUDGET, "policy": policy,
-        "max_length": LONGEST + MOST, "eos_token_ids": (), "share_prefixes": False,
+        "pages": sizes.pages, "page": sizes.page, "slots": sizes.slots, "budget": sizes.budget,
+        "policy": policy, "max_length": sizes.longest + sizes.most, "eos_token_ids": (),
+        "share_prefixes": False,
     }  # fmt: skip
     return Engine(target(), **{**options, **changed})
 
 
-def setting(*given: Workload, **more: Any) -> dict[str, Any]:
+def setting(sizes: Sizes, *given: Workload, **more: Any) -> dict[str, Any]:
     """Return details: sizes, and the lengths of each workload's requests."""
     return {
-        "slots": SLOTS, "page": PAGE, "blocks": PAGES, "budget": BUDGET, "dtype": "float32",
+        "slots": sizes.slots, "page": sizes.page, "blocks": sizes.pages, "budget": sizes.budget,
+        "dtype": "float32",
         "prompt tokens": [one.prompts for one in given],
         "output tokens": [one.outputs for one in given],
         "max_tokens": [one.max_tokens for one in given], **more,
     }  # fmt: skip
 
 
-def seen(
-    quantity: str, unit: str, samples: Iterable[float], mode: str = "measured", /, **details: Any
-) -> Measurement:
-    """Return a measurement with a sample per round or seed."""
-    return Measurement(quantity=quantity, unit=unit, samples=[*samples], mode=mode, details=details)
-
-
 def beside(
     quantity: str, unit: str, samples: Mapping[str, Sequence[float]], ours: str = OURS,
-    mode: str = "measured", /, **details: Any
+    /, **more: Any
 ) -> Measurement:  # fmt: skip
     """Return a measurement of one system, with the others as its peers."""
     others = {name: found for name, found in samples.items() if name != ours}
-    return Measurement(
-        quantity=quantity, unit=unit, samples=samples[ours], mode=mode, peers=others,
-        details=details,
-    )  # fmt: skip
-
-
-def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Divide pair by pair."""
-    return [one / other for one, other in zip(above, below, strict=True)]
+    return seen(quantity, unit, samples[ours], peers=others, **more)
 
 
 def values(run: Run, name: str) -> list[float]:
@@ -146,7 +199,6 @@ def shuffled(names: Iterable[str], *seed: Any) -> list[str]:
 
 
 # Against transformers ----------------------------------------------------------------------------
-PEER_SEEDS, PEER_REQUESTS, PEER_ROUNDS = (0, 1, 2, 3, 4), 32, 2
 CONTINUOUS, PADDED = "transformers continuous", "transformers static"
 UNFUSED = f"{OURS}, not fused"
 
@@ -205,17 +257,17 @@ def of_transformers(model: Llama) -> Any:
 
 
 @contextlib.contextmanager
-def continuous(model: Any) -> Iterator[Callable[[Workload], Served]]:
+def continuous(model: Any, sizes: Sizes) -> Iterator[Callable[[Workload], Served]]:
     """Run transformers' continuous batching with our slots, pages, budget and imposed lengths."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(
-            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=MOST
+            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=sizes.most
         ),
         continuous_batching_config=ContinuousBatchingConfig(
-            page_size=PAGE, num_blocks=PAGES, max_batch_tokens=BUDGET,
-            max_requests_per_batch=SLOTS, allow_block_sharing=False,
+            page_size=sizes.page, num_blocks=sizes.pages, max_batch_tokens=sizes.budget,
+            max_requests_per_batch=sizes.slots, allow_block_sharing=False,
         ),
     )  # fmt: skip
     numbers = itertools.count()
@@ -257,8 +309,8 @@ def at_once(spans: Sequence[tuple[float, float]]) -> int:
     return max(itertools.accumulate(change for _, change in changes))
 
 
-def padded(model: Any) -> Callable[[Workload], Served]:
-    """Run transformers' generate on left-padded batches of SLOTS, in order of arrival.
+def padded(model: Any, sizes: Sizes) -> Callable[[Workload], Served]:
+    """Run transformers' generate on left-padded batches, one row a slot, in order of arrival.
 
     A row ends at its imposed length, but is computed until the longest of its batch has ended.
     """
@@ -276,17 +328,17 @@ def padded(model: Any) -> Callable[[Workload], Served]:
     def serve(given: Workload) -> Served:
         asked, begin = given.requests(), time.perf_counter()
         moments, outputs, pads, places = [], [], 0, 0
-        for first in range(0, len(asked), SLOTS):
-            rows = [[*one.prompt] for one in asked[first : first + SLOTS]]
-            lengths = given.outputs[first : first + SLOTS]
+        for first in range(0, len(asked), sizes.slots):
+            rows = [[*one.prompt] for one in asked[first : first + sizes.slots]]
+            lengths = given.outputs[first : first + sizes.slots]
             width = max(map(len, rows))
             ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
             mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
             pads, places = pads + int((1 - mask).sum()), places + mask.numel()
             ends = Ends(width, lengths)
             out = model.generate(
-                ids, attention_mask=mask, do_sample=False, max_new_tokens=MOST, pad_token_id=0,
-                eos_token_id=None, stopping_criteria=StoppingCriteriaList([ends]),
+                ids, attention_mask=mask, do_sample=False, max_new_tokens=sizes.most,
+                pad_token_id=0, eos_token_id=None, stopping_criteria=StoppingCriteriaList([ends]),
             )  # fmt: skip
             for row, length in enumerate(lengths):
                 moments.append([moment - begin for moment in ends.moments[:length]])
@@ -322,31 +374,36 @@ def refuse_wrong(found: Mapping[str, Served], given: Workload) -> dict[str, Any]
 
 
 @case("peers", minutes=1.6, needs="cpu")
-def peers() -> list[Measurement]:
+def peers(sizes: Sizes = FULL) -> list[Measurement]:
     """Requests that all wait: each system in the same rounds, and the waste of static batches."""
-    given = {seed: workload(PEER_REQUESTS, seed) for seed in PEER_SEEDS}
-    engines = {policy: engine(policy) for policy in POLICIES} | {UNFUSED: engine(fused=False)}
+    given = {seed: workload(sizes, sizes.peer_requests, seed) for seed in sizes.peer_seeds}
+    engines = {policy: engine(sizes, policy) for policy in POLICIES}
+    engines[UNFUSED] = engine(sizes, fused=False)
     model = of_transformers(target())
     runs: dict[str, list[Served]] = {}
     first: dict[int, dict[str, Served]] = {}
-    with continuous(model) as serve:
+    with continuous(model, sizes) as serve:
         systems: dict[str, Callable[[Workload], Served]] = {
             name: functools.partial(served_by, one) for name, one in engines.items()
         }
-        systems |= {CONTINUOUS: serve, PADDED: padded(model)}
+        systems |= {CONTINUOUS: serve, PADDED: padded(model, sizes)}
         for seed, one in given.items():  # a warmup whose outputs are checked
             first[seed] = {name: system(one) for name, system in systems.items()}
         audits = [refuse_wrong(first[seed], one) for seed, one in given.items()]
-        for turn, (seed, one) in itertools.product(range(PEER_ROUNDS), given.items()):
+        for turn, (seed, one) in itertools.product(range(sizes.peer_rounds), given.items()):
             for name in shuffled(systems, "peers", turn, seed):
                 runs.setdefault(name, []).append(systems[name](one))
     most = max(int(one.facts["most_at_once"]) for one in runs[CONTINUOUS])
-    if most > SLOTS:
-        raise RuntimeError(f"transformers must run at most {SLOTS} requests at once, got {most}")
-    details = setting(*given.values(), audits=audits, seeds=PEER_SEEDS, rounds=PEER_ROUNDS)
+    if most > sizes.slots:
+        raise RuntimeError(
+            f"transformers must run at most {sizes.slots} requests at once, got {most}"
+        )
+    details = setting(
+        sizes, *given.values(), audits=audits, seeds=sizes.peer_seeds, rounds=sizes.peer_rounds
+    )
     details["most requests at once in transformers"] = most
     details["seconds"] = {name: [one.seconds for one in found] for name, found in runs.items()}
-    return [*compared(runs, given, details), *wasted_by(first, details)]
+    return [*compared(runs, given, details, sizes), *wasted_by(first, details)]
 
 
 def served_by(one: Engine, given: Workload) -> Served:
@@ -356,15 +413,20 @@ def served_by(one: Engine, given: Workload) -> Served:
 
 
 def compared(
-    runs: Mapping[str, Sequence[Served]], given: Mapping[int, Workload], details: dict[str, Any]
+    runs: Mapping[str, Sequence[Served]],
+    given: Mapping[int, Workload],
+    details: dict[str, Any],
+    sizes: Sizes,
 ) -> list[Measurement]:
     """Return rates and times of every system, and ours over each of the others."""
-    totals = [sum(one.outputs) for one in given.values()] * PEER_ROUNDS
+    totals = [sum(one.outputs) for one in given.values()] * sizes.peer_rounds
     speeds = {
         name: [total / one.seconds for total, one in zip(totals, found, strict=True)]
         for name, found in runs.items()
     }
-    rates = {name: [PEER_REQUESTS / one.seconds for one in found] for name, found in runs.items()}
+    rates = {
+        name: [sizes.peer_requests / one.seconds for one in found] for name, found in runs.items()
+    }
     found = [
         beside("tokens a second", "tokens/s", speeds, **details),
         beside("requests a second", "requests/s", rates),
@@ -379,9 +441,10 @@ def compared(
         found.append(beside(f"{what} {label}", "s", times))
     for name in runs:
         if name != OURS:
-            both = {"medians": {one: statistics.median(speeds[one]) for one in (OURS, name)}}
+            both = {one: statistics.median(speeds[one]) for one in (OURS, name)}
+            samples = ratios(speeds[OURS], speeds[name])
             quantity = f"tokens a second, {OURS} over {name}"
-            found.append(seen(quantity, "ratio", ratios(speeds[OURS], speeds[name]), **both))
+            found.append(seen(quantity, "ratio", samples, medians=both))
     return found
 
 
@@ -410,21 +473,18 @@ def wasted_by(first: Mapping[int, Mapping[str, Served]], details: Any) -> list[M
 
 
 # Pages against contiguous slots ------------------------------------------------------------------
-CACHE_SEEDS, CACHE_ROUNDS = (10, 11, 12, 13), 3
-
-
 @case("cache", minutes=0.5, needs="cpu")
-def cache() -> list[Measurement]:
+def cache(sizes: Sizes = FULL) -> list[Measurement]:
     """One engine with pages and one with contiguous slots: the cost of looking up pages."""
-    engines = {"paged": engine(), "slots": engine(cache="slots")}
-    given = {seed: workload(PEER_REQUESTS, seed) for seed in CACHE_SEEDS}
+    engines = {"paged": engine(sizes), "slots": engine(sizes, cache="slots")}
+    given = {seed: workload(sizes, sizes.peer_requests, seed) for seed in sizes.cache_seeds}
     speeds: dict[str, list[float]] = {name: [] for name in engines}
-    for turn, (seed, one) in itertools.product(range(-1, CACHE_ROUNDS), given.items()):
+    for turn, (seed, one) in itertools.product(range(-1, sizes.cache_rounds), given.items()):
         for name in shuffled(engines, "cache", turn, seed):
             run = replay(engines[name], one)
             if turn >= 0:
                 speeds[name].append(run.tokens_per_second)
-    details = setting(*given.values(), tokens_of_a_slot=LONGEST + MOST)
+    details = setting(sizes, *given.values(), tokens_of_a_slot=sizes.longest + sizes.most)
     over = ratios(speeds["paged"], speeds["slots"])
     return [
         seen("tokens a second, paged over contiguous slots", "ratio", over, **details),
@@ -434,41 +494,45 @@ def cache() -> list[Measurement]:
 
 # Arrivals ----------------------------------------------------------------------------------------
 LOADS: Mapping[str, float] = {"light": 0.3, "busy": 0.7, "saturated": 1.2}
-LOAD_SEEDS, LOAD_REQUESTS, RATE_SEEDS = tuple(range(90, 98)), 64, (30, 31, 32)
 
 
-def served_rate(one: Engine) -> list[float]:
+def served_rate(one: Engine, sizes: Sizes) -> list[float]:
     """Return requests per second if all wait from the start: the loads are fractions of this."""
-    replay(one, workload(LOAD_REQUESTS, RATE_SEEDS[0]))  # a warmup
-    given = (workload(LOAD_REQUESTS, seed) for seed in RATE_SEEDS)
+    replay(one, workload(sizes, sizes.load_requests, sizes.rate_seeds[0]))  # a warmup
+    given = (workload(sizes, sizes.load_requests, seed) for seed in sizes.rate_seeds)
     return [replay(one, each).requests_per_second for each in given]
 
 
-def arriving(seed: int, rate: float) -> Workload:
+def arriving(sizes: Sizes, seed: int, rate: float) -> Workload:
     """Return a workload with Poisson arrivals, at this rate in requests per second."""
-    return workload(LOAD_REQUESTS, seed, poisson(rate, LOAD_REQUESTS, seed))
+    return workload(sizes, sizes.load_requests, seed, poisson(rate, sizes.load_requests, seed))
 
 
 @case("load", minutes=6.2, needs="cpu")
-def load() -> list[Measurement]:
+def load(sizes: Sizes = FULL) -> list[Measurement]:
     """Poisson arrivals in real time: a request's waiting times under each policy and load."""
-    engines = {policy: engine(policy) for policy in POLICIES}
-    rates = served_rate(engines[OURS])
+    engines = {policy: engine(sizes, policy) for policy in POLICIES}
+    rates = served_rate(engines[OURS], sizes)
     rate = statistics.median(rates)
     for policy in (STATIC, GREEDY):
-        replay(engines[policy], workload(LOAD_REQUESTS, RATE_SEEDS[0]))
+        replay(engines[policy], workload(sizes, sizes.load_requests, sizes.rate_seeds[0]))
     runs: dict[tuple[str, str], list[Replay]] = {}
-    for seed, (name, share) in itertools.product(LOAD_SEEDS, LOADS.items()):
-        given = arriving(seed, share * rate)
+    for seed, (name, share) in itertools.product(sizes.load_seeds, LOADS.items()):
+        given = arriving(sizes, seed, share * rate)
         for policy in shuffled(engines, "load", name, seed):
             runs.setdefault((policy, name), []).append(replay(engines[policy], given))
     details = setting(
-        *(workload(LOAD_REQUESTS, seed) for seed in LOAD_SEEDS), seeds=LOAD_SEEDS, loads=LOADS
+        sizes,
+        *(workload(sizes, sizes.load_requests, seed) for seed in sizes.load_seeds),
+        seeds=sizes.load_seeds,
+        loads=LOADS,
     )
     found = [seen(f"requests a second, all waiting/{OURS}", "requests/s", rates, **details)]
     for name, share in LOADS.items():
         by_policy = {policy: runs[policy, name] for policy in POLICIES}
-        arrivals = {"arrivals": [poisson(share * rate, LOAD_REQUESTS, s) for s in LOAD_SEEDS]}
+        arrivals = {
+            "arrivals": [poisson(share * rate, sizes.load_requests, s) for s in sizes.load_seeds]
+        }
         found += told_of_load(name, by_policy, {"rate": share * rate, **arrivals})
     return found
 
@@ -507,9 +571,7 @@ def told_of_load(
 
 
 # The simulator against the engine ----------------------------------------------------------------
-# Each round: the seed of the run used for the fit, and the seed of the predicted runs.
-SIMULATED_ROUNDS, PREDICTED = ((40, 43), (41, 44), (42, 45)), (STATIC, OURS)
-WARM_UP = 20  # initial steps that the fit omits
+PREDICTED = (STATIC, OURS)
 WITHIN = 0.15  # tolerance of a prediction
 
 
@@ -532,18 +594,18 @@ FORECAST, CALIBRATED, REPEATED = "costs of an earlier run", "costs of its own st
 
 
 @case("simulator", minutes=4.1, needs="cpu")
-def simulator() -> list[Measurement]:
+def simulator(sizes: Sizes = FULL) -> list[Measurement]:
     """Runs predicted from fitted step costs, for other requests, loads, and a policy."""
-    engines = {policy: engine(policy) for policy in PREDICTED}
-    rate = statistics.median(served_rate(engines[OURS]))
-    replay(engines[STATIC], workload(LOAD_REQUESTS, RATE_SEEDS[0]))
+    engines = {policy: engine(sizes, policy) for policy in PREDICTED}
+    rate = statistics.median(served_rate(engines[OURS], sizes))
+    replay(engines[STATIC], workload(sizes, sizes.load_requests, sizes.rate_seeds[0]))
     told: dict[tuple[str, str], list[tuple[Run, dict[str, Run]]]] = {}
     fits = []
-    for fitted_seed, seed in SIMULATED_ROUNDS:
-        run = replay(engines[OURS], arriving(fitted_seed, LOADS["busy"] * rate))
-        fits.append(fit_costs(run.steps, skip=WARM_UP, padded=None))
+    for fitted_seed, seed in sizes.simulated_rounds:
+        run = replay(engines[OURS], arriving(sizes, fitted_seed, LOADS["busy"] * rate))
+        fits.append(fit_costs(run.steps, skip=sizes.warm_up, padded=None))
         for name, share in LOADS.items():
-            given = arriving(seed, share * rate)
+            given = arriving(sizes, seed, share * rate)
             for policy in shuffled(PREDICTED, "simulator", name, seed):
                 was, again = (replay(engines[policy], given) for _ in range(2))
                 make = scheduler_of(engines[policy])
@@ -561,7 +623,7 @@ def simulator() -> list[Measurement]:
         "steps": [len(each.seconds) for each in fits],
         "typical residual": [each.typical for each in fits],
         "fitted to": f"{OURS}, busy",
-        "seeds of what is fitted to and of what is predicted": SIMULATED_ROUNDS,
+        "seeds of what is fitted to and of what is predicted": sizes.simulated_rounds,
         "rate": rate,
         "bar": WITHIN,
     }
@@ -597,12 +659,12 @@ def predictions(
                 off += [abs(sample - 1) for sample in samples]
     within = statistics.fmean(one <= WITHIN for one in off)
     hits = {name: statistics.fmean(each) for name, each in inside.items()}
-    runs = {"runs": len(inside["e2e"])}
+    runs = len(inside["e2e"])
     return [
         seen(f"deviation of throughput and medians/{way}", "share", off, **details),
         seen(f"throughput and medians within the bar/{way}", "share", [within], bar=WITHIN),
         *(
-            seen(f"{name} p99 inside the measured interval/{way}", "share", [share], **runs)
+            seen(f"{name} p99 inside the measured interval/{way}", "share", [share], runs=runs)
             for name, share in hits.items()
         ),
         *found,
@@ -610,24 +672,21 @@ def predictions(
 
 
 # A pool that is too small ------------------------------------------------------------------------
-PRESSED_SEEDS, PRESSED_REQUESTS, FEW_PAGES, EXACT_OUTPUT = (50, 51, 52), 24, 40, 96
-
-
-def pressed(kind: str, seed: int) -> tuple[Workload, int]:
+def pressed(kind: str, seed: int, sizes: Sizes) -> tuple[Workload, int]:
     """Return the requests, and the number of blocks in their pool."""
     if kind == "off pressure":
-        return workload(PRESSED_REQUESTS, seed), PAGES
+        return workload(sizes, sizes.pressed_requests, seed), sizes.pages
     if kind == "small pool, long-tailed outputs":
-        return workload(PRESSED_REQUESTS, seed), FEW_PAGES
-    outputs = fixed(EXACT_OUTPUT, PRESSED_REQUESTS)
+        return workload(sizes, sizes.pressed_requests, seed), sizes.few_pages
+    outputs = fixed(sizes.exact_output, sizes.pressed_requests)
     exact = Workload(
-        arrivals=(0.0,) * PRESSED_REQUESTS,
-        prompts=prompt_lengths(PRESSED_REQUESTS, seed),
+        arrivals=(0.0,) * sizes.pressed_requests,
+        prompts=prompt_lengths(sizes, sizes.pressed_requests, seed),
         outputs=outputs,
         vocabulary=target().config.vocab_size,
         seed=seed,
     )
-    return exact, FEW_PAGES
+    return exact, sizes.few_pages
 
 
 PRESSURES = (
@@ -638,16 +697,16 @@ PRESSURES = (
 
 
 @case("pressure", minutes=0.6, needs="cpu")
-def pressure() -> list[Measurement]:
+def pressure(sizes: Sizes = FULL) -> list[Measurement]:
     """Preemption against promises, with a pool that is too small for all slots and a larger one."""
     found = []
     for kind in PRESSURES:
         runs: dict[str, list[Replay]] = {OURS: [], GREEDY: []}
         engines: dict[str, Engine] = {}
-        for turn, seed in enumerate((PRESSED_SEEDS[0], *PRESSED_SEEDS)):
-            given, pages = pressed(kind, seed)
+        for turn, seed in enumerate((sizes.pressed_seeds[0], *sizes.pressed_seeds)):
+            given, pages = pressed(kind, seed, sizes)
             for policy in shuffled(runs, "pressure", kind, turn):
-                one = engines.setdefault(policy, engine(policy, pages=pages))
+                one = engines.setdefault(policy, engine(sizes, policy, pages=pages))
                 run = replay(one, given)
                 if turn:
                     runs[policy].append(run)
@@ -662,7 +721,7 @@ def told_of_pressure(
     tails = {name: [quantile(values(r, "tpot"), 0.99) for r in x] for name, x in runs.items()}
     speeds = {name: [run.tokens_per_second for run in each] for name, each in runs.items()}
     again = {name: [recomputed(run) for run in each] for name, each in runs.items()}
-    details = {
+    details: dict[str, Any] = {
         "blocks": pages,
         "preemptions": [sum(m.preemptions for m in run.metrics) for run in runs[GREEDY]],
         "most at once": {
@@ -690,21 +749,18 @@ def recomputed(run: Run) -> float:
 
 
 # A long prompt among short ones ------------------------------------------------------------------
-CHUNKS, LONG_PROMPT, DECODING, BEFORE, CHUNK_ROUNDS = (16, 64, 256, 896), 896, 7, 12, 5
-
-
-def interrupted(one: Engine, seed: int) -> tuple[float, float, float]:
+def interrupted(one: Engine, seed: int, sizes: Sizes) -> tuple[float, float, float]:
     """Return the largest and median gap between decode steps, and the long prompt's TTFT."""
     dice = random.Random(f"chunks {seed}")
     vocabulary = range(target().config.vocab_size)
-    most = SamplingConfig(max_tokens=MOST)
-    for length in prompt_lengths(DECODING, seed):
+    most = SamplingConfig(max_tokens=sizes.most)
+    for length in prompt_lengths(sizes, sizes.decoding, seed):
         one.submit(dice.choices(vocabulary, k=length), most)
-    while sum(len(step.decodes) == DECODING for step in one.trace) < BEFORE:
+    while sum(len(step.decodes) == sizes.decoding for step in one.trace) < sizes.before:
         one.step()
     moments, began = [one.clock.now()], time.perf_counter()
     few = SamplingConfig(max_tokens=2)
-    long = one.submit(dice.choices(vocabulary, k=LONG_PROMPT), few)
+    long = one.submit(dice.choices(vocabulary, k=sizes.long_prompt), few)
     first = 0.0
     while not first:
         told = {output.id: output for output in one.step()}
@@ -718,22 +774,22 @@ def interrupted(one: Engine, seed: int) -> tuple[float, float, float]:
 
 
 @case("chunks", minutes=0.2, needs="cpu")
-def chunks() -> list[Measurement]:
+def chunks(sizes: Sizes = FULL) -> list[Measurement]:
     """How much a long prompt delays decoding rows, by the chunk size of its prefill."""
-    found: dict[int, list[tuple[float, float, float]]] = {size: [] for size in CHUNKS}
-    for turn in range(-1, CHUNK_ROUNDS):
-        for name in shuffled(map(str, CHUNKS), "chunks", turn):
+    found: dict[int, list[tuple[float, float, float]]] = {size: [] for size in sizes.chunks}
+    for turn in range(-1, sizes.chunk_rounds):
+        for name in shuffled(map(str, sizes.chunks), "chunks", turn):
             size = int(name)
-            told = interrupted(
-                engine(
-                    chunk=size, budget=max(size + DECODING, BUDGET),
-                    max_length=target().config.max_position_embeddings,
-                ),
-                turn,
-            )  # fmt: skip
+            budget = max(size + sizes.decoding, sizes.budget)
+            longest = target().config.max_position_embeddings
+            one = engine(sizes, chunk=size, budget=budget, max_length=longest)
+            told = interrupted(one, turn, sizes)
             if turn >= 0:
                 found[size].append(told)
-    details = {"rows that decode": DECODING, "tokens of the long prompt": LONG_PROMPT}
+    details: dict[str, Any] = {
+        "rows that decode": sizes.decoding,
+        "tokens of the long prompt": sizes.long_prompt,
+    }
     every: list[Measurement] = []
     for size, each in found.items():
         gaps, medians, firsts = (list(x) for x in zip(*each, strict=True))
@@ -747,32 +803,28 @@ def chunks() -> list[Measurement]:
 
 
 # Speculation in the engine -----------------------------------------------------------------------
-KINDS, DRAFTED_ROWS, DRAFT_PROMPTS, DRAFT_TOKENS, DRAFT_ROUNDS = (
-    ("code", "long_code"), (1, 8), 8, 64, 3,
-)  # fmt: skip
+DRAFTED_ROWS = (1, 8)
 
 
-def code(kind: str) -> list[Request]:
-    """Return shipped prompts as requests that all wait; none ends before DRAFT_TOKENS."""
-    texts = [shipped_tokenizer().encode(text) for text in prompts(kind)][:DRAFT_PROMPTS]
-    asked = SamplingConfig(max_tokens=DRAFT_TOKENS)
+def code(kind: str, sizes: Sizes) -> list[Request]:
+    """Return shipped prompts as requests that all wait; none ends early."""
+    texts = [shipped_tokenizer().encode(text) for text in prompts(kind)][: sizes.draft_prompts]
+    asked = SamplingConfig(max_tokens=sizes.draft_tokens)
     return [Request(f"{kind} {place}", tuple(text), asked) for place, text in enumerate(texts)]
 
 
 @case("speculation", minutes=0.6, needs="cpu")
-def speculation() -> list[Measurement]:
+def speculation(sizes: Sizes = FULL) -> list[Measurement]:
     """n-gram drafts in the engine over no drafts, by the number of rows that decode together."""
     found = []
-    for kind, rows in itertools.product(KINDS, DRAFTED_ROWS):
-        given = code(kind)
-        longest = max(len(one.prompt) for one in given) + DRAFT_TOKENS
-        ways = {
-            name: engine(slots=rows, proposer=name, max_length=longest, pages=4 * PAGES)
-            for name in ("ngram", None)
-        }
+    for kind, rows in itertools.product(sizes.kinds, DRAFTED_ROWS):
+        given = code(kind, sizes)
+        longest = max(len(one.prompt) for one in given) + sizes.draft_tokens
+        options: dict[str, Any] = {"slots": rows, "max_length": longest, "pages": 4 * sizes.pages}
+        ways = {name: engine(sizes, proposer=name, **options) for name in ("ngram", None)}
         speeds: dict[str | None, list[float]] = {name: [] for name in ways}
         shares: dict[str | None, Replay] = {}
-        for turn in range(-1, DRAFT_ROUNDS):
+        for turn in range(-1, sizes.draft_rounds):
             for name in sorted(ways, key=str, reverse=turn % 2 == 0):
                 shares[name] = replay(ways[name], given)
                 if turn >= 0:
@@ -783,7 +835,8 @@ def speculation() -> list[Measurement]:
         )
         same = sum(shares["ngram"].outputs[one.id] == shares[None].outputs[one.id] for one in given)
         at = f"{kind}, {rows} rows"
-        details = {"outputs equal": same, "requests": len(given), "tokens": DRAFT_TOKENS}
+        tokens = sizes.draft_tokens
+        details: dict[str, Any] = {"outputs equal": same, "requests": len(given), "tokens": tokens}
         over = ratios(speeds["ngram"], speeds[None])
         found += [
             seen(f"tokens a second, n-gram over none/{at}", "ratio", over, **details),
@@ -793,23 +846,19 @@ def speculation() -> list[Measurement]:
 
 
 # Shared prefixes ---------------------------------------------------------------------------------
-SYSTEM, OWN, SHARING, SHARED_OUTPUT, SHARED_SEEDS = 256, (8, 48), 24, 16, (60, 61, 62, 63, 64)
-
-
 @case("prefixes", minutes=0.2, needs="cpu")
-def prefixes() -> list[Measurement]:
+def prefixes(sizes: Sizes = FULL) -> list[Measurement]:
     """A common system prompt: read once for all requests, or once per request."""
     runs: dict[bool, list[Replay]] = {True: [], False: []}
-    engines = {
-        share: engine(share_prefixes=share, pages=2 * PAGES, max_length=None) for share in runs
-    }
-    for turn, seed in enumerate((SHARED_SEEDS[0], *SHARED_SEEDS)):
+    options: dict[str, Any] = {"pages": 2 * sizes.pages, "max_length": None}
+    engines = {share: engine(sizes, share_prefixes=share, **options) for share in runs}
+    for turn, seed in enumerate((sizes.shared_seeds[0], *sizes.shared_seeds)):
         dice = random.Random(f"prefixes {seed}")
         given = Workload(
-            arrivals=(0.0,) * SHARING,
-            prompts=tuple(SYSTEM + dice.randint(*OWN) for _ in range(SHARING)),
-            outputs=fixed(SHARED_OUTPUT, SHARING),
-            prefix=SYSTEM,
+            arrivals=(0.0,) * sizes.sharing,
+            prompts=tuple(sizes.system + dice.randint(*sizes.own) for _ in range(sizes.sharing)),
+            outputs=fixed(sizes.shared_output, sizes.sharing),
+            prefix=sizes.system,
             vocabulary=target().config.vocab_size,
             seed=seed,
         )
@@ -823,7 +872,11 @@ def prefixes() -> list[Measurement]:
         share: [float(sum(step.prefill_tokens for step in run.steps)) for run in each]
         for share, each in runs.items()
     }
-    details = {"tokens of the shared prompt": SYSTEM, "requests": SHARING, "slots": SLOTS}
+    details: dict[str, Any] = {
+        "tokens of the shared prompt": sizes.system,
+        "requests": sizes.sharing,
+        "slots": sizes.slots,
+    }
     return [
         seen("ttft, shared over each its own", "ratio", ratios(firsts[True], firsts[False]),
              **details),
@@ -833,30 +886,34 @@ def prefixes() -> list[Measurement]:
 
 
 # Outputs -----------------------------------------------------------------------------------------
-EQUAL_SEED, EQUAL_REQUESTS = 70, 64
-EQUAL_WAYS: Mapping[str, Mapping[str, Any]] = {
-    OURS: {},
-    STATIC: {"policy": STATIC},
-    f"{GREEDY}, {FEW_PAGES} blocks": {"policy": GREEDY, "pages": FEW_PAGES},
-    "n-gram": {"proposer": "ngram"},
-}
+EQUAL_SEED = 70
+
+
+def equal_ways(few_pages: int) -> dict[str, dict[str, Any]]:
+    """Return the engines' options whose outputs are compared."""
+    return {
+        OURS: {},
+        STATIC: {"policy": STATIC},
+        f"{GREEDY}, {few_pages} blocks": {"policy": GREEDY, "pages": few_pages},
+        "n-gram": {"proposer": "ngram"},
+    }
 
 
 @case("equal", minutes=0.4)
-def equal() -> list[Measurement]:
+def equal(sizes: Sizes = FULL) -> list[Measurement]:
     """Compare outputs with those of each request alone, by `generate`; audit every output.
 
     `generate` ends at an EOS; after it, only the audit decides.
     """
-    given = workload(EQUAL_REQUESTS, EQUAL_SEED)
+    given = workload(sizes, sizes.equal_requests, EQUAL_SEED)
     asked = given.requests()
     alone = [
         generate(target(), [one.prompt], SamplingConfig(max_tokens=length)).tokens[0]
         for one, length in zip(asked, given.outputs, strict=True)
     ]
     found = []
-    for way, options in EQUAL_WAYS.items():
-        run = replay(engine(**options), given)
+    for way, options in equal_ways(sizes.few_pages).items():
+        run = replay(engine(sizes, **options), given)
         counts = {"equal": 0, "near tie": 0, "other": 0}
         worst = 0.0
         for one, told, length in zip(asked, alone, given.outputs, strict=True):
@@ -866,7 +923,7 @@ def equal() -> list[Measurement]:
             right = audit.passed and len(tokens) == length
             same = right and tokens[: len(told)] == told
             counts["equal" if same else "near tie" if right else "other"] += 1
-        details = {
+        details: dict[str, Any] = {
             **counts,
             "requests": len(given),
             "largest gap, nats": worst,
@@ -883,7 +940,6 @@ def equal() -> list[Measurement]:
 
 # The real server ---------------------------------------------------------------------------------
 ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-triton"
-STREAMS, STREAM_TOKENS, STREAM_ROUNDS, STARTS, KILLS = (8, 32), 32, 5, 2, 3
 PATIENCE_S = 60.0
 
 
@@ -945,7 +1001,7 @@ def wait_for(what: Callable[[], Any]) -> None:
 
 
 @case("server", minutes=0.7, needs="cpu", lacks=lacks_server)
-def server() -> list[Measurement]:
+def server(sizes: Sizes = FULL) -> list[Measurement]:
     """NVIDIA's Triton Inference Server in front of an engine: its overhead, and its recovery.
 
     Both ways lead to one engine process. Its clients are threads of this process, on the same
@@ -953,20 +1009,20 @@ def server() -> list[Measurement]:
     """
     starts: list[float] = []
     killed: dict[str, list[float]] = {"engine": [], "stub": []}
-    options = ["--threads", "1", "--slots", str(max(STREAMS))]
+    options = ["--threads", "1", "--slots", str(max(sizes.streams))]
     with tempfile.TemporaryDirectory() as folder:
-        for turn in range(STARTS):
+        for turn in range(sizes.starts):
             one = TritonServer(
                 Path(folder) / str(turn), environment=ENVIRONMENT, engine_options=options
             )
             begin = time.perf_counter()
             with one:
                 starts.append(time.perf_counter() - begin)
-                if turn == STARTS - 1:
-                    found = overheads(one)
-                    for _, name in itertools.product(range(KILLS), killed):
+                if turn == sizes.starts - 1:
+                    found = overheads(one, sizes)
+                    for _, name in itertools.product(range(sizes.kills), killed):
                         killed[name].append(healthy_again(one, name))
-    details = {"server": triton_environment.SERVER_VERSION, "cores": os.cpu_count()}
+    details: dict[str, Any] = {"server": triton_environment.SERVER_VERSION, "cores": os.cpu_count()}
     return [
         seen("seconds to ready", "s", starts, **details),
         *found,
@@ -974,25 +1030,25 @@ def server() -> list[Measurement]:
     ]
 
 
-def overheads(one: TritonServer) -> list[Measurement]:
+def overheads(one: TritonServer, sizes: Sizes) -> list[Measurement]:
     """Measure a client's waiting times through the server and directly over the engine's socket."""
     wait_for(lambda: one.supervisor.spare_ready("engine"))  # the spare loads on the same cores
     found = []
     with one.client(timeout=PATIENCE_S) as client:
         ways: dict[str, Talk] = {
             "server": lambda text: generate_stream(
-                one.addresses, text, max_tokens=STREAM_TOKENS, timeout=PATIENCE_S
+                one.addresses, text, max_tokens=sizes.stream_tokens, timeout=PATIENCE_S
             ),
-            "socket": lambda text: iter(asked_of(client, text)),
+            "socket": lambda text: iter(asked_of(client, text, sizes.stream_tokens)),
         }
-        for count in STREAMS:
+        for count in sizes.streams:
             told: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-            for turn in range(-1, STREAM_ROUNDS):
+            for turn in range(-1, sizes.stream_rounds):
                 for name in shuffled(ways, "server", turn, count):
                     medians = all_at_once(ways[name], count)
                     if turn >= 0:
                         told[name].append(medians)
-            details = {"streams": count, "tokens": STREAM_TOKENS, "cores": os.cpu_count()}
+            details = {"streams": count, "tokens": sizes.stream_tokens, "cores": os.cpu_count()}
             for place, what in enumerate(("first token", "token")):
                 times = {name: [pair[place] for pair in each] for name, each in told.items()}
                 added = [a - b for a, b in zip(times["server"], times["socket"], strict=True)]
@@ -1003,51 +1059,52 @@ def overheads(one: TritonServer) -> list[Measurement]:
     return found
 
 
-def asked_of(client: EngineClient, text: str) -> Iterable[Any]:
+def asked_of(client: EngineClient, text: str, tokens: int) -> Iterable[Any]:
     """Return the parts of an output, directly from the engine."""
-    return client.submit(text, max_tokens=STREAM_TOKENS, timeout=PATIENCE_S)
+    return client.submit(text, max_tokens=tokens, timeout=PATIENCE_S)
 
 
 # Replicas, simulated -----------------------------------------------------------------------------
-REPLICAS, ROUTED_REQUESTS, ROUTED_SEEDS = 4, 400, (80, 81, 82, 83, 84)
-GROUPS, GROUP_PREFIX, ROUTED_LOADS = 32, 192, (0.5, 0.9)
+REPLICAS, GROUPS, ROUTED_LOADS = 4, 32, (0.5, 0.9)
 # Round numbers near what the case "simulator" fits to a CPU.
 COST = CostModel(base=2e-3, per_prefill_token=1e-4, per_decode_row=4e-4, per_context_token=5e-7)
 
 
-def routed_workload(seed: int, arrivals: tuple[float, ...]) -> Workload:
+def routed_workload(sizes: Sizes, seed: int, arrivals: tuple[float, ...]) -> Workload:
     """Return requests with GROUPS system prompts, too many for one replica's pool."""
     dice = random.Random(f"routed {seed}")
     n = len(arrivals)
     return Workload(
         arrivals=arrivals,
-        prompts=tuple(GROUP_PREFIX + dice.randint(8, 48) for _ in range(n)),
-        outputs=long_tail(LEAST, n, seed, most=MOST // 2),
-        max_tokens=MOST // 2,
-        prefix=GROUP_PREFIX,
+        prompts=tuple(sizes.group_prefix + dice.randint(8, 48) for _ in range(n)),
+        outputs=long_tail(sizes.least, n, seed, most=sizes.most // 2),
+        max_tokens=sizes.most // 2,
+        prefix=sizes.group_prefix,
         groups=GROUPS,
         seed=seed,
     )
 
 
-def replica() -> Scheduler:
+def replica(sizes: Sizes) -> Scheduler:
     """Return the scheduler of a simulated replica."""
-    return Scheduler(BlockPool(PAGES, PAGE), policy=OURS, slots=SLOTS, budget=BUDGET)
+    return Scheduler(
+        BlockPool(sizes.pages, sizes.page), policy=OURS, slots=sizes.slots, budget=sizes.budget
+    )
 
 
 @case("replicas", minutes=0.15)
-def replicas() -> list[Measurement]:
+def replicas(sizes: Sizes = FULL) -> list[Measurement]:
     """Routers in front of four simulated replicas: waiting times and prefix hits."""
-    waiting = routed_workload(ROUTED_SEEDS[0], (0.0,) * ROUTED_REQUESTS)
-    rate = REPLICAS * simulate(waiting, replica, COST).requests_per_second
+    waiting = routed_workload(sizes, sizes.routed_seeds[0], (0.0,) * sizes.routed_requests)
+    make = functools.partial(replica, sizes)
+    rate = REPLICAS * simulate(waiting, make, COST).requests_per_second
     found = []
     for share in ROUTED_LOADS:
         told: dict[str, dict[str, list[float]]] = {}
-        for seed, router in itertools.product(ROUTED_SEEDS, ROUTERS):
-            arrivals = poisson(share * rate, ROUTED_REQUESTS, seed)
-            run = route_requests(
-                routed_workload(seed, arrivals), REPLICAS, replica, COST, policy=router
-            )
+        for seed, router in itertools.product(sizes.routed_seeds, ROUTERS):
+            arrivals = poisson(share * rate, sizes.routed_requests, seed)
+            given = routed_workload(sizes, seed, arrivals)
+            run = route_requests(given, REPLICAS, make, COST, policy=router)
             summary = run.summary()
             for what, value in {
                 "ttft p99": summary["ttft"]["p99"],
@@ -1056,13 +1113,14 @@ def replicas() -> list[Measurement]:
             }.items():
                 told.setdefault(what, {}).setdefault(router, []).append(value)
         details = {
-            "replicas": REPLICAS, "slots": SLOTS, "blocks": PAGES, "requests": ROUTED_REQUESTS,
-            "groups": GROUPS, "prefix": GROUP_PREFIX, "rate": share * rate, **asdict(COST),
+            "replicas": REPLICAS, "slots": sizes.slots, "blocks": sizes.pages,
+            "requests": sizes.routed_requests, "groups": GROUPS, "prefix": sizes.group_prefix,
+            "rate": share * rate, **asdict(COST),
         }  # fmt: skip
         found += [
             beside(
                 f"{what}/{share:g} of the load", "share" if what == "hit share" else "s", samples,
-                "prefix_aware", "simulated", **details,
+                "prefix_aware", mode="simulated", **details,
             )
             for what, samples in told.items()
         ]  # fmt: skip

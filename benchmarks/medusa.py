@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import speculative
-from benchmarks.runner import Measurement, case
-from benchmarks.speculative import PLAIN, Steady, Wrong
+from benchmarks.runner import Measurement, case, exact, ratios, seen
+from benchmarks.speculative import PLAIN, Wrong
 from labcore.attention import traffic
 from labcore.data import python_sources
 from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig
@@ -51,7 +51,7 @@ from labcore.decoding.medusa.trees import (
     sparse_tree,
 )
 from labcore.decoding.ngram import NGram
-from labcore.decoding.theory import exact
+from labcore.decoding.theory import exact as enumeration
 from labcore.decoding.trace import Statistics
 from labcore.decoding.verify import VERIFIERS, TypicalAcceptance
 from labcore.memory import Meter, estimate
@@ -59,30 +59,69 @@ from labcore.models import Llama, LlamaConfig, bits_per_byte, held_out
 from labcore.optim import AdamW
 from labcore.timing import paired
 
-# Ways with at most five rows: four drafted tokens and the one that is always read.
-DRAFTS, NGRAMS, CHAINS, FEW, PAIRS = (2, 4), (2, 4), (2, 3, 4), (2, 3, 4), ((2, 1),)
-BUDGETS = (2, 4, 8, 16, 32, 64)  # nodes of sparse trees of any size
-DENSE = ((2,), (2, 1), (2, 1, 1, 1), (4, 1, 1, 1), (4, 2, 1, 1), (4, 3, 2, 1))
-HELD_OUT = 14  # prompts from a held-out text
-# Trees are built from the heads' accuracy on the target's own continuations of these texts, which
-# are neither prompts nor training data of the target or the heads.
-CALIBRATION, TOP = 64, 10  # texts, ranks
+PAIRS = ((2, 1),)  # widths of the one dense tree of at most five rows
+TOP = 10  # ranks
 # Chosen before the rounds that judge it: the fastest of an earlier run. The best of many ways in
 # the same rounds owes part of its lead to noise.
 NAMED, RACES = "Medusa sparse 2", 3
 BARS = {"Medusa over plain": 1.1, "most tokens a step of Medusa": 1.6}
-TEMPERATURES = (0.0, 0.7, 1.0)
-CONTEXTS, COSTED = (64, 512), (2, 3, 4, 8, 16)
-WINDOW = 256  # tokens per row of states
-# For `projections`. The rate was chosen on seed 100 from 0.001 and 0.004.
-STEPS, ROWS, RATE, WARMUP, SEEDS, PIECES = 80, 4, 4e-3, 10, (0, 1, 2), 16
-BATCH, LENGTH, TIMED = 8, 128, 10  # for `training`; number of timed steps
+TEMPERATURES, THRESHOLDS = (0.0, 0.7, 1.0), (0.09, 0.3)
+RATE = 4e-3  # for `projections`; chosen on seed 100 from 0.001 and 0.004
 FEWEST = 4  # the tree budget if only one is used
-THRESHOLDS, TYPICAL, REPEATS = (0.09, 0.3), (4, 16), (0, 1, 2)
-WORLDS, SMALL = 5, 4  # seeds of enumerated models, and their vocabulary
-TRIAL = 10  # training steps in `layers`
+VOCABULARY = 4  # of enumerated models
 KINDS = ("code", "prose")  # of held-out texts
 TIED = ("low_rank", "tied")  # projections that read the backbone's matrix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much the cases measure."""
+
+    prompts: int = speculative.FULL.prompts
+    tokens: int = speculative.FULL.tokens
+    rounds: int = speculative.FULL.rounds
+    short: int = speculative.FULL.short
+    cost_prompts: int = speculative.FULL.cost_prompts
+    # Ways with at most five rows: four drafted tokens and the one that is always read.
+    drafts: tuple[int, ...] = (2, 4)
+    ngrams: tuple[int, ...] = (2, 4)
+    chains: tuple[int, ...] = (2, 3, 4)
+    few: tuple[int, ...] = (2, 3, 4)  # nodes of sparse trees
+    budgets: tuple[int, ...] = (2, 4, 8, 16, 32, 64)  # nodes of sparse trees of any size
+    dense: tuple[tuple[int, ...], ...] = (
+        *((2,), (2, 1), (2, 1, 1, 1), (4, 1, 1, 1)),
+        *((4, 2, 1, 1), (4, 3, 2, 1)),
+    )
+    held_out: int = 14  # prompts from a held-out text
+    # Trees are built from the heads' accuracy on the target's own continuations of these texts,
+    # which are neither prompts nor training data of the target or the heads.
+    calibration: int = 64
+    contexts: tuple[int, ...] = (64, 512)
+    costed: tuple[int, ...] = (2, 3, 4, 8, 16)
+    window: int = 256  # tokens per row of states
+    # For `projections`.
+    steps: int = 80
+    rows: int = 4
+    warmup: int = 10
+    seeds: tuple[int, ...] = (0, 1, 2)
+    pieces: int = 16
+    # For `training`.
+    batch: int = 8
+    length: int = 128
+    timed: int = 10  # steps
+    typical: tuple[int, ...] = (4, 16)  # nodes
+    repeats: tuple[int, ...] = (0, 1, 2)
+    worlds: int = 5  # seeds of enumerated models
+    trial: int = 10  # training steps in `layers`
+
+
+FULL = Sizes()
+SMALL = Sizes(
+    prompts=2, tokens=16, rounds=2, short=6, cost_prompts=2, drafts=(2,), ngrams=(2,),
+    chains=(2, 4), few=(2, 3), budgets=(2, 6), dense=((2,), (2, 1, 1, 1)), held_out=2,
+    calibration=3, contexts=(4,), costed=(3,), window=16, steps=2, rows=2, warmup=1, seeds=(0, 1),
+    pieces=2, batch=2, length=8, timed=2, typical=(3,), repeats=(0, 1), worlds=2, trial=2,
+)  # fmt: skip
 
 
 # Heads and trees ---------------------------------------------------------------------------------
@@ -116,14 +155,19 @@ def spread(tokens: Sequence[int], count: int, length: int) -> list[list[int]]:
     return [list(tokens[start : start + length]) for start in starts]
 
 
-def held_out_rows(kind: str) -> list[list[int]]:
+def held_out_rows(kind: str, sizes: Sizes) -> list[list[int]]:
     """Return prompts from a text that no shipped model has seen."""
-    return spread(encoded(held_out(kind)), HELD_OUT, speculative.SHORT)
+    return spread(encoded(held_out(kind)), sizes.held_out, sizes.short)
 
 
-def said(given: Sequence[list[int]], temperature: float = 0.0) -> list[list[int]]:
+def prompts(kind: str, sizes: Sizes) -> list[list[int]]:
+    """Return the course's prompts of a kind."""
+    return speculative.rows(kind, sizes.short, sizes.prompts)
+
+
+def said(given: Sequence[list[int]], tokens: int, temperature: float = 0.0) -> list[list[int]]:
     """Return the target's own output for each prompt."""
-    asked = [speculative.settings(temperature, place) for place in range(len(given))]
+    asked = [speculative.settings(tokens, temperature, place) for place in range(len(given))]
     return generate(speculative.shipped().fast_target, list(given), asked).tokens
 
 
@@ -155,23 +199,23 @@ def pooled(heads: MedusaHeads, every: Sequence[HiddenStates]) -> Tensor:
 
 
 @functools.cache
-def calibration(temperature: float = 0.0) -> tuple[list[list[int]], list[list[int]]]:
+def calibration(sizes: Sizes, temperature: float = 0.0) -> tuple[list[list[int]], list[list[int]]]:
     """Return beginnings of library files held out from training, and the target's continuations."""
-    text = python_sources("held_out", max_bytes=5_000 * CALIBRATION).text
-    given = spread(encoded(text), CALIBRATION, speculative.SHORT)
-    return given, said(given, temperature)
+    text = python_sources("held_out", max_bytes=5_000 * sizes.calibration).text
+    given = spread(encoded(text), sizes.calibration, sizes.short)
+    return given, said(given, sizes.tokens, temperature)
 
 
 @functools.cache
-def calibration_states(heads: int, temperature: float) -> list[HiddenStates]:
+def calibration_states(heads: int, sizes: Sizes, temperature: float) -> list[HiddenStates]:
     """Return the states of the calibration texts for this number of heads."""
-    return behind(heads, *calibration(temperature))
+    return behind(heads, *calibration(sizes, temperature))
 
 
 @functools.cache
-def calibrated(heads: MedusaHeads, temperature: float = 0.0) -> Tensor:
+def calibrated(heads: MedusaHeads, sizes: Sizes, temperature: float = 0.0) -> Tensor:
     """Return the table that trees and their expected lengths are computed from: fp64 [K, TOP]."""
-    return pooled(heads, calibration_states(heads.heads, temperature))
+    return pooled(heads, calibration_states(heads.heads, sizes, temperature))
 
 
 def chains(lengths: Sequence[int]) -> dict[str, Tree]:
@@ -185,15 +229,17 @@ def dense(every: Sequence[Sequence[int]]) -> dict[str, Tree]:
     return {f"dense {tree.size}": tree for tree in trees}
 
 
-def sparse(budgets: Sequence[int], heads: MedusaHeads | None = None) -> dict[str, Tree]:
+def sparse(
+    budgets: Sequence[int], sizes: Sizes, heads: MedusaHeads | None = None
+) -> dict[str, Tree]:
     """Return trees of the likeliest nodes according to the calibration."""
-    table = calibrated(trained() if heads is None else heads)
+    table = calibrated(trained() if heads is None else heads, sizes)
     return {f"sparse {n}": sparse_tree(table, n) for n in budgets}
 
 
-def small_trees() -> dict[str, Tree]:
+def small_trees(sizes: Sizes) -> dict[str, Tree]:
     """Return the trees of at most five rows."""
-    return chains(CHAINS) | dense(PAIRS) | sparse(FEW)
+    return chains(sizes.chains) | dense(PAIRS) | sparse(sizes.few, sizes)
 
 
 def proposers(trees: Mapping[str, Tree]) -> dict[str, Proposer]:
@@ -212,102 +258,88 @@ def about_heads(heads: MedusaHeads) -> dict[str, Any]:
     return {name: getattr(heads, name) for name in names}
 
 
-def provenance() -> dict[str, Any]:
+def provenance(sizes: Sizes) -> dict[str, Any]:
     """Describe what the trees were built from."""
-    text = f"the target's greedy words behind {CALIBRATION} pieces of held-out library files"
+    text = f"the target's greedy words behind {sizes.calibration} pieces of held-out library files"
     return {**about_heads(trained()), "calibrated on": text}
 
 
 def counts_of(
     proposer: Proposer | None,
     given: Sequence[list[int]],
+    tokens: int,
     temperature: float = 0.0,
     *,
     verifier: Any = "rejection",
     seed: int = 0,
 ) -> list[Statistics]:
     """Return the counts of drafted and accepted tokens, row by row."""
-    asked = [speculative.settings(temperature, 1000 * seed + n) for n in range(len(given))]
+    asked = [speculative.settings(tokens, temperature, 1000 * seed + n) for n in range(len(given))]
     model = speculative.shipped().fast_target
     return generate(model, list(given), asked, proposer=proposer, verifier=verifier).per_row
 
 
-def one(quantity: str, unit: str, value: float, **details: Any) -> Measurement:
-    """Return a number without a spread."""
-    return many(quantity, unit, [value], **details)
-
-
-def many(quantity: str, unit: str, samples: Sequence[float], **details: Any) -> Measurement:
-    """Return a measurement with a sample per round, prompt or seed."""
-    return Measurement(quantity=quantity, unit=unit, samples=samples, details=details)
+def tokens_per_step(*arguments: Any, **options: Any) -> float:
+    """Return the tokens per step over all rows; the arguments are those of `counts_of`."""
+    return Statistics.total(counts_of(*arguments, **options)).tokens_per_step
 
 
 # Decoding ----------------------------------------------------------------------------------------
-def decoding(given: Sequence[list[int]], at: str) -> list[Measurement]:
+def decoding(given: Sequence[list[int]], at: str, sizes: Sizes) -> list[Measurement]:
     """Time every way in the same rounds; return speeds, tokens per step and ratios with targets."""
-    trees = {f"Medusa {name}": tree for name, tree in small_trees().items()}
+    trees = {f"Medusa {name}": tree for name, tree in small_trees(sizes).items()}
     ways: dict[str, Proposer] = {
-        f"n-gram {n}": NGram(speculative.MAXIMUM, 1, gamma=n) for n in NGRAMS
+        f"n-gram {n}": NGram(speculative.MAXIMUM, 1, gamma=n) for n in sizes.ngrams
     }
     small = speculative.shipped().fast_draft
-    ways |= {f"draft {n}": DraftModel(small, gamma=n) for n in DRAFTS}
+    ways |= {f"draft {n}": DraftModel(small, gamma=n) for n in sizes.drafts}
     ways |= proposers(trees)
-    calls = {PLAIN: speculative.ours(None)}
-    calls |= {name: speculative.ours(proposer) for name, proposer in ways.items()}
+    calls = {PLAIN: speculative.ours(None, sizes.tokens)}
+    calls |= {name: speculative.ours(proposer, sizes.tokens) for name, proposer in ways.items()}
     outputs = {name: [call(prompt) for prompt in given] for name, call in calls.items()}
     details = {
         **speculative.refuse_wrong(outputs, given),
-        **provenance(),
+        **provenance(sizes),
         "tokens of each prompt": [len(prompt) for prompt in given],
-        "tokens of each output": speculative.TOKENS,
+        "tokens of each output": sizes.tokens,
         "weights packed in fp16": speculative.shipped().fast_target.packed,
         "heads packed in fp16": fused(trained()).packed,
         "dtype": "float32",
     }
     tokens = {name: sum(map(len, found)) for name, found in outputs.items()}
-    speeds = speculative.race(calls, given, tokens)
+    speeds = speculative.race(calls, given, tokens, sizes.rounds)
+    others = {name: samples for name, samples in speeds.items() if name != PLAIN}
     gap = details["largest gap, nats"]
     found = [
-        one(f"largest gap of an output/{at}", "nats", gap, **details, exact=True),
-        Measurement(
-            quantity=f"tokens a second/{at}",
-            unit="tokens/s",
-            samples=speeds[PLAIN],
-            peers={name: samples for name, samples in speeds.items() if name != PLAIN},
-            details=details,
-        ),
+        exact(f"largest gap of an output/{at}", "nats", gap, **details),
+        seen(f"tokens a second/{at}", "tokens/s", speeds[PLAIN], peers=others, **details),
     ]
-    plain_steps = [row.steps for row in counts_of(None, given)]
+    plain_steps = [row.steps for row in counts_of(None, given, sizes.tokens)]
     tokens_a_step = {}
     for name, proposer in ways.items():
-        per_row = counts_of(proposer, given)
+        per_row = counts_of(proposer, given, sizes.tokens)
         numbers = speculative.plain_numbers(Statistics.total(per_row))
         numbers |= about(trees[name]) if name in trees else {}
         tokens_a_step[name] = Statistics.total(per_row).tokens_per_step
-        shares = [row.steps / steps for row, steps in zip(per_row, plain_steps, strict=True)]
+        shares = ratios([row.steps for row in per_row], plain_steps)
         found += [
-            one(f"tokens a step of {name}/{at}", "tokens", tokens_a_step[name], **numbers),
-            many(f"forwards over plain's of {name}/{at}", "ratio", shares, **numbers),
+            seen(f"tokens a step of {name}/{at}", "tokens", [tokens_a_step[name]], **numbers),
+            seen(f"forwards over plain's of {name}/{at}", "ratio", shares, **numbers),
         ]
     most = max(trees, key=lambda name: tokens_a_step[name])
     what = "most tokens a step of Medusa"
     told = {**about(trees[most]), "of": most, "bar": BARS[what]}
-    found.append(one(f"{what}/{at}", "tokens", tokens_a_step[most], **told))
+    found.append(seen(f"{what}/{at}", "tokens", [tokens_a_step[most]], **told))
     two, what, alone = {name: calls[name] for name in (PLAIN, NAMED)}, "Medusa over plain", []
     for _ in range(RACES):
-        race = speculative.race(two, given, tokens)
-        alone += faster(race, NAMED, PLAIN)
+        race = speculative.race(two, given, tokens, sizes.rounds)
+        alone += ratios(race[NAMED], race[PLAIN])
     told = {**details, **about(trees[NAMED]), "of": NAMED, "bar": BARS[what]}
-    found.append(many(f"{what}/{at}", "ratio", alone, **told))
-    return found + ratios(speeds, at, details)
+    found.append(seen(f"{what}/{at}", "ratio", alone, **told))
+    return found + speed_ratios(speeds, at, details)
 
 
-def faster(speeds: Mapping[str, Sequence[float]], one: str, other: str) -> list[float]:
-    """Return the speedup, round by round."""
-    return [a / b for a, b in zip(speeds[one], speeds[other], strict=True)]
-
-
-def ratios(
+def speed_ratios(
     speeds: Mapping[str, Sequence[float]], at: str, details: Mapping[str, Any]
 ) -> list[Measurement]:
     """Return the best n-gram and best draft over plain decoding, and the named tree over them.
@@ -323,42 +355,41 @@ def ratios(
             (f"Medusa over best {family}", NAMED, best),
         ):
             told = {**details, "of": of, "over": beside}
-            found.append(many(f"{what}/{at}", "ratio", faster(speeds, of, beside), **told))
+            found.append(seen(f"{what}/{at}", "ratio", ratios(speeds[of], speeds[beside]), **told))
     return found
 
 
 @case("decoding/64 tokens of code", minutes=4, needs="cpu")
-def decoding_code() -> list[Measurement]:
+def decoding_code(sizes: Sizes = FULL) -> list[Measurement]:
     """Plain, n-gram, draft model and Medusa on the course's prompts."""
-    at = f"{speculative.SHORT} tokens of code"
-    return decoding(speculative.rows("code", speculative.SHORT), at)
+    return decoding(prompts("code", sizes), f"{sizes.short} tokens of code", sizes)
 
 
 @case("decoding/64 tokens of held-out code", minutes=2, needs="cpu")
-def decoding_held_out() -> list[Measurement]:
+def decoding_held_out(sizes: Sizes = FULL) -> list[Measurement]:
     """The same on pieces of a text that no model has seen."""
-    return decoding(held_out_rows("code"), f"{speculative.SHORT} tokens of held-out code")
+    at = f"{sizes.short} tokens of held-out code"
+    return decoding(held_out_rows("code", sizes), at, sizes)
 
 
 # Trees -------------------------------------------------------------------------------------------
 @case("trees/tokens", minutes=4)
-def tokens_of_trees() -> list[Measurement]:
+def tokens_of_trees(sizes: Sizes = FULL) -> list[Measurement]:
     """Tokens per step by tree and temperature, compared with independent heads."""
-    given, found = speculative.rows("code", speculative.SHORT), []
-    trees = sparse(BUDGETS) | dense(DENSE)
+    given, found = prompts("code", sizes), []
+    trees = sparse(sizes.budgets, sizes) | dense(sizes.dense)
     for (name, tree), temperature in itertools.product(trees.items(), TEMPERATURES):
-        per_row = counts_of(proposers({name: tree})[name], given, temperature)
-        expected = expected_tokens(tree, calibrated(trained(), temperature))
-        total = Statistics.total(per_row)
-        at = f"{name}, temperature {temperature:g}"
-        details = {**speculative.plain_numbers(total), **about(tree), **provenance()}
-        each = many(f"tokens a step/{at}", "tokens", [x.tokens_per_step for x in per_row])
+        per_row = counts_of(proposers({name: tree})[name], given, sizes.tokens, temperature)
+        expected = expected_tokens(tree, calibrated(trained(), sizes, temperature))
+        total, each = Statistics.total(per_row), [x.tokens_per_step for x in per_row]
+        at, peer = f"{name}, temperature {temperature:g}", {"expected": [expected]}
+        details = {**speculative.plain_numbers(total), **about(tree), **provenance(sizes)}
         found += [
-            replace(each, peers={"expected": [expected]}, details=details),
-            one(
+            seen(f"tokens a step/{at}", "tokens", each, peers=peer, **details),
+            seen(
                 f"tokens a step, measured over expected/{at}",
                 "ratio",
-                total.tokens_per_step / expected,
+                [total.tokens_per_step / expected],
                 expected=expected,
                 measured=total.tokens_per_step,
             ),
@@ -367,14 +398,14 @@ def tokens_of_trees() -> list[Measurement]:
 
 
 @case("trees/forwards", minutes=1, needs="cpu")
-def forwards_of_trees() -> list[Measurement]:
+def forwards_of_trees(sizes: Sizes = FULL) -> list[Measurement]:
     """v: the target's forward over a tree and the token before it, relative to one token."""
     target, found = speculative.shipped().fast_target, []
-    sizes = sorted({*FEW, *BUDGETS})
-    trees = {n: next(iter(sparse([n]).values())) for n in sizes}
-    for context in CONTEXTS:
+    every = sorted({*sizes.few, *sizes.budgets})
+    trees = {n: next(iter(sparse([n], sizes).values())) for n in every}
+    for context in sizes.contexts:
         chance = torch.Generator().manual_seed(0)
-        width = max(sizes) + 1
+        width = max(every) + 1
         prompt = torch.randint(target.vocab_size, (1, max(context, width)), generator=chance)
         cache = target.new_cache(1, context + width)
         target(prompt[:, :context], cache=cache)
@@ -390,13 +421,12 @@ def forwards_of_trees() -> list[Measurement]:
             calls[f"tree {n}"] = over(n, [-1, *(parent + 1 for parent in tree.parents)])
             calls[f"chain {n}"] = over(n, None)
         with torch.inference_mode():
-            comparison = paired(calls, rounds=10 * speculative.ROUNDS)
+            comparison = paired(calls, rounds=10 * sizes.rounds)
         for n, tree in trees.items():
             quantity = f"v/{n + 1} rows, {context} before"
-            samples = comparison.ratios(f"tree {n}", "plain")
-            rows = many(quantity, "forwards over one token", samples, **about(tree))
-            chain = comparison.ratios(f"chain {n}", "plain")
-            found.append(replace(rows, peers={"chain of as many": chain}))
+            unit, samples = "forwards over one token", comparison.ratios(f"tree {n}", "plain")
+            peer = {"chain of as many": comparison.ratios(f"chain {n}", "plain")}
+            found.append(seen(quantity, unit, samples, peers=peer, **about(tree)))
     return found
 
 
@@ -434,59 +464,47 @@ class WrongTree(Wrong):
 
 
 @case("cost/64 tokens of code", minutes=3, needs="cpu")
-def costs() -> list[Measurement]:
+def costs(sizes: Sizes = FULL) -> list[Measurement]:
     """v of each tree, c of its drafts, and tokens per step / (v + c) compared with the speedup."""
-    given = speculative.rows("code", speculative.SHORT)[: speculative.COST_PROMPTS]
-    trees = chains(CHAINS) | dense(PAIRS) | sparse(COSTED)
-    drafts = proposers(trees)
-    outputs = {PLAIN: [speculative.ours(None)(prompt) for prompt in given]}
-    for name, proposer in drafts.items():
-        outputs[name] = [speculative.ours(proposer)(prompt) for prompt in given]
+    given = speculative.rows("code", sizes.short, sizes.cost_prompts)
+    trees = chains(sizes.chains) | dense(PAIRS) | sparse(sizes.costed, sizes)
+    drafts: dict[str, Proposer | None] = {PLAIN: None, **proposers(trees)}
+    calls = {name: speculative.ours(way, sizes.tokens) for name, way in drafts.items()}
+    outputs = {name: [call(prompt) for prompt in given] for name, call in calls.items()}
     speculative.refuse_wrong(outputs, given)
     texts = [prompt + said for prompt, said in zip(given, outputs[PLAIN], strict=True)]
-    ways: dict[str, Callable[[int], Proposer | None]] = {PLAIN: speculative.always(None)}
+    ways = {PLAIN: speculative.always(None)}
     for name, tree in trees.items():
         ways[name] = speculative.always(drafts[name])
         ways[f"v {name}"] = lambda place, tree=tree: WrongTree(texts[place], tree)  # type: ignore[misc]
-    rounds = speculative.steady(ways, given, speculative.ROUNDS)
+    rounds = speculative.steady(ways, given, sizes.tokens, sizes.rounds)
     plain = [x.step for x in rounds[PLAIN]]
-    at, found = f"{speculative.SHORT} tokens of code", []
+    at, found = f"{sizes.short} tokens of code", []
     for name, tree in trees.items():
-        v = verification(rounds[f"v {name}"], plain)
+        v = speculative.verification(rounds[f"v {name}"], plain)
         # Near the end of an output a tree is cut; the cost of fewer nodes is interpolated linearly.
         table = {n: [1 + (x - 1) * n / tree.size for x in v] for n in range(tree.size + 1)}
         drafting = [x.drafting / x.steps / t for x, t in zip(rounds[name], plain, strict=True)]
         _, *rest = speculative.predicted(name, rounds[name], plain, table, at)
-        details = {**about(tree), **provenance(), "seconds of a plain step": plain}
+        details = {**about(tree), **provenance(sizes), "seconds of a plain step": plain}
         found += [
-            many(f"v/{name}, {at}", "plain steps", v, **details),
-            many(f"c/{name}, {at}", "plain steps a step", drafting, **details),
+            seen(f"v/{name}, {at}", "plain steps", v, **details),
+            seen(f"c/{name}, {at}", "plain steps a step", drafting, **details),
             *rest,
         ]
     return found
 
 
-def verification(rounds: Sequence[Steady], plain: Sequence[float]) -> list[float]:
-    """Return the cost of a step with a wrong draft, in plain steps, round by round.
-
-    After an output that ended early there is no draft: the step is plain.
-    """
-    return [
-        (x.seconds - x.sizes.count(0) * t) / max(1, x.steps - x.sizes.count(0)) / t
-        for x, t in zip(rounds, plain, strict=True)
-    ]
-
-
 @case("cost/heads", minutes=0.5, needs="cpu")
 @torch.inference_mode()
-def cost_of_heads() -> list[Measurement]:
+def cost_of_heads(sizes: Sizes = FULL) -> list[Measurement]:
     """A call of the heads for one row, relative to the target's forward of one token.
 
     Training doesn't change the cost of heads. These are new heads, rounded like those from a file,
     which lets the fused version pack them.
     """
     pair, found = speculative.shipped(), []
-    (context, *_), shape = CONTEXTS, trained()
+    (context, *_), shape = sizes.contexts, trained()
     chance = torch.Generator().manual_seed(0)
     prompt = torch.randint(pair.fast_target.vocab_size, (1, context), generator=chance)
     cache = pair.fast_target.new_cache(1, context + 1)
@@ -504,21 +522,20 @@ def cost_of_heads() -> list[Measurement]:
         packed[projection, count] = fast.packed
         calls[f"{projection} {count}"] = functools.partial(fast, hidden)
         calls[f"MedusaHeads {projection} {count}"] = functools.partial(heads, hidden)
-    comparison = paired(calls, rounds=10 * speculative.ROUNDS)
+    comparison = paired(calls, rounds=10 * sizes.rounds)
     for projection, count in every:
         name = f"{projection} {count}"
         quantity = f"heads' forward/{projection}, {count} heads"
-        samples = comparison.ratios(name, "plain")
-        unfused = comparison.ratios(f"MedusaHeads {name}", "plain")
-        told = {"packed": packed[projection, count], "context": context}
-        item = many(quantity, "forwards of the target", samples, **told)
-        found.append(replace(item, peers={"MedusaHeads": unfused}))
+        unit, samples = "forwards of the target", comparison.ratios(name, "plain")
+        peer = {"MedusaHeads": comparison.ratios(f"MedusaHeads {name}", "plain")}
+        told: dict[str, Any] = {"packed": packed[projection, count], "context": context}
+        found.append(seen(quantity, unit, samples, peers=peer, **told))
     return found
 
 
 # Accuracy ----------------------------------------------------------------------------------------
 @case("accuracy", minutes=0.5)
-def accuracy() -> list[Measurement]:
+def accuracy(sizes: Sizes = FULL) -> list[Measurement]:
     """Top-1 and top-5 accuracy of each head.
 
     The case also counts the tokens per step of trees if the target's output were a held-out text.
@@ -527,24 +544,26 @@ def accuracy() -> list[Measurement]:
     texts: dict[str, list[HiddenStates]] = {}
     for kind in KINDS:
         row = encoded(held_out(kind))
-        states = hidden_states(
-            target, row, length=min(WINDOW, len(row) // 2), ahead=heads.heads + 1
-        )
+        length = min(sizes.window, len(row) // 2)
+        states = hidden_states(target, row, length=length, ahead=heads.heads + 1)
         texts[f"held-out {kind}"] = [states]
         ranks = label_ranks(heads, states, top=TOP)
-        for name, tree in (small_trees() | sparse(BUDGETS)).items():
+        for name, tree in (small_trees(sizes) | sparse(sizes.budgets, sizes)).items():
             steps = [step for row in ranks for step in replay_text(tree, row)]
             settled = statistics.fmean(1 + len(step) for step in steps)
             at = f"held-out {kind}, {name}"
-            found.append(one(f"tokens a step of the text/{at}", "tokens", settled, **about(tree)))
+            found.append(
+                seen(f"tokens a step of the text/{at}", "tokens", [settled], **about(tree))
+            )
         share = float(own_accuracy(target, states))
-        found.append(one(f"top-1/backbone, held-out {kind}", "share", share))
+        found.append(seen(f"top-1/backbone, held-out {kind}", "share", [share]))
     for name, given in (
-        ("code", speculative.rows("code", speculative.SHORT)),
-        ("prose", speculative.rows("prose", speculative.SHORT)),
-        ("held-out code", held_out_rows("code")),
+        ("code", prompts("code", sizes)),
+        ("prose", prompts("prose", sizes)),
+        ("held-out code", held_out_rows("code", sizes)),
     ):
-        texts[f"own words behind {name}"] = behind(heads.heads, given, said(given))
+        outputs = said(given, sizes.tokens)
+        texts[f"own words behind {name}"] = behind(heads.heads, given, outputs)
     for text, every in texts.items():
         shares = pooled(heads, every)
         for i, row in enumerate(shares.tolist()):
@@ -553,11 +572,10 @@ def accuracy() -> list[Measurement]:
                 "places": sum(x.tokens.numel() - len(x) * x.ahead for x in every),
                 "tokens ahead of the state": i + 2,
                 "share of each rank": row,
-                "exact": True,
             }
             found += [
-                one(f"top-1/head {i}, {text}", "share", row[0], **told),
-                one(f"top-5/head {i}, {text}", "share", sum(row[:5]), **told),
+                exact(f"top-1/head {i}, {text}", "share", row[0], **told),
+                exact(f"top-5/head {i}, {text}", "share", sum(row[:5]), **told),
             ]
     return found
 
@@ -573,59 +591,63 @@ def own_accuracy(target: Llama, states: HiddenStates) -> Tensor:
 
 # Projections -------------------------------------------------------------------------------------
 @functools.cache
-def slice_of_corpus(tokens: int) -> tuple[int, ...]:
+def slice_of_corpus(tokens: int, pieces: int) -> tuple[int, ...]:
     """Return `tokens` tokens of the target's training data, in pieces from all over it."""
     text = python_sources("train").text
-    size = 8 * tokens // PIECES + 8  # a token has about three characters
-    starts = [place * (len(text) - size) // max(1, PIECES - 1) for place in range(PIECES)]
-    every = [encoded(text[start : start + size])[: tokens // PIECES + 1] for start in starts]
+    size = 8 * tokens // pieces + 8  # a token has about three characters
+    starts = [place * (len(text) - size) // max(1, pieces - 1) for place in range(pieces)]
+    every = [encoded(text[start : start + size])[: tokens // pieces + 1] for start in starts]
     return tuple(itertools.chain.from_iterable(every))[:tokens]
 
 
-def states_of_corpus(rows: int, length: int, heads: int) -> HiddenStates:
+def states_of_corpus(rows: int, length: int, heads: int, pieces: int) -> HiddenStates:
     """Return rows of cached states of the training data."""
     ahead = heads + 1
     target = speculative.shipped().target
-    row = slice_of_corpus(rows * length + ahead)
+    row = slice_of_corpus(rows * length + ahead, pieces)
     return hidden_states(target, list(row), length=length, ahead=ahead)
 
 
 @case("projections", minutes=5)
-def projections() -> list[Measurement]:
+def projections(sizes: Sizes = FULL) -> list[Measurement]:
     """Heads that differ only in their projection, after the same short training."""
     shape, target = trained(), speculative.shipped().target
-    states = states_of_corpus(STEPS * ROWS, WINDOW, shape.heads)
+    rows = sizes.steps * sizes.rows
+    states = states_of_corpus(rows, sizes.window, shape.heads, sizes.pieces)
     text = encoded(held_out("code"))
-    length = min(WINDOW, len(text) // 2)
+    length = min(sizes.window, len(text) // 2)
     judged = [hidden_states(target, text, length=length, ahead=shape.heads + 1)]
-    given = speculative.rows("code", speculative.SHORT)
-    settings = {"steps": STEPS, "rows a step": ROWS, "tokens a row": WINDOW, "rate": RATE}
-    found = judge("untrained", [like(shape, target, projection="tied")], judged, given, {})
+    settings = {
+        "steps": sizes.steps,
+        "rows a step": sizes.rows,
+        "tokens a row": sizes.window,
+        "rate": RATE,
+    }
+    found = judge("untrained", [like(shape, target, projection="tied")], judged, sizes, {})
     for projection in PROJECTIONS:
         every, losses = [], []
-        for seed in SEEDS:
+        for seed in sizes.seeds:
             torch.manual_seed(seed)  # draws a low rank's first factor
             heads = like(shape, target, projection=projection)
             curve = train_heads(
                 heads,
                 states,
-                steps=STEPS,
-                batch=ROWS,
+                steps=sizes.steps,
+                batch=sizes.rows,
                 rate=RATE,
-                warmup=WARMUP,
+                warmup=sizes.warmup,
                 seed=seed,
                 progress=False,
             )
             every.append(heads)
-            losses.append(statistics.fmean(curve.losses[-max(1, STEPS // 10) :]))
+            losses.append(statistics.fmean(curve.losses[-max(1, sizes.steps // 10) :]))
         parameters = sum(p.numel() for p in every[0].parameters())
         details = {**about_heads(every[0]), **settings}
-        told = {**details, "exact": True}
         found += [
-            one(f"parameters/{projection}", "parameters", parameters, **told),
-            one(f"stored bytes/{projection}", "bytes", stored_bytes(every[0]), **told),
-            many(f"loss of the last tenth/{projection}", "nats", losses, **details),
-            *judge(projection, every, judged, given, details),
+            exact(f"parameters/{projection}", "parameters", parameters, **details),
+            exact(f"stored bytes/{projection}", "bytes", stored_bytes(every[0]), **details),
+            seen(f"loss of the last tenth/{projection}", "nats", losses, **details),
+            *judge(projection, every, judged, sizes, details),
         ]
     return found
 
@@ -634,26 +656,26 @@ def judge(
     name: str,
     every: Sequence[MedusaHeads],
     judged: Sequence[HiddenStates],
-    given: Sequence[list[int]],
+    sizes: Sizes,
     details: Mapping[str, Any],
 ) -> list[Measurement]:
     """Return accuracies on a held-out text, and tokens per step of each one's own small tree."""
     shares = [pooled(heads, judged) for heads in every]
     found = [
-        many(f"top-1 of head {i}/{name}", "share", [float(x[i, 0]) for x in shares], **details)
+        seen(f"top-1 of head {i}/{name}", "share", [float(x[i, 0]) for x in shares], **details)
         for i in range(every[0].heads)
     ]
-    expected, measured = [], []
+    expected, measured, given = [], [], prompts("code", sizes)
     for heads, table in zip(every, shares, strict=True):
-        ((_, tree),) = sparse([FEWEST], heads.eval()).items()
+        ((_, tree),) = sparse([FEWEST], sizes, heads.eval()).items()
         expected.append(expected_tokens(tree, table))
         proposer = Medusa(FusedHeads(heads), tree)
-        measured.append(Statistics.total(counts_of(proposer, given)).tokens_per_step)
+        measured.append(tokens_per_step(proposer, given, sizes.tokens))
     at = f"{name}, sparse {FEWEST}"
     return [
         *found,
-        many(f"expected tokens/{at}", "tokens", expected, **details),
-        many(f"tokens a step/{at}", "tokens", measured, **details),
+        seen(f"expected tokens/{at}", "tokens", expected, **details),
+        seen(f"tokens a step/{at}", "tokens", measured, **details),
     ]
 
 
@@ -665,8 +687,8 @@ def stored_bytes(heads: MedusaHeads) -> int:
 
 
 # Training ----------------------------------------------------------------------------------------
-FULL = "backbone and heads"
-WAYS = ("heads on cached states", "heads on the live backbone", FULL)
+EVERYTHING = "backbone and heads"
+WAYS = ("heads on cached states", "heads on the live backbone", EVERYTHING)
 
 
 class Whole(nn.Module):
@@ -702,21 +724,21 @@ class Way:
 def training_way(name: str, states: HiddenStates) -> Way:
     """Return training of new heads like the shipped ones, on the same batch in each step."""
     backbone = copy.deepcopy(speculative.shipped().target)
-    backbone.requires_grad_(name == FULL)
+    backbone.requires_grad_(name == EVERYTHING)
     heads = like(trained(), backbone)
     held = Whole(heads, None if name == WAYS[0] else backbone)
     weights = [p for p in held.parameters() if p.requires_grad]
     optimizer = AdamW(weights, lr=1e-3, weight_decay=0.0)
-    index = torch.arange(BATCH)
+    index, length = torch.arange(len(states)), states.tokens.shape[1] - states.ahead
     live = replace(states, hidden=None, backbone=backbone)
 
     def step() -> None:
         optimizer.zero_grad()
         loss: Any = 0.0
-        if name == FULL:
+        if name == EVERYTHING:
             tokens = states.tokens[index]
-            out = backbone(tokens[:, : -states.ahead])
-            hidden, labels = out.hidden, tokens[:, 1 : 1 + LENGTH].flatten()
+            out = backbone(tokens[:, :length])
+            hidden, labels = out.hidden, tokens[:, 1 : 1 + length].flatten()
             loss = F.cross_entropy(out.logits.flatten(0, 1), labels)
             del out
         else:
@@ -729,7 +751,7 @@ def training_way(name: str, states: HiddenStates) -> Way:
     return Way(held=held, optimizer=optimizer, step=step)
 
 
-def kept_of_heads(heads: MedusaHeads) -> int:
+def kept_of_heads(heads: MedusaHeads, sizes: Sizes) -> int:
     """Count the bytes that the heads' forward keeps for the backward.
 
     For each position and head these are the inputs of each block's silu, the inputs of later
@@ -740,10 +762,10 @@ def kept_of_heads(heads: MedusaHeads) -> int:
     numbers = layers * width + (layers - 1) * width + config.vocab_size
     numbers += 0 if heads.projection == "tied" else width
     numbers += heads.rank if heads.projection == "low_rank" else 0
-    return 4 * BATCH * LENGTH * (heads.heads * numbers + width)
+    return 4 * sizes.batch * sizes.length * (heads.heads * numbers + width)
 
 
-def predicted_peak(name: str, way: Way) -> int:
+def predicted_peak(name: str, way: Way, sizes: Sizes) -> int:
     """Predict the peak: weights, states, what the forward keeps, and extra copies of the logits.
 
     The backward needs two copies, the gradients of the log-probabilities and of the logits. It
@@ -752,68 +774,68 @@ def predicted_peak(name: str, way: Way) -> int:
     """
     told = training_bytes(way.trained, way.frozen)
     rest, heads = told["weights"] + told["optimizer states"], way.held.heads
-    kept = kept_of_heads(heads)
-    if name == FULL:
-        kept += estimate(heads.config, batch=BATCH, length=LENGTH).activations
-    logits = 4 * BATCH * LENGTH * heads.config.vocab_size
+    kept = kept_of_heads(heads, sizes)
+    if name == EVERYTHING:
+        kept += estimate(heads.config, batch=sizes.batch, length=sizes.length).activations
+    logits = 4 * sizes.batch * sizes.length * heads.config.vocab_size
     logits *= 3 if heads.projection == "low_rank" else 2
     return rest + max(kept + logits, told["gradients"])
 
 
-def flops(name: str, heads: MedusaHeads) -> int:
+def flops(name: str, heads: MedusaHeads, sizes: Sizes) -> int:
     """Count the multiplications and additions in a step's matrix products.
 
     Each gradient of a product costs as much as the product: the weight's if it is trained, and the
     input's if something before it is trained.
     """
-    config, tokens = heads.config, BATCH * LENGTH
+    config, tokens = heads.config, sizes.batch * sizes.length
     width, vocab = config.hidden_size, config.vocab_size
     inner = [p for n, p in speculative.shipped().target.layers.named_parameters() if p.dim() == 2]
     matrices = sum(p.numel() for p in inner) + vocab * width
     shape = traffic.Shape(
-        batch=BATCH,
+        batch=sizes.batch,
         heads=config.num_attention_heads,
         kv_heads=config.kv_heads,
-        length=LENGTH,
+        length=sizes.length,
         head_dim=config.head_size,
         is_causal=True,
     )
     attention = config.num_hidden_layers * traffic.flops(shape)
-    first = width * width * (3 if name == FULL else 2)  # only FULL needs the states' gradient
+    # Only EVERYTHING needs the states' gradient.
+    first = width * width * (3 if name == EVERYTHING else 2)
     each = first + 3 * (heads.layers - 1) * width * width
     each += vocab * width * (2 if heads.projection in TIED else 3)
     each += 3 * heads.rank * (width + vocab) if heads.projection == "low_rank" else 0
     total = 2 * tokens * heads.heads * each
     if name == WAYS[1]:
         total += 2 * tokens * matrices + attention
-    elif name == FULL:
+    elif name == EVERYTHING:
         backward = config.num_hidden_layers * traffic.flops(shape, "backward")
         total += 3 * 2 * tokens * matrices + attention + backward
     return total
 
 
 @case("training", minutes=1, needs="cpu")
-def training() -> list[Measurement]:
+def training(sizes: Sizes = FULL) -> list[Measurement]:
     """Bytes and seconds per step, measured and predicted, and relative to training everything."""
-    states = states_of_corpus(BATCH, LENGTH, trained().heads)
+    states = states_of_corpus(sizes.batch, sizes.length, trained().heads, sizes.pieces)
     ways = {name: training_way(name, states) for name in WAYS}
-    size = {"batch": BATCH, "length": LENGTH, **about_heads(trained())}
+    size = {"batch": sizes.batch, "length": sizes.length, **about_heads(trained())}
     peaks, predicted = {}, {}
     found = []
     for name, way in ways.items():
         with Meter(way.held, way.optimizer) as meter:
             for _ in range(2):
                 way.step()
-        most, told = meter.most, training_bytes(way.trained, way.frozen)
-        peaks[name], predicted[name] = meter.peak.total, predicted_peak(name, way)
+        most, told = meter.most, sum(training_bytes(way.trained, way.frozen).values())
+        peaks[name], predicted[name] = meter.peak.total, predicted_peak(name, way, sizes)
         lasting = most.parameters + most.gradients + most.optimizer
-        details = {**size, "measured": meter.peak.parts(), "exact": True}
-        bytes_ = one(f"bytes of weights, gradients and states/{name}", "bytes", lasting, **details)
-        peak = one(f"peak bytes/{name}", "bytes", peaks[name], **details)
+        details = {**size, "measured": meter.peak.parts()}
+        what = "bytes of weights, gradients and states"
         found += [
-            one(f"trained parameters/{name}", "parameters", way.trained, **details),
-            replace(bytes_, peers={"predicted": [sum(told.values())]}),
-            replace(peak, peers={"predicted": [predicted[name]]}),
+            exact(f"trained parameters/{name}", "parameters", way.trained, **details),
+            exact(f"{what}/{name}", "bytes", lasting, predicted=told, **details),
+            exact(f"peak bytes/{name}", "bytes", peaks[name], predicted=predicted[name], **details),
         ]
     target = speculative.shipped().target
     rows, ahead = states.tokens[:, : -states.ahead], states.ahead
@@ -823,21 +845,21 @@ def training() -> list[Measurement]:
             target(rows)
 
     calls = {name: way.step for name, way in ways.items()} | {"states": read}
-    comparison = paired(calls, rounds=TIMED, warmup=1)
-    counted = {name: flops(name, trained()) for name in WAYS}
+    comparison = paired(calls, rounds=sizes.timed, warmup=1)
+    counted = {name: flops(name, trained(), sizes) for name in WAYS}
     for name in WAYS:
         details = {**size, "FLOPs": counted[name], "labels ahead": ahead}
-        over = peaks[name] / peaks[FULL]
-        ratio = one(f"peak over {FULL}/{name}", "ratio", over, **details, exact=True)
-        times = many(f"time over {FULL}/{name}", "ratio", comparison.ratios(name, FULL), **details)
+        over, expected = (x[name] / x[EVERYTHING] for x in (peaks, predicted))
+        times = comparison.ratios(name, EVERYTHING)
+        peer = {"predicted": [counted[name] / counted[EVERYTHING]]}
         samples = comparison.timings[name].samples
         found += [
-            replace(ratio, peers={"predicted": [predicted[name] / predicted[FULL]]}),
-            many(f"seconds a step/{name}", "s", samples, **details),
-            replace(times, peers={"predicted": [counted[name] / counted[FULL]]}),
+            exact(f"peak over {EVERYTHING}/{name}", "ratio", over, predicted=expected, **details),
+            seen(f"seconds a step/{name}", "s", samples, **details),
+            seen(f"time over {EVERYTHING}/{name}", "ratio", times, peers=peer, **details),
         ]
     once = comparison.ratios("states", WAYS[0])
-    return [*found, many("computing a batch's states once", f"steps of {WAYS[0]}", once, **size)]
+    return [*found, seen("computing a batch's states once", f"steps of {WAYS[0]}", once, **size)]
 
 
 # Distributions -----------------------------------------------------------------------------------
@@ -862,40 +884,30 @@ class Biased:
 
 
 @case("typical", minutes=2)
-def typical() -> list[Measurement]:
+def typical(sizes: Sizes = FULL) -> list[Measurement]:
     """Tokens per step that typical acceptance gains over lossless trees, and the bias it costs."""
-    given, found = speculative.rows("code", speculative.SHORT), []
-    trees = sparse(TYPICAL)
+    given, found = prompts("code", sizes), []
+    trees = sparse(sizes.typical, sizes)
     for temperature, (name, tree) in itertools.product(filter(None, TEMPERATURES), trees.items()):
         proposer = proposers({name: tree})[name]
-        lossless = [total_of(proposer, given, temperature, "rejection", seed) for seed in REPEATS]
+        asked = (proposer, given, sizes.tokens, temperature)
+        plain = [tokens_per_step(*asked, seed=seed) for seed in sizes.repeats]
         for threshold in THRESHOLDS:
-            rules = [Biased(TypicalAcceptance(threshold=threshold)) for _ in REPEATS]
+            rules = [Biased(TypicalAcceptance(threshold=threshold)) for _ in sizes.repeats]
             lossy = [
-                total_of(proposer, given, temperature, rule, seed)
-                for rule, seed in zip(rules, REPEATS, strict=True)
+                tokens_per_step(*asked, verifier=rule, seed=seed)
+                for rule, seed in zip(rules, sizes.repeats, strict=True)
             ]
             at = f"temperature {temperature:g}, {name}, threshold {threshold:g}"
-            details = {**about(tree), "alpha": rules[0].rule.alpha, **provenance()}
-            speed = [x.tokens_per_step for x in lossy]
-            plain = [x.tokens_per_step for x in lossless]
-            gain = [a / b for a, b in zip(speed, plain, strict=True)]
+            details = {**about(tree), "alpha": rules[0].rule.alpha, **provenance(sizes)}
             away = [rule.distance / rule.tokens for rule in rules]
-            tokens = many(f"tokens a step/{at}", "tokens", speed, **details)
+            peer, gain = {"rejection sampling": plain}, ratios(lossy, plain)
             found += [
-                replace(tokens, peers={"rejection sampling": plain}),
-                many(f"tokens a step over lossless/{at}", "ratio", gain, **details),
-                many(f"total variation a token/{at}", "probability", away, **details),
+                seen(f"tokens a step/{at}", "tokens", lossy, peers=peer, **details),
+                seen(f"tokens a step over lossless/{at}", "ratio", gain, **details),
+                seen(f"total variation a token/{at}", "probability", away, **details),
             ]
     return found
-
-
-def total_of(
-    proposer: Proposer, given: Sequence[list[int]], temperature: float, verifier: Any, seed: int
-) -> Statistics:
-    """Return the counts over all rows."""
-    every = counts_of(proposer, given, temperature, verifier=verifier, seed=seed)
-    return Statistics.total(every)
 
 
 class TableHeads:
@@ -905,20 +917,22 @@ class TableHeads:
         self.heads = heads
         self.context: tuple[int, ...] = ()
         self.config = LlamaConfig(
-            vocab_size=SMALL,
+            vocab_size=VOCABULARY,
             hidden_size=2,
             intermediate_size=2,
             num_hidden_layers=1,
             num_attention_heads=1,
         )
-        self.tables = [exact.random_table(SMALL, 1000 + 10 * seed + i) for i in range(heads)]
+        self.tables = [
+            enumeration.random_table(VOCABULARY, 1000 + 10 * seed + i) for i in range(heads)
+        ]
 
     def __call__(self, hidden: Tensor, count: int | None = None) -> Tensor:  # noqa: ARG002
         """Return log-probabilities [count, 1, V] for the current context."""
         return torch.stack([table(self.context).log()[None] for table in self.tables[:count]])
 
 
-def drafted_by(heads: TableHeads, tree: Tree) -> exact.Propose:
+def drafted_by(heads: TableHeads, tree: Tree) -> enumeration.Propose:
     """Return Medusa's drafting as a function for enumeration."""
     proposer = Medusa(heads, tree)
     start, asked, chance = (0, 0), [SamplingConfig()], [torch.Generator()]
@@ -932,7 +946,7 @@ def drafted_by(heads: TableHeads, tree: Tree) -> exact.Propose:
 
 
 @case("exact", minutes=0.5)
-def every_outcome() -> list[Measurement]:
+def every_outcome(sizes: Sizes = FULL) -> list[Measurement]:
     """Distance of a step's distribution from the target's on small tables, by enumeration."""
     trees = {
         "chain 2": chain_tree(2),
@@ -945,55 +959,56 @@ def every_outcome() -> list[Measurement]:
         trees.items(), ("rejection", "sample_and_compare", "typical")
     ):
         samples = [
-            exact.Case(
-                exact.random_table(SMALL, seed), drafted_by(TableHeads(2, seed), tree), 3
+            enumeration.Case(
+                enumeration.random_table(VOCABULARY, seed), drafted_by(TableHeads(2, seed), tree), 3
             ).distance(VERIFIERS[rule])
-            for seed in range(WORLDS)
+            for seed in range(sizes.worlds)
         ]
-        told = {**about(tree), "tokens in all": SMALL, "exact": True}
-        found.append(many(f"total variation/{name}, {rule}", "probability", samples, **told))
+        told = {**about(tree), "tokens in all": VOCABULARY, "exact": True}
+        found.append(seen(f"total variation/{name}, {rule}", "probability", samples, **told))
     return found
 
 
 @case("layers", minutes=1.5)
-def layers() -> list[Measurement]:
+def layers(sizes: Sizes = FULL) -> list[Measurement]:
     """Whether heads change the outputs, or the backbone's weights and bits per byte."""
-    trees, found = sparse((FEWEST, max(BUDGETS))), []
-    ways = proposers(trees)
-    kinds = {
-        "code": speculative.rows("code", speculative.SHORT),
-        "prose": speculative.rows("prose", speculative.SHORT),
-        "held-out code": held_out_rows("code"),
-    }
-    for kind, given in kinds.items():
-        outputs = {PLAIN: [speculative.ours(None)(prompt) for prompt in given]}
+    ways, found = proposers(sparse((FEWEST, max(sizes.budgets)), sizes)), []
+    plain = speculative.ours(None, sizes.tokens)
+    for kind, given in {
+        "code": prompts("code", sizes),
+        "prose": prompts("prose", sizes),
+        "held-out code": held_out_rows("code", sizes),
+    }.items():
+        outputs = [plain(prompt) for prompt in given]
         for name, proposer in ways.items():
-            mine = [speculative.ours(proposer)(prompt) for prompt in given]
-            proved = speculative.refuse_wrong({PLAIN: outputs[PLAIN], name: mine}, given)
-            share = proved["identical to plain"][name] / len(given)
-            told = {**proved, "exact": True}
+            decode = speculative.ours(proposer, sizes.tokens)
+            mine = [decode(prompt) for prompt in given]
+            proved = speculative.refuse_wrong({PLAIN: outputs, name: mine}, given)
+            share, gap = proved["identical to plain"][name] / len(given), "largest gap, nats"
             found += [
-                one(f"identical outputs/{kind}, {name}", "share", share, **told),
-                one(f"largest gap/{kind}, {name}", "nats", proved["largest gap, nats"], **told),
+                exact(f"identical outputs/{kind}, {name}", "share", share, **proved),
+                exact(f"largest gap/{kind}, {name}", "nats", proved[gap], **proved),
             ]
-    return found + backbone_after_training()
+    return found + backbone_after_training(sizes)
 
 
-def backbone_after_training() -> list[Measurement]:
+def backbone_after_training(sizes: Sizes) -> list[Measurement]:
     """Compare the backbone's weights and bits per byte before and after training its heads."""
     pair, found = speculative.shipped(), []
     before = {name: tensor.clone() for name, tensor in pair.target.state_dict().items()}
     bits = {kind: bits_per_byte(pair.target, held_out(kind), pair.tokenizer) for kind in KINDS}
     heads = like(trained(), pair.target)
-    states = states_of_corpus(ROWS * TRIAL, WINDOW, heads.heads)
-    curve = train_heads(heads, states, steps=TRIAL, batch=ROWS, warmup=1, progress=False)
+    states = states_of_corpus(sizes.rows * sizes.trial, sizes.window, heads.heads, sizes.pieces)
+    curve = train_heads(
+        heads, states, steps=sizes.trial, batch=sizes.rows, warmup=1, progress=False
+    )
     after = pair.target.state_dict()
     changed = sum(int((after[name] != tensor).sum()) for name, tensor in before.items())
-    told = {"steps": TRIAL, "loss": [curve.losses[0], curve.losses[-1]], "exact": True}
-    found.append(one("weights of the backbone that changed", "weights", changed, **told))
+    told: dict[str, Any] = {"steps": sizes.trial, "loss": [curve.losses[0], curve.losses[-1]]}
+    found.append(exact("weights of the backbone that changed", "weights", changed, **told))
     for kind, first in bits.items():
         then = bits_per_byte(pair.target, held_out(kind), pair.tokenizer)
         details = {**told, "before": first, "after": then}
         what = "bits a byte of the backbone, after minus before"
-        found.append(one(f"{what}/held-out {kind}", "bits a byte", then - first, **details))
+        found.append(exact(f"{what}/held-out {kind}", "bits a byte", then - first, **details))
     return found

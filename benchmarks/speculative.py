@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.runner import Measurement, case
+from benchmarks.runner import Measurement, case, exact, ratios, seen
 from labcore.decoding.audit import near_tie_audit
 from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig
 from labcore.decoding.draft_model import DraftModel
@@ -29,7 +29,8 @@ from labcore.decoding.generation import generate, stream
 from labcore.decoding.ngram import NGram
 from labcore.decoding.proposers import Adaptive, Gated
 from labcore.decoding.sampling import probabilities
-from labcore.decoding.theory import exact, speedup
+from labcore.decoding.theory import exact as enumeration
+from labcore.decoding.theory import speedup
 from labcore.decoding.theory.overlap import one_token
 from labcore.decoding.trace import Statistics
 from labcore.decoding.verify import VERIFIERS, TypicalAcceptance, rejection_sampling
@@ -38,11 +39,8 @@ from labcore.models.fused import FusedLlama
 from labcore.models.shipped import pretrained, prompts, shipped_tokenizer
 from labcore.timing import paired
 
-PROMPTS, TOKENS, ROUNDS = 12, 128, 5  # maximum prompts per kind, tokens per output, rounds
-SHORT, LONG = 64, 512  # prompt tokens
-DRAFTS, CONSTANT = (1, 2, 3, 4, 5), 4  # draft lengths of the draft model; the one compared
-NGRAMS, MAXIMUM = (2, 4, 8), 3  # lengths of n-gram drafts, the longest n
-ADAPTIVE = 8  # the longest draft if the length adapts
+CONSTANT = 4  # the draft length that is compared with transformers'
+MAXIMUM = 3  # the longest n
 CONFIDENCE = 0.4  # transformers' default threshold
 GAP = 1e-3  # nats: a near tie
 # Target ratios, by the quantity's first words and the kind of prompts.
@@ -55,13 +53,41 @@ BARS = {
     ("best n-gram over plain", "long_code"): 1.1,
 }
 WITHIN = 0.15  # tolerance between a measured speedup and its prediction
-COST_PROMPTS, FORWARDS, CONTEXTS = 4, (1, 2, 3, 4, 5, 6, 7, 8), (64, 512)
-LENGTHS, TEMPERATURES, SEEDS, BURSTY = (1, 2, 3, 4, 5, 6, 7, 8), (0.0, 0.5, 1.0), (0, 1), 4
-MAXIMA, KINDS = (1, 2, 3, 5), ("copy", "code", "prose")
-SLACKS = (0, 1, 2, 3)
-THRESHOLDS = (0.03, 0.09, 0.3)
-TABLES, SMALL = 20, 4  # random models whose distributions are enumerated, and their vocabulary
-WORLDS = 5  # seeds of the enumerated cases, and of typical acceptance's texts
+TEMPERATURES, SEEDS = (0.0, 0.5, 1.0), (0, 1)
+KINDS = ("copy", "code", "prose")
+VOCABULARY = 4  # of the random models whose distributions are enumerated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much the cases measure."""
+
+    prompts: int = 12  # at most, of each kind
+    tokens: int = 128  # of each output
+    rounds: int = 5
+    short: int = 64  # tokens of a prompt
+    long: int = 512
+    drafts: tuple[int, ...] = (1, 2, 3, 4, 5)  # draft lengths of the draft model
+    ngrams: tuple[int, ...] = (2, 4, 8)  # lengths of n-gram drafts
+    adaptive: int = 8  # the longest draft if the length adapts
+    cost_prompts: int = 4
+    forwards: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)  # tokens of a forward
+    contexts: tuple[int, ...] = (64, 512)  # tokens before it
+    lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)  # draft lengths whose acceptance is counted
+    bursty: int = 4  # the one of which P(accepted | the one before) is counted
+    maxima: tuple[int, ...] = (1, 2, 3, 5)  # longest n of a lookup
+    slacks: tuple[int, ...] = (0, 1, 2, 3)
+    thresholds: tuple[float, ...] = (0.03, 0.09, 0.3)
+    tables: int = 20  # random models whose distributions are enumerated
+    worlds: int = 5  # seeds of the enumerated cases, and of typical acceptance's texts
+
+
+FULL = Sizes()
+SMALL = Sizes(
+    prompts=2, tokens=12, rounds=2, short=6, long=16, drafts=(1, 4), ngrams=(2,), adaptive=4,
+    cost_prompts=2, forwards=(1, 2), contexts=(4,), lengths=(1, 3), bursty=3, maxima=(1, 3),
+    slacks=(0, 1), thresholds=(0.09,), tables=2,
+)  # fmt: skip
 
 PLAIN, PEER = "labcore plain", "transformers plain"
 Decode = Callable[[list[int]], list[int]]
@@ -95,23 +121,23 @@ def shipped() -> Pair:
     return Pair.of(pretrained("target"), pretrained("draft"), shipped_tokenizer())
 
 
-def rows(kind: str, length: int) -> list[list[int]]:
-    """Return the last `length` tokens of each prompt of a kind."""
+def rows(kind: str, length: int, count: int) -> list[list[int]]:
+    """Return the last `length` tokens of the first `count` prompts of a kind."""
     every = [shipped().tokenizer.encode(text) for text in prompts(kind)]
-    return [tokens[-length:] for tokens in every[:PROMPTS]]
+    return [tokens[-length:] for tokens in every[:count]]
 
 
-def settings(temperature: float = 0.0, seed: int = 0) -> SamplingConfig:
+def settings(tokens: int, temperature: float = 0.0, seed: int = 0) -> SamplingConfig:
     """Return the sampling settings of every request here."""
-    return SamplingConfig(temperature=temperature, max_tokens=TOKENS, seed=seed)
+    return SamplingConfig(temperature=temperature, max_tokens=tokens, seed=seed)
 
 
-def ours(proposer: Proposer | None) -> Decode:
+def ours(proposer: Proposer | None, tokens: int) -> Decode:
     """Return greedy decoding by labcore, one prompt at a time."""
     target = shipped().fast_target
 
     def decode(prompt: list[int]) -> list[int]:
-        return generate(target, [prompt], settings(), proposer=proposer).tokens[0]
+        return generate(target, [prompt], settings(tokens), proposer=proposer).tokens[0]
 
     return decode
 
@@ -127,47 +153,46 @@ def of_transformers(model: Llama) -> Any:
     return peer.eval()
 
 
-def theirs(model: Any, **options: Any) -> Decode:
+def theirs(model: Any, tokens: int, **options: Any) -> Decode:
     """Return greedy decoding by transformers' generate."""
 
     def decode(prompt: list[int]) -> list[int]:
         ids = torch.tensor([prompt])
-        asked = {"do_sample": False, "max_new_tokens": TOKENS, "pad_token_id": 0, **options}
+        asked = {"do_sample": False, "max_new_tokens": tokens, "pad_token_id": 0, **options}
         out = model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
         return [int(token) for token in out[0, len(prompt) :]]
 
     return decode
 
 
-def draft_models() -> dict[str, Proposer]:
+def draft_models(sizes: Sizes) -> dict[str, Proposer]:
     """Return draft-model proposers with constant lengths and with lengths that adapt."""
     small = shipped().fast_draft
-    found: dict[str, Proposer] = {f"draft {n}": DraftModel(small, gamma=n) for n in DRAFTS}
-    found["draft adaptive"] = Adaptive(DraftModel(small, gamma=ADAPTIVE), start=2)
-    found["draft confident"] = Adaptive(
-        DraftModel(small, gamma=ADAPTIVE), start=2, confidence=CONFIDENCE
-    )
+    found: dict[str, Proposer] = {f"draft {n}": DraftModel(small, gamma=n) for n in sizes.drafts}
+    for name, confidence in (("draft adaptive", 0.0), ("draft confident", CONFIDENCE)):
+        longest = DraftModel(small, gamma=sizes.adaptive)
+        found[name] = Adaptive(longest, start=2, confidence=confidence)
     return found
 
 
-def ngrams() -> dict[str, Proposer]:
+def ngrams(sizes: Sizes) -> dict[str, Proposer]:
     """Return n-gram proposers."""
-    return {f"n-gram {n}": NGram(MAXIMUM, 1, gamma=n) for n in NGRAMS}
+    return {f"n-gram {n}": NGram(MAXIMUM, 1, gamma=n) for n in sizes.ngrams}
 
 
-def peers(model: Any, *, drafts: bool) -> dict[str, Decode]:
+def peers(model: Any, sizes: Sizes, *, drafts: bool) -> dict[str, Decode]:
     """Return transformers' own methods, with the same draft lengths."""
-    found = {PEER: theirs(model)}
+    found = {PEER: theirs(model, sizes.tokens)}
     if drafts:
         small = of_transformers(shipped().draft)
         small.generation_config.num_assistant_tokens = CONSTANT
         small.generation_config.num_assistant_tokens_schedule = "constant"
         small.generation_config.assistant_confidence_threshold = 0.0  # or it drafts fewer
-        found[f"transformers assisted {CONSTANT}"] = theirs(model, assistant_model=small)
-    for length in NGRAMS:
-        found[f"transformers lookup {length}"] = theirs(
-            model, prompt_lookup_num_tokens=length, max_matching_ngram_size=MAXIMUM
-        )
+        assisted = theirs(model, sizes.tokens, assistant_model=small)
+        found[f"transformers assisted {CONSTANT}"] = assisted
+    for length in sizes.ngrams:
+        options = {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": MAXIMUM}
+        found[f"transformers lookup {length}"] = theirs(model, sizes.tokens, **options)
     return found
 
 
@@ -195,10 +220,10 @@ def refuse_wrong(
     return {"prompts": len(given), "identical to plain": same, "largest gap, nats": worst}
 
 
-def counted(proposer: Proposer | None, given: Sequence[list[int]]) -> Statistics:
+def counted(proposer: Proposer | None, given: Sequence[list[int]], tokens: int) -> Statistics:
     """Return the counts of a proposer's drafted and accepted tokens in greedy decoding."""
     target = shipped().fast_target
-    return generate(target, list(given), settings(), proposer=proposer).statistics
+    return generate(target, list(given), settings(tokens), proposer=proposer).statistics
 
 
 def steps_of(model: Any, decode: Decode, given: Sequence[list[int]]) -> int:
@@ -218,7 +243,7 @@ def steps_of(model: Any, decode: Decode, given: Sequence[list[int]]) -> int:
     return forwards
 
 
-def plain_numbers(found: Statistics) -> dict[str, float | None]:
+def plain_numbers(found: Statistics) -> dict[str, Any]:
     """Return counts for a record's details, with None for an undefined fraction."""
     every = {
         "acceptance rate": found.acceptance_rate,
@@ -232,17 +257,17 @@ def plain_numbers(found: Statistics) -> dict[str, float | None]:
 
 
 def race(
-    calls: Mapping[str, Decode], given: Sequence[list[int]], tokens: Mapping[str, int]
+    calls: Mapping[str, Decode], given: Sequence[list[int]], tokens: Mapping[str, int], rounds: int
 ) -> dict[str, list[float]]:
     """Return each way's tokens per second, round by round: all ways on every prompt, shuffled.
 
     tokens: number of tokens that each way generates for all prompts.
     """
-    seconds = {name: [0.0] * ROUNDS for name in calls}
+    seconds = {name: [0.0] * rounds for name in calls}
     for place, prompt in enumerate(given):
         comparison = paired(
             {name: functools.partial(call, prompt) for name, call in calls.items()},
-            rounds=ROUNDS,
+            rounds=rounds,
             warmup=1,
             seed=place,
         )
@@ -252,69 +277,50 @@ def race(
     return {name: [tokens[name] / sample for sample in seconds[name]] for name in calls}
 
 
-def decoding(kind: str, length: int, *, drafts: bool) -> list[Measurement]:
+def decoding(kind: str, length: int, sizes: Sizes, *, drafts: bool) -> list[Measurement]:
     """Time every way in the same rounds, then return the ratios with targets."""
-    given = rows(kind, length)
+    given = rows(kind, length, sizes.prompts)
     model = of_transformers(shipped().target)
-    proposers = {**(draft_models() if drafts else {}), **ngrams()}
-    calls = {PLAIN: ours(None)} | {f"labcore {n}": ours(p) for n, p in proposers.items()}
-    others = peers(model, drafts=drafts)
+    proposers = {**(draft_models(sizes) if drafts else {}), **ngrams(sizes)}
+    calls = {PLAIN: ours(None, sizes.tokens)}
+    calls |= {f"labcore {n}": ours(p, sizes.tokens) for n, p in proposers.items()}
+    others = peers(model, sizes, drafts=drafts)
     calls |= others
     outputs = {name: [call(prompt) for prompt in given] for name, call in calls.items()}
     details = {
         **refuse_wrong(outputs, given),
         "tokens of each prompt": [len(prompt) for prompt in given],
         "kind of prompts": kind,
-        "tokens of each output": TOKENS,
+        "tokens of each output": sizes.tokens,
         "weights packed in fp16": shipped().fast_target.packed,
         "dtype": "float32",
     }
     tokens = {name: sum(map(len, found)) for name, found in outputs.items()}
-    speeds = race(calls, given, tokens)
-    at = f"{length} tokens of {kind}"
+    speeds = race(calls, given, tokens, sizes.rounds)
+    others_speeds = {name: samples for name, samples in speeds.items() if name != PLAIN}
+    at, gap = f"{length} tokens of {kind}", details["largest gap, nats"]
     found = [
-        Measurement(
-            quantity=f"largest gap of an output/{at}",
-            unit="nats",
-            samples=[details["largest gap, nats"]],
-            details={**details, "exact": True},
-        ),
-        Measurement(
-            quantity=f"tokens a second/{at}",
-            unit="tokens/s",
-            samples=speeds[PLAIN],
-            peers={name: samples for name, samples in speeds.items() if name != PLAIN},
-            details=details,
-        ),
+        exact(f"largest gap of an output/{at}", "nats", gap, **details),
+        seen(f"tokens a second/{at}", "tokens/s", speeds[PLAIN], peers=others_speeds, **details),
     ]
     for name, proposer in proposers.items():
-        numbers = plain_numbers(counted(proposer, given))
-        found.append(
-            Measurement(
-                quantity=f"tokens a step of labcore {name}/{at}",
-                unit="tokens",
-                samples=[numbers["tokens a step"] or 0.0],
-                details={**details, **numbers},
-            )
-        )
+        numbers = plain_numbers(counted(proposer, given, sizes.tokens))
+        samples, told = [numbers["tokens a step"] or 0.0], {**details, **numbers}
+        found.append(seen(f"tokens a step of labcore {name}/{at}", "tokens", samples, **told))
     for name, call in others.items():
-        found.append(
-            Measurement(
-                quantity=f"tokens a step of {name}/{at}",
-                unit="tokens",
-                samples=[tokens[name] / steps_of(model, call, given)],
-                details={**details, "steps": "all forwards of the target, the prompt's included"},
-            )
-        )
-    return found + ratios(speeds, kind, at, details, drafts=drafts)
+        samples = [tokens[name] / steps_of(model, call, given)]
+        told = {**details, "steps": "all forwards of the target, the prompt's included"}
+        found.append(seen(f"tokens a step of {name}/{at}", "tokens", samples, **told))
+    return found + speed_ratios(speeds, kind, at, details, lookups=sizes.ngrams, drafts=drafts)
 
 
-def ratios(
+def speed_ratios(
     speeds: Mapping[str, list[float]],
     kind: str,
     at: str,
     details: Mapping[str, Any],
     *,
+    lookups: Sequence[int],
     drafts: bool,
 ) -> list[Measurement]:
     """Return ratios of two ways' speeds, round by round, with their targets."""
@@ -325,12 +331,9 @@ def ratios(
 
     def over(what: str, name: str, other: str, suffix: str = "") -> Measurement:
         bar = BARS.get((what, kind))
-        return Measurement(
-            quantity=f"{what}{suffix}/{at}",
-            unit="ratio",
-            samples=[a / b for a, b in zip(speeds[name], speeds[other], strict=True)],
-            details={**details, "of": name, "over": other, **({"bar": bar} if bar else {})},
-        )
+        told = {**details, "of": name, "over": other, **({"bar": bar} if bar else {})}
+        samples = ratios(speeds[name], speeds[other])
+        return seen(f"{what}{suffix}/{at}", "ratio", samples, **told)
 
     found = [over("plain over transformers' plain", PLAIN, PEER)]
     if drafts:
@@ -339,22 +342,22 @@ def ratios(
         found.append(over("draft over transformers' assisted", *pair, suffix=f" of {CONSTANT}"))
         found.append(over("best draft over plain", best("draft"), PLAIN))
     found.append(over("best n-gram over plain", best("n-gram"), PLAIN))
-    for n in NGRAMS:
+    for n in lookups:
         pair = (f"labcore n-gram {n}", f"transformers lookup {n}")
         found.append(over("n-gram over transformers' lookup", *pair, suffix=f" of {n}"))
     return found
 
 
 @case("decoding/64 tokens of code", minutes=6, needs="cpu")
-def decoding_short() -> list[Measurement]:
+def decoding_short(sizes: Sizes = FULL) -> list[Measurement]:
     """Plain, draft model and n-gram, ours and transformers', after short prompts."""
-    return decoding("code", SHORT, drafts=True)
+    return decoding("code", sizes.short, sizes, drafts=True)
 
 
 @case("decoding/512 tokens of code", minutes=4, needs="cpu")
-def decoding_long() -> list[Measurement]:
+def decoding_long(sizes: Sizes = FULL) -> list[Measurement]:
     """N-gram with more text to look up."""
-    return decoding("long_code", LONG, drafts=False)
+    return decoding("long_code", sizes.long, sizes, drafts=False)
 
 
 class Metered:
@@ -439,11 +442,11 @@ class Steady:
         """Seconds per step."""
         return self.seconds / self.steps
 
-    def run(self, prompt: list[int], proposer: Proposer | None) -> None:
+    def run(self, prompt: list[int], proposer: Proposer | None, tokens: int) -> None:
         """Add one output; with wrong drafts, only the steps that have room for a whole draft."""
-        room = TOKENS - 1 - proposer.length if isinstance(proposer, Wrong) else None
+        room = tokens - 1 - proposer.length if isinstance(proposer, Wrong) else None
         meter = None if proposer is None else Metered(proposer)
-        blocks = stream(shipped().fast_target, prompt, settings(), proposer=meter)
+        blocks = stream(shipped().fast_target, prompt, settings(tokens), proposer=meter)
         next(blocks)
         if meter is not None:
             meter.forget()
@@ -457,7 +460,10 @@ class Steady:
 
 
 def steady(
-    ways: Mapping[str, Callable[[int], Proposer | None]], given: Sequence[list[int]], rounds: int
+    ways: Mapping[str, Callable[[int], Proposer | None]],
+    given: Sequence[list[int]],
+    tokens: int,
+    rounds: int,
 ) -> dict[str, list[Steady]]:
     """Run every way on every prompt, in shuffled order; return a `Steady` per round.
 
@@ -468,7 +474,7 @@ def steady(
         for place, prompt in enumerate(given):
             for name in dice.sample(list(ways), len(ways)):
                 into = found[name][turn] if turn >= 0 else Steady()
-                into.run(prompt, ways[name](place))
+                into.run(prompt, ways[name](place), tokens)
     return found
 
 
@@ -477,38 +483,40 @@ def always(proposer: Proposer | None) -> Callable[[int], Proposer | None]:
     return lambda place: proposer  # noqa: ARG005
 
 
-def costs(kind: str, length: int, proposers: Mapping[str, Any]) -> list[Measurement]:
+def costs(kind: str, length: int, proposers: Mapping[str, Any], sizes: Sizes) -> list[Measurement]:
     """Measure v for each number of tokens and the cost of drafting, and predict speedups."""
-    given = rows(kind, length)[:COST_PROMPTS]
-    texts = [prompt + ours(None)(prompt) for prompt in given]
+    given = rows(kind, length, sizes.cost_prompts)
+    plain = ours(None, sizes.tokens)
+    texts = [prompt + plain(prompt) for prompt in given]
     longest = max(proposer.gamma for proposer in proposers.values())
     ways: dict[str, Callable[[int], Proposer | None]] = {PLAIN: always(None)}
     for size in range(1, longest + 1):
         ways[f"v {size}"] = lambda place, size=size: Wrong(texts[place], size)  # type: ignore[misc]
     ways |= {name: always(proposer) for name, proposer in proposers.items()}
-    rounds = steady(ways, given, ROUNDS)
+    rounds = steady(ways, given, sizes.tokens, sizes.rounds)
     at = f"{length} tokens of {kind}"
     one = [x.step for x in rounds[PLAIN]]
-    table = {0: [1.0] * ROUNDS}
-    for size in range(1, longest + 1):
-        # After an output that ended early there is no draft: the step is plain.
-        table[size] = [
-            (x.seconds - x.sizes.count(0) * t) / max(1, x.steps - x.sizes.count(0)) / t
-            for x, t in zip(rounds[f"v {size}"], one, strict=True)
-        ]
+    table = {n: verification(rounds[f"v {n}"], one) for n in range(1, longest + 1)}
+    told: dict[str, Any] = {"seconds of a plain step": one, "packed": shipped().fast_target.packed}
     found = [
-        Measurement(
-            quantity=f"v/{size + 1} tokens behind {at}",
-            unit="plain steps",
-            samples=samples,
-            details={"seconds of a plain step": one, "packed": shipped().fast_target.packed},
-        )
+        seen(f"v/{size + 1} tokens behind {at}", "plain steps", samples, **told)
         for size, samples in table.items()
-        if size
     ]
+    table[0] = [1.0] * sizes.rounds
     for name in proposers:
         found += predicted(name, rounds[name], one, table, at)
     return found
+
+
+def verification(rounds: Sequence[Steady], plain: Sequence[float]) -> list[float]:
+    """Return the cost of a step with a wrong draft, in plain steps, round by round.
+
+    After an output that ended early there is no draft: the step is plain.
+    """
+    return [
+        (x.seconds - x.sizes.count(0) * t) / max(1, x.steps - x.sizes.count(0)) / t
+        for x, t in zip(rounds, plain, strict=True)
+    ]
 
 
 def predicted(
@@ -532,72 +540,57 @@ def predicted(
     expected = [
         x.tokens / x.steps / (a + b) for x, a, b in zip(rounds, verifying, drafting, strict=True)
     ]
-    details = {
+    details: dict[str, Any] = {
         "tokens a step": rounds[0].tokens / rounds[0].steps,
         "drafted a step": drafted[0],
         "v of its steps": statistics.median(verifying),
         "cost of drafting a step": statistics.median(drafting),
     }
+    tokens_a_step = [x.tokens / x.steps for x in rounds]
+
+    def ratio(what: str, samples: Sequence[float], **more: Any) -> Measurement:
+        return seen(f"{what}/{name}, {at}", "ratio", samples, **details, **more)
+
+    unit = "plain steps a drafted token"
     return [
-        Measurement(
-            quantity=f"c/{name}, {at}",
-            unit="plain steps a drafted token",
-            samples=[a / b for a, b in zip(drafting, drafted, strict=True)],
-            details=details,
-        ),
-        Measurement(
-            quantity=f"speed-up/{name}, {at}",
-            unit="ratio",
-            samples=measured,
-            peers={"predicted": expected},
-            details=details,
-        ),
-        Measurement(
-            quantity=f"tokens a step over speed-up/{name}, {at}",
-            unit="ratio",
-            samples=[x.tokens / x.steps / b for x, b in zip(rounds, measured, strict=True)],
-            details=details,
-        ),
-        Measurement(
-            quantity=f"speed-up, predicted over measured/{name}, {at}",
-            unit="ratio",
-            samples=[a / b for a, b in zip(expected, measured, strict=True)],
-            details={**details, "within": WITHIN},
-        ),
+        seen(f"c/{name}, {at}", unit, ratios(drafting, drafted), **details),
+        ratio("speed-up", measured, peers={"predicted": expected}),
+        ratio("tokens a step over speed-up", ratios(tokens_a_step, measured)),
+        ratio("speed-up, predicted over measured", ratios(expected, measured), within=WITHIN),
     ]
 
 
 @case("cost/64 tokens of code", minutes=2.5, needs="cpu")
-def cost_short() -> list[Measurement]:
+def cost_short(sizes: Sizes = FULL) -> list[Measurement]:
     """Costs and predictions for drafts of all lengths."""
-    return costs("code", SHORT, {**draft_models(), **ngrams()})
+    return costs("code", sizes.short, {**draft_models(sizes), **ngrams(sizes)}, sizes)
 
 
 @case("cost/64 tokens of prose", minutes=1, needs="cpu")
-def cost_prose() -> list[Measurement]:
+def cost_prose(sizes: Sizes = FULL) -> list[Measurement]:
     """The same after prose, for one draft length each."""
     small = shipped().fast_draft
     ways: dict[str, Proposer] = {
         f"draft {CONSTANT}": DraftModel(small, gamma=CONSTANT),
         f"n-gram {CONSTANT}": NGram(MAXIMUM, 1, gamma=CONSTANT),
     }
-    return costs("prose", SHORT, ways)
+    return costs("prose", sizes.short, ways, sizes)
 
 
 @case("cost/512 tokens of code", minutes=1.5, needs="cpu")
-def cost_long() -> list[Measurement]:
+def cost_long(sizes: Sizes = FULL) -> list[Measurement]:
     """The same for n-grams after long prompts."""
-    return costs("long_code", LONG, ngrams())
+    return costs("long_code", sizes.long, ngrams(sizes), sizes)
 
 
 @case("cost/forwards", minutes=0.5, needs="cpu")
-def forwards() -> list[Measurement]:
+def forwards(sizes: Sizes = FULL) -> list[Measurement]:
     """v of the forward alone: with packed weights, and with torch's linear layers."""
     pair, found = shipped(), []
-    for context in CONTEXTS:
+    for context in sizes.contexts:
         chance = torch.Generator().manual_seed(0)
         prompt = torch.randint(pair.fast_target.vocab_size, (1, context), generator=chance)
-        room = context + max(FORWARDS)
+        room = context + max(sizes.forwards)
         forms: dict[str, tuple[Any, Any]] = {
             "labcore": (pair.fast_target, pair.fast_target.new_cache(1, room)),
             "Llama": (pair.target, DenseCache(pair.target.config, batch=1, capacity=room)),
@@ -607,30 +600,21 @@ def forwards() -> list[Measurement]:
         with torch.inference_mode():
             for name, (model, cache) in forms.items():
                 model(prompt, cache=cache)
-                for width in FORWARDS:
+                for width in sizes.forwards:
                     tokens, before = prompt[:, :width], torch.tensor([context])
                     calls[name, width] = functools.partial(forward, model, cache, tokens, before)
             named = {f"{name} {width}": call for (name, width), call in calls.items()}
-            comparison = paired(named, rounds=10 * ROUNDS)
-        for width in FORWARDS:
+            comparison = paired(named, rounds=10 * sizes.rounds)
+        unit, packed = "forwards over one token", pair.fast_target.packed
+        for width in sizes.forwards:
             if width > 1:
-                found.append(
-                    Measurement(
-                        quantity=f"forward over {width} tokens/{context} before",
-                        unit="forwards over one token",
-                        samples=comparison.ratios(f"labcore {width}", "labcore 1"),
-                        peers={"Llama": comparison.ratios(f"Llama {width}", "Llama 1")},
-                        details={"packed": pair.fast_target.packed},
-                    )
-                )
-        found += [
-            Measurement(
-                quantity=f"{what}/{context} before",
-                unit="forwards of the target",
-                samples=comparison.ratios(name, "labcore 1"),
-            )
-            for what, name in (("forward of the draft", "draft 1"), ("forward of Llama", "Llama 1"))
-        ]
+                quantity = f"forward over {width} tokens/{context} before"
+                samples = comparison.ratios(f"labcore {width}", "labcore 1")
+                peer = {"Llama": comparison.ratios(f"Llama {width}", "Llama 1")}
+                found.append(seen(quantity, unit, samples, peers=peer, packed=packed))
+        for what, name in (("forward of the draft", "draft 1"), ("forward of Llama", "Llama 1")):
+            samples = comparison.ratios(name, "labcore 1")
+            found.append(seen(f"{what}/{context} before", "forwards of the target", samples))
     return found
 
 
@@ -641,11 +625,15 @@ def forward(model: Any, cache: Any, tokens: Tensor, before: Tensor) -> None:
 
 
 def outcomes_of(
-    proposer: Proposer, given: Sequence[list[int]], temperature: float, seed: int
+    proposer: Proposer,
+    given: Sequence[list[int]],
+    tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> tuple[list[Statistics], list[list[bool]]]:
     """Return the counts and outcomes of each row of a batch, with a separate seed per row."""
     meter = Metered(proposer)
-    asked = [settings(temperature, 1000 * seed + place) for place in range(len(given))]
+    asked = [settings(tokens, temperature, 1000 * seed + place) for place in range(len(given))]
     done = generate(shipped().fast_target, list(given), asked, proposer=meter)
     return done.per_row, meter.outcomes()
 
@@ -661,20 +649,21 @@ def finite(samples: Iterable[float]) -> list[float]:
 
 
 @case("acceptance", minutes=2)
-def acceptance() -> list[Measurement]:
+def acceptance(sizes: Sizes = FULL) -> list[Measurement]:
     """Acceptance and tokens per step by draft length and temperature, against closed forms."""
-    given, found = rows("code", SHORT), []
+    small, found = shipped().fast_draft, []
+    asked = (rows("code", sizes.short, sizes.prompts), sizes.tokens)
     for temperature in TEMPERATURES:
         after: list[tuple[float, float]] = []
-        for gamma in LENGTHS:
+        for gamma in sizes.lengths:
             runs = [
-                outcomes_of(DraftModel(shipped().fast_draft, gamma=gamma), given, temperature, seed)
+                outcomes_of(DraftModel(small, gamma=gamma), *asked, temperature, seed)
                 for seed in seeds_for(temperature)
             ]
             every = [one for run in runs for one in run[0]]
             counts = [Statistics.total(run[0]) for run in runs]
             pairs = [pooled(run[1]) for run in runs]
-            after += pairs if gamma == BURSTY else []
+            after += pairs if gamma == sizes.bursty else []
             at = f"temperature {temperature:g}, {gamma} drafted"
             places = [[p.alpha for p in one.by_position if p.tried] for one in counts]
             details = {
@@ -691,32 +680,20 @@ def acceptance() -> list[Measurement]:
                     speedup.bursty_tokens(*pair, gamma) for pair in pairs if len(finite(pair)) == 2
                 ],
             }
+            alphas, rates, tokens = (
+                finite(getattr(one, name) for one in every)
+                for name in ("alpha", "acceptance_rate", "tokens_per_step")
+            )
+            peer = {"accepted / drafted": rates}
+            closed = {name: samples for name, samples in chains.items() if samples}
             found += [
-                Measurement(
-                    quantity=f"alpha/{at}",
-                    unit="probability",
-                    samples=finite(one.alpha for one in every),
-                    peers={"accepted / drafted": finite(one.acceptance_rate for one in every)},
-                    details=details,
-                ),
-                Measurement(
-                    quantity=f"tokens a step/{at}",
-                    unit="tokens",
-                    samples=[one.tokens_per_step for one in every],
-                    peers={name: samples for name, samples in chains.items() if samples},
-                    details=details,
-                ),
+                seen(f"alpha/{at}", "probability", alphas, peers=peer, **details),
+                seen(f"tokens a step/{at}", "tokens", tokens, peers=closed, **details),
             ]
         for place, before in enumerate(("an accepted", "a rejected")):
             if samples := finite(pair[place] for pair in after):
-                found.append(
-                    Measurement(
-                        quantity=f"P(accepted) behind {before} one/temperature {temperature:g}",
-                        unit="probability",
-                        samples=samples,
-                        details={"drafted": BURSTY},
-                    )
-                )
+                quantity = f"P(accepted) behind {before} one/temperature {temperature:g}"
+                found.append(seen(quantity, "probability", samples, drafted=sizes.bursty))
     return found
 
 
@@ -731,30 +708,26 @@ def pooled(outcomes: Sequence[Sequence[bool]]) -> tuple[float, float]:
 
 
 @case("ngram", minutes=2)
-def ngram() -> list[Measurement]:
+def ngram(sizes: Sizes = FULL) -> list[Measurement]:
     """Tokens per step of n-gram lookup by its options, on copying, code and prose."""
     found = []
     for kind in KINDS:
-        given = rows(kind, LONG)
-        options = [(n, occurrence, 0.0) for n in MAXIMA for occurrence in ("latest", "earliest")]
+        given = rows(kind, sizes.long, sizes.prompts)
+        every = itertools.product(sizes.maxima, ("latest", "earliest"))
+        options = [(n, occurrence, 0.0) for n, occurrence in every]
         options += [(MAXIMUM, "latest", t) for t in TEMPERATURES if t]
         for n, occurrence, temperature in options:
+            lookup = functools.partial(NGram, n, 1, gamma=sizes.adaptive, occurrence=occurrence)
             counts = [
                 one
                 for seed in seeds_for(temperature)
-                for one in outcomes_of(
-                    NGram(n, 1, gamma=ADAPTIVE, occurrence=occurrence), given, temperature, seed
-                )[0]
+                for one in outcomes_of(lookup(), given, sizes.tokens, temperature, seed)[0]
             ]
             warm = f", temperature {temperature:g}" if temperature else ""
-            found.append(
-                Measurement(
-                    quantity=f"tokens a step/{kind}, n up to {n}, {occurrence}{warm}",
-                    unit="tokens",
-                    samples=[one.tokens_per_step for one in counts],
-                    details={**plain_numbers(Statistics.total(counts)), "gamma": ADAPTIVE},
-                )
-            )
+            quantity = f"tokens a step/{kind}, n up to {n}, {occurrence}{warm}"
+            samples = [one.tokens_per_step for one in counts]
+            told = {**plain_numbers(Statistics.total(counts)), "gamma": sizes.adaptive}
+            found.append(seen(quantity, "tokens", samples, **told))
     return found
 
 
@@ -766,67 +739,48 @@ GATE_COUNTS: dict[str, tuple[str, Callable[[Statistics], float]]] = {
 
 
 @case("gate", minutes=3, needs="cpu")
-def gate() -> list[Measurement]:
+def gate(sizes: Sizes = FULL) -> list[Measurement]:
     """Drafts that continue while n-grams confirm them: the gain of each extra unconfirmed token."""
     small, found = shipped().fast_draft, []
     ways: dict[str, Proposer] = {
-        f"slack {slack}": Gated(DraftModel(small, gamma=ADAPTIVE), NGram(MAXIMUM, 1), slack)
-        for slack in SLACKS
+        f"slack {slack}": Gated(DraftModel(small, gamma=sizes.adaptive), NGram(MAXIMUM, 1), slack)
+        for slack in sizes.slacks
     }
-    ways["no gate"] = DraftModel(small, gamma=ADAPTIVE)
-    ways["n-gram alone"] = NGram(MAXIMUM, 1, gamma=ADAPTIVE)
+    ways["no gate"] = DraftModel(small, gamma=sizes.adaptive)
+    ways["n-gram alone"] = NGram(MAXIMUM, 1, gamma=sizes.adaptive)
+    timed = {name: always(proposer) for name, proposer in {PLAIN: None, **ways}.items()}
     for kind in ("long_code", "prose"):
-        given = rows(kind, LONG)
-        rounds = steady(
-            {PLAIN: always(None)} | {name: always(proposer) for name, proposer in ways.items()},
-            given,
-            ROUNDS,
-        )
-        ungated = outcomes_of(ways["no gate"], given, 0.0, 0)[0]
-        for name, proposer in ways.items():
-            every = outcomes_of(proposer, given, 0.0, 0)[0]
-            details = plain_numbers(Statistics.total(every))
-            at = f"{kind}, {name}"
+        given = rows(kind, sizes.long, sizes.prompts)
+        rounds = steady(timed, given, sizes.tokens, sizes.rounds)
+        times = {name: [x.seconds / x.tokens for x in every] for name, every in rounds.items()}
+        counts = {name: outcomes_of(way, given, sizes.tokens)[0] for name, way in ways.items()}
+        for name, every in counts.items():
+            at, details = f"{kind}, {name}", plain_numbers(Statistics.total(every))
             for quantity, (unit, of) in GATE_COUNTS.items():
-                ratios = [of(a) / of(b) for a, b in zip(every, ungated, strict=True)]
-                for what, of_what, samples in (
-                    (quantity, unit, finite(map(of, every))),
-                    (f"{quantity} over no gate", "ratio", finite(ratios)),
-                ):
-                    if samples:
-                        found.append(
-                            Measurement(
-                                quantity=f"{what}/{at}",
-                                unit=of_what,
-                                samples=samples,
-                                details=details,
-                            )
-                        )
-            times = [x.seconds / x.tokens for x in rounds[name]]
-            for what, other in (("time a token", PLAIN), ("time a token over no gate", "no gate")):
-                found.append(
-                    Measurement(
-                        quantity=f"{what}/{at}",
-                        unit="plain times" if other == PLAIN else "ratio",
-                        samples=[
-                            t * x.tokens / x.seconds
-                            for t, x in zip(times, rounds[other], strict=True)
-                        ],
-                        details=details,
-                    )
-                )
+                gated, ungated = list(map(of, every)), list(map(of, counts["no gate"]))
+                if samples := finite(gated):
+                    found.append(seen(f"{quantity}/{at}", unit, samples, **details))
+                if samples := finite(ratios(gated, ungated)):
+                    found.append(seen(f"{quantity} over no gate/{at}", "ratio", samples, **details))
+            for what, other, unit in (
+                ("time a token", PLAIN, "plain times"),
+                ("time a token over no gate", "no gate", "ratio"),
+            ):
+                samples = ratios(times[name], times[other])
+                found.append(seen(f"{what}/{at}", unit, samples, **details))
     return found
 
 
 @torch.inference_mode()
-def distributions(temperature: float, seed: int) -> list[tuple[Tensor, Tensor]]:
+def distributions(sizes: Sizes, temperature: float, seed: int) -> list[tuple[Tensor, Tensor]]:
     """Return p and q, fp32 [T, V], after each token of the target's output for each prompt."""
     pair, found = shipped(), []
-    for place, prompt in enumerate(rows("code", SHORT)):
-        said = generate(pair.fast_target, [prompt], settings(temperature, 1000 * seed + place))
+    for place, prompt in enumerate(rows("code", sizes.short, sizes.prompts)):
+        asked = settings(sizes.tokens, temperature, 1000 * seed + place)
+        said = generate(pair.fast_target, [prompt], asked)
         text = torch.tensor([prompt + said.tokens[0]])
         p, q = (
-            probabilities(model(text).logits[0, len(prompt) - 1 : -1], settings(temperature))
+            probabilities(model(text).logits[0, len(prompt) - 1 : -1], asked)
             for model in (pair.target, pair.draft)
         )
         found.append((p, q))
@@ -844,18 +798,18 @@ def typical_law(rule: TypicalAcceptance, p: Tensor, q: Tensor) -> tuple[Tensor, 
 
 
 @case("typical", minutes=1)
-def typical() -> list[Measurement]:
+def typical(sizes: Sizes = FULL) -> list[Measurement]:
     """Distance of typical acceptance's output distribution from the target's, and its gains."""
     found = []
     for temperature in filter(None, TEMPERATURES):
-        every = [distributions(temperature, seed) for seed in range(WORLDS)]
+        every = [distributions(sizes, temperature, seed) for seed in range(sizes.worlds)]
         # fp32 rows sum to 1 only to seven digits, which would look like a bias.
         wide = [[torch.cat(x).double() for x in zip(*one, strict=True)] for one in every]
         pairs = [[x / x.sum(-1, keepdim=True) for x in one] for one in wide]
-        exactly = [float(torch.minimum(p, q).sum(-1).mean()) for p, q in pairs]
+        lossless = [float(torch.minimum(p, q).sum(-1).mean()) for p, q in pairs]
         p, q = pairs[0]
         kept = max(one_token(p[i], q[i]).distance(p[i]) for i in range(0, len(p), 16))
-        for threshold in THRESHOLDS:
+        for threshold in sizes.thresholds:
             laws = [typical_law(TypicalAcceptance(threshold=threshold), p, q) for p, q in pairs]
             at = f"temperature {temperature:g}, threshold {threshold:g}"
             distance = [
@@ -866,67 +820,46 @@ def typical() -> list[Measurement]:
                 float((torch.special.entr(law).sum(-1) - torch.special.entr(p).sum(-1)).mean())
                 for (law, _), (p, _) in zip(laws, pairs, strict=True)
             ]
+            accepted = [float(share.mean()) for _, share in laws]
+            more = [a - b for a, b in zip(accepted, lossless, strict=True)]
+            told: dict[str, Any] = {"largest of rejection sampling": kept, "tokens": len(p)}
+            peer = {"rejection sampling": lossless}
             found += [
-                Measurement(
-                    quantity=f"total variation a token/{at}",
-                    unit="probability",
-                    samples=distance,
-                    details={"largest of rejection sampling": kept, "tokens": len(p)},
-                ),
-                Measurement(
-                    quantity=f"P(accepted)/{at}",
-                    unit="probability",
-                    samples=[float(accepted.mean()) for _, accepted in laws],
-                    peers={"rejection sampling": exactly},
-                ),
-                Measurement(
-                    quantity=f"P(accepted) minus rejection sampling's/{at}",
-                    unit="probability",
-                    samples=[
-                        float(accepted.mean()) - b
-                        for (_, accepted), b in zip(laws, exactly, strict=True)
-                    ],
-                ),
-                Measurement(quantity=f"entropy gained/{at}", unit="nats", samples=entropy),
+                seen(f"total variation a token/{at}", "probability", distance, **told),
+                seen(f"P(accepted)/{at}", "probability", accepted, peers=peer),
+                seen(f"P(accepted) minus rejection sampling's/{at}", "probability", more),
+                seen(f"entropy gained/{at}", "nats", entropy),
             ]
-    return found + enumerated()
+    return found + enumerated(sizes.tables)
 
 
 @case("exact", minutes=0.5)
-def every_outcome() -> list[Measurement]:
+def every_outcome(sizes: Sizes = FULL) -> list[Measurement]:
     """Largest distance from the target's distribution over all cases, by enumerating outcomes."""
-    return [
-        Measurement(
-            quantity=f"total variation/{name}",
-            unit="probability",
-            samples=[
-                max(one.distance(VERIFIERS[name]) for one in exact.cases(seed).values())
-                for seed in range(WORLDS)
-            ],
-            details={"cases": list(exact.cases())},
-        )
-        for name in ("rejection", "sample_and_compare", "typical")
-    ]
+    found = []
+    for name in ("rejection", "sample_and_compare", "typical"):
+        samples = [
+            max(one.distance(VERIFIERS[name]) for one in enumeration.cases(seed).values())
+            for seed in range(sizes.worlds)
+        ]
+        every = list(enumeration.cases())
+        found.append(seen(f"total variation/{name}", "probability", samples, cases=every))
+    return found
 
 
-def enumerated() -> list[Measurement]:
+def enumerated(tables: int) -> list[Measurement]:
     """Return the same for random models with few enough tokens to enumerate every outcome."""
     found = []
     for gamma in (1, 2, 3):
         biases, left = [], 0.0
-        for seed in range(TABLES):
-            p, q = (exact.random_table(SMALL, 2 * seed + i) for i in range(2))
-            proposed = exact.chain_proposal(q, gamma)
+        for seed in range(tables):
+            p, q = (enumeration.random_table(VOCABULARY, 2 * seed + i) for i in range(2))
+            proposed = enumeration.chain_proposal(q, gamma)
             rule = TypicalAcceptance()
-            biases.append(exact.typical_bias(rule, p, proposed, gamma))
-            law = exact.output_law(rejection_sampling, p, proposed, gamma)
-            left = max(left, exact.total_variation(law, exact.target_law(p, gamma)))
-        found.append(
-            Measurement(
-                quantity=f"total variation/{gamma} drafted, {SMALL} tokens in all",
-                unit="probability",
-                samples=biases,
-                details={"largest of rejection sampling": left, "exact": True},
-            )
-        )
+            biases.append(enumeration.typical_bias(rule, p, proposed, gamma))
+            law = enumeration.output_law(rejection_sampling, p, proposed, gamma)
+            left = max(left, enumeration.total_variation(law, enumeration.target_law(p, gamma)))
+        quantity = f"total variation/{gamma} drafted, {VOCABULARY} tokens in all"
+        told: dict[str, Any] = {"largest of rejection sampling": left, "exact": True}
+        found.append(seen(quantity, "probability", biases, **told))
     return found

@@ -14,7 +14,7 @@ import itertools
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.runner import Measurement, case
+from benchmarks.runner import Measurement, case, exact, ratios, seen
 from labcore import processes
 from labcore.models import Llama, LlamaConfig
 from labcore.models.shipped import pretrained, prompts, shipped_tokenizer
@@ -50,20 +50,41 @@ from labcore.parallel.regions import (
 from labcore.parallel.timeline import GPUS, MODELS, decode_step, held_bytes, simulate_timeline
 from labcore.timing import measure
 
-SEEDS, RANKS = (0, 1, 2, 3, 4), (2, 4)
 TIMEOUT_S = 400.0
+PROMPT = 64  # tokens
+simulated = functools.partial(exact, mode="simulated")
 
 
-def exact(
-    quantity: str, value: float, unit: str, mode: str = "measured", /, **details: Any
-) -> Measurement:
-    """Return a number that is counted or computed, which has no spread."""
-    return replace(seen(quantity, unit, [value], exact=True, **details), mode=mode)
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much the cases measure."""
+
+    ranks: tuple[int, ...] = (2, 4)
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    messages: tuple[int, ...] = tuple(4 * n for n in (1, 256, 4096, 65536, 262144, 1048576))
+    # Bytes that are left out in turn, and predicted by a fit to the others.
+    left_out: tuple[int, ...] = (4 * 65536, 4 * 1048576)
+    blocks: int = 5  # of rounds; each has its own fit
+    repeats: int = 15
+    # C and F of an MLP, the rows of its input, and how often it is timed.
+    width: int = 256
+    inner: int = 704
+    tokens: int = 256
+    rounds: int = 100
+    prompt: int = PROMPT
+    new: int = 64  # tokens
+    runs: int = 5  # prompts
+    chunks: tuple[int, ...] = (1, 2, 4, 8)
+    product: tuple[int, int, int] = (256, 1024, 1024)  # rows, inner, width
+    overlap_repeats: int = 40
 
 
-def seen(quantity: str, unit: str, samples: Sequence[float], **details: Any) -> Measurement:
-    """Return a measurement with a sample per seed, repeat or block of repeats."""
-    return Measurement(quantity=quantity, unit=unit, samples=samples, details=details)
+FULL = Sizes()
+SMALL = Sizes(
+    seeds=(7, 8, 9), messages=(4, 64, 1000, 4096), left_out=(64, 4096), blocks=2, repeats=3,
+    width=12, inner=20, tokens=5, rounds=3, prompt=9, new=4, runs=2, chunks=(1, 3),
+    product=(6, 8, 10), overlap_repeats=4,
+)  # fmt: skip
 
 
 def on(ranks: int) -> dict[str, Any]:
@@ -76,7 +97,7 @@ ROWS, LENGTH = 4, 64  # the forward whose activations are counted
 CAPACITY = 256  # tokens per row of the cache
 
 
-def kept_bytes(model: Llama) -> int:
+def kept_bytes(model: Llama, rows: int = ROWS) -> int:
     """Return the bytes of the storages that a forward saves for its backward, without weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
@@ -87,7 +108,7 @@ def kept_bytes(model: Llama) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)
+    tokens = torch.arange(rows * LENGTH).view(rows, LENGTH)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = model(tokens)  # keeps the graph, and with it the saved tensors, alive
     return sum(kept.values()) if out.logits.requires_grad else 0
@@ -116,20 +137,21 @@ def held() -> dict[str, dict[str, int]]:
 
 
 @case("memory", minutes=0.1)
-def memory() -> list[Measurement]:
+def memory(sizes: Sizes = FULL) -> list[Measurement]:
     """Bytes of the fullest rank over those of the whole model, for the shipped target in fp32."""
     found = []
-    for ranks in RANKS:
+    for ranks in sizes.ranks:
         told = processes.run(held, ranks, timeout_s=TIMEOUT_S)
         whole = told[0]["whole"]
         for what, alone in whole.items():
             most = {form: max(rank[form][what] for rank in told) for form in told[0]}
-            details = {"bytes": most, "rows": ROWS, "capacity": CAPACITY, "tokens": LENGTH}
+            details: dict[str, Any] = {"rows": ROWS, "capacity": CAPACITY, "tokens": LENGTH}
+            details["bytes"] = most
             name = f"{what} over the whole model's/{ranks} ranks"
-            found.append(exact(name, most["divided"] / alone, "ratio", **details))
+            found.append(exact(name, "ratio", most["divided"] / alone, **details))
             if "activations" in what:
                 share = most["sequence parallel"] / alone
-                found.append(exact(f"{name}, sequence parallel", share, "ratio", **details))
+                found.append(exact(f"{name}, sequence parallel", "ratio", share, **details))
     return found
 
 
@@ -170,28 +192,26 @@ def products(seeds: Sequence[int]) -> tuple[dict[str, list[float]], dict[str, in
 
 
 @case("split", minutes=0.05)
-def split() -> list[Measurement]:
+def split(sizes: Sizes = FULL) -> list[Measurement]:
     """Largest relative error of any rank against fp64; an error of 1 or more is a wrong result."""
     found = []
-    for ranks in RANKS:
-        told = processes.run(products, ranks, SEEDS, timeout_s=TIMEOUT_S)
+    for ranks in sizes.ranks:
+        told = processes.run(products, ranks, sizes.seeds, timeout_s=TIMEOUT_S)
         for name in told[0][0]:
             worst = [max(each) for each in zip(*(errors[name] for errors, _ in told), strict=True)]
-            details = {"seeds": SEEDS, "rows, inner, columns": SHAPE, "dtype": "float32"}
+            details: dict[str, Any] = {"seeds": sizes.seeds, "rows, inner, columns": SHAPE}
+            details["dtype"] = "float32"
             found.append(seen(f"error/{name}, {ranks} ranks", "ratio", worst, **details))
         sent = [traffic for _, traffic in told]
         ratio = sum(each["padded all-reduce"] for each in sent) / sum(
             each["all-gather"] for each in sent
         )
         name = f"bytes sent a rank over those of the all-gather/padded all-reduce, {ranks} ranks"
-        found.append(exact(name, ratio, "ratio", algorithm="ring", by_rank=sent))
+        found.append(exact(name, "ratio", ratio, algorithm="ring", by_rank=sent))
     return found
 
 
 # All-reduces -------------------------------------------------------------------------------------
-SIZES = tuple(4 * n for n in (1, 256, 4096, 65536, 262144, 1048576))
-LEFT_OUT = (4 * 65536, 4 * 1048576)  # left out in turn, and predicted by a fit to the others
-BLOCKS, REPEATS = 5, 15  # blocks of rounds; each has its own fit
 ALGORITHMS, FITTED = (BACKEND, *ALL_REDUCES), (BACKEND, "ring")
 Blocks = Mapping[str, Sequence[Mapping[int, Sequence[float]]]]
 
@@ -205,19 +225,17 @@ def group_of(backend: str) -> tuple[dist.ProcessGroup | None, torch.device]:
     return dist.new_group(backend=backend), device
 
 
-def timed_blocks(
-    algorithms: Sequence[str], sizes: Sequence[int], blocks: int, repeats: int, backend: str
-) -> Blocks:
+def timed_blocks(algorithms: Sequence[str], sizes: Sizes, backend: str) -> Blocks:
     """Time the algorithms in turn; return each one's seconds by size, block by block."""
     group, device = group_of(backend)
     found: dict[str, list[Mapping[int, Sequence[float]]]] = {name: [] for name in algorithms}
-    for _, name in itertools.product(range(blocks), algorithms):
-        told = time_all_reduce(sizes, algorithm=name, repeats=repeats, group=group, device=device)
-        found[name].append(told)
+    how: dict[str, Any] = {"repeats": sizes.repeats, "group": group, "device": device}
+    for _, name in itertools.product(range(sizes.blocks), algorithms):
+        found[name].append(time_all_reduce(sizes.messages, algorithm=name, **how))
     return found
 
 
-def told_of(blocks: Blocks, **details: Any) -> list[Measurement]:
+def told_of(blocks: Blocks, sizes: Sizes, **details: Any) -> list[Measurement]:
     """Return the times, and for FITTED the alpha and beta of each block and their predictions."""
     found = []
     for name, told in blocks.items():
@@ -226,59 +244,51 @@ def told_of(blocks: Blocks, **details: Any) -> list[Measurement]:
             found.append(seen(f"seconds/{name}, {size} bytes", "s", samples, **details))
     for name in FITTED:
         fits = [fit_alpha_beta(list(one), list(one.values())) for one in blocks[name]]
-        more = {"sizes": SIZES, "residuals": [each.residuals for each in fits], **details}
+        more = {"sizes": sizes.messages, "residuals": [each.residuals for each in fits], **details}
         found += [
             seen(f"alpha/{name}", "us", [1e6 * each.alpha for each in fits], **more),
             seen(f"beta/{name}", "ns a byte", [1e9 * each.beta for each in fits], **more),
             seen(f"worst residual/{name}", "share", [each.worst for each in fits], **more),
         ]
-        for size in LEFT_OUT:
-            ratios = []
+        for size in sizes.left_out:
+            samples = []
             for one in blocks[name]:
                 others = {n: seconds for n, seconds in one.items() if n != size}
                 predicted = fit_alpha_beta(list(others), list(others.values())).at(size)
-                ratios.append(predicted / statistics.median(one[size]))
+                samples.append(predicted / statistics.median(one[size]))
             at = f"predicted over measured/{name}, {size} bytes"
-            found.append(seen(at, "ratio", ratios, left_out=size, **details))
+            found.append(seen(at, "ratio", samples, left_out=size, **details))
     return found
 
 
-def all_reduces(ranks: int) -> list[Measurement]:
+def all_reduces(ranks: int, sizes: Sizes) -> list[Measurement]:
     """Compare the backend's all-reduce with those of labcore."""
-    told = processes.run(
-        timed_blocks, ranks, ALGORITHMS, SIZES, BLOCKS, REPEATS, "gloo", timeout_s=TIMEOUT_S
-    )
-    return told_of(told[0], **on(ranks))
+    told = processes.run(timed_blocks, ranks, ALGORITHMS, sizes, "gloo", timeout_s=TIMEOUT_S)
+    return told_of(told[0], sizes, **on(ranks))
 
 
 @case("allreduce/2 ranks", minutes=0.3, needs="cpu")
-def all_reduces_of_two() -> list[Measurement]:
+def all_reduces_of_two(sizes: Sizes = FULL) -> list[Measurement]:
     """One core per process."""
-    return all_reduces(2)
+    return all_reduces(2, sizes)
 
 
 @case("allreduce/4 ranks", minutes=0.5, needs="cpu")
-def all_reduces_of_four() -> list[Measurement]:
+def all_reduces_of_four(sizes: Sizes = FULL) -> list[Measurement]:
     """On two cores the processes take turns."""
-    return all_reduces(4)
+    return all_reduces(4, sizes)
 
 
 @case("allreduce/nccl", minutes=0.5, needs="gpu")
-def all_reduces_of_gpus() -> list[Measurement]:
+def all_reduces_of_gpus(sizes: Sizes = FULL) -> list[Measurement]:
     """One process per GPU of this machine; a single GPU launches but sends nothing."""
     gpus = torch.cuda.device_count()
     names = [name for name in ALGORITHMS if name != "halving_doubling" or gpus.bit_count() == 1]
-    told = processes.run(
-        timed_blocks, gpus, names, SIZES, BLOCKS, REPEATS, "nccl", timeout_s=TIMEOUT_S
-    )
-    return told_of(told[0], gpus=gpus)
+    told = processes.run(timed_blocks, gpus, names, sizes, "nccl", timeout_s=TIMEOUT_S)
+    return told_of(told[0], sizes, gpus=gpus)
 
 
 # Layers against torch's --------------------------------------------------------------------------
-WIDTH, INNER, TOKENS = 256, 704, 256  # C and F of an MLP, and the rows of its input
-ROUNDS = 100
-
-
 class MLP(nn.Module):
     """An MLP with gate, up and down projections, as in a Llama."""
 
@@ -364,25 +374,23 @@ def timed_layers(width: int, inner: int, rows: int, rounds: int) -> dict[str, li
 
 
 @case("layers/2 ranks", minutes=0.2, needs="cpu")
-def layers() -> list[Measurement]:
+def layers(sizes: Sizes = FULL) -> list[Measurement]:
     """A column- and row-parallel MLP against torch's: below 1, labcore's is faster."""
-    told = processes.run(timed_layers, 2, WIDTH, INNER, TOKENS, ROUNDS, timeout_s=TIMEOUT_S)[0]
-    details = {"width": WIDTH, "inner": INNER, "rows": TOKENS, **on(2)}
+    shape = (sizes.width, sizes.inner, sizes.tokens)
+    told = processes.run(timed_layers, 2, *shape, sizes.rounds, timeout_s=TIMEOUT_S)[0]
+    details = {"width": sizes.width, "inner": sizes.inner, "rows": sizes.tokens, **on(2)}
     found = []
     for what in ("forward", "forward and backward"):
-        ours, theirs, later = (told[f"{what}, {name}"] for name in ("labcore", PEER, LATER))
-        for name, peer in ((PEER, theirs), (LATER, later)):
-            ratios = [mine / other for mine, other in zip(ours, peer, strict=True)]
-            found.append(seen(f"{what}, over {name}/2 ranks", "ratio", ratios, **details))
-        seconds = seen(f"seconds/{what}, 2 ranks", "s", ours, **details)
-        found.append(replace(seconds, peers={PEER: theirs, LATER: later}))
+        ours = told[f"{what}, labcore"]
+        peers = {name: told[f"{what}, {name}"] for name in (PEER, LATER)}
+        for name, theirs in peers.items():
+            over = f"{what}, over {name}/2 ranks"
+            found.append(seen(over, "ratio", ratios(ours, theirs), **details))
+        found.append(seen(f"seconds/{what}, 2 ranks", "s", ours, peers=peers, **details))
     return found
 
 
 # Decoding ----------------------------------------------------------------------------------------
-PROMPT, NEW, RUNS = 64, 64, 5  # prompt tokens, new tokens, number of prompts
-
-
 def decodings(texts: Sequence[Sequence[int]], new: int) -> list[tuple[Decoded | None, Decoded]]:
     """Decode each prompt by the first process alone, then by all of them."""
     whole, divided = pretrained("target"), parallelize(pretrained("target"))
@@ -395,11 +403,11 @@ def decodings(texts: Sequence[Sequence[int]], new: int) -> list[tuple[Decoded | 
     return found[1:]
 
 
-def decoded(ranks: int) -> list[Measurement]:
+def decoded(ranks: int, sizes: Sizes) -> list[Measurement]:
     """Decode five code prompts with the shipped target: greedy, one row, no graph."""
     every = [shipped_tokenizer().encode(text) for text in prompts("code")]
-    texts = [tokens[-PROMPT:] for tokens in every[:RUNS]]
-    pairs = processes.run(decodings, ranks, texts, NEW, timeout_s=TIMEOUT_S)[0]
+    texts = [tokens[-sizes.prompt :] for tokens in every[: sizes.runs]]
+    pairs = processes.run(decodings, ranks, texts, sizes.new, timeout_s=TIMEOUT_S)[0]
     at = f"{ranks} ranks"
     rates, alone = ([each[side].tokens_per_second for each in pairs] for side in (1, 0))
     details = {
@@ -410,32 +418,31 @@ def decoded(ranks: int) -> list[Measurement]:
         "the same tokens": sum(own.tokens == one.tokens for own, one in pairs),
         **on(ranks),
     }
-    ratios = [together / own for together, own in zip(rates, alone, strict=True)]
+    peer, over = {"one process": alone}, ratios(rates, alone)
     shares = [one.all_reduce_share for _, one in pairs]
-    speeds = seen(f"tokens a second/{at}", "tokens/s", rates, **details)
     return [
-        replace(speeds, peers={"one process": alone}),
-        seen(f"tokens a second over one process's/{at}", "ratio", ratios, **details),
+        seen(f"tokens a second/{at}", "tokens/s", rates, peers=peer, **details),
+        seen(f"tokens a second over one process's/{at}", "ratio", over, **details),
         seen(f"all-reduce share/{at}", "share", shares, **details),
     ]
 
 
 @case("decode/1 ranks", minutes=0.1, needs="cpu")
-def decoded_by_one() -> list[Measurement]:
+def decoded_by_one(sizes: Sizes = FULL) -> list[Measurement]:
     """A group of one, which sends nothing: the cost of the parallel layers alone."""
-    return decoded(1)
+    return decoded(1, sizes)
 
 
 @case("decode/2 ranks", minutes=0.3, needs="cpu")
-def decoded_by_two() -> list[Measurement]:
+def decoded_by_two(sizes: Sizes = FULL) -> list[Measurement]:
     """One core per process."""
-    return decoded(2)
+    return decoded(2, sizes)
 
 
 @case("decode/4 ranks", minutes=1.0, needs="cpu")
-def decoded_by_four() -> list[Measurement]:
+def decoded_by_four(sizes: Sizes = FULL) -> list[Measurement]:
     """On two cores the processes take turns."""
-    return decoded(4)
+    return decoded(4, sizes)
 
 
 # Launches ----------------------------------------------------------------------------------------
@@ -456,46 +463,44 @@ def launches() -> list[Measurement]:
         ops, collectives = processes.run(launched, ranks, timeout_s=TIMEOUT_S)[0]
         at = f"target, {ranks} ranks"
         found += [
-            exact(f"launches a token/eager, {at}", ops, "launches", collectives=collectives),
-            exact(f"launches a token/graph, {at}", 1, "launches", "simulated", operations=ops),
+            exact(f"launches a token/eager, {at}", "launches", ops, collectives=collectives),
+            simulated(f"launches a token/graph, {at}", "launches", 1, operations=ops),
         ]
     return found
 
 
 # Overlap -----------------------------------------------------------------------------------------
-CHUNKS = (1, 2, 4, 8)
-PRODUCT: Mapping[str, Any] = {"rows": 256, "inner": 1024, "width": 1024}
 FORMS = ("compute", "wire", "plain", "chunked", "overlapped")
-OVERLAP_REPEATS = 40
 
 
 @case("overlap", minutes=0.6, needs="cpu")
-def overlap() -> list[Measurement]:
+def overlap(sizes: Sizes = FULL) -> list[Measurement]:
     """A matrix product and its all-reduce, in sequence over overlapped: above 1, overlap pays.
 
     With gloo, the cores that compute also move the bytes. The simulated link moves them by itself
     and takes exactly as long as the product, which is the best case for overlap.
     """
-    rows, inner, width = PRODUCT.values()
+    rows, inner, width = sizes.product
+    product: dict[str, Any] = {"rows": rows, "inner": inner, "width": width}
+    repeats = sizes.overlap_repeats
     x, weight = torch.ones(rows, inner), torch.full((inner, width), 1 / inner)
-    alone = measure(lambda: torch.mm(x, weight), repeats=OVERLAP_REPEATS).p50
+    alone = measure(lambda: torch.mm(x, weight), repeats=repeats).p50
     beta = alone / expected("ring", 2, 4 * rows * width).bytes
     equal = Link(name="simulated link", alpha=0.0, beta=beta, source="the product's time here")
     found = []
-    for link, chunks in itertools.product((None, equal), CHUNKS):
-        run = measure_overlap(ranks=2, chunks=chunks, repeats=OVERLAP_REPEATS, link=link, **PRODUCT)
+    for link, chunks in itertools.product((None, equal), sizes.chunks):
+        run = measure_overlap(ranks=2, chunks=chunks, repeats=repeats, link=link, **product)
         forms = {form: getattr(run, form).p50 for form in FORMS}
-        details = {"seconds": forms, **PRODUCT, **on(2 if link is None else 1)}
+        details = {"seconds": forms, **product, **on(2 if link is None else 1)}
         if link:
             details["link"] = "no bytes; its all-reduce takes as long as the whole product"
         at = f"plain over overlapped/{run.link}, {chunks} chunks"
-        pairs = zip(run.plain.samples, run.overlapped.samples, strict=True)
         compute, wire = forms["compute"], forms["wire"]
         predicted = (compute + wire) / overlapped_seconds(compute, wire, chunks)
         details["predicted"] = "a link of its own, chunks that cost nothing"
         found += [
-            seen(at, "ratio", [plain / chunked for plain, chunked in pairs], **details),
-            exact(f"predicted {at}", predicted, "ratio", "simulated", **details),
+            seen(at, "ratio", ratios(run.plain.samples, run.overlapped.samples), **details),
+            seen(f"predicted {at}", "ratio", [predicted], mode="simulated", exact=True, **details),
         ]
     return found
 
@@ -514,7 +519,7 @@ MODES: Mapping[str, Mapping[str, Any]] = {
 FREE = Link(name="free", alpha=0.0, beta=0.0, source="a wire that takes no time")
 
 
-def token_of(model: str, link: Link, batch: int) -> list[Measurement]:
+def token_of(model: str, link: Link, batch: int, chunks: Sequence[int]) -> list[Measurement]:
     """Simulate a token on TOGETHER GPUs in each mode, and the time that the wire adds.
 
     The wire's time is the total minus the time of the same operations, unchunked, on a free wire.
@@ -532,13 +537,18 @@ def token_of(model: str, link: Link, batch: int) -> list[Measurement]:
     adds = {name: run.seconds - free[name.split()[0]] for name, run in runs.items()}
     chunked = {
         n: simulate_timeline(ops, gpu, link, graph=True, overlap=n, events=False).seconds
-        for n in CHUNKS
+        for n in chunks
     }
-    setting = {"gpus": TOGETHER, "gpu": GPU, "context": CONTEXT, "algorithm": "ring"}
+    setting: dict[str, Any] = {
+        "gpus": TOGETHER,
+        "gpu": GPU,
+        "context": CONTEXT,
+        "algorithm": "ring",
+    }
     found = [
-        exact(
-            f"token seconds/{at}, {name}", run.seconds, "s", "simulated", compute=run.compute,
-            wire=run.wire, exposed=run.exposed, host=run.host, launches=run.launches,
+        simulated(
+            f"token seconds/{at}, {name}", "s", run.seconds, compute=run.compute, wire=run.wire,
+            exposed=run.exposed, host=run.host, launches=run.launches,
             launch_bound=run.launch_bound, **setting,
         )
         for name, run in runs.items()
@@ -548,31 +558,31 @@ def token_of(model: str, link: Link, batch: int) -> list[Measurement]:
     split, added = adds["graph overlap"] / adds["graph"], "seconds that the wire adds, graph"
     return [
         *found,
-        exact(f"eager over graph/{at}", faster, "ratio", "simulated", **setting),
-        exact(f"wire share/{at}, graph", runs["graph"].wire_share, "share", "simulated", **setting),
-        exact(f"{added} over eager/{at}", hidden, "ratio", "simulated", **setting),
-        exact(f"{added} with overlap over graph/{at}", split, "ratio", "simulated", **setting),
+        simulated(f"eager over graph/{at}", "ratio", faster, **setting),
+        simulated(f"wire share/{at}, graph", "share", runs["graph"].wire_share, **setting),
+        simulated(f"{added} over eager/{at}", "ratio", hidden, **setting),
+        simulated(f"{added} with overlap over graph/{at}", "ratio", split, **setting),
     ]
 
 
 @case("paper/token", minutes=0.05)
-def token() -> list[Measurement]:
+def token(sizes: Sizes = FULL) -> list[Measurement]:
     """Eight H100s according to their data sheets, and one of them even if the model doesn't fit."""
     found, gpu = [], GPUS[GPU]
     for model, batch in itertools.product(ON_PAPER, BATCHES):
         for link in LINKED:
-            found += token_of(model, LINKS[link], batch)
+            found += token_of(model, LINKS[link], batch, sizes.chunks)
         fits = held_bytes(MODELS[model], batch=batch, context=CONTEXT) <= gpu.capacity
-        details = {"gpu": GPU, "fits": fits, "context": CONTEXT}
+        details: dict[str, Any] = {"gpu": GPU, "fits": fits, "context": CONTEXT}
         ops = decode_step(MODELS[model], batch=batch, context=CONTEXT)
         for name in ("eager", "graph"):
             run = simulate_timeline(ops, gpu, FREE, **MODES[name])
             at = f"token seconds/{model}, 1 GPU, batch {batch}, {name}"
-            found.append(exact(at, run.seconds, "s", "simulated", **details))
+            found.append(simulated(at, "s", run.seconds, **details))
     for model in ON_PAPER:
         many, few = (len(decode_step(MODELS[model], ranks=n)) for n in (TOGETHER, 1))
         at = f"launches over one rank's/{model}, {TOGETHER} GPUs"
-        found.append(exact(at, many / few, "ratio", "simulated", launches=many, alone=few))
+        found.append(simulated(at, "ratio", many / few, launches=many, alone=few))
     return found
 
 
@@ -603,9 +613,11 @@ def published() -> list[Measurement]:
             for algorithm in ("ring", "two_shot"):
                 run = simulate_timeline(ops, gpu, link, algorithm=algorithm, graph=True)
                 at = f"predicted over published/{model}, {gpus} GPUs, {algorithm}"
-                both = {"predicted": 1 / run.seconds, "published": rate, "source": SOURCE}
-                details = {"gpu": gpu.name, "link": link.name, "context": MEAN_CONTEXT, **both}
-                found.append(exact(at, 1 / run.seconds / rate, "ratio", "simulated", **details))
+                details: dict[str, Any] = {"predicted": 1 / run.seconds, "published": rate}
+                details |= {"gpu": gpu.name, "link": link.name, "context": MEAN_CONTEXT}
+                details |= {"source": SOURCE, "exact": True}
+                over = [1 / run.seconds / rate]
+                found.append(seen(at, "ratio", over, mode="simulated", **details))
     return found
 
 
@@ -648,9 +660,8 @@ def graph() -> list[Measurement]:
     for (name, batch), run in told.items():
         at = f"{name}, batch {batch}"
         details = {"launches": run.launches, "context": CAPACITY, "dtype": "bfloat16"}
-        pairs = zip(run.eager.samples, run.graphed.samples, strict=True)
-        ratios = [eager / graphed for eager, graphed in pairs]
-        found.append(seen(f"eager over graph/{at}", "ratio", ratios, **details))
+        over = ratios(run.eager.samples, run.graphed.samples)
+        found.append(seen(f"eager over graph/{at}", "ratio", over, **details))
         for how, whole, host in (
             ("eager", run.eager, run.eager_host),
             ("graph", run.graphed, run.graphed_host),

@@ -1,39 +1,17 @@
 """The cases run small: what is compared is the same, what is counted is what was allocated."""
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import attention as cases
-from benchmarks.runner import Measurement, cases_of
+from benchmarks.attention import SMALL
+from benchmarks.runner import cases_of
 from labcore.attention import traffic
 from labcore.attention.configs import FORWARD
 from labcore.timing import Comparison, Timing
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "CPU_LENGTHS": (64, 128),
-        "LENGTHS": (64, 128),
-        "FLEX_LENGTHS": (),
-        "TOKENS": 128,
-        "WIDTH": 128,
-        "CPU_GEMM": 64,
-        "CPU_ROUNDS": 3,
-        "CPU_DECODE": (2, 4, 2, 16, 64, 16),
-    }.items():
-        monkeypatch.setattr(cases, name, value)
-
-
-def by_quantity(found: list[Measurement]) -> dict[str, Measurement]:
-    json.dumps([(x.details, x.samples, x.peers) for x in found], allow_nan=False, default=dict)
-    names = [item.quantity for item in found]
-    assert len(set(names)) == len(names)
-    return {item.quantity: item for item in found}
+from tests.benchmarks.measurements import by_quantity
 
 
 def test_every_direction_width_and_mask_has_a_case_for_a_gpu() -> None:
@@ -52,7 +30,7 @@ def test_every_direction_width_and_mask_has_a_case_for_a_gpu() -> None:
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_torch_form_races_against_torch(direction: str) -> None:
-    found = by_quantity(cases.on_cpu(direction))
+    found = by_quantity(cases.on_cpu(direction, SMALL))
     assert len(found) == 2 * 2 * 3
     for mask in ("full", "causal"):
         item = found[f"{direction}/{mask}, 128 tokens"]
@@ -72,7 +50,7 @@ def test_a_rate_is_work_over_time(direction: str, products: int, monkeypatch) ->
         return Comparison(timings={name: Timing(samples=(1e-3,)) for name in functions})
 
     monkeypatch.setattr(cases, "paired", in_a_millisecond)
-    found = by_quantity(cases.on_cpu(direction))
+    found = by_quantity(cases.on_cpu(direction, SMALL))
     work = products * 2 * 2 * 128 * 128 * 64  # heads, tokens, tokens, D
     assert found[f"{direction}/full, 128 tokens"].samples == pytest.approx([work / 1e6])
     share = found[f"{direction} share of a GEMM's rate/full, 128 tokens"].samples
@@ -81,7 +59,7 @@ def test_a_rate_is_work_over_time(direction: str, products: int, monkeypatch) ->
 
 def test_the_cases_for_a_gpu_take_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "default_device", lambda: torch.device("cpu"))
-    found = by_quantity(cases.on_gpu("forward", 64, True)())
+    found = by_quantity(cases.on_gpu("forward", 64, True)(SMALL))
     shapes = [found[f"forward/causal, {n} tokens"].details for n in (64, 128)]
     assert [s["batch, heads, tokens, D"] for s in shapes] == [[2, 2, 64, 64], [1, 2, 128, 64]]
     assert all(s["dtype"] == "bfloat16" for s in shapes)
@@ -92,7 +70,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     for factor in (1.1, math.nan):
         monkeypatch.setattr(cases, "flash_attention", lambda *x, f=factor, **y: f * right(*x, **y))
         with pytest.raises(RuntimeError, match="labcore's error must be .* got .*'labcore': "):
-            cases.on_cpu("forward")
+            cases.on_cpu("forward", SMALL)
 
 
 def test_what_cannot_run_is_named() -> None:
@@ -106,7 +84,7 @@ def test_what_cannot_run_is_named() -> None:
 
 
 def test_memory_is_counted_beside_its_prediction() -> None:
-    found = by_quantity(cases.memory())
+    found = by_quantity(cases.memory(SMALL))
     assert len(found) == 3 * 2
     for name, item in found.items():
         quantity = name.split("/")[0]
@@ -132,7 +110,7 @@ def test_allocations_are_counted_while_they_live() -> None:
 
 
 def test_decode_is_held_against_a_copy_of_as_many_bytes() -> None:
-    found = by_quantity(cases.cpu_decode())
+    found = by_quantity(cases.cpu_decode(SMALL))
     step, share = found["decode step"], found["share of copy bandwidth"]
     assert set(step.peers) == {"SDPA, whole rows", "copy"}
     shape = traffic.Shape(
@@ -147,7 +125,7 @@ def test_decode_is_held_against_a_copy_of_as_many_bytes() -> None:
 
 
 def test_ratios_and_exponents_are_those_of_the_counted_bytes() -> None:
-    counted, found = by_quantity(cases.memory()), by_quantity(cases.memory_ratios())
+    counted, found = by_quantity(cases.memory(SMALL)), by_quantity(cases.memory_ratios(SMALL))
     assert all(item.details["exact"] and len(item.samples) == 1 for item in found.values())
     for kind in ("kept", "training peak"):
         item = counted[f"{kind}/128 tokens"]
@@ -180,7 +158,7 @@ def test_the_longest_length_fits_and_twice_it_does_not() -> None:
 
 
 def test_the_race_against_the_naive_form_has_a_sample_a_repetition() -> None:
-    found = by_quantity(cases.cpu_against_naive())
+    found = by_quantity(cases.cpu_against_naive(SMALL))
     assert set(found) == {
         f"{direction} time, labcore over naive/{length} tokens"
         for direction in ("forward", "backward")
@@ -189,9 +167,7 @@ def test_the_race_against_the_naive_form_has_a_sample_a_repetition() -> None:
     assert all(len(item.samples) == 3 and min(item.samples) > 0 for item in found.values())
 
 
-def test_the_table_of_the_compile_gate_becomes_a_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_of_the_compile_gate_becomes_a_record() -> None:
     (item,) = cases.compiled_resources()
     kernels = item.details["kernels"]
     assert item.mode == "compiled" and all(name.startswith(cases.KERNELS) for name in kernels)
@@ -199,13 +175,10 @@ def test_the_table_of_the_compile_gate_becomes_a_record(
     assert set(item.details["limits"]) == set(kernels["forward_kernel/bfloat16-d64"])
     need = {"sm_80": {"spills": 0}}
     rows = {"forward_kernel/a": need, "dq_kernel/b": {"sm_80": {"spills": 8}}, "lion_kernel/c": {}}
-    monkeypatch.setattr(cases, "RESOURCES", tmp_path / "table.json")
-    cases.RESOURCES.write_text(json.dumps({"triton": "3", "kernels": rows}), encoding="utf-8")
-    (item,) = cases.compiled_resources()
+    item = cases.of_table({"triton": "3", "kernels": rows})
     assert item.samples == [1] and set(item.details["kernels"]) == {
         "forward_kernel/a",
         "dq_kernel/b",
     }
-    cases.RESOURCES.write_text(json.dumps({"triton": "3", "kernels": {}}), encoding="utf-8")
     with pytest.raises(RuntimeError, match="must have rows for the attention kernels, got none"):
-        cases.compiled_resources()
+        cases.of_table({"triton": "3", "kernels": {}})

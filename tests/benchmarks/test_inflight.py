@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import inflight as cases
+from benchmarks.inflight import FULL, SMALL
 from benchmarks.runner import Measurement, cases_of
 from labcore.serving.triton.client import Streamed
 from tests.benchmarks.measurements import asked, by_quantity
@@ -21,63 +22,6 @@ NAMES = (
     "peers", "cache", "load", "simulator", "pressure", "chunks", "speculation", "prefixes", "equal",
     "server", "replicas",
 )  # fmt: skip
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "SLOTS": 3,
-        "PAGE": 4,
-        "PAGES": 40,
-        "BUDGET": 24,
-        "LEAST": 2,
-        "MOST": 14,
-        "SHORTEST": 3,
-        "LONGEST": 11,
-        "PEER_SEEDS": (3, 4),
-        "PEER_REQUESTS": 7,
-        "PEER_ROUNDS": 1,
-        "CACHE_SEEDS": (5,),
-        "CACHE_ROUNDS": 2,
-        "LOAD_SEEDS": (6, 7),
-        "LOAD_REQUESTS": 9,
-        "RATE_SEEDS": (8,),
-        "SIMULATED_ROUNDS": ((9, 10), (11, 12)),
-        "WARM_UP": 2,
-        "PRESSED_SEEDS": (13, 14),
-        "PRESSED_REQUESTS": 6,
-        "FEW_PAGES": 8,
-        "EXACT_OUTPUT": 12,
-        "CHUNKS": (4, 60),
-        "LONG_PROMPT": 60,
-        "DECODING": 2,
-        "BEFORE": 2,
-        "CHUNK_ROUNDS": 2,
-        "KINDS": ("code",),
-        "DRAFT_PROMPTS": 3,
-        "DRAFT_TOKENS": 12,
-        "DRAFT_ROUNDS": 2,
-        "SYSTEM": 20,
-        "OWN": (2, 5),
-        "SHARING": 6,
-        "SHARED_OUTPUT": 3,
-        "SHARED_SEEDS": (15, 16),
-        "EQUAL_REQUESTS": 5,
-        "EQUAL_WAYS": {
-            "guaranteed_no_evict": {},
-            "small": {"policy": "max_utilization", "pages": 8},
-            "n-gram": {"proposer": "ngram"},
-        },
-        "ROUTED_REQUESTS": 40,
-        "GROUP_PREFIX": 20,
-        "ROUTED_SEEDS": (17, 18),
-        "STREAMS": (2,),
-        "STREAM_TOKENS": 3,
-        "STREAM_ROUNDS": 2,
-        "STARTS": 1,
-        "KILLS": 1,
-    }.items():
-        monkeypatch.setattr(cases, name, value)
 
 
 def test_all_take_eighteen_minutes_and_have_their_names() -> None:
@@ -90,9 +34,9 @@ def test_all_take_eighteen_minutes_and_have_their_names() -> None:
 
 
 def test_what_is_measured_was_chosen_before_and_hides_its_lengths() -> None:
-    given = cases.workload(400, 0)
-    assert given == cases.workload(400, 0) != cases.workload(400, 1)
-    assert {one.sampling.max_tokens for one in given.requests()} == {256} == {cases.MOST}
+    given = cases.workload(FULL, 400, 0)
+    assert given == cases.workload(FULL, 400, 0) != cases.workload(FULL, 400, 1)
+    assert {one.sampling.max_tokens for one in given.requests()} == {256} == {FULL.most}
     assert {one.arrival for one in given.requests()} == {0.0}
     ordered = sorted(given.outputs)
     assert ordered[0] == 8 and ordered[-1] > 128
@@ -101,15 +45,15 @@ def test_what_is_measured_was_chosen_before_and_hides_its_lengths() -> None:
     assert sum(ordered[-40:]) > 0.4 * sum(ordered)
     assert min(given.prompts) >= 16 and max(given.prompts) <= 96
     seeds = [
-        *cases.PEER_SEEDS, *cases.CACHE_SEEDS, *cases.LOAD_SEEDS, *cases.RATE_SEEDS,
-        *(seed for pair in cases.SIMULATED_ROUNDS for seed in pair), *cases.PRESSED_SEEDS,
-        *cases.SHARED_SEEDS, cases.EQUAL_SEED, *cases.ROUTED_SEEDS,
+        *FULL.peer_seeds, *FULL.cache_seeds, *FULL.load_seeds, *FULL.rate_seeds,
+        *(seed for pair in FULL.simulated_rounds for seed in pair), *FULL.pressed_seeds,
+        *FULL.shared_seeds, cases.EQUAL_SEED, *FULL.routed_seeds,
     ]  # fmt: skip
     assert len(set(seeds)) == len(seeds)
     # Eight of the longest fit: no policy lacks blocks unless the case is about that.
-    longest = cases.LONGEST + cases.MOST
-    assert cases.SLOTS * longest <= cases.PAGES * cases.PAGE
-    assert len(cases.LOAD_SEEDS) >= 3 and dict(cases.LOADS) == {
+    longest = FULL.longest + FULL.most
+    assert FULL.slots * longest <= FULL.pages * FULL.page
+    assert len(FULL.load_seeds) >= 3 and dict(cases.LOADS) == {
         "light": 0.3, "busy": 0.7, "saturated": 1.2,
     }  # fmt: skip
 
@@ -118,9 +62,8 @@ def needs(case: str, found: dict[str, Measurement], *names: str) -> None:
     assert asked("inflight", case) | set(names) <= set(found)
 
 
-@pytest.mark.usefixtures("small")
 def test_every_system_serves_the_same_requests() -> None:
-    found = by_quantity(cases.peers())
+    found = by_quantity(cases.peers(SMALL))
     over = "tokens a second, guaranteed_no_evict over"
     wasted = "share of rows computed for requests that had ended"
     needs(
@@ -147,22 +90,21 @@ def test_every_system_serves_the_same_requests() -> None:
             assert min(low.peers[name]) > 0 and len(low.peers[name]) == 2
     # Counted here once more: prompts are read one after the other, so at least this is wasted.
     for seed, share in zip((3, 4), found[f"{wasted}/static"].samples, strict=True):
-        lengths = cases.workload(7, seed).outputs
+        lengths = cases.workload(SMALL, 7, seed).outputs
         batches = [lengths[at : at + 3] for at in (0, 3, 6)]
         rows = sum((max(batch) - 1) * len(batch) for batch in batches)
         assert 0 < share <= 1 - sum(length - 1 for length in lengths) / rows + 0.1
     assert found[f"{wasted}/guaranteed_no_evict"].samples == [0, 0]
     padding = found["share of padding in the prompts/transformers static"].samples
     for seed, share in zip((3, 4), padding, strict=True):
-        given = cases.workload(7, seed).prompts
+        given = cases.workload(SMALL, 7, seed).prompts
         wide = sum(max(given[at : at + 3]) * len(given[at : at + 3]) for at in (0, 3, 6))
         assert share == pytest.approx(1 - sum(given) / wide)
 
 
-@pytest.mark.usefixtures("small")
 def test_an_output_that_is_not_the_models_is_not_timed() -> None:
-    given = cases.workload(4, 0)
-    right = cases.served_by(cases.engine(), given)
+    given = cases.workload(SMALL, 4, 0)
+    right = cases.served_by(cases.engine(SMALL), given)
     wrong = [[*tokens] for tokens in right.outputs]
     assert cases.refuse_wrong({cases.OURS: right}, given)["requests"] == 4
     wrong[2][0] = (wrong[2][0] + 1) % 2048
@@ -183,9 +125,8 @@ def test_how_many_run_at_once_is_counted_at_every_beginning(seed: int) -> None:
     assert cases.at_once([(0.0, 1.0), (1.0, 2.0)]) == 1
 
 
-@pytest.mark.usefixtures("small")
 def test_pages_and_slots_serve_the_same() -> None:
-    found = by_quantity(cases.cache())
+    found = by_quantity(cases.cache(SMALL))
     needs("cache", found, "tokens a second, paged over contiguous slots")
     speed = found["tokens a second"]
     over = found["tokens a second, paged over contiguous slots"].samples
@@ -193,9 +134,8 @@ def test_pages_and_slots_serve_the_same() -> None:
     assert len(over) == 2
 
 
-@pytest.mark.usefixtures("small")
 def test_arrivals_are_measured_under_every_load() -> None:
-    found = by_quantity(cases.load())
+    found = by_quantity(cases.load(SMALL))
     ratios = (
         "latency spread, static over guaranteed_no_evict",
         "queue seconds, static over guaranteed_no_evict",
@@ -223,9 +163,8 @@ def test_arrivals_are_measured_under_every_load() -> None:
         ]
 
 
-@pytest.mark.usefixtures("small")
 def test_a_fitted_simulator_predicts_every_load_and_policy() -> None:
-    found = by_quantity(cases.simulator())
+    found = by_quantity(cases.simulator(SMALL))
     ways = (cases.FORECAST, cases.CALIBRATED, cases.REPEATED)
     names = [
         f"{what} over measured/{way}, {policy}, {load}"
@@ -245,9 +184,8 @@ def test_a_fitted_simulator_predicts_every_load_and_policy() -> None:
             assert 0 <= share.samples[0] <= 1 and share.details["runs"] == 12
 
 
-@pytest.mark.usefixtures("small")
 def test_a_small_pool_makes_max_utilization_read_again() -> None:
-    found = by_quantity(cases.pressure())
+    found = by_quantity(cases.pressure(SMALL))
     pair = "max_utilization over guaranteed_no_evict"
     names = [f"{w}, {pair}/{k}" for w in ("tokens a second", "tpot p99") for k in cases.PRESSURES]
     needs("pressure", found, *names)
@@ -260,9 +198,8 @@ def test_a_small_pool_makes_max_utilization_read_again() -> None:
         assert all((n > 0) == (x > 0) for n, x in zip(counted, again[kind].samples, strict=True))
 
 
-@pytest.mark.usefixtures("small")
 def test_a_long_prompt_is_read_beside_decoding_rows() -> None:
-    found = by_quantity(cases.chunks())
+    found = by_quantity(cases.chunks(SMALL))
     names = [f"largest gap over the median gap/chunks of {size}" for size in (4, 60)]
     names += [f"ttft of the long prompt/chunks of {size}" for size in (4, 60)]
     needs("chunks", found, *names)
@@ -270,9 +207,8 @@ def test_a_long_prompt_is_read_beside_decoding_rows() -> None:
         assert len(found[name].samples) == 2 and min(found[name].samples) > 0
 
 
-@pytest.mark.usefixtures("small")
 def test_drafts_change_no_output() -> None:
-    found = by_quantity(cases.speculation())
+    found = by_quantity(cases.speculation(SMALL))
     for rows in (1, 8):
         over = found[f"tokens a second, n-gram over none/code, {rows} rows"]
         assert over.details["outputs equal"] == over.details["requests"] == 3
@@ -282,9 +218,8 @@ def test_drafts_change_no_output() -> None:
     needs("speculation", found)
 
 
-@pytest.mark.usefixtures("small")
 def test_a_shared_prompt_is_read_less_often() -> None:
-    found = by_quantity(cases.prefixes())
+    found = by_quantity(cases.prefixes(SMALL))
     read = found["prompt tokens read, shared over each its own"]
     needs("prefixes", found, "ttft, shared over each its own")
     assert max(read.samples) < 1
@@ -292,30 +227,28 @@ def test_a_shared_prompt_is_read_less_often() -> None:
     assert all(less < whole for less, whole in pairs)
 
 
-@pytest.mark.usefixtures("small")
 def test_every_output_is_counted_once() -> None:
-    found = by_quantity(cases.equal())
+    found = by_quantity(cases.equal(SMALL))
     labels = (
         "outputs equal to the request alone",
         "outputs that differ by a near tie",
         "outputs that differ otherwise",
     )
-    for way in cases.EQUAL_WAYS:
+    for way in cases.equal_ways(SMALL.few_pages):
         assert sum(found[f"{label}/{way}"].samples[0] for label in labels) == 5
         assert found[f"outputs that differ otherwise/{way}"].samples == [0]
     needs("equal", found)
 
 
-@pytest.mark.usefixtures("small")
 def test_routers_are_simulated_on_the_same_requests() -> None:
-    found = by_quantity(cases.replicas())
+    found = by_quantity(cases.replicas(SMALL))
     assert {item.mode for item in found.values()} == {"simulated"}
     names = [f"{w}/{s:g} of the load" for w in ("ttft p99", "hit share") for s in (0.5, 0.9)]
     needs("replicas", found, *names)
     for share in (0.5, 0.9):
         hits = found[f"hit share/{share:g} of the load"]
         assert set(hits.peers) == {"round_robin", "least_loaded"} and len(hits.samples) == 2
-        assert by_quantity(cases.replicas())[f"hit share/{share:g} of the load"] == hits
+        assert by_quantity(cases.replicas(SMALL))[f"hit share/{share:g} of the load"] == hits
 
 
 def test_a_stream_is_timed_from_its_question_to_its_tokens() -> None:
@@ -344,11 +277,10 @@ def test_a_process_that_is_gone_is_said_to_be() -> None:
         cases.healthy_again(one, "stub")  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("small")
 def test_the_real_server_is_started_asked_and_killed() -> None:
     if lack := cases.lacks_server():
         pytest.skip(lack)
-    found = by_quantity(cases.server())
+    found = by_quantity(cases.server(SMALL))
     needs(
         "server", found, "seconds to ready", "seconds until healthy/engine",
         "seconds until healthy/stub", "seconds that the server adds a token/2 streams",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -31,41 +33,7 @@ HEADS = small_heads()
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "PROMPTS": 2,
-        "TOKENS": 16,
-        "ROUNDS": 2,
-        "SHORT": 6,
-        "COST_PROMPTS": 2,
-    }.items():
-        monkeypatch.setattr(speculative, name, value)
     monkeypatch.setattr(speculative, "shipped", lambda: PAIR)
-    for name, value in {
-        "DRAFTS": (2,),
-        "NGRAMS": (2,),
-        "CHAINS": (2, 4),
-        "FEW": (2, 3),
-        "BUDGETS": (2, 6),
-        "DENSE": ((2,), (2, 1, 1, 1)),
-        "HELD_OUT": 2,
-        "CALIBRATION": 3,
-        "CONTEXTS": (4,),
-        "COSTED": (3,),
-        "WINDOW": 16,
-        "STEPS": 2,
-        "ROWS": 2,
-        "WARMUP": 1,
-        "SEEDS": (0, 1),
-        "PIECES": 2,
-        "BATCH": 2,
-        "LENGTH": 8,
-        "TIMED": 2,
-        "TYPICAL": (3,),
-        "REPEATS": (0, 1),
-        "WORLDS": 2,
-        "TRIAL": 2,
-    }.items():
-        monkeypatch.setattr(cases, name, value)
     monkeypatch.setattr(cases, "trained", lambda: HEADS)
     # Else the sources of the whole library are read.
     text = cases.held_out("code")
@@ -74,8 +42,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "held_out", lambda kind: text[:1500] + kind)
 
 
-def case(name: str) -> dict[str, Measurement]:
-    return by_quantity(next(one for one in cases_of("medusa") if one.name == name).function())
+def case(name: str, sizes: cases.Sizes = cases.SMALL) -> dict[str, Measurement]:
+    (one,) = (one for one in cases_of("medusa") if one.name == name)
+    return by_quantity(one.function(sizes))
 
 
 def test_what_is_timed_runs_on_a_cpu_and_takes_minutes() -> None:
@@ -95,9 +64,9 @@ def test_what_is_timed_runs_on_a_cpu_and_takes_minutes() -> None:
 
 
 def test_trees_are_as_deep_as_there_are_heads_at_most() -> None:
-    assert set(cases.small_trees()) == {"chain 2", "dense 4", "sparse 2", "sparse 3"}
-    assert set(cases.dense(cases.DENSE)) == {"dense 2"}
-    table = cases.calibrated(HEADS)
+    assert set(cases.small_trees(cases.SMALL)) == {"chain 2", "dense 4", "sparse 2", "sparse 3"}
+    assert set(cases.dense(cases.SMALL.dense)) == {"dense 2"}
+    table = cases.calibrated(HEADS, cases.SMALL)
     assert table.shape == (3, cases.TOP) and table.sum() > 0 and table.sum(1).max() <= 1
 
 
@@ -135,8 +104,8 @@ def test_every_way_is_timed_on_the_same_prompts(kind: str) -> None:
 def test_what_is_not_greedy_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = speculative.ours
 
-    def wrong(proposer: object) -> object:
-        decode = right(proposer)  # type: ignore[arg-type]
+    def wrong(proposer: object, tokens: int) -> object:
+        decode = right(proposer, tokens)  # type: ignore[arg-type]
         return decode if proposer is None else lambda prompt: [*decode(prompt)[:-1], 7]
 
     monkeypatch.setattr(speculative, "ours", wrong)
@@ -174,11 +143,11 @@ def test_costs_are_those_of_every_tree() -> None:
 
 
 def test_wrong_trees_cost_a_step_each_and_bring_nothing() -> None:
-    (prompt, _) = speculative.rows("code", 6)
-    text = prompt + speculative.ours(None)(prompt)
+    (prompt,) = speculative.rows("code", 6, count=1)
+    text = prompt + speculative.ours(None, 16)(prompt)
     tree = Tree(((0,), (1,), (0, 0)))
     run = speculative.Steady()
-    run.run(prompt, cases.WrongTree(text, tree))
+    run.run(prompt, cases.WrongTree(text, tree), 16)
     assert run.tokens == run.steps == 16 - 1 - 2 and run.sizes == [3] * run.steps
 
 
@@ -207,8 +176,8 @@ def test_accuracies_are_those_of_texts_and_of_own_words() -> None:
 
 
 def test_own_words_are_labels_place_by_place() -> None:
-    given = speculative.rows("code", 6)
-    outputs = cases.said(given)
+    given = cases.prompts("code", cases.SMALL)
+    outputs = cases.said(given, 16)
     for prompt, output, one in zip(given, outputs, cases.behind(3, given, outputs), strict=True):
         hidden, tokens = one.rows(torch.tensor([0]))
         # Head 0's first label is the output's second token, head 2's last one its last.
@@ -243,8 +212,8 @@ def test_training_of_heads_alone_holds_less(
 ) -> None:
     heads = cases.like(HEADS, PAIR.target, projection=projection, rank=4)
     monkeypatch.setattr(cases, "trained", lambda: heads)
-    monkeypatch.setattr(cases, "LENGTH", 256)  # so that activations outweigh AdamW's scratch
-    found = case("training")
+    # So long that activations outweigh AdamW's scratch.
+    found = case("training", replace(cases.SMALL, length=256))
     cached, live, full = cases.WAYS
     for name in cases.WAYS:
         held = found[f"bytes of weights, gradients and states/{name}"]
@@ -269,14 +238,15 @@ def test_products_are_counted_as_torch_counts_them(
     monkeypatch.setattr(cases, "trained", lambda: heads)
     # Attention apart: on a CPU, torch 2.15 counts it and 2.13 does not.
     monkeypatch.setattr(cases.traffic, "flops", lambda *_: 0)
-    states = cases.states_of_corpus(cases.BATCH, cases.LENGTH, heads.heads)
+    sizes = cases.SMALL
+    states = cases.states_of_corpus(sizes.batch, sizes.length, heads.heads, sizes.pieces)
     for name in cases.WAYS:
         way = cases.training_way(name, states)
         with FlopCounterMode(display=False) as counter:
             way.step()
         counted = counter.get_flop_counts()["Global"].items()
         products = sum(count for op, count in counted if "attention" not in str(op))
-        assert products == cases.flops(name, heads), name
+        assert products == cases.flops(name, heads, sizes), name
 
 
 def test_typical_acceptance_is_measured_beside_the_lossless_rule() -> None:

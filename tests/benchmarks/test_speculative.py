@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from benchmarks import speculative as cases
-from benchmarks.runner import cases_of
+from benchmarks.runner import Measurement, cases_of
 from labcore.decoding.contract import Accepted, Draft
 from labcore.decoding.ngram import NGram
 from labcore.decoding.theory import exact, speedup
@@ -46,31 +48,12 @@ PAIR = random_pair()
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "PROMPTS": 2,
-        "TOKENS": 12,
-        "ROUNDS": 2,
-        "SHORT": 6,
-        "LONG": 16,
-        "DRAFTS": (1, 4),
-        "NGRAMS": (2,),
-        "ADAPTIVE": 4,
-        "COST_PROMPTS": 2,
-        "FORWARDS": (1, 2),
-        "CONTEXTS": (4,),
-        "LENGTHS": (1, 3),
-        "BURSTY": 3,
-        "MAXIMA": (1, 3),
-        "SLACKS": (0, 1),
-        "THRESHOLDS": (0.09,),
-        "TABLES": 2,
-    }.items():
-        monkeypatch.setattr(cases, name, value)
     monkeypatch.setattr(cases, "shipped", lambda: PAIR)
 
 
-def case(name: str):
-    return next(one for one in cases_of("speculative") if one.name == name).function
+def case(name: str, sizes: cases.Sizes = cases.SMALL) -> dict[str, Measurement]:
+    (one,) = (one for one in cases_of("speculative") if one.name == name)
+    return by_quantity(one.function(sizes))
 
 
 def test_what_is_timed_runs_on_a_cpu_and_takes_minutes() -> None:
@@ -88,7 +71,7 @@ def test_what_is_timed_runs_on_a_cpu_and_takes_minutes() -> None:
 
 
 def test_every_way_is_timed_on_the_same_prompts() -> None:
-    found = by_quantity(case("decoding/64 tokens of code")())
+    found = case("decoding/64 tokens of code")
     speeds = found["tokens a second/6 tokens of code"]
     ways = {
         *(
@@ -123,7 +106,7 @@ def test_every_way_is_timed_on_the_same_prompts() -> None:
 
 
 def test_behind_long_prompts_only_lookups_are_timed() -> None:
-    found = by_quantity(case("decoding/512 tokens of code")())
+    found = case("decoding/512 tokens of code")
     speeds = found["tokens a second/16 tokens of long_code"]
     assert set(speeds.peers) == {"labcore n-gram 2", "transformers plain", "transformers lookup 2"}
     assert found["best n-gram over plain/16 tokens of long_code"].details["bar"] == 1.1
@@ -132,23 +115,23 @@ def test_behind_long_prompts_only_lookups_are_timed() -> None:
 def test_what_is_not_greedy_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = cases.theirs
 
-    def wrong(model, **options):
-        decode = right(model, **options)
+    def wrong(model, tokens, **options):
+        decode = right(model, tokens, **options)
         return lambda prompt: [*decode(prompt)[:-1], 7]
 
     monkeypatch.setattr(cases, "theirs", wrong)
     with pytest.raises(RuntimeError, match="greedy up to near ties .* from transformers plain"):
-        case("decoding/512 tokens of code")()
+        case("decoding/512 tokens of code")
 
 
 def test_wrong_drafts_cost_a_step_each_and_bring_nothing() -> None:
-    (prompt, _) = cases.rows("code", 6)
-    text = prompt + cases.ours(None)(prompt)
+    (prompt,) = cases.rows("code", 6, count=1)
+    text = prompt + cases.ours(None, 12)(prompt)
     run = cases.Steady()
-    run.run(prompt, cases.Wrong(text, 3))
+    run.run(prompt, cases.Wrong(text, 3), 12)
     assert run.tokens == run.steps == 12 - 1 - 3 and run.sizes == [3] * run.steps
     run = cases.Steady()
-    run.run(prompt, None)
+    run.run(prompt, None, 12)
     assert run.tokens == run.steps == 11 and run.sizes == [0] * 11 and run.drafting == 0
 
 
@@ -164,7 +147,7 @@ def test_the_prediction_is_tokens_over_verification_and_drafting() -> None:
 
 @pytest.mark.parametrize("name", ["cost/64 tokens of code", "cost/512 tokens of code"])
 def test_costs_are_those_of_every_length(name: str) -> None:
-    found = by_quantity(case(name)())
+    found = case(name)
     short = "64" in name
     at = "6 tokens of code" if short else "16 tokens of long_code"
     longest = 4 if short else 2
@@ -176,7 +159,7 @@ def test_costs_are_those_of_every_length(name: str) -> None:
 
 
 def test_forwards_are_held_against_one_token() -> None:
-    found = by_quantity(case("cost/forwards")())
+    found = case("cost/forwards")
     assert set(found) == {
         "forward over 2 tokens/4 before",
         "forward of the draft/4 before",
@@ -192,13 +175,13 @@ def test_outcomes_leave_out_the_step_that_ended_the_row() -> None:
     assert meter.outcomes() == [[True, False, True, True, True], [True, True]]
     assert cases.pooled(meter.outcomes()) == (3 / 4, 1)
     meter.forget()
-    drafts = meter.propose([[1, 2, 1]], [cases.settings()], [5], [torch.Generator()])
+    drafts = meter.propose([[1, 2, 1]], [cases.settings(12)], [5], [torch.Generator()])
     meter.commit([Accepted((0,), 3)])
     assert isinstance(drafts[0], Draft) and meter.sizes == [[2]] and meter.accepted == [[1]]
 
 
 def test_acceptance_has_every_length_and_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = by_quantity(case("acceptance")())
+    found = case("acceptance")
     for temperature in ("0", "0.5", "1"):
         for gamma in (1, 3):
             at = f"temperature {temperature}, {gamma} drafted"
@@ -213,14 +196,14 @@ def test_acceptance_has_every_length_and_temperature(monkeypatch: pytest.MonkeyP
     # A draft that is the target is always right.
     same = cases.Pair.of(PAIR.target, PAIR.target, PAIR.tokenizer)
     monkeypatch.setattr(cases, "shipped", lambda: same)
-    found = by_quantity(case("acceptance")())
+    found = case("acceptance")
     for name, item in found.items():
         if name.startswith("alpha"):
             assert min(item.samples) > 0.97, name
 
 
 def test_the_lookup_is_counted_by_its_options() -> None:
-    found = by_quantity(case("ngram")())
+    found = case("ngram")
     options = {f"n up to {n}, {o}" for n in (1, 3) for o in ("latest", "earliest")}
     options |= {f"n up to 3, latest, temperature {t}" for t in ("0.5", "1")}
     assert set(found) == {f"tokens a step/{kind}, {o}" for kind in cases.KINDS for o in options}
@@ -228,7 +211,7 @@ def test_the_lookup_is_counted_by_its_options() -> None:
 
 
 def test_the_gate_trades_drafted_tokens_for_time() -> None:
-    found = by_quantity(case("gate")())
+    found = case("gate")
     for kind in ("long_code", "prose"):
         drafted = [
             found[f"drafted a token/{kind}, {name}"].samples[0]
@@ -252,7 +235,7 @@ def test_the_law_of_typical_acceptance_is_the_enumerated_one(seed: int) -> None:
 
 
 def test_typical_acceptance_is_biased_and_rejection_sampling_is_not() -> None:
-    found = by_quantity(case("typical")())
+    found = case("typical")
     for temperature in ("0.5", "1"):
         at = f"temperature {temperature}, threshold 0.09"
         item = found[f"total variation a token/{at}"]
@@ -267,15 +250,14 @@ def test_typical_acceptance_is_biased_and_rejection_sampling_is_not() -> None:
         assert max(item.samples) > 0.01 > 1e-9 > item.details["largest of rejection sampling"]
 
 
-def test_every_outcome_of_every_case_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "WORLDS", 1)
-    found = by_quantity(case("exact")())
+def test_every_outcome_of_every_case_is_added_up() -> None:
+    found = case("exact", replace(cases.SMALL, worlds=1))
     for name in ("rejection", "sample_and_compare"):
         assert max(found[f"total variation/{name}"].samples) < 1e-9
     assert min(found["total variation/typical"].samples) > 0.01
 
 
 def test_the_largest_gap_of_an_output_is_recorded() -> None:
-    found = by_quantity(case("decoding/512 tokens of code")())
+    found = case("decoding/512 tokens of code")
     gap = found["largest gap of an output/16 tokens of long_code"]
     assert 0 <= gap.samples[0] <= cases.GAP and gap.details["exact"] is True

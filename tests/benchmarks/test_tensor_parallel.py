@@ -4,41 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from benchmarks import tensor_parallel as cases
 from benchmarks.runner import cases_of
+from benchmarks.tensor_parallel import SMALL
 from labcore import processes
 from labcore.models.shipped import pretrained
 from labcore.parallel.launch_time import LaunchSeconds, _in_turns
 from labcore.timing import Timing
 from tests.benchmarks.measurements import asked, by_quantity
 from tests.parallel.small import CONFIG
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the processes are given; they import the module as it is."""
-    for name, value in {
-        "SEEDS": (7, 8, 9),
-        "SIZES": (4, 64, 1000, 4096),
-        "LEFT_OUT": (64, 4096),
-        "BLOCKS": 2,
-        "REPEATS": 3,
-        "WIDTH": 12,
-        "INNER": 20,
-        "TOKENS": 5,
-        "ROUNDS": 3,
-        "PROMPT": 9,
-        "NEW": 4,
-        "RUNS": 2,
-        "CHUNKS": (1, 3),
-        "PRODUCT": {"rows": 6, "inner": 8, "width": 10},
-        "OVERLAP_REPEATS": 4,
-    }.items():
-        monkeypatch.setattr(cases, name, value)
 
 
 def test_all_that_a_cpu_runs_takes_eight_minutes() -> None:
@@ -52,9 +31,8 @@ def test_all_that_a_cpu_runs_takes_eight_minutes() -> None:
     assert sum(one.minutes for one in every.values() if one.needs != "gpu") <= 8
 
 
-def test_a_rank_holds_its_part_and_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "RANKS", (2,))
-    found = by_quantity(cases.memory())
+def test_a_rank_holds_its_part_and_the_norms() -> None:
+    found = by_quantity(cases.memory(replace(SMALL, ranks=(2,))))
     wanted = {name for name in asked("tensor_parallel", "memory") if "/2 ranks" in name}
     assert wanted and wanted <= set(found)
     value = {name: item.samples[0] for name, item in found.items()}
@@ -65,12 +43,11 @@ def test_a_rank_holds_its_part_and_the_norms(monkeypatch: pytest.MonkeyPatch) ->
     assert 0.5 < by_tokens < value[f"bytes of a forward's activations {over}"] < 1
     # Weights are no activations, which grow with the rows.
     model, few = pretrained("target"), cases.kept_bytes(pretrained("target"))
-    monkeypatch.setattr(cases, "ROWS", 2 * cases.ROWS)
-    assert cases.kept_bytes(model) == pytest.approx(2 * few, rel=0.02)
+    assert cases.kept_bytes(model, 2 * cases.ROWS) == pytest.approx(2 * few, rel=0.02)
 
 
 def test_only_some_collectives_give_the_product() -> None:
-    found = by_quantity(cases.split())
+    found = by_quantity(cases.split(SMALL))
     assert asked("tensor_parallel", "split") <= set(found)
     right = {"columns, all-gather", "rows, all-reduce"}
     right.add("columns, all-reduce of parts padded with zeros")
@@ -88,10 +65,10 @@ def test_only_some_collectives_give_the_product() -> None:
 
 
 def test_every_algorithm_has_its_times() -> None:
-    found = by_quantity(cases.all_reduces(2))
+    found = by_quantity(cases.all_reduces(2, SMALL))
     assert asked("tensor_parallel", "allreduce/2 ranks") <= set(found)
     for name in cases.ALGORITHMS:
-        for size in cases.SIZES:
+        for size in SMALL.messages:
             item = found[f"seconds/{name}, {size} bytes"]
             assert len(item.samples) == 6 and min(item.samples) > 0
             assert item.details["processes"] == 2 and item.details["cores"] >= 1
@@ -102,23 +79,23 @@ def test_every_algorithm_has_its_times() -> None:
 
 def test_a_size_that_is_left_out_is_predicted_by_the_others() -> None:
     alpha, beta = 3e-4, 2e-9
-    line = {size: [alpha + beta * size] * 3 for size in cases.SIZES}
+    line = {size: [alpha + beta * size] * 3 for size in SMALL.messages}
     # A late repeat moves no median.
     late = {size: [*seconds[:2], 1.0] for size, seconds in line.items()}
-    found = by_quantity(cases.told_of({name: [line, late] for name in cases.FITTED}))
+    found = by_quantity(cases.told_of({name: [line, late] for name in cases.FITTED}, SMALL))
     assert found["alpha/ring"].samples == pytest.approx([300, 300], rel=1e-6)
     assert found["beta/ring"].samples == pytest.approx([2, 2], rel=1e-6)
     assert found["worst residual/ring"].samples == pytest.approx([0, 0], abs=1e-9)
-    for size in cases.LEFT_OUT:
+    for size in SMALL.left_out:
         doubled = copy.deepcopy(line)
         doubled[size] = [2 * seconds for seconds in line[size]]
-        found = by_quantity(cases.told_of({name: [doubled] for name in cases.FITTED}))
+        found = by_quantity(cases.told_of({name: [doubled] for name in cases.FITTED}, SMALL))
         ratio = found[f"predicted over measured/ring, {size} bytes"]
         assert ratio.samples == pytest.approx([0.5], rel=1e-6)
 
 
 def test_a_divided_mlp_is_timed_beside_torchs() -> None:
-    found = by_quantity(cases.layers())
+    found = by_quantity(cases.layers(SMALL))
     assert asked("tensor_parallel", "layers/2 ranks") <= set(found)
     for what in ("forward", "forward and backward"):
         seconds = found[f"seconds/{what}, 2 ranks"]
@@ -129,7 +106,7 @@ def test_a_divided_mlp_is_timed_beside_torchs() -> None:
 
 
 def test_ranks_write_what_one_process_writes() -> None:
-    found = by_quantity(cases.decoded(2))
+    found = by_quantity(cases.decoded(2, SMALL))
     assert asked("tensor_parallel", "decode/2 ranks") <= set(found)
     speed = found["tokens a second/2 ranks"]
     assert speed.details["the same tokens"] == len(speed.samples) == 2
@@ -155,7 +132,7 @@ def test_launches_of_ranks_are_those_of_one_with_collectives() -> None:
 
 
 def test_overlap_is_measured_and_predicted() -> None:
-    found = by_quantity(cases.overlap())
+    found = by_quantity(cases.overlap(SMALL))
     assert asked("tensor_parallel", "overlap") <= set(found)
     for link in ("gloo", "simulated link"):
         for chunks in (1, 3):
@@ -171,7 +148,7 @@ def test_overlap_is_measured_and_predicted() -> None:
 
 
 def test_a_graph_on_paper_only_removes_launches() -> None:
-    found = by_quantity(cases.token())
+    found = by_quantity(cases.token(SMALL))
     assert asked("tensor_parallel", "paper/token") <= set(found)
     assert {item.mode for item in found.values()} == {"simulated"}
     value = {name: item.samples[0] for name, item in found.items()}
@@ -235,5 +212,5 @@ def test_a_graph_is_timed_against_the_step_that_it_replays(
     monkeypatch.setattr(cases.processes, "run", lambda *_, **__: [{("target", 8): run}])
     found = by_quantity(cases.graph())
     assert found["eager over graph/target, batch 8"].samples == [3, 4]
-    assert found["seconds a step/target, batch 8, eager"].samples == (6, 8)
-    assert found["host seconds a step/target, batch 8, graph"].samples == (0.5,)
+    assert found["seconds a step/target, batch 8, eager"].samples == [6, 8]
+    assert found["host seconds a step/target, batch 8, graph"].samples == [0.5]
