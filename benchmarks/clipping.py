@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import zclip
 from torch import Tensor, nn
 
 from benchmarks.lion import parameters, quarter_gpt2
-from benchmarks.runner import Measurement, case
+from benchmarks.runner import Measurement, case, seen
 from labcore.clipping import (
     AutoClip,
     ZClip,
@@ -25,7 +26,6 @@ from labcore.studies.clipping import effects, exploding, networks
 from labcore.studies.clipping.exploding import ClippedRun
 from labcore.timing import paired
 
-# Experiments -------------------------------------------------------------------------------------
 DEEP = 16  # convolutions in the experiments on depth
 DEFAULT = 6**-0.5  # the gain with the variance of torch's default uniform weights
 FRESH: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -38,6 +38,44 @@ FRESH: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much the cases measure."""
+
+    seeds: tuple[int, ...] = exploding.SEEDS
+    steps: int = exploding.STEPS
+    bad_step: int = exploding.BAD_STEP
+    batch: Mapping[str, int] = field(default_factory=lambda: exploding.BATCH)
+    # Network -> arguments of its class that replace those of every experiment.
+    networks: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=lambda: {"RNN": {}, "conv": {}}
+    )
+    loud: Mapping[str, str] = field(default_factory=lambda: exploding.LOUD)
+    depths: tuple[int, ...] = (2, 4, 8, 16)
+    shapes: Sequence[tuple[int, ...]] = field(default_factory=quarter_gpt2)  # of peers' gradients
+
+    def training(self, network: str) -> dict[str, Any]:
+        """Return the arguments of a run that the sizes set."""
+        return {"steps": self.steps, "batch": self.batch[network], **self.networks[network]}
+
+
+FULL = Sizes()
+SMALL = Sizes(
+    seeds=(0, 1),
+    steps=24,
+    bad_step=21,
+    batch={"RNN": 2, "conv": 4},
+    networks={
+        "RNN": {"width": 10, "gain": 0.5},
+        "conv": {"depth": 3, "channels": 3, "gain": 1.0},
+    },
+    loud={"RNN": "recurrent.", "conv": "layers.1."},
+    depths=(2, 3),
+    shapes=[(7, 3), (5,)],
+)
+
+
+# Experiments -------------------------------------------------------------------------------------
 def growth_of(model: networks.Network, network: str, seed: int) -> networks.Growth:
     """Return the growth of a gradient in `model`, on a batch that isn't used for training."""
     generator = torch.Generator().manual_seed(10_000 + seed)
@@ -45,22 +83,19 @@ def growth_of(model: networks.Network, network: str, seed: int) -> networks.Grow
 
 
 @case("growth/factor", minutes=0.5)
-def growth_factor() -> list[Measurement]:
+def growth_factor(sizes: Sizes = FULL) -> list[Measurement]:
     """Growth factor of a gradient per step back through time or depth, fresh and trained."""
-    found = {
-        name: [
-            growth_of(networks.make(network, seed=seed, **settings), network, seed)
-            for seed in exploding.SEEDS
+    found: dict[str, list[networks.Growth]] = {}
+    for name, (network, settings) in FRESH.items():
+        arguments = {**settings, **sizes.networks[network]}
+        found[name] = [
+            growth_of(networks.make(network, seed=seed, **arguments), network, seed)
+            for seed in sizes.seeds
         ]
-        for name, (network, settings) in FRESH.items()
-    }
     for network in networks.NETWORKS:
-        runs = [
-            exploding.bad_batch(network, "none", "AdamW", s, factor=1.0) for s in exploding.SEEDS
-        ]
         found[f"{network}, trained"] = [
-            growth_of(run.model, network, seed)
-            for run, seed in zip(runs, exploding.SEEDS, strict=True)
+            growth_of(_clean(network, "AdamW", seed, sizes).model, network, seed)
+            for seed in sizes.seeds
         ]
     return [
         Measurement(
@@ -69,7 +104,7 @@ def growth_factor() -> list[Measurement]:
             samples=[each.factor for each in growths],
             peers={"predicted": [each.predicted_factor for each in growths]},
             details={
-                "seeds": exploding.SEEDS,
+                "seeds": sizes.seeds,
                 "whole way": [each.rms[0] / each.rms[-1] for each in growths],
             },
         )
@@ -77,55 +112,53 @@ def growth_factor() -> list[Measurement]:
     ]
 
 
-DEPTHS = (2, 4, 8, 16)
+def _clean(network: str, optimizer: str, seed: int, sizes: Sizes) -> ClippedRun:
+    return exploding.bad_batch(
+        network, "none", optimizer, seed, factor=1.0, **sizes.training(network)
+    )
 
 
 @case("direction/depth", minutes=0.2)
-def direction_by_depth() -> list[Measurement]:
+def direction_by_depth(sizes: Sizes = FULL) -> list[Measurement]:
     """Cosine between a fresh network's raw gradient and the one clipped to a tenth of its norm."""
+    conv = {**exploding.HEALTHY["conv"], **sizes.networks["conv"]}
     found: list[Measurement] = []
-    for depth in DEPTHS:
-        deep = {**exploding.HEALTHY["conv"], "depth": depth}
-        taken = [effects.snapshot("conv", seed=seed, **deep) for seed in exploding.SEEDS]
-        found += _cosines(f"conv of {depth}", taken)
+    for depth in sizes.depths:
+        found += _cosines(f"conv of {depth}", "conv", {**conv, "depth": depth}, sizes)
     local = {
         item.quantity: item.samples for item in found if item.quantity.endswith("local, per layer")
     }
     shallow, *_, deepest = local.values()
     found.append(
-        Measurement(
-            quantity=f"local cosine, {DEPTHS[-1]} convolutions minus {DEPTHS[0]}",
-            unit="",
-            samples=[one - other for one, other in zip(deepest, shallow, strict=True)],
-            details={"seeds": exploding.SEEDS},
+        seen(
+            f"local cosine, {sizes.depths[-1]} convolutions minus {sizes.depths[0]}",
+            "",
+            [one - other for one, other in zip(deepest, shallow, strict=True)],
+            seeds=sizes.seeds,
         )
     )
-    loud = exploding.loud_layer(exploding.LOUD["conv"], exploding.FACTOR)
-    cases: dict[str, tuple[str, Mapping[str, Any], effects.Spoil | None]] = {
-        "RNN": ("RNN", exploding.EXPLODING, None),
-        "conv, a loud layer": ("conv", exploding.HEALTHY["conv"], loud),
-    }
-    for name, (network, settings, spoil) in cases.items():
-        taken = [
-            effects.snapshot(network, seed=seed, spoil=spoil, **settings)
-            for seed in exploding.SEEDS
-        ]
-        found += _cosines(name, taken)
-    return found
+    recurrent = {**exploding.EXPLODING, **sizes.networks["RNN"]}
+    found += _cosines("RNN", "RNN", recurrent, sizes)
+    loud = exploding.loud_layer(sizes.loud["conv"], exploding.FACTOR)
+    return found + _cosines("conv, a loud layer", "conv", {**conv, "spoil": loud}, sizes)
 
 
-def _cosines(name: str, taken: Sequence[effects.Snapshot]) -> list[Measurement]:
+def _cosines(
+    name: str, network: str, settings: Mapping[str, Any], sizes: Sizes
+) -> list[Measurement]:
+    taken = [effects.snapshot(network, seed=seed, **settings) for seed in sizes.seeds]
     found = []
     for choice in exploding.COMPARABLE:
         effect = [
             effects.effect(each, exploding.comparable(choice, each, _tenth(each))) for each in taken
         ]
         found.append(
-            Measurement(
-                quantity=f"cosine/{name}, {choice}",
-                unit="",
-                samples=[each.cosine for each in effect],
-                details={"seeds": exploding.SEEDS, "kept": [each.kept for each in effect]},
+            seen(
+                f"cosine/{name}, {choice}",
+                "",
+                [each.cosine for each in effect],
+                seeds=sizes.seeds,
+                kept=[each.kept for each in effect],
             )
         )
     return found
@@ -141,69 +174,69 @@ BAD_METHODS = {
 }
 
 
-def bad_batch(network: str) -> list[Measurement]:
+def bad_batch(network: str, sizes: Sizes) -> list[Measurement]:
     """Measure the effect of one bad batch under each method: its step, and the accuracy lost."""
     found = []
     for optimizer in exploding.OPTIMIZERS:
-        clean = [
-            exploding.bad_batch(network, "none", optimizer, seed, factor=1.0).accuracy
-            for seed in exploding.SEEDS
-        ]
+        clean = [_clean(network, optimizer, seed, sizes).accuracy for seed in sizes.seeds]
         for method in BAD_METHODS[network]:
             runs = [
-                exploding.bad_batch(network, method, optimizer, seed) for seed in exploding.SEEDS
+                exploding.bad_batch(
+                    network, method, optimizer, s, at=sizes.bad_step, **sizes.training(network)
+                )
+                for s in sizes.seeds
             ]
-            found += _of_runs(f"{optimizer}, {method}", runs, clean)
+            found += _of_runs(f"{optimizer}, {method}", runs, clean, sizes)
             found.append(
                 Measurement(
                     quantity=f"bad step over its median/{optimizer}, {method}",
                     unit="ratio",
-                    samples=[bad_step(run.moves) for run in runs],
-                    details={"seeds": exploding.SEEDS, "last steps": [last_steps(r) for r in runs]},
+                    samples=[bad_step(run.moves, sizes.bad_step) for run in runs],
+                    details={
+                        "seeds": sizes.seeds,
+                        "last steps": [last_steps(run, sizes.bad_step) for run in runs],
+                    },
                 )
             )
     return found
 
 
-def usual_step(moves: Sequence[float]) -> float:
-    """Return the median of the 20 steps before the bad batch."""
-    return statistics.median(moves[exploding.BAD_STEP - 20 : exploding.BAD_STEP])
+def usual_step(moves: Sequence[float], at: int) -> float:
+    """Return the median of the 20 steps before the bad batch, which is step `at`."""
+    return statistics.median(moves[at - 20 : at])
 
 
-def bad_step(moves: Sequence[float]) -> float:
+def bad_step(moves: Sequence[float], at: int) -> float:
     """Return the ratio of the step at the bad batch to the usual step."""
-    return moves[exploding.BAD_STEP] / usual_step(moves)
+    return moves[at] / usual_step(moves, at)
 
 
-def last_steps(run: ClippedRun) -> float | None:
+def last_steps(run: ClippedRun, at: int) -> float | None:
     """Return the ratio of the last 20 steps' median to the usual step; None if the run diverged."""
     if not run.finite:
         return None
-    return statistics.median(run.moves[-20:]) / usual_step(run.moves)
+    return statistics.median(run.moves[-20:]) / usual_step(run.moves, at)
 
 
-def _of_runs(name: str, runs: Sequence[ClippedRun], clean: Sequence[float]) -> list[Measurement]:
-    details = {
-        "seeds": exploding.SEEDS,
+def _of_runs(
+    name: str, runs: Sequence[ClippedRun], clean: Sequence[float], sizes: Sizes
+) -> list[Measurement]:
+    details: dict[str, Any] = {
+        "seeds": sizes.seeds,
         "accuracy": [run.accuracy for run in runs],
         "clean": clean,
         "mean cosine of the clipped steps": [clipped_cosine(run) for run in runs],
         "losses of the first seed": finite(runs[0].losses),
     }
+    lost = [100 * (before - run.accuracy) for before, run in zip(clean, runs, strict=True)]
     return [
-        Measurement(
-            quantity=f"accuracy lost/{name}",
-            unit="percentage points",
-            samples=[
-                100 * (before - run.accuracy) for before, run in zip(clean, runs, strict=True)
-            ],
-            details=details,
-        ),
-        Measurement(
-            quantity=f"not finite/{name}",
-            unit="share of runs",
-            samples=[float(not run.finite) for run in runs],
-            details={"seeds": exploding.SEEDS, "steps": [len(run.losses) for run in runs]},
+        seen(f"accuracy lost/{name}", "percentage points", lost, **details),
+        seen(
+            f"not finite/{name}",
+            "share of runs",
+            [float(not run.finite) for run in runs],
+            seeds=sizes.seeds,
+            steps=[len(run.losses) for run in runs],
         ),
     ]
 
@@ -221,94 +254,102 @@ def finite(values: Sequence[float]) -> list[float | None]:
 
 
 @case("bad-batch/RNN", minutes=1)
-def bad_batch_recurrent() -> list[Measurement]:
+def bad_batch_recurrent(sizes: Sizes = FULL) -> list[Measurement]:
     """One bad batch in the recurrent network."""
-    return bad_batch("RNN")
+    return bad_batch("RNN", sizes)
 
 
 @case("bad-batch/conv", minutes=1)
-def bad_batch_convolutional() -> list[Measurement]:
+def bad_batch_convolutional(sizes: Sizes = FULL) -> list[Measurement]:
     """One bad batch in the convolutional network."""
-    return bad_batch("conv")
+    return bad_batch("conv", sizes)
 
 
 @case("natural/RNN", minutes=0.6)
-def natural() -> list[Measurement]:
+def natural(sizes: Sizes = FULL) -> list[Measurement]:
     """The recurrent network with He initialization, whose gradients explode by themselves."""
+
+    def trained(method: str, optimizer: str) -> list[ClippedRun]:
+        training = sizes.training("RNN")
+        return [exploding.natural(method, optimizer, seed, **training) for seed in sizes.seeds]
+
     found = []
     for optimizer in exploding.OPTIMIZERS:
-        clean = [exploding.natural("global", optimizer, seed).accuracy for seed in exploding.SEEDS]
+        clean = [run.accuracy for run in trained("global", optimizer)]
         for method in ("none", "local, per layer", "ZClip"):
-            runs = [exploding.natural(method, optimizer, seed) for seed in exploding.SEEDS]
-            found += _of_runs(f"{optimizer}, {method}", runs, clean)
+            runs = trained(method, optimizer)
+            found += _of_runs(f"{optimizer}, {method}", runs, clean, sizes)
             found.append(
-                Measurement(
-                    quantity=f"largest step over the weights/{optimizer}, {method}",
-                    unit="ratio",
-                    samples=[max(filter(math.isfinite, run.moves)) for run in runs],
-                    details={"seeds": exploding.SEEDS},
+                seen(
+                    f"largest step over the weights/{optimizer}, {method}",
+                    "ratio",
+                    [max(filter(math.isfinite, run.moves)) for run in runs],
+                    seeds=sizes.seeds,
                 )
             )
     return found
 
 
 @case("loud-layer/training", minutes=1)
-def loud_layer() -> list[Measurement]:
+def loud_layer(sizes: Sizes = FULL) -> list[Measurement]:
     """Accuracy, local minus global, when one layer's gradient is always 1000 times too large."""
     found = []
     for network in networks.NETWORKS:
+        loud = {"layer": sizes.loud[network], **sizes.training(network)}
         for optimizer in exploding.OPTIMIZERS:
             accuracy = {
                 method: [
-                    exploding.loud_run(network, method, optimizer, seed).accuracy
-                    for seed in exploding.SEEDS
+                    exploding.loud_run(network, method, optimizer, seed, **loud).accuracy
+                    for seed in sizes.seeds
                 ]
                 for method in ("none", "global", "local, per layer")
             }
             pairs = zip(accuracy["local, per layer"], accuracy["global"], strict=True)
             found.append(
-                Measurement(
-                    quantity=f"local minus global/{network}, {optimizer}",
-                    unit="percentage points",
-                    samples=[100 * (local - whole) for local, whole in pairs],
-                    details={"seeds": exploding.SEEDS, "accuracy": accuracy},
+                seen(
+                    f"local minus global/{network}, {optimizer}",
+                    "percentage points",
+                    [100 * (local - whole) for local, whole in pairs],
+                    seeds=sizes.seeds,
+                    accuracy=accuracy,
                 )
             )
     return found
 
 
 @case("loud-layer/first-step", minutes=0.2)
-def loud_first_step() -> list[Measurement]:
+def loud_first_step(sizes: Sizes = FULL) -> list[Measurement]:
     """Size of the healthy layers' first step, relative to training without the loud layer."""
-    found = []
-    for network in networks.NETWORKS:
-        for optimizer, make in exploding.OPTIMIZERS.items():
-            for method in ("global", "local, per layer"):
-                kept = [healthy_step(network, make, method, seed) for seed in exploding.SEEDS]
-                found.append(
-                    Measurement(
-                        quantity=f"healthy layers keep/{network}, {optimizer}, {method}",
-                        unit="share of the step",
-                        samples=kept,
-                        details={"seeds": exploding.SEEDS},
-                    )
-                )
-    return found
+    return [
+        seen(
+            f"healthy layers keep/{network}, {optimizer}, {method}",
+            "share of the step",
+            [healthy_step(network, make, method, seed, sizes) for seed in sizes.seeds],
+            seeds=sizes.seeds,
+        )
+        for network in networks.NETWORKS
+        for optimizer, make in exploding.OPTIMIZERS.items()
+        for method in ("global", "local, per layer")
+    ]
 
 
 def healthy_step(
-    network: str, make: Callable[..., torch.optim.Optimizer], method: str, seed: int
+    network: str,
+    make: Callable[..., torch.optim.Optimizer],
+    method: str,
+    seed: int,
+    sizes: Sizes,
 ) -> float:
     """Return the mean share of the healthy layers' first step that a loud layer leaves."""
-    layer = exploding.LOUD[network]
-    sizes = []
+    layer = sizes.loud[network]
+    settings = {**exploding.HEALTHY[network], **sizes.networks[network]}
+    steps = []
     for spoil in (None, exploding.loud_layer(layer, exploding.FACTOR)):
-        taken = effects.snapshot(network, seed=seed, spoil=spoil, **exploding.HEALTHY[network])
-        sizes.append(effects.step_sizes(taken, exploding.method(method, network), make))
-    names = taken.names
+        taken = effects.snapshot(network, seed=seed, spoil=spoil, **settings)
+        steps.append(effects.step_sizes(taken, exploding.method(method, network), make))
     return statistics.fmean(
         loud / quiet
-        for name, quiet, loud in zip(names, *sizes, strict=True)
+        for name, quiet, loud in zip(taken.names, *steps, strict=True)
         if not name.startswith(layer)
     )
 
@@ -337,12 +378,12 @@ def exact_norm(params: Sequence[Tensor]) -> float:
     return math.sqrt(sum(float(g.double().square().sum()) for g in grads))
 
 
-def _same_or_refuse(limit: float) -> float:
+def _same_or_refuse(shapes: Sequence[tuple[int, ...]], limit: float) -> float:
     """Return the largest gap between our gradients and torch's after one call.
 
     Raises RuntimeError if it is too large to time the two.
     """
-    ours, theirs = parameters(quarter_gpt2()), parameters(quarter_gpt2())
+    ours, theirs = parameters(shapes), parameters(shapes)
     clip_by_global_norm(ours, limit)
     nn.utils.clip_grad_norm_(theirs, limit, foreach=True)
     gap = max(float((a.grad - b.grad).abs().max()) for a, b in zip(ours, theirs, strict=True))  # type: ignore[operator]
@@ -353,12 +394,12 @@ def _same_or_refuse(limit: float) -> float:
     return gap
 
 
-def clip_times(name: str) -> list[Measurement]:
+def clip_times(name: str, sizes: Sizes) -> list[Measurement]:
     """Time our clipping and torch's foreach clipping on the same gradients, in the same rounds."""
-    gap = _same_or_refuse(1.0 if name == "clipping" else math.inf)
+    gap = _same_or_refuse(sizes.shapes, 1.0 if name == "clipping" else math.inf)
     comparisons, coefficients = [], []
     for seed in range(REPETITIONS):
-        params = parameters(quarter_gpt2())
+        params = parameters(sizes.shapes)
         limit: Callable[[], float] = Limit(params) if name == "clipping" else lambda: 1e9
 
         def ours(params: Sequence[Tensor] = params, limit: Callable[[], float] = limit) -> None:
@@ -375,40 +416,44 @@ def clip_times(name: str) -> list[Measurement]:
         side: [1e3 * t for each in comparisons for t in each.timings[side].samples]
         for side in ("labcore", "torch foreach")
     }
-    details = {"tensors": len(params), "largest gap": gap, "bar": BARS[name]}
+    details: dict[str, Any] = {
+        "tensors": len(params),
+        "largest gap": gap,
+        "bar": BARS[name],
+    }
     return [
-        Measurement(
-            quantity="labcore over torch foreach",
-            unit="ratio",
-            samples=[each.ratio("labcore", "torch foreach") for each in comparisons],
-            details=details,
+        seen(
+            "labcore over torch foreach",
+            "ratio",
+            [each.ratio("labcore", "torch foreach") for each in comparisons],
+            **details,
         ),
-        Measurement(
-            quantity="clip_by_global_norm",
-            unit="ms",
-            samples=milliseconds["labcore"],
+        seen(
+            "clip_by_global_norm",
+            "ms",
+            milliseconds["labcore"],
             peers={"torch foreach": milliseconds["torch foreach"]},
-            details=details,
+            **details,
         ),
     ]
 
 
 @case("clip-time/clipping", minutes=0.15, needs="cpu")
-def clip_time_clipping() -> list[Measurement]:
+def clip_time_clipping(sizes: Sizes = FULL) -> list[Measurement]:
     """A model's gradients, above the limit in every call: they are read once and scaled."""
-    return clip_times("clipping")
+    return clip_times("clipping", sizes)
 
 
 @case("clip-time/not-clipping", minutes=0.15, needs="cpu")
-def clip_time_not_clipping() -> list[Measurement]:
+def clip_time_not_clipping(sizes: Sizes = FULL) -> list[Measurement]:
     """The same below the limit, like most steps: torch still multiplies by 1."""
-    return clip_times("not clipping")
+    return clip_times("not clipping", sizes)
 
 
 @case("clip-time/methods", minutes=0.2, needs="cpu")
-def clip_time_methods() -> list[Measurement]:
+def clip_time_methods(sizes: Sizes = FULL) -> list[Measurement]:
     """The other methods when no gradient has to change, against the zclip package and torch."""
-    params = [nn.Parameter(p.detach()) for p in parameters(quarter_gpt2())]
+    params = [nn.Parameter(p.detach()) for p in parameters(sizes.shapes)]
     named = [(f"{i // 2}.{i % 2}", p) for i, p in enumerate(params)]
     for param in params:
         param.grad = 1e-6 * param.detach()
@@ -429,10 +474,10 @@ def clip_time_methods() -> list[Measurement]:
     measured = paired(functions, rounds=30, warmup=2)
     times = {name: [1e3 * t for t in timing.samples] for name, timing in measured.timings.items()}
     return [
-        Measurement(
-            quantity=name,
-            unit="ms",
-            samples=times[name],
+        seen(
+            name,
+            "ms",
+            times[name],
             peers={other: each for other, each in times.items() if other != name},
         )
         for name in functions
@@ -440,20 +485,20 @@ def clip_time_methods() -> list[Measurement]:
     ]
 
 
-SIZES = {"normal": 1e-2, "1e21": 1e21, "1e-30": 1e-30}
+SCALES = {"normal": 1e-2, "1e21": 1e21, "1e-30": 1e-30}
 
 
 @case("clip-accuracy", minutes=0.1)
-def clip_accuracy() -> list[Measurement]:
+def clip_accuracy(sizes: Sizes = FULL) -> list[Measurement]:
     """Relative error of the total norm against float64, and the norm of the clipped gradients.
 
     The error is relative to the larger of the two norms, which makes it 1 if a norm overflows.
     """
     found = []
-    for name, size in SIZES.items():
-        params = parameters(quarter_gpt2())
+    for name, scale in SCALES.items():
+        params = parameters(sizes.shapes)
         for param in params:
-            param.grad = param.grad * (size / 1e-2)  # type: ignore[operator, assignment]
+            param.grad = param.grad * (scale / 1e-2)  # type: ignore[operator, assignment]
         exact = exact_norm(params)
         norms = {
             "labcore": float(clip_by_global_norm(params, math.inf).norm),
@@ -468,17 +513,11 @@ def clip_accuracy() -> list[Measurement]:
                 copy.grad = param.grad.clone()  # type: ignore[union-attr]
             clip(copies, limit)
             ends[side] = [exact_norm(copies) / limit]
+        details: dict[str, Any] = {"exact": exact, "limit": limit, "bar": 1e-6}
         for quantity, unit, each in (
             (f"relative error/{name}", "", errors),
             (f"norm over limit/{name}", "ratio", ends),
         ):
-            found.append(
-                Measurement(
-                    quantity=quantity,
-                    unit=unit,
-                    samples=each["labcore"],
-                    peers={"torch": each["torch"]},
-                    details={"exact": exact, "limit": limit, "bar": 1e-6},
-                )
-            )
+            peers = {"torch": each["torch"]}
+            found.append(seen(quantity, unit, each["labcore"], peers=peers, **details))
     return found

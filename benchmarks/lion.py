@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from lion_pytorch.foreach import Lion as PeerLion
 from torch import Tensor, nn
 
-from benchmarks.runner import Measurement, case
+from benchmarks.runner import Measurement, case, exact, seen
 from labcore.data import digits
 from labcore.device import default_device
 from labcore.optim import AdamW, Lion
-from labcore.studies.digits_runs import DigitsRun, Setting, TrainConfig, train_digits
+from labcore.studies.digits_runs import DigitsRun, Setting, Sweep, TrainConfig, train_digits
 from labcore.studies.lion import tuning
 from labcore.timing import Comparison, paired
 
@@ -29,6 +29,33 @@ BARS = {
     ("Lion", "lion-pytorch foreach"): {"quarter-gpt2": 0.65, "thousand": 0.95},
     ("AdamW", "torch AdamW foreach"): {"quarter-gpt2": 0.75, "thousand": 0.9},
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much the cases on digits measure."""
+
+    learning_rates: tuple[float, ...] = tuning.LEARNING_RATES
+    decays: tuple[float, ...] = tuning.DECAYS
+    tuning_seeds: tuple[int, ...] = tuning.TUNING_SEEDS
+    report_seeds: tuple[int, ...] = tuning.REPORT_SEEDS
+    steps: Mapping[int, int] = field(default_factory=lambda: tuning.STEPS)  # batch -> steps
+    target: float = tuning.TARGET
+    precision_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    precision_steps: int = 1000
+
+
+FULL = Sizes()
+SMALL = Sizes(
+    learning_rates=(1e-2, 3e-2),
+    decays=(0.0, 0.1),
+    tuning_seeds=(100, 101),
+    report_seeds=(0, 1, 2),
+    steps={16: 24, 64: 8},
+    target=2.2,
+    precision_seeds=(0, 1),
+    precision_steps=5,
+)
 
 
 def quarter_gpt2() -> list[tuple[int, ...]]:
@@ -120,12 +147,12 @@ def step_times(name: str) -> list[Measurement]:
     details: dict[str, Any] = {"tensors": len(params), "parameters": count, "largest gap": gaps}
     peers = {title: _milliseconds(comparisons, title) for title in makers()}
     found = [
-        Measurement(
-            quantity=f"{title} step",
-            unit="ms",
-            samples=peers[title],
+        seen(
+            f"{title} step",
+            "ms",
+            peers[title],
             peers={other: times for other, times in peers.items() if other != title},
-            details=details,
+            **details,
         )
         for title in ("Lion", "AdamW")
     ]
@@ -133,14 +160,8 @@ def step_times(name: str) -> list[Measurement]:
     pairs.append(("Lion", "torch AdamW fused"))
     for ours, peer in pairs:
         bar = BARS.get((ours, peer), {}).get(name)
-        found.append(
-            Measurement(
-                quantity=f"{ours} over {peer}",
-                unit="ratio",
-                samples=_ratios(comparisons, ours, peer),
-                details={**details, **({"bar": bar} if bar else {})},
-            )
-        )
+        more = {**details, "bar": bar} if bar else details
+        found.append(seen(f"{ours} over {peer}", "ratio", _ratios(comparisons, ours, peer), **more))
     return found
 
 
@@ -173,25 +194,19 @@ def state_bytes() -> list[Measurement]:
         tensors = [t for entry in optimizer.state.values() for t in entry.values()]
         measured[title] = sum(t.numel() * t.element_size() for t in tensors) / count
     found = [
-        Measurement(
-            quantity=f"{title} state",
-            unit="bytes/parameter",
-            samples=[measured[title]],
+        seen(
+            f"{title} state",
+            "bytes/parameter",
+            [measured[title]],
             peers={other: [size] for other, size in measured.items() if other != title},
-            details={"tensors": len(params), "parameters": count},
+            tensors=len(params),
+            parameters=count,
         )
         for title in ("Lion", "Lion bf16", "AdamW", "AdamW bf16")
     ]
     for dtype in ("", " bf16"):
         ratio = measured[f"AdamW{dtype}"] / measured[f"Lion{dtype}"]
-        found.append(
-            Measurement(
-                quantity=f"AdamW over Lion{dtype}",
-                unit="ratio",
-                samples=[ratio],
-                details={"exact": True},
-            )
-        )
+        found.append(exact(f"AdamW over Lion{dtype}", "ratio", ratio))
     return found
 
 
@@ -217,30 +232,15 @@ def gpu_steps(elements: int) -> list[Measurement]:
     found = []
     for title in ("Lion", "AdamW"):
         times = {t: _milliseconds(comparisons, t) for t in functions if t != title}
-        details = {"elements": elements, "bytes an element": moved[title]}
+        details: dict[str, Any] = {"elements": elements, "bytes an element": moved[title]}
         ratio = _ratios(comparisons, "copy", title)
         share = [r * moved[title] / moved["copy"] for r in ratio]
         ours = _milliseconds(comparisons, title)
+        fused = _ratios(comparisons, title, "torch AdamW fused")
         found += [
-            Measurement(
-                quantity=f"{title} fused step",
-                unit="ms",
-                samples=ours,
-                peers=times,
-                details=details,
-            ),
-            Measurement(
-                quantity=f"{title} over torch AdamW fused",
-                unit="ratio",
-                samples=_ratios(comparisons, title, "torch AdamW fused"),
-                details={**details, "bar": 1.0},
-            ),
-            Measurement(
-                quantity=f"{title} share of copy bandwidth",
-                unit="ratio",
-                samples=share,
-                details={**details, "bar": 0.85},
-            ),
+            seen(f"{title} fused step", "ms", ours, peers=times, **details),
+            seen(f"{title} over torch AdamW fused", "ratio", fused, **details, bar=1.0),
+            seen(f"{title} share of copy bandwidth", "ratio", share, **details, bar=0.85),
         ]
     return found
 
@@ -258,8 +258,28 @@ def fused_128m() -> list[Measurement]:
 
 
 # Lion against AdamW on digits; see `tuning` for how settings are chosen and reported.
-def _reported(name: str, setting: Setting, batch: int) -> list[DigitsRun]:
-    return tuning.report(name, setting, batch, tuning.REPORT_SEEDS)
+def _tuned(batch: int, sizes: Sizes) -> dict[str, Sweep]:
+    return {
+        name: tuning.tuned(
+            name,
+            batch,
+            steps=sizes.steps[batch],
+            learning_rates=sizes.learning_rates,
+            decays=sizes.decays,
+            seeds=sizes.tuning_seeds,
+            target=sizes.target,
+        )
+        for name in tuning.OPTIMIZERS
+    }
+
+
+def _reported(
+    chosen: Mapping[str, Setting], batch: int, sizes: Sizes
+) -> dict[str, list[DigitsRun]]:
+    return {
+        name: tuning.report(name, best, batch, sizes.report_seeds, steps=sizes.steps[batch])
+        for name, best in chosen.items()
+    }
 
 
 def _plain(chosen: dict[str, Setting]) -> dict[str, Any]:
@@ -278,76 +298,76 @@ def _compared(
     between = [100 * (a - b) if units[1] == "percentage points" else a / b for a, b in pairs]
     lion, peers = samples["Lion"], {"AdamW": samples["AdamW"]}
     return [
-        Measurement(quantity=quantity, unit=units[0], samples=lion, peers=peers, details=details),
-        Measurement(quantity=difference, unit=units[1], samples=between, details=details),
+        seen(quantity, units[0], lion, peers=peers, **details),
+        seen(difference, units[1], between, **details),
     ]
 
 
 @case("digits/sweep", minutes=3)
-def digits_sweep() -> list[Measurement]:
+def digits_sweep(sizes: Sizes = FULL) -> list[Measurement]:
     """Ratio of AdamW's to Lion's good learning rates on validation images, by batch size."""
     found = []
-    for batch in tuning.STEPS:
-        sweeps = {name: tuning.tuned(name, batch) for name in tuning.OPTIMIZERS}
+    for batch in sizes.steps:
+        sweeps = _tuned(batch, sizes)
         # On a plateau the best rate is random; the middle of those within a point is more stable.
         plateau = {name: result.plateau(0.01) for name, result in sweeps.items()}
         middle = {name: statistics.geometric_mean(rates) for name, rates in plateau.items()}
-        details = {
-            "learning_rates": tuning.LEARNING_RATES,
-            "decays": tuning.DECAYS,
-            "seeds": tuning.TUNING_SEEDS,
-            "chosen": _plain({name: result.best() for name, result in sweeps.items()}),
-            "plateau": plateau,
-            # [decays, learning_rates, seeds]
-            "accuracy": {
-                name: torch.round(result.accuracy, decimals=4).tolist()
-                for name, result in sweeps.items()
-            },
-        }
         found.append(
-            Measurement(
-                quantity=f"learning-rate ratio/batch {batch}",
-                unit="AdamW / Lion",
-                samples=[middle["AdamW"] / middle["Lion"]],
-                details=details,
+            seen(
+                f"learning-rate ratio/batch {batch}",
+                "AdamW / Lion",
+                [middle["AdamW"] / middle["Lion"]],
+                learning_rates=sizes.learning_rates,
+                decays=sizes.decays,
+                seeds=sizes.tuning_seeds,
+                chosen=_plain({name: result.best() for name, result in sweeps.items()}),
+                plateau=plateau,
+                # [decays, learning_rates, seeds]
+                accuracy={
+                    name: torch.round(result.accuracy, decimals=4).tolist()
+                    for name, result in sweeps.items()
+                },
             )
         )
     return found
 
 
 @case("digits/accuracy", minutes=3.5)
-def digits_accuracy() -> list[Measurement]:
+def digits_accuracy(sizes: Sizes = FULL) -> list[Measurement]:
     """Test accuracy of the settings with the best validation accuracy."""
     found = []
-    for batch in tuning.STEPS:
-        chosen = {name: tuning.tuned(name, batch).best() for name in tuning.OPTIMIZERS}
-        runs = {name: _reported(name, best, batch) for name, best in chosen.items()}
+    for batch in sizes.steps:
+        chosen = {name: result.best() for name, result in _tuned(batch, sizes).items()}
+        runs = _reported(chosen, batch, sizes)
         found += _compared(
             f"accuracy/batch {batch}",
             f"accuracy difference/batch {batch}",
             ("", "percentage points"),
             {name: [run.accuracy for run in each] for name, each in runs.items()},
             chosen=_plain(chosen),
-            seeds=tuning.REPORT_SEEDS,
+            seeds=sizes.report_seeds,
         )
     return found
 
 
 @case("digits/convergence", minutes=3.5)
-def digits_convergence() -> list[Measurement]:
+def digits_convergence(sizes: Sizes = FULL) -> list[Measurement]:
     """Steps to the target loss with the settings that reach it first."""
     found = []
-    for batch in tuning.STEPS:
-        chosen = {name: tuning.tuned(name, batch).fastest() for name in tuning.OPTIMIZERS}
-        runs = {name: _reported(name, best, batch) for name, best in chosen.items()}
+    for batch in sizes.steps:
+        chosen = {name: result.fastest() for name, result in _tuned(batch, sizes).items()}
+        runs = _reported(chosen, batch, sizes)
         found += _compared(
             f"steps/batch {batch}",
             f"steps ratio/batch {batch}",
             ("steps", "Lion / AdamW"),
-            {name: [*map(float, tuning.steps_to_target(each))] for name, each in runs.items()},
+            {
+                name: [*map(float, tuning.steps_to_target(each, sizes.target))]
+                for name, each in runs.items()
+            },
             chosen=_plain(chosen),
-            seeds=tuning.REPORT_SEEDS,
-            target=tuning.TARGET,
+            seeds=sizes.report_seeds,
+            target=sizes.target,
         )
     return found
 
@@ -358,28 +378,33 @@ PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16, fp32 master weights": (torch.bfloat16, {"master_weights": True}),
     "bf16, stochastic rounding": (torch.bfloat16, {"stochastic_rounding": True}),
 }
-PRECISION_SEEDS, PRECISION_STEPS = (0, 1, 2, 3, 4), 1000
 LAYERS_OF_STEP = (1024, 2048, 1024)
 
 
 @case("digits/bf16", minutes=0.5)
-def digits_bf16() -> list[Measurement]:
+def digits_bf16(sizes: Sizes = FULL) -> list[Measurement]:
     """Test accuracy by precision of the weights, at learning rates below and above the stall."""
     found = []
     for lr in (1e-4, 3e-4, 1e-3):
         accuracy: dict[str, list[float]] = {name: [] for name in PRECISIONS}
-        for (name, (dtype, choice)), seed in itertools.product(PRECISIONS.items(), PRECISION_SEEDS):
+        for (name, (dtype, choice)), seed in itertools.product(
+            PRECISIONS.items(), sizes.precision_seeds
+        ):
             generator = torch.Generator().manual_seed(seed)
             make = functools.partial(Lion, lr=lr, generator=generator, **choice)
-            config = TrainConfig(steps=PRECISION_STEPS, dtype=dtype, schedule="constant", seed=seed)
+            config = TrainConfig(
+                steps=sizes.precision_steps, dtype=dtype, schedule="constant", seed=seed
+            )
             accuracy[name].append(train_digits(make, config, digits()).accuracy)
         found.append(
-            Measurement(
-                quantity=f"accuracy/lr {lr:g}",
-                unit="",
-                samples=accuracy.pop("bf16"),
+            seen(
+                f"accuracy/lr {lr:g}",
+                "",
+                accuracy.pop("bf16"),
                 peers=accuracy,
-                details={"steps": PRECISION_STEPS, "batch": 64, "seeds": PRECISION_SEEDS},
+                steps=sizes.precision_steps,
+                batch=64,
+                seeds=sizes.precision_seeds,
             )
         )
     return found
@@ -409,12 +434,8 @@ def training_step() -> list[Measurement]:
         for seed in range(REPETITIONS):
             steps = {n: _training_step(make, batch) for n, make in tuning.OPTIMIZERS.items()}
             comparisons.append(paired(steps, rounds=15, seed=seed, device=default_device()))
+        ratio = _ratios(comparisons, "Lion", "AdamW")
         found.append(
-            Measurement(
-                quantity=f"time ratio/batch {batch}",
-                unit="Lion / AdamW",
-                samples=_ratios(comparisons, "Lion", "AdamW"),
-                details={"layers": LAYERS_OF_STEP},
-            )
+            seen(f"time ratio/batch {batch}", "Lion / AdamW", ratio, layers=LAYERS_OF_STEP)
         )
     return found

@@ -9,6 +9,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import webdataset
 from torch import Tensor
 
-from benchmarks.runner import Measurement, case
+from benchmarks.runner import Measurement, case, ratios, seen
 from labcore.shuffling import (
     BufferShuffle,
     FullShuffle,
@@ -29,6 +30,23 @@ from labcore.shuffling import (
 from labcore.studies.shuffling import characters, digit_orders, tracing
 from labcore.studies.shuffling.characters import BATCH, EpochRun
 from labcore.timing import Timing, paired
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much the experiments measure."""
+
+    seeds: tuple[int, ...] = characters.SEEDS  # of the texts
+    steps: int | None = None  # of a run on a text; None for an epoch
+    stability_seeds: tuple[int, ...] = tuple(range(8))  # a coarse grid of rates needs more runs
+    digit_seeds: tuple[int, ...] = digit_orders.SEEDS
+    batches: tuple[int, ...] = digit_orders.SIZES  # whose design effect is predicted
+
+
+FULL = Sizes()
+SMALL = Sizes(
+    seeds=(0, 1), steps=12, stability_seeds=(0, 1), digit_seeds=(0, 1), batches=(16, 32, 64)
+)
 
 # Experiments -------------------------------------------------------------------------------------
 SPIKES_FROM = 50  # the detector's window: it can't find earlier spikes
@@ -69,15 +87,13 @@ def _boundaries(kind: str, seed: int, onsets: Sequence[int]) -> tracing.Boundary
 WITHIN = 2  # steps from a file's beginning to its spike
 
 
-def _traced(kind: str, onsets: Sequence[Sequence[int]]) -> list[Measurement]:
+def _traced(kind: str, onsets: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Measurement]:
     """Measure how often the file order's spikes begin with a file; skip seeds without spikes."""
-    tests = [
-        _boundaries(kind, seed, each) for seed, each in zip(characters.SEEDS, onsets, strict=True)
-    ]
+    tests = [_boundaries(kind, seed, each) for seed, each in zip(seeds, onsets, strict=True)]
     found = [test for test in tests if test is not None]
     if not found:
         raise RuntimeError(f"found no spike in the file order of {kind}: there is nothing to trace")
-    details = {
+    details: dict[str, Any] = {
         "within": WITHIN,
         "onsets": [test.onsets for test in found],
         "share": [test.share for test in found],
@@ -85,25 +101,28 @@ def _traced(kind: str, onsets: Sequence[Sequence[int]]) -> list[Measurement]:
         "p": [test.p for test in found],
     }
     return [
-        Measurement(
-            quantity=f"share at a file's beginning, minus chance/{kind}",
-            unit="share of spikes",
-            samples=[test.share - test.chance for test in found],
-            details=details,
+        seen(
+            f"share at a file's beginning, minus chance/{kind}",
+            "share of spikes",
+            [test.share - test.chance for test in found],
+            **details,
         ),
-        Measurement(
-            quantity=f"share of files that begin with a spike/{kind}",
-            unit="share of files",
-            samples=[test.recall for test in found],
-            details=details,
+        seen(
+            f"share of files that begin with a spike/{kind}",
+            "share of files",
+            [test.recall for test in found],
+            **details,
         ),
     ]
 
 
 def _arm(
-    kind: str, order: str, runs: Sequence[EpochRun], full: Sequence[EpochRun]
+    kind: str,
+    order: str,
+    runs: Sequence[EpochRun],
+    full: Sequence[EpochRun],
+    seeds: Sequence[int],
 ) -> list[Measurement]:
-    seeds = characters.SEEDS
     onsets = [[spike.step for spike in tracing.spikes_of(run.losses)] for run in runs]
     effects = [_distances(run, kind, seed) for run, seed in zip(runs, seeds, strict=True)]
     rate = [1000 * len(each) / len(run.losses) for each, run in zip(onsets, runs, strict=True)]
@@ -118,10 +137,7 @@ def _arm(
     if kind == "sources" and ("buffer" in order or order in ("file order", "full")):
         details["losses"] = [[round(x, 3) for x in runs[i].losses] for i in DRAWN]
         details["distances"] = [_smooth(effects[i]) for i in DRAWN]
-    found = [
-        Measurement(quantity=f"spikes/{kind}, {order}", unit="in 1,000 steps", samples=rate,
-                    details=details)
-    ]  # fmt: skip
+    found = [seen(f"spikes/{kind}, {order}", "in 1,000 steps", rate, **details)]
     if order == "full":
         return found
     pairs = list(zip(runs, full, strict=True))
@@ -131,16 +147,15 @@ def _arm(
         ("steps over full", "ratio"): [characters.steps_ratio(a, b) for a, b in pairs],
     }
     return found + [
-        Measurement(quantity=f"{name}/{kind}, {order}", unit=unit, samples=samples)
-        for (name, unit), samples in compared.items()
+        seen(f"{name}/{kind}, {order}", unit, samples) for (name, unit), samples in compared.items()
     ]
 
 
-def _flags(runs: dict[tuple[str, str], list[EpochRun]]) -> list[Measurement]:
+def _flags(runs: dict[tuple[str, str], list[EpochRun]], seeds: Sequence[int]) -> list[Measurement]:
     """Return how well two signs predict which runs end worse than a full shuffle."""
     scores: dict[str, list[tuple[float, float]]] = {"design effect": [], "spikes": []}
     tables: list[dict[str, Any]] = []
-    for place, seed in enumerate(characters.SEEDS):
+    for place, seed in enumerate(seeds):
         table = {}
         for (kind, order), each in runs.items():
             run, full = each[place], runs[kind, "full"][place]
@@ -161,17 +176,18 @@ def _flags(runs: dict[tuple[str, str], list[EpochRun]]) -> list[Measurement]:
                     both / sum(harmed) if any(harmed) else 1.0,
                 )
             )
+    details: dict[str, Any] = {
+        "harm above": HARM,
+        "design effect above": FLAG,
+        "spikes at least": MANY,
+        "harmed, by design effect, by spikes": tables,
+    }
     return [
-        Measurement(
-            quantity=f"{title} of the flag/{name}",
-            unit="share of runs",
-            samples=[pair[place] for pair in pairs],
-            details={
-                "harm above": HARM,
-                "design effect above": FLAG,
-                "spikes at least": MANY,
-                "harmed, by design effect, by spikes": tables,
-            },
+        seen(
+            f"{title} of the flag/{name}",
+            "share of runs",
+            [pair[place] for pair in pairs],
+            **details,
         )
         for name, pairs in scores.items()
         for place, title in enumerate(("precision", "recall"))
@@ -179,137 +195,135 @@ def _flags(runs: dict[tuple[str, str], list[EpochRun]]) -> list[Measurement]:
 
 
 @case("text/orders", minutes=3.5)
-def text_orders() -> list[Measurement]:
+def text_orders(sizes: Sizes = FULL) -> list[Measurement]:
     """One epoch in every order: spikes, held-out loss, steps, correlation, and signs of harm."""
+    seeds = sizes.seeds
     runs = {
-        (kind, order): [characters.run(order, seed, kind=kind) for seed in characters.SEEDS]
+        (kind, order): [characters.run(order, s, kind=kind, steps=sizes.steps) for s in seeds]
         for kind, orders in ARMS.items()
         for order in orders
     }
     found = []
     for (kind, order), each in runs.items():
-        found += _arm(kind, order, each, runs[kind, "full"])
+        found += _arm(kind, order, each, runs[kind, "full"], seeds)
     for kind in ARMS:
         each = runs[kind, "file order"]
-        found += _traced(kind, [[s.step for s in tracing.spikes_of(run.losses)] for run in each])
-    return found + _flags(runs)
+        onsets = [[spike.step for spike in tracing.spikes_of(run.losses)] for run in each]
+        found += _traced(kind, onsets, seeds)
+    return found + _flags(runs, seeds)
 
 
 @case("text/learning-rate", minutes=0.8)
-def text_learning_rate() -> list[Measurement]:
+def text_learning_rate(sizes: Sizes = FULL) -> list[Measurement]:
     """Spikes and held-out loss at the learning rate that suits a full shuffle better."""
     runs = {
-        order: [characters.run(order, seed, lr=characters.OTHER_RATE) for seed in characters.SEEDS]
+        order: [
+            characters.run(order, seed, lr=characters.OTHER_RATE, steps=sizes.steps)
+            for seed in sizes.seeds
+        ]
         for order in ("file order", "buffer 256", "full")
     }
     found = []
     for order, each in runs.items():
         counts = [len(tracing.spikes_of(run.losses)) / len(run.losses) for run in each]
         pairs = zip(each, runs["full"], strict=True)
-        details = {"seeds": characters.SEEDS, "held out": [run.held_out for run in each]}
+        details: dict[str, Any] = {
+            "seeds": sizes.seeds,
+            "held out": [run.held_out for run in each],
+        }
         found += [
-            Measurement(
-                quantity=f"spikes/{order}",
-                unit="in 1,000 steps",
-                samples=[1000 * count for count in counts],
-                details=details,
-            ),
-            Measurement(
-                quantity=f"held-out loss minus full/{order}",
-                unit="nats a letter",
-                samples=[run.held_out - full.held_out for run, full in pairs],
+            seen(f"spikes/{order}", "in 1,000 steps", [1000 * n for n in counts], **details),
+            seen(
+                f"held-out loss minus full/{order}",
+                "nats a letter",
+                [run.held_out - full.held_out for run, full in pairs],
             ),
         ]
     return found
 
 
-STABILITY_SEEDS = tuple(range(8))  # a coarse grid of rates needs more runs
-
-
 @case("text/stability", minutes=0.5)
-def text_stability() -> list[Measurement]:
+def text_stability(sizes: Sizes = FULL) -> list[Measurement]:
     """The largest learning rate of plain gradient descent that does not diverge, by order."""
+    seeds = sizes.stability_seeds
     largest = {
-        order: [characters.largest_stable_rate(order, seed) for seed in STABILITY_SEEDS]
+        order: [characters.largest_stable_rate(order, seed) for seed in seeds]
         for order in ("file order", "full")
     }
     if not min(largest["full"]):
         raise RuntimeError(f"a full shuffle diverges at {characters.RATES[0]}; lower the rates")
     return [
-        Measurement(
-            quantity="largest stable learning rate, file order over full",
-            unit="ratio",
-            samples=[a / b for a, b in zip(largest["file order"], largest["full"], strict=True)],
-            details={"seeds": STABILITY_SEEDS, "rates": characters.RATES, "largest": largest},
+        seen(
+            "largest stable learning rate, file order over full",
+            "ratio",
+            ratios(largest["file order"], largest["full"]),
+            seeds=seeds,
+            rates=characters.RATES,
+            largest=largest,
         )
     ]
 
 
 @case("digits/collapse", minutes=0.2)
-def digits_collapse() -> list[Measurement]:
+def digits_collapse(sizes: Sizes = FULL) -> list[Measurement]:
     """Test accuracy on class-sorted digits by order, with the label entropy within a batch."""
     found = []
     for order in digit_orders.ORDERS:
-        runs = [digit_orders.train(order, seed) for seed in digit_orders.SEEDS]
-        found.append(
-            Measurement(
-                quantity=f"accuracy/{order}",
-                unit="",
-                samples=[run.accuracy for run in runs],
-                details={
-                    "seeds": digit_orders.SEEDS,
-                    "entropy within a batch": [run.entropy.within for run in runs],
-                    "entropy expected": runs[0].entropy.expected,
-                    "entropy of the data": runs[0].entropy.data,
-                },
-            )
-        )
+        runs = [digit_orders.train(order, seed) for seed in sizes.digit_seeds]
+        details: dict[str, Any] = {
+            "seeds": sizes.digit_seeds,
+            "entropy within a batch": [run.entropy.within for run in runs],
+            "entropy expected": runs[0].entropy.expected,
+            "entropy of the data": runs[0].entropy.data,
+        }
+        found.append(seen(f"accuracy/{order}", "", [run.accuracy for run in runs], **details))
     return found
 
 
 @case("digits/design-effect", minutes=0.4)
-def digits_design_effect() -> list[Measurement]:
+def digits_design_effect(sizes: Sizes = FULL) -> list[Measurement]:
     """Measured minus predicted design effect, at the predictor's batch size and at others."""
     found = []
     for order in digit_orders.ORDERS:
-        every = [digit_orders.effects(order, seed=seed) for seed in digit_orders.SEEDS]
-        details = {
-            "seeds": digit_orders.SEEDS,
+        every = [
+            digit_orders.effects(order, seed=seed, sizes=sizes.batches)
+            for seed in sizes.digit_seeds
+        ]
+        details: dict[str, Any] = {
+            "seeds": sizes.digit_seeds,
             "at": every[0].at,
             "icc": [each.icc for each in every],
             "sizes": every[0].sizes,
             "predicted": [each.predicted for each in every],
             "measured": [each.measured for each in every],
         }
-        for place, size in enumerate(every[0].sizes):
+        for place, size in enumerate(sizes.batches):
             found.append(
-                Measurement(
-                    quantity=f"measured minus predicted/{order}, batch {size}",
-                    unit="",
-                    samples=[each.measured[place] - each.predicted[place] for each in every],
-                    details=details if size == every[0].at else {},
+                seen(
+                    f"measured minus predicted/{order}, batch {size}",
+                    "",
+                    [each.measured[place] - each.predicted[place] for each in every],
+                    **(details if size == every[0].at else {}),
                 )
             )
     return found
 
 
 @case("digits/noise-scale", minutes=0.2)
-def digits_noise_scale() -> list[Measurement]:
+def digits_noise_scale(sizes: Sizes = FULL) -> list[Measurement]:
     """Ratio of the noise scale estimated from two batches to the exact one, by order."""
     found = []
     for order in digit_orders.ORDERS:
-        pairs = [digit_orders.noise_scales(order, seed=seed) for seed in digit_orders.SEEDS]
+        pairs = [digit_orders.noise_scales(order, seed=seed) for seed in sizes.digit_seeds]
+        exact = [one.scale for one, _ in pairs]
+        estimates = [one.scale for _, one in pairs]
+        details: dict[str, Any] = {
+            "seeds": sizes.digit_seeds,
+            "exact": exact,
+            "two batches": estimates,
+        }
         found.append(
-            Measurement(
-                quantity=f"two batches over exact/{order}",
-                unit="ratio",
-                samples=[estimate.scale / exact.scale for exact, estimate in pairs],
-                details={
-                    "seeds": digit_orders.SEEDS,
-                    "exact": [exact.scale for exact, _ in pairs],
-                    "two batches": [estimate.scale for _, estimate in pairs],
-                },
-            )
+            seen(f"two batches over exact/{order}", "ratio", ratios(estimates, exact), **details)
         )
     return found
 
@@ -372,31 +386,31 @@ def shards_rows_per_second() -> list[Measurement]:
             rounds=15,
             warmup=1,
         )
-        sizes = {
+        stored = {
             "bytes": sum(path.stat().st_size for path in paths),
             "bytes of webdataset's own": sum(path.stat().st_size for path in others),
         }
     rates = {name: _per_second(timing, ROWS) for name, timing in compared.timings.items()}
-    details = {"rows": ROWS, "shards": SHARDS, "buffer": BUFFER, "initial": INITIAL, **sizes}
+    details: dict[str, Any] = {
+        "rows": ROWS,
+        "shards": SHARDS,
+        "buffer": BUFFER,
+        "initial": INITIAL,
+        **stored,
+    }
     return [
-        Measurement(
-            quantity="rows per second",
-            unit="rows/s",
-            samples=rates.pop("StreamRows"),
-            peers=rates,
-            details=details,
+        seen("rows per second", "rows/s", rates.pop("StreamRows"), peers=rates, **details),
+        seen(
+            "StreamRows over webdataset, time",
+            "ratio",
+            compared.ratios("StreamRows", "webdataset"),
+            **details,
         ),
-        Measurement(
-            quantity="StreamRows over webdataset, time",
-            unit="ratio",
-            samples=compared.ratios("StreamRows", "webdataset"),
-            details=details,
-        ),
-        Measurement(
-            quantity="shards of write_shards over webdataset's own, time of webdataset",
-            unit="ratio",
-            samples=compared.ratios("webdataset", "webdataset, its own shards"),
-            details=details,
+        seen(
+            "shards of write_shards over webdataset's own, time of webdataset",
+            "ratio",
+            compared.ratios("webdataset", "webdataset, its own shards"),
+            **details,
         ),
     ]
 
@@ -480,7 +494,7 @@ def shards_resume() -> list[Measurement]:
             next(itertools.islice(_webdataset(paths, SMALL_BUFFER), place, None))
 
         compared = paired({"StreamRows": ours, "webdataset": theirs}, rounds=9, warmup=1)
-    details = {
+    details: dict[str, Any] = {
         "rows": RESUMED,
         "rows handed out": place,
         "rows read again": counter[0],
@@ -491,18 +505,12 @@ def shards_resume() -> list[Measurement]:
     }
     seconds = {name: list(timing.samples) for name, timing in compared.timings.items()}
     return [
-        Measurement(
-            quantity="time to the next row",
-            unit="s",
-            samples=seconds.pop("StreamRows"),
-            peers=seconds,
-            details=details,
-        ),
-        Measurement(
-            quantity="StreamRows over webdataset, time to the next row",
-            unit="ratio",
-            samples=compared.ratios("StreamRows", "webdataset"),
-            details=details,
+        seen("time to the next row", "s", seconds.pop("StreamRows"), peers=seconds, **details),
+        seen(
+            "StreamRows over webdataset, time to the next row",
+            "ratio",
+            compared.ratios("StreamRows", "webdataset"),
+            **details,
         ),
     ]
 
@@ -522,20 +530,14 @@ def loader_epoch() -> list[Measurement]:
         {name: functools.partial(_exhaust, batches) for name, batches in loaders.items()},
         rounds=25,
     )
-    details = {"rows": LOADED, "batch": 32, "workers": 0}
+    details: dict[str, Any] = {"rows": LOADED, "batch": 32, "workers": 0}
     rates = {name: _per_second(timing, LOADED) for name, timing in compared.timings.items()}
     return [
-        Measurement(
-            quantity="rows per second",
-            unit="rows/s",
-            samples=rates.pop("ResumableLoader"),
-            peers=rates,
-            details=details,
-        ),
-        Measurement(
-            quantity="ResumableLoader over torch DataLoader, time",
-            unit="ratio",
-            samples=compared.ratios("ResumableLoader", "torch DataLoader"),
-            details=details,
+        seen("rows per second", "rows/s", rates.pop("ResumableLoader"), peers=rates, **details),
+        seen(
+            "ResumableLoader over torch DataLoader, time",
+            "ratio",
+            compared.ratios("ResumableLoader", "torch DataLoader"),
+            **details,
         ),
     ]

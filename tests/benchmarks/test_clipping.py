@@ -1,7 +1,6 @@
 """The experiments run small: every quantity that a claim asks for is there, and is what it says."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 
@@ -10,32 +9,7 @@ from benchmarks.runner import Measurement
 from labcore.studies.clipping import exploding
 from tests.benchmarks.measurements import asked, by_quantity
 
-RNN, CONV = {"width": 10, "gain": 0.5}, {"depth": 3, "channels": 3}
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module, settings in {
-        exploding: {
-            "SEEDS": (0, 1),
-            "STEPS": 24,
-            "BAD_STEP": 21,
-            "HEALTHY": {"RNN": RNN, "conv": CONV},
-            "EXPLODING": RNN,
-            "LOUD": {"RNN": "recurrent.", "conv": "layers.1."},
-            "BATCH": {"RNN": 2, "conv": 4},
-        },
-        cases: {
-            "DEPTHS": (2, 3),
-            "FRESH": {
-                name: (network, RNN if network == "RNN" else CONV)
-                for name, (network, _) in cases.FRESH.items()
-            },
-        },
-    }.items():
-        for name, value in settings.items():
-            monkeypatch.setattr(module, name, value)
-    yield
+RNN, CONV = cases.SMALL.networks.values()
 
 
 def one_a_seed(found: list[Measurement]) -> dict[str, Measurement]:
@@ -44,7 +18,7 @@ def one_a_seed(found: list[Measurement]) -> dict[str, Measurement]:
 
 
 def test_growth_has_a_prediction_beside_every_factor() -> None:
-    found = one_a_seed(cases.growth_factor())
+    found = one_a_seed(cases.growth_factor(cases.SMALL))
     assert asked("clipping", "growth/factor") <= set(found)
     for item in found.values():
         assert len(item.peers["predicted"]) == 2
@@ -54,12 +28,12 @@ def test_growth_has_a_prediction_beside_every_factor() -> None:
 
 
 def test_directions_are_taken_at_a_tenth_of_each_norm() -> None:
-    found = one_a_seed(cases.direction_by_depth())
+    found = one_a_seed(cases.direction_by_depth(cases.SMALL))
     wanted = {
         name.replace("conv of 16", "conv of 3") for name in asked("clipping", "direction/depth")
     }
     assert wanted <= set(found)
-    for depth in cases.DEPTHS:
+    for depth in cases.SMALL.depths:
         whole = found[f"cosine/conv of {depth}, global"]
         assert list(whole.samples) == pytest.approx([1, 1])
         assert whole.details["kept"] == pytest.approx([0.1, 0.1], rel=1e-5)
@@ -76,27 +50,28 @@ def test_directions_are_taken_at_a_tenth_of_each_norm() -> None:
     ],
 )
 def test_accuracy_is_lost_seed_by_seed(case: str, function) -> None:
-    found = one_a_seed(function())
+    found = one_a_seed(function(cases.SMALL))
     assert asked("clipping", case) <= set(found)
     for name, item in found.items():
         if name.startswith("accuracy lost"):
             pairs = zip(item.details["clean"], item.details["accuracy"], strict=True)
             assert list(item.samples) == [100 * (clean - lost) for clean, lost in pairs]
-            assert len(item.details["losses of the first seed"]) <= exploding.STEPS
+            assert len(item.details["losses of the first seed"]) <= cases.SMALL.steps
         if name.startswith("not finite"):
             assert set(item.samples) <= {0.0, 1.0}
     assert found["bad step over its median/SGD, none"].samples[0] > 50
 
 
 def test_gradients_that_explode_by_themselves_are_counted_against_global_clipping() -> None:
-    found = one_a_seed(cases.natural())
+    found = one_a_seed(cases.natural(cases.SMALL))
     assert asked("clipping", "natural/RNN") <= set(found)
-    clean = [exploding.natural("global", "AdamW", seed).accuracy for seed in exploding.SEEDS]
+    training = cases.SMALL.training("RNN")
+    clean = [exploding.natural("global", "AdamW", seed, **training).accuracy for seed in (0, 1)]
     assert found["accuracy lost/AdamW, none"].details["clean"] == clean
 
 
 def test_local_is_compared_with_global_seed_by_seed() -> None:
-    found = one_a_seed(cases.loud_layer())
+    found = one_a_seed(cases.loud_layer(cases.SMALL))
     assert asked("clipping", "loud-layer/training") <= set(found)
     for item in found.values():
         means = item.details["accuracy"]
@@ -105,7 +80,7 @@ def test_local_is_compared_with_global_seed_by_seed() -> None:
 
 
 def test_healthy_layers_keep_all_under_the_local_norm_and_little_under_the_global_one() -> None:
-    found = one_a_seed(cases.loud_first_step())
+    found = one_a_seed(cases.loud_first_step(cases.SMALL))
     assert asked("clipping", "loud-layer/first-step") <= set(found)
     for name, item in found.items():
         if "local" in name:
@@ -116,8 +91,8 @@ def test_healthy_layers_keep_all_under_the_local_norm_and_little_under_the_globa
 
 def test_steps_are_measured_against_the_twenty_before_the_bad_batch() -> None:
     moves = [5.0] + [1.0] * 10 + [3.0] * 10 + [40.0, 1.0, 1.0]
-    assert cases.bad_step(moves) == 40 / 2.0
-    assert cases.usual_step(moves) == 2.0
+    assert cases.bad_step(moves, at=21) == 40 / 2.0
+    assert cases.usual_step(moves, at=21) == 2.0
 
 
 def test_what_was_not_clipped_has_no_cosine() -> None:
@@ -128,11 +103,10 @@ def test_what_was_not_clipped_has_no_cosine() -> None:
     assert cases.finite([1.23456, math.nan, math.inf]) == [1.235, None, None]
 
 
-def test_a_norm_that_overflows_is_wrong_by_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "quarter_gpt2", lambda: [(7, 3), (5,)])
-    found = by_quantity(cases.clip_accuracy())
+def test_a_norm_that_overflows_is_wrong_by_all_of_it() -> None:
+    found = by_quantity(cases.clip_accuracy(cases.SMALL))
     assert asked("clipping", "clip-accuracy") <= set(found)
     assert found["relative error/1e21"].peers["torch"] == [1.0]
-    for size in cases.SIZES:
-        assert found[f"relative error/{size}"].samples[0] < 1e-6
-        assert found[f"norm over limit/{size}"].samples == [pytest.approx(1, rel=1e-5)]
+    for scale in cases.SCALES:
+        assert found[f"relative error/{scale}"].samples[0] < 1e-6
+        assert found[f"norm over limit/{scale}"].samples == [pytest.approx(1, rel=1e-5)]

@@ -1,66 +1,15 @@
 """The experiments run small: what a claim asks for is there, and means what it says."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from benchmarks import ghost_norm as cases
+from benchmarks.ghost_norm import SMALL
 from labcore.studies.ghost_norm import large_batches
-from labcore.studies.ghost_norm.large_batches import Regime
 from tests.benchmarks.measurements import asked, by_quantity
 
 
-def short(regimes: dict[str, Regime]) -> dict[str, Regime]:
-    """The same regimes, two or three steps long, at a rate that such a run can bear."""
-    return {
-        name: Regime(
-            batch=regime.batch,
-            lr=0.01,
-            ghost=regime.ghost,
-            steps=3 if "more" in name else 2,
-            normalized=regime.normalized,
-        )
-        for name, regime in regimes.items()
-    }
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module, settings in {
-        large_batches: {
-            "SEEDS": (0, 1),
-            "TUNING_SEEDS": (900, 901),
-            "EPOCHS": 1,
-            "LEARNING_RATES": (0.1, 1e-6),
-            "SWEEP_BATCHES": (32, 512),
-            "SWEEP_GHOSTS": (8, 32, 512),
-            "TARGET": 2.0,
-            "REGIMES": short(dict(large_batches.REGIMES)),
-            "PLAIN_REGIMES": short(dict(large_batches.PLAIN_REGIMES)),
-        },
-        cases: {
-            "CONVERGENCE_SEEDS": (0, 1),
-            "SWEEP_SEEDS": (0, 1),
-            "GRADIENT_SEEDS": (0, 1),
-            "DRAWS": 20,
-            "REPETITIONS": 2,
-            "ROUNDS": 1,
-        },
-    }.items():
-        for name, value in settings.items():
-            monkeypatch.setattr(module, name, value)
-    sweep_regime = large_batches.sweep_regime
-
-    def two_steps(batch: int, ghost: int, *, many: bool = False) -> Regime:
-        regime = sweep_regime(batch, ghost)
-        return Regime(batch=batch, lr=regime.lr, ghost=regime.ghost, steps=16 if many else 8)
-
-    monkeypatch.setattr(large_batches, "sweep_regime", two_steps)
-    yield
-
-
 def test_tuning_takes_the_best_rate_of_each_kind() -> None:
-    found = by_quantity(cases.tuning())
+    found = by_quantity(cases.tuning(SMALL))
     assert len(found) == 4
     for item in found.values():
         grid = item.details["accuracy"]
@@ -80,47 +29,47 @@ def test_the_study_took_the_rates_that_a_record_chose() -> None:
 
 
 def test_regimes_are_compared_seed_by_seed() -> None:
-    found = by_quantity(cases.regimes())
+    found = by_quantity(cases.regimes(SMALL))
     assert asked("ghost_norm", "digits/regimes") <= set(found)
     small = found["accuracy/small batch"].samples
-    for name in large_batches.REGIMES:
+    for name in SMALL.regimes:
         assert {f"trace/{name}", f"rise/{name}"} <= set(found)
         if name != "small batch":
             pairs = zip(found[f"accuracy/{name}"].samples, small, strict=True)
             points = found[f"minus small batch/{name}"].samples
             assert points == [100 * (a - b) for a, b in pairs]
     for name, (ghosts, whole) in cases.OWN_EFFECT.items():
-        assert large_batches.REGIMES[ghosts].ghost and not large_batches.REGIMES[whole].ghost
+        assert SMALL.regimes[ghosts].ghost and not SMALL.regimes[whole].ghost
         samples = (found[f"accuracy/{each}"].samples for each in (ghosts, whole))
         effect = [100 * (a - b) for a, b in zip(*samples, strict=True)]
         assert found[f"ghosts' own effect/{name}"].samples == effect
-    run = large_batches.train(large_batches.REGIMES["large, root rate, ghosts"], 1)
+    run = large_batches.train(SMALL.regimes["large, root rate, ghosts"], 1)
     assert found["accuracy/large, root rate, ghosts"].samples[1] == run.accuracy
 
 
 def test_a_network_without_normalization_is_compared_with_its_own_small_batch() -> None:
-    found = by_quantity(cases.without_normalization())
+    found = by_quantity(cases.without_normalization(SMALL))
     assert asked("ghost_norm", "digits/plain") <= set(found)
-    run = large_batches.train(large_batches.PLAIN_REGIMES["small batch"], 0)
+    run = large_batches.train(SMALL.plain_regimes["small batch"], 0)
     assert found["accuracy/small batch"].samples[0] == run.accuracy
 
 
 def test_steps_are_counted_to_the_target_and_images_follow() -> None:
-    found = by_quantity(cases.convergence())
+    found = by_quantity(cases.convergence(SMALL))
     assert asked("ghost_norm", "digits/convergence") <= set(found)
-    for batch in large_batches.SWEEP_BATCHES:
+    for batch in SMALL.batches:
         item = found[f"steps/batch {batch}"]
         assert item.details["images"] == [batch * step for step in item.samples]
-        regime = large_batches.sweep_regime(batch, batch)
+        regime = large_batches.sweep_regime(batch, batch, epochs=SMALL.epochs)
         run = large_batches.train(regime, 1, check_every=1)
-        arrived = run.steps_to(large_batches.TARGET)
+        arrived = run.steps_to(SMALL.target)
         assert item.samples[1] == (regime.updates + 1 if arrived is None else arrived)
     steps, images = (found[f"{unit} ratio/batch 512 over 32"] for unit in ("steps", "images"))
     assert images.samples == pytest.approx([16 * ratio for ratio in steps.samples])
 
 
 def test_the_sweep_has_every_ghost_up_to_the_batch_and_both_budgets() -> None:
-    found = by_quantity(cases.sweep())
+    found = by_quantity(cases.sweep(SMALL))
     assert len(found) == 4
     points = found["accuracy/batch 512, equal updates"].details["ghosts"]
     assert set(points) == {"8", "32", "512"}
@@ -129,12 +78,13 @@ def test_the_sweep_has_every_ghost_up_to_the_batch_and_both_budgets() -> None:
         assert len(point["accuracy"]) == 2
         assert len(point["steps"]) == len(point["loss"])
         assert point["steps"][-1] == 16
-    run = large_batches.train(large_batches.sweep_regime(512, 8, many=True), 1)
+    regime = large_batches.sweep_regime(512, 8, many=True, epochs=SMALL.epochs)
+    run = large_batches.train(regime, 1)
     assert points["8"]["accuracy"][1] == run.accuracy
 
 
 def test_variance_has_a_row_a_seed_and_none_is_left_at_the_whole() -> None:
-    found = by_quantity(cases.gradient_variance())
+    found = by_quantity(cases.gradient_variance(SMALL))
     assert asked("ghost_norm", "gradients/variance") <= set(found)
     ratio, last = "variance ratio, batch 256 over 32", len(cases.GRADIENT_BATCHES) - 1
     for name in cases.GRADIENT_KINDS:
@@ -148,7 +98,7 @@ def test_variance_has_a_row_a_seed_and_none_is_left_at_the_whole() -> None:
 
 
 def test_times_are_ratios_within_a_repetition() -> None:
-    found = by_quantity(cases.throughput())
+    found = by_quantity(cases.throughput(SMALL))
     assert asked("ghost_norm", "throughput") <= set(found)
     name = "time ratio, batch 512 over 32"
     small, large = (found[f"images a second/batch {b}"].samples for b in (32, 512))

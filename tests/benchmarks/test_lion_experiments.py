@@ -1,7 +1,5 @@
 """The digits cases run small: every quantity that a claim or the chapter asks for is there."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,26 +9,8 @@ from labcore.studies.lion import tuning
 from tests.benchmarks.measurements import by_quantity
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in {
-        "LEARNING_RATES": (1e-2, 3e-2),
-        "DECAYS": (0.0, 0.1),
-        "TUNING_SEEDS": (100, 101),
-        "REPORT_SEEDS": (0, 1, 2),
-        "STEPS": {16: 24, 64: 8},
-        "TARGET": 2.2,
-    }.items():
-        monkeypatch.setattr(tuning, name, value)
-    monkeypatch.setattr(cases, "PRECISION_SEEDS", (0, 1))
-    monkeypatch.setattr(cases, "PRECISION_STEPS", 5)
-    tuning.tuned.cache_clear()
-    yield
-    tuning.tuned.cache_clear()
-
-
 def test_the_sweep_keeps_the_whole_grid_and_what_it_chose() -> None:
-    found = by_quantity(cases.digits_sweep())
+    found = by_quantity(cases.digits_sweep(cases.SMALL))
     assert set(found) == {"learning-rate ratio/batch 16", "learning-rate ratio/batch 64"}
     details = found["learning-rate ratio/batch 16"].details
     assert torch.tensor(details["accuracy"]["Lion"]).shape == (2, 2, 2)
@@ -45,7 +25,7 @@ def test_the_sweep_keeps_the_whole_grid_and_what_it_chose() -> None:
     ],
 )
 def test_what_lies_between_is_taken_seed_by_seed(case: str, quantity: str, between: str) -> None:
-    found = by_quantity(getattr(cases, case)())
+    found = by_quantity(getattr(cases, case)(cases.SMALL))
     lion, adamw = found[quantity].samples, found[quantity].peers["AdamW"]
     assert len(lion) == len(adamw) == 3
     if "difference" in between:
@@ -55,15 +35,17 @@ def test_what_lies_between_is_taken_seed_by_seed(case: str, quantity: str, betwe
     assert found[between].samples == expected
     # The settings in the details give the samples again.
     setting = digits_runs.Setting(**found[quantity].details["chosen"]["Lion"])
-    again = tuning.report("Lion", setting, 64, seeds=tuning.REPORT_SEEDS)
-    repeated = (
-        [run.accuracy for run in again] if "acc" in quantity else tuning.steps_to_target(again)
-    )
+    sizes = cases.SMALL
+    again = tuning.report("Lion", setting, 64, sizes.report_seeds, steps=sizes.steps[64])
+    if "acc" in quantity:
+        repeated = [run.accuracy for run in again]
+    else:
+        repeated = tuning.steps_to_target(again, sizes.target)
     assert list(lion) == repeated
 
 
 def test_the_precision_case_has_every_remedy_beside_plain_bf16() -> None:
-    found = by_quantity(cases.digits_bf16())
+    found = by_quantity(cases.digits_bf16(cases.SMALL))
     assert set(found) == {f"accuracy/lr {lr}" for lr in ("0.0001", "0.0003", "0.001")}
     for item in found.values():
         assert set(item.peers) == set(cases.PRECISIONS) - {"bf16"}

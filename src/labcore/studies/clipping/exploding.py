@@ -171,6 +171,7 @@ def train(
     optimizer: str = "SGD",
     lr: float,
     steps: int,
+    batch: int | None = None,
     seed: int = 0,
     spoil: Spoil | None = None,
     **settings: Any,
@@ -179,6 +180,7 @@ def train(
 
     clip: called with the named parameters after the backward pass; None means no clipping.
     optimizer: a key of OPTIMIZERS, used without momentum or decay.
+    batch: by default BATCH[network].
     seed: seed of the weights and the batches.
     spoil: corrupts the gradients before clipping.
     settings: arguments of the network's class.
@@ -189,6 +191,7 @@ def train(
     make = OPTIMIZERS[one_of("optimizer", optimizer, OPTIMIZERS)]
     stepper = make(weights, lr=lr, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
+    batch = BATCH[network] if batch is None else batch
     measured: list[tuple[Tensor, Tensor, float]] = []
 
     def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -207,8 +210,8 @@ def train(
     moves: list[Tensor] = []
     before = flat(weights)
     for _ in range(positive_int("steps", steps)):
-        batch = networks.draw(network, BATCH[network], generator=generator)
-        losses.append(runs.step(loss_of, stepper, batch, change_gradients=spoil_and_clip))
+        drawn = networks.draw(network, batch, generator=generator)
+        losses.append(runs.step(loss_of, stepper, drawn, change_gradients=spoil_and_clip))
         after = flat(weights)
         moves.append((after - before).norm() / before.norm())
         before = after
@@ -260,32 +263,54 @@ def _run(
         method(name, network),
         optimizer=optimizer,
         lr=lr[one_of("optimizer", optimizer, OPTIMIZERS)],
-        steps=STEPS,
         seed=seed,
         spoil=spoil,
-        **settings,
+        **{"steps": STEPS, **settings},
     )
 
 
 def bad_batch(
-    network: str, method: str, optimizer: str, seed: int, *, factor: float = FACTOR
+    network: str,
+    method: str,
+    optimizer: str,
+    seed: int,
+    *,
+    factor: float = FACTOR,
+    at: int | None = None,
+    **settings: Any,
 ) -> ClippedRun:
-    """Train a healthy network with one gradient that is `factor` times too large, at BAD_STEP.
+    """Train a healthy network with one gradient that is `factor` times too large.
 
-    method: "none" or a key of METHODS. factor: 1 for a run without a bad batch.
+    method: "none" or a key of METHODS. factor: 1 for a run without a bad batch. at: the bad
+    batch's step, by default BAD_STEP. settings: steps, batch or arguments of the network's class
+    that replace those of the study.
     """
-    spoil = one_bad_batch(BAD_STEP, factor)
-    settings = HEALTHY[one_of("network", network, HEALTHY)]
+    spoil = one_bad_batch(BAD_STEP if at is None else at, factor)
+    settings = {**HEALTHY[one_of("network", network, HEALTHY)], **settings}
     return _run(network, method, optimizer, seed, spoil, **settings)
 
 
-def natural(method: str, optimizer: str, seed: int) -> ClippedRun:
-    """Train the recurrent network with He initialization, whose gradients explode on their own."""
-    return _run("RNN", method, optimizer, seed, None, **EXPLODING)
+def natural(method: str, optimizer: str, seed: int, **settings: Any) -> ClippedRun:
+    """Train the recurrent network with He initialization, whose gradients explode on their own.
+
+    settings: as for `bad_batch`.
+    """
+    return _run("RNN", method, optimizer, seed, None, **{**EXPLODING, **settings})
 
 
-def loud_run(network: str, method: str, optimizer: str, seed: int) -> ClippedRun:
-    """Train with one layer's gradient (LOUD) FACTOR times too large in every step."""
-    spoil = loud_layer(LOUD[one_of("network", network, LOUD)], FACTOR)
-    settings = HEALTHY[one_of("network", network, HEALTHY)]
+def loud_run(
+    network: str,
+    method: str,
+    optimizer: str,
+    seed: int,
+    *,
+    layer: str | None = None,
+    **settings: Any,
+) -> ClippedRun:
+    """Train with one layer's gradient FACTOR times too large in every step.
+
+    layer: by default LOUD[network]. settings: as for `bad_batch`.
+    """
+    spoil = loud_layer(LOUD[one_of("network", network, LOUD)] if layer is None else layer, FACTOR)
+    settings = {**HEALTHY[one_of("network", network, HEALTHY)], **settings}
     return _run(network, method, optimizer, seed, spoil, **settings)

@@ -117,7 +117,7 @@ PLAIN_REGIMES: Mapping[str, Regime] = {
 """Regimes without normalization."""
 
 
-def sweep_regime(batch: int, ghost: int, *, many: bool = False) -> Regime:
+def sweep_regime(batch: int, ghost: int, *, many: bool = False, epochs: int = EPOCHS) -> Regime:
     """Return a regime for the explorer, with the learning rate from the square-root rule.
 
     many: use the small batch's number of updates instead of its number of epochs.
@@ -129,7 +129,7 @@ def sweep_regime(batch: int, ghost: int, *, many: bool = False) -> Regime:
         batch=batch,
         lr=LEARNING_RATE * math.sqrt(batch / SMALL),
         ghost=None if ghost == batch else ghost,
-        steps=_MANY if many else None,
+        steps=epochs * (IMAGES // (SMALL if many else batch)),
     )
 
 

@@ -50,37 +50,54 @@ STEPS = {16: 1200, 64: 300, 256: 75}  # batch -> steps, for the same number of i
 TARGET = 0.1  # training loss for `steps_to_target`
 
 
-def config(batch: int, *, checks: int = 60) -> TrainConfig:
-    """Return the run for one batch size, which measures the training loss about `checks` times."""
-    steps = STEPS[one_of("batch", batch, STEPS)]
+def config(batch: int, *, steps: int | None = None, checks: int = 60) -> TrainConfig:
+    """Return the run for one batch size, which measures the training loss about `checks` times.
+
+    steps: by default STEPS[batch].
+    """
+    steps = STEPS[one_of("batch", batch, STEPS)] if steps is None else steps
     return TrainConfig(steps=steps, batch=batch, check_every=max(1, steps // checks))
 
 
 @functools.cache
-def tuned(optimizer: str, batch: int) -> Sweep:
-    """Run the sweep that chooses the settings: 192 runs, cached for this process."""
+def tuned(
+    optimizer: str,
+    batch: int,
+    *,
+    steps: int | None = None,
+    learning_rates: tuple[float, ...] = LEARNING_RATES,
+    decays: tuple[float, ...] = DECAYS,
+    seeds: tuple[int, ...] = TUNING_SEEDS,
+    target: float = TARGET,
+) -> Sweep:
+    """Run the sweep that chooses the settings: by default 192 runs, cached for this process."""
     return sweep(
         OPTIMIZERS[one_of("optimizer", optimizer, OPTIMIZERS)],
-        config(batch),
+        config(batch, steps=steps),
         validation_split(digits()),
-        learning_rates=LEARNING_RATES,
-        decays=DECAYS,
-        seeds=TUNING_SEEDS,
-        target=TARGET,
+        learning_rates=learning_rates,
+        decays=decays,
+        seeds=seeds,
+        target=target,
     )
 
 
-def report(optimizer: str, setting: Setting, batch: int, seeds: Sequence[int]) -> list[DigitsRun]:
+def report(
+    optimizer: str, setting: Setting, batch: int, seeds: Sequence[int], *, steps: int | None = None
+) -> list[DigitsRun]:
     """Run one setting on the whole training part and evaluate it on the test part."""
     make = functools.partial(
         OPTIMIZERS[one_of("optimizer", optimizer, OPTIMIZERS)], **asdict(setting)
     )
-    return train_seeds(make, config(batch, checks=300), digits(), seeds)
+    return train_seeds(make, config(batch, steps=steps, checks=300), digits(), seeds)
 
 
-def steps_to_target(runs: Sequence[DigitsRun]) -> list[int]:
-    """Return each run's steps to TARGET; a run that never gets there counts its steps plus one."""
-    found = (run.steps_to(TARGET) for run in runs)
+def steps_to_target(runs: Sequence[DigitsRun], target: float | None = None) -> list[int]:
+    """Return each run's steps to `target`; a run that never gets there counts its steps plus one.
+
+    target: by default TARGET.
+    """
+    found = (run.steps_to(TARGET if target is None else target) for run in runs)
     return [
         len(run.losses) + 1 if step is None else step for run, step in zip(runs, found, strict=True)
     ]

@@ -154,8 +154,15 @@ class Effects:
     measured: tuple[float, ...]
 
 
-def effects(order: str, *, seed: int = 0, at: int = BATCH, epochs: int = 3) -> Effects:
-    """Predict the design effect at SIZES from the correlation at one batch size, and measure it.
+def effects(
+    order: str,
+    *,
+    seed: int = 0,
+    at: int = BATCH,
+    epochs: int = 3,
+    sizes: tuple[int, ...] = SIZES,
+) -> Effects:
+    """Predict the design effect at `sizes` from the correlation at one batch size, and measure it.
 
     For speed, this uses only the output layer's 650 entries of the gradient. The prediction assumes
     that any two rows of a batch are equally similar, whatever the batch size.
@@ -169,9 +176,9 @@ def effects(order: str, *, seed: int = 0, at: int = BATCH, epochs: int = 3) -> E
     return Effects(
         at=at,
         icc=icc,
-        sizes=SIZES,
-        predicted=tuple(predicted_design_effect(icc, size) for size in SIZES),
-        measured=tuple(design_effect(cut(size)) for size in SIZES),
+        sizes=sizes,
+        predicted=tuple(predicted_design_effect(icc, size) for size in sizes),
+        measured=tuple(design_effect(cut(size)) for size in sizes),
     )
 
 
