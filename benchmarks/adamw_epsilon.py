@@ -7,6 +7,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from optimi import StableAdamW
 from torch import Tensor, nn
 
 from benchmarks.lion import parameters, quarter_gpt2
-from benchmarks.runner import Measurement, case
+from benchmarks.runner import Measurement, case, exact, ratios, seen
 from labcore.data import digits
 from labcore.models import train
 from labcore.optim import AdamW
@@ -28,41 +29,79 @@ Make = Callable[..., torch.optim.Optimizer]
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much the cases measure."""
+
+    law_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    seeds: tuple[int, ...] = low_precision.SEEDS  # of the runs on digits
+    scales: tuple[float, ...] = low_precision.SCALES
+    failure_steps: int | None = None  # None for each failure's own
+    llama_seeds: tuple[int, ...] = gradient_scale.SEEDS
+    llama_steps: int = gradient_scale.STEPS
+    widths: tuple[int, ...] = gradient_scale.WIDTHS
+    eps_widths: tuple[int, ...] = gradient_scale.EPS_WIDTHS
+    epsilons: tuple[float, ...] = gradient_scale.EPSILONS
+    divergence_width: int = 64
+    divergence_steps: int = 60
+    divergence_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    peer_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    rounded: int = 1 << 20  # weights in the case on stochastic rounding
+    shapes: Sequence[tuple[int, ...]] = field(default_factory=quarter_gpt2)  # of a timed step
+    repetitions: int = 6
+    rounds: int = 5
+
+
+FULL = Sizes()
+SMALL = Sizes(
+    law_seeds=(0, 1),
+    seeds=(0, 1),
+    scales=(1e-8,),
+    failure_steps=4,
+    llama_seeds=(0, 1),
+    llama_steps=2,
+    widths=(16, 32),
+    eps_widths=(16, 32),
+    epsilons=(1e-8, 1e-3),
+    divergence_width=16,
+    divergence_steps=3,
+    divergence_seeds=(0, 1),
+    peer_seeds=(0, 1),
+    rounded=1 << 16,
+    shapes=[(3, 5), (7,)],
+    repetitions=2,
+    rounds=1,
+)
+
+
 # Laws on hand-made gradients ---------------------------------------------------------------------
 OVER_EPS = tuple(10.0**k for k in range(-3, 4))  # gradients over eps
-LAW_SEEDS = (0, 1, 2, 3, 4)
 
 
 @case("attenuation/law", minutes=0.1)
-def attenuation_law() -> list[Measurement]:
+def attenuation_law(sizes: Sizes = FULL) -> list[Measurement]:
     """Predicted attenuation, compared with constant gradients and with pure noise."""
-    sizes = torch.tensor(OVER_EPS, dtype=torch.float64)
+    gradients = torch.tensor(OVER_EPS, dtype=torch.float64)
     forms = {"outside": 1.0, "inside": 1.0, "atan2": 0.0}
     gaps = {}
     for mode, eps in forms.items():
-        found = epsilon.update_sizes(sizes, eps=eps, dtype=torch.float64, eps_mode=mode, steps=3)
-        predicted = epsilon.predict_attenuation(sizes, eps, eps_mode=mode)
+        found = epsilon.update_sizes(
+            gradients, eps=eps, dtype=torch.float64, eps_mode=mode, steps=3
+        )
+        predicted = epsilon.predict_attenuation(gradients, eps, eps_mode=mode)
         gaps[mode] = float((found / predicted - 1).abs().max())
-    measured = [
-        Measurement(
-            quantity="largest relative gap/constant gradient",
-            unit="",
-            samples=[max(gaps.values())],
-            details={"exact": True, "gradient over eps": OVER_EPS, "by form": gaps},
+    details: dict[str, Any] = {"gradient over eps": OVER_EPS, "by form": gaps}
+    largest = exact("largest relative gap/constant gradient", "", max(gaps.values()), **details)
+    return [largest] + [
+        seen(
+            f"attenuation/noise of {ratio:g} eps",
+            "",
+            [epsilon.measured_attenuation(1 / ratio, seed=seed) for seed in sizes.law_seeds],
+            peers={"predicted": [epsilon.predict_attenuation(1.0, 1 / ratio)]},
+            seeds=sizes.law_seeds,
         )
+        for ratio in OVER_EPS
     ]
-    for ratio in OVER_EPS:
-        eps = 1 / ratio
-        measured.append(
-            Measurement(
-                quantity=f"attenuation/noise of {ratio:g} eps",
-                unit="",
-                samples=[epsilon.measured_attenuation(eps, seed=seed) for seed in LAW_SEEDS],
-                peers={"predicted": [epsilon.predict_attenuation(1.0, eps)]},
-                details={"seeds": LAW_SEEDS},
-            )
-        )
-    return measured
 
 
 # From below the smallest gradient that float16 can represent up to 1, ten per decade.
@@ -86,23 +125,16 @@ def rounding_outcomes() -> list[Measurement]:
         sizes = epsilon.update_sizes(torch.tensor(GRADIENTS), eps=eps, dtype=dtype).tolist()
         outcomes = [outcome(size) for size in sizes]
         shares = {each: outcomes.count(each) / len(outcomes) for each in OUTCOMES}
-        found.append(
-            Measurement(
-                quantity=f"wrong first update/{name}, eps {eps:g}",
-                unit="share",
-                samples=[1 - shares["right"]],
-                details={
-                    "exact": True,
-                    "shares": shares,
-                    "outcomes": outcomes,
-                    "gradients": GRADIENTS,
-                    "eps as stored": epsilon.rounded_eps(eps, dtype),
-                    "zero gradient": outcome(
-                        epsilon.update_sizes(torch.zeros(1), eps=eps, dtype=dtype).item()
-                    ),
-                },
-            )
-        )
+        zero = epsilon.update_sizes(torch.zeros(1), eps=eps, dtype=dtype).item()
+        details: dict[str, Any] = {
+            "shares": shares,
+            "outcomes": outcomes,
+            "gradients": GRADIENTS,
+            "eps as stored": epsilon.rounded_eps(eps, dtype),
+            "zero gradient": outcome(zero),
+        }
+        quantity = f"wrong first update/{name}, eps {eps:g}"
+        found.append(exact(quantity, "share", 1 - shares["right"], **details))
     return found
 
 
@@ -113,13 +145,13 @@ def second_moment() -> list[Measurement]:
     found = []
     for dtype, name in NAMES.items():
         path = epsilon.second_moment_path(dtype, epsilon.pulse())
-        details = {"exact": True, "exp_avg_sq": path[::50].tolist(), "fp64": right}
         found.append(
-            Measurement(
-                quantity=f"second moment after a pulse/{name}",
-                unit="over fp64",
-                samples=[path[-1].item() / right],
-                details=details,
+            exact(
+                f"second moment after a pulse/{name}",
+                "over fp64",
+                path[-1].item() / right,
+                exp_avg_sq=path[::50].tolist(),
+                fp64=right,
             )
         )
     return found
@@ -144,10 +176,10 @@ def _atan2(parameters: Any, lr: float) -> torch.optim.Optimizer:
 
 
 @case("digits/loss-scale", minutes=0.5)
-def loss_scale() -> list[Measurement]:
+def loss_scale(sizes: Sizes = FULL) -> list[Measurement]:
     """Test accuracy by eps and by the factor on the loss, in fp32, compared with atan2."""
-    found, seeds = [], low_precision.SEEDS
-    for scale in low_precision.SCALES:
+    found, seeds = [], sizes.seeds
+    for scale in sizes.scales:
         measured = {
             f"eps {eps:g}": [low_precision.accuracy_at(scale, eps, seed) for seed in seeds]
             for eps in low_precision.EPSILONS
@@ -161,33 +193,34 @@ def loss_scale() -> list[Measurement]:
             }
             for eps in low_precision.EPSILONS
         }
-        found.append(
-            Measurement(
-                quantity=f"accuracy/loss times {scale:g}",
-                unit="",
-                samples=measured.pop("eps 1e-08"),
-                peers=measured,
-                details={"seeds": seeds, "gradient rms": rms, "attenuation": attenuation},
-            )
-        )
+        details: dict[str, Any] = {
+            "seeds": seeds,
+            "gradient rms": rms,
+            "attenuation": attenuation,
+        }
+        ours = measured.pop("eps 1e-08")
+        found.append(seen(f"accuracy/loss times {scale:g}", "", ours, peers=measured, **details))
     return found
 
 
 @case("digits/remedies", minutes=2.5)
-def remedies() -> list[Measurement]:
+def remedies(sizes: Sizes = FULL) -> list[Measurement]:
     """Test accuracy of every remedy under every failure, relative to a healthy run."""
-    found, seeds = [], low_precision.SEEDS
+    found, seeds, steps = [], sizes.seeds, sizes.failure_steps
     for failure in low_precision.FAILURES:
-        healthy = [low_precision.healthy_accuracy(failure, seed) for seed in seeds]
+        healthy = [low_precision.healthy_accuracy(failure, seed, steps=steps) for seed in seeds]
         for remedy in low_precision.remedies_for(failure):
-            measured = [low_precision.accuracy(remedy, failure, seed) for seed in seeds]
-            details = {"seeds": seeds, "accuracy": measured, "healthy": healthy}
+            measured = [
+                low_precision.accuracy(remedy, failure, seed, steps=steps) for seed in seeds
+            ]
             found.append(
-                Measurement(
-                    quantity=f"minus healthy/{failure}, {remedy}",
-                    unit="percentage points",
-                    samples=[100 * (a - b) for a, b in zip(measured, healthy, strict=True)],
-                    details=details,
+                seen(
+                    f"minus healthy/{failure}, {remedy}",
+                    "percentage points",
+                    [100 * (a - b) for a, b in zip(measured, healthy, strict=True)],
+                    seeds=seeds,
+                    accuracy=measured,
+                    healthy=healthy,
                 )
             )
     return found
@@ -198,25 +231,26 @@ REACHED = (5_120, 16_384)  # ten times the largest width here; the width of Llam
 
 
 @case("llama/gradient-rms", minutes=2.5)
-def gradient_rms() -> list[Measurement]:
+def gradient_rms(sizes: Sizes = FULL) -> list[Measurement]:
     """Exponent of the gradient's root mean square as a function of the width, one per seed."""
     found = []
     for init in gradient_scale.INITS:
-        for steps, table in gradient_scale.rms_by_width(init=init).items():
+        tables = gradient_scale.rms_by_width(
+            sizes.widths, sizes.llama_seeds, steps=(0, sizes.llama_steps), init=init
+        )
+        for steps, table in tables.items():
             found.append(
-                Measurement(
-                    quantity=f"exponent/{init}, after {steps} steps",
-                    unit="",
-                    samples=table.exponents(),
-                    details={
-                        "widths": table.widths,
-                        "seeds": table.seeds,
-                        "parameters": table.parameters,
-                        # [widths, seeds]
-                        "rms": {name: values.tolist() for name, values in table.rms.items()},
-                        "exponents": {name: table.exponents(name) for name in table.rms},
-                        "extrapolated": {str(width): table.predict(width) for width in REACHED},
-                    },
+                seen(
+                    f"exponent/{init}, after {steps} steps",
+                    "",
+                    table.exponents(),
+                    widths=table.widths,
+                    seeds=table.seeds,
+                    parameters=table.parameters,
+                    # [widths, seeds]
+                    rms={name: values.tolist() for name, values in table.rms.items()},
+                    exponents={name: table.exponents(name) for name in table.rms},
+                    extrapolated={str(width): table.predict(width) for width in REACHED},
                 )
             )
     return found
@@ -226,31 +260,31 @@ Runs = dict[tuple[int, float], list[gradient_scale.EpsRun]]
 
 
 @case("llama/eps-by-width", minutes=2)
-def eps_by_width() -> list[Measurement]:
+def eps_by_width(sizes: Sizes = FULL) -> list[Measurement]:
     """Held-out loss by width and eps, and by how much eps shrank the last update."""
-    widths, epsilons, seeds = (
-        gradient_scale.EPS_WIDTHS,
-        gradient_scale.EPSILONS,
-        gradient_scale.SEEDS,
-    )
+    widths, epsilons = sizes.eps_widths, sizes.epsilons
     runs: Runs = {
-        (width, eps): [gradient_scale.loss_by_eps(width, eps, seed) for seed in seeds]
+        (width, eps): [
+            gradient_scale.loss_by_eps(width, eps, seed, steps=sizes.llama_steps)
+            for seed in sizes.llama_seeds
+        ]
         for width, eps in itertools.product(widths, epsilons)
     }
     base, found = epsilons[0], []
     for width in widths:
         losses = {eps: [run.loss for run in runs[width, eps]] for eps in epsilons}
+        details: dict[str, Any] = {
+            "seeds": sizes.llama_seeds,
+            "learning rate": gradient_scale.learning_rate(width),
+            **{f"eps {eps:g}": _attenuation(runs[width, eps], eps) for eps in epsilons},
+        }
         found.append(
-            Measurement(
-                quantity=f"loss/width {width}, eps {base:g}",
-                unit="nats a byte",
-                samples=losses[base],
+            seen(
+                f"loss/width {width}, eps {base:g}",
+                "nats a byte",
+                losses[base],
                 peers={f"eps {eps:g}": losses[eps] for eps in epsilons[1:]},
-                details={
-                    "seeds": seeds,
-                    "learning rate": gradient_scale.learning_rate(width),
-                    **{f"eps {eps:g}": _attenuation(runs[width, eps], eps) for eps in epsilons},
-                },
+                **details,
             )
         )
     for eps in epsilons[1:]:
@@ -273,26 +307,30 @@ def _wide_against_narrow(
         pairs = zip(runs[width, eps], runs[width, base], strict=True)
         return [spoiled.loss - healthy.loss for spoiled, healthy in pairs]
 
+    def attenuation(width: int) -> list[float]:
+        return [run.attenuation["all"] for run in runs[width, eps]]
+
     wide_penalty, narrow_penalty = penalty(wide), penalty(narrow)
-    pairs = list(zip(runs[wide, eps], runs[narrow, eps], strict=True))
-    details = {"widths": (wide, narrow), "penalties": (wide_penalty, narrow_penalty)}
+    details: dict[str, Any] = {
+        "widths": (wide, narrow),
+        "penalties": (wide_penalty, narrow_penalty),
+    }
     return [
-        Measurement(
-            quantity=f"attenuation, widest over narrowest/eps {eps:g}",
-            unit="ratio",
-            samples=[a.attenuation["all"] / b.attenuation["all"] for a, b in pairs],
-            details=details,
+        seen(
+            f"attenuation, widest over narrowest/eps {eps:g}",
+            "ratio",
+            ratios(attenuation(wide), attenuation(narrow)),
+            **details,
         ),
-        Measurement(
-            quantity=f"penalty, widest minus narrowest/eps {eps:g}",
-            unit="nats a byte",
-            samples=[a - b for a, b in zip(wide_penalty, narrow_penalty, strict=True)],
-            details=details,
+        seen(
+            f"penalty, widest minus narrowest/eps {eps:g}",
+            "nats a byte",
+            [a - b for a, b in zip(wide_penalty, narrow_penalty, strict=True)],
+            **details,
         ),
     ]
 
 
-DIVERGENCE_WIDTH, DIVERGENCE_STEPS, DIVERGENCE_SEEDS = 64, 60, (0, 1, 2, 3, 4)
 TORCH: dict[str, Make] = {
     "torch AdamW": torch.optim.AdamW,
     "torch AdamW fused": functools.partial(torch.optim.AdamW, fused=True),
@@ -333,30 +371,27 @@ def first_bad_step(losses: Sequence[float]) -> int | None:
 
 
 @case("llama/divergence", minutes=1.5)
-def divergence() -> list[Measurement]:
+def divergence(sizes: Sizes = FULL) -> list[Measurement]:
     """Fraction of the runs that diverge, in pure precisions, at torch's default settings."""
     found = []
     for dtype, runs in LLAMA_RUNS.items():
         for name, make in runs.items():
             curves = []
-            for seed in DIVERGENCE_SEEDS:
-                model = gradient_scale.make(DIVERGENCE_WIDTH, seed, init="0.02").to(dtype)
+            for seed in sizes.divergence_seeds:
+                model = gradient_scale.make(sizes.divergence_width, seed, init="0.02").to(dtype)
                 draw, optimizer = gradient_scale.batches(seed), make(model.parameters())
-                run = train(model, draw, optimizer, steps=DIVERGENCE_STEPS, progress=False)
+                run = train(model, draw, optimizer, steps=sizes.divergence_steps, progress=False)
                 curves.append(run.losses)
             steps = [first_bad_step(curve) for curve in curves]
+            details: dict[str, Any] = {
+                "seeds": sizes.divergence_seeds,
+                "width": sizes.divergence_width,
+                "diverged at step": steps,
+                "losses": [_finite(curve) for curve in curves],
+            }
+            diverged = [float(step is not None) for step in steps]
             found.append(
-                Measurement(
-                    quantity=f"diverged/{NAMES[dtype]}, {name}",
-                    unit="share of runs",
-                    samples=[float(step is not None) for step in steps],
-                    details={
-                        "seeds": DIVERGENCE_SEEDS,
-                        "width": DIVERGENCE_WIDTH,
-                        "diverged at step": steps,
-                        "losses": [_finite(curve) for curve in curves],
-                    },
-                )
+                seen(f"diverged/{NAMES[dtype]}, {name}", "share of runs", diverged, **details)
             )
     return found
 
@@ -367,10 +402,6 @@ def _finite(values: Sequence[float]) -> list[float | None]:
 
 
 # Peers -------------------------------------------------------------------------------------------
-REPETITIONS, ROUNDS = 6, 5
-ROUNDED, PEER_SEEDS = 1 << 20, (0, 1, 2, 3, 4)
-
-
 @functools.cache
 def torchao_adamw() -> Make:
     """Return torchao's AdamW. Importing it writes a log line; its first step compiles with g++."""
@@ -425,52 +456,42 @@ OURS = "AdamW, fp32 state and master weights"
 
 
 @case("peers/digits", minutes=2, needs="cpu")
-def digits_peers() -> list[Measurement]:
+def digits_peers(sizes: Sizes = FULL) -> list[Measurement]:
     """Test accuracy of other packages' remedies under the study's failures, with the same seeds."""
     found = []
-    for title, failure in low_precision.FAILURES.items():
+    for title in low_precision.FAILURES:
+        failure = low_precision.failure_of(title, sizes.failure_steps)
         measured = {}
         for name, make in DIGITS_PEERS.items():
             runs = []
-            for seed in PEER_SEEDS:
+            for seed in sizes.peer_seeds:
                 torch.manual_seed(seed)  # torchao rounds with torch's global generator
                 runs.append(accuracy(make, failure, seed))
             measured[name] = runs
-        found.append(
-            Measurement(
-                quantity=f"accuracy/{title}",
-                unit="",
-                samples=measured.pop(OURS),
-                peers=measured,
-                details={"seeds": PEER_SEEDS, "samples of": OURS},
-            )
-        )
+        details: dict[str, Any] = {"seeds": sizes.peer_seeds, "samples of": OURS}
+        ours = measured.pop(OURS)
+        found.append(seen(f"accuracy/{title}", "", ours, peers=measured, **details))
     return found
 
 
 @case("peers/stochastic-rounding", minutes=0.3, needs="cpu")
-def stochastic_rounding() -> list[Measurement]:
+def stochastic_rounding(sizes: Sizes = FULL) -> list[Measurement]:
     """Mean move of bf16 weights of 1, relative to an update of a hundredth of their spacing.
 
     The correct value is 1.
     """
-    found = []
+    found, seeds = [], sizes.law_seeds
     lr = torch.finfo(torch.bfloat16).eps / 2 / 100  # below 1 the spacing is half of finfo.eps
     for name, make in rounding_makers().items():
         means = []
-        for seed in LAW_SEEDS:
+        for seed in seeds:
             torch.manual_seed(seed)
-            weights = nn.Parameter(torch.ones(ROUNDED, dtype=torch.bfloat16))
+            weights = nn.Parameter(torch.ones(sizes.rounded, dtype=torch.bfloat16))
             weights.grad = torch.ones_like(weights)
             make([weights], lr=lr, weight_decay=0.0).step()
             means.append((1 - weights.detach().double()).mean().item() / lr)
         found.append(
-            Measurement(
-                quantity=f"mean move/{name}",
-                unit="updates",
-                samples=means,
-                details={"weights": ROUNDED, "seeds": LAW_SEEDS, "lr": lr},
-            )
+            seen(f"mean move/{name}", "updates", means, weights=sizes.rounded, seeds=seeds, lr=lr)
         )
     return found
 
@@ -498,7 +519,7 @@ def _agree_or_refuse() -> None:
 
 
 @case("peers/step-time", minutes=2, needs="cpu")
-def step_time() -> list[Measurement]:
+def step_time(sizes: Sizes = FULL) -> list[Measurement]:
     """A step on the quarter-size GPT-2: bf16 with stochastic rounding, and fp32 StableAdamW."""
     _agree_or_refuse()
     stable = functools.partial(StableAdamW, lr=1e-3, triton=False)
@@ -514,29 +535,23 @@ def step_time() -> list[Measurement]:
     found = []
     for name, (makers, reference) in sets.items():
         comparisons: list[Comparison] = []
-        for seed in range(REPETITIONS):
-            params = parameters(quarter_gpt2())
+        for seed in range(sizes.repetitions):
+            params = parameters(sizes.shapes)
             params = _low(params) if name == "bf16" else params
             steps = {title: make(params, lr=1e-3).step for title, make in makers.items()}
-            comparisons.append(paired(steps, rounds=ROUNDS, warmup=2, seed=seed))
+            comparisons.append(paired(steps, rounds=sizes.rounds, warmup=2, seed=seed))
         times = {
             title: [1e3 * one for each in comparisons for one in each.timings[title].samples]
             for title in makers
         }
-        found.append(
-            Measurement(
-                quantity=f"step/{name}, AdamW",
-                unit="ms",
-                samples=times["AdamW"],
-                peers={title: each for title, each in times.items() if title != "AdamW"},
-            )
-        )
+        peers = {title: each for title, each in times.items() if title != "AdamW"}
+        found.append(seen(f"step/{name}, AdamW", "ms", times["AdamW"], peers=peers))
         found += [
-            Measurement(
-                quantity=f"{title} over {reference}/{name}",
-                unit="ratio",
-                # One median per repetition, because its rounds share their tensors' addresses.
-                samples=[each.ratio(title, reference) for each in comparisons],
+            # One median per repetition, because its rounds share their tensors' addresses.
+            seen(
+                f"{title} over {reference}/{name}",
+                "ratio",
+                [each.ratio(title, reference) for each in comparisons],
             )
             for title in makers
             if title != reference

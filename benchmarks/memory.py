@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from benchmarks.attention import naive
-from benchmarks.runner import Measurement, case
+from benchmarks.runner import Measurement, case, exact, ratios, seen
 from labcore import memory, processes
 from labcore.attention import traffic
 from labcore.memory import (
@@ -53,15 +53,60 @@ from labcore.optim import SM3, Adafactor, AdamW8bit
 from labcore.timing import paired
 
 Settings = dict[str, Any]
-SEEDS = (0, 1, 2, 3, 4)
-FEW = SEEDS[:3]  # if a step is slow, or processes share the cores
-BIG: Settings = {"batch": 8, "length": 256}
-HALF: Settings = {"batch": 4, "length": 128}  # bytes in 16 bits, whose products are slow here
-SMALL: Settings = {"batch": 4, "length": 64}
-TINY: Settings = {"batch": 2, "length": 32}
-STEPS, SAME = 40, 10  # SAME: for ways that compute the same as plain training, or are slow
 
-# Learning rates were chosen on seeds 100 and 101, by the held-out loss after STEPS: Adafactor's
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much the cases measure."""
+
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    few: tuple[int, ...] = (0, 1, 2)  # seeds if a step is slow, or processes share the cores
+    big: Settings = field(default_factory=lambda: {"batch": 8, "length": 256})  # of counted bytes
+    # Of bytes in 16 bits, whose products are slow here.
+    half: Settings = field(default_factory=lambda: {"batch": 4, "length": 128})
+    small: Settings = field(default_factory=lambda: {"batch": 4, "length": 64})  # of prices
+    tiny: Settings = field(default_factory=lambda: {"batch": 2, "length": 32})
+    steps: int = 40
+    same: int = 10  # steps of ways that compute the same as plain training, or are slow
+    divided: int = 6  # timed steps of several processes
+    pipelines: tuple[tuple[int, int], ...] = ((2, 2), (2, 4), (2, 8), (4, 4), (4, 8))
+    digit_steps: int = 200
+    sparse_steps: int = 150
+    samples: int = 512  # rows in files
+    per_file: int = 128
+    loaded: int = 16  # rows in a batch from files
+    free_s: float = 0.005  # a step's seconds while rows are loaded
+    repetitions: int = 5
+    model_lengths: tuple[int, ...] = (256, 512, 1024)  # of attention in a model
+    layer_lengths: tuple[int, ...] = (1024, 2048, 4096)  # and in one layer
+    asked: tuple[str, ...] | None = None  # keys of ASKED; None for all
+
+
+FULL = Sizes()
+SMALL = Sizes(
+    seeds=(7, 8),
+    few=(7,),
+    big={"batch": 8, "length": 12},
+    half={"batch": 4, "length": 5},
+    small={"batch": 4, "length": 6},
+    tiny={"batch": 1, "length": 3},
+    steps=2,
+    same=2,
+    divided=3,
+    pipelines=((2, 2), (2, 4)),
+    digit_steps=3,
+    sparse_steps=2,
+    samples=20,
+    per_file=7,
+    loaded=3,
+    free_s=1e-4,
+    repetitions=2,
+    model_lengths=(9, 300),
+    layer_lengths=(9, 500),
+    asked=("one row", "grouped, tied, 6 layers"),
+)
+
+# Learning rates were chosen on seeds 100 and 101, by the held-out loss after 40 steps: Adafactor's
 # from 0.003, 0.01, 0.03 and 0.1, SM3's from 0.001, 0.003, 0.01 and 0.03. AdamW and its 8-bit
 # version use the topic's.
 ADAFACTOR, COVERS = 0.01, 0.01
@@ -178,19 +223,6 @@ def plain(batch: int, length: int) -> tuple[Breakdown, Breakdown]:
     return metered(way(0, **size)).peak, told(**size)
 
 
-def exact(
-    quantity: str, value: float, unit: str, predicted: float | None = None, /, **details: Any
-) -> Measurement:
-    """Return a counted number, which has no spread."""
-    peers = {} if predicted is None else {"predicted": [predicted]}
-    return replace(seen(quantity, unit, [value], exact=True, **details), peers=peers)
-
-
-def seen(quantity: str, unit: str, samples: Sequence[float], **details: Any) -> Measurement:
-    """Return a measurement with a sample per seed or repetition."""
-    return Measurement(quantity=quantity, unit=unit, samples=samples, details=details)
-
-
 def against(
     name: str,
     measured: Breakdown,
@@ -201,20 +233,23 @@ def against(
     """Return bytes, and their ratio to the reference's, both with predictions."""
     base, base_predicted = reference
     details = {"measured": measured.parts(), "plain": base.parts(), **details}
-    total = ratio = None
+    total, over = {}, {}
     if predicted is not None:
         details["predicted"] = predicted.parts()
-        total, ratio = predicted.total, predicted.total / base_predicted.total
-    over = measured.total / base.total
+        total = {"predicted": [predicted.total]}
+        over = {"predicted": [predicted.total / base_predicted.total]}
+    # `exact` has no place for these details: it takes a number as "predicted".
+    more: Settings = {"exact": True, **details}
+    share = measured.total / base.total
     return [
-        exact(f"peak/{name}", measured.total, "bytes", total, **details),
-        exact(f"peak over plain/{name}", over, "ratio", ratio, **details),
+        seen(f"peak/{name}", "bytes", [measured.total], peers=total, **more),
+        seen(f"peak over plain/{name}", "ratio", [share], peers=over, **more),
     ]
 
 
-def bytes_of(variants: Mapping[str, Settings], size: Settings | None = None) -> list[Measurement]:
+def bytes_of(variants: Mapping[str, Settings], size: Settings) -> list[Measurement]:
     """Return the peaks of ways, each given by the settings that `way` and `told` share."""
-    size, found = BIG if size is None else size, []
+    found = []
     for name, settings in variants.items():
         predicted = None if settings.get("optimizer") in PEERS else told(**settings, **size)
         peak = metered(way(0, **settings, **size)).peak
@@ -246,8 +281,8 @@ def prices(
     make: Callable[..., Way] = way,
     *,
     steps: int,
-    size: Settings | None = None,
-    seeds: Sequence[int] | None = None,
+    size: Settings,
+    seeds: Sequence[int],
     watch: Callable[[Mapping[str, Way]], None] | None = None,
 ) -> list[Measurement]:
     """Return step times over plain's, and held-out losses minus plain's, seed by seed.
@@ -256,7 +291,6 @@ def prices(
     make: makes a way from its settings. watch: called with each seed's ways after their losses are
     computed.
     """
-    seeds, size = SEEDS if seeds is None else seeds, SMALL if size is None else size
     costs = []
     for seed in seeds:
         ways = {"plain": way(seed, **size)}
@@ -281,11 +315,10 @@ def priced(costs: Sequence[Costs], **details: Any) -> list[Measurement]:
         if name == "plain":
             continue
         times, losses = zip(*(each[name] for each in costs), strict=True)
-        ratios = [mine / theirs for mine, theirs in zip(times, plain_times, strict=True)]
         gaps = minus(losses, plain_losses)
-        both = {"loss": losses, "plain loss": plain_losses}
+        both: dict[str, Any] = {"loss": losses, "plain loss": plain_losses}
         found += [
-            seen(f"time over plain/{name}", "ratio", ratios, **details),
+            seen(f"time over plain/{name}", "ratio", ratios(times, plain_times), **details),
             seen(f"loss minus plain/{name}", "nats a byte", gaps, **details, **both),
         ]
     return found
@@ -304,16 +337,16 @@ PRECISION: Mapping[str, Settings] = {
 
 
 @case("bytes/precision", minutes=1.5, needs="cpu")
-def bytes_of_precision() -> list[Measurement]:
+def bytes_of_precision(sizes: Sizes = FULL) -> list[Measurement]:
     """A batch whose activations outweigh the weights, and a tiny batch whose don't."""
     tiny = {f"{name}, tiny batch": settings for name, settings in PRECISION.items()}
-    return bytes_of(PRECISION, HALF) + bytes_of(tiny, TINY)
+    return bytes_of(PRECISION, sizes.half) + bytes_of(tiny, sizes.tiny)
 
 
 @case("price/precision", minutes=2, needs="cpu")
-def price_of_precision() -> list[Measurement]:
+def price_of_precision(sizes: Sizes = FULL) -> list[Measurement]:
     """Prices in 16 bits; the time is that of processors without 16-bit matrix units."""
-    return prices(PRECISION, steps=SAME, size=TINY, seeds=FEW)
+    return prices(PRECISION, steps=sizes.same, size=sizes.tiny, seeds=sizes.few)
 
 
 # Accumulation and checkpointing ------------------------------------------------------------------
@@ -321,35 +354,37 @@ ACCUMULATION: Mapping[str, Settings] = {f"{n} parts": {"parts": n} for n in (2, 
 
 
 @case("bytes/accumulation", minutes=0.3)
-def bytes_of_accumulation() -> list[Measurement]:
+def bytes_of_accumulation(sizes: Sizes = FULL) -> list[Measurement]:
     """Peaks of a batch in parts, also relative to a batch as small as a part."""
-    found = bytes_of(ACCUMULATION)
+    found = bytes_of(ACCUMULATION, sizes.big)
     for name, settings in ACCUMULATION.items():
-        parts, rows = metered(way(0, **settings, **BIG)), BIG["batch"] // settings["parts"]
-        alone = metered(way(0, **{**BIG, "batch": rows}))
+        parts = metered(way(0, **settings, **sizes.big))
+        rows = sizes.big["batch"] // settings["parts"]
+        alone = metered(way(0, **{**sizes.big, "batch": rows}))
         peak = parts.peak.total / alone.peak.total
         kept = parts.most.activations / alone.most.activations
         found += [
-            exact(f"peak over the small batch's/{name}", peak, "ratio"),
-            exact(f"activations over the small batch's/{name}", kept, "ratio"),
+            exact(f"peak over the small batch's/{name}", "ratio", peak),
+            exact(f"activations over the small batch's/{name}", "ratio", kept),
         ]
     return found
 
 
 @case("price/accumulation", minutes=0.5)
-def price_of_accumulation() -> list[Measurement]:
+def price_of_accumulation(sizes: Sizes = FULL) -> list[Measurement]:
     """The price of smaller products."""
-    return prices({"4 parts": ACCUMULATION["4 parts"]}, steps=SAME)
+    variants = {"4 parts": ACCUMULATION["4 parts"]}
+    return prices(variants, steps=sizes.same, size=sizes.small, seeds=sizes.seeds)
 
 
 @case("gradient/accumulation", minutes=0.2)
-def gradient_of_accumulation() -> list[Measurement]:
+def gradient_of_accumulation(sizes: Sizes = FULL) -> list[Measurement]:
     """Relative error of the accumulated gradient against one backward of the whole batch."""
     ways = {"exact": memory.accumulate, "mean of means": accumulation.accumulate_means}
     found: dict[str, list[float]] = {}
-    rows, length = SMALL["batch"], SMALL["length"]
-    for seed, kind in itertools.product(SEEDS, ("equal", "ragged")):
-        model, (tokens, _) = fresh(seed), batches(seed, **SMALL)(0)
+    rows, length = sizes.small["batch"], sizes.small["length"]
+    for seed, kind in itertools.product(sizes.seeds, ("equal", "ragged")):
+        model, (tokens, _) = fresh(seed), batches(seed, **sizes.small)(0)
         inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
         if kind == "ragged":
             generator = torch.Generator().manual_seed(seed)
@@ -361,7 +396,8 @@ def gradient_of_accumulation() -> list[Measurement]:
             gap = gradient(model, accumulate, split) - whole
             at = f"relative error/{name}, {kind} rows"
             found.setdefault(at, []).append(float(gap.norm() / whole.norm()))
-    return [seen(name, "ratio", xs, seeds=SEEDS, parts=rows, **SMALL) for name, xs in found.items()]
+    details = {"seeds": sizes.seeds, "parts": rows, **sizes.small}
+    return [seen(name, "ratio", xs, **details) for name, xs in found.items()]
 
 
 def gradient(model: Llama, accumulate: Callable[..., float], parts: Sequence[Any]) -> Tensor:
@@ -382,19 +418,19 @@ CHECKPOINTING: Mapping[str, Settings] = {
 
 
 @case("bytes/checkpointing", minutes=0.4)
-def bytes_of_checkpointing() -> list[Measurement]:
+def bytes_of_checkpointing(sizes: Sizes = FULL) -> list[Measurement]:
     """Peaks by the number of layers that are recomputed together."""
-    return bytes_of(CHECKPOINTING)
+    return bytes_of(CHECKPOINTING, sizes.big)
 
 
 @case("price/checkpointing", minutes=1)
-def price_of_checkpointing() -> list[Measurement]:
+def price_of_checkpointing(sizes: Sizes = FULL) -> list[Measurement]:
     """The price of the second forward."""
-    return prices(CHECKPOINTING, steps=SAME)
+    return prices(CHECKPOINTING, steps=sizes.same, size=sizes.small, seeds=sizes.seeds)
 
 
 # Several processes -------------------------------------------------------------------------------
-RANKS, MICRO, DIVIDED = 2, 4, 6  # processes, micro-batches, timed steps
+RANKS, MICRO = 2, 4  # processes, micro-batches
 SCHEDULES, STAGES = ("gpipe", "1f1b"), (1, 2, 3)
 
 
@@ -416,23 +452,24 @@ def warm(seeds: Sequence[int]) -> list[int]:
 
 
 @case("bytes/pipeline", minutes=0.6)
-def bytes_of_pipeline() -> list[Measurement]:
+def bytes_of_pipeline(sizes: Sizes = FULL) -> list[Measurement]:
     """Two stages, four micro-batches. The estimate is for 1F1B's fullest stage, the first."""
-    part: Settings = {"batch": BIG["batch"] // MICRO, "length": BIG["length"]}
+    big = sizes.big
+    part: Settings = {**big, "batch": big["batch"] // MICRO}
     first = memory.estimate(CONFIG, pipeline_parallel=RANKS, **part)
     ahead = memory.estimate(CONFIG, pipeline_parallel=RANKS, moment="forward", **part).activations
-    (every,) = by_rank(RANKS, (0,), schedules(steps=2, **BIG))
+    (every,) = by_rank(RANKS, (0,), schedules(steps=2, **big))
     found = []
     for schedule, runs in every.items():
         for stage, run in enumerate(runs):
             known = first if (schedule, stage) == ("1f1b", 0) else None
-            found += against(f"{schedule}, stage {stage}", run.peak, known, plain(**BIG))
+            found += against(f"{schedule}, stage {stage}", run.peak, known, plain(**big))
         predicted = ahead / RANKS * pipeline.in_flight(0, RANKS, MICRO, schedule=schedule)
         kept = runs[0].most.activations
-        fullest = max(run.peak.total for run in runs) / plain(**BIG)[0].total
+        fullest = max(run.peak.total for run in runs) / plain(**big)[0].total
         found += [
-            exact(f"activations/{schedule}, stage 0", kept, "bytes", predicted),
-            exact(f"fullest stage over plain/{schedule}", fullest, "ratio"),
+            exact(f"activations/{schedule}, stage 0", "bytes", kept, predicted=predicted),
+            exact(f"fullest stage over plain/{schedule}", "ratio", fullest),
         ]
     return found
 
@@ -443,15 +480,14 @@ def schedules(**settings: Any) -> dict[str, Callable[[int], pipeline.PipelineRun
     return {name: functools.partial(run, schedule=name) for name in SCHEDULES}
 
 
-PIPELINES = ((2, 2), (2, 4), (2, 8), (4, 4), (4, 8))  # stages, micro-batches
 UNIT = {"forward": 1.0, "backward": 2.0}  # seconds in a replay
 
 
 @case("pipeline/bubble", minutes=1)
-def bubbles() -> list[Measurement]:
+def bubbles(sizes: Sizes = FULL) -> list[Measurement]:
     """Fraction of waiting in the order of torch's schedules, with unit costs and by the clock."""
     found = []
-    for stages, group in itertools.groupby(PIPELINES, key=lambda pair: pair[0]):
+    for stages, group in itertools.groupby(sizes.pipelines, key=lambda pair: pair[0]):
         asked: dict[str, Settings] = {
             f"bubble/{name}, {stages} stages, {micro} micro-batches": {
                 "schedule": name, "micro_batches": micro, "steps": 4, "batch": 8, "length": 64,
@@ -466,7 +502,7 @@ def bubbles() -> list[Measurement]:
             # The first two steps are metered.
             clock = [pipeline.idle([run.works[n] for run in runs]) for n in (2, 3)]
             more = {"cores": os.cpu_count(), "by the clock": clock, **asked[name]}
-            found.append(exact(name, share, "share", predicted, **more))
+            found.append(exact(name, "share", share, predicted=predicted, **more))
     return found
 
 
@@ -493,19 +529,19 @@ def pace(begins: Sequence[float]) -> float:
 
 
 @case("price/pipeline", minutes=1)
-def price_of_pipeline() -> list[Measurement]:
+def price_of_pipeline(sizes: Sizes = FULL) -> list[Measurement]:
     """Two processes over one. The loss is that of the last step's batch."""
-    settings = {"steps": 2 + DIVIDED, **SMALL}
+    settings = {"steps": 2 + sizes.divided, **sizes.small}
     ways: dict[str, Callable[[int], Any]] = {"plain": functools.partial(plain_alone, **settings)}
     ways |= schedules(**settings)
     costs = []
-    for runs in by_rank(RANKS, warm(FEW), ways)[1:]:
+    for runs in by_rank(RANKS, warm(sizes.few), ways)[1:]:
         begins, losses = runs.pop("plain")[0]
         cost = {"plain": (pace(begins), losses[-1])}
         for name, (first, last) in runs.items():
             cost[name] = pace([works[0].begin for works in first.works]), last.losses[-1]
         costs.append(cost)
-    return priced(costs, seeds=FEW, processes=RANKS, cores=os.cpu_count(), **settings)
+    return priced(costs, seeds=sizes.few, processes=RANKS, cores=os.cpu_count(), **settings)
 
 
 def zero_stages(**settings: Any) -> dict[str, Callable[[int], zero.ZeroRun]]:
@@ -515,10 +551,10 @@ def zero_stages(**settings: Any) -> dict[str, Callable[[int], zero.ZeroRun]]:
 
 
 @case("bytes/zero", minutes=0.4)
-def bytes_of_zero() -> list[Measurement]:
+def bytes_of_zero(sizes: Sizes = FULL) -> list[Measurement]:
     """Weights, gradients and state of the fuller of two ranks after a step."""
-    shared: Settings = {"data_parallel": RANKS, "moment": "step", **BIG}
-    (runs,) = by_rank(RANKS, (0,), zero_stages(steps=2, **BIG))
+    shared: Settings = {"data_parallel": RANKS, "moment": "step", **sizes.big}
+    (runs,) = by_rank(RANKS, (0,), zero_stages(steps=2, **sizes.big))
     fullest = {name: max((r.held for r in rs), key=lambda b: b.total) for name, rs in runs.items()}
     reference = fullest["plain"], resting(memory.estimate(CONFIG, **shared))
     found = []
@@ -539,51 +575,55 @@ def resting(held: Breakdown) -> Breakdown:
 
 
 @case("price/zero", minutes=1)
-def price_of_zero() -> list[Measurement]:
+def price_of_zero(sizes: Sizes = FULL) -> list[Measurement]:
     """Stages 1 to 3 over plain data parallelism in the same two processes."""
-    settings = {"steps": DIVIDED, **SMALL}
+    settings = {"steps": sizes.divided, **sizes.small}
     costs = [
         {name: (first.seconds, first.losses[-1]) for name, (first, _) in runs.items()}
-        for runs in by_rank(RANKS, warm(FEW), zero_stages(**settings))[1:]
+        for runs in by_rank(RANKS, warm(sizes.few), zero_stages(**settings))[1:]
     ]
-    return priced(costs, seeds=FEW, processes=RANKS, cores=os.cpu_count(), **settings)
+    return priced(costs, seeds=sizes.few, processes=RANKS, cores=os.cpu_count(), **settings)
 
 
 # Offload -----------------------------------------------------------------------------------------
 OFFLOADS = {"disk": False, "disk, ahead": True}
 
 
-def offloaded_run(seed: int, name: str, steps: int) -> offload.OffloadRun:
+def offloaded_run(seed: int, name: str, **settings: Any) -> offload.OffloadRun:
     """Train plainly, or with the layers on disk."""
     tier = None if name == "plain" else memory.Disk()
     ahead = OFFLOADS.get(name, False)
-    return offload.offload_run(seed, steps=steps, tier=tier, prefetch=ahead, **SMALL)
+    return offload.offload_run(seed, tier=tier, prefetch=ahead, **settings)
 
 
 @case("bytes/offload", minutes=0.2)
-def bytes_of_offload() -> list[Measurement]:
+def bytes_of_offload(sizes: Sizes = FULL) -> list[Measurement]:
     """Peaks of weights, gradients and state in memory; activations aren't offloaded.
 
     The prediction is for two layers at a time.
     """
-    told_plain = resting(memory.estimate(CONFIG, moment="step", **SMALL))
-    reference, found = (offloaded_run(0, "plain", 2).peak, told_plain), []
+
+    def run(name: str) -> offload.OffloadRun:
+        return offloaded_run(0, name, steps=2, **sizes.small)
+
+    told_plain = resting(memory.estimate(CONFIG, moment="step", **sizes.small))
+    reference, found = (run("plain").peak, told_plain), []
     for name, ahead in OFFLOADS.items():
         predicted = memory.offloaded(CONFIG) if ahead else None
-        peak = offloaded_run(0, name, 2).peak
-        found += against(name, peak, predicted, reference, of=RESTING)
+        found += against(name, run(name).peak, predicted, reference, of=RESTING)
     return found
 
 
 @case("price/offload", minutes=0.8)
-def price_of_offload() -> list[Measurement]:
+def price_of_offload(sizes: Sizes = FULL) -> list[Measurement]:
     """Prices of whole runs in turn: interleaved steps would overlap one run's reading ahead."""
     names, costs = ["plain", *OFFLOADS], []
-    for seed in warm(SEEDS):
+    settings = {"steps": sizes.same, **sizes.small}
+    for seed in warm(sizes.seeds):
         order = names[:: 1 if seed % 2 else -1]
-        runs = {name: offloaded_run(seed, name, SAME) for name in order}
+        runs = {name: offloaded_run(seed, name, **settings) for name in order}
         costs.append({name: (runs[name].seconds, runs[name].held_out) for name in names})
-    return priced(costs[1:], seeds=SEEDS, steps=SAME, **SMALL)
+    return priced(costs[1:], seeds=sizes.seeds, **settings)
 
 
 # Quantization and distillation -------------------------------------------------------------------
@@ -597,9 +637,9 @@ SCHEMES: Mapping[str, memory.Scheme | quantize.Torchao] = {
 
 
 @functools.cache
-def teacher(seed: int) -> Llama:
-    """Return the plain model after its steps, frozen."""
-    return distill.make_teacher(seed, steps=STEPS, **SMALL)
+def teacher(seed: int, **settings: int) -> Llama:
+    """Return the plain model after its steps, frozen. settings: steps, batch, length."""
+    return distill.make_teacher(seed, **settings)
 
 
 def every_scheme(model: Llama) -> dict[str, Llama]:
@@ -611,55 +651,55 @@ def every_scheme(model: Llama) -> dict[str, Llama]:
 
 
 @torch.no_grad()
-def inference_peak(model: Llama) -> int:
+def inference_peak(model: Llama, batch: int, length: int) -> int:
     """Return the peak bytes of a forward without gradients."""
     with Meter(model) as meter:
-        model(held_out_rows(BIG["batch"])[:, : BIG["length"]])
+        model(held_out_rows(batch)[:, :length])
     return meter.peak.total
 
 
 @case("bytes/quantization", minutes=0.2, needs="cpu")
-def bytes_of_quantization() -> list[Measurement]:
+def bytes_of_quantization(sizes: Sizes = FULL) -> list[Measurement]:
     """Bytes of the parameters, and the peak of a forward; embedding and norms stay in float32."""
     model = fresh(0).requires_grad_(False)
     stored = Breakdown(parameters=quantize.stored_bytes(model))
-    reference, plain_forward = (
-        (stored, quantize.quantized_bytes(CONFIG, None)),
-        inference_peak(model),
-    )
+    reference = stored, quantize.quantized_bytes(CONFIG, None)
+    plain_forward = inference_peak(model, **sizes.big)
     found = []
     for name, tried in every_scheme(model).items():
         stored = Breakdown(parameters=quantize.stored_bytes(tried))
         predicted = quantize.quantized_bytes(CONFIG, SCHEMES[name])
         found += against(name, stored, predicted, reference, of="parameters")
-        ratio = inference_peak(tried) / plain_forward
-        found.append(exact(f"forward peak over plain/{name}", ratio, "ratio", **BIG))
+        ratio = inference_peak(tried, **sizes.big) / plain_forward
+        found.append(exact(f"forward peak over plain/{name}", "ratio", ratio, **sizes.big))
     return found
 
 
 @case("price/quantization", minutes=4, needs="cpu")
-def price_of_quantization() -> list[Measurement]:
+def price_of_quantization(sizes: Sizes = FULL) -> list[Measurement]:
     """A trained model's loss, and the time of its forward, in fewer bits.
 
     torchao's int4 gives the same numbers as ours. Without 8-bit products it and "dynamic" are slow.
     """
-    rows = held_out_rows(SMALL["batch"])[:, : SMALL["length"]]
+    rows = held_out_rows(sizes.small["batch"])[:, : sizes.small["length"]]
     costs = []
-    for seed in SEEDS:
-        models = {"plain": teacher(seed), **every_scheme(teacher(seed))}
+    for seed in sizes.seeds:
+        trained = teacher(seed, steps=sizes.steps, **sizes.small)
+        models = {"plain": trained, **every_scheme(trained)}
         del models["torchao int4"]
         calls = {name: functools.partial(model, rows) for name, model in models.items()}
         with torch.no_grad():
             costs.append(race(models, calls, rounds=5, warmup=1, seed=seed))
-    return priced(costs, seeds=SEEDS, trained=STEPS, time="a forward", **SMALL)
+    details = {"seeds": sizes.seeds, "trained": sizes.steps, "time": "a forward", **sizes.small}
+    return priced(costs, **details)
 
 
-def student_way(seed: int, *, batch: int, length: int, taught: bool) -> Way:
+def student_way(seed: int, *, batch: int, length: int, taught: bool, sizes: Sizes = FULL) -> Way:
     """Return training of the small model, on the text alone or with the same seed's teacher."""
     student, size = distill.make_student(seed), Settings(batch=batch, length=length)
     if not taught:
         return way(seed, model=student, **size)
-    above = teacher(seed)
+    above = teacher(seed, steps=sizes.steps, **sizes.small)
 
     def loss(model: Llama, tokens: Tensor) -> Tensor:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -675,41 +715,47 @@ TAUGHT: Mapping[str, Settings] = {"student alone": {"taught": False}, "distilled
 
 
 @case("bytes/distillation", minutes=0.3)
-def bytes_of_distillation() -> list[Measurement]:
+def bytes_of_distillation(sizes: Sizes = FULL) -> list[Measurement]:
     """Peaks of training the student alone and with the teacher, and the parameters that remain."""
+    big = sizes.big
     predicted = {
-        "student alone": told(config=distill.STUDENT, **BIG),
-        "distilled": distill.estimate_distillation(distill.STUDENT, CONFIG, **BIG),
+        "student alone": told(config=distill.STUDENT, **big),
+        "distilled": distill.estimate_distillation(distill.STUDENT, CONFIG, **big),
     }
     found = []
     for name, settings in TAUGHT.items():
-        peak = metered(student_way(0, **settings, **BIG)).peak
-        found += against(name, peak, predicted[name], plain(**BIG), **BIG)
+        peak = metered(student_way(0, sizes=sizes, **settings, **big)).peak
+        found += against(name, peak, predicted[name], plain(**big), **big)
     small, large = (quantize.quantized_bytes(c, None).total for c in (distill.STUDENT, CONFIG))
-    return [*found, exact("parameters, student over teacher", small / large, "ratio")]
+    return [*found, exact("parameters, student over teacher", "ratio", small / large)]
 
 
 @case("price/distillation", minutes=1.5)
-def price_of_distillation() -> list[Measurement]:
+def price_of_distillation(sizes: Sizes = FULL) -> list[Measurement]:
     """Prices of the student. The plain model is the teacher; its training isn't in the time."""
-    found = prices(TAUGHT, student_way, steps=STEPS)
+    seeds, steps = sizes.seeds, sizes.steps
+    make = functools.partial(student_way, sizes=sizes)
+    found = prices(TAUGHT, make, steps=steps, size=sizes.small, seeds=seeds)
     losses = {item.quantity: item.details["loss"] for item in found if "loss" in item.details}
     alone, taught = (losses[f"loss minus plain/{name}"] for name in TAUGHT)
     gaps = minus(taught, alone)
-    gain = seen("loss minus student alone/distilled", "nats a byte", gaps, seeds=SEEDS, steps=STEPS)
+    gain = seen("loss minus student alone/distilled", "nats a byte", gaps, seeds=seeds, steps=steps)
     return [*found, gain]
 
 
 @case("digits/distillation", minutes=0.4)
-def digits_of_distillation() -> list[Measurement]:
+def digits_of_distillation(sizes: Sizes = FULL) -> list[Measurement]:
     """Accuracy gained on digits; the teacher saw all labels, the student few or all."""
     found = []
     for name, labels in (("80 labels", 80), ("all labels", None)):
-        runs = [distill.distil_digits(seed, labels=labels) for seed in SEEDS]
+        run = functools.partial(distill.distil_digits, labels=labels, steps=sizes.digit_steps)
+        runs = [run(seed) for seed in sizes.seeds]
         gains = [100 * (run.distilled - run.alone) for run in runs]
-        every = {k: [getattr(r, k) for r in runs] for k in ("alone", "distilled", "teacher")}
+        every: Settings = {
+            k: [getattr(r, k) for r in runs] for k in ("alone", "distilled", "teacher")
+        }
         quantity = f"accuracy gained/{name}"
-        found.append(seen(quantity, "percentage points", gains, seeds=SEEDS, **every))
+        found.append(seen(quantity, "percentage points", gains, seeds=sizes.seeds, **every))
     return found
 
 
@@ -724,33 +770,34 @@ LESS_STATE: Mapping[str, Settings] = {
 
 
 @case("bytes/optimizers", minutes=0.6, needs="cpu")
-def bytes_of_optimizers() -> list[Measurement]:
+def bytes_of_optimizers(sizes: Sizes = FULL) -> list[Measurement]:
     """Peaks, and the optimizer state alone relative to AdamW's."""
     with torch.compiler.set_stance("force_eager"):  # torchao's compiler takes minutes here
-        found = bytes_of(LESS_STATE)
-    (measured, estimated), states = plain(**BIG), []
+        found = bytes_of(LESS_STATE, sizes.big)
+    (measured, estimated), states = plain(**sizes.big), []
     for item in found:
         what, name = item.quantity.split("/")
         if what == "peak":
             state, known = item.details["measured"]["optimizer"], item.details.get("predicted")
             predicted = known["optimizer"] / estimated.optimizer if known else None
             ratio = state / measured.optimizer
-            states.append(exact(f"state over AdamW's/{name}", ratio, "ratio", predicted))
+            quantity = f"state over AdamW's/{name}"
+            states.append(exact(quantity, "ratio", ratio, predicted=predicted))
     return found + states
 
 
 @case("price/optimizers", minutes=4)
-def price_of_optimizers() -> list[Measurement]:
+def price_of_optimizers(sizes: Sizes = FULL) -> list[Measurement]:
     """Prices at each optimizer's own learning rate.
 
     torchao's isn't timed: it is meant to be compiled, and slow otherwise.
     """
     variants = {n: s for n, s in LESS_STATE.items() if s["optimizer"] != "torchao"}
-    return prices(variants, steps=STEPS)
+    return prices(variants, steps=sizes.steps, size=sizes.small, seeds=sizes.seeds)
 
 
 # Contexts of one to three bytes are hashed to rows of a table: few rows have gradients in a step.
-ROWS, ORDERS, SPARSE_BATCH, SPARSE_STEPS = 2048, 3, 256, 150
+ROWS, ORDERS, SPARSE_BATCH = 2048, 3, 256
 # Rates were chosen on seeds 100 and 101 from 0.003, 0.01, 0.03, 0.1, 0.3 and 1; for SM3 also 3.
 SPARSE: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
     "AdamW": (torch.optim.AdamW, 0.03),
@@ -769,7 +816,7 @@ def contexts(windows: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
-def sparse_run(seed: int, name: str) -> float:
+def sparse_run(seed: int, name: str, steps: int) -> float:
     """Train a table of logits with one optimizer; return its held-out loss in nats per byte."""
     generator = torch.Generator().manual_seed(seed)
     start = 0.01 * torch.randn(ORDERS * ROWS, CONFIG.vocab_size, generator=generator)
@@ -781,7 +828,7 @@ def sparse_run(seed: int, name: str) -> float:
     def loss(windows: Tensor) -> Tensor:
         return F.cross_entropy(F.embedding(contexts(windows), table).sum(1), windows[:, -1])
 
-    for n in range(SPARSE_STEPS):
+    for n in range(steps):
         optimizer.zero_grad()
         loss(draw(n)[0]).backward()
         optimizer.step()
@@ -790,15 +837,16 @@ def sparse_run(seed: int, name: str) -> float:
 
 
 @case("sparse/SM3", minutes=0.7)
-def sparse_of_sm3() -> list[Measurement]:
+def sparse_of_sm3(sizes: Sizes = FULL) -> list[Measurement]:
     """Sparse gradients: a table predicts the next byte from the three before it."""
-    losses = {name: [sparse_run(seed, name) for seed in SEEDS] for name in SPARSE}
+    seeds, steps = sizes.seeds, sizes.sparse_steps
+    losses = {name: [sparse_run(seed, name, steps) for seed in seeds] for name in SPARSE}
+    details: Settings = {"seeds": seeds, "rates": {n: r for n, (_, r) in SPARSE.items()}}
     found = []
     for name, other in (("SM3", "AdamW"), ("AdaGrad", "AdamW"), ("SM3", "AdaGrad")):
         gaps = minus(losses[name], losses[other])
-        rates = {name: rate for name, (_, rate) in SPARSE.items()}
-        details = {"seeds": SEEDS, "rates": rates, "loss": losses}
-        found.append(seen(f"loss minus {other}/{name}", "nats a byte", gaps, **details))
+        quantity = f"loss minus {other}/{name}"
+        found.append(seen(quantity, "nats a byte", gaps, **details, loss=losses))
     return found
 
 
@@ -818,25 +866,26 @@ def experts_way(seed: int, *, batch: int, length: int, coefficient: float = 0.01
 
 
 @case("bytes/experts", minutes=0.4)
-def bytes_of_experts() -> list[Measurement]:
+def bytes_of_experts(sizes: Sizes = FULL) -> list[Measurement]:
     """Peaks against dense models with as many active parameters, and with as many in total."""
-    sparse, wide = experts_way(0, **BIG), EXPERTS * CONFIG.intermediate_size
+    big, wide = sizes.big, EXPERTS * CONFIG.intermediate_size
+    sparse = experts_way(0, **big)
     counts = experts.count_parameters(sparse.model)
-    dense: Settings = {"config": replace(CONFIG, intermediate_size=wide), **BIG}
+    dense: Settings = {"config": replace(CONFIG, intermediate_size=wide), **big}
     mine, theirs = metered(sparse), metered(way(0, **dense))
-    predicted = experts.estimate_experts(CONFIG, experts=EXPERTS, **BIG)
+    predicted = experts.estimate_experts(CONFIG, experts=EXPERTS, **big)
     activations = mine.most.activations / theirs.most.activations
     return [
-        *against(MIXED, mine.peak, predicted, plain(**BIG), **BIG),
-        *against("dense, as many parameters", theirs.peak, told(**dense), plain(**BIG), **BIG),
-        exact(f"peak over dense/{MIXED}", mine.peak.total / theirs.peak.total, "ratio"),
-        exact(f"activations over dense/{MIXED}", activations, "ratio"),
-        exact(f"active over all parameters/{MIXED}", counts.active / counts.total, "ratio"),
+        *against(MIXED, mine.peak, predicted, plain(**big), **big),
+        *against("dense, as many parameters", theirs.peak, told(**dense), plain(**big), **big),
+        exact(f"peak over dense/{MIXED}", "ratio", mine.peak.total / theirs.peak.total),
+        exact(f"activations over dense/{MIXED}", "ratio", activations),
+        exact(f"active over all parameters/{MIXED}", "ratio", counts.active / counts.total),
     ]
 
 
 @case("price/experts", minutes=3)
-def price_of_experts() -> list[Measurement]:
+def price_of_experts(sizes: Sizes = FULL) -> list[Measurement]:
     """Loss and time against the dense model, and how even the routing of held-out text is."""
     variants: dict[str, Settings] = {MIXED: {}, f"{MIXED}, unbalanced": {"coefficient": 0}}
     labels = dict(zip(variants, ("with auxiliary loss", "without auxiliary loss"), strict=True))
@@ -852,16 +901,14 @@ def price_of_experts() -> list[Measurement]:
             ):
                 found.setdefault(f"{what}/{label}", []).append(statistics.fmean(values))
 
-    paid = prices(variants, experts_way, steps=STEPS, watch=watch)
-    details = {"seeds": SEEDS, "steps": STEPS, "even": 1 / EXPERTS}
+    common: Settings = {"seeds": sizes.seeds, "steps": sizes.steps}
+    paid = prices(variants, experts_way, size=sizes.small, watch=watch, **common)
+    details: Settings = {**common, "even": 1 / EXPERTS}
     return paid + [seen(name, "share", samples, **details) for name, samples in found.items()]
 
 
 # Loading -----------------------------------------------------------------------------------------
-SAMPLES, PER_FILE, LOADED, FREE_S, REPETITIONS = 512, 128, 16, 0.005, 5
-
-
-def written(rows: Tensor, folder: Path) -> dict[str, list[Path]]:
+def written(rows: Tensor, folder: Path, per_file: int) -> dict[str, list[Path]]:
     """Write the same rows in each format."""
     alone = folder / "alone"
     alone.mkdir()
@@ -869,20 +916,20 @@ def written(rows: Tensor, folder: Path) -> dict[str, list[Path]]:
     for path, row in zip(paths, rows.to(torch.uint8).numpy(), strict=True):
         path.write_bytes(bytes(row))
     return {"file a row": paths} | {
-        form: loading.write_rows(rows, folder / form, form=form, rows_per_file=PER_FILE)
+        form: loading.write_rows(rows, folder / form, form=form, rows_per_file=per_file)
         for form in ("webdataset", "tfrecord")
     }
 
 
-def loader(form: str, paths: Sequence[Path]) -> DataLoader[Tensor]:
+def loader(form: str, paths: Sequence[Path], batch: int) -> DataLoader[Tensor]:
     """Return a loader that reads in this process, with the files dropped from the page cache."""
     for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if form == "file a row":
-        return DataLoader(paths, batch_size=LOADED, collate_fn=read_rows)  # type: ignore[arg-type]
-    return DataLoader(memory.RecordFiles(paths), batch_size=LOADED)
+        return DataLoader(paths, batch_size=batch, collate_fn=read_rows)  # type: ignore[arg-type]
+    return DataLoader(memory.RecordFiles(paths), batch_size=batch)
 
 
 def read_rows(paths: Sequence[Path]) -> Tensor:
@@ -891,28 +938,34 @@ def read_rows(paths: Sequence[Path]) -> Tensor:
 
 
 @case("price/loading", minutes=0.5, needs="cpu")
-def price_of_loading() -> list[Measurement]:
+def price_of_loading(sizes: Sizes = FULL) -> list[Measurement]:
     """How long a loop waits for its rows, by file format, and with reading ahead."""
 
     def step(_batch: Tensor) -> None:  # leaves the processor free, like a step on a GPU
-        time.sleep(FREE_S)
+        time.sleep(sizes.free_s)
 
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        rows = batches(0, batch=SAMPLES, length=BIG["length"])(0)[0]
-        forms = written(rows, Path(folder))
-        for repetition in range(REPETITIONS):
+        rows = batches(0, batch=sizes.samples, length=sizes.big["length"])(0)[0]
+        forms = written(rows, Path(folder), sizes.per_file)
+        for repetition in range(sizes.repetitions):
             waited = {}
             for form in list(forms)[:: 1 if repetition % 2 else -1]:
-                asked = loading.stalls(loader(form, forms[form]), step)
-                ahead = loading.stalls(memory.prefetch(loader(form, forms[form])), step)
+                read = functools.partial(loader, form, forms[form], sizes.loaded)
+                asked = loading.stalls(read(), step)
+                ahead = loading.stalls(memory.prefetch(read()), step)
                 waited[form] = asked.waited
                 found.setdefault(f"share of waiting/{form}", []).append(asked.share)
                 found.setdefault(f"share of waiting, ahead/{form}", []).append(ahead.share)
             for form in ("webdataset", "tfrecord"):
                 ratio = waited[form] / waited["file a row"]
                 found.setdefault(f"waiting over file a row/{form}", []).append(ratio)
-    details = {"rows": SAMPLES, "batch": LOADED, "a step": FREE_S, "rows a file": PER_FILE}
+    details: Settings = {
+        "rows": sizes.samples,
+        "batch": sizes.loaded,
+        "a step": sizes.free_s,
+        "rows a file": sizes.per_file,
+    }
     return [
         seen(name, "share" if name.startswith("share") else "ratio", samples, **details)
         for name, samples in found.items()
@@ -955,11 +1008,8 @@ def naive_told(config: LlamaConfig, *, batch: int, length: int) -> int:
     return max(at_scores, fused.total + layers * more)
 
 
-LENGTHS = {"model": (256, 512, 1024), "layer": (1024, 2048, 4096)}
-
-
 @case("bytes/attention", minutes=1)
-def bytes_of_attention() -> list[Measurement]:
+def bytes_of_attention(sizes: Sizes = FULL) -> list[Measurement]:
     """Peak of training with all scores in memory over the fused form's, by length."""
     alone = replace(CONFIG, num_hidden_layers=1, max_position_embeddings=4096)
     forms: dict[str, Callable[..., Tensor]] = {
@@ -967,16 +1017,19 @@ def bytes_of_attention() -> list[Measurement]:
         "flash": causal_attention,
     }
     found = []
-    for what, config, batch in (("model", CONFIG, 2), ("layer", alone, 1)):
-        for length in LENGTHS[what]:
+    for what, config, batch, lengths in (
+        ("model", CONFIG, 2, sizes.model_lengths),
+        ("layer", alone, 1, sizes.layer_lengths),
+    ):
+        for length in lengths:
             size: Settings = {"batch": batch, "length": length}
             models = {name: Llama(config, attention=form) for name, form in forms.items()}
             peaks = {n: metered(way(0, model=m, **size)).peak for n, m in models.items()}
             ratio = peaks["naive"].total / peaks["flash"].total
             predicted = naive_told(config, **size) / memory.estimate(config, **size).total
             name = f"peak, naive over flash/{what}, {length} tokens"
-            parts = {form: peak.parts() for form, peak in peaks.items()}
-            found.append(exact(name, ratio, "ratio", predicted, **parts, **size))
+            parts: Settings = {form: peak.parts() for form, peak in peaks.items()}
+            found.append(exact(name, "ratio", ratio, predicted=predicted, **parts, **size))
     return found
 
 
@@ -996,11 +1049,11 @@ IN_HALF: Mapping[str, Settings] = {
 
 
 @case("combination", minutes=5, needs="cpu")
-def combination() -> list[Measurement]:
+def combination(sizes: Sizes = FULL) -> list[Measurement]:
     """Combined methods: bytes, time and loss; in 16 bits only the bytes."""
     tried = {name: settings for name, settings in TOGETHER.items() if "optimizer" in settings}
-    found = bytes_of(TOGETHER) + bytes_of(IN_HALF, HALF)
-    return found + prices(tried, steps=STEPS)
+    found = bytes_of(TOGETHER, sizes.big) + bytes_of(IN_HALF, sizes.half)
+    return found + prices(tried, steps=sizes.steps, size=sizes.small, seeds=sizes.seeds)
 
 
 # The estimate ------------------------------------------------------------------------------------
@@ -1009,33 +1062,34 @@ GROUPED = LlamaConfig(
     num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True,
 )  # fmt: skip
 ASKED: Mapping[str, Settings] = {
-    "plain": BIG,
+    "plain": FULL.big,
     "one row": {"batch": 1, "length": 77},
     "long": {"batch": 1, "length": 1024},
     "grouped, tied, 6 layers": {"config": GROUPED, "batch": 3, "length": 131},
-    "SGD": {"optimizer": "sgd", **TINY},
-    "Adafactor": {"optimizer": "adafactor", **TINY},
-    "SM3": {"optimizer": "sm3", **TINY},
-    "AdamW8bit": {"optimizer": "adamw8bit", **TINY},
-    "every 1": {"checkpointing": 1, **HALF},
-    "every 3": {"checkpointing": 3, **HALF},
-    "selective": {"checkpointing": "selective", **HALF},
-    "bfloat16": {"recipe": "bfloat16", **TINY},
-    "mixed": {"recipe": "autocast to bfloat16", **TINY},
+    "SGD": {"optimizer": "sgd", **FULL.tiny},
+    "Adafactor": {"optimizer": "adafactor", **FULL.tiny},
+    "SM3": {"optimizer": "sm3", **FULL.tiny},
+    "AdamW8bit": {"optimizer": "adamw8bit", **FULL.tiny},
+    "every 1": {"checkpointing": 1, **FULL.half},
+    "every 3": {"checkpointing": 3, **FULL.half},
+    "selective": {"checkpointing": "selective", **FULL.half},
+    "bfloat16": {"recipe": "bfloat16", **FULL.tiny},
+    "mixed": {"recipe": "autocast to bfloat16", **FULL.tiny},
     "bfloat16, every 2, Adafactor": {
-        "recipe": "bfloat16", "checkpointing": 2, "optimizer": "adafactor", **TINY,
+        "recipe": "bfloat16", "checkpointing": 2, "optimizer": "adafactor", **FULL.tiny,
     },
 }  # fmt: skip
 
 
 @case("estimate/error", minutes=0.7, needs="cpu")
-def error_of_estimate() -> list[Measurement]:
+def error_of_estimate(sizes: Sizes = FULL) -> list[Measurement]:
     """The estimate against the meter: shapes, batches, dtypes, optimizers, checkpoints."""
     found = []
-    for name, settings in ASKED.items():
+    for name in ASKED if sizes.asked is None else sizes.asked:
+        settings = ASKED[name]
         predicted, peak = told(**settings), metered(way(0, **settings)).peak
         parts: Settings = {"predicted": predicted.parts(), "measured": peak.parts()}
         error = predicted.total / peak.total - 1
-        found.append(exact(f"relative error/{name}", error, "share", **parts))
+        found.append(seen(f"relative error/{name}", "share", [error], exact=True, **parts))
     largest = max(abs(item.samples[0]) for item in found)
-    return [*found, exact("largest relative error", largest, "share")]
+    return [*found, exact("largest relative error", "share", largest)]

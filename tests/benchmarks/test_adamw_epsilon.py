@@ -1,58 +1,25 @@
 """The cases run small: every quantity that a claim asks for is there and means what it says."""
 
+import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import pytest
 import torch
 
 from benchmarks import adamw_epsilon as cases
+from benchmarks.adamw_epsilon import SMALL
 from labcore.optim import AdamW
 from labcore.studies.adamw_epsilon import epsilon, gradient_scale, low_precision
-from labcore.studies.adamw_epsilon.low_precision import Failure
 from tests.benchmarks.measurements import asked, by_quantity
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module, settings in {
-        low_precision: {
-            "SEEDS": (0, 1),
-            "SCALES": (1e-8,),
-            "digits_attenuation": lambda *_: 0.5,
-            "FAILURES": {
-                "loss scaled by 1e-8 (fp32)": Failure(scale=1e-8, steps=4),
-                "pure fp16": Failure(dtype=torch.float16, steps=4),
-                "pure bf16 at lr 1e-4": Failure(dtype=torch.bfloat16, steps=4),
-            },
-        },
-        gradient_scale: {"EPS_WIDTHS": (16, 32), "EPSILONS": (1e-8, 1e-3), "SEEDS": (0, 1)},
-        cases: {
-            "LAW_SEEDS": (0, 1),
-            "DIVERGENCE_WIDTH": 16,
-            "DIVERGENCE_STEPS": 3,
-            "DIVERGENCE_SEEDS": (0, 1),
-            "PEER_SEEDS": (0, 1),
-            "REPETITIONS": 2,
-            "ROUNDS": 1,
-            "ROUNDED": 1 << 16,
-            # torchao's first step compiles: half a minute that nothing here needs.
-            "torchao_adamw": lambda: plain_peer,
-            "quarter_gpt2": lambda: [(3, 5), (7,)],
-        },
-    }.items():
-        for name, value in settings.items():
-            monkeypatch.setattr(module, name, value)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No corpus is read, and torchao's first step compiles: half a minute that nothing needs."""
     text = torch.randint(256, (4000,), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(gradient_scale, "_corpus", lambda _: text)
-    by_width, by_eps = gradient_scale.rms_by_width, gradient_scale.loss_by_eps
-    monkeypatch.setattr(
-        gradient_scale,
-        "rms_by_width",
-        lambda init: by_width((16, 32), (0, 1), steps=(0, 2), init=init),
-    )
-    monkeypatch.setattr(gradient_scale, "loss_by_eps", lambda *args: by_eps(*args, steps=2))
-    yield
+    monkeypatch.setattr(cases, "torchao_adamw", lambda: plain_peer)
 
 
 def plain_peer(
@@ -67,7 +34,7 @@ def plain_peer(
 
 
 def test_the_law_is_exact_under_constant_gradients_and_close_under_noise() -> None:
-    found = by_quantity(cases.attenuation_law())
+    found = by_quantity(cases.attenuation_law(SMALL))
     assert found.pop("largest relative gap/constant gradient").samples[0] < 1e-12
     assert len(found) == len(cases.OVER_EPS)
     for item in found.values():
@@ -113,21 +80,21 @@ def test_the_moment_sticks_in_bf16_alone() -> None:
 
 
 def test_the_loss_scale_case_has_every_eps_and_atan2() -> None:
-    (item,) = by_quantity(cases.loss_scale()).values()
+    (item,) = by_quantity(cases.loss_scale(SMALL)).values()
     assert item.quantity == "accuracy/loss times 1e-08"
     assert set(item.peers) == {"eps 1e-15", "eps 1e-06", "atan2"}
     assert list(item.samples) == [low_precision.accuracy_at(1e-8, 1e-8, seed) for seed in (0, 1)]
 
 
 def test_a_run_of_the_benchmark_is_one_of_the_study() -> None:
-    make = low_precision.REMEDIES["atan2"]
-    failure = low_precision.FAILURES["loss scaled by 1e-8 (fp32)"]
+    make, name = low_precision.REMEDIES["atan2"], "loss scaled by 1e-8 (fp32)"
+    failure = dataclasses.replace(low_precision.FAILURES[name], steps=4)
     ours = cases.accuracy(lambda parameters, lr: make(parameters, lr, 0), failure, 1)
-    assert ours == low_precision.accuracy("atan2", "loss scaled by 1e-8 (fp32)", 1)
+    assert ours == low_precision.accuracy("atan2", name, 1, steps=4)
 
 
 def test_every_remedy_is_taken_seed_by_seed_from_the_healthy_run() -> None:
-    found = by_quantity(cases.remedies())
+    found = by_quantity(cases.remedies(SMALL))
     assert asked("adamw_epsilon", "digits/remedies") <= set(found)
     for item in found.values():
         pairs = zip(item.details["accuracy"], item.details["healthy"], strict=True)
@@ -135,7 +102,7 @@ def test_every_remedy_is_taken_seed_by_seed_from_the_healthy_run() -> None:
 
 
 def test_the_exponents_have_one_sample_a_seed() -> None:
-    found = by_quantity(cases.gradient_rms())
+    found = by_quantity(cases.gradient_rms(SMALL))
     names = {name.replace("after 2 steps", "after 50 steps") for name in found}
     assert asked("adamw_epsilon", "llama/gradient-rms") == names
     for item in found.values():
@@ -145,7 +112,7 @@ def test_the_exponents_have_one_sample_a_seed() -> None:
 
 
 def test_wide_and_narrow_are_compared_seed_by_seed() -> None:
-    found = by_quantity(cases.eps_by_width())
+    found = by_quantity(cases.eps_by_width(SMALL))
     assert asked("adamw_epsilon", "llama/eps-by-width") <= set(found)
     losses = [found[f"loss/width {width}, eps 1e-08"] for width in (16, 32)]
     narrow, wide = (
@@ -175,7 +142,7 @@ def test_the_first_bad_step(losses: list[float], expected: int | None) -> None:
 
 
 def test_naive_fp16_diverges_on_its_first_step_and_fp32_does_not() -> None:
-    found = by_quantity(cases.divergence())
+    found = by_quantity(cases.divergence(SMALL))
     assert asked("adamw_epsilon", "llama/divergence") <= set(found)
     half = found["diverged/fp16, torch AdamW"]
     assert half.samples == [1.0, 1.0]
@@ -184,7 +151,7 @@ def test_naive_fp16_diverges_on_its_first_step_and_fp32_does_not() -> None:
 
 
 def test_the_peers_meet_every_failure() -> None:
-    found = by_quantity(cases.digits_peers())
+    found = by_quantity(cases.digits_peers(SMALL))
     assert set(found) == {f"accuracy/{failure}" for failure in low_precision.FAILURES}
     for item in found.values():
         assert {cases.OURS, *item.peers} == set(cases.DIGITS_PEERS)
@@ -193,12 +160,12 @@ def test_the_peers_meet_every_failure() -> None:
 
 def test_stochastic_rounding_keeps_the_mean() -> None:
     """Each of 65536 weights moves by 100 updates with a chance of 1/100: the mean has sd 0.039."""
-    for item in by_quantity(cases.stochastic_rounding()).values():
+    for item in by_quantity(cases.stochastic_rounding(SMALL)).values():
         assert item.samples == pytest.approx([1.0, 1.0], abs=0.25)
 
 
 def test_step_times_are_ratios_within_a_repetition() -> None:
-    found = by_quantity(cases.step_time())
+    found = by_quantity(cases.step_time(SMALL))
     assert len(found["step/bf16, AdamW"].samples) == 2
     ratio = found["AdamW over optimi StableAdamW/fp32"]
     item = found["step/fp32, AdamW"]
@@ -212,7 +179,7 @@ def test_a_peer_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(cases, "torchao_adamw", lambda: twice)
     with pytest.raises(RuntimeError, match="AdamW and torchao AdamW must agree"):
-        cases.step_time()
+        cases.step_time(SMALL)
 
 
 def test_a_scheduled_learning_rate_reaches_torchao_as_a_tensor() -> None:

@@ -1,13 +1,14 @@
 """The experiments run small: every quantity that a claim asks for is there, and is what it says."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 
 from benchmarks import memory as cases
+from benchmarks.memory import SMALL
 from benchmarks.runner import Measurement
 from labcore import memory
 from labcore.memory import accumulation, checkpointing, distill, experts, precision
@@ -16,33 +17,10 @@ from tests.benchmarks.measurements import asked, by_quantity
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in {
-        "SEEDS": (7, 8),
-        "FEW": (7,),
-        "BIG": {"batch": 8, "length": 12},
-        "SMALL": {"batch": 4, "length": 6},
-        "TINY": {"batch": 1, "length": 3},
-        "HALF": {"batch": 4, "length": 5},
-        "STEPS": 2,
-        "SAME": 2,
-        "DIVIDED": 3,
-        "SPARSE_STEPS": 2,
-        "LENGTHS": {"model": (9, 300), "layer": (9, 500)},
-        "PIPELINES": ((2, 2), (2, 4)),
-        "SAMPLES": 20,
-        "PER_FILE": 7,
-        "LOADED": 3,
-        "REPETITIONS": 2,
-        "FREE_S": 1e-4,
-    }.items():
-        monkeypatch.setattr(cases, name, value)
-    # The held-out text is longer than all the training here.
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The held-out text is longer than all the training here."""
     for module in (cases, memory.offload):
         monkeypatch.setattr(module, "held_out_loss", short_loss)
-    cases.teacher.cache_clear()
-    yield
-    cases.teacher.cache_clear()
 
 
 @torch.no_grad()
@@ -94,11 +72,11 @@ def gaps(named: dict[str, Measurement]) -> dict[str, float]:
     ],
 )
 def test_bytes_are_near_their_prediction(
-    case: str, function: Callable[[], list[Measurement]]
+    case: str, function: Callable[..., list[Measurement]]
 ) -> None:
     if case == "bytes/optimizers":
         pytest.importorskip("torchao")
-    named = checked(case, function())
+    named = checked(case, function(SMALL))
     found = gaps(named)
     assert found
     for name, gap in found.items():
@@ -107,19 +85,19 @@ def test_bytes_are_near_their_prediction(
 
 def test_quantized_bytes_are_those_predicted() -> None:
     pytest.importorskip("torchao")
-    named = checked("bytes/quantization", cases.bytes_of_quantization())
+    named = checked("bytes/quantization", cases.bytes_of_quantization(SMALL))
     assert set(gaps(named)) == {f"peak/{name}" for name in cases.SCHEMES}
     assert all(gap == 0 for gap in gaps(named).values())
 
 
 def test_ways_that_compute_the_same_lose_nothing() -> None:
-    named = checked("price/checkpointing", cases.price_of_checkpointing())
+    named = checked("price/checkpointing", cases.price_of_checkpointing(SMALL))
     for name, item in named.items():
         if name.startswith("loss minus plain/"):
             assert list(item.samples) == [0, 0]
-    named = checked("price/accumulation", cases.price_of_accumulation())
+    named = checked("price/accumulation", cases.price_of_accumulation(SMALL))
     assert max(map(abs, named["loss minus plain/4 parts"].samples)) < 1e-3
-    named = checked("price/offload", cases.price_of_offload())
+    named = checked("price/offload", cases.price_of_offload(SMALL))
     for way in cases.OFFLOADS:
         assert list(named[f"loss minus plain/{way}"].samples) == [0, 0]
 
@@ -132,8 +110,8 @@ def test_ways_that_compute_the_same_lose_nothing() -> None:
         ("price/experts", cases.price_of_experts),
     ],
 )
-def test_prices_have_a_sample_a_seed(case: str, function: Callable[[], list[Measurement]]) -> None:
-    named = checked(case, function())
+def test_prices_have_a_sample_a_seed(case: str, function: Callable[..., list[Measurement]]) -> None:
+    named = checked(case, function(SMALL))
     for name, item in named.items():
         if name.startswith(("busiest", "dropped")):
             assert all(0 <= share <= 1 for share in item.samples)
@@ -141,7 +119,7 @@ def test_prices_have_a_sample_a_seed(case: str, function: Callable[[], list[Meas
 
 
 def test_each_optimizer_has_its_own_price() -> None:
-    named = checked("price/optimizers", cases.price_of_optimizers())
+    named = checked("price/optimizers", cases.price_of_optimizers(SMALL))
     for name in cases.LESS_STATE:
         if name != "torchao AdamW8bit":
             assert named[f"loss minus plain/{name}"].samples[0] != 0
@@ -149,7 +127,7 @@ def test_each_optimizer_has_its_own_price() -> None:
 
 def test_a_quantized_model_pays_by_its_loss() -> None:
     pytest.importorskip("torchao")
-    named = checked("price/quantization", cases.price_of_quantization())
+    named = checked("price/quantization", cases.price_of_quantization(SMALL))
     losses = [named[f"loss minus plain/{name}"].samples[0] for name in ("int8", "int4")]
     assert abs(losses[0]) < abs(losses[1]) < 0.5
 
@@ -183,7 +161,7 @@ def test_a_way_trains_as_the_package_does(
 
 
 def test_sums_are_exact_and_means_are_not() -> None:
-    named = checked("gradient/accumulation", cases.gradient_of_accumulation())
+    named = checked("gradient/accumulation", cases.gradient_of_accumulation(SMALL))
     error = {name.removeprefix("relative error/"): x.samples for name, x in named.items()}
     for name in ("exact, equal rows", "exact, ragged rows", "mean of means, equal rows"):
         assert max(error[name]) < 1e-4
@@ -191,7 +169,7 @@ def test_sums_are_exact_and_means_are_not() -> None:
 
 
 def test_scores_are_predicted_by_length() -> None:
-    named = checked("bytes/attention", cases.bytes_of_attention())
+    named = checked("bytes/attention", cases.bytes_of_attention(SMALL))
     for item in named.values():
         assert item.peers["predicted"] == [pytest.approx(item.samples[0], rel=0.01)]
     few, many = (named[f"peak, naive over flash/model, {n} tokens"].samples[0] for n in (9, 300))
@@ -199,33 +177,29 @@ def test_scores_are_predicted_by_length() -> None:
 
 
 def test_a_combination_is_measured_and_predicted_together() -> None:
-    named = checked("combination", cases.combination())
+    named = checked("combination", cases.combination(SMALL))
     assert len(gaps(named)) == 5
     for name, gap in gaps(named).items():
         assert abs(gap) < 0.05, (name, gap)
 
 
-def test_the_largest_error_of_the_estimate_is_the_largest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = {name: cases.ASKED[name] for name in ("one row", "grouped, tied, 6 layers")}
-    monkeypatch.setattr(cases, "ASKED", asked)
-    named = checked("estimate/error", cases.error_of_estimate())
+def test_the_largest_error_of_the_estimate_is_the_largest() -> None:
+    named = checked("estimate/error", cases.error_of_estimate(SMALL))
     errors = [abs(x.samples[0]) for n, x in named.items() if n.startswith("relative")]
     assert named["largest relative error"].samples == [max(errors)] and max(errors) < 0.05
 
 
 def test_what_divided_training_holds_is_what_was_predicted() -> None:
-    named = checked("bytes/zero", cases.bytes_of_zero())
+    named = checked("bytes/zero", cases.bytes_of_zero(SMALL))
     for name, gap in gaps(named).items():
         assert abs(gap) < 0.05, (name, gap)
 
 
 def test_a_pipeline_waits_as_long_as_its_bubble() -> None:
-    named = checked("bytes/pipeline", cases.bytes_of_pipeline())
+    named = checked("bytes/pipeline", cases.bytes_of_pipeline(SMALL))
     stages = [named[f"fullest stage over plain/{name}"].samples[0] for name in cases.SCHEDULES]
     assert stages[1] <= stages[0] < 1
-    waits = by_quantity(cases.bubbles())
+    waits = by_quantity(cases.bubbles(SMALL))
     for item in waits.values():
         assert item.peers["predicted"] == [pytest.approx(item.samples[0], abs=1e-9)]
 
@@ -235,7 +209,7 @@ def test_divided_training_has_the_losses_of_plain_training() -> None:
         ("price/zero", cases.price_of_zero),
         ("price/pipeline", cases.price_of_pipeline),
     ):
-        named = checked(case, function())
+        named = checked(case, function(SMALL))
         for name, item in named.items():
             if name.startswith("loss minus plain/"):
                 assert max(map(abs, item.samples)) < 1e-3
@@ -246,9 +220,8 @@ def test_what_is_slow_the_first_time_is_in_no_time() -> None:
     assert cases.warm((3, 4)) == [3, 3, 4]
 
 
-def test_a_mixture_of_digits_is_counted_in_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill, "distil_digits", partial(distill.distil_digits, steps=3))
-    named = checked("digits/distillation", cases.digits_of_distillation())
+def test_a_mixture_of_digits_is_counted_in_points() -> None:
+    named = checked("digits/distillation", cases.digits_of_distillation(SMALL))
     for item in named.values():
         pairs = zip(item.details["distilled"], item.details["alone"], strict=True)
         assert list(item.samples) == [100 * (told - alone) for told, alone in pairs]
@@ -262,21 +235,21 @@ def test_contexts_are_rows_of_their_own_table() -> None:
         assert (order * cases.ROWS <= column).all() and (column < (order + 1) * cases.ROWS).all()
     assert torch.equal(rows[0, :2], rows[1, :2]) and rows[0, 2] != rows[1, 2]
     assert rows[0, 0] != rows[2, 0]
-    named = checked("sparse/SM3", cases.sparse_of_sm3())
+    named = checked("sparse/SM3", cases.sparse_of_sm3(SMALL))
     losses = named["loss minus AdamW/SM3"].details["loss"]
     assert all(math.isfinite(x) for each in losses.values() for x in each)
 
 
 def test_every_form_of_the_data_has_the_same_rows(tmp_path) -> None:
     rows = batches(0, batch=20, length=9)(0)[0]
-    for form, paths in cases.written(rows, tmp_path).items():
-        assert torch.equal(torch.cat(list(cases.loader(form, paths))), rows)
-    named = checked("price/loading", cases.price_of_loading())
+    for form, paths in cases.written(rows, tmp_path, per_file=7).items():
+        assert torch.equal(torch.cat(list(cases.loader(form, paths, batch=3))), rows)
+    named = checked("price/loading", cases.price_of_loading(SMALL))
     assert all(len(item.samples) == 2 for item in named.values())
     for form in ("webdataset", "tfrecord", "file a row"):
         assert 0 < named[f"share of waiting/{form}"].samples[0] <= 1
 
 
 def test_the_seeds_are_not_those_that_chose_the_rates() -> None:
-    assert not {100, 101} & set(cases.SEEDS)
+    assert not {100, 101} & set(cases.FULL.seeds)
     assert memory.estimate(CONFIG, batch=1, length=1).total > 0

@@ -35,6 +35,7 @@ __all__ = [
     "accuracy",
     "accuracy_at",
     "digits_attenuation",
+    "failure_of",
     "gradient_rms",
     "healthy_accuracy",
     "remedies_for",
@@ -157,29 +158,35 @@ REMEDIES: Mapping[str, Remedy] = {
 }
 
 
+def failure_of(name: str, steps: int | None = None) -> Failure:
+    """Return one of FAILURES, by default with its own number of steps."""
+    failure = FAILURES[one_of("failure", name, FAILURES)]
+    return failure if steps is None else replace(failure, steps=steps)
+
+
 def remedies_for(failure: str) -> tuple[str, ...]:
     """Return the keys of REMEDIES for `failure`; stochastic rounding supports only bfloat16."""
-    dtype = FAILURES[one_of("failure", failure, FAILURES)].dtype
+    dtype = failure_of(failure).dtype
     return tuple(
         name for name in REMEDIES if name != "stochastic rounding" or dtype == torch.bfloat16
     )
 
 
-def accuracy(remedy: str, failure: str, seed: int) -> float:
+def accuracy(remedy: str, failure: str, seed: int, *, steps: int | None = None) -> float:
     """Return the test accuracy of one run with `remedy` under `failure`.
 
     Chance is about 0.1. NaN weights give 0.08, because they predict the first class for all images.
-    remedy, failure: keys of REMEDIES and FAILURES.
+    remedy, failure: keys of REMEDIES and FAILURES. steps: by default the failure's.
     Raises ValueError for other names, and for stochastic rounding in float16 (see `remedies_for`).
     """
     make = REMEDIES[one_of("remedy", remedy, REMEDIES)]
-    return _accuracy(make, FAILURES[one_of("failure", failure, FAILURES)], seed)
+    return _accuracy(make, failure_of(failure, steps), seed)
 
 
-def healthy_accuracy(failure: str, seed: int) -> float:
+def healthy_accuracy(failure: str, seed: int, *, steps: int | None = None) -> float:
     """Return plain AdamW's accuracy with the failure's rate and steps, in fp32 and unscaled."""
-    case = FAILURES[one_of("failure", failure, FAILURES)]
-    return _accuracy(REMEDIES[PLAIN], replace(case, scale=1.0, dtype=torch.float32), seed)
+    case = replace(failure_of(failure, steps), scale=1.0, dtype=torch.float32)
+    return _accuracy(REMEDIES[PLAIN], case, seed)
 
 
 def accuracy_at(scale: float, eps: float, seed: int) -> float:
