@@ -25,7 +25,7 @@ SLUG = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 CLAIM = """
 [SLUG.variance]
-statement = "Averaging white noise with beta 0.9 divides its variance by 19."
+statement = "Averaging white noise with beta 0.9 divides its variance by 18 or more."
 quantity = "variance of white noise over that of its moving average"
 evidence = [
   { case = "variance/white-noise", quantity = "ratio/beta 0.9", at_least = 18.0 },
@@ -81,20 +81,27 @@ def write(root: Path, slug: str, title: str = "") -> list[str]:
     """Write a new chapter into the checkout at `root`, and return a line for each file.
 
     title: of the page; by default the slug in words.
-    Raises ValueError, before anything is written, for a slug that is taken or no Python name, and
-    for a file that lacks the line after which the chapter's own line belongs.
+    Raises ValueError, before anything is written, for a slug that is taken or no Python name, a
+    title with a quote, a bar or a line break, and a file that lacks the line after which the
+    chapter's own line belongs.
     """
     if not SLUG.fullmatch(slug) or keyword.iskeyword(slug):
         raise ValueError(f"slug must be words in lower case joined by _, got {slug!r}")
     title = title or slug.replace("_", " ").capitalize()
+    if re.search(r'["|\n\\]', title):
+        raise ValueError(f"title must have no quote, bar, backslash or line break, got {title!r}")
+
+    def filled(text: str) -> str:
+        return text.replace("SLUG", slug).replace("TITLE", title)
+
     texts = {}
     for template in sorted(TEMPLATES.rglob("*.txt")):
-        name = str(template.relative_to(TEMPLATES).with_suffix("")).replace("SLUG", slug)
-        text = template.read_text("utf-8")
+        name = filled(template.relative_to(TEMPLATES).with_suffix("").as_posix())
+        text = filled(template.read_text("utf-8"))
         if name.endswith(".ipynb"):
             text = json.dumps(_notebook(text, address.read(root)), indent=1) + "\n"
         texts[name] = text
-    taken = [name for name in texts if (root / name).exists() and not name.endswith("__init__.py")]
+    taken = [name for name in (*texts, f"src/labcore/{slug}.py") if (root / name).exists()]
     if taken:
         raise ValueError(f"slug must be new, got {slug!r}, which has {taken[0]}; choose another")
     for name, pattern, inserted in LINES:
@@ -102,10 +109,10 @@ def write(root: Path, slug: str, title: str = "") -> list[str]:
         found = [match.end() for match in re.finditer(pattern, text, re.MULTILINE)]
         if not found:
             raise ValueError(f"{name} must have a line that matches {pattern!r}; restore it")
-        texts[name] = text[: found[-1]] + inserted + text[found[-1] :]
+        texts[name] = text[: found[-1]] + filled(inserted) + text[found[-1] :]
     for name, text in texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text.replace("SLUG", slug).replace("TITLE", title), "utf-8")
+        (root / name).write_text(text, "utf-8")
     for module in (["benchmarks", slug, "--save"], ["labcore.claims"], ["labcore", "labs", slug]):
         _run(root, module)
     return [
