@@ -180,11 +180,11 @@ def test_a_module_with_a_page_of_its_own_keeps_what_its_package_exports() -> Non
         importlib.import_module(f"labcore.serving{end}")
         for end in ("", ".simulation.router", ".simulation.simulate")
     )
-    assert "route" not in reference.own_names(router)
-    assert "route" in reference.own_names(router, page="serving.simulation")
-    elsewhere = [("route", router.route)]
-    assert "route" in reference.own_names(serving)
-    assert "route" not in reference.own_names(serving, page="serving", elsewhere=elsewhere)
+    assert "route_requests" not in reference.own_names(router)
+    assert "route_requests" in reference.own_names(router, page="serving.simulation")
+    elsewhere = [("route_requests", router.route_requests)]
+    assert "route_requests" in reference.own_names(serving)
+    assert "route_requests" not in reference.own_names(serving, page="serving", elsewhere=elsewhere)
     assert "CostModel" not in reference.own_names(simulate, page="serving.simulation")  # of costs
 
 
