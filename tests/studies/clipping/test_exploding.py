@@ -199,20 +199,17 @@ def test_a_run_ends_where_its_loss_does() -> None:
     assert len(run.losses) < 50 and not math.isfinite(run.losses[-1]) and not run.finite
 
 
+@pytest.mark.parametrize("network", SMALL)
 @pytest.mark.parametrize("name", ["none", *exploding.METHODS])
-def test_every_method_runs_in_the_study(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exploding, "STEPS", 4)
-    monkeypatch.setattr(exploding, "BAD_STEP", 2)
-    monkeypatch.setattr(exploding, "HEALTHY", SMALL)
-    monkeypatch.setattr(exploding, "EXPLODING", SMALL["RNN"])
-    monkeypatch.setattr(exploding, "LOUD", {"RNN": "recurrent.", "conv": "layers.1."})
-    for network in SMALL:
-        runs = [
-            exploding.bad_batch(network, name, "AdamW", 3),
-            exploding.loud_run(network, name, "AdamW", 3),
-        ]
-        runs += [exploding.natural(name, "AdamW", 3)] if network == "RNN" else []
-        assert all(len(run.losses) == 4 and run.finite for run in runs)
+def test_every_method_runs_in_the_study(name: str, network: str) -> None:
+    brief = {"steps": 4, **SMALL[network]}
+    layer = {"RNN": "recurrent.", "conv": "layers.1."}[network]
+    runs = [
+        exploding.bad_batch(network, name, "AdamW", 3, at=2, **brief),
+        exploding.loud_run(network, name, "AdamW", 3, layer=layer, **brief),
+    ]
+    runs += [exploding.natural(name, "AdamW", 3, **brief)] if network == "RNN" else []
+    assert all(len(run.losses) == 4 and run.finite for run in runs)
 
 
 def test_seeds_that_choose_are_not_seeds_that_report() -> None:

@@ -1,5 +1,7 @@
 """How the study chooses and reports: apart from each other, and the same for both optimizers."""
 
+import functools
+
 import pytest
 
 from labcore.studies import digits_runs
@@ -18,27 +20,22 @@ def test_every_batch_size_sees_the_same_number_of_images() -> None:
         assert 60 <= config.steps / config.check_every < 120
 
 
-def test_a_report_uses_the_setting_and_the_seeds_in_their_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tuning, "STEPS", {64: 9})
+def test_a_report_uses_the_setting_and_the_seeds_in_their_order() -> None:
+    report = functools.partial(tuning.report, "Lion", batch=64, steps=9)
     setting = digits_runs.Setting(lr=0.01, weight_decay=0.5)
-    both = tuning.report("Lion", setting, 64, seeds=(5, 2))
+    both = report(setting, seeds=(5, 2))
     assert [run.losses for run in both] == [
-        tuning.report("Lion", setting, 64, seeds=(seed,))[0].losses for seed in (5, 2)
+        report(setting, seeds=(seed,))[0].losses for seed in (5, 2)
     ]
     other = digits_runs.Setting(lr=0.01, weight_decay=0.0)
-    assert tuning.report("Lion", other, 64, seeds=(5,))[0].checks != both[0].checks
+    assert report(other, seeds=(5,))[0].checks != both[0].checks
 
 
-def test_a_run_that_never_arrives_counts_one_step_more_than_it_had(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tuning, "STEPS", {64: 9})
+def test_a_run_that_never_arrives_counts_one_step_more_than_it_had() -> None:
     setting = digits_runs.Setting(lr=1e-6, weight_decay=0.0)
-    assert tuning.steps_to_target(tuning.report("Lion", setting, 64, seeds=(1,))) == [10]
-    monkeypatch.setattr(tuning, "TARGET", 100.0)
-    assert tuning.steps_to_target(tuning.report("Lion", setting, 64, seeds=(1,))) == [0]
+    runs = tuning.report("Lion", setting, 64, seeds=(1,), steps=9)
+    assert tuning.steps_to_target(runs) == [10]
+    assert tuning.steps_to_target(runs, target=100.0) == [0]
 
 
 def test_tuning_sees_neither_the_reporting_seeds_nor_the_test_images(

@@ -276,16 +276,16 @@ def bad_batch(
     seed: int,
     *,
     factor: float = FACTOR,
-    at: int | None = None,
+    at: int = BAD_STEP,
     **settings: Any,
 ) -> ClippedRun:
     """Train a healthy network with one gradient that is `factor` times too large.
 
     method: "none" or a key of METHODS. factor: 1 for a run without a bad batch. at: the bad
-    batch's step, by default BAD_STEP. settings: steps, batch or arguments of the network's class
-    that replace those of the study.
+    batch's step. settings: steps, batch or arguments of the network's class that replace those of
+    the study.
     """
-    spoil = one_bad_batch(BAD_STEP if at is None else at, factor)
+    spoil = one_bad_batch(at, factor)
     settings = {**HEALTHY[one_of("network", network, HEALTHY)], **settings}
     return _run(network, method, optimizer, seed, spoil, **settings)
 

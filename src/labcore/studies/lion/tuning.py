@@ -92,12 +92,9 @@ def report(
     return train_seeds(make, config(batch, steps=steps, checks=300), digits(), seeds)
 
 
-def steps_to_target(runs: Sequence[DigitsRun], target: float | None = None) -> list[int]:
-    """Return each run's steps to `target`; a run that never gets there counts its steps plus one.
-
-    target: by default TARGET.
-    """
-    found = (run.steps_to(TARGET if target is None else target) for run in runs)
+def steps_to_target(runs: Sequence[DigitsRun], target: float = TARGET) -> list[int]:
+    """Return each run's steps to `target`; one that never gets there counts its steps plus one."""
+    found = (run.steps_to(target) for run in runs)
     return [
         len(run.losses) + 1 if step is None else step for run, step in zip(runs, found, strict=True)
     ]
