@@ -42,7 +42,7 @@ labs: setup  ## students' notebooks, labs/release, from labs/source; VARIANT=<ro
 		$(if $(OUT),--out "$(OUT)")
 
 grade: setup  ## grades SUBMISSIONS=<folder, zip or list of repositories>; the last line says where
-	@$(BIN)/python -m labcore.exercises grade "$(or $(SUBMISSIONS),$(error Name the folder: make grade SUBMISSIONS=<folder>))" \
+	@$(BIN)/python -m labcore grade "$(or $(SUBMISSIONS),$(error Name the folder: make grade SUBMISSIONS=<folder>))" \
 		$(if $(OUT),--out "$(OUT)") $(if $(DUE),--due "$(DUE)") $(if $(COLUMNS),--columns "$(COLUMNS)") \
 		$(if $(ROSTER),--roster "$(ROSTER)") $(if $(VARIANT),--variant "$(VARIANT)") \
 		$(if $(SECRET),--secret "$(SECRET)") $(if $(JOBS),--jobs "$(JOBS)") $(if $(UNSANDBOXED),--unsandboxed)

@@ -748,7 +748,7 @@ def digits_of_distillation(sizes: Sizes = FULL) -> list[Measurement]:
     """Accuracy gained on digits; the teacher saw all labels, the student few or all."""
     found = []
     for name, labels in (("80 labels", 80), ("all labels", None)):
-        run = functools.partial(distill.distil_digits, labels=labels, steps=sizes.digit_steps)
+        run = functools.partial(distill.distill_digits, labels=labels, steps=sizes.digit_steps)
         runs = [run(seed) for seed in sizes.seeds]
         gains = [100 * (run.distilled - run.alone) for run in runs]
         every: Settings = {

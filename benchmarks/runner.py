@@ -13,7 +13,7 @@ import torch
 
 from labcore.checks import one_of
 from labcore.device import gpu_visible, hardware, versions
-from labcore.records import Record, sources
+from labcore.records import Record, hashes
 
 __all__ = ["Case", "Measurement", "case", "cases_of", "exact", "ratios", "run", "seen", "slugs"]
 
@@ -141,7 +141,7 @@ def run(case: Case) -> list[Record]:
     measurements = _on_one_thread(case.function)
     if not measurements:
         raise RuntimeError(f"{case.slug}/{case.name} returned no measurement")
-    machine, code = asdict(hardware()), sources.describe(FOLDER / f"{case.slug}.py")
+    machine, code = asdict(hardware()), hashes.describe(FOLDER / f"{case.slug}.py")
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return [
         Record(

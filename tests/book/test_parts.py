@@ -10,7 +10,7 @@ import pytest
 from docutils.core import publish_doctree
 from docutils.utils import Reporter
 
-from labcore.book import chapter, docstrings, page, reference, runs, vendor
+from labcore.book import chapter, docstrings, foot, reference, runs, vendor
 from tests.book.mini import METADATA
 
 GOOD = {"metadata": {"labcore": {"slug": "lion", **METADATA}}}
@@ -54,19 +54,19 @@ def git(folder: Path, *words: str) -> None:
 
 
 def test_the_commit_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert page.commit(tmp_path) == ""
+    assert foot.commit(tmp_path) == ""
     git(tmp_path, "init")
-    assert page.commit(tmp_path) == ""  # no commit yet
+    assert foot.commit(tmp_path) == ""  # no commit yet
     (tmp_path / "a").write_text("1")
     git(tmp_path, "add", "a")
     git(tmp_path, "commit", "-m", "one")
-    name = page.commit(tmp_path)
+    name = foot.commit(tmp_path)
     assert len(name) >= 7 and name.isalnum()
     (tmp_path / "a").write_text("2")
-    assert page.commit(tmp_path) == f"{name} + changes"
+    assert foot.commit(tmp_path) == f"{name} + changes"
     monkeypatch.setenv("PATH", str(tmp_path))  # git is not installed
-    assert page.commit(tmp_path) == ""
-    assert page.build_line(tmp_path).startswith("commit unknown · labcore ")
+    assert foot.commit(tmp_path) == ""
+    assert foot.build_line(tmp_path).startswith("commit unknown · labcore ")
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_the_commit_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_the_report_link_names_the_page(address: str, start: str) -> None:
-    link = page.report_link(address, "book/lion", "commit 1 & 2")
+    link = foot.report_link(address, "book/lion", "commit 1 & 2")
     assert link is not None and link.startswith(start)
     assert "book%2Flion" in link and "1%20%26%202" in link
 
 
 def test_without_an_address_there_is_no_report_link() -> None:
-    assert page.report_link("", "book/lion", "") is None
+    assert foot.report_link("", "book/lion", "") is None
 
 
 def test_mathjax_is_a_small_part_of_the_wheel() -> None:

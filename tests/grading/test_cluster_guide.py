@@ -73,7 +73,7 @@ def problems(found: Manifests) -> list[str]:
         must(container["resources"]["limits"]["memory"]
              == container["resources"]["requests"]["memory"], f"{step}: memory")  # fmt: skip
         must(container["securityContext"]["allowPrivilegeEscalation"] is False, f"{step}: rights")
-        must(container["command"][1:] == ["-m", "labcore.exercises", "grade"], f"{step}: command")
+        must(container["command"][1:] == ["-m", "labcore", "grade"], f"{step}: command")
         try:
             asked[step] = parser().parse_args(["grade", *map(str, container["args"])])
         except SystemExit:
@@ -203,7 +203,7 @@ def test_the_guides_roster_and_columns_fill_a_learning_systems_table(
 
 def test_every_command_of_the_guide_is_one(tmp_path: Path) -> None:
     lines = [line for block in blocks("bash") for line in block.splitlines()]
-    begin = "-m labcore.exercises grade "
+    begin = "-m labcore grade "
     asked = [line.partition(begin)[2].partition("#")[0].split() for line in lines if begin in line]
     assert len(asked) >= 6
     for words in asked:

@@ -8,7 +8,7 @@ import pytest
 from labcore.grading import plan
 from labcore.labs.releases import source_paths
 from labcore.labs.source import read_lab
-from labcore.records import sources
+from labcore.records import hashes
 
 ROOT = Path(__file__).resolve().parents[2]
 LABS = list(source_paths(ROOT).values())
@@ -27,8 +27,8 @@ def test_the_judge_and_the_exercises_decide(path: Path) -> None:
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the package, whose files the digest reads."""
     copy = tmp_path / "labcore"
-    shutil.copytree(sources.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(sources, "PACKAGE", copy)
+    shutil.copytree(hashes.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(hashes, "PACKAGE", copy)
     monkeypatch.setattr(plan, "JUDGE", copy / "grading" / "judged.py")
     plan.deciding_modules.cache_clear()
     yield copy

@@ -47,7 +47,7 @@ class Folder:
         return {row.student: row for row in rows}
 
     def command(self, *words: str | Path) -> list[str]:
-        return [sys.executable, "-m", "labcore.exercises", "grade", *map(str, words)]
+        return [sys.executable, "-m", "labcore", "grade", *map(str, words)]
 
     def results(self) -> dict[str, int]:
         folder = self.out / "queue" / "results"

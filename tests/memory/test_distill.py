@@ -6,7 +6,7 @@ import torch
 from labcore.memory import distill as module
 from labcore.memory.distill import (
     STUDENT,
-    distil_digits,
+    distill_digits,
     distillation_loss,
     estimate_distillation,
     make_student,
@@ -90,9 +90,9 @@ def test_what_cannot_be_is_refused(generator) -> None:
     with pytest.raises(ValueError, match="temperature must be a finite number above 0"):
         distillation_loss(student, teacher, temperature=0)
     with pytest.raises(ValueError, match="labels must be at most 1438, got 2000"):
-        distil_digits(0, labels=2000)
+        distill_digits(0, labels=2000)
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
-        distil_digits(0, steps=0)
+        distill_digits(0, steps=0)
 
 
 def test_the_student_is_half_as_wide_and_deep() -> None:
@@ -119,6 +119,6 @@ def test_bytes_are_those_of_both_models(seed: int, monkeypatch) -> None:
 
 def test_few_labels_gain_from_a_teacher_who_saw_all(seed: int) -> None:
     """With 30 labels the gain is 0.24 on average, and 0.056 its spread from seed to seed."""
-    found = [distil_digits(seed + more, labels=30) for more in range(2)]
+    found = [distill_digits(seed + more, labels=30) for more in range(2)]
     assert sum(one.distilled - one.alone for one in found) > 0  # six times the spread of the sum
     assert min(one.teacher for one in found) > 0.9

@@ -6,7 +6,7 @@ import pytest
 
 from labcore import records
 from labcore.device import hardware, versions
-from labcore.records import Record, sources
+from labcore.records import Record, hashes
 
 
 def make(**changes) -> Record:
@@ -113,7 +113,7 @@ def test_find_prefers_this_machine_and_lists_what_there_is(tmp_path, monkeypatch
 
 
 def test_staleness_follows_the_code(tmp_path):
-    source = sources.describe(sources.PACKAGE / "timing.py")
+    source = hashes.describe(hashes.PACKAGE / "timing.py")
     fresh = make(source=source, slug="no-such-benchmark")
     assert not records.is_stale(fresh)
     assert "earlier version" not in records.provenance(fresh)
@@ -128,13 +128,13 @@ def test_shipped_records_can_be_read():
 
 
 def names(paths) -> set[str]:
-    return {p.relative_to(sources.PACKAGE).as_posix() for p in paths}
+    return {p.relative_to(hashes.PACKAGE).as_posix() for p in paths}
 
 
 def test_closure_follows_imports_through_packages(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("def f():\n    from labcore import timing\n")
-    found = names(sources.closure(script))
+    found = names(hashes.closure(script))
     assert {"__init__.py", "device.py", "checks.py", "timing.py"} == found
 
 
@@ -145,9 +145,9 @@ def test_closure_of_a_notebook_skips_magics(tmp_path):
     ]
     notebook = tmp_path / "a.ipynb"
     notebook.write_text(json.dumps({"cells": cells}))
-    found = names(sources.closure(notebook))
+    found = names(hashes.closure(notebook))
     assert "records/__init__.py" in found
-    assert "records/sources.py" in found
+    assert "records/hashes.py" in found
     assert "claims.py" not in found
 
 
@@ -156,27 +156,27 @@ def test_digest_changes_with_an_imported_module_and_with_no_other(tmp_path, monk
     package.mkdir()
     for name, text in {"__init__": "", "a": "from labcore import b", "b": "x = 1", "c": ""}.items():
         (package / f"{name}.py").write_text(text)
-    monkeypatch.setattr(sources, "PACKAGE", package)
+    monkeypatch.setattr(hashes, "PACKAGE", package)
     script = tmp_path / "script.py"
     script.write_text("import labcore.a")
-    before = sources.digest(script)
+    before = hashes.digest(script)
     (package / "c.py").write_text("y = 2")
-    assert sources.digest(script) == before
+    assert hashes.digest(script) == before
     (package / "b.py").write_text("x = 2")
-    assert sources.digest(script) != before
+    assert hashes.digest(script) != before
 
 
 def test_digest_changes_with_a_file_that_a_package_compiles(tmp_path, monkeypatch):
     folder = tmp_path / "labcore" / "a" / "source" / "deeper"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(sources, "PACKAGE", tmp_path / "labcore")
+    monkeypatch.setattr(hashes, "PACKAGE", tmp_path / "labcore")
     (folder.parent.parent / "__init__.py").write_text("")
     (folder.parent.parent / "b.py").write_text("")
-    kernel, before = folder / "kernel.h", sources.digest_modules(["labcore.a", "labcore.a.b"])
+    kernel, before = folder / "kernel.h", hashes.digest_modules(["labcore.a", "labcore.a.b"])
     for text in ("int x;", "int y;"):
         kernel.write_text(text)
-        after = sources.digest_modules(["labcore.a", "labcore.a.b"])
+        after = hashes.digest_modules(["labcore.a", "labcore.a.b"])
         assert after != before
         before = after
     (folder / "another.h").write_text("")
-    assert sources.digest_modules(["labcore.a", "labcore.a.b"]) != before
+    assert hashes.digest_modules(["labcore.a", "labcore.a.b"]) != before

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from labcore.records import sources, trees
+from labcore.records import hashes, trees
 
 MODULES = {"labcore", "labcore.optim", "labcore.optim.study", "labcore.studies", "labcore.x"}
 CODE = """
@@ -81,7 +81,7 @@ def test_a_definition_may_move_to_another_file(
 ) -> None:
     package = tmp_path / "labcore"
     package.mkdir()
-    monkeypatch.setattr(sources, "PACKAGE", package)
+    monkeypatch.setattr(hashes, "PACKAGE", package)
     script = tmp_path / "script.py"
     f, g = "def f(): return g()\n", "def g(): return 1\n"
 
@@ -91,7 +91,7 @@ def test_a_definition_may_move_to_another_file(
         for name, text in files.items():
             (package / f"{name}.py").write_text(text)
         script.write_text(benchmark)
-        found = sources.describe(script)
+        found = hashes.describe(script)
         return found["benchmark"], found["labcore"]
 
     before = described("from labcore import a\na.f()", __init__="", a=f + g)

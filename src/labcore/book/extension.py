@@ -15,8 +15,8 @@ from labcore.book import (
     clinics,
     docstrings,
     explorers,
+    foot,
     ledger,
-    page,
     reference,
     runs,
     vendor,
@@ -46,8 +46,8 @@ def configure(app: Sphinx, config: Config) -> None:
     options["repository_url"] = address
     if not address:
         options["launch_buttons"] = {}
-    config.labcore_build = page.build_line(app.srcdir)
-    config.templates_path.append(str(page.TEMPLATES))
+    config.labcore_build = foot.build_line(app.srcdir)
+    config.templates_path.append(str(foot.TEMPLATES))
 
 
 def connect(app: Sphinx) -> dict[str, Any]:
@@ -69,9 +69,9 @@ def connect(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", docstrings.translate)
     app.connect("missing-reference", docstrings.find_at_face)
     app.connect("doctree-resolved", chapter.insert_header)
-    app.connect("html-page-context", page.add_foot)
-    app.connect("html-page-context", page.name_roles, priority=900)
+    app.connect("html-page-context", foot.add_foot)
+    app.connect("html-page-context", foot.name_roles, priority=900)
     app.connect("html-page-context", vendor.trim_scripts, priority=900)
     app.connect("build-finished", vendor.copy_mathjax)
-    app.connect("build-finished", page.write_index, priority=400)
+    app.connect("build-finished", foot.write_index, priority=400)
     return {"version": __version__, "parallel_read_safe": True, "parallel_write_safe": True}

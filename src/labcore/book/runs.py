@@ -25,7 +25,7 @@ from sphinx.environment import BuildEnvironment
 
 import labcore
 from labcore import device
-from labcore.records import sources
+from labcore.records import hashes
 
 __all__ = ["forget_changed", "open_cache", "remember_run", "run_key", "run_line"]
 
@@ -48,7 +48,7 @@ def _surroundings() -> str:
 
 def run_key(notebook: Path) -> str:
     """The key of a notebook's execution; when it changes, the notebook must run again."""
-    return f"{sources.digest(notebook)}-{_surroundings()}"
+    return f"{hashes.digest(notebook)}-{_surroundings()}"
 
 
 def _memory(env: BuildEnvironment) -> Path | None:

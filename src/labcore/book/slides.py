@@ -23,7 +23,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbconvert import SlidesExporter
 
-from labcore.book import contents, explorers, page, runs, vendor
+from labcore.book import contents, explorers, foot, runs, vendor
 from labcore.book.slide_outline import PLOTLY_MIME, TWIN_MIME, Slide, outline
 from labcore.ui import twin
 from labcore.ui.compact import dumps
@@ -130,7 +130,7 @@ def deck(notebook: dict[str, Any], path: Path) -> Deck:
     slides = outline(notebook, figure=figure, plain=lambda text: _without_roles(text, path))
     slides[0].notes[:0] = [_about(notebook)]
     exporter = SlidesExporter(
-        extra_template_paths=[str(page.TEMPLATES)],
+        extra_template_paths=[str(foot.TEMPLATES)],
         template_file="slides.html.j2",
         exclude_input=True,
         exclude_input_prompt=True,

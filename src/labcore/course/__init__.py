@@ -1,1 +1,1 @@
-"""The course on one machine: the local server, the doctor and the repository's address."""
+"""The course on one machine: the local server, the doctor, the address, and new chapters."""

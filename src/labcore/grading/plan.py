@@ -24,7 +24,7 @@ from labcore.grading.sandbox import Limits
 from labcore.labs.releases import source_paths
 from labcore.labs.source import Lab, read_lab
 from labcore.labs.students import number_of
-from labcore.records import sources
+from labcore.records import hashes
 
 __all__ = ["COURSE", "NOT_YET", "ClassPlan", "Entry", "Settings", "code_of", "deciding_modules"]
 
@@ -77,14 +77,14 @@ def deciding_modules(lab: Path) -> list[str]:
 
     Modules that draw do not count, so a new figure does not change a class's grades.
     """
-    modules = {"labcore.grading.judged", *sources.modules(JUDGE), *sources.modules(lab)}
+    modules = {"labcore.grading.judged", *hashes.modules(JUDGE), *hashes.modules(lab)}
     return sorted(name for name in modules if not name.startswith("labcore.ui"))
 
 
 def code_of(lab: Lab) -> str:
     """A digest of what decides a lab's points: its source and the code that judges it."""
     return hashlib.sha256(
-        lab.path.read_bytes() + sources.digest_modules(deciding_modules(lab.path)).encode()
+        lab.path.read_bytes() + hashes.digest_modules(deciding_modules(lab.path)).encode()
     ).hexdigest()[:32]
 
 

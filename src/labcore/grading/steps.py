@@ -52,7 +52,7 @@ def refusal() -> str:
     return f"""Student code runs only in a sandbox, and this machine has none: {lack}.
 To run it with your own privileges anyway, on a machine where it can do no harm:
   make grade SUBMISSIONS=<folder> UNSANDBOXED=1
-  python -m labcore.exercises grade <folder> --unsandboxed"""
+  python -m labcore grade <folder> --unsandboxed"""
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ def _plan(out: Path) -> dict[str, Any]:
         return dict(json.loads((out / PLAN).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{out} has no queue; make it with: python -m labcore.exercises grade <submissions> "
+            f"{out} has no queue; make it with: python -m labcore grade <submissions> "
             f"--only-queue --out {out}"
         ) from error
 

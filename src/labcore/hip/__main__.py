@@ -18,7 +18,7 @@ from labcore import records
 from labcore.device import badge, default_device, hardware, versions
 from labcore.hip import compile as compiling
 from labcore.hip import gpu
-from labcore.records import Record, sources
+from labcore.records import Record, hashes
 
 
 def parser() -> argparse.ArgumentParser:
@@ -105,7 +105,7 @@ def timed(case: gpu.Case, comparison: gpu.Comparison) -> Record:
         for name, timing in comparison.timings.items()
     }
     last = max(name for name in samples if name != "torch")
-    file = sources.PACKAGE.parent.parent / "benchmarks" / "hip.py"
+    file = hashes.PACKAGE.parent.parent / "benchmarks" / "hip.py"
     return Record(
         slug="hip",
         case="gpu/steps",
@@ -116,7 +116,7 @@ def timed(case: gpu.Case, comparison: gpu.Comparison) -> Record:
         versions=versions(),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         # In a checkout, a record becomes stale when its slug's benchmark changes.
-        source=sources.describe(file if file.is_file() else Path(gpu.__file__)),
+        source=hashes.describe(file if file.is_file() else Path(gpu.__file__)),
         peers=samples,
         details={
             "arch": gpu.architecture(),

@@ -28,7 +28,7 @@ from labcore.models.training import train
 __all__ = [
     "STUDENT",
     "DistillationRun",
-    "distil_digits",
+    "distill_digits",
     "distillation_loss",
     "estimate_distillation",
     "make_student",
@@ -175,7 +175,7 @@ class DistillationRun:
     distilled: float
 
 
-def distil_digits(
+def distill_digits(
     seed: int, *, labels: int | None = 80, steps: int = 200, temperature: float = 4.0
 ) -> DistillationRun:
     """Train a student with few labels, alone and with a teacher's predictions on all digits.

@@ -16,7 +16,7 @@ from typing import Any
 
 from labcore.checks import one_of
 from labcore.device import Hardware, hardware
-from labcore.records import sources
+from labcore.records import hashes
 from labcore.timing import quantiles
 
 __all__ = ["FOLDER", "Record", "find", "is_stale", "load", "merge", "provenance", "read", "save"]
@@ -34,7 +34,7 @@ class Record:
     unit: the unit of `samples`, which has one number per repeat or seed. p20, p50, p80 and n are
     computed from them.
     hardware, versions, date (ISO): where, with what and when it was measured.
-    source: the hashes of the code (`sources.describe`).
+    source: the hashes of the code (`hashes.describe`).
     mode: "measured", "compiled" or "simulated". Interpreter times are never recorded.
     peers: the same quantity for others in the same run. details: settings, curves, free form.
     """
@@ -62,7 +62,7 @@ class Record:
         object.__setattr__(self, "peers", peers)
         Hardware(**self.hardware)
         if not {"benchmark", "labcore", "modules"} <= set(self.source):
-            raise ValueError(f"source must be what sources.describe returns, got {self.source!r}")
+            raise ValueError(f"source must be what hashes.describe returns, got {self.source!r}")
         for name, value in zip(("p20", "p50", "p80"), quantiles([*self.samples]), strict=True):
             object.__setattr__(self, name, value)
 
@@ -194,10 +194,10 @@ def merge(source: Path, folder: Path = FOLDER) -> int:
 @functools.cache
 def _today(slug: str, modules: tuple[str, ...]) -> dict[str, str]:
     """Compute today's hashes to compare a record's with, once per process."""
-    file = sources.PACKAGE.parent.parent / "benchmarks" / f"{slug}.py"
+    file = hashes.PACKAGE.parent.parent / "benchmarks" / f"{slug}.py"
     if not file.is_file():
-        return {"labcore": sources.digest_modules(modules)}
-    found = sources.describe(file)
+        return {"labcore": hashes.digest_modules(modules)}
+    found = hashes.describe(file)
     return {"benchmark": found["benchmark"], "labcore": found["labcore"]}
 
 

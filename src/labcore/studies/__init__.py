@@ -1,1 +1,1 @@
-"""The experiments that chapters run and benchmarks record, with one folder per chapter."""
+"""The training chapters' experiments, which benchmarks record: one folder per chapter."""
