@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pybtex.database import parse_string
 
 from labcore.book.chapter import parse_metadata
@@ -18,8 +19,9 @@ from labcore.labs.first_cell import SETUP_LINE
 from tests.book.outputs import output_problems
 
 CELL_LINES = 20
-WORDS = (1500, 3500)
+WORDS = (1500, 4000)
 AT_LEAST = {"predict": 2, "explore": 1, "quiz": 1}
+YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CITE = re.compile(r"\{cite(?::\w+)?\}`([^`]+)`")
 DOI = re.compile(r"10\.\d{4,9}/\S+")
 ARXIV = re.compile(r"(?:arXiv:)?(\d{4}\.\d{4,5}|[a-z.-]+/\d{7})(v\d+)?", re.IGNORECASE)
@@ -89,6 +91,14 @@ def _cell_problems(cells: list[dict[str, Any]]) -> list[str]:
     return problems + ([] if len(set(ids)) == len(ids) else ["two cells share an id"])
 
 
+def _yaml_problems(prose: str) -> Iterator[str]:
+    for block in YAML.findall(prose):
+        try:
+            yaml.safe_load(block)
+        except yaml.YAMLError as error:
+            yield f"a block of YAML doesn't parse: {error}"
+
+
 def chapter_problems(path: Path) -> list[str]:
     """What keeps a notebook from being a chapter."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
@@ -105,7 +115,9 @@ def chapter_problems(path: Path) -> list[str]:
         problems.append("the first code cell must install labcore where it is missing")
     if not cells or not re.match(r"# \S", _text(cells[0])):
         problems.append("the first cell must be the title")
-    count = words("\n\n".join(_text(c) for c in cells if c["cell_type"] == "markdown"))
+    prose = "\n\n".join(_text(c) for c in cells if c["cell_type"] == "markdown")
+    problems += _yaml_problems(prose)
+    count = words(prose)
     if not WORDS[0] <= count <= WORDS[1]:
         problems.append(f"{count} words of prose, {WORDS[0]} to {WORDS[1]}")
     calls = [name for text in code for name in _calls(text)]

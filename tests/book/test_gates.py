@@ -77,7 +77,7 @@ def test_outside_resources(tmp_path: Path, head: str) -> None:
     assert len(html_checks.outside_resources(site(tmp_path, head=head))) == 1
 
 
-def test_outside_resources_in_a_style_sheet_and_none_where_there_is_none(tmp_path: Path) -> None:
+def test_style_sheets_have_outside_resources_and_links_are_none(tmp_path: Path) -> None:
     canonical = '<link rel="canonical" href="https://example.org/">'
     folder = site(tmp_path, head=canonical, body='<a href="https://example.org">x</a>')
     assert html_checks.outside_resources(folder) == []
@@ -179,8 +179,14 @@ OUTPUT = [{"output_type": "stream", "name": "stdout", "text": "1"}]
         (chapter(cells=[code_cell("1", id="")]), "has no id"),
         (chapter(cells=[code_cell("1", id="c1")]), "share an id"),
         (
-            chapter(cells=[{"cell_type": "markdown", "id": "n", "source": "w " * 1501}]),
-            "3502 words",
+            chapter(cells=[{"cell_type": "markdown", "id": "n", "source": "w " * 2001}]),
+            "4002 words",
+        ),
+        (
+            chapter(
+                cells=[{"cell_type": "markdown", "id": "n", "source": "```yaml\na: b: c\n```"}]
+            ),
+            "YAML doesn't parse",
         ),
         (chapter(kernelspec={"name": "python3"}), "kernelspec.language"),
         (chapter(labcore={}), "metadata.labcore is incomplete"),

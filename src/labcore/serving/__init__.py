@@ -1,8 +1,8 @@
 """In-flight batching: requests, a scheduler, a paged cache, an engine, servers in front of it.
 
 The rest is in folders: `cache` holds the key-value cache, `engine` the engine and its scheduler,
-`simulation` simulated servers and their load, `remote` an engine in a process of its own, `triton`
-NVIDIA's Triton Inference Server in front of it, `tensorrt` model repositories for TensorRT-LLM.
+`simulation` simulated servers and their load, `remote` an engine in a process of its own, and
+`triton` NVIDIA's Triton Inference Server in front of it.
 """
 
 from labcore.serving.cache.blocks import BlockPool

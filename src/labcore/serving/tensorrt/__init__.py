@@ -1,1 +1,0 @@
-"""Model repositories for TensorRT-LLM behind the Triton Inference Server, written and checked."""
