@@ -143,7 +143,7 @@ def test_the_gate_sees_an_output_that_changed(tmp_path: Path) -> None:
     assert "old" in outcome.output and "new" in outcome.output
 
 
-def test_the_gate_counts_the_cells_and_gives_each_run_an_empty_folder(tmp_path: Path) -> None:
+def test_gate_counts_cells_and_gives_each_run_an_empty_folder(tmp_path: Path) -> None:
     look = "import os; assert os.listdir('.') == ['seen.ipynb'], os.listdir('.')"
     notebook = write_notebook(tmp_path / "seen.ipynb", look, "import os", "x = os.getpid()")
     outcome = run_notebook(notebook, tmp_path)

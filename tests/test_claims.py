@@ -80,7 +80,7 @@ def make_claim(verdict=None, evidence=2) -> Claim:
     )  # fmt: skip
 
 
-def test_a_live_result_raises_only_when_strict_and_wholly_opposite(clean_environment):
+def test_live_result_raises_only_if_strict_and_wholly_opposite(clean_environment):
     holding = make_claim("holds")
     opposite, unsure = Measured.exactly(0.5), Measured(mean=1.0, low=0.5, high=1.5, n=3)
     assert holding.judge(opposite) == "does not hold"
@@ -93,7 +93,7 @@ def test_a_live_result_raises_only_when_strict_and_wholly_opposite(clean_environ
     assert make_claim("does not hold").judge(opposite) == "does not hold"
 
 
-def test_a_claim_that_holds_in_part_is_held_to_its_first_evidence(clean_environment):
+def test_claim_that_holds_in_part_is_held_to_its_first_evidence(clean_environment):
     clean_environment.setenv("LABCORE_STRICT_CLAIMS", "1")
     for id, item in claims.load().items():
         if item.verdict == "not testable here":

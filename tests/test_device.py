@@ -65,7 +65,7 @@ def test_a_flag_set_by_a_person_is_left_alone():
 
 
 @needs_triton
-def test_with_a_gpu_in_sight_a_cpu_tensor_is_refused_with_the_way_out(monkeypatch):
+def test_cpu_tensor_is_refused_with_the_remedy_beside_a_gpu(monkeypatch):
     monkeypatch.setattr(device, "gpu_visible", lambda: True)
     monkeypatch.setattr(device, "interpreting", lambda: False)
     with pytest.raises(ValueError, match="backend='triton' .* CPU tensor; move it"):

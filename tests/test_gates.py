@@ -49,7 +49,7 @@ def test_each_gate_can_fail_the_whole(
 
 
 @pytest.mark.parametrize("line", ["", "Killed", "Segmentation fault", "collected 812 items"])
-def test_a_pytest_that_ends_without_its_closing_line_is_a_failure(
+def test_pytest_ending_without_its_closing_line_is_a_failure(
     gates: ModuleType, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = gates.main("all", lambda name, *_: result(gates, name, True, line))

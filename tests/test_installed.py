@@ -116,7 +116,7 @@ def test_the_licences_are_in_the_wheel(wheel: Path) -> None:
     assert {"LICENSE", "THIRD_PARTY.md"} <= names
 
 
-def test_the_sources_that_anybody_can_download_hold_the_package_alone(dist: Path) -> None:
+def test_downloadable_sources_hold_only_the_package(dist: Path) -> None:
     """A checkout has hidden tests besides, and whatever git does not know."""
     (archive,) = dist.glob("labcore-*.tar.gz")
     with tarfile.open(archive) as opened:

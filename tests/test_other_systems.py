@@ -117,7 +117,7 @@ def python(code: str, *arguments: str, stdin: str = "") -> str:
     return done.stdout.splitlines()[-1]
 
 
-def test_without_what_windows_lacks_labcore_imports_and_a_lab_is_checked(tmp_path: Path) -> None:
+def test_labcore_works_without_what_windows_lacks(tmp_path: Path) -> None:
     failed, others = json.loads(python(WALK + ALL))
     assert failed == {}
     folder = str(tmp_path)
@@ -138,7 +138,7 @@ def test_without_what_windows_lacks_labcore_imports_and_a_lab_is_checked(tmp_pat
     assert code == 1 and "Linux" in said and "\n" not in said.strip(), said
 
 
-def test_tests_that_need_linux_are_skipped_elsewhere_with_a_reason() -> None:
+def test_linux_tests_are_skipped_elsewhere_with_a_reason() -> None:
     here = Path(__file__).parent
     for name in (name for names in NEEDS_LINUX.values() for name in names):
         assert (here / name).exists(), name

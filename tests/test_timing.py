@@ -27,7 +27,7 @@ def test_measure_calls_warmup_and_repeats():
     assert 0 <= found.p20 <= found.p50 <= found.p80
 
 
-def test_paired_runs_each_function_once_a_round_in_changing_order():
+def test_paired_runs_each_function_once_a_round_in_random_order():
     calls: list[str] = []
     names = "abc"
     found = timing.paired({n: (lambda n=n: calls.append(n)) for n in names}, rounds=20, warmup=1)

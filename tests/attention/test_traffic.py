@@ -207,7 +207,7 @@ def test_a_decode_step_reads_the_cache_once() -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "together", "in_turn"), [(64, 688, 406), (128, 989, 576)])
-def test_a_hopper_gpu_is_bound_by_exponentials_at_64_and_by_products_at_128(
+def test_hopper_is_bound_by_softmax_at_64_and_by_products_at_128(
     head_dim: int, together: int, in_turn: int
 ) -> None:
     shape = Shape(batch=4, heads=16, length=8192, head_dim=head_dim)

@@ -33,7 +33,7 @@ def plain_peer(
     return AdamW(weights, stochastic_rounding=low, **settings)
 
 
-def test_the_law_is_exact_under_constant_gradients_and_close_under_noise() -> None:
+def test_law_is_exact_for_constant_gradients_and_close_in_noise() -> None:
     found = by_quantity(cases.attenuation_law(SMALL))
     assert found.pop("largest relative gap/constant gradient").samples[0] < 1e-12
     assert len(found) == len(cases.OVER_EPS)
@@ -56,7 +56,7 @@ def test_an_update_has_one_outcome(size: float, expected: str) -> None:
     assert cases.outcome(size) == expected
 
 
-def test_the_outcomes_are_shares_of_the_grid_and_follow_the_dtype() -> None:
+def test_outcomes_are_shares_of_the_grid_and_follow_the_dtype() -> None:
     found = by_quantity(cases.rounding_outcomes())
     assert asked("adamw_epsilon", "rounding/outcomes") <= set(found)
     assert len(found) == 3 * len(cases.GRID_EPSILONS)

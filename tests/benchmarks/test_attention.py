@@ -157,7 +157,7 @@ def test_the_longest_length_fits_and_twice_it_does_not() -> None:
                 assert (held <= gpu.memory) == fits
 
 
-def test_the_race_against_the_naive_form_has_a_sample_a_repetition() -> None:
+def test_race_against_naive_has_one_sample_per_repetition() -> None:
     found = by_quantity(cases.cpu_against_naive(SMALL))
     assert set(found) == {
         f"{direction} time, labcore over naive/{length} tokens"

@@ -62,7 +62,7 @@ def test_accuracy_is_lost_seed_by_seed(case: str, function) -> None:
     assert found["bad step over its median/SGD, none"].samples[0] > 50
 
 
-def test_gradients_that_explode_by_themselves_are_counted_against_global_clipping() -> None:
+def test_natural_explosions_are_compared_with_global_clipping() -> None:
     found = one_a_seed(cases.natural(cases.SMALL))
     assert asked("clipping", "natural/RNN") <= set(found)
     training = cases.SMALL.training("RNN")
@@ -79,7 +79,7 @@ def test_local_is_compared_with_global_seed_by_seed() -> None:
         assert list(item.samples) == [100 * (local - whole) for local, whole in pairs]
 
 
-def test_healthy_layers_keep_all_under_the_local_norm_and_little_under_the_global_one() -> None:
+def test_healthy_layers_keep_steps_under_local_norm_not_global() -> None:
     found = one_a_seed(cases.loud_first_step(cases.SMALL))
     assert asked("clipping", "loud-layer/first-step") <= set(found)
     for name, item in found.items():
@@ -89,7 +89,7 @@ def test_healthy_layers_keep_all_under_the_local_norm_and_little_under_the_globa
             assert max(item.samples) < 0.5
 
 
-def test_steps_are_measured_against_the_twenty_before_the_bad_batch() -> None:
+def test_bad_step_is_measured_against_the_twenty_before_it() -> None:
     moves = [5.0] + [1.0] * 10 + [3.0] * 10 + [40.0, 1.0, 1.0]
     assert cases.bad_step(moves, at=21) == 40 / 2.0
     assert cases.usual_step(moves, at=21) == 2.0

@@ -14,7 +14,7 @@ LOOK_UP = re.compile(r'records\.find,?\(?\s*"(\w+)",\s*"([^"]+)"')
 
 
 @pytest.mark.parametrize("slug", slugs())
-def test_every_claim_and_every_look_up_of_the_chapter_names_a_case(slug: str) -> None:
+def test_every_claim_and_chapter_lookup_names_a_case(slug: str) -> None:
     names = {case.name for case in cases_of(slug)}
     of_slug = [claim for claim in claims.load().values() if claim.slug == slug]
     of_claims = {item.case for claim in of_slug for item in claim.evidence}

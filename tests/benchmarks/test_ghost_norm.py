@@ -47,7 +47,7 @@ def test_regimes_are_compared_seed_by_seed() -> None:
     assert found["accuracy/large, root rate, ghosts"].samples[1] == run.accuracy
 
 
-def test_a_network_without_normalization_is_compared_with_its_own_small_batch() -> None:
+def test_plain_network_is_compared_with_its_own_small_batch() -> None:
     found = by_quantity(cases.without_normalization(SMALL))
     assert asked("ghost_norm", "digits/plain") <= set(found)
     run = large_batches.train(SMALL.plain_regimes["small batch"], 0)
@@ -68,7 +68,7 @@ def test_steps_are_counted_to_the_target_and_images_follow() -> None:
     assert images.samples == pytest.approx([16 * ratio for ratio in steps.samples])
 
 
-def test_the_sweep_has_every_ghost_up_to_the_batch_and_both_budgets() -> None:
+def test_sweep_has_every_ghost_up_to_the_batch_and_both_budgets() -> None:
     found = by_quantity(cases.sweep(SMALL))
     assert len(found) == 4
     points = found["accuracy/batch 512, equal updates"].details["ghosts"]

@@ -33,7 +33,7 @@ def test_all_take_eighteen_minutes_and_have_their_names() -> None:
     assert all(one.lacks() == "" for name, one in every.items() if name != "server")
 
 
-def test_what_is_measured_was_chosen_before_and_hides_its_lengths() -> None:
+def test_workload_is_chosen_beforehand_and_hides_its_lengths() -> None:
     given = cases.workload(FULL, 400, 0)
     assert given == cases.workload(FULL, 400, 0) != cases.workload(FULL, 400, 1)
     assert {one.sampling.max_tokens for one in given.requests()} == {256} == {FULL.most}

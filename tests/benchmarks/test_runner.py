@@ -27,7 +27,7 @@ def measurement(value=1.0):
     return runner.Measurement(quantity="q", unit="s", samples=[value], peers={"torch": [2.0]})
 
 
-def test_cases_run_shortest_first_and_a_broken_one_costs_no_record(cases, tmp_path, capsys):
+def test_cases_run_shortest_first_and_failures_lose_no_record(cases, tmp_path, capsys):
     ran = []
 
     def quick():
@@ -79,7 +79,7 @@ def test_a_case_for_a_gpu_waits_for_one(cases, monkeypatch, tmp_path):
     assert command._chosen([], None, tmp_path)[0].name == "fused"
 
 
-def test_a_case_whose_needs_are_not_installed_is_left_out_and_said_so(cases, tmp_path, capsys):
+def test_case_lacking_its_needs_is_skipped_with_the_reason(cases, tmp_path, capsys):
     lacks = ["a server is missing; `make server` brings it"]
     add(cases, "served", lambda: [measurement()], lacks=lambda: lacks[0])
     add(cases, "other", lambda: [measurement()])

@@ -234,7 +234,7 @@ def test_the_law_of_typical_acceptance_is_the_enumerated_one(seed: int) -> None:
     assert float(accepted) == pytest.approx(sum(reached))
 
 
-def test_typical_acceptance_is_biased_and_rejection_sampling_is_not() -> None:
+def test_typical_acceptance_is_biased_unlike_rejection_sampling() -> None:
     found = case("typical")
     for temperature in ("0.5", "1"):
         at = f"temperature {temperature}, threshold 0.09"

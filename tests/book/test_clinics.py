@@ -74,7 +74,7 @@ def test_a_leak_is_seen() -> None:
     assert leaks(ill.explanation, "lion") == ["the explanation"]
 
 
-def test_the_key_names_each_fault_once_with_its_reason_and_its_panels() -> None:
+def test_key_names_each_fault_once_with_its_reason_and_panels() -> None:
     text = clinics.key(7, FAST[:2])
     assert text.startswith("# Clinics: the key for number 7\n")
     for slug in FAST[:2]:

@@ -266,7 +266,7 @@ def test_only_instructors_have_the_formgrader(
         assert server.jpserver_extensions["nbgrader.server_extensions.assignment_list"]
 
 
-def test_the_formgrader_shows_the_gradebook_that_was_copied_there(
+def test_formgrader_shows_the_gradebook_copied_there(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

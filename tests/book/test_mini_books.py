@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 ADDRESS = "https://github.com/someone/course"
 
 
-def test_a_chapter_that_raises_warns_or_lacks_metadata_fails_the_build(tmp_path: Path) -> None:
+def test_chapter_that_raises_warns_or_lacks_metadata_fails_build(tmp_path: Path) -> None:
     folder = mini_book(tmp_path / "source")
     notebook(folder / "book" / "raises.ipynb", "1 / 0")
     notebook(folder / "book" / "lacks.ipynb", "1", drop=("minutes",))
@@ -41,9 +41,7 @@ def test_a_chapter_that_raises_warns_or_lacks_metadata_fails_the_build(tmp_path:
 
 
 @pytest.mark.parametrize("url", ["", ADDRESS])
-def test_what_points_to_the_repository_is_there_only_with_its_address(
-    tmp_path: Path, url: str
-) -> None:
+def test_repository_links_appear_only_if_its_address_is_set(tmp_path: Path, url: str) -> None:
     folder = mini_book(tmp_path / "source", url=url)
     # A live widget, whose state would make the page heavy and load scripts from the network.
     code = """import ipywidgets
@@ -95,7 +93,7 @@ def _run_times(html: Path) -> dict[str, float]:
     return times
 
 
-def test_a_notebook_runs_again_when_what_it_imports_changes_and_only_then(tmp_path: Path) -> None:
+def test_notebook_reruns_only_when_its_imports_or_data_change(tmp_path: Path) -> None:
     copy = tmp_path / "packages" / "labcore"
     shutil.copytree(
         Path(labcore.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__")

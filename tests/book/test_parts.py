@@ -175,7 +175,7 @@ def test_each_public_name_stands_on_a_page() -> None:
             assert lost == set(), module.__name__
 
 
-def test_a_module_with_a_page_of_its_own_keeps_what_its_package_exports() -> None:
+def test_module_with_its_own_page_keeps_what_its_package_exports() -> None:
     serving, router, simulate = (
         importlib.import_module(f"labcore.serving{end}")
         for end in ("", ".simulation.router", ".simulation.simulate")

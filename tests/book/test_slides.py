@@ -67,7 +67,7 @@ def test_a_number_sign_in_code_is_no_heading() -> None:
     assert len(found) == 1 and "# not one" in found[0].text
 
 
-def test_of_the_prose_the_first_paragraph_is_shown_and_nothing_is_lost() -> None:
+def test_first_paragraph_is_shown_and_no_prose_is_lost() -> None:
     long = "A first sentence with $x. Y$ in it. " + "Another one follows here. " * 40
     found = made(f"# A\n\n{long}\n\nThe rest.", "## B\n\nshort", "later text")
     first, second = found
@@ -107,7 +107,7 @@ def test_a_guess_and_its_measurement_are_never_on_one_slide() -> None:
     assert "42" in found[1].markup
 
 
-def test_code_and_tables_that_are_too_long_go_on_on_another_slide() -> None:
+def test_long_code_and_tables_continue_on_another_slide() -> None:
     code = "\n".join(f'<span class="n">line{n}</span>' for n in range(50))
     source = '<figure class="labcore-source"><figcaption>f</figcaption><div><pre>'
     found = made("# A\n\nhead", html_of(f"{source}{code}</pre></div></figure>\n"))

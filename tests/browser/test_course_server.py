@@ -23,9 +23,7 @@ def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
         yield running
 
 
-def test_from_the_progress_to_a_copy_in_jupyterlab_and_to_its_differences(
-    course: Course, watch: Any
-) -> None:
+def test_reader_goes_from_progress_to_copy_to_differences(course: Course, watch: Any) -> None:
     """One way through, as a reader goes it: each step needs the one before."""
     watched = watch()
     page = watched.page

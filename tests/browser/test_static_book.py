@@ -275,7 +275,7 @@ def test_axe_finds_nothing_serious_on_a_phone(watch: Any, bases: Any, chapter: s
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
-def test_a_chapter_offers_its_notebook_and_no_button_that_needs_the_local_server(
+def test_chapter_offers_its_notebook_but_no_local_server_button(
     watch: Any, bases: Any, chapter: str
 ) -> None:
     page = watch().page

@@ -130,7 +130,7 @@ def test_the_keyboard_moves_the_slider_and_the_trace(opened: Any) -> None:
     watched.calm()
 
 
-def test_the_second_control_moves_too_and_the_others_say_where_they_move(opened: Any) -> None:
+def test_second_control_moves_and_others_say_where_they_move(opened: Any) -> None:
     watched = opened()
     page = watched.page
     title = page.evaluate(TITLE)

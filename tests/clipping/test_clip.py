@@ -141,7 +141,7 @@ def test_float16_is_not_multiplied_by_a_float16(clip: Clip, foreach: bool | None
         assert param.grad.double().norm().item() == pytest.approx(limit / 10, rel=1e-2)
 
 
-def test_torch_turns_finite_gradients_into_zeros_and_a_negative_limit_round() -> None:
+def test_torch_zeroes_huge_gradients_and_takes_negative_limits() -> None:
     param = nn.Parameter(torch.zeros(3))
     param.grad = torch.full((3,), 1e21)
     torch.nn.utils.clip_grad_norm_([param], 1.0)
@@ -298,7 +298,7 @@ def test_foreach_is_the_loop(order: float, seed: int) -> None:
         torch.testing.assert_close(together, alone, rtol=1e-6, atol=0)
 
 
-def test_tied_weights_count_once_and_missing_gradients_not_at_all() -> None:
+def test_tied_weights_count_once_and_missing_gradients_never() -> None:
     tied, frozen, shared = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     tied.grad = torch.tensor([3.0, 4.0])
     shared.grad = tied.grad
@@ -354,7 +354,7 @@ def test_gradients_that_are_lazy_views_or_in_a_graph() -> None:
     assert clip_by_global_norm(weight, 1.0).norm.item() == pytest.approx(2 * 9000**0.5)
 
 
-def test_the_gradient_of_an_inner_tensor_is_clipped_without_a_warning() -> None:
+def test_inner_tensor_gradient_is_clipped_without_a_warning() -> None:
     inner = 2 * torch.ones(3, requires_grad=True)
     clip_by_global_norm(inner, 1.0)  # it has none
     inner.retain_grad()

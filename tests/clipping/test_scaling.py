@@ -33,7 +33,7 @@ def test_the_right_order_clips_the_true_gradient(norm: float) -> None:
     assert weight.grad is None
 
 
-def test_clipping_before_unscaling_makes_the_step_shorter_by_the_scale() -> None:
+def test_clipping_before_unscaling_shrinks_the_step_by_the_scale() -> None:
     weight, optimizer, scaler = setting()
     function = scaling.step_clipped_before_unscaling
     clipped = function(loss(weight, 5.0), optimizer, scaler, weight, 1.0)

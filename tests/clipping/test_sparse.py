@@ -46,7 +46,7 @@ def embedded(sparse: bool, seed: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
-def test_a_sparse_gradient_is_clipped_as_the_dense_one_it_stands_for(clip, seed: int) -> None:
+def test_sparse_gradient_is_clipped_like_its_dense_equivalent(clip, seed: int) -> None:
     sparse, dense = embedded(True, seed), embedded(False, seed)
     assert sparse[0].grad is not None and not sparse[0].grad.is_coalesced()
     ours, theirs = clip(sparse), clip(dense)
@@ -71,7 +71,7 @@ def test_policies_see_sparse_values(seed: int) -> None:
     assert torch.isfinite(params[0].grad.to_dense()).all()
 
 
-def test_other_layouts_and_other_units_of_a_sparse_gradient_are_refused(seed: int) -> None:
+def test_other_sparse_layouts_and_units_are_refused(seed: int) -> None:
     table, _ = embedded(True, seed)
     with pytest.raises(ValueError, match="needs unit_axis 0.*got unit_axis 1"):
         clip_adaptive(table, unit_axis=1)
@@ -132,7 +132,7 @@ def on_two(seed: int) -> dict[float, Found]:
     return {**found, math.nan: {"skip": outcome(skip, spoiled)}}
 
 
-def test_shards_are_clipped_as_the_whole_and_one_rank_s_nan_stops_all(seed: int) -> None:
+def test_shards_are_clipped_as_a_whole_and_one_nan_stops_all(seed: int) -> None:
     for rank in processes.run(on_two, 2, seed):
         for size, names in SIZES.items():
             for name in names:

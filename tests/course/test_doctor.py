@@ -27,7 +27,7 @@ def named(name: str, root: Path = ROOT) -> doctor.Finding:
     return finding
 
 
-def test_every_lack_comes_with_what_mends_it_and_every_line_is_one_line() -> None:
+def test_every_lack_comes_with_its_remedy_on_one_line() -> None:
     findings = doctor.examine(ROOT)
     names = [finding.name for finding in findings]
     assert len(names) == len(set(names)) >= 12

@@ -100,7 +100,7 @@ def sentence(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.splitlines()[-1]
 
 
-def test_it_is_short_and_where_labcore_is_found_asks_nothing_of_pip(pip: Path) -> None:
+def test_it_is_short_and_leaves_pip_alone_when_labcore_is_found(pip: Path) -> None:
     code = first_cell("")
     assert len(code.splitlines()) <= 20
     done = run(code, pip)
@@ -109,7 +109,7 @@ def test_it_is_short_and_where_labcore_is_found_asks_nothing_of_pip(pip: Path) -
     assert not (pip / "asked.json").exists()
 
 
-def test_it_asks_for_the_notebook_extra_and_keeps_torch_and_triton(pip: Path) -> None:
+def test_it_asks_for_the_labs_extra_and_keeps_torch_and_triton(pip: Path) -> None:
     done = run(HIDDEN + first_cell(ADDRESS), pip)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == device.badge()
@@ -123,7 +123,7 @@ def test_it_asks_for_the_notebook_extra_and_keeps_torch_and_triton(pip: Path) ->
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_failed_installation_ends_in_one_sentence_with_its_cause(pip: Path, failure: str) -> None:
+def test_failed_installation_ends_in_one_sentence_with_its_cause(pip: Path, failure: str) -> None:
     says, cause = FAILURES[failure]
     answer(pip, says, 1)
     last = sentence(run(HIDDEN + first_cell(ADDRESS), pip))

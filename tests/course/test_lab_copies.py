@@ -23,7 +23,7 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
-def test_the_chapter_and_the_release_can_be_copied_and_nothing_else(checkout: Path) -> None:
+def test_only_chapter_and_release_can_be_copied(checkout: Path) -> None:
     assert list(copies.chapters(checkout)) == [CHAPTER, LAB]
     with pytest.raises(ValueError, match="choose one of"):
         copies.create(checkout, "labs/source/mini/mini.ipynb")

@@ -187,7 +187,7 @@ def test_differences_without_a_copy_say_what_to_do(reader: Course) -> None:
     assert "no copy of book/lion.ipynb in my/ yet" in page.text
 
 
-def test_a_later_start_shows_the_book_at_once_and_rebuilds_only_after_a_change(
+def test_later_start_shows_book_at_once_and_rebuilds_if_changed(
     tmp_path: Path, course: Course
 ) -> None:
     root = tmp_path / "again"

@@ -32,7 +32,7 @@ def test_whatever_stands_at_the_copy_s_place_stays(root: Path, text: str) -> Non
     assert mine.read_text("utf-8") == text
 
 
-def test_the_copy_with_the_highest_number_counts_and_gaps_are_filled_beside_it(root: Path) -> None:
+def test_highest_numbered_copy_counts_and_new_copies_fill_gaps(root: Path) -> None:
     for name in ("lion.ipynb", "lion-3.ipynb", "lion-x.ipynb", "lioness.ipynb"):
         (root / "my").mkdir(exist_ok=True)
         (root / "my" / name).write_text(notebook("x = 1", "x + 1"), "utf-8")
@@ -137,7 +137,7 @@ def test_a_page_without_a_body_still_gets_the_script() -> None:
     assert pages.inject("<p>x", "/", None).endswith("defer></script>")
 
 
-def test_a_copy_shows_citations_and_the_book_s_links_as_plain_text(root: Path) -> None:
+def test_copy_shows_citations_and_book_links_as_plain_text(root: Path) -> None:
     chapter = json.loads((root / CHAPTER).read_text("utf-8"))
     text = "{cite:t}`chen2023lion` and {cite}`a2020b, other`; {doc}`the ledger <claims>`, {doc}`x`."
     cell = {"cell_type": "markdown", "id": "roles", "metadata": {}, "source": [text]}

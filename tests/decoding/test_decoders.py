@@ -87,7 +87,7 @@ def walk(decoder, whole, seed: int, close: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["grouped", "qwen2"])
-def test_a_llama_and_its_checkpoint_in_transformers_are_one_decoder(
+def test_llama_and_its_transformers_checkpoint_are_one_decoder(
     name: str, seed: int, generator: torch.Generator, tmp_path: Path
 ) -> None:
     model = model_of(CONFIGS[name], generator)
@@ -127,7 +127,7 @@ def test_what_a_decoder_already_is_stays(generator: torch.Generator) -> None:
     assert as_decoder(decoder) is decoder
 
 
-def test_a_tree_goes_through_a_llama_and_is_refused_by_transformers(
+def test_trees_go_through_llama_and_are_refused_by_transformers(
     seed: int, generator: torch.Generator
 ) -> None:
     model = model_of(CONFIGS["plain"], generator).double()

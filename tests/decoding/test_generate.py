@@ -108,7 +108,7 @@ def peers(tmp_path, generator: torch.Generator):
     return models
 
 
-def test_greedy_equals_transformers_plain_assisted_and_prompt_lookup(
+def test_greedy_equals_transformers_plain_assisted_and_lookup(
     peers, generator: torch.Generator
 ) -> None:
     (target, peer), (draft, assistant) = peers
@@ -156,7 +156,7 @@ def theirs_of(peer, prompt: list[int], **options) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-def test_drawn_tokens_without_a_proposer_are_those_of_the_plain_loop(seed: int) -> None:
+def test_sampling_without_a_proposer_equals_the_plain_loop(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     target = Toy.random(11, seed, eos=(4,))
     for place, prompt in enumerate(prompts_of(5, 11, generator)):
@@ -211,7 +211,7 @@ def test_drafted_and_plain_outputs_have_one_law(seed: int) -> None:
     assert distance < 0.105
 
 
-def test_a_proposer_gets_contexts_limits_and_the_last_hidden_state(seed: int) -> None:
+def test_proposer_gets_contexts_limits_and_last_hidden_state(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     target = Toy.random(6, seed)
     prompts = [[1, 2, 3], [4], [5, 1]]

@@ -162,7 +162,7 @@ def test_a_token_of_weight_0_is_never_drawn(u: float, generator: torch.Generator
             assert weights[Fixed(u).token(weights)] > 0
 
 
-def test_draws_repeat_with_their_generator_and_refuse_what_cannot_draw(seed: int) -> None:
+def test_draws_repeat_with_their_generator_and_refuse_bad_input(seed: int) -> None:
     weights = torch.arange(5.0)
     one, two = (Draws(torch.Generator().manual_seed(seed)) for _ in range(2))
     assert [one.token(weights) for _ in range(20)] == [two.token(weights) for _ in range(20)]

@@ -135,7 +135,7 @@ def test_the_first_completed_stop_ends_the_output() -> None:
     assert stops.match(BYTES.encode("xab"), 3) is None
 
 
-def test_a_token_that_a_stop_begins_inside_is_kept_and_its_text_cut() -> None:
+def test_token_with_a_stop_inside_is_kept_and_its_text_is_cut() -> None:
     stops = StopTexts(("c",), Pieces())
     assert stops.match([0, 3, 1], 3) == StopMatch(read=2, kept=2, characters=2)  # a|bca|b
     target = Toy.script(7, [0, 0, 3, 1, 1, 1])

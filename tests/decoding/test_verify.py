@@ -115,9 +115,7 @@ def test_greedy_takes_the_first_of_equals_and_any_branch() -> None:
 
 
 @pytest.mark.parametrize("name", ["rejection", "sample_and_compare", "typical"])
-def test_a_decision_is_repeated_from_its_seed_and_its_draws_are_recorded(
-    name: str, seed: int
-) -> None:
+def test_decision_repeats_from_its_seed_and_records_its_draws(name: str, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     for N in (0, 1, 5):
         p = torch.randn(N + 1, 50, generator=g).softmax(-1)
@@ -171,7 +169,7 @@ def test_the_residual_is_normalised_and_falls_back_to_p() -> None:
         residual(p, q[:2])
 
 
-def test_typical_acceptance_keeps_the_deepest_path_above_its_bound(seed: int) -> None:
+def test_typical_acceptance_keeps_deepest_path_above_its_bound(seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     rows = torch.randn(40, 9, generator=g).mul(2).softmax(-1)
     typical = TypicalAcceptance(threshold=0.15, alpha=0.4)

@@ -52,7 +52,7 @@ def test_the_form_of_an_answer(answers: Any, kind: str, words: str) -> None:
     assert re.search(r"[^?.!][.?]$", outcome.message), "one mark at the end"
 
 
-def test_a_wrong_name_gets_its_own_symptom_and_not_the_right_name(seed: int) -> None:
+def test_wrong_name_gets_its_own_symptom_not_the_right_name(seed: int) -> None:
     right = CLINIC.diagnoses(seed)
     everywhere = dict.fromkeys(right, "asleep")
     outcome = CLINIC.check(everywhere, student=seed)
@@ -61,7 +61,7 @@ def test_a_wrong_name_gets_its_own_symptom_and_not_the_right_name(seed: int) -> 
     assert CLINIC.check(lambda: right, student=seed).passed
 
 
-def test_the_solution_opens_after_an_attempt_and_belongs_to_the_student(seed: int) -> None:
+def test_solution_opens_after_an_attempt_and_is_the_students_own(seed: int) -> None:
     fresh = Clinic(id="test.fresh", healthy=CLINIC.healthy, faults=CLINIC.faults,
                    observe=CLINIC.observe)  # fmt: skip
     assert "first attempt" in repr(fresh.solution(student=seed))

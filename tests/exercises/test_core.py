@@ -196,13 +196,13 @@ def test_a_fresh_seed_each_time_and_a_told_one_repeats() -> None:
     assert told is not None and complaint(int(told[1])) == fresh
 
 
-def test_require_raises_the_message_and_only_where_the_check_failed() -> None:
+def test_require_raises_the_message_only_if_the_check_failed() -> None:
     EXERCISE.check(halve).require()
     with pytest.raises(CheckFailedError, match="You subtract"):
         EXERCISE.check(lambda x, k: (x - k, k)).require()
 
 
-def test_who_reads_a_graded_cells_message_is_not_told_to_repeat_it() -> None:
+def test_graded_cells_message_does_not_say_how_to_repeat_it() -> None:
     outcome = EXERCISE.check(lambda x, k: (x * 0, k), seed=7)
     assert "check(..., seed=7)" in repr(outcome)
     with pytest.raises(CheckFailedError) as caught:
@@ -224,7 +224,7 @@ def test_the_inputs_are_shown_where_the_results_differ_most() -> None:
     assert f"There x = {x:.6g}; k = 2.5." in message
 
 
-def test_arguments_are_named_in_the_stubs_order_and_in_the_plural() -> None:
+def test_arguments_are_named_in_stub_order_and_in_the_plural() -> None:
     swapped = replace(EXERCISE, cases=lambda seed: [dict(reversed(cases(seed)[0].items()))])
     assert list(swapped.numbered_cases(0)[0]) == ["x", "k"]
 

@@ -58,9 +58,7 @@ def graded(slug: str, name: str) -> tuple[str, list[str]]:
 
 
 @each_lab
-def test_graded_cells_refuse_a_wrong_answer_and_say_nothing_of_the_seed(
-    slug: str, seed: int
-) -> None:
+def test_graded_cells_refuse_wrong_answers_and_hide_the_seed(slug: str, seed: int) -> None:
     names = names_of(slug)
     for exercise in load(slug):
         if isinstance(exercise, Exercise):

@@ -173,7 +173,7 @@ Participant 4712,李 雷,l@example.org,,"Monday, 2 March 2026, 10:00 AM"
         ]),
     ],
 )  # fmt: skip
-def test_the_guides_roster_and_columns_fill_a_learning_systems_table(
+def test_guides_roster_and_columns_fill_a_learning_systems_table(
     place: int, exported: str, column: str, names: tuple[str, str], expected: object, tmp_path: Path
 ) -> None:
     (script,) = blocks("python")

@@ -263,13 +263,13 @@ def test_feedback_says_what_failed_and_shows_no_hidden_test(graded: Class) -> No
     assert "AssertionError: hidden square" in half
 
 
-def test_nothing_of_a_student_runs_in_the_browser_that_shows_feedback(graded: Class) -> None:
+def test_no_student_code_runs_in_the_browser_showing_feedback(graded: Class) -> None:
     text = page_of(graded, "cheats")
     assert "<b>shown</b>" in text
     assert "<script>alert" not in text
 
 
-def test_a_page_of_feedback_can_be_read_without_scripts_and_asks_nobody(graded: Class) -> None:
+def test_feedback_is_readable_without_scripts_or_requests(graded: Class) -> None:
     for path in (graded.out / "feedback").rglob("*.html"):
         text = path.read_text("utf-8")
         assert "default-src 'none'" in text and 'name="viewport"' in text, path
@@ -292,7 +292,7 @@ def test_submissions_are_only_read(graded: Class) -> None:
     assert graded.before == graded.after
 
 
-def test_progress_is_a_line_a_submission_and_the_rest_is_in_the_log(graded: Class) -> None:
+def test_progress_is_one_line_per_submission(graded: Class) -> None:
     first, *lines, summary, last = graded.said
     assert first.startswith("22 notebooks from 22 students") and "grading.log" in first
     assert len(lines) == 22 and all("\n" not in line for line in graded.said)
@@ -328,7 +328,7 @@ def test_without_a_sandbox_nothing_is_run_or_written(
     assert tree(root.parent) == before
 
 
-def test_the_flag_goes_on_and_a_second_run_takes_the_place_of_the_first(
+def test_unsandboxed_run_goes_on_and_a_second_replaces_the_first(
     small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, folder = small
@@ -424,7 +424,7 @@ def test_a_command_that_is_refused_leaves_nothing(
     assert not (folder / "new").exists()
 
 
-def test_the_last_lines_say_who_is_on_the_roster_and_what_nobody_knows(
+def test_last_lines_say_who_is_on_the_roster_and_what_is_unknown(
     small: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, folder = small
@@ -464,7 +464,7 @@ def test_grading_needs_no_program_on_the_path(small: tuple[Path, Path]) -> None:
     assert "[2/2] bo mini 5/5: graded\n" in done.stdout
 
 
-def test_a_lab_that_nbgrader_refuses_is_one_sentence_and_no_zeros(
+def test_lab_refused_by_nbgrader_gives_one_sentence_and_no_zeros(
     small: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, folder = small
@@ -478,7 +478,7 @@ def test_a_lab_that_nbgrader_refuses_is_one_sentence_and_no_zeros(
     assert not (root.parent / "out" / "grades.csv").exists()
 
 
-def test_a_notebook_that_nbgrader_refuses_keeps_what_a_person_should_look_at(
+def test_notebook_refused_by_nbgrader_keeps_its_flags(
     tmp_path: Path, bubblewrap: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def numbered(lab: mini.Notebook) -> None:
@@ -497,7 +497,7 @@ def test_a_notebook_that_nbgrader_refuses_keeps_what_a_person_should_look_at(
     assert row.flags == ("STUDENT is not a number; graded as 5, its final value",)
 
 
-def test_a_folder_for_grades_counts_from_where_the_command_is_run(
+def test_grades_folder_is_relative_to_where_the_command_runs(
     small: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, folder = small
@@ -506,7 +506,7 @@ def test_a_folder_for_grades_counts_from_where_the_command_is_run(
     assert (root / "here" / "grades.csv").is_file()
 
 
-def test_nbgrader_itself_works_from_the_labs_folder_and_leaves_releases_alone(
+def test_nbgrader_works_in_the_labs_folder_and_spares_releases(
     tmp_path: Path,
 ) -> None:
     root = mini.checkout(tmp_path)

@@ -26,7 +26,7 @@ from tests.grading.handed_in import (
 )
 
 
-def test_a_plain_folder_is_taken_as_it_stands_and_its_dates_say_nothing(tmp_path: Path) -> None:
+def test_plain_folder_is_taken_as_is_and_its_dates_say_nothing(tmp_path: Path) -> None:
     folder = put(
         tmp_path / "class",
         {"anna/mini.ipynb": notebook("a"), "李 雷/lion/lion.ipynb": notebook("b")},
@@ -90,7 +90,7 @@ def test_a_timestamp_is_a_time_in_utc_or_none_and_a_note(text: str, hour: int | 
     assert moment is None or moment.utcoffset() is not None
 
 
-def test_metadata_names_the_lab_of_a_renamed_file_and_the_folder_keeps_the_others(
+def test_metadata_names_the_lab_of_a_renamed_file(
     tmp_path: Path,
 ) -> None:
     folder = put(
@@ -183,7 +183,7 @@ def test_the_archive_of_canvas(tmp_path: Path, wrapped: str) -> None:
     assert {one.handed_in for one in rows.values()} == {None}
 
 
-def test_an_export_that_a_browser_unpacked_is_read_like_its_archive(tmp_path: Path) -> None:
+def test_export_unpacked_by_a_browser_is_read_like_its_archive(tmp_path: Path) -> None:
     assert texts(taken(put(tmp_path / "class", CANVAS), tmp_path)) == SAID_OF_CANVAS
 
 
@@ -356,7 +356,7 @@ def test_a_chapter_of_the_book_is_not_its_lab(tmp_path: Path) -> None:
 # Names
 
 
-def test_students_whose_names_a_file_system_takes_for_one_stay_two(tmp_path: Path) -> None:
+def test_students_whose_names_collide_as_files_stay_apart(tmp_path: Path) -> None:
     entries = {
         "Anna/mini.ipynb": notebook("a"),
         "anna/mini.ipynb": notebook("b"),

@@ -280,9 +280,7 @@ PIECES = (
 )
 
 
-def test_whatever_comes_is_a_row_or_one_sentence_and_stays_inside(
-    tmp_path: Path, seed: int
-) -> None:
+def test_any_archive_gives_rows_or_one_sentence_and_stays_inside(tmp_path: Path, seed: int) -> None:
     """Archives of names put together at random, half of them with bytes changed or cut off."""
     draw = random.Random(seed)
     here = tmp_path / "here"

@@ -119,7 +119,7 @@ def handed_in(told: Mapping[str, Any]) -> HandedIn:
     return HandedIn("double", Sandbox(LIMITS, sandboxed=True), told, "")
 
 
-def test_a_function_has_the_parameters_that_it_has_in_the_sandbox() -> None:
+def test_function_has_the_parameters_it_has_in_the_sandbox() -> None:
     def theirs(a: Any, /, b: Any, c: Any = 3, *rest: Any, d: Any, e: Any = 5, **more: Any) -> Any:
         raise NotImplementedError
 
@@ -138,7 +138,7 @@ def test_a_function_has_the_parameters_that_it_has_in_the_sandbox() -> None:
     "parameters",
     [None, 7, [[1]], [["x", "ODD", False]], [["1x", "KEYWORD_ONLY", False]], [[[], [], []]], "abc"],
 )
-def test_parameters_that_are_none_leave_a_function_that_takes_anything(parameters: Any) -> None:
+def test_invalid_parameters_give_a_function_that_takes_anything(parameters: Any) -> None:
     found = inspect.signature(handed_in({"parameters": parameters, "lines": 5}))
     assert [one.name for one in found.parameters.values()] == ["args", "kwargs"]
 
@@ -202,7 +202,7 @@ def _uncheckable(notebook: mini.Notebook) -> None:
     )
 
 
-def test_a_cell_that_dies_is_left_out_and_one_that_cannot_be_checked_is_told(
+def test_dying_cells_are_left_out_and_uncheckable_ones_reported(
     tmp_path: Path, bubblewrap: None
 ) -> None:
     judged = tried(tmp_path, _uncheckable, extra={"more": "print('here')\nimport os\nos._exit(1)"})
@@ -217,7 +217,7 @@ def test_a_cell_that_dies_is_left_out_and_one_that_cannot_be_checked_is_told(
     assert Judged.from_json(judged.to_json()) == judged
 
 
-def test_a_function_that_ends_the_sandbox_leaves_the_others_as_they_are(
+def test_function_that_kills_the_sandbox_spares_the_others(
     tmp_path: Path, bubblewrap: None
 ) -> None:
     kills = f"def double(x):\n    exec({GUARD!r})\n    import os\n    os.kill(-1, 9)"
@@ -244,7 +244,7 @@ def _numbered(notebook: mini.Notebook) -> None:
         ("STUDENT = 'five'", None, False, "graded as 0"),
     ],
 )
-def test_the_number_is_the_rosters_or_the_one_that_the_notebook_ends_with(
+def test_number_is_the_rosters_or_the_notebooks_final_one(
     tmp_path: Path, bubblewrap: None, cell: str, number: int | None, passes: bool, concern: str
 ) -> None:
     judged = tried(tmp_path, _numbered, number=number, extra={"begin": cell})

@@ -114,7 +114,7 @@ def test_halves_of_signs_are_question_marks(tmp_path: Path) -> None:
     ["..", "..x", ".x", "~", "=1+1", "+1", "-rf", "@x", "a\\b", "a/b", "a\nb", "a\x00", "a\x1b[2J",
      "a:b", "*", "a?", " a", "a ", "a.", "é" * 51, "a\u202eb", "a\udcff"],
 )  # fmt: skip
-def test_names_that_could_be_paths_patterns_or_formulas_are_refused(name: str) -> None:
+def test_names_like_paths_patterns_or_formulas_are_refused(name: str) -> None:
     assert name_problem(name)
 
 
@@ -232,7 +232,7 @@ def test_an_untouched_release_stays_as_it_is(release: mini.Notebook) -> None:
         (lambda n: n["cells"].reverse(), None),
     ],
 )
-def test_what_was_tampered_with_is_as_in_the_release_again_and_named(
+def test_tampering_is_undone_and_named(
     release: mini.Notebook, change: Change, said: str | None
 ) -> None:
     mended = mend(changed(release, change), release)
@@ -280,7 +280,7 @@ def numbered(notebook: mini.Notebook) -> mini.Notebook:
          ["STUDENT = 0  # yours"]),
     ],
 )  # fmt: skip
-def test_plain_cells_that_answers_count_on_come_back_and_the_students_stay(
+def test_needed_plain_cells_come_back_and_the_students_stay(
     release: mini.Notebook, change: Change, said: list[str], texts: list[str]
 ) -> None:
     lab = numbered(release)
@@ -391,7 +391,7 @@ def test_uses_of_answers_are_flagged_and_the_labs_own_are_not(code: str, use: st
         assert said.startswith('below "x.reference" uses ') and use in said
 
 
-def test_a_flag_names_the_exercise_and_not_a_number_that_jupyter_does_not_show() -> None:
+def test_flag_names_the_exercise_not_a_number_jupyter_hides() -> None:
     """The nearest heading, else the nearest name of a cell: a student may have cut either."""
 
     def prose(text: str) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def test_another_compiler_may_allocate_otherwise_but_not_spill(same_compiler) ->
     assert len(hip.problems(needs(mfma=0), table)) == 1
 
 
-def test_lds_that_no_block_can_have_is_named_whatever_the_table_says(same_compiler) -> None:
+def test_lds_beyond_a_blocks_limit_is_named_despite_the_table(same_compiler) -> None:
     table = {**same_compiler, "forms": needs(lds=65540)}
     (wrong,) = hip.problems(needs(lds=65540), table)
     assert "65540 bytes of LDS, and a block may use 65536; use a smaller tile" in wrong
@@ -202,7 +202,7 @@ ptxas info : Used 40 registers, 384 bytes cmem[0]
 """
 
 
-def test_a_report_that_changed_its_words_is_an_error_and_not_a_zero() -> None:
+def test_report_with_changed_wording_is_an_error_not_a_zero() -> None:
     (has,) = hip._read_amd(AMD_REPORT, ASSEMBLY).values()
     assert has["vgprs"] == has["lds"] == 3 and (has["mfma"], has["threads"]) == (1, 256)
     with pytest.raises(RuntimeError, match="report of float32-d64-full must give lds, got none"):
@@ -224,7 +224,7 @@ def test_a_step_without_a_form_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_step_that_does_not_compile_is_named_with_the_compilers_word(tmp_path: Path) -> None:
+def test_step_that_does_not_compile_is_named_with_the_error(tmp_path: Path) -> None:
     need("gfx942")
     (tmp_path / "step9_planted.hip").write_text("int f() { return nothing; }\n")
     with pytest.raises(

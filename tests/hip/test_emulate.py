@@ -60,7 +60,7 @@ def test_shuffles_follow_hips_rule_in_every_group(width: int, by: int, generator
         assert torch.equal(y, x[source])
 
 
-def test_a_sum_that_starts_at_16_is_a_warps_and_half_a_wavefronts(generator) -> None:
+def test_sum_starting_at_16_is_a_warps_and_half_a_wavefronts(generator) -> None:
     x = torch.randint(-9, 9, (64,), generator=generator).float()  # exact sums
     y = torch.empty(64)
     launch("wave_sum", x=x, y=y, start=32)
@@ -154,7 +154,7 @@ def test_barriers_on_two_lines_are_two_barriers() -> None:
 
 @pytest.mark.parametrize("what", [0, 1, 2, 3])
 @pytest.mark.parametrize("beyond", [-1, 0, 7])
-def test_an_access_outside_an_array_names_thread_line_array_and_place(what, beyond) -> None:
+def test_stray_access_names_thread_line_array_and_place(what, beyond) -> None:
     name, count = (("x", 20), ("y", 30), ("tile", 48), ("tile", 48))[what]
     at = beyond if beyond < 0 else count + beyond
     line = line_of(f"if (what == {what})")
@@ -245,7 +245,7 @@ def test_an_int_is_a_float_where_the_kernel_takes_one() -> None:
         (2, "Both write.", "writes an element of tile that another wave has written"),
     ],
 )
-def test_a_missing_barrier_is_an_error_though_the_numbers_may_be_right(
+def test_missing_barrier_is_an_error_even_if_numbers_are_right(
     way: int, where: str, does: str
 ) -> None:
     fails(
@@ -348,7 +348,7 @@ def test_rows_8_halves_apart_from_a_power_of_two_do_not_collide() -> None:
 
 
 @pytest.mark.parametrize(("turns", "quiet"), [(1, 0), (5, 0), (5, 40), (3, 64)])
-def test_a_loop_is_as_many_instructions_as_its_longest_lane_takes(turns: int, quiet: int) -> None:
+def test_loop_costs_as_many_instructions_as_its_longest_lane(turns: int, quiet: int) -> None:
     counters = counted("diverging_", turns=turns, quiet=quiet)
     assert counters.lds_accesses == (turns if quiet < 64 else 0)
 

@@ -28,7 +28,7 @@ def test_registers_bound_as_published(arch: str, waves: int, most: int) -> None:
     assert (full.waves_per_simd, full.bound_by) == (1, ("registers",))
 
 
-def test_accumulation_registers_share_the_file_from_a_multiple_of_four() -> None:
+def test_accumulation_registers_start_at_a_multiple_of_four() -> None:
     assert occupancy("gfx90a", vgprs=100, agprs=28, **FREE).waves_per_simd == 4
     assert occupancy("gfx90a", vgprs=101, agprs=27, **FREE).waves_per_simd == 3
     assert occupancy("gfx90a", vgprs=101, agprs=0, **FREE).waves_per_simd == 4
@@ -133,9 +133,7 @@ def kernel(vgprs: int, agprs: int, lds: int, threads: int) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize("target", LIMITS)
-def test_the_compiler_reports_the_same_for_kernels_that_take_what_they_are_told(
-    target: str, tmp_path: Path
-) -> None:
+def test_compiler_reports_the_same_for_kernels_of_given_needs(target: str, tmp_path: Path) -> None:
     need(target)
     cases = [(v, a, 0, 256) for v in (24, 64, 65, 80, 81, 128, 129, 169, 256) for a in (0, 3, 100)]
     cases += [(24, 0, lds, t) for lds in (4096, 10240, 16896, 32768, 65536) for t in (64, 256, 512)]
@@ -157,7 +155,7 @@ def test_the_compiler_reports_the_same_for_kernels_that_take_what_they_are_told(
         assert waves in right, (v, a, lds, threads)
 
 
-def test_the_prediction_agrees_with_the_report_for_every_form_in_the_table() -> None:
+def test_prediction_agrees_with_every_report_in_the_table() -> None:
     forms = json.loads(TABLE.read_text(encoding="utf-8"))["forms"]
     compared = 0
     for form, targets in forms.items():

@@ -141,7 +141,7 @@ COMPILES = ("assembly", "launch")  # without these two mends no compiler takes t
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_original_is_right_on_warps_of_32_and_refused_by_wavefronts(
+def test_original_is_right_on_warps_and_refused_by_wavefronts(
     hipified: str, is_causal: bool, seed: int
 ) -> None:
     source = port.mend(hipified, COMPILES)
@@ -157,7 +157,7 @@ def test_the_mended_file_is_right_on_wavefronts(hipified: str, seed: int) -> Non
 
 
 @pytest.mark.parametrize("left", ["vote", "width"])
-def test_each_assumption_that_is_left_gives_wrong_numbers_in_silence(
+def test_each_assumption_left_silently_gives_wrong_numbers(
     hipified: str, left: str, seed: int
 ) -> None:
     source = port.mend(hipified, [rule for rule in port.RULES if rule != left])

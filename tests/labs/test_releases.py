@@ -29,7 +29,7 @@ def test_the_committed_releases_are_what_make_labs_gives() -> None:
     assert releases.stale(ROOT) == []
 
 
-def test_a_release_that_differs_or_misses_or_has_no_source_is_named(tmp_path: Path) -> None:
+def test_different_missing_or_orphaned_releases_are_named(tmp_path: Path) -> None:
     root = mini.checkout(tmp_path)
     assert releases.stale(root) == ["labs/release/mini/mini.ipynb is missing; run make labs"]
     mini.released(root)
@@ -53,7 +53,7 @@ def test_the_same_source_gives_the_same_bytes_wherever_it_stands(tmp_path: Path)
     assert texts[0] == texts[1]
 
 
-def test_a_release_has_stubs_and_neither_answers_nor_tests_nor_the_instructors_notes(
+def test_release_has_stubs_but_no_answers_tests_or_notes(
     tmp_path: Path,
 ) -> None:
     def add(notebook: mini.Notebook) -> None:
@@ -197,7 +197,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("change", "sentence"), BAD.values(), ids=BAD)
-def test_a_bad_source_is_refused_by_file_and_cell_and_the_old_release_stays(
+def test_bad_source_is_refused_by_file_and_the_old_release_stays(
     tmp_path: Path, change: Change, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = mini.checkout(tmp_path)

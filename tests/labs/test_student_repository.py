@@ -114,9 +114,7 @@ def test_it_holds_what_is_on_the_list_in_one_commit_of_nobody(course: Path, tmp_
     assert not (out / ".git/hooks").exists()
 
 
-def test_the_same_commit_gives_the_same_commit_wherever_it_is_made(
-    course: Path, tmp_path: Path
-) -> None:
+def test_same_commit_gives_the_same_commit_anywhere(course: Path, tmp_path: Path) -> None:
     git(tmp_path, "clone", "-q", str(course), "a clone")
     heads = set()
     for root, out in ((course, "one"), (course, "an/other"), (tmp_path / "a clone", "three")):
@@ -173,7 +171,7 @@ def test_a_release_with_an_answer_in_it_is_refused(course: Path, tmp_path: Path)
         student_repository.write(course, tmp_path / "out")
 
 
-def test_the_package_may_have_a_solution_and_listed_lines_of_hidden_tests(
+def test_package_may_hold_solutions_and_shared_hidden_test_lines(
     course: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(course, "src/labcore/answers.py", f"def double(x):\n    {SOLUTION_LINE}\n")
@@ -219,9 +217,7 @@ def test_only_committed_states_of_public_files_are_taken(course: Path, tmp_path:
     assert not (tmp_path / "two").exists()
 
 
-def test_a_page_that_git_does_not_track_a_link_and_no_checkout_are_refused(
-    course: Path, tmp_path: Path
-) -> None:
+def test_untracked_pages_links_and_non_checkouts_are_refused(course: Path, tmp_path: Path) -> None:
     git(course, "rm", "-q", "--cached", "book/page.ipynb")
     git(course, "commit", "-q", "-m", "x")
     with pytest.raises(ValueError, match="_toc.yml names files not tracked by git: book/page"):
@@ -254,9 +250,7 @@ def test_a_folder_with_anything_else_in_it_is_refused_as_it_is(
         assert everything_else(tmp_path) == before
 
 
-def test_an_empty_folder_and_an_empty_repository_with_its_remote_are_taken(
-    course: Path, tmp_path: Path
-) -> None:
+def test_empty_folders_and_empty_repositories_are_accepted(course: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     git(tmp_path, "init", "-q", "--initial-branch=trunk", "new")
     git(tmp_path / "new", "remote", "add", "origin", "https://example.org/course.git")
@@ -407,7 +401,7 @@ def test_the_courses_table_of_contents_is_whole(public: Path) -> None:
     )
 
 
-def test_every_import_of_the_labs_is_answered_by_the_repositorys_own_package(public: Path) -> None:
+def test_labs_import_only_from_the_repositorys_own_package(public: Path) -> None:
     imports = set()
     for path in sorted((public / "labs/release").rglob("*.ipynb")):
         for cell in mini.read(path)["cells"]:

@@ -178,9 +178,7 @@ def test_no_secret_is_made_where_numbers_are_only_asked_for(tmp_path: Path) -> N
 # The files.
 
 
-def test_the_same_roster_and_secret_give_the_same_bytes_and_another_secret_others(
-    course: Path, tmp_path: Path
-) -> None:
+def test_same_roster_and_secret_alone_give_the_same_bytes(course: Path, tmp_path: Path) -> None:
     write(course, tmp_path / "one")
     secret = (tmp_path / "one/secret").read_text("utf-8")
     write(course, tmp_path / "two", NAMES[::-1], secret)
@@ -377,7 +375,7 @@ def answered(klass: Path, student: str, slug: str, number: int | None = None) ->
     return complaints
 
 
-def test_right_answers_in_a_students_notebook_pass_and_by_another_number_do_not(
+def test_right_answers_pass_only_by_the_students_own_number(
     klass: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ada, lei = numbers_of(klass).values()

@@ -96,7 +96,7 @@ def test_a_mean_of_means_weighs_tokens_unequally(generator: torch.Generator) -> 
     assert wrong == pytest.approx((long / 9 + short) / 2, rel=1e-12)
 
 
-def test_a_part_without_a_target_makes_a_mean_of_means_nan_and_steps_short(
+def test_part_without_targets_makes_mean_nan_and_steps_short(
     generator: torch.Generator,
 ) -> None:
     model = Llama(TINY, generator=generator)

@@ -57,7 +57,7 @@ def test_gradients_under_dropout_are_the_same_to_the_bit(seed: int) -> None:
             assert torch.equal(gradient, plain[name]), (how, name)
 
 
-def test_gradients_of_blocks_with_dropout_are_the_same_to_the_bit(seed: int) -> None:
+def test_gradients_of_blocks_with_dropout_are_bitwise_the_same(seed: int) -> None:
     plain = run_blocks(None, seed, depth=9, width=10, rows=5)
     for how in (1, 4, "sqrt", "selective"):
         found = run_blocks(how, seed, depth=9, width=10, rows=5)
@@ -74,7 +74,7 @@ def test_dropout_does_drop_and_torchs_generator_is_put_back(seed: int) -> None:
     assert not torch.equal(with_dropout.gradients[0], without.gradients[0])
 
 
-def test_keeping_a_result_that_draws_random_numbers_changes_gradients(seed, monkeypatch) -> None:
+def test_keeping_a_random_result_changes_gradients(seed, monkeypatch) -> None:
     """Why KEPT holds none that do: the numbers of what is kept go to what is recomputed."""
 
     class Two(nn.Module):

@@ -40,7 +40,7 @@ def test_it_is_the_sum_of_its_two_parts(temperature: float, generator) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
-def test_a_student_that_says_the_same_has_neither_loss_nor_gradient(generator) -> None:
+def test_student_that_agrees_has_no_loss_and_no_gradient(generator) -> None:
     _, teacher, labels = drawn(generator)
     same = (teacher + 5).requires_grad_()  # logits are known up to a constant
     loss = distillation_loss(same, teacher, labels, weight=1.0)

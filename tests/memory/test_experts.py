@@ -85,7 +85,7 @@ def even(experts: int, each: int) -> Routing:
     return route_tokens(1e-6 * torch.eye(experts).repeat(each, 1), capacity_factor=1.0)
 
 
-def test_the_balance_is_1_where_even_and_the_number_of_experts_at_worst() -> None:
+def test_balance_is_1_when_even_and_the_expert_count_at_worst() -> None:
     assert balance_loss(even(6, 4)).item() == pytest.approx(1, rel=1e-5)
     collapsed = route_tokens(torch.tensor([[40.0, 0, 0, 0]]).repeat(9, 1), capacity_factor=1.0)
     assert balance_loss(collapsed).item() == pytest.approx(4, rel=1e-6)
@@ -104,7 +104,7 @@ def test_its_gradient_lowers_the_busy_expert(generator) -> None:
     assert (ours[:, 1] > 0).all()
 
 
-def test_layers_that_are_uneven_in_opposite_ways_are_not_balanced() -> None:
+def test_layers_uneven_in_opposite_ways_are_not_balanced() -> None:
     """Joining the layers' tokens first would say 1: a bug of libraries (transformers 28255)."""
     model = with_experts(Llama(TINY), 2)
     ways = [torch.tensor([[9.0, 0.0]]).repeat(5, 1), torch.tensor([[0.0, 9.0]]).repeat(5, 1)]
@@ -147,7 +147,7 @@ def test_the_router_stays_in_float32_under_autocast(generator) -> None:
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_active_parameters_are_those_of_the_dense_model_and_the_routers() -> None:
+def test_active_parameters_are_the_dense_models_and_the_routers() -> None:
     dense = sum(p.numel() for p in fresh(0).parameters())
     found = count_parameters(with_experts(fresh(0), 4))
     routers = 4 * 4 * CONFIG.hidden_size

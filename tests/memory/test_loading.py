@@ -140,7 +140,7 @@ def rows(generator) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_come_back_in_their_order_and_in_the_bytes_predicted(form, rows, tmp_path) -> None:
+def test_rows_come_back_in_order_and_in_the_predicted_bytes(form, rows, tmp_path) -> None:
     paths = write_rows(rows, tmp_path / form, form=form, rows_per_file=5)
     assert len(paths) == 5
     assert torch.equal(torch.stack(list(RecordFiles(paths))), rows)

@@ -43,7 +43,7 @@ def test_the_held_out_windows_stay_and_are_not_trained_on() -> None:
         held_out_rows(0)
 
 
-def test_the_loss_of_a_model_without_a_head_is_that_of_256_equal_bytes(seed: int) -> None:
+def test_loss_with_a_zeroed_head_is_that_of_256_equal_bytes(seed: int) -> None:
     model = fresh(seed)
     torch.nn.init.zeros_(model.lm_head.weight)
     # 8,192 equal terms are summed in float32: 2⁻²⁴ each time, at most 5e-4 of the sum.

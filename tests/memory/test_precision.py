@@ -35,7 +35,7 @@ def tokens_of(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(TINY.vocab_size, (3, 14), generator=generator)
 
 
-def test_autocast_computes_products_in_16_bits_and_keeps_the_rest(generator) -> None:
+def test_autocast_computes_only_products_in_16_bits(generator) -> None:
     model, tokens = model_of(0), tokens_of(generator)
     for recipe in ("autocast to bfloat16", "autocast to float16"):
         half = str(RECIPES[recipe].products).removeprefix("torch.")
@@ -47,7 +47,7 @@ def test_autocast_computes_products_in_16_bits_and_keeps_the_rest(generator) -> 
     assert set(plain.values()) == {("float32",)} and "mm" in plain
 
 
-def test_autocast_leaves_weights_gradients_and_moments_in_float32(generator) -> None:
+def test_autocast_keeps_weights_gradients_and_moments_in_float32(generator) -> None:
     model, recipe = model_of(0), RECIPES["autocast to bfloat16"]
     optimizer = torch.optim.AdamW(model.parameters())
     precise_step(model, optimizer, tokens_of(generator), recipe, GradScaler("cpu", enabled=False))

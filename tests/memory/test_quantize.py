@@ -93,7 +93,7 @@ def test_the_error_is_as_large_as_expected_and_no_better(bits, symmetric, genera
     assert (error.abs() / quantized.scales).max() > 0.45
 
 
-def test_zero_stays_zero_where_codes_are_symmetric_and_equal_weights_where_not(generator) -> None:
+def test_symmetric_codes_keep_zeros_and_others_equal_weights(generator) -> None:
     weight = awkward(9, 12, generator)
     weight[:, ::5] = 0.0
     for bits in (4, 8):
@@ -185,9 +185,7 @@ def test_a_layer_multiplies_by_what_its_codes_stand_for(scheme, dtype, generator
     assert [name for name, _ in layer.named_parameters()] == ["bias"]
 
 
-def test_a_llama_computes_with_the_rounded_weights_and_nothing_else_changes(
-    seed, generator
-) -> None:
+def test_converted_llama_differs_only_in_its_rounded_weights(seed, generator) -> None:
     shape = config("biased")
     model = Llama(shape, generator=generator)
     rounded, scheme = copy.deepcopy(model), Scheme(bits=4, group_size=20, symmetric=False)

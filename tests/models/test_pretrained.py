@@ -181,9 +181,10 @@ def test_bits_are_those_of_each_token_predicted_once(
     assert found == pytest.approx(expected / math.log(2) / len(text.encode()), rel=1e-6)
 
 
-def test_a_model_that_knows_nothing_needs_eight_bits_and_its_share_of_the_end(
+def test_ignorant_model_needs_the_bits_of_257_equal_tokens(
     generator: torch.Generator,
 ) -> None:
+    """The 256 bytes and the end of the text."""
     model = model_of(CONFIG, generator)
     torch.nn.init.zeros_(model.lm_head.weight)
     found = bits_per_byte(model, "naïve " * 30, ByteTokenizer(), context=3)  # type: ignore[arg-type]

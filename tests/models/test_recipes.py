@@ -82,7 +82,7 @@ def test_numbers_that_are_no_recipe_are_refused(change: dict[str, int], named: s
         dataclasses.replace(TINY, **change)
 
 
-def test_the_corpus_is_large_and_holds_nothing_of_the_held_out_texts(
+def test_corpus_is_large_and_holds_no_held_out_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All docstrings stand in the sources too, and to find them all takes long: a part will do."""

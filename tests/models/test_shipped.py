@@ -66,7 +66,7 @@ def test_the_cache_changes_no_token(models: dict[str, Llama], continued) -> None
 
 
 @pytest.mark.parametrize("kind", ["code", "prose"])
-def test_the_cards_tell_the_bits_per_byte_and_the_target_needs_a_tenth_less(
+def test_cards_are_right_and_the_target_needs_a_tenth_bit_less(
     models: dict[str, Llama], kind: str
 ) -> None:
     told = {name: card(name)["held_out"][kind]["bits_per_byte"] for name in models}
@@ -77,7 +77,7 @@ def test_the_cards_tell_the_bits_per_byte_and_the_target_needs_a_tenth_less(
 
 
 @torch.inference_mode()
-def test_the_draft_guesses_between_half_and_four_fifths_of_the_target_s_tokens(
+def test_draft_guesses_half_to_four_fifths_of_the_targets_tokens(
     models: dict[str, Llama], continued
 ) -> None:
     """Leviathan's alpha for greedy decoding: how often the two most probable tokens are one."""

@@ -24,7 +24,7 @@ def network() -> nn.Module:
     )
 
 
-def test_every_layer_is_replaced_and_keeps_parameters_and_buffers(generator) -> None:
+def test_every_layer_is_replaced_keeping_parameters_and_buffers(generator) -> None:
     model = affine(network(), generator).double()
     before, state = dict(model.named_parameters()), model.state_dict(keep_vars=True)
     assert convert_ghost_batchnorm(model, 4, running="pooled") is model

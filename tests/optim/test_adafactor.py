@@ -96,7 +96,7 @@ def test_the_papers_algorithm(path, shape, lr: float, generator: torch.Generator
 
 @PATHS
 @pytest.mark.parametrize("d", [1.0, 3.0])
-def test_the_clip_shrinks_large_updates_and_never_enlarges_small_ones(
+def test_clip_shrinks_large_updates_and_never_grows_small_ones(
     path, d: float, generator: torch.Generator
 ) -> None:
     weight = torch.nn.Parameter(torch.ones(70, 90, dtype=torch.float64))
@@ -116,7 +116,7 @@ def test_the_clip_shrinks_large_updates_and_never_enlarges_small_ones(
 
 
 @PATHS
-def test_a_step_leaves_the_learning_rate_and_the_other_weights_alone(path, seed: int) -> None:
+def test_step_leaves_learning_rate_and_other_weights_alone(path, seed: int) -> None:
     together, alone = (awkward(torch.float64, seed, FILLED) for _ in range(2))
     optimizer = run(together, lambda p: Adafactor(p, lr=0.5, **path), seed=seed, steps=3)
     assert optimizer.param_groups[0]["lr"] == 0.5
@@ -150,7 +150,7 @@ def test_one_groups_dtypes_keep_their_own_epsilon(path, dtype, seed: int) -> Non
 
 
 @PATHS
-def test_bfloat16_gradients_below_its_epsilon_still_give_whole_steps(path, seed: int) -> None:
+def test_tiny_bfloat16_gradients_still_give_whole_steps(path, seed: int) -> None:
     ends = []
     for scale in (1.0, 2.0**-12):
         weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
@@ -258,7 +258,7 @@ def test_torchs_foreach_form_is_the_loop(choice, seed: int) -> None:
     assert largest_difference(states(one), states(two)) < 1e-12
 
 
-def test_torchs_foreach_form_shows_nan_and_leaves_half_precision_to_the_loop() -> None:
+def test_foreach_form_shows_nan_and_leaves_bfloat16_to_the_loop() -> None:
     params = [torch.nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
     for param, value in zip(params, (float("nan"), 1.0), strict=True):
         param.grad = torch.ones(4, 3)
@@ -348,7 +348,7 @@ def test_a_bad_setting_is_refused_with_the_way_out(settings, sentence: str) -> N
         Adafactor([torch.nn.Parameter(torch.ones(2))], **settings)
 
 
-def test_the_rule_and_the_loop_take_the_learning_rate_from_a_tensor() -> None:
+def test_rule_and_loop_take_the_learning_rate_from_a_tensor() -> None:
     param, grad = torch.ones(2, 3), torch.ones(2, 3)
     plain, _ = adafactor(param, grad, {}, lr=0.01)
     tensor, _ = adafactor(param, grad, {}, lr=torch.tensor(0.01))

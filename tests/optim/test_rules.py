@@ -53,7 +53,7 @@ def test_a_rule_changes_nothing_in_place(rule, generator: torch.Generator) -> No
     assert all(torch.equal(torch.as_tensor(state[name]), value) for name, value in before.items())
 
 
-def test_eps_outside_inside_and_eps_root_are_what_the_formulas_say(
+def test_every_place_of_eps_is_what_its_formula_says(
     generator: torch.Generator,
 ) -> None:
     param = torch.zeros(64, dtype=torch.float64)

@@ -91,7 +91,7 @@ def test_a_setting_that_does_not_fit_the_parameter_is_refused(
 
 
 @pytest.mark.parametrize("cls", [Adafactor, SM3, AdamW8bit])
-def test_complex_parameters_are_refused_by_those_with_small_state(cls) -> None:
+def test_small_state_optimizers_refuse_complex_parameters(cls) -> None:
     param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
     with pytest.raises(ValueError, match=f"{cls.__name__} needs real parameters, got .*complex64"):
         cls([param])

@@ -165,7 +165,7 @@ def test_torchs_foreach_form_is_the_loop(choice, seed: int) -> None:
 
 @PATHS
 @pytest.mark.parametrize("shape", [(3, 4), (300, 200)], ids=str)
-def test_no_gradient_no_step_and_the_smallest_gradients_do_no_harm(path, shape) -> None:
+def test_zero_gradients_make_no_step_and_tiny_ones_do_no_harm(path, shape) -> None:
     weight = torch.nn.Parameter(torch.ones(shape))
     optimizer = SM3([weight], lr=0.1, **path)
     weight.grad = torch.zeros(shape)
@@ -221,7 +221,7 @@ def test_momentum_that_comes_later_starts_from_zero(path, generator: torch.Gener
 
 @PATHS
 @pytest.mark.parametrize("late_first", [False, True])
-def test_a_weight_that_joins_after_the_momentum_went_has_no_buffer(
+def test_weight_that_joins_without_momentum_has_no_buffer(
     path, late_first: bool, generator: torch.Generator
 ) -> None:
     draws = torch.randn(2, 5, 3, 4, generator=generator, dtype=torch.float64)

@@ -32,7 +32,7 @@ def make(**changes) -> Record:
     "changes",
     [{"samples": (1.0, math.inf)}, {"peers": {"torch": (math.nan,)}}, {"details": {"x": math.inf}}],
 )
-def test_a_record_that_json_cannot_hold_is_refused_and_the_file_stays(tmp_path, changes):
+def test_record_json_cannot_hold_is_refused_and_the_file_stays(tmp_path, changes):
     records.save([make()], tmp_path)
     before = [file.read_text("utf-8") for file in tmp_path.iterdir()]
     with pytest.raises(ValueError, match="finite numbers.*lion"):
@@ -151,7 +151,7 @@ def test_closure_of_a_notebook_skips_magics(tmp_path):
     assert "claims.py" not in found
 
 
-def test_digest_changes_with_an_imported_module_and_with_no_other(tmp_path, monkeypatch):
+def test_digest_changes_only_with_imported_modules(tmp_path, monkeypatch):
     package = tmp_path / "labcore"
     package.mkdir()
     for name, text in {"__init__": "", "a": "from labcore import b", "b": "x = 1", "c": ""}.items():

@@ -28,7 +28,7 @@ def test_a_run_agrees_with_itself(seed: int) -> None:
     assert p99.low < p99.measured <= p99.high == max(one.e2e for one in run.metrics)
 
 
-def test_a_machine_that_is_slower_by_more_than_the_tolerance_is_told(seed: int) -> None:
+def test_machine_slower_than_the_tolerance_disagrees(seed: int) -> None:
     run = served(seed=seed)
     for slower, agrees in ((1.1, True), (1.3, False)):
         late = replace(

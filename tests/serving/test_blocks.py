@@ -90,9 +90,7 @@ def test_random_calls_keep_every_invariant(seed: int) -> None:
         assert not any(pool.peek([str(name + 1).encode()]) for name in range(names))
 
 
-def test_free_blocks_go_first_then_the_longest_unused_the_end_of_a_prefix_before_its_start() -> (
-    None
-):
+def test_free_blocks_go_first_then_stale_prefixes_from_their_end() -> None:
     pool = BlockPool(7, 2)
     old, new = pool.allocate(3), pool.allocate(2)
     for name, blocks in (("old", old), ("new", new)):

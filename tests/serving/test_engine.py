@@ -304,7 +304,7 @@ def test_every_seed_of_a_generator_is_taken(seed: int, value: int) -> None:
     assert engine.drain()["request-1"].tokens == tuple(alone(model, [asked])[0].tokens[0])
 
 
-def test_graphs_do_not_go_with_a_proposer_that_may_read_hidden_states() -> None:
+def test_graphs_are_refused_if_a_proposer_may_read_hidden_states() -> None:
     model = tiny(0)
     with pytest.raises(ValueError, match="graphs must be False"):
         Engine(model, proposer=DraftModel(model), graphs=True)

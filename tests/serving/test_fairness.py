@@ -64,7 +64,7 @@ def test_a_senior_that_comes_in_later_reads_first_from_then_on() -> None:
     one.drain()
 
 
-def test_a_limit_of_length_keeps_the_huge_one_out_and_nobody_waits_for_it() -> None:
+def test_length_limit_refuses_the_huge_one_and_nobody_waits() -> None:
     one = server(1, count=16, page=4, slots=8, max_length=20, toy=NEVER_ENDS)
     one.add(request("runs", 4, 9))
     assert one.add(request("huge", 4, 57)).finish == "refused"
@@ -180,7 +180,7 @@ def test_a_preempted_request_can_leave_the_queue(how: str) -> None:
     one.drain()
 
 
-def test_blocks_of_the_expired_are_there_for_others_in_the_same_step() -> None:
+def test_blocks_of_the_expired_are_free_in_the_same_step() -> None:
     """For the head of the queue, for one that would else be preempted, and for nobody."""
     one = server(1, count=4, page=2, slots=2, toy=NEVER_ENDS)
     one.add(request("a", 4, 5, deadline=2.0))

@@ -77,7 +77,7 @@ def test_lines_come_whole_wherever_the_bytes_are_cut(
     assert found == [line for line in wanted if line is None or line.strip()]
 
 
-def test_an_endless_line_is_refused_before_its_end_and_keeps_no_memory() -> None:
+def test_endless_line_is_refused_early_and_keeps_no_memory() -> None:
     buffer = LineBuffer(10)
     said = [line for _ in range(1000) for line in buffer.feed(b"x" * 64)]
     assert said == [None]
@@ -263,7 +263,7 @@ def test_a_client_that_does_not_read_is_lost_and_holds_nobody_up(path: Path) -> 
         raw.close()
 
 
-def test_a_full_queue_a_used_id_and_a_fault_are_errors_of_one_request(path: Path) -> None:
+def test_full_queue_used_id_or_fault_fails_only_that_request(path: Path) -> None:
     engine = StandIn(slots=1, waiting=2, delay=0.002)
     with Listener(engine, path, most=50), EngineClient(path) as client:
         long = client.submit("long", max_tokens=9000)
@@ -422,7 +422,7 @@ def test_a_name_that_is_made_is_nobody_elses(path: Path) -> None:
 # The client's deadline, and the socket
 
 
-def test_an_engine_that_takes_nothing_is_lost_by_the_clients_deadline(path: Path) -> None:
+def test_unresponsive_engine_is_lost_by_the_clients_deadline(path: Path) -> None:
     """As one that was stopped: what fills its socket must not hold the client for ever."""
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.bind(str(path))
@@ -462,7 +462,7 @@ def test_health_and_stats_answer_with_clients_by_name(path: Path) -> None:
         assert client.stats()["blocks_free"] == engine.blocks
 
 
-def test_the_socket_is_the_users_alone_and_a_stale_one_is_replaced(path: Path) -> None:
+def test_socket_is_the_users_alone_and_replaces_a_stale_one(path: Path) -> None:
     engine = StandIn()
     with Listener(engine, path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -485,7 +485,7 @@ def test_the_socket_is_the_users_alone_and_a_stale_one_is_replaced(path: Path) -
         EngineClient(path.parent / "nothing")
 
 
-def test_a_request_over_the_limit_is_refused_by_the_client_itself(path: Path) -> None:
+def test_client_itself_refuses_a_request_over_the_limit(path: Path) -> None:
     with Listener(StandIn(), path), EngineClient(path) as client:
         with pytest.raises(ValueError, match="at most 1048576 bytes"):
             client.submit("x" * (1 << 20))

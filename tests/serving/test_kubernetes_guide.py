@@ -176,7 +176,7 @@ def test_what_does_not_agree_is_found(words: str, plant: Callable[[Any], Any]) -
     assert any(words in line for line in problems(wrong)), problems(wrong)
 
 
-def test_the_engines_options_are_the_programs_and_its_socket_is_the_repositorys(
+def test_engine_options_parse_and_its_socket_is_the_repositorys(
     tmp_path: Path,
 ) -> None:
     found = manifests()

@@ -115,7 +115,7 @@ def test_a_static_batch_admits_nobody_until_its_last_one_ends() -> None:
     assert inflight.plans[2].admitted == ("next",) and not any(p.idle for p in inflight.plans)
 
 
-def test_a_static_batch_is_filled_though_its_prompts_take_several_steps() -> None:
+def test_static_batch_fills_though_prompts_take_several_steps() -> None:
     one = server(1, policy="static", slots=3, budget=10, toy={"ends": False})
     for id in "abcd":
         one.add(request(id, 9, 2))
@@ -309,7 +309,7 @@ def test_no_block_leaks_however_requests_end(policy: str, seed: int) -> None:
     assert finishes >= {"length", "cancelled", "error"}
 
 
-def test_one_huge_max_tokens_blocks_others_only_where_room_is_promised() -> None:
+def test_huge_max_tokens_blocks_others_only_if_room_is_promised() -> None:
     """Under no-evict the others wait until it ends; under max-utilization they run beside it."""
     admitted = {}
     for policy in ("guaranteed_no_evict", "max_utilization"):

@@ -97,7 +97,7 @@ def test_the_engines_process_says_what_generate_says(folder: Path) -> None:
         assert not path.exists()
 
 
-def test_a_process_ends_with_its_input_and_a_spare_waits_for_a_line(folder: Path) -> None:
+def test_process_ends_with_its_input_and_spares_wait_for_a_line(folder: Path) -> None:
     path = folder / "engine"
     with Process([*STANDIN, "--socket", str(path), "--spare"]) as spare:
         with Process([*STANDIN, "--socket", str(path)]) as first:
@@ -113,7 +113,7 @@ def test_a_process_ends_with_its_input_and_a_spare_waits_for_a_line(folder: Path
     assert not path.exists()
 
 
-def test_a_spare_ends_with_its_input_though_nobody_has_read_what_it_said(folder: Path) -> None:
+def test_spare_ends_with_its_input_though_its_output_is_unread(folder: Path) -> None:
     """The kernel then tells it of a reset, and not of the end."""
     ours, theirs = socket.socketpair()
     command = [*STANDIN, "--socket", str(folder / "engine"), "--spare"]
@@ -291,7 +291,7 @@ def test_what_dies_at_once_is_given_up_with_the_end_of_its_log(folder: Path) -> 
     assert not any(alive(pid) for pid, _ in starts(folder, "good"))
 
 
-def test_what_is_started_in_vain_is_given_up_however_long_each_start_takes(folder: Path) -> None:
+def test_futile_starts_are_given_up_however_long_each_takes(folder: Path) -> None:
     """Also behind a healthy time, and a spare that cannot live is not made for ever."""
     code = WORKER.replace(
         "name, spare", "name, dead = sys.argv[1], sys.argv[1] + '.dead'\nname, spare", 1

@@ -112,9 +112,7 @@ def test_bars_end_where_the_next_step_begins(model: Llama, seed: int) -> None:
         assert one[:4] == other[:4] and one[4:] == pytest.approx(other[4:])
 
 
-def test_outputs_have_the_imposed_lengths_and_the_tokens_that_were_streamed(
-    model: Llama, seed: int
-) -> None:
+def test_outputs_have_imposed_lengths_and_the_streamed_tokens(model: Llama, seed: int) -> None:
     given = workload(seed)
     engine = made(model, policy="max_utilization")
     run = replay(engine, given)
@@ -132,7 +130,7 @@ def test_outputs_have_the_imposed_lengths_and_the_tokens_that_were_streamed(
         assert told.finish in ("eos", "length")
 
 
-def test_a_request_that_comes_during_a_step_waits_from_its_moment(model: Llama) -> None:
+def test_request_that_comes_during_a_step_waits_from_then_on(model: Llama) -> None:
     cost = CostModel(base=2.0)
     engine, clock = timed(model, cost)
     sampling = SamplingConfig(max_tokens=3)
@@ -176,9 +174,7 @@ def test_in_real_time_it_waits_for_the_arrivals(model: Llama, seed: int) -> None
     assert run.begin == pytest.approx(0.02) and run.seconds >= 0.04
 
 
-def test_a_static_batch_computes_for_the_ended_until_the_last_has_ended(
-    model: Llama, seed: int
-) -> None:
+def test_static_batch_computes_ended_rows_until_the_last_ends(model: Llama, seed: int) -> None:
     given = workload(seed, 17)
     roomy = {"pages": 200, "page": 8, "slots": 5, "budget": 500, "chunk": None}
     run = replay(made(model, policy="static", **roomy), given)
@@ -207,7 +203,7 @@ def test_who_finds_the_queue_full_is_told_so(model: Llama, seed: int) -> None:
     assert run.summary()["e2e"]["n"] == 2
 
 
-def test_what_does_not_fit_is_refused_in_a_sentence_and_leaves_nothing(model: Llama) -> None:
+def test_replays_that_do_not_fit_are_refused_and_leave_nothing(model: Llama) -> None:
     engine = made(model)
     sampling = SamplingConfig(max_tokens=3)
     good = Request("good", (1, 2), sampling)

@@ -132,9 +132,7 @@ def test_prefix_aware_finds_more_in_the_caches(seed: int) -> None:
 
 
 @pytest.mark.parametrize("imbalance", [0, 2, 1000])
-def test_a_hot_prefix_is_kept_together_as_far_as_the_imbalance_allows(
-    imbalance: int, seed: int
-) -> None:
+def test_hot_prefix_stays_together_as_far_as_imbalance_allows(imbalance: int, seed: int) -> None:
     n = 30
     work = Workload(recorded([0.0] * n), fixed(33, n), fixed(20, n), prefix=24, seed=seed)
     watched = Watched(PrefixAware(imbalance))

@@ -126,7 +126,7 @@ def test_fleets_tell_what_the_routed_requests_did(policy: str) -> None:
         assert load[-1][0] == pytest.approx(run.end - begin, rel=1e-3)
 
 
-def test_more_common_prefixes_are_found_more_often_and_most_by_the_aware() -> None:
+def test_common_prefixes_hit_more_and_most_under_prefix_aware() -> None:
     found = scenarios.fleets(shares=(0.0, 0.5, 1.0))
     for policy in ROUTERS:
         rates = [found[policy, share].hit_rate for share in (0.0, 0.5, 1.0)]
@@ -137,7 +137,7 @@ def test_more_common_prefixes_are_found_more_often_and_most_by_the_aware() -> No
         assert aware > 1.2 * found["least_loaded", share].hit_rate
 
 
-def test_a_short_trace_has_chunks_beside_decodes_and_prompts_that_wait() -> None:
+def test_short_trace_has_mixed_steps_and_waiting_prompts() -> None:
     trace = scenarios.short_trace()
     assert len(trace) == 40 and all(one.budget == 48 for one in trace)
     assert any(one.decodes and one.chunks for one in trace)

@@ -71,7 +71,7 @@ def test_bars_of_a_row_stay_apart_and_keep_each_kind_s_time(policy: str, seed: i
         )
 
 
-def test_bars_with_the_rest_of_a_real_engine_between_them_are_one(seed: int) -> None:
+def test_bars_with_only_an_engines_gaps_between_them_are_one(seed: int) -> None:
     """As if each step took 2 % of its time around its forward: a replay has such gaps."""
     run = served("guaranteed_no_evict", seed)
     cut = []
@@ -126,7 +126,7 @@ def test_a_shared_prefix_is_shown_as_shared_and_kept(seed: int) -> None:
     assert SHARED in codes and CACHED in codes
 
 
-def test_a_run_without_a_map_has_none_and_one_without_requests_is_refused(seed: int) -> None:
+def test_runs_may_lack_a_map_but_not_requests(seed: int) -> None:
     run = served("static", seed)
     assert scene(replace(run, blocks=(), promised=())).blocks == ()
     with pytest.raises(ValueError, match="a scene needs a run .* got 0 requests"):

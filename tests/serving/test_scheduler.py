@@ -81,7 +81,7 @@ def test_an_id_is_one_request_at_a_time() -> None:
     one.drain()
 
 
-def test_the_senior_goes_first_by_priority_then_arrival_then_order() -> None:
+def test_queue_goes_by_priority_then_arrival_then_order() -> None:
     one = server(1, slots=1)
     for id, priority, arrival in (
         ("late", 0, 2.0),
@@ -108,7 +108,7 @@ def test_the_senior_goes_first_by_priority_then_arrival_then_order() -> None:
     ]
 
 
-def test_a_preempted_request_comes_back_before_others_of_its_priority() -> None:
+def test_preempted_request_returns_first_in_its_priority() -> None:
     """Also before one that arrived earlier and has not run yet."""
     one = server(
         1,

@@ -115,7 +115,7 @@ def test_a_small_pool_preempts_and_a_shared_prefix_is_found(seed: int) -> None:
     assert {span.kind for span in run.spans} >= {"waiting", "prefill", "recompute", "decode"}
 
 
-def test_what_a_preempted_request_finds_of_its_own_is_not_counted(seed: int) -> None:
+def test_preempted_requests_own_cached_blocks_are_not_counted(seed: int) -> None:
     n = 24
     work = Workload(recorded([0.0] * n), fixed(17, n), fixed(40, n), seed=seed)
     run = simulate(work, Made(pages=32, policy="max_utilization"), COST)
@@ -131,9 +131,7 @@ def test_the_same_arguments_give_the_same_run(seed: int) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_bars_of_a_request_fill_its_time_and_those_of_a_slot_stay_apart(
-    policy: str, seed: int
-) -> None:
+def test_bars_fill_a_requests_time_and_never_overlap_in_a_slot(policy: str, seed: int) -> None:
     work = mixed(seed, rate=40.0, patience=1.0)
     run = simulate(work, Made(pages=34, policy=policy), COST)
     bars = by_request(run)
@@ -271,7 +269,7 @@ def test_time_is_what_the_cost_model_says(seed: int) -> None:
     assert slower.seconds == pytest.approx(1.5 * run.seconds)
 
 
-def test_who_is_turned_away_or_too_late_is_told_and_leaks_nothing(seed: int) -> None:
+def test_rejected_and_late_requests_are_told_and_leak_nothing(seed: int) -> None:
     n = 60
     made = Made(pages=30, slots=3, max_waiting=5)
     work = Workload(
@@ -363,7 +361,7 @@ def test_what_is_no_simulation_is_refused() -> None:
     assert empty.metrics == () and math.isnan(empty.tokens_per_second)
 
 
-def test_a_bootstrap_narrows_with_more_values_and_widens_with_its_level(seed: int) -> None:
+def test_bootstrap_narrows_with_values_and_widens_with_level(seed: int) -> None:
     dice = random.Random(seed)
     values = [dice.expovariate(1.0) for _ in range(3000)]
     draw: Callable[..., tuple[float, float]] = bootstrap

@@ -108,7 +108,7 @@ def test_the_servers_variables_lead_to_its_own_python(tmp_path: Path) -> None:
 
 
 @needs_linux
-def test_an_installation_that_fails_is_told_in_a_sentence_and_leaves_no_stamp(
+def test_failed_installation_says_why_and_leaves_no_stamp(
     tmp_path: Path,
 ) -> None:
     failing = tmp_path / "python"
@@ -127,7 +127,7 @@ def test_an_installation_that_fails_is_told_in_a_sentence_and_leaves_no_stamp(
 
 
 @needs_linux
-def test_beside_a_python_without_a_stub_another_one_makes_the_environment(
+def test_another_python_is_used_if_the_running_one_has_no_stub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The running Python is 3.14; a 3.12 on the PATH is found, and is the one that is used."""

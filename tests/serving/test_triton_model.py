@@ -34,7 +34,7 @@ def error_of(sender: Sender) -> Any:
     return sender.all()[2].error
 
 
-def test_it_imports_the_standard_library_and_the_backends_utilities_alone() -> None:
+def test_it_imports_only_the_standard_library_and_triton_utils() -> None:
     source = Path(triton_repository.__file__).parent / "files" / "model.py"
     tree = ast.parse(
         source.read_text("utf-8"), feature_version=(3, 9)
@@ -130,7 +130,7 @@ def test_a_client_that_leaves_is_cancelled_even_while_it_waits(path: Path) -> No
         assert until(engine.quiet)
 
 
-def test_a_response_that_the_server_refuses_costs_that_request_alone(
+def test_response_the_server_refuses_costs_only_that_request(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its blocks are free again; the bridge's threads and its connection live on."""
@@ -149,7 +149,7 @@ def test_a_response_that_the_server_refuses_costs_that_request_alone(
         assert ask(model, b"next", max_tokens=few).all()[0] == expected("next", 3)
 
 
-def test_numbers_that_are_none_and_lines_that_are_none_take_no_thread(path: Path) -> None:
+def test_invalid_numbers_and_lines_kill_no_thread(path: Path) -> None:
     class Odd(StandIn):
         odd = True
 
@@ -172,7 +172,7 @@ def test_numbers_that_are_none_and_lines_that_are_none_take_no_thread(path: Path
         assert until(lambda: not ask(model, b"n", max_tokens=few).all()[2].error)
 
 
-def test_an_engine_that_is_away_is_an_error_and_one_that_is_back_is_used(path: Path) -> None:
+def test_absent_engine_is_an_error_and_a_returned_one_is_used(path: Path) -> None:
     with bridge.loaded(path) as model:
         assert error_of(ask(model)).code == "unavailable"
         engine = StandIn(delay=0.002)
@@ -190,7 +190,7 @@ def test_an_engine_that_is_away_is_an_error_and_one_that_is_back_is_used(path: P
             assert ask(model, b"again", max_tokens=few).all()[0] == expected("again", 3)
 
 
-def test_a_request_that_was_lost_before_it_was_sent_goes_to_no_other_engine(
+def test_request_lost_before_sending_goes_to_no_other_engine(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its caller was told so: nobody would hear it there, or cancel it."""
@@ -215,7 +215,7 @@ def test_a_request_that_was_lost_before_it_was_sent_goes_to_no_other_engine(
         assert until(fresh.quiet, 20) and len(fresh.names) == 1
 
 
-def test_unloading_ends_what_runs_and_the_engines_numbers_are_metrics(path: Path) -> None:
+def test_unloading_ends_requests_and_engine_numbers_are_metrics(path: Path) -> None:
     MetricFamily.values.clear()
     engine = StandIn(delay=0.002)
     with Listener(engine, path) as listener:

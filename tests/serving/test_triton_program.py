@@ -101,7 +101,7 @@ def text_of(prompt: str, count: int) -> str:
     return (alone.texts or [""])[0]
 
 
-def test_what_it_prints_works_as_printed_and_stopping_leaves_nothing(
+def test_printed_commands_work_and_stopping_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each by a shell elsewhere; clients that leave, a killed engine; one request at the end."""
@@ -169,7 +169,7 @@ def test_what_it_prints_works_as_printed_and_stopping_leaves_nothing(
     assert capsys.readouterr().out.count("no server runs from") == 2
 
 
-def test_a_killed_supervisor_takes_all_with_it_and_the_next_start_cleans_up(tmp_path: Path) -> None:
+def test_killed_supervisor_ends_all_and_the_next_start_cleans_up(tmp_path: Path) -> None:
     need_server()
     folder = tmp_path / "s"
     with program(folder, "--model", "draft") as started:

@@ -92,7 +92,7 @@ def test_what_looks_odd_and_is_a_request_is_served(server: TritonServer) -> None
     works(server)
 
 
-def test_generate_without_stream_false_says_why_it_has_one_answer_only(
+def test_generate_without_stream_false_says_why_it_fails(
     server: TritonServer,
 ) -> None:
     """The server's rule for decoupled models; its error has status 200."""
@@ -103,7 +103,7 @@ def test_generate_without_stream_false_says_why_it_has_one_answer_only(
     works(server)
 
 
-def test_what_is_no_grpc_request_is_an_error_and_the_server_goes_on(server: TritonServer) -> None:
+def test_invalid_grpc_request_is_an_error_and_the_server_goes_on(server: TritonServer) -> None:
     import tritonclient.grpc as triton
     from tritonclient.utils import InferenceServerException
 

@@ -44,7 +44,7 @@ def test_expected_entropy_is_the_mean_over_all_ways_to_draw(labels, size) -> Non
     assert found.data == pytest.approx(entropy(labels), abs=1e-12)
 
 
-def test_random_batches_have_the_expected_entropy_and_sorted_ones_less(generator) -> None:
+def test_random_batches_have_expected_entropy_and_sorted_less(generator) -> None:
     labels = torch.randint(0, 10, (6000,), generator=generator)
     shuffled = label_entropy(labels[torch.randperm(6000, generator=generator)].split(32))
     # One batch's entropy varies by less than 0.15 nats: the mean of 188 by 0.011; 6 of those.
@@ -95,7 +95,7 @@ def test_icc_and_design_effect_follow_their_formulas(sizes, columns, generator) 
 
 @pytest.mark.parametrize("icc", [0.0, 0.05, 0.3, 0.8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_known_correlation_is_found_and_predicts_other_batch_sizes(icc, dtype, generator) -> None:
+def test_known_correlation_is_found_and_predicts_other_sizes(icc, dtype, generator) -> None:
     k, long = 3000, 32
     shared = torch.randn(k, 1, generator=generator).mul(icc**0.5)
     rows = shared + torch.randn(k, long, generator=generator).mul((1 - icc) ** 0.5)
@@ -112,7 +112,7 @@ def test_a_known_correlation_is_found_and_predicts_other_batch_sizes(icc, dtype,
         assert predicted == pytest.approx(exact, abs=6 * (size - 1) * error + 1e-12)
 
 
-def test_design_effect_is_the_variance_of_batch_means_over_that_of_independent_rows(
+def test_design_effect_compares_batch_means_to_independent_rows(
     generator,
 ) -> None:
     rows = torch.randn(500, 6, generator=generator, dtype=torch.float64).cumsum(0)
@@ -120,7 +120,7 @@ def test_design_effect_is_the_variance_of_batch_means_over_that_of_independent_r
     assert design_effect(rows) == pytest.approx(float(means / (rows.var() / 6)))
 
 
-def test_over_all_ways_to_cut_rows_into_batches_the_design_effect_is_one() -> None:
+def test_design_effect_averages_one_over_all_orders() -> None:
     rows = torch.tensor([0.3, -1.0, 2.5, 2.5, 7.0, -0.2], dtype=torch.float64)
     orders = [list(order) for order in itertools.permutations(range(6))]
     for cut in ((2, 2, 2), (3, 3), (1, 2, 3), (4, 2)):

@@ -99,7 +99,7 @@ def test_an_order_is_the_same_in_every_version() -> None:
         lambda n, seed: BlockShuffle((2, 2), blocks=2, seed=seed),
     ],
 )
-def test_all_permutations_are_equally_likely_where_the_buffer_holds_all(make, seed: int) -> None:
+def test_all_orders_are_equally_likely_if_the_buffer_holds_all(make, seed: int) -> None:
     first = random.Random(seed).randrange(2**40)
     counts = Counter(tuple(make(4, seed=first + i)) for i in range(1200))
     statistic = sum((counts[p] - 50) ** 2 / 50 for p in itertools.permutations(range(4)))
@@ -129,7 +129,7 @@ def test_a_buffer_gives_no_row_before_it_came_in(rows, size, seed) -> None:
         assert list(BufferShuffle(rows, buffer_size=1, seed=seed)) == list(range(rows))
 
 
-def test_block_shuffle_empties_one_buffer_of_whole_blocks_after_another(seed: int) -> None:
+def test_block_shuffle_empties_buffers_of_whole_blocks_in_turn(seed: int) -> None:
     rows = list(BlockShuffle(shards_of(96, 8), blocks=3, seed=seed))
     for start in range(0, 96, 24):
         buffer = rows[start : start + 24]
@@ -195,7 +195,7 @@ def test_two_loops_at_once_are_refused() -> None:
         next(older)
 
 
-def test_a_state_of_another_order_is_refused_with_its_differences() -> None:
+def test_state_of_another_order_is_refused_with_its_differences() -> None:
     state = BufferShuffle((4, 5), buffer_size=3, seed=1).state_dict()
     for other, name in [
         (BufferShuffle((4, 5), buffer_size=4, seed=1), "buffer_size"),

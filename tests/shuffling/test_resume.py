@@ -154,9 +154,7 @@ def test_replicas_resume_each_for_itself(make, lengths, replicas, size, cuts, st
 
 @EXAMPLES
 @given(make=MAKERS, lengths=LENGTHS, size=st.integers(1, 8), cut=st.integers(0, 20))
-def test_a_stream_alone_resumes_and_reads_no_shard_that_it_has_given(
-    make, lengths, size, cut
-) -> None:
+def test_stream_alone_resumes_without_rereading_finished_shards(make, lengths, size, cut) -> None:
     opened: list[int] = []
 
     class Shard(list):
@@ -194,7 +192,7 @@ def test_short_batches_are_dropped_as_the_data_loader_drops_them() -> None:
     assert list(empty) == [] and empty.epoch == 1
 
 
-def test_the_state_counts_what_was_received_and_a_samplers_own_what_was_fetched() -> None:
+def test_loader_counts_rows_received_and_sampler_rows_fetched() -> None:
     order = Sequential(40)
     batches = iter(DataLoader(range(40), batch_size=4, sampler=order, num_workers=1))
     next(batches)
@@ -287,7 +285,7 @@ def test_bad_arguments_say_what_to_do(make, error, sentence: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [[0, 1], [0, 1, 2, 3]])
-def test_a_shard_of_another_length_is_an_error_and_no_silent_loss(rows) -> None:
+def test_shard_of_another_length_is_an_error_not_a_silent_loss(rows) -> None:
     for order in (Sequential([3, 2]), BufferShuffle([3, 2], buffer_size=4)):
         with pytest.raises(RuntimeError, match="shard 0 must hold the 3 rows"):
             list(StreamRows([rows, [8, 9]], order))

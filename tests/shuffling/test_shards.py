@@ -106,7 +106,7 @@ def test_a_run_over_shards_resumes_in_the_middle_of_an_epoch(folder, workers, se
 
 
 @LEFT_OPEN
-def test_a_small_initial_lets_early_rows_out_of_webdatasets_buffer(folder, seed: int) -> None:
+def test_small_initial_lets_early_rows_leave_webdatasets_buffer(folder, seed: int) -> None:
     # webdataset's default is to begin at 100 of 1,000; our orders wait for a full buffer.
     def first(initial: int) -> list[int]:
         paths = [str(shard.path) for shard in read_shards(folder)]
@@ -142,7 +142,7 @@ def test_a_workers_buffer_holds_the_rows_of_its_own_shards_alone(
     assert sorted(ours) == sorted(theirs) and set(ours) == set(paths[3::16])
 
 
-def test_shuffled_shards_mix_better_than_a_buffer_over_sorted_ones(folder, seed: int) -> None:
+def test_shuffled_blocks_mix_better_than_sorted_shards(folder, seed: int) -> None:
     shards = read_shards(folder)
     lengths = [len(shard) for shard in shards]
 

@@ -86,7 +86,7 @@ def test_spikes_do_not_hide_the_next_ones(seed: int) -> None:
     assert all(abs(spike.baseline - 3.0) < 0.15 for spike in found)
 
 
-def test_a_loss_that_stays_high_becomes_the_baseline_after_one_window() -> None:
+def test_loss_that_stays_high_becomes_baseline_after_one_window() -> None:
     losses = [1.0] * 10 + [4.0] * 10 + [4.0] * 30 + [9.0]
     found = run(losses, window=10).spikes
     assert [(spike.step, spike.length, spike.baseline) for spike in found] == [

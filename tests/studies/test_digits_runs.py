@@ -15,7 +15,7 @@ LION = functools.partial(Lion, lr=5e-3)
 SHORT = TrainConfig(steps=23, batch=48, hidden=17, check_every=6)
 
 
-def test_a_run_is_repeated_by_its_seed_and_leaves_torchs_generator_alone(seed: int) -> None:
+def test_run_repeats_by_its_seed_and_spares_torchs_generator(seed: int) -> None:
     config = TrainConfig(steps=12, batch=31, hidden=9, seed=seed)
     before = torch.get_rng_state()
     first = digits_runs.train_digits(LION, config, digits())
@@ -25,7 +25,7 @@ def test_a_run_is_repeated_by_its_seed_and_leaves_torchs_generator_alone(seed: i
     assert first.losses != digits_runs.train_digits(LION, other, digits()).losses
 
 
-def test_two_optimizers_meet_the_same_weights_and_the_same_batches() -> None:
+def test_two_optimizers_meet_the_same_weights_and_batches() -> None:
     frozen = functools.partial(torch.optim.SGD, lr=0.0)
     lion = digits_runs.train_digits(functools.partial(Lion, lr=0.0), SHORT, digits())
     assert lion.losses == digits_runs.train_digits(frozen, SHORT, digits()).losses
@@ -33,7 +33,7 @@ def test_two_optimizers_meet_the_same_weights_and_the_same_batches() -> None:
     assert len({loss for _, loss in lion.checks}) == 1
 
 
-def test_checks_stand_at_their_steps_and_learning_lowers_the_loss() -> None:
+def test_checks_are_at_their_steps_and_learning_lowers_the_loss() -> None:
     run = digits_runs.train_digits(LION, SHORT, digits())
     assert [step for step, _ in run.checks] == [0, 6, 12, 18, 23]
     assert [step for step, _ in run.update_rms] == [0, 6, 12, 18]
@@ -42,7 +42,7 @@ def test_checks_stand_at_their_steps_and_learning_lowers_the_loss() -> None:
     assert run.accuracy > 0.3
 
 
-def test_the_cosine_schedule_ends_near_zero_and_the_constant_one_does_not() -> None:
+def test_cosine_schedule_ends_near_zero_and_constant_stays() -> None:
     seen: dict[str, list[float]] = {"cosine": [], "constant": []}
 
     class Watched(torch.optim.SGD):
@@ -127,9 +127,7 @@ def test_steps_to_takes_the_first_check_at_or_below_the_target() -> None:
 
 
 @pytest.mark.parametrize("signal", [0.0, 0.4, 2.0])
-def test_the_size_of_adams_update_follows_the_formula_and_lions_is_one(
-    signal: float, seed: int
-) -> None:
+def test_adams_update_size_follows_the_formula_and_lions_is_one(signal: float, seed: int) -> None:
     adam = functools.partial(AdamW, lr=1.0, weight_decay=0.0)
     measured = digits_runs.update_rms(adam, signal, seed=seed)
     # 3 % is above the bias of the second moment, whose average over 150 steps is still young.

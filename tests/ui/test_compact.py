@@ -38,7 +38,7 @@ def test_a_log_range_keeps_its_small_values():
     assert plain(np.asarray([1.23456e-9, 1.0, 98765.4321])) == [1.235e-9, 1, 98770]
 
 
-def test_what_is_no_number_becomes_null_and_whole_numbers_stay_exact():
+def test_non_numbers_become_null_and_whole_numbers_stay_exact():
     assert plain(np.asarray([1.0, np.nan, np.inf, -0.123456])) == [1, None, None, -0.1235]
     assert plain([123456, 7]) == [123456, 7]
     assert plain(np.asarray([2**40 + 1])) == [2**40 + 1]

@@ -50,7 +50,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
 
 
-def test_in_colab_every_widget_names_the_loader_of_foreign_widgets(kernel: None) -> None:
+def test_colab_widgets_name_the_loader_of_foreign_widgets(kernel: None) -> None:
     cells = outputs(COLAB, SHOWN, "guess", "guess.reveal(3)")
     for (shown,), words in zip(cells[1:], ("A point.", "Predict", "Measured"), strict=True):
         assert shown["output_type"] == "display_data"

@@ -129,7 +129,7 @@ def test_values_that_come_while_a_slider_moves_make_one_call(monkeypatch):
     shows(view, lr=0.9)
 
 
-def test_an_error_is_shown_with_its_values_and_goes_when_it_is_over():
+def test_error_is_shown_with_its_values_and_goes_when_it_is_over():
     def fussy(lr):
         if lr > 1:
             raise ValueError("<too> high")

@@ -15,7 +15,7 @@ def book(monkeypatch):
     monkeypatch.setenv("LABCORE_BOOK", "1")
 
 
-def test_a_prediction_shows_a_field_in_a_notebook_and_text_on_a_page(monkeypatch):
+def test_prediction_is_a_field_in_notebooks_and_text_on_pages(monkeypatch):
     prediction = predict("How many  bytes?", unit="B")
     bundle = prediction._repr_mimebundle_(include=None, exclude=None)
     assert bundle["text/plain"] == "Predict: How many bytes? (in B)"

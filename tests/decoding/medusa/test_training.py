@@ -59,7 +59,7 @@ def test_states_are_those_of_each_row_by_itself(generator) -> None:
         torch.testing.assert_close(one, two, atol=0.02, rtol=0.01)
 
 
-def test_a_file_of_states_is_used_only_for_the_same_text_and_weights(generator, tmp_path) -> None:
+def test_state_file_is_used_only_for_the_same_text_and_weights(generator, tmp_path) -> None:
     backbone, tokens, path = backbone_of(generator), text(generator), tmp_path / "deep" / "states"
     made = hidden_states(backbone, tokens, length=16, path=path)
     assert path.stat().st_size == 2 * made.hidden.numel()

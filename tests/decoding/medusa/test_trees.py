@@ -168,7 +168,7 @@ def test_a_smaller_budget_is_the_beginning_of_a_larger(sort: bool, seed: int) ->
         assert choice[-1] == 0 or (*choice[:-1], choice[-1] - 1) in whole.choices[:node]
 
 
-def test_of_equal_chances_the_shorter_path_and_the_better_rank_come_first() -> None:
+def test_shorter_path_and_better_rank_win_among_equal_chances() -> None:
     halves = [[0.5, 0.5], [1.0, 0.0]]
     assert sparse_tree(halves, 4).choices == ((0,), (1,), (0, 0), (1, 0))
     assert sparse_tree([[0.0, 0.0]] * 2, 6) == dense_tree([2, 2])

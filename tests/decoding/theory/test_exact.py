@@ -92,7 +92,7 @@ def test_acceptance_is_the_sum_of_minima_or_of_products(V: int, seed: int) -> No
     )
 
 
-def test_typical_acceptance_is_biased_and_greedy_at_temperature_zero(seed: int) -> None:
+def test_typical_acceptance_is_biased_except_at_temperature_zero(seed: int) -> None:
     p = random_table(4, 3)
     propose = chain_proposal(random_table(4, 4), 2)
     bias = typical_bias(TypicalAcceptance(), p, propose, 2)

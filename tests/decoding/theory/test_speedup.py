@@ -71,7 +71,7 @@ def test_the_best_length_beats_all_others(chance: random.Random) -> None:
     assert laws.best_length(0, costs, 0.1) == 0
 
 
-def test_a_machine_is_flat_until_it_computes_for_longer_than_it_reads() -> None:
+def test_cost_is_flat_until_computing_takes_longer_than_reading() -> None:
     assert [laws.roofline_cost(k) for k in (1, 5, 9)] == [1, 1, 1]
     assert [laws.roofline_cost(k, batch=600) for k in (1, 5, 9)] == [1, 5, 9]
     assert laws.roofline_cost(4, batch=100, ridge=200) == 2
@@ -90,7 +90,7 @@ def test_a_public_log_reads_as_a_burst() -> None:
     assert round(laws.expected_tokens(0.543, 3), 2) == 2.0
 
 
-def test_conditionals_take_counts_of_drafts_of_one_length_or_several() -> None:
+def test_conditionals_take_counts_for_drafts_of_mixed_lengths() -> None:
     assert laws.conditionals([60, 30, 0], 80) == [0.75, 0.5, 0.0]
     assert laws.conditionals([60, 30], [80, 40]) == [0.75, 0.75]
     # The third place was never judged.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from labcore.clipping import clip_by_global_norm
 from labcore.exercises import Exercise, load, student_seed
-from labcore.exercises.matching import difference, finite
+from labcore.exercises.matching import difference
 from labcore.exercises.topics.clipping import CLINIC, HISTORY, SCALING, SHARDS
 from tests.exercises.draws import answers, draws
 from tests.exercises.notebook import complaints_about
@@ -27,16 +27,11 @@ def test_the_topic_offers_its_exercises() -> None:
 
 
 @pytest.mark.parametrize("exercise", FUNCTIONS, ids=lambda one: one.id)
-def test_no_two_answers_agree_in_all_cases_nor_in_the_finite_ones(
-    exercise: Exercise, seed: int
-) -> None:
+def test_no_two_answers_agree_in_all_cases(exercise: Exercise, seed: int) -> None:
     for draw, student in draws(seed, 4):
-        cases = exercise.numbered_cases(draw, student)
-        usual = [at for at, case in enumerate(cases) if all(map(finite, case.values()))]
         functions = {"right": exercise.reference}
         functions |= {name: function for name, (function, _) in exercise.wrong.items()}
         given = {name: answers(exercise, fn, draw, student) for name, fn in functions.items()}
-        assert usual
         for name, mine in given.items():
             for other, theirs in given.items():
                 agree = [

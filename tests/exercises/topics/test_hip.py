@@ -157,7 +157,7 @@ def test_a_cache_that_cannot_be_written_to_is_told(
     assert outcome.kind == "unavailable" and "must be writable" in outcome.message
 
 
-def test_an_emulator_that_cannot_be_built_leaves_the_banks_unchecked(
+def test_banks_go_unchecked_when_the_emulator_cannot_be_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -239,7 +239,7 @@ def test_the_text_s_example_of_registers() -> None:
     assert "Its register 5 holds (13, 1) of D." in source("hip").read_text("utf-8")
 
 
-def test_the_rule_for_bytes_is_graded_and_the_reference_does_not_know_it(seed: int) -> None:
+def test_byte_rule_is_graded_and_the_reference_fails_it(seed: int) -> None:
     check_changed_rule("hip", "bytes-test", "held", HELD, "Two elements of 8 bits", seed)
 
 

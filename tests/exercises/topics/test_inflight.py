@@ -55,7 +55,7 @@ def at_their_longest(case: Mapping[str, Any], taken: list[int]) -> int:
     return sum(blocks_for(prompt + most - 1, page) for prompt, most in rows)
 
 
-def test_what_is_admitted_fits_at_its_longest_and_the_next_one_does_not(seed: int) -> None:
+def test_admitted_requests_fit_at_their_longest_but_no_more_do(seed: int) -> None:
     chance = random.Random(seed)
     for answer in both(ADMIT, "admit"):
         for _ in range(60):

@@ -82,7 +82,7 @@ def test_the_drift_is_the_optimizers(seed: int) -> None:
         torch.testing.assert_close(weight.detach(), DRIFT.reference(**case))
 
 
-def test_what_the_moves_contribute_is_bounded_and_the_weight_approaches_the_bound() -> None:
+def test_moves_stay_in_a_bound_that_the_weight_approaches() -> None:
     ones = torch.ones(1, dtype=torch.float64)
     for steps, distance in ((5, 6 * 0.9**5), (500, 0.0)):
         rates = torch.full((steps,), 0.1, dtype=torch.float64)
@@ -116,7 +116,7 @@ def test_students_have_their_own_numbers(seed: int) -> None:
     assert TRANSFER.variant(numbers[0]) == TRANSFER.variant(numbers[0])
 
 
-def test_the_healthy_patient_is_lion_and_a_late_blend_looks_like_it() -> None:
+def test_healthy_patient_is_lion_and_a_late_blend_looks_like_it() -> None:
     def optimizer_path(gradients: list[float]) -> list[float]:
         weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
         optimizer = Lion([weight], lr=LR, betas=(BETA_UPDATE, BETA_STATE), weight_decay=DECAY)

@@ -84,7 +84,7 @@ def test_the_text_s_example_of_parts() -> None:
 # Stretches ---------------------------------------------------------------------------------------
 
 
-def test_the_best_of_equal_layers_is_no_worse_than_the_best_equal_stretches(seed: int) -> None:
+def test_best_stretches_are_no_worse_than_the_best_equal_ones(seed: int) -> None:
     chance = random.Random(seed)
     for layers in (1, 5, 8):
         boundary = chance.randint(1, 50)
@@ -209,7 +209,7 @@ def test_no_quotient_lies_near_the_middle(seed: int) -> None:
 # Experts -----------------------------------------------------------------------------------------
 
 
-def test_one_choice_without_padding_is_the_switch_transformer_s_loss(seed: int) -> None:
+def test_one_choice_without_padding_is_the_switch_loss(seed: int) -> None:
     for case in BALANCE.numbered_cases(seed)[:3]:
         whole = {**case, "real": torch.ones_like(case["real"]), "k": 1}
         layers = [

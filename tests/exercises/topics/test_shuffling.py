@@ -50,7 +50,7 @@ def test_a_buffer_loses_no_row_and_lets_none_out_too_early(seed: int) -> None:
             assert all(row - place <= case["size"] for place, row in enumerate(out))
 
 
-def test_picks_of_chance_give_every_row_the_same_chance_at_the_end(seed: int) -> None:
+def test_random_picks_make_all_orders_equally_likely(seed: int) -> None:
     """Three rows in three slots: six orders. Picks 0..5 run through all of them equally often."""
     orders = [
         tuple(BUFFER.reference(3, [first, second, 0], size=3))
@@ -84,7 +84,7 @@ def simulated(order: Sequence[int], batch: int, workers: int) -> list[list[int]]
     return batches
 
 
-def test_what_was_taken_and_what_is_to_come_is_the_epoch_of_a_job_never_stopped(seed: int) -> None:
+def test_resumed_epoch_equals_one_that_never_stopped(seed: int) -> None:
     for draw, student in draws(seed, 5):
         for case in RESUME.numbered_cases(draw, student):
             whole = simulated(case["order"], case["batch"], case["workers"])
@@ -92,7 +92,7 @@ def test_what_was_taken_and_what_is_to_come_is_the_epoch_of_a_job_never_stopped(
                 assert RESUME.reference(**{**case, "taken": taken}) == whole[taken:]
 
 
-def test_with_other_workers_the_rows_left_come_once_in_the_order_of_the_epoch(seed: int) -> None:
+def test_other_workers_give_each_row_left_once_in_epoch_order(seed: int) -> None:
     for case in RESUME.numbered_cases(seed):
         whole = simulated(case["order"], case["batch"], case["workers"])
         gone = {row for rows in whole[: case["taken"]] for row in rows}
@@ -123,7 +123,7 @@ def test_a_row_more_or_a_batch_too_few_is_told_by_its_place(seed: int) -> None:
 # Batches from a log ------------------------------------------------------------------------------
 
 
-def test_the_correlation_is_the_library_s_and_the_variance_its_design_effect(seed: int) -> None:
+def test_correlation_matches_the_library_and_sets_the_variance(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(2, 30, (12,), generator=generator)
     batches = [

@@ -106,9 +106,7 @@ def right(have: Sequence[Tensor], whole: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_the_collectives_make_all_ranks_right_and_none_can_be_left_out(
-    sequence: bool, seed: int
-) -> None:
+def test_collectives_make_all_ranks_right_and_all_are_needed(sequence: bool, seed: int) -> None:
     draw, left_out = torch.Generator().manual_seed(seed), 0
     place = solved(SLUG)["place_collectives"]
     for case in PLACE.numbered_cases(seed):
@@ -275,7 +273,7 @@ def test_the_text_s_example_of_rows() -> None:
 # Fits --------------------------------------------------------------------------------------------
 
 
-def test_the_fit_is_that_of_scipy_s_least_squares_without_negative_numbers(seed: int) -> None:
+def test_fit_is_that_of_scipys_nonnegative_least_squares(seed: int) -> None:
     edges = 0
     for case in FIT.numbered_cases(seed, seed):
         ranks, seconds = case["ranks"], case["seconds"]

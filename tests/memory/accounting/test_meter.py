@@ -135,7 +135,7 @@ def test_a_storage_that_is_resized_is_followed() -> None:
     assert meter.timeline[-1].held.total == meter.most.parameters == 40
 
 
-def test_an_operation_that_resizes_is_followed_and_the_method_is_put_back() -> None:
+def test_resizing_is_followed_and_the_method_is_restored() -> None:
     plain = torch.UntypedStorage.resize_
     with Meter(nn.Linear(2, 2)) as meter:
         x = torch.zeros(100)

@@ -212,7 +212,7 @@ def test_a_gpu_spares_a_copy_and_steps_on_all_weights_at_once() -> None:
     assert counted.workspace == pytest.approx(step.workspace)
 
 
-def test_tensor_parallel_shares_the_products_and_pipeline_the_layers() -> None:
+def test_tensor_parallel_splits_products_and_pipeline_the_layers() -> None:
     told = {"batch": 2, "length": 64, "dtype": "bfloat16", "moment": "forward"}
     alone = estimate(CONFIG, **told)
     halves = estimate(CONFIG, **told, tensor_parallel=2)

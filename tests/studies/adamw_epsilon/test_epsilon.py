@@ -45,7 +45,7 @@ def test_a_constant_gradient_is_attenuated_as_predicted(
         torch.testing.assert_close(measured, predicted, rtol=1e-9, atol=0)
 
 
-def test_float32_follows_the_law_while_the_second_moment_is_a_normal_number(
+def test_float32_follows_the_law_while_second_moments_are_normal(
     generator: torch.Generator,
 ) -> None:
     sizes = magnitudes(53, -15, 3, generator)
@@ -88,7 +88,7 @@ def test_under_noise_the_law_holds_for_the_ratio_to_no_eps(signal: float, seed: 
         assert measured == pytest.approx(epsilon.predict_attenuation(rms, eps), rel=0.02)
 
 
-def test_atan2_takes_steps_of_a_quarter_of_pi_without_noise_and_of_adams_size_in_noise(
+def test_atan2_steps_are_a_quarter_of_pi_and_adams_size_in_noise(
     seed: int,
 ) -> None:
     clear = epsilon.measured_attenuation(0.0, signal=1e4, eps_mode="atan2", seed=seed)
@@ -208,7 +208,7 @@ def test_the_resting_moment_at_the_edges() -> None:
     assert low < 1.0 and epsilon.predict_resting_moment(1.25, dtype=BF16, beta2=0.997) == 1.25
 
 
-def test_a_bfloat16_moment_never_falls_and_ends_too_high_in_noise(
+def test_bfloat16_moment_never_falls_and_ends_too_high_in_noise(
     generator: torch.Generator,
 ) -> None:
     noise = torch.randn(3000, 200, generator=generator, dtype=FP64)
@@ -220,7 +220,7 @@ def test_a_bfloat16_moment_never_falls_and_ends_too_high_in_noise(
 
 
 @pytest.mark.parametrize("beta2", [0.9985, 0.999, 0.9999])
-def test_the_climb_under_a_constant_gradient_ends_exactly_where_predicted(
+def test_climb_under_a_constant_gradient_ends_where_predicted(
     beta2: float, generator: torch.Generator
 ) -> None:
     gradients = magnitudes(41, -6, 6, generator)
@@ -283,7 +283,7 @@ def test_on_float16_the_naive_optimizer_takes_torchs_first_step(
 
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("dtype", epsilon.DTYPES)
-def test_a_run_of_the_naive_optimizer_stays_within_roundings_of_torchs(
+def test_naive_optimizer_stays_within_rounding_of_torchs(
     dtype: torch.dtype, foreach: bool, seed: int
 ) -> None:
     settings = {"lr": 2e-3, "betas": (0.8, 0.99), "eps": 1e-3, "weight_decay": 0.3}
@@ -306,7 +306,7 @@ def test_a_run_of_the_naive_optimizer_stays_within_roundings_of_torchs(
         assert ((ours.double() - theirs.double()).abs() <= 2 * steps * unit).all()
 
 
-def test_torchs_fused_step_survives_in_float16_and_the_next_one_does_not() -> None:
+def test_torchs_first_fused_step_survives_float16_and_no_other() -> None:
     fused = functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.0, fused=True)
     for gradient in (0.0, 1e-6, 1e-3, 1.0):
         once = epsilon.weight_after(gradient, dtype=FP16, optimizer=torch.optim.AdamW, fused=True)
@@ -337,7 +337,7 @@ def test_a_bfloat16_weight_stalls_and_a_master_copy_moves_it() -> None:
     assert pull(optimizer=AdamW, master_weights=True) == pytest.approx(0.98, abs=2**-8)
 
 
-def test_the_naive_optimizer_passes_its_settings_on_and_keeps_the_dtype() -> None:
+def test_naive_optimizer_applies_settings_and_keeps_the_dtype() -> None:
     for place in PLACES:
         ours = epsilon.weight_after(0.3, eps=0.1, dtype=FP64, lr=0.01, steps=9, **place)
         right = epsilon.weight_after(

@@ -30,9 +30,7 @@ def test_each_parameter_stands_in_one_group(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "biased", "tied"])
-def test_the_squares_of_the_groups_add_up_and_are_those_of_autograd(
-    name: str, generator: torch.Generator
-) -> None:
+def test_squares_of_groups_add_up_and_match_autograd(name: str, generator: torch.Generator) -> None:
     model = Llama(CONFIGS[name], generator=generator, dtype=torch.float64)
     rows = tokens(generator, 3, 7)
     measured = gradient_scale.gradient_rms(model, rows)
@@ -137,14 +135,14 @@ def test_a_larger_eps_shrinks_the_update_and_stops_the_run() -> None:
     assert runs[0].loss < runs[2].loss
 
 
-def test_without_eps_a_byte_that_never_came_makes_nan_and_it_shows() -> None:
+def test_byte_never_seen_makes_visible_nan_without_eps() -> None:
     """Its row of the embedding has no gradient: 0/0, also in fp32."""
     run = gradient_scale.loss_by_eps(16, 0.0, 0, steps=2)
     assert math.isnan(run.loss)
     assert math.isnan(run.attenuation["all"])
 
 
-def test_the_attenuation_is_the_law_where_all_gradients_have_one_size(
+def test_attenuation_is_the_law_when_gradients_have_one_size(
     generator: torch.Generator,
 ) -> None:
     weights = torch.nn.Parameter(torch.zeros(31, dtype=torch.float64))

@@ -54,7 +54,7 @@ def test_in_float32_scaled_gradients_are_those_of_a_scaled_loss(scale: float, se
     assert not torch.equal(ours[0], plain[0])
 
 
-def test_in_float16_a_scaled_loss_saves_a_gradient_that_scaling_afterwards_cannot() -> None:
+def test_in_fp16_only_a_scaled_loss_saves_a_small_gradient() -> None:
     def moved(make, loss_scale: float) -> float:
         weight = nn.Parameter(torch.zeros(1, dtype=torch.float16))
         optimizer = make([weight])
@@ -118,7 +118,7 @@ def test_a_remedy_heals_its_own_failure_alone(failure: str, seed: int) -> None:
     assert max(failed.values()) < 0.75 * right, failed
 
 
-def test_what_leaves_eps_alone_changes_nothing_where_eps_is_the_trouble(seed: int) -> None:
+def test_remedies_that_leave_eps_alone_change_nothing(seed: int) -> None:
     plain = low_precision.accuracy(PLAIN, FP32_SCALED, seed)
     for remedy in ("fp32 arithmetic", "fp32 arithmetic and state", "fp32 state and master weights"):
         assert abs(low_precision.accuracy(remedy, FP32_SCALED, seed) - plain) < 0.02
@@ -142,7 +142,7 @@ def test_every_offered_pair_runs_and_the_others_are_refused() -> None:
         low_precision.accuracy("stochastic rounding", FP16, 3)
 
 
-def test_a_run_is_repeated_by_its_seed_and_leaves_torchs_generator_alone(seed: int) -> None:
+def test_a_run_repeats_by_its_seed_and_spares_torchs_generator(seed: int) -> None:
     before = torch.get_rng_state()
     first, again = (
         [low_precision.accuracy("stochastic rounding", BF16, seed + i, steps=7) for i in range(6)]
@@ -187,7 +187,7 @@ def test_the_gradients_size_follows_the_scale(seed: int) -> None:
     assert low_precision.gradient_rms(1e-8, seed=seed) == pytest.approx(1e-8 * rms)
 
 
-def test_real_gradients_are_attenuated_by_eps_over_the_scale_alone(seed: int) -> None:
+def test_eps_over_the_scale_alone_attenuates_real_gradients(seed: int) -> None:
     attenuation = functools.partial(low_precision.digits_attenuation, seed=seed)
     first = attenuation(1e-3)
     assert attenuation(1e-10, 1e-7) == pytest.approx(first, rel=1e-9)
@@ -198,7 +198,7 @@ def test_real_gradients_are_attenuated_by_eps_over_the_scale_alone(seed: int) ->
     assert curve[-1] == pytest.approx(curve[-2] / 10, rel=0.02)
 
 
-def test_one_rms_for_all_weights_predicts_real_gradients_within_a_half(seed: int) -> None:
+def test_one_rms_for_all_weights_predicts_within_a_half(seed: int) -> None:
     # Weights with small gradients lose first, those with large ones last: the curve is flatter.
     scaled = [(s, low_precision.gradient_rms(s, seed=seed)) for s in (1e-5, 1e-6, 1e-7, 1e-8)]
     ratio = [

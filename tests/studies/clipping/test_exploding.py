@@ -62,7 +62,7 @@ def test_the_law_holds_for_wide_random_networks(seed: int, generator) -> None:
             assert found.factor == pytest.approx(about, rel=0.35)
 
 
-def test_a_border_of_zeros_hides_the_share_of_the_taps_that_it_says() -> None:
+def test_a_border_of_zeros_hides_its_share_of_the_taps() -> None:
     ones = torch.ones(1, 1, networks.SIDE, networks.SIDE)
     seen = torch.nn.functional.conv2d(ones, torch.ones(1, 1, 3, 3), padding=1).mean() / 9
     assert seen.item() == pytest.approx(networks.SEEN)
@@ -232,7 +232,7 @@ def test_adamw_takes_a_bad_batch_in_its_stride_and_stalls_after(seed: int) -> No
     assert descent[20] > 200 * descent[19]
 
 
-def test_the_global_norm_starves_healthy_layers_and_the_local_one_does_not(seed: int) -> None:
+def test_the_global_norm_alone_starves_healthy_layers(seed: int) -> None:
     layer = "layers.1."
     quiet = effects.snapshot("conv", seed=seed, **SMALL["conv"])
     loud = effects.snapshot("conv", seed=seed, spoil=exploding.loud_layer(layer), **SMALL["conv"])

@@ -59,7 +59,7 @@ def test_variance_and_bias_of_known_gradients(generator: torch.Generator) -> Non
     assert gradients.gradient_bias(drawn, mean) < 0.03
 
 
-def test_ghosts_keep_the_mean_of_a_small_batch_and_lose_its_variance() -> None:
+def test_ghosts_keep_a_small_batchs_mean_and_lose_its_variance() -> None:
     data, dice = large_batches.split(3), torch.Generator().manual_seed(3)
     model = large_batches.train(Regime(batch=16, lr=0.3, steps=30), 3).model
     full = gradients.batch_gradients(model, data, 512, draws=1, generator=dice)[0]

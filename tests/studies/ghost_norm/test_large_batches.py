@@ -109,7 +109,7 @@ def test_the_rate_falls_along_a_cosine_and_the_step_is_momentum(
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_the_training_loss_is_taken_with_the_statistics_of_all_images(seed: int) -> None:
+def test_training_loss_uses_the_statistics_of_all_images(seed: int) -> None:
     run = large_batches.train(Regime(batch=128, lr=0.3, ghost=16, steps=6), seed)
     data = large_batches.split(seed)
     x = data.train_x.double()

@@ -70,7 +70,7 @@ def test_a_diagonal_hessian_needs_one_probe(generator: torch.Generator) -> None:
     assert one.standard_error == math.inf
 
 
-def test_rescaling_before_a_normalization_divides_its_share_by_the_square(
+def test_rescaling_before_a_norm_divides_sharpness_by_its_square(
     generator: torch.Generator,
 ) -> None:
     model, x = small(generator)
@@ -84,7 +84,7 @@ def test_rescaling_before_a_normalization_divides_its_share_by_the_square(
     assert after[2:] == pytest.approx(before[2:])
 
 
-def test_a_random_step_has_its_length_row_by_row_and_is_taken_back(
+def test_random_step_has_its_length_in_each_row_and_is_undone(
     generator: torch.Generator,
 ) -> None:
     model, _ = small(generator)

@@ -40,7 +40,7 @@ def test_the_pooled_statistics_do_not_see_the_order(generator: torch.Generator) 
     assert b["sequential"] > 3 * a["sequential"]
 
 
-def test_accuracy_falls_with_the_sequential_statistics_of_sorted_data() -> None:
+def test_sequential_statistics_of_sorted_data_cost_accuracy() -> None:
     run = large_batches.train(large_batches.Regime(batch=32, lr=0.3, steps=150), 5)
     data = large_batches.split(5)
     before = {name: value.clone() for name, value in run.model.state_dict().items()}

@@ -20,9 +20,7 @@ def test_the_named_minimum_is_lowest_and_flat(name: str) -> None:
 
 @pytest.mark.parametrize("rule", sorted(landscape.RULES))
 @pytest.mark.parametrize("name", FORMS)
-def test_a_walk_starts_at_the_start_and_its_losses_are_those_of_its_points(
-    rule: str, name: str
-) -> None:
+def test_walk_begins_at_the_start_with_the_losses_of_its_points(rule: str, name: str) -> None:
     surface = landscape.SURFACES[name]
     walk = landscape.trajectory(rule, name, lr=3e-3, steps=37)
     assert walk.points.shape == (38, 2)

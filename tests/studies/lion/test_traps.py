@@ -9,7 +9,7 @@ from labcore.optim import AdamW, Lion
 from labcore.studies.lion import traps
 
 
-def test_lion_drifts_on_after_its_gradient_vanished_and_adamw_comes_to_rest() -> None:
+def test_lion_drifts_after_its_gradient_vanishes_and_adamw_rests() -> None:
     lion = traps.drift(functools.partial(Lion, lr=0.01), steps=400)
     adamw = traps.drift(functools.partial(AdamW, lr=0.01, weight_decay=0.0), steps=400)
     # Every one of the 400 steps has the length of the learning rate.
@@ -18,7 +18,7 @@ def test_lion_drifts_on_after_its_gradient_vanished_and_adamw_comes_to_rest() ->
     assert abs(adamw[-1].item() - 1) < 0.1
 
 
-def test_the_drift_never_ends_because_the_momentum_never_reaches_zero() -> None:
+def test_drift_never_ends_because_momentum_never_reaches_zero() -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = Lion([weight], lr=0.01)
     weight.grad = torch.ones(1)
@@ -73,7 +73,7 @@ def test_a_bfloat16_weight_stalls_and_both_remedies_move_it(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("lr", [3e-5, 2e-4, 1e-3, 0.05])
-def test_the_predicted_share_of_moved_weights_is_the_measured_one(
+def test_predicted_share_of_moved_weights_matches_the_measured(
     dtype: torch.dtype, lr: float, generator: torch.Generator
 ) -> None:
     weights = (0.2 * torch.randn(4001, generator=generator)).to(dtype)

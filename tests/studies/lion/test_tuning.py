@@ -31,14 +31,14 @@ def test_a_report_uses_the_setting_and_the_seeds_in_their_order() -> None:
     assert report(other, seeds=(5,))[0].checks != both[0].checks
 
 
-def test_a_run_that_never_arrives_counts_one_step_more_than_it_had() -> None:
+def test_a_run_that_never_arrives_counts_one_step_more() -> None:
     setting = digits_runs.Setting(lr=1e-6, weight_decay=0.0)
     runs = tuning.report("Lion", setting, 64, seeds=(1,), steps=9)
     assert tuning.steps_to_target(runs) == [10]
     assert tuning.steps_to_target(runs, target=100.0) == [0]
 
 
-def test_tuning_sees_neither_the_reporting_seeds_nor_the_test_images(
+def test_tuning_sees_no_reporting_seed_and_no_test_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = {}

@@ -152,7 +152,7 @@ def test_the_boundary_test_counts_all_turns(seed: int) -> None:
     assert 1 / len(steps) <= found.p <= 1 and found.onsets == len(onsets)
 
 
-def test_spikes_at_every_boundary_are_found_and_spikes_anywhere_are_not(seed: int) -> None:
+def test_spikes_at_boundaries_are_found_and_random_ones_are_not(seed: int) -> None:
     starts = sorted(random.Random(seed).sample(range(60, 680), 12))
     steps = range(50, 700)
     sure = tracing.boundary_test([s + 1 for s in starts], starts, steps=steps)
@@ -207,7 +207,7 @@ def test_sorted_classes_collapse_and_their_entropy_says_so() -> None:
     assert good.entropy.within == pytest.approx(good.entropy.expected, abs=0.05)
 
 
-def test_the_prediction_is_exact_where_it_was_made_and_fails_past_a_class() -> None:
+def test_prediction_is_exact_where_made_and_fails_past_a_class() -> None:
     effects = digit_orders.effects("sorted", seed=900, epochs=1)
     ratio = dict(
         zip(

@@ -69,7 +69,7 @@ def test_no_finite_update_is_mistaken_for_a_row() -> None:
     assert largest < sorted(rows)[-2] / 10
 
 
-def test_the_weight_follows_the_law_in_fp32_stalls_in_bf16_and_is_lost_in_fp16() -> None:
+def test_weight_follows_law_in_fp32_stalls_in_bf16_dies_in_fp16() -> None:
     figure = figures.trap(1e-8, 1e-3)
     fp32, bf16, fp16, law = (trace for trace in figure.data if trace.yaxis == "y2")
     assert fp32.y[-1] == pytest.approx(law.y[-1], abs=1e-5)
@@ -82,7 +82,7 @@ def test_the_weight_follows_the_law_in_fp32_stalls_in_bf16_and_is_lost_in_fp16()
     assert f"weight −{abs(thrown):.3g}" in figures.trap(1e-6, 1e-3).layout.title.text
 
 
-def test_every_frame_has_the_same_traces_and_titles_that_a_phone_can_show() -> None:
+def test_frames_share_traces_and_titles_fit_a_phone() -> None:
     kinds = set()
     for eps in CONTROLS["eps"].positions():
         for gradient in CONTROLS["gradient"].positions():

@@ -78,7 +78,7 @@ def test_rescalings_follow_the_harmonic_law(generator: torch.Generator) -> None:
     assert abs(figures.rescalings(rows, 1, 32, is_causal=False) - law) < 6 * spread
 
 
-def test_every_frame_has_the_same_traces_and_titles_that_a_phone_can_show(data) -> None:
+def test_frames_share_traces_and_titles_fit_a_phone(data) -> None:
     for figure_fn, controls, given in (
         (figures.tiles, TILES, {"data": data}),
         (figures.intensity, INTENSITY, {}),

@@ -58,7 +58,7 @@ def test_rows_share_an_axis_unless_one_is_out_of_all_proportion() -> None:
 
 
 @pytest.mark.parametrize("names", [["healthy"], ["A"], []])
-def test_without_a_patient_or_a_healthy_one_there_is_nothing_to_compare(names: list[str]) -> None:
+def test_comparison_needs_a_patient_and_a_healthy_one(names: list[str]) -> None:
     with pytest.raises(ValueError, match="'healthy' and one patient or more"):
         curves({name: {"loss": [1.0]} for name in names})
 

@@ -46,7 +46,7 @@ def test_parameters_have_names_that_an_axis_has_room_for(data) -> None:
     assert "inputs.bias" in figures.norm_choice(data=data).data[1].x
 
 
-def test_every_frame_has_the_same_traces_and_titles_that_a_phone_can_show(data) -> None:
+def test_frames_share_traces_and_titles_fit_a_phone(data) -> None:
     kinds = set()
     for norm in CONTROLS["norm"].positions():
         for max_norm in CONTROLS["max_norm"].positions():

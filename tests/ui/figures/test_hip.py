@@ -55,7 +55,7 @@ def test_the_fullest_bank_sets_the_cycles() -> None:
     assert "emulator" not in figures.banks(65, data={64: 31}).layout.title.text
 
 
-def test_the_curve_of_residents_is_the_model_and_the_ring_stands_on_it() -> None:
+def test_residents_curve_is_the_model_and_the_ring_is_on_it() -> None:
     figure = figures.residents(168, 18, 4, data=REPORTED)
     curve = trace(figure, "waves on a SIMD")
     for count, waves in zip(curve.x, curve.y, strict=True):
@@ -76,7 +76,7 @@ def test_the_curve_of_residents_is_the_model_and_the_ring_stands_on_it() -> None
     assert "no workgroup fits" in figures.residents(512, 64, 16).layout.title.text
 
 
-def test_every_frame_has_the_same_traces_and_titles_that_a_phone_can_show() -> None:
+def test_frames_share_traces_and_titles_fit_a_phone() -> None:
     for figure_fn, controls, given in (
         (figures.lanes, LANES, {}),
         (figures.banks, BANKS, {"data": {64: 31}}),

@@ -67,7 +67,7 @@ def test_the_sweep_shows_the_chosen_row_and_marks_its_best_rate() -> None:
     assert figure.data[1].marker.size[0] > figure.data[1].marker.size[1]
 
 
-def test_loss_curves_draw_a_line_a_seed_and_one_legend_entry_an_optimizer() -> None:
+def test_each_seed_gets_a_line_and_each_optimizer_a_legend_entry() -> None:
     runs = {"Lion": [[(0, 2.0), (5, 1.0)], [(0, 2.1), (5, 1.1)]], "AdamW": [[(0, 2.0), (5, 0.5)]]}
     figure = figures.loss_curves(runs, target=0.1)
     assert [trace.showlegend for trace in figure.data] == [True, False, True]

@@ -95,9 +95,7 @@ def test_stages_are_the_peaks_of_one_gpu_among_many() -> None:
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_every_frame_has_the_same_traces_and_titles_that_a_phone_can_show(
-    name: str, seed: int
-) -> None:
+def test_frames_share_traces_and_titles_fit_a_phone(name: str, seed: int) -> None:
     controls, draw = CONTROLS[name], getattr(figures, name)
     points = [
         dict(zip(controls, values, strict=True))

@@ -50,7 +50,7 @@ def test_two_orders_with_spikes_share_one_entry_in_the_legend() -> None:
     assert [trace.showlegend for trace in figure.data[2:]] == [True, False]
 
 
-def test_the_explorer_has_one_kind_of_frame_and_titles_for_a_phone(data) -> None:
+def test_frames_share_traces_and_titles_fit_a_phone(data) -> None:
     kinds = set()
     for size in SIZES:
         for seed in (0, 1):

@@ -83,9 +83,7 @@ def lines_of(item) -> list[tuple[float, float, float]]:
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_every_frame_has_the_same_traces_and_titles_that_a_phone_can_show(
-    name: str, seed: int
-) -> None:
+def test_frames_share_traces_and_titles_fit_a_phone(name: str, seed: int) -> None:
     controls = CONTROLS[name]
     points = list(itertools.product(*(control.positions() for control in controls.values())))
     kinds = set()
@@ -187,7 +185,7 @@ def test_policies_share_their_axes_at_one_rate() -> None:
         assert {one.xaxis.range for one in layouts} == {one.xaxis3.range for one in layouts}
 
 
-def test_cached_and_shared_blocks_stand_in_the_legend_where_there_are_any() -> None:
+def test_cached_and_shared_blocks_are_in_the_legend_if_any_exist() -> None:
     point = ("static", 0.3, "mixed", 16)
     shown = data("timeline")[point]
     kept = {point: type(shown)(**{
@@ -203,7 +201,7 @@ def test_cached_and_shared_blocks_stand_in_the_legend_where_there_are_any() -> N
 # Two batches.
 
 
-def test_two_batches_show_the_same_requests_and_name_the_longest_wait(seed: int) -> None:
+def test_two_batches_show_the_same_requests_and_the_longest_wait(seed: int) -> None:
     static, inflight = map(scene, scenarios.opening(seed=seed))
     figure = figures.two_batches(static, inflight)
     assert figure.layout.xaxis.range == figure.layout.xaxis2.range
@@ -230,7 +228,7 @@ def test_two_batches_show_the_same_requests_and_name_the_longest_wait(seed: int)
         assert len(text) <= LETTERS_OF_A_PHONE
 
 
-def test_two_batches_of_other_requests_are_refused_and_no_wait_is_told_where_none_is() -> None:
+def test_two_batches_need_the_same_requests_and_may_have_no_wait() -> None:
     static = scene(scenarios.opening()[0])
     with pytest.raises(ValueError, match="of the same requests"):
         figures.two_batches(static, scene(scenarios.opening(requests=5)[1]))

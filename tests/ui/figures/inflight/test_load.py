@@ -36,9 +36,7 @@ def made(dice: random.Random) -> dict:
 
 
 @pytest.mark.parametrize("measure", scenarios.MEASURES)
-def test_curves_are_the_quantiles_and_short_waits_are_drawn_at_the_foot(
-    measure: str, seed: int
-) -> None:
+def test_curves_are_quantiles_with_short_waits_at_the_foot(measure: str, seed: int) -> None:
     dice = random.Random(seed)
     data, scale = made(dice), 10 ** dice.uniform(-2, 2)
     longest = data["static", "y"][0.8] = {

@@ -79,7 +79,7 @@ def test_sketches_of_all_kinds_have_the_same_traces() -> None:
     assert len(kinds) == 1
 
 
-def test_a_sketch_of_no_heads_or_of_another_projection_is_refused() -> None:
+def test_sketch_of_no_heads_or_another_projection_is_refused() -> None:
     with pytest.raises(ValueError, match="heads"):
         trees.where_the_heads_sit(0)
     with pytest.raises(ValueError, match="projection"):
@@ -102,9 +102,7 @@ def test_accuracy_shows_the_first_guess_and_the_sum_of_the_best(accuracies) -> N
 
 
 @pytest.mark.parametrize("steps", [1, 7, 250, 251, 1003])
-def test_learning_keeps_the_first_and_the_last_step_and_only_what_was_measured(
-    steps: int, generator
-) -> None:
+def test_learning_curve_keeps_both_ends_and_only_measured_steps(steps: int, generator) -> None:
     losses = torch.rand(steps, 3, generator=generator, dtype=torch.float64)
     figure = figures.heads_learn(losses.tolist(), title="x", levels={"knowing nothing": 6.9})
     for i in range(3):
@@ -180,7 +178,7 @@ def test_tokens_by_tree_divides_tokens_by_what_a_step_costs(accuracies) -> None:
     assert small(figure)
 
 
-def test_a_whole_tree_stands_for_larger_budgets_and_an_unmeasured_one_is_expected(
+def test_whole_tree_caps_budgets_and_gaps_show_expected_tokens(
     accuracies,
 ) -> None:
     data = swept(accuracies)
@@ -355,9 +353,7 @@ def explorers(accuracies) -> dict:
 
 
 @pytest.mark.parametrize("name", ["tokens", "tree"])
-def test_every_frame_has_the_same_traces_axes_and_titles_that_a_phone_can_show(
-    name: str, accuracies
-) -> None:
+def test_frames_share_traces_and_axes_and_titles_fit_a_phone(name: str, accuracies) -> None:
     function, data, controls = explorers(accuracies)[name]
     kinds = set()
     for point in itertools.product(*(control.positions() for control in controls.values())):

@@ -38,7 +38,7 @@ def trace(figure: go.Figure, name: str):
     return next(item for item in figure.data if item.name == name)
 
 
-def test_the_explorer_draws_three_machines_and_rings_their_best_lengths() -> None:
+def test_explorer_draws_three_machines_and_rings_best_lengths() -> None:
     figure = figures.speedup_explorer(0.8, 0.1, data=MEASURED)
     machines = {
         "measured here": MEASURED,
@@ -66,7 +66,7 @@ def frames(name: str, rows) -> list[go.Figure]:
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_every_frame_has_the_same_traces_axes_and_titles_that_a_phone_can_show(name, rows) -> None:
+def test_frames_share_traces_and_axes_and_titles_fit_a_phone(name, rows) -> None:
     kinds, bounds = set(), set()
     for figure in frames(name, rows):
         kinds.add(tuple((item.name, item.type) for item in figure.data))

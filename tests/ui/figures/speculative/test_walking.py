@@ -105,7 +105,7 @@ def test_the_figure_draws_the_place_and_says_what_happens(generator) -> None:
     assert seen == {"accepted", "rejected", "not judged", "next token", "none"}
 
 
-def test_every_frame_has_the_same_traces_axes_and_titles_that_a_phone_can_show(generator) -> None:
+def test_frames_share_traces_and_axes_and_titles_fit_a_phone(generator) -> None:
     steps, tokens = recorded(generator, steps=15)
     data = figures.walk_data(steps, lambda row: "_".join(f"long<name>{x}" for x in row), tokens)
     assert figures.most_places(data) == GAMMA + 1
@@ -183,7 +183,7 @@ def test_tokens_have_names_that_an_axis_has_room_for(token: str, shown: str) -> 
     assert draw.token(token) == shown
 
 
-def test_tokens_that_look_alike_get_their_number_and_tags_stay_text() -> None:
+def test_lookalike_tokens_get_their_numbers_and_tags_stay_text() -> None:
     assert figures._names(["�", "x", "�"], [200, 120, 201], 3) == (
         "� 200", "x", "� 201", "all others"
     )  # fmt: skip

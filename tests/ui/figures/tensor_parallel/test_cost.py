@@ -77,7 +77,7 @@ def test_curves_of_every_link_of_the_explorer_stay_on_one_axis() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
-def test_the_title_names_the_fastest_of_small_messages_and_of_larger_ones(ranks: int) -> None:
+def test_title_names_the_fastest_for_small_and_large_messages(ranks: int) -> None:
     figure = figures.all_reduce_curves(ranks, 5.0, 10.0)
     link = cost.Link(name="x", alpha=5e-6, beta=1e-10, source="")
     said = figure.layout.title.text.split("<br>")

@@ -73,9 +73,7 @@ def trace(figure: go.Figure, name: str):
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_every_frame_has_the_same_traces_and_titles_that_a_phone_can_show(
-    name: str, seed: int
-) -> None:
+def test_frames_share_traces_and_titles_fit_a_phone(name: str, seed: int) -> None:
     controls, draw = CONTROLS[name], getattr(figures, name)
     points = list(itertools.product(*(control.positions() for control in controls.values())))
     longest = tuple(
@@ -108,7 +106,7 @@ def test_every_step_of_a_control_changes_the_figure(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_the_static_page_carries_the_explorer_without_a_dead_step(name: str, monkeypatch) -> None:
+def test_static_page_carries_the_explorer_without_a_dead_step(name: str, monkeypatch) -> None:
     monkeypatch.setenv("LABCORE_BOOK", "1")
     shown = explore(getattr(figures, name), alt="x", **CONTROLS[name])
     found = shown._repr_mimebundle_()[twin.MIME]
@@ -246,7 +244,7 @@ def test_a_step_that_no_gpu_holds_is_told() -> None:
     assert {*trace(figure, "2 GPUs").marker.symbol} == {"circle", "circle-open"}
 
 
-def test_the_share_of_the_wire_is_simulated_and_a_model_that_does_not_divide_has_none() -> None:
+def test_wire_share_is_simulated_or_none_for_indivisible_models() -> None:
     figure = figures.share_by_batch("13B", "PCIe 4.0 x16", "one_shot", "A100 SXM", 300)
     assert [item.name for item in figure.data] == ["2 GPUs", "4 GPUs", "8 GPUs", "16 GPUs"]
     for gpus in (2, 4, 8):
