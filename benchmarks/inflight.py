@@ -33,7 +33,7 @@ from labcore.decoding import SamplingConfig, generate
 from labcore.decoding.audit import near_tie_audit
 from labcore.models import Llama, save_pretrained
 from labcore.models.shipped import pretrained, prompts, shipped_tokenizer
-from labcore.serving.cache.blocks import BlockPool
+from labcore.serving.engine.blocks import BlockPool
 from labcore.serving.engine.engine import Engine
 from labcore.serving.engine.requests import Request
 from labcore.serving.engine.scheduler import Scheduler
@@ -71,14 +71,13 @@ class Sizes:
     peer_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     peer_requests: int = 32
     peer_rounds: int = 2
-    cache_seeds: tuple[int, ...] = (10, 11, 12, 13)
-    cache_rounds: int = 3
     load_seeds: tuple[int, ...] = tuple(range(90, 98))
     load_requests: int = 64
     rate_seeds: tuple[int, ...] = (30, 31, 32)
     # Each round: the seed of the run used for the fit, and the seed of the predicted runs.
     simulated_rounds: tuple[tuple[int, int], ...] = ((40, 43), (41, 44), (42, 45))
     warm_up: int = 20  # initial steps that the fit omits
+    steps_differ: bool = True  # enough for a fit to tell the costs apart
     pressed_seeds: tuple[int, ...] = (50, 51, 52)
     pressed_requests: int = 24
     few_pages: int = 40
@@ -111,9 +110,10 @@ class Sizes:
 FULL = Sizes()
 SMALL = Sizes(
     slots=3, page=4, pages=40, budget=24, least=2, most=14, shortest=3, longest=11,
-    peer_seeds=(3, 4), peer_requests=7, peer_rounds=1, cache_seeds=(5,), cache_rounds=2,
+    peer_seeds=(3, 4), peer_requests=7, peer_rounds=1,
     load_seeds=(6, 7), load_requests=9, rate_seeds=(8,), simulated_rounds=((9, 10), (11, 12)),
-    warm_up=2, pressed_seeds=(13, 14), pressed_requests=6, few_pages=8, exact_output=12,
+    warm_up=2, steps_differ=False, pressed_seeds=(13, 14), pressed_requests=6, few_pages=8,
+    exact_output=12,
     chunks=(4, 60), long_prompt=60, decoding=2, before=2, chunk_rounds=2, kinds=("code",),
     draft_prompts=3, draft_tokens=12, draft_rounds=2, system=20, own=(2, 5), sharing=6,
     shared_output=3, shared_seeds=(15, 16), equal_requests=5, streams=(2,), stream_tokens=3,
@@ -472,26 +472,6 @@ def wasted_by(first: Mapping[int, Mapping[str, Served]], details: Any) -> list[M
     return found
 
 
-# Pages against contiguous slots ------------------------------------------------------------------
-@case("cache", minutes=0.5, needs="cpu")
-def cache(sizes: Sizes = FULL) -> list[Measurement]:
-    """One engine with pages and one with contiguous slots: the cost of looking up pages."""
-    engines = {"paged": engine(sizes), "slots": engine(sizes, cache="slots")}
-    given = {seed: workload(sizes, sizes.peer_requests, seed) for seed in sizes.cache_seeds}
-    speeds: dict[str, list[float]] = {name: [] for name in engines}
-    for turn, (seed, one) in itertools.product(range(-1, sizes.cache_rounds), given.items()):
-        for name in shuffled(engines, "cache", turn, seed):
-            run = replay(engines[name], one)
-            if turn >= 0:
-                speeds[name].append(run.tokens_per_second)
-    details = setting(sizes, *given.values(), tokens_of_a_slot=sizes.longest + sizes.most)
-    over = ratios(speeds["paged"], speeds["slots"])
-    return [
-        seen("tokens a second, paged over contiguous slots", "ratio", over, **details),
-        beside("tokens a second", "tokens/s", speeds, "paged"),
-    ]
-
-
 # Arrivals ----------------------------------------------------------------------------------------
 LOADS: Mapping[str, float] = {"light": 0.3, "busy": 0.7, "saturated": 1.2}
 
@@ -603,7 +583,9 @@ def simulator(sizes: Sizes = FULL) -> list[Measurement]:
     fits = []
     for fitted_seed, seed in sizes.simulated_rounds:
         run = replay(engines[OURS], arriving(sizes, fitted_seed, LOADS["busy"] * rate))
-        fits.append(fit_costs(run.steps, skip=sizes.warm_up, padded=None))
+        fits.append(fit_costs(run.steps, skip=sizes.warm_up))
+        if fits[-1].problem and sizes.steps_differ:
+            raise RuntimeError(fits[-1].problem)
         for name, share in LOADS.items():
             given = arriving(sizes, seed, share * rate)
             for policy in shuffled(PREDICTED, "simulator", name, seed):
@@ -612,7 +594,7 @@ def simulator(sizes: Sizes = FULL) -> list[Measurement]:
                 ways: dict[str, Run] = {REPEATED: again}
                 for way, one in (
                     (FORECAST, fits[-1]),
-                    (CALIBRATED, fit_costs(was.steps, padded=None)),
+                    (CALIBRATED, fit_costs(was.steps)),
                 ):
                     ways[way] = simulate(
                         given, make, one.cost, residuals=one.residuals, seed=seed

@@ -19,7 +19,7 @@ from labcore.serving.triton.client import Streamed
 from tests.benchmarks.measurements import asked, by_quantity
 
 NAMES = (
-    "peers", "cache", "load", "simulator", "pressure", "chunks", "speculation", "prefixes", "equal",
+    "peers", "load", "simulator", "pressure", "chunks", "speculation", "prefixes", "equal",
     "server", "replicas",
 )  # fmt: skip
 
@@ -45,7 +45,7 @@ def test_workload_is_chosen_beforehand_and_hides_its_lengths() -> None:
     assert sum(ordered[-40:]) > 0.4 * sum(ordered)
     assert min(given.prompts) >= 16 and max(given.prompts) <= 96
     seeds = [
-        *FULL.peer_seeds, *FULL.cache_seeds, *FULL.load_seeds, *FULL.rate_seeds,
+        *FULL.peer_seeds, *FULL.load_seeds, *FULL.rate_seeds,
         *(seed for pair in FULL.simulated_rounds for seed in pair), *FULL.pressed_seeds,
         *FULL.shared_seeds, cases.EQUAL_SEED, *FULL.routed_seeds,
     ]  # fmt: skip
@@ -123,15 +123,6 @@ def test_how_many_run_at_once_is_counted_at_every_beginning(seed: int) -> None:
     most = max(sum(a <= begin < b for a, b in spans) for begin, _ in spans)
     assert cases.at_once(spans) == most
     assert cases.at_once([(0.0, 1.0), (1.0, 2.0)]) == 1
-
-
-def test_pages_and_slots_serve_the_same() -> None:
-    found = by_quantity(cases.cache(SMALL))
-    needs("cache", found, "tokens a second, paged over contiguous slots")
-    speed = found["tokens a second"]
-    over = found["tokens a second, paged over contiguous slots"].samples
-    assert over == [a / b for a, b in zip(speed.samples, speed.peers["slots"], strict=True)]
-    assert len(over) == 2
 
 
 def test_arrivals_are_measured_under_every_load() -> None:

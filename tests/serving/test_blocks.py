@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from labcore.serving.cache.blocks import BlockPool, NoBlocks, blocks_for, chain_hashes
+from labcore.serving.engine.blocks import BlockPool, NoBlocks, blocks_for, chain_hashes
 
 
 @pytest.mark.parametrize("page", [1, 3, 16])

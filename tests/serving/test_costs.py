@@ -8,7 +8,7 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from labcore.serving.cache.blocks import BlockPool
+from labcore.serving.engine.blocks import BlockPool
 from labcore.serving.engine.metrics import StepRecord
 from labcore.serving.engine.scheduler import Chunk, Decode, Scheduler, StepPlan
 from labcore.serving.simulation.costs import CostModel, StepWork, fit_costs, work
@@ -40,14 +40,14 @@ def test_seconds_are_those_of_the_parts(seed: int) -> None:
     cost = drawn(random.Random(seed))
     chunks = (Chunk("a", 0, 7, False), Chunk("b", 32, 5, True))
     decodes = (Decode("c", 0, 11), Decode("d", 3, 2))
-    assert work(chunks, decodes) == StepWork(2, 12, 5, 7 + 37 + 12 + 6)
+    assert work(chunks, decodes) == StepWork(1, 12, 5, 7 + 37 + 12 + 6)
     assert work(chunks, ()) == StepWork(1, 12, 0, 44)
     assert work((), decodes) == StepWork(1, 0, 5, 18)
     told = cost.seconds(StepPlan(step=3, chunks=chunks, decodes=decodes))
-    base, prefill, row, context, _ = astuple(cost)
-    assert told == pytest.approx(2 * base + 12 * prefill + 5 * row + 62 * context)
+    base, prefill, row, context = astuple(cost)
+    assert told == pytest.approx(base + 12 * prefill + 5 * row + 62 * context)
     apart = [StepPlan(step=0, chunks=chunks), StepPlan(step=1, decodes=decodes)]
-    assert told == pytest.approx(sum(map(cost.seconds, apart)))
+    assert told + base == pytest.approx(sum(map(cost.seconds, apart)))
     assert cost.seconds(StepPlan(step=0)) == 0
     # Ended rows of a static batch are computed beside decodes, and nowhere else.
     resting = StepPlan(step=3, chunks=chunks, decodes=decodes, idle=("x", "y"))
@@ -56,42 +56,11 @@ def test_seconds_are_those_of_the_parts(seed: int) -> None:
     assert cost.seconds(alone) == cost.seconds(apart[0])
 
 
-def test_a_padded_row_pays_for_the_longest_beside_it(seed: int) -> None:
-    cost = replace(drawn(random.Random(seed)), padded=True)
-    chunks = (Chunk("a", 0, 7, False), Chunk("b", 32, 5, True), Chunk("e", 1, 1, True))
-    decodes = (Decode("c", 0, 11), Decode("d", 3, 2))
-    assert work(chunks, decodes, padded=True) == StepWork(2, 21, 8, 3 * 37 + 2 * 12)
-    assert work((), (), padded=True) == StepWork()
-    alike = (Chunk("a", 4, 7, False), Chunk("b", 4, 7, True))
-    assert work(alike, decodes[:1], padded=True) == work(alike, decodes[:1])
-    told = cost.seconds(StepPlan(step=3, chunks=chunks, decodes=decodes))
-    assert told == pytest.approx(cost.of(work(chunks, decodes, padded=True)))
-    assert told > replace(cost, padded=False).seconds(
-        StepPlan(step=3, chunks=chunks, decodes=decodes)
-    )
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_fit_tells_padded_rows_from_others(padded: bool, seed: int) -> None:
-    planted = CostModel(
-        base=3e-4, per_prefill_token=2e-4, per_decode_row=3e-4, per_context_token=2e-5,
-        padded=padded,
-    )  # fmt: skip
-    records = steps(planted, seed, n=120)
-    found = fit_costs(records, padded=None)
-    assert found.cost.padded == padded
-    assert astuple(found.cost)[:4] == pytest.approx(astuple(planted)[:4], rel=1e-6)
-    assert (
-        fit_costs(records, padded=not padded).worst > 0.05
-        and fit_costs(records, padded=padded) == found
-    )
-
-
 def test_a_fit_finds_what_was_planted(seed: int) -> None:
     planted = drawn(random.Random(seed))
     found = fit_costs(steps(planted, seed), skip=2)
     assert astuple(found.cost) == pytest.approx(astuple(planted), rel=1e-6)
-    assert found.worst < 1e-9 and found.total == pytest.approx(1)
+    assert found.problem == "" and found.worst < 1e-9 and found.total == pytest.approx(1)
     assert [found.cost.of(done) for done in found.works] == pytest.approx(list(found.seconds))
 
 
@@ -110,7 +79,7 @@ def test_noise_does_not_shift_the_sum(seed: int) -> None:
     assert statistics.fmean(found.residuals) == pytest.approx(0, abs=1e-6)
     assert found.total == pytest.approx(1, abs=0.05)
     assert 0.1 < found.typical < 0.35 < found.worst
-    for done, plain in ((StepWork(1, 0, 6, 400), 0.02), (StepWork(2, 64, 5, 600), 0.0438)):
+    for done, plain in ((StepWork(1, 0, 6, 400), 0.02), (StepWork(1, 64, 5, 600), 0.0338)):
         assert planted.of(done) == pytest.approx(plain)
         assert found.cost.of(done) == pytest.approx(plain, rel=0.12)
 
@@ -119,7 +88,7 @@ def test_what_never_occurs_costs_nothing(seed: int) -> None:
     planted = drawn(random.Random(seed))
     only = [step for step in steps(planted, seed) if step.chunks and not step.decodes]
     found = fit_costs([replace(one, step=number) for number, one in enumerate(only * 4)])
-    assert found.cost.per_decode_row == 0
+    assert found.cost.per_decode_row == 0 and "decoded" not in found.problem
 
 
 def test_no_coefficient_is_negative(seed: int) -> None:
@@ -129,7 +98,9 @@ def test_no_coefficient_is_negative(seed: int) -> None:
         replace(one, seconds=0.02 / (1 + len(one.decodes)) + 1e-3 * dice.random())
         for one in steps(drawn(dice), seed)
     ]
-    assert min(astuple(fit_costs(records).cost)) >= 0
+    found = fit_costs(records)
+    assert min(astuple(found.cost)) >= 0
+    assert "the fit gives 0 for" in found.problem and "a decoded token" in found.problem
 
 
 def test_what_cannot_be_fitted_is_refused(seed: int) -> None:

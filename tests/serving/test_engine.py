@@ -33,10 +33,9 @@ from tests.serving.tiny import (
         {"policy": "max_utilization", "victim": "fewest_computed", "proposer": "ngram"},
         {"policy": "max_utilization", "share_prefixes": False},
         {"graphs": True},
+        {"policy": "static"},
         {"graphs": True, "proposer": "ngram", "policy": "max_utilization"},
         {"graphs": True, "policy": "static"},
-        {"cache": "slots", "policy": "static"},
-        {"cache": "slots", "graphs": True},
         {"page": 1, "pages": 120},
         {"page": 3, "pages": 40, "slots": 1, "budget": 1},
         {"budget": 6, "chunk": 1},
@@ -197,18 +196,29 @@ def test_a_static_batch_computes_the_rows_that_have_ended(seed: int) -> None:
     model = tiny(seed, eos_token_ids=())
     engine = Engine(model, policy="static", slots=3, pages=40)
     widths = []
-    whole = engine.forwards.decode
+    whole = engine.runner.run
 
-    def spy(rows):
-        widths.append((len(rows), sum(bool(row.tokens) for row in rows)))
-        return whole(rows)
+    def spy(segments, wanted):
+        widths.append((len(segments), sum(bool(one.blocks) for one in segments)))
+        return whole(segments, wanted)
 
-    engine.forwards.decode = spy
+    engine.runner.run = spy
     for most in (2, 4, 7, 3):
         engine.submit([most, 1, 2], SamplingConfig(max_tokens=most))
     run(engine)
     # Of 2, 4 and 7 tokens the first comes with the prompt; the fourth waits for the seventh.
-    assert widths == [(3, 3), (3, 2), (3, 2), (3, 1), (3, 1), (3, 1), (1, 1), (1, 1)]
+    assert widths == [
+        (3, 3),
+        (3, 3),
+        (3, 2),
+        (3, 2),
+        (3, 1),
+        (3, 1),
+        (3, 1),
+        (1, 1),
+        (1, 1),
+        (1, 1),
+    ]
 
 
 def test_refused_at_the_door(seed: int) -> None:
@@ -263,7 +273,6 @@ def test_refused_at_the_door(seed: int) -> None:
         ({"proposer": "medusa"}, "proposer must be 'ngram'"),
         ({"proposer": 3}, "proposer must have propose"),
         ({"verifier": "typical"}, "verifier must be one of"),
-        ({"cache": "dense"}, "cache must be one of"),
         ({"policy": "none"}, "policy must be one of"),
         ({"slots": 0}, "slots must be at least 1"),
         ({"keep": 0}, "keep must be at least 1"),

@@ -32,17 +32,17 @@ class Fails:
         self.problem = problem or RuntimeError("planted")
         self.rows: list = []  # of the calls that failed
 
-    def __call__(self, rows):
+    def __call__(self, rows, wanted):
         self.count += 1
         if self.count in self.calls:
             self.rows += rows
             raise self.problem
-        return self.method(rows)
+        return self.method(rows, wanted)
 
 
 def poison(engine: Engine, blocks) -> None:
     """What a failed forward leaves behind must be read by nobody."""
-    for pages in (*engine.forwards.cache.key_pages, *engine.forwards.cache.value_pages):
+    for pages in (*engine.runner.cache.keys, *engine.runner.cache.values):
         pages[list(blocks)] = float("nan")
 
 
@@ -63,14 +63,13 @@ def test_a_forward_that_fails(seed: int, policy: str) -> None:
     engine = Engine(tiny(seed), BYTES, policy=policy, proposer="ngram", **OPTIONS)
     asked = mixed(chance, 16)
     names = [engine.submit(*one) for one in asked]
-    forwards = engine.forwards
-    prefill = forwards.prefill = Fails(forwards.prefill, 1, 3)
-    decode = forwards.decode = Fails(forwards.decode, 4)
+    runner = engine.runner
+    fails = runner.run = Fails(runner.run, 1, 3, 8)
     heard, seen = Heard(), 0
     while not engine.idle:
         heard.add(engine.step())
         engine.scheduler.check()
-        failed = prefill.rows + decode.rows
+        failed = fails.rows
         if len(failed) > seen:
             theirs, pool = {block for row in failed[seen:] for block in row.blocks}, engine.pool
             poison(
@@ -79,7 +78,7 @@ def test_a_forward_that_fails(seed: int, policy: str) -> None:
             )
             seen = len(failed)
     failed = {name for record in engine.trace for name in record.failed}
-    assert len(failed) == len(prefill.rows) + len([row for row in decode.rows if row.tokens]) > 2
+    assert len(failed) == len([row for row in fails.rows if row.blocks]) > 2
     assert {heard.reason[name] for name in failed} == {"RuntimeError: planted"}
     as_alone(engine, heard, names, asked, but=failed)
     nothing_left(engine)
@@ -93,7 +92,7 @@ def test_an_interrupt_ends_the_step_and_not_the_engine(seed: int) -> None:
     engine = Engine(tiny(seed), BYTES, **OPTIONS)
     asked = mixed(random.Random(seed), 9)
     names = [engine.submit(*one) for one in asked]
-    engine.forwards.decode = Fails(engine.forwards.decode, 2, problem=KeyboardInterrupt())
+    engine.runner.run = Fails(engine.runner.run, 2, problem=KeyboardInterrupt())
     heard = Heard()
     with pytest.raises(KeyboardInterrupt):
         while True:
@@ -113,17 +112,17 @@ def test_logits_that_are_not_finite_end_their_row_alone(seed: int) -> None:
         for n in range(5)
     ]
     names = [engine.submit(*one) for one in asked]
-    whole, calls = engine.forwards.decode, []
+    whole, calls = engine.runner.run, []
 
-    def decode(rows):
-        calls.append(len(rows))
-        logits, hidden = whole(rows)
-        if len(calls) == 3:
+    def read(segments, wanted):
+        calls.append(len(segments))
+        logits, hidden = whole(segments, wanted)
+        if len(calls) == 4:
             logits[1] = float("nan")
-            logits[3, :, 5] = float("inf")
+            logits[3, 5] = float("inf")
         return logits, hidden
 
-    engine.forwards.decode = decode
+    engine.runner.run = read
     heard = run(engine)
     assert [heard.finish[name] for name in names] == ["length", "error"] * 2 + ["length"]
     assert "logits must have a finite largest value" in heard.reason[names[1]]
@@ -242,15 +241,15 @@ def test_a_path_that_cannot_be_kept_brings_nothing(seed: int) -> None:
     known = {tuple(prompt): said for (prompt, _), said in zip(asked, references, strict=True)}
     engine = Engine(model, BYTES, proposer=Siblings(known), **OPTIONS)
     names = [engine.submit(*one) for one in asked]
-    whole, calls = engine.forwards.keep, []
+    whole, calls = engine.runner.cache.keep, []
 
-    def keep(row, slots):
-        calls.append(row)
+    def keep(segment, slots):
+        calls.append(segment)
         if len(calls) in (2, 7):
             raise RuntimeError("planted")
-        whole(row, slots)
+        whole(segment, slots)
 
-    engine.forwards.keep = keep
+    engine.runner.cache.keep = keep
     heard = run(engine)
     failed = {name for name in names if heard.finish[name] == "error"}
     assert len(failed) == 2 and {heard.reason[name] for name in failed} == {"RuntimeError: planted"}
@@ -344,16 +343,16 @@ def test_what_failed_once_is_found_by_nobody(seed: int) -> None:
     engine = Engine(tiny(seed, eos_token_ids=()), BYTES, **{**OPTIONS, "budget": 16})
     common = list(range(40))
     asked = [([*common, 100 + n], SamplingConfig(max_tokens=3)) for n in range(3)]
-    read, planted = engine.forwards.prefill, []
+    read, planted = engine.runner.run, []
 
-    def writes_nan(rows):
-        found = read(rows)
+    def writes_nan(rows, wanted):
+        found = read(rows, wanted)
         if not planted:
             planted.append(rows[0].blocks[0])
             poison(engine, planted)
         return found
 
-    engine.forwards.prefill = writes_nan
+    engine.runner.run = writes_nan
     for n, one in enumerate(asked):
         name = engine.submit(*one, id=f"u{n}")
         as_alone(engine, run(engine), [name], [one], but=[name] if n == 0 else ())

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 
 import pytest
 import torch
 
 from labcore.decoding import SamplingConfig
-from labcore.serving.cache.binding import Host
 from labcore.serving.engine.clock import ManualClock
 from labcore.serving.engine.engine import Engine
 from tests.serving.tiny import BYTES, TINY_POOL, Heard, alone, mixed, nothing_left, run, tiny
@@ -19,16 +17,15 @@ class Replays:
     """Stands before a GraphedDecoder and writes down what its steps are given and leave."""
 
     def __init__(self, engine: Engine) -> None:
-        self.inner, self.cache = engine.forwards._graphed, engine.forwards.cache
-        self.active: list[list[bool] | None] = []
-        self.grown: list[list[int]] = []
-        engine.forwards._graphed = self
+        self.inner, self.cache = engine.runner._graphed, engine.runner.cache
+        self.rows: list[int] = []
+        engine.runner._graphed = self
 
-    def __call__(self, tokens, *, active=None):
+    def __call__(self, tokens):
+        self.rows.append(len(tokens))
         before = self.cache.lengths.clone()
-        logits = self.inner(tokens, active=active)
-        self.active.append(None if active is None else active.tolist())
-        self.grown.append((self.cache.lengths - before).tolist())
+        logits = self.inner(tokens)
+        assert (self.cache.lengths - before).tolist()[: len(tokens)] == [1] * len(tokens)
         return logits
 
     def close(self) -> None:
@@ -44,37 +41,28 @@ def test_rows_that_have_ended_rest_in_a_static_batch(seed: int) -> None:
         heard = run(engine)
         for name, reference in zip(names, alone(model, asked, None), strict=True):
             assert heard.tokens[name] == reference.tokens[0]
-        # Of 2, 4 and 7 tokens the first comes with the prompt; the fourth waits for the seventh.
-        one, two = [True, False, False], [True, True, False]
-        assert replays.active == [None, two, two, one, one, one, None, None]
-        assert replays.grown[:6] == [[1, 1, 1], *[[1, 1, 0]] * 2, *[[1, 0, 0]] * 3]
+        # Of 2, 4 and 7 tokens the first comes with the prompt; the fourth request waits for the
+        # seventh token, and the rows that have ended are computed until then.
+        assert replays.rows == [3, 3, 3, 3, 3, 3, 1, 1]
         nothing_left(engine)
+
+
+def _requests(record) -> int:
+    return len(record.chunks) + len(record.decodes)
 
 
 @pytest.mark.parametrize("proposer", [None, "ngram"])
 def test_steps_that_drafted_nothing_are_replayed(seed: int, proposer: str | None) -> None:
     model, asked = tiny(seed), mixed(random.Random(seed), 12)
     with Engine(model, BYTES, graphs=True, proposer=proposer, **TINY_POOL) as engine:
-        replays, cache, told = Replays(engine), engine.forwards.cache, []
-        bind = cache.bind
-
-        def spy(rows, counts=None):
-            told.append(counts)
-            bind(rows, counts)
-
-        cache.bind = spy
+        replays = Replays(engine)
         names = [engine.submit(*one) for one in asked]
         heard = run(engine)
         for name, reference in zip(names, alone(model, asked), strict=True):
             assert heard.tokens[name] == reference.tokens[0]
-        plain = [
-            record
-            for record in engine.trace
-            if record.decodes and not any(decode.drafted for decode in record.decodes)
-        ]
-        assert len(replays.grown) == len(plain) > 0
+        plain = [record for record in engine.trace if record.tokens == _requests(record)]
+        assert len(replays.rows) == len(plain) > 0
         assert (engine.stats().drafted > 0) == (proposer is not None)
-        assert None not in told  # so that no forward has to ask the device
         nothing_left(engine)
 
 
@@ -125,28 +113,5 @@ def test_cancelled_at_any_time(seed: int, policy: str, proposer: str | None) -> 
         said = heard.tokens[name]
         assert said == reference.tokens[0][: len(said)]
         assert name in gone or said == reference.tokens[0]
-    assert torch.isfinite(engine.forwards.cache.key_pages[0][: engine.pool.count]).all()
+    assert torch.isfinite(engine.runner.cache.keys[0][: engine.pool.count]).all()
     nothing_left(engine)
-
-
-@pytest.mark.parametrize("cache", ["paged", "slots"])
-def test_the_table_is_copied_where_blocks_have_changed(
-    seed: int, cache: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bound: list[tuple] = []
-    copied: list[bool] = []
-    whole = Host.bind
-
-    def bind(host, rows, counts):
-        bound.append(tuple(tuple(blocks) for blocks, _ in rows))
-        copied.append(whole(host, rows, counts))
-        return copied[-1]
-
-    monkeypatch.setattr(Host, "bind", bind)
-    model, asked = tiny(seed, eos_token_ids=()), ([1, 2, 3], SamplingConfig(max_tokens=20))
-    with Engine(model, BYTES, graphs=True, cache=cache, **TINY_POOL) as engine:
-        engine.submit(*asked)
-        heard = run(engine)
-    assert [*heard.tokens.values()] == alone(model, [asked])[0].tokens
-    assert copied == [before != now for before, now in pairwise([(), *bound])]
-    assert sum(copied) == (1 if cache == "slots" else 3)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from labcore.serving.cache.blocks import BlockPool, blocks_for
+from labcore.serving.engine.blocks import BlockPool, blocks_for
 from labcore.serving.engine.policies import VICTIMS, choose_victim
 from labcore.serving.engine.requests import State
 from tests.serving.toy import Server, request, server

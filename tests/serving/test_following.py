@@ -91,22 +91,14 @@ def test_no_half_character_is_said_and_none_is_lost(seed: int) -> None:
     """The model is made to spell a text: its outputs add up to it, in whole characters."""
     data = TEXT.replace("�", "").encode()
     engine = Engine(tiny(seed, eos_token_ids=()), Spells())
-    whole = engine.forwards.decode
+    whole = engine.runner.run
 
-    def decode(rows):
-        logits, hidden = whole(rows)
-        for place, row in enumerate(rows):
-            logits[place, 0, data[row.start - 2]] = 1e6
+    def spell(segments, wanted):
+        logits, hidden = whole(segments, wanted)
+        logits[0, data[segments[0].end - 3]] = 1e6
         return logits, hidden
 
-    first = engine.forwards.prefill
-
-    def prefill(rows):
-        logits, hidden = first(rows)
-        logits[:, 0, data[0]] = 1e6
-        return logits, hidden
-
-    engine.forwards.decode, engine.forwards.prefill = decode, prefill
+    engine.runner.run = spell
     engine.submit([1, 2, 3], SamplingConfig(max_tokens=len(data)))
     said = []
     while not engine.idle:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from labcore.serving.cache.blocks import BlockPool, blocks_for
+from labcore.serving.engine.blocks import BlockPool, blocks_for
 from labcore.serving.engine.policies import POLICIES, VICTIMS, Policy, choose_victim
 from labcore.serving.engine.requests import State
 from labcore.serving.engine.scheduler import Scheduler

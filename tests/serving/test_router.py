@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from labcore.serving.cache.blocks import BlockPool
+from labcore.serving.engine.blocks import BlockPool
 from labcore.serving.engine.requests import Request
 from labcore.serving.engine.scheduler import Scheduler
 from labcore.serving.simulation.costs import CostModel

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from labcore.serving.cache.blocks import BlockPool
+from labcore.serving.engine.blocks import BlockPool
 from labcore.serving.engine.policies import POLICIES
 from labcore.serving.engine.scheduler import Scheduler
 from labcore.serving.simulation.costs import CostModel

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from labcore.serving.cache.blocks import BlockPool, blocks_for
+from labcore.serving.engine.blocks import BlockPool, blocks_for
 from labcore.serving.engine.policies import POLICIES, VICTIMS
 from labcore.serving.engine.scheduler import QueueFull, Scheduler, StepPlan, StepResult
 from tests.serving.toy import request, server

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from labcore.serving.cache.blocks import blocks_for
+from labcore.serving.engine.blocks import blocks_for
 from labcore.serving.engine.policies import POLICIES, VICTIMS
 from labcore.serving.engine.scheduler import QueueFull
 from tests.serving.toy import Server, request, server

@@ -235,15 +235,15 @@ def test_an_engine_that_breaks_ends_every_stream(seed: int) -> None:
 def test_an_interrupted_request_is_not_forgotten(seed: int) -> None:
     """A forward that fails ends its requests, and the service goes on."""
     engine = Engine(tiny(seed, eos_token_ids=()), BYTES, **OPTIONS)
-    whole, calls = engine.forwards.decode, []
+    whole, calls = engine.runner.run, []
 
-    def decode(rows):
-        calls.append(len(rows))
-        if len(calls) == 2:
+    def fails_once(segments, wanted):
+        calls.append(len(segments))
+        if len(calls) == 3:
             raise RuntimeError("planted")
-        return whole(rows)
+        return whole(segments, wanted)
 
-    engine.forwards.decode = decode
+    engine.runner.run = fails_once
     with Service(engine) as service:
         first = service.submit([1], LONG, timeout=PATIENCE)
         assert [output.finish for output in first][-1] == "error"

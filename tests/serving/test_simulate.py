@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 
 from labcore.decoding import SamplingConfig
-from labcore.serving.cache.blocks import BlockPool, blocks_for
+from labcore.serving.engine.blocks import BlockPool, blocks_for
 from labcore.serving.engine.policies import POLICIES
 from labcore.serving.engine.requests import Request
 from labcore.serving.engine.scheduler import Scheduler, StepPlan

@@ -20,7 +20,7 @@ import torch
 
 from labcore.decoding import Generation, SamplingConfig
 from labcore.models import Llama, Tokenizer, pretrained, prompts, shipped_tokenizer
-from labcore.serving.cache.blocks import blocks_for
+from labcore.serving.engine.blocks import blocks_for
 from labcore.serving.engine.clock import ManualClock
 from labcore.serving.engine.engine import Engine
 from labcore.serving.engine.policies import POLICIES, VICTIMS

@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from labcore.decoding import SamplingConfig
-from labcore.serving.cache.blocks import BlockPool
+from labcore.serving.engine.blocks import BlockPool
 from labcore.serving.engine.clock import ManualClock
 from labcore.serving.engine.requests import Request, State
 from labcore.serving.engine.scheduler import Scheduler, StepPlan, StepResult

@@ -17,7 +17,6 @@ from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig,
 from labcore.decoding.decoders import as_decoder
 from labcore.decoding.draft_model import DraftModel
 from labcore.decoding.requests import Plan, Request
-from labcore.decoding.sampling import tree_probabilities
 from labcore.decoding.stops import TextDecoder
 from labcore.decoding.trace import Statistics, Trace, step_of
 from labcore.decoding.verify import (
@@ -184,20 +183,12 @@ class _Run:
                 kept.append([])
                 accepted.append(_FINISHED)
                 continue
-            p = tree_probabilities(
-                logits[place, : plan.size + 1], plan.draft, row.context, row.sampling
-            )
-            verdict = self.verifiers[place](p, plan.draft, row.generator)
-            plan.check_path(verdict.path)
+            p, verdict = plan.verify(logits[place, : plan.size + 1], row, self.verifiers[place])
             row.tally.add(row.emitted, plan.parents, plan.size, verdict.path)
-            block = [*(plan.tokens[node] for node in verdict.path), int(verdict.next_token)]
-            taken = row.take(block, self.ends)
-            path = verdict.path[: taken - 1]
+            settled = plan.settle(verdict, row, self.ends)
             decided.append((p, verdict))
-            kept.append([0, *(node + 1 for node in path)])
-            accepted.append(
-                verdict if taken == len(block) else Accepted(path, block[taken - 1], verdict.draws)
-            )
+            kept.append(settled.slots)
+            accepted.append(settled.accepted)
         self._roll_back(plans, kept)
         if self.proposer is not None:
             self._hidden = _last_of(hidden, kept)

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from labcore.decoding.contract import Draft, SamplingConfig
+from labcore.decoding.contract import Accepted, Draft, SamplingConfig, Verifier
+from labcore.decoding.sampling import tree_probabilities
 from labcore.decoding.stops import StopTexts, TextDecoder
 from labcore.decoding.trace import Tally
 
-__all__ = ["Plan", "Request"]
+__all__ = ["Plan", "Request", "Settled"]
+
+
+class Settled(NamedTuple):
+    """What a step brought one request.
+
+    tokens: the new ones. slots: of the tokens that the step read, those that stay in the cache.
+    accepted: for the proposer; shorter than the verdict where the output ended first.
+    """
+
+    tokens: list[int]
+    slots: list[int]
+    accepted: Accepted
 
 
 class Request:
-    """One request: its tokens so far, and whether and why its output ended."""
+    """One request: its tokens so far, and whether and why its output ended.
+
+    ends_after: for measurements, the number of tokens after which the output ends with "eos".
+    """
 
     def __init__(
         self, prompt: Sequence[int], sampling: SamplingConfig, tokenizer: TextDecoder | None
@@ -28,6 +46,7 @@ class Request:
             self.stops = StopTexts(sampling.stop, tokenizer)
         self.tally = Tally()
         self.finish = ""
+        self.ends_after: int | None = None
         self._stopped: tuple[int, int] | None = None  # tokens and characters before a stop text
 
     @property
@@ -55,10 +74,12 @@ class Request:
         The earliest end counts. On the same token, EOS comes before a stop text, and a stop text
         before max_tokens.
         """
-        start, left = self.emitted, self.sampling.max_tokens - self.emitted
+        start = self.emitted
+        most, imposed = self.sampling.max_tokens, self.ends_after
+        left = (most if imposed is None else imposed) - start
         count = plain = min(len(block), left)  # plain: those that have a text
         if count == left:
-            self.finish = "length"
+            self.finish = "length" if imposed is None else "eos"
         if not ends.isdisjoint(block[:count]):
             plain = next(place for place, token in enumerate(block) if token in ends)
             count, self.finish = plain + 1, "eos"
@@ -98,6 +119,25 @@ class Plan:
         self.size = len(parents)
         self.tokens: list[int] = draft.tokens.tolist()
         self.parents = None if chain else parents
+
+    def verify(self, logits: Tensor, row: Request, verifier: Verifier) -> tuple[Tensor, Accepted]:
+        """Return the target's p, fp32 [N + 1, V], and the verdict on the draft.
+
+        logits: [N + 1, V], after the row's last token and after each drafted one.
+        Raises what the verifier raises, and ValueError for a path that it can't accept.
+        """
+        p = tree_probabilities(logits, self.draft, row.context, row.sampling)
+        verdict = verifier(p, self.draft, row.generator)
+        self.check_path(verdict.path)
+        return p, verdict
+
+    def settle(self, verdict: Accepted, row: Request, ends: frozenset[int]) -> Settled:
+        """Add the accepted tokens and the next one to the row, up to where its output ends."""
+        block = [*(self.tokens[node] for node in verdict.path), int(verdict.next_token)]
+        taken = row.take(block, ends)
+        path = verdict.path[: taken - 1]
+        slots = [0, *(node + 1 for node in path)]
+        return Settled(block[:taken], slots, Accepted(path, block[taken - 1], verdict.draws))
 
     def check_path(self, path: Sequence[int]) -> None:
         """Raise ValueError unless each node is a child of the one before it."""

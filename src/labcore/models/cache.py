@@ -16,12 +16,11 @@ from torch.nn import functional as F
 from labcore.checks import positive_int
 from labcore.models.config import LlamaConfig
 
-__all__ = ["DenseCache", "KVCache", "tree_mask"]
+__all__ = ["DenseCache", "KVCache", "StepCache", "tree_mask"]
 
 
-@runtime_checkable
-class KVCache(Protocol):
-    """The interface of a KV cache for `Llama.forward`.
+class StepCache(Protocol):
+    """What `Llama.forward` needs of a KV cache.
 
     lengths: int32 [B] on the cache's device, the number of tokens in each row. Positions and write
     slots are computed from it on the device, so no call synchronizes.
@@ -41,6 +40,11 @@ class KVCache(Protocol):
 
     def advance(self, counts: Tensor) -> None:
         """Count the written tokens: lengths += counts, integers [B]."""
+
+
+@runtime_checkable
+class KVCache(StepCache, Protocol):
+    """A KV cache whose rows can also drop tokens, and be replayed by CUDA graphs."""
 
     def truncate(self, lengths: Tensor) -> None:
         """Drop all tokens of row b after its first lengths[b], integers [B]."""

@@ -12,7 +12,7 @@ copy per layer and attended to as views.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -273,21 +273,57 @@ class FusedLlama:
             raise ValueError(f"counts must be between 0 and {width} tokens, got {valid}")
         starts = cache._begin(valid)
         step = _Step(self, starts, valid, width, cache.capacity, tree)
-        x = F.embedding(tokens.reshape(-1), self._embedding)  # [R, C]
-        for layer, stored in zip(self._layers, cache._layers, strict=True):
+        stored = cache._layers
+        out = self._rows(
+            tokens.reshape(-1), step.turns, lambda layer, qkv: step.attend(qkv, stored[layer])
+        )
+        cache._advance(starts, valid)
+        return LlamaOutput(
+            logits=out.logits.view(batch, width, -1), hidden=out.hidden.view(batch, width, -1)
+        )
+
+    @torch.inference_mode()
+    def rows(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        reach: int,
+        attend: Callable[[int, Tensor], Tensor],
+        logits_at: Tensor | None = None,
+    ) -> LlamaOutput:
+        """Return logits fp32 [R, V] and hidden [R, C] of R tokens, with the caller's attention.
+
+        tokens, positions: integers [R]; positions are below `reach`. attend: called with each
+        layer's index and rotated qkv [R, (H + 2 Hkv) D], queries ordered [G, Hkv, D]; returns
+        [R, H D]. Inside a head, numbers are ordered otherwise than in a `Llama`, so keys that one
+        form stored are not for the other. logits_at: integers [N], the rows whose logits and hidden
+        are returned; None means all.
+        """
+        turns = self._turns_up_to(reach).index_select(0, positions)
+        return self._rows(tokens, turns, attend, logits_at)
+
+    def _rows(
+        self,
+        tokens: Tensor,
+        turns: Tensor,
+        attend: Callable[[int, Tensor], Tensor],
+        logits_at: Tensor | None = None,
+    ) -> LlamaOutput:
+        x = F.embedding(tokens, self._embedding)  # [R, C]
+        for index, layer in enumerate(self._layers):
             qkv = layer.qkv(self._normed(x, layer.before_attention))
-            x.add_(layer.out(step.attend(qkv, stored)), alpha=1 / layer.out.scale)
+            qkv.view(torch.complex64).mul_(turns)
+            x.add_(layer.out(attend(index, qkv)), alpha=1 / layer.out.scale)
             if layer.out_bias is not None:
                 x.add_(layer.out_bias)
             gate_up = layer.gate_up(self._normed(x, layer.before_mlp))
             gate, up = gate_up.chunk(2, dim=1)
             x.add_(layer.down(F.silu(gate) * up), alpha=1 / layer.down.scale)
-        cache._advance(starts, valid)
+        if logits_at is not None:
+            x = x.index_select(0, logits_at)
         hidden = self._normed(x, self._last_gain)
         logits = self._head(hidden * (1 / self._head.scale))
-        return LlamaOutput(
-            logits=logits.view(batch, width, -1), hidden=hidden.view(batch, width, -1)
-        )
+        return LlamaOutput(logits=logits, hidden=hidden)
 
     def _normed(self, x: Tensor, gain: Tensor) -> Tensor:
         """Apply RMSNorm to x [R, C] in four calls; PyTorch's takes twice as long on a CPU."""
@@ -353,9 +389,8 @@ class _Step:
         return related | (ahead < 0) | (tree == -2)[:, :, None]  # keeps results at padding finite
 
     def attend(self, qkv: Tensor, stored: _Stored) -> Tensor:
-        """Rotate, store and attend. Changes qkv [R, (H + 2 Hkv) D] in place; returns [R, H D]."""
+        """Store and attend, with rotated qkv [R, (H + 2 Hkv) D]; return [R, H D]."""
         rows, kv, size, split = qkv.shape[0], self.kv, self.size, self.split
-        qkv.view(torch.complex64).mul_(self.turns)
         new = qkv[:, split:].view(rows, 2, kv, size).permute(1, 2, 0, 3)  # [2, Hkv, R, D]
         if self.index is not None:
             self.index.write(stored.slots, new)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from labcore.models.cache import KVCache, tree_mask
+from labcore.models.cache import StepCache, tree_mask
 from labcore.models.config import LlamaConfig
 
 __all__ = [
@@ -90,7 +90,7 @@ class _Step:
     cos: Tensor  # [B, 1, T, D / 2]
     sin: Tensor
     counts: Tensor | None  # int32 [B], only with a cache
-    cache: KVCache | None
+    cache: StepCache | None
     tree: Tensor | None  # int32 [B, N]
 
 
@@ -233,8 +233,9 @@ class Llama(nn.Module):
         *,
         counts: Tensor | None = None,
         positions: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: StepCache | None = None,
         tree: Tensor | None = None,
+        logits_at: Tensor | None = None,
     ) -> LlamaOutput:
         """Return the logits for the token after each token.
 
@@ -244,6 +245,8 @@ class Llama(nn.Module):
         cache: the KV cache to write, attend to and advance; requires a forward without gradients.
         tree: parents, int32 [B, T]. -1 is a child of the prefix and -2 is padding, which must be at
         the end of a row. A node comes after its parent. Requires a cache.
+        logits_at: integers [N], places b * T + t. Only their logits [N, V] and hidden [N, C] are
+        computed and returned.
         Raises ValueError or TypeError for invalid shapes and dtypes.
         """
         self._check(tokens, counts=counts, positions=positions, cache=cache, tree=tree)
@@ -262,11 +265,18 @@ class Llama(nn.Module):
             x = layer(x, step)
         if cache is not None and counts is not None:
             cache.advance(counts)
+        if logits_at is not None:
+            x = x.flatten(0, 1).index_select(0, logits_at)
         hidden = self.norm(x)
         return LlamaOutput(logits=self.head(hidden), hidden=hidden)
 
     def _check(
-        self, tokens: Tensor, *, cache: KVCache | None, tree: Tensor | None, **others: Tensor | None
+        self,
+        tokens: Tensor,
+        *,
+        cache: StepCache | None,
+        tree: Tensor | None,
+        **others: Tensor | None,
     ) -> None:
         if tokens.dim() != 2 or tokens.is_floating_point():
             raise ValueError(
@@ -293,7 +303,7 @@ class Llama(nn.Module):
             )
 
 
-def _positions(tokens: Tensor, cache: KVCache | None, tree: Tensor | None) -> Tensor:
+def _positions(tokens: Tensor, cache: StepCache | None, tree: Tensor | None) -> Tensor:
     """Return positions [B, T], computed on the tokens' device."""
     if tree is not None:
         steps = tree_mask(tree).sum(-1) - 1  # a node's depth: its number of ancestors

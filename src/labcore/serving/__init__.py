@@ -1,12 +1,12 @@
 """In-flight batching: requests, a scheduler, a paged cache, an engine, servers in front of it.
 
-The rest is in folders: `cache` holds the key-value cache, `engine` the engine and its scheduler,
-`simulation` simulated servers and their load, `remote` an engine in a process of its own, and
-`triton` NVIDIA's Triton Inference Server in front of it.
+The folders: `engine` holds the scheduler, the cache and the engine, `simulation` simulated servers
+and their load, `remote` an engine in a process of its own, and `triton` NVIDIA's Triton Inference
+Server in front of it.
 """
 
-from labcore.serving.cache.blocks import BlockPool
-from labcore.serving.cache.paged import PagedCache
+from labcore.serving.engine.blocks import BlockPool
+from labcore.serving.engine.cache import PagedCache
 from labcore.serving.engine.engine import Engine
 from labcore.serving.engine.metrics import RequestMetrics, Snapshot
 from labcore.serving.engine.outputs import Output

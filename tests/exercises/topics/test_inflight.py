@@ -21,7 +21,7 @@ from labcore.exercises.topics.inflight.drawing import separating
 from labcore.exercises.topics.inflight.freeing import some_pool
 from labcore.exercises.topics.inflight.latency import some_replicas
 from labcore.exercises.topics.inflight.timelines import NAMES, some_timeline
-from labcore.serving.cache.blocks import BlockPool, blocks_for
+from labcore.serving.engine.blocks import BlockPool, blocks_for
 from labcore.serving.engine.metrics import summary
 from labcore.serving.engine.plans import StepResult
 from labcore.serving.engine.requests import Request

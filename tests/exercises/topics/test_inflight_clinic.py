@@ -18,7 +18,7 @@ from labcore.exercises.topics.inflight.clinic import (
     observe,
 )
 from labcore.exercises.topics.inflight.engine import Engine, Job, alone, run
-from labcore.serving.cache.blocks import BlockPool
+from labcore.serving.engine.blocks import BlockPool
 from labcore.serving.engine.plans import StepResult
 from labcore.serving.engine.requests import Request
 from labcore.serving.engine.scheduler import Scheduler

@@ -1,8 +1,8 @@
 """An engine: requests in at any moment, in-flight batching, tokens out as they come.
 
 Each step the scheduler decides which chunks of prompts and which decodes run in which blocks; the
-engine reads the chunks in one forward and the decodes in another, draws the next tokens, and tells
-the scheduler what came of it.
+engine reads them all in one packed forward, draws the next tokens, and tells the scheduler what
+came of it.
 Sources: Yu et al., Orca, OSDI 2022 (scheduling by iterations); Kwon et al., 2023, arXiv 2309.06180
 (pages); Agrawal et al., 2023, arXiv 2308.16369 (chunks of prompts beside decodes).
 
@@ -15,7 +15,6 @@ import operator
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 from labcore.checks import one_of, positive_int
 from labcore.decoding.contract import Proposer, SamplingConfig
@@ -23,15 +22,13 @@ from labcore.decoding.requests import Plan
 from labcore.decoding.stops import TextDecoder
 from labcore.decoding.verify import LOSSLESS, VERIFIERS
 from labcore.models import Llama
-from labcore.serving.cache.blocks import BlockPool, blocks_for
-from labcore.serving.cache.paged import PagedCache
-from labcore.serving.cache.slots import SlotCache
+from labcore.serving.engine.blocks import BlockPool, blocks_for
+from labcore.serving.engine.cache import PagedCache
 from labcore.serving.engine.clock import Clock, MonotonicClock
-from labcore.serving.engine.forwards import Forwards
-from labcore.serving.engine.fused import MOST_WEIGHTS, can_be_fused
 from labcore.serving.engine.metrics import EngineCounters, RequestMetrics, Snapshot, StepRecord
 from labcore.serving.engine.outputs import Entry, Output, check_ends_after, check_sampling
 from labcore.serving.engine.requests import Request
+from labcore.serving.engine.runner import Runner
 from labcore.serving.engine.scheduler import QueueFull, Scheduler, StepPlan
 from labcore.serving.engine.speculation import Speculation
 from labcore.serving.engine.turn import Turn
@@ -53,10 +50,7 @@ class Engine:
     the lossless names. "sample_and_compare" draws one number a token, so that an output is that of
     the request alone whatever is drafted; "rejection" accepts more of a draft model's tokens, and
     its output has the same law.
-    graphs: decode steps as CUDA graphs; None is on a GPU. They run where nothing is drafted.
-    fused: the model's fused form, which is sooner on a CPU, in fp32, to its rounding the same; it
-    reads copies of the weights as they are now. None is where that can be, up to 2**28 weights.
-    cache: "paged", or "slots": one contiguous slot of max_length tokens a request, to compare.
+    graphs, fused: as in `Runner`.
     clock: seconds of arrivals and deadlines. eos_token_ids: None is the model's; () ends no
     output early. keep: how many records of steps and of requests are kept, the latest.
 
@@ -88,7 +82,6 @@ class Engine:
         graphs: bool | None = None,
         fused: bool | None = None,
         share_prefixes: bool = True,
-        cache: str = "paged",
         clock: Clock | None = None,
         eos_token_ids: Sequence[int] | None = None,
         keep: int = 10_000,
@@ -109,9 +102,6 @@ class Engine:
                 f"{max_length}; leave it out"
             )
         self.max_length = max_length
-        one_of("cache", cache, ("paged", "slots"))
-        if cache == "slots":
-            pages, page = positive_int("slots", slots), self.max_length
         self.pool = BlockPool(pages, page)
         self.scheduler = Scheduler(
             self.pool,
@@ -122,15 +112,18 @@ class Engine:
             max_waiting=max_waiting,
             max_length=self.max_length,
             victim=victim,
-            share_prefixes=share_prefixes and cache == "paged",
+            share_prefixes=share_prefixes,
         )
         self.speculation = Speculation(proposer, slots, self.max_length)
-        self.forwards = Forwards(
+        cache = PagedCache.of(
             model,
-            _cache_of(model, cache, pages=pages, page=page, slots=slots, length=self.max_length),
-            graphs=self._wants_graphs(graphs),
-            fused=self._wants_fused(fused, bool(graphs)),
+            num_blocks=pages,
+            block_size=page,
+            rows=slots,
+            max_blocks=blocks_for(self.max_length, page),
         )
+        hidden = self.speculation.reads_hidden
+        self.runner = Runner(model, cache, graphs=graphs, fused=fused, hidden=hidden)
         self.verifier = VERIFIERS[one_of("verifier", verifier, sorted(LOSSLESS))]
         ends = model.config.eos_token_ids if eos_token_ids is None else eos_token_ids
         self.ends = frozenset(int(token) for token in ends)
@@ -142,24 +135,6 @@ class Engine:
         self._ended: list[Entry] = []  # whose last output is among them
         self._whole: dict[str, Output] | None = None  # what drain collects
         self._named = 0
-
-    def _wants_graphs(self, asked: bool | None) -> bool:
-        possible = not self.speculation.reads_hidden
-        if asked and not possible:
-            raise ValueError(
-                "graphs must be False with a proposer of one's own, which may read hidden states, "
-                "got True; a replayed step gives logits alone"
-            )
-        return (self.model.norm.weight.is_cuda if asked is None else bool(asked)) and possible
-
-    def _wants_fused(self, asked: bool | None, graphs: bool) -> bool:
-        refused = "graphs replay the model itself" if graphs else can_be_fused(self.model)
-        if asked and refused:
-            raise ValueError(
-                f"fused must be False for this model, got True: {refused}; leave it out"
-            )
-        weights = sum(parameter.numel() for parameter in self.model.parameters())
-        return not refused and (weights <= MOST_WEIGHTS if asked is None else asked)
 
     @property
     def trace(self) -> list[StepRecord]:
@@ -283,7 +258,7 @@ class Engine:
         sizes = {id: one.size for id, one in drafts.items() if isinstance(one, Plan)}
         plan = self.scheduler.schedule(at, drafts=sizes)
         turn = Turn(
-            self.forwards,
+            self.runner,
             self.speculation,
             plan,
             entries=dict(self._entries),
@@ -337,7 +312,7 @@ class Engine:
             for id in list(self._entries):
                 self.cancel(id)
         finally:
-            self.forwards.close()
+            self.runner.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -392,11 +367,3 @@ class Engine:
         )
         self._records.append(record)
         self.counters.add_step(record)
-
-
-def _cache_of(model: Llama, kind: str, *, pages: int, page: int, slots: int, length: int) -> Any:
-    if kind == "slots":
-        return SlotCache.of(model, slots=slots, capacity=length)
-    return PagedCache.of(
-        model, pages=pages, page=page, rows=slots, max_pages=blocks_for(length, page)
-    )

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from labcore.serving.cache.blocks import blocks_for, chain_hashes
+from labcore.serving.engine.blocks import blocks_for, chain_hashes
 from labcore.serving.engine.requests import State
 
 if TYPE_CHECKING:

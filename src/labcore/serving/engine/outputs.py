@@ -123,7 +123,7 @@ class Entry:
 
     row: context, generator and stop texts, as decoding keeps them. state: the scheduler's.
     drafting: the generator of its drafts. place: its row at the proposer, None without one.
-    ends_after: tokens after which its output ends as by EOS.
+    ends_after: as in `labcore.decoding.requests.Request`.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ class Entry:
         request = state.request
         self.state = state
         self.tokenizer = None if tokenizer is None else Following(tokenizer)
+        self._ends_after = ends_after
         self.step_back()
         seed = (request.sampling.seed ^ _DRAFTING) & (2**64 - 1)
         self.drafting = torch.Generator().manual_seed(seed)
         self.place: int | None = None
-        self._ends_after = ends_after
         self._tokens = 0  # said so far
         self._characters = 0
 
@@ -150,16 +150,7 @@ class Entry:
         request = self.state.request
         self.row = Row(request.prompt, request.sampling, self.tokenizer)
         self.row.context = list(self.state.tokens)
-
-    def take(self, block: Sequence[int], ends: frozenset[int]) -> int:
-        """Add a block of tokens up to where the output ends; how many were added, at least 1."""
-        if self._ends_after is None:
-            return self.row.take(block, ends)
-        left = self._ends_after - self.row.emitted
-        taken = self.row.take(block[:left], ends)
-        if taken == left and self.row.finish in ("", "length"):
-            self.row.finish = "eos"
-        return taken
+        self.row.ends_after = self._ends_after
 
     def news(self) -> Output | None:
         """What is certain by now and was not said; None without news. For one that goes on."""

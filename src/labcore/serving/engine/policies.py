@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from labcore.checks import one_of
-from labcore.serving.cache.blocks import BlockPool, blocks_for
+from labcore.serving.engine.blocks import BlockPool, blocks_for
 from labcore.serving.engine.requests import State
 
 __all__ = ["POLICIES", "VICTIMS", "Policy", "choose_victim"]

@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Mapping
 
 from labcore.checks import one_of, positive_int
-from labcore.serving.cache.blocks import BlockPool, blocks_for, chain_hashes
+from labcore.serving.engine.blocks import BlockPool, blocks_for, chain_hashes
 from labcore.serving.engine.invariants import check_invariants
 from labcore.serving.engine.plans import Chunk, Decode, StepPlan, StepResult, check_results
 from labcore.serving.engine.policies import POLICIES, VICTIMS, Policy, choose_victim

@@ -11,15 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig
+from labcore.decoding.contract import Accepted, Proposer, SamplingConfig
 from labcore.decoding.ngram import NGram
 from labcore.decoding.requests import Plan
 from labcore.serving.engine.outputs import Entry
 
-__all__ = ["NO_DRAFT", "Speculation"]
-
-NO_DRAFT = Plan(Draft.chain([]), 0, 0)
-"""The plan of a row that drafts nothing."""
+__all__ = ["Speculation"]
 
 _NOTHING = Accepted((), -1)
 _RESTING = SamplingConfig()

@@ -1,9 +1,8 @@
 """The cost of an engine step: seconds from four coefficients, and their fit to a trace.
 
-A step runs a plan's prefill chunks as one forward and its decodes as another. Each forward has a
-fixed cost (weights read, kernels launched), each token adds work, and each row reads the keys and
-values of its context. Chunked prefill bases its budgets on the same split (Agrawal et al., 2024,
-Sarathi-Serve, arXiv 2403.02310).
+A step is one forward. It has a fixed cost (weights read, kernels launched), each token adds work,
+and each row reads the keys and values of its context. Chunked prefill bases its budgets on the same
+split (Agrawal et al., 2024, Sarathi-Serve, arXiv 2403.02310).
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ __all__ = ["CostFit", "CostModel", "StepWork", "fit_costs", "work"]
 class StepWork:
     """The amount of work in a step.
 
-    forwards: 0, 1 or 2: one for the chunks, one for the decodes. prefill: tokens of the chunks.
-    decode: tokens of the decodes, including drafted ones. context: cached tokens that the rows
-    read, summed over rows, including the step's own tokens. If rows are padded, each counts as
-    many tokens as the longest row of its forward.
+    forwards: 1, or 0 for a step that reads nothing. prefill: tokens of the chunks. decode: tokens
+    of the decodes, including drafted ones. context: cached tokens that the rows read, summed over
+    rows, including the step's own tokens.
     """
 
     forwards: int = 0
@@ -37,29 +35,22 @@ class StepWork:
     context: int = 0
 
 
-def work(
-    chunks: Sequence[Chunk], decodes: Sequence[Decode], *, idle: int = 0, padded: bool = False
-) -> StepWork:
+def work(chunks: Sequence[Chunk], decodes: Sequence[Decode], *, idle: int = 0) -> StepWork:
     """Return the work of a step with these chunks and decodes.
 
     idle: rows of ended requests beside the decodes; each counts as one token without context.
-    padded: each forward is a rectangle that has the width and the context of its longest row.
     """
-    total = _padded if padded else sum
-    read = [one.count for one in chunks]
-    said = [1 + one.drafted for one in decodes] + [1] * idle
-    reach = [one.start + one.count for one in chunks]
-    back = [one.start + 1 + one.drafted for one in decodes] + [1] * idle
+    prefill = sum(one.count for one in chunks)
+    decode = sum(1 + one.drafted for one in decodes) + idle
     return StepWork(
-        forwards=bool(chunks) + bool(decodes),
-        prefill=total(read),
-        decode=total(said),
-        context=total(reach) + total(back),
+        forwards=int(bool(prefill or decode)),
+        prefill=prefill,
+        decode=decode,
+        context=sum(one.start for one in chunks)
+        + sum(one.start for one in decodes)
+        + prefill
+        + decode,
     )
-
-
-def _padded(tokens: Sequence[int]) -> int:
-    return len(tokens) * max(tokens, default=0)
 
 
 _COEFFICIENTS = ("base", "per_prefill_token", "per_decode_row", "per_context_token")
@@ -69,11 +60,9 @@ _COEFFICIENTS = ("base", "per_prefill_token", "per_decode_row", "per_context_tok
 class CostModel:
     """Seconds per step, linear in its `StepWork`.
 
-    base: seconds per forward, however small; a step with chunks and decodes has two.
-    per_prefill_token: seconds per prompt token. per_decode_row: seconds per token of a decode,
-    including drafted ones. per_context_token: seconds per cached token that a row reads. padded:
-    whether each row costs as much as the longest row of its forward, because a forward is one
-    rectangle of tokens.
+    base: seconds per forward, however small. per_prefill_token: seconds per prompt token.
+    per_decode_row: seconds per token of a decode, including drafted ones. per_context_token:
+    seconds per cached token that a row reads.
     Raises ValueError if a time is negative, or if all are 0: time would not advance.
     """
 
@@ -81,7 +70,6 @@ class CostModel:
     per_prefill_token: float = 0.0
     per_decode_row: float = 0.0
     per_context_token: float = 0.0
-    padded: bool = False
 
     def __post_init__(self) -> None:
         for name in _COEFFICIENTS:
@@ -100,7 +88,7 @@ class CostModel:
 
     def seconds(self, plan: StepPlan) -> float:
         """Return the seconds that a plan takes; 0 if it reads nothing."""
-        return self.of(work(plan.chunks, plan.decodes, idle=plan.rests, padded=self.padded))
+        return self.of(work(plan.chunks, plan.decodes, idle=plan.rests))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +103,27 @@ class CostFit:
     works: tuple[StepWork, ...]
     seconds: tuple[float, ...]
     residuals: tuple[float, ...]
+
+    @property
+    def problem(self) -> str:
+        """Why the costs must not be used or published, or "".
+
+        A forward, a prompt token or a decoded token that costs nothing means that the steps don't
+        tell the costs apart.
+        """
+        seen = {
+            "a forward": (1, self.cost.base),
+            "a prompt token": (max(one.prefill for one in self.works), self.cost.per_prefill_token),
+            "a decoded token": (max(one.decode for one in self.works), self.cost.per_decode_row),
+        }
+        free = [name for name, (count, cost) in seen.items() if count and not cost]
+        if not free:
+            return ""
+        return (
+            f"each of a step's parts must cost time, but the fit gives 0 for {' and '.join(free)}: "
+            "the steps are too alike to tell their costs apart; fit to a run with more varied "
+            "requests"
+        )
 
     @property
     def typical(self) -> float:
@@ -135,13 +144,10 @@ class CostFit:
 _ROUNDS = 20
 
 
-def fit_costs(
-    records: Sequence[StepRecord], *, skip: int = 0, padded: bool | None = False
-) -> CostFit:
+def fit_costs(records: Sequence[StepRecord], *, skip: int = 0) -> CostFit:
     """Fit the four non-negative coefficients to an engine's steps by relative least squares.
 
-    skip: number of warmup steps to omit. padded: as in `CostModel`; None tries both and keeps the
-    one with the smaller mean squared residual.
+    skip: number of warmup steps to omit.
 
     Errors are relative to the fitted time, which is updated over several rounds. If they were
     relative to the measured time, a slow step would count less than a fast one, and the total would
@@ -156,16 +162,11 @@ def fit_costs(
             f"fit needs at least four steps with work, one per coefficient, got {len(used)}; "
             "run more requests"
         )
-    ways = (False, True) if padded is None else (padded,)
-    return min((_fit(used, way) for way in ways), key=lambda one: math.hypot(*one.residuals))
-
-
-def _fit(records: Sequence[StepRecord], padded: bool) -> CostFit:
     from scipy.optimize import nnls  # here, because it would double labcore.serving's import time
 
-    works = [work(one.chunks, one.decodes, idle=one.idle, padded=padded) for one in records]
+    works = [work(one.chunks, one.decodes, idle=one.idle) for one in used]
     features = numpy.array([astuple(done) for done in works], dtype=numpy.float64)
-    seconds = numpy.array([float(positive("seconds", one.seconds)) for one in records])
+    seconds = numpy.array([float(positive("seconds", one.seconds)) for one in used])
     scale = numpy.maximum(features.max(axis=0), 1.0)  # so that no column dwarfs another
     weights = seconds
     for _ in range(_ROUNDS):
@@ -173,7 +174,7 @@ def _fit(records: Sequence[StepRecord], padded: bool) -> CostFit:
         # An intermediate fit may be 0 for a step, and no error is relative to 0.
         weights = numpy.maximum(features / scale @ solved, 1e-6 * seconds)
     found = (float(value) for value in solved / scale)
-    cost = CostModel(**dict(zip(_COEFFICIENTS, found, strict=True)), padded=padded)
+    cost = CostModel(**dict(zip(_COEFFICIENTS, found, strict=True)))
     times = [cost.of(done) for done in works]
     return CostFit(
         cost=cost,

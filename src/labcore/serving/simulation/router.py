@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from labcore.checks import one_of, positive_int
-from labcore.serving.cache.blocks import chain_hashes
+from labcore.serving.engine.blocks import chain_hashes
 from labcore.serving.engine.metrics import RequestMetrics, summary
 from labcore.serving.engine.requests import Request
 from labcore.serving.engine.scheduler import Scheduler

@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 
 from labcore.checks import one_of, positive, positive_int
-from labcore.serving.cache.blocks import BlockPool, blocks_for
+from labcore.serving.engine.blocks import BlockPool, blocks_for
 from labcore.serving.engine.metrics import RequestMetrics, summary
 from labcore.serving.engine.policies import POLICIES
 from labcore.serving.engine.scheduler import Scheduler
@@ -391,7 +391,7 @@ def short_trace(
     prompts = lognormal(50, n, 0, sigma=0.6, least=8, most=120)
     outputs = lognormal(14, n, 1, sigma=0.6, least=4, most=40)
     pool = _SLOTS * blocks_for(120 + 40, _PAGE)
-    speed = 1 / cost.of(StepWork(forwards=3, prefill=50, decode=10))
+    speed = 1 / cost.of(StepWork(forwards=2, prefill=50, decode=10))
     work = Workload(bursts(speed, n, 4, size=3), prompts, outputs, max_tokens=40)
     run = simulate(work, lambda: _scheduler(policy, pool, _SLOTS, budget), cost)
     return step_parts(run.steps, budget, most=most)

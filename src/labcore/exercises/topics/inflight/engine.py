@@ -12,7 +12,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from labcore.serving.cache.blocks import BlockPool, blocks_for, chain_hashes
+from labcore.serving.engine.blocks import BlockPool, blocks_for, chain_hashes
 
 __all__ = ["POLICIES", "Engine", "Job", "Server", "Step", "alone", "run"]
 
