@@ -195,7 +195,7 @@ def test_dark_mode_reaches_the_page_and_its_figures(watch: Any, bases: Any, chap
     page.wait_for_function(
         f"light => ({look})().every((color, at) => color !== light[at])", arg=light
     )
-    for _ in range(20):  # a busy browser stores the choice a moment later
+    for _ in range(120):  # a busy browser stores the choice much later
         page.reload()
         if page.evaluate("() => document.documentElement.dataset.theme") == "dark":
             break
