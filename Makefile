@@ -10,7 +10,7 @@ BIN := .venv/bin
 FOUND := $(firstword $(foreach name,$(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14),$(shell command -v $(name) 2>/dev/null)))
 SETUP = $(or $(FOUND),$(error Python 3.11, 3.12, 3.13 or 3.14 is needed and $(or $(PYTHON),python3) was not found: on Debian run "apt install python3-venv" as root)) scripts/setup.py
 
-.PHONY: help course test check book jupyter labs grade slides pdf zip claims bench soak server test-installed lock matrix clean setup
+.PHONY: help course test check coverage book jupyter labs grade slides pdf zip claims bench soak server test-installed lock matrix clean setup
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1: /p' Makefile
@@ -30,6 +30,10 @@ test: setup  ## every gate: style, types, imports, tests, chapters, book, browse
 
 check: setup  ## the quick gates: style, types, imports, unit tests
 	@$(BIN)/python scripts/gates.py quick
+
+coverage: setup  ## which of the package's lines the quick tests don't run; some 20 minutes
+	@$(BIN)/python -m pytest -q -p no:cacheprovider -m "not long" --numprocesses=auto --dist=loadfile \
+		--cov=labcore --cov-report=term-missing:skip-covered
 
 book: setup  ## the book in _build/html, as strictly as the tests build it
 	@LABCORE_STRICT_CLAIMS=1 $(BIN)/jupyter-book build . -W -n --keep-going

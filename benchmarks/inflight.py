@@ -35,7 +35,7 @@ from labcore.models import Llama, save_pretrained
 from labcore.models.shipped import pretrained, prompts, shipped_tokenizer
 from labcore.serving.engine.blocks import BlockPool
 from labcore.serving.engine.engine import Engine
-from labcore.serving.engine.requests import Request
+from labcore.serving.engine.request import Request
 from labcore.serving.engine.scheduler import Scheduler
 from labcore.serving.remote.client import EngineClient
 from labcore.serving.simulation.costs import CostModel, fit_costs
@@ -150,9 +150,10 @@ def workload(sizes: Sizes, n: int, seed: int, arrivals: Sequence[float] | None =
 def engine(sizes: Sizes, policy: str = OURS, **changed: Any) -> Engine:
     """Return an engine without prefix sharing: no request may profit from an earlier round."""
     options = {
-        "pages": sizes.pages, "page": sizes.page, "slots": sizes.slots, "budget": sizes.budget,
+        "num_blocks": sizes.pages, "block_size": sizes.page, "max_num_seqs": sizes.slots,
+        "max_num_batched_tokens": sizes.budget,
         "policy": policy, "max_length": sizes.longest + sizes.most, "eos_token_ids": (),
-        "share_prefixes": False,
+        "enable_prefix_caching": False,
     }  # fmt: skip
     return Engine(target(), **{**options, **changed})
 
@@ -560,9 +561,11 @@ def scheduler_of(one: Engine) -> Callable[[], Scheduler]:
 
     def make() -> Scheduler:
         return Scheduler(
-            BlockPool(one.pool.count, one.pool.page), policy=one.scheduler.policy,
-            slots=one.scheduler.slots, budget=one.scheduler.budget, chunk=one.scheduler.chunk,
-            max_length=one.max_length, share_prefixes=one.scheduler.share_prefixes,
+            BlockPool(one.pool.num_blocks, one.pool.block_size), policy=one.scheduler.policy_name,
+            max_num_seqs=one.scheduler.max_num_seqs,
+            max_num_batched_tokens=one.scheduler.max_num_batched_tokens,
+            chunk=one.scheduler.chunk, max_length=one.max_length,
+            enable_prefix_caching=one.scheduler.enable_prefix_caching,
         )  # fmt: skip
 
     return make
@@ -688,7 +691,7 @@ def pressure(sizes: Sizes = FULL) -> list[Measurement]:
         for turn, seed in enumerate((sizes.pressed_seeds[0], *sizes.pressed_seeds)):
             given, pages = pressed(kind, seed, sizes)
             for policy in shuffled(runs, "pressure", kind, turn):
-                one = engines.setdefault(policy, engine(sizes, policy, pages=pages))
+                one = engines.setdefault(policy, engine(sizes, policy, num_blocks=pages))
                 run = replay(one, given)
                 if turn:
                     runs[policy].append(run)
@@ -764,7 +767,7 @@ def chunks(sizes: Sizes = FULL) -> list[Measurement]:
             size = int(name)
             budget = max(size + sizes.decoding, sizes.budget)
             longest = target().config.max_position_embeddings
-            one = engine(sizes, chunk=size, budget=budget, max_length=longest)
+            one = engine(sizes, chunk=size, max_num_batched_tokens=budget, max_length=longest)
             told = interrupted(one, turn, sizes)
             if turn >= 0:
                 found[size].append(told)
@@ -802,7 +805,11 @@ def speculation(sizes: Sizes = FULL) -> list[Measurement]:
     for kind, rows in itertools.product(sizes.kinds, DRAFTED_ROWS):
         given = code(kind, sizes)
         longest = max(len(one.prompt) for one in given) + sizes.draft_tokens
-        options: dict[str, Any] = {"slots": rows, "max_length": longest, "pages": 4 * sizes.pages}
+        options: dict[str, Any] = {
+            "max_num_seqs": rows,
+            "max_length": longest,
+            "num_blocks": 4 * sizes.pages,
+        }
         ways = {name: engine(sizes, proposer=name, **options) for name in ("ngram", None)}
         speeds: dict[str | None, list[float]] = {name: [] for name in ways}
         shares: dict[str | None, Replay] = {}
@@ -832,8 +839,8 @@ def speculation(sizes: Sizes = FULL) -> list[Measurement]:
 def prefixes(sizes: Sizes = FULL) -> list[Measurement]:
     """A common system prompt: read once for all requests, or once per request."""
     runs: dict[bool, list[Replay]] = {True: [], False: []}
-    options: dict[str, Any] = {"pages": 2 * sizes.pages, "max_length": None}
-    engines = {share: engine(sizes, share_prefixes=share, **options) for share in runs}
+    options: dict[str, Any] = {"num_blocks": 2 * sizes.pages, "max_length": None}
+    engines = {share: engine(sizes, enable_prefix_caching=share, **options) for share in runs}
     for turn, seed in enumerate((sizes.shared_seeds[0], *sizes.shared_seeds)):
         dice = random.Random(f"prefixes {seed}")
         given = Workload(
@@ -876,7 +883,7 @@ def equal_ways(few_pages: int) -> dict[str, dict[str, Any]]:
     return {
         OURS: {},
         STATIC: {"policy": STATIC},
-        f"{GREEDY}, {few_pages} blocks": {"policy": GREEDY, "pages": few_pages},
+        f"{GREEDY}, {few_pages} blocks": {"policy": GREEDY, "num_blocks": few_pages},
         "n-gram": {"proposer": "ngram"},
     }
 
@@ -991,7 +998,7 @@ def server(sizes: Sizes = FULL) -> list[Measurement]:
     """
     starts: list[float] = []
     killed: dict[str, list[float]] = {"engine": [], "stub": []}
-    options = ["--threads", "1", "--slots", str(max(sizes.streams))]
+    options = ["--threads", "1", "--max-num-seqs", str(max(sizes.streams))]
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(sizes.starts):
             one = TritonServer(
@@ -1070,7 +1077,10 @@ def routed_workload(sizes: Sizes, seed: int, arrivals: tuple[float, ...]) -> Wor
 def replica(sizes: Sizes) -> Scheduler:
     """Return the scheduler of a simulated replica."""
     return Scheduler(
-        BlockPool(sizes.pages, sizes.page), policy=OURS, slots=sizes.slots, budget=sizes.budget
+        BlockPool(sizes.pages, sizes.page),
+        policy=OURS,
+        max_num_seqs=sizes.slots,
+        max_num_batched_tokens=sizes.budget,
     )
 
 

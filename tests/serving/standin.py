@@ -62,12 +62,13 @@ class Running:
 
 
 class StandIn:
-    """blocks: of the pool. slots: requests that run at once. waiting: that may wait beside them."""
+    """blocks: of the pool. max_num_seqs: most requests at once. waiting: most beside them."""
 
     def __init__(
-        self, *, blocks: int = 64, slots: int = 8, waiting: int = 64, delay: float = 0.0
+        self, *, blocks: int = 64, max_num_seqs: int = 8, waiting: int = 64, delay: float = 0.0
     ) -> None:
-        self.blocks, self.slots, self.most_waiting, self.delay = blocks, slots, waiting, delay
+        self.blocks, self.max_num_seqs = blocks, max_num_seqs
+        self.most_waiting, self.delay = waiting, delay
         self.free = blocks
         self.lock = threading.Condition()
         self.waiting: list[Running] = []
@@ -119,7 +120,7 @@ class StandIn:
                     if one.cancelled.is_set():
                         self.waiting.remove(one)
                         one.queue.put(Said(finish="cancelled"))
-                    elif len(self.running) < self.slots and self.free >= 4:
+                    elif len(self.running) < self.max_num_seqs and self.free >= 4:
                         self.waiting.remove(one)
                         self.running.append(one)
                         one.blocks, self.free = 4, self.free - 4

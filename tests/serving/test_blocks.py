@@ -6,25 +6,25 @@ from collections import Counter
 import pytest
 
 from labcore.serving.engine.blocks import BlockPool, NoBlocks, blocks_for, chain_hashes
+from tests.serving.invariants import check_pool
 
 
-@pytest.mark.parametrize("page", [1, 3, 16])
-def test_a_digest_names_the_whole_prefix(page: int, seed: int) -> None:
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_a_digest_names_the_whole_prefix(block_size: int, seed: int) -> None:
     rng = random.Random(seed)
-    tokens = [rng.randrange(2**31) for _ in range(5 * page + rng.randrange(page))]
-    whole = chain_hashes(tokens, page)
-    assert len(whole) == len(tokens) // page == 5 and len(set(whole)) == 5
+    tokens = [rng.randrange(2**31) for _ in range(5 * block_size + rng.randrange(block_size))]
+    whole = chain_hashes(tokens, block_size)
+    assert len(whole) == len(tokens) // block_size == 5 and len(set(whole)) == 5
     for place in range(len(tokens)):
         other = [*tokens[:place], tokens[place] + 1, *tokens[place + 1 :]]
-        digests = chain_hashes(other, page)
+        digests = chain_hashes(other, block_size)
         same = [a == b for a, b in zip(whole, digests, strict=True)]
-        assert same == [block < place // page for block in range(5)]
+        assert same == [block < place // block_size for block in range(5)]
     for known in range(6):
-        assert chain_hashes(tokens, page, known=whole[:known]) == whole
-        assert chain_hashes(tokens[: known * page], page) == whole[:known]
-    assert not set(whole) & set(chain_hashes(tokens, page, b"another model"))
+        assert chain_hashes(tokens, block_size, known=whole[:known]) == whole
+        assert chain_hashes(tokens[: known * block_size], block_size) == whole[:known]
     # What is known beyond the tokens is no digest of theirs.
-    assert chain_hashes(tokens[:page], page, known=whole) == whole[:1]
+    assert chain_hashes(tokens[:block_size], block_size, known=whole) == whole[:1]
 
 
 def test_equal_blocks_behind_unequal_ones_differ() -> None:
@@ -47,9 +47,9 @@ def test_random_calls_keep_every_invariant(seed: int) -> None:
             held = Counter(block for blocks in holders for block in blocks)
             move = rng.random()
             if move < 0.35:
-                n = rng.randrange(pool.count + 2)
+                n = rng.randrange(pool.num_blocks + 2)
                 available = pool.available
-                assert available == pool.count - len(held)
+                assert available == pool.num_blocks - len(held)
                 if n > available:
                     before = (pool.free, pool.held, pool.cached)
                     with pytest.raises(NoBlocks, match=f"^{n} blocks were requested"):
@@ -73,20 +73,20 @@ def test_random_calls_keep_every_invariant(seed: int) -> None:
                 assert pool.peek([digest, b"never known"]) == found
                 pool.share(found)
                 holders.append(found)
-            pool.check()
+            check_pool(pool)
             held = Counter(block for blocks in holders for block in blocks)
-            assert [pool.references(b) for b in range(pool.count)] == [
-                held[block] for block in range(pool.count)
+            assert [pool.references(b) for b in range(pool.num_blocks)] == [
+                held[block] for block in range(pool.num_blocks)
             ]
             assert pool.held == len(held)
         for blocks in holders:
             pool.release(blocks)
-        pool.check()
-        assert pool.held == 0 and pool.free + pool.cached == pool.count
+        check_pool(pool)
+        assert pool.held == 0 and pool.free + pool.cached == pool.num_blocks
         cached = pool.cached
         assert pool.clear() == cached
-        pool.check()
-        assert pool.free == pool.count
+        check_pool(pool)
+        assert pool.free == pool.num_blocks
         assert not any(pool.peek([str(name + 1).encode()]) for name in range(names))
 
 
@@ -106,7 +106,7 @@ def test_free_blocks_go_first_then_stale_prefixes_from_their_end() -> None:
     gone = []
     for _ in range(5):
         pool.allocate(1)
-        pool.check()
+        check_pool(pool)
         left = {n for n in ("old0", "old1", "old2", "new0", "new1") if pool.peek([n.encode()])}
         gone.append(({"old0", "old1", "old2", "new0", "new1"} - left - set(gone)).pop())
     assert gone == ["old2", "old1", "new1", "new0", "old0"] and pool.evicted == 5
@@ -127,7 +127,7 @@ def test_the_first_of_two_equal_blocks_is_the_known_one() -> None:
     assert pool.register(first, b"same") and pool.register(first, b"same")
     assert not pool.register(second, b"same") and pool.digest(second) is None
     pool.release([first, second])
-    pool.check()
+    check_pool(pool)
     assert (pool.free, pool.cached) == (2, 1) and pool.peek([b"same"]) == [first]
 
 
@@ -142,8 +142,8 @@ def test_the_first_of_two_equal_blocks_is_the_known_one() -> None:
         (lambda p: p.references(3), "between 0 and 2, got 3"),
         (lambda p: p.release([-1]), "between 0 and 2, got -1"),
         (lambda p: p.allocate(-1), "n must be at least 0"),
-        (lambda p: BlockPool(0, 4), "count must be at least 1"),
-        (lambda p: BlockPool(4, 0), "page must be at least 1"),
+        (lambda p: BlockPool(0, 4), "num_blocks must be at least 1"),
+        (lambda p: BlockPool(4, 0), "block_size must be at least 1"),
     ],
 )
 def test_a_mistake_is_told_and_changes_nothing(call, said: str) -> None:
@@ -151,7 +151,7 @@ def test_a_mistake_is_told_and_changes_nothing(call, said: str) -> None:
     pool.register(pool.allocate(1)[0], b"digest")
     with pytest.raises(ValueError, match=said):
         call(pool)
-    pool.check()
+    check_pool(pool)
     assert (pool.free, pool.held, pool.cached, pool.references(0)) == (2, 1, 0, 1)
 
 
@@ -208,10 +208,10 @@ def test_each_broken_invariant_is_named(harm, said: str) -> None:
     pool.register(blocks[0], b"a")
     pool.register(blocks[1], b"b")
     pool.release(blocks[1:])
-    pool.check()
+    check_pool(pool)
     harm(pool)
     with pytest.raises(RuntimeError, match=said):
-        pool.check()
+        check_pool(pool)
 
 
 def test_forgotten_blocks_are_found_by_nobody(seed: int) -> None:
@@ -228,4 +228,4 @@ def test_forgotten_blocks_are_found_by_nobody(seed: int) -> None:
     assert pool.peek(digests) == held[:2]
     pool.release(held)
     assert (pool.free, pool.cached, pool.held) == (7, 1, 1)
-    pool.check()
+    check_pool(pool)

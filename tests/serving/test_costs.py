@@ -33,7 +33,11 @@ def steps(cost: CostModel, seed: int, n: int = 60) -> list[StepRecord]:
         seed=seed,
     )
     pool = BlockPool(200, 8)
-    return list(simulate(requests, lambda: Scheduler(pool, slots=6, budget=64), cost).steps)
+    return list(
+        simulate(
+            requests, lambda: Scheduler(pool, max_num_seqs=6, max_num_batched_tokens=64), cost
+        ).steps
+    )
 
 
 def test_seconds_are_those_of_the_parts(seed: int) -> None:

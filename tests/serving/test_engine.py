@@ -14,6 +14,7 @@ from labcore.parallel import parallelize
 from labcore.serving.engine.clock import ManualClock
 from labcore.serving.engine.engine import Engine
 from labcore.serving.engine.scheduler import QueueFull
+from tests.serving.invariants import check
 from tests.serving.tiny import (
     BYTES,
     TINY_POOL,
@@ -29,16 +30,16 @@ from tests.serving.tiny import (
 @pytest.mark.parametrize(
     "options",
     [
-        {"policy": "max_utilization", "victim": "lowest_priority"},
-        {"policy": "max_utilization", "victim": "fewest_computed", "proposer": "ngram"},
-        {"policy": "max_utilization", "share_prefixes": False},
+        {"policy": "max_utilization"},
+        {"policy": "max_utilization", "proposer": "ngram"},
+        {"policy": "max_utilization", "enable_prefix_caching": False},
         {"graphs": True},
         {"policy": "static"},
         {"graphs": True, "proposer": "ngram", "policy": "max_utilization"},
         {"graphs": True, "policy": "static"},
-        {"page": 1, "pages": 120},
-        {"page": 3, "pages": 40, "slots": 1, "budget": 1},
-        {"budget": 6, "chunk": 1},
+        {"block_size": 1, "num_blocks": 120},
+        {"block_size": 3, "num_blocks": 40, "max_num_seqs": 1, "max_num_batched_tokens": 1},
+        {"max_num_batched_tokens": 6, "chunk": 1},
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
 )
@@ -126,7 +127,7 @@ def test_a_shared_beginning_is_read_once(seed: int) -> None:
     chance = random.Random(seed)
     prompt = [chance.randrange(256) for _ in range(48)]
     sampling = SamplingConfig(max_tokens=5)
-    engine = Engine(model, page=8, pages=30, budget=64)
+    engine = Engine(model, block_size=8, num_blocks=30, max_num_batched_tokens=64)
     first, second = (
         engine.drain()[name] for name in (engine.submit(prompt, sampling) for _ in range(2))
     )
@@ -142,13 +143,13 @@ def test_a_shared_beginning_is_read_once(seed: int) -> None:
 def test_deadlines_end_requests_with_what_they_have(seed: int) -> None:
     model, clock = tiny(seed, eos_token_ids=()), ManualClock()
     asked = [([5 + n, 9, 12], SamplingConfig(max_tokens=30)) for n in range(4)]
-    engine = Engine(model, BYTES, clock=clock, **{**TINY_POOL, "pages": 20})
+    engine = Engine(model, BYTES, clock=clock, **{**TINY_POOL, "num_blocks": 20})
     names = [engine.submit(*one, deadline=10.0 * n + 5) for n, one in enumerate(asked)]
     late = engine.submit([1], SamplingConfig(max_tokens=2), deadline=0.0)
     heard = Heard()
     while not engine.idle:
         heard.add(engine.step())
-        engine.scheduler.check()
+        check(engine.scheduler)
         clock.advance(1.0)
     assert (heard.tokens[late], heard.finish[late]) == ([], "deadline")
     counts = [len(heard.tokens[name]) for name in names]
@@ -194,7 +195,7 @@ def test_the_trace_adds_up(seed: int) -> None:
 
 def test_a_static_batch_computes_the_rows_that_have_ended(seed: int) -> None:
     model = tiny(seed, eos_token_ids=())
-    engine = Engine(model, policy="static", slots=3, pages=40)
+    engine = Engine(model, policy="static", max_num_seqs=3, num_blocks=40)
     widths = []
     whole = engine.runner.run
 
@@ -223,7 +224,7 @@ def test_a_static_batch_computes_the_rows_that_have_ended(seed: int) -> None:
 
 def test_refused_at_the_door(seed: int) -> None:
     model = tiny(seed, max_position_embeddings=50)
-    engine = Engine(model, pages=20, page=8, max_waiting=3, slots=2)
+    engine = Engine(model, num_blocks=20, block_size=8, max_waiting=3, max_num_seqs=2)
     with_text = Engine(model, BYTES)
     bad = [
         (TypeError, "no tokenizer that encodes", ("text",)),
@@ -274,7 +275,7 @@ def test_refused_at_the_door(seed: int) -> None:
         ({"proposer": 3}, "proposer must have propose"),
         ({"verifier": "typical"}, "verifier must be one of"),
         ({"policy": "none"}, "policy must be one of"),
-        ({"slots": 0}, "slots must be at least 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
         ({"keep": 0}, "keep must be at least 1"),
         ({"max_length": -1}, "max_length must be at least 1"),
         ({"max_length": 10**6}, "max_length must be at most the model's max_position_embeddings"),

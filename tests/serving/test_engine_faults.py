@@ -10,9 +10,16 @@ import torch
 from labcore.decoding import Draft, NGram, SamplingConfig
 from labcore.serving.engine.clock import ManualClock
 from labcore.serving.engine.engine import Engine
+from tests.serving.invariants import check
 from tests.serving.tiny import BYTES, Heard, alone, mixed, nothing_left, run, tiny
 
-OPTIONS = {"pages": 40, "page": 8, "slots": 5, "budget": 40, "max_length": 96}
+OPTIONS = {
+    "num_blocks": 40,
+    "block_size": 8,
+    "max_num_seqs": 5,
+    "max_num_batched_tokens": 40,
+    "max_length": 96,
+}
 
 
 def counted_as_heard(engine: Engine, heard: Heard) -> None:
@@ -68,7 +75,7 @@ def test_a_forward_that_fails(seed: int, policy: str) -> None:
     heard, seen = Heard(), 0
     while not engine.idle:
         heard.add(engine.step())
-        engine.scheduler.check()
+        check(engine.scheduler)
         failed = fails.rows
         if len(failed) > seen:
             theirs, pool = {block for row in failed[seen:] for block in row.blocks}, engine.pool
@@ -97,7 +104,7 @@ def test_an_interrupt_ends_the_step_and_not_the_engine(seed: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         while True:
             heard.add(engine.step())
-    engine.scheduler.check()
+    check(engine.scheduler)
     run(engine, heard)
     failed = {name for name in names if heard.finish[name] == "error"}
     assert failed and all("interrupted" in heard.reason[name] for name in failed)
@@ -268,7 +275,7 @@ def test_what_stumbles_before_the_forwards_leaves_no_step_open(seed: int, why: s
         proposer="ngram",
         clock=clock,
         policy="max_utilization",
-        **{**OPTIONS, "pages": 6},
+        **{**OPTIONS, "num_blocks": 6},
     )
     names = [engine.submit([n] * 9, SamplingConfig(max_tokens=22)) for n in range(3)]
     if why:
@@ -290,7 +297,7 @@ def test_what_stumbles_before_the_forwards_leaves_no_step_open(seed: int, why: s
         except RuntimeError as problem:
             assert str(problem) == "planted"
         clock.advance(0.25)
-        engine.scheduler.check()
+        check(engine.scheduler)
     assert heard.finish.keys() == set(names) and heard.finish[fails[0]] == (why or "length")
     assert set(heard.finish.values()) - {"length", "deadline"} == {"error"}
     counted_as_heard(engine, heard)
@@ -340,7 +347,9 @@ def test_a_proposer_that_cannot_take_a_commit(seed: int) -> None:
 
 def test_what_failed_once_is_found_by_nobody(seed: int) -> None:
     """A chunk that is not the last writes NaN, and its pages were shared before it showed."""
-    engine = Engine(tiny(seed, eos_token_ids=()), BYTES, **{**OPTIONS, "budget": 16})
+    engine = Engine(
+        tiny(seed, eos_token_ids=()), BYTES, **{**OPTIONS, "max_num_batched_tokens": 16}
+    )
     common = list(range(40))
     asked = [([*common, 100 + n], SamplingConfig(max_tokens=3)) for n in range(3)]
     read, planted = engine.runner.run, []

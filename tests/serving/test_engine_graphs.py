@@ -10,6 +10,7 @@ import torch
 from labcore.decoding import SamplingConfig
 from labcore.serving.engine.clock import ManualClock
 from labcore.serving.engine.engine import Engine
+from tests.serving.invariants import check
 from tests.serving.tiny import BYTES, TINY_POOL, Heard, alone, mixed, nothing_left, run, tiny
 
 
@@ -35,7 +36,7 @@ class Replays:
 def test_rows_that_have_ended_rest_in_a_static_batch(seed: int) -> None:
     model = tiny(seed, eos_token_ids=())
     asked = [([most, 1, 2], SamplingConfig(max_tokens=most)) for most in (2, 4, 7, 3)]
-    with Engine(model, policy="static", slots=3, pages=40, graphs=True) as engine:
+    with Engine(model, policy="static", max_num_seqs=3, num_blocks=40, graphs=True) as engine:
         replays = Replays(engine)
         names = [engine.submit(*one) for one in asked]
         heard = run(engine)
@@ -68,7 +69,7 @@ def test_steps_that_drafted_nothing_are_replayed(seed: int, proposer: str | None
 
 def test_a_static_batch_tells_each_client_its_own_end(seed: int) -> None:
     model, clock = tiny(seed, eos_token_ids=()), ManualClock()
-    engine = Engine(model, policy="static", slots=3, pages=40, clock=clock)
+    engine = Engine(model, policy="static", max_num_seqs=3, num_blocks=40, clock=clock)
     names = [engine.submit([3, n], SamplingConfig(max_tokens=n)) for n in (2, 5, 9)]
     heard, ended = Heard(), {}
     while not engine.idle:
@@ -90,7 +91,11 @@ def test_cancelled_at_any_time(seed: int, policy: str, proposer: str | None) -> 
     model, chance = tiny(seed, eos_token_ids=()), random.Random(seed)
     asked = mixed(chance, 20, most=30)
     engine = Engine(
-        model, BYTES, policy=policy, proposer=proposer, **{**TINY_POOL, "chunk": 5, "budget": 12}
+        model,
+        BYTES,
+        policy=policy,
+        proposer=proposer,
+        **{**TINY_POOL, "chunk": 5, "max_num_batched_tokens": 12},
     )
     names = [engine.submit(*one) for one in asked]
     heard, seen = Heard(), set()
@@ -101,11 +106,11 @@ def test_cancelled_at_any_time(seed: int, policy: str, proposer: str | None) -> 
                 seen.add(where)
                 held = engine.pool.held
                 assert engine.cancel(state.id) and not engine.cancel(state.id)
-                engine.scheduler.check()
+                check(engine.scheduler)
                 assert engine.pool.held <= held
                 break
         heard.add(engine.step())
-        engine.scheduler.check()
+        check(engine.scheduler)
     assert {("waiting", False, False, True), ("running", True, False, True)} & seen
     gone = [name for name in names if heard.finish[name] == "cancelled"]
     assert len(gone) == len(seen) >= 3
@@ -113,5 +118,5 @@ def test_cancelled_at_any_time(seed: int, policy: str, proposer: str | None) -> 
         said = heard.tokens[name]
         assert said == reference.tokens[0][: len(said)]
         assert name in gone or said == reference.tokens[0]
-    assert torch.isfinite(engine.runner.cache.keys[0][: engine.pool.count]).all()
+    assert torch.isfinite(engine.runner.cache.keys[0][: engine.pool.num_blocks]).all()
     nothing_left(engine)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from labcore.serving.engine.policies import POLICIES
-from labcore.serving.engine.scheduler import StepPlan
+from labcore.serving.engine.scheduler import POLICIES, StepPlan
 from tests.serving.toy import request, server
 
 
@@ -14,18 +13,18 @@ def reads(plan: StepPlan) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("page", [1, 16, 37])
-def test_the_trace_of_vllm(policy: str, page: int) -> None:
+@pytest.mark.parametrize("block_size", [1, 16, 37])
+def test_the_trace_of_vllm(policy: str, block_size: int) -> None:
     """Three prompts of 800 tokens, a budget of 1024, chunks of 400.
 
     Source: `test_schedule_concurrent_partial_requests` of vLLM's tests of its v1 scheduler.
     """
     one = server(
         7,
-        count=-(-2600 // page),
-        page=page,
+        num_blocks=-(-2600 // block_size),
+        block_size=block_size,
         policy=policy,
-        budget=1024,
+        max_num_batched_tokens=1024,
         chunk=400,
         toy={"ends": False},
     )
@@ -117,12 +116,12 @@ FULL = [
 def test_a_small_trace_of_each_policy(pool, outputs, policy, trace) -> None:
     one = server(
         3,
-        count=pool,
-        page=2,
+        num_blocks=pool,
+        block_size=2,
         policy=policy,
-        slots=2,
-        budget=8,
-        share_prefixes=False,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        enable_prefix_caching=False,
         toy={"ends": False},
     )
     for id, prompt, output in zip("abc", (3, 2, 1), outputs, strict=True):
@@ -134,7 +133,9 @@ def test_a_small_trace_of_each_policy(pool, outputs, policy, trace) -> None:
 
 def test_drafted_tokens_take_what_is_left() -> None:
     """A budget of 6: a and b decode, c reads its prompt, the drafts take the rest in turn."""
-    one = server(5, budget=6, slots=3, page=2, toy={"ends": False, "luck": 0.0})
+    one = server(
+        5, max_num_batched_tokens=6, max_num_seqs=3, block_size=2, toy={"ends": False, "luck": 0.0}
+    )
     for id in "ab":
         one.add(request(id, 2, 9))
     one.step()

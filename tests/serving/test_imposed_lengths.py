@@ -38,7 +38,7 @@ def test_outputs_end_where_they_are_told(seed: int, policy: str, drafts: bool) -
 def test_the_scheduler_does_not_know(seed: int) -> None:
     """Promised is what max_tokens asks for: the plans are those of longer outputs, cut short."""
     model = tiny(seed, eos_token_ids=())
-    options = {"pages": 8, "page": 4, "slots": 4, "budget": 8}
+    options = {"num_blocks": 8, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8}
     traces = []
     for ends_after in (2, None):
         engine = Engine(model, eos_token_ids=(), **options)

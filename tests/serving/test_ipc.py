@@ -195,7 +195,7 @@ def test_every_request_of_many_clients_hears_its_own_output(path: Path, seed: in
                 if result.text != "".join(f"{token} " for token in wanted):
                     wrong.append(result.text)
 
-    engine = StandIn(slots=3)
+    engine = StandIn(max_num_seqs=3)
     with Listener(engine, path):
         threads = [threading.Thread(target=ask, args=(n,)) for n in range(5)]
         for thread in threads:
@@ -227,7 +227,7 @@ def test_cancel_ends_a_request_and_leaves_the_others(path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["close", "half a line", "kill the reader"])
 def test_a_lost_connection_gives_back_what_it_held(path: Path, how: str) -> None:
-    engine = StandIn(delay=0.002, slots=4)
+    engine = StandIn(delay=0.002, max_num_seqs=4)
     with Listener(engine, path) as listener, EngineClient(path) as other:
         stays = other.submit("stays", max_tokens=60)
         raw = Raw(path)
@@ -264,7 +264,7 @@ def test_a_client_that_does_not_read_is_lost_and_holds_nobody_up(path: Path) -> 
 
 
 def test_full_queue_used_id_or_fault_fails_only_that_request(path: Path) -> None:
-    engine = StandIn(slots=1, waiting=2, delay=0.002)
+    engine = StandIn(max_num_seqs=1, waiting=2, delay=0.002)
     with Listener(engine, path, most=50), EngineClient(path) as client:
         long = client.submit("long", max_tokens=9000)
         assert until(lambda: engine.stats()["running"] == 1)
@@ -305,7 +305,7 @@ def test_a_duplicate_never_ends_the_first(path: Path) -> None:
 
 
 def test_at_most_so_many_requests_are_in_flight(path: Path) -> None:
-    engine = StandIn(slots=1, delay=0.002)
+    engine = StandIn(max_num_seqs=1, delay=0.002)
     with Listener(engine, path, most=3), EngineClient(path) as one, EngineClient(path) as two:
         held = [one.submit(f"p{n}", max_tokens=9000) for n in range(3)]
         assert until(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 3)
@@ -318,7 +318,7 @@ def test_at_most_so_many_requests_are_in_flight(path: Path) -> None:
 
 
 def test_closing_tells_every_client_and_cancels_what_ran(path: Path) -> None:
-    engine = StandIn(delay=0.002, slots=2)
+    engine = StandIn(delay=0.002, max_num_seqs=2)
     listener = Listener(engine, path).start()
     with EngineClient(path) as client:
         asked = [client.submit(f"p{n}", max_tokens=9000) for n in range(5)]

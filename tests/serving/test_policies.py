@@ -6,17 +6,15 @@ from collections.abc import Sequence
 import pytest
 
 from labcore.serving.engine.blocks import BlockPool, blocks_for
-from labcore.serving.engine.policies import POLICIES, VICTIMS, Policy, choose_victim
-from labcore.serving.engine.requests import State
-from labcore.serving.engine.scheduler import Scheduler
+from labcore.serving.engine.scheduler import POLICIES, Scheduler
 from tests.serving.toy import Server, request, server
 
 
 class WatchedPool(BlockPool):
     """Notes what each release makes available."""
 
-    def __init__(self, count: int, page: int) -> None:
-        super().__init__(count, page)
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
         self.releases: list[tuple[tuple[int, ...], int]] = []
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -27,37 +25,40 @@ class WatchedPool(BlockPool):
 
 def watched(one: Server) -> WatchedPool:
     """Put a watched pool in the place of a fresh server's."""
-    pool = WatchedPool(one.scheduler.pool.count, one.scheduler.pool.page)
+    pool = WatchedPool(one.scheduler.pool.num_blocks, one.scheduler.pool.block_size)
     one.scheduler.pool = pool
     return pool
 
 
 def bound(scheduler: Scheduler) -> int:
-    """Steps after which the last of the queue runs, as `Policy` states it."""
+    """Steps after which the last of the queue runs, when nobody senior comes in.
+
+    With promises each step reads a token of those before it, so at most as many steps as these may
+    read. Without, they may read some again, but every preemption makes room for a new token and
+    nobody loses one.
+    """
     states = scheduler.states.values()
     longest = [state.request.longest for state in states]
     if scheduler.policy.promises:
         return sum(longest)
     emit = sum(s.request.sampling.max_tokens - s.emitted for s in states)
-    return (emit + 1) * (scheduler.slots * max(longest) + 2)
+    return (emit + 1) * (scheduler.max_num_seqs * max(longest) + 2)
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_waiting_request_runs_within_the_bound(policy: str, victim: str, seed: int) -> None:
+def test_a_waiting_request_runs_within_the_bound(policy: str, seed: int) -> None:
     rng = random.Random(seed)
     for turn in range(12):
-        page = rng.randrange(1, 4)
+        block_size = rng.randrange(1, 4)
         one = server(
             seed + turn,
-            page=page,
-            count=blocks_for(20, page) + rng.randrange(3),
+            block_size=block_size,
+            num_blocks=blocks_for(20, block_size) + rng.randrange(3),
             policy=policy,
-            slots=4,
-            budget=rng.choice([4, 5, 30]),
+            max_num_seqs=4,
+            max_num_batched_tokens=rng.choice([4, 5, 30]),
             chunk=rng.choice([None, 2]),
-            victim=victim,
-            share_prefixes=rng.random() < 0.5,
+            enable_prefix_caching=rng.random() < 0.5,
             toy={"ends": False},
         )
         latest: dict[str, int] = {}
@@ -77,7 +78,7 @@ def test_a_waiting_request_runs_within_the_bound(policy: str, victim: str, seed:
 
 def test_the_bound_is_reached_by_a_queue_of_one_slot() -> None:
     """So it cannot be stated smaller: each step reads one token."""
-    one = server(1, slots=1, budget=1, chunk=1, toy={"ends": False})
+    one = server(1, max_num_seqs=1, max_num_batched_tokens=1, chunk=1, toy={"ends": False})
     for id in "abc":
         one.add(request(id, 4, 5))
     most = sum(one.states[id].request.longest for id in "ab")
@@ -89,7 +90,9 @@ def test_the_bound_is_reached_by_a_queue_of_one_slot() -> None:
 def test_a_promise_is_kept(policy: str, seed: int) -> None:
     """Nobody is preempted, though drafts and shared prefixes come and go."""
     rng = random.Random(seed)
-    one = server(seed, page=2, count=16, policy=policy, slots=5, budget=9)
+    one = server(
+        seed, block_size=2, num_blocks=16, policy=policy, max_num_seqs=5, max_num_batched_tokens=9
+    )
     for number in range(40):
         prompt = [1, 2, 3, 4, 5, 6, 1, 2][: rng.randrange(1, 9)]
         one.add(request(str(number), prompt, rng.randrange(1, 20)))
@@ -100,7 +103,7 @@ def test_a_promise_is_kept(policy: str, seed: int) -> None:
 
 
 def test_a_static_batch_admits_nobody_until_its_last_one_ends() -> None:
-    one = server(1, policy="static", slots=3, toy={"ends": False})
+    one = server(1, policy="static", max_num_seqs=3, toy={"ends": False})
     for id, output in (("short", 2), ("long", 9), ("mid", 5), ("next", 1)):
         one.add(request(id, 3, output))
     one.drain()
@@ -108,7 +111,7 @@ def test_a_static_batch_admits_nobody_until_its_last_one_ends() -> None:
     assert one.plans[9].admitted == ("next",)
     # Idle rows: what a finished request leaves unused.
     assert sum(len(p.idle) for p in one.plans) == (9 - 2) + (9 - 5)
-    inflight = server(1, slots=3, toy={"ends": False})
+    inflight = server(1, max_num_seqs=3, toy={"ends": False})
     for id, output in (("short", 2), ("long", 9), ("mid", 5), ("next", 1)):
         inflight.add(request(id, 3, output))
     inflight.drain()
@@ -116,7 +119,7 @@ def test_a_static_batch_admits_nobody_until_its_last_one_ends() -> None:
 
 
 def test_static_batch_fills_though_prompts_take_several_steps() -> None:
-    one = server(1, policy="static", slots=3, budget=10, toy={"ends": False})
+    one = server(1, policy="static", max_num_seqs=3, max_num_batched_tokens=10, toy={"ends": False})
     for id in "abcd":
         one.add(request(id, 9, 2))
     assert one.step().admitted == ("a", "b", "c")
@@ -124,7 +127,14 @@ def test_static_batch_fills_though_prompts_take_several_steps() -> None:
 
 
 def test_what_a_static_row_held_is_free_when_the_batch_ends() -> None:
-    one = server(1, policy="static", slots=2, page=2, share_prefixes=False, toy={"ends": False})
+    one = server(
+        1,
+        policy="static",
+        max_num_seqs=2,
+        block_size=2,
+        enable_prefix_caching=False,
+        toy={"ends": False},
+    )
     one.add(request("short", 3, 2))
     one.add(request("long", 3, 6))
     while not one.scheduler.idle:
@@ -132,46 +142,21 @@ def test_what_a_static_row_held_is_free_when_the_batch_ends() -> None:
         assert held >= len(one.states["short"].blocks)
         assert one.states["short"].blocks or not one.plans
         one.step()
-    assert one.scheduler.pool.free == one.scheduler.pool.count
+    assert one.scheduler.pool.free == one.scheduler.pool.num_blocks
 
 
-def test_the_victim_is_the_one_that_the_rule_names() -> None:
-    pool = BlockPool(8, 2)
-    table = (("old", 0, 0.0, 1), ("low", 5, 1.0, 4), ("new", 0, 2.0, 3))
-    states = []
-    for order, (id, priority, arrival, computed) in enumerate(table):
-        state = State(request(id, 4, 4, priority=priority, arrival=arrival), order=order)
-        state.computed, state.blocks = computed, pool.allocate(2)
-        states.append(state)
-    found = {rule: choose_victim(rule, states, pool) for rule in VICTIMS}
-    assert {rule: state.id for rule, state in found.items() if state is not None} == {
-        "newest": "new",
-        "lowest_priority": "low",
-        "fewest_computed": "old",
-    }
-    # Whose blocks others hold too frees nothing, and is passed over.
-    pool.share(states[2].blocks)
-    assert choose_victim("newest", states, pool) is states[1]
-    pool.share([*states[0].blocks, *states[1].blocks])
-    assert choose_victim("newest", states, pool) is None
-    with pytest.raises(ValueError, match="did you mean 'newest'"):
-        choose_victim("newst", states, pool)
-
-
-@pytest.mark.parametrize("victim", VICTIMS)
-def test_every_preemption_frees_something(victim: str, seed: int) -> None:
+def test_every_preemption_frees_something(seed: int) -> None:
     """Most blocks are shared here: equal prompts, of which the first ones are read already."""
     rng = random.Random(seed)
     preempted = 0
     for turn in range(10):
         one = server(
             seed + turn,
-            page=2,
-            count=12,
+            block_size=2,
+            num_blocks=12,
             policy="max_utilization",
-            slots=6,
-            budget=20,
-            victim=victim,
+            max_num_seqs=6,
+            max_num_batched_tokens=20,
             toy={"ends": False},
         )
         pool = watched(one)
@@ -190,35 +175,39 @@ def test_every_preemption_frees_something(victim: str, seed: int) -> None:
 
 
 def test_a_victim_that_would_free_nothing_is_passed_over() -> None:
-    """The rule would name the newest, whose blocks are all shared; the other one goes."""
-    one = server(1, page=2, count=5, policy="max_utilization", slots=3, toy={"ends": False})
+    """The most junior, whose blocks are all shared, stays; one of higher priority goes."""
+    one = server(
+        1, block_size=2, num_blocks=5, policy="max_utilization", max_num_seqs=3, toy={"ends": False}
+    )
     one.add(request("a", [1, 2, 3], 4))
     one.step()
-    one.add(request("b", [4, 5, 6], 4, arrival=1.0))
+    one.add(request("b", [4, 5, 6], 4, priority=3))
     one.step()
     one.step()
     a, b = one.states["a"], one.states["b"]
     assert (a.computed, b.computed, one.scheduler.pool.available) == (5, 4, 0)
-    # b, the newest, needs a third block. Others hold its two full ones, as rows with its prefix do.
+    # b needs a third block. Others hold its two full ones, as rows with its prefix do.
     one.scheduler.pool.share(b.blocks)
+    one.scheduler.pool.share(a.blocks)
+    with pytest.raises(RuntimeError, match="'max_utilization' must leave blocks"):
+        one.scheduler.schedule(9.0)
+    one.scheduler.pool.release(a.blocks)
     assert one.scheduler.schedule(9.0).preempted == ("a",)
     assert (a.preemptions, b.preemptions, len(b.blocks)) == (1, 0, 3)
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
-def test_preemption_never_goes_round_in_circles(victim: str, seed: int) -> None:
+def test_preemption_never_goes_round_in_circles(seed: int) -> None:
     """Each step brings a new token or reads a prompt on: two that do not fit end all the same."""
     for chunk in (1, 2, None):
         one = server(
             seed,
-            page=1,
-            count=16,
+            block_size=1,
+            num_blocks=16,
             policy="max_utilization",
-            slots=2,
-            budget=4,
+            max_num_seqs=2,
+            max_num_batched_tokens=4,
             chunk=chunk,
-            victim=victim,
-            share_prefixes=False,
+            enable_prefix_caching=False,
             toy={"ends": False},
         )
         for id in "ab":
@@ -239,11 +228,11 @@ def test_recomputed_tokens_are_those_that_were_read_before(seed: int) -> None:
     for share in (False, True):
         one = server(
             seed,
-            page=2,
-            count=9,
+            block_size=2,
+            num_blocks=9,
             policy="max_utilization",
-            slots=3,
-            share_prefixes=share,
+            max_num_seqs=3,
+            enable_prefix_caching=share,
             toy={"ends": False},
         )
         for id in "abc":
@@ -262,11 +251,11 @@ def test_what_a_victim_wrote_may_be_found_again() -> None:
     for share in (False, True):
         one = server(
             1,
-            page=2,
-            count=9,
+            block_size=2,
+            num_blocks=9,
             policy="max_utilization",
-            slots=3,
-            share_prefixes=share,
+            max_num_seqs=3,
+            enable_prefix_caching=share,
             toy={"ends": False},
         )
         for id in "abc":
@@ -281,7 +270,7 @@ def test_what_a_victim_wrote_may_be_found_again() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_request_larger_than_the_pool_does_not_hang(policy: str) -> None:
-    one = server(1, count=4, page=4, policy=policy, toy={"ends": False})
+    one = server(1, num_blocks=4, block_size=4, policy=policy, toy={"ends": False})
     assert one.add(request("large", 17, 1)).finish == "refused"
     assert one.add(request("largest", 10, 7)).finish == ""
     assert one.drain() == 7
@@ -290,7 +279,15 @@ def test_a_request_larger_than_the_pool_does_not_hang(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_block_leaks_however_requests_end(policy: str, seed: int) -> None:
     rng = random.Random(seed)
-    one = server(seed, count=12, page=3, policy=policy, slots=4, budget=12, share_prefixes=False)
+    one = server(
+        seed,
+        num_blocks=12,
+        block_size=3,
+        policy=policy,
+        max_num_seqs=4,
+        max_num_batched_tokens=12,
+        enable_prefix_caching=False,
+    )
     for number in range(60):
         deadline = one.clock.now() + rng.randrange(9) if rng.random() < 0.3 else None
         one.add(request(str(number), rng.randrange(1, 12), rng.randrange(1, 14), deadline=deadline))
@@ -313,7 +310,9 @@ def test_huge_max_tokens_blocks_others_only_if_room_is_promised() -> None:
     """Under no-evict the others wait until it ends; under max-utilization they run beside it."""
     admitted = {}
     for policy in ("guaranteed_no_evict", "max_utilization"):
-        one = server(1, count=16, page=4, policy=policy, slots=4, toy={"ends": False})
+        one = server(
+            1, num_blocks=16, block_size=4, policy=policy, max_num_seqs=4, toy={"ends": False}
+        )
         one.add(request("huge", 4, 60))
         for id in "abc":
             one.add(request(id, 4, 4))
@@ -328,7 +327,14 @@ def test_huge_max_tokens_blocks_others_only_if_room_is_promised() -> None:
 def test_a_long_prompt_starves_nobody(policy: str) -> None:
     """With chunks below the budget a short one comes in beside it, and outputs go on."""
     one = server(
-        1, count=300, page=4, policy=policy, budget=20, chunk=10, slots=3, toy={"ends": False}
+        1,
+        num_blocks=300,
+        block_size=4,
+        policy=policy,
+        max_num_batched_tokens=20,
+        chunk=10,
+        max_num_seqs=3,
+        toy={"ends": False},
     )
     one.add(request("talks", 2, 40))
     one.step()
@@ -341,7 +347,15 @@ def test_a_long_prompt_starves_nobody(policy: str) -> None:
     assert (short.finish, talks.emitted, long.computed) == ("length", 5, 40)
     one.drain()
     # Whole-prompt reading: the same short one waits for all of the long one.
-    whole = server(1, count=300, page=4, policy=policy, budget=20, slots=3, toy={"ends": False})
+    whole = server(
+        1,
+        num_blocks=300,
+        block_size=4,
+        policy=policy,
+        max_num_batched_tokens=20,
+        max_num_seqs=3,
+        toy={"ends": False},
+    )
     whole.add(request("long", 500, 2))
     whole.step()
     whole.add(request("short", 5, 3))
@@ -349,19 +363,8 @@ def test_a_long_prompt_starves_nobody(policy: str) -> None:
     assert whole.states["short"].first_token_at >= 500 / 20
 
 
-def test_a_policy_of_ones_own_is_taken() -> None:
-    mine = Policy(name="two at a time", promises=True, batches=True)
-    one = server(1, policy=mine, slots=2, toy={"ends": False})
-    for id in "abc":
-        one.add(request(id, 2, 2))
-    one.drain()
-    assert [p.admitted for p in one.plans if p.admitted] == [("a", "b"), ("c",)]
-    with pytest.raises(ValueError, match="a policy that batches must promise"):
-        Policy(name="never", promises=False, batches=True)
-
-
 def test_blocks_taken_behind_the_schedulers_back_are_told() -> None:
-    one = server(1, count=4, page=2, toy={"ends": False})
+    one = server(1, num_blocks=4, block_size=2, toy={"ends": False})
     one.add(request("a", 2, 6))
     one.step()
     one.scheduler.pool.allocate(3)

@@ -71,7 +71,7 @@ def test_the_engines_process_says_what_generate_says(folder: Path) -> None:
     """The shipped target, greedy and drawn, with text prompts and ids; then SIGTERM."""
     path = folder / "engine"
     command = [sys.executable, "-m", "labcore.serving.remote.process", "--socket", str(path)]
-    command += ["--threads", "1", "--pages", "40", "--slots", "3", "--max-waiting", "2"]
+    command += ["--threads", "1", "--num-blocks", "40", "--max-num-seqs", "3", "--max-waiting", "2"]
     with Process(command) as program:
         model, tokenizer = pretrained("target"), shipped_tokenizer()
         assert until(lambda: answers(path)), program.poll()
@@ -90,7 +90,7 @@ def test_the_engines_process_says_what_generate_says(folder: Path) -> None:
                 client.submit("x", max_tokens=100_000).result()
             assert caught.value.code == "invalid"
             stats = client.stats()
-            assert stats["held"] == 0 and stats["free"] + stats["cached"] == stats["pages"]
+            assert stats["held"] == 0 and stats["free"] + stats["cached"] == stats["num_blocks"]
             assert stats["waiting"] == stats["running"] == 0
         program.send_signal(signal.SIGTERM)
         assert program.wait(120) == 0

@@ -13,13 +13,13 @@ from labcore.models import Llama
 from labcore.serving.engine.blocks import BlockPool
 from labcore.serving.engine.clock import ManualClock
 from labcore.serving.engine.engine import Engine
-from labcore.serving.engine.policies import POLICIES
-from labcore.serving.engine.requests import Request
-from labcore.serving.engine.scheduler import Scheduler
+from labcore.serving.engine.request import Request
+from labcore.serving.engine.scheduler import POLICIES, Scheduler
 from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.replay import Replay, replay
 from labcore.serving.simulation.simulate import QUEUE_FULL, Run, simulate
 from labcore.serving.simulation.workload import Workload, bursts, long_tail
+from tests.serving.invariants import check
 from tests.serving.tiny import TINY_POOL, tiny
 
 COST = CostModel(base=0.01, per_prefill_token=1e-3, per_decode_row=2e-3)
@@ -60,7 +60,7 @@ def timed(model: Llama, cost: CostModel = COST, **options: Any) -> tuple[Engine,
 
 def scheduler(**options: Any) -> Scheduler:
     given = {**TINY_POOL, **options}
-    return Scheduler(BlockPool(given.pop("pages"), given.pop("page")), **given)
+    return Scheduler(BlockPool(given.pop("num_blocks"), given.pop("block_size")), **given)
 
 
 def plans(run: Run) -> list[tuple[Any, ...]]:
@@ -97,7 +97,7 @@ def test_with_the_costs_of_the_simulator_it_is_the_simulated_run(
     assert run.tokens_per_second == pytest.approx(expected.tokens_per_second)
     assert sorted(bar[:4] for bar in bars(run)) == sorted(bar[:4] for bar in bars(expected))
     assert (run.pages, run.slots, run.blocks) == (15, 6, ())
-    engine.scheduler.check()
+    check(engine.scheduler)
 
 
 def test_bars_end_where_the_next_step_begins(model: Llama, seed: int) -> None:
@@ -176,7 +176,13 @@ def test_in_real_time_it_waits_for_the_arrivals(model: Llama, seed: int) -> None
 
 def test_static_batch_computes_ended_rows_until_the_last_ends(model: Llama, seed: int) -> None:
     given = workload(seed, 17)
-    roomy = {"pages": 200, "page": 8, "slots": 5, "budget": 500, "chunk": None}
+    roomy = {
+        "num_blocks": 200,
+        "block_size": 8,
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 500,
+        "chunk": None,
+    }
     run = replay(made(model, policy="static", **roomy), given)
     batches = [given.outputs[first : first + 5] for first in range(0, 17, 5)]
     # All prompts are read in a batch's first step, which brings each its first token.
@@ -194,7 +200,7 @@ def test_static_batch_computes_ended_rows_until_the_last_ends(model: Llama, seed
 
 def test_who_finds_the_queue_full_is_told_so(model: Llama, seed: int) -> None:
     given = workload(seed, 12)
-    engine = made(model, max_waiting=2, slots=2)
+    engine = made(model, max_waiting=2, max_num_seqs=2)
     run = replay(engine, given)
     away = [one for one in run.metrics if one.finish == QUEUE_FULL]
     assert away and all(one.output == 0 and one.ttft is None for one in away)

@@ -6,7 +6,7 @@ import pytest
 
 from labcore.decoding import SamplingConfig
 from labcore.serving.engine.clock import ManualClock, MonotonicClock
-from labcore.serving.engine.requests import Request, State
+from labcore.serving.engine.request import Request, State
 
 SAMPLING = SamplingConfig(max_tokens=3)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from labcore.serving.engine.blocks import BlockPool
-from labcore.serving.engine.requests import Request
+from labcore.serving.engine.request import Request
 from labcore.serving.engine.scheduler import Scheduler
 from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.router import (
@@ -34,7 +34,7 @@ COST = CostModel(base=0.01, per_prefill_token=2e-4, per_decode_row=5e-4)
 
 
 def server() -> Scheduler:
-    return Scheduler(BlockPool(96, 4), slots=4, budget=32, max_waiting=1000)
+    return Scheduler(BlockPool(96, 4), max_num_seqs=4, max_num_batched_tokens=32, max_waiting=1000)
 
 
 def mixed(seed: int, n: int = 60, rate: float = 25.0, **options: object) -> Workload:

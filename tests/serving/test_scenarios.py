@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from labcore.serving.engine.policies import POLICIES
+from labcore.serving.engine.scheduler import POLICIES
 from labcore.serving.simulation import scenarios
 from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.router import ROUTERS

@@ -10,8 +10,7 @@ from itertools import pairwise
 import pytest
 
 from labcore.serving.engine.blocks import BlockPool
-from labcore.serving.engine.policies import POLICIES
-from labcore.serving.engine.scheduler import Scheduler
+from labcore.serving.engine.scheduler import POLICIES, Scheduler
 from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.scenes import PROMISED, scene, step_parts
 from labcore.serving.simulation.simulate import CACHED, FREE, SHARED, Run, simulate
@@ -28,7 +27,11 @@ def served(policy: str, seed: int, *, rate: float = 9.0, prefix: int = 0, n: int
     return simulate(
         work,
         lambda: Scheduler(
-            BlockPool(26, 4), policy=policy, slots=3, budget=13, share_prefixes=prefix > 0
+            BlockPool(26, 4),
+            policy=policy,
+            max_num_seqs=3,
+            max_num_batched_tokens=13,
+            enable_prefix_caching=prefix > 0,
         ),
         COST,
         blocks=True,

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from labcore.serving.engine.blocks import blocks_for
-from labcore.serving.engine.policies import POLICIES, VICTIMS
-from labcore.serving.engine.scheduler import QueueFull
+from labcore.serving.engine.scheduler import POLICIES, QueueFull
+from tests.serving.invariants import check
 from tests.serving.toy import Server, request, server
 
 STEPS = 100_000 if os.environ.get("LABCORE_SOAK") == "1" else 5_000
@@ -47,26 +47,24 @@ class Serving(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**31),
         policy=st.sampled_from([*POLICIES, "max_utilization"]),
-        victim=st.sampled_from(list(VICTIMS)),
-        page=st.integers(1, 4),
+        size=st.integers(1, 4),
         spare=st.integers(0, 3),
         slots=st.integers(1, 5),
-        budget=st.integers(0, 12),
+        more=st.integers(0, 12),
         chunk=st.none() | SMALL,
         share=st.booleans(),
         luck=st.sampled_from([0.0, 0.6, 1.0]),
     )
-    def begin(self, seed, policy, victim, page, spare, slots, budget, chunk, share, luck) -> None:
+    def begin(self, seed, policy, size, spare, slots, more, chunk, share, luck) -> None:
         self.one = server(
             seed,
-            page=page,
-            count=blocks_for(10, page) + spare,
+            block_size=size,
+            num_blocks=blocks_for(10, size) + spare,
             policy=policy,
-            victim=victim,
-            slots=slots,
-            budget=slots + budget,
+            max_num_seqs=slots,
+            max_num_batched_tokens=slots + more,
             chunk=chunk,
-            share_prefixes=share,
+            enable_prefix_caching=share,
             max_waiting=6,
             toy={"luck": luck, "ends": seed % 2 == 0},
         )
@@ -75,6 +73,7 @@ class Serving(RuleBasedStateMachine):
     @rule(crowd=st.lists(ASKED, min_size=1, max_size=4))
     def add(self, crowd) -> None:
         scheduler, now = self.one.scheduler, self.one.clock.now()
+        whole = scheduler.pool.num_blocks * scheduler.pool.block_size
         for prompt, output, priority, patience, age in crowd:
             asked = request(
                 str(self.number),
@@ -92,9 +91,9 @@ class Serving(RuleBasedStateMachine):
                 self.seen["full"] += 1
                 continue
             self.number += 1
-            assert (state.finish == "refused") == bool(scheduler.refusal(asked))
+            assert (state.finish == "refused") == (asked.longest > whole)
             assert state.finish in ("", "refused", "deadline")
-            scheduler.check()
+            check(scheduler)
 
     @rule(who=WHO)
     def cancel(self, who) -> None:
@@ -103,7 +102,7 @@ class Serving(RuleBasedStateMachine):
             state = scheduler.cancel(id, self.one.clock.now())
             assert (state is None) == (id == "nobody")
             assert state is None or state.finish == "cancelled"
-            scheduler.check()
+            check(scheduler)
 
     def _names(self, who) -> list[str]:
         ids = list(self.one.scheduler.states)

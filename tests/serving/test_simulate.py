@@ -13,9 +13,8 @@ import pytest
 
 from labcore.decoding import SamplingConfig
 from labcore.serving.engine.blocks import BlockPool, blocks_for
-from labcore.serving.engine.policies import POLICIES
-from labcore.serving.engine.requests import Request
-from labcore.serving.engine.scheduler import Scheduler, StepPlan
+from labcore.serving.engine.request import Request
+from labcore.serving.engine.scheduler import POLICIES, Scheduler, StepPlan
 from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.gantt import KINDS, Span
 from labcore.serving.simulation.simulate import (
@@ -37,6 +36,7 @@ from labcore.serving.simulation.workload import (
     poisson,
     recorded,
 )
+from tests.serving.invariants import check
 
 COST = CostModel(base=0.01, per_prefill_token=1e-4, per_decode_row=5e-4, per_context_token=1e-6)
 
@@ -44,18 +44,18 @@ COST = CostModel(base=0.01, per_prefill_token=1e-4, per_decode_row=5e-4, per_con
 class Made:
     """A factory of schedulers that keeps the last one, to look at afterwards."""
 
-    def __init__(self, pages: int = 60, page: int = 4, **options: object) -> None:
-        self.pages, self.page, self.options = pages, page, options
+    def __init__(self, num_blocks: int = 60, block_size: int = 4, **options: object) -> None:
+        self.num_blocks, self.block_size, self.options = num_blocks, block_size, options
         self.last: Scheduler | None = None
 
     def __call__(self) -> Scheduler:
-        options = {"slots": 4, "budget": 24, **self.options}
-        self.last = Scheduler(BlockPool(self.pages, self.page), **options)  # type: ignore[arg-type]
+        options = {"max_num_seqs": 4, "max_num_batched_tokens": 24, **self.options}
+        self.last = Scheduler(BlockPool(self.num_blocks, self.block_size), **options)  # type: ignore[arg-type]
         return self.last
 
     def check_all_is_back(self) -> None:
         assert self.last is not None
-        self.last.check()
+        check(self.last)
         assert self.last.pool.held == 0 and not self.last.states
 
 
@@ -76,7 +76,7 @@ def by_request(run: Run) -> dict[str, list[Span]]:
 @pytest.mark.parametrize("share", [False, True])
 def test_no_token_is_lost_or_made_up(policy: str, share: bool, seed: int) -> None:
     work = mixed(seed, prefix=9, groups=2, max_tokens=80)
-    made = Made(pages=38, policy=policy, share_prefixes=share)
+    made = Made(num_blocks=38, policy=policy, enable_prefix_caching=share)
     run = simulate(work, made, COST)
     made.check_all_is_back()
     assert {one.id: one.output for one in run.metrics} == work.lengths
@@ -108,7 +108,7 @@ def test_a_small_pool_preempts_and_a_shared_prefix_is_found(seed: int) -> None:
     n = 24
     work = Workload(fixed(1, n), fixed(17, n), fixed(40, n), prefix=13, seed=seed)
     work = Workload(recorded([0.0] * n), work.prompts, work.outputs, prefix=13, seed=seed)
-    run = simulate(work, Made(pages=32, policy="max_utilization"), COST)
+    run = simulate(work, Made(num_blocks=32, policy="max_utilization"), COST)
     assert sum(one.preemptions for one in run.metrics) > 0
     assert sum(one.recomputed for one in run.metrics) > 0
     assert sum(one.cached for one in run.metrics) > 0
@@ -118,7 +118,7 @@ def test_a_small_pool_preempts_and_a_shared_prefix_is_found(seed: int) -> None:
 def test_preempted_requests_own_cached_blocks_are_not_counted(seed: int) -> None:
     n = 24
     work = Workload(recorded([0.0] * n), fixed(17, n), fixed(40, n), seed=seed)
-    run = simulate(work, Made(pages=32, policy="max_utilization"), COST)
+    run = simulate(work, Made(num_blocks=32, policy="max_utilization"), COST)
     assert sum(one.preemptions for one in run.metrics) > 0
     assert not any(one.cached for one in run.metrics)  # no two prompts begin alike
 
@@ -126,14 +126,16 @@ def test_preempted_requests_own_cached_blocks_are_not_counted(seed: int) -> None
 def test_the_same_arguments_give_the_same_run(seed: int) -> None:
     work = mixed(seed, prefix=5)
     noise = {"residuals": (-0.3, 0.0, 0.4), "blocks": True}
-    runs = [simulate(work, Made(pages=40), COST, seed=s, **noise) for s in (seed, seed, seed + 1)]  # type: ignore[arg-type]
+    runs = [
+        simulate(work, Made(num_blocks=40), COST, seed=s, **noise) for s in (seed, seed, seed + 1)
+    ]  # type: ignore[arg-type]
     assert runs[0] == runs[1] != runs[2]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_bars_fill_a_requests_time_and_never_overlap_in_a_slot(policy: str, seed: int) -> None:
     work = mixed(seed, rate=40.0, patience=1.0)
-    run = simulate(work, Made(pages=34, policy=policy), COST)
+    run = simulate(work, Made(num_blocks=34, policy=policy), COST)
     bars = by_request(run)
     for one in run.metrics:
         assert one.e2e is not None
@@ -156,7 +158,7 @@ def test_bars_fill_a_requests_time_and_never_overlap_in_a_slot(policy: str, seed
 
 def test_a_static_batch_waits_for_its_slowest(seed: int) -> None:
     work = mixed(seed, rate=1000.0)
-    run = simulate(work, Made(pages=200, policy="static"), COST)
+    run = simulate(work, Made(num_blocks=200, policy="static"), COST)
     batches = [step.admitted for step in run.steps if step.admitted]
     ends = {one.id: one.arrival + one.e2e for one in run.metrics if one.e2e is not None}
     begins = {one.id: one.arrival + one.queue for one in run.metrics if one.queue is not None}
@@ -178,8 +180,8 @@ def test_a_static_batch_waits_for_its_slowest(seed: int) -> None:
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 def test_in_flight_admits_while_others_run_and_ends_sooner(policy: str, seed: int) -> None:
     work = mixed(seed, rate=1000.0)
-    static = simulate(work, Made(pages=200, policy="static"), COST)
-    flight = simulate(work, Made(pages=200, policy=policy), COST)
+    static = simulate(work, Made(num_blocks=200, policy="static"), COST)
+    flight = simulate(work, Made(num_blocks=200, policy=policy), COST)
     joined = [
         step
         for step in flight.steps
@@ -215,7 +217,7 @@ def test_one_slot_is_the_queue_with_one_server(load: float, seed: int) -> None:
     """M/D/1: the mean wait is load / (2 (1 - load)) services (Pollaczek and Khinchine, 1930)."""
     n, service = 12_000, 0.25
     work = Workload(poisson(load / service, n, seed), fixed(1, n), fixed(1, n), seed=seed)
-    made = Made(pages=4, slots=1, max_waiting=n)
+    made = Made(num_blocks=4, max_num_seqs=1, max_waiting=n)
     run = simulate(work, made, CostModel(base=service))
     waits = [one.queue for one in run.metrics if one.queue is not None]
     assert len(run.steps) == n and all(one.e2e is not None for one in run.metrics)
@@ -255,7 +257,7 @@ def test_time_is_what_the_cost_model_says(seed: int) -> None:
     dice = random.Random(seed)
     n, prompt, output = 3, 10, dice.randrange(2, 9)
     work = Workload(recorded([0.0] * n), fixed(prompt, n), fixed(output, n), seed=seed)
-    run = simulate(work, Made(slots=4, budget=64), COST)
+    run = simulate(work, Made(max_num_seqs=4, max_num_batched_tokens=64), COST)
     first = COST.base + n * prompt * (COST.per_prefill_token + COST.per_context_token)
     later = sum(
         COST.base + n * (COST.per_decode_row + (prompt + done) * COST.per_context_token)
@@ -265,13 +267,13 @@ def test_time_is_what_the_cost_model_says(seed: int) -> None:
     for one in run.metrics:
         assert one.queue == 0 and one.ttft == pytest.approx(first)
         assert one.tpot == pytest.approx(later / (output - 1))
-    slower = simulate(work, Made(slots=4, budget=64), COST, residuals=(0.5,))
+    slower = simulate(work, Made(max_num_seqs=4, max_num_batched_tokens=64), COST, residuals=(0.5,))
     assert slower.seconds == pytest.approx(1.5 * run.seconds)
 
 
 def test_rejected_and_late_requests_are_told_and_leak_nothing(seed: int) -> None:
     n = 60
-    made = Made(pages=30, slots=3, max_waiting=5)
+    made = Made(num_blocks=30, max_num_seqs=3, max_waiting=5)
     work = Workload(
         bursts(30.0, n, seed, size=20),
         lognormal(14, n, seed, most=60),
@@ -304,7 +306,7 @@ def test_rejected_and_late_requests_are_told_and_leak_nothing(seed: int) -> None
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_block_map_shows_who_holds_what(policy: str, seed: int) -> None:
     work = mixed(seed, rate=50.0)
-    made = Made(pages=36, policy=policy, share_prefixes=False)
+    made = Made(num_blocks=36, policy=policy, enable_prefix_caching=False)
     run = simulate(work, made, COST, blocks=True)
     assert len(run.blocks) == len(run.steps)
     numbers = {one.id: number for number, one in enumerate(run.metrics)}
@@ -313,7 +315,7 @@ def test_the_block_map_shows_who_holds_what(policy: str, seed: int) -> None:
         reads = {c.id: c.count for c in step.chunks} | {d.id: 1 for d in step.decodes}
         for id, count in reads.items():
             held = sum(owner == numbers[id] for owner in blocks)
-            assert held >= blocks_for(step.contexts[id] + count, made.page)
+            assert held >= blocks_for(step.contexts[id] + count, made.block_size)
     assert any(FREE in blocks for blocks in run.blocks)
     assert len(run.promised) == len(run.steps)
     for blocks, promised in zip(run.blocks, run.promised, strict=True):
@@ -326,7 +328,7 @@ def test_the_block_map_shows_who_holds_what(policy: str, seed: int) -> None:
 def test_the_block_map_shows_what_is_shared_and_what_is_kept(seed: int) -> None:
     n = 12
     work = Workload(recorded([0.0] * n), fixed(22, n), fixed(6, n), prefix=17, seed=seed)
-    run = simulate(work, Made(pages=64), COST, blocks=True)
+    run = simulate(work, Made(num_blocks=64), COST, blocks=True)
     seen = {owner for blocks in run.blocks for owner in blocks}
     assert {CACHED, FREE, SHARED} <= seen
     shared = max(sum(owner == SHARED for owner in blocks) for blocks in run.blocks)

@@ -1,8 +1,8 @@
 """The shipped target behind an engine that is never at rest: each request as it is alone.
 
-50 mixed requests under every policy, victim rule and with and without drafts; LABCORE_SOAK=1: 2,000
-requests, 50 others in each of 40 engines. The pools are so small that requests wait, are preempted
-and evict each other's prefixes; clients cancel at any moment and deadlines pass.
+50 mixed requests under every policy, with and without drafts; LABCORE_SOAK=1: 2,000 requests, 50
+others in each of 40 engines. The pools are so small that requests wait, are preempted and evict
+each other's prefixes; clients cancel at any moment and deadlines pass.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from labcore.models import Llama, Tokenizer, pretrained, prompts, shipped_tokeni
 from labcore.serving.engine.blocks import blocks_for
 from labcore.serving.engine.clock import ManualClock
 from labcore.serving.engine.engine import Engine
-from labcore.serving.engine.policies import POLICIES, VICTIMS
-from labcore.serving.engine.scheduler import QueueFull
+from labcore.serving.engine.scheduler import POLICIES, QueueFull
+from tests.serving.invariants import check
 from tests.serving.lone import departure
 from tests.serving.tiny import Heard, alone, nothing_left, sampling_of
 
@@ -33,9 +33,8 @@ pytestmark = pytest.mark.long
 SOAK = os.environ.get("LABCORE_SOAK") == "1"
 COUNT, LONGEST, MOST = 50, 70, 20  # requests of a crowd, tokens of a prompt and of an output
 KINDS = [
-    (policy, victim, proposer)
-    for policy in POLICIES
-    for victim in (VICTIMS if policy == "max_utilization" else ["newest"])
+    (policy, proposer)
+    for policy in (*POLICIES, "max_utilization", "max_utilization")
     for proposer in (None, "ngram")
 ]
 
@@ -89,10 +88,10 @@ def engine_of(chance: random.Random, **options: Any) -> Engine:
     return Engine(
         model,
         tokenizer,
-        page=page,
-        pages=blocks_for(LONGEST + MOST, page) + chance.randrange(blocks_for(20, page) + 1),
-        slots=slots,
-        budget=slots + chance.choice((1, 20, 90)),
+        block_size=page,
+        num_blocks=blocks_for(LONGEST + MOST, page) + chance.randrange(blocks_for(20, page) + 1),
+        max_num_seqs=slots,
+        max_num_batched_tokens=slots + chance.choice((1, 20, 90)),
         chunk=chance.choice((None, 7, 16)),
         max_waiting=20,
         max_length=LONGEST + MOST,
@@ -125,9 +124,9 @@ def serve(engine: Engine, asked: Sequence[Asked], chance: random.Random) -> Hear
         for id in [id for id, moment in leaving.items() if moment <= now]:
             del leaving[id]
             engine.cancel(id)
-            engine.scheduler.check()
+            check(engine.scheduler)
         heard.add(engine.step())
-        engine.scheduler.check()
+        check(engine.scheduler)
         clock.advance(chance.choice((0.0, 0.5, 1.0, 2.0)))
     raise AssertionError("the engine must come to an end, it took more than 10,000 steps")
 
@@ -166,26 +165,26 @@ def none_left(engine: Engine) -> None:
     """`nothing_left`, and nothing in the corners of scheduler and engine."""
     nothing_left(engine)
     scheduler = engine.scheduler
-    assert not (scheduler.waiting or scheduler.running or scheduler._leaving or scheduler._timed)
+    assert not (scheduler.waiting or scheduler.running or scheduler._leaving)
     assert scheduler._open is None and not scheduler._reading
     assert not engine._entries and not engine._news
     digests = engine.pool._block.values()
     assert sorted(digests) == sorted(engine.pool._cached)
     engine.pool.clear()
-    assert engine.pool.free == engine.pool.count
+    assert engine.pool.free == engine.pool.num_blocks
 
 
 def test_each_request_is_as_alone(seed: int) -> None:
-    """Every policy, every victim rule, with drafts and without; four engines each in a soak."""
+    """Every policy, with drafts and without; four times as many engines in a soak."""
     seen: Counter[str] = Counter()
     ties: set[tuple[int, str]] = set()
     for number in range(len(KINDS) * (4 if SOAK else 1)):
-        policy, victim, proposer = KINDS[number % len(KINDS)]
+        policy, proposer = KINDS[number % len(KINDS)]
         whose = seed + (number if SOAK else 0)
         asked, references = crowd(whose)
         chance = random.Random(seed - number)
-        engine = engine_of(chance, policy=policy, victim=victim, proposer=proposer)
-        print(number, policy, victim, proposer, engine.pool.count, engine.pool.page)
+        engine = engine_of(chance, policy=policy, proposer=proposer)
+        print(number, policy, proposer, engine.pool.num_blocks, engine.pool.block_size)
         heard = serve(engine, asked, chance)
         ties |= {(whose, name) for name in judge(heard, asked, references, seen)}
         none_left(engine)

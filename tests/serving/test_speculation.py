@@ -11,7 +11,14 @@ from labcore.decoding import Accepted, Draft, SamplingConfig
 from labcore.serving.engine.engine import Engine
 from tests.serving.tiny import BYTES, Heard, alone, mixed, nothing_left, run, tiny
 
-OPTIONS = {"pages": 15, "page": 8, "slots": 4, "budget": 40, "chunk": 13, "max_length": 104}
+OPTIONS = {
+    "num_blocks": 15,
+    "block_size": 8,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 40,
+    "chunk": 13,
+    "max_length": 104,
+}
 
 
 class Oracle:
@@ -108,7 +115,7 @@ def test_hidden_states_are_those_of_the_last_token_read(seed: int) -> None:
     asked = mixed(chance, 12, most=40)
     references = alone(model, asked)
     looks = Looks(model, known_of(asked, references), chance)
-    tight = {**OPTIONS, "pages": 13}
+    tight = {**OPTIONS, "num_blocks": 13}
     engine = Engine(model, BYTES, policy="max_utilization", proposer=looks, **tight)
     names, heard = [engine.submit(*one) for one in asked], Heard()
     while not engine.idle:
@@ -137,7 +144,14 @@ def test_drafts_never_cost_a_neighbour_its_place_in_the_step(seed: int) -> None:
     model = tiny(seed, eos_token_ids=())
     prompt = [5, 6, 7] * 4
     for budget, most in ((4, 0), (5, 1), (40, 12)):
-        engine = Engine(model, proposer=Always(), pages=40, page=8, slots=4, budget=budget)
+        engine = Engine(
+            model,
+            proposer=Always(),
+            num_blocks=40,
+            block_size=8,
+            max_num_seqs=4,
+            max_num_batched_tokens=budget,
+        )
         for n in range(4):
             engine.submit(prompt, SamplingConfig(max_tokens=40, temperature=1.0, seed=n))
         run(engine)

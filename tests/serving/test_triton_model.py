@@ -54,7 +54,7 @@ def test_it_imports_only_the_standard_library_and_triton_utils() -> None:
 
 def test_requests_stream_or_come_whole(path: Path, seed: int) -> None:
     draw = random.Random(seed)
-    engine = StandIn(slots=3)
+    engine = StandIn(max_num_seqs=3)
     with Listener(engine, path) as listener, bridge.loaded(path) as model:
         assert connected(listener)
         sizes = [draw.randrange(1, 40) for _ in range(12)]
@@ -118,7 +118,7 @@ def test_what_is_no_request_is_said_at_once(path: Path) -> None:
 
 
 def test_a_client_that_leaves_is_cancelled_even_while_it_waits(path: Path) -> None:
-    engine = StandIn(slots=1, delay=0.002)
+    engine = StandIn(max_num_seqs=1, delay=0.002)
     with Listener(engine, path) as listener, bridge.loaded(path) as model:
         assert connected(listener)
         long = numpy.array([9000], dtype=numpy.int32)

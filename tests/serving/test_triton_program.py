@@ -130,7 +130,7 @@ def test_printed_commands_work_and_stopping_leaves_nothing(
         assert f"{wanted}\nlength\n" in shell.stdout
         if shutil.which("curl"):
             assert shell.stdout.count("data: ") == 25
-            assert 'labcore_engine{value="pages"}' in shell.stdout
+            assert 'labcore_engine{value="num_blocks"}' in shell.stdout
 
         with pytest.raises(ServerError):
             list(generate_stream(at, PROMPT, max_tokens=1_000_000))

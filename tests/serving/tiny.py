@@ -12,11 +12,19 @@ from labcore.decoding import Generation, SamplingConfig, generate
 from labcore.models import ByteTokenizer, Llama, LlamaConfig
 from labcore.serving.engine.engine import Engine
 from labcore.serving.engine.outputs import Output
+from tests.serving.invariants import check
 
 BYTES = ByteTokenizer()
 Asked = tuple[list[int], SamplingConfig]
 # So few blocks that requests wait, and are preempted where a policy does that.
-TINY_POOL = {"pages": 15, "page": 8, "slots": 6, "budget": 24, "chunk": 11, "max_length": 104}
+TINY_POOL = {
+    "num_blocks": 15,
+    "block_size": 8,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 24,
+    "chunk": 11,
+    "max_length": 104,
+}
 
 
 def tiny(seed: int, **changed: Any) -> Llama:
@@ -92,15 +100,15 @@ def run(engine: Engine, heard: Heard | None = None, *, steps: int = 5_000) -> He
         if engine.idle:
             return heard
         heard.add(engine.step())
-        engine.scheduler.check()
+        check(engine.scheduler)
     raise AssertionError(f"the engine must come to an end, it took more than {steps} steps")
 
 
 def nothing_left(engine: Engine) -> None:
     """No request, no block that is held, no place at the proposer."""
-    engine.scheduler.check()
+    check(engine.scheduler)
     pool = engine.pool
     assert engine.idle and not engine.scheduler.states
     assert pool.held == 0
-    assert pool.free + pool.cached == pool.count
-    assert sorted(engine.speculation._free) == list(range(engine.scheduler.slots))
+    assert pool.free + pool.cached == pool.num_blocks
+    assert sorted(engine.speculation._free) == list(range(engine.scheduler.max_num_seqs))

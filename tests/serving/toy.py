@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from labcore.decoding import SamplingConfig
 from labcore.serving.engine.blocks import BlockPool
 from labcore.serving.engine.clock import ManualClock
-from labcore.serving.engine.requests import Request, State
+from labcore.serving.engine.request import Request, State
 from labcore.serving.engine.scheduler import Scheduler, StepPlan, StepResult
+from tests.serving.invariants import check
 
 EOS = 0
 
@@ -35,9 +36,15 @@ class Toy:
     """
 
     def __init__(
-        self, seed: int, page: int, *, vocab: int = 7, ends: bool = True, luck: float = 0.6
+        self, seed: int, block_size: int, *, vocab: int = 7, ends: bool = True, luck: float = 0.6
     ) -> None:
-        self.seed, self.page, self.vocab, self.ends, self.luck = seed, page, vocab, ends, luck
+        self.seed, self.block_size, self.vocab, self.ends, self.luck = (
+            seed,
+            block_size,
+            vocab,
+            ends,
+            luck,
+        )
         self.memory: dict[int, dict[int, int]] = {}
         self.random = random.Random(seed)
         self.read = 0
@@ -102,7 +109,7 @@ class Toy:
         """Read the prefix of `tokens` before `start`, write what is behind."""
         pool, blocks = scheduler.pool, plan.blocks[id]
         for place, prefix in enumerate(self.prefixes(tokens)):
-            block, slot = blocks[place // self.page], place % self.page
+            block, slot = blocks[place // self.block_size], place % self.block_size
             slots = self.memory.setdefault(block, {})
             if place < start:
                 assert slots.get(slot) == prefix, f"{id} reads another's tokens at {place}"
@@ -137,7 +144,7 @@ class Server:
         scheduler, now = self.scheduler, self.clock.now()
         decoding = {s.id for s in scheduler.running if s.decoding}
         plan = scheduler.schedule(now, drafts)
-        scheduler.check()
+        check(scheduler)
         self._check_plan(plan, decoding, drafts or {})
         results = self.toy.step(plan, scheduler)
         results |= {
@@ -145,11 +152,11 @@ class Server:
         }
         for id in cancel:
             scheduler.cancel(id, now)
-            scheduler.check()
+            check(scheduler)
         self.clock.advance(1.0)
         for state in scheduler.commit(plan, results, self.clock.now()):
             assert state.status == "finished" and state.finish
-        scheduler.check()
+        check(scheduler)
         self.plans.append(plan)
         return plan
 
@@ -159,7 +166,7 @@ class Server:
         counts = [chunk.count for chunk in plan.chunks]
         read = [one.id for one in (*plan.chunks, *plan.decodes)]
         assert plan.tokens == sum(counts) + sum(d.drafted + 1 for d in plan.decodes)
-        assert plan.tokens <= scheduler.budget
+        assert plan.tokens <= scheduler.max_num_batched_tokens
         assert all(1 <= count <= scheduler.chunk for count in counts)
         assert len(set(read)) == len(read) and set(read) <= set(running)
         assert set(plan.blocks) == set(read)
@@ -198,11 +205,11 @@ class Server:
 def server(
     seed: int,
     *,
-    count: int = 32,
-    page: int = 4,
+    num_blocks: int = 32,
+    block_size: int = 4,
     toy: Mapping[str, float | int | bool] | None = None,
     **options: object,
 ) -> Server:
-    """A server over a fresh pool of `count` blocks; options: of the scheduler."""
-    scheduler = Scheduler(BlockPool(count, page), **options)
-    return Server(scheduler, Toy(seed, page, **(toy or {})))
+    """A server over a fresh pool of `num_blocks` blocks; options: of the scheduler."""
+    scheduler = Scheduler(BlockPool(num_blocks, block_size), **options)
+    return Server(scheduler, Toy(seed, block_size, **(toy or {})))

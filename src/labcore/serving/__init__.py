@@ -10,10 +10,8 @@ from labcore.serving.engine.cache import PagedCache
 from labcore.serving.engine.engine import Engine
 from labcore.serving.engine.metrics import RequestMetrics, Snapshot
 from labcore.serving.engine.outputs import Output
-from labcore.serving.engine.plans import StepPlan, StepResult
-from labcore.serving.engine.policies import POLICIES
-from labcore.serving.engine.requests import Request
-from labcore.serving.engine.scheduler import QueueFull, Scheduler
+from labcore.serving.engine.request import Request
+from labcore.serving.engine.scheduler import POLICIES, QueueFull, Scheduler, StepPlan, StepResult
 from labcore.serving.engine.service import Service, Stream
 from labcore.serving.remote.client import EngineClient
 from labcore.serving.remote.ipc import Overloaded

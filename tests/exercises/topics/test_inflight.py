@@ -23,9 +23,8 @@ from labcore.exercises.topics.inflight.latency import some_replicas
 from labcore.exercises.topics.inflight.timelines import NAMES, some_timeline
 from labcore.serving.engine.blocks import BlockPool, blocks_for
 from labcore.serving.engine.metrics import summary
-from labcore.serving.engine.plans import StepResult
-from labcore.serving.engine.requests import Request
-from labcore.serving.engine.scheduler import Scheduler
+from labcore.serving.engine.request import Request
+from labcore.serving.engine.scheduler import Scheduler, StepResult
 from tests.exercises.draws import check_variants
 from tests.exercises.notebook import check_changed_rule, solved
 
@@ -77,8 +76,8 @@ def test_without_spare_blocks_admission_is_the_scheduler_s(seed: int) -> None:
     for _ in range(20):
         case = some_queue(chance, rows=0)
         scheduler = Scheduler(
-            BlockPool(case["free"] + 1, case["page"]), slots=case["slots"], budget=10**6,
-            share_prefixes=False,
+            BlockPool(case["free"] + 1, case["page"]), max_num_seqs=case["slots"],
+            max_num_batched_tokens=10**6, enable_prefix_caching=False,
         )  # fmt: skip
         case["free"] += 1
         waiting = [one for one in case["waiting"] if at_their_longest(
@@ -188,9 +187,11 @@ def test_the_text_s_example_of_cancelling() -> None:
 
 def by_scheduler(requests: list[tuple[int, int, int]], steps: int, budget: int, chunk: int) -> Any:
     """What labcore's scheduler does, which knows no least length."""
-    pool = BlockPool(4000, 16)
-    scheduler = Scheduler(pool, slots=64, budget=max(budget, 64), chunk=chunk, share_prefixes=False)
-    scheduler.budget = budget
+    scheduler = Scheduler(
+        BlockPool(4000, 16), max_num_seqs=64, max_num_batched_tokens=max(budget, 64), chunk=chunk,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    scheduler.max_num_batched_tokens = budget
     trace, first = [], [-1] * len(requests)
     for step in range(steps):
         for n, (arrival, prompt, output) in enumerate(requests):

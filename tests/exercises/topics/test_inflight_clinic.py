@@ -19,9 +19,8 @@ from labcore.exercises.topics.inflight.clinic import (
 )
 from labcore.exercises.topics.inflight.engine import Engine, Job, alone, run
 from labcore.serving.engine.blocks import BlockPool
-from labcore.serving.engine.plans import StepResult
-from labcore.serving.engine.requests import Request
-from labcore.serving.engine.scheduler import Scheduler
+from labcore.serving.engine.request import Request
+from labcore.serving.engine.scheduler import Scheduler, StepResult
 from tests.exercises.notebook import solved, source
 
 SLUG = "inflight"
@@ -52,8 +51,9 @@ def test_the_small_server_plans_as_labcore_s_scheduler(
     server, trace = run(engine, some_jobs(seed))
     name = {"no evict": "guaranteed_no_evict"}.get(policy, policy.replace(" ", "_"))
     scheduler = Scheduler(
-        BlockPool(16, 8), policy=name, slots=5, budget=20, chunk=12, share_prefixes=sharing
-    )
+        BlockPool(16, 8), policy=name, max_num_seqs=5, max_num_batched_tokens=20, chunk=12,
+        enable_prefix_caching=sharing,
+    )  # fmt: skip
     coming = {job.id: job for job in some_jobs(seed)}
     for at, step in enumerate(trace):
         for n, job in enumerate(coming.values()):

@@ -1,7 +1,6 @@
 """The blocks of a paged cache: who holds them, and which can be shared or evicted.
 
-A block is a page of the cache, `page` tokens long. The pool tracks block numbers and never touches
-a tensor.
+The pool tracks block numbers and never touches a tensor.
 """
 
 from __future__ import annotations
@@ -20,50 +19,48 @@ class NoBlocks(RuntimeError):
     """A pool has fewer blocks available than requested."""
 
 
-def blocks_for(tokens: int, page: int) -> int:
-    """Return how many blocks of `page` tokens hold `tokens` tokens."""
-    return -(-tokens // page)
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Return how many blocks of `block_size` tokens hold `tokens` tokens."""
+    return -(-tokens // block_size)
 
 
 def chain_hashes(
-    tokens: Sequence[int], page: int, salt: bytes = b"", *, known: Sequence[bytes] = ()
+    tokens: Sequence[int], block_size: int, *, known: Sequence[bytes] = ()
 ) -> list[bytes]:
     """Return a 16-byte digest for each full block of `tokens`.
 
     Each digest covers the one before it, because keys and values depend on all earlier tokens.
     Equal digests therefore mean equal prefixes (BLAKE2b, RFC 7693, makes a collision practically
-    impossible).
-    page: tokens per block. salt: distinguishes models that must not share blocks. known: the first
-    digests, if they are already computed.
+    impossible). known: the first digests, if they are already computed.
     """
-    positive_int("page", page)
-    digests = list(known[: len(tokens) // page])
-    parent = digests[-1] if digests else hashlib.blake2b(salt, digest_size=16).digest()
-    for start in range(len(digests) * page, len(tokens) - page + 1, page):
-        block = array("q", tokens[start : start + page]).tobytes()
+    positive_int("block_size", block_size)
+    digests = list(known[: len(tokens) // block_size])
+    parent = digests[-1] if digests else b""
+    for start in range(len(digests) * block_size, len(tokens) - block_size + 1, block_size):
+        block = array("q", tokens[start : start + block_size]).tobytes()
         parent = hashlib.blake2b(parent + block, digest_size=16).digest()
         digests.append(parent)
     return digests
 
 
 class BlockPool:
-    """`count` blocks of `page` tokens each, with reference counts and a prefix cache.
+    """`num_blocks` blocks of `block_size` tokens, with reference counts and a prefix cache.
 
     A block is free, held (it has at least one reference), or cached. A cached block has no
     reference, but `peek` still finds it by its digest until an allocation evicts it. The block
     released longest ago is evicted first; among blocks released together, the last one of the
     prefix.
     evicted: the number of blocks evicted so far.
-    Raises TypeError or ValueError unless count and page are whole numbers of at least 1.
+    Raises TypeError or ValueError unless both sizes are whole numbers of at least 1.
     Source: Kwon et al., 2023, arXiv 2309.06180.
     """
 
-    def __init__(self, count: int, page: int) -> None:
-        self.count = positive_int("count", count)
-        self.page = positive_int("page", page)
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = positive_int("num_blocks", num_blocks)
+        self.block_size = positive_int("block_size", block_size)
         self.evicted = 0
-        self._free = list(range(count - 1, -1, -1))  # taken from the end: low numbers first
-        self._references = [0] * count
+        self._free = list(range(num_blocks - 1, -1, -1))  # taken from the end: low numbers first
+        self._references = [0] * num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._digest: dict[int, bytes] = {}
         self._block: dict[bytes, int] = {}
@@ -81,7 +78,7 @@ class BlockPool:
     @property
     def held(self) -> int:
         """The number of blocks with at least one reference."""
-        return self.count - len(self._free) - len(self._cached)
+        return self.num_blocks - len(self._free) - len(self._cached)
 
     @property
     def available(self) -> int:
@@ -89,10 +86,7 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def references(self, block: int) -> int:
-        """Return the number of references to a block.
-
-        Raises ValueError if the block isn't in the pool.
-        """
+        """Return the number of references to a block; ValueError if it isn't in the pool."""
         return self._references[self._own(block)]
 
     def digest(self, block: int) -> bytes | None:
@@ -108,14 +102,12 @@ class BlockPool:
             raise ValueError(f"n must be at least 0, got {n}")
         if n > self.available:
             raise NoBlocks(
-                f"{n} blocks were requested, but only {self.available} of {self.count} are "
+                f"{n} blocks were requested, but only {self.available} of {self.num_blocks} are "
                 "available; release some, or make the pool larger"
             )
-        taken = []
-        for _ in range(n):
-            block = self._free.pop() if self._free else self._evict()
+        taken = [self._free.pop() if self._free else self._evict() for _ in range(n)]
+        for block in taken:
             self._references[block] = 1
-            taken.append(block)
         return taken
 
     def _evict(self) -> int:
@@ -167,10 +159,8 @@ class BlockPool:
         The block must be full and its keys and values written: requests that share it read them.
         Raises ValueError if the block isn't held, or has a different digest.
         """
-        if not self._references[self._own(block)]:
-            raise ValueError(f"block {block} must be held to be registered, but nobody holds it")
-        before = self._digest.get(block)
-        if before is not None and before != digest:
+        self._must_be_held([block], "registered")
+        if self._digest.get(block, digest) != digest:
             raise ValueError(
                 f"block {block} must keep its digest while it is held; register it once it is full"
             )
@@ -179,17 +169,13 @@ class BlockPool:
         self._digest[block] = digest
         return True
 
-    def forget(self, blocks: Iterable[int]) -> None:
+    def forget(self, blocks: Sequence[int]) -> None:
         """Remove the digests of held blocks whose contents can't be trusted.
 
-        `peek` no longer finds these blocks.
         Raises ValueError, and forgets none, if nobody holds one of them.
         """
-        given = list(blocks)
-        for block in given:
-            if not self._references[self._own(block)]:
-                raise ValueError(f"block {block} must be held to be forgotten, but nobody holds it")
-        for block in given:
+        self._must_be_held(blocks, "forgotten")
+        for block in blocks:
             digest = self._digest.pop(block, None)
             if digest is not None:
                 del self._block[digest]
@@ -212,32 +198,12 @@ class BlockPool:
         self.evicted -= count
         return count
 
-    def check(self) -> None:
-        """Raise RuntimeError with the first invariant that doesn't hold."""
-        free, cached = set(self._free), set(self._cached)
-        held = {block for block, count in enumerate(self._references) if count > 0}
-        blocks = set(range(self.count))
-        broken = {
-            "no block is twice in the free list": len(free) == len(self._free),
-            "no block has a negative reference count": min(self._references) >= 0,
-            "no block is both free and cached": not free & cached,
-            "a held block is neither free nor cached": not held & (free | cached),
-            "free + held + cached is the pool": free | held | cached == blocks,
-            "a cached block has a digest": cached <= set(self._digest),
-            "a free block has no digest": not free & set(self._digest),
-            "a digest and its block refer to each other": (
-                {digest: block for block, digest in self._digest.items()} == self._block
-                and len(self._digest) == len(self._block)
-            ),
-        }
-        for rule, holds in broken.items():
-            if not holds:
-                raise RuntimeError(
-                    f"a pool invariant is broken: {rule}; got {len(free)} free, {len(held)} "
-                    f"held and {len(cached)} cached of {self.count} blocks"
-                )
+    def _must_be_held(self, blocks: Iterable[int], what: str) -> None:
+        for block in blocks:
+            if not self._references[self._own(block)]:
+                raise ValueError(f"block {block} must be held to be {what}, but nobody holds it")
 
     def _own(self, block: int) -> int:
-        if not 0 <= block < self.count:
-            raise ValueError(f"a block must lie between 0 and {self.count - 1}, got {block}")
+        if not 0 <= block < self.num_blocks:
+            raise ValueError(f"a block must lie between 0 and {self.num_blocks - 1}, got {block}")
         return block

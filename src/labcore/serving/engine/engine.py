@@ -1,12 +1,10 @@
 """An engine: requests in at any moment, in-flight batching, tokens out as they come.
 
-Each step the scheduler decides which chunks of prompts and which decodes run in which blocks; the
-engine reads them all in one packed forward, draws the next tokens, and tells the scheduler what
+In each step the scheduler decides which chunks of prompts and which decodes run in which blocks;
+the engine reads them all in one packed forward, draws the next tokens, and tells the scheduler what
 came of it.
 Sources: Yu et al., Orca, OSDI 2022 (scheduling by iterations); Kwon et al., 2023, arXiv 2309.06180
-(pages); Agrawal et al., 2023, arXiv 2308.16369 (chunks of prompts beside decodes).
-
-Letters: B rows of a forward, N drafted tokens of a row, V vocabulary, C width.
+(blocks); Agrawal et al., 2023, arXiv 2308.16369 (chunks of prompts beside decodes).
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from labcore.serving.engine.cache import PagedCache
 from labcore.serving.engine.clock import Clock, MonotonicClock
 from labcore.serving.engine.metrics import EngineCounters, RequestMetrics, Snapshot, StepRecord
 from labcore.serving.engine.outputs import Entry, Output, check_ends_after, check_sampling
-from labcore.serving.engine.requests import Request
+from labcore.serving.engine.request import Request, State
 from labcore.serving.engine.runner import Runner
 from labcore.serving.engine.scheduler import QueueFull, Scheduler, StepPlan
 from labcore.serving.engine.speculation import Speculation
@@ -40,27 +38,27 @@ class Engine:
     """Serves a `Llama`: whole or divided by `parallelize`, on a CPU or a GPU, in evaluation mode.
 
     tokenizer: with `decode`, for texts in the outputs and for stop texts; with `encode` too,
-    prompts may be texts. pages: blocks of the pool, each of `page` tokens. slots: the most requests
-    that run at once. budget: the most tokens of a step; chunk: the most of one prompt in a step
-    (None: the budget). policy, victim, max_waiting, share_prefixes: the `Scheduler`'s; under
-    "static" a client too hears its tokens as they come and its end at once, only the slot stays.
-    max_length: the most tokens of a request, prompt and output; None is what the pool holds, at
+    prompts may be texts. num_blocks, block_size: the pool's blocks, and the tokens of each.
+    max_num_seqs, max_num_batched_tokens, chunk, policy, max_waiting, enable_prefix_caching: as in
+    `Scheduler`. Under "static", too, a client hears its tokens as they come and its end at once;
+    only the slot stays taken.
+    max_length: the most tokens of a request, prompt and output; None means what the pool holds, at
     most the model's max_position_embeddings.
     proposer: "ngram", or a `Proposer` of the engine's own; None drafts nothing. verifier: one of
-    the lossless names. "sample_and_compare" draws one number a token, so that an output is that of
-    the request alone whatever is drafted; "rejection" accepts more of a draft model's tokens, and
-    its output has the same law.
-    graphs, fused: as in `Runner`.
-    clock: seconds of arrivals and deadlines. eos_token_ids: None is the model's; () ends no
-    output early. keep: how many records of steps and of requests are kept, the latest.
+    the lossless names. "sample_and_compare" draws one number per token, so that an output is that
+    of the request alone whatever is drafted; "rejection" accepts more of a draft model's tokens,
+    and its output has the same distribution.
+    graphs, fused: as in `Runner`. clock: seconds of arrivals and deadlines. eos_token_ids: None
+    means the model's; () ends no output early. keep: how many records of steps and of requests are
+    kept, the latest.
 
     trace: a `StepRecord` for each of the last steps. metrics: `RequestMetrics` of each of the last
-    requests that ended. pool, scheduler: to be looked at. An output does not depend on the
-    neighbours: a request draws from a generator of its own, by its SamplingConfig's seed. Rounding
+    requests that ended. pool, scheduler: to be looked at. An output doesn't depend on its
+    neighbors: a request draws from a generator of its own, by its SamplingConfig's seed. Rounding
     may: a row of a larger batch is summed in another order.
 
     Not for several threads at once: `Service` puts it in a thread of its own.
-    Raises TypeError or ValueError for options that do not fit.
+    Raises TypeError or ValueError for options that don't fit.
     """
 
     def __init__(
@@ -68,20 +66,19 @@ class Engine:
         model: Llama,
         tokenizer: TextDecoder | None = None,
         *,
-        pages: int = 256,
-        page: int = 16,
-        slots: int = 8,
-        budget: int = 256,
+        num_blocks: int = 256,
+        block_size: int = 16,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 256,
         chunk: int | None = None,
         policy: str = "guaranteed_no_evict",
-        victim: str = "newest",
         max_waiting: int = 1024,
         max_length: int | None = None,
+        enable_prefix_caching: bool = True,
         proposer: str | Proposer | None = None,
         verifier: str = "sample_and_compare",
         graphs: bool | None = None,
         fused: bool | None = None,
-        share_prefixes: bool = True,
         clock: Clock | None = None,
         eos_token_ids: Sequence[int] | None = None,
         keep: int = 10_000,
@@ -93,34 +90,33 @@ class Engine:
             )
         self.model, self.tokenizer = model, tokenizer
         self.clock: Clock = MonotonicClock() if clock is None else clock
+        self.pool = BlockPool(num_blocks, block_size)
         most = model.config.max_position_embeddings
         if max_length is None:
-            max_length = min(positive_int("pages", pages) * positive_int("page", page), most)
+            max_length = min(num_blocks * block_size, most)
         if positive_int("max_length", max_length) > most:
             raise ValueError(
                 f"max_length must be at most the model's max_position_embeddings = {most}, got "
                 f"{max_length}; leave it out"
             )
         self.max_length = max_length
-        self.pool = BlockPool(pages, page)
         self.scheduler = Scheduler(
             self.pool,
             policy=policy,
-            slots=slots,
-            budget=budget,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             chunk=chunk,
             max_waiting=max_waiting,
-            max_length=self.max_length,
-            victim=victim,
-            share_prefixes=share_prefixes,
+            max_length=max_length,
+            enable_prefix_caching=enable_prefix_caching,
         )
-        self.speculation = Speculation(proposer, slots, self.max_length)
+        self.speculation = Speculation(proposer, max_num_seqs, max_length)
         cache = PagedCache.of(
             model,
-            num_blocks=pages,
-            block_size=page,
-            rows=slots,
-            max_blocks=blocks_for(self.max_length, page),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            rows=max_num_seqs,
+            max_blocks=blocks_for(max_length, block_size),
         )
         hidden = self.speculation.reads_hidden
         self.runner = Runner(model, cache, graphs=graphs, fused=fused, hidden=hidden)
@@ -148,7 +144,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to do, and nothing to be said."""
+        """Whether nothing is left to do, and nothing to report."""
         return not self._entries and not self._news
 
     def submit(
@@ -162,15 +158,15 @@ class Engine:
         ends_after: int | None = None,
         counted: bool = True,
     ) -> str:
-        """Take a request; its id.
+        """Take a request; return its id.
 
-        prompt: tokens, or a text where the tokenizer encodes. sampling: None is greedy, up to 128
+        prompt: tokens, or a text if the tokenizer encodes. sampling: None is greedy, up to 128
         tokens. priority: smaller goes first. deadline: the moment on `clock` at which it ends, done
-        or not. ends_after: a measurement's output of imposed length, between 1 and max_tokens: it
-        ends as by EOS, "eos", when it has as many tokens, which the scheduler does not know.
-        counted: whether a QueueFull counts as a request that ended; not where it is tried again.
-        Raises QueueFull where as many as may wait do so: come back later. Raises TypeError or
-        ValueError, at once, for a request that is none or can never fit.
+        or not. ends_after: a measurement's imposed length, between 1 and max_tokens: the output
+        ends with "eos" when it has as many tokens, which the scheduler doesn't know.
+        counted: whether a QueueFull counts as a request that ended; not if it is tried again.
+        Raises QueueFull if as many as may wait do so: come back later. Raises TypeError or
+        ValueError, at once, for a request that is malformed or can never fit.
         """
         tokens, now = self.tokens_of(prompt), self.clock.now()
         asked = SamplingConfig() if sampling is None else sampling
@@ -194,7 +190,7 @@ class Engine:
             self.scheduler.cancel(state.id, now)  # nobody else knows of it
             raise
         if state.finish == "refused":
-            self._note(entry)
+            self._note(state)
             raise ValueError(state.reason)
         self._entries[state.id] = entry
         if state.finish:  # its deadline has passed
@@ -202,7 +198,7 @@ class Engine:
         return state.id
 
     def tokens_of(self, prompt: Sequence[int] | str) -> tuple[int, ...]:
-        """A prompt's tokens. Raises TypeError or ValueError for what is none."""
+        """Return a prompt's tokens. Raises TypeError or ValueError for anything else."""
         if isinstance(prompt, str):
             encode = getattr(self.tokenizer, "encode", None)
             if encode is None:
@@ -225,7 +221,7 @@ class Engine:
         return tokens
 
     def _name(self, asked: str | None) -> str:
-        # The last output of a request that ended may still have to be said.
+        # The last output of a request that ended may still have to be reported.
         known = self._entries.keys() | {output.id for output in self._news}
         if asked is not None:
             if asked in known:
@@ -240,7 +236,7 @@ class Engine:
         return f"request-{self._named}"
 
     def cancel(self, id: str) -> bool:
-        """End a request now; its last output comes with the next step. False if it is not there."""
+        """End a request now; its last output comes with the next step. False if it isn't there."""
         entry = self._entries.get(id)
         if entry is None:
             return False
@@ -249,7 +245,7 @@ class Engine:
         return True
 
     def step(self) -> list[Output]:
-        """One iteration: what each request has to say since the last one.
+        """Run one iteration; return what each request has to report since the last one.
 
         A forward that fails ends the requests in it with "error"; the others go on.
         """
@@ -270,7 +266,7 @@ class Engine:
             self._make_way(plan)
             turn.run()
         finally:
-            # An interrupted step ends its requests; none keeps a block, nothing said is lost.
+            # An interrupted step ends its requests; none keeps a block, no news is lost.
             finished = self.scheduler.commit(plan, turn.all_results(), self.clock.now())
             self._make_way(plan)
             self._news += turn.news.values()
@@ -285,7 +281,7 @@ class Engine:
         return told
 
     def drain(self) -> dict[str, Output]:
-        """Step until nothing is left; the whole output of each whose end was not said before."""
+        """Step until nothing is left; return the whole output of each that hadn't ended before."""
         self._whole = {}
         try:
             while not self.idle:
@@ -295,12 +291,12 @@ class Engine:
             self._whole = None
 
     def stats(self) -> Snapshot:
-        """Queues, pool and counters at this moment."""
+        """Return the state of the queues, the pool and the counters."""
         return Snapshot.of(
             self.counters,
             waiting=len(self.scheduler.waiting),
             running=len(self.scheduler.running),
-            pages=self.pool.count,
+            num_blocks=self.pool.num_blocks,
             free=self.pool.free,
             held=self.pool.held,
             cached=self.pool.cached,
@@ -321,7 +317,7 @@ class Engine:
         self.close()
 
     def _make_way(self, plan: StepPlan) -> None:
-        """Take the places of the preempted and the expired; harmless where that is done."""
+        """Let go of the preempted and the expired; harmless if that is done already."""
         for id in plan.preempted:
             self.speculation.leave(self._entries[id])
         for id in plan.expired:
@@ -335,10 +331,10 @@ class Engine:
         del self._entries[entry.id]
         self._news.append(last)
         self._ended.append(entry)
-        self._note(entry)
+        self._note(entry.state)
 
-    def _note(self, entry: Entry) -> None:
-        metrics = RequestMetrics.of(entry.state)
+    def _note(self, state: State) -> None:
+        metrics = RequestMetrics.of(state)
         self._metrics.append(metrics)
         self.counters.add_request(metrics)
 
@@ -349,7 +345,6 @@ class Engine:
             seconds=seconds,
             chunks=plan.chunks,
             decodes=plan.decodes,
-            contexts={c.id: c.start for c in plan.chunks} | {d.id: d.start for d in plan.decodes},
             tokens=plan.tokens,
             waiting=len(self.scheduler.waiting),
             running=len(self.scheduler.running),

@@ -11,7 +11,7 @@ from labcore.checks import positive_int
 from labcore.decoding.contract import SamplingConfig
 from labcore.decoding.requests import Request as Row
 from labcore.decoding.stops import TextDecoder
-from labcore.serving.engine.requests import State
+from labcore.serving.engine.request import State
 
 __all__ = ["Entry", "Output", "check_ends_after", "check_sampling"]
 

@@ -1,18 +1,129 @@
-"""Iteration-level scheduling: before each step, who reads how many tokens in which blocks."""
+"""Iteration-level scheduling: before each step, who reads how many tokens in which blocks.
+
+Three policies say who gets blocks; their names and promises are those of TensorRT-LLM's capacity
+schedulers. "static" admits a batch when nothing runs, and its slots are free again when its last
+request ends. "guaranteed_no_evict" admits a request if its prompt and its longest possible output
+fit beside everything promised to the running, so nobody is ever preempted. "max_utilization" admits
+a request if its tokens so far fit; when the pool is full, the most junior request loses its blocks
+and reads its tokens again later (Kwon et al., 2023, arXiv 2309.06180).
+"""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 from labcore.checks import one_of, positive_int
 from labcore.serving.engine.blocks import BlockPool, blocks_for, chain_hashes
-from labcore.serving.engine.invariants import check_invariants
-from labcore.serving.engine.plans import Chunk, Decode, StepPlan, StepResult, check_results
-from labcore.serving.engine.policies import POLICIES, VICTIMS, Policy, choose_victim
-from labcore.serving.engine.requests import Request, State
+from labcore.serving.engine.request import Request, State
 
-__all__ = ["Chunk", "Decode", "QueueFull", "Scheduler", "StepPlan", "StepResult"]
+__all__ = [
+    "POLICIES",
+    "Chunk",
+    "Decode",
+    "Policy",
+    "QueueFull",
+    "Scheduler",
+    "StepPlan",
+    "StepResult",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a prompt to read: `count` tokens from `start` on.
+
+    last: whether the request then has no token left to read, so that a new one is drawn.
+    """
+
+    id: str
+    start: int
+    count: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """The newest token of an output to read, and `drafted` tokens after it to verify.
+
+    start: tokens read so far, the place of the newest.
+    """
+
+    id: str
+    drafted: int = 0
+    start: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """What one step does.
+
+    step: counts from 0. chunks and decodes: what is read, the seniors first. admitted, preempted,
+    expired: the ids of those that came in, lost their blocks, or met their deadline. idle: finished
+    requests whose slot a static batch keeps until its last one ends. blocks: all blocks of each
+    request that reads, in order. tokens: read in all, including drafted ones.
+    """
+
+    step: int
+    chunks: tuple[Chunk, ...] = ()
+    decodes: tuple[Decode, ...] = ()
+    admitted: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
+    expired: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+    blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    tokens: int = 0
+
+    @property
+    def rests(self) -> int:
+        """Rows of ended requests that are computed: a static batch's, beside its decodes."""
+        return len(self.idle) if self.decodes else 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step brought one request.
+
+    tokens: the new tokens that stand: for a decode, the accepted drafted ones and the one after
+    them; for a last chunk one; for another chunk none. finish: "" or why it ends: "eos", "stop",
+    "length" or "error"; reason: a sentence for the client.
+    """
+
+    tokens: tuple[int, ...] = ()
+    finish: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """How a scheduler deals out the blocks of its pool.
+
+    promises: a request is admitted with blocks for its longest output, so it's never preempted.
+    batches: requests are admitted only when nothing runs, and finished ones keep slot and blocks
+    until the last one of the batch ends.
+    """
+
+    promises: bool
+    batches: bool = False
+
+    def wants(self, state: State, block_size: int) -> int:
+        """Return how many blocks `state` needs in all to be admitted."""
+        return blocks_for(state.request.longest if self.promises else len(state.tokens), block_size)
+
+    def promised(self, running: Iterable[State], block_size: int) -> int:
+        """Return how many blocks the running may still ask for that are promised to them."""
+        if not self.promises:
+            return 0
+        return sum(self.wants(state, block_size) - len(state.blocks) for state in running)
+
+
+POLICIES = {
+    "static": Policy(promises=True, batches=True),
+    "guaranteed_no_evict": Policy(promises=True),
+    "max_utilization": Policy(promises=False),
+}
 
 
 class QueueFull(RuntimeError):
@@ -22,27 +133,23 @@ class QueueFull(RuntimeError):
 class Scheduler:
     """Decides before each step who reads what; touches no tensor and asks no clock.
 
-    A step deals out `budget` tokens and the blocks of `pool` in this order: one token for each
-    request that decodes, the rest of the prompts that are under way, prompts of those that come
-    in, and what is left then for drafted tokens. So no prompt, however long, keeps an output
-    waiting (Agrawal et al., 2024, arXiv 2403.02310). Within each the senior goes first: by
-    priority, arrival, order of adding. Nobody is admitted in a step that preempted.
+    A step deals out `max_num_batched_tokens` tokens and the blocks of `pool` in this order: one
+    token for each request that decodes, the rest of the prompts under way, prompts of those that
+    come in, and then drafted tokens. So no prompt, however long, keeps an output waiting (Agrawal
+    et al., 2024, arXiv 2403.02310). Within each, the senior goes first: by priority, arrival, order
+    of adding. Nobody is admitted in a step that preempted.
 
-    The queue is not skipped: a head that does not fit yet holds up all behind it, small ones that
-    would fit too, or a large request would wait as long as small ones come. `Policy` says how long
-    that can be. So where blocks are promised one huge max_tokens keeps others out, while it waits
-    and while it runs: let `max_length` refuse it, or promise nothing ("max_utilization").
-    A newcomer takes no block from those that run, whatever its priority, and nobody is preempted
-    for one of lower priority, unless nobody else would free a block.
+    The queue is not skipped: a head that doesn't fit yet holds up everyone behind it, or a large
+    request would wait as long as small ones come. So with promises, one huge max_tokens keeps
+    others out: let `max_length` refuse it, or promise nothing.
 
-    pool: the blocks. policy: a name of `POLICIES`, or a `Policy`. slots: most requests that run
-    at once. budget: most tokens a step, at least `slots`. chunk: most tokens a step of one prompt;
-    None is the budget. max_waiting: most requests in the queue; preempted ones always come back.
-    max_length: most tokens of a row of the cache; None is the whole pool. victim: a name of
-    `VICTIMS`. share_prefixes: whether full blocks are found again by later requests with the same
-    prefix. salt: of their digests, see `chain_hashes`.
-    states: all requests that are not finished, by id. waiting and running: of them, in the order in
-    which they are served.
+    pool: the blocks. policy: a name of `POLICIES`. max_num_seqs: the most requests that run at
+    once. max_num_batched_tokens: the most tokens per step, at least max_num_seqs. chunk: the most
+    tokens of one prompt per step; None means max_num_batched_tokens. max_waiting: the most requests
+    in the queue; preempted ones always come back. max_length: the most tokens of a request; None
+    means the whole pool. enable_prefix_caching: whether later requests with the same prefix find
+    its full blocks.
+    states: all requests that haven't finished, by id.
     Raises TypeError or ValueError that names the argument.
     """
 
@@ -50,36 +157,30 @@ class Scheduler:
         self,
         pool: BlockPool,
         *,
-        policy: str | Policy = "guaranteed_no_evict",
-        slots: int = 8,
-        budget: int = 512,
+        policy: str = "guaranteed_no_evict",
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 512,
         chunk: int | None = None,
         max_waiting: int = 1024,
         max_length: int | None = None,
-        victim: str = "newest",
-        share_prefixes: bool = True,
-        salt: bytes = b"",
+        enable_prefix_caching: bool = True,
     ) -> None:
-        if isinstance(policy, str):
-            policy = POLICIES[one_of("policy", policy, POLICIES)]
         self.pool = pool
-        self.policy = policy
-        self.slots = positive_int("slots", slots)
-        self.budget = positive_int("budget", budget)
-        if budget < slots:
+        self.policy_name = one_of("policy", policy, POLICIES)
+        self.policy = POLICIES[policy]
+        self.max_num_seqs = positive_int("max_num_seqs", max_num_seqs)
+        self.max_num_batched_tokens = positive_int("max_num_batched_tokens", max_num_batched_tokens)
+        if self.max_num_batched_tokens < max_num_seqs:
             raise ValueError(
-                f"budget must be at least slots = {slots}, got {budget}; each running request "
-                "takes a token a step"
+                f"max_num_batched_tokens must be at least max_num_seqs = {max_num_seqs}, got "
+                f"{self.max_num_batched_tokens}; each running request takes a token per step"
             )
-        self.chunk = positive_int("chunk", budget if chunk is None else chunk)
+        self.chunk = positive_int("chunk", self.max_num_batched_tokens if chunk is None else chunk)
         self.max_waiting = positive_int("max_waiting", max_waiting)
-        whole = pool.count * pool.page
+        whole = pool.num_blocks * pool.block_size
         self.max_length = positive_int("max_length", whole if max_length is None else max_length)
-        self.victim = one_of("victim", victim, VICTIMS)
-        self.share_prefixes = share_prefixes
-        self.salt = salt
+        self.enable_prefix_caching = enable_prefix_caching
         self.states: dict[str, State] = {}
-        self._timed: dict[str, State] = {}  # of them, those that have a deadline
         self._waiting: list[State] = []
         self._running: list[State] = []
         self._leaving: list[State] = []  # finished, and still holding blocks
@@ -95,7 +196,7 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[State, ...]:
-        """Those that hold a slot and are not finished, the seniors first."""
+        """Those that hold a slot and haven't finished, the seniors first."""
         return tuple(self._running)
 
     @property
@@ -103,33 +204,27 @@ class Scheduler:
         """Whether nobody waits or runs."""
         return not self.states
 
-    def refusal(self, request: Request) -> str:
-        """The sentence why `request` can never run here, "" where it can."""
-        whole = self.pool.count * self.pool.page
-        most, what = whole, "what the whole pool holds"
-        if self.max_length < whole:
-            most, what = self.max_length, "what a row of the cache holds"
-        if request.longest <= most:
-            return ""
-        return (
-            f"prompt and max_tokens - 1 must be at most {most} tokens, {what}, got "
-            f"{len(request.prompt)} + {request.sampling.max_tokens - 1}; ask for fewer tokens"
-        )
-
     def add(self, request: Request, now: float) -> State:
-        """Take in a request; its state from now on, finished already where it can never run.
+        """Take in a request and return its state, finished already if it can never run.
 
-        now: seconds on the engine's clock. Raises QueueFull where max_waiting requests wait, and
-        ValueError where a request with this id is under way.
+        now: seconds on the engine's clock. Raises QueueFull if max_waiting requests wait, and
+        ValueError if a request with this id is under way.
         """
         if request.id in self.states:
             raise ValueError(
                 f"id must be unlike those under way, got {request.id!r} again; wait for its end"
             )
-        state = State(request, order=self._added, added_at=now)
+        state = State(request, order=self._added)
         self._added += 1
-        reason = self.refusal(request)
-        if reason:
+        whole = self.pool.num_blocks * self.pool.block_size
+        most, what = whole, "what the whole pool holds"
+        if self.max_length < whole:
+            most, what = self.max_length, "max_length"
+        if request.longest > most:
+            reason = (
+                f"prompt and max_tokens - 1 must be at most {most} tokens, {what}, got "
+                f"{len(request.prompt)} + {request.sampling.max_tokens - 1}; ask for fewer tokens"
+            )
             self._finish(state, "refused", reason, now)
         elif _expired(state, now):
             self._finish(state, "deadline", "the deadline had passed on arrival", now)
@@ -139,57 +234,60 @@ class Scheduler:
             )
         else:
             self.states[request.id] = state
-            if request.deadline is not None:
-                self._timed[request.id] = state
             insort(self._waiting, state, key=_place)
         return state
 
     def cancel(self, id: str, now: float) -> State | None:
-        """End a request wherever it is; its state, None where no such request is under way.
+        """End a request wherever it is; return its state, or None if it isn't under way.
 
         Its blocks are free at once, or after the commit of a step that is under way.
         """
         state = self.states.get(id)
         if state is not None:
             self._finish(state, "cancelled", "", now)
-            self._settle()
+            self._release_leaving()
         return state
 
     def schedule(self, now: float, drafts: Mapping[str, int] | None = None) -> StepPlan:
-        """What the next step does; every plan with tokens must be committed before the next.
+        """Return what the next step does; a plan with tokens must be committed before the next.
 
-        now: seconds on the engine's clock. drafts: how many tokens were drafted behind a request's
-        output; it reads as many of them as output, budget and blocks leave room for, and never
+        now: seconds on the engine's clock. drafts: how many tokens were drafted after a request's
+        output. It reads as many of them as output, budget and blocks leave room for, and never
         costs another its blocks.
-        Raises RuntimeError where a plan is open, ValueError for a draft of less than 0 tokens.
+        Raises RuntimeError while a plan is open.
         """
         if self._open is not None:
             raise RuntimeError(f"commit must follow schedule, and step {self._open.step} is open")
-        if drafts and min(drafts.values()) < 0:
-            raise ValueError(f"a draft must have at least 0 tokens, got {min(drafts.values())}")
-        expired = [state for state in self._timed.values() if _expired(state, now)]
+        expired = [state for state in self.states.values() if _expired(state, now)]
         for state in expired:
             self._finish(state, "deadline", "the deadline passed", now)
-        self._settle()
+        self._release_leaving()
         preempted = self._preempt()
         decodes = [state for state in self._running if state.decoding]
         for state in decodes:
             self._grow(state, len(state.tokens))
-        left = self.budget - len(decodes)
+        left = self.max_num_batched_tokens - len(decodes)
         chunks: list[Chunk] = []
-        left = self._read(chunks, [s for s in self._running if not s.decoding], left)
-        admitted: list[State] = []
-        if not preempted and not (self.policy.batches and self._running):
-            left = self._admit(chunks, admitted, left, now)
+        for state in self._running:
+            if not state.decoding:
+                left -= self._read(chunks, state, left)
+        admitted: list[str] = []
+        # A batch is filled even if its prompts take several steps.
+        while not preempted and (left > 0 or self.policy.batches):
+            head = self._next(began=bool(admitted))
+            if head is None:
+                break
+            self._admit(head, now)
+            admitted.append(head.id)
+            left -= self._read(chunks, head, left)
         drafted = self._draft(decodes, drafts or {}, left)
-        ids = [*(chunk.id for chunk in chunks), *drafted]
-        self._reading = {id: self.states[id] for id in ids}
+        self._reading = {id: self.states[id] for id in [*(chunk.id for chunk in chunks), *drafted]}
         plan = StepPlan(
             step=self._steps,
             chunks=tuple(chunks),
             decodes=tuple(Decode(s.id, drafted[s.id], s.computed) for s in decodes),
-            admitted=tuple(state.id for state in admitted),
-            preempted=tuple(state.id for state in preempted),
+            admitted=tuple(admitted),
+            preempted=tuple(preempted),
             expired=tuple(state.id for state in expired),
             idle=tuple(state.id for state in self._leaving),
             blocks={id: tuple(state.blocks) for id, state in self._reading.items()},
@@ -200,56 +298,48 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, results: Mapping[str, StepResult], now: float) -> list[State]:
-        """Take in what a step brought; the requests that it finished.
+        """Take in what a step brought; return the requests that it finished.
 
-        results: of every decode and every last chunk; other chunks may go without, and requests
-        that were cancelled since the plan was made are passed over. An output that reaches
-        max_tokens ends with "length" here. A request with the finish "error" keeps no token of the
-        step, and nobody finds its blocks any more: an earlier step may have written what failed.
-        Raises RuntimeError for a plan that is not open, ValueError, and changes nothing, for
-        results that do not fit it.
+        results: for every decode and every last chunk; requests that were cancelled since the plan
+        was made are passed over. An output that reaches max_tokens ends with "length" here. A
+        request with the finish "error" keeps no token of the step, and nobody finds its blocks any
+        more: an earlier step may have written what failed.
+        Raises RuntimeError for a plan that isn't open, and ValueError, changing nothing, for
+        results that don't fit it.
         """
         if not plan.tokens:
             return []
         if plan is not self._open:
             raise RuntimeError(f"a plan must be committed once, in turn, got step {plan.step}")
+        drafted = {decode.id: decode.drafted for decode in plan.decodes}
+        reads = dict.fromkeys(drafted, 1) | {chunk.id: chunk.count for chunk in plan.chunks}
+        draws = {id: count + 1 for id, count in drafted.items()}
+        draws |= {chunk.id: int(chunk.last) for chunk in plan.chunks}
         reading = {id: s for id, s in self._reading.items() if s.status == "running"}
-        check_results(plan, results, self._reading.keys() - reading.keys())
+        _check_results(results, draws, reading)
         self._open, self._reading = None, {}
-        reads = {chunk.id: (chunk.count, 0) for chunk in plan.chunks}
-        reads.update({decode.id: (1, decode.drafted) for decode in plan.decodes})
         finished = []
         for id, state in reading.items():
             result = results.get(id, StepResult())
             if result.finish == "error":
                 self.pool.forget(state.blocks)
             else:
-                self._take(state, result, *reads[id], now)
+                self._take(state, result, reads[id], drafted.get(id, 0), now)
             if result.finish or state.emitted == state.request.sampling.max_tokens:
                 self._finish(state, result.finish or "length", result.reason, now)
                 finished.append(state)
-        self._settle()
+        self._release_leaving()
         return finished
 
-    def check(self) -> None:
-        """Raise RuntimeError that names the first invariant that does not hold, the pool's first.
-
-        Between steps: references are those of the requests, every request is in one place, no
-        digest stands for a block that is not written, the promised blocks are there.
-        """
-        check_invariants(
-            self, self._waiting, self._running, self._leaving, open=self._open is not None
-        )
-
-    def _preempt(self) -> list[State]:
-        """Take blocks from victims until each decode can have the block that it needs."""
-        preempted: list[State] = []
-        while (lacking := self._lacking()) is not None:
-            priority = lacking.request.priority
-            victim = choose_victim(self.victim, self._running, self.pool, priority)
+    def _preempt(self) -> list[str]:
+        """Take blocks from the most junior until each decode can have the block that it needs."""
+        preempted = []
+        while self._lacking() > self.pool.available:
+            # One whose blocks are all shared would free nothing.
+            victim = next((s for s in reversed(self._running) if self._frees(s)), None)
             if self.policy.promises or victim is None or len(self._running) == 1:
                 raise RuntimeError(
-                    f"the policy {self.policy.name!r} must leave blocks for those that run; "
+                    f"the policy {self.policy_name!r} must leave blocks for those that run; "
                     "release no block behind the scheduler's back"
                 )
             self._running.remove(victim)
@@ -258,87 +348,85 @@ class Scheduler:
             victim.status = "waiting"
             victim.preemptions += 1
             insort(self._waiting, victim, key=_place)
-            preempted.append(victim)
+            preempted.append(victim.id)
         return preempted
 
-    def _lacking(self) -> State | None:
-        """The first whose next token has no block when all seniors have theirs."""
-        left, page = self.pool.available, self.pool.page
-        for state in self._running:
-            if state.decoding:
-                left -= max(blocks_for(len(state.tokens), page) - len(state.blocks), 0)
-                if left < 0:
-                    return state
-        return None
+    def _lacking(self) -> int:
+        """Return how many new blocks the next tokens of those that decode need."""
+        return sum(
+            max(blocks_for(len(state.tokens), self.pool.block_size) - len(state.blocks), 0)
+            for state in self._running
+            if state.decoding
+        )
+
+    def _frees(self, state: State) -> bool:
+        return any(self.pool.references(block) == 1 for block in state.blocks)
 
     def _grow(self, state: State, tokens: int) -> None:
-        lacking = blocks_for(tokens, self.pool.page) - len(state.blocks)
+        lacking = blocks_for(tokens, self.pool.block_size) - len(state.blocks)
         state.blocks += self.pool.allocate(max(lacking, 0))
 
-    def _read(self, chunks: list[Chunk], states: list[State], left: int) -> int:
-        """Give each of `states` a chunk while the budget lasts; what is left of it."""
-        for state in states:
-            count = min(state.missing, self.chunk, left)
-            if count:
-                chunks.append(Chunk(state.id, state.computed, count, count == state.missing))
-                left -= count
-        return left
+    def _read(self, chunks: list[Chunk], state: State, left: int) -> int:
+        """Give a request its next chunk within what is left of the budget; return its tokens."""
+        count = min(state.missing, self.chunk, left)
+        if count > 0:
+            chunks.append(Chunk(state.id, state.computed, count, count == state.missing))
+        return max(count, 0)
 
-    def _admit(self, chunks: list[Chunk], admitted: list[State], left: int, now: float) -> int:
-        """Let the head of the queue in, and the next; what is left of the budget.
+    def _next(self, began: bool) -> State | None:
+        """Return the head of the queue if it may come in now; began: others came in this step."""
+        if not self._waiting or len(self._running) >= self.max_num_seqs:
+            return None
+        if self.policy.batches and self._running and not began:
+            return None
+        state, size = self._waiting[0], self.pool.block_size
+        shared = self._known(state)
+        revived = sum(not self.pool.references(block) for block in shared)
+        needed = self.policy.wants(state, size) - len(shared)
+        fits = self.policy.promised(self._running, size) + needed <= self.pool.available - revived
+        return state if fits else None
 
-        A batch is filled even when its prompts take several steps.
-        """
-        while self._waiting and len(self._running) < self.slots:
-            state = self._waiting[0]
-            shared = self._known(state)
-            fits = self.policy.admits(state, shared, self._running, self.pool)
-            if not fits or not (left or self.policy.batches):
-                break
-            self._waiting.pop(0)
-            self.pool.share(shared)
-            state.blocks = shared
-            state.registered = len(shared)
-            state.computed = len(shared) * self.pool.page
-            if not state.preemptions:  # else they may be its own
-                state.matched += state.computed
-            self._grow(state, len(state.tokens))
-            state.status = "running"
-            if state.admitted_at is None:
-                state.admitted_at = now
-            insort(self._running, state, key=_seniority)
-            admitted.append(state)
-            left = self._read(chunks, [state], left)
-        return left
+    def _admit(self, state: State, now: float) -> None:
+        self._waiting.remove(state)
+        state.blocks = self._known(state)
+        self.pool.share(state.blocks)
+        state.registered = len(state.blocks)
+        state.computed = len(state.blocks) * self.pool.block_size
+        if not state.preemptions:  # else the blocks may be its own
+            state.matched += state.computed
+        self._grow(state, len(state.tokens))
+        state.status = "running"
+        if state.admitted_at is None:
+            state.admitted_at = now
+        insort(self._running, state, key=_seniority)
 
     def _known(self, state: State) -> list[int]:
-        """Blocks in the pool that hold its first tokens; never all, the last one must be read."""
-        if not self.share_prefixes:
+        """Return blocks that hold its first tokens; never all, because the last must be read."""
+        if not self.enable_prefix_caching:
             return []
-        page = self.pool.page
-        state.digests = chain_hashes(state.tokens, page, self.salt, known=state.digests)
-        return self.pool.peek(state.digests[: (len(state.tokens) - 1) // page])
+        size = self.pool.block_size
+        state.digests = chain_hashes(state.tokens, size, known=state.digests)
+        return self.pool.peek(state.digests[: (len(state.tokens) - 1) // size])
 
     def _draft(self, decodes: list[State], drafts: Mapping[str, int], left: int) -> dict[str, int]:
-        """How many drafted tokens each decode reads, out of what the others left."""
-        page = self.pool.page
+        """Return how many drafted tokens each decode reads, out of what the others left."""
         taken = {}
         for state in decodes:
-            asked = drafts.get(state.id, 0)
-            # Behind the drafted tokens one more is drawn, and the last one is never read.
+            # After the drafted tokens one more is drawn, and the last one is never read.
             output = state.request.longest - len(state.tokens)
             # What is promised to others stays: the output is all that was promised to this one.
-            room = (len(state.blocks) + self.pool.available) * page - len(state.tokens)
-            count = max(min(asked, output, left, room), 0)
+            room = (len(state.blocks) + self.pool.available) * self.pool.block_size
+            asked = drafts.get(state.id, 0)
+            count = max(min(asked, output, left, room - len(state.tokens)), 0)
             self._grow(state, len(state.tokens) + count)
             left -= count
             taken[state.id] = count
         return taken
 
     def _take(self, state: State, result: StepResult, count: int, drafted: int, now: float) -> None:
-        """Count what was read, add the new tokens, trim and share the blocks.
+        """Count what was read, add the new tokens, and trim and share the blocks.
 
-        count: its own tokens that were read. Of `drafted` ones all but the last new token stand.
+        count: its own tokens that were read. All but the last new token are accepted drafts.
         """
         accepted = max(len(result.tokens) - 1, 0)
         before = state.computed
@@ -349,13 +437,13 @@ class Scheduler:
         state.tokens += result.tokens
         if result.tokens and state.first_token_at is None:
             state.first_token_at = now
-        page = self.pool.page
-        needed = blocks_for(len(state.tokens), page)
+        size = self.pool.block_size
+        needed = blocks_for(len(state.tokens), size)
         self.pool.release(state.blocks[needed:])
         del state.blocks[needed:]
-        if self.share_prefixes:
-            state.digests = chain_hashes(state.tokens, page, self.salt, known=state.digests)
-            full = state.computed // page
+        if self.enable_prefix_caching:
+            state.digests = chain_hashes(state.tokens, size, known=state.digests)
+            full = state.computed // size
             for place in range(state.registered, full):
                 self.pool.register(state.blocks[place], state.digests[place])
             state.registered = full
@@ -367,12 +455,11 @@ class Scheduler:
         elif state.id in self.states:
             self._waiting.remove(state)
         self.states.pop(state.id, None)
-        self._timed.pop(state.id, None)
         state.status, state.finished_at = "finished", now
         state.finish, state.reason = finish, reason
 
-    def _settle(self) -> None:
-        """Release the blocks of the finished, unless a step under way or a batch needs them."""
+    def _release_leaving(self) -> None:
+        """Release the blocks of the finished, unless an open step or a batch needs them."""
         if self._open is not None or (self.policy.batches and self._running):
             return
         for state in self._leaving:
@@ -381,14 +468,26 @@ class Scheduler:
         self._leaving.clear()
 
 
-def _place(state: State) -> tuple[int, bool, float, int]:
-    return state.place
-
-
-def _seniority(state: State) -> tuple[int, float, int]:
-    return state.seniority
+_place, _seniority = attrgetter("place"), attrgetter("seniority")
 
 
 def _expired(state: State, now: float) -> bool:
     deadline = state.request.deadline
     return deadline is not None and now >= deadline
+
+
+def _check_results(
+    results: Mapping[str, StepResult], draws: Mapping[str, int], reading: Mapping[str, State]
+) -> None:
+    """Raise ValueError unless each request that reads has the tokens that its plan asks for."""
+    if unknown := sorted(set(results) - set(draws)):
+        raise ValueError(f"results must be of the plan's requests, got one of {unknown[0]!r}")
+    for id in reading:
+        most, result = draws[id], results.get(id, StepResult())
+        one_of("finish", result.finish, ("", "eos", "stop", "length", "error"))
+        few = most > 0 and not result.tokens and not result.finish
+        if few or len(result.tokens) > most:
+            raise ValueError(
+                f"the step must bring {id!r} {min(most, 1)} to {most} tokens, got "
+                f"{len(result.tokens)}; give a finish where there are none"
+            )

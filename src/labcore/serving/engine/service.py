@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from labcore.checks import non_negative
 from labcore.decoding.contract import SamplingConfig
 from labcore.serving.engine.engine import Engine
-from labcore.serving.engine.metrics import Snapshot, exposition
+from labcore.serving.engine.metrics import Snapshot
 from labcore.serving.engine.outputs import Output
 from labcore.serving.engine.scheduler import QueueFull
 
@@ -182,10 +182,6 @@ class Service:
     def stats(self) -> Snapshot:
         """The engine's, between two steps."""
         return self._ask(self.engine.stats)
-
-    def exposition(self) -> str:
-        """The engine's state in Prometheus' text format."""
-        return self._ask(lambda: exposition(self.engine))
 
     def close(self) -> None:
         """Cancel what is under way, end its streams, and wait for the thread."""

@@ -165,13 +165,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--socket", required=True, help="path of the Unix socket")
     parser.add_argument("--model", default="target", help="target, draft or a checkpoint folder")
     parser.add_argument("--dtype", default="float32", choices=sorted(DTYPES))
-    parser.add_argument("--pages", type=int, default=256, help="number of blocks in the pool")
-    parser.add_argument("--page", type=int, default=16, help="tokens per block")
-    parser.add_argument("--slots", type=int, default=8, help="maximum requests running at once")
-    parser.add_argument("--budget", type=int, default=256, help="maximum tokens per step")
+    parser.add_argument("--num-blocks", type=int, default=256, help="number of blocks in the pool")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens per block")
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=8, help="maximum requests running at once"
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=256, help="maximum tokens per step"
+    )
     parser.add_argument("--chunk", type=int, help="maximum tokens of one prompt per step")
     parser.add_argument("--policy", default="guaranteed_no_evict")
-    parser.add_argument("--victim", default="newest")
     parser.add_argument("--max-waiting", type=int, default=1024, help="maximum queue length")
     parser.add_argument("--proposer", choices=["ngram"], help="speculation")
     parser.add_argument("--threads", type=int, help="number of torch threads on a CPU")
@@ -191,20 +194,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         engine = Engine(
             model,
             tokenizer,
-            pages=told.pages,
-            page=told.page,
-            slots=told.slots,
-            budget=told.budget,
+            num_blocks=told.num_blocks,
+            block_size=told.block_size,
+            max_num_seqs=told.max_num_seqs,
+            max_num_batched_tokens=told.max_num_batched_tokens,
             chunk=told.chunk,
             policy=told.policy,
-            victim=told.victim,
             max_waiting=told.max_waiting,
             proposer=told.proposer,
         )
         return ServiceBackend(Service(engine))
 
     # The margin lets the engine itself report that it is full.
-    most = told.slots + told.max_waiting + 64
+    most = told.max_num_seqs + told.max_waiting + 64
     try:
         return attend(make, told.socket, spare=told.spare, attached=told.attached, most=most)
     except (OSError, ValueError) as error:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from labcore.checks import positive_int
-from labcore.serving.engine.requests import State
+from labcore.serving.engine.request import State
 from labcore.serving.engine.scheduler import StepPlan
 
 __all__ = ["KINDS", "Gantt", "Span"]

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 
 from labcore.serving.engine.engine import Engine
 from labcore.serving.engine.metrics import RequestMetrics, StepRecord
-from labcore.serving.engine.plans import StepPlan
-from labcore.serving.engine.requests import Request, State
-from labcore.serving.engine.scheduler import QueueFull
+from labcore.serving.engine.request import Request, State
+from labcore.serving.engine.scheduler import QueueFull, StepPlan
 from labcore.serving.simulation.gantt import Gantt, Span
 from labcore.serving.simulation.simulate import QUEUE_FULL, Run
 from labcore.serving.simulation.workload import Workload
@@ -152,14 +151,14 @@ def replay(
     steps = player.steps()
     metrics = tuple(player.metrics[one.id] for one in coming)
     batches = engine.scheduler.policy.batches
-    spans = _timeline(steps, coming, metrics, engine.scheduler.slots, batches=batches)
+    spans = _timeline(steps, coming, metrics, engine.scheduler.max_num_seqs, batches=batches)
     return Replay(
         metrics=metrics,
         steps=tuple(steps),
         spans=spans,
         blocks=(),
-        pages=engine.pool.count,
-        slots=engine.scheduler.slots,
+        pages=engine.pool.num_blocks,
+        slots=engine.scheduler.max_num_seqs,
         begin=min((one.arrival for one in metrics), default=0.0),
         end=max((one.arrival + (one.e2e or 0.0) for one in metrics), default=0.0),
         outputs={id: tuple(tokens) for id, tokens in player.outputs.items()},

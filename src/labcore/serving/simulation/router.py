@@ -17,7 +17,7 @@ from typing import Protocol
 from labcore.checks import one_of, positive_int
 from labcore.serving.engine.blocks import chain_hashes
 from labcore.serving.engine.metrics import RequestMetrics, summary
-from labcore.serving.engine.requests import Request
+from labcore.serving.engine.request import Request
 from labcore.serving.engine.scheduler import Scheduler
 from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.simulate import Run, Simulator
@@ -94,7 +94,7 @@ class PrefixAware:
             near, key=lambda at: (-self._matched(at, digests[at]), loads[at], self._sent[at], at)
         )
         self._sent[chosen] += 1
-        self._remember(chosen, digests[chosen], replicas[chosen].scheduler.pool.count)
+        self._remember(chosen, digests[chosen], replicas[chosen].scheduler.pool.num_blocks)
         return chosen
 
     def _matched(self, place: int, digests: Sequence[bytes]) -> int:
@@ -112,8 +112,7 @@ class PrefixAware:
 
 def _digests(request: Request, replica: Simulator) -> list[bytes]:
     """Return the digests of the full blocks that may be cached; the last token never is."""
-    scheduler = replica.scheduler
-    return chain_hashes(request.prompt[:-1], scheduler.pool.page, scheduler.salt)
+    return chain_hashes(request.prompt[:-1], replica.scheduler.pool.block_size)
 
 
 ROUTERS: dict[str, Callable[[], Router]] = {

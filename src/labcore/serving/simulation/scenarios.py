@@ -17,8 +17,7 @@ import numpy
 from labcore.checks import one_of, positive, positive_int
 from labcore.serving.engine.blocks import BlockPool, blocks_for
 from labcore.serving.engine.metrics import RequestMetrics, summary
-from labcore.serving.engine.policies import POLICIES
-from labcore.serving.engine.scheduler import Scheduler
+from labcore.serving.engine.scheduler import POLICIES, Scheduler
 from labcore.serving.simulation.costs import CostModel, StepWork
 from labcore.serving.simulation.router import ROUTERS, PrefixAware, Routed, route_requests
 from labcore.serving.simulation.scenes import Scene, StepParts, scene, step_parts
@@ -77,7 +76,11 @@ def lengths(mix: str, n: int, seed: int = 0) -> tuple[tuple[int, ...], tuple[int
 
 def _scheduler(policy: str, pool: int, slots: int, budget: int = _BUDGET) -> Scheduler:
     return Scheduler(
-        BlockPool(pool, _PAGE), policy=policy, slots=slots, budget=budget, share_prefixes=False
+        BlockPool(pool, _PAGE),
+        policy=policy,
+        max_num_seqs=slots,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=False,
     )
 
 
@@ -246,7 +249,11 @@ def long_prompt(chunk: int, *, cost: CostModel = COST, rows: int = 5, prompt: in
     def scheduler() -> Scheduler:
         budget = max(prompt, 8 * rows) + rows  # large enough that only the chunk size matters
         return Scheduler(
-            BlockPool(pool, _PAGE), slots=rows + 1, budget=budget, chunk=chunk, share_prefixes=False
+            BlockPool(pool, _PAGE),
+            max_num_seqs=rows + 1,
+            max_num_batched_tokens=budget,
+            chunk=chunk,
+            enable_prefix_caching=False,
         )
 
     run = simulate(work, scheduler, cost)
@@ -299,7 +306,9 @@ class Fleet:
 
 def _replica() -> Scheduler:
     pool = _REPLICA_SLOTS * blocks_for(_PREFIX + _OWN + _MOST, _PAGE)
-    return Scheduler(BlockPool(pool, _PAGE), slots=_REPLICA_SLOTS, budget=128)
+    return Scheduler(
+        BlockPool(pool, _PAGE), max_num_seqs=_REPLICA_SLOTS, max_num_batched_tokens=128
+    )
 
 
 @lru_cache(maxsize=16)

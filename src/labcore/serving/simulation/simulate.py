@@ -19,7 +19,7 @@ import numpy
 from labcore.checks import fraction, positive, positive_int
 from labcore.serving.engine.clock import ManualClock
 from labcore.serving.engine.metrics import RequestMetrics, StepRecord, summary
-from labcore.serving.engine.requests import Request, State
+from labcore.serving.engine.request import Request, State
 from labcore.serving.engine.scheduler import QueueFull, Scheduler, StepPlan, StepResult
 from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.gantt import Gantt, Span
@@ -139,7 +139,7 @@ class Simulator:
         ]
         self._dice = random.Random(seed)
         self._keep_blocks = blocks
-        self._gantt = Gantt(scheduler.slots)
+        self._gantt = Gantt(scheduler.max_num_seqs)
         self._states: dict[str, State] = {}
         self._numbers: dict[str, int] = {}
         self._refused: dict[str, Request] = {}  # found the queue full
@@ -202,7 +202,7 @@ class Simulator:
         self._gantt.step(plan, self._states, begin, begin + seconds)
         if self._keep_blocks:
             self._blocks.append(self._block_map(plan))
-            running, page = self.scheduler.running, self.scheduler.pool.page
+            running, page = self.scheduler.running, self.scheduler.pool.block_size
             self._promised.append(self.scheduler.policy.promised(running, page))
         self.clock.advance(seconds)
         results = self._results(plan)
@@ -222,8 +222,8 @@ class Simulator:
             steps=tuple(self._steps),
             spans=self._gantt.spans(),
             blocks=tuple(self._blocks),
-            pages=pool.count,
-            slots=self.scheduler.slots,
+            pages=pool.num_blocks,
+            slots=self.scheduler.max_num_seqs,
             begin=min((one.arrival for one in metrics), default=0.0),
             end=max(ends, default=0.0),
             promised=tuple(self._promised),
@@ -255,8 +255,6 @@ class Simulator:
 
     def _note(self, plan: StepPlan, begin: float, seconds: float, emitted: int) -> None:
         pool = self.scheduler.pool
-        contexts = {chunk.id: chunk.start for chunk in plan.chunks}
-        contexts |= {decode.id: decode.start for decode in plan.decodes}
         self._steps.append(
             StepRecord(
                 step=plan.step,
@@ -264,7 +262,6 @@ class Simulator:
                 seconds=seconds,
                 chunks=plan.chunks,
                 decodes=plan.decodes,
-                contexts=contexts,
                 tokens=plan.tokens,
                 waiting=len(self.scheduler.waiting),
                 running=len(self.scheduler.running),
@@ -283,7 +280,7 @@ class Simulator:
         pool = self.scheduler.pool
         owners = [
             CACHED if not pool.references(block) and pool.digest(block) is not None else FREE
-            for block in range(pool.count)
+            for block in range(pool.num_blocks)
         ]
         holding = [*self.scheduler.running, *(self._states[id] for id in plan.idle)]
         for state in holding:

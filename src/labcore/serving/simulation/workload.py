@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 
 from labcore.checks import non_negative, positive, positive_int
 from labcore.decoding import SamplingConfig
-from labcore.serving.engine.requests import Request
+from labcore.serving.engine.request import Request
 
 __all__ = ["Workload", "bursts", "fixed", "lognormal", "long_tail", "poisson", "recorded"]
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 import plotly.graph_objects as go
 import pytest
 
-from labcore.serving.engine.policies import POLICIES
+from labcore.serving.engine.scheduler import POLICIES
 from labcore.serving.simulation import scenarios
 from labcore.serving.simulation.router import ROUTERS
 from labcore.serving.simulation.scenes import PROMISED, scene

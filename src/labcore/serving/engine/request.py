@@ -11,17 +11,17 @@ from labcore.decoding import SamplingConfig
 __all__ = ["FINISHES", "Request", "State"]
 
 FINISHES = ("eos", "stop", "length", "cancelled", "deadline", "refused", "error")
-"""Why a request ended; "" while it has not."""
+"""Why a request ended; "" while it hasn't."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request, as it came.
 
-    id: its name, unlike that of every other request under way. prompt: its tokens, at least one.
+    id: different from every other request's under way. prompt: its tokens, at least one.
     sampling: how its tokens are drawn, and at most how many. priority: smaller goes first.
-    deadline: seconds on the engine's clock at which it ends, done or not; None is never.
-    arrival: seconds on the same clock; of equal priorities the earlier goes first.
+    deadline: seconds on the engine's clock at which it ends, done or not; None means never.
+    arrival: seconds on the same clock; of equal priorities, the earlier goes first.
     Raises TypeError or ValueError that names the field.
     """
 
@@ -60,7 +60,7 @@ class Request:
 
     @property
     def longest(self) -> int:
-        """Most tokens whose keys and values it needs: the last of the output is never read."""
+        """The most tokens whose keys and values it needs: the last of the output is never read."""
         return len(self.prompt) + self.sampling.max_tokens - 1
 
 
@@ -71,13 +71,13 @@ class State:
     tokens: prompt and output so far. computed: how many of them have their keys and values in
     `blocks`. status: "waiting", "running" or "finished". finish: "" or one of `FINISHES`; reason:
     a sentence where the finish needs one.
-    preemptions: times that it lost its blocks. recomputed: tokens read again after that.
-    wasted: drafted tokens that were read and rejected. matched: tokens found in shared blocks
-    instead of being read. peak: most tokens that were ever computed.
-    added_at, admitted_at (the first time), first_token_at, finished_at: seconds on the engine's
-    clock, None before.
-    digests: of its first full blocks, a chain; registered: how many of `blocks` are known to the
-    pool by them; order: counts the requests of a scheduler.
+    preemptions: how often it lost its blocks. recomputed: tokens read again after that. wasted:
+    drafted tokens that were read and rejected. matched: tokens found in shared blocks instead of
+    being read. peak: the most tokens that were ever computed.
+    admitted_at (the first time), first_token_at, finished_at: seconds on the engine's clock, None
+    before.
+    digests: of its first full blocks; registered: how many of them the pool knows. order: counts
+    the requests of a scheduler.
     """
 
     request: Request
@@ -93,7 +93,6 @@ class State:
     wasted: int = 0
     matched: int = 0
     peak: int = 0
-    added_at: float | None = None
     admitted_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -111,12 +110,12 @@ class State:
 
     @property
     def output(self) -> list[int]:
-        """Tokens behind the prompt."""
+        """The tokens after the prompt."""
         return self.tokens[len(self.request.prompt) :]
 
     @property
     def emitted(self) -> int:
-        """How many tokens are behind the prompt."""
+        """How many tokens are after the prompt."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
