@@ -10,7 +10,7 @@ BIN := .venv/bin
 FOUND := $(firstword $(foreach name,$(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14),$(shell command -v $(name) 2>/dev/null)))
 SETUP = $(or $(FOUND),$(error Python 3.11, 3.12, 3.13 or 3.14 is needed and $(or $(PYTHON),python3) was not found: on Debian run "apt install python3-venv" as root)) scripts/setup.py
 
-.PHONY: help course test check coverage book jupyter labs grade slides pdf zip claims bench soak server test-installed lock matrix clean setup
+.PHONY: help course test check coverage book jupyter labs grade slides pdf zip claims bench soak server server-stop test-installed lock matrix clean setup
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1: /p' Makefile
@@ -73,6 +73,9 @@ soak: setup  ## what `make test` runs small: 100,000 scheduler steps, 2,000 requ
 
 server: .venv-triton  ## NVIDIA's Triton Inference Server with the shipped model, on loopback
 	@exec $(BIN)/python -m labcore.serving.triton.server start --model "$(or $(MODEL),target)"
+
+server-stop:  ## stops it
+	@$(BIN)/python -m labcore.serving.triton.server stop
 
 # 366 MB to download on first use; does nothing where it is whole.
 .PHONY: .venv-triton

@@ -37,7 +37,6 @@ from labcore.serving.engine.blocks import BlockPool
 from labcore.serving.engine.engine import Engine
 from labcore.serving.engine.request import Request
 from labcore.serving.engine.scheduler import Scheduler
-from labcore.serving.remote.client import EngineClient
 from labcore.serving.simulation.costs import CostModel, fit_costs
 from labcore.serving.simulation.replay import Replay, replay
 from labcore.serving.simulation.router import ROUTERS, route_requests
@@ -967,14 +966,13 @@ def all_at_once(talk: Talk, count: int) -> tuple[float, float]:
 
 def healthy_again(one: TritonServer, name: str) -> float:
     """Return the seconds from the SIGKILL of a process until requests are accepted again."""
-    wait_for(lambda: one.supervisor.spare_ready("engine"))
     pid = one.pids()[name]
     if pid is None:
         raise RuntimeError(f"the server's {name} must be running to be killed; see its log")
     begin = time.perf_counter()
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: one.pids()[name] not in (None, pid))
-    one.wait_healthy(PATIENCE_S)
+    one.wait_ready(PATIENCE_S)
     took = time.perf_counter() - begin
     list(generate_stream(one.addresses, prompts("code")[0], max_tokens=2))
     return took
@@ -1021,36 +1019,35 @@ def server(sizes: Sizes = FULL) -> list[Measurement]:
 
 def overheads(one: TritonServer, sizes: Sizes) -> list[Measurement]:
     """Measure a client's waiting times through the server and directly over the engine's socket."""
-    wait_for(lambda: one.supervisor.spare_ready("engine"))  # the spare loads on the same cores
     found = []
-    with one.client(timeout=PATIENCE_S) as client:
-        ways: dict[str, Talk] = {
-            "server": lambda text: generate_stream(
-                one.addresses, text, max_tokens=sizes.stream_tokens, timeout=PATIENCE_S
-            ),
-            "socket": lambda text: iter(asked_of(client, text, sizes.stream_tokens)),
-        }
-        for count in sizes.streams:
-            told: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-            for turn in range(-1, sizes.stream_rounds):
-                for name in shuffled(ways, "server", turn, count):
-                    medians = all_at_once(ways[name], count)
-                    if turn >= 0:
-                        told[name].append(medians)
-            details = {"streams": count, "tokens": sizes.stream_tokens, "cores": os.cpu_count()}
-            for place, what in enumerate(("first token", "token")):
-                times = {name: [pair[place] for pair in each] for name, each in told.items()}
-                added = [a - b for a, b in zip(times["server"], times["socket"], strict=True)]
-                found += [
-                    beside(f"seconds a {what}/{count} streams", "s", times, "server", **details),
-                    seen(f"seconds that the server adds a {what}/{count} streams", "s", added),
-                ]
+    ways: dict[str, Talk] = {
+        "server": lambda text: generate_stream(
+            one.addresses, text, max_tokens=sizes.stream_tokens, timeout=PATIENCE_S
+        ),
+        "socket": lambda text: asked_of(one, text, sizes.stream_tokens),
+    }
+    for count in sizes.streams:
+        told: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+        for turn in range(-1, sizes.stream_rounds):
+            for name in shuffled(ways, "server", turn, count):
+                medians = all_at_once(ways[name], count)
+                if turn >= 0:
+                    told[name].append(medians)
+        details = {"streams": count, "tokens": sizes.stream_tokens, "cores": os.cpu_count()}
+        for place, what in enumerate(("first token", "token")):
+            times = {name: [pair[place] for pair in each] for name, each in told.items()}
+            added = [a - b for a, b in zip(times["server"], times["socket"], strict=True)]
+            found += [
+                beside(f"seconds a {what}/{count} streams", "s", times, "server", **details),
+                seen(f"seconds that the server adds a {what}/{count} streams", "s", added),
+            ]
     return found
 
 
-def asked_of(client: EngineClient, text: str, tokens: int) -> Iterable[Any]:
-    """Return the parts of an output, directly from the engine."""
-    return client.submit(text, max_tokens=tokens, timeout=PATIENCE_S)
+def asked_of(one: TritonServer, text: str, tokens: int) -> Iterator[Any]:
+    """Yield the parts of an output, directly from the engine."""
+    with one.client(timeout=PATIENCE_S) as client:
+        yield from client.submit(text, max_tokens=tokens, timeout=PATIENCE_S)
 
 
 # Replicas, simulated -----------------------------------------------------------------------------

@@ -28,11 +28,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 NEEDS_LINUX = {
     "grading and the tools around it need Linux": ("grading", "labs"),
     "an engine in a process of its own is tested on Linux": (
-        *("serving/test_ipc.py", "serving/test_kubernetes_guide.py", "serving/test_process.py"),
         *("serving/test_triton_model.py", "serving/test_triton_program.py"),
         *("serving/test_triton_requests.py", "serving/test_triton_server.py"),
-        *("serving/test_triton_state.py", "serving/test_triton_supervised.py"),
-        "serving/test_triton_environment.py",
+        *("serving/test_triton_environment.py", "serving/test_triton_process.py"),
     ),
     "children of the fork server need Linux": ("processes/test_run.py", "processes/test_worker.py"),
     "signals of a terminal are tested on Linux": ("course/test_server.py",),

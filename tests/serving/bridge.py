@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy
 
-import labcore.serving.triton.repository as repository
+from labcore.serving.triton.server import FILES
 
 FINAL = 1
+OUTPUTS = {"text_output", "token_ids", "finish_reason", "reason"}
 
 
 class TritonError(Exception):
@@ -92,7 +93,7 @@ class Sender:
         while True:
             response, flags = self.sent.get(timeout=timeout)
             if not response.error:
-                assert set(response.outputs) == set(repository.OUTPUTS)
+                assert set(response.outputs) == OUTPUTS
                 tokens += response.outputs["token_ids"].tolist()
                 text += response.outputs["text_output"][0].decode()
             if flags == FINAL:
@@ -125,7 +126,7 @@ def loaded(socket: Path) -> Iterator[Any]:
     """The model of serving/triton/files/model.py, initialized on a socket; finalized at the end."""
     utils = types.ModuleType("triton_python_backend_utils")
     utils.np = numpy  # type: ignore[attr-defined]
-    source = Path(repository.__file__).parent / "files" / "model.py"
+    source = FILES / "model.py"
     spec = importlib.util.spec_from_file_location("model_under_test", source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ast
+import json
 import random
+import socket
 import sys
-import time
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy
-import pytest
 
-from labcore.serving.remote.ipc import Listener
-from labcore.serving.triton import repository as triton_repository
+from labcore.serving.triton.process import EngineServer
+from labcore.serving.triton.server import FILES
 from tests.serving import bridge
 from tests.serving.bridge import MetricFamily, Request, Sender
 from tests.serving.standin import StandIn, expected, until
@@ -26,8 +28,17 @@ def ask(model: Any, prompt: Any = b"hello", **inputs: Any) -> Sender:
     return sender
 
 
-def connected(listener: Listener) -> bool:
-    return until(lambda: [one["name"] for one in listener.clients()] == ["stub"])
+@contextmanager
+def served(engine: Any, path: Path) -> Iterator[None]:
+    """The engine behind a socket, in a thread."""
+    server, ended = EngineServer(engine, path), threading.Event()
+    thread = threading.Thread(target=server.serve, args=(ended,))
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def error_of(sender: Sender) -> Any:
@@ -35,7 +46,7 @@ def error_of(sender: Sender) -> Any:
 
 
 def test_it_imports_only_the_standard_library_and_triton_utils() -> None:
-    source = Path(triton_repository.__file__).parent / "files" / "model.py"
+    source = FILES / "model.py"
     tree = ast.parse(
         source.read_text("utf-8"), feature_version=(3, 9)
     )  # The oldest Python of the server's stubs.
@@ -55,8 +66,7 @@ def test_it_imports_only_the_standard_library_and_triton_utils() -> None:
 def test_requests_stream_or_come_whole(path: Path, seed: int) -> None:
     draw = random.Random(seed)
     engine = StandIn(max_num_seqs=3)
-    with Listener(engine, path) as listener, bridge.loaded(path) as model:
-        assert connected(listener)
+    with served(engine, path), bridge.loaded(path) as model:
         sizes = [draw.randrange(1, 40) for _ in range(12)]
         senders = [
             ask(
@@ -75,21 +85,23 @@ def test_requests_stream_or_come_whole(path: Path, seed: int) -> None:
             assert last.outputs["finish_reason"][0] == b"length"
             if n % 2:
                 assert last.outputs["token_ids"].tolist() == tokens  # all in one
-        assert until(engine.quiet)
+        assert until(lambda: engine.idle)
 
 
 def test_what_is_no_request_is_said_at_once(path: Path) -> None:
     engine = StandIn()
-    with Listener(engine, path) as listener, bridge.loaded(path) as model:
-        assert connected(listener)
+    with served(engine, path), bridge.loaded(path) as model:
         int32 = numpy.array([-4], dtype=numpy.int32)
         cases: list[tuple[dict[str, Any], str]] = [
             ({"prompt": b"\xff\xfe"}, "text_input must be UTF-8"),
-            ({"prompt": b""}, "prompt must not be empty"),
+            ({"prompt": b""}, "prompt must hold at least one token"),
             ({"prompt": numpy.array([b"a", b"b"], dtype=object)}, "must hold one value, got 2"),
             ({"prompt": numpy.array([], dtype=object)}, "must hold one value, got 0"),
             ({"max_tokens": int32}, "max_tokens must be at least 1"),
-            ({"temperature": numpy.array([numpy.nan], dtype=numpy.float32)}, "must be finite"),
+            (
+                {"temperature": numpy.array([numpy.nan], dtype=numpy.float32)},
+                "temperature must be 0",
+            ),
             ({"timeout": numpy.array([-1.0], dtype=numpy.float32)}, "timeout must be above 0"),
             ({"stop": numpy.array([b"ok", b"\xff"], dtype=object)}, "stop must be UTF-8"),
             ({"prompt": b"x" * (1 << 20)}, "at most 1048576 bytes"),
@@ -112,117 +124,74 @@ def test_what_is_no_request_is_said_at_once(path: Path) -> None:
         sender = Sender()
         model.execute([Request(sender)])
         assert "text_input is missing" in str(error_of(sender))
-        assert "planted" in str(error := error_of(ask(model, b"raise"))), error
-        assert error.code == "internal"
-        assert engine.quiet()
+        assert until(lambda: engine.idle)
 
 
 def test_a_client_that_leaves_is_cancelled_even_while_it_waits(path: Path) -> None:
     engine = StandIn(max_num_seqs=1, delay=0.002)
-    with Listener(engine, path) as listener, bridge.loaded(path) as model:
-        assert connected(listener)
+    with served(engine, path), bridge.loaded(path) as model:
         long = numpy.array([9000], dtype=numpy.int32)
         runs, waits = ask(model, b"runs", max_tokens=long), ask(model, b"waits", max_tokens=long)
-        assert until(lambda: engine.stats()["waiting"] == 1)
+        assert until(lambda: len(engine.waiting) == 1)
         for sender in (waits, runs):
             sender.client_left = True
             assert error_of(sender).code == "cancelled"
-        assert until(engine.quiet)
+        assert until(lambda: engine.idle)
 
 
-def test_response_the_server_refuses_costs_only_that_request(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_response_the_server_refuses_costs_only_that_request(path: Path) -> None:
     """Its blocks are free again; the bridge's threads and its connection live on."""
     engine = StandIn(delay=0.002)
-    with Listener(engine, path) as listener, bridge.loaded(path) as model:
-        assert connected(listener)
+    with served(engine, path), bridge.loaded(path) as model:
         long = numpy.array([9000], dtype=numpy.int32)
         bad = ask(model, b"bad", max_tokens=long)
         good = ask(model, b"good", max_tokens=numpy.array([600], dtype=numpy.int32))
-        assert until(lambda: engine.stats()["running"] == 2)
+        assert until(lambda: len(engine.running) == 2)
         bad.refuses = True
         assert good.all()[0] == expected("good", 600)
-        assert until(engine.quiet)
-        assert "model.py: RuntimeError: planted" in capsys.readouterr().err
+        assert until(lambda: engine.idle)
         few = numpy.array([3], dtype=numpy.int32)
         assert ask(model, b"next", max_tokens=few).all()[0] == expected("next", 3)
 
 
-def test_invalid_numbers_and_lines_kill_no_thread(path: Path) -> None:
-    class Odd(StandIn):
-        odd = True
-
-        def stats(self) -> dict[str, Any]:
-            return {"blocks": 10**400} if self.odd else super().stats()
-
-    engine = Odd()
-    with Listener(engine, path) as listener, bridge.loaded(path) as model:
-        assert connected(listener)
-        time.sleep(1.3)  # the numbers were asked for
-        few = numpy.array([3], dtype=numpy.int32)
-        assert ask(model, b"next", max_tokens=few).all()[0] == expected("next", 3)
-        engine.odd = False
-        assert until(lambda: MetricFamily.values.get("blocks") == 64.0)
-        for connection in list(listener._connections):
-            connection.send({"type": "tokens", "id": "t1"})  # known to nobody
-            connection._end.sendall(b"[1]\n")
-        assert until(lambda: not [one for one in listener.clients() if one["requests"]])
-        assert connected(listener)
-        assert until(lambda: not ask(model, b"n", max_tokens=few).all()[2].error)
-
-
-def test_absent_engine_is_an_error_and_a_returned_one_is_used(path: Path) -> None:
-    with bridge.loaded(path) as model:
-        assert error_of(ask(model)).code == "unavailable"
-        engine = StandIn(delay=0.002)
-        listener = Listener(engine, path).start()
-        assert connected(listener)
-        long = numpy.array([9000], dtype=numpy.int32)
-        senders = [ask(model, max_tokens=long) for _ in range(5)]
-        assert until(lambda: engine.stats()["running"] == 5)
-        listener.close()
-        assert [error_of(sender).code for sender in senders] == ["unavailable"] * 5
-        assert until(engine.quiet)
-        with Listener(StandIn(), path) as fresh:
-            assert connected(fresh)
+def test_odd_numbers_and_lines_end_no_thread(path: Path) -> None:
+    """An engine that says nonsense is left, and the next one is used."""
+    nonsense = socket.socket(socket.AF_UNIX)
+    with nonsense, bridge.loaded(path) as model:
+        nonsense.bind(str(path))
+        nonsense.listen()
+        end, _ = nonsense.accept()
+        end.sendall(json.dumps({"type": "stats", "values": {"blocks": 10**400}}).encode() + b"\n")
+        end.sendall(b'{"type": "tokens", "id": "t9", "tokens": [1], "text": ""}\n[1]\n')
+        assert end.recv(1) in (b"{", b"")  # a question for numbers, or the end
+        nonsense.close()
+        end.close()
+        with served(StandIn(), path):
             few = numpy.array([3], dtype=numpy.int32)
-            assert ask(model, b"again", max_tokens=few).all()[0] == expected("again", 3)
+            assert ask(model, b"next", max_tokens=few).all()[0] == expected("next", 3)
 
 
-def test_request_lost_before_sending_goes_to_no_other_engine(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its caller was told so: nobody would hear it there, or cancel it."""
-    fresh = StandIn(delay=0.002)
-    with ExitStack() as stack, bridge.loaded(path) as model:
-        first = Listener(StandIn(), path).start()
-        assert connected(first)
-        send = model.bridge._send
-
-        def late(line: bytes, *name: str) -> bool:
-            if b'"submit"' in line:
-                monkeypatch.undo()
-                first.close()
-                assert connected(stack.enter_context(Listener(fresh, path)))
-            return bool(send(line, *name))
-
-        monkeypatch.setattr(model.bridge, "_send", late)
-        lost = ask(model, b"lost", max_tokens=numpy.array([9000], dtype=numpy.int32))
-        assert error_of(lost).code == "unavailable"
-        few = numpy.array([3], dtype=numpy.int32)
-        assert ask(model, b"next", max_tokens=few).all()[0] == expected("next", 3)
-        assert until(fresh.quiet, 20) and len(fresh.names) == 1
+def test_requests_wait_for_an_absent_engine_and_a_dead_ones_end(path: Path) -> None:
+    few, long = (numpy.array([n], dtype=numpy.int32) for n in (3, 9000))
+    with bridge.loaded(path) as model:
+        waiting = ask(model, b"early", max_tokens=few)
+        with served(engine := StandIn(delay=0.002), path):
+            assert waiting.all()[0] == expected("early", 3)
+            senders = [ask(model, max_tokens=long) for _ in range(5)]
+            assert until(lambda: len(engine.running) == 5)
+        assert [error_of(sender).code for sender in senders] == ["unavailable"] * 5
+        again = ask(model, b"again", max_tokens=few)
+        with served(StandIn(), path):
+            assert again.all()[0] == expected("again", 3)
 
 
 def test_unloading_ends_requests_and_engine_numbers_are_metrics(path: Path) -> None:
     MetricFamily.values.clear()
     engine = StandIn(delay=0.002)
-    with Listener(engine, path) as listener:
+    with served(engine, path):
         with bridge.loaded(path) as model:
-            assert connected(listener)
             sender = ask(model, max_tokens=numpy.array([9000], dtype=numpy.int32))
             assert until(lambda: MetricFamily.values.get("running") == 1.0)
             assert MetricFamily.values["blocks"] == 64.0
         assert error_of(sender).code == "unavailable"
-        assert until(engine.quiet)
+        assert until(lambda: engine.idle)

@@ -9,9 +9,8 @@ from typing import Any
 import numpy
 import pytest
 
-from labcore.serving.triton.client import ServerError, generate_stream, grpc_stream
+from labcore.serving.triton.client import INPUTS, ServerError, generate_stream, grpc_stream
 from labcore.serving.triton.client import generate as whole
-from labcore.serving.triton.repository import INPUTS
 from labcore.serving.triton.server import TritonServer
 from tests.serving.standin import expected
 from tests.serving.triton import (
@@ -46,7 +45,7 @@ BODIES = [
     (b'{"text_input": "\xff\xfe"}', "error"),
     (b'{"text_input": "\\ud800"}', "surrogate"),
     (b'{"max_tokens": 3}', "text_input"),
-    (body(text_input=""), "prompt must not be empty"),
+    (body(text_input=""), "prompt must hold at least one token"),
     (body(text_input=5), "non-string"),
     (body(text_input=None), "non-string"),
     (body(text_input=["x", "y"]), "text_input"),
@@ -110,11 +109,11 @@ def test_invalid_grpc_request_is_an_error_and_the_server_goes_on(server: TritonS
     at = server.addresses
     for wanted, words in (
         ({"prompt": b"\xff\xfe"}, "must be UTF-8"),
-        ({"prompt": b""}, "prompt must not be empty"),
+        ({"prompt": b""}, "prompt must hold at least one token"),
         ({"prompt": b"x" * 10_000_000}, "at most 1048576 bytes"),
         ({"max_tokens": -4}, "max_tokens must be at least 1"),
         ({"max_tokens": 2**31 - 1}, "must fit into the pool"),
-        ({"temperature": float("nan")}, "must be finite"),
+        ({"temperature": float("nan")}, "temperature must be 0"),
         ({"max_tokens": [1, 2]}, "max_tokens"),
         ({"timeout": -1.0}, "timeout must be"),
     ):

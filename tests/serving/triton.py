@@ -2,7 +2,7 @@
 
 `make server` installs it; without it the tests are skipped, and fail where CI=true. Most run in
 front of the stand-in engine, whose blocks are counted from outside. The bounds on waiting are for
-faults: they are long, since a machine may be busy; `python -m tests.serving.recovery` measures.
+faults: they are long, since a machine may be busy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from labcore.serving.remote.client import EngineError
 from labcore.serving.triton import environment as triton_environment
 from labcore.serving.triton.client import (
     Addresses,
@@ -25,7 +24,7 @@ from labcore.serving.triton.client import (
     Streamed,
     generate_stream,
 )
-from labcore.serving.triton.server import TritonServer
+from labcore.serving.triton.server import TritonServer, region_prefix
 from tests.serving.standin import expected, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +76,7 @@ def quiet(server: TritonServer) -> bool:
     """Whether nothing runs or waits and every block is free."""
     try:
         now = stats(server)
-    except (ConnectionError, EngineError, TimeoutError):
+    except OSError:
         return False
     return now["blocks_free"] == now["blocks"] and now["running"] == now["waiting"] == 0
 
@@ -109,3 +108,8 @@ def post(at: Addresses, body: bytes, path: str = "/v2/models/lm/generate_stream"
     text = answer.read().decode("utf-8", "replace")
     connection.close()
     return answer.status, text
+
+
+def regions(server: TritonServer) -> list[Path]:
+    """The shared memory that the server has, or left."""
+    return sorted(Path("/dev/shm").glob(f"{region_prefix(server.folder)}*"))

@@ -1,8 +1,8 @@
 """In-flight batching: requests, a scheduler, a paged cache, an engine, servers in front of it.
 
 The folders: `engine` holds the scheduler, the cache and the engine, `simulation` simulated servers
-and their load, `remote` an engine in a process of its own, and `triton` NVIDIA's Triton Inference
-Server in front of it.
+and their load, and `triton` an engine in a process of its own behind NVIDIA's Triton Inference
+Server.
 """
 
 from labcore.serving.engine.blocks import BlockPool
@@ -13,8 +13,6 @@ from labcore.serving.engine.outputs import Output
 from labcore.serving.engine.request import Request
 from labcore.serving.engine.scheduler import POLICIES, QueueFull, Scheduler, StepPlan, StepResult
 from labcore.serving.engine.service import Service, Stream
-from labcore.serving.remote.client import EngineClient
-from labcore.serving.remote.ipc import Overloaded
 from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.replay import replay
 from labcore.serving.simulation.router import ROUTERS, route_requests
@@ -27,9 +25,7 @@ __all__ = [
     "BlockPool",
     "CostModel",
     "Engine",
-    "EngineClient",
     "Output",
-    "Overloaded",
     "PagedCache",
     "QueueFull",
     "Request",

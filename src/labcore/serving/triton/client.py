@@ -1,4 +1,4 @@
-"""Clients for the Triton Inference Server: server-sent events over HTTP, and gRPC streaming.
+"""Clients: server-sent events over HTTP, gRPC streaming, and the engine's own socket.
 
 Every call sends a deadline with its request. The engine ends the request at the deadline with
 finish "deadline"; a TimeoutError means that the server itself didn't answer. Leaving an iterator
@@ -9,23 +9,21 @@ to the stream. It doesn't notice an abandoned `generate`: there the deadline end
 from __future__ import annotations
 
 import http.client
-import importlib.util
 import json
 import queue
-import shlex
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from labcore.checks import positive
-from labcore.serving.triton.repository import INPUTS
 
 __all__ = [
     "Addresses",
+    "EngineClient",
     "ServerError",
     "Streamed",
     "examples",
@@ -37,14 +35,19 @@ __all__ = [
 ]
 
 SLACK_S = 5.0  # for the engine's deadline message to arrive
-# tritonclient's name of a data type, by the name in config.pbtxt.
-GRPC_TYPES = {"TYPE_STRING": "BYTES"}
-NUMPY_TYPES = {
-    "TYPE_STRING": "object",
-    "TYPE_INT32": "int32",
-    "TYPE_INT64": "int64",
-    "TYPE_FP32": "float32",
-    "TYPE_BOOL": "bool",
+# The model's inputs: tritonclient's name of the data type, and numpy's.
+INPUTS = {
+    "text_input": ("BYTES", "object"),
+    "max_tokens": ("INT32", "int32"),
+    "temperature": ("FP32", "float32"),
+    "top_k": ("INT32", "int32"),
+    "top_p": ("FP32", "float32"),
+    "repetition_penalty": ("FP32", "float32"),
+    "stop": ("BYTES", "object"),
+    "seed": ("INT64", "int64"),
+    "priority": ("INT32", "int32"),
+    "timeout": ("FP32", "float32"),
+    "stream": ("BOOL", "bool"),
 }
 
 
@@ -80,57 +83,24 @@ class Streamed:
 
 
 CURL = """\
-curl -sN {http}/v2/models/{model}/generate_stream \\
+curl -sN {http}/v2/models/lm/generate_stream \\
   -d '{{"text_input": "{prompt}", "max_tokens": 24}}'
 
-curl -s {http}/v2/models/{model}/generate \\
+curl -s {http}/v2/models/lm/generate \\
   -d '{{"text_input": "{prompt}", "max_tokens": 24, "stream": false}}'; echo
 
 curl -s {metrics}/metrics | grep -E '^(labcore_engine|nv_inference_request)'
 """
-GRPC = """\
-{python} - <<'END'
-import queue
-import numpy
-import tritonclient.grpc as grpc
-
-def tensor(name, kind, value, dtype):
-    told = grpc.InferInput(name, [1], kind)
-    told.set_data_from_numpy(numpy.array([value], dtype=dtype))
-    return told
-
-answers = queue.Queue()
-client = grpc.InferenceServerClient("{grpc}")
-client.start_stream(lambda result, error: answers.put((result, error)), stream_timeout=30)
-inputs = [tensor("text_input", "BYTES", b"{prompt}", object),
-          tensor("max_tokens", "INT32", 24, numpy.int32)]
-client.async_stream_infer("{model}", inputs)
-finish = ""
-while not finish:
-    result, error = answers.get()
-    if error:
-        raise error
-    print(result.as_numpy("text_output")[0].decode(), end="", flush=True)
-    finish = result.as_numpy("finish_reason")[0].decode()
-print("\\n" + finish)
-client.stop_stream()
-END
-"""
 
 
-def examples(addresses: Addresses, *, model: str = "lm") -> str:
-    """Return shell commands that query the server: curl for HTTP, a short script for gRPC."""
-    at = {
-        "http": f"http://{addresses.host}:{addresses.http}",
-        "grpc": f"{addresses.host}:{addresses.grpc}",
-        "metrics": f"http://{addresses.host}:{addresses.metrics}",
-        "model": model,
-        "prompt": "def area(width, height):\\n",
-    }
-    curl = CURL.format(**at)
-    if importlib.util.find_spec("tritonclient") is None:
-        return curl + '\ngRPC: pip install "tritonclient[grpc]", then run this command again\n'
-    return curl + "\n" + GRPC.format(**at, python=shlex.quote(sys.executable))
+def examples(addresses: Addresses) -> str:
+    """Return shell commands that query the server."""
+    host = f"http://{addresses.host}"
+    return CURL.format(
+        http=f"{host}:{addresses.http}",
+        metrics=f"{host}:{addresses.metrics}",
+        prompt="def area(width, height):\\n",
+    )
 
 
 def get(addresses: Addresses, path: str, *, port: int | None = None, timeout: float = 1.0) -> str:
@@ -168,22 +138,22 @@ def metrics(addresses: Addresses, *, timeout: float = 5.0) -> dict[str, float]:
 
 
 def generate(
-    addresses: Addresses, prompt: str, *, model: str = "lm", timeout: float = 30.0, **wanted: Any
+    addresses: Addresses, prompt: str, *, timeout: float = 30.0, **wanted: Any
 ) -> Streamed:
-    """Return the whole output in one answer, by POST /v2/models/<model>/generate.
+    """Return the whole output in one answer, by POST /v2/models/lm/generate.
 
     The server reports an error if a decoupled model sends two responses to this address. The input
     `stream` is therefore false here, which makes the model send one.
     """
     body = {"text_input": prompt, "timeout": timeout, **wanted, "stream": False}
-    parts = list(_events(addresses, f"/v2/models/{model}/generate", body, timeout))
+    parts = list(_events(addresses, "/v2/models/lm/generate", body, timeout))
     return parts[-1]
 
 
 def generate_stream(
-    addresses: Addresses, prompt: str, *, model: str = "lm", timeout: float = 30.0, **wanted: Any
+    addresses: Addresses, prompt: str, *, timeout: float = 30.0, **wanted: Any
 ) -> Iterator[Streamed]:
-    """Yield the parts of an output as they arrive, by POST /v2/models/<model>/generate_stream.
+    """Yield the parts of an output as they arrive, by POST /v2/models/lm/generate_stream.
 
     wanted: inputs of the model, such as max_tokens, temperature, seed. timeout: seconds for the
     whole output. The first `next` sends the request. Before the first part, any error of the
@@ -191,7 +161,7 @@ def generate_stream(
     whose status was 200. Raises ServerError, TimeoutError and ConnectionError.
     """
     body = {"text_input": prompt, "timeout": timeout, **wanted}
-    return _events(addresses, f"/v2/models/{model}/generate_stream", body, timeout)
+    return _events(addresses, "/v2/models/lm/generate_stream", body, timeout)
 
 
 def _events(
@@ -247,7 +217,7 @@ def _error_of(body: bytes) -> str:
 
 
 def grpc_stream(
-    addresses: Addresses, prompt: str, *, model: str = "lm", timeout: float = 30.0, **wanted: Any
+    addresses: Addresses, prompt: str, *, timeout: float = 30.0, **wanted: Any
 ) -> Iterator[Streamed]:
     """Yield the parts of an output as they arrive, over a gRPC stream of NVIDIA's `tritonclient`.
 
@@ -265,7 +235,7 @@ def grpc_stream(
     try:
         client.start_stream(lambda result, error: answers.put((result, error)), seconds)
         inputs = _grpc_inputs(triton, {"text_input": prompt, "timeout": timeout, **wanted})
-        client.async_stream_infer(model, inputs, enable_empty_final_response=True)
+        client.async_stream_infer("lm", inputs, enable_empty_final_response=True)
         while True:
             result, error = answers.get(timeout=max(ends + SLACK_S - time.monotonic(), 0.001))
             if error is not None:
@@ -299,13 +269,12 @@ def _grpc_inputs(triton: Any, wanted: dict[str, Any]) -> list[Any]:
     for name, value in wanted.items():
         if name not in INPUTS:
             raise ValueError(f"an input must be one of {', '.join(INPUTS)}, got {name!r}")
-        kind = INPUTS[name][0]
+        kind, dtype = INPUTS[name]
         values = list(value) if isinstance(value, list | tuple) else [value]
-        if kind == "TYPE_STRING":
+        if kind == "BYTES":
             values = [v if isinstance(v, bytes) else str(v).encode("utf-8") for v in values]
-        array = numpy.array(values, dtype=NUMPY_TYPES[kind])
-        told = triton.InferInput(name, [len(values)], GRPC_TYPES.get(kind, kind[len("TYPE_") :]))
-        told.set_data_from_numpy(array)
+        told = triton.InferInput(name, [len(values)], kind)
+        told.set_data_from_numpy(numpy.array(values, dtype=dtype))
         inputs.append(told)
     return inputs
 
@@ -321,3 +290,65 @@ def _grpc_part(result: Any) -> Streamed:
         finish=texts["finish_reason"],
         reason=texts["reason"],
     )
+
+
+class EngineClient:
+    """The engine's own socket, without a server: one request at a time, for measurements.
+
+    timeout: seconds for each line. Raises ConnectionError if no engine listens there.
+    """
+
+    def __init__(self, path: str | Path, *, timeout: float = 30.0) -> None:
+        if not hasattr(socket, "AF_UNIX"):
+            raise RuntimeError("an engine in a separate process needs Linux or macOS")
+        self._end = socket.socket(socket.AF_UNIX)
+        self._end.settimeout(positive("timeout", timeout))
+        try:
+            self._end.connect(str(path))
+        except OSError as error:
+            self._end.close()
+            raise ConnectionError(f"no engine listens on {path} ({error})") from None
+        self._lines = self._end.makefile("rb")
+
+    def submit(self, prompt: str | list[int], **wanted: Any) -> Iterator[Streamed]:
+        """Yield the parts of an output. Raises ServerError if the engine refuses the request."""
+        self._send({"type": "submit", "id": "r", "prompt": prompt, **wanted})
+        finish = ""
+        while not finish:
+            told = self._read()
+            if told["type"] == "error":
+                raise ServerError(told["reason"], status=told["code"])
+            finish = told.get("finish", "")
+            yield Streamed(
+                text=told.get("text", ""),
+                tokens=tuple(told.get("tokens", ())),
+                finish=finish,
+                reason=told.get("reason", ""),
+            )
+
+    def stats(self) -> dict[str, Any]:
+        """Return the engine's queues, blocks and counters by name."""
+        self._send({"type": "stats"})
+        values: dict[str, Any] = self._read()["values"]
+        return values
+
+    def close(self) -> None:
+        """Close the connection; the engine cancels its request."""
+        self._lines.close()
+        self._end.close()
+
+    def __enter__(self) -> EngineClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._end.sendall(json.dumps(message).encode("ascii") + b"\n")
+
+    def _read(self) -> dict[str, Any]:
+        line = self._lines.readline()
+        if not line:
+            raise ConnectionError("the connection to the engine was lost; ask again later")
+        told: dict[str, Any] = json.loads(line)
+        return told

@@ -1,1 +1,0 @@
-"""An engine in a separate process: a Unix socket, its client, and a process supervisor."""
