@@ -45,7 +45,7 @@ def test_a_name_means_one_thing() -> None:
     assert twice.isdisjoint(serving.__all__)
 
 
-@pytest.mark.parametrize("program", ["remote.process", "triton.server"])
+@pytest.mark.parametrize("program", ["triton.process", "triton.server"])
 def test_programs_are_not_imported_before_they_run(program: str) -> None:
     assert "usage: " in python("-m", f"labcore.serving.{program}", "--help")
 

@@ -347,9 +347,8 @@ def _say(text: str) -> None:
 
 
 def _start(told: argparse.Namespace) -> int:
-    asked = {name: getattr(told, name) for name in ("http", "grpc", "metrics")}
-    if any(port is not None for port in asked.values()):
-        addresses = Addresses(**{name: port or 0 for name, port in asked.items()})
+    if any(port is not None for port in (told.http, told.grpc, told.metrics)):
+        addresses = Addresses(http=told.http or 0, grpc=told.grpc or 0, metrics=told.metrics or 0)
     else:
         try:
             addresses = with_free_ports(Addresses())

@@ -61,7 +61,8 @@ class Pending:
     """One request of the server: sends its responses, the final one exactly once."""
 
     def __init__(self, sender: Any) -> None:
-        self.sender, self.message, self.stream = sender, {}, True
+        self.sender, self.stream = sender, True
+        self.message: dict[str, Any] = {}
         self.sent = False  # to the engine
         self._kept: tuple[list[int], str] = ([], "")  # the output so far, unless it streams
         self._lock = threading.Lock()
@@ -176,7 +177,7 @@ class Bridge:
             time.sleep(LOOK_S)
 
     def _hear(self, message: dict[str, Any]) -> None:
-        kind, name = message["type"], message.get("id")
+        kind, name = message["type"], str(message.get("id"))
         if kind == "stats":
             for value, number in message["values"].items():
                 if value not in self._gauges:
