@@ -19,6 +19,7 @@ from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.replay import Replay, replay
 from labcore.serving.simulation.simulate import QUEUE_FULL, Run, simulate
 from labcore.serving.simulation.workload import Workload, bursts, long_tail
+from labcore.studies.inflight.gantt import timeline
 from tests.serving.invariants import check
 from tests.serving.tiny import TINY_POOL, tiny
 
@@ -72,7 +73,7 @@ def plans(run: Run) -> list[tuple[Any, ...]]:
 
 def bars(run: Run) -> list[tuple[Any, ...]]:
     """Those that last: on a clock that has run for long, sums are rounded."""
-    lasting = [s for s in run.spans if s.end - s.begin > 1e-6]
+    lasting = [s for s in timeline(run) if s.end - s.begin > 1e-6]
     return [(s.id, s.kind, s.slot, s.tokens, s.begin, s.end) for s in lasting]
 
 
@@ -96,7 +97,7 @@ def test_with_the_costs_of_the_simulator_it_is_the_simulated_run(
     assert run.seconds == pytest.approx(expected.seconds)
     assert run.tokens_per_second == pytest.approx(expected.tokens_per_second)
     assert sorted(bar[:4] for bar in bars(run)) == sorted(bar[:4] for bar in bars(expected))
-    assert (run.pages, run.slots, run.blocks) == (15, 6, ())
+    assert (run.num_blocks, run.slots, run.blocks) == (15, 6, ())
     check(engine.scheduler)
 
 
@@ -158,7 +159,7 @@ def test_it_sleeps_until_the_next_and_steps_no_more(model: Llama) -> None:
     assert len(slept) == 3 and slept[0] == pytest.approx(10)
     assert len(run.steps) == 6 and run.begin == pytest.approx(10)
     assert all(one.queue == pytest.approx(0, abs=1e-9) for one in run.metrics)
-    assert all(b.end - b.begin < 5 for b in run.spans)
+    assert all(b.end - b.begin < 5 for b in timeline(run))
     # The next replay begins at its own second 0.
     again = replay(engine, given[:1], sleep=sleep)
     assert len(again.metrics) == 1 and again.metrics[0].arrival == pytest.approx(10)
@@ -189,7 +190,7 @@ def test_static_batch_computes_ended_rows_until_the_last_ends(model: Llama, seed
     rows = sum((max(batch) - 1) * len(batch) for batch in batches)
     useful = sum(length - 1 for length in given.outputs)
     assert run.wasted == pytest.approx(1 - useful / rows if rows else 0)
-    kept = {(bar.id, bar.kind) for bar in run.spans if bar.kind == "idle"}
+    kept = {(bar.id, bar.kind) for bar in timeline(run) if bar.kind == "idle"}
     assert len(kept) == sum(
         length < max(batch) for batch in batches for length in batch
     )  # fmt: skip
@@ -205,7 +206,7 @@ def test_who_finds_the_queue_full_is_told_so(model: Llama, seed: int) -> None:
     away = [one for one in run.metrics if one.finish == QUEUE_FULL]
     assert away and all(one.output == 0 and one.ttft is None for one in away)
     assert len(run.metrics) == 12 and len(away) == 10
-    assert {bar.id for bar in run.spans}.isdisjoint(one.id for one in away)
+    assert {bar.id for bar in timeline(run)}.isdisjoint(one.id for one in away)
     assert run.summary()["e2e"]["n"] == 2
 
 

@@ -16,7 +16,6 @@ from labcore.serving.engine.blocks import BlockPool, blocks_for
 from labcore.serving.engine.request import Request
 from labcore.serving.engine.scheduler import POLICIES, Scheduler, StepPlan
 from labcore.serving.simulation.costs import CostModel
-from labcore.serving.simulation.gantt import KINDS, Span
 from labcore.serving.simulation.simulate import (
     CACHED,
     FREE,
@@ -36,6 +35,7 @@ from labcore.serving.simulation.workload import (
     poisson,
     recorded,
 )
+from labcore.studies.inflight.gantt import KINDS, Span, busy, timeline
 from tests.serving.invariants import check
 
 COST = CostModel(base=0.01, per_prefill_token=1e-4, per_decode_row=5e-4, per_context_token=1e-6)
@@ -67,7 +67,7 @@ def mixed(seed: int, n: int = 40, rate: float = 12.0, **options: object) -> Work
 
 def by_request(run: Run) -> dict[str, list[Span]]:
     bars: dict[str, list[Span]] = defaultdict(list)
-    for span in run.spans:
+    for span in timeline(run):
         bars[span.id].append(span)
     return bars
 
@@ -89,7 +89,7 @@ def test_no_token_is_lost_or_made_up(policy: str, share: bool, seed: int) -> Non
         for decode in step.decodes:
             read[decode.id] += 1
         assert step.tokens == sum(c.count for c in step.chunks) + len(step.decodes)
-        assert step.free + step.held + step.cached == run.pages == 38
+        assert step.free + step.held + step.cached == run.num_blocks == 38
     for one in run.metrics:
         assert one.finish == ("length" if one.output == 80 else "eos")
         needed = one.prompt + one.output - 1  # the last token is never read
@@ -112,7 +112,7 @@ def test_a_small_pool_preempts_and_a_shared_prefix_is_found(seed: int) -> None:
     assert sum(one.preemptions for one in run.metrics) > 0
     assert sum(one.recomputed for one in run.metrics) > 0
     assert sum(one.cached for one in run.metrics) > 0
-    assert {span.kind for span in run.spans} >= {"waiting", "prefill", "recompute", "decode"}
+    assert {span.kind for span in timeline(run)} >= {"waiting", "prefill", "recompute", "decode"}
 
 
 def test_preempted_requests_own_cached_blocks_are_not_counted(seed: int) -> None:
@@ -146,14 +146,14 @@ def test_bars_fill_a_requests_time_and_never_overlap_in_a_slot(policy: str, seed
         assert all(bar.kind in KINDS and bar.begin < bar.end for bar in own)
         assert all((bar.slot == -1) == (bar.kind == "waiting") for bar in own)
     rows: dict[int, list[Span]] = defaultdict(list)
-    for span in run.spans:
+    for span in timeline(run):
         if span.slot >= 0:
             rows[span.slot].append(span)
     assert set(rows) == set(range(run.slots))
     for row in rows.values():
         assert all(a.end <= b.begin for a, b in pairwise(row))
-    assert ("idle" in {span.kind for span in run.spans}) == (policy == "static")
-    assert 0 < run.busy <= 1
+    assert ("idle" in {span.kind for span in timeline(run)}) == (policy == "static")
+    assert 0 < busy(run) <= 1
 
 
 def test_a_static_batch_waits_for_its_slowest(seed: int) -> None:
@@ -166,7 +166,7 @@ def test_a_static_batch_waits_for_its_slowest(seed: int) -> None:
     for before, after in pairwise(batches):
         assert min(begins[id] for id in after) >= max(ends[id] for id in before) - 1e-9
     # A row that ended keeps its slot, idle, until the last of its batch has ended.
-    idle = {span.id: span for span in run.spans if span.kind == "idle"}
+    idle = {span.id: span for span in timeline(run) if span.kind == "idle"}
     for batch in batches:
         last = max(ends[id] for id in batch)
         for id in batch:
@@ -188,7 +188,7 @@ def test_in_flight_admits_while_others_run_and_ends_sooner(policy: str, seed: in
         if step.admitted and len(step.decodes) + len(step.chunks) > len(step.admitted)
     ]
     assert joined
-    assert flight.seconds < static.seconds and flight.busy > static.busy
+    assert flight.seconds < static.seconds and busy(flight) > busy(static)
     assert flight.tokens_per_second > static.tokens_per_second
     assert flight.requests_per_second == pytest.approx(len(work) / flight.seconds)
     assert flight.summary()["queue"]["mean"] < static.summary()["queue"]["mean"]

@@ -47,7 +47,7 @@ def tokens_of(client: EngineClient, prompt: str, count: int) -> list[int]:
         (b"{", "invalid", "Expecting"),
         (b"\xff", "invalid", "utf-8"),
         (b"[" * 100_000, "invalid", "recursion"),
-        (b'{"type": "sumbit"}', "invalid", "did you mean 'submit'"),
+        (b'{"type": "subm"}', "invalid", "did you mean 'submit'"),
         (b'{"type": "submit", "prompt": "x"}', "invalid", "id must be a string"),
         (b'{"type": "submit", "id": "a", "prompt": "x", "top": 3}', "invalid", "field of submit"),
         (b'{"type": "submit", "id": "a"}', "invalid", "at least one token"),

@@ -200,7 +200,7 @@ def test_a_killed_process_is_replaced_and_every_client_hears(
     assert len(regions(server)) == 1  # the dead server's is gone
 
 
-def test_requests_that_come_while_the_engine_is_away_run_after_it(server: TritonServer) -> None:
+def test_requests_while_the_engine_is_away_run_after_it(server: TritonServer) -> None:
     """They wait in the bridge, and are served by the next engine."""
     pid = kill(server, "engine")
     assert until(lambda: server.pids()["engine"] != pid)

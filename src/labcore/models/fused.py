@@ -4,9 +4,9 @@ Letters: B rows, T tokens of a forward, R = B * T, C hidden_size, H attention he
 value heads, G = H / Hkv, D head_dim, V vocab_size, N nodes of a tree, S capacity.
 
 Several things make a step fast. There is one product for q, k and v, and one for gate and up.
-Weights are packed in fp16 if that's lossless; a step then reads half the bytes, and a few rows cost
-little more than one. Rotary embedding is one complex product. Keys and values are appended with one
-copy per layer and attended to as views.
+Weights are packed in fp16 if that's lossless; a step then reads half the bytes, a few rows cost
+little more than one, and many rows cost less than with the fp32 product. Rotary embedding is one
+complex product. Keys and values are appended with one copy per layer and attended to as views.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from labcore.models.llama import Llama, LlamaOutput, inverse_frequencies
 
 __all__ = ["FusedCache", "FusedLlama"]
 
-PACKED_ROWS = 64  # with more rows, arithmetic limits a product, not the reading of weights
 _SMALL = 1 << 16  # fewer weights are in cache anyway; for one row, the plain product starts sooner
 _ROUNDING = 2.0**-25  # half of fp16's smallest step
 
@@ -134,7 +133,7 @@ class PackedMatrix:
         return bool((self.weight.half().float() - self.weight).abs().max() <= _ROUNDING)
 
     def pack(self) -> None:
-        """Use fp16 weights for products with up to PACKED_ROWS rows after this call."""
+        """Use fp16 weights after this call."""
         self._packed = torch.ops.quantized.linear_prepack_fp16(self.weight, self.bias)
         self._fewest = 2 if self.weight.numel() < _SMALL else 1
         product = torch.ops.quantized.linear_dynamic_fp16.default
@@ -143,7 +142,7 @@ class PackedMatrix:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x, fp32 [R, inputs], with fp32 sums in either case; return fp32 [R, outputs]."""
-        if self._packed is None or not self._fewest <= x.shape[0] <= PACKED_ROWS:
+        if self._packed is None or x.shape[0] < self._fewest:
             return F.linear(x, self.weight, self.bias)
         product: Tensor = self._product(x, self._packed)
         return product
@@ -205,9 +204,8 @@ class FusedLlama:
     """A `Llama` as a fast CPU decoder for few rows, with the same logits up to fp32 rounding.
 
     model: an fp32 model on the CPU. Its weights are copied, so later changes to it have no effect.
-    packed: whether forwards with up to 64 rows of tokens use fp16 weights. This needs FBGEMM, and
-    weights that fp16 represents without loss, such as those of a bf16 checkpoint. Activations and
-    sums are always fp32.
+    packed: whether forwards use fp16 weights. This needs FBGEMM, and weights that fp16 represents
+    without loss, such as those of a bf16 checkpoint. Activations and sums are always fp32.
     Raises TypeError for another dtype, and ValueError for another device.
     """
 

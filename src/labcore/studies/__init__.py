@@ -1,1 +1,1 @@
-"""The training chapters' experiments, which benchmarks record: one folder per chapter."""
+"""The chapters' experiments, which benchmarks record and figures show: a folder per chapter."""

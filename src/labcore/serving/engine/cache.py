@@ -268,7 +268,10 @@ class _GroupOnCpu:
         slots = slots[:, : self.reach]
         # A mask doesn't keep NaN out of a product, so a row's first slot pads it to S keys.
         inside = np.arange(self.reach) < ends[:, None]
-        self.source = torch.from_numpy(np.where(inside, slots, slots[:, :1]).reshape(-1))
+        source = np.where(inside, slots, slots[:, :1]).reshape(-1)
+        # A long prompt often gets consecutive blocks, which need no copy.
+        in_place = self.rows == 1 and bool((np.diff(source) == 1).all())
+        self.source = slice(source[0], source[-1] + 1) if in_place else torch.from_numpy(source)
         self.mask: Tensor | None = None  # [B, 1, G * T or 1, S], added to the scores
         if self.width > 1 or ends.min() < self.reach:
             seen = np.stack([_seen(one, self.reach) for one in segments])
@@ -281,18 +284,24 @@ class _GroupOnCpu:
         shape = q.shape
         folded = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * T, D]
         k, v = (
-            blocks.flatten(0, 1)
-            .index_select(0, self.source)
-            .unflatten(0, (self.rows, self.reach))
-            .transpose(1, 2)
-            .to(q.dtype)
-            for blocks in (self.cache.keys[layer], self.cache.values[layer])
+            self._gathered(blocks[layer]).to(q.dtype)
+            for blocks in (self.cache.keys, self.cache.values)
         )
         if self.mask is not None and self.mask.shape[2] not in (1, folded.shape[2]):
             self.mask = self.mask.repeat(1, 1, shape[3], 1)
         mask = None if self.mask is None else self.mask.to(q.dtype)
         mixed = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask)
         return mixed.unflatten(2, (shape[3], shape[1])).permute(0, 3, 1, 2, 4)
+
+    def _gathered(self, blocks: Tensor) -> Tensor:
+        """Return the rows' keys or values, [B, Hkv, S, D]."""
+        flat = blocks.flatten(0, 1)
+        found = (
+            flat[self.source]
+            if isinstance(self.source, slice)
+            else flat.index_select(0, self.source)
+        )
+        return found.unflatten(0, (self.rows, self.reach)).transpose(1, 2)
 
 
 class _GroupOnGpu:

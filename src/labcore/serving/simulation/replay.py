@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 
 from labcore.serving.engine.engine import Engine
 from labcore.serving.engine.metrics import RequestMetrics, StepRecord
-from labcore.serving.engine.request import Request, State
-from labcore.serving.engine.scheduler import QueueFull, StepPlan
-from labcore.serving.simulation.gantt import Gantt, Span
+from labcore.serving.engine.request import Request
+from labcore.serving.engine.scheduler import QueueFull
 from labcore.serving.simulation.simulate import QUEUE_FULL, Run
 from labcore.serving.simulation.workload import Workload
 
@@ -150,15 +149,13 @@ def replay(
     player.collect()
     steps = player.steps()
     metrics = tuple(player.metrics[one.id] for one in coming)
-    batches = engine.scheduler.policy.batches
-    spans = _timeline(steps, coming, metrics, engine.scheduler.max_num_seqs, batches=batches)
     return Replay(
         metrics=metrics,
         steps=tuple(steps),
-        spans=spans,
         blocks=(),
-        pages=engine.pool.num_blocks,
+        num_blocks=engine.pool.num_blocks,
         slots=engine.scheduler.max_num_seqs,
+        batches=engine.scheduler.policy.batches,
         begin=min((one.arrival for one in metrics), default=0.0),
         end=max((one.arrival + (one.e2e or 0.0) for one in metrics), default=0.0),
         outputs={id: tuple(tokens) for id, tokens in player.outputs.items()},
@@ -183,58 +180,3 @@ def _cancel(engine: Engine) -> None:
         engine.cancel(state.id)
     while not engine.idle:
         engine.step()
-
-
-def _timeline(
-    steps: Sequence[StepRecord],
-    requests: Sequence[Request],
-    metrics: Sequence[RequestMetrics],
-    slots: int,
-    *,
-    batches: bool,
-) -> tuple[Span, ...]:
-    """Return the timeline bars of an engine's steps."""
-    gantt = Gantt(slots)
-    states = {one.id: State(one) for one in requests}
-    for one in metrics:
-        if one.finish != QUEUE_FULL:
-            gantt.wait(one.id, one.arrival)
-    expired = {id for step in steps for id in step.expired}
-    last = {id: place for place, step in enumerate(steps) for id in step.contexts}
-    running: set[str] = set()
-    kept: list[str] = []
-    for place, step in enumerate(steps):
-        end = step.at + step.seconds
-        if place + 1 < len(steps):  # a busy engine's bars extend to the next step
-            following = steps[place + 1].at
-            end = following if step.running or step.waiting else min(end, following)
-        for id in step.expired:
-            gantt.end(id, step.at)
-        kept += [id for id in step.expired if id in running]
-        running -= {*step.expired, *step.preempted}
-        if not (batches and running):
-            kept = []
-        running |= set(step.admitted)
-        gantt.step(_plan(step, kept), states, step.at, end)
-        reads = {one.id: one.count for one in step.chunks}
-        reads |= dict.fromkeys((one.id for one in step.decodes), 1)
-        for id, count in reads.items():
-            states[id].peak = max(states[id].peak, step.contexts[id] + count)
-        for id in reads:
-            if last[id] == place and id not in expired:
-                gantt.end(id, end)
-                running.remove(id)
-                kept.append(id)
-    return gantt.spans()
-
-
-def _plan(step: StepRecord, kept: Sequence[str]) -> StepPlan:
-    return StepPlan(
-        step=step.step,
-        chunks=step.chunks,
-        decodes=step.decodes,
-        admitted=step.admitted,
-        preempted=step.preempted,
-        expired=step.expired,
-        idle=tuple(kept),
-    )

@@ -22,7 +22,6 @@ from labcore.serving.engine.metrics import RequestMetrics, StepRecord, summary
 from labcore.serving.engine.request import Request, State
 from labcore.serving.engine.scheduler import QueueFull, Scheduler, StepPlan, StepResult
 from labcore.serving.simulation.costs import CostModel
-from labcore.serving.simulation.gantt import Gantt, Span
 from labcore.serving.simulation.workload import Workload
 
 __all__ = [
@@ -54,16 +53,17 @@ class Run:
     blocks while it ran: FREE, CACHED, SHARED by several requests, or the index in `metrics` of the
     request that holds the block; empty unless requested. promised: for each step, the number of
     free blocks that are reserved because running requests may still need them; kept with `blocks`.
-    pages: blocks in the pool. slots: rows of the batch. begin, end: the times of the first arrival
-    and of the last end.
+    num_blocks: of the pool. slots: rows of the batch. batches: whether ended requests keep their
+    slots until the whole batch ends. begin, end: the times of the first arrival and of the last
+    end.
     """
 
     metrics: tuple[RequestMetrics, ...]
     steps: tuple[StepRecord, ...]
-    spans: tuple[Span, ...]
     blocks: tuple[tuple[int, ...], ...]
-    pages: int
+    num_blocks: int
     slots: int
+    batches: bool
     begin: float
     end: float
     promised: tuple[int, ...] = ()
@@ -88,13 +88,6 @@ class Run:
         """Completed requests per second: those ended by EOS, a stop text or max_tokens."""
         done = sum(one.finish in ("eos", "stop", "length") for one in self.metrics)
         return done / self.seconds if self.seconds else math.nan
-
-    @property
-    def busy(self) -> float:
-        """The fraction of the slots' time, from begin to end, in which a slot processed tokens."""
-        worked = ("prefill", "recompute", "decode")
-        total = math.fsum(one.end - one.begin for one in self.spans if one.kind in worked)
-        return total / (self.slots * self.seconds) if self.seconds else math.nan
 
     @property
     def wasted(self) -> float:
@@ -139,7 +132,6 @@ class Simulator:
         ]
         self._dice = random.Random(seed)
         self._keep_blocks = blocks
-        self._gantt = Gantt(scheduler.max_num_seqs)
         self._states: dict[str, State] = {}
         self._numbers: dict[str, int] = {}
         self._refused: dict[str, Request] = {}  # found the queue full
@@ -173,10 +165,7 @@ class Simulator:
             self._refused[request.id] = request
             return False
         self._states[request.id] = state
-        if state.status == "finished":
-            return False
-        self._gantt.wait(request.id, request.arrival)
-        return True
+        return state.status != "finished"
 
     def until(self, time: float) -> None:
         """Run all steps that begin before `time`; if there is nothing to do, advance to it."""
@@ -197,17 +186,13 @@ class Simulator:
         if seconds and self._factors:
             seconds *= self._dice.choice(self._factors)
         self._watch(plan)
-        for id in plan.expired:
-            self._gantt.end(id, begin)
-        self._gantt.step(plan, self._states, begin, begin + seconds)
         if self._keep_blocks:
             self._blocks.append(self._block_map(plan))
             running, page = self.scheduler.running, self.scheduler.pool.block_size
             self._promised.append(self.scheduler.policy.promised(running, page))
         self.clock.advance(seconds)
         results = self._results(plan)
-        for state in self.scheduler.commit(plan, results, self.now):
-            self._gantt.end(state.id, self.now)
+        self.scheduler.commit(plan, results, self.now)
         self._note(plan, begin, seconds, sum(len(one.tokens) for one in results.values()))
 
     def run(self) -> Run:
@@ -220,10 +205,10 @@ class Simulator:
         return Run(
             metrics=metrics,
             steps=tuple(self._steps),
-            spans=self._gantt.spans(),
             blocks=tuple(self._blocks),
-            pages=pool.num_blocks,
+            num_blocks=pool.num_blocks,
             slots=self.scheduler.max_num_seqs,
+            batches=self.scheduler.policy.batches,
             begin=min((one.arrival for one in metrics), default=0.0),
             end=max(ends, default=0.0),
             promised=tuple(self._promised),

@@ -10,10 +10,10 @@ import plotly.graph_objects as go
 import pytest
 
 from labcore.serving.engine.scheduler import POLICIES
-from labcore.serving.simulation import scenarios
 from labcore.serving.simulation.router import ROUTERS
-from labcore.serving.simulation.scenes import PROMISED, scene
 from labcore.serving.simulation.simulate import CACHED, FREE, SHARED
+from labcore.studies.inflight import scenarios
+from labcore.studies.inflight.scenes import PROMISED, scene
 from labcore.ui import Choice, IntSlider, explore, twin
 from labcore.ui.compact import dumps, plain
 from labcore.ui.figures import inflight as figures

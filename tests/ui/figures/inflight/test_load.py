@@ -7,8 +7,8 @@ import random
 import plotly.graph_objects as go
 import pytest
 
-from labcore.serving.simulation import scenarios
-from labcore.serving.simulation.scenarios import Fleet, Quantiles
+from labcore.studies.inflight import scenarios
+from labcore.studies.inflight.scenarios import Fleet, Quantiles
 from labcore.ui import twin
 from labcore.ui.figures.inflight import load as figures
 

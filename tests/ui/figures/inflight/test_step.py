@@ -5,7 +5,7 @@ from __future__ import annotations
 import plotly.graph_objects as go
 import pytest
 
-from labcore.serving.simulation import scenarios
+from labcore.studies.inflight import scenarios
 from labcore.ui import twin
 from labcore.ui.figures.inflight import step as figures
 

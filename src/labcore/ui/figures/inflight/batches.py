@@ -9,8 +9,8 @@ from typing import Any
 import plotly.graph_objects as go
 
 from labcore.checks import one_of
-from labcore.serving.simulation.scenes import PROMISED, Bar, Scene
 from labcore.serving.simulation.simulate import CACHED, FREE, SHARED
+from labcore.studies.inflight.scenes import PROMISED, Bar, Scene
 from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
@@ -82,7 +82,7 @@ def timeline(
             },
             "yaxis3": {
                 "domain": [0, 0.36], "anchor": "x3", "title": "blocks", "showgrid": False,
-                "range": [-0.5, now.pages - 0.5], "zeroline": False, "nticks": 4,
+                "range": [-0.5, now.num_blocks - 0.5], "zeroline": False, "nticks": 4,
             },
             "height": 700,
             "margin": {"t": 100},

@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from labcore.checks import one_of, positive
-from labcore.serving.simulation.scenarios import MEASURES, Fleet, Quantiles
+from labcore.studies.inflight.scenarios import MEASURES, Fleet, Quantiles
 from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE

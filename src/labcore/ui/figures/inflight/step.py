@@ -8,8 +8,8 @@ from typing import Any
 import plotly.graph_objects as go
 
 from labcore.checks import one_of
-from labcore.serving.simulation.scenarios import Gaps
-from labcore.serving.simulation.scenes import StepParts
+from labcore.studies.inflight.scenarios import Gaps
+from labcore.studies.inflight.scenes import StepParts
 from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE

@@ -8,9 +8,10 @@ from itertools import pairwise
 import pytest
 
 from labcore.serving.engine.scheduler import POLICIES
-from labcore.serving.simulation import scenarios
 from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.router import ROUTERS
+from labcore.studies.inflight import scenarios
+from labcore.studies.inflight.gantt import busy
 
 FAST = CostModel(base=4e-5, per_prefill_token=1e-6, per_decode_row=4e-6, per_context_token=1e-8)
 
@@ -60,14 +61,14 @@ def test_the_pools_are_too_few_about_enough_and_enough() -> None:
     assert sum(one.preemptions for one in small.metrics) > 5
     assert sum(one.preemptions for one in large.metrics) == 0
     tight = scenarios.scenario("guaranteed_no_evict", 2.0, "mixed", few)
-    assert tight.busy < 0.6 * small.busy
+    assert busy(tight) < 0.6 * busy(small)
 
 
 def test_a_grid_has_every_combination_and_static_is_never_ahead() -> None:
     found = scenarios.grid(FAST, rates=(0.5, 2.0), mixes=("long tail", "all alike"), pools=(24,))
     assert len(found) == len(POLICIES) * 2 * 2
     for (policy, rate, mix, pool), shown in found.items():
-        assert shown.pages == pool and len(shown.ends) == 24
+        assert shown.num_blocks == pool and len(shown.ends) == 24
         static = found["static", rate, mix, pool]
         assert shown.p50 <= static.p50 * 1.001 and shown.seconds <= static.seconds * 1.001
         assert policy == "static" or "idle" not in shown.shares

@@ -20,7 +20,6 @@ from labcore.serving.engine.metrics import RequestMetrics, summary
 from labcore.serving.engine.scheduler import POLICIES, Scheduler
 from labcore.serving.simulation.costs import CostModel, StepWork
 from labcore.serving.simulation.router import ROUTERS, PrefixAware, Routed, route_requests
-from labcore.serving.simulation.scenes import Scene, StepParts, scene, step_parts
 from labcore.serving.simulation.simulate import Run, simulate
 from labcore.serving.simulation.workload import (
     Workload,
@@ -30,6 +29,7 @@ from labcore.serving.simulation.workload import (
     long_tail,
     poisson,
 )
+from labcore.studies.inflight.scenes import Scene, StepParts, scene, step_parts
 
 __all__ = [
     "CHUNKS", "COST", "MEASURES", "MIXES", "POOLS", "RATES", "SHARES", "Fleet", "Gaps", "Quantiles",

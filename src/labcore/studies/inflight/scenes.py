@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from labcore.checks import positive_int
 from labcore.serving.engine.metrics import StepRecord, summary
-from labcore.serving.simulation.gantt import Span
 from labcore.serving.simulation.simulate import CACHED, FREE, Run
+from labcore.studies.inflight.gantt import Span, timeline
 
 __all__ = ["PROMISED", "Bar", "Scene", "StepParts", "scene", "step_parts"]
 
@@ -44,7 +44,7 @@ class Scene:
     """A run as a figure shows it. Times are in seconds from the first arrival.
 
     bars: the bars of the rows. queue: the bars of waiting requests. arrivals, ends: of each
-    request. slots: rows. pages: blocks in the pool. seconds: time to the last end. blocks: for each
+    request. slots: rows. num_blocks: of the pool. seconds: time to the last end. blocks: for each
     block, its state in each of several equal intervals of that time: FREE, PROMISED, CACHED,
     SHARED, or the number of a request; empty if the run kept no map. tokens_per_second: output
     tokens per second. p50, p99: of the seconds from arrival to end. shares: the fraction of the
@@ -57,7 +57,7 @@ class Scene:
     arrivals: tuple[float, ...]
     ends: tuple[float, ...]
     slots: int
-    pages: int
+    num_blocks: int
     seconds: float
     blocks: tuple[tuple[int, ...], ...]
     tokens_per_second: float
@@ -81,8 +81,10 @@ class Scene:
         return tuple(told)
 
 
-def scene(run: Run, *, columns: int = 72) -> Scene:
+def scene(run: Run, *, columns: int = 72, bars: Sequence[Span] | None = None) -> Scene:
     """Return a run as a figure shows it. columns: intervals of time in the block map.
+
+    bars: the run's timeline; None computes it.
 
     Raises ValueError if the run has no requests or no time passed.
     """
@@ -93,7 +95,8 @@ def scene(run: Run, *, columns: int = 72) -> Scene:
             f"in {run.seconds} s; serve at least one request"
         )
     numbers = {one.id: number for number, one in enumerate(run.metrics)}
-    spans = [one for one in run.spans if one.end > one.begin]
+    bars = timeline(run) if bars is None else bars
+    spans = [one for one in bars if one.end > one.begin]
     rows = _merged([_bar(one, numbers, run.begin) for one in spans if one.slot >= 0], run.seconds)
     queue = [_bar(one, numbers, run.begin) for one in spans if one.slot < 0]
     times = summary(run.metrics)["e2e"]
@@ -103,13 +106,13 @@ def scene(run: Run, *, columns: int = 72) -> Scene:
         arrivals=tuple(_short(one.arrival - run.begin) for one in run.metrics),
         ends=tuple(_short(one.arrival + (one.e2e or 0.0) - run.begin) for one in run.metrics),
         slots=run.slots,
-        pages=run.pages,
+        num_blocks=run.num_blocks,
         seconds=_short(run.seconds),
         blocks=_map(run, columns),
         tokens_per_second=_short(run.tokens_per_second),
         p50=_short(times["p50"]),
         p99=_short(times["p99"]),
-        shares=_shares(run),
+        shares=_shares(run, bars),
         preemptions=sum(one.preemptions for one in run.metrics),
         recomputed=sum(one.recomputed for one in run.metrics),
     )
@@ -148,9 +151,9 @@ def _merged(bars: Sequence[Bar], seconds: float) -> list[Bar]:
     return told
 
 
-def _shares(run: Run) -> dict[str, float]:
+def _shares(run: Run, bars: Sequence[Span]) -> dict[str, float]:
     held: dict[str, float] = {}
-    for span in run.spans:
+    for span in bars:
         if span.slot >= 0:
             held[span.kind] = held.get(span.kind, 0.0) + span.end - span.begin
     whole = run.slots * run.seconds
@@ -169,7 +172,7 @@ def _map(run: Run, columns: int) -> tuple[tuple[int, ...], ...]:
         time = run.begin + (column + 0.5) / columns * run.seconds
         at = bisect_right(begins, time) - 1
         if at < 0:
-            made.append((FREE,) * run.pages)
+            made.append((FREE,) * run.num_blocks)
             continue
         following = begins[at + 1] if at + 1 < len(begins) else run.end
         resting = time > begins[at] + run.steps[at].seconds + _GAP * run.seconds < following

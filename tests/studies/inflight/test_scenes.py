@@ -12,9 +12,10 @@ import pytest
 from labcore.serving.engine.blocks import BlockPool
 from labcore.serving.engine.scheduler import POLICIES, Scheduler
 from labcore.serving.simulation.costs import CostModel
-from labcore.serving.simulation.scenes import PROMISED, scene, step_parts
 from labcore.serving.simulation.simulate import CACHED, FREE, SHARED, Run, simulate
 from labcore.serving.simulation.workload import Workload, lognormal, long_tail, poisson
+from labcore.studies.inflight.gantt import busy, timeline
+from labcore.studies.inflight.scenes import PROMISED, scene, step_parts
 
 COST = CostModel(base=0.01, per_prefill_token=1e-4, per_decode_row=5e-4)
 
@@ -42,14 +43,14 @@ def served(policy: str, seed: int, *, rate: float = 9.0, prefix: int = 0, n: int
 def test_a_scene_has_the_run_s_times_and_rates(policy: str, seed: int) -> None:
     run = served(policy, seed)
     shown = scene(run)
-    assert shown.slots == 3 and shown.pages == 26
+    assert shown.slots == 3 and shown.num_blocks == 26
     assert shown.seconds == pytest.approx(run.seconds, rel=1e-3)
     assert shown.tokens_per_second == pytest.approx(run.tokens_per_second, rel=1e-3)
     told = run.summary()["e2e"]
     assert (shown.p50, shown.p99) == pytest.approx((told["p50"], told["p99"]), rel=1e-3)
     assert sum(shown.shares.values()) == pytest.approx(1)
     work = sum(shown.shares.get(kind, 0) for kind in ("prefill", "decode", "recompute"))
-    assert work == pytest.approx(run.busy)
+    assert work == pytest.approx(busy(run))
     assert shown.preemptions == sum(one.preemptions for one in run.metrics)
     assert shown.recomputed == sum(one.recomputed for one in run.metrics)
     for at, one in enumerate(run.metrics):
@@ -67,8 +68,8 @@ def test_bars_of_a_row_stay_apart_and_keep_each_kind_s_time(policy: str, seed: i
         assert all(one.end <= two.begin * (1 + 1e-3) + 1e-9 for one, two in pairwise(bars))
         for one, two in pairwise(bars):
             assert (one.number, one.kind) != (two.number, two.kind) or two.begin > one.end
-    for kind in {span.kind for span in run.spans if span.slot >= 0}:
-        whole = sum(span.end - span.begin for span in run.spans if span.kind == kind)
+    for kind in {span.kind for span in timeline(run) if span.slot >= 0}:
+        whole = sum(span.end - span.begin for span in timeline(run) if span.kind == kind)
         assert sum(b.end - b.begin for b in shown.bars if b.kind == kind) == pytest.approx(
             whole, rel=0.02, abs=2e-3 * run.seconds
         )
@@ -78,7 +79,7 @@ def test_bars_with_only_an_engines_gaps_between_them_are_one(seed: int) -> None:
     """As if each step took 2 % of its time around its forward: a replay has such gaps."""
     run = served("guaranteed_no_evict", seed)
     cut = []
-    for span in run.spans:
+    for span in timeline(run):
         if span.slot < 0:
             cut.append(span)
             continue
@@ -87,7 +88,7 @@ def test_bars_with_only_an_engines_gaps_between_them_are_one(seed: int) -> None:
         cut += [
             replace(span, begin=low, end=low + 0.98 * (high - low)) for low, high in pairwise(edges)
         ]
-    whole, parted = scene(run), scene(replace(run, spans=tuple(cut)))
+    whole, parted = scene(run), scene(run, bars=cut)
     assert [(b.number, b.kind, b.slot) for b in parted.bars] == [
         (b.number, b.kind, b.slot) for b in whole.bars
     ]
