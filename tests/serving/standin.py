@@ -20,6 +20,8 @@ from labcore.serving.engine.outputs import Output
 from labcore.serving.engine.scheduler import QueueFull
 from labcore.serving.triton.process import EngineServer
 
+ENDLESS = 9000  # with as many max_tokens, an output goes on
+
 
 def expected(prompt: str, count: int, seed: int = 0) -> list[int]:
     """The tokens that the stand-in says to a prompt."""
@@ -42,6 +44,7 @@ class One:
     id: str
     tokens: list[int]
     deadline: float | None
+    endless: bool  # so that only a cancellation or a deadline can end it
     said: int = 0
 
 
@@ -90,7 +93,7 @@ class StandIn:
             raise QueueFull(f"at most {self.most} requests may wait; try again later")
         self.names.add(prompt)
         tokens = expected(prompt, sampling.max_tokens, sampling.seed)
-        self.waiting.append(One(id, tokens, deadline))
+        self.waiting.append(One(id, tokens, deadline, sampling.max_tokens >= ENDLESS))
         self._admit()
         return id
 
@@ -116,10 +119,10 @@ class StandIn:
                 (self.running if one in self.running else self.waiting).remove(one)
                 told.append(Output(id=one.id, finish="deadline"))
         for one in list(self.running):
-            token = one.tokens[one.said]
+            token = one.tokens[one.said % len(one.tokens)]
             one.said += 1
             told.append(Output(id=one.id, tokens=(token,), text=f"{token} "))
-            if one.said == len(one.tokens):
+            if one.said == len(one.tokens) and not one.endless:
                 self.running.remove(one)
                 told.append(Output(id=one.id, finish="length"))
         self._admit()

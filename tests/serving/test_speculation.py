@@ -121,7 +121,7 @@ def test_hidden_states_are_those_of_the_last_token_read(seed: int) -> None:
     while not engine.idle:
         heard.add(engine.step())
         # Who was sent back has left its place to another.
-        placed = {one.id for one in engine._entries.values() if one.place is not None}
+        placed = {one.id for one in engine._entries.values() if one.slot is not None}
         assert placed <= {state.id for state in engine.scheduler.running}
     for name, reference in zip(names, references, strict=True):
         assert (heard.tokens[name], heard.reason[name]) == (reference.tokens[0], "")

@@ -118,6 +118,11 @@ class Plan:
         self.draft = draft
         self.size = len(parents)
         self.tokens: list[int] = draft.tokens.tolist()
+        if len(self.tokens) != self.size:
+            raise ValueError(
+                f"a draft needs a parent for each token, got {len(self.tokens)} tokens and "
+                f"{self.size} parents"
+            )
         self.parents = None if chain else parents
 
     def verify(self, logits: Tensor, row: Request, verifier: Verifier) -> tuple[Tensor, Accepted]:

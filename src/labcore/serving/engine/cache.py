@@ -60,7 +60,7 @@ class PagedCache:
 
     keys, values: [P + 1, block_size, Hkv, D] per layer. Block P receives the tokens of idle rows.
     For decode graphs, the cache is a `KVCache` of `rows` rows, filled by `bind`: lengths, int32
-    [rows], and block_table, int32 [rows, max_blocks], padded with -1.
+    [rows], and block_table, int32 [rows, max_blocks].
     Raises ValueError or TypeError for invalid arguments.
     """
 
@@ -86,7 +86,7 @@ class PagedCache:
             )
             self.lengths = torch.zeros(positive_int("rows", rows), dtype=torch.int32, device=device)
             self.block_table = self.lengths.new_full(
-                (rows, positive_int("max_blocks", max_blocks)), -1
+                (rows, positive_int("max_blocks", max_blocks)), num_blocks
             )
         self.device = self.lengths.device
 
@@ -147,7 +147,7 @@ class PagedCache:
     def bind(self, rows: Sequence[Segment]) -> None:
         """Make row b of the next graphed step the request of rows[b]; the other rows are empty."""
         rest = len(self.lengths) - len(rows)
-        idle = [Segment(blocks=(self.num_blocks,), start=0, tokens=())] * rest
+        idle = [Segment(blocks=(), start=0, tokens=())] * rest
         table = self.device_table([*rows, *idle], self.block_table.shape[1])
         self.block_table.copy_(table, non_blocking=True)
         starts = [row.start for row in (*rows, *idle)]
@@ -176,9 +176,7 @@ class PagedCache:
         """Attend with q [B, H, 1, D] to the rows, including what was just written."""
         totals = (self.lengths + counts).clamp(min=1)  # an idle row reads block P
         pages = self.keys[layer], self.values[layer]
-        return paged_attention(
-            q.to(pages[0].dtype), *pages, self.block_table, totals.to(torch.int32)
-        ).to(q.dtype)
+        return paged_attention(q.to(pages[0].dtype), *pages, self.block_table, totals).to(q.dtype)
 
     def advance(self, counts: Tensor) -> None:
         """Count the written tokens: lengths += counts, integers [B]."""

@@ -42,8 +42,8 @@ class Engine:
     max_num_seqs, max_num_batched_tokens, chunk, policy, max_waiting, enable_prefix_caching: as in
     `Scheduler`. Under "static", too, a client hears its tokens as they come and its end at once;
     only the slot stays taken.
-    max_length: the most tokens of a request, prompt and output; None means what the pool holds, at
-    most the model's max_position_embeddings.
+    max_length: the most tokens of a request, without the last of its output; None means what the
+    pool holds, at most the model's max_position_embeddings.
     proposer: "ngram", or a `Proposer` of the engine's own; None drafts nothing. verifier: one of
     the lossless names. "sample_and_compare" draws one number per token, so that an output is that
     of the request alone whatever is drafted; "rejection" accepts more of a draft model's tokens,

@@ -78,8 +78,8 @@ class StepRecord:
 class RequestMetrics:
     """How one request fared.
 
-    prompt, output: tokens. finish: why it ended. arrival: when it came. queue: until its first
-    chunk was scheduled. ttft: from arrival to the first token. tpot: between two tokens, from the
+    prompt, output: tokens. finish: why it ended. arrival: when it came. queue: until it was
+    admitted. ttft: from arrival to the first token. tpot: between two tokens, from the
     first to the last, on average. e2e: from arrival to the end. What did not happen is None: no
     ttft without a token, no tpot without two.
     preemptions: how often it lost its blocks. recomputed: tokens that were read again for that
@@ -147,10 +147,10 @@ def summary(metrics: Iterable[RequestMetrics]) -> dict[str, dict[str, float]]:
 
 
 def goodput(metrics: Iterable[RequestMetrics], *, ttft: float, tpot: float) -> float:
-    """Return the completed requests per second that met both bounds, in seconds; 0 without any.
+    """Return the completed requests per second that met both bounds, in seconds.
 
-    The time runs from the first arrival to the last end. A request of one token has no tpot and
-    meets that bound. Source: Zhong et al., DistServe, OSDI 2024.
+    The time runs from the first arrival to the last end; without any, the result is NaN. A request
+    of one token has no tpot and meets that bound. Source: Zhong et al., DistServe, OSDI 2024.
     """
     given = [one for one in metrics if one.e2e is not None]
     good = [
@@ -164,7 +164,8 @@ def goodput(metrics: Iterable[RequestMetrics], *, ttft: float, tpot: float) -> f
     if not good:
         return 0.0
     ends = max(one.arrival + (one.e2e or 0.0) for one in given)
-    return len(good) / (ends - min(one.arrival for one in given))
+    seconds = ends - min(one.arrival for one in given)
+    return len(good) / seconds if seconds else math.nan
 
 
 @dataclass(kw_only=True, slots=True)

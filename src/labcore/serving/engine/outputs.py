@@ -122,7 +122,7 @@ class Entry:
     """A request in an engine: how it decodes, and what was said of it so far.
 
     row: context, generator and stop texts, as decoding keeps them. state: the scheduler's.
-    drafting: the generator of its drafts. place: its row at the proposer, None without one.
+    drafting: the generator of its drafts. slot: its row at the proposer, None without one.
     ends_after: as in `labcore.decoding.requests.Request`.
     """
 
@@ -133,10 +133,10 @@ class Entry:
         self.state = state
         self.tokenizer = None if tokenizer is None else Following(tokenizer)
         self._ends_after = ends_after
-        self.step_back()
+        self.reset_to_committed()
         seed = (request.sampling.seed ^ _DRAFTING) & (2**64 - 1)
         self.drafting = torch.Generator().manual_seed(seed)
-        self.place: int | None = None
+        self.slot: int | None = None
         self._tokens = 0  # said so far
         self._characters = 0
 
@@ -145,7 +145,7 @@ class Entry:
         """The request's."""
         return self.state.id
 
-    def step_back(self) -> None:
+    def reset_to_committed(self) -> None:
         """Have the scheduler's tokens and no others, before its first step or behind its last."""
         request = self.state.request
         self.row = Row(request.prompt, request.sampling, self.tokenizer)

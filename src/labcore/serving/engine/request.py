@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -40,7 +41,7 @@ class Request:
                 f"prompt must be a row of tokens, got {type(self.prompt).__name__}; encode the "
                 "text with a tokenizer"
             )
-        object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
+        object.__setattr__(self, "prompt", tuple(operator.index(token) for token in self.prompt))
         if not self.prompt:
             raise ValueError(
                 "prompt must hold at least one token, got none; begin with the model's BOS"
@@ -76,7 +77,8 @@ class State:
     being read. peak: the most tokens that were ever computed.
     admitted_at (the first time), first_token_at, finished_at: seconds on the engine's clock, None
     before.
-    digests: of its first full blocks; registered: how many of them the pool knows. order: counts
+    digests: of its first full blocks; registered: how many of its blocks were offered to the pool
+    since it was admitted. order: counts
     the requests of a scheduler.
     """
 

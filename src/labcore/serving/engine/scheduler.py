@@ -5,7 +5,7 @@ schedulers. "static" admits a batch when nothing runs, and its slots are free ag
 request ends. "guaranteed_no_evict" admits a request if its prompt and its longest possible output
 fit beside everything promised to the running, so nobody is ever preempted. "max_utilization" admits
 a request if its tokens so far fit; when the pool is full, the most junior request loses its blocks
-and reads its tokens again later (Kwon et al., 2023, arXiv 2309.06180).
+and later reads again what is no longer cached (Kwon et al., 2023, arXiv 2309.06180).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a prompt to read: `count` tokens from `start` on.
+    """Tokens to read, of a prompt or again after a preemption: `count` tokens from `start` on.
 
     last: whether the request then has no token left to read, so that a new one is drawn.
     """
@@ -146,9 +146,9 @@ class Scheduler:
     pool: the blocks. policy: a name of `POLICIES`. max_num_seqs: the most requests that run at
     once. max_num_batched_tokens: the most tokens per step, at least max_num_seqs. chunk: the most
     tokens of one prompt per step; None means max_num_batched_tokens. max_waiting: the most requests
-    in the queue; preempted ones always come back. max_length: the most tokens of a request; None
-    means the whole pool. enable_prefix_caching: whether later requests with the same prefix find
-    its full blocks.
+    in the queue; preempted ones always come back. max_length: the most tokens of a request, without
+    the last of its output; None means the whole pool. enable_prefix_caching: whether later requests
+    with the same prefix find its full blocks.
     states: all requests that haven't finished, by id.
     Raises TypeError or ValueError that names the argument.
     """
@@ -240,7 +240,7 @@ class Scheduler:
     def cancel(self, id: str, now: float) -> State | None:
         """End a request wherever it is; return its state, or None if it isn't under way.
 
-        Its blocks are free at once, or after the commit of a step that is under way.
+        Its blocks are free at once, or after the commit of an open step, or the end of a batch.
         """
         state = self.states.get(id)
         if state is not None:
@@ -369,9 +369,9 @@ class Scheduler:
     def _read(self, chunks: list[Chunk], state: State, left: int) -> int:
         """Give a request its next chunk within what is left of the budget; return its tokens."""
         count = min(state.missing, self.chunk, left)
-        if count > 0:
+        if count:
             chunks.append(Chunk(state.id, state.computed, count, count == state.missing))
-        return max(count, 0)
+        return count
 
     def _next(self, began: bool) -> State | None:
         """Return the head of the queue if it may come in now; began: others came in this step."""
@@ -417,7 +417,7 @@ class Scheduler:
             # What is promised to others stays: the output is all that was promised to this one.
             room = (len(state.blocks) + self.pool.available) * self.pool.block_size
             asked = drafts.get(state.id, 0)
-            count = max(min(asked, output, left, room - len(state.tokens)), 0)
+            count = min(asked, output, left, room - len(state.tokens))
             self._grow(state, len(state.tokens) + count)
             left -= count
             taken[state.id] = count

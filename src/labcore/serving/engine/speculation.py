@@ -105,8 +105,8 @@ class Speculation:
             return
         rows = [_NOTHING] * self._slots
         for one in self._asked:
-            if one.place is not None:  # else it has left meanwhile
-                rows[one.place] = accepted.get(one.id, _NOTHING)
+            if one.slot is not None:  # else it has left meanwhile
+                rows[one.slot] = accepted.get(one.id, _NOTHING)
         asked, self._asked = self._asked, []
         try:
             self.proposer.commit(rows)
@@ -123,11 +123,11 @@ class Speculation:
 
     def leave(self, entry: Entry) -> None:
         """Give the place of a request to another."""
-        if entry.place is not None:
-            self._free.append(entry.place)
-            entry.place = None
+        if entry.slot is not None:
+            self._free.append(entry.slot)
+            entry.slot = None
 
     def _place(self, entry: Entry) -> int:
-        if entry.place is None:
-            entry.place = self._free.pop()
-        return entry.place
+        if entry.slot is None:
+            entry.slot = self._free.pop()
+        return entry.slot

@@ -5,7 +5,7 @@ Letters: N tokens whose logits are wanted, V vocabulary, C width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -75,7 +75,9 @@ class Turn:
         reason = problem
         if isinstance(problem, Exception):
             reason = f"{type(problem).__name__}: {problem}"
-        self.entries[id].step_back()  # what the scheduler doesn't take in isn't reported either
+        self.entries[
+            id
+        ].reset_to_committed()  # what the scheduler doesn't take in isn't reported either
         self.reasons[id] = str(reason)
         self.results[id] = StepResult((), "error", str(reason))
 
@@ -84,6 +86,10 @@ class Turn:
         drawing: dict[str, tuple[Plan, Segment]] = {}
         for decode in self.plan.decodes:
             draft = self._drafts.get(decode.id, _NO_DRAFT)
+            if not isinstance(draft, Exception) and not self._known(draft.tokens):
+                draft = ValueError(
+                    f"a draft's tokens must lie below the model's vocabulary, got {draft.tokens}"
+                )
             if isinstance(draft, Exception):
                 self._fail(decode.id, draft)
                 continue
@@ -100,7 +106,7 @@ class Turn:
         if not read:
             return
         wanted = [draft.size + 1 for draft, _ in drawing.values()]
-        # What is read again may end one token short, so that the next step is a decode.
+        # A request may decode after a chunk that wasn't its last: its drafts need the hidden state.
         told = int(self.speculation.reads_hidden)
         logits, hidden = self.runner.run(read, [*wanted, *[told] * len(parts), *[0] * len(idle)])
         for place, chunk in enumerate(parts):
@@ -109,6 +115,10 @@ class Turn:
                 self.speculation.remember(self.entries[chunk.id], hidden[sum(wanted) + place])
         if drawing:
             self._draw(drawing, logits, hidden)
+
+    def _known(self, tokens: Sequence[int]) -> bool:
+        vocabulary = self.runner.model.config.vocab_size
+        return not tokens or 0 <= min(tokens) <= max(tokens) < vocabulary
 
     def _chunk(self, id: str, count: int) -> Segment:
         state, context = self.entries[id].state, self.entries[id].row.context

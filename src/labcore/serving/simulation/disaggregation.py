@@ -32,7 +32,7 @@ class Disaggregated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Received(CostModel):
-    """A decode replica's costs: a prompt's keys and values arrive, and only a token is read."""
+    """A decode replica's costs: keys and values of a prompt arrive, and its last token is read."""
 
     def seconds(self, plan: StepPlan) -> float:
         """Return the seconds that a plan takes; 0 if it reads nothing."""
@@ -46,6 +46,7 @@ def disaggregate(
     scheduler: Callable[[], Scheduler],
     cost: CostModel,
     *,
+    decoder: Callable[[], Scheduler] | None = None,
     prefill: int = 1,
     decode: int = 1,
     transfer: float = 0.0,
@@ -53,16 +54,28 @@ def disaggregate(
 ) -> Disaggregated:
     """Serve the requests on `prefill` replicas for prompts and `decode` replicas for outputs.
 
-    scheduler: makes a replica's scheduler. transfer: seconds to send one token's keys and values to
+    scheduler: makes a prefill replica's scheduler. decoder: makes a decode replica's, whose token
+    budget and chunk must hold whole prompts, because a prompt that arrives isn't read; it may not
+    preempt. transfer: seconds to send one token's keys and values to
     another replica. lengths: as in `simulate`. Both kinds pick the replica with the fewest requests
     in flight.
-    Raises ValueError if a transfer would take negative time.
+    None as decoder means `scheduler`. Raises ValueError for a decoder that doesn't fit, or if a
+    transfer would take negative time.
     """
     non_negative("transfer", transfer, "pass seconds")
+    decoder = scheduler if decoder is None else decoder
     if isinstance(requests, Workload):
         lengths = requests.lengths if lengths is None else lengths
         requests = requests.requests()
     lengths = lengths or {}
+    longest, sample = max((len(one.prompt) for one in requests), default=0), decoder()
+    most = min(sample.chunk, sample.max_num_batched_tokens)
+    if not sample.policy.promises or most <= longest:
+        raise ValueError(
+            f"a decode replica's scheduler must promise blocks and take {longest + 1} tokens of a "
+            f"prompt per step, got the policy {sample.policy_name!r} and {most} tokens; pass "
+            "decoder=…"
+        )
     first = [replace(one, sampling=replace(one.sampling, max_tokens=1)) for one in requests]
     read = route_requests(first, prefill, scheduler, cost, policy="least_loaded")
     done = {one.id: one for one in read.metrics}
@@ -73,10 +86,9 @@ def disaggregate(
             arrival = begun.arrival + (begun.e2e or 0.0) + transfer * len(one.prompt)
             sampling = replace(one.sampling, max_tokens=most - 1)
             rest.append(replace(one, prompt=(*one.prompt, 0), arrival=arrival, sampling=sampling))
-    left = {id: length - 1 for id, length in lengths.items()}
-    left = {one.id: left[one.id] for one in rest if one.id in left}
+    left = {one.id: lengths[one.id] - 1 for one in rest if one.id in lengths}
     received = _Received(**asdict(cost))
-    written = route_requests(rest, decode, scheduler, received, policy="least_loaded", lengths=left)
+    written = route_requests(rest, decode, decoder, received, policy="least_loaded", lengths=left)
     later = {one.id: one for one in written.metrics}
     metrics = tuple(_joined(one, later.get(one.id)) for one in read.metrics)
     return Disaggregated(prefill=read, decode=written, metrics=metrics)

@@ -309,13 +309,18 @@ class EngineClient:
             self._end.close()
             raise ConnectionError(f"no engine listens on {path} ({error})") from None
         self._lines = self._end.makefile("rb")
+        self._count = 0
 
     def submit(self, prompt: str | list[int], **wanted: Any) -> Iterator[Streamed]:
         """Yield the parts of an output. Raises ServerError if the engine refuses the request."""
-        self._send({"type": "submit", "id": "r", "prompt": prompt, **wanted})
+        self._count += 1
+        name = f"r{self._count}"
+        self._send({"type": "submit", "id": name, "prompt": prompt, **wanted})
         finish = ""
         while not finish:
             told = self._read()
+            if told.get("id") != name:  # of an output that was left
+                continue
             if told["type"] == "error":
                 raise ServerError(told["reason"], status=told["code"])
             finish = told.get("finish", "")

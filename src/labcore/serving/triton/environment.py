@@ -177,6 +177,10 @@ def install(
         return load(folder)
     if lack := _unfit_machine():
         raise RuntimeError(lack)
+    if folder.exists() and not (folder / "pyvenv.cfg").exists() and any(folder.iterdir()):
+        raise RuntimeError(f"{folder} must be empty or an environment, got other files; move them")
+    if folder.resolve() == Path(sys.prefix).resolve():
+        raise RuntimeError(f"the server needs an environment of its own, got {folder}, ours")
     path, told = interpreter(candidates)
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free / 1e9

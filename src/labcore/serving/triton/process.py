@@ -6,8 +6,8 @@ and writes what the step brought. The protocol is one JSON object per line, in U
 To the engine: `submit` (id, prompt as text or token ids, fields of SamplingConfig, priority,
 timeout in seconds), `cancel` (id), `stats`. From the engine: any number of `tokens` (id, tokens,
 text) and one `finish` (id, finish, reason) or `error` (id or null, code, reason) per submit;
-`stats` (values). Error codes: invalid, overloaded. Ids belong to their connection. When a
-connection ends, or its client doesn't read, its requests are cancelled.
+`stats` (values). Error codes: invalid, overloaded. Ids belong to their connection, and its requests
+are cancelled when it ends or its client stops reading.
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ class EngineServer:
     def __init__(self, engine: Engine, path: str | Path) -> None:
         self.engine, self.path = engine, Path(path)
         if self.path.is_socket():
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(str(self.path)) == 0:
+                    raise ValueError(f"another engine listens on {self.path}; stop it first")
             self.path.unlink()  # of a process that was killed
         self._listener = socket.socket(socket.AF_UNIX)
         try:
@@ -181,6 +184,8 @@ class EngineServer:
             one_of("field of submit", field, FIELDS)
         wanted = {field: message[field] for field in SAMPLING if message.get(field) is not None}
         if "stop" in wanted:
+            if not isinstance(wanted["stop"], list):
+                raise TypeError(f"stop must be a list of texts, got {wanted['stop']!r}")
             wanted["stop"] = tuple(wanted["stop"])
         seconds = message.get("timeout")
         if seconds is not None and not seconds > 0:

@@ -88,18 +88,19 @@ class TritonServer:
 
     def start(self, timeout: float = 90.0) -> TritonServer:
         """Start everything and return once the server accepts requests. Raises ServerFailed."""
-        if found := running(self.folder):
-            raise RuntimeError(
-                f"a server runs from {self.folder} (process {found['pid']}); stop it first with "
-                "`python -m labcore.serving.triton.server stop`, or choose another folder"
-            )
         try:
+            if found := running(self.folder):
+                raise RuntimeError(
+                    f"a server runs from {self.folder} (process {found['pid']}); stop it first "
+                    "with `python -m labcore.serving.triton.server stop`, or choose another folder"
+                )
             write_repository(self.folder / "models", self.socket)
             self._remove_shared_memory()
             self._backends = self._installed.write_backends(self.folder / "backends")
             shutil.rmtree(self.folder / "logs", ignore_errors=True)
             (self.folder / "logs").mkdir(parents=True)
-            told = {"pid": os.getpid(), "socket": str(self.socket), **asdict(self.addresses)}
+            me = {"pid": os.getpid(), "started": started(os.getpid())}
+            told = {**me, "socket": str(self.socket), **asdict(self.addresses)}
             (self.folder / STATE).write_text(json.dumps(told), "utf-8")
             self._thread.start()
             self.wait_ready(timeout)
@@ -148,8 +149,8 @@ class TritonServer:
                     if self._gone(name):
                         self._start(name)
                 self._ending.wait(LOOK_S)
-        except OSError as error:
-            self.failure = f"a process could not be started: {error}"
+        except Exception as error:
+            self.failure = f"the processes could not be kept running: {error!r}"
         finally:
             for name in ("server", "engine"):
                 self._end(name)
@@ -160,9 +161,9 @@ class TritonServer:
             return True
         if name == "server":
             # The server reports that it's ready even if its python backend's process has died.
-            stub = next(iter(children(process.pid)), None)
-            gone, self._stub = self._stub is not None and stub != self._stub, stub
-            return gone
+            if self._stub is None:
+                self._stub = next(iter(children(process.pid)), None)
+            return self._stub is not None and not started(self._stub)
         return False
 
     def _start(self, name: str) -> None:
@@ -274,24 +275,29 @@ def region_prefix(folder: Path) -> str:
 
 def children(pid: int) -> list[int]:
     """Return the process ids of a process's children."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has ended
+            found += map(int, task.read_text().split())
+    return sorted(found)
+
+
+def started(pid: int) -> str:
+    """Return when a process started, in ticks since the boot; "" if it has ended."""
     with suppress(OSError):
-        found = [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]
-        return sorted(found)
-    return []
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]  # a zombie has ended
+    return ""
 
 
 def running(folder: Path) -> dict[str, Any] | None:
     """Return pid, socket and ports of the server that runs from `folder`, or None."""
     try:
         told: dict[str, Any] = json.loads((folder / STATE).read_text("utf-8"))
-        command = Path(f"/proc/{told['pid']}/cmdline").read_bytes()
+        same = told["started"] == started(told["pid"])
     except (OSError, ValueError, KeyError):
         return None
-    return told if b"python" in command else None  # else the number is another process's by now
+    return told if same else None  # else the number is another process's by now
 
 
 def with_free_ports(asked: Addresses) -> Addresses:
@@ -307,6 +313,7 @@ def with_free_ports(asked: Addresses) -> Addresses:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 with suppress(OSError, OverflowError):
                     probe.bind((asked.host, wanted))
+                    probe.listen()  # or a second socket could be bound here
                     found[name] = wanted
                     break
             else:
@@ -320,20 +327,27 @@ def with_free_ports(asked: Addresses) -> Addresses:
 
 
 class _Ended(BaseException):
-    """A signal arrived before the server was ready."""
+    """A signal arrived while the server was starting."""
 
 
 @contextmanager
-def _signals(ended: threading.Event) -> Iterator[None]:
+def _signals(ended: threading.Event) -> Iterator[Callable[[], None]]:
+    starting = True
+
     def end(_number: int, _frame: object) -> None:
         first = not ended.is_set()
         ended.set()
-        if first:
+        if first and starting:
             raise _Ended
 
-    before = {number: signal.signal(number, end) for number in ENDING}
+    def ready() -> None:
+        nonlocal starting
+        starting = False
+
+    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in heard}
     try:
-        yield
+        yield ready
     except _Ended:
         pass
     finally:
@@ -359,7 +373,8 @@ def _start(told: argparse.Namespace) -> int:
         told.folder, environment=told.environment, engine_options=options, addresses=addresses
     )
     ended = threading.Event()
-    with _signals(ended), server:
+    with _signals(ended) as ready_to_wait, server:
+        ready_to_wait()
         at = server.addresses
         command = f"{shlex.quote(sys.executable)} -m labcore.serving.triton.server"
         folder = f"--folder {shlex.quote(str(server.folder))}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ __all__ = ["Bridge", "Pending", "TritonPythonModel"]
 
 LIMIT = 1 << 20  # the engine's limit on the bytes of a line
 LOOK_S = 0.05  # between checks for clients that left, and between attempts to connect
+WAITING = 1024  # requests that wait for an absent engine
 STATS_S = 1.0  # between questions for the engine's statistics
 NUMBERS = {
     "max_tokens": int, "temperature": float, "top_k": int, "top_p": float,
@@ -64,9 +66,10 @@ class Pending:
         self.sender, self.stream = sender, True
         self.message: dict[str, Any] = {}
         self.sent = False  # to the engine
+        self.came = time.monotonic()
         self._kept: tuple[list[int], str] = ([], "")  # the output so far, unless it streams
         self._lock = threading.Lock()
-        self._done = False
+        self._done = self._refused = False
 
     def part(self, tokens: list[int], text: str) -> None:
         """Send new tokens and their text, or keep them for the one response at the end."""
@@ -85,19 +88,26 @@ class Pending:
         self._send(pb_utils.InferenceResponse(output_tensors=[], error=error), last=True)
 
     def left(self) -> bool:
-        """Return whether the client has disconnected."""
+        """Return whether nobody hears the rest: the client left, or the server took no response."""
         with self._lock:
             try:
-                return not self._done and bool(self.sender.is_cancelled())
+                return self._refused or (not self._done and bool(self.sender.is_cancelled()))
             except Exception:  # the server no longer knows the request
                 return True
 
     def _send(self, answer: Any, *, last: bool = False) -> None:
-        with self._lock, suppress(Exception):  # the client may be gone; others must go on
-            if not self._done:
-                self._done = last
-                flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0
-                self.sender.send(answer, flags=flags)
+        final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        with self._lock:
+            if self._done:
+                return
+            self._done = last
+            try:
+                self.sender.send(answer, flags=final if last else 0)
+            except Exception as error:  # the other requests must go on
+                sys.stderr.write(f"model.py: {type(error).__name__}: {error}\n")
+                self._done = self._refused = True
+                with suppress(Exception):  # without a final flag, the client would wait forever
+                    self.sender.send(flags=final)
 
 
 class Bridge:
@@ -115,11 +125,13 @@ class Bridge:
             description="Statistics of the engine behind the model",
             kind=pb_utils.MetricFamily.GAUGE,
         )
-        for work in (self._keep, self._watch):
-            threading.Thread(target=work, daemon=True).start()
+        works = (self._keep, self._watch)
+        self._threads = [threading.Thread(target=work, daemon=True) for work in works]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, pending: Pending) -> None:
-        """Send a request to the engine, now or once it is back."""
+        """Send a request to the engine now, or once the engine is back."""
         if (size := len(json.dumps(pending.message))) > LIMIT - 64:
             pending.fail("INVALID_ARG", f"a request must have at most {LIMIT} bytes, got {size}")
             return
@@ -130,13 +142,18 @@ class Bridge:
             if self._end is not None:
                 pending.sent = True
                 self._write(pending.message)
+            elif len(self._pending) > WAITING:
+                del self._pending[name]
+                pending.fail("UNAVAILABLE", "the engine is away, and many requests wait for it")
 
     def close(self) -> None:
         """End the connection and every request."""
         self._closing = True
-        with self._lock:
+        with self._lock, suppress(OSError):
             if self._end is not None:
-                self._end.close()
+                self._end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(2)
         self._lose(everything=True)
 
     def _write(self, message: dict[str, Any]) -> None:
@@ -151,12 +168,14 @@ class Bridge:
             lost = [one for one, it in self._pending.items() if it.sent or everything]
             gone = [self._pending.pop(name) for name in lost]
         for pending in gone:
-            pending.fail("UNAVAILABLE", "the engine has died; send the request again")
+            pending.fail("UNAVAILABLE", "the engine is gone; send the request again")
 
     def _keep(self) -> None:
         """Connect, read until the connection ends, and start over."""
         while not self._closing:
             end = socket.socket(socket.AF_UNIX)
+            # A stopped engine must not hold up those who write; reading may wait.
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 5, 0))
             try:
                 end.connect(self.path)
                 with self._lock:
@@ -207,6 +226,12 @@ class Bridge:
             with self._lock:
                 there = list(self._pending.items())
             for name, pending in there:
+                seconds = pending.message.get("timeout")
+                late = seconds is not None and time.monotonic() > pending.came + seconds
+                if late and not pending.sent:  # else the engine looks at the deadline
+                    with self._lock:
+                        self._pending.pop(name, None)
+                    pending.finish("deadline", "the engine was away")
                 if pending.left():
                     with self._lock:
                         self._pending.pop(name, None)
