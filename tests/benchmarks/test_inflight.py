@@ -261,9 +261,7 @@ def test_a_stream_is_timed_from_its_question_to_its_tokens() -> None:
 
 
 def test_a_process_that_is_gone_is_said_to_be() -> None:
-    one = SimpleNamespace(
-        supervisor=SimpleNamespace(spare_ready=lambda name: True), pids=lambda: {"stub": None}
-    )
+    one = SimpleNamespace(pids=lambda: {"stub": None})
     with pytest.raises(RuntimeError, match="the server's stub must be running"):
         cases.healthy_again(one, "stub")  # type: ignore[arg-type]
 

@@ -188,7 +188,7 @@ def test_printed_commands_work_and_stopping_leaves_nothing(
     assert capsys.readouterr().out.count("no server runs from") == 2
 
 
-def test_killed_supervisor_ends_all_and_the_next_start_cleans_up(tmp_path: Path) -> None:
+def test_a_killed_parent_ends_all_and_the_next_start_cleans_up(tmp_path: Path) -> None:
     need_server()
     folder = tmp_path / "s"
     with program(folder, "--model", "draft") as started:
