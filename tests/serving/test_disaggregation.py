@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from labcore.decoding import SamplingConfig
@@ -42,6 +44,10 @@ def test_every_request_gets_its_imposed_length(seed: int) -> None:
     assert [one.arrival for one in run.metrics] == sorted(one.arrival for one in run.metrics)
     with pytest.raises(ValueError, match="transfer must be a finite number, at least 0"):
         disaggregate(work, scheduler, COST, transfer=-1.0)
+    for options in ({"policy": "max_utilization"}, {"max_num_batched_tokens": 8}):
+        wrong = functools.partial(Scheduler, BlockPool(400, 16), **options)
+        with pytest.raises(ValueError, match="a decode replica's scheduler must promise blocks"):
+            disaggregate(work, scheduler, COST, decoder=wrong)
 
 
 def test_outputs_no_longer_wait_for_prompts(seed: int) -> None:

@@ -155,7 +155,10 @@ class Proposes(NGram):
         if self.fault == "too few":
             return drafts[1:]
         deepest = max(range(len(max_tokens)), key=max_tokens.__getitem__)
-        drafts[deepest] = Draft.chain([1] * (max_tokens[deepest] + 1))
+        if self.fault == "unknown":
+            drafts[deepest] = Draft.chain([10**6] * min(2, max_tokens[deepest]))
+        else:
+            drafts[deepest] = Draft.chain([1] * (max_tokens[deepest] + 1))
         return drafts
 
 
@@ -165,6 +168,7 @@ class Proposes(NGram):
         ("raises", "RuntimeError: planted"),
         ("too few", "a draft for each of the 5 rows"),
         ("too deep", "tokens deep, got"),
+        ("unknown", "must lie below the model's vocabulary"),
     ],
 )
 def test_a_proposer_that_fails(seed: int, fault: str, reason: str) -> None:

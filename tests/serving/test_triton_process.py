@@ -113,6 +113,8 @@ def test_a_path_in_use_or_too_long_is_refused(path: Path) -> None:
         with pytest.raises(ValueError, match="path must be free and short enough"):
             EngineServer(engine, wrong)
     path.unlink()
+    with served(path), pytest.raises(ValueError, match="another engine listens on"):
+        EngineServer(engine, path)
     stale = socket.socket(socket.AF_UNIX)
     stale.bind(str(path))
     stale.close()
