@@ -32,7 +32,7 @@ def ask(model: Any, prompt: Any = b"hello", **inputs: Any) -> Sender:
 def served(engine: Any, path: Path) -> Iterator[None]:
     """The engine behind a socket, in a thread."""
     server, ended = EngineServer(engine, path), threading.Event()
-    thread = threading.Thread(target=server.serve, args=(ended,))
+    thread = threading.Thread(target=server.serve, args=(ended.is_set,))
     thread.start()
     try:
         yield

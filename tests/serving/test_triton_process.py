@@ -24,7 +24,7 @@ from tests.serving.standin import StandIn, expected, until
 def served(path: Path, **options: Any) -> Iterator[StandIn]:
     engine: Any = StandIn(**options)
     server, ended = EngineServer(engine, path), threading.Event()
-    thread = threading.Thread(target=server.serve, args=(ended,))
+    thread = threading.Thread(target=server.serve, args=(ended.is_set,))
     thread.start()
     try:
         yield engine

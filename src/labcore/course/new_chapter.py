@@ -66,7 +66,7 @@ LINES = (
         r"^\| `\w+` \|.*\.ipynb\) \|\n",
         "| `SLUG` | TITLE | `SLUG` | [book/SLUG.ipynb](book/SLUG.ipynb) |\n",
     ),
-    ("README.md", r"optim, norm, clipping[\w, ]*?(?=  )", ", SLUG"),
+    ("README.md", r"optim \| norm[\w| ]*?(?=  )", " | SLUG"),
     ("CHANGELOG.md", r"### Added\n\n", "- The chapter `SLUG`, with its lab.\n"),
     ("book/index.md", r"^\| \{doc\}`\w+` \|.*\n", "| {doc}`SLUG` | TITLE? | 30 | CPU |\n"),
     ("book/api.md", r"(?=^\| \[`labcore\.models`)", "| [`labcore.SLUG`](api/SLUG.md) | TITLE |\n"),

@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -88,12 +88,12 @@ class EngineServer:
         self._owners: dict[str, _Client] = {}  # by the engine's ids
         self._count = 0
 
-    def serve(self, ended: threading.Event, parent: int | None = None) -> None:
-        """Serve until `ended` is set, or until the file descriptor `parent` is closed."""
+    def serve(self, ended: Callable[[], bool], parent: int | None = None) -> None:
+        """Serve until `ended()`, or until the file descriptor `parent` is closed."""
         if parent is not None:
             self._selector.register(parent, selectors.EVENT_READ)
         try:
-            while not ended.is_set():
+            while not ended():
                 for key, events in self._selector.select(0 if not self.engine.idle else 0.05):
                     if key.fileobj is self._listener:
                         self._accept()
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    server.serve(ended, parent=0 if attached else None)
+    server.serve(ended.is_set, parent=0 if attached else None)
     return 0
 
 
