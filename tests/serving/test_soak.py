@@ -77,6 +77,9 @@ def crowd(seed: int) -> tuple[list[Asked], list[Generation]]:
                 chance.choice((None,) * 22 + (0.0, 4.0, 15.0, 40.0)),
             )
         )
+    # One that repeats itself and stays, so that some draft is accepted.
+    again = (chance.choice(texts)[:11] * 7)[:LONGEST]
+    asked.append(Asked(again, SamplingConfig(max_tokens=MOST), 0, None, None))
     with torch.inference_mode():
         return asked, alone(model, [(one.prompt, one.sampling) for one in asked], tokenizer)
 
