@@ -168,7 +168,37 @@ def test_odd_numbers_and_lines_end_no_thread(path: Path) -> None:
         end.close()
         with served(StandIn(), path):
             few = numpy.array([3], dtype=numpy.int32)
-            assert ask(model, b"next", max_tokens=few).all()[0] == expected("next", 3)
+            # A request may still have gone to the old connection, and ends with it.
+            assert until(
+                lambda: ask(model, b"next", max_tokens=few).all()[0] == expected("next", 3)
+            )
+
+
+def test_a_line_that_is_half_sent_ends_the_connection(path: Path) -> None:
+    """An engine that stops reading: what follows half a line would be read as part of it."""
+    deaf = socket.socket(socket.AF_UNIX)
+    with deaf, bridge.loaded(path) as model:
+        deaf.bind(str(path))
+        deaf.listen()
+        end, _ = deaf.accept()
+        with end:
+            senders = [ask(model, b"x" * 400_000) for _ in range(2)]
+            assert [error_of(sender).code for sender in senders] == ["unavailable"] * 2
+
+
+def test_a_deadline_counts_while_the_engine_is_away(path: Path) -> None:
+    def seconds(value: float) -> Any:
+        return numpy.array([value], dtype=numpy.float32)
+
+    with bridge.loaded(path) as model:
+        late = ask(model, b"late", timeout=seconds(0.3))
+        long = ask(model, b"long", max_tokens=numpy.array([9000]), timeout=seconds(3.0))
+        assert late.all()[2].outputs["finish_reason"][0] == b"deadline"
+        with served(engine := StandIn(delay=0.002), path):
+            assert until(lambda: engine.running)
+            assert engine.running[0].deadline < engine.clock.now() + 2.8
+            assert long.all()[2].outputs["finish_reason"][0] == b"deadline"
+            assert engine.names == {"long"}
 
 
 def test_requests_wait_for_an_absent_engine_and_a_dead_ones_end(path: Path) -> None:

@@ -4,8 +4,8 @@ Letters: B rows, T tokens of a forward, R = B * T, C hidden_size, H attention he
 value heads, G = H / Hkv, D head_dim, V vocab_size, N nodes of a tree, S capacity.
 
 Several things make a step fast. There is one product for q, k and v, and one for gate and up.
-Weights are packed in fp16 if that's lossless; a step then reads half the bytes, a few rows cost
-little more than one, and many rows cost less than with the fp32 product. Rotary embedding is one
+Weights are packed in fp16 if that's lossless; a step then reads half the bytes, and a few rows cost
+little more than one. Rotary embedding is one
 complex product. Keys and values are appended with one copy per layer and attended to as views.
 """
 

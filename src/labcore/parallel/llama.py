@@ -49,7 +49,14 @@ from labcore.parallel.vocabulary import (
     vocab_parallel_logits,
 )
 
-__all__ = ["ParallelLlama", "gathered_state", "load_parallel", "local_cache", "parallelize"]
+__all__ = [
+    "ParallelLlama",
+    "gathered_state",
+    "load_parallel",
+    "local_cache",
+    "local_config",
+    "parallelize",
+]
 
 # Blocks of a layer: name, column-parallel layers, and the row-parallel layer after them.
 _BLOCKS = (
@@ -214,6 +221,19 @@ def _leave(norm: nn.Module, group: dist.ProcessGroup | None) -> None:
     norm.register_forward_hook(hook)
 
 
+def local_config(llama: Llama) -> LlamaConfig:
+    """Return the configuration with the heads that this rank holds, all those of a whole Llama."""
+    config = llama.config
+    keys = cast(Tensor, llama.get_parameter("layers.0.self_attn.k_proj.weight"))
+    kv_heads = keys.shape[0] // config.head_size
+    return replace(
+        config,
+        num_attention_heads=config.num_attention_heads * kv_heads // config.kv_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=config.head_size,
+    )
+
+
 def local_cache(
     llama: Llama,
     *,
@@ -227,17 +247,9 @@ def local_cache(
     batch: B; capacity: the most tokens per row. dtype, device: None uses the model's.
     For a whole Llama it's the whole cache.
     """
-    config, weight = llama.config, llama.embed_tokens.weight
-    keys = cast(Tensor, llama.get_parameter("layers.0.self_attn.k_proj.weight"))
-    kv_heads = keys.shape[0] // config.head_size
-    share = replace(
-        config,
-        num_attention_heads=config.num_attention_heads * kv_heads // config.kv_heads,
-        num_key_value_heads=kv_heads,
-        head_dim=config.head_size,
-    )
+    weight = llama.embed_tokens.weight
     return DenseCache(
-        share,
+        local_config(llama),
         batch=batch,
         capacity=capacity,
         dtype=weight.dtype if dtype is None else dtype,

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from labcore.attention import paged_attention
 from labcore.checks import positive_int
 from labcore.models import Llama, LlamaConfig, tree_mask
+from labcore.parallel.llama import local_config
 
 __all__ = ["PackedStep", "PagedCache", "Segment"]
 
@@ -96,16 +97,9 @@ class PagedCache:
 
         options: as for the class; dtype and device default to the model's.
         """
-        config, weight = llama.config, llama.embed_tokens.weight
-        keys = cast(Tensor, llama.get_parameter("layers.0.self_attn.k_proj.weight"))
-        kv_heads = keys.shape[0] // config.head_size
-        share = replace(
-            config,
-            num_attention_heads=config.num_attention_heads * kv_heads // config.kv_heads,
-            num_key_value_heads=kv_heads,
-            head_dim=config.head_size,
-        )
-        return cls(share, **{"dtype": weight.dtype, "device": weight.device, **options})
+        weight = llama.embed_tokens.weight
+        made = {"dtype": weight.dtype, "device": weight.device, **options}
+        return cls(local_config(llama), **made)
 
     def store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write k, v [R, Hkv, D] to slots, int64 [R]. A slot is block * block_size + offset."""

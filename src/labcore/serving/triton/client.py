@@ -292,6 +292,16 @@ def _grpc_part(result: Any) -> Streamed:
     )
 
 
+def unix_socket() -> socket.socket:
+    """Return a new Unix socket. Raises RuntimeError on Windows, where Python has none."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise RuntimeError(
+            "an engine in a separate process needs Linux or macOS; use labcore.serving.Service in "
+            "this process, or WSL"
+        )
+    return socket.socket(socket.AF_UNIX)
+
+
 class EngineClient:
     """The engine's own socket, without a server: one request at a time, for measurements.
 
@@ -299,9 +309,7 @@ class EngineClient:
     """
 
     def __init__(self, path: str | Path, *, timeout: float = 30.0) -> None:
-        if not hasattr(socket, "AF_UNIX"):
-            raise RuntimeError("an engine in a separate process needs Linux or macOS")
-        self._end = socket.socket(socket.AF_UNIX)
+        self._end = unix_socket()
         self._end.settimeout(positive("timeout", timeout))
         try:
             self._end.connect(str(path))

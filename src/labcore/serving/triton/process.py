@@ -36,6 +36,7 @@ from labcore.models.tokenizer import Tokenizer
 from labcore.serving.engine.engine import Engine
 from labcore.serving.engine.outputs import Output
 from labcore.serving.engine.scheduler import QueueFull
+from labcore.serving.triton.client import unix_socket
 
 __all__ = ["EngineServer", "main"]
 
@@ -68,11 +69,11 @@ class EngineServer:
     def __init__(self, engine: Engine, path: str | Path) -> None:
         self.engine, self.path = engine, Path(path)
         if self.path.is_socket():
-            with socket.socket(socket.AF_UNIX) as probe:
+            with unix_socket() as probe:
                 if probe.connect_ex(str(self.path)) == 0:
                     raise ValueError(f"another engine listens on {self.path}; stop it first")
             self.path.unlink()  # of a process that was killed
-        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener = unix_socket()
         try:
             self._listener.bind(str(self.path))
         except OSError as error:
@@ -271,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(threads)
     try:
         server = EngineServer(Engine(*load(name, dtype=dtype), **told), path)
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     server.serve(ended.is_set, parent=0 if attached else None)

@@ -87,7 +87,12 @@ class Pending:
         error = pb_utils.TritonError(reason, getattr(pb_utils.TritonError, code))
         self._send(pb_utils.InferenceResponse(output_tensors=[], error=error), last=True)
 
-    def left(self) -> bool:
+    def seconds_left(self) -> float | None:
+        """Return the seconds until its deadline, or None without one."""
+        seconds = self.message.get("timeout")
+        return None if seconds is None else self.came + seconds - time.monotonic()
+
+    def abandoned(self) -> bool:
         """Return whether nobody hears the rest: the client left, or the server took no response."""
         with self._lock:
             try:
@@ -157,10 +162,14 @@ class Bridge:
         self._lose(everything=True)
 
     def _write(self, message: dict[str, Any]) -> None:
-        """Write a line; if the engine is gone, the reader finds out."""
-        with suppress(OSError):
-            if self._end is not None:
-                self._end.sendall(json.dumps(message).encode("ascii") + b"\n")
+        """Write a line; if that fails, end the connection, because half a line may be sent."""
+        if self._end is None:
+            return
+        try:
+            self._end.sendall(json.dumps(message).encode("ascii") + b"\n")
+        except OSError:
+            with suppress(OSError):
+                self._end.shutdown(socket.SHUT_RDWR)  # the reader ends the requests
 
     def _lose(self, *, everything: bool = False) -> None:
         """End the requests that the engine had when it died."""
@@ -181,8 +190,10 @@ class Bridge:
                 with self._lock:
                     self._end = end
                     for pending in self._pending.values():  # came while the engine was away
-                        pending.sent = True
-                        self._write(pending.message)
+                        if (left := pending.seconds_left()) is None or left > 0:
+                            pending.sent = True
+                            more = {} if left is None else {"timeout": left}
+                            self._write({**pending.message, **more})
                 with end.makefile("rb") as lines:
                     for line in lines:
                         self._hear(json.loads(line))
@@ -226,13 +237,14 @@ class Bridge:
             with self._lock:
                 there = list(self._pending.items())
             for name, pending in there:
-                seconds = pending.message.get("timeout")
-                late = seconds is not None and time.monotonic() > pending.came + seconds
-                if late and not pending.sent:  # else the engine looks at the deadline
-                    with self._lock:
+                with self._lock:  # once it is sent, the engine looks at the deadline
+                    left = None if pending.sent else pending.seconds_left()
+                    late = left is not None and left <= 0
+                    if late:
                         self._pending.pop(name, None)
+                if late:
                     pending.finish("deadline", "the engine was away")
-                if pending.left():
+                if pending.abandoned():
                     with self._lock:
                         self._pending.pop(name, None)
                         self._write({"type": "cancel", "id": name})
