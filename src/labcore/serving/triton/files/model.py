@@ -189,6 +189,7 @@ class Bridge:
                 end.connect(self.path)
                 with self._lock:
                     self._end = end
+                    self._write({"type": "stats"})  # answered before any request is
                     for pending in self._pending.values():  # came while the engine was away
                         if (left := pending.seconds_left()) is None or left > 0:
                             pending.sent = True
