@@ -43,7 +43,7 @@ from labcore.serving.simulation.router import ROUTERS, route_requests
 from labcore.serving.simulation.simulate import Run, bootstrap, simulate
 from labcore.serving.simulation.workload import Workload, fixed, long_tail, poisson
 from labcore.serving.triton import environment as triton_environment
-from labcore.serving.triton.client import generate_stream
+from labcore.serving.triton.client import engine_stream, generate_stream
 from labcore.serving.triton.server import TritonServer
 
 # What all cases share ----------------------------------------------------------------------------
@@ -1024,7 +1024,9 @@ def overheads(one: TritonServer, sizes: Sizes) -> list[Measurement]:
         "server": lambda text: generate_stream(
             one.addresses, text, max_tokens=sizes.stream_tokens, timeout=PATIENCE_S
         ),
-        "socket": lambda text: asked_of(one, text, sizes.stream_tokens),
+        "socket": lambda text: engine_stream(
+            one.socket, text, max_tokens=sizes.stream_tokens, timeout=PATIENCE_S
+        ),
     }
     for count in sizes.streams:
         told: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
@@ -1042,12 +1044,6 @@ def overheads(one: TritonServer, sizes: Sizes) -> list[Measurement]:
                 seen(f"seconds that the server adds a {what}/{count} streams", "s", added),
             ]
     return found
-
-
-def asked_of(one: TritonServer, text: str, tokens: int) -> Iterator[Any]:
-    """Yield the parts of an output, directly from the engine."""
-    with one.client(timeout=PATIENCE_S) as client:
-        yield from client.submit(text, max_tokens=tokens, timeout=PATIENCE_S)
 
 
 # Replicas, simulated -----------------------------------------------------------------------------

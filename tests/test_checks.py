@@ -13,7 +13,7 @@ def test_positive_returns_what_it_was_given(value):
 
 @pytest.mark.parametrize("value", [0, -1e-9, math.inf, math.nan, torch.tensor(-1.0)])
 def test_positive_refuses_and_says_the_rule_and_what_came(value):
-    with pytest.raises(ValueError, match=r"lr must be a finite number above 0, got .*; use 1e-3"):
+    with pytest.raises(ValueError, match=f"lr must be .*above 0, got {float(value)}; use 1e-3"):
         checks.positive("lr", value, "use 1e-3")
 
 
@@ -54,7 +54,7 @@ def test_positive_int_refuses_floats_and_zero():
 
 
 def test_one_of_names_the_nearest():
-    with pytest.raises(ValueError, match=r"one of 'auto', 'torch', got 'tirch'; did you mean 'to"):
+    with pytest.raises(ValueError, match="'auto', 'torch', got 'tirch'; .*'torch'"):
         checks.one_of("backend", "tirch", ("auto", "torch"))
     assert checks.one_of("backend", "auto", ("auto", "torch")) == "auto"
 

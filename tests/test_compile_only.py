@@ -70,7 +70,7 @@ def test_a_block_that_the_target_cannot_hold_is_named() -> None:
     table = {"triton": compile_only._triton_version(), "kernels": one(shared=101_000)}
     assert compile_only.problems(one(shared=101_376), table) == []
     (wrong,) = compile_only.problems(one(shared=101_377), table)
-    assert "101377 bytes of shared memory, but a block may use 101376" in wrong
+    assert "101377 bytes of shared memory" in wrong and " 101376; use a" in wrong
 
 
 def test_growth_below_five_percent_passes() -> None:
@@ -108,6 +108,6 @@ def test_a_registration_must_name_every_argument() -> None:
     from labcore.optim.kernels import lion_kernel
 
     before = copy.copy(compile_only._REGISTRY)
-    with pytest.raises(ValueError, match="must name its arguments, got a difference in .*BLOCK"):
+    with pytest.raises(ValueError, match="must name its arguments, got .*BLOCK"):
         compile_only.register(lion_kernel, "wrong", signature={}, constexprs={})
     assert before == compile_only._REGISTRY

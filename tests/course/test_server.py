@@ -235,7 +235,7 @@ def test_a_port_in_use_is_one_sentence_that_names_the_course(course: Course) -> 
     call = [sys.executable, "-m", "labcore", "course", "--port", str(course.port), "--no-browser"]
     done = subprocess.run(call, cwd=course.root, capture_output=True, text=True, timeout=180)
     assert done.returncode == 1
-    assert f"this course is already running on port {course.port}; open http://" in done.stderr
+    assert f"already running on port {course.port}; open http://" in done.stderr
     assert done.stderr.count("\n") == 1
     other = subprocess.run(
         call, cwd=course.root.parent, capture_output=True, text=True, timeout=180

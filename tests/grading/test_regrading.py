@@ -194,7 +194,7 @@ def test_a_queue_of_another_version_is_refused(folder: Folder) -> None:
     folder.hand_in("anna")
     steps.prepare(folder.root, folder.submissions, folder.out, say=print)
     mini.checkout(folder.root, lambda notebook: mini.cell(notebook, "more").update(source="x = 3"))
-    with pytest.raises(ValueError, match="made with another version of labcore or of the lab mini"):
+    with pytest.raises(ValueError, match="another version of .* the lab mini"):
         steps.work(folder.root, folder.out)
     assert not folder.results()
 

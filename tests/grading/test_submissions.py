@@ -60,9 +60,7 @@ def test_both_layouts_copies_and_strangers_are_found(tmp_path: Path) -> None:
 def test_two_notebooks_for_one_lab_are_not_guessed_between(tmp_path: Path) -> None:
     put(tmp_path, "anna/mini.ipynb", "anna/mini-lab.ipynb", "anna/mini/mini.ipynb")
     (one,) = find(tmp_path, {"mini"})
-    assert one.problem == (
-        "3 notebooks for one lab (mini/mini.ipynb, mini-lab.ipynb, mini.ipynb); keep one"
-    )
+    assert "3 notebooks for one lab (mini/mini.ipynb, mini-lab.ipynb, mini.ipynb)" in one.problem
 
 
 def test_links_lead_nowhere(tmp_path: Path) -> None:

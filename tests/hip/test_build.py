@@ -96,21 +96,19 @@ def test_without_a_compiler_a_sentence_says_what_to_install(cache, monkeypatch) 
     with pytest.raises(RuntimeError, match=r"needs a C\+\+17 compiler, got none .* install one"):
         build.library(DOUBLE)
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
-    with pytest.raises(RuntimeError, match=r"CXX must name a C\+\+ compiler, got 'no-such-compil"):
+    with pytest.raises(RuntimeError, match="CXX must name .* got 'no-such-compiler'"):
         build.library(DOUBLE)
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(RuntimeError, match="must be writable, got .* set XDG_CACHE_HOME to a fol"):
+    with pytest.raises(RuntimeError, match="must be writable, got .* set XDG_CACHE_HOME"):
         build.library(DOUBLE)
 
 
 def test_the_compilers_own_words_carry_the_line(cache: Path) -> None:
-    with pytest.raises(
-        RuntimeError, match=r"the kernel does not compile: [\s\S]*kernel:3:[\s\S]*yy"
-    ):
+    with pytest.raises(RuntimeError, match=r"does not compile: [\s\S]*kernel:3:[\s\S]*yy"):
         build.library(DOUBLE.replace("y[thread", "yy[thread"))
     assert not list(cache.rglob("*.so"))
     source = cache / "mine.hip"

@@ -106,7 +106,7 @@ def test_another_compiler_may_allocate_otherwise_but_not_spill(same_compiler) ->
 def test_lds_beyond_a_blocks_limit_is_named_despite_the_table(same_compiler) -> None:
     table = {**same_compiler, "forms": needs(lds=65540)}
     (wrong,) = hip.problems(needs(lds=65540), table)
-    assert "65540 bytes of LDS, and a block may use 65536; use a smaller tile" in wrong
+    assert "65540 bytes of LDS" in wrong and " 65536; use a smaller tile" in wrong
     table["forms"] = needs(lds=65536)
     assert hip.problems(needs(lds=65536), table) == []
 
@@ -134,7 +134,7 @@ def test_registers_of_both_kinds_share_one_file() -> None:
 
 def test_a_missing_compiler_is_said_and_fails_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    sentence = r"gfx942 is compiled by clang\+\+-19, which is not here; .*apt install clang-19"
+    sentence = r"gfx942 .* clang\+\+-19, .*apt install clang-19"
     with pytest.raises(RuntimeError, match=sentence):
         hip.measure(["gfx942"])
     monkeypatch.setenv("CI", "true")
@@ -227,9 +227,7 @@ def test_a_step_without_a_form_is_an_error(tmp_path: Path) -> None:
 def test_step_that_does_not_compile_is_named_with_the_error(tmp_path: Path) -> None:
     need("gfx942")
     (tmp_path / "step9_planted.hip").write_text("int f() { return nothing; }\n")
-    with pytest.raises(
-        RuntimeError, match=r"step9_planted.hip must compile for gfx942, got: .*nothing"
-    ):
+    with pytest.raises(RuntimeError, match="step9_planted.hip must compile .*gfx942.*nothing"):
         hip.measure(["gfx942"], folder=tmp_path)
 
 

@@ -93,9 +93,7 @@ def test_lanes_that_left_a_loop_wait_behind_it(block: int) -> None:
 
 
 def test_what_a_lane_that_left_would_say_is_an_error() -> None:
-    with pytest.raises(
-        EmulationError, match=r"thread \(0, 0, 0\): __shfl of line \d+ reads lane 7"
-    ):
+    with pytest.raises(EmulationError, match=r"\(0, 0, 0\): __shfl of line \d+ reads lane 7"):
         launch("from_nobody", y=torch.empty(64, dtype=torch.int32))
 
 
@@ -214,7 +212,7 @@ def test_arguments_that_the_kernel_cannot_take() -> None:
         launch("some_return", stay=64, y=y)  # the kernel knows order, not names
     with pytest.raises(ValueError, match="stay must fit .*, got 4294967360"):
         launch("some_return", y=y, stay=2**32 + 64)
-    with pytest.raises(ValueError, match="c must be a number that is neither an int nor a float"):
+    with pytest.raises(ValueError, match="c must be a number that .* got int"):
         launch("scaled", y=y, a=2.0, b=0, c=1)
     for grid in (0, (1, 0), 2**32 + 1, -1):
         with pytest.raises(ValueError, match=r"grid must be .*got (0|-1|4294967297|\(1, 0\))"):
@@ -240,9 +238,9 @@ def test_an_int_is_a_float_where_the_kernel_takes_one() -> None:
 @pytest.mark.parametrize(
     ("way", "where", "does"),
     [
-        (0, "Reads too early.", "reads an element of tile that another wave has written"),
-        (1, "Writes too early.", "writes an element of tile that another wave has read"),
-        (2, "Both write.", "writes an element of tile that another wave has written"),
+        (0, "Reads too early.", "reads .* tile .* written"),
+        (1, "Writes too early.", "writes .* tile .* read"),
+        (2, "Both write.", "writes .* tile .* written"),
     ],
 )
 def test_missing_barrier_is_an_error_even_if_numbers_are_right(
@@ -250,7 +248,7 @@ def test_missing_barrier_is_an_error_even_if_numbers_are_right(
 ) -> None:
     fails(
         "meeting",
-        rf"thread \(64, 0, 0\): line {line_of(where)} {does} on line \d+, with no barrier between",
+        rf"thread \(64, 0, 0\): line {line_of(where)} {does} on line \d+, .*no barrier",
         block=128,
         y=torch.empty(128),
         way=way,

@@ -1,6 +1,7 @@
 """The reader's command, tested up to the missing device: the emulator stands in for the GPU."""
 
 import ctypes
+import re
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ def test_a_wrong_step_is_named_and_writes_no_record(
     assert command.main(["--save", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert "step2_lds: WRONG" in said
-    assert "float32-d64-full with 33 queries and 40 keys: out must be within 2e-05" in said
+    assert re.search("float32-d64-full .*33 .*40 .*: out must be within 2e-05", said)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -128,7 +129,7 @@ def test_hipcc_builds_libraries_that_only_the_device_refuses(
     values = [*[ctypes.c_void_p(0)] * 5, ctypes.c_int(1), ctypes.c_int(1), ctypes.c_float(1)]
     with pytest.raises(RuntimeError, match="launch, got its error [1-9]"):
         step.launch("attention_forward_f16_d64_full", grid=(1, 1), threads=256, values=values)
-    with pytest.raises(ValueError, match="query must be contiguous, on the GPU, .* got .* on cpu"):
+    with pytest.raises(ValueError, match="query must be .*on the GPU, .* got .* on cpu"):
         step(*SMALL[0].inputs(CPU))
 
 
@@ -157,7 +158,7 @@ def test_two_hip_runtimes_in_one_process_are_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         gpu, "call", lambda command: ctypes.Structure and type("Done", (), {"returncode": 0})()
     )
-    with pytest.raises(RuntimeError, match="same HIP runtime, got /system.* and /torch.*install"):
+    with pytest.raises(RuntimeError, match="same HIP runtime, got /system.* /torch.*install"):
         list(gpu.build("gfx942"))
 
 

@@ -93,12 +93,12 @@ def test_more_of_a_resource_never_gives_more_waves() -> None:
 @pytest.mark.parametrize(
     ("needs", "sentence"),
     [
-        ({"arch": "gfx906"}, "arch must be one of 'gfx90a', 'gfx942', got 'gfx906'"),
-        ({"vgprs": 257}, "vgprs must be between 0 and 256, got 257; .* spills"),
+        ({"arch": "gfx906"}, "arch must be one of .*'gfx942', got 'gfx906'"),
+        ({"vgprs": 257}, "vgprs must be .* 0 and 256, got 257; .* spills"),
         ({"agprs": -1}, "agprs must be between 0 and 256, got -1"),
         ({"lds": -1}, "lds must be at least 0 bytes, got -1"),
         ({"threads": 0}, "threads must be at least 1, got 0"),
-        ({"threads": 1025}, "threads must be at most 1024, got 1025; launch more workgroups"),
+        ({"threads": 1025}, "threads .* at most 1024, got 1025; .*workgroups"),
     ],
 )
 def test_what_no_kernel_can_have_is_refused(needs, sentence: str) -> None:

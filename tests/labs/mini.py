@@ -13,6 +13,7 @@ from labcore.labs import releases
 
 # For a program that imports labcore: what CUDA's libraries only reserve counts too.
 MEMORY_MIB = 1500 if torch.version.cuda is None else 4500
+CELL_S = 6 if torch.version.cuda is None else 20  # enough to fill that much on a busy machine
 SLUG = "mini"
 Notebook = dict[str, Any]
 DOUBLE, SQUARE = "double-test", "square-test"

@@ -31,15 +31,16 @@ def test_the_committed_releases_are_what_make_labs_gives() -> None:
 
 def test_different_missing_or_orphaned_releases_are_named(tmp_path: Path) -> None:
     root = mini.checkout(tmp_path)
-    assert releases.stale(root) == ["labs/release/mini/mini.ipynb is missing; run make labs"]
+    (missing,) = releases.stale(root)
+    assert "mini/mini.ipynb is missing" in missing and "make labs" in missing
     mini.released(root)
     assert releases.stale(root) == []
     path = releases.release_path(root, "mini")
     path.write_text(path.read_text("utf-8").replace("secret_two = 2", "secret_two = 3"), "utf-8")
     shutil.copytree(path.parent, path.parent.parent / "gone")
     differs, orphan = releases.stale(root)
-    assert differs == "labs/release/mini/mini.ipynb does not match its source; run make labs"
-    assert orphan == "labs/release/gone has no source; remove it"
+    assert "mini/mini.ipynb does not match" in differs and "make labs" in differs
+    assert "labs/release/gone has no source" in orphan
 
 
 def test_the_same_source_gives_the_same_bytes_wherever_it_stands(tmp_path: Path) -> None:

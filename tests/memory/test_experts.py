@@ -168,7 +168,7 @@ def test_experts_are_drawn_from_their_seed_in_the_models_dtype(dtype, seed: int)
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"logits must be .*\[N, E\], got torch.float32 \(3,\)"):
+    with pytest.raises(ValueError, match=r"logits must be .*\[N, E\], got .*float32 \(3,\)"):
         route_tokens(torch.zeros(3), capacity_factor=1.0)
     with pytest.raises(ValueError, match="capacity factor must be a finite number above 0"):
         route_tokens(torch.zeros(3, 2), capacity_factor=0)

@@ -194,7 +194,7 @@ def test_what_is_no_row_is_refused(rows, tmp_path) -> None:
     for wrong in (rows + 1000, rows - 256, rows.float(), rows[0], rows[:0]):
         with pytest.raises(ValueError, match="rows must be byte tokens .N, T."):
             write_rows(wrong, tmp_path / "never", rows_per_file=5)
-    with pytest.raises(ValueError, match="form must be one of 'tfrecord', 'webdataset', got 'tar'"):
+    with pytest.raises(ValueError, match="form must be one of .* got 'tar'"):
         write_rows(rows, tmp_path / "never", form="tar", rows_per_file=5)
     assert not (tmp_path / "never").exists()
     with pytest.raises(FileExistsError):

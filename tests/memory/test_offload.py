@@ -324,8 +324,8 @@ def test_a_failed_read_costs_no_more_than_its_block(
             assert not new.untyped_storage().nbytes()
         else:
             assert equal([old], [new.detach()])
-    notes = [f"what belongs to block {broken[0][0]} could not be read back and is lost"]
-    assert getattr(caught.value, "__notes__", []) == (notes if lasting else [])
+    notes = getattr(caught.value, "__notes__", [])
+    assert [f"block {broken[0][0]} could not be" in one for one in notes] == [True] * lasting
 
 
 def test_an_interrupt_leaves_every_weight_somewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,7 @@ def test_converted_llama_differs_only_in_its_rounded_weights(seed, generator) ->
 def test_what_does_not_fit_is_refused_and_nothing_is_changed() -> None:
     weight = torch.randn(4, 30)
     cases = [
-        (weight, Scheme(group_size=7), "group_size must divide the rows of weight, got 7 for 30"),
+        (weight, Scheme(group_size=7), "group_size must divide .* weight, got 7 for 30"),
         (weight, Scheme(bits=4, group_size=5), "group_size must be even where two codes"),
         (weight[:, :29], Scheme(bits=4), "group_size must be even where two codes"),
         (weight[:, :0], INT8, "group_size must divide the rows"),
@@ -226,18 +226,16 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed() -> None:
         Scheme(group_size=0)
 
     model = nn.Sequential(nn.Linear(32, 6), nn.Linear(6, 3))
-    with pytest.raises(
-        ValueError, match="rows of 1, got 32 for 6 inputs; choose a divisor or keep"
-    ):
+    with pytest.raises(ValueError, match="rows of 1, got 32 for 6 inputs; .*divisor or keep"):
         convert(model, INT4)
     assert all(type(part) is nn.Linear for part in model)
-    with pytest.raises(ValueError, match=r"keep must name linear layers of the model, got \['2'\]"):
+    with pytest.raises(ValueError, match=r"keep must name linear layers.*, got \['2'\]"):
         convert(model, INT8, keep=["1", "2"])
     model[1].weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match="1.weight must be finite, got 1 of 18"):
         convert(model, INT8)
     assert all(type(part) is nn.Linear for part in model)
-    with pytest.raises(ValueError, match="a layer of type nn.Linear that is not kept, got none"):
+    with pytest.raises(ValueError, match="nn.Linear that is not kept, got none"):
         convert(model, INT8, keep=["0", "1"])
 
 
@@ -346,7 +344,7 @@ def test_torchao_quantizes_a_llama(method, most, generator) -> None:
 
 
 def test_torchaos_limits_are_sentences(monkeypatch) -> None:
-    with pytest.raises(ValueError, match="method must be one of 'int8', 'int8 dynamic', 'int4'"):
+    with pytest.raises(ValueError, match="method must be one of .* got 'int2'"):
         Torchao(method="int2")
     with pytest.raises(ValueError, match="group_size must be one of 32, 64, 128, got 16"):
         Torchao(group_size=16)

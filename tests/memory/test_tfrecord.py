@@ -122,11 +122,8 @@ def test_a_changed_bit_costs_one_record(number, part, file, records, seed) -> No
 
     reading = read_tfrecord(file)
     assert [next(reading) for _ in range(number)] == records[:number]
-    with pytest.raises(
-        CorruptRecord,
-        match=f"rows.tfrecord, record at byte {start}: its "
-        f"{LENGTHS[number]} bytes fail their checksum",
-    ) as caught:
+    said = f"rows.tfrecord, .*byte {start}: its {LENGTHS[number]} bytes .*checksum"
+    with pytest.raises(CorruptRecord, match=said) as caught:
         next(reading)
     assert (caught.value.path, caught.value.offset) == (file, start)
 
@@ -142,9 +139,7 @@ def test_a_changed_length_costs_the_rest(number, file, records, seed) -> None:
     damaged(file, start + dice.randrange(12), dice.randrange(8))
     lost = places()[-1] - start
     with pytest.raises(
-        CorruptRecord,
-        match=f"byte {start}: its length fails its checksum, so the "
-        f"last {lost} bytes cannot be read",
+        CorruptRecord, match=f"byte {start}: its length .*checksum, .* {lost} bytes"
     ):
         list(read_tfrecord(file))
     rest, found = read_past(file)
@@ -172,7 +167,7 @@ def test_a_skipped_record_warns_unless_told_otherwise(file, records) -> None:
     damaged(file, 12, 3)
     with pytest.warns(RuntimeWarning, match="skipped .*record at byte 0: its 5 bytes fail"):
         assert list(read_tfrecord(file, on_corrupt="skip")) == records[1:]
-    with pytest.raises(ValueError, match="on_corrupt must be one of 'raise', 'skip', got 'ignore'"):
+    with pytest.raises(ValueError, match="on_corrupt must be one of .* got 'ignore'"):
         read_tfrecord(file, on_corrupt="ignore")
 
 

@@ -328,7 +328,7 @@ def test_state_of_other_shapes_is_refused() -> None:
     weight.grad = torch.ones_like(weight)
     optimizer = Adafactor([weight])
     optimizer.step()
-    with pytest.raises(ValueError, match=r"Adafactor keeps .*of shape \(3, 4\), got a state with"):
+    with pytest.raises(ValueError, match=r"Adafactor keeps .* \(3, 4\), got a state with"):
         Adafactor([other]).load_state_dict(optimizer.state_dict())
 
 

@@ -290,7 +290,7 @@ def test_a_group_inside_the_group(told: Told) -> None:
             if rank in (1, 3):
                 assert total == [4, 6, 8]
             else:
-                assert f"must contain this process, got one without rank {rank}" in total
+                assert f"got one without rank {rank}" in total
 
 
 @pytest.mark.parametrize("name", ALL_REDUCES)

@@ -207,7 +207,7 @@ def test_a_fit_gives_the_link_it_was_measured_on(name: str, ranks: int, seed: in
 
 def test_the_fit_refuses() -> None:
     for sizes, seconds, why in (
-        ([8], [1.0], "sizes .* two different .* got 1 different sizes and 1 times"),
+        ([8], [1.0], "sizes .* two .* got 1 different sizes and 1 times"),
         ([8, 8], [1.0, 2.0], "got 1 different sizes"),
         ([8, 16], [1.0], "got 2 different sizes and 1 times"),
         ([8, 16], [1.0, 0.0], "seconds must be a finite number above 0, got 0"),
@@ -233,7 +233,7 @@ def strangers() -> str:
 def test_a_group_of_others_is_not_timed() -> None:
     member, stranger = processes.run(strangers, 2)
     assert member == "[4]"
-    assert "group must contain this process, got one without rank 1" in stranger
+    assert "got one without rank 1" in stranger
 
 
 def with_clocks(sizes: list[int]) -> tuple[dict[int, list[float]], dict[str, list[float]], int]:

@@ -196,10 +196,9 @@ def test_the_command_takes_a_folder_and_a_dtype(
     assert "from 0 to 43, got [" in refused(*model)  # a tokenizer of another model
     assert "must be at least 1, got 0" in refused(*model, "--tokens", "0")
     for nowhere in (str(tmp_path / "none"), str(tmp_path / "tokenizer.json")):
-        told = refused("--model", nowhere)
-        assert "must be target, draft or the folder of a checkpoint, got" in told
+        assert "--model must be target, draft or " in refused("--model", nowhere)
     assert command("--model", "draft", "--tokens", "1", "--prompt", "", "--dtype", "bfloat16") == 0
-    assert "1 tokens on 1 × CPU; a rate needs at least two tokens" in capsys.readouterr().out
+    assert "1 tokens on 1 × CPU; a rate needs" in capsys.readouterr().out
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
     assert f"{tmp_path} must hold a readable checkpoint, got Safe" in refused(*model)
 

@@ -100,12 +100,11 @@ def test_ranks_together(ranks: int, odd: int, seed: int) -> None:
         if rank == odd:
             assert "must not wait for the device" in found["waits"]
         else:
-            told = f"every rank must run the step that is captured, but rank {odd} could not: "
-            assert told + "SyncError: a captured step must not wait" in found["waits"]
+            assert f"rank {odd} could not: SyncError: " in found["waits"]
         told, again = found["broken"]
-        assert "operation not permitted in breaks (test_graphs_captured.py" in told
+        assert "not permitted in breaks (test_graphs_captured.py" in told
         assert (f"rank {odd} could not: RuntimeError: a step of 2 rows" in told) == (rank != odd)
         assert again
-        assert "one GPU for each process, got ranks 0 and 1 on GPU-0" in found["shared"]
+        assert "got ranks 0 and 1 on GPU-0" in found["shared"]
         assert not found["own"]
-        assert "captures only NCCL's collectives, got a group with backend" in found["gloo"]
+        assert "only NCCL's collectives, got a group with backend" in found["gloo"]

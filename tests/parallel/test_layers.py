@@ -189,23 +189,23 @@ def test_each_planted_fault_is_seen(runs) -> None:
 def test_what_does_not_fit_is_refused_by_name(runs) -> None:
     ranks, (_, _, told, _) = runs
     odd = NARROW * ranks + 1
-    vocabulary_told = f"vocab_size must be a multiple of the {ranks} ranks, got {odd}"
+    vocabulary_told = f"vocab_size must .* {ranks} ranks, got {odd}"
     for sentences in told:
         for sentence, words in zip(
             sentences,
             (
-                f"out_features must be a multiple of the {ranks} ranks, got {odd}",
-                f"in_features must be a multiple of the {ranks} ranks, got {odd}",
+                f"out_features must .* {ranks} ranks, got {odd}",
+                f"in_features must .* {ranks} ranks, got {odd}",
                 vocabulary_told,
                 vocabulary_told,
-                f"dimension 1 of a tensor of shape ({B}, {ranks + 1}, {NARROW})",
-                f"labels must have shape ({B}, {T}) for logits of shape ({B}, {T}, {V})",
-                "reduction must be one of 'mean', 'sum', 'none', got 'average'",
-                "embedding must be a plain table, got one with padding_idx, max_norm",
+                rf"dimension 1 .* shape \({B}, {ranks + 1}, {NARROW}\)",
+                rf"labels must .* \({B}, {T}\) for .* \({B}, {T}, {V}\)",
+                "reduction must be one of .* got 'average'",
+                "embedding must be .* got .* padding_idx, max_norm",
             ),
             strict=True,
         ):
-            assert words in sentence
+            assert re.search(words, sentence)
 
 
 def test_a_part_is_a_small_copy_that_keeps_what_the_layer_was(runs) -> None:

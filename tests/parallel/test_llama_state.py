@@ -227,14 +227,14 @@ def test_what_does_not_fit_is_refused_by_name(runs) -> None:
     ranks, by_rank = runs
     for one in by_rank:
         told = one["refused"]
-        assert f"got {ranks} ranks for num_key_value_heads=3; this model can" in told["heads"]
+        assert f"got {ranks} ranks for num_key_value_heads=3;" in told["heads"]
         assert told["heads"].endswith("among 1 ranks")
-        assert "for intermediate_size=35, vocab_size=45; this model" in told["several"]
+        assert "for intermediate_size=35, vocab_size=45;" in told["several"]
         assert "llama must be whole" in told["twice"]
-        length = f"T must be a multiple of the {ranks} ranks under sequence parallelism, got tokens"
-        assert told["length"].startswith(f"{length} of shape ({B}, {SHORT});")
+        assert told["length"].startswith(f"T must be a multiple of the {ranks} ranks ")
+        assert f"got tokens of shape ({B}, {SHORT});" in told["length"]
         assert "a mesh must have one dimension, got 2" in told["mesh"]
-        assert "llama must be a labcore.models.Llama, not a subclass, got Linear" in told["kind"]
+        assert "not a subclass, got Linear" in told["kind"]
         assert "not a subclass, got Other" in told["subclass"]
         assert "layers.1.mlp.up_proj must be of class Linear, got Identity" in told["replaced"]
         saved = f"embed_tokens.weight of shape ({44 // ranks}, 22) where config has (44, 22)"

@@ -42,7 +42,7 @@ def test_what_waits_for_the_device_is_found(name: str, mode: str) -> None:
     read, op = WAITS[name]
     x = torch.tensor([3.0, 1.0, 2.0])
     with MODES[mode]():
-        expected = rf"must not wait for the device, got .*({op}).*test_recording.py, line \d+"
+        expected = rf"must not wait .*({op}).*test_recording.py, line \d+"
         with pytest.raises(RuntimeError, match=expected):
             launch_sequence(lambda: read(x))
         launch_sequence(lambda: read(x), strict=False)
@@ -159,7 +159,7 @@ def test_numbers_of_the_host_on_a_gpu_are_found() -> None:
         lambda: torch.as_tensor(data=2.0, device=torch.device("cuda")),
         lambda: x.new_tensor([1.0], device="cuda"),
     ):
-        expected = r"must not wait.*tensor in <lambda> \(test_recording.py, line .*before the steps"
+        expected = r"must not wait.*tensor in <lambda> \(test_recording.py, line .*before"
         with torch.inference_mode(), pytest.raises(RuntimeError, match=expected):
             launch_sequence(step)
     assert launch_sequence(lambda: x.new_tensor([2.0]) * torch.tensor(3.0))[0] == 6

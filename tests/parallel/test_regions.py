@@ -242,10 +242,8 @@ def test_what_does_not_divide_is_named_with_what_does(runs: Runs) -> None:
     for rank, (heads, sliced, tokens, lonely) in enumerate(told):
         size = 6 * ranks + 1
         fitting = ", ".join(map(str, divisors(size)))
-        assert heads == (
-            f"num_key_value_heads must be a multiple of the {ranks} ranks, got {size}; choose a "
-            f"number of ranks among {fitting}, or another num_key_value_heads"
-        )
+        assert heads.startswith("num_key_value_heads must be a multiple of ")
+        assert f" {ranks} ranks, got {size}; " in heads and f" among {fitting}, or " in heads
         assert f"dimension -1 of a tensor of shape (2, {ranks + 1}) must be" in sliced
         assert f"dimension 1 of a tensor of shape (2, {ranks + 1}, 3) must be" in tokens
         other = f"got one without rank {rank}" if rank else "width must be at least 1, got 0"

@@ -105,9 +105,9 @@ def test_find_prefers_this_machine_and_lists_what_there_is(tmp_path, monkeypatch
     monkeypatch.setattr(records, "load", lambda slug=None: load(slug, folder=tmp_path))
     assert records.find("lion", "step-time", "step time").p50 == 2.0
     assert records.find("lion", "step-time", "step time", kind="a-gpu").p50 == 7.0
-    with pytest.raises(KeyError, match=r"available: step-time; run python -m benchmarks lion"):
+    with pytest.raises(KeyError, match="available: step-time; .*python -m benchmarks lion"):
         records.find("lion", "steptime", "step time")
-    found = r"available for step-time: step time \(a-gpu\), step time \(.*python -m benchmarks lion"
+    found = r"step-time: step time \(a-gpu\), step time \(.*benchmarks lion"
     with pytest.raises(KeyError, match=found):
         records.find("lion", "step-time", "step times")
 

@@ -6,7 +6,9 @@ import.
 from __future__ import annotations
 
 import importlib.util
+import json
 import queue
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -139,8 +141,10 @@ def loaded(socket: Path) -> Iterator[Any]:
         setattr(utils, one.__name__, one)
     utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL  # type: ignore[attr-defined]
     model = module.TritonPythonModel()
-    config = f'{{"parameters": {{"socket": {{"string_value": "{socket}"}}}}}}'
-    model.initialize({"model_config": config})
+    given = (FILES / "config.pbtxt").read_text("utf-8").partition("output [")[0]
+    inputs = [{"name": name} for name in re.findall(r'{ name: "(\w+)"', given)]
+    parameters = {"socket": {"string_value": str(socket)}}
+    model.initialize({"model_config": json.dumps({"parameters": parameters, "input": inputs})})
     try:
         yield model
     finally:

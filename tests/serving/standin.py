@@ -7,14 +7,17 @@ request holds blocks from its start to its end, so that a leak shows.
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from labcore.decoding import SamplingConfig
-from labcore.serving.engine.clock import MonotonicClock
+from labcore.serving.clock import Clock
 from labcore.serving.engine.outputs import Output
 from labcore.serving.engine.scheduler import QueueFull
 from labcore.serving.triton.process import EngineServer
@@ -36,6 +39,17 @@ def until(what: Callable[[], Any], seconds: float = 120.0) -> bool:
             return True
         time.sleep(0.005)
     return False
+
+
+def engine_stats(path: Path) -> dict[str, Any]:
+    """What the engine behind a socket says to `stats`. Raises OSError if it is away."""
+    with socket.socket(socket.AF_UNIX) as end:
+        end.settimeout(120.0)
+        end.connect(str(path))
+        end.sendall(b'{"type": "stats"}\n')
+        with end.makefile() as lines:
+            told: dict[str, Any] = json.loads(lines.readline() or '{"blocks": 0}')
+            return told
 
 
 @dataclass
@@ -65,7 +79,7 @@ class StandIn:
         self, *, blocks: int = 64, max_num_seqs: int = 8, waiting: int = 64, delay: float = 0.0
     ) -> None:
         self.blocks, self.max_num_seqs, self.most, self.delay = blocks, max_num_seqs, waiting, delay
-        self.clock = MonotonicClock()
+        self.clock = Clock()
         self.waiting: list[One] = []
         self.running: list[One] = []
         self.news: list[Output] = []
@@ -142,4 +156,4 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, default=64)
     told = parser.parse_args()
     engine: Any = StandIn(delay=told.delay, waiting=told.waiting)
-    EngineServer(engine, told.socket).serve(lambda: False, parent=0)
+    EngineServer(engine, told.socket).serve(lambda: False)

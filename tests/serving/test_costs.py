@@ -9,8 +9,9 @@ from dataclasses import astuple, replace
 import pytest
 
 from labcore.serving.engine.blocks import BlockPool
-from labcore.serving.engine.metrics import StepRecord
-from labcore.serving.engine.scheduler import Chunk, Decode, Scheduler, StepPlan
+from labcore.serving.engine.plan import Chunk, Decode, StepPlan
+from labcore.serving.engine.scheduler import Scheduler
+from labcore.serving.metrics import StepRecord
 from labcore.serving.simulation.costs import CostModel, StepWork, fit_costs, work
 from labcore.serving.simulation.simulate import simulate
 from labcore.serving.simulation.workload import Workload, lognormal, long_tail, poisson

@@ -8,9 +8,9 @@ import pytest
 
 from labcore.decoding import SamplingConfig
 from labcore.serving.engine.blocks import BlockPool
-from labcore.serving.engine.metrics import goodput
 from labcore.serving.engine.request import Request
 from labcore.serving.engine.scheduler import Scheduler
+from labcore.serving.metrics import goodput
 from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.disaggregation import disaggregate
 from labcore.serving.simulation.router import route_requests

@@ -11,7 +11,7 @@ import torch
 from labcore import processes
 from labcore.decoding import DraftModel, SamplingConfig, generate
 from labcore.parallel import parallelize
-from labcore.serving.engine.clock import ManualClock
+from labcore.serving.clock import ManualClock
 from labcore.serving.engine.engine import Engine
 from labcore.serving.engine.scheduler import QueueFull
 from tests.serving.invariants import check

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from labcore.decoding import Draft, NGram, SamplingConfig
-from labcore.serving.engine.clock import ManualClock
+from labcore.serving.clock import ManualClock
 from labcore.serving.engine.engine import Engine
 from tests.serving.invariants import check
 from tests.serving.tiny import BYTES, Heard, alone, mixed, nothing_left, run, tiny
@@ -270,8 +270,8 @@ def test_a_path_that_cannot_be_kept_brings_nothing(seed: int) -> None:
 
 
 @pytest.mark.parametrize("why", ["deadline", ""])
-def test_what_stumbles_before_the_forwards_leaves_no_step_open(seed: int, why: str) -> None:
-    """A request that ran out of time, or lost its blocks, does not give its place back at once."""
+def test_an_interrupt_loses_no_expired_or_preempted_request(seed: int, why: str) -> None:
+    """The forward is interrupted in a step in which a request expires or is preempted."""
     clock = ManualClock()
     engine = Engine(
         tiny(seed, eos_token_ids=()),
@@ -284,25 +284,26 @@ def test_what_stumbles_before_the_forwards_leaves_no_step_open(seed: int, why: s
     names = [engine.submit([n] * 9, SamplingConfig(max_tokens=22)) for n in range(3)]
     if why:
         names.append(engine.submit([5] * 3, SamplingConfig(max_tokens=22), deadline=1.0))
-    heard, whole, fails = Heard(), engine.speculation.leave, []
+    heard, whole, gone = Heard(), engine.runner.run, []
 
-    def leave(entry):
-        if entry.state.finish == why and not fails:
-            fails.append(entry.id)
-            raise RuntimeError("planted")
-        whole(entry)
+    def read(segments, wanted):
+        plan = engine.scheduler._open
+        if not gone and (plan.expired if why else plan.preempted):
+            gone.extend(plan.expired or plan.preempted)
+            raise KeyboardInterrupt("planted")
+        return whole(segments, wanted)
 
-    engine.speculation.leave = leave
+    engine.runner.run = read
     for _ in range(400):
         if engine.idle:
             break
         try:
             heard.add(engine.step())
-        except RuntimeError as problem:
+        except KeyboardInterrupt as problem:
             assert str(problem) == "planted"
         clock.advance(0.25)
         check(engine.scheduler)
-    assert heard.finish.keys() == set(names) and heard.finish[fails[0]] == (why or "length")
+    assert heard.finish.keys() == set(names) and heard.finish[gone[0]] == (why or "length")
     assert set(heard.finish.values()) - {"length", "deadline"} == {"error"}
     counted_as_heard(engine, heard)
     nothing_left(engine)

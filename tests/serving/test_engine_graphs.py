@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from labcore.decoding import SamplingConfig
-from labcore.serving.engine.clock import ManualClock
+from labcore.serving.clock import ManualClock
 from labcore.serving.engine.engine import Engine
 from tests.serving.invariants import check
 from tests.serving.tiny import BYTES, TINY_POOL, Heard, alone, mixed, nothing_left, run, tiny

@@ -2,7 +2,8 @@
 
 import pytest
 
-from labcore.serving.engine.scheduler import POLICIES, StepPlan
+from labcore.serving.engine.plan import StepPlan
+from labcore.serving.engine.scheduler import POLICIES
 from tests.serving.toy import request, server
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from labcore.decoding import SamplingConfig
 from labcore.serving.engine.engine import Engine
-from labcore.serving.engine.metrics import EngineCounters, RequestMetrics, summary
 from labcore.serving.engine.request import Request, State
+from labcore.serving.metrics import EngineCounters, RequestMetrics, summary
 from tests.serving.tiny import BYTES, TINY_POOL, mixed, run, tiny
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from labcore.decoding import SamplingConfig
 from labcore.models import Llama
+from labcore.serving.clock import ManualClock
 from labcore.serving.engine.blocks import BlockPool
-from labcore.serving.engine.clock import ManualClock
 from labcore.serving.engine.engine import Engine
 from labcore.serving.engine.request import Request
 from labcore.serving.engine.scheduler import POLICIES, Scheduler

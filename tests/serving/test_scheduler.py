@@ -5,13 +5,8 @@ import random
 import pytest
 
 from labcore.serving.engine.blocks import BlockPool, blocks_for
-from labcore.serving.engine.scheduler import (
-    POLICIES,
-    QueueFull,
-    Scheduler,
-    StepPlan,
-    StepResult,
-)
+from labcore.serving.engine.plan import StepPlan, StepResult
+from labcore.serving.engine.scheduler import POLICIES, QueueFull, Scheduler
 from tests.serving.invariants import check
 from tests.serving.toy import request, server
 
@@ -352,13 +347,13 @@ def _more_than_needed(scheduler: Scheduler) -> None:
 
 def _more_than_promised(scheduler: Scheduler) -> None:
     state = scheduler.states.pop("waits")
-    scheduler._waiting.remove(state)
+    scheduler.waiting.remove(state)
     scheduler._leaving.append(state)
     state.blocks = scheduler.pool.allocate(scheduler.pool.available)
 
 
 def _disorder(scheduler: Scheduler) -> None:
-    scheduler._waiting.reverse()
+    scheduler.waiting.reverse()
 
 
 def _too_many(scheduler: Scheduler) -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from labcore.decoding import SamplingConfig
 from labcore.serving.engine.blocks import BlockPool, blocks_for
+from labcore.serving.engine.plan import StepPlan
 from labcore.serving.engine.request import Request
-from labcore.serving.engine.scheduler import POLICIES, Scheduler, StepPlan
+from labcore.serving.engine.scheduler import POLICIES, Scheduler
 from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.simulate import (
     CACHED,

@@ -20,8 +20,8 @@ import torch
 
 from labcore.decoding import Generation, SamplingConfig
 from labcore.models import Llama, Tokenizer, pretrained, prompts, shipped_tokenizer
+from labcore.serving.clock import ManualClock
 from labcore.serving.engine.blocks import blocks_for
-from labcore.serving.engine.clock import ManualClock
 from labcore.serving.engine.engine import Engine
 from labcore.serving.engine.scheduler import POLICIES, QueueFull
 from tests.serving.invariants import check

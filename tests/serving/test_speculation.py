@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from labcore.decoding import Accepted, Draft, SamplingConfig
+from labcore.decoding.requests import Plan
 from labcore.serving.engine.engine import Engine
+from labcore.serving.engine.outputs import Entry
+from labcore.serving.engine.request import Request, State
+from labcore.serving.engine.speculation import Speculation
 from tests.serving.tiny import BYTES, Heard, alone, mixed, nothing_left, run, tiny
 
 OPTIONS = {
@@ -111,18 +115,21 @@ class Looks(Oracle):
 
 
 def test_hidden_states_are_those_of_the_last_token_read(seed: int) -> None:
-    model, chance = tiny(seed), random.Random(seed)
+    model, chance = tiny(seed, eos_token_ids=()), random.Random(seed)
     asked = mixed(chance, 12, most=40)
     references = alone(model, asked)
     looks = Looks(model, known_of(asked, references), chance)
     tight = {**OPTIONS, "num_blocks": 13}
     engine = Engine(model, BYTES, policy="max_utilization", proposer=looks, **tight)
-    names, heard = [engine.submit(*one) for one in asked], Heard()
-    while not engine.idle:
+    names, heard, holders = [], Heard(), engine.speculation._holders
+    while len(names) < len(asked) or not engine.idle:
+        # Later requests have a higher priority, so they pass those that were preempted.
+        if len(names) < 10 or (len(names) < len(asked) and chance.random() < 0.2):
+            names.append(engine.submit(*asked[len(names)], priority=-len(names)))
         heard.add(engine.step())
-        # Who was sent back has left its place to another.
-        placed = {one.id for one in engine._entries.values() if one.slot is not None}
-        assert placed <= {state.id for state in engine.scheduler.running}
+        for state in engine.scheduler.running:
+            one = engine._entries[state.id]
+            assert one.slot is not None and holders[one.slot] is one  # a slot of its own
     for name, reference in zip(names, references, strict=True):
         assert (heard.tokens[name], heard.reason[name]) == (reference.tokens[0], "")
     assert looks.compared > 20
@@ -137,6 +144,26 @@ class Always:
 
     def commit(self, accepted) -> None:
         pass
+
+
+def decoding(id: str) -> Entry:
+    entry = Entry(Request(id, (1, 2), SamplingConfig(max_tokens=9)), None)
+    entry.state = State(entry.request)
+    entry.row.context.append(3)
+    entry.state.tokens.append(3)
+    entry.state.computed = 2
+    return entry
+
+
+def test_a_request_that_does_not_run_leaves_its_slot() -> None:
+    """Two requests take turns in one slot: one is preempted and returns when the other ends."""
+    speculation = Speculation(Always(), slots=1, max_length=20, vocab_size=9)
+    first, second = decoding("first"), decoding("second")
+    for statuses in (("running", "waiting"), ("waiting", "running"), ("running", "finished")):
+        first.state.status, second.state.status = statuses
+        drafts = speculation.propose([first, second])
+        assert list(drafts) == ["first" if statuses[0] == "running" else "second"]
+        assert all(isinstance(draft, Plan) for draft in drafts.values())
 
 
 def test_drafts_never_cost_a_neighbour_its_place_in_the_step(seed: int) -> None:

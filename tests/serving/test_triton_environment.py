@@ -3,165 +3,145 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from labcore.serving.triton import environment
-from labcore.serving.triton.environment import Environment
 
 LINUX = (platform.system(), platform.machine()) == ("Linux", "x86_64")
 needs_linux = pytest.mark.skipif(not LINUX, reason="the server's wheel is for Linux on x86_64")
 
 
-def python(folder: Path, name: str, **told: Any) -> str:
-    """A program that answers the probe as a Python would."""
-    answer = {"version": "3.11", "libpython": "system", "venv": True, **told}
+def python(folder: Path, name: str, said: str = "") -> str:
+    """A program that answers the probe as a Python would: with a folder, or with an error."""
     file = folder / name
-    file.write_text(f"#!/bin/sh\necho '{json.dumps(answer)}'\n")
+    file.write_text(f"#!/bin/sh\n{said or 'echo /a/lib'}\n")
     file.chmod(0o755)
     return str(file)
 
 
-def test_the_first_python_with_a_stub_and_its_library_is_taken(tmp_path: Path) -> None:
-    odd = [
-        python(tmp_path, "new", version="3.14"),
-        python(tmp_path, "old", version="3.8"),
-        python(tmp_path, "static", libpython=""),
-        python(tmp_path, "bare", venv=False),
-        str(tmp_path / "missing"),
-    ]
-    good = python(tmp_path, "good", version="3.12", libpython="/a/lib")
-    assert environment.interpreter([*odd, good]) == (
-        good,
-        {"version": "3.12", "libpython": "/a/lib", "venv": True},
-    )
+@pytest.fixture
+def bin_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder on the PATH; the running Python is 3.14."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))  # this machine's own are not seen
+    monkeypatch.setattr(platform, "python_version_tuple", lambda: ("3", "14", "0"))
+    return folder
+
+
+def test_the_first_python_with_a_stub_and_its_library_is_taken(bin_: Path) -> None:
+    python(bin_, "python3.8")
+    python(bin_, "python3.13")
+    python(bin_, "python3.12", "echo 'OSError: libpython3.12.so.1.0: no such file' >&2; exit 1")
+    python(bin_, "python3.11", "echo \"No module named 'ensurepip'\" >&2; exit 1")
     with pytest.raises(RuntimeError) as caught:
-        environment.interpreter(odd)
+        environment.interpreter()
     said = str(caught.value)
-    assert "stubs for Python 3.8, 3.9, 3.10, 3.11, 3.12, 3.13" in said
-    for words in ("3.14, which has no stub", "3.8, for which numpy 1.26", "lacks libpython3.11",
-                  "cannot make environments"):  # fmt: skip
+    assert "needs Python 3.12, 3.11, 3.10, 3.9 with its library" in said
+    for words in ("is 3.14", "OSError: libpython3.12", "No module named 'ensurepip'"):
         assert words in said
+    good = python(bin_, "python3.10")
+    assert environment.interpreter() == (good, "3.10", "/a/lib")
 
 
-def test_the_running_python_says_what_it_is() -> None:
-    told = environment._ask(sys.executable)
-    assert told is not None
-    assert told["version"] == f"{sys.version_info[0]}.{sys.version_info[1]}" and told["venv"]
+def test_the_probe_takes_the_running_python_or_says_why_not() -> None:
+    probe = [sys.executable, "-c", environment.PROBE]
+    told = subprocess.run(probe, capture_output=True, text=True)
+    assert not told.returncode or "Error: " in told.stderr.splitlines()[-1]
+    lacking = "import sys; sys.version_info = (3, 99); " + environment.PROBE
+    told = subprocess.run([*probe[:2], lacking], capture_output=True, text=True)
+    assert told.returncode and "libpython3.99.so.1.0" in told.stderr.splitlines()[-1]
 
 
-def whole(folder: Path) -> Environment:
-    """The files that are looked for, empty."""
-    found = Environment(folder=folder, version="3.11", libpython="/a/lib")
-    for file in (found.binary, found.stub, folder / "bin" / "python"):
+def whole(folder: Path) -> tuple[Path, Path]:
+    """The files that are looked for, empty; the folder of the server's files, and its stub."""
+    root = folder / "lib" / "python3.12" / "site-packages" / "pytriton" / "tritonserver"
+    stub = root / "python_backend_stubs" / "3.12" / "triton_python_backend_stub"
+    for file in (root / "bin" / "tritonserver", stub, root / "backends" / "python" / "any.so"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-    backend = found.root / "backends" / "python"
-    backend.mkdir(parents=True)
-    (backend / "libtriton_python.so").touch()
-    (backend / "__pycache__").mkdir()
-    stamp = {"packages": environment.PACKAGES, "version": "3.11", "libpython": "/a/lib"}
+    stamp = {"packages": environment.PACKAGES, "version": "3.12", "libpython": "/a/lib"}
     (folder / "labcore.json").write_text(json.dumps(stamp))
-    return found
+    return root, stub
 
 
 @needs_linux
 def test_an_environment_is_whole_or_a_sentence_says_what_to_do(tmp_path: Path) -> None:
     assert "make server" in environment.missing(tmp_path / "none")
-    found = whole(tmp_path / "env")
-    assert environment.missing(found.folder) == ""
-    assert environment.load(found.folder) == found
-    found.stub.unlink()
-    assert "triton_python_backend_stub is missing" in environment.missing(found.folder)
-    stamp = found.folder / "labcore.json"
-    stamp.write_text(json.dumps({"packages": ["nvidia-pytriton==0.6.0"], "version": "3.11"}))
-    assert "not installed" in environment.missing(found.folder)  # another version is made anew
+    root, stub = whole(tmp_path)
+    assert environment.missing(tmp_path) == ""
+    found = environment.load(tmp_path)
+    assert (found.binary, found.backends) == (root / "bin" / "tritonserver", root / "backends")
+    linked = root / "backends" / "python" / stub.name
+    assert linked.resolve() == stub.resolve()
+    assert environment.load(tmp_path) == found  # a second start finds the link there
+    stub.unlink()
+    assert "not completely" in environment.missing(tmp_path)
+    whole(tmp_path)
+    stamp = tmp_path / "labcore.json"
+    stamp.write_text(json.dumps({"packages": ["nvidia-pytriton==0.6.0"], "version": "3.12"}))
+    assert "not installed" in environment.missing(tmp_path)  # another version is made anew
     stamp.write_text("{")
-    assert "not installed" in environment.missing(found.folder)
+    assert "not installed" in environment.missing(tmp_path)
 
 
-def test_backends_are_links_to_the_backend_and_its_stub(tmp_path: Path) -> None:
-    found = whole(tmp_path / "env")
-    for _ in range(2):  # a second start finds the folder there
-        made = found.write_backends(tmp_path / "backends")
-        names = {file.name: file.resolve() for file in (made / "python").iterdir()}
-        assert set(names) == {"libtriton_python.so", "triton_python_backend_stub"}
-        assert names["triton_python_backend_stub"] == found.stub.resolve()
-
-
+@needs_linux
 def test_the_servers_variables_lead_to_its_own_python(tmp_path: Path) -> None:
-    found = Environment(folder=tmp_path, version="3.11", libpython="/a/lib")
-    told = found.variables(
+    root, _ = whole(tmp_path)
+    told = environment.load(tmp_path).variables(
         {"PATH": "/bin", "PYTHONPATH": "/elsewhere", "VIRTUAL_ENV": "/elsewhere", "HOME": "/h"}
     )
     assert told["HOME"] == "/h" and not {"PYTHONPATH", "VIRTUAL_ENV"} & set(told)
     assert told["PATH"] == f"{tmp_path}/bin:/bin"
-    assert told["LD_LIBRARY_PATH"].split(":") == [
-        "/a/lib",
-        str(found.site / "nvidia_pytriton.libs"),
-    ]
+    assert told["LD_LIBRARY_PATH"] == f"/a/lib:{root.parents[1]}/nvidia_pytriton.libs"
 
 
 @needs_linux
 def test_failed_installation_says_why_and_leaves_no_stamp(
-    tmp_path: Path,
+    tmp_path: Path, bin_: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    failing = tmp_path / "python"
-    answer = {"version": "3.11", "libpython": "system", "venv": True}
-    failing.write_text(
-        f"#!/bin/sh\n[ \"$1\" = -c ] && echo '{json.dumps(answer)}' && exit 0\n"
-        "echo no space left on device >&2\nexit 5\n"
-    )
-    failing.chmod(0o755)
-    said: list[str] = []
-    with pytest.raises(RuntimeError, match="no space left on device"):
-        environment.install(tmp_path / "env", say=said.append, candidates=[str(failing)])
-    assert "MB to download, once" in "".join(said)
+    python(bin_, "python3.12", '[ "$1" = -c ] && exit 0; echo no space left on device >&2; exit 5')
+    with pytest.raises(RuntimeError, match=r"python3.12 -m venv .* failed; fix the cause"):
+        environment.install(tmp_path / "env")
+    said = capfd.readouterr()
+    assert "MB to download, once" in said.out and "no space left on device" in said.err
     assert environment.missing(tmp_path / "env")
-    assert not os.path.exists(tmp_path / "env" / "labcore.json")
 
 
 @needs_linux
-def test_another_python_is_used_if_the_running_one_has_no_stub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_another_python_makes_the_environment(
+    tmp_path: Path, bin_: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The running Python is 3.14; a 3.12 on the PATH is found, and is the one that is used."""
-    found = environment.Environment(folder=tmp_path / "env", version="3.12", libpython="")
-    pip = tmp_path / "pip"
-    pip.write_text(
-        "#!/bin/sh\nPATH=/usr/bin:/bin\n"
-        f'echo "$@" > {tmp_path}/asked\n'
-        f"mkdir -p {found.binary.parent} {found.stub.parent} {found.root}/backends/python\n"
-        f"touch {found.binary} {found.stub}\n"
-    )
-    pip.chmod(0o755)
-    answer = json.dumps({"version": "3.12", "libpython": "system", "venv": True})
-    bin_ = tmp_path / "bin"
-    bin_.mkdir()
-    other = bin_ / "python3.12"
-    other.write_text(
-        f"#!/bin/sh\nPATH=/usr/bin:/bin\n[ \"$1\" = -c ] && echo '{answer}' && exit 0\n"
-        f'[ "$2" = venv ] && mkdir -p "$4/bin" && cp {pip} "$4/bin/python"\n'
-    )
-    other.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", python(tmp_path, "running", version="3.14"))
-    monkeypatch.setenv("PATH", str(bin_))  # this machine's own are not seen
-    path, told = environment.interpreter()
-    assert (path, told["version"]) == (str(other), "3.12")
-    said: list[str] = []
-    made = environment.install(tmp_path / "env", say=said.append)
-    assert made == found and "for Python 3.12" in "".join(said)
+    whole(tmp_path / "made")
+    (tmp_path / "made" / "labcore.json").unlink()
+    pip = python(tmp_path, "pip", f'echo "$@" > {tmp_path}/asked')
+    make = f'mkdir -p "$4" && cp -r {tmp_path}/made/lib "$4" && mkdir "$4/bin"'
+    make += f' && cp {pip} "$4/bin/python"'
+    path = "PATH=/usr/bin:/bin"
+    python(bin_, "python3.12", f'{path}\n[ "$1" = -c ] && exit 0\n[ "$2" = venv ] && {make}')
+    environment.install(tmp_path / "env")
+    assert "for Python 3.12" in capsys.readouterr().out
     assert (tmp_path / "asked").read_text().split()[-2:] == list(environment.PACKAGES)
     assert environment.missing(tmp_path / "env") == ""
 
-    other.unlink()
-    with pytest.raises(RuntimeError, match="stubs for Python 3.8, .*3.13.* is 3.14, which has no"):
-        environment.interpreter()
+
+@needs_linux
+@pytest.mark.parametrize("kept", ["notes.txt", "pyvenv.cfg"])
+def test_a_folder_with_other_things_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str
+) -> None:
+    """Somebody's files, and the environment that this runs in."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    (tmp_path / kept).touch()
+    with pytest.raises(RuntimeError, match="needs an empty folder, or an environment of its own"):
+        environment.install(tmp_path)
+    assert (tmp_path / kept).exists()
 
 
 @pytest.mark.parametrize("machine", [("Darwin", "arm64"), ("Windows", "AMD64")])

@@ -23,7 +23,7 @@ from labcore.serving.triton.client import (
     grpc_stream,
     metrics,
 )
-from labcore.serving.triton.client import generate as whole
+from labcore.serving.triton.machine import regions
 from labcore.serving.triton.server import ServerFailed, TritonServer
 from tests.serving.standin import expected
 from tests.serving.triton import (
@@ -32,11 +32,11 @@ from tests.serving.triton import (
     LONG_S,
     need_server,
     outcome,
-    regions,
     standin_server,
     stats,
     tokens_of,
     until,
+    whole,
     works,
 )
 
@@ -59,7 +59,7 @@ def test_a_stream_is_parts_and_an_end_by_each_of_the_three_ways(server: TritonSe
         assert "".join(part.text for part in parts) == "".join(f"{token} " for token in wanted)
         assert [part.finish for part in parts] == [""] * 7 + ["length"]
     one = whole(at, "hello", max_tokens=7, seed=3)
-    assert list(one.tokens) == wanted and one.finish == "length"
+    assert tokens_of(one) == wanted and one[-1].finish == "length"
     works(server)
 
 
@@ -133,7 +133,7 @@ def test_a_deadline_ends_a_request_on_the_engines_side(server: TritonServer) -> 
     for ask in (generate_stream, grpc_stream):
         parts = list(ask(server.addresses, "slow", max_tokens=9000, timeout=0.3))
         assert parts[-1].finish == "deadline"
-    assert whole(server.addresses, "slow", max_tokens=9000, timeout=0.3).finish == "deadline"
+    assert whole(server.addresses, "slow", max_tokens=9000, timeout=0.3)[0].finish == "deadline"
     works(server)
 
 
@@ -152,7 +152,7 @@ def test_a_full_queue_is_said_and_what_was_taken_is_served(server: TritonServer)
         assert until(lambda: stats(server)["waiting"] == 40)
         for stream in (generate_stream, grpc_stream, whole):
             with pytest.raises(ServerError, match="at most 40 requests may wait") as caught:
-                list(stream(at, "one too many", max_tokens=1))  # type: ignore[operator]
+                list(stream(at, "one too many", max_tokens=1))
             assert stream is not grpc_stream or caught.value.status == ""
         # The queue stands in the engine; to the server nothing is pending.
         assert until(lambda: metrics(at).get('labcore_engine{value="waiting"}') == 40)
@@ -197,7 +197,7 @@ def test_a_killed_process_is_replaced_and_every_client_hears(
     assert (victim == "engine") == (fresh["engine"] != before["engine"])
     assert (victim == "engine") == (fresh["server"] == before["server"])
     works(server)
-    assert len(regions(server)) == 1  # the dead server's is gone
+    assert len(regions(server.folder)) == 1  # the dead server's is gone
 
 
 def test_requests_while_the_engine_is_away_run_after_it(server: TritonServer) -> None:

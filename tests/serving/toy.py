@@ -10,10 +10,11 @@ import random
 from collections.abc import Mapping, Sequence
 
 from labcore.decoding import SamplingConfig
+from labcore.serving.clock import ManualClock
 from labcore.serving.engine.blocks import BlockPool
-from labcore.serving.engine.clock import ManualClock
+from labcore.serving.engine.plan import StepPlan, StepResult
 from labcore.serving.engine.request import Request, State
-from labcore.serving.engine.scheduler import Scheduler, StepPlan, StepResult
+from labcore.serving.engine.scheduler import Scheduler
 from tests.serving.invariants import check
 
 EOS = 0

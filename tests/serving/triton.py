@@ -8,6 +8,7 @@ faults: they are long, since a machine may be busy.
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,8 @@ from labcore.serving.triton.client import (
     Streamed,
     generate_stream,
 )
-from labcore.serving.triton.server import TritonServer, region_prefix
-from tests.serving.standin import expected, until
+from labcore.serving.triton.server import TritonServer
+from tests.serving.standin import engine_stats, expected, until
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = Path(os.environ.get("LABCORE_TRITON_ENVIRONMENT", ROOT / ".venv-triton"))
@@ -68,8 +69,7 @@ def standin_server(folder: Path, engine: Sequence[str] = STANDIN) -> Iterator[Tr
 
 
 def stats(server: TritonServer) -> dict[str, Any]:
-    with server.client(FAULT_S) as client:
-        return client.stats()
+    return engine_stats(server.socket)
 
 
 def quiet(server: TritonServer) -> bool:
@@ -84,8 +84,7 @@ def quiet(server: TritonServer) -> bool:
 def outcome(ask: Callable[[], Any]) -> Any:
     """What a client sees: its parts, or the error."""
     try:
-        said = ask()
-        return said if isinstance(said, Streamed) else list(said)
+        return list(ask())
     except (ServerError, OSError) as error:
         return error
 
@@ -110,6 +109,13 @@ def post(at: Addresses, body: bytes, path: str = "/v2/models/lm/generate_stream"
     return answer.status, text
 
 
-def regions(server: TritonServer) -> list[Path]:
-    """The shared memory that the server has, or left."""
-    return sorted(Path("/dev/shm").glob(f"{region_prefix(server.folder)}*"))
+def whole(at: Addresses, prompt: str, **wanted: Any) -> list[Streamed]:
+    """The output in one answer, by POST /v2/models/lm/generate."""
+    asked = json.dumps({"text_input": prompt, **wanted, "stream": False})
+    status, text = post(at, asked.encode(), "/v2/models/lm/generate")
+    told = json.loads(text)
+    if status != 200:
+        raise ServerError(told["error"], status=str(status))
+    ids = told["token_ids"]
+    tokens = tuple(ids if isinstance(ids, list) else [ids])
+    return [Streamed(text=told["text_output"], tokens=tokens, finish=told["finish_reason"])]

@@ -8,11 +8,12 @@ Server.
 from labcore.serving.engine.blocks import BlockPool
 from labcore.serving.engine.cache import PagedCache
 from labcore.serving.engine.engine import Engine
-from labcore.serving.engine.metrics import RequestMetrics, Snapshot
 from labcore.serving.engine.outputs import Output
+from labcore.serving.engine.plan import StepPlan, StepResult
 from labcore.serving.engine.request import Request
-from labcore.serving.engine.scheduler import POLICIES, QueueFull, Scheduler, StepPlan, StepResult
+from labcore.serving.engine.scheduler import POLICIES, QueueFull, Scheduler
 from labcore.serving.engine.service import Service, Stream
+from labcore.serving.metrics import RequestMetrics, Snapshot
 from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.replay import replay
 from labcore.serving.simulation.router import ROUTERS, route_requests

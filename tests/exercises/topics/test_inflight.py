@@ -22,9 +22,10 @@ from labcore.exercises.topics.inflight.freeing import some_pool
 from labcore.exercises.topics.inflight.latency import some_replicas
 from labcore.exercises.topics.inflight.timelines import NAMES, some_timeline
 from labcore.serving.engine.blocks import BlockPool, blocks_for
-from labcore.serving.engine.metrics import summary
+from labcore.serving.engine.plan import StepResult
 from labcore.serving.engine.request import Request
-from labcore.serving.engine.scheduler import Scheduler, StepResult
+from labcore.serving.engine.scheduler import Scheduler
+from labcore.serving.metrics import summary
 from tests.exercises.draws import check_variants
 from tests.exercises.notebook import check_changed_rule, solved
 

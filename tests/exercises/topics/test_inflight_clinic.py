@@ -19,8 +19,9 @@ from labcore.exercises.topics.inflight.clinic import (
 )
 from labcore.exercises.topics.inflight.engine import Engine, Job, alone, run
 from labcore.serving.engine.blocks import BlockPool
+from labcore.serving.engine.plan import StepResult
 from labcore.serving.engine.request import Request
-from labcore.serving.engine.scheduler import Scheduler, StepResult
+from labcore.serving.engine.scheduler import Scheduler
 from tests.exercises.notebook import solved, source
 
 SLUG = "inflight"

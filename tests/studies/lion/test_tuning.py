@@ -57,5 +57,5 @@ def test_tuning_sees_no_reporting_seed_and_no_test_image(
 def test_unknown_names_and_batches_are_refused() -> None:
     with pytest.raises(ValueError, match="batch must be one of 16, 64, 256, got 65"):
         tuning.config(65)
-    with pytest.raises(ValueError, match="optimizer must be one of 'AdamW', 'Lion', got 'lion'"):
+    with pytest.raises(ValueError, match="optimizer must be one of .* got 'lion'"):
         tuning.tuned("lion", 64)

@@ -9,14 +9,11 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from labcore.checks import positive_int
 
-__all__ = ["BlockPool", "NoBlocks", "blocks_for", "chain_hashes"]
-
-
-class NoBlocks(RuntimeError):
-    """A pool has fewer blocks available than requested."""
+__all__ = ["BlockPool", "blocks_for", "chain_hashes"]
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
@@ -33,13 +30,12 @@ def chain_hashes(
     Equal digests therefore mean equal prefixes (BLAKE2b, RFC 7693, makes a collision practically
     impossible). known: the first digests, if they are already computed.
     """
-    positive_int("block_size", block_size)
-    digests = list(known[: len(tokens) // block_size])
-    parent = digests[-1] if digests else b""
-    for start in range(len(digests) * block_size, len(tokens) - block_size + 1, block_size):
-        block = array("q", tokens[start : start + block_size]).tobytes()
-        parent = hashlib.blake2b(parent + block, digest_size=16).digest()
-        digests.append(parent)
+    full = len(tokens) // block_size
+    digests = list(known[:full])
+    for place in range(len(digests), full):
+        block = array("q", tokens[place * block_size : (place + 1) * block_size]).tobytes()
+        parent = digests[-1] if digests else b""
+        digests.append(hashlib.blake2b(parent + block, digest_size=16).digest())
     return digests
 
 
@@ -50,7 +46,6 @@ class BlockPool:
     reference, but `peek` still finds it by its digest until an allocation evicts it. The block
     released longest ago is evicted first; among blocks released together, the last one of the
     prefix.
-    evicted: the number of blocks evicted so far.
     Raises TypeError or ValueError unless both sizes are whole numbers of at least 1.
     Source: Kwon et al., 2023, arXiv 2309.06180.
     """
@@ -58,7 +53,6 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = positive_int("num_blocks", num_blocks)
         self.block_size = positive_int("block_size", block_size)
-        self.evicted = 0
         self._free = list(range(num_blocks - 1, -1, -1))  # taken from the end: low numbers first
         self._references = [0] * num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -78,7 +72,7 @@ class BlockPool:
     @property
     def held(self) -> int:
         """The number of blocks with at least one reference."""
-        return self.num_blocks - len(self._free) - len(self._cached)
+        return self.num_blocks - self.available
 
     @property
     def available(self) -> int:
@@ -87,23 +81,23 @@ class BlockPool:
 
     def references(self, block: int) -> int:
         """Return the number of references to a block; ValueError if it isn't in the pool."""
-        return self._references[self._own(block)]
+        if not 0 <= block < self.num_blocks:
+            raise ValueError(f"a block must lie between 0 and {self.num_blocks - 1}, got {block}")
+        return self._references[block]
 
     def digest(self, block: int) -> bytes | None:
         """Return the digest that a block is registered under, or None."""
-        return self._digest.get(self._own(block))
+        return self._digest.get(block)
 
     def allocate(self, n: int) -> list[int]:
         """Return `n` blocks with one reference each, evicting cached ones if too few are free.
 
-        Raises NoBlocks, and takes none, if fewer are available; ValueError if n is negative.
+        Raises ValueError, and takes none, if n is negative or fewer are available.
         """
-        if n < 0:
-            raise ValueError(f"n must be at least 0, got {n}")
-        if n > self.available:
-            raise NoBlocks(
-                f"{n} blocks were requested, but only {self.available} of {self.num_blocks} are "
-                "available; release some, or make the pool larger"
+        if not 0 <= n <= self.available:
+            raise ValueError(
+                f"n must be at least 0 and at most the {self.available} available blocks, got {n}; "
+                "release some, or make the pool larger"
             )
         taken = [self._free.pop() if self._free else self._evict() for _ in range(n)]
         for block in taken:
@@ -113,48 +107,38 @@ class BlockPool:
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
         del self._block[self._digest.pop(block)]
-        self.evicted += 1
         return block
 
-    def share(self, blocks: Iterable[int]) -> None:
+    def share(self, blocks: Sequence[int]) -> None:
         """Add a reference to each block; a cached block becomes held again.
 
         Raises ValueError if a block is free: it holds nothing to share.
         """
-        asked = list(blocks)
-        for block in asked:
-            if not self._references[self._own(block)] and block not in self._cached:
+        for block in blocks:
+            if not self.references(block) and block not in self._cached:
                 raise ValueError(
-                    f"block {block} must be held or cached to be shared, but it is free"
+                    f"block {block} must be held or cached to be shared, got a free one"
                 )
-        for block in asked:
+        for block in blocks:
             self._cached.pop(block, None)
             self._references[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each block.
 
         A block whose count reaches 0 becomes cached if it has a digest, free otherwise.
         Raises ValueError, and releases none, if a block would lose more references than it has.
         """
-        given = list(blocks)
-        for block, times in Counter(given).items():
-            if times > self._references[self._own(block)]:
-                raise ValueError(
-                    f"block {block} must be held to be released, but it has "
-                    f"{self._references[block]} references; release it once per reference"
-                )
-        for block in reversed(given):  # the end of a prefix is useless without its beginning
+        self._must_be_held(blocks, "released")
+        for block in reversed(blocks):  # the end of a prefix is useless without its beginning
             self._references[block] -= 1
-            if self._references[block]:
-                continue
-            if block in self._digest:
+            if not self._references[block] and block in self._digest:
                 self._cached[block] = None
-            else:
+            elif not self._references[block]:
                 self._free.append(block)
 
-    def register(self, block: int, digest: bytes) -> bool:
-        """Register a held block under a digest; return False if another block has that digest.
+    def register(self, block: int, digest: bytes) -> None:
+        """Register a held block under a digest, unless another block has that digest.
 
         The block must be full and its keys and values written: requests that share it read them.
         Raises ValueError if the block isn't held, or has a different digest.
@@ -164,10 +148,8 @@ class BlockPool:
             raise ValueError(
                 f"block {block} must keep its digest while it is held; register it once it is full"
             )
-        if self._block.setdefault(digest, block) != block:
-            return False
-        self._digest[block] = digest
-        return True
+        if self._block.setdefault(digest, block) == block:
+            self._digest[block] = digest
 
     def forget(self, blocks: Sequence[int]) -> None:
         """Remove the digests of held blocks whose contents can't be trusted.
@@ -176,34 +158,22 @@ class BlockPool:
         """
         self._must_be_held(blocks, "forgotten")
         for block in blocks:
-            digest = self._digest.pop(block, None)
-            if digest is not None:
-                del self._block[digest]
+            if block in self._digest:
+                del self._block[self._digest.pop(block)]
 
     def peek(self, digests: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest known prefix, without adding references."""
-        found = []
-        for digest in digests:
-            block = self._block.get(digest)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        return [self._block[digest] for digest in takewhile(self._block.__contains__, digests)]
 
-    def clear(self) -> int:
-        """Free all cached blocks, for example before a measurement; return how many."""
-        count = self.cached
+    def clear(self) -> None:
+        """Free all cached blocks, for example before a measurement."""
         while self._cached:
             self._free.append(self._evict())
-        self.evicted -= count
-        return count
 
-    def _must_be_held(self, blocks: Iterable[int], what: str) -> None:
-        for block in blocks:
-            if not self._references[self._own(block)]:
-                raise ValueError(f"block {block} must be held to be {what}, but nobody holds it")
-
-    def _own(self, block: int) -> int:
-        if not 0 <= block < self.num_blocks:
-            raise ValueError(f"a block must lie between 0 and {self.num_blocks - 1}, got {block}")
-        return block
+    def _must_be_held(self, blocks: Sequence[int], what: str) -> None:
+        for block, times in Counter(blocks).items():
+            if times > self.references(block):
+                raise ValueError(
+                    f"block {block} must be held to be {what}, once per reference: it has "
+                    f"{self.references(block)}, and {times} were named"
+                )

@@ -199,11 +199,10 @@ class PackedStep:
         _check(segments, cache.block_size)
         order = sorted(range(len(segments)), key=lambda one: len(segments[one].tokens))
         packed = [segments[one] for one in order]
-        self.spans = [range(0)] * len(segments)
-        begin = 0
-        for one in order:
-            end = begin + len(segments[one].tokens)
-            self.spans[one], begin = range(begin, end), end
+        self.spans, begin = [range(0)] * len(segments), 0
+        for one, segment in zip(order, packed, strict=True):
+            self.spans[one] = range(begin, begin + len(segment.tokens))
+            begin += len(segment.tokens)
         positions = [at for one in packed for at in _positions(one)]
         slots = [at for one in packed for at in cache.slots(one, range(one.start, one.end))]
         self.tokens = cache.sent(torch.tensor([token for one in packed for token in one.tokens]))
@@ -253,32 +252,26 @@ class _GroupOnCpu:
     def __init__(self, cache: PagedCache, segments: list[Segment]) -> None:
         self.cache, self.rows, self.width = cache, len(segments), len(segments[0].tokens)
         ends = np.array([one.end for one in segments])
-        self.reach = int(ends.max())
-        size = cache.block_size
+        self.reach, size = int(ends.max()), cache.block_size
         table = cache.device_table(segments, -(-self.reach // size)).numpy()
         slots = (table[:, :, None] * size + np.arange(size)).reshape(self.rows, -1)
-        slots = slots[:, : self.reach]
+        inside = np.arange(slots.shape[1]) < ends[:, None]
         # A mask doesn't keep NaN out of a product, so a row's first slot pads it to S keys.
-        inside = np.arange(self.reach) < ends[:, None]
-        source = np.where(inside, slots, slots[:, :1]).reshape(-1)
+        source = np.where(inside, slots, slots[:, :1])[:, : self.reach].reshape(-1)
         # A long prompt often gets consecutive blocks, which need no copy.
         in_place = self.rows == 1 and bool((np.diff(source) == 1).all())
         self.source = slice(source[0], source[-1] + 1) if in_place else torch.from_numpy(source)
         self.mask: Tensor | None = None  # [B, 1, G * T or 1, S], added to the scores
         if self.width > 1 or ends.min() < self.reach:
-            seen = np.stack([_seen(one, self.reach) for one in segments])
-            self.mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))[
-                :, None
-            ]
+            seen = np.stack([_seen(one, self.reach) for one in segments])[:, None]
+            self.mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attend with q [B, T, Hkv, G, D]; the G heads of a key head become rows of one product."""
         shape = q.shape
         folded = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * T, D]
-        k, v = (
-            self._gathered(blocks[layer]).to(q.dtype)
-            for blocks in (self.cache.keys, self.cache.values)
-        )
+        pages = self.cache.keys[layer], self.cache.values[layer]
+        k, v = (self._gathered(blocks).to(q.dtype) for blocks in pages)
         if self.mask is not None and self.mask.shape[2] not in (1, folded.shape[2]):
             self.mask = self.mask.repeat(1, 1, shape[3], 1)
         mask = None if self.mask is None else self.mask.to(q.dtype)
@@ -287,12 +280,8 @@ class _GroupOnCpu:
 
     def _gathered(self, blocks: Tensor) -> Tensor:
         """Return the rows' keys or values, [B, Hkv, S, D]."""
-        flat = blocks.flatten(0, 1)
-        found = (
-            flat[self.source]
-            if isinstance(self.source, slice)
-            else flat.index_select(0, self.source)
-        )
+        flat, source = blocks.flatten(0, 1), self.source
+        found = flat[source] if isinstance(source, slice) else flat.index_select(0, source)
         return found.unflatten(0, (self.rows, self.reach)).transpose(1, 2)
 
 

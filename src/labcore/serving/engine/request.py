@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from labcore.decoding import SamplingConfig
 
-__all__ = ["FINISHES", "Request", "State"]
-
-FINISHES = ("eos", "stop", "length", "cancelled", "deadline", "refused", "error")
-"""Why a request ended; "" while it hasn't."""
+__all__ = ["Request", "State"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +40,7 @@ class Request:
             )
         object.__setattr__(self, "prompt", tuple(operator.index(token) for token in self.prompt))
         if not self.prompt:
-            raise ValueError(
-                "prompt must hold at least one token, got none; begin with the model's BOS"
-            )
+            raise ValueError("prompt must hold at least one token, got none; begin with a BOS")
         if min(self.prompt) < 0:
             raise ValueError(f"tokens must be at least 0, got {min(self.prompt)}")
         if not isinstance(self.sampling, SamplingConfig):
@@ -64,29 +59,32 @@ class Request:
         """The most tokens whose keys and values it needs: the last of the output is never read."""
         return len(self.prompt) + self.sampling.max_tokens - 1
 
+    def expired(self, now: float) -> bool:
+        """Tell whether the deadline has passed at `now` seconds on the engine's clock."""
+        return self.deadline is not None and now >= self.deadline
+
 
 @dataclass(slots=True, eq=False)
 class State:
     """What a scheduler knows about one request; only the scheduler changes it.
 
-    tokens: prompt and output so far. computed: how many of them have their keys and values in
-    `blocks`. status: "waiting", "running" or "finished". finish: "" or one of `FINISHES`; reason:
-    a sentence where the finish needs one.
+    order: counts the requests of a scheduler. tokens: prompt and output so far. computed: how many
+    of them have their keys and values in `blocks`. digests: of its first full blocks. status:
+    "waiting", "running" or "finished". finish: "", or "eos", "stop", "length", "cancelled",
+    "deadline", "refused" or "error"; reason: a sentence where the finish needs one.
     preemptions: how often it lost its blocks. recomputed: tokens read again after that. wasted:
     drafted tokens that were read and rejected. matched: tokens found in shared blocks instead of
     being read. peak: the most tokens that were ever computed.
     admitted_at (the first time), first_token_at, finished_at: seconds on the engine's clock, None
     before.
-    digests: of its first full blocks; registered: how many of its blocks were offered to the pool
-    since it was admitted. order: counts
-    the requests of a scheduler.
     """
 
     request: Request
     order: int = 0
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(init=False)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
     status: str = "waiting"
     finish: str = ""
     reason: str = ""
@@ -98,12 +96,23 @@ class State:
     admitted_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
-    digests: list[bytes] = field(default_factory=list)
-    registered: int = 0
 
     def __post_init__(self) -> None:
-        if not self.tokens:
-            self.tokens = list(self.request.prompt)
+        self.tokens = list(self.request.prompt)
+
+    def advance(self, count: int, drafted: int, tokens: Sequence[int], now: float) -> None:
+        """Take in that a step read `count` tokens and `drafted` drafted ones, and its new tokens.
+
+        All but the last of the new tokens are drafted ones that were accepted.
+        """
+        accepted, before = max(len(tokens) - 1, 0), self.computed
+        self.computed += count + accepted
+        self.wasted += drafted - accepted
+        self.recomputed += max(min(self.computed, self.peak) - before, 0)
+        self.peak = max(self.peak, self.computed)
+        self.tokens += tokens
+        if tokens and self.first_token_at is None:
+            self.first_token_at = now
 
     @property
     def id(self) -> str:

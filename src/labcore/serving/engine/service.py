@@ -1,138 +1,105 @@
-"""An engine in a thread of its own, for callers in any other: submit, read, cancel."""
+"""An engine in a thread of its own; callers in other threads submit, read and cancel requests."""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from labcore.checks import non_negative
 from labcore.decoding.contract import SamplingConfig
 from labcore.serving.engine.engine import Engine
-from labcore.serving.engine.metrics import Snapshot
 from labcore.serving.engine.outputs import Output
 from labcore.serving.engine.scheduler import QueueFull
+from labcore.serving.metrics import Snapshot
 
 __all__ = ["Service", "Stream"]
 
 T = TypeVar("T")
-_Command = Callable[[], None]
 
 
 class Stream:
-    """The outputs of one request, as an iterator that ends behind the one with a finish.
+    """The outputs of one request, as an iterator that ends after the output with a finish.
 
-    id: the request's. timeout: seconds that `next` waits; None is for ever. One thread reads it.
-    It holds at most the outputs of one request, so a slow reader holds nobody up. A stream that is
-    left, by `close`, a `with` block or because nobody has it any more, cancels its request.
+    id: the request's. timeout: the seconds that `next` waits; None means forever. finish: why the
+    request ended, "" until its last output is read. Only one thread may read a stream. Unread
+    outputs wait in a queue, so a slow reader delays nobody. A request is cancelled when its stream
+    leaves a `with` block, or when nobody refers to the stream any more.
     """
 
-    def __init__(self, service: Service, id: str, box: _Box, timeout: float | None) -> None:
-        self.id, self.timeout = id, timeout
-        self._service, self._box = service, box
-        # It must not wait: it may run in any thread, in the middle of anything.
-        self._leave = weakref.finalize(self, service._abandon, id, box)
-        self._leave.atexit = False
-
-    @property
-    def finish(self) -> str:
-        """Why it ended, "" while there may be more to read."""
-        return self._box.finish
+    def __init__(self, service: Service, id: str, timeout: float | None) -> None:
+        self.id, self.timeout, self.finish = id, timeout, ""
+        self._outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        service._outputs[id] = self._outputs
+        self._cancel = functools.partial(service._cancel, id, self._outputs)
+        weakref.finalize(self, self._cancel).atexit = False
 
     def __iter__(self) -> Iterator[Output]:
         return self
 
     def __next__(self) -> Output:
-        """Raises TimeoutError where nothing came in time; the request goes on."""
-        return self.get(self.timeout)
+        """Return the next output.
 
-    def get(self, timeout: float | None = None) -> Output:
-        """The next output, waited for at most `timeout` seconds; None is for ever.
-
-        Raises TimeoutError where nothing came, StopIteration behind the last output.
+        Raises TimeoutError if none comes in time; the request goes on, and can be read later.
         """
-        if self._box.finish:
+        if self.finish:
             raise StopIteration
         try:
-            output = self._box.outputs.get(timeout=timeout)
+            output = self._outputs.get(timeout=self.timeout)
         except queue.Empty:
             raise TimeoutError(
-                f"request {self.id!r} must say something within {timeout} s, got nothing; read "
-                "again, or cancel it"
+                f"request {self.id!r} must produce an output within {self.timeout} s, got none; "
+                "read again, or cancel it"
             ) from None
-        self._box.finish = output.finish
+        self.finish = output.finish
         return output
 
     def cancel(self) -> None:
         """End the request; its last output, still to be read, has the finish "cancelled".
 
-        Harmless where it has ended.
+        This does nothing if the request has ended.
         """
-        self._service._cancel(self.id, self._box)
-
-    def close(self) -> None:
-        """Cancel, and read no more."""
-        self._leave()
+        self._cancel()
 
     def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class _Box:
-    """Between the engine's thread and a reader."""
-
-    def __init__(self) -> None:
-        self.outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
-        self.finish = ""  # of the last output that was read
-        self.ended = False  # whether the last one was put in
+        self.cancel()
 
 
 class Service:
-    """Steps an engine in a thread of its own while there is work; its methods are for any thread.
+    """Steps an engine in a thread of its own while there is work; any thread may call the methods.
 
-    engine: idle, and used by nobody else from then on; it is closed with the service.
-    The waiting queue is the engine's, bounded by its max_waiting. Where the engine breaks (not a
-    request in it), every stream ends with "error", and `submit` raises RuntimeError.
-    Raises ValueError for an engine that is not idle: nobody would read what it says.
+    engine: an idle one that no one else uses from now on; the service closes it at its own end. Its
+    max_waiting bounds the queue. If the engine breaks (not a request in it), every stream ends with
+    "error", and `submit` raises RuntimeError.
+    Raises ValueError if the engine isn't idle, because nobody would read its outputs.
     """
 
     def __init__(self, engine: Engine) -> None:
         if not engine.idle:
             raise ValueError(
                 "an engine must be idle to be served, got one with requests under way or outputs "
-                "to be said; drain it first"
+                "to be reported; drain it first"
             )
         self.engine = engine
-        # SimpleQueue.put may be entered again by a finalizer in the same thread.
-        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._boxes: dict[str, _Box] = {}
-        self._stepped = threading.Condition()
-        self._lock = threading.Lock()  # nothing comes in behind the last look at the inbox
+        # A finalizer may put a command at any moment, even during another put of its own thread;
+        # a SimpleQueue allows that.
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._outputs: dict[str, queue.SimpleQueue[Output]] = {}  # of the requests under way
+        self._lock = threading.Lock()  # no question comes in after the last look at the inbox
         self._closing = False
         self._broken: BaseException | None = None
-        self._since: float | None = None  # when the engine's thread began what it is doing
         self._thread = threading.Thread(target=self._run, name="labcore-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that computes must not outlive the interpreter
-
-    @property
-    def healthy(self) -> bool:
-        """Whether requests are taken."""
-        return not self._closing and self._broken is None and self._thread.is_alive()
-
-    @property
-    def busy(self) -> float:
-        """Seconds that the engine's thread has been at one step or question; 0.0 between two."""
-        since = self._since
-        return 0.0 if since is None else time.monotonic() - since
 
     def submit(
         self,
@@ -145,46 +112,41 @@ class Service:
         timeout: float | None = None,
         wait: float = 0.0,
     ) -> Stream:
-        """Hand in a request; the stream of its outputs.
+        """Submit a request and return the stream of its outputs.
 
-        As `Engine.submit`, with its errors. seconds: after which the request ends with "deadline".
-        timeout: the stream's. wait: seconds to try again where the waiting queue is full; then
-        QueueFull. Raises RuntimeError for a service that is closed or broken.
+        The arguments and errors are those of `Engine.submit`. seconds: the time after which the
+        request ends with "deadline". timeout: the stream's. wait: for how many seconds to try again
+        while the queue is full, before QueueFull is raised.
+        Raises RuntimeError if the service is closed or broken.
         """
-        until = time.monotonic() + non_negative("wait", wait)
-        due = None
+        until, due = time.monotonic() + non_negative("wait", wait), None
         if seconds is not None:
             due = self.engine.clock.now() + non_negative("seconds", seconds)
 
-        tokens: Sequence[int] | None = None
+        @functools.cache  # a text is encoded once, however often it is submitted
+        def tokens() -> tuple[int, ...]:
+            return self.engine.tokens_of(prompt)
 
         def take() -> Stream:
-            nonlocal tokens
-            if tokens is None:  # a text is encoded once, in the engine's thread
-                tokens = self.engine.tokens_of(prompt)
             name = self.engine.submit(
-                tokens, sampling, id=id, priority=priority, deadline=due, counted=last
+                tokens(), sampling, id=id, priority=priority, deadline=due, counted=last
             )
-            box = self._boxes[name] = _Box()
-            return Stream(self, name, box, timeout)
+            return Stream(self, name, timeout)
 
         while True:
-            left = until - time.monotonic()
-            last = left <= 0
+            last = time.monotonic() >= until
             try:
-                return self._ask(take)
+                return self._ask(take)  # it is answered once per step
             except QueueFull:
                 if last:
                     raise
-                with self._stepped:
-                    self._stepped.wait(min(left, 0.05))
 
     def stats(self) -> Snapshot:
-        """The engine's, between two steps."""
+        """Return the engine's statistics between two steps."""
         return self._ask(self.engine.stats)
 
     def close(self) -> None:
-        """Cancel what is under way, end its streams, and wait for the thread."""
+        """Cancel all requests, end their streams, close the engine, and wait for the thread."""
         with self._lock:
             self._closing = True
         self._inbox.put(lambda: None)
@@ -197,13 +159,13 @@ class Service:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, what: Callable[[], T]) -> T:
-        """Have the engine's thread do it between two steps; what came of it."""
+    def _ask(self, question: Callable[[], T]) -> T:
+        """Return what the engine's thread answers between two steps, or raise its error."""
         answer: Future[Any] = Future()
 
         def command() -> None:
             try:
-                answer.set_result(what())
+                answer.set_result(question())
             except Exception as problem:
                 answer.set_exception(problem)
             except BaseException as problem:  # it ends the engine's thread, not the caller's
@@ -211,84 +173,52 @@ class Service:
                 raise
 
         with self._lock:
-            if not self.healthy:
+            if self._closing:
                 cause = "closed" if self._broken is None else f"broken ({self._broken!r})"
                 raise RuntimeError(f"the service is {cause}; make another")
             self._inbox.put(command)
         return answer.result()
 
-    def _cancel(self, id: str, box: _Box) -> None:
+    def _cancel(self, id: str, outputs: queue.SimpleQueue[Output]) -> None:
+        """Ask the engine's thread to cancel a request; this neither waits nor takes a lock."""
+
         def command() -> None:
-            if self._boxes.get(id) is box:  # else it has ended, and the id may be another's
+            if self._outputs.get(id) is outputs:  # otherwise the id is another request's by now
                 self.engine.cancel(id)
 
         self._inbox.put(command)
 
-    def _abandon(self, id: str, box: _Box) -> None:
-        if not box.ended:
-            self._cancel(id, box)
-
     def _run(self) -> None:
-        try:
-            while not self._closing:
-                self._obey(wait=self.engine.idle)
-                if self._closing or self.engine.idle:
-                    continue
-                self._since = time.monotonic()
-                self._deliver(self.engine.step())
-                self._since = None
-        except BaseException as problem:
-            self._broken = problem
-        finally:
-            self._finish()
-            self._since = None
-            atexit.unregister(self.close)  # it would keep a broken engine
-
-    def _obey(self, *, wait: bool) -> None:
-        """Do what has been asked; wait for something to be asked if there is nothing else to do.
-
-        What is asked meanwhile comes behind the next step.
-        """
-        for _ in range(max(self._inbox.qsize(), int(wait))):
-            try:
-                command = self._inbox.get(block=wait)
-            except queue.Empty:
-                return
-            wait = False
-            self._since = time.monotonic()
-            command()
-            self._since = None
-
-    def _deliver(self, outputs: Sequence[Output]) -> None:
-        for output in outputs:
-            box = self._boxes[output.id]
-            if output.finish:
-                del self._boxes[output.id]
-                box.ended = True
-            box.outputs.put(output)
-        with self._stepped:
-            self._stepped.notify_all()
-
-    def _finish(self) -> None:
-        """End every stream, and answer everybody who still waits."""
+        self._guarded(self._serve)
         with self._lock:
             self._closing = True
         while not self._inbox.empty():
-            self._guarded(lambda: self._obey(wait=False))
-        if self._broken is None:
-            self._guarded(self._cancel_all)
+            self._guarded(self._inbox.get())
         self._guarded(self.engine.close)
+        if self._broken is None:
+            self._guarded(lambda: self._deliver(self.engine.step()))  # those that close cancelled
         reason = f"the engine broke: {self._broken!r}"
-        self._deliver([Output(id=id, finish="error", reason=reason) for id in self._boxes])
+        self._deliver([Output(id=id, finish="error", reason=reason) for id in self._outputs])
+        atexit.unregister(self.close)  # it would keep a broken engine alive
 
-    def _guarded(self, what: _Command) -> None:
-        """Do it; where it raises, the engine is broken, and what comes behind it is done."""
+    def _serve(self) -> None:
+        while not self._closing:
+            # Commands that come meanwhile wait for the next step. An idle engine waits for one.
+            for _ in range(max(self._inbox.qsize(), int(self.engine.idle))):
+                self._inbox.get()()
+            if not (self._closing or self.engine.idle):
+                self._deliver(self.engine.step())
+
+    def _deliver(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            if output.finish:
+                self._outputs.pop(output.id).put(output)
+            else:
+                self._outputs[output.id].put(output)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """Act; if that raises an error, the engine is broken."""
         try:
-            what()
+            act()
         except BaseException as problem:
             self._broken = self._broken or problem
-
-    def _cancel_all(self) -> None:
-        for id in list(self._boxes):
-            self.engine.cancel(id)
-        self._deliver(self.engine.step())

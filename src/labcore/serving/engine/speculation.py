@@ -1,6 +1,6 @@
 """Drafts for the requests of an engine, whose proposer sees them as the rows of one batch.
 
-Letters: B the engine's slots, N nodes of a draft, T tokens of a forward, C width.
+Letters: B rows, C width of the model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labcore.decoding.contract import Accepted, Proposer, SamplingConfig
+from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig
 from labcore.decoding.ngram import NGram
 from labcore.decoding.requests import Plan
 from labcore.serving.engine.outputs import Entry
@@ -19,18 +19,21 @@ from labcore.serving.engine.outputs import Entry
 __all__ = ["Speculation"]
 
 _NOTHING = Accepted((), -1)
-_RESTING = SamplingConfig()
+_IDLE = SamplingConfig()
 
 
 class Speculation:
-    """A proposer and the places of requests among its B rows: one keeps its place while it runs.
+    """A proposer, and its B slots, the rows of its batch; a request keeps its slot while it runs.
 
-    proposer: "ngram", a `Proposer`, or None, which drafts nothing. slots: B. max_length: the most
-    tokens of a request. reads_hidden: whether the proposer may look at hidden states.
-    Raises ValueError or TypeError for what is no proposer.
+    proposer: "ngram", a `Proposer`, or None, which drafts nothing. slots: B, at least as many as
+    requests run. max_length: the most tokens of a request. vocab_size: the model's.
+    reads_hidden: whether the proposer may read hidden states.
+    Raises ValueError or TypeError for anything else in place of a proposer.
     """
 
-    def __init__(self, proposer: str | Proposer | None, slots: int, max_length: int) -> None:
+    def __init__(
+        self, proposer: str | Proposer | None, *, slots: int, max_length: int, vocab_size: int
+    ) -> None:
         if isinstance(proposer, str) and proposer != "ngram":
             raise ValueError(f"proposer must be 'ngram', a Proposer or None, got {proposer!r}")
         chosen: Any = NGram() if proposer == "ngram" else proposer
@@ -41,93 +44,95 @@ class Speculation:
             reset()
         self.proposer: Proposer | None = chosen
         self.reads_hidden = chosen is not None and not isinstance(chosen, NGram)
-        self._slots, self._max_length = slots, max_length
-        self._free = list(range(slots - 1, -1, -1))
+        self._max_length, self._vocab_size = max_length, vocab_size
+        self._holders: list[Entry | None] = [None] * slots
         self._resting = torch.Generator()
         self._hidden: Tensor | None = None  # [B, C], at the last token that was read
-        self._asked: list[Entry] = []
-        self._failed: dict[str, Exception] = {}  # of a commit, by the ids that it was about
+        self._asked: dict[int, Entry] = {}  # by slot, until the commit
+        self._failed: dict[str, Exception] = {}  # by id, of the last commit
 
     @torch.inference_mode()
     def propose(self, entries: Iterable[Entry]) -> dict[str, Plan | Exception]:
-        """The drafts of the requests that decode, by id; what went wrong in place of one.
+        """Return the drafts of the requests that decode, by id, or an error in place of a draft.
 
-        Where the commit before went wrong, that is what its requests get.
+        If the last commit raised an error, its requests get that one.
         """
-        self._asked = []
-        failed, self._failed = self._failed, {}
+        failed, self._failed, self._asked = self._failed, {}, {}
         if self.proposer is None:
             return {}
-        asked = [one for one in entries if one.state.status == "running" and one.state.decoding]
-        told: dict[str, Plan | Exception] = {
-            one.id: failed[one.id] for one in asked if one.id in failed
+        decoding = [one for one in entries if one.state.status == "running" and one.state.decoding]
+        drafts: dict[str, Plan | Exception] = {
+            one.id: failed[one.id] for one in decoding if one.id in failed
         }
-        asked = [one for one in asked if one.id not in told]
-        limits = [0] * self._slots
-        rooms = {one.id: self._max_length - len(one.row.context) for one in asked}
-        contexts: list[list[int]] = [[] for _ in limits]
-        samplings, generators = [_RESTING] * self._slots, [self._resting] * self._slots
-        for one in asked:
-            place, row = self._place(one), one.row
-            contexts[place], samplings[place] = row.context, row.sampling
-            generators[place] = one.drafting
-            left = row.sampling.max_tokens - row.emitted - 1  # the last token follows a draft
-            limits[place] = max(0, min(left, rooms[one.id]))
+        asked = {self._slot(one): one for one in decoding if one.id not in failed}
+        slots = len(self._holders)
+        contexts: list[list[int]] = [[] for _ in range(slots)]
+        samplings, generators, limits = [_IDLE] * slots, [self._resting] * slots, [0] * slots
+        for slot, one in asked.items():
+            contexts[slot], samplings[slot] = one.row.context, one.row.sampling
+            generators[slot] = one.drafting
+            left = one.row.sampling.max_tokens - one.row.emitted - 1  # one more follows the draft
+            limits[slot] = max(0, min(left, self._room(one)))
         if not any(limits):
-            return told
-        self._asked = asked
+            return drafts
         try:
-            drafts = self.proposer.propose(
+            found = self.proposer.propose(
                 contexts, samplings, limits, generators, hidden=self._hidden
             )
-            if len(drafts) != self._slots:
+            if len(found) != slots:
                 raise ValueError(
-                    f"propose must return a draft for each of the {self._slots} rows, got "
-                    f"{len(drafts)}"
+                    f"propose must return a draft for each of the {slots} rows, got {len(found)}"
                 )
         except Exception as problem:
-            self._asked = []
-            return told | {one.id: problem for one in asked}
-        for one in asked:
-            place = self._place(one)
+            return drafts | {one.id: problem for one in asked.values()}
+        self._asked = asked
+        for slot, one in asked.items():
             try:
-                told[one.id] = Plan(drafts[place], limits[place], rooms[one.id])
+                drafts[one.id] = self._plan(found[slot], limits[slot], self._room(one))
             except Exception as problem:
-                told[one.id] = problem
-        return told
+                drafts[one.id] = problem
+        return drafts
 
     def commit(self, accepted: Mapping[str, Accepted]) -> None:
-        """Tell the proposer what became of its drafts; of those not read, nothing stands.
+        """Tell the proposer which drafted tokens were accepted: none of a draft that wasn't read.
 
-        Their tokens are decided, so an error of the proposer waits for the next `propose`.
+        The tokens are already decided, so an error of the proposer waits for the next `propose`.
         """
         if self.proposer is None or not self._asked:
             return
-        rows = [_NOTHING] * self._slots
-        for one in self._asked:
-            if one.slot is not None:  # else it has left meanwhile
-                rows[one.slot] = accepted.get(one.id, _NOTHING)
-        asked, self._asked = self._asked, []
+        rows = [_NOTHING] * len(self._holders)
+        for slot, one in self._asked.items():
+            rows[slot] = accepted.get(one.id, _NOTHING)
         try:
             self.proposer.commit(rows)
         except Exception as problem:
-            self._failed = {one.id: problem for one in asked}
+            self._failed = {one.id: problem for one in self._asked.values()}
+        self._asked = {}
 
-    def remember(self, entry: Entry, hidden: Tensor | None) -> None:
-        """Keep the hidden state [C] at the last token of the request that was read."""
-        if not self.reads_hidden or hidden is None:
-            return
+    def remember(self, entry: Entry, hidden: Tensor) -> None:
+        """Keep the hidden state [C] at the last token of a request that was read."""
         if self._hidden is None:
-            self._hidden = hidden.new_zeros(self._slots, len(hidden))
-        self._hidden[self._place(entry)] = hidden
+            self._hidden = hidden.new_zeros(len(self._holders), len(hidden))
+        self._hidden[self._slot(entry)] = hidden
 
-    def leave(self, entry: Entry) -> None:
-        """Give the place of a request to another."""
-        if entry.slot is not None:
-            self._free.append(entry.slot)
-            entry.slot = None
-
-    def _place(self, entry: Entry) -> int:
-        if entry.slot is None:
-            entry.slot = self._free.pop()
+    def _slot(self, entry: Entry) -> int:
+        """Return the slot of a running request: its last one, or that of one that doesn't run."""
+        if entry.slot is None or self._holders[entry.slot] is not entry:
+            entry.slot = next(
+                slot
+                for slot, one in enumerate(self._holders)
+                if one is None or one.state.status != "running"
+            )
+            self._holders[entry.slot] = entry
         return entry.slot
+
+    def _room(self, entry: Entry) -> int:
+        return self._max_length - len(entry.row.context)
+
+    def _plan(self, draft: Draft, depth: int, room: int) -> Plan:
+        plan = Plan(draft, depth, room)
+        if plan.tokens and not 0 <= min(plan.tokens) <= max(plan.tokens) < self._vocab_size:
+            raise ValueError(
+                f"a draft's tokens must lie below the model's vocabulary, got {plan.tokens}"
+            )
+        return plan

@@ -14,8 +14,8 @@ from dataclasses import astuple, dataclass
 import numpy
 
 from labcore.checks import non_negative, positive
-from labcore.serving.engine.metrics import StepRecord
-from labcore.serving.engine.scheduler import Chunk, Decode, StepPlan
+from labcore.serving.engine.plan import Chunk, Decode, StepPlan
+from labcore.serving.metrics import StepRecord
 
 __all__ = ["CostFit", "CostModel", "StepWork", "fit_costs", "work"]
 

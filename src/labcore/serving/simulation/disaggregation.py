@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from labcore.checks import non_negative
-from labcore.serving.engine.metrics import RequestMetrics
+from labcore.serving.engine.plan import Decode, StepPlan
 from labcore.serving.engine.request import Request
-from labcore.serving.engine.scheduler import Decode, Scheduler, StepPlan
+from labcore.serving.engine.scheduler import Scheduler
+from labcore.serving.metrics import RequestMetrics
 from labcore.serving.simulation.costs import CostModel, work
 from labcore.serving.simulation.router import Routed, route_requests
 from labcore.serving.simulation.workload import Workload

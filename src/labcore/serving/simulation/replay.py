@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from labcore.serving.engine.engine import Engine
-from labcore.serving.engine.metrics import RequestMetrics, StepRecord
 from labcore.serving.engine.request import Request
 from labcore.serving.engine.scheduler import QueueFull
+from labcore.serving.metrics import RequestMetrics, StepRecord
 from labcore.serving.simulation.simulate import QUEUE_FULL, Run
 from labcore.serving.simulation.workload import Workload
 
@@ -45,7 +45,7 @@ class _Player:
         self.outputs: dict[str, list[int]] = {}
         self.moments: dict[str, list[float]] = {}
         self.due: dict[str, float] = {}  # the arrival time of each request
-        self._steps, self._ended = engine.counters.steps, engine.counters.finished.total()
+        self._steps, self._ended = engine.counters.steps, sum(engine.counters.finished.values())
 
     @property
     def now(self) -> float:
@@ -90,7 +90,7 @@ class _Player:
 
     def collect(self) -> None:
         """Collect the times of the ended requests, relative to their arrival times."""
-        count = self.engine.counters.finished.total() - self._ended
+        count = sum(self.engine.counters.finished.values()) - self._ended
         count -= len(self.metrics)  # the engine keeps no times of rejected requests
         found = self.engine.metrics
         self._check_kept(count, len(found))

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from labcore.checks import one_of, positive_int
 from labcore.serving.engine.blocks import chain_hashes
-from labcore.serving.engine.metrics import RequestMetrics, summary
 from labcore.serving.engine.request import Request
 from labcore.serving.engine.scheduler import Scheduler
+from labcore.serving.metrics import RequestMetrics, summary
 from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.simulate import Run, Simulator
 from labcore.serving.simulation.workload import Workload

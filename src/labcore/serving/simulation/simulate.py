@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import numpy
 
 from labcore.checks import fraction, positive, positive_int
-from labcore.serving.engine.clock import ManualClock
-from labcore.serving.engine.metrics import RequestMetrics, StepRecord, summary
+from labcore.serving.clock import ManualClock
+from labcore.serving.engine.plan import StepPlan, StepResult
 from labcore.serving.engine.request import Request, State
-from labcore.serving.engine.scheduler import QueueFull, Scheduler, StepPlan, StepResult
+from labcore.serving.engine.scheduler import QueueFull, Scheduler
+from labcore.serving.metrics import RequestMetrics, StepRecord, summary
 from labcore.serving.simulation.costs import CostModel
 from labcore.serving.simulation.workload import Workload
 
@@ -193,7 +194,8 @@ class Simulator:
         self.clock.advance(seconds)
         results = self._results(plan)
         self.scheduler.commit(plan, results, self.now)
-        self._note(plan, begin, seconds, sum(len(one.tokens) for one in results.values()))
+        record = StepRecord.of(plan, results, self.scheduler, at=begin, seconds=seconds)
+        self._steps.append(record)
 
     def run(self) -> Run:
         """Run until all requests have ended, and return the `Run`."""
@@ -237,29 +239,6 @@ class Simulator:
             token = zlib.crc32(f"{id} {number}".encode())  # outputs differ between requests
             results[id] = StepResult(tokens=(token,), finish=finish)
         return results
-
-    def _note(self, plan: StepPlan, begin: float, seconds: float, emitted: int) -> None:
-        pool = self.scheduler.pool
-        self._steps.append(
-            StepRecord(
-                step=plan.step,
-                at=begin,
-                seconds=seconds,
-                chunks=plan.chunks,
-                decodes=plan.decodes,
-                tokens=plan.tokens,
-                waiting=len(self.scheduler.waiting),
-                running=len(self.scheduler.running),
-                free=pool.free,
-                held=pool.held,
-                cached=pool.cached,
-                idle=plan.rests,
-                admitted=plan.admitted,
-                preempted=plan.preempted,
-                expired=plan.expired,
-                emitted=emitted,
-            )
-        )
 
     def _block_map(self, plan: StepPlan) -> tuple[int, ...]:
         pool = self.scheduler.pool

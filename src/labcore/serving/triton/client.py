@@ -3,7 +3,7 @@
 Every call sends a deadline with its request. The engine ends the request at the deadline with
 finish "deadline"; a TimeoutError means that the server itself didn't answer. Leaving an iterator
 early, by `close()` or `break`, closes the connection. The server notices that when it next writes
-to the stream. It doesn't notice an abandoned `generate`: there the deadline ends the work.
+to the stream.
 """
 
 from __future__ import annotations
@@ -12,43 +12,35 @@ import http.client
 import json
 import queue
 import socket
-import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labcore.checks import positive
+from labcore.checks import one_of, positive
 
 __all__ = [
     "Addresses",
-    "EngineClient",
     "ServerError",
     "Streamed",
+    "engine_stream",
     "examples",
-    "generate",
     "generate_stream",
     "grpc_stream",
     "metrics",
-    "ready",
 ]
 
 SLACK_S = 5.0  # for the engine's deadline message to arrive
-# The model's inputs: tritonclient's name of the data type, and numpy's.
-INPUTS = {
-    "text_input": ("BYTES", "object"),
-    "max_tokens": ("INT32", "int32"),
-    "temperature": ("FP32", "float32"),
-    "top_k": ("INT32", "int32"),
-    "top_p": ("FP32", "float32"),
-    "repetition_penalty": ("FP32", "float32"),
-    "stop": ("BYTES", "object"),
-    "seed": ("INT64", "int64"),
-    "priority": ("INT32", "int32"),
-    "timeout": ("FP32", "float32"),
-    "stream": ("BOOL", "bool"),
-}
+CURL = """\
+curl -sN http://{0.host}:{0.http}/v2/models/lm/generate_stream \\
+  -d '{{"text_input": "def area(width, height):\\n", "max_tokens": 24}}'
+
+curl -s http://{0.host}:{0.http}/v2/models/lm/generate \\
+  -d '{{"text_input": "def area(width, height):\\n", "max_tokens": 24, "stream": false}}'; echo
+
+curl -s http://{0.host}:{0.metrics}/metrics | grep -E '^(labcore_engine|nv_inference_request)'
+"""
 
 
 class ServerError(RuntimeError):
@@ -71,6 +63,11 @@ class Addresses:
     grpc: int = 8001
     metrics: int = 8002
 
+    def __str__(self) -> str:
+        """Name all three, for people."""
+        at = self.host
+        return f"http://{at}:{self.http}, gRPC {at}:{self.grpc}, metrics {at}:{self.metrics}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Streamed:
@@ -82,72 +79,20 @@ class Streamed:
     reason: str = ""
 
 
-CURL = """\
-curl -sN {http}/v2/models/lm/generate_stream \\
-  -d '{{"text_input": "{prompt}", "max_tokens": 24}}'
-
-curl -s {http}/v2/models/lm/generate \\
-  -d '{{"text_input": "{prompt}", "max_tokens": 24, "stream": false}}'; echo
-
-curl -s {metrics}/metrics | grep -E '^(labcore_engine|nv_inference_request)'
-"""
-
-
 def examples(addresses: Addresses) -> str:
     """Return shell commands that query the server."""
-    host = f"http://{addresses.host}"
-    return CURL.format(
-        http=f"{host}:{addresses.http}",
-        metrics=f"{host}:{addresses.metrics}",
-        prompt="def area(width, height):\\n",
-    )
-
-
-def get(addresses: Addresses, path: str, *, port: int | None = None, timeout: float = 1.0) -> str:
-    """Return the body of GET `path`. Raises OSError, or ServerError if the status isn't 200."""
-    connection = http.client.HTTPConnection(
-        addresses.host, addresses.http if port is None else port, timeout=timeout
-    )
-    try:
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        text = answer.read().decode("utf-8", "replace")
-    except http.client.HTTPException as error:
-        raise ConnectionError(f"the connection to the server broke: {error!r}") from None
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise ServerError(text or answer.reason, status=str(answer.status))
-    return text
-
-
-def ready(addresses: Addresses, *, timeout: float = 1.0) -> bool:
-    """Return whether the server reports that it accepts requests."""
-    try:
-        get(addresses, "/v2/health/ready", timeout=timeout)
-    except (OSError, ServerError):
-        return False
-    return True
+    return CURL.format(addresses)
 
 
 def metrics(addresses: Addresses, *, timeout: float = 5.0) -> dict[str, float]:
-    """Return the server's metrics by name, with labels in Prometheus's format."""
-    lines = get(addresses, "/metrics", port=addresses.metrics, timeout=timeout).splitlines()
+    """Return the server's metrics by name, with labels in Prometheus's format.
+
+    Raises ServerError, TimeoutError and ConnectionError.
+    """
+    with _opened(addresses.host, addresses.metrics, "/metrics", timeout=timeout) as answer:
+        lines = answer.read().decode("utf-8").splitlines()
     pairs = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
     return {name: float(value) for name, _, value in pairs}
-
-
-def generate(
-    addresses: Addresses, prompt: str, *, timeout: float = 30.0, **wanted: Any
-) -> Streamed:
-    """Return the whole output in one answer, by POST /v2/models/lm/generate.
-
-    The server reports an error if a decoupled model sends two responses to this address. The input
-    `stream` is therefore false here, which makes the model send one.
-    """
-    body = {"text_input": prompt, "timeout": timeout, **wanted, "stream": False}
-    parts = list(_events(addresses, "/v2/models/lm/generate", body, timeout))
-    return parts[-1]
 
 
 def generate_stream(
@@ -160,54 +105,42 @@ def generate_stream(
     model, even a full queue, is HTTP status 400. After it, an error is an event in a response
     whose status was 200. Raises ServerError, TimeoutError and ConnectionError.
     """
-    body = {"text_input": prompt, "timeout": timeout, **wanted}
-    return _events(addresses, "/v2/models/lm/generate_stream", body, timeout)
+    body = json.dumps({"text_input": prompt, "timeout": positive("timeout", timeout), **wanted})
+    path, seconds, finish = "/v2/models/lm/generate_stream", timeout + SLACK_S, ""
+    with _opened(addresses.host, addresses.http, path, body=body, timeout=seconds) as answer:
+        for line in answer:
+            if told := line.removeprefix(b"data:").strip():
+                event = json.loads(told)
+                if "error" in event:
+                    raise ServerError(str(event["error"]), status="200")
+                ids, finish = event["token_ids"], event["finish_reason"]
+                yield Streamed(
+                    text=event["text_output"],
+                    tokens=tuple(ids if isinstance(ids, list) else [ids]),  # one has no list
+                    finish=finish,
+                    reason=event["reason"],
+                )
+    if not finish:
+        raise ConnectionError("the server closed the connection before the output's end")
 
 
-def _events(
-    addresses: Addresses, path: str, body: dict[str, Any], timeout: float
-) -> Iterator[Streamed]:
-    seconds = positive("timeout", timeout) + SLACK_S
-    ends = time.monotonic() + seconds
-    connection = http.client.HTTPConnection(addresses.host, addresses.http, timeout=seconds)
+@contextmanager
+def _opened(
+    host: str, port: int, path: str, *, body: str | None = None, timeout: float
+) -> Iterator[http.client.HTTPResponse]:
+    """Open GET `path`, or POST with a body; errors are those of `generate_stream`."""
     try:
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", path, json.dumps(body), headers)
-        transport: socket.socket = connection.sock
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise ServerError(_error_of(answer.read()), status=str(answer.status))
-        finished = False
-        while True:
-            transport.settimeout(max(ends - time.monotonic(), 0.001))
-            line = answer.readline()
-            if not line:
-                break
-            told = line.removeprefix(b"data:").strip()
-            if told:
-                part = _part(json.loads(told))
-                finished = finished or bool(part.finish)
-                yield part
-        if not finished:
-            raise ConnectionError("the server closed the connection before the output's end")
+        with closing(http.client.HTTPConnection(host, port, timeout=timeout)) as connection:
+            connection.request("POST" if body else "GET", path, body)
+            with connection.getresponse() as answer:
+                if answer.status != 200:
+                    error = _error_of(answer.read()) or answer.reason
+                    raise ServerError(error, status=str(answer.status))
+                yield answer
     except TimeoutError:
-        raise TimeoutError(f"the server did not end the output within {seconds} s") from None
-    except http.client.HTTPException as error:
-        raise ConnectionError(f"the connection to the server broke: {error!r}") from None
-    finally:
-        connection.close()
-
-
-def _part(event: dict[str, Any]) -> Streamed:
-    if "error" in event:
-        raise ServerError(str(event["error"]), status="200")
-    ids = event.get("token_ids", [])
-    return Streamed(
-        text=event.get("text_output", ""),
-        tokens=tuple(ids if isinstance(ids, list) else [ids]),  # a single id arrives without a list
-        finish=event.get("finish_reason", ""),
-        reason=event.get("reason", ""),
-    )
+        raise TimeoutError(f"the server did not answer within {timeout} s") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise ConnectionError(f"no answer from {host}:{port}: {error!r}; try again") from None
 
 
 def _error_of(body: bytes) -> str:
@@ -222,74 +155,74 @@ def grpc_stream(
     """Yield the parts of an output as they arrive, over a gRPC stream of NVIDIA's `tritonclient`.
 
     Arguments and errors are those of `generate_stream`. Raises ModuleNotFoundError if tritonclient
-    isn't installed.
+    isn't installed, ValueError for an unknown input.
     """
+    import numpy
     import tritonclient.grpc as triton
-    from tritonclient.utils import InferenceServerException
+    from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
     seconds = positive("timeout", timeout) + SLACK_S
-    ends = time.monotonic() + seconds
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     client = triton.InferenceServerClient(f"{addresses.host}:{addresses.grpc}")
-    finished = False
+    inputs, finish = [], ""
     try:
-        client.start_stream(lambda result, error: answers.put((result, error)), seconds)
-        inputs = _grpc_inputs(triton, {"text_input": prompt, "timeout": timeout, **wanted})
+        model = client.get_model_metadata("lm", client_timeout=seconds)
+        kinds = {one.name: one.datatype for one in model.inputs}
+        for name, value in {"text_input": prompt, "timeout": timeout, **wanted}.items():
+            kind = kinds[one_of("input", name, kinds)]
+            values = value if isinstance(value, list | tuple) else [value]
+            inputs.append(triton.InferInput(name, [len(values)], kind))
+            inputs[-1].set_data_from_numpy(numpy.array(values, dtype=triton_to_np_dtype(kind)))
+        client.start_stream(lambda result, error: answers.put((result, error)))
         client.async_stream_infer("lm", inputs, enable_empty_final_response=True)
-        while True:
-            result, error = answers.get(timeout=max(ends + SLACK_S - time.monotonic(), 0.001))
+        while not finish:
+            result, error = answers.get(timeout=seconds)
             if error is not None:
                 raise ServerError(str(error.message()), status=str(error.status() or ""))
-            last = result.get_response().parameters["triton_final_response"].bool_param
-            if result.as_numpy("text_output") is not None:
-                part = _grpc_part(result)
-                finished = finished or bool(part.finish)
-                yield part
-            if last:
-                break
-        if not finished:
-            raise ConnectionError("the server ended the stream before the output's end")
+            if result.as_numpy("text_output") is None:  # the final flag alone
+                raise ConnectionError("the server ended the stream before the output's end")
+            text, finish, reason = (
+                result.as_numpy(name)[0].decode("utf-8")
+                for name in ("text_output", "finish_reason", "reason")
+            )
+            tokens = tuple(result.as_numpy("token_ids").tolist())
+            yield Streamed(text=text, tokens=tokens, finish=finish, reason=reason)
     except queue.Empty:
-        raise TimeoutError(f"the server did not end the output within {seconds} s") from None
-    except ServerError as error:
-        if "Deadline Exceeded" in str(error) or "DEADLINE" in error.status:
-            raise TimeoutError(f"the server did not end the output within {seconds} s") from None
-        raise
+        raise TimeoutError(f"the server did not answer within {seconds} s") from None
     except InferenceServerException as error:
         raise ConnectionError(f"the connection to the server broke: {error}") from None
     finally:
-        client.stop_stream(cancel_requests=not finished)
+        client.stop_stream(cancel_requests=not finish)
         client.close()
 
 
-def _grpc_inputs(triton: Any, wanted: dict[str, Any]) -> list[Any]:
-    import numpy
+def engine_stream(
+    path: str | Path, prompt: str | list[int], *, timeout: float = 30.0, **wanted: Any
+) -> Iterator[Streamed]:
+    """Yield the parts of an output as they arrive over the engine's own socket, without a server.
 
-    inputs = []
-    for name, value in wanted.items():
-        if name not in INPUTS:
-            raise ValueError(f"an input must be one of {', '.join(INPUTS)}, got {name!r}")
-        kind, dtype = INPUTS[name]
-        values = list(value) if isinstance(value, list | tuple) else [value]
-        if kind == "BYTES":
-            values = [v if isinstance(v, bytes) else str(v).encode("utf-8") for v in values]
-        told = triton.InferInput(name, [len(values)], kind)
-        told.set_data_from_numpy(numpy.array(values, dtype=dtype))
-        inputs.append(told)
-    return inputs
-
-
-def _grpc_part(result: Any) -> Streamed:
-    texts = {
-        name: result.as_numpy(name).reshape(-1)[0].decode("utf-8")
-        for name in ("text_output", "finish_reason", "reason")
-    }
-    return Streamed(
-        text=texts["text_output"],
-        tokens=tuple(int(token) for token in result.as_numpy("token_ids").reshape(-1)),
-        finish=texts["finish_reason"],
-        reason=texts["reason"],
-    )
+    Arguments and errors are those of `generate_stream`; the path is that of the socket, and the
+    prompt may be token ids. Raises RuntimeError on Windows.
+    """
+    message = {"type": "submit", "prompt": prompt, "timeout": timeout, **wanted}
+    with unix_socket() as end:
+        end.settimeout(positive("timeout", timeout) + SLACK_S)
+        try:
+            end.connect(str(path))
+        except OSError as error:
+            raise ConnectionError(f"no engine listens on {path} ({error})") from None
+        end.sendall(json.dumps(message).encode("ascii") + b"\n")
+        with end.makefile("rb") as lines:
+            for line in lines:
+                told = json.loads(line)
+                finish, reason = told["finish"], told["reason"]
+                if "code" in told:
+                    raise ServerError(reason, status=told["code"])
+                tokens = tuple(told["tokens"])
+                yield Streamed(text=told["text"], tokens=tokens, finish=finish, reason=reason)
+                if finish:
+                    return
+    raise ConnectionError("the engine closed the connection before the output's end")
 
 
 def unix_socket() -> socket.socket:
@@ -300,68 +233,3 @@ def unix_socket() -> socket.socket:
             "this process, or WSL"
         )
     return socket.socket(socket.AF_UNIX)
-
-
-class EngineClient:
-    """The engine's own socket, without a server: one request at a time, for measurements.
-
-    timeout: seconds for each line. Raises ConnectionError if no engine listens there.
-    """
-
-    def __init__(self, path: str | Path, *, timeout: float = 30.0) -> None:
-        self._end = unix_socket()
-        self._end.settimeout(positive("timeout", timeout))
-        try:
-            self._end.connect(str(path))
-        except OSError as error:
-            self._end.close()
-            raise ConnectionError(f"no engine listens on {path} ({error})") from None
-        self._lines = self._end.makefile("rb")
-        self._count = 0
-
-    def submit(self, prompt: str | list[int], **wanted: Any) -> Iterator[Streamed]:
-        """Yield the parts of an output. Raises ServerError if the engine refuses the request."""
-        self._count += 1
-        name = f"r{self._count}"
-        self._send({"type": "submit", "id": name, "prompt": prompt, **wanted})
-        finish = ""
-        while not finish:
-            told = self._read()
-            if told.get("id") != name:  # of an output that was left
-                continue
-            if told["type"] == "error":
-                raise ServerError(told["reason"], status=told["code"])
-            finish = told.get("finish", "")
-            yield Streamed(
-                text=told.get("text", ""),
-                tokens=tuple(told.get("tokens", ())),
-                finish=finish,
-                reason=told.get("reason", ""),
-            )
-
-    def stats(self) -> dict[str, Any]:
-        """Return the engine's queues, blocks and counters by name."""
-        self._send({"type": "stats"})
-        values: dict[str, Any] = self._read()["values"]
-        return values
-
-    def close(self) -> None:
-        """Close the connection; the engine cancels its request."""
-        self._lines.close()
-        self._end.close()
-
-    def __enter__(self) -> EngineClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _send(self, message: dict[str, Any]) -> None:
-        self._end.sendall(json.dumps(message).encode("ascii") + b"\n")
-
-    def _read(self) -> dict[str, Any]:
-        line = self._lines.readline()
-        if not line:
-            raise ConnectionError("the connection to the engine was lost; ask again later")
-        told: dict[str, Any] = json.loads(line)
-        return told

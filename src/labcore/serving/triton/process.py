@@ -3,11 +3,12 @@
 One thread does everything in turn: it reads the lines that have come, runs one step of the engine,
 and writes what the step brought. The protocol is one JSON object per line, in UTF-8.
 
-To the engine: `submit` (id, prompt as text or token ids, fields of SamplingConfig, priority,
-timeout in seconds), `cancel` (id), `stats`. From the engine: any number of `tokens` (id, tokens,
-text) and one `finish` (id, finish, reason) or `error` (id or null, code, reason) per submit;
-`stats` (values). Error codes: invalid, overloaded. Ids belong to their connection, and its requests
-are cancelled when it ends or its client stops reading.
+To the engine: `{"type": "submit"}` with prompt (text or token ids), fields of SamplingConfig,
+priority, timeout in seconds, and since, the time.monotonic() from which the timeout counts; or
+`{"type": "stats"}`. From the engine: for a submit, lines with the fields of an `Output`, the last
+with a finish; for stats, a line with numbers, such as the process id. A refused line gets the
+finish "error", a reason, and the code INVALID_ARG or UNAVAILABLE. A connection carries one request
+at a time, which is canceled when the connection ends or its client stops reading.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,6 @@ from labcore.device import default_device
 from labcore.models import Llama, from_pretrained, pretrained, shipped_tokenizer
 from labcore.models.tokenizer import Tokenizer
 from labcore.serving.engine.engine import Engine
-from labcore.serving.engine.outputs import Output
 from labcore.serving.engine.scheduler import QueueFull
 from labcore.serving.triton.client import unix_socket
 
@@ -45,19 +45,35 @@ UNREAD = 1 << 23  # bytes that a client may leave unread before it counts as los
 SHIPPED = ("target", "draft")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "stop", "seed")
-FIELDS = ("type", "id", "prompt", "priority", "timeout", *SAMPLING)
+FIELDS = ("type", "prompt", "priority", "timeout", "since", *SAMPLING)
 
 
 class _Client:
-    """A connection: bytes that wait to be parsed, and bytes that wait to be sent."""
+    """A connection: bytes of a line that isn't whole yet, and bytes that wait to be sent."""
 
-    def __init__(self, end: socket.socket, number: int) -> None:
-        self.end, self.number = end, number
-        self.read, self.unsent = bytearray(), bytearray()
-        self.requests: set[str] = set()  # the engine's ids
+    def __init__(self, end: socket.socket, name: str) -> None:
+        self.end, self.name = end, name  # the name is also that of its request
+        self.unread, self.unsent = b"", bytearray()
+
+    def receive(self) -> list[bytes]:
+        """Return the lines that have come. Raises OSError if the connection has ended."""
+        data = self.end.recv(1 << 16)
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        if not data or len(self.unread) > LIMIT:
+            raise ConnectionError("the connection or a line has no end")
+        return lines
 
     def send(self, **message: Any) -> None:
+        """Append a line to what waits to be sent."""
         self.unsent += json.dumps(message).encode("ascii") + b"\n"
+
+    def flush(self) -> None:
+        """Send what the client takes. Raises OSError if it doesn't read."""
+        if self.unsent:
+            with suppress(BlockingIOError):
+                del self.unsent[: self.end.send(self.unsent)]
+        if len(self.unsent) > UNREAD:
+            raise ConnectionError("the client doesn't read")
 
 
 class EngineServer:
@@ -82,104 +98,78 @@ class EngineServer:
                 f"path must be free and short enough for a socket, got {self.path} ({error})"
             ) from None
         self.path.chmod(0o600)  # for this user only
-        self._listener.listen()
+        self._listener.listen(4096)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._owners: dict[str, _Client] = {}  # by the engine's ids
+        self._clients: dict[str, _Client] = {}
         self._count = 0
 
-    def serve(self, ended: Callable[[], bool], parent: int | None = None) -> None:
-        """Serve until `ended()`, or until the file descriptor `parent` is closed."""
-        if parent is not None:
-            self._selector.register(parent, selectors.EVENT_READ)
+    def serve(self, ended: Callable[[], bool]) -> None:
+        """Serve until `ended()`."""
         try:
             while not ended():
-                for key, events in self._selector.select(0 if not self.engine.idle else 0.05):
-                    if key.fileobj is self._listener:
+                for key, _ in self._selector.select(0.05 if self.engine.idle else 0):
+                    if key.data is None:
                         self._accept()
-                    elif key.fileobj == parent:
-                        if not os.read(key.fd, 4096):
-                            return
                     else:
-                        self._attend(key.data, events)
-                if not self.engine.idle:
-                    for output in self.engine.step():
-                        self._tell(output)
+                        self._read(key.data)
+                for output in [] if self.engine.idle else self.engine.step():
+                    if client := self._clients.get(output.id):  # else it has left
+                        client.send(**asdict(output))
+                for client in list(self._clients.values()):
+                    with self._losing(client):
+                        client.flush()
         finally:
             self.engine.close()
-            for key in list(self._selector.get_map().values()):
-                if isinstance(key.data, _Client):
-                    key.data.end.close()
+            for client in self._clients.values():
+                client.end.close()
             self._selector.close()
             self._listener.close()
             self.path.unlink(missing_ok=True)
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it may have left already
-            end, _ = self._listener.accept()
-            end.setblocking(False)
-            self._count += 1
-            self._selector.register(end, selectors.EVENT_READ, _Client(end, self._count))
+        with suppress(OSError):  # until no more wait
+            while True:
+                end, _ = self._listener.accept()
+                end.setblocking(False)
+                self._count += 1
+                client = self._clients[f"c{self._count}"] = _Client(end, f"c{self._count}")
+                self._selector.register(end, selectors.EVENT_READ, client)
+                self._read(client)  # now, not after the next step
 
-    def _attend(self, client: _Client, events: int) -> None:
-        """Read and write what is possible without waiting."""
+    @contextmanager
+    def _losing(self, client: _Client) -> Iterator[None]:
+        """Forget a client whose connection ends, and cancel its request."""
         try:
-            if events & selectors.EVENT_READ:
-                data = client.end.recv(1 << 16)
-                if not data:
-                    self._lose(client)
-                    return
-                client.read += data
-                self._lines(client)
-            self._flush(client)
-        except BlockingIOError:
+            yield
+        except BlockingIOError:  # nothing has come yet
             pass
         except OSError:
-            self._lose(client)
+            del self._clients[client.name]
+            self._selector.unregister(client.end)
+            client.end.close()
+            self.engine.cancel(client.name)
 
-    def _flush(self, client: _Client) -> None:
-        if client.unsent:
-            with suppress(BlockingIOError):
-                del client.unsent[: client.end.send(client.unsent)]
-        if len(client.unsent) > UNREAD:
-            raise OSError("the client doesn't read")
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
-        self._selector.modify(client.end, wanted, client)
-
-    def _lines(self, client: _Client) -> None:
-        *lines, rest = bytes(client.read).split(b"\n")
-        client.read = bytearray(rest)
-        if len(rest) > LIMIT:
-            raise OSError("a line without end")
-        for line in filter(bytes.strip, lines):
-            name = None
-            try:
-                if len(line) > LIMIT:
-                    raise ValueError(f"a line must have at most {LIMIT} bytes, got {len(line)}")
-                message = json.loads(line)
-                if not isinstance(message, dict):
-                    raise TypeError(f"a line must be a JSON object, got a {type(message).__name__}")
-                name = message.get("id")
-                self._obey(client, message)
-            except QueueFull as error:
-                client.send(type="error", id=name, code="overloaded", reason=str(error))
-            except (TypeError, ValueError, OverflowError, RecursionError) as error:
-                client.send(type="error", id=name, code="invalid", reason=str(error)[:500])
+    def _read(self, client: _Client) -> None:
+        with self._losing(client):
+            for line in filter(bytes.strip, client.receive()):
+                try:
+                    if len(line) > LIMIT:
+                        raise ValueError(f"a line must have at most {LIMIT} bytes, got {len(line)}")
+                    self._obey(client, json.loads(line))
+                except QueueFull as error:
+                    client.send(finish="error", code="UNAVAILABLE", reason=str(error))
+                except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                    client.send(finish="error", code="INVALID_ARG", reason=str(error)[:500])
 
     def _obey(self, client: _Client, message: Mapping[str, Any]) -> None:
-        kind = one_of("type", message.get("type"), ("submit", "cancel", "stats"))
-        if kind == "stats":
+        if not isinstance(message, dict):
+            raise TypeError(f"a line must be a JSON object, got a {type(message).__name__}")
+        if one_of("type", message.get("type"), ("submit", "stats")) == "stats":
             told = asdict(self.engine.stats())
-            finished = told.pop("finished")
-            told |= {f"finished_{why}": count for why, count in finished.items()}
-            client.send(type="stats", values=told)
-            return
-        if not isinstance(message.get("id"), str) or len(message["id"]) > 256:
-            raise TypeError("id must be a string of at most 256 characters")
-        name = f"{client.number}:{message['id']}"
-        if kind == "cancel":
-            self.engine.cancel(name)  # an unknown id isn't an error: it may have just ended
+            finished = {f"finished_{why}": count for why, count in told.pop("finished").items()}
+            client.send(pid=os.getpid(), **told, **finished)
             return
         for field in message:
             one_of("field of submit", field, FIELDS)
@@ -188,44 +178,16 @@ class EngineServer:
             if not isinstance(wanted["stop"], list):
                 raise TypeError(f"stop must be a list of texts, got {wanted['stop']!r}")
             wanted["stop"] = tuple(wanted["stop"])
-        seconds = message.get("timeout")
+        now, seconds = self.engine.clock.now(), message.get("timeout")
         if seconds is not None and not seconds > 0:
             raise ValueError(f"timeout must be above 0 seconds, got {seconds}")
         self.engine.submit(
             message.get("prompt", ()),
             SamplingConfig(**wanted),
-            id=name,
+            id=client.name,
             priority=message.get("priority", 0),
-            deadline=None if seconds is None else self.engine.clock.now() + seconds,
+            deadline=None if seconds is None else message.get("since", now) + seconds,
         )
-        self._owners[name] = client
-        client.requests.add(name)
-
-    def _tell(self, output: Output) -> None:
-        client = self._owners.get(output.id)
-        if client is None:
-            return
-        name = output.id.partition(":")[2]
-        if output.tokens or output.text:
-            client.send(type="tokens", id=name, tokens=list(output.tokens), text=output.text)
-        if output.finish:
-            client.send(type="finish", id=name, finish=output.finish, reason=output.reason)
-            client.requests.discard(output.id)
-            del self._owners[output.id]
-        try:
-            self._flush(client)
-        except OSError:
-            self._lose(client)
-
-    def _lose(self, client: _Client) -> None:
-        """Forget a client and cancel its requests."""
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(client.end)
-        client.end.close()
-        for name in client.requests:
-            self._owners.pop(name, None)
-            self.engine.cancel(name)
-        client.requests.clear()
 
 
 def load(name: str, *, dtype: torch.dtype = torch.float32) -> tuple[Llama, Tokenizer]:
@@ -256,14 +218,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-waiting", type=int, default=1024, help="requests in the queue")
     add("--proposer", choices=["ngram"], help="speculation")
     add("--threads", type=int, help="torch threads on a CPU")
-    add("--attached", action="store_true", help="exit when standard input closes")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return the exit code."""
     told = vars(_parser().parse_args(arguments))
-    path, name, attached = told.pop("socket"), told.pop("model"), told.pop("attached")
+    path, name = told.pop("socket"), told.pop("model")
     threads, dtype = told.pop("threads"), DTYPES[told.pop("dtype")]
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -275,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, RuntimeError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    server.serve(ended.is_set, parent=0 if attached else None)
+    server.serve(ended.is_set)
     return 0
 
 

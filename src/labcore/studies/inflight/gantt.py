@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from labcore.checks import positive_int
-from labcore.serving.engine.metrics import StepRecord
+from labcore.serving.metrics import StepRecord
 from labcore.serving.simulation.simulate import QUEUE_FULL, Run
 
 __all__ = ["KINDS", "Span", "busy", "timeline"]

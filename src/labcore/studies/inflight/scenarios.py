@@ -16,8 +16,8 @@ import numpy
 
 from labcore.checks import one_of, positive, positive_int
 from labcore.serving.engine.blocks import BlockPool, blocks_for
-from labcore.serving.engine.metrics import RequestMetrics, summary
 from labcore.serving.engine.scheduler import POLICIES, Scheduler
+from labcore.serving.metrics import RequestMetrics, summary
 from labcore.serving.simulation.costs import CostModel, StepWork
 from labcore.serving.simulation.router import ROUTERS, PrefixAware, Routed, route_requests
 from labcore.serving.simulation.simulate import Run, simulate

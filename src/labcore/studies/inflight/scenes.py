@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from labcore.checks import positive_int
-from labcore.serving.engine.metrics import StepRecord, summary
+from labcore.serving.metrics import StepRecord, summary
 from labcore.serving.simulation.simulate import CACHED, FREE, Run
 from labcore.studies.inflight.gantt import Span, timeline
 

@@ -12,7 +12,7 @@ from tokenizers import decoders, models
 from labcore.decoding import SamplingConfig
 from labcore.models import ByteTokenizer, Tokenizer, shipped_tokenizer
 from labcore.serving.engine.engine import Engine
-from labcore.serving.engine.outputs import Following
+from labcore.serving.engine.outputs import Detokenizer
 from tests.serving.tiny import BYTES, alone, mixed, run, tiny
 
 TEXT = "Grüße, 日本語 — naïve 🙂🙃 \u200d x\u0301  two\n\n  spaces �"
@@ -59,24 +59,24 @@ def test_every_beginning_reads_as_when_decoded_at_once(seed: int, kind: str) -> 
         else:
             said = tokenizer.encode(TEXT)
         row = noise + said + noise[::-1]
-        following, end = Following(tokenizer), 0
+        detokenizer, end = Detokenizer(tokenizer), 0
         while end < len(row):
             end = min(end + chance.randint(1, 4), len(row))
-            assert following.decode(row[:end]) == tokenizer.decode(row[:end])
+            assert detokenizer.decode(row[:end]) == tokenizer.decode(row[:end])
             if chance.random() < 0.2:  # as stop texts ask
                 shorter = chance.randint(0, end)
-                assert following.decode(row[:shorter]) == tokenizer.decode(row[:shorter])
+                assert detokenizer.decode(row[:shorter]) == tokenizer.decode(row[:shorter])
         row[chance.randrange(len(row))] = 0  # another output: nothing of the first stays
-        assert following.decode(row) == tokenizer.decode(row)
+        assert detokenizer.decode(row) == tokenizer.decode(row)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "shipped"])
 def test_a_step_decodes_a_few_tokens(seed: int, kind: str) -> None:
     tokenizer = Counts(ByteTokenizer() if kind == "bytes" else shipped_tokenizer())
     row = tokenizer.inner.encode(TEXT) * 20
-    following = Following(tokenizer)
+    detokenizer = Detokenizer(tokenizer)
     for end in range(1, len(row) + 1):
-        following.decode(row[:end])
+        detokenizer.decode(row[:end])
     assert tokenizer.seen < 16 * len(row)  # all of it at each step would be len(row) / 2 a token
 
 
