@@ -1,7 +1,7 @@
 """Is what an engine said what the request says alone? Where rounding may have decided: an audit.
 
 A row of a larger batch is summed in another order, so two tokens that are almost equally good may
-change places, and everything behind them differs. Each token is then judged behind the output's
+change places, and everything after them differs. Each token is then judged after the output's
 own beginning: a greedy one by `near_tie_audit`; a sampled one by the number that was drawn for it,
 which must lie in the token's part of the distribution or within `EDGE` of it.
 """

@@ -1,4 +1,4 @@
-"""An output's text is followed token by token, and is that of all its tokens decoded at once."""
+"""An output's text, decoded step by step, is that of all its tokens decoded at once."""
 
 from __future__ import annotations
 

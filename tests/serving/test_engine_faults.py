@@ -1,4 +1,4 @@
-"""What fails ends its own requests with a sentence; the others go on, and nothing is leaked."""
+"""A fault ends its own requests with a reason; the others go on, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Fails:
 
 
 def poison(engine: Engine, blocks) -> None:
-    """What a failed forward leaves behind must be read by nobody."""
+    """Overwrite blocks with NaN, so that any later read of a failed forward's data shows."""
     for pages in (*engine.runner.cache.keys, *engine.runner.cache.values):
         pages[list(blocks)] = float("nan")
 
@@ -351,7 +351,7 @@ def test_a_proposer_that_cannot_take_a_commit(seed: int) -> None:
 
 
 def test_what_failed_once_is_found_by_nobody(seed: int) -> None:
-    """A chunk that is not the last writes NaN, and its pages were shared before it showed."""
+    """A chunk writes NaN, and its blocks are shared before a later chunk shows the fault."""
     engine = Engine(
         tiny(seed, eos_token_ids=()), BYTES, **{**OPTIONS, "max_num_batched_tokens": 16}
     )

@@ -1,4 +1,4 @@
-"""Replayed decode steps inside an engine; on a CPU the same steps run one by one."""
+"""Replayed decode steps in an engine; on a CPU, the same steps run one operation at a time."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_static_batch_tells_each_client_its_own_end(seed: int) -> None:
 @pytest.mark.parametrize("policy", ["static", "guaranteed_no_evict", "max_utilization"])
 @pytest.mark.parametrize("proposer", [None, "ngram"])
 def test_cancelled_at_any_time(seed: int, policy: str, proposer: str | None) -> None:
-    """In the queue, amid its prompt, behind its prompt, amid its output; others hear no change."""
+    """In the queue, within or after the prompt, within the output: nothing changes for others."""
     model, chance = tiny(seed, eos_token_ids=()), random.Random(seed)
     asked = mixed(chance, 20, most=30)
     engine = Engine(

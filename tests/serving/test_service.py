@@ -1,4 +1,4 @@
-"""An engine in its own thread: any thread submits, reads, cancels, leaves."""
+"""An engine in its own thread: other threads submit, read, cancel and leave."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_cancel_and_leave(seed: int) -> None:
     engine = Engine(tiny(seed, eos_token_ids=()), BYTES, **{**OPTIONS, "num_blocks": 60})
     with Service(engine) as service:
         with held_up(service) as gate:
-            # The first waits in the step for which there is no leave; the others come with it.
+            # The first waits in a step that isn't allowed yet; the others join it there.
             streams = [service.submit([0, 5], LONG, id="r0", timeout=PATIENCE)]
             with ask(service):
                 streams += [
@@ -113,7 +113,7 @@ def test_cancel_and_leave(seed: int) -> None:
             streams[2].cancel()
             first = streams[0]
             del streams, stream
-            gc.collect()  # nobody has the last one any more
+            gc.collect()  # nothing refers to the last one any more
             gate.allow(1)
         *_, last = first
         assert (last.finish, first.finish) == ("cancelled", "cancelled")
@@ -167,7 +167,7 @@ def test_backpressure(seed: int) -> None:
 
 @contextmanager
 def ask(service: Service) -> Iterator[None]:
-    """Submit past the thread, which a held-up step keeps from answering."""
+    """Bypass the engine's thread, which can't answer during a held-up step."""
     whole = service._ask
     service._ask = lambda what: what()  # type: ignore[method-assign]
     try:
@@ -323,7 +323,7 @@ def test_a_name_comes_again_before_its_end_is_told(seed: int) -> None:
 
 @pytest.mark.parametrize("broken", ["cancel", "stats", "close"])
 def test_nobody_waits_for_an_engine_that_broke(seed: int, broken: str) -> None:
-    """Whatever raises in the engine's thread, all who ask are answered, and it is closed."""
+    """Whatever raises in the engine's thread, each question is answered and the engine closed."""
     engine = Engine(tiny(seed, eos_token_ids=()), BYTES, **OPTIONS)
     closed, close = [], engine.close
 

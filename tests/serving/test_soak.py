@@ -1,4 +1,4 @@
-"""The shipped target behind an engine that is never at rest: each request as it is alone.
+"""The shipped target in an engine that never rests: each output is that of its request alone.
 
 50 mixed requests under every policy, with and without drafts; LABCORE_SOAK=1: 2,000 requests, 50
 others in each of 40 engines. The pools are so small that requests wait, are preempted and evict
@@ -104,7 +104,7 @@ def engine_of(chance: random.Random, **options: Any) -> Engine:
 
 
 def serve(engine: Engine, asked: Sequence[Asked], chance: random.Random) -> Heard:
-    """Serve them as they come in and leave; every invariant is asked after each step."""
+    """Serve them as they come in and leave; check every invariant after each step."""
     heard, clock = Heard(), engine.clock
     assert isinstance(clock, ManualClock)
     left, leaving = list(enumerate(asked)), dict[str, float]()

@@ -1,4 +1,4 @@
-"""Drafts inside an engine: trees, hidden states, places, and what a proposer is told."""
+"""Drafts in an engine: trees, hidden states, slots, and what a proposer receives."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_a_folder_with_other_things_is_left_alone(
     """Somebody's files, and the environment that this runs in."""
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     (tmp_path / kept).touch()
-    with pytest.raises(RuntimeError, match="needs an empty folder, or an environment of its own"):
+    with pytest.raises(RuntimeError, match="must be empty or the server's own environment"):
         environment.install(tmp_path)
     assert (tmp_path / kept).exists()
 

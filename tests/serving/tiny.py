@@ -1,4 +1,4 @@
-"""A small Llama in float64 for the engine's tests, requests for it, and what each says alone."""
+"""A small Llama in float64 for the engine's tests, requests for it, and their lone outputs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def alone(model: Any, asked: Sequence[Asked], tokenizer: Any = BYTES) -> list[Ge
 
 
 class Heard:
-    """What outputs add up to, by id; an output behind the last one is an error."""
+    """What the outputs of each request add up to; no output may come after its last."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
@@ -85,7 +85,7 @@ class Heard:
 
     def add(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
-            assert output.id not in self.finish, "something was said behind the end"
+            assert output.id not in self.finish, "an output came after the last one"
             assert output.tokens or output.text or output.finish, "an output says nothing"
             self.tokens.setdefault(output.id, []).extend(output.tokens)
             self.text[output.id] = self.text.get(output.id, "") + output.text
@@ -94,7 +94,7 @@ class Heard:
 
 
 def run(engine: Engine, heard: Heard | None = None, *, steps: int = 5_000) -> Heard:
-    """Step to the end; every invariant is asked after each step."""
+    """Step until the engine is idle; check every invariant after each step."""
     heard = heard or Heard()
     for _ in range(steps):
         if engine.idle:

@@ -29,8 +29,8 @@ class Stream:
 
     id: the request's. timeout: the seconds that `next` waits; None means forever. finish: why the
     request ended, "" until its last output is read. Only one thread may read a stream. Unread
-    outputs wait in a queue, so a slow reader delays nobody. A request is cancelled when its stream
-    leaves a `with` block, or when nobody refers to the stream any more.
+    outputs wait in a queue, so a slow reader delays no one. A request is cancelled when its stream
+    leaves a `with` block, or when nothing refers to the stream any more.
     """
 
     def __init__(self, service: Service, id: str, timeout: float | None) -> None:
@@ -80,7 +80,7 @@ class Service:
     engine: an idle one that no one else uses from now on; the service closes it at its own end. Its
     max_waiting bounds the queue. If the engine breaks (not a request in it), every stream ends with
     "error", and `submit` raises RuntimeError.
-    Raises ValueError if the engine isn't idle, because nobody would read its outputs.
+    Raises ValueError if the engine isn't idle, because no one would read its outputs.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -70,10 +70,10 @@ def load(folder: Path) -> Environment:
         site = folder / "lib" / f"python{told['version']}" / "site-packages"
         root = site / "pytriton" / "tritonserver"
         binary, backends = root / "bin" / "tritonserver", root / "backends"
-        stub = root / "python_backend_stubs" / told["version"] / "triton_python_backend_stub"
-        if told["packages"] == list(PACKAGES) and binary.exists() and stub.exists():
-            with suppress(FileExistsError):
-                (backends / "python" / stub.name).symlink_to(stub)  # it is looked for there
+        stub = Path("python_backend_stubs", told["version"], "triton_python_backend_stub")
+        if told["packages"] == list(PACKAGES) and binary.exists() and (root / stub).exists():
+            with suppress(FileExistsError):  # the python backend looks for its stub there
+                (backends / "python" / stub.name).symlink_to(Path("../..", stub))
             libraries = ":".join(filter(None, [told["libpython"], f"{site}/nvidia_pytriton.libs"]))
             return Environment(folder=folder, binary=binary, backends=backends, libraries=libraries)
     raise RuntimeError(
@@ -107,18 +107,18 @@ def interpreter() -> tuple[str, str, str]:
             done = subprocess.run([path, "-c", PROBE], capture_output=True, text=True)
             if done.returncode == 0:
                 return path, version, done.stdout.strip()
-            lacks.append(f"{path}: {done.stderr.strip().splitlines()[-1]}")
+            lacks.append(f"{path}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
     raise RuntimeError(
-        f"the server's python backend needs Python {', '.join(PYTHONS)} with its library and venv "
-        "(on Debian `apt install python3-venv libpython3.11`), got " + "; ".join(lacks)
+        f"the server's python backend needs Python {', '.join(PYTHONS)} with its library and venv, "
+        f"got {'; '.join(lacks)}; on Debian, `apt install python3-venv libpython3.11` installs both"
     )
 
 
 def install(folder: Path) -> Environment:
     """Return the environment in `folder`; make it if it is missing or incomplete.
 
-    Raises RuntimeError with a readable reason if the machine, the Python or a command is the
-    problem.
+    Raises RuntimeError with the reason if the machine, the folder, the Python or a command doesn't
+    fit.
     """
     _check_machine()
     with suppress(RuntimeError):
@@ -126,7 +126,7 @@ def install(folder: Path) -> Environment:
     own = (folder / "pyvenv.cfg").exists() and folder.resolve() != Path(sys.prefix).resolve()
     if folder.exists() and any(folder.iterdir()) and not own:
         raise RuntimeError(
-            f"the server needs an empty folder, or an environment of its own, got {folder}; "
+            f"folder must be empty or the server's own environment, got {folder} with other files; "
             "choose another one"
         )
     python, version, libpython = interpreter()

@@ -22,24 +22,15 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from labcore.serving.triton import environment as triton_environment
+from labcore.serving.triton import machine
 from labcore.serving.triton.client import Addresses, ServerError, examples, metrics
-from labcore.serving.triton.machine import (
-    PORTS,
-    child,
-    hold,
-    region_prefix,
-    regions,
-    running,
-    tied,
-    with_free_ports,
-)
 
 __all__ = ["ServerFailed", "TritonServer", "main", "write_repository"]
 
 ENVIRONMENT = Path(".venv-triton")
 FOLDER = Path(".cache/triton_server")
 FILES = Path(__file__).parent / "files"
-LOOK_S = 0.1  # between two looks at the processes
+LOOK_S = 0.1  # between checks of the processes
 ENGINE_PID = 'labcore_engine{value="pid"}'
 STARTS, WITHIN_S = 8, 60.0  # more starts than that within that time, and the server gives up
 
@@ -70,7 +61,7 @@ class TritonServer:
     ) -> None:
         self._installed = triton_environment.load(environment)
         self.folder = folder.absolute()
-        self.addresses = with_free_ports(addresses or Addresses(http=0, grpc=0, metrics=0))
+        self.addresses = machine.with_free_ports(addresses or Addresses(http=0, grpc=0, metrics=0))
         self.failure = ""
         self._sockets = Path(tempfile.mkdtemp(prefix="labcore-server-"))  # short, for this user
         self.socket = self._sockets / "engine"
@@ -86,7 +77,7 @@ class TritonServer:
     def start(self, timeout: float = 90.0) -> TritonServer:
         """Start everything and return once the server accepts requests. Raises ServerFailed."""
         try:
-            self._held.enter_context(hold(self.folder, self.addresses))
+            self._held.enter_context(machine.hold(self.folder, self.addresses))
             write_repository(self.folder / "models", self.socket)
             shutil.rmtree(self.folder / "logs", ignore_errors=True)
             (self.folder / "logs").mkdir()
@@ -153,7 +144,7 @@ class TritonServer:
         if name == "engine":
             return False
         # The server reports that it's ready even if its python backend's process has died.
-        known, self._stub = self._stub, child(process.pid)
+        known, self._stub = self._stub, machine.child(process.pid)
         return known is not None and self._stub is None
 
     def _start(self, name: str) -> None:
@@ -169,7 +160,7 @@ class TritonServer:
             command, variables = self._server_command(), self._installed.variables(variables)
         with (self.folder / "logs" / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                tied(command),
+                machine.tied(command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -188,7 +179,7 @@ class TritonServer:
             process.wait()
         if name == "server":
             self._stub = None
-            for region in regions(self.folder):  # the next one would use a different name
+            for region in machine.regions(self.folder):  # the next one would use a different name
                 region.unlink(missing_ok=True)
 
     def _server_command(self) -> list[str]:
@@ -197,11 +188,11 @@ class TritonServer:
             str(self._installed.binary),
             f"--model-repository={self.folder / 'models'}",
             f"--backend-directory={self._installed.backends}",
-            f"--backend-config=python,shm-region-prefix-name={region_prefix(self.folder)}",
+            f"--backend-config=python,shm-region-prefix-name={machine.region_prefix(self.folder)}",
             "--model-control-mode=none",
             "--disable-auto-complete-config",
-            *(f"--{name}-address={at.host}" for name in PORTS),
-            *(f"--{name}-port={getattr(at, name)}" for name in PORTS),
+            *(f"--{name}-address={at.host}" for name in machine.PORTS),
+            *(f"--{name}-port={getattr(at, name)}" for name in machine.PORTS),
             "--allow-gpu-metrics=false",  # without NVML, errors would fill the log
             "--exit-timeout-secs=3",
         ]
@@ -211,14 +202,14 @@ class TritonServer:
             shown = metrics(self.addresses)
         except (OSError, ServerError):
             return False
-        return shown.get(ENGINE_PID, 0) == self.pids()["engine"]  # the stub has reached this one
+        return shown.get(ENGINE_PID, 0) == self.pids()["engine"]  # so the stub has reached it
 
 
 def write_repository(folder: Path, engine: str | Path) -> Path:
     """Write the model repository into `folder`; engine: the path of the engine's socket."""
     model = folder / "lm"
     (model / "1").mkdir(parents=True, exist_ok=True)
-    text = (FILES / "config.pbtxt").read_text("utf-8").replace("{socket}", str(engine))
+    text = (FILES / "config.pbtxt").read_text("utf-8").replace('"{socket}"', f'"{engine}"')
     (model / "config.pbtxt").write_text(text, "utf-8")
     shutil.copyfile(FILES / "model.py", model / "1" / "model.py")
     return folder
@@ -237,11 +228,11 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 
 def _start(told: argparse.Namespace) -> None:
-    given = {name: port for name in PORTS if (port := getattr(told, name)) is not None}
-    addresses = Addresses(**{**dict.fromkeys(PORTS, 0), **given})
+    given = {name: port for name in machine.PORTS if (port := getattr(told, name)) is not None}
+    addresses = Addresses(**{**dict.fromkeys(machine.PORTS, 0), **given})
     if not given:
         with suppress(ValueError):  # else free ones
-            addresses = with_free_ports(Addresses())
+            addresses = machine.with_free_ports(Addresses())
     options = ["--model", told.model]
     server = TritonServer(
         told.folder, environment=told.environment, engine_options=options, addresses=addresses
@@ -266,7 +257,7 @@ def _stop(told: argparse.Namespace) -> None:
     pid, _ = _running(told)
     os.kill(pid, signal.SIGTERM)
     until = time.monotonic() + 60
-    while running(told.folder):
+    while machine.running(told.folder):
         if time.monotonic() > until:
             raise RuntimeError(
                 f"process {pid} did not exit within 60 s; look into {told.folder / 'logs'}, then "
@@ -292,7 +283,7 @@ def _install(told: argparse.Namespace) -> None:
 
 
 def _running(told: argparse.Namespace) -> tuple[int, Addresses]:
-    state = running(told.folder)
+    state = machine.running(told.folder)
     if state is None:
         raise RuntimeError(f"no server runs from {told.folder}; start one with `make server`")
     return state
@@ -311,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--environment", type=Path, default=ENVIRONMENT, help="the server's virtual environment"
     )
     parser.add_argument("--model", default="target", help="target, draft or a checkpoint folder")
-    for name in PORTS:
+    for name in machine.PORTS:
         parser.add_argument(f"--{name}", type=int, help="port; 0 picks a free one")
     told = parser.parse_args(arguments)
     try:

@@ -4,7 +4,7 @@ This file runs in the server's own environment, with the standard library and wh
 provides. The model is decoupled: `execute` hands each request to a thread and returns at once. The
 thread sends it to the engine over a Unix socket, and sends the client a response for each line that
 the engine answers, the last one with the final flag. When the engine dies, the requests that it had
-end with an error; those that come while it is away are sent once it is back.
+end with an error; those that come while it's away are sent once it's back.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class TritonPythonModel:
         self.loop.close()
 
     async def work(self) -> None:
-        """Show the engine's statistics as gauges, 0 while it is away, up to the last request."""
+        """Show the engine's statistics as gauges, 0 while it's away, until all requests have ended."""
         gauges: dict[str, Any] = {}
         server = os.getppid()
         while not self.closing or len(asyncio.all_tasks()) > 1:
-            if os.getppid() == server:  # a call may wait forever for a server that was killed
-                signal.alarm(15)  # seconds until this process ends, if it isn't called again
+            if os.getppid() == server:
+                signal.alarm(15)  # ends this process, even in a call that waits for a dead server
             try:
                 lines, engine = await asyncio.open_unix_connection(self.path)
                 with closing(engine):
