@@ -60,24 +60,23 @@ class TritonPythonModel:
         self.loop.close()
 
     async def work(self) -> None:
-        """Show the engine's statistics as gauges, 0 while it's away, until all requests have ended."""
+        """Show the engine's statistics as gauges, 0 while it's away, until no request is left."""
         gauges: dict[str, Any] = {}
         server = os.getppid()
         while not self.closing or len(asyncio.all_tasks()) > 1:
             if os.getppid() == server:
                 signal.alarm(15)  # ends this process, even in a call that waits for a dead server
-            try:
+            numbers = dict.fromkeys(gauges, 0)
+            with suppress(Exception):  # the engine is away
                 lines, engine = await asyncio.open_unix_connection(self.path)
                 with closing(engine):
                     engine.write(b'{"type": "stats"}\n')
-                    line = await asyncio.wait_for(lines.readline(), 5)
-                    for name, number in json.loads(line).items():
-                        if name not in gauges:
-                            gauges[name] = self.family.Metric(labels={"value": name})
-                        gauges[name].set(float(number))
-            except Exception:  # the engine is away
-                for gauge in gauges.values():
-                    gauge.set(0)
+                    numbers = json.loads(await asyncio.wait_for(lines.readline(), 5))
+            with suppress(Exception):  # the server takes no gauge now
+                for name, number in numbers.items():
+                    if name not in gauges:
+                        gauges[name] = self.family.Metric(labels={"value": name})
+                    gauges[name].set(float(number))
             await asyncio.sleep(LOOK_S)
         signal.alarm(0)
 
