@@ -87,7 +87,7 @@ def test_a_line_without_end_ends_its_connection_alone(path: Path) -> None:
         assert tokens_of(path, "next", 3) == expected("next", 3)
 
 
-def test_a_client_that_leaves_is_cancelled_and_a_full_queue_is_said(path: Path) -> None:
+def test_a_leaving_client_is_canceled_and_a_full_queue_reported(path: Path) -> None:
     with served(path, max_num_seqs=1, waiting=1, delay=0.001) as engine:
         runs = engine_stream(path, "runs", max_tokens=9000)
         assert next(runs).tokens
