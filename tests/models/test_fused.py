@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from labcore.models import DenseCache, Llama, LlamaConfig, fused
+from labcore.models import DenseCache, Llama, LlamaConfig, fused, packed
 from labcore.models.fused import FusedCache, FusedLlama
 from tests.models.shapes import CONFIGS, model_of, tokens_of
 
@@ -159,7 +159,7 @@ def products(decoder: FusedLlama, rows: int) -> set[str]:
 
 
 def test_weights_are_packed_where_it_loses_nothing(generator, monkeypatch) -> None:
-    if not fused.packing_works():
+    if not packed.packing_works():
         pytest.skip("this build of torch multiplies no fp16 weights on this processor")
     plain = quiet(CONFIGS["grouped"], generator)
     assert not FusedLlama(plain).packed
@@ -170,7 +170,7 @@ def test_weights_are_packed_where_it_loses_nothing(generator, monkeypatch) -> No
     for rows in (2, 65):
         assert products(decoder, rows) == {PACKED}
     assert products(decoder, 1) == {"aten::linear"}  # small matrices and one row
-    monkeypatch.setattr(fused, "_SMALL", 0)
+    monkeypatch.setattr(packed, "_SMALL", 0)
     assert products(FusedLlama(rounded), 1) == {PACKED}
     # One weight that fp16 cannot hold is enough.
     spoilt = through_bf16(quiet(CONFIGS["tied"], generator))
@@ -184,9 +184,9 @@ def test_packed_weights_of_any_size_lose_nothing(size: float, generator) -> None
     weight = (torch.randn(50, 41, generator=generator) * size).bfloat16().float()
     weight[0, :5] *= 2.0**-22  # below fp16's smallest number, unless scaled
     weight[1] = 0
-    matrix = fused.PackedMatrix(weight)
-    assert matrix.fits() and not fused.PackedMatrix(weight + 1e-4 * size).fits()
-    if not fused.packing_works():
+    matrix = packed.PackedMatrix(weight)
+    assert matrix.fits() and not packed.PackedMatrix(weight + 1e-4 * size).fits()
+    if not packed.packing_works():
         pytest.skip("this build of torch multiplies no fp16 weights on this processor")
     matrix.pack()
     x = torch.randn(3, 41, generator=generator)

@@ -58,13 +58,13 @@ class StopTexts:
 
     def settled(self, tokens: Sequence[int]) -> int:
         """Return how many tokens of an output without a stop text no later one can take back."""
-        text = self._text(tokens)
-        begin = len(text)
-        for stop in self.texts:
-            sizes = range(min(len(stop) - 1, len(text)), 0, -1)
-            partial = next((size for size in sizes if text.endswith(stop[:size])), 0)
-            begin = min(begin, len(text) - partial)
-        return self._cover(tokens, text[:begin])
+        return self._cover(tokens, self.certain(self._text(tokens)))
+
+    def certain(self, text: str) -> str:
+        """Return a text without the end that may be the beginning of a stop text."""
+        stops = self.texts
+        sizes = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        return text[: len(text) - max(sizes, default=0)]
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens).rstrip(_BROKEN)

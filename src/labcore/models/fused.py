@@ -4,9 +4,8 @@ Letters: B rows, T tokens of a forward, R = B * T, C hidden_size, H attention he
 value heads, G = H / Hkv, D head_dim, V vocab_size, N nodes of a tree, S capacity.
 
 Several things make a step fast. There is one product for q, k and v, and one for gate and up.
-Weights are packed in fp16 if that's lossless; a step then reads half the bytes, and a few rows cost
-little more than one. Rotary embedding is one
-complex product. Keys and values are appended with one copy per layer and attended to as views.
+Weights are packed in fp16 if that's lossless. Rotary embedding is one complex product. Keys and
+values are appended with one copy per layer and attended to as views.
 """
 
 from __future__ import annotations
@@ -23,11 +22,9 @@ from labcore.checks import positive_int
 from labcore.models.cache import tree_mask
 from labcore.models.config import LlamaConfig
 from labcore.models.llama import Llama, LlamaOutput, inverse_frequencies
+from labcore.models.packed import PackedMatrix, packing_works
 
 __all__ = ["FusedCache", "FusedLlama"]
-
-_SMALL = 1 << 16  # fewer weights are in cache anyway; for one row, the plain product starts sooner
-_ROUNDING = 2.0**-25  # half of fp16's smallest step
 
 
 class _Stored(NamedTuple):
@@ -110,54 +107,6 @@ class FusedCache:
             self.lengths.fill_(lengths[0])
         else:
             self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
-
-
-class PackedMatrix:
-    """x @ weight.T + bias, with the weight multiplied by `scale`, a power of two.
-
-    The scale brings the largest weight just below fp16's largest number. Then bf16 weights (8 bits)
-    are exact in fp16 (11 bits), except those 2**-31 times smaller than the largest. Their error is
-    at most 2**-39 of the largest, far below the rounding of the fp32 sums. fp32 weights aren't
-    exact.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        largest = float(weight.abs().max())
-        self.scale = 2.0 ** (15 - math.frexp(largest)[1]) if 1e-25 < largest < 1e25 else 1.0
-        self.weight, self.bias = (weight * self.scale).contiguous(), bias
-        self._packed: Any = None
-        self._fewest = 1  # the fewest rows that use packed weights
-
-    def fits(self) -> bool:
-        """Return whether fp16 represents the scaled weights to within _ROUNDING."""
-        return bool((self.weight.half().float() - self.weight).abs().max() <= _ROUNDING)
-
-    def pack(self) -> None:
-        """Use fp16 weights after this call."""
-        self._packed = torch.ops.quantized.linear_prepack_fp16(self.weight, self.bias)
-        self._fewest = 2 if self.weight.numel() < _SMALL else 1
-        product = torch.ops.quantized.linear_dynamic_fp16.default
-        # Skips the overload's __call__, which spends 1 µs on looking for traced objects.
-        self._product = getattr(product, "_op", product)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply x, fp32 [R, inputs], with fp32 sums in either case; return fp32 [R, outputs]."""
-        if self._packed is None or x.shape[0] < self._fewest:
-            return F.linear(x, self.weight, self.bias)
-        product: Tensor = self._product(x, self._packed)
-        return product
-
-
-def packing_works() -> bool:
-    """Return whether this PyTorch build can multiply by fp16 weights (FBGEMM) on this CPU."""
-    weight = torch.arange(12.0).view(3, 4)
-    matrix = PackedMatrix(weight)
-    try:
-        matrix.pack()
-        product = matrix(torch.ones(2, 4))
-    except (AttributeError, RuntimeError):  # not compiled in, or no kernel for this processor
-        return False
-    return torch.equal(product, (weight.sum(1) * matrix.scale).expand(2, 3))
 
 
 class _Layer:

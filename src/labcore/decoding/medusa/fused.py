@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from labcore.decoding.medusa.heads import MedusaHeads
-from labcore.models.fused import PackedMatrix, packing_works
+from labcore.models.packed import PackedMatrix, packing_works
 
 __all__ = ["FusedHeads"]
 

@@ -156,7 +156,7 @@ class Entry:
         ready = len(tokens) if stops is None else stops.settled(tokens)
         if self.tokenizer is not None:
             text = self.row.text(self.tokenizer).rstrip(_BROKEN)
-            text = text if stops is None else _certain(text, stops.texts)
+            text = text if stops is None else stops.certain(text)
         fresh, added = tuple(tokens[self._tokens : ready]), text[self._characters :]
         if not (fresh or added):
             return None
@@ -184,9 +184,3 @@ class Entry:
             finish=self.state.finish,
             reason=self.state.reason,
         )
-
-
-def _certain(text: str, stops: Sequence[str]) -> str:
-    """Return a text without the end that may be the beginning of a stop text."""
-    sizes = (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
-    return text[: len(text) - max(sizes, default=0)]
