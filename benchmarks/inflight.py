@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,12 @@ class Sizes:
     peer_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     peer_requests: int = 32
     peer_rounds: int = 2
+    # The workload of nano-vllm's bench.py (256 requests, 100 to 1,024 tokens in and out, all at
+    # once, batches of 16,384 tokens), a tenth of its lengths.
+    crowd: int = 256
+    crowd_lengths: tuple[int, int] = (10, 102)
+    crowd_budget: int = 1638
+    crowd_seeds: tuple[int, ...] = (100, 101)
     load_seeds: tuple[int, ...] = tuple(range(90, 98))
     load_requests: int = 64
     rate_seeds: tuple[int, ...] = (30, 31, 32)
@@ -110,6 +116,7 @@ FULL = Sizes()
 SMALL = Sizes(
     slots=3, page=4, pages=40, budget=24, least=2, most=14, shortest=3, longest=11,
     peer_seeds=(3, 4), peer_requests=7, peer_rounds=1,
+    crowd=9, crowd_lengths=(2, 7), crowd_budget=24, crowd_seeds=(19, 20),
     load_seeds=(6, 7), load_requests=9, rate_seeds=(8,), simulated_rounds=((9, 10), (11, 12)),
     warm_up=2, steps_differ=False, pressed_seeds=(13, 14), pressed_requests=6, few_pages=8,
     exact_output=12,
@@ -470,6 +477,48 @@ def wasted_by(first: Mapping[int, Mapping[str, Served]], details: Any) -> list[M
     steps = {name: [one[name].facts["steps"] for one in first.values()] for name in POLICIES}
     found.append(beside("steps", "steps", steps, exact=True))
     return found
+
+
+@case("crowd", minutes=3.2, needs="cpu")
+def crowd(sizes: Sizes = FULL) -> list[Measurement]:
+    """nano-vllm's workload at a tenth of its lengths, beside transformers' continuous batching."""
+    least, most = sizes.crowd_lengths
+    wide = replace(
+        sizes, slots=sizes.crowd, pages=sizes.crowd * -(-2 * most // sizes.page),
+        budget=sizes.crowd_budget, shortest=least, longest=most, most=most,
+    )  # fmt: skip
+    given = {seed: uniform(wide, seed) for seed in sizes.crowd_seeds}
+    ours = functools.partial(served_by, engine(wide))
+    speeds: dict[str, list[float]] = {}
+    audits = []
+    with continuous(of_transformers(target()), wide) as serve:
+        systems: dict[str, Callable[[Workload], Served]] = {OURS: ours, CONTINUOUS: serve}
+        for system in systems.values():  # a warmup
+            system(uniform(replace(wide, crowd=1), -1))
+        for seed, one in given.items():
+            found = {name: systems[name](one) for name in shuffled(systems, "crowd", seed)}
+            audits.append(refuse_wrong(found, one))
+            for name, served in found.items():
+                speeds.setdefault(name, []).append(sum(one.outputs) / served.seconds)
+    details = setting(wide, *given.values(), audits=audits, seeds=sizes.crowd_seeds)
+    over = ratios(speeds[OURS], speeds[CONTINUOUS])
+    return [
+        beside("tokens a second", "tokens/s", speeds, **details),
+        seen(f"tokens a second, {OURS} over {CONTINUOUS}", "ratio", over),
+    ]
+
+
+def uniform(sizes: Sizes, seed: int) -> Workload:
+    """Return requests that all wait, with uniform prompt and output lengths."""
+    dice = random.Random(f"outputs {seed}")
+    return Workload(
+        arrivals=(0.0,) * sizes.crowd,
+        prompts=prompt_lengths(sizes, sizes.crowd, seed),
+        outputs=tuple(dice.randint(sizes.shortest, sizes.most) for _ in range(sizes.crowd)),
+        max_tokens=sizes.most,
+        vocabulary=target().config.vocab_size,
+        seed=seed,
+    )
 
 
 # Arrivals ----------------------------------------------------------------------------------------

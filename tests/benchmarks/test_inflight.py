@@ -19,8 +19,8 @@ from labcore.serving.triton.client import Streamed
 from tests.benchmarks.measurements import asked, by_quantity
 
 NAMES = (
-    "peers", "load", "simulator", "pressure", "chunks", "speculation", "prefixes", "equal",
-    "server", "replicas",
+    "peers", "crowd", "load", "simulator", "pressure", "chunks", "speculation", "prefixes",
+    "equal", "server", "replicas",
 )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def test_workload_is_chosen_beforehand_and_hides_its_lengths() -> None:
     assert sum(ordered[-40:]) > 0.4 * sum(ordered)
     assert min(given.prompts) >= 16 and max(given.prompts) <= 96
     seeds = [
-        *FULL.peer_seeds, *FULL.load_seeds, *FULL.rate_seeds,
+        *FULL.peer_seeds, *FULL.crowd_seeds, *FULL.load_seeds, *FULL.rate_seeds,
         *(seed for pair in FULL.simulated_rounds for seed in pair), *FULL.pressed_seeds,
         *FULL.shared_seeds, cases.EQUAL_SEED, *FULL.routed_seeds,
     ]  # fmt: skip
@@ -100,6 +100,18 @@ def test_every_system_serves_the_same_requests() -> None:
         given = cases.workload(SMALL, 7, seed).prompts
         wide = sum(max(given[at : at + 3]) * len(given[at : at + 3]) for at in (0, 3, 6))
         assert share == pytest.approx(1 - sum(given) / wide)
+
+
+def test_a_crowd_is_served_at_once_with_uniform_lengths() -> None:
+    found = by_quantity(cases.crowd(SMALL))
+    speed = found["tokens a second"]
+    over = found[f"tokens a second, {cases.OURS} over {cases.CONTINUOUS}"]
+    theirs = speed.peers[cases.CONTINUOUS]
+    assert over.samples == [ours / one for ours, one in zip(speed.samples, theirs, strict=True)]
+    assert [audit["requests"] for audit in speed.details["audits"]] == [9, 9]
+    assert max(audit["largest gap, nats"] for audit in speed.details["audits"]) <= cases.GAP
+    for lengths in (*speed.details["prompt tokens"], *speed.details["output tokens"]):
+        assert len(lengths) == 9 and min(lengths) >= 2 and max(lengths) <= 7
 
 
 def test_an_output_that_is_not_the_models_is_not_timed() -> None:

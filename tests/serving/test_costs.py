@@ -96,6 +96,16 @@ def test_what_never_occurs_costs_nothing(seed: int) -> None:
     assert found.cost.per_decode_row == 0 and "decoded" not in found.problem
 
 
+def test_rows_and_not_their_context_cost_what_noise_confounds(seed: int) -> None:
+    planted = replace(drawn(random.Random(seed)), per_decode_row=0.0)
+    own = planted.per_context_token / 2  # of a row, and below 0: the fit alone would give it 0
+    records = [
+        replace(one, seconds=one.seconds - own * len(one.decodes)) for one in steps(planted, seed)
+    ]
+    found = fit_costs(records)
+    assert found.cost.per_context_token == 0 < found.cost.per_decode_row and not found.problem
+
+
 def test_no_coefficient_is_negative(seed: int) -> None:
     """Steps that get shorter with more rows, as a free fit would have it."""
     dice = random.Random(seed)

@@ -153,7 +153,8 @@ def fit_costs(records: Sequence[StepRecord], *, skip: int = 0) -> CostFit:
     relative to the measured time, a slow step would count less than a fast one, and the total would
     be too small. (This is the quasi-likelihood for a deviation proportional to the mean:
     Wedderburn, 1974, Biometrika 61.) A coefficient is 0 if its quantity never occurs or if the
-    others explain the times better.
+    others explain the times better. If noise gives a decoded token's whole cost to its context,
+    the context is left out of the fit.
     Raises ValueError if there are fewer than four steps with work, or a time isn't above 0.
     """
     used = [record for record in records[skip:] if record.chunks or record.decodes]
@@ -168,13 +169,21 @@ def fit_costs(records: Sequence[StepRecord], *, skip: int = 0) -> CostFit:
     features = numpy.array([astuple(done) for done in works], dtype=numpy.float64)
     seconds = numpy.array([float(positive("seconds", one.seconds)) for one in used])
     scale = numpy.maximum(features.max(axis=0), 1.0)  # so that no column dwarfs another
-    weights = seconds
-    for _ in range(_ROUNDS):
-        solved, _rest = nnls(features / scale / weights[:, None], seconds / weights)
-        # An intermediate fit may be 0 for a step, and no error is relative to 0.
-        weights = numpy.maximum(features / scale @ solved, 1e-6 * seconds)
-    found = (float(value) for value in solved / scale)
-    cost = CostModel(**dict(zip(_COEFFICIENTS, found, strict=True)))
+
+    def solve(columns: int) -> dict[str, float]:
+        part, weights = features[:, :columns] / scale[:columns], seconds
+        for _ in range(_ROUNDS):
+            solved, _rest = nnls(part / weights[:, None], seconds / weights)
+            # An intermediate fit may be 0 for a step, and no error is relative to 0.
+            weights = numpy.maximum(part @ solved, 1e-6 * seconds)
+        found = (solved / scale[:columns]).tolist()
+        return dict(zip(_COEFFICIENTS, found, strict=False))
+
+    costs = solve(4)
+    # Rows and their context grow together. Only the rows' own cost is large enough to be certain.
+    if features[:, 2].any() and not costs["per_decode_row"]:
+        costs = solve(3)
+    cost = CostModel(**costs)
     times = [cost.of(done) for done in works]
     return CostFit(
         cost=cost,
