@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from labcore import claims, records
-from labcore.claims import Claim, Evidence, Measured, Rule
+from labcore.claims import Claim, Measured, Part, Rule, Verdict, overall
 
 
 def test_the_interval_of_a_mean_covers_it_as_often_as_it_says(seed):
@@ -68,14 +68,15 @@ def test_a_rule_judges_by_the_whole_interval(low, high, rule, verdict):
     assert rule.judge(Measured(mean=(low + high) / 2, low=low, high=high, n=5)) == verdict
 
 
-def make_claim(verdict=None, evidence=2) -> Claim:
-    rules = [Rule(at_least=1.0), Rule(at_most=5.0)][:evidence]
+def make_claim(verdict=None, parts=2) -> Claim:
+    rules = [Rule(at_least=1.0), Rule(at_most=5.0)][:parts]
     items = tuple(
-        Evidence(case=f"case {k}", quantity="q", rule=rule) for k, rule in enumerate(rules)
+        Part(name=f"part {k}", case=f"case {k}", quantity="q", rule=rule)
+        for k, rule in enumerate(rules)
     )
-    note = "" if evidence else "needs a cluster"
+    untested = Part(name="at scale", untested="not testable here", reason="needs a cluster")
     return Claim(
-        id="lion.x", slug="lion", statement="s", quantity="q", evidence=items, note=note,
+        id="lion.x", slug="lion", statement="s", quantity="q", parts=items or (untested,),
         verdict=verdict,
     )  # fmt: skip
 
@@ -87,29 +88,29 @@ def test_live_result_raises_only_if_strict_and_wholly_opposite(clean_environment
     clean_environment.setenv("LABCORE_STRICT_CLAIMS", "1")
     assert holding.judge(unsure) == "below the noise here"
     assert holding.judge(Measured.exactly(1.5)) == "holds"
-    with pytest.raises(claims.ClaimContradictedError, match=r"lion\.x: the record's verdict"):
+    with pytest.raises(
+        claims.ClaimContradictedError, match=r"lion\.x, part 0: the record's verdict"
+    ):
         holding.judge(opposite)
     assert make_claim("below the noise here").judge(opposite) == "does not hold"
     assert make_claim("does not hold").judge(opposite) == "does not hold"
 
 
-def test_claim_that_holds_in_part_is_held_to_its_first_evidence(clean_environment):
+def test_every_part_with_a_rule_is_held_to_its_record(clean_environment):
     clean_environment.setenv("LABCORE_STRICT_CLAIMS", "1")
     for id, item in claims.load().items():
-        if item.verdict == "not testable here":
-            assert not item.evidence
-            continue
-        first = item.evidence[0]
-        record = claims.records.find(item.slug, first.case, first.quantity)
-        recorded = first.rule.judge(first.measured(record))
-        bound, step = (
-            (first.rule.at_most, 1) if first.rule.at_least is None else (first.rule.at_least, -1)
-        )
-        wrong = {"holds": step, "does not hold": -step}.get(recorded)
-        if wrong is not None:
-            with pytest.raises(claims.ClaimContradictedError, match=id):
-                item.judge(Measured.exactly(bound + wrong))
-            assert item.judge(Measured.exactly(bound - wrong)) == recorded
+        for part in item.parts:
+            if part.untested:
+                assert part.reason
+                continue
+            record = records.find(item.slug, part.case, part.quantity)
+            recorded, rule = part.judge(part.measured(record)), part.rule
+            bound, step = (rule.at_most, 1) if rule.at_least is None else (rule.at_least, -1)
+            wrong = {"holds": step, "does not hold": -step}.get(recorded)
+            if wrong is not None:
+                with pytest.raises(claims.ClaimContradictedError, match=id):
+                    item.judge(Measured.exactly(bound + wrong), part.name)
+                assert item.judge(Measured.exactly(bound - wrong), part.name) == recorded
 
 
 def test_a_zero_with_a_rounding_error_is_printed_as_zero():
@@ -118,10 +119,30 @@ def test_a_zero_with_a_rounding_error_is_printed_as_zero():
     assert str(Measured.of([1.5])).startswith("1.5 [-inf, inf]")
 
 
-def test_a_claim_without_evidence_wants_a_rule():
-    with pytest.raises(ValueError, match="pass rule="):
-        make_claim(evidence=0).judge(Measured.exactly(1.0))
-    assert make_claim(evidence=0).judge(Measured.exactly(1.0), Rule(at_most=2.0)) == "holds"
+def test_a_number_is_judged_by_a_part_that_has_a_rule():
+    with pytest.raises(ValueError, match=r"lion\.x must have a part with a rule"):
+        make_claim(parts=0).judge(Measured.exactly(1.0))
+    with pytest.raises(ValueError, match="did you mean 'part 1'"):
+        make_claim().judge(Measured.exactly(1.0), "part  1")
+    assert make_claim().judge(Measured.exactly(6.0), "part 1") == "does not hold"
+    assert make_claim().judge(Measured.exactly(6.0)) == "holds"
+
+
+@pytest.mark.parametrize(
+    ("parts", "verdict"),
+    [
+        (["holds", "holds"], "holds"),
+        (["not testable here"], "not testable here"),
+        (["true by construction", "holds"], "holds in part"),
+        (["holds", "not testable here"], "holds in part"),
+        (["does not hold", "not testable here"], "does not hold"),
+        (["below the noise here", "not testable here"], "below the noise here"),
+        (["below the noise here", "does not hold"], "does not hold"),
+        (["true by construction", "does not hold"], "holds in part"),
+    ],
+)
+def test_parts_decide_the_whole(parts: list[Verdict], verdict: Verdict):
+    assert overall(parts) == overall(parts[::-1]) == verdict
 
 
 class FakeRecord:
@@ -148,25 +169,25 @@ def test_records_decide_a_claim(monkeypatch, first, second, verdict):
     assert claims.judge_records(make_claim())[0] == verdict
 
 
-def test_evidence_on_logarithms_is_judged_there(monkeypatch):
+def test_a_part_on_logarithms_is_judged_there(monkeypatch):
     # The mean of these says nothing, their geometric mean lies above 2 with its interval.
     scattered = FakeRecord([20.0, 41.0, 74.0, 818.0])
     monkeypatch.setattr(records, "find", lambda *key: scattered)
-    one = Evidence(case="x", quantity="y", rule=Rule(at_least=2.0))
+    one = Part(name="z", case="x", quantity="y", rule=Rule(at_least=2.0))
     verdicts = []
     for scale in ("linear", "log"):
-        item = replace(make_claim(evidence=1), evidence=(replace(one, scale=scale),))
+        item = replace(make_claim(), parts=(replace(one, scale=scale),))
         verdicts.append(claims.judge_records(item)[0])
     assert verdicts == ["below the noise here", "holds"]
 
 
 def test_a_single_number_decides_only_when_it_is_exact(monkeypatch):
-    one = make_claim(evidence=1)
+    one = make_claim(parts=1)
     monkeypatch.setattr(records, "find", lambda *key: FakeRecord([2.0]))
     assert claims.judge_records(one)[0] == "below the noise here"
     monkeypatch.setattr(records, "find", lambda *key: FakeRecord([2.0], exact=True))
     assert claims.judge_records(one) == ("holds", "2 x", "A")
-    assert claims.judge_records(make_claim(evidence=0)) == ("not testable here", "", "")
+    assert claims.judge_records(make_claim(parts=0)) == ("not testable here", "", "")
 
 
 TOML = """# kept
@@ -174,12 +195,12 @@ TOML = """# kept
 # also kept
 statement = "Lion halves the state \\"by half\\""
 quantity = "bytes"
-evidence = [{ case = "c", quantity = "q", at_least = 2.0 }]
+parts = [{ case = "c", quantity = "q", at_least = 2.0 }]
 
 [lion.speed]
 statement = "faster"
 quantity = "time"
-note = "needs a GPU"
+parts = [{ name = "on a GPU", not_testable = "needs a GPU" }]
 verdict = "holds"
 """
 
@@ -208,11 +229,32 @@ def test_a_damaged_file_is_named(tmp_path, text):
         claims.load(file)
 
 
-def test_a_claim_needs_evidence_or_a_reason(tmp_path):
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ("", r"lion\.x must have parts"),
+        ('parts = [{ name = "a", not_testable = " " }]', "must say why"),
+        ('parts = [{ name = "a", not_testable = "x", by_construction = "y" }]', "must say why"),
+        ('parts = [{ name = "a", case = "c", not_testable = "x" }]', "must say why"),
+        ('parts = [{ name = "a", case = "c", quantity = "q" }]', "exactly one of at_least"),
+        (
+            'parts = [{ name = "a", not_testable = "x" }, { name = "a", not_testable = "y" }]',
+            "a name each",
+        ),
+    ],
+)
+def test_a_part_needs_a_rule_or_a_reason(tmp_path, parts, said):
     file = tmp_path / "claims.toml"
-    file.write_text('[lion.x]\nstatement = "s"\nquantity = "q"\n')
-    with pytest.raises(ValueError, match=r"lion\.x must have evidence"):
+    file.write_text(f'[lion.x]\nstatement = "s"\nquantity = "q"\n{parts}\n')
+    with pytest.raises(ValueError, match=said):
         claims.load(file)
+
+
+def test_parts_that_share_a_quantity_are_named_by_their_cases(tmp_path):
+    file = tmp_path / "claims.toml"
+    rows = "".join(f'{{ case = "{one}", quantity = "q", at_least = 1 }},' for one in "ab")
+    file.write_text(f'[lion.x]\nstatement = "s"\nquantity = "q"\nparts = [{rows}]\n')
+    assert [part.name for part in claims.load(file)["lion.x"].parts] == ["a: q", "b: q"]
 
 
 def test_the_shipped_verdicts_are_what_the_records_say():

@@ -1,4 +1,4 @@
-"""The articles' claims, each with its evidence and a verdict that code computes.
+"""The articles' claims, each in parts, with verdicts that code computes.
 
 `claims.toml` states the claims. `python -m labcore.claims` (`make claims`) judges each claim by its
 records and writes the verdicts to the same file. A chapter runs a short form of the measurement
@@ -11,7 +11,8 @@ import json
 import math
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -27,21 +28,32 @@ __all__ = [
     "FILE",
     "Claim",
     "ClaimContradictedError",
-    "Evidence",
     "Measured",
+    "Part",
     "Rule",
     "Verdict",
     "claim",
     "judge_records",
     "load",
+    "overall",
     "write",
 ]
 
 FILE = Path(__file__).resolve().parent / "claims.toml"
 
 Verdict = Literal[
-    "holds", "holds in part", "does not hold", "below the noise here", "not testable here"
+    "holds",
+    "holds in part",
+    "does not hold",
+    "below the noise here",
+    "not testable here",
+    "true by construction",
 ]
+UNTESTED: dict[str, Verdict] = {
+    "not_testable": "not testable here",
+    "by_construction": "true by construction",
+}
+"""Keys of a part that no record decides; each holds the reason."""
 
 Scale = Literal["linear", "log"]
 
@@ -136,22 +148,35 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
-    """Where a claim's number comes from: a record's case and quantity, and the rule to apply.
+class Part:
+    """A part of a claim: a record's case and quantity with a rule, or a reason why it has none.
 
-    scale: the scale of the samples' mean and interval, as in `Measured.of`.
+    name: the part in words. scale: of the samples' mean and interval, as in `Measured.of`.
+    untested: "not testable here" or "true by construction", and reason says why; "" if a record
+    decides.
     """
 
-    case: str
-    quantity: str
-    rule: Rule
+    name: str
+    case: str = ""
+    quantity: str = ""
+    rule: Rule | None = None
     scale: Scale = "linear"
+    untested: Verdict | Literal[""] = ""
+    reason: str = ""
 
     def measured(self, record: records.Record) -> Measured:
         """Return a record's number. A record of an exact number has "exact" in its details."""
         if record.details.get("exact"):
             return Measured.exactly(record.p50)
         return Measured.of(record.samples, scale=self.scale)
+
+    def judge(self, measured: Measured | None) -> Verdict:
+        """Return the verdict on this part alone."""
+        if self.untested:
+            return self.untested
+        if self.rule is None or measured is None:
+            raise ValueError(f"part {self.name!r} must have a rule and a number to be judged")
+        return self.rule.judge(measured)
 
 
 class ClaimContradictedError(AssertionError):
@@ -160,79 +185,102 @@ class ClaimContradictedError(AssertionError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """A claim of an article.
+    """A claim of an article, or of the field.
 
-    id: "<slug>.<name>". statement: the claim in our words. quantity: what is measured, in words.
-    evidence: the records that decide. It is empty if the claim cannot be tested here, and `note`
-    then says why. verdict, measured, hardware: what `make claims` wrote.
+    id: "<slug>.<name>". statement: the claim in our words. source: "the article", or who else says
+    so, with a reference. quantity: what is measured, in words. parts: what decides, part by part.
+    note: what a reader should know besides. under_review: whether the parts still await a review.
+    verdict, measured, hardware: what `make claims` wrote.
     """
 
     id: str
     slug: str
     statement: str
     quantity: str
-    evidence: tuple[Evidence, ...]
+    parts: tuple[Part, ...]
+    source: str = "the article"
     note: str = ""
+    under_review: bool = False
     verdict: Verdict | None = None
     measured: str = ""
     hardware: str = ""
 
-    @property
-    def rule(self) -> Rule:
-        """The rule of the first piece of evidence, which judges live measurements."""
-        if not self.evidence:
-            raise ValueError(f"claim {self.id} has no evidence and thus no rule; pass rule=")
-        return self.evidence[0].rule
+    def part(self, name: str = "") -> Part:
+        """Return the part with this name; "" is the first that a record decides.
 
-    def judge(self, measured: Measured, rule: Rule | None = None) -> Verdict:
-        """Judge a number measured live, by `rule` or by the rule of the first evidence.
+        Raises ValueError if there is none.
+        """
+        tested = {part.name: part for part in self.parts if not part.untested}
+        if not tested:
+            raise ValueError(f"claim {self.id} must have a part with a rule, got none")
+        return (
+            tested[one_of(f"part of {self.id}", name, tested)]
+            if name
+            else next(iter(tested.values()))
+        )
+
+    def judge(self, measured: Measured, part: str = "") -> Verdict:
+        """Judge a number measured live by the rule of `part`, "" for the first with a rule.
 
         With LABCORE_STRICT_CLAIMS=1, raises ClaimContradictedError if the number's whole interval
-        contradicts the recorded verdict. Without it, never raises, so readers see no error.
+        contradicts the recorded verdict on the part. Without it, readers see no error.
         """
-        verdict = (rule or self.rule).judge(measured)
-        recorded = self.verdict if rule else self._recorded()
+        judged = self.part(part)
+        verdict, recorded = judged.judge(measured), self._recorded(judged)
         opposite = {("holds", "does not hold"), ("does not hold", "holds")}
         if strict_claims() and (recorded, verdict) in opposite:
             raise ClaimContradictedError(
-                f"{self.id}: the record's verdict is {recorded!r} ({self.measured}), but this run "
-                f"measured {measured}, so the claim {verdict} here by the rule {rule or self.rule}"
+                f"{self.id}, {judged.name}: the record's verdict is {recorded!r}, but this run "
+                f"measured {measured}, so the part {verdict} here by the rule {judged.rule}"
             )
         return verdict
 
-    def _recorded(self) -> Verdict | None:
-        """The verdict on the first evidence alone; the claim as a whole may hold in part."""
-        first = self.evidence[0]
+    def _recorded(self, part: Part) -> Verdict | None:
         try:
-            record = records.find(self.slug, first.case, first.quantity)
+            record = records.find(self.slug, part.case, part.quantity)
         except KeyError:
             return self.verdict
-        return first.rule.judge(first.measured(record))
+        return part.judge(part.measured(record))
 
 
 def _rule(raw: Mapping[str, Any]) -> Rule:
     return Rule(at_least=raw.get("at_least"), at_most=raw.get("at_most"))
 
 
-def _claim(id: str, raw: Mapping[str, Any]) -> Claim:
-    evidence = tuple(
-        Evidence(
-            case=item["case"],
-            quantity=item["quantity"],
-            rule=_rule(item),
-            scale=one_of("scale", item.get("scale", "linear"), get_args(Scale)),
+def _part(id: str, raw: Mapping[str, Any]) -> Part:
+    why = [key for key in UNTESTED if key in raw]
+    if not why:
+        return Part(
+            name=raw["name"],
+            case=raw["case"],
+            quantity=raw["quantity"],
+            rule=_rule(raw),
+            scale=one_of("scale", raw.get("scale", "linear"), get_args(Scale)),
         )
-        for item in raw.get("evidence", ())
-    )
-    if not evidence and not raw.get("note"):
-        raise ValueError(f"claim {id} must have evidence, or a note that says why it has none")
+    if len(why) > 1 or not raw[why[0]].strip() or "case" in raw:
+        raise ValueError(f"a part of {id} without a record must say why, once, got {raw}")
+    return Part(name=raw["name"], untested=UNTESTED[why[0]], reason=raw[why[0]])
+
+
+def _claim(id: str, raw: Mapping[str, Any]) -> Claim:
+    statement, quantity, given = raw["statement"], raw["quantity"], raw.get("parts", ())
+    twice = Counter(item.get("quantity") for item in given)
+    for item in given:  # a part is named by its quantity, and where two share it by its case too
+        case = f"{item['case']}: " if twice[item.get("quantity")] > 1 and "case" in item else ""
+        item.setdefault("name", f"{case}{item.get('quantity', '')}")
+    parts = tuple(_part(id, item) for item in given)
+    names = [part.name for part in parts]
+    if not parts or len(set(names)) < len(names):
+        raise ValueError(f"claim {id} must have parts with a name each, got {names}")
     return Claim(
         id=id,
         slug=id.split(".")[0],
-        statement=raw["statement"],
-        quantity=raw["quantity"],
-        evidence=evidence,
+        statement=statement,
+        quantity=quantity,
+        parts=parts,
+        source=raw.get("source", "the article"),
         note=raw.get("note", ""),
+        under_review=raw.get("under_review", False),
         verdict=raw.get("verdict"),
         measured=raw.get("measured", ""),
         hardware=raw.get("hardware", ""),
@@ -258,26 +306,34 @@ def claim(id: str) -> Claim:
     return claims[one_of("claim", id, claims)]
 
 
-def judge_records(claim: Claim) -> tuple[Verdict, str, str]:
-    """Return a claim's verdict, measured numbers and hardware, from its records alone.
+def overall(verdicts: Collection[Verdict]) -> Verdict:
+    """Return the verdict on a claim from those on its parts.
 
-    If pieces of evidence disagree, the verdict is "holds in part" if any of them holds, and
-    otherwise "does not hold" if any of them does not hold. A claim without evidence is
-    "not testable here".
+    Parts that agree give their verdict. Otherwise the claim holds in part if any part holds or is
+    true by construction; if none does, it doesn't hold if any part doesn't, and is below the noise
+    if any is.
     """
-    if not claim.evidence:
-        return "not testable here", "", ""
-    found = [(item, records.find(claim.slug, item.case, item.quantity)) for item in claim.evidence]
-    measured = [item.measured(record) for item, record in found]
-    verdicts = {item.rule.judge(m) for (item, _), m in zip(found, measured, strict=True)}
-    if len(verdicts) == 1:
-        verdict = verdicts.pop()
-    elif "holds" in verdicts:
-        verdict = "holds in part"
-    else:
-        verdict = "does not hold" if "does not hold" in verdicts else "below the noise here"
-    text = "; ".join(f"{m} {r.unit}".strip() for m, (_, r) in zip(measured, found, strict=True))
-    return verdict, text, ", ".join(sorted({r.hardware["name"] for _, r in found}))
+    found = set(verdicts)
+    if len(found) == 1:
+        return found.pop()
+    if found & {"holds", "true by construction"}:
+        return "holds in part"
+    return "does not hold" if "does not hold" in found else "below the noise here"
+
+
+def judge_records(claim: Claim) -> tuple[Verdict, str, str]:
+    """Return a claim's verdict, measured numbers and hardware, from its records alone."""
+    verdicts: list[Verdict] = []
+    numbers, machines = [], set()
+    for part in claim.parts:
+        measured = None
+        if not part.untested:
+            record = records.find(claim.slug, part.case, part.quantity)
+            measured = part.measured(record)
+            numbers.append(f"{measured} {record.unit}".strip())
+            machines.add(record.hardware["name"])
+        verdicts.append(part.judge(measured))
+    return overall(verdicts), "; ".join(numbers), ", ".join(sorted(machines))
 
 
 _WRITTEN = ("verdict", "measured", "hardware")

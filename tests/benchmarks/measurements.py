@@ -18,4 +18,4 @@ def by_quantity(found: list[Measurement]) -> dict[str, Measurement]:
 def asked(slug: str, case: str) -> set[str]:
     """The quantities of one case that the claims ask for."""
     every = [claim for claim in claims.load().values() if claim.slug == slug]
-    return {item.quantity for claim in every for item in claim.evidence if item.case == case}
+    return {item.quantity for claim in every for item in claim.parts if item.case == case}

@@ -1,14 +1,16 @@
-"""The order of the book's pages, read from `_toc.yml`."""
+"""The order of the book's pages, read from `_toc.yml`, and their titles."""
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-__all__ = ["Part", "chapters", "parts"]
+__all__ = ["Part", "chapters", "parts", "title"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +53,16 @@ def chapters(root: Path) -> dict[str, Path]:
         root / f"{name}.ipynb" for part in parts(root) for name, depth in part.pages if not depth
     ]
     return {path.stem: path for path in files if path.is_file()}
+
+
+def title(page_path: Path) -> str:
+    """The title of a page of the book, else its name."""
+    for suffix in (".md", ".ipynb"):
+        file = page_path.with_suffix(suffix)
+        if file.is_file():
+            text = file.read_text(encoding="utf-8")
+            if suffix == ".ipynb":
+                text = "".join(json.loads(text)["cells"][0]["source"])
+            if heading := re.search(r"^#\s+(.+)$", text, re.MULTILINE):
+                return heading[1].strip()
+    return page_path.name

@@ -1,19 +1,22 @@
-"""The directive `claims-ledger`: a table of every claim in claims.toml with its verdict."""
+"""The directive `claims-ledger`: every claim in claims.toml with its verdict, to be filtered."""
 
 from __future__ import annotations
 
+import html
+from collections import Counter
+from itertools import groupby
+from pathlib import Path
+from typing import get_args
+
 from docutils import nodes
-from docutils.statemachine import StringList
-from sphinx import addnodes
 from sphinx.util.docutils import SphinxDirective
 
 from labcore import claims
-from labcore.claims import Claim
+from labcore.book import contents
+from labcore.claims import Claim, Verdict
+from labcore.ui import cards
 
 __all__ = ["ClaimsLedger"]
-
-# Heading and width, in hundredths, of each column.
-COLUMNS = {"Claim": 36, "Chapter": 10, "Evidence": 22, "Measured": 20, "Verdict": 12}
 
 
 class ClaimsLedger(SphinxDirective):
@@ -22,65 +25,79 @@ class ClaimsLedger(SphinxDirective):
     has_content = False
 
     def run(self) -> list[nodes.Node]:
-        """The table, or a sentence if there are no claims."""
+        """The totals, which filter, and the claims by chapter."""
         self.env.note_dependency(str(claims.FILE))
-        found = claims.load()
-        if not found:
+        by_slug = {
+            slug: [*found] for slug, found in groupby(claims.load().values(), lambda one: one.slug)
+        }
+        if not by_slug:
             return [nodes.paragraph(text="No claim has been stated yet.")]
-        group = nodes.tgroup("", cols=len(COLUMNS))
-        group += [nodes.colspec("", colwidth=width) for width in COLUMNS.values()]
-        heading = nodes.row("", *[nodes.entry("", nodes.paragraph(text=name)) for name in COLUMNS])
-        rows = [self._row(item) for item in found.values()]
-        group += [nodes.thead("", heading), nodes.tbody("", *rows)]
-        return [nodes.table("", group, classes=["labcore-ledger"])]
-
-    def _row(self, item: Claim) -> nodes.row:
-        statement = nodes.entry(ids=[f"claim-{nodes.make_id(item.id)}"])
-        statement += self._markdown(item.statement)
-        verdict = item.verdict or "not judged yet"
-        badge = nodes.inline(
-            text=verdict, classes=["labcore-verdict", f"verdict-{nodes.make_id(verdict)}"]
+        titles = {slug: self._title(slug) for slug in by_slug}
+        body = "".join(self._chapter(slug, titles[slug], found) for slug, found in by_slug.items())
+        every = [item for found in by_slug.values() for item in found]
+        markup = (
+            f'<div class="labcore-ledger"><style>{cards.STYLE}{_filters(titles)}</style>'
+            f"{_totals(every)}{_choice(titles)}{body}</div>"
         )
-        cells = (
-            statement,
-            nodes.entry("", nodes.paragraph("", "", self._chapter(item.slug))),
-            nodes.entry("", *self._evidence(item)),
-            nodes.entry("", *self._measured(item)),
-            nodes.entry("", nodes.paragraph("", "", badge)),
+        return [nodes.raw("", markup, format="html")]
+
+    def _title(self, slug: str) -> str:
+        return contents.title(Path(self.env.srcdir) / "book" / slug)
+
+    def _chapter(self, slug: str, title: str, found: list[Claim]) -> str:
+        page = f"book/{slug}"
+        link = html.escape(title)
+        if page in self.env.found_docs:
+            address = self.env.app.builder.get_relative_uri(self.env.docname, page)
+            link = f'<a href="{address}">{link}</a>'
+        entries = "".join(
+            f'<details class="labcore-claim {cards.verdict_class(str(item.verdict))}" '
+            f'id="claim-{nodes.make_id(item.id)}"><summary>{html.escape(item.statement)} '
+            f"{cards.badge(str(item.verdict))}</summary>{cards.details(item)}</details>"
+            for item in found
         )
-        return nodes.row("", *cells)
+        return f'<section class="of-{slug}"><h2>{link}</h2>{entries}</section>'
 
-    def _markdown(self, text: str) -> list[nodes.Node]:
-        holder = nodes.Element()
-        self.state.nested_parse(StringList([text], source=str(claims.FILE)), 0, holder)
-        return list(holder.children)
 
-    def _chapter(self, slug: str) -> nodes.Node:
-        if f"book/{slug}" not in self.env.found_docs:
-            return nodes.Text(slug)
-        return addnodes.pending_xref(
-            "",
-            nodes.inline(text=slug, classes=["doc"]),
-            refdoc=self.env.docname,
-            refdomain="std",
-            reftype="doc",
-            reftarget=f"/book/{slug}",
-            refexplicit=True,
-            refwarn=True,
-        )
+def _totals(every: list[Claim]) -> str:
+    """How many claims have each verdict; choosing one hides the others, without JavaScript."""
+    counts = Counter(item.verdict for item in every)
+    rows = [("all", f"all {len(every)}")]
+    rows += [
+        (cards.verdict_class(name), f"{cards.badge(name)} {counts[name]}")
+        for name in get_args(Verdict)
+        if counts[name]
+    ]
+    radios = "".join(
+        f'<label><input type="radio" name="verdict" value="{value}" autocomplete="off"'
+        f"{' checked' if value == 'all' else ''}> {text}</label>"
+        for value, text in rows
+    )
+    return f"<fieldset><legend>Verdict</legend>{radios}</fieldset>"
 
-    def _evidence(self, item: Claim) -> list[nodes.Node]:
-        if not item.evidence:
-            return self._markdown(item.note)
-        lines: list[nodes.Node] = [nodes.paragraph(text=item.quantity)]
-        for piece in item.evidence:
-            rule = f"{piece.case} · {piece.quantity}: holds when {piece.rule}"
-            lines.append(nodes.paragraph(text=rule, classes=["labcore-small"]))
-        return lines + (self._markdown(item.note) if item.note else [])
 
-    def _measured(self, item: Claim) -> list[nodes.Node]:
-        numbers = item.measured.split("; ") if item.measured else ["–"]
-        lines: list[nodes.Node] = [nodes.paragraph(text=number) for number in numbers]
-        if item.hardware:
-            lines.append(nodes.paragraph(text=item.hardware, classes=["labcore-small"]))
-        return lines
+def _choice(titles: dict[str, str]) -> str:
+    options = "".join(
+        f'<option value="{slug}">{html.escape(title)}</option>' for slug, title in titles.items()
+    )
+    return (
+        '<p><label>Chapter <select autocomplete="off"><option value="all">all chapters</option>'
+        f"{options}</select></label></p>"
+    )
+
+
+def _filters(titles: dict[str, str]) -> str:
+    """CSS that hides what the choices leave out."""
+    chosen = [cards.verdict_class(name) for name in get_args(Verdict)]
+    hide = [
+        f".labcore-ledger:has(input[value={name}]:checked) details:not(.{name})" for name in chosen
+    ]
+    hide += [
+        f".labcore-ledger:has(input[value={name}]:checked) section:not(:has(details.{name}))"
+        for name in chosen
+    ]
+    hide += [
+        f".labcore-ledger:has(option[value={slug}]:checked) section:not(.of-{slug})"
+        for slug in titles
+    ]
+    return f"{','.join(hide)}{{display:none}}"

@@ -188,26 +188,13 @@ def _without_roles(text: str, path: Path) -> str:
         role, body = found[1], found[2]
         if role == "doc":
             named = TARGET.match(body)
-            return named[1].strip() if named else _title(path.parent / body)
+            return named[1].strip() if named else contents.title(path.parent / body)
         names = [_source(path.parent / "references.bib", key.strip()) for key in body.split(",")]
         if role == "cite:t":
             return "; ".join(f"{who} ({year})" for who, year in names)
         return "(" + "; ".join(f"{who}, {year}" for who, year in names) + ")"
 
     return ROLE.sub(said, text)
-
-
-def _title(page_path: Path) -> str:
-    """The title of a page of the book, else its name."""
-    for suffix in (".md", ".ipynb"):
-        file = page_path.with_suffix(suffix)
-        if file.is_file():
-            text = file.read_text(encoding="utf-8")
-            if suffix == ".ipynb":
-                text = "".join(json.loads(text)["cells"][0]["source"])
-            if heading := re.search(r"^#\s+(.+)$", text, re.MULTILINE):
-                return heading[1].strip()
-    return page_path.name
 
 
 def _source(bibliography: Path, key: str) -> tuple[str, str]:

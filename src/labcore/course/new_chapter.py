@@ -27,7 +27,7 @@ CLAIM = """
 [SLUG.variance]
 statement = "Averaging white noise with beta 0.9 divides its variance by 18 or more."
 quantity = "variance of white noise over that of its moving average"
-evidence = [
+parts = [
   { case = "variance/white-noise", quantity = "ratio/beta 0.9", at_least = 18.0 },
 ]
 """

@@ -9,10 +9,13 @@ except ImportError as missing:  # pragma: no cover - needs an environment withou
     ) from missing
 
 from labcore.ui import hosts, theme
+from labcore.ui.boxes import takeaway
+from labcore.ui.cards import verdicts
 from labcore.ui.controls import Choice, Control, IntSlider, LogSlider, Slider, Toggle
 from labcore.ui.explorer import Explorer, describe, explore
 from labcore.ui.prediction import Prediction, Reveal, predict
 from labcore.ui.questions import Question, Quiz, quiz
+from labcore.ui.recordings import recorded
 from labcore.ui.source import Source, show_source
 from labcore.ui.tables import Table, table
 
@@ -34,9 +37,12 @@ __all__ = [
     "explore",
     "predict",
     "quiz",
+    "recorded",
     "show_source",
     "table",
+    "takeaway",
     "theme",
+    "verdicts",
 ]
 
 theme.install()
