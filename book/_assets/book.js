@@ -1,3 +1,6 @@
+// Search fetches each hit for its excerpt, which a browser refuses for pages in a folder.
+if (location.protocol === "file:") DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
+
 // A formula wider than the page scrolls by itself; a keyboard must be able to reach it.
 (function () {
   "use strict";

@@ -166,7 +166,7 @@ class Part:
 
     def measured(self, record: records.Record) -> Measured:
         """Return a record's number. A record of an exact number has "exact" in its details."""
-        if record.details.get("exact"):
+        if record.details.get("exact") is True:
             return Measured.exactly(record.p50)
         return Measured.of(record.samples, scale=self.scale)
 

@@ -50,3 +50,21 @@ def test_the_precision_case_has_every_remedy_beside_plain_bf16() -> None:
     for item in found.values():
         assert set(item.peers) == set(cases.PRECISIONS) - {"bf16"}
         assert all(len(samples) == 2 for samples in (item.samples, *item.peers.values()))
+
+
+def test_a_plateau_is_the_mean_of_all_its_settings() -> None:
+    sizes = cases.SMALL
+    found = by_quantity(cases.digits_accuracy(sizes))
+    told = found["plateau accuracy/batch 64"]
+    settings = [digits_runs.Setting(**one) for one in told.details["settings"]["Lion"]]
+    best = digits_runs.Setting(**found["accuracy/batch 64"].details["chosen"]["Lion"])
+    assert best in settings
+    runs = [
+        tuning.report("Lion", one, 64, sizes.report_seeds, steps=sizes.steps[64])
+        for one in settings
+    ]
+    means = [sum(run.accuracy for run in each) / len(settings) for each in zip(*runs, strict=True)]
+    assert list(told.samples) == pytest.approx(means)
+    peers = told.peers["AdamW"]
+    gaps = found["plateau accuracy difference/batch 64"].samples
+    assert gaps == [100 * (a - b) for a, b in zip(told.samples, peers, strict=True)]

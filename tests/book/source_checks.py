@@ -20,6 +20,11 @@ from tests.book.outputs import output_problems
 
 CELL_LINES = 20
 WORDS = (1500, 4000)
+# Calls that ask, fetch, draw or quote: a page folds their cells and shows what they produce.
+PLUMBING = {
+    "Question", "explore", "opening", "predict", "quiz", "recorded", "reveal", "show_source",
+    "table", "takeaway", "verdicts",
+}  # fmt: skip
 AT_LEAST = {"predict": 2, "explore": 1, "quiz": 1}
 YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CITE = re.compile(r"\{cite(?::\w+)?\}`([^`]+)`")
@@ -79,12 +84,11 @@ def _cell_problems(cells: list[dict[str, Any]]) -> list[str]:
         problems += [f"{where} {problem}" for problem in _name_problems(_text(cell))]
         metadata = cell.get("metadata", {})
         hidden = metadata.get("jupyter", {}).get("source_hidden")
-        if "Question" in _calls(_text(cell)) and not (
-            hidden and "hide-input" in metadata.get("tags", ())
-        ):
+        folded = hidden and "hide-input" in metadata.get("tags", ())
+        if (plumbing := PLUMBING.intersection(_calls(_text(cell)))) and not folded:
             problems.append(
-                f"{where} shows the answers above the questions: tag it hide-input, and set "
-                "jupyter.source_hidden"
+                f"{where} calls {', '.join(sorted(plumbing))}, which a page folds: tag it "
+                "hide-input, and set jupyter.source_hidden"
             )
         problems += [f"{where} {problem}" for problem in output_problems(cell)]
     ids = [cell.get("id") for cell in cells]
@@ -120,7 +124,7 @@ def chapter_problems(path: Path) -> list[str]:
     count = words(prose)
     if not WORDS[0] <= count <= WORDS[1]:
         problems.append(f"{count} words of prose, {WORDS[0]} to {WORDS[1]}")
-    calls = [name for text in code for name in _calls(text)]
+    calls = ["explore" if name == "opening" else name for text in code for name in _calls(text)]
     for name, least in AT_LEAST.items():
         if calls.count(name) < least:
             problems.append(f"{calls.count(name)} calls of {name}(), at least {least}")

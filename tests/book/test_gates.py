@@ -120,27 +120,7 @@ def test_plain_faults(tmp_path: Path) -> None:
     ]
 
 
-def chapter(**changes: Any) -> dict[str, Any]:
-    """A notebook that passes, with changes to it: cells appended, metadata replaced."""
-    code = [
-        first_cell(""),
-        'p = predict("?")\np.reveal(1)\nq = predict("?", unit="B")',
-        "ui.explore(f, alt='x')",
-        "quiz([])",
-    ]
-    cells = [{"cell_type": "markdown", "id": "t", "source": "# Title\n\n" + "word " * 2000}]
-    cells += [
-        {"cell_type": "code", "id": f"c{n}", "source": text, "outputs": [], "execution_count": None}
-        for n, text in enumerate(code)
-    ]
-    metadata = {
-        "kernelspec": {"name": "python3", "language": "python"},
-        "labcore": {"slug": "c", **METADATA},
-    }
-    without = changes.pop("without", ())
-    cells = [cell for cell in cells if cell["source"] not in without]
-    cells += changes.pop("cells", [])
-    return {"cells": cells, "metadata": {**metadata, **changes}}
+HIDDEN = {"tags": ["hide-input"], "jupyter": {"source_hidden": True}}
 
 
 def code_cell(source: str, **more: Any) -> dict[str, Any]:
@@ -154,7 +134,26 @@ def code_cell(source: str, **more: Any) -> dict[str, Any]:
     }
 
 
-HIDDEN = {"tags": ["hide-input"], "jupyter": {"source_hidden": True}}
+def chapter(**changes: Any) -> dict[str, Any]:
+    """A notebook that passes, with changes to it: cells appended, metadata replaced."""
+    code = [
+        first_cell(""),
+        'p = predict("?")\np.reveal(1)\nq = predict("?", unit="B")',
+        "ui.explore(f, alt='x')",
+        "quiz([])",
+    ]
+    cells = [{"cell_type": "markdown", "id": "t", "source": "# Title\n\n" + "word " * 2000}]
+    cells += [code_cell(text, id=f"c{n}", metadata=HIDDEN) for n, text in enumerate(code)]
+    metadata = {
+        "kernelspec": {"name": "python3", "language": "python"},
+        "labcore": {"slug": "c", **METADATA},
+    }
+    without = changes.pop("without", ())
+    cells = [cell for cell in cells if cell["source"] not in without]
+    cells += changes.pop("cells", [])
+    return {"cells": cells, "metadata": {**metadata, **changes}}
+
+
 OUTPUT = [{"output_type": "stream", "name": "stdout", "text": "1"}]
 
 
@@ -169,7 +168,7 @@ OUTPUT = [{"output_type": "stream", "name": "stdout", "text": "1"}]
         (chapter(cells=[code_cell("x\n" * 20)]), "21 lines, at most 20"),
         (
             chapter(cells=[code_cell("quiz([Question('?', ('a', 'b'), 0, 'why')])")]),
-            "answers above",
+            "calls Question, quiz, which a page folds",
         ),
         (chapter(cells=[code_cell("Question()", metadata=HIDDEN)]), None),
         (chapter(cells=[code_cell("lion._chunk()")]), "private name _chunk"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,17 @@ class TestPages:
         for chapter in CHAPTERS:
             text = (book_html / "book" / f"{chapter.stem}.html").read_text(encoding="utf-8")
             assert "This page ran on" in text
+
+    def test_each_page_is_there_as_markdown_without_answers(self, book_html: Path) -> None:
+        listed = (book_html / "llms.txt").read_text(encoding="utf-8")
+        links = re.findall(r"^- \[[^]]+\]\((\S+)\)$", listed, re.MULTILINE)
+        pages = {f"{name}.md" for name in toc_files() if "teaching" not in name}
+        assert pages - {"book/clinics.md"} == set(links)
+        for name in links:
+            text = (book_html / name).read_text(encoding="utf-8")
+            assert text.startswith(("# ", "(", "---")) and "answer=" not in text, name
+        lion = (book_html / "book" / "lion.md").read_text(encoding="utf-8")
+        assert "sign" in lion and "```python" in lion and "predict(" not in lion
 
     def test_every_claim_stands_in_the_ledger(self, book_html: Path) -> None:
         from docutils.nodes import make_id

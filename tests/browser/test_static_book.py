@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from labcore import claims
+from labcore.ui import predict
 from tests.book import html_checks
 from tests.book_fixtures import ROOT
 from tests.browser.conftest import DRAWN, wait_for_another
@@ -244,6 +246,12 @@ def test_search_finds_a_word(watch: Any, base: str) -> None:
     page.wait_for_url("**/search.html?q=momentum*")
     # While results still come in, the list moves below the pointer and a click may miss.
     page.get_by_text("Search finished").wait_for()
+    hits = page.locator("#search-results ul.search li a")
+    found = [Path(a.get_attribute("href").partition("?")[0]).stem for a in hits.all()]
+    kinds = [name in CHAPTERS for name in found]
+    assert kinds[0] and "index" not in found[:1] and False in kinds
+    if base.startswith("http"):
+        page.locator("#search-results .context").first.wait_for()
     with page.expect_navigation():
         page.locator("#search-results ul.search li a").first.click()
     page.wait_for_selector("article h1")
@@ -308,3 +316,84 @@ def test_these_gates_can_fail(watch: Any, tmp_path: Path) -> None:
         assert any(line.startswith("color-contrast") for line in found)
     reached, unmarked = dead_stops(watched.page, most=10)
     assert len(reached) == len(unmarked) == 1
+
+
+def test_a_guess_is_kept_compared_and_cleared_on_this_machine(watch: Any, base: str) -> None:
+    watched = watch()
+    page = watched.page
+    page.goto(f"{base}/book/lion.html")
+    settle(page)
+    form = page.locator("form.labcore-predict").first
+    key = form.get_attribute("data-predict")
+    reveal = page.locator(f'[data-reveal="{key}"]')
+    head = page.locator(".labcore-chapter .labcore-progress")
+    assert not head.is_visible() and not reveal.locator("p").is_visible()
+    form.get_by_label("Your guess").focus()
+    page.keyboard.press("Enter")
+    assert "A guess is a number" in form.inner_text() and not head.is_visible()
+    measured = float(reveal.get_attribute("data-measured"))
+    page.keyboard.type(f"{2 * measured:.12g}")
+    page.keyboard.press("Enter")
+    assert "Kept" in form.inner_text() and "1 of " in head.inner_text()
+    page.reload()
+    settle(page)
+    assert float(form.get_by_label("Your guess").input_value()) == pytest.approx(2 * measured)
+    reveal.locator("summary").press("Enter")
+    assert "Your guess was above by a factor of 2." in reveal.inner_text()
+    page.locator(".labcore-quiz fieldset").first.scroll_into_view_if_needed()
+    for option in page.locator(".labcore-quiz fieldset").first.get_by_role("radio").all():
+        option.check()
+    assert "1 of " in page.locator(".labcore-quiz .score").first.inner_text()
+    assert head.inner_text().count("1 of ") == 2
+    page.goto(f"{base}/book/index.html")
+    course = page.locator(".labcore-progress")
+    assert course.inner_text().startswith("In 1 chapter: 1 of ")
+    course.get_by_role("button").click()
+    page.wait_for_load_state("load")
+    assert not page.locator(".labcore-progress").is_visible()
+    assert (watched.strangers, watched.errors) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("guess", "measured", "said"),
+    [
+        (4, 4, "You said 4 GB. The same."),
+        (1, 28, "Your guess was below by a factor of 28."),
+        (-3, 1.5, "Your guess was off by 4.5 GB."),
+        (0, 2, "Your guess was off by 2 GB."),
+    ],
+)
+def test_the_page_compares_as_the_notebook_does(
+    watch: Any, book_html: Path, guess: float, measured: float, said: str
+) -> None:
+    asked = predict("How many?", unit="GB")
+    asked.record(guess)
+    assert said.removeprefix("You said 4 GB. ") in asked.reveal(measured).sentence()
+    page = watch().page
+    page.goto((book_html / "book" / "lion.html").as_uri())
+    form = page.locator("form.labcore-predict").first
+    reveal = page.locator(f'[data-reveal="{form.get_attribute("data-predict")}"]')
+    reveal.evaluate(
+        "(e, values) => { e.dataset.measured = values[0]; e.dataset.unit = 'GB'; e.open = true; }",
+        [measured],
+    )
+    form.get_by_label("Your guess").fill(str(guess))
+    form.get_by_role("button").click()
+    assert said in reveal.inner_text()
+
+
+def test_the_ledger_shows_what_was_chosen(watch: Any, base: str) -> None:
+    page = watch().page
+    page.goto(f"{base}/book/claims.html")
+    every = claims.load().values()
+    shown = page.locator(".labcore-ledger details:visible")
+    assert shown.count() == len(every)
+    page.get_by_label("does not hold").check()
+    assert shown.count() == sum(item.verdict == "does not hold" for item in every)
+    page.get_by_label("Chapter").select_option("lion")
+    of_lion = [item for item in every if item.slug == "lion" and item.verdict == "does not hold"]
+    assert shown.count() == len(of_lion) > 0
+    shown.first.locator("summary").press("Enter")
+    assert shown.first.locator("tr.ours").count() == len(of_lion[0].parts)
+    page.locator(".labcore-ledger section:visible h2 a").click()
+    page.wait_for_url("**/book/lion.html")

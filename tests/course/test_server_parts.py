@@ -11,6 +11,7 @@ import pytest
 
 from labcore.course import copies, pages
 from labcore.course.build import BookBuild, Progress
+from tests.book_fixtures import ROOT
 from tests.course.course_server import make_checkout, notebook
 
 CHAPTER = "book/lion.ipynb"
@@ -149,3 +150,14 @@ def test_copy_shows_citations_and_book_links_as_plain_text(root: Path) -> None:
     assert newest is not None and not newest.changed
     assert "identical" in copies.differences(root, CHAPTER)
     assert "<h2>" not in copies.differences(root, CHAPTER)
+
+
+def test_a_copy_begins_with_what_the_page_shows_below_the_title(root: Path) -> None:
+    chapter = ROOT / "book" / "lion.ipynb"
+    (root / "book" / "lion.ipynb").write_bytes(chapter.read_bytes())
+    copy = json.loads(copies.create(root, "book/lion.ipynb").read_text("utf-8"))
+    title, _, rest = "".join(copy["cells"][0]["source"]).partition("\n\n")
+    about = json.loads(chapter.read_text("utf-8"))["metadata"]["labcore"]
+    assert title.startswith("# Lion") and rest.startswith(f"*{about['minutes']} minutes; ")
+    assert all(f"\n- {aim}\n" in rest for aim in about["objectives"])
+    assert copies.newest(root, "book/lion.ipynb").changed is False

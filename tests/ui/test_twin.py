@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import plotly.graph_objects as go
 import pytest
@@ -29,6 +31,8 @@ GRIDS = [
     {"a": Choice(options=tuple(range(100))), "b": Choice(options=tuple(range(5)))},
     {"a": LONG, "b": Choice(options=tuple(range(60)))},
     {"a": Toggle(), "b": Toggle(), "c": LONG},
+    {"a": LONG, "b": LONG, "c": Toggle(), "d": Choice(options=tuple("abc"))},
+    {"a": Toggle(), "b": Toggle(), "c": Toggle(), "d": Toggle(), "e": LONG},
 ]
 
 
@@ -36,7 +40,7 @@ GRIDS = [
 def test_the_grid_is_small_ordered_and_holds_defaults_and_ends(controls):
     values = twin.grid(controls)
     assert list(values) == list(controls)[: len(values)]
-    assert 1 <= len(values) <= 2
+    assert 1 <= len(values) <= twin.MOST_CONTROLS
     frames = np.prod([len(points) for points in values.values()])
     assert 2 <= frames <= twin.MOST_FRAMES
     for name, points in values.items():
@@ -53,7 +57,14 @@ def test_the_grid_is_small_ordered_and_holds_defaults_and_ends(controls):
 
 def test_too_many_choices_are_refused():
     with pytest.raises(ValueError, match="offer fewer options"):
-        twin.grid({"a": Choice(options=tuple(range(121)))})
+        twin.grid({"a": Choice(options=tuple(range(501)))})
+
+
+def frames_of(packed, index=0):
+    piece = packed["slices"][index]
+    assert not packed["parts"].keys() & piece["parts"].keys()
+    parts = {**packed["parts"], **piece["parts"]}
+    return restored(piece["frames"], {int(place): part for place, part in parts.items()})
 
 
 def test_frames_are_the_figures_in_row_major_order(book):
@@ -62,14 +73,43 @@ def test_frames_are_the_figures_in_row_major_order(book):
     bundle = explorer._repr_mimebundle_(include=None, exclude=None)
     assert bundle["text/plain"] == "A line."
     packed = bundle[twin.MIME]
-    frames = restored(packed["frames"], packed["parts"])
-    titles = [frame["layout"]["title"]["text"] for frame in frames]
-    assert titles == [f"{i} {j} False" for i in range(3) for j in range(4)]
-    assert np.allclose(frames[7]["data"][0]["y"], np.linspace(0, 1, 100) + 3, atol=1e-3)
-    assert [c["start"] for c in packed["controls"]] == [1, 2]
-    assert packed["fixed"] == [{"label": "c", "value": "x"}, {"label": "d", "value": "off"}]
-    assert "template" not in frames[0]["layout"]
+    assert len(packed["slices"]) == 4 and packed["fixed"] == []
+    for index, (name, on) in enumerate(itertools.product("xy", (False, True))):
+        frames = frames_of(packed, index)
+        titles = [frame["layout"]["title"]["text"] for frame in frames]
+        assert titles == [f"{i} {j} {on}" for i in range(3) for j in range(4)]
+        assert {frame["data"][0]["name"] for frame in frames} == {name}
+        assert np.allclose(frames[7]["data"][0]["y"], np.linspace(0, 1, 100) + 3, atol=1e-3)
+        assert "template" not in frames[0]["layout"]
+    assert [c["start"] for c in packed["controls"]] == [1, 2, 0, 0]
     assert dumps(packed["parts"]).count("0.0101,") == 1  # the axis that all frames share
+
+
+def test_a_part_is_stored_where_it_is_needed(book):
+    def swept(a, b, c):
+        y = list(range(60 if a else 70)) if c == "own" else list(range(80))
+        return go.Figure(go.Scatter(x=list(range(50)), y=y))
+
+    controls = {"a": Toggle(), "b": Toggle(), "c": Choice(options=("first", "own", "last"))}
+    packed = explore(swept, alt="x", **controls)._repr_mimebundle_()[twin.MIME]
+    texts = [dumps(piece["parts"]) for piece in packed["slices"]]
+    assert texts[0] == texts[2] == "{}" and "59]" in texts[1] and "69]" in texts[1]
+    assert "49]" in dumps(packed["parts"]) and "79]" in dumps(packed["parts"])
+    first = twin.first_slice(packed)
+    assert len(first["slices"]) == 1 and len(first["controls"]) == 2
+    assert first["fixed"] == [{"label": "c", "value": "first"}]
+    assert frames_of(first) == frames_of(packed)
+
+
+def test_a_fifth_control_stays_at_its_default(book):
+    def swept(a, b, c, d, e):
+        return go.Figure(go.Bar(y=[a + b + c + d + e]))
+
+    controls = {name: IntSlider(low=0, high=2, default=1) for name in "abcde"}
+    packed = explore(swept, alt="x", **controls)._repr_mimebundle_()[twin.MIME]
+    assert packed["fixed"] == [{"label": "e", "value": "1"}]
+    assert twin.start(packed["controls"]) == 4 and len(packed["slices"]) == 9
+    assert frames_of(packed, 4)[0]["data"][0]["y"] == [3]
 
 
 def test_data_goes_to_the_figure_function(book):
@@ -79,8 +119,7 @@ def test_data_goes_to_the_figure_function(book):
     table = np.asarray([[1.0, 2.0], [3.0, 4.0]])
     control = IntSlider(low=0, high=1, default=0)
     packed = explore(swept, alt="A row.", data=table, row=control)._repr_mimebundle_()[twin.MIME]
-    frames = restored(packed["frames"], packed["parts"])
-    assert [frame["data"][0]["y"] for frame in frames] == [[1, 2], [3, 4]]
+    assert [frame["data"][0]["y"] for frame in frames_of(packed)] == [[1, 2], [3, 4]]
 
 
 def test_a_failing_frame_names_its_values(book):
@@ -91,12 +130,15 @@ def test_a_failing_frame_names_its_values(book):
         explore(inverse, alt="x", n=IntSlider(low=-2, high=2, default=1))
 
 
-def test_frames_that_would_swell_the_page_are_refused(book):
-    def noise(n):
-        return go.Figure(go.Scatter(y=np.random.default_rng(n).normal(size=3000)))
+@pytest.mark.parametrize("controls", [{}, {"b": Toggle(), "c": Toggle()}])
+def test_frames_that_would_swell_the_page_are_refused(book, controls):
+    def noise(n, b=False, c=False):
+        # Small where the page begins, large where it may lead.
+        size = 3000 if not controls or c else 3
+        return go.Figure(go.Scatter(y=np.random.default_rng(n).normal(size=size)))
 
     with pytest.raises(ValueError, match="draw fewer points"):
-        explore(noise, alt="Noise.", n=IntSlider(low=0, high=119, default=0))
+        explore(noise, alt="Noise.", n=IntSlider(low=0, high=119, default=0), **controls)
 
 
 def test_describe_puts_the_alternative_into_the_figure():

@@ -16,10 +16,15 @@ from sphinx.util import logging
 from labcore.course.address import parse_address
 from labcore.labs.source import TIERS, LabMetadata, parse_lab_metadata
 
-__all__ = ["ChapterMetadata", "collect", "insert_header", "parse_metadata"]
+__all__ = ["ChapterMetadata", "collect", "drop_marks", "insert_header", "parse_metadata"]
 
 logger = logging.getLogger(__name__)
 
+# progress.js fills and shows it once a guess was made or a question answered.
+PROGRESS = (
+    '<p class="labcore-progress" hidden><span role="status"></span> '
+    "<button>Clear on this machine</button></p>"
+)
 FORM = {"objectives": list, "prerequisites": list, "minutes": int, "tier": str, "slug": str}
 
 
@@ -104,6 +109,15 @@ def collect(app: Sphinx, _doctree: nodes.document) -> None:
         logger.warning("%s", error, location=name, type="labcore", subtype="metadata")
 
 
+def drop_marks(_app: Sphinx, doctree: nodes.document) -> None:
+    """Removes nbval's mark, which says nothing to a reader, from the code of a notebook's page."""
+    for block in doctree.findall(nodes.literal_block):
+        text = block.astext().removeprefix("# NBVAL_CHECK_OUTPUT\n")
+        if text != block.astext():
+            block.rawsource = text
+            block[:] = [nodes.Text(text)]
+
+
 def _inline(text: str) -> str:
     """One line of plain text as HTML; text in backticks becomes code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
@@ -163,14 +177,15 @@ def header(app: Sphinx, docname: str, metadata: ChapterMetadata | LabMetadata) -
     facts = [f"{metadata.minutes} minutes", TIERS[metadata.tier]]
     if isinstance(metadata, LabMetadata):
         facts.insert(1, f"{metadata.points:g} points")
-        about = _about_lab(app, docname, metadata)
+        about, progress, slug = _about_lab(app, docname, metadata), "", ""
     else:
-        about = _about_chapter(app, docname, metadata)
+        about, progress = _about_chapter(app, docname, metadata), PROGRESS
+        slug = f' data-slug="{metadata.slug}"'
     links = "".join(f"<li>{link}</li>" for link in _links(app, docname, source))
     return (
-        '<div class="labcore-chapter">'
+        f'<div class="labcore-chapter"{slug}>'
         f'<p class="labcore-facts">{"".join(f"<span>{fact}</span>" for fact in facts)}</p>'
-        f"{about}"
+        f"{about}{progress}"
         f'<div id="labcore-run" hidden data-notebook="{html.escape(source)}"></div>'
         f'<ul class="labcore-links">{links}</ul></div>'
     )

@@ -1,14 +1,17 @@
 """Explorers and figures on the static page: HTML controls that drive plotly over stored frames.
 
-An explorer's frames are in `_static/explorers/<hash>.js`. They are a script because a page opened
-from a folder may not fetch data. Without JavaScript, a reader gets the text alternative.
+An explorer's page loads its first frames from `_static/explorers/<hash>.js`. The others are slices
+beside it, `<hash>-<number>.js`, which a control loads. They are scripts because a page opened from
+a folder may not fetch data. Without JavaScript, a reader gets the text alternative.
 """
 
 from __future__ import annotations
 
 import hashlib
 import html
+import importlib
 import importlib.util
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +22,7 @@ from myst_nb.core.render import MimeRenderPlugin
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.errors import ExtensionError
+from sphinx.util.docutils import SphinxDirective
 
 from labcore.ui import twin
 from labcore.ui.compact import dumps
@@ -37,6 +41,7 @@ WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 PLOTLY_FILE = "vendor/plotly.min.js"
 FOLDER = "explorers"
 SCRIPT, STYLE = "twin.js", "twin.css"
+SLICE = re.compile(r"-\d+$")  # the end of a slice's name
 ASSETS = Path(__file__).parent / "assets"
 
 
@@ -88,23 +93,36 @@ def alternative_text(spec: dict[str, Any]) -> str:
 
 
 def _store(env: BuildEnvironment) -> dict[str, list[tuple[str, str]]]:
-    """docname -> (hash, script) of each explorer on that page; kept between builds."""
+    """docname -> (name, script) of each explorer and slice on that page; kept between builds."""
     if not hasattr(env, "labcore_twins"):
         env.labcore_twins = {}  # type: ignore[attr-defined]
     return env.labcore_twins  # type: ignore[attr-defined]
 
 
 def figure_node(env: BuildEnvironment, packed: dict[str, Any]) -> TwinNode:
-    """The document node for what `twin.payload` or `twin.still` packed, on the page being read."""
-    body = dumps(packed)
-    key = hashlib.sha256(body.encode()).hexdigest()[:16]
-    script = f'(window.labcoreTwins=window.labcoreTwins||{{}})["{key}"]={body};\n'
+    """The document node for what `twin.payload` or `twin.still` packed, on the page being read.
+
+    The page loads the first slice; each other one is a script of its own.
+    """
+    key = hashlib.sha256(dumps(packed).encode()).hexdigest()[:16]
+    start = twin.start(packed["controls"])
+    slices = [one if place == start else None for place, one in enumerate(packed["slices"])]
     on_page = _store(env).setdefault(env.docname, [])
-    on_page.append((key, script))
+    on_page.append((key, _script("labcoreTwins", key, {**packed, "slices": slices})))
+    on_page += [
+        (name := f"{key}-{place}", _script("labcoreSlices", name, one))
+        for place, one in enumerate(packed["slices"])
+        if place != start
+    ]
+    number = sum(SLICE.search(name) is None for name, _ in on_page)
     node = TwinNode()
-    node["html"] = drawn_markup(f"twin-{len(on_page)}", key, packed)
+    node["html"] = drawn_markup(f"twin-{number}", key, packed)
     node["alt"] = packed["alt"]
     return node
+
+
+def _script(table: str, key: str, value: Any) -> str:
+    return f'(window.{table}=window.{table}||{{}})["{key}"]={dumps(value)};\n'
 
 
 def drawn_markup(uid: str, key: str, packed: dict[str, Any]) -> str:
@@ -218,9 +236,23 @@ def _load_on_page(
     if not twins:
         return
     app.add_js_file(PLOTLY_FILE, loading_method="defer")
-    for key in dict.fromkeys(key for key, _ in twins):
+    for key in dict.fromkeys(key for key, _ in twins if not SLICE.search(key)):
         app.add_js_file(f"{FOLDER}/{key}.js", loading_method="defer")
     app.add_js_file(SCRIPT, loading_method="defer")
+
+
+class Opening(SphinxDirective):
+    """The explorer that `labcore.ui.figures.<slug>.opening` returns; the argument is the slug."""
+
+    required_arguments = 1
+    has_content = False
+
+    def run(self) -> list[nodes.Node]:
+        """The explorer; Sphinx reads the page again when the chapter's figures change."""
+        figures = importlib.import_module(f"labcore.ui.figures.{self.arguments[0]}")
+        self.env.note_dependency(str(figures.__file__))
+        packed = figures.opening()._repr_mimebundle_()[twin.MIME]
+        return [figure_node(self.env, packed)]
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
@@ -231,6 +263,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
         latex=(_visit_text, None),
         text=(_visit_text, None),
     )
+    app.add_directive("opening", Opening)
     app.add_css_file(STYLE)
     app.connect("env-purge-doc", _forget)
     app.connect("env-merge-info", _merge)

@@ -17,6 +17,7 @@ from labcore.book import (
     explorers,
     foot,
     ledger,
+    llms,
     reference,
     runs,
     vendor,
@@ -54,7 +55,9 @@ def connect(app: Sphinx) -> dict[str, Any]:
     """Connects every step; returns the extension's metadata for Sphinx."""
     # "html": a changed commit or version rewrites all pages.
     app.add_config_value("labcore_build", "", "html", str)
+    app.add_directive("claims-cards", ledger.ClaimsCards)
     app.add_directive("claims-ledger", ledger.ClaimsLedger)
+    app.add_directive("claims-totals", ledger.ClaimsTotals)
     app.add_directive("labcore-api", reference.ApiReference)
     app.add_directive("teaching", Teaching)
     app.setup_extension("sphinx.ext.autodoc")
@@ -63,6 +66,7 @@ def connect(app: Sphinx) -> dict[str, Any]:
     app.connect("config-inited", configure)
     app.connect("env-get-outdated", runs.forget_changed)
     app.connect("doctree-read", vendor.drop_widget_state)
+    app.connect("doctree-read", chapter.drop_marks)
     app.connect("doctree-read", runs.remember_run)
     # After Sphinx's own metadata collector, which would replace ours by text.
     app.connect("doctree-read", chapter.collect, priority=900)
@@ -74,4 +78,5 @@ def connect(app: Sphinx) -> dict[str, Any]:
     app.connect("html-page-context", vendor.trim_scripts, priority=900)
     app.connect("build-finished", vendor.copy_mathjax)
     app.connect("build-finished", foot.write_index, priority=400)
+    app.connect("build-finished", llms.write_markdown)
     return {"version": __version__, "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,8 @@
-"""The directive `claims-ledger`: every claim in claims.toml with its verdict, to be filtered."""
+"""Directives that show claims.toml: all claims, their totals, and a few as cards.
+
+`claims-ledger` is the list with its filters, `claims-totals` one line, and `claims-cards` shows the
+claims that its lines name: what is claimed, what was measured, and the verdict.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,12 @@ from typing import get_args
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
-from labcore import claims
+from labcore import claims, records
 from labcore.book import contents
-from labcore.claims import Claim, Verdict
-from labcore.ui import cards
+from labcore.claims import Claim, Measured, Part, Verdict
+from labcore.ui import cards, intervals
 
-__all__ = ["ClaimsLedger"]
+__all__ = ["ClaimsCards", "ClaimsLedger", "ClaimsTotals"]
 
 
 class ClaimsLedger(SphinxDirective):
@@ -39,7 +43,7 @@ class ClaimsLedger(SphinxDirective):
             f'<div class="labcore-ledger"><style>{cards.STYLE}{_filters(titles)}</style>'
             f"{_totals(every)}{_choice(titles)}{body}</div>"
         )
-        return [nodes.raw("", markup, format="html")]
+        return _raw(markup)
 
     def _title(self, slug: str) -> str:
         return contents.title(Path(self.env.srcdir) / "book" / slug)
@@ -48,8 +52,7 @@ class ClaimsLedger(SphinxDirective):
         page = f"book/{slug}"
         link = html.escape(title)
         if page in self.env.found_docs:
-            address = self.env.app.builder.get_relative_uri(self.env.docname, page)
-            link = f'<a href="{address}">{link}</a>'
+            link = f'<a href="{_uri(self, page)}">{link}</a>'
         entries = "".join(
             f'<details class="labcore-claim {cards.verdict_class(str(item.verdict))}" '
             f'id="claim-{nodes.make_id(item.id)}"><summary>{html.escape(item.statement)} '
@@ -57,6 +60,68 @@ class ClaimsLedger(SphinxDirective):
             for item in found
         )
         return f'<section class="of-{slug}"><h2>{link}</h2>{entries}</section>'
+
+
+class ClaimsTotals(SphinxDirective):
+    """One line: how many claims have each verdict."""
+
+    has_content = False
+
+    def run(self) -> list[nodes.Node]:
+        """The line, which leads to the ledger."""
+        self.env.note_dependency(str(claims.FILE))
+        counts = Counter(item.verdict for item in claims.load().values())
+        parts = [
+            f"{cards.badge(name)} {counts[name]}" for name in get_args(Verdict) if counts[name]
+        ]
+        return _raw(
+            f'<p class="labcore-totals"><style>{cards.STYLE}</style>'
+            f'<a href="{_uri(self, "book/claims")}">{counts.total()} claims</a>: '
+            f"{', '.join(parts)}</p>"
+        )
+
+
+class ClaimsCards(SphinxDirective):
+    """The claims whose ids stand in the content, one a line, as cards beside each other."""
+
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        """The cards. Raises ValueError for an id without a claim."""
+        self.env.note_dependency(str(claims.FILE))
+        shown = "".join(self._card(claims.claim(line.strip())) for line in self.content)
+        return _raw(f'<div class="labcore-beliefs"><style>{cards.STYLE}</style>{shown}</div>')
+
+    def _card(self, item: Claim) -> str:
+        tested = [part for part in item.parts if not part.untested]
+        numbers = "".join(
+            f"<li>{html.escape(part.name)}: <strong>{_number(item, part)}</strong>, "
+            f"rule: {part.rule}</li>"
+            for part in dict.fromkeys((tested[0], tested[-1]))
+        )
+        badge = cards.badge(str(item.verdict))
+        address = f"{_uri(self, f'book/{item.slug}')}#verdict-{item.id.partition('.')[2]}"
+        return (
+            f'<section class="labcore-claim {cards.verdict_class(str(item.verdict))}">'
+            f"<p><small>The claim</small><br>{html.escape(item.statement)}</p>"
+            f"<p><small>Measured</small></p><ul>{numbers}</ul>"
+            f'<p><small>Verdict</small><br><a href="{address}">{badge}</a></p></section>'
+        )
+
+
+def _number(item: Claim, part: Part) -> str:
+    record = records.find(item.slug, part.case, part.quantity)
+    mean = Measured.exactly(part.measured(record).mean)
+    return html.escape(intervals.in_words(mean, record.unit))
+
+
+def _uri(directive: SphinxDirective, page: str) -> str:
+    env = directive.env
+    return env.app.builder.get_relative_uri(env.docname, page)
+
+
+def _raw(markup: str) -> list[nodes.Node]:
+    return [nodes.raw("", markup, format="html")]
 
 
 def _totals(every: list[Claim]) -> str:

@@ -152,7 +152,7 @@ def deck(notebook: dict[str, Any], path: Path) -> Deck:
 
 def _packed(data: dict[str, Any]) -> dict[str, Any]:
     if TWIN_MIME in data:
-        return dict(data[TWIN_MIME])
+        return twin.first_slice(data[TWIN_MIME])
     figure = data[PLOTLY_MIME]
     return twin.still(figure, alt=explorers.alternative_text(figure) or "A figure")
 

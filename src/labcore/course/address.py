@@ -5,8 +5,8 @@ The line `repository: url: "…"` in `_config.yml` is empty until someone runs
 
 - the first code cell of every notebook in `book/` and of every lab's source and release (the cell
   installs labcore if it is missing),
-- the README's blocks between `<!-- address: clone -->` or `<!-- address: links -->` and
-  `<!-- address: end -->`,
+- blocks of the README and of the book's first page between `<!-- address: clone -->` or
+  `<!-- address: links -->` and `<!-- address: end -->`,
 - the line `repository-code` in `CITATION.cff`,
 - the line `# Binder:` in `environment.yml`.
 
@@ -79,7 +79,7 @@ def _binder(address: str) -> str | None:
     return f"https://mybinder.org/v2/gh/{slug}/main?urlpath=lab" if slug else None
 
 
-def _readme_block(kind: str, address: str) -> str:
+def _block(kind: str, address: str) -> str:
     if kind == "clone":
         where = address or "<address of this repository>"
         return f"```bash\ngit clone {where} course && cd course\nmake course\n```\n"
@@ -104,8 +104,8 @@ def _config(text: str, address: str) -> str:
     return text[: match.start()] + line + text[match.end() :]
 
 
-def _readme(text: str, address: str) -> str:
-    return BLOCK.sub(lambda m: m[1] + _readme_block(m[2], address) + m[3], text)
+def _blocks(text: str, address: str) -> str:
+    return BLOCK.sub(lambda m: m[1] + _block(m[2], address) + m[3], text)
 
 
 def _citation(text: str, address: str) -> str:
@@ -133,7 +133,8 @@ def _notebook(text: str, address: str) -> str:
 def _places(root: Path) -> dict[Path, Callable[[str, str], str]]:
     places: dict[Path, Callable[[str, str], str]] = {
         root / "_config.yml": _config,
-        root / "README.md": _readme,
+        root / "README.md": _blocks,
+        root / "book" / "index.md": _blocks,
         root / "CITATION.cff": _citation,
         root / "environment.yml": _environment,
     }

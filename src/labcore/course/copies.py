@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from labcore.labs.source import TIERS
+
 __all__ = ["Copy", "chapter_path", "chapters", "create", "differences", "newest"]
 
 METADATA = "labcore_copy"
 LABS = "labs/release/*/*.ipynb"
 # Roles that the book resolves but JupyterLab would show as plain text.
 CITED = re.compile(r"\{cite(:t)?\}`([^`]+)`")
+TITLE = re.compile(r"\A# .+")
 LINKED = re.compile(r"\{(?:doc|ref|term)\}`([^`<]+?)(?: *<[^`>]*>)?`")
 
 
@@ -80,11 +83,23 @@ def _plain(match: re.Match[str]) -> str:
 def _chapter(path: Path) -> dict[str, Any] | None:
     """The chapter as a copy shows it, with the book's citations and links as plain text."""
     notebook = _read(path)
-    for cell in notebook["cells"] if notebook else ():
+    for number, cell in enumerate(notebook["cells"] if notebook else ()):
         if cell["cell_type"] == "markdown":
             text = LINKED.sub(r"\1", CITED.sub(_plain, "".join(cell["source"])))
+            if notebook and not number:
+                text = TITLE.sub(lambda match: match[0] + _head(notebook), text, count=1)
             cell["source"] = text.splitlines(keepends=True)
     return notebook
+
+
+def _head(notebook: dict[str, Any]) -> str:
+    """What the page shows below a chapter's title; "" for a lab, which has its own."""
+    about = notebook.get("metadata", {}).get("labcore", {})
+    if "objectives" not in about:
+        return ""
+    aims = "".join(f"\n- {line}" for line in about["objectives"])
+    facts = f"*{about['minutes']} minutes; {TIERS[about['tier']]}.*"
+    return f"\n\n{facts} After this chapter you can\n{aims}"
 
 
 def _digest(notebook: dict[str, Any]) -> str:

@@ -230,14 +230,11 @@ class Sweep:
         """Return the setting with the highest mean accuracy, or the first of several equal ones."""
         return self._setting(int(self.accuracy.mean(-1).argmax()))
 
-    def plateau(self, within: float = 0.01) -> tuple[float, ...]:
-        """Return the learning rates within `within` of the best accuracy, at the best decay."""
+    def plateau(self, within: float = 0.01) -> tuple[Setting, ...]:
+        """Return every setting whose mean accuracy is within `within` of the best."""
         mean = self.accuracy.mean(-1)
-        row = mean[self.decays.index(self.best().weight_decay)]
-        good = (row >= mean.max() - within).tolist()
-        return tuple(
-            rate for rate, is_good in zip(self.learning_rates, good, strict=True) if is_good
-        )
+        good = (mean >= mean.max() - within).flatten().nonzero().flatten().tolist()
+        return tuple(map(self._setting, good))
 
     def fastest(self) -> Setting:
         """Return the setting with the fewest mean steps among those where all seeds reach `target`.

@@ -38,8 +38,8 @@ def explore(
 
     figure_fn takes the controls' values as keyword arguments, and `data` if given, and returns a
     plotly Figure. Calls of at most 30 ms let the figure keep up with the slider. alt says in words
-    what the figure shows. List controls in order of importance: on the static page the first two
-    move, and the others stay at their defaults.
+    what the figure shows. List controls in order of importance: on the static page at most four
+    move, the first two at once, and a slice is loaded when another one does.
     Raises TypeError for a control that the function doesn't take, ValueError for an empty alt or no
     control, and whatever the figure function raises at the defaults (in the static build, at any
     frame).

@@ -70,7 +70,11 @@ def in_words(measured: Measured, unit: str = "") -> str:
     text = number(measured.mean)
     if measured.low != measured.high and math.isfinite(measured.high):
         text += f" [{number(measured.low)}, {number(measured.high)}]"
-    return f"{text} {unit}".strip()
+    return f"{text} {'times' if _is_ratio(unit) else unit}".strip()
+
+
+def _is_ratio(unit: str) -> bool:
+    return unit == "ratio" or " / " in unit
 
 
 def drawn(rows: Sequence[Row], *, unit: str = "", rule: Rule | None = None) -> str:
@@ -88,7 +92,7 @@ def drawn(rows: Sequence[Row], *, unit: str = "", rule: Rule | None = None) -> s
         f'<span class="tick" style="left:{place(tick):.1f}%">{number(tick)}</span>'
         for tick in ticks
     )
-    heading = f"mean [95% interval]{', ' + unit if unit else ''}"
+    heading = "mean [95% interval]" + (f", {unit}" if unit and not _is_ratio(unit) else "")
     judged = any(row.verdict for row in rows)
     body = "".join(_row(row, place, behind) for row in rows)
     columns = '<col class="name"><col class="drawing"><col class="value">'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import html
 import math
 from typing import Any
@@ -60,13 +61,28 @@ class Prediction(Displayed):
             self._live = _Form(self)
         return self._live
 
+    @property
+    def key(self) -> str:
+        """Return what names the question on its page."""
+        return hashlib.sha256(self.question.encode()).hexdigest()[:10]
+
+    def _form(self) -> str:
+        """Return the question for a page, whose script keeps the guess in the browser."""
+        question, unit = html.escape(self.question), html.escape(self.unit)
+        return (
+            f'<form class="labcore-html labcore-predict" data-predict="{self.key}">'
+            f"<strong>Predict.</strong> {question}"
+            "<p hidden><label>Your guess "
+            f'<input type="number" step="any" autocomplete="off"></label> {unit} '
+            '<button>Keep this guess</button> <span role="status"></span></p></form>'
+        )
+
     def _repr_mimebundle_(self, **_wanted: Any) -> dict[str, Any]:
         unit = f" (in {self.unit})" if self.unit else ""
         plain = f"Predict: {self.question}{unit}"
         if device.building_book():
             return {
-                "text/html": '<div class="labcore-html labcore-predict"><strong>Predict.</strong> '
-                f"{html.escape(self.question + unit)}</div>",
+                "text/html": self._form(),
                 "text/plain": plain,
             }
         return view(self.live.box, plain)
@@ -156,8 +172,11 @@ class Reveal(Displayed):
             return f'<div class="labcore-html labcore-reveal" role="status">{line}</div>'
         question = html.escape(self.prediction.question)
         return (
-            '<details class="labcore-html labcore-reveal"><summary>Make your guess, then '
-            f"reveal the {self._thing}: {question}</summary><p>{line}</p></details>"
+            '<details class="labcore-html labcore-reveal" '
+            f'data-reveal="{self.prediction.key}" data-measured="{self.measured!r}" '
+            f'data-unit="{html.escape(self.prediction.unit)}"><summary>Make your guess, then '
+            f"reveal the {self._thing}: {question}</summary>"
+            f'<p>{line} <span role="status"></span></p></details>'
         )
 
     def refresh(self) -> None:

@@ -55,7 +55,9 @@ _SCRIPT = """(function(){document.querySelectorAll('[data-quiz="%s"]:not([data-r
 function(q){q.dataset.ready="1";q.querySelectorAll("fieldset").forEach(function(f){
 f.addEventListener("change",function(e){var right=e.target.value===f.dataset.answer;
 f.querySelector("[role=status]").textContent=right?"Right.":"Not this one: think again.";
-if(right)f.querySelector("details").open=true;});});});})();"""
+if(right)f.querySelector("details").open=true;var all=q.querySelectorAll("fieldset"),n=0;
+all.forEach(function(g){var c=g.querySelector(":checked");n+=c&&c.value===g.dataset.answer?1:0;});
+q.querySelector(".score").textContent=n+" of "+all.length+" answered.";});});});})();"""
 
 _STYLE = (
     ".labcore-quiz fieldset{border:0;padding:0;margin:0 0 1.25rem}"
@@ -85,7 +87,8 @@ class Quiz:
         )
         return (
             f'<div class="labcore-html labcore-quiz" data-quiz="{uid}">'
-            f"<style>{_STYLE}</style>{blocks}</div><script>{_SCRIPT % uid}</script>"
+            f"<style>{_STYLE}</style>{blocks}"
+            f'<p class="score" role="status"></p></div><script>{_SCRIPT % uid}</script>'
         )
 
     def _block(self, uid: str, number: int, question: Question) -> str:

@@ -99,6 +99,6 @@ def provenance(record: Record) -> str:
 
 
 def _measured(record: Record, scale: Scale) -> Measured:
-    if record.details.get("exact"):
+    if record.details.get("exact") is True:
         return Measured.exactly(record.p50)
     return Measured.of(record.samples, scale=scale)

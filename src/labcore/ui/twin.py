@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,12 +14,15 @@ from labcore.ui import theme
 from labcore.ui.compact import dumps, plain, pool
 from labcore.ui.controls import Choice, Control, LogSlider, Toggle
 
-__all__ = ["MIME", "MOST_BYTES", "MOST_FRAMES", "payload", "still"]
+__all__ = ["MIME", "MOST_BYTES", "MOST_FRAMES", "first_slice", "payload", "start", "still"]
 
 MIME = "application/vnd.labcore.explorer+json"
-MOST_FRAMES = 120
+MOST_CONTROLS = 4
+MOST_FRAMES = 500
 # A page may have 1.5 MB besides the shared libraries, and most pages have at least two explorers.
 MOST_BYTES = 700_000
+MOST_SLICE_BYTES = 300_000
+_ACROSS = 2  # controls that move within a slice
 
 
 def _thinned(control: Control, count: int) -> list[Any]:
@@ -41,32 +45,32 @@ def _thinned(control: Control, count: int) -> list[Any]:
 
 
 def grid(controls: Mapping[str, Control]) -> dict[str, list[Any]]:
-    """Return the values of the first two controls at which frames are made, at most MOST_FRAMES.
+    """Return the values of the moving controls: at most MOST_FRAMES frames in all.
 
-    Choices and toggles keep every option. Of two sliders, the first keeps more positions. A second
-    control that would leave the first fewer than three positions is fixed at its default.
+    Choices and toggles keep every option, and sliders share the rest, the first of equal ones the
+    most. What would leave a slider fewer than three positions is fixed at its default, last first.
     """
-    moved = list(controls.items())[:2]
-    whole = [len(c.positions()) if isinstance(c, (Choice, Toggle)) else None for _, c in moved]
-    if whole[0] is not None and whole[0] > MOST_FRAMES:
-        raise ValueError(
-            f"{moved[0][0]} has {whole[0]} options, but the static page shows at most "
-            f"{MOST_FRAMES} frames; offer fewer options"
-        )
-    if len(moved) == 1:
-        return {moved[0][0]: _values(moved[0][1], MOST_FRAMES)}
-    (first, a), (second, b) = moved
-    if whole[0] is not None:
-        room = MOST_FRAMES // whole[0]
-        least = whole[1] if whole[1] is not None else 2
-        if room < least:
-            return {first: _values(a, MOST_FRAMES)}
-        return {first: _values(a, MOST_FRAMES), second: _values(b, room)}
-    for_b = whole[1] if whole[1] is not None else min(len(b.positions()), 8)
-    if MOST_FRAMES // for_b < 3:
-        return {first: _values(a, MOST_FRAMES)}
-    values_a = _values(a, MOST_FRAMES // for_b)
-    return {first: values_a, second: _values(b, MOST_FRAMES // len(values_a))}
+    moved = dict(list(controls.items())[:MOST_CONTROLS])
+    while (counts := _counts(moved)) is None:
+        name, control = moved.popitem()
+        if not moved:
+            raise ValueError(
+                f"{name} has {len(control.positions())} options, but the static page shows at most "
+                f"{MOST_FRAMES} frames; offer fewer options"
+            )
+    return {name: _values(control, counts[name]) for name, control in moved.items()}
+
+
+def _counts(moved: Mapping[str, Control]) -> dict[str, int] | None:
+    """Return how many positions each control keeps, or None if that would be too few."""
+    counts = {name: len(control.positions()) for name, control in moved.items()}
+    sliders = {n: counts[n] for n, c in moved.items() if not isinstance(c, (Choice, Toggle))}
+    while math.prod(counts.values()) > MOST_FRAMES:
+        longest = max(reversed(sliders), key=lambda name: counts[name], default="")
+        if not longest or counts[longest] <= 3:
+            return None
+        counts[longest] -= 1
+    return counts
 
 
 def _values(control: Control, count: int) -> list[Any]:
@@ -98,29 +102,85 @@ def _frame(figure: go.Figure) -> dict[str, Any]:
 
 
 def _pack(
-    frames: list[dict[str, Any]],
+    slices: list[list[dict[str, Any]]],
     controls: list[dict[str, Any]],
     fixed: list[dict[str, str]],
     alt: str,
 ) -> dict[str, Any]:
-    short, parts = pool(frames)
-    packed = {
-        "version": 1,
+    """Return the payload. `parts` has what the first view or several slices need, by index.
+
+    Each slice has its frames and the parts that it alone needs.
+    """
+    begins = start(controls)
+    short, pooled = pool(slices)
+    needed = [_parts_of(frames, pooled) for frames in short]
+    times = Counter(index for used in needed for index in used)
+    shared = {index for index, count in times.items() if count > 1} | needed[begins]
+    packed: dict[str, Any] = {
+        "version": 2,
         "alt": alt,
         "controls": controls,
         "fixed": fixed,
-        "frames": short,
-        "parts": parts,
+        "parts": {str(index): pooled[index] for index in sorted(shared)},
+        "slices": [
+            {
+                "frames": frames,
+                "parts": {str(index): pooled[index] for index in sorted(used - shared)},
+            }
+            for frames, used in zip(short, needed, strict=True)
+        ],
         "templates": {mode: theme.template_dict(mode) for mode in ("light", "dark")},
-        "height": frames[0]["layout"].get("height") or theme.HEIGHT,
+        "height": slices[begins][0]["layout"].get("height") or theme.HEIGHT,
     }
-    size = len(dumps(packed).encode())
-    if size > MOST_BYTES:
+    later = [one for place, one in enumerate(packed["slices"]) if place != begins]
+    first = len(dumps({**packed, "slices": [packed["slices"][begins]]}).encode())
+    most = max((len(dumps(one).encode()) for one in later), default=0)
+    if first > MOST_BYTES or most > MOST_SLICE_BYTES:
         raise ValueError(
-            f"the {len(frames)} frames of this explorer take {size:,} bytes on the static page; "
-            f"the limit is {MOST_BYTES:,}; draw fewer points or give a control fewer positions"
+            f"this explorer loads {first:,} bytes with its page and up to {most:,} bytes for a "
+            f"control; the limits are {MOST_BYTES:,} and {MOST_SLICE_BYTES:,}; draw fewer points "
+            "or give a control fewer positions"
         )
     return packed
+
+
+def start(controls: list[dict[str, Any]]) -> int:
+    """Return the index of the slice that a page shows first."""
+    index = 0
+    for control in controls[_ACROSS:]:
+        index = index * len(control["values"]) + control["start"]
+    return index
+
+
+def _parts_of(value: Any, pooled: list[Any]) -> set[int]:
+    """Return the indices of the parts that `value` refers to, also through other parts."""
+    found: set[int] = set()
+
+    def look(item: Any) -> None:
+        if isinstance(item, dict):
+            if "$" in item and item["$"] not in found:
+                found.add(item["$"])
+                look(pooled[item["$"]])
+            for inner in item.values():
+                look(inner)
+        elif isinstance(item, list):
+            for inner in item:
+                look(inner)
+
+    look(value)
+    return found
+
+
+def first_slice(packed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the payload with the first two controls alone, the others fixed where they start."""
+    rest = packed["controls"][_ACROSS:]
+    fixed = [{"label": one["label"], "value": one["values"][one["start"]]} for one in rest]
+    return {
+        **packed,
+        "controls": packed["controls"][:_ACROSS],
+        "fixed": [*fixed, *packed["fixed"]],
+        "slices": [packed["slices"][start(packed["controls"])]],
+    }
 
 
 def payload(
@@ -128,14 +188,17 @@ def payload(
 ) -> dict[str, Any]:
     """Return everything that the static page needs of an explorer.
 
-    figure: takes any of the controls' values by name; the others stay at their defaults. Frames are
-    in row-major order of the moved controls. Raises RuntimeError with the values at which the
+    figure: takes any of the controls' values by name; the others stay at their defaults. A slice
+    has the frames of the first two moved controls, in row-major order. There is a slice for each
+    setting of the others, in that order too. Raises RuntimeError with the values at which the
     figure function failed, and ValueError if the frames are too large.
     """
     values = grid(controls)
+    names = list(values)
+    across, along = names[:_ACROSS], names[_ACROSS:]
     frames = []
-    for point in itertools.product(*values.values()):
-        chosen = dict(zip(values, point, strict=True))
+    for point in itertools.product(*(values[name] for name in (*along, *across))):
+        chosen = dict(zip((*along, *across), point, strict=True))
         try:
             frames.append(_frame(figure(**chosen)))
         except Exception as error:
@@ -149,10 +212,11 @@ def payload(
         for name, c in controls.items()
         if name not in values
     ]
-    return _pack(frames, moved, fixed, alt)
+    size = math.prod(len(values[name]) for name in across)
+    return _pack([frames[at : at + size] for at in range(0, len(frames), size)], moved, fixed, alt)
 
 
 def still(spec: Mapping[str, Any], *, alt: str) -> dict[str, Any]:
     """Return the same for one plotly figure without controls; spec: its JSON, data and layout."""
     frame = _frame(go.Figure({"data": spec.get("data", []), "layout": spec.get("layout", {})}))
-    return _pack([frame], [], [], alt)
+    return _pack([[frame]], [], [], alt)

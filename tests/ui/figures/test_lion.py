@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 
 import plotly.graph_objects as go
 import pytest
@@ -25,6 +26,31 @@ def test_the_walk_is_the_trajectory(optimizer: str, surface: str) -> None:
     assert list(drawn.x) == pytest.approx(path.points[:, 0].tolist(), abs=6e-5)
     assert list(drawn.y) == pytest.approx(path.points[:, 1].tolist(), abs=6e-5)
     assert f"{float(path.losses[-1]):.3g}" in figure.layout.title.text
+
+
+def test_both_walk_under_the_same_noise_and_only_lion_has_a_box() -> None:
+    settings = {"weight_decay": 2.0, "beta1": 0.5}
+    figure = figures.walk(lr=0.02, noise=1.5, surface="rosenbrock", **settings)
+    for place, name in ((1, "Lion"), (2, "AdamW")):
+        path = landscape.trajectory(name, "rosenbrock", lr=0.02, noise=1.5, **settings)
+        assert figure.data[place].name == name
+        assert list(figure.data[place].x) == pytest.approx(path.points[:, 0].tolist(), abs=6e-5)
+    (box,) = figure.layout.shapes
+    assert (box.x0, box.x1, box.y0, box.y1) == (-0.5, 0.5, -0.5, 0.5)
+    assert not figures.walk(weight_decay=0.0).layout.shapes
+    assert not figures.walk("AdamW", weight_decay=2.0).layout.shapes
+    # A weight inside the box stays there, up to the step that crosses its edge.
+    end = figure.data[1].x[-1], figure.data[1].y[-1]
+    assert max(map(abs, end)) <= 0.5 + 0.02
+
+
+def test_the_opening_moves_all_its_controls(seed: int) -> None:
+    opening, dice = figures.opening(), random.Random(seed)
+    for _ in range(10):
+        chosen = {
+            name: dice.choice([*control.positions()]) for name, control in opening.controls.items()
+        }
+        assert len(opening.figure(**chosen).data) == 4
 
 
 def test_a_walk_that_diverges_says_so_and_ends_at_the_window() -> None:
@@ -75,13 +101,6 @@ def test_each_seed_gets_a_line_and_each_optimizer_a_legend_entry() -> None:
     assert figure.data[0].line.color == figure.data[1].line.color != figure.data[2].line.color
     assert len(figure.layout.shapes) == 1
     assert "Lion and AdamW" in alt(figure)
-
-
-def test_batch_sizes_show_means_and_spreads() -> None:
-    figure = figures.batch_sizes({"Lion": {16: [0.9, 1.0], 64: [0.8]}, "AdamW": {16: [0.7]}})
-    assert list(figure.data[0].y) == pytest.approx([0.95, 0.8])
-    assert list(figure.data[0].error_y.array) == pytest.approx([0.1 / math.sqrt(2), 0.0])
-    assert "Lion: 0.950 at 16, 0.800 at 64" in alt(figure)
 
 
 def test_a_path_ends_where_the_weight_is_nan() -> None:

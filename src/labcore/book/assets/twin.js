@@ -1,9 +1,11 @@
 // Drives the figures of a static page: HTML controls choose one of the stored frames, plotly draws
-// it. Everything is on the page already; nothing is fetched.
+// it. The first two controls move within a slice of frames; the others choose a slice, which is
+// loaded as a script when it is needed.
 (function () {
   "use strict";
 
   var NARROW = 480; // below this many pixels the type is smaller
+  var ACROSS = 2; // controls that move within a slice
 
   function dark() {
     return document.documentElement.dataset.theme === "dark";
@@ -34,14 +36,28 @@
     return lines.join("<br>");
   }
 
+  // Calls done once the script `name`, beside the explorer's own, has run.
+  var loading = {};
+  function load(key, name, done) {
+    if (!loading[name]) {
+      var script = document.createElement("script");
+      var own = document.querySelector('script[src*="' + key + '.js"]').src;
+      script.src = own.replace(key + ".js", name + ".js");
+      loading[name] = new Promise(function (resolve) { script.onload = resolve; });
+      document.head.appendChild(script);
+    }
+    loading[name].then(done);
+  }
+
   function Twin(element, packed) {
     this.packed = packed;
+    this.key = element.dataset.twin;
     this.plot = element.querySelector(".twin-plot");
     this.inputs = Array.from(element.querySelectorAll(".twin-control :is(input, select)"));
     this.scheduled = false;
     var twin = this;
     this.inputs.forEach(function (input) {
-      input.addEventListener("input", function () { twin.moved(); });
+      input.addEventListener("input", function () { twin.moved(); twin.prefetch(); });
     });
     var controls = element.querySelector(".twin-controls");
     if (controls) controls.hidden = false;
@@ -58,12 +74,45 @@
     return input.type === "checkbox" ? Number(input.checked) : Number(input.value);
   };
 
-  Twin.prototype.frame = function () {
+  // The index that controls `from` to `to` choose, in row-major order; `shifted` moves one of them.
+  Twin.prototype.index = function (from, to, shifted, by) {
     var index = 0;
-    this.packed.controls.forEach(function (control, number) {
-      index = index * control.values.length + this.position(number);
-    }, this);
-    return whole(this.packed.frames[index], this.packed.parts);
+    for (var number = from; number < to; number++) {
+      var values = this.packed.controls[number].values.length;
+      var at = this.position(number) + (number === shifted ? by : 0);
+      if (at < 0 || at >= values) return -1;
+      index = index * values + at;
+    }
+    return index;
+  };
+
+  // The slice with this index, or null while it loads; then `done` is called.
+  Twin.prototype.slice = function (index, done) {
+    var twin = this, name = this.key + "-" + index;
+    if (!this.packed.slices[index]) {
+      load(this.key, name, function () {
+        twin.packed.slices[index] = window.labcoreSlices[name];
+        done();
+      });
+    }
+    return this.packed.slices[index];
+  };
+
+  Twin.prototype.prefetch = function () {
+    for (var number = ACROSS; number < this.packed.controls.length; number++) {
+      [-1, 1].forEach(function (by) {
+        var index = this.index(ACROSS, this.packed.controls.length, number, by);
+        if (index >= 0) this.slice(index, function () { /* it is there when it is needed */ });
+      }, this);
+    }
+  };
+
+  Twin.prototype.frame = function () {
+    var twin = this, last = this.packed.controls.length;
+    var slice = this.slice(this.index(ACROSS, last), function () { twin.moved(); });
+    if (!slice) return null;
+    var index = this.index(0, Math.min(ACROSS, last));
+    return whole(slice.frames[index], Object.assign({}, this.packed.parts, slice.parts));
   };
 
   Twin.prototype.moved = function () {
@@ -86,7 +135,9 @@
   Twin.prototype.draw = function () {
     this.say();
     this.width = this.plot.clientWidth;
-    var frame = this.frame(), layout = frame.layout, narrow = this.width < NARROW;
+    var frame = this.frame();
+    if (!frame) return; // it is drawn when its slice has come
+    var layout = frame.layout, narrow = this.width < NARROW;
     layout.template = this.packed.templates[dark() ? "dark" : "light"];
     layout.autosize = true;
     layout.uirevision = "kept"; // a zoom stays while a slider moves

@@ -15,15 +15,16 @@ from labcore.studies.digits_runs import STATE_TENSORS
 from labcore.studies.lion import landscape
 from labcore.timing import quantiles
 from labcore.ui import draw
-from labcore.ui.explorer import describe
+from labcore.ui.controls import Choice, Slider
+from labcore.ui.explorer import Explorer, describe, explore
 from labcore.ui.theme import PALETTE
 
 __all__ = [
-    "batch_sizes",
     "drift",
     "loss_curves",
     "memory",
     "nan_paths",
+    "opening",
     "stall",
     "step_times",
     "sweep",
@@ -74,34 +75,54 @@ def _contour(surface: str) -> go.Contour:
     )
 
 
+BOTH = "Lion and AdamW"
+
+
+def opening() -> Explorer:
+    """Return the explorer with which the chapter opens: Lion's and AdamW's paths, overlaid."""
+    return explore(
+        functools.partial(walk, BOTH, surface="rosenbrock"),
+        alt="Lion's and AdamW's paths down a bent valley, and the box that Lion's decay draws.",
+        weight_decay=Choice(options=(0.0, 0.5, 1.0, 2.0), default=0.0, label="weight decay"),
+        noise=Slider(low=0.0, high=10.0, default=0.0, step=2.0, label="gradient noise"),
+        lr=Choice(options=(0.01, 0.03, 0.1), default=0.03, label="learning rate"),
+        beta1=Choice(options=(0.5, 0.9, 0.99), default=0.9, label="beta1"),
+    )
+
+
 def walk(
-    optimizer: str = "Lion",
+    optimizer: str = BOTH,
     lr: float = 0.03,
     noise: float = 0.0,
     surface: str = "bowl",
     steps: int = 100,
+    **settings: Any,
 ) -> go.Figure:
-    """Draw the path of one optimizer on one surface; arguments as in `landscape.trajectory`.
+    """Draw the paths of one optimizer, or of Lion and AdamW, as in `landscape.trajectory`.
 
-    The drawn path ends at the first point far outside the window, even if the walk comes back.
+    settings: of the rules, such as beta1. With weight_decay, the box that holds Lion's weights is
+    drawn too.
+    A drawn path ends at the first point far outside the window, even if the walk comes back.
     """
     shape = landscape.SURFACES[surface]
-    path = landscape.trajectory(optimizer, shape, lr=lr, noise=noise, steps=steps)
-    margin = 4 * max(shape.x_range[1] - shape.x_range[0], shape.y_range[1] - shape.y_range[0])
-    inside = (path.points.abs() <= margin).all(-1)
-    kept = path.points[: int(inside.long().cumprod(0).sum())]
-    x, y = ([round(v, 4) for v in column] for column in kept.T.tolist())
-    end = float(path.losses[-1])
-    result = f"loss {float(path.losses[0]):.3g} → {end:.3g}" if end < 1e6 else "diverges"
-    figure = go.Figure(_contour(surface))
-    figure.add_scatter(
-        x=x,
-        y=y,
-        mode="lines+markers",
-        name=optimizer,
-        line={"color": COLORS[optimizer], "width": 2},
-        marker={"size": 4},
-    )
+    names = BOTH.split(" and ") if optimizer == BOTH else [optimizer]
+    figure, said = go.Figure(_contour(surface)), []
+    for name in names:
+        path = landscape.trajectory(name, shape, lr=lr, noise=noise, steps=steps, **settings)
+        margin = 4 * max(shape.x_range[1] - shape.x_range[0], shape.y_range[1] - shape.y_range[0])
+        inside = (path.points.abs() <= margin).all(-1)
+        kept = path.points[: int(inside.long().cumprod(0).sum())]
+        x, y = ([round(v, 4) for v in column] for column in kept.T.tolist())
+        figure.add_scatter(
+            x=x,
+            y=y,
+            mode="lines+markers",
+            name=name,
+            line={"color": COLORS[name], "width": 2},
+            marker={"size": 4},
+        )
+        end = float(path.losses[-1])
+        said.append(f"{name}: loss {end:.3g}" if end < 1e6 else f"{name} diverges")
     figure.add_scatter(
         x=[shape.start[0], shape.minimum[0]],
         y=[shape.start[1], shape.minimum[1]],
@@ -110,12 +131,19 @@ def walk(
         textposition="top center",
         marker={"size": 10, "symbol": ["circle-open", "x"], "color": PALETTE["green"]},
         hoverinfo="skip",
+        showlegend=False,
     )
+    if "Lion" in names and settings.get("weight_decay"):
+        edge = 1 / settings["weight_decay"]
+        figure.add_shape(
+            type="rect", x0=-edge, x1=edge, y0=-edge, y1=edge,
+            line={"color": COLORS["Lion"], "dash": "dot", "width": 2},
+        )  # fmt: skip
     figure.update_layout(
-        title=f"{optimizer}, learning rate {lr:.3g}<br>{result} in {steps} steps",
+        title=f"After {steps} steps of {lr:.3g}<br>{', '.join(said)}",
         xaxis={"title": "x", "range": shape.x_range},
         yaxis={"title": "y", "range": shape.y_range},
-        showlegend=False,
+        showlegend=len(names) > 1,
     )
     return figure
 
@@ -264,34 +292,6 @@ def update_steps(curves: Mapping[str, Sequence[tuple[int, float]]]) -> go.Figure
     )
     last = ", ".join(f"{name} {points[-1][1]:.2f}" for name, points in curves.items())
     return describe(figure, f"Update size by step, at the end of the run: {last}.")
-
-
-def batch_sizes(accuracy: Mapping[str, Mapping[int, Sequence[float]]]) -> go.Figure:
-    """Draw accuracy by batch size, with the spread over seeds.
-
-    accuracy: optimizer -> batch size -> accuracies of the seeds.
-    """
-    figure = go.Figure()
-    for shift, (name, by_batch) in zip((0.98, 1.02), accuracy.items(), strict=False):
-        figure.add_scatter(
-            x=[batch * shift for batch in by_batch],
-            y=[fmean(samples) for samples in by_batch.values()],
-            error_y={"array": [draw.deviation(samples) for samples in by_batch.values()]},
-            mode="lines+markers",
-            name=name,
-            line={"color": _color(name)},
-        )
-    ticks = sorted({batch for by_batch in accuracy.values() for batch in by_batch})
-    figure.update_layout(
-        title="The same passes over the data, by batch size",
-        xaxis={"title": "batch size", "type": "log", "tickvals": ticks, "ticktext": ticks},
-        yaxis={"title": "test accuracy"},
-    )
-    means = "; ".join(
-        f"{name}: " + ", ".join(f"{fmean(xs):.3f} at {batch}" for batch, xs in by_batch.items())
-        for name, by_batch in accuracy.items()
-    )
-    return describe(figure, f"Test accuracy against batch size. {means}.")
 
 
 def _lines(paths: Mapping[str, Sequence[float | None]], *, title: str, y: str) -> go.Figure:

@@ -6,6 +6,7 @@ from labcore.ui.figures.speculative.gains import (
     exactness,
     gate_tradeoff,
     ngram_options,
+    opening,
     predictions,
     speedup_explorer,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "gate_tradeoff",
     "most_places",
     "ngram_options",
+    "opening",
     "predictions",
     "speedup_explorer",
     "walk",

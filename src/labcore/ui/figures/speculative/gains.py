@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
+import torch
 from torch import Tensor
 
 from labcore.decoding.theory import overlap
 from labcore.decoding.theory.speedup import RIDGE, best_length, roofline_cost, speedup
 from labcore.ui import draw
-from labcore.ui.explorer import describe
+from labcore.ui.controls import Choice, Slider
+from labcore.ui.explorer import Explorer, describe, explore
 from labcore.ui.theme import PALETTE
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "exactness",
     "gate_tradeoff",
     "ngram_options",
+    "opening",
     "predictions",
     "speedup_explorer",
 ]
@@ -290,6 +293,20 @@ def gate_tradeoff(
         )
     figure.update_layout(title=title, showlegend=False, height=560, **axes)
     return describe(figure, f"{title}. {'; '.join(words)}.")
+
+
+def opening() -> Explorer:
+    """Return the explorer of `exactness` for seven tokens, with which the chapter opens."""
+    names = ("self", "return", "if", "for", "def", "None", "the rest")
+    p = torch.tensor([0.34, 0.22, 0.16, 0.10, 0.08, 0.06, 0.04])
+    q = torch.tensor([0.10, 0.08, 0.42, 0.06, 0.04, 0.22, 0.08])
+    return explore(
+        exactness,
+        alt="The output's distribution over seven tokens: accepted, and drawn after a rejection.",
+        data=(names, p, q),
+        toward_p=Slider(low=0.0, high=1.0, step=0.05, default=0.0, label="draft moves to p"),
+        rule=Choice(options=overlap.RULES, default=overlap.RULES[0], label="after a rejection"),
+    )
 
 
 def exactness(
