@@ -68,7 +68,7 @@ LINES = (
     ),
     ("README.md", r"optim \| norm[\w| ]*?(?=  )", " | SLUG"),
     ("CHANGELOG.md", r"### Added\n\n", "- The chapter `SLUG`, with its lab.\n"),
-    ("book/index.md", r"^\| \{doc\}`\w+` \|.*\n", "| {doc}`SLUG` | TITLE? | 30 | CPU |\n"),
+    ("book/index.md", r"^\| \{doc\}`\w+` \|.*\n", "| {doc}`SLUG` | TITLE? | 30 |\n"),
     ("book/api.md", r"(?=^\| \[`labcore\.models`)", "| [`labcore.SLUG`](api/SLUG.md) | TITLE |\n"),
     ("pyproject.toml", r'"optim \| norm[^"]*(?=",\n)', " | SLUG"),
     ("pyproject.toml", r'"labcore\.hip"(?=, )', ', "labcore.SLUG"'),
