@@ -9,9 +9,8 @@ import pytest
 from labcore.claims import Measured, Rule
 from labcore.ui.intervals import Row, drawn, in_words, number
 
-PLACE = re.compile(
-    r'class="(tick|dot|bound|good|bar)" style="left:([-\d.]+)%(?:;width:([-\d.]+)%)?"'
-)
+PLACE = re.compile(r'class="(tick|dot|bar)" style="left:([-\d.]+)%(?:;width:([-\d.]+)%)?"')
+SIDE = re.compile(r'style="--from:([\d.]+)%;--wide:([\d.]+)%;--bound:([\d.]+)%"')
 TICK = re.compile(r'class="tick" style="left:([-\d.]+)%">([^<]+)<')
 
 
@@ -48,9 +47,8 @@ def test_the_shaded_side_is_where_the_rule_holds(seed: int, rule: Rule) -> None:
         mean = dice.uniform(0.1, 8)
         markup = drawn([Row(name="x", measured=Measured.exactly(mean))], rule=rule)
         (at,) = places(markup, "dot")
-        ((left, width),) = [
-            (float(a), float(b)) for n, a, b in PLACE.findall(markup) if n == "good"
-        ]
+        left, width, bound = map(float, SIDE.search(markup).groups())
+        assert bound in (left, left + width)
         if abs(mean - 2.0) > 0.1:
             assert (left <= at <= left + width) == (rule.judge(Measured.exactly(mean)) == "holds")
 

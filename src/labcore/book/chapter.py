@@ -157,8 +157,10 @@ def _links(app: Sphinx, docname: str, source: str) -> list[str]:
 def _about_chapter(app: Sphinx, docname: str, metadata: ChapterMetadata) -> str:
     objectives = "".join(f"<li>{_inline(line)}</li>" for line in metadata.objectives)
     before = ", ".join(_prerequisite(app, docname, text) for text in metadata.prerequisites)
-    return f"<p>After this chapter you can</p><ul>{objectives}</ul>" + (
-        f"<p>Prerequisites: {before}</p>" if before else ""
+    needs = f"<p>Prerequisites: {before}</p>" if before else ""
+    return (
+        "<details><summary>After this chapter you can, and what it needs</summary>"
+        f"<ul>{objectives}</ul>{needs}</details>"
     )
 
 

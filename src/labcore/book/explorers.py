@@ -24,7 +24,7 @@ from sphinx.environment import BuildEnvironment
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
-from labcore.ui import twin
+from labcore.ui import hosts, twin
 from labcore.ui.compact import dumps
 
 __all__ = [
@@ -218,7 +218,8 @@ def _write_files(app: Sphinx, env: BuildEnvironment) -> list[str]:
             old.unlink()
     for name, text in wanted.items():
         _write(static / FOLDER / name, text.encode())
-    _write(static / STYLE, (ASSETS / STYLE).read_bytes())
+    for file in (ASSETS / STYLE, hosts.STYLE):
+        _write(static / file.name, file.read_bytes())
     if wanted:
         _write(static / SCRIPT, (ASSETS / SCRIPT).read_bytes())
         library = static / PLOTLY_FILE
@@ -265,6 +266,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     )
     app.add_directive("opening", Opening)
     app.add_css_file(STYLE)
+    app.add_css_file(hosts.STYLE.name)
     app.connect("env-purge-doc", _forget)
     app.connect("env-merge-info", _merge)
     app.connect("env-updated", _write_files)

@@ -40,7 +40,7 @@ class ClaimsLedger(SphinxDirective):
         body = "".join(self._chapter(slug, titles[slug], found) for slug, found in by_slug.items())
         every = [item for found in by_slug.values() for item in found]
         markup = (
-            f'<div class="labcore-ledger"><style>{cards.STYLE}{_filters(titles)}</style>'
+            f'<div class="labcore-ledger"><style>{_filters(titles)}</style>'
             f"{_totals(every)}{_choice(titles)}{body}</div>"
         )
         return _raw(markup)
@@ -75,7 +75,7 @@ class ClaimsTotals(SphinxDirective):
             f"{cards.badge(name)} {counts[name]}" for name in get_args(Verdict) if counts[name]
         ]
         return _raw(
-            f'<p class="labcore-totals"><style>{cards.STYLE}</style>'
+            f'<p class="labcore-totals">'
             f'<a href="{_uri(self, "book/claims")}">{counts.total()} claims</a>: '
             f"{', '.join(parts)}</p>"
         )
@@ -90,7 +90,7 @@ class ClaimsCards(SphinxDirective):
         """The cards. Raises ValueError for an id without a claim."""
         self.env.note_dependency(str(claims.FILE))
         shown = "".join(self._card(claims.claim(line.strip())) for line in self.content)
-        return _raw(f'<div class="labcore-beliefs"><style>{cards.STYLE}</style>{shown}</div>')
+        return _raw(f'<div class="labcore-beliefs">{shown}</div>')
 
     def _card(self, item: Claim) -> str:
         tested = [part for part in item.parts if not part.untested]

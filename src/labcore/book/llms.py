@@ -43,6 +43,8 @@ def write_markdown(app: Sphinx, exception: Exception | None) -> None:
             continue
         lines += ["", f"## {part.caption or 'Start'}", ""]
         for name, _ in part.pages:
+            if name not in app.env.all_docs:  # only in a part of the book
+                continue
             source = Path(app.env.doc2path(name))
             target = out / f"{name}.md"
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from nbconvert import SlidesExporter
 
 from labcore.book import contents, explorers, foot, runs, vendor
 from labcore.book.slide_outline import PLOTLY_MIME, TWIN_MIME, Slide, outline
-from labcore.ui import twin
+from labcore.ui import hosts, twin
 from labcore.ui.compact import dumps
 
 __all__ = ["MOST_BYTES", "Deck", "copy_assets", "deck", "executed", "write"]
@@ -219,7 +219,7 @@ def copy_assets(folder: Path) -> int:
     reveal = Path(spec.origin).parent / "_static" / "revealjs"
     wanted = {name: reveal / place for name, place in REVEAL.items()}
     wanted |= {name: explorers.ASSETS / name for name in OWN}
-    wanted |= {"plotly.min.js": explorers.plotly_script()}
+    wanted |= {hosts.STYLE.name: hosts.STYLE, "plotly.min.js": explorers.plotly_script()}
     wanted |= {f"mathjax/{name}": path for name, path in vendor.mathjax_files().items()}
     for name, source in wanted.items():
         if not source.is_file():

@@ -5,12 +5,9 @@ from __future__ import annotations
 import html
 from typing import Any
 
-__all__ = ["Takeaway", "takeaway"]
+from labcore.ui.hosts import style
 
-_STYLE = (
-    ".labcore-takeaway{margin:1em 0;padding:.6em 1em;border-radius:4px;font-weight:600;"
-    "border:2px solid #0072b2}"
-)
+__all__ = ["Takeaway", "takeaway"]
 
 
 def takeaway(text: str) -> Takeaway:
@@ -28,7 +25,7 @@ class Takeaway:
 
     def _repr_mimebundle_(self, **_wanted: Any) -> dict[str, Any]:
         markup = (
-            f'<aside class="labcore-html labcore-takeaway"><style>{_STYLE}</style>'
+            f'<aside class="labcore-html labcore-takeaway">{style()}'
             f"{html.escape(self.text)}</aside>"
         )
         return {"text/html": markup, "text/plain": f"Takeaway: {self.text}"}

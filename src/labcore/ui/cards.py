@@ -12,10 +12,11 @@ from labcore import claims, records
 from labcore.checks import one_of
 from labcore.claims import Claim, Measured, Part, Verdict
 from labcore.ui import intervals
+from labcore.ui.hosts import style
 from labcore.ui.intervals import Row
 from labcore.ui.recordings import provenance
 
-__all__ = ["BADGES", "STYLE", "Verdicts", "badge", "details", "signed", "verdict_class", "verdicts"]
+__all__ = ["BADGES", "Verdicts", "badge", "details", "signed", "verdict_class", "verdicts"]
 
 BADGES: dict[str, str] = {
     "holds": "✓",
@@ -26,20 +27,6 @@ BADGES: dict[str, str] = {
     "true by construction": "≡",
 }
 """A sign for each verdict, so that color alone never tells them apart."""
-
-STYLE = (
-    f"{intervals.STYLE}"
-    ".labcore-claim{border:1px solid #8888;border-left:6px solid var(--verdict);"
-    "border-radius:4px;padding:.6em 1em;margin:1em 0}"
-    ".labcore-claim p{margin:.3em 0}"
-    ".labcore-verdict{font-weight:600;white-space:nowrap;border-bottom:3px solid var(--verdict)}"
-    ".verdict-holds{--verdict:#009e73}"
-    ".verdict-holds-in-part{--verdict:#56b4e9}"
-    ".verdict-does-not-hold{--verdict:#d55e00}"
-    ".verdict-below-the-noise-here{--verdict:#e69f00}"
-    ".verdict-not-testable-here{--verdict:#888}"
-    ".verdict-true-by-construction{--verdict:#cc79a7}"
-)
 
 
 def verdicts(slug: str, *, live: Mapping[str, Measured] | None = None) -> Verdicts:
@@ -76,7 +63,7 @@ class Verdicts:
             f"{details(item, self._live)}</section>"
             for name, item in self.claims.items()
         )
-        markup = f'<div class="labcore-html labcore-claims"><style>{STYLE}</style>{cards}</div>'
+        markup = f'<div class="labcore-html labcore-claims">{style()}{cards}</div>'
         plain = [f"{item.statement} {signed(_of(item))}" for item in self.claims.values()]
         return {"text/html": markup, "text/plain": "\n".join(plain)}
 

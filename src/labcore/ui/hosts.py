@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from IPython.display import display
 
-__all__ = ["VIEW", "Displayed", "enable_widgets", "view"]
+from labcore import device
 
+__all__ = ["STYLE", "VIEW", "Displayed", "enable_widgets", "style", "view"]
+
+STYLE = Path(__file__).with_name("cards.css")
 VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -17,6 +21,11 @@ def view(widget: Any, plain: str) -> dict[str, Any]:
     """Return the MIME bundle of `widget`, with `plain` as text; ipywidgets 7 has no public one."""
     model = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
     return {VIEW: model, "text/plain": plain}
+
+
+def style() -> str:
+    """Return the style of cards and intervals as HTML; "" for a page, which loads the file."""
+    return "" if device.building_book() else f"<style>{STYLE.read_text(encoding='utf-8')}</style>"
 
 
 def in_colab() -> bool:

@@ -13,35 +13,9 @@ from typing import Literal
 
 from labcore.claims import Measured, Rule
 
-__all__ = ["STYLE", "Kind", "Row", "drawn", "in_words", "number"]
+__all__ = ["Kind", "Row", "drawn", "in_words", "number"]
 
 Kind = Literal["ours", "peer", "live", "predicted"]
-
-# Pages that load no stylesheet of the course (JupyterLab, Colab) need the style with the markup.
-STYLE = (
-    ".labcore-intervals{overflow-x:auto}"
-    ".labcore-intervals table{border-collapse:collapse;width:100%;min-width:34em;"
-    "table-layout:fixed;font-size:.95em}"
-    ".labcore-intervals col.name{width:31%}.labcore-intervals col.value{width:24%}"
-    ".labcore-intervals col.verdict{width:19%}"
-    ".labcore-intervals :is(th,td){padding:.2em .6em;text-align:left;font-weight:normal;"
-    "border:0;background:none}"
-    ".labcore-intervals .axis{position:relative;height:1.5em}"
-    ".labcore-intervals .axis>*{position:absolute;top:0;bottom:0}"
-    ".labcore-intervals .good{background:#009e7326}"
-    ".labcore-intervals .bound{border-left:2px dashed currentColor;opacity:.6}"
-    ".labcore-intervals .bar{border-top:3px solid;top:calc(50% - 1.5px);bottom:auto}"
-    ".labcore-intervals .dot{width:.7em;height:.7em;margin-left:-.35em;top:calc(50% - .35em);"
-    "bottom:auto;border:2px solid;border-radius:50%;box-sizing:border-box}"
-    ".labcore-intervals .ours .dot{background:currentColor}"
-    ".labcore-intervals :is(.ours .axis){color:#2f86c5}"
-    ".labcore-intervals :is(.peer .axis){color:#b97a00}"
-    ".labcore-intervals :is(.live .axis){color:#d5602b}"
-    ".labcore-intervals :is(.predicted .axis){color:#009e73}"
-    ".labcore-intervals .predicted .dot{border-radius:0;transform:rotate(45deg)}"
-    ".labcore-intervals .tick{transform:translateX(-50%);font-size:.8em;white-space:nowrap}"
-    ".labcore-intervals .value{font-variant-numeric:tabular-nums}"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,25 +61,25 @@ def drawn(rows: Sequence[Row], *, unit: str = "", rule: Rule | None = None) -> s
         raise ValueError("a table of intervals needs at least one row, got none")
     bound = None if rule is None else rule.at_most if rule.at_most is not None else rule.at_least
     place, ticks = _axis(rows, bound)
-    behind = "" if rule is None or bound is None else _region(place(bound), rule)
+    judging = "" if rule is None or bound is None else _region(place(bound), rule)
     marks = "".join(
         f'<span class="tick" style="left:{place(tick):.1f}%">{number(tick)}</span>'
         for tick in ticks
     )
     heading = "mean [95% interval]" + (f", {unit}" if unit and not _is_ratio(unit) else "")
     judged = any(row.verdict for row in rows)
-    body = "".join(_row(row, place, behind) for row in rows)
+    body = "".join(_row(row, place) for row in rows)
     columns = '<col class="name"><col class="drawing"><col class="value">'
     return (
         '<div class="labcore-intervals" tabindex="0"><table><colgroup>'
         f"{columns}{'<col class=verdict>' if judged else ''}</colgroup><thead><tr><td></td>"
         f'<td><div class="axis" aria-hidden="true">{marks}</div></td>'
         f"<td><small>{html.escape(heading)}</small></td>{'<td></td>' if judged else ''}</tr>"
-        f"</thead><tbody>{body}</tbody></table></div>"
+        f"</thead><tbody{judging}>{body}</tbody></table></div>"
     )
 
 
-def _row(row: Row, place: Callable[[float], float], behind: str) -> str:
+def _row(row: Row, place: Callable[[float], float]) -> str:
     one = row.measured
     bar = ""
     if math.isfinite(one.high) and one.low < one.high:
@@ -115,17 +89,15 @@ def _row(row: Row, place: Callable[[float], float], behind: str) -> str:
     verdict = f"<td>{html.escape(row.verdict)}</td>" if row.verdict else ""
     return (
         f'<tr class="{row.kind}"><th scope="row">{html.escape(row.name)}</th>'
-        f'<td><div class="axis" aria-hidden="true">{behind}{bar}{dot}</div></td>'
+        f'<td><div class="axis" aria-hidden="true">{bar}{dot}</div></td>'
         f'<td class="value">{in_words(one)}</td>{verdict}</tr>'
     )
 
 
 def _region(bound: float, rule: Rule) -> str:
     left, width = (0.0, bound) if rule.at_most is not None else (bound, 100 - bound)
-    return (
-        f'<span class="good" style="left:{left:.1f}%;width:{width:.1f}%"></span>'
-        f'<span class="bound" style="left:{bound:.1f}%"></span>'
-    )
+    side = f"--from:{left:.1f}%;--wide:{width:.1f}%;--bound:{bound:.1f}%"
+    return f' class="judged" style="{side}"'
 
 
 def _axis(rows: Sequence[Row], bound: float | None) -> tuple[Callable[[float], float], list[float]]:

@@ -10,6 +10,7 @@ from labcore import records
 from labcore.claims import Measured, Scale
 from labcore.records import Record
 from labcore.ui import intervals
+from labcore.ui.hosts import style
 from labcore.ui.intervals import Row
 
 __all__ = ["Recorded", "recorded"]
@@ -78,7 +79,7 @@ class Recorded:
     def _repr_mimebundle_(self, **_wanted: Any) -> dict[str, Any]:
         note = provenance(self.record)
         markup = (
-            f'<div class="labcore-html labcore-recorded"><style>{intervals.STYLE}</style>'
+            f'<div class="labcore-html labcore-recorded">{style()}'
             f"{intervals.drawn(self.rows, unit=self.unit)}"
             f"<p><small>{html.escape(note)}</small></p></div>"
         )
