@@ -95,12 +95,13 @@ def test_it_holds_what_is_on_the_list_in_one_commit_of_nobody(course: Path, tmp_
     assert str(out) in said and "made" in said
     listed = git(out, "ls-files").splitlines()
     assert sorted(listed) == [
-        ".gitignore", "LICENSE", "README.md", "_config.yml", "_toc.yml", "book/index.md",
+        ".gitignore", "AGENTS.md", "LICENSE", "README.md", "_config.yml", "_toc.yml",
+        "book/index.md",
         "book/page.ipynb", "labs/release/mini/mini.ipynb", "src/labcore/__init__.py",
         "src/labcore/empty.py", "src/labcore/tracked all the same.dat",
     ]  # fmt: skip
     for path in listed:
-        if path not in ("README.md", "_toc.yml"):
+        if path not in ("AGENTS.md", "README.md", "_toc.yml"):
             assert (out / path).read_bytes() == (course / path).read_bytes()
     toc = (out / "_toc.yml").read_text("utf-8")
     assert toc == FILES["_toc.yml"].replace("  - file: book/teaching/answers\n", "")
