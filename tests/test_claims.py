@@ -252,9 +252,9 @@ def test_a_part_needs_a_rule_or_a_reason(tmp_path, parts, said):
 
 def test_parts_that_share_a_quantity_are_named_by_their_cases(tmp_path):
     file = tmp_path / "claims.toml"
-    rows = "".join(f'{{ case = "{one}", quantity = "q", at_least = 1 }},' for one in "ab")
+    rows = "".join(f'{{ case = "{one}", quantity = "q/no_x", at_least = 1 }},' for one in "ab")
     file.write_text(f'[lion.x]\nstatement = "s"\nquantity = "q"\nparts = [{rows}]\n')
-    assert [part.name for part in claims.load(file)["lion.x"].parts] == ["a: q", "b: q"]
+    assert [part.name for part in claims.load(file)["lion.x"].parts] == ["a: q: no x", "b: q: no x"]
 
 
 def test_the_shipped_verdicts_are_what_the_records_say():

@@ -267,7 +267,8 @@ def _claim(id: str, raw: Mapping[str, Any]) -> Claim:
     twice = Counter(item.get("quantity") for item in given)
     for item in given:  # a part is named by its quantity, and where two share it by its case too
         case = f"{item['case']}: " if twice[item.get("quantity")] > 1 and "case" in item else ""
-        item.setdefault("name", f"{case}{item.get('quantity', '')}")
+        name = f"{case}{item.get('quantity', '')}".replace("/", ": ").replace("_", " ")
+        item.setdefault("name", name)
     parts = tuple(_part(id, item) for item in given)
     names = [part.name for part in parts]
     if not parts or len(set(names)) < len(names):

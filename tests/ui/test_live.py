@@ -255,3 +255,10 @@ def test_the_page_hears_of_a_figure_with_its_traces(monkeypatch):
     states = [told["data"]["state"] for told in opened]
     assert [len(s["_widget_data"]) for s in states if "_widget_data" in s] == [3]
     assert figure.comm is not None
+
+
+@pytest.mark.parametrize(("step", "said"), [(0.05, ".2f"), (1.0, ".0f"), (0.125, ".3f")])
+def test_a_sliders_value_has_the_digits_of_its_steps(step, said):
+    shown = explore(waves, alt="x", lr=Slider(low=0, high=2, default=1, step=step)).live
+    (slider,) = [one for one in shown.box.children if isinstance(one, widgets.FloatSlider)]
+    assert slider.readout_format == said

@@ -41,9 +41,13 @@ def _input(name: str, control: Control, letters: int) -> widgets.Widget:
         "value": control.default,
     }
     if isinstance(control, Slider):
+        # Not "g", which pads with zeros: 0.05 would read 0.05000.
+        texts = [f"{value:.12g}" for value in control.positions()]
+        places = max(len(text.partition(".")[2]) for text in texts)
         return widgets.FloatSlider(
-            min=control.low, max=control.high, step=control.step, readout_format=".4g", **common
-        )
+            min=control.low, max=control.high, step=control.step,
+            readout_format=f".{places}f", **common,
+        )  # fmt: skip
     if isinstance(control, IntSlider):
         return widgets.IntSlider(min=control.low, max=control.high, step=control.step, **common)
     if isinstance(control, LogSlider):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
@@ -320,8 +321,9 @@ def nan_paths(paths: Mapping[str, Sequence[float]], at: int) -> go.Figure:
         for name, path in paths.items()
     }
     figure = _lines(finite, title=f"The gradient is NaN once, at step {at}", y="weight")
-    for trace, color in zip(figure.data, PALETTE.values(), strict=False):
-        trace.line.color = color  # all of them are Lion
+    dashes = itertools.cycle(("solid", "dash", "dot"))  # paths that coincide stay visible
+    for trace, color, dash in zip(figure.data, PALETTE.values(), dashes, strict=False):
+        trace.line.update(color=color, dash=dash)  # all of them are Lion
     for name, path in finite.items():
         last = next((step for step, weight in enumerate(path) if weight is None), 0) - 1
         if last >= 0:

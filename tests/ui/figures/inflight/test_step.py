@@ -35,7 +35,7 @@ def test_the_bars_of_a_step_are_its_budget_and_what_is_left(policy: str) -> None
         assert max(now.budget, later.x[0]) <= figure.layout.xaxis.range[1]
         assert [bar.showlegend for bar in chunks].count(True) == 1
         (mark,) = named(figure, "this step")
-        assert mark.x == (now.step,) and f"{now.waiting} waiting" in figure.layout.title.text
+        assert mark.x == (place,) and f"{now.waiting} waiting" in figure.layout.title.text
         (prompts,) = named(figure, "prompt tokens of a step")
         assert list(prompts.y) == [sum(count for _, count in one.chunks) for one in trace]
         for number, count in now.chunks:

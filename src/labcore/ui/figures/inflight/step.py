@@ -137,7 +137,7 @@ def anatomy(step: int = 1, *, data: Sequence[StepParts]) -> go.Figure:
     longest = max(max(sum(c for _, c in one.left) for one in data), now.budget)
     prompts = f"{len(now.chunks) or 'no'} prompt{'s' * (len(now.chunks) > 1)}"
     title = (
-        f"step {now.step}, {draw.seconds(now.seconds)}: {said + read} of {now.budget} tokens<br>"
+        f"step {step}, {draw.seconds(now.seconds)}: {said + read} of {now.budget} tokens<br>"
         f"{said} to decode, {read} of {prompts}<br>"
         f"{rest} tokens left for later, {now.waiting} waiting"
     )
@@ -161,7 +161,7 @@ def anatomy(step: int = 1, *, data: Sequence[StepParts]) -> go.Figure:
                 "categoryorder": "array", "categoryarray": ["this step", "later"],
             },
             "xaxis2": {
-                "anchor": "y2", "title": "step", "range": [data[0].step - 1, data[-1].step + 1],
+                "anchor": "y2", "title": "step", "range": [0, len(data) + 1],
                 "zeroline": False, "nticks": 8,
             },
             "yaxis2": {
@@ -211,7 +211,7 @@ def _chunks(data: Sequence[StepParts], now: StepParts, longest: int) -> list[dic
 
 
 def _history(step: int, data: Sequence[StepParts]) -> list[dict[str, Any]]:
-    numbers = [one.step for one in data]
+    numbers = list(range(1, len(data) + 1))  # as the control counts
     now = data[step - 1]
     bars = [
         {
@@ -226,7 +226,7 @@ def _history(step: int, data: Sequence[StepParts]) -> list[dict[str, Any]]:
     return [
         *bars,
         {
-            "type": "scatter", "x": [now.step], "y": [1.06 * now.budget], "mode": "markers",
+            "type": "scatter", "x": [step], "y": [1.06 * now.budget], "mode": "markers",
             "marker": {"symbol": "triangle-down", "size": 13, "color": PALETTE["vermillion"]},
             "name": "this step", "showlegend": False, "xaxis": "x2", "yaxis": "y2",
         },
