@@ -39,7 +39,7 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("_config.yml", "README.md", "CITATION.cff", "environment.yml"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "book").mkdir()
-    for path in (ROOT / "book").glob("*.ipynb"):
+    for path in [*(ROOT / "book").glob("*.ipynb"), ROOT / "book/index.md"]:
         shutil.copy(path, tmp_path / "book" / path.name)
     (tmp_path / "book" / "more.ipynb").write_text(notebook(first_cell("")), "utf-8")
     for path in LABS:
@@ -90,6 +90,7 @@ def test_an_address_is_written_everywhere_and_taken_away_again(checkout: Path) -
     assert address.read(checkout) == GITHUB
     assert address.check(checkout) == []
     assert f"git clone {GITHUB} course" in after["README.md"]
+    assert f"git clone {GITHUB} course" in after["index.md"]
     assert "https://someone.github.io/some-course/" in after["README.md"]
     assert "https://codespaces.new/someone/some-course)" in after["README.md"]
     assert f'repository-code: "{GITHUB}"' in after["CITATION.cff"]

@@ -57,7 +57,7 @@ f.addEventListener("change",function(e){var right=e.target.value===f.dataset.ans
 f.querySelector("[role=status]").textContent=right?"Right.":"Not this one: think again.";
 if(right)f.querySelector("details").open=true;var all=q.querySelectorAll("fieldset"),n=0;
 all.forEach(function(g){var c=g.querySelector(":checked");n+=c&&c.value===g.dataset.answer?1:0;});
-q.querySelector(".score").textContent=n+" of "+all.length+" answered.";});});});})();"""
+q.querySelector(".score").textContent=n+" of "+all.length+" right.";});});});})();"""
 
 _STYLE = (
     ".labcore-quiz fieldset{border:0;padding:0;margin:0 0 1.25rem}"
