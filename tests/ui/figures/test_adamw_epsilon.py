@@ -97,7 +97,7 @@ def test_the_static_page_moves_both_controls_within_its_limits() -> None:
     explore(figures.trap, alt="x", **CONTROLS)
     packed = twin.payload(figures.trap, controls=CONTROLS, alt="x")
     assert [len(control["values"]) for control in packed["controls"]] == [9, 13]
-    assert len(packed["frames"]) == 117 <= twin.MOST_FRAMES
+    assert len(packed["slices"][0]["frames"]) == 117 <= twin.MOST_FRAMES
 
 
 def test_the_first_picture_says_how_far_fp16_is_lost() -> None:

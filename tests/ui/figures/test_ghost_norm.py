@@ -76,7 +76,7 @@ def test_the_static_page_moves_both_controls_within_its_limits(swept: dict) -> N
 
     packed = twin.payload(figure, controls=CONTROLS, alt="x")
     assert [len(control["values"]) for control in packed["controls"]] == [5, 7]
-    assert len(packed["frames"]) == 35 <= twin.MOST_FRAMES
+    assert len(packed["slices"][0]["frames"]) == 35 <= twin.MOST_FRAMES
     kinds = set()
     points = itertools.product(*(control.positions() for control in CONTROLS.values()))
     for batch, ghost in points:

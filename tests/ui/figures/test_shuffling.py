@@ -77,7 +77,7 @@ def test_the_static_page_moves_both_controls(data) -> None:
         controls={"size": Choice(options=SIZES), "seed": Choice(options=(0, 1))},
         alt="x",
     )
-    assert len(packed["frames"]) == 6
+    assert len(packed["slices"][0]["frames"]) == 6
 
 
 def test_outcomes_have_a_point_an_order() -> None:

@@ -135,7 +135,8 @@ def test_the_static_page_carries_the_walk(generator, monkeypatch: pytest.MonkeyP
         "position": IntSlider(low=1, high=GAMMA + 1, default=1),
     }
     shown = explore(figures.walk, alt="x", data=data, **controls)
-    frames = shown._repr_mimebundle_()[twin.MIME]["frames"]
+    (only,) = shown._repr_mimebundle_()[twin.MIME]["slices"]
+    frames = only["frames"]
     assert len(frames) == 24 * (GAMMA + 1) <= twin.MOST_FRAMES
 
 
