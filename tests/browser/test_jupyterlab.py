@@ -167,7 +167,8 @@ def test_a_guess_stands_beside_the_measurement(lab: Any) -> None:
 def test_the_quiz_answers_in_jupyterlab(lab: Any) -> None:
     quiz = lab.locator(".labcore-quiz").last
     quiz.get_by_label("that").check()
-    assert quiz.locator("[role=status]").inner_text() == "Right."
+    assert quiz.locator("fieldset [role=status]").inner_text() == "Right."
+    assert quiz.locator(".score").inner_text() == "1 of 1 right."
     assert quiz.get_by_text("Because.").is_visible()
 
 
