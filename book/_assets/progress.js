@@ -21,6 +21,15 @@
     show();
   }
 
+  // The entries whose question is on the page.
+  function still(kept, before, after) {
+    var found = {};
+    Object.keys(kept).forEach(function (key) {
+      if (document.querySelector(before + key + after)) found[key] = kept[key];
+    });
+    return found;
+  }
+
   function count(own) { return [Object.keys(own.guesses).length, Object.keys(own.right).length]; }
 
   function said(done, of) {
@@ -96,7 +105,10 @@
       });
     });
     asked = [forms.length, document.querySelectorAll(".labcore-quiz fieldset").length];
-    if (all()[slug]) keep(function () { /* the page may ask more than it did */ });
+    if (all()[slug]) keep(function (own) { // the page may have changed since
+      own.guesses = still(own.guesses, "form[data-predict='", "']");
+      own.right = still(own.right, ".labcore-quiz input[name='", "']");
+    });
     show();
   }
 

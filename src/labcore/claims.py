@@ -109,6 +109,13 @@ class Measured:
         half = float(stdtrit(n - 1, 0.975)) * stdev(samples) / math.sqrt(n)
         return cls(mean=mean, low=mean - half, high=mean + half, n=n)
 
+    @classmethod
+    def recorded(cls, record: records.Record, *, scale: Scale = "linear") -> Measured:
+        """Return a record's number. A record of an exact number has "exact" in its details."""
+        if record.details.get("exact") is True:
+            return cls.exactly(record.p50)
+        return cls.of(record.samples, scale=scale)
+
     def __str__(self) -> str:
         if self.low == self.high:
             return f"{self.mean:.4g}"
@@ -165,10 +172,8 @@ class Part:
     reason: str = ""
 
     def measured(self, record: records.Record) -> Measured:
-        """Return a record's number. A record of an exact number has "exact" in its details."""
-        if record.details.get("exact") is True:
-            return Measured.exactly(record.p50)
-        return Measured.of(record.samples, scale=self.scale)
+        """Return a record's number on this part's scale."""
+        return Measured.recorded(record, scale=self.scale)
 
     def judge(self, measured: Measured | None) -> Verdict:
         """Return the verdict on this part alone."""

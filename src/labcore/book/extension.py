@@ -75,6 +75,7 @@ def connect(app: Sphinx) -> dict[str, Any]:
     app.connect("doctree-resolved", chapter.insert_header)
     app.connect("html-page-context", foot.add_foot)
     app.connect("html-page-context", foot.name_roles, priority=900)
+    app.connect("html-page-context", vendor.trim_markup, priority=900)
     app.connect("html-page-context", vendor.trim_scripts, priority=900)
     app.connect("build-finished", vendor.copy_mathjax)
     app.connect("build-finished", foot.write_index, priority=400)

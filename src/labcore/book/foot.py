@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import importlib.metadata
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from labcore.book import runs
 __all__ = ["add_foot", "build_line", "commit", "name_roles", "report_link", "write_index"]
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Names, punctuation and spaces of code have the color of its text: a third of a chapter's weight.
-PLAIN_CODE = re.compile(r'<span class="(?:n|p|w)">([^<]*)</span>')
 SHOWN = ("labcore", "torch", "triton", "jupyter-book")
 
 INDEX = """<!DOCTYPE html>
@@ -97,15 +94,13 @@ def add_foot(
 def name_roles(
     _app: Sphinx, _page: str, _template: str, context: dict[str, Any], _doctree: Any
 ) -> None:
-    """Fixes what docutils and the theme get wrong for screen readers, and drops idle markup.
+    """Fixes what docutils and the theme get wrong for screen readers.
 
     Entries in the list of references become list items, and the sidebar's expand buttons get a
     name.
     """
     if "body" in context:
-        body = context["body"].replace('role="doc-biblioentry"', 'role="listitem"')
-        body = body.replace(" docutils container", " container")
-        context["body"] = PLAIN_CODE.sub(r"\1", body)
+        context["body"] = context["body"].replace('role="doc-biblioentry"', 'role="listitem"')
     plain = context.get("generate_toctree_html")
     if plain is None:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from docutils import nodes
 from sphinx.application import Sphinx
 
-__all__ = ["copy_mathjax", "drop_widget_state", "mathjax_files", "trim_scripts"]
+__all__ = ["copy_mathjax", "drop_widget_state", "mathjax_files", "trim_markup", "trim_scripts"]
 
 # MathJax's script, its on-demand TeX files and its fonts: 2 MB of the wheel's 34 MB.
 MATHJAX_PARTS = ("tex-chtml.js", "input/tex", "output/chtml/fonts/woff-v2")
@@ -51,6 +52,19 @@ def drop_widget_state(app: Sphinx, _doctree: nodes.document) -> None:
     """Drops the state of live widgets (5 MB with a figure), which a static page does not use."""
     data = getattr(app.env, "nb_metadata", {}).get(app.env.docname, {})
     data.get("js_files", {}).pop("ipywidgets_state", None)
+
+
+# Names, punctuation and spaces of code have the color of its text: a third of a chapter's weight.
+PLAIN_CODE = re.compile(r'<span class="(?:n|p|w)">([^<]*)</span>')
+
+
+def trim_markup(
+    _app: Sphinx, _page: str, _template: str, context: dict[str, Any], _doctree: Any
+) -> None:
+    """Drops markup that no style of the book uses."""
+    if "body" in context:
+        body = context["body"].replace(" docutils container", " container")
+        context["body"] = PLAIN_CODE.sub(r"\1", body)
 
 
 def trim_scripts(

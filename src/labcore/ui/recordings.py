@@ -65,7 +65,7 @@ class Recorded:
             called = names.get(name, name)
             own = ours if others and len(found) == 1 else f"{called}, {ours}" if others else called
             if called:
-                self.rows.append(Row(name=own, measured=_measured(record, scale)))
+                self.rows.append(Row(name=own, measured=Measured.recorded(record, scale=scale)))
             self.rows += [
                 Row(
                     name=shown if len(found) == 1 else f"{called}, {shown}",
@@ -98,9 +98,3 @@ def provenance(record: Record) -> str:
     if records.is_stale(record):
         text += f" To measure today's code, run python -m benchmarks {record.slug}."
     return text
-
-
-def _measured(record: Record, scale: Scale) -> Measured:
-    if record.details.get("exact") is True:
-        return Measured.exactly(record.p50)
-    return Measured.of(record.samples, scale=scale)

@@ -44,6 +44,7 @@
       var own = document.querySelector('script[src*="' + key + '.js"]').src;
       script.src = own.replace(key + ".js", name + ".js");
       loading[name] = new Promise(function (resolve) { script.onload = resolve; });
+      script.onerror = function () { delete loading[name]; }; // the next move tries again
       document.head.appendChild(script);
     }
     loading[name].then(done);
