@@ -105,7 +105,7 @@ def figure_node(env: BuildEnvironment, packed: dict[str, Any]) -> TwinNode:
     The page loads the first slice; each other one is a script of its own.
     """
     key = hashlib.sha256(dumps(packed).encode()).hexdigest()[:16]
-    start = twin.start(packed["controls"])
+    start = twin.start(packed)
     slices = [one if place == start else None for place, one in enumerate(packed["slices"])]
     on_page = _store(env).setdefault(env.docname, [])
     on_page.append((key, _script("labcoreTwins", key, {**packed, "slices": slices})))
@@ -133,7 +133,7 @@ def drawn_markup(uid: str, key: str, packed: dict[str, Any]) -> str:
     )
     fixed = "".join(
         f"<li>{html.escape(item['label'])}: <strong>{html.escape(item['value'])}</strong> "
-        "(moves in JupyterLab)</li>"
+        "(moves in the book)</li>"
         for item in packed["fixed"]
     )
     # The controls need JavaScript, so the script unhides them.
@@ -221,7 +221,8 @@ def _write_files(app: Sphinx, env: BuildEnvironment) -> list[str]:
     for file in (ASSETS / STYLE, hosts.STYLE):
         _write(static / file.name, file.read_bytes())
     if wanted:
-        _write(static / SCRIPT, (ASSETS / SCRIPT).read_bytes())
+        for file in (twin.FORMULAS, ASSETS / SCRIPT):
+            _write(static / file.name, file.read_bytes())
         library = static / PLOTLY_FILE
         if not library.exists() or library.stat().st_size != plotly_script().stat().st_size:
             library.parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +240,8 @@ def _load_on_page(
     app.add_js_file(PLOTLY_FILE, loading_method="defer")
     for key in dict.fromkeys(key for key, _ in twins if not SLICE.search(key)):
         app.add_js_file(f"{FOLDER}/{key}.js", loading_method="defer")
-    app.add_js_file(SCRIPT, loading_method="defer")
+    for name in (twin.FORMULAS.name, SCRIPT):
+        app.add_js_file(name, loading_method="defer")
 
 
 class Opening(SphinxDirective):

@@ -219,6 +219,7 @@ def copy_assets(folder: Path) -> int:
     reveal = Path(spec.origin).parent / "_static" / "revealjs"
     wanted = {name: reveal / place for name, place in REVEAL.items()}
     wanted |= {name: explorers.ASSETS / name for name in OWN}
+    wanted[twin.FORMULAS.name] = twin.FORMULAS
     wanted |= {hosts.STYLE.name: hosts.STYLE, "plotly.min.js": explorers.plotly_script()}
     wanted |= {f"mathjax/{name}": path for name, path in vendor.mathjax_files().items()}
     for name, source in wanted.items():

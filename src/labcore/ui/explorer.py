@@ -32,19 +32,21 @@ def explore(
     *,
     alt: str,
     data: Any = None,
+    formula: twin.Formula | None = None,
     **controls: Control,
 ) -> Explorer:
     """Show `figure_fn` with a control for each argument named in `controls`.
 
     figure_fn takes the controls' values as keyword arguments, and `data` if given, and returns a
     plotly Figure. Calls of at most 30 ms let the figure keep up with the slider. alt says in words
-    what the figure shows. List controls in order of importance: on the static page at most four
-    move, the first two at once, and a slice is loaded when another one does.
+    what the figure shows. List controls in order of importance: the static page loads a slice of
+    frames when another one than the first two moves. It has at most four, unless it computes the
+    figure by `formula`.
     Raises TypeError for a control that the function doesn't take, ValueError for an empty alt or no
     control, and whatever the figure function raises at the defaults (in the static build, at any
     frame).
     """
-    return Explorer(figure_fn, alt=alt, data=data, controls=controls)
+    return Explorer(figure_fn, alt=alt, data=data, formula=formula, controls=controls)
 
 
 def _alt(alt: Any) -> str:
@@ -66,6 +68,7 @@ class Explorer(Displayed):
         alt: str,
         data: Any,
         controls: Mapping[str, Control],
+        formula: twin.Formula | None = None,
     ) -> None:
         if not callable(figure_fn):
             raise TypeError(f"figure_fn must be a function, got {figure_fn!r}")
@@ -80,7 +83,9 @@ class Explorer(Displayed):
         self._payload: dict[str, Any] | None = None
         self._first: go.Figure | None = None
         if device.building_book():
-            self._payload = twin.payload(self.figure, controls=self.controls, alt=self.alt)
+            self._payload = twin.payload(
+                self.figure, controls=self.controls, alt=self.alt, formula=formula
+            )
         else:
             self._first = self.figure()
 

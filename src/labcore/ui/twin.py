@@ -6,6 +6,8 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
@@ -14,7 +16,17 @@ from labcore.ui import theme
 from labcore.ui.compact import dumps, plain, pool
 from labcore.ui.controls import Choice, Control, LogSlider, Toggle
 
-__all__ = ["MIME", "MOST_BYTES", "MOST_FRAMES", "first_slice", "payload", "start", "still"]
+__all__ = [
+    "FORMULAS",
+    "MIME",
+    "MOST_BYTES",
+    "MOST_FRAMES",
+    "Formula",
+    "first_slice",
+    "payload",
+    "start",
+    "still",
+]
 
 MIME = "application/vnd.labcore.explorer+json"
 MOST_CONTROLS = 4
@@ -23,6 +35,20 @@ MOST_FRAMES = 500
 MOST_BYTES = 700_000
 MOST_SLICE_BYTES = 300_000
 _ACROSS = 2  # controls that move within a slice
+FORMULAS = Path(__file__).with_name("formulas.js")
+"""The functions by which a page computes figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """A figure that the static page computes, so that all its controls move, at any value.
+
+    name: of the function in FORMULAS that writes what changes into the figure's frame.
+    data: returns the numbers that the function needs, as JSON values, when the book is built.
+    """
+
+    name: str
+    data: Callable[[], Any]
 
 
 def _thinned(control: Control, count: int) -> list[Any]:
@@ -45,32 +71,24 @@ def _thinned(control: Control, count: int) -> list[Any]:
 
 
 def grid(controls: Mapping[str, Control]) -> dict[str, list[Any]]:
-    """Return the values of the moving controls: at most MOST_FRAMES frames in all.
+    """Return the values that each control takes on the page: at most MOST_FRAMES frames in all.
 
     Choices and toggles keep every option, and sliders share the rest, the first of equal ones the
-    most. What would leave a slider fewer than three positions is fixed at its default, last first.
+    most. Raises ValueError for more than MOST_CONTROLS controls, and if a slider would keep fewer
+    than three positions.
     """
-    moved = dict(list(controls.items())[:MOST_CONTROLS])
-    while (counts := _counts(moved)) is None:
-        name, control = moved.popitem()
-        if not moved:
-            raise ValueError(
-                f"{name} has {len(control.positions())} options, but the static page shows at most "
-                f"{MOST_FRAMES} frames; offer fewer options"
-            )
-    return {name: _values(control, counts[name]) for name, control in moved.items()}
-
-
-def _counts(moved: Mapping[str, Control]) -> dict[str, int] | None:
-    """Return how many positions each control keeps, or None if that would be too few."""
-    counts = {name: len(control.positions()) for name, control in moved.items()}
-    sliders = {n: counts[n] for n, c in moved.items() if not isinstance(c, (Choice, Toggle))}
-    while math.prod(counts.values()) > MOST_FRAMES:
+    counts = {name: len(control.positions()) for name, control in controls.items()}
+    sliders = {n: counts[n] for n, c in controls.items() if not isinstance(c, (Choice, Toggle))}
+    while math.prod(counts.values()) > MOST_FRAMES or len(counts) > MOST_CONTROLS:
         longest = max(reversed(sliders), key=lambda name: counts[name], default="")
-        if not longest or counts[longest] <= 3:
-            return None
+        if len(counts) > MOST_CONTROLS or not longest or counts[longest] <= 3:
+            options = " x ".join(f"{len(one.positions())} {name}" for name, one in controls.items())
+            raise ValueError(
+                f"an explorer moves at most {MOST_CONTROLS} controls and {MOST_FRAMES} frames on "
+                f"the static page, got {options}; offer fewer options or controls, or a formula"
+            )
         counts[longest] -= 1
-    return counts
+    return {name: _values(control, counts[name]) for name, control in controls.items()}
 
 
 def _values(control: Control, count: int) -> list[Any]:
@@ -104,23 +122,21 @@ def _frame(figure: go.Figure) -> dict[str, Any]:
 def _pack(
     slices: list[list[dict[str, Any]]],
     controls: list[dict[str, Any]],
-    fixed: list[dict[str, str]],
     alt: str,
+    formula: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the payload. `parts` has what the first view or several slices need, by index.
 
     Each slice has its frames and the parts that it alone needs.
     """
-    begins = start(controls)
+    packed: dict[str, Any] = {"version": 2, "alt": alt, "controls": controls, "fixed": []}
+    packed |= {"formula": formula} if formula else {}
+    begins = start(packed)
     short, pooled = pool(slices)
     needed = [_parts_of(frames, pooled) for frames in short]
     times = Counter(index for used in needed for index in used)
     shared = {index for index, count in times.items() if count > 1} | needed[begins]
-    packed: dict[str, Any] = {
-        "version": 2,
-        "alt": alt,
-        "controls": controls,
-        "fixed": fixed,
+    packed |= {
         "parts": {str(index): pooled[index] for index in sorted(shared)},
         "slices": [
             {
@@ -144,10 +160,10 @@ def _pack(
     return packed
 
 
-def start(controls: list[dict[str, Any]]) -> int:
+def start(packed: Mapping[str, Any]) -> int:
     """Return the index of the slice that a page shows first."""
     index = 0
-    for control in controls[_ACROSS:]:
+    for control in () if "formula" in packed else packed["controls"][_ACROSS:]:
         index = index * len(control["values"]) + control["start"]
     return index
 
@@ -172,27 +188,42 @@ def _parts_of(value: Any, pooled: list[Any]) -> set[int]:
 
 
 def first_slice(packed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the payload with the first two controls alone, the others fixed where they start."""
+    """Return the payload with the first two controls alone, the others fixed where they start.
+
+    A formula keeps all its controls.
+    """
+    if "formula" in packed:
+        return {**packed}
     rest = packed["controls"][_ACROSS:]
     fixed = [{"label": one["label"], "value": one["values"][one["start"]]} for one in rest]
     return {
         **packed,
         "controls": packed["controls"][:_ACROSS],
-        "fixed": [*fixed, *packed["fixed"]],
-        "slices": [packed["slices"][start(packed["controls"])]],
+        "fixed": fixed,
+        "slices": [packed["slices"][start(packed)]],
     }
 
 
 def payload(
-    figure: Callable[..., go.Figure], *, controls: Mapping[str, Control], alt: str
+    figure: Callable[..., go.Figure],
+    *,
+    controls: Mapping[str, Control],
+    alt: str,
+    formula: Formula | None = None,
 ) -> dict[str, Any]:
     """Return everything that the static page needs of an explorer.
 
     figure: takes any of the controls' values by name; the others stay at their defaults. A slice
     has the frames of the first two moved controls, in row-major order. There is a slice for each
     setting of the others, in that order too. Raises RuntimeError with the values at which the
-    figure function failed, and ValueError if the frames are too large.
+    figure function failed, and ValueError if the frames are too large. With a formula, there is one
+    frame, at the defaults, and the page computes the others.
     """
+    if formula:
+        values = {name: _values(one, len(one.positions())) for name, one in controls.items()}
+        moved = [_described(name, controls[name], points) for name, points in values.items()]
+        told = {"name": formula.name, "values": values, "data": formula.data()}
+        return _pack([[_frame(figure())]], moved, alt, told)
     values = grid(controls)
     names = list(values)
     across, along = names[:_ACROSS], names[_ACROSS:]
@@ -207,16 +238,11 @@ def payload(
                 f"the figure function failed at {at}: {type(error).__name__}: {error}"
             ) from error
     moved = [_described(name, controls[name], points) for name, points in values.items()]
-    fixed = [
-        {"label": c.label or name.replace("_", " "), "value": c.text(c.default)}
-        for name, c in controls.items()
-        if name not in values
-    ]
     size = math.prod(len(values[name]) for name in across)
-    return _pack([frames[at : at + size] for at in range(0, len(frames), size)], moved, fixed, alt)
+    return _pack([frames[at : at + size] for at in range(0, len(frames), size)], moved, alt)
 
 
 def still(spec: Mapping[str, Any], *, alt: str) -> dict[str, Any]:
     """Return the same for one plotly figure without controls; spec: its JSON, data and layout."""
     frame = _frame(go.Figure({"data": spec.get("data", []), "layout": spec.get("layout", {})}))
-    return _pack([[frame]], [], [], alt)
+    return _pack([[frame]], [], alt)

@@ -1,6 +1,6 @@
 // Drives the figures of a static page: HTML controls choose one of the stored frames, plotly draws
 // it. The first two controls move within a slice of frames; the others choose a slice, which is
-// loaded as a script when it is needed.
+// loaded as a script when it is needed. A figure with a formula has one frame, and computes the rest.
 (function () {
   "use strict";
 
@@ -53,6 +53,7 @@
   function Twin(element, packed) {
     this.packed = packed;
     this.key = element.dataset.twin;
+    this.across = packed.formula ? packed.controls.length : ACROSS;
     this.plot = element.querySelector(".twin-plot");
     this.inputs = Array.from(element.querySelectorAll(".twin-control :is(input, select)"));
     this.scheduled = false;
@@ -100,9 +101,9 @@
   };
 
   Twin.prototype.prefetch = function () {
-    for (var number = ACROSS; number < this.packed.controls.length; number++) {
+    for (var number = this.across; number < this.packed.controls.length; number++) {
       [-1, 1].forEach(function (by) {
-        var index = this.index(ACROSS, this.packed.controls.length, number, by);
+        var index = this.index(this.across, this.packed.controls.length, number, by);
         if (index >= 0) this.slice(index, function () { /* it is there when it is needed */ });
       }, this);
     }
@@ -110,10 +111,19 @@
 
   Twin.prototype.frame = function () {
     var twin = this, last = this.packed.controls.length;
-    var slice = this.slice(this.index(ACROSS, last), function () { twin.moved(); });
+    var slice = this.slice(this.index(this.across, last), function () { twin.moved(); });
     if (!slice) return null;
-    var index = this.index(0, Math.min(ACROSS, last));
-    return whole(slice.frames[index], Object.assign({}, this.packed.parts, slice.parts));
+    var formula = this.packed.formula;
+    var index = formula ? 0 : this.index(0, Math.min(this.across, last));
+    var frame = whole(slice.frames[index], Object.assign({}, this.packed.parts, slice.parts));
+    if (formula) {
+      var chosen = {};
+      this.packed.controls.forEach(function (control, number) {
+        chosen[control.name] = formula.values[control.name][twin.position(number)];
+      });
+      window.labcoreFormulas[formula.name](chosen, formula.data, frame);
+    }
+    return frame;
   };
 
   Twin.prototype.moved = function () {

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import plotly.graph_objects as go
 
 from labcore.claims import Measured
 from labcore.memory import Breakdown, Moment, estimate
-from labcore.memory.accounting.prediction import MOMENTS
+from labcore.memory.accounting.part import Part
+from labcore.memory.accounting.prediction import DTYPES, MOMENTS, OPTIMIZERS
 from labcore.memory.accounting.states import STAGES
 from labcore.models import LlamaConfig
 from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
+from labcore.ui.twin import Formula
 
 __all__ = [
     "CAPACITIES",
     "CHECKPOINTING",
     "MODELS",
+    "MOMENTS_FORMULA",
+    "STAGES_FORMULA",
     "modules",
     "moments",
+    "points",
     "prices",
     "stacks",
     "stages",
@@ -78,7 +85,7 @@ def _ceiling(tallest: float) -> float:
 
 def _stacked(columns: Mapping[str, Breakdown], title: str) -> go.Figure:
     names, top = list(columns), _ceiling(max(held.total for held in columns.values()) / 1e9)
-    lines = [line for line in sorted(CAPACITIES, reverse=True) if line < top]
+    lines = sorted(CAPACITIES, reverse=True)
     return go.Figure(
         [
             {
@@ -104,24 +111,26 @@ def _stacked(columns: Mapping[str, Breakdown], title: str) -> go.Figure:
                     "y0": y,
                     "y1": y,
                     "line": draw.PREDICTED,
+                    "visible": y < top,
                 }
                 for y in lines
             ],
-            "annotations": _labels(lines, 0.05 * top),
+            "annotations": _labels(lines, top),
             "height": 480,
             "margin": {"t": 40 + 20 * title.count("<br>"), "r": 64},
         },
     )
 
 
-def _labels(lines: Sequence[float], room: float) -> list[dict[str, object]]:
-    """Return labels beside the lines, from the highest down, skipping those that would overlap."""
-    labelled: list[float] = []
-    for line in lines:
-        if not labelled or labelled[-1] - line > room:
-            labelled.append(line)
+def _labels(lines: Sequence[float], top: float) -> list[dict[str, object]]:
+    """Return labels beside the lines, from the highest down; those that would overlap hide."""
     place = {"x": 1, "xref": "paper", "xanchor": "left", "showarrow": False}
-    return [{"text": f"{line} GB", "y": line, **place} for line in labelled]
+    labels, last = [], math.inf
+    for line in lines:
+        shown = line < top and last - line > 0.05 * top
+        last = line if shown else last
+        labels.append({"text": f"{line} GB", "y": line, "visible": shown, **place})
+    return labels
 
 
 def stacks(columns: Mapping[str, Breakdown], *, title: str) -> go.Figure:
@@ -161,11 +170,7 @@ def moments(
         for moment in MOMENTS
     }
     highest = max(columns, key=lambda moment: columns[moment].total)
-    return _stacked(
-        columns,
-        f"{model}, {dtype}, {optimizer}<br>{batch} x {length:,} tokens, recompute "
-        f"{_layers(checkpointing)}<br>peak {_size(columns[highest].total)} in the {highest}",
-    )
+    return _stacked(columns, f"Peak: {_size(columns[highest].total)}, in the {highest}")
 
 
 def stages(
@@ -192,18 +197,57 @@ def stages(
         )
         for stage in STAGES
     }
-    least = min(held.total for held in columns.values())
-    return _stacked(
-        columns,
-        f"{model}, {dtype}, {optimizer}, {devices} GPUs<br>{batch} x {length:,} each, recompute "
-        f"{_layers(checkpointing)}<br>from {_size(columns['stage 0'].total)} down to "
-        f"{_size(least)}",
-    )
+    most, least = columns["stage 0"].total, min(held.total for held in columns.values())
+    return _stacked(columns, f"Per GPU: {_size(most)} without ZeRO, {_size(least)} at best")
 
 
-def _layers(checkpointing: str) -> str:
-    """Shorten a key of CHECKPOINTING for a title, which has 40 letters per line on a phone."""
-    return {"every 4 layers": "by 4", "every layer": "by 1"}.get(checkpointing, checkpointing)
+def points() -> dict[str, Any]:
+    """Return what the page needs to repeat `estimate` for `moments` and `stages`.
+
+    By model and dtype: the points at which a step may peak, with bytes as [constant, per token].
+    """
+
+    def fixed(model: str, dtype: str, length: int = 1, **other: Any) -> Part:
+        config = MODELS[model]
+        settings = {"optimizer": "adamw", "checkpointing": None, **other}
+        return Part(
+            config=config, batch=1, length=length, dtype=dtype, shares=1, in_flight=1, gpu=True,
+            layers=config.num_hidden_layers, embedding=True, head=True, **settings,
+        )  # fmt: skip
+
+    def line(at_one: float, at_two: float) -> tuple[int, int]:
+        return round(2 * at_one - at_two), round(at_two - at_one)
+
+    def listed(model: str, dtype: str, checkpointing: int | str | None, moment: str) -> list[Any]:
+        pair = (fixed(model, dtype, n, checkpointing=checkpointing) for n in (1, 2))
+        return [
+            [*line(one.activations, two.activations), one.gradients,
+             *line(one.workspace, two.workspace), one.done, one.gathered, int(one.first)]
+            for one, two in zip(*(getattr(part, moment)() for part in pair), strict=True)
+        ]  # fmt: skip
+
+    table: dict[str, dict[str, Any]] = {}
+    for model, dtype in itertools.product(MODELS, DTYPES):
+        part = fixed(model, dtype)
+        steps = {name: fixed(model, dtype, optimizer=name) for name in OPTIMIZERS}
+        table.setdefault(model, {})[dtype] = {
+            "weights": part.weights,
+            "unit": part.unit,
+            "layers": part.layers,
+            "optimizers": {
+                name: {"state": one.state, "workspace": one.step()[0].workspace}
+                for name, one in steps.items()
+            },
+            "points": {
+                name: {moment: listed(model, dtype, way, moment) for moment in MOMENTS[:2]}
+                for name, way in CHECKPOINTING.items()
+            },
+        }
+    return {"table": table, "capacities": CAPACITIES}
+
+
+MOMENTS_FORMULA = Formula("memoryMoments", points)
+STAGES_FORMULA = Formula("memoryStages", points)
 
 
 def _last_step(moments: Sequence[Moment]) -> Sequence[Moment]:

@@ -32,10 +32,9 @@ CONTROLS = {
         "gpus": Choice(options=(1, 2, 4, 8, 16), default=8),
         "graph": Toggle(),
         "batch": Choice(options=(1, 8, 64, 256, 1024)),
+        "link": Choice(options=tuple(cost.LINKS)),
         "overlap": Toggle(),
         "algorithm": Choice(options=tuple(ALL_REDUCES)),
-        "alpha_us": LogSlider(low=0.1, high=100, default=1, points=7),
-        "gb_per_s": LogSlider(low=1, high=900, default=450, points=7),
         "model": MODEL_CHOICE,
         "gpu": Choice(options=tuple(GPUS), default="H100 SXM"),
     },
@@ -108,10 +107,11 @@ def test_every_step_of_a_control_changes_the_figure(name: str) -> None:
 @pytest.mark.parametrize("name", CONTROLS)
 def test_static_page_carries_the_explorer_without_a_dead_step(name: str, monkeypatch) -> None:
     monkeypatch.setenv("LABCORE_BOOK", "1")
-    shown = explore(getattr(figures, name), alt="x", **CONTROLS[name])
+    controls = dict(list(CONTROLS[name].items())[: twin.MOST_CONTROLS])
+    shown = explore(getattr(figures, name), alt="x", **controls)
     found = shown._repr_mimebundle_()[twin.MIME]
     moved = [control["name"] for control in found["controls"]]
-    assert moved == list(CONTROLS[name])[: twin.MOST_CONTROLS]
+    assert moved == list(controls)
     assert sum(len(one["frames"]) for one in found["slices"]) <= twin.MOST_FRAMES
     found = twin.first_slice(found)
     assert len(dumps(found)) < MOST_BYTES
@@ -151,10 +151,10 @@ def boxes(item) -> list[tuple[float, float, float]]:
 def test_the_timeline_is_one_layer_of_the_simulated_step(way: tuple[int, bool, bool]) -> None:
     gpus, graph, overlap = way
     figure = figures.timeline_view(
-        gpus, graph, 3, overlap, "two_shot", 2.0, 50.0, "8B", "A100 SXM", 77
+        gpus, graph, 3, overlap, "two_shot", "PCIe 5.0 x16", "8B", "A100 SXM", 77
     )
     ops = decode_step(MODELS["8B"], ranks=gpus, batch=3, context=77)
-    link = cost.Link(name="x", alpha=2e-6, beta=1 / 50e9, source="")
+    link = cost.LINKS["PCIe 5.0 x16"]
     run = simulate_timeline(
         ops, GPUS["A100 SXM"], link, algorithm="two_shot", graph=graph, overlap=overlap
     )
@@ -185,7 +185,7 @@ def test_the_timeline_is_one_layer_of_the_simulated_step(way: tuple[int, bool, b
 def test_a_token_s_time_is_stacked_for_all_four_ways() -> None:
     figure = figures.timeline_view(8, True, 1, True, model="70B")
     ops = decode_step(MODELS["70B"], ranks=8, batch=1, context=1024)
-    link = cost.Link(name="x", alpha=0.6e-6, beta=1 / 450e9, source="")
+    link = cost.LINKS["NVLink 4"]
     bars = [item for item in figure.data if item.type == "bar"]
     for at, (graph, overlap) in enumerate(((0, 0), (1, 0), (0, 1), (1, 1))):
         run = simulate_timeline(

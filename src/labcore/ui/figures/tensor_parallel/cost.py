@@ -42,10 +42,6 @@ def _size(nbytes: float) -> str:
     return f"{draw.digits(nbytes / 1024**power)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def chosen_link(alpha_us: float, gb_per_s: float) -> Link:
-    return Link(name="chosen", alpha=alpha_us * 1e-6, beta=1e-9 / gb_per_s, source="chosen")
-
-
 def all_reduce_curves(
     ranks: int = 8,
     alpha_us: float = 0.6,
@@ -60,7 +56,8 @@ def all_reduce_curves(
     key of `ALL_REDUCES` is drawn in its color; "backend" or another name is gray. The time axis is
     the same for every link, 60 ns to 1.6 s; data extends it to a decade more than needed.
     """
-    link, figure = chosen_link(alpha_us, gb_per_s), go.Figure()
+    link = Link(name="chosen", alpha=alpha_us * 1e-6, beta=1e-9 / gb_per_s, source="chosen")
+    figure = go.Figure()
     curves: dict[str, list[float]] = {}
     measured = {size: None for by_size in (data or {}).values() for size in by_size}
     sizes = _sizes(min([*measured, SIZES[0]]))

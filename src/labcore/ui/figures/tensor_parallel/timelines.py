@@ -20,7 +20,6 @@ from labcore.parallel.timeline import (
 )
 from labcore.ui import draw
 from labcore.ui.explorer import describe
-from labcore.ui.figures.tensor_parallel.cost import chosen_link
 from labcore.ui.theme import PALETTE
 
 __all__ = ["BATCHES", "share_by_batch", "timeline_view"]
@@ -54,8 +53,7 @@ def timeline_view(
     batch: int = 1,
     overlap: bool = False,
     algorithm: str = "ring",
-    alpha_us: float = 0.6,
-    gb_per_s: float = 450.0,
+    link: str = "NVLink 4",
     model: str = "7B",
     gpu: str = "H100 SXM",
     context: int = 1024,
@@ -63,20 +61,20 @@ def timeline_view(
     """Draw one layer of a decode step on three streams, and below it a token's time in four ways.
 
     gpus: 1, 2, 4, ..., which must divide the model's dimensions; batch: rows; graph, overlap,
-    algorithm: as in `simulate_timeline`; alpha_us: µs per step between ranks; gb_per_s: GB/s in one
-    direction; model, gpu: keys of MODELS and GPUS; context: tokens of a row in the cache.
+    algorithm: as in `simulate_timeline`; link, model, gpu: keys of LINKS, MODELS and GPUS; context:
+    tokens of a row in the cache.
     The layer is the middle one, from its first kernel to that of the next; its time starts at 0.
     The bars below stack the parts of a token's time: kernels, what the wire adds to them, and the
     rest, in which the device waits. The chosen way is in bold.
     Raises ValueError for arguments that `decode_step` or `simulate_timeline` rejects.
     """
     config, machine = MODELS[model], GPUS[gpu]
-    link = chosen_link(alpha_us, gb_per_s)
+    wire = LINKS[one_of("link", link, LINKS)]
     shape = {"ranks": gpus, "batch": batch, "context": context}
     ops = decode_step(config, **shape)
     runs = {
         name: simulate_timeline(
-            ops, machine, link, algorithm=algorithm, graph=by_graph, overlap=cut,
+            ops, machine, wire, algorithm=algorithm, graph=by_graph, overlap=cut,
             events=(by_graph, cut) == (graph, overlap),
         )
         for name, (by_graph, cut) in _WAYS.items()
