@@ -219,4 +219,4 @@ def provenance(record: Record) -> str:
         f"{machine['memory_gib']:g} GiB), {record.date[:10]}, torch {versions.get('torch', '?')}, "
         f"n = {record.n}"
     )
-    return f"{text}; measured on an earlier version of this code" if is_stale(record) else text
+    return f"{text}; code since changed" if is_stale(record) else text

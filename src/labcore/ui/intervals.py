@@ -89,8 +89,8 @@ def _row(row: Row, place: Callable[[float], float]) -> str:
     verdict = f"<td>{html.escape(row.verdict)}</td>" if row.verdict else ""
     return (
         f'<tr class="{row.kind}"><th scope="row">{html.escape(row.name)}</th>'
-        f'<td><div class="axis" aria-hidden="true">{bar}{dot}</div></td>'
-        f'<td class="value">{in_words(one)}</td>{verdict}</tr>'
+        f'<td><div class="axis">{bar}{dot}</div></td>'
+        f"<td>{in_words(one)}</td>{verdict}</tr>"
     )
 
 

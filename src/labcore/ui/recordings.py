@@ -92,9 +92,6 @@ class Recorded:
 
 
 def provenance(record: Record) -> str:
-    """Say where and when a record was measured, and what to do if the code has changed since."""
+    """Say in a sentence where and when a record was measured, and if the code has changed since."""
     text = f"{records.provenance(record)}."
-    text = text[:1].upper() + text[1:]
-    if records.is_stale(record):
-        text += f" To measure today's code, run python -m benchmarks {record.slug}."
-    return text
+    return text[:1].upper() + text[1:]
