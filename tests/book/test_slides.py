@@ -12,7 +12,7 @@ import pytest
 
 from labcore.book import runs, slides
 from labcore.book.slide_outline import LINES, ROOM, outline
-from labcore.ui import Slider, explore
+from labcore.ui import Slider, explore, verdicts
 from tests.book import html_checks
 
 pytestmark = pytest.mark.long
@@ -254,3 +254,15 @@ def test_a_figure_lives_in_the_deck(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "高 height" in made.page and "noscript" not in made.page
     (key,) = set(re.findall(r'data-twin="(\w+)"', made.page))
     assert made.frames.count(f'["{key}"]=') == 1
+
+
+def test_each_claim_has_a_slide_of_its_own() -> None:
+    found = verdicts("clipping")
+    made = slides.deck(chapter("# A\n\nx", shown(**found._repr_mimebundle_())), Path("a.ipynb"))
+    pages = made.page.split("<section>")
+    assert [page.count('class="labcore-claim ') for page in pages if "labcore-claim " in page] == (
+        [1] * len(found.claims)
+    )
+    assert (
+        "<section" not in found._repr_mimebundle_()["text/html"]
+    )  # reveal.js makes slides of them

@@ -102,10 +102,10 @@ class ClaimsCards(SphinxDirective):
         badge = cards.badge(str(item.verdict))
         address = f"{_uri(self, f'book/{item.slug}')}#verdict-{item.id.partition('.')[2]}"
         return (
-            f'<section class="labcore-claim {cards.verdict_class(str(item.verdict))}">'
+            f'<div class="labcore-claim {cards.verdict_class(str(item.verdict))}">'
             f"<p><small>The claim</small><br>{html.escape(item.statement)}</p>"
             f"<p><small>Measured</small></p><ul>{numbers}</ul>"
-            f'<p><small>Verdict</small><br><a href="{address}">{badge}</a></p></section>'
+            f'<p><small>Verdict</small><br><a href="{address}">{badge}</a></p></div>'
         )
 
 

@@ -32,6 +32,7 @@ HEADING = re.compile(r"^(#{1,6})\s+(.*?)\s*#*$")
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z$`*])")
 ABBREVIATED = ("et al.", "e.g.", "i.e.", "cf.", "Fig.", "Eq.")
 TABLE_ROW = re.compile(r"<tr\b.*?</tr>", re.DOTALL)
+CARD = re.compile(r'(?=<div class="labcore-claim )')
 CODE_BLOCK = re.compile(r"(<figure.*?<pre>)(.*?)(</pre>.*?</figure>)", re.DOTALL)
 TAG = re.compile(r"<[^>]+>")
 
@@ -158,6 +159,9 @@ class _Outline:
         elif "labcore-source" in markup:
             for part, lines in _code_parts(markup):
                 self._put(CODE * lines + 70, markup=part)
+        elif "labcore-claims" in markup:
+            for card in CARD.split(markup.removesuffix("</div>"))[1:]:
+                self._put(ROOM, markup=card, full=True)
         elif "<tbody>" in markup:
             for part, height in _html_table_parts(markup):
                 self._put(height, markup=part)

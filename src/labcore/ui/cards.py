@@ -58,9 +58,9 @@ class Verdicts:
 
     def _repr_mimebundle_(self, **_wanted: Any) -> dict[str, Any]:
         cards = "".join(
-            f'<section class="labcore-claim {verdict_class(_of(item))}" id="verdict-{name}">'
+            f'<div class="labcore-claim {verdict_class(_of(item))}" id="verdict-{name}">'
             f"<p><strong>{html.escape(item.statement)}</strong> {badge(_of(item))}</p>"
-            f"{details(item, self._live)}</section>"
+            f"{details(item, self._live)}</div>"
             for name, item in self.claims.items()
         )
         markup = f'<div class="labcore-html labcore-claims">{style()}{cards}</div>'
