@@ -35,8 +35,9 @@ coverage: setup  ## which of the package's lines the quick tests don't run; some
 	@$(BIN)/python -m pytest -q -p no:cacheprovider -m "not long" --numprocesses=auto --dist=loadfile \
 		--cov=labcore --cov-report=term-missing:skip-covered
 
-book: setup  ## the book in _build/html, as strictly as the tests build it
+book: setup  ## the book and the teaching guide in _build/html, as strictly as the tests build them
 	@LABCORE_STRICT_CLAIMS=1 $(BIN)/jupyter-book build . -W -n --keep-going
+	@$(BIN)/python -m labcore.book.teaching.guide -W
 
 jupyter: setup  ## JupyterLab alone
 	@$(BIN)/jupyter lab --ip $(HOST) --port $(PORT) --allow-root

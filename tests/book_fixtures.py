@@ -1,10 +1,12 @@
-"""Fixtures of the built book: one strict build from a cold cache, shared by its tests."""
+"""Fixtures of the built books: each built strictly once, the first from a cold cache."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +29,20 @@ class Build:
 
 def build_book(source: Path, output: Path, **environment: str) -> Build:
     """Build the book at source strictly into output/_build; what is there already is reused."""
+    command = [str(JUPYTER_BOOK), "build", *STRICT, "--path-output", str(output), str(source)]
+    return _run(command, source, output / "_build" / "html", environment)
+
+
+def build_guide(source: Path, output: Path) -> Build:
+    """Build the teaching guide of the checkout at source strictly into output/_build."""
+    words = ["labcore.book.teaching.guide", "-W", "--out", str(output / "_build")]
+    pages = output / "_build" / "html" / "teaching"
+    return _run([sys.executable, "-m", *words], source, pages, {})
+
+
+def _run(command: list[str], source: Path, html: Path, environment: dict[str, str]) -> Build:
     done = subprocess.run(
-        [str(JUPYTER_BOOK), "build", *STRICT, "--path-output", str(output), str(source)],
+        command,
         env={**os.environ, "NO_COLOR": "1", "LABCORE_STRICT_CLAIMS": "1", **environment},
         cwd=source,
         stdout=subprocess.PIPE,
@@ -36,30 +50,41 @@ def build_book(source: Path, output: Path, **environment: str) -> Build:
         text=True,
         timeout=1800,
     )
-    return Build(done.returncode, done.stdout, output / "_build" / "html")
+    return Build(done.returncode, done.stdout, html)
+
+
+def _once(
+    factory: pytest.TempPathFactory, name: str, build: Callable[[Path, Path], Build]
+) -> Build:
+    """The result of a build of the checkout, made once, also for parallel workers."""
+    shared = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    kept = shared / f"{name}.json"
+    with FileLock(shared / f"{name}.lock"):
+        if not kept.exists():
+            built = build(ROOT, shared / "book")
+            kept.write_text(json.dumps([built.status, built.log, str(built.html)]))
+    status, log, html = json.loads(kept.read_text())
+    return Build(status, log, Path(html))
 
 
 @pytest.fixture(scope="session")
 def strict_build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """The real book, built strictly from a cold cache: once, also for parallel workers."""
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    status, log = shared / "book.status", shared / "book.log"
-    output = shared / "book"
-    with FileLock(shared / "book.lock"):
-        if not status.exists():
-            build = build_book(ROOT, output)
-            log.write_text(build.log, encoding="utf-8")
-            status.write_text(str(build.status))
-    return Build(
-        int(status.read_text()), log.read_text(encoding="utf-8"), output / "_build" / "html"
-    )
+    """The real book, built strictly from a cold cache."""
+    return _once(tmp_path_factory, "book", build_book)
 
 
 @pytest.fixture(scope="session")
-def book_html(strict_build: Build) -> Path:
-    """The folder of the built pages."""
-    if strict_build.status != 0:
-        pytest.fail(f"the strict build failed:\n{strict_build.log[-4000:]}")
+def guide_build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """The teaching guide, built strictly where its links to the book lead to `strict_build`."""
+    return _once(tmp_path_factory, "guide", build_guide)
+
+
+@pytest.fixture(scope="session")
+def book_html(strict_build: Build, guide_build: Build) -> Path:
+    """The folder of the built pages, with the guide's in its folder `teaching`."""
+    for build in (strict_build, guide_build):
+        if build.status != 0:
+            pytest.fail(f"the strict build failed:\n{build.log[-4000:]}")
     return strict_build.html

@@ -5,7 +5,7 @@ var Scorer = {
     var page = result[0];
     if (/^book\/(index|glossary|claims|notation)$/.test(page)) return result[4] + 200;
     if (/^labs\//.test(page)) return result[4] + 100;
-    if (/^book\/(api|references|clinics|teaching)/.test(page)) return result[4];
+    if (/^book\/(api|references|clinics)/.test(page)) return result[4];
     return result[4] + 300;
   },
   objNameMatch: 11,

@@ -73,8 +73,9 @@ def read(path: Path) -> Page:
 
 
 def pages(folder: Path) -> list[Path]:
-    """All pages of a built book, in order; what Sphinx copies below `_static` is none."""
-    return [p for p in sorted(folder.rglob("*.html")) if "_static" not in p.parts]
+    """All pages of a built book, in order: neither what Sphinx copies nor the guide inside it."""
+    inside = [path.relative_to(folder) for path in sorted(folder.rglob("*.html"))]
+    return [folder / path for path in inside if not {"_static", "teaching"} & {*path.parts}]
 
 
 def _outside(address: str) -> bool:

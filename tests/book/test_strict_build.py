@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -20,22 +21,23 @@ BOOK = ROOT / "book"
 CHAPTERS = sorted(BOOK.glob("*.ipynb"))
 LABS = {slug: releases.release_path(ROOT, slug) for slug in releases.source_paths(ROOT)}
 SOURCES = [*sorted(BOOK.rglob("*.md")), *CHAPTERS, *LABS.values()]
+GUIDE = BOOK / "teaching"
 
 
-def toc_files() -> list[str]:
+def toc_files(book: Path = ROOT) -> list[str]:
     def walk(part: object) -> list[str]:
         if isinstance(part, dict):
             own = [part["file"]] if "file" in part else []
             return own + [name for value in part.values() for name in walk(value)]
         return [name for item in part for name in walk(item)] if isinstance(part, list) else []
 
-    toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
+    toc = yaml.safe_load((book / "_toc.yml").read_text(encoding="utf-8"))
     return [toc["root"], *walk(toc)]
 
 
-def test_the_table_of_contents_holds_every_page() -> None:
-    names = toc_files()
-    assert sorted(names) == sorted(str(p.relative_to(ROOT).with_suffix("")) for p in SOURCES)
+def test_the_tables_of_contents_hold_every_page() -> None:
+    names = [ROOT / name for name in toc_files()] + [GUIDE / name for name in toc_files(GUIDE)]
+    assert sorted(names) == sorted(path.with_suffix("") for path in SOURCES)
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
@@ -53,13 +55,16 @@ class TestPages:
         assert strict_build.status == 0, strict_build.log[-6000:]
         assert "build succeeded" in strict_build.log
 
-    def test_every_page_is_there(self, book_html: Path) -> None:
-        names = {
-            p.relative_to(book_html).with_suffix("").as_posix()
-            for p in html_checks.pages(book_html)
-        }
-        assert names == {*toc_files(), "index", "search"}
+    @pytest.mark.parametrize("book", [ROOT, GUIDE], ids=["book", "guide"])
+    def test_every_page_is_there_and_is_searched(self, book_html: Path, book: Path) -> None:
+        html = book_html if book == ROOT else book_html / "teaching"
+        names = {p.relative_to(html).with_suffix("").as_posix() for p in html_checks.pages(html)}
+        assert names == {*toc_files(book), "index", "search"}
+        index = (html / "searchindex.js").read_text(encoding="utf-8")
+        searched = json.loads(index.removeprefix("Search.setIndex(").rstrip(")"))["docnames"]
+        assert sorted(searched) == sorted(toc_files(book))
 
+    @pytest.mark.parametrize("book", ["", "teaching"])
     @pytest.mark.parametrize(
         "gate",
         [
@@ -70,8 +75,8 @@ class TestPages:
             html_checks.plain_faults,
         ],
     )
-    def test_gate(self, book_html: Path, gate: object) -> None:
-        assert gate(book_html) == []
+    def test_gate(self, book_html: Path, gate: object, book: str) -> None:
+        assert gate(book_html / book) == []
 
     def test_notebooks_can_be_downloaded_without_outputs(self, book_html: Path) -> None:
         notebooks = [*CHAPTERS, *LABS.values()]
@@ -107,8 +112,7 @@ class TestPages:
     def test_each_page_is_there_as_markdown_without_answers(self, book_html: Path) -> None:
         listed = (book_html / "llms.txt").read_text(encoding="utf-8")
         links = re.findall(r"^- \[[^]]+\]\((\S+)\)$", listed, re.MULTILINE)
-        pages = {f"{name}.md" for name in toc_files() if "teaching" not in name}
-        assert pages - {"book/clinics.md"} == set(links)
+        assert {f"{name}.md" for name in toc_files()} == set(links)
         for name in links:
             text = (book_html / name).read_text(encoding="utf-8")
             assert text.startswith(("# ", "(", "---")) and "answer=" not in text, name

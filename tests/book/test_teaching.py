@@ -11,15 +11,16 @@ import tomllib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import nbformat
 import pytest
-import yaml
+from docutils import nodes
+from sphinx.addnodes import pending_xref
 
 from labcore import exercises
 from labcore.__main__ import parser
-from labcore.book.teaching import pages, units
+from labcore.book.teaching import guide, pages, units
 from labcore.book.teaching.graph import graph_figure
 from labcore.book.teaching.plans import SYLLABI, read_plan, read_plans
 from labcore.book.teaching.themes import read_themes, themes_of
@@ -28,9 +29,9 @@ from labcore.grading import report as grade_tables
 from labcore.grading.intake.submissions import mend
 from labcore.labs.releases import release_path
 from labcore.labs.source import nbgrader_of
-from tests.book import html_checks, source_checks
+from tests.book import source_checks
 from tests.book.mini import mini_book
-from tests.book_fixtures import ROOT, Build, build_book
+from tests.book_fixtures import ROOT, Build, build_guide
 
 pytestmark = pytest.mark.long
 
@@ -387,64 +388,15 @@ def test_commands_and_columns_on_the_pages_are_there() -> None:
     assert example == "2 d 3 h 5 min" and f'"{example}"' in policies
 
 
-def small_book(folder: Path) -> Path:
-    """The guide's pages over chapters that are a title with its metadata, and the real labs."""
-    mini_book(folder)
-    shutil.copytree(PAGES, folder / "book" / "teaching")
-    course = read_course(ROOT)
-    parts: dict[str, list[dict[str, Any]]] = {}
-    for slug, unit in course.items():
-        notebook = nbformat.read(ROOT / "book" / f"{slug}.ipynb", as_version=4)
-        notebook.cells = [nbformat.v4.new_markdown_cell(f"# {unit.title}", id="title")]
-        nbformat.write(notebook, folder / "book" / f"{slug}.ipynb")
-        lab = release_path(folder, slug)
-        lab.parent.mkdir(parents=True)
-        shutil.copyfile(release_path(ROOT, slug), lab)
-        page = {
-            "file": f"book/{slug}",
-            "sections": [{"file": lab.relative_to(folder).with_suffix("").as_posix()}],
-        }
-        parts.setdefault(unit.part, []).append(page)
-    ours = sorted(path.stem for path in PAGES.glob("*.md"))
-    parts["Teaching"] = [{"file": f"book/teaching/{name}"} for name in ours]
-    toc = {
-        "format": "jb-book",
-        "root": "book/index",
-        "parts": [{"caption": name, "chapters": pages} for name, pages in parts.items()],
-    }
-    (folder / "_toc.yml").write_text(yaml.safe_dump(toc, sort_keys=False), encoding="utf-8")
-    config = yaml.safe_load((folder / "_config.yml").read_text(encoding="utf-8"))
-    config["execute"]["execute_notebooks"] = "off"
-    (folder / "_config.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    place = tmp_path_factory.mktemp("teaching")
-    return build_book(small_book(place / "source"), place / "out")
-
-
 class TestBuilt:
-    def test_the_build_is_clean(self, built: Build) -> None:
-        assert built.status == 0, built.log[-4000:]
+    """Links to the course's book are checked where both are built, in test_strict_build.py."""
 
-    @pytest.mark.parametrize(
-        "gate",
-        [
-            html_checks.dead_links,
-            html_checks.malformed_links,
-            html_checks.outside_resources,
-            html_checks.heavy_pages,
-            html_checks.plain_faults,
-        ],
-    )
-    def test_gate(self, built: Build, gate: Callable[[Path], list[str]]) -> None:
-        assert gate(built.html) == []
+    def test_the_build_is_clean(self, guide_build: Build) -> None:
+        assert guide_build.status == 0, guide_build.log[-4000:]
 
-    def test_what_is_made_is_on_the_pages(self, built: Build, course: Course) -> None:
+    def test_what_is_made_is_on_the_pages(self, guide_build: Build, course: Course) -> None:
         def text(name: str) -> str:
-            html = (built.html / "book" / "teaching" / f"{name}.html").read_text("utf-8")
+            html = (guide_build.html / f"{name}.html").read_text("utf-8")
             return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", html))
 
         assert "Needs Lion. Better after" in text("goals")
@@ -455,14 +407,51 @@ class TestBuilt:
         assert "Parts averaged as if they were equal" in text("misconceptions")
 
 
-def test_a_fault_in_a_file_fails_the_build_with_its_sentence(tmp_path: Path) -> None:
+def test_a_fault_in_a_file_or_link_fails_the_build_with_its_sentence(tmp_path: Path) -> None:
     folder = mini_book(tmp_path / "source")
-    (folder / "book" / "teaching").mkdir()
-    (folder / CHAPTERS).write_text("[rocket]\nneeds = []\n", encoding="utf-8")
-    page = "# Goals\n\n```{teaching} goals\n```\n"
-    (folder / "book" / "goals.md").write_text(page, encoding="utf-8")
-    toc = {"format": "jb-book", "root": "book/index", "chapters": [{"file": "book/goals"}]}
-    (folder / "_toc.yml").write_text(yaml.safe_dump(toc), encoding="utf-8")
-    build = build_book(folder, tmp_path / "out")
+    (folder / "_toc.yml").write_text("format: jb-book\nroot: book/index\n", encoding="utf-8")
+    (folder / CHAPTERS).parent.mkdir()
+    shutil.copyfile(PAGES / "_config.yml", folder / "book" / "teaching" / "_config.yml")
+    for name, text in {
+        "_toc.yml": "format: jb-book\nroot: index\n",
+        "index.md": "# Goals\n\n{doc}`Tigers </book/tiger>`\n\n```{teaching} goals\n```\n",
+        "chapters.toml": "[rocket]\nneeds = []\n",
+    }.items():
+        (folder / "book" / "teaching" / name).write_text(text, encoding="utf-8")
+    build = build_guide(folder, tmp_path / "out")
     assert build.status != 0
     assert f"{CHAPTERS} names rocket" in build.log
+    assert "unknown document: '/book/tiger'" in build.log
+
+
+def link(book: Path, page: str, target: str) -> str | None:
+    """Where `{doc}` leads from a page of a book; "" if it leads nowhere and stays text."""
+    node = pending_xref("", reftype="doc", refdoc=page, reftarget=target)
+    words = nodes.inline(text="words")
+    found = guide.find_in_other_book(SimpleNamespace(srcdir=book), None, node, words)  # type: ignore[arg-type]
+    return found.get("refuri", "") if found is not None else None
+
+
+@pytest.mark.parametrize(
+    ("book", "page", "target", "address"),
+    [
+        (PAGES, "goals", "/book/lion", "../book/lion.html"),
+        (PAGES, "goals", "/labs/release/lion/lion", "../labs/release/lion/lion.html"),
+        (PAGES, "goals", "/book/tiger", None),
+        (ROOT, "book/index", "/book/teaching/index", "../teaching/index.html"),
+        (ROOT, "book/index", "teaching/goals", "../teaching/goals.html"),
+        (ROOT, "labs/release/lion/lion", "/book/teaching/goals", "../../../teaching/goals.html"),
+        (ROOT, "book/index", "/book/teaching/tiger", None),
+        (ROOT, "book/index", "tiger", None),
+    ],
+)
+def test_a_link_leads_from_book_to_book(
+    book: Path, page: str, target: str, address: str | None
+) -> None:
+    assert link(book, page, target) == address
+
+
+def test_students_get_no_guide_and_no_link_to_it(tmp_path: Path) -> None:
+    assert link(tmp_path, "book/index", "/book/teaching/index") == ""
+    assert guide.build(tmp_path, tmp_path / "_build", strict=True) == 0
+    assert not (tmp_path / "_build").exists()

@@ -27,6 +27,8 @@ PATIENCE_MS = 180_000  # what a machine that does much else may need for one ste
 DRAWN = """element => JSON.stringify(element.querySelector('.twin-plot').data
     .map(trace => [trace.name, trace.x, trace.y, trace.z]))
     + JSON.stringify(element.querySelector('.twin-plot').layout.title)"""
+# A figure is drawn when it comes near the window, and all of them for paper.
+DRAW_ALL = "() => dispatchEvent(new Event('beforeprint'))"
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,7 @@ def test_a_small_deck(watch: Any, small: Any, tmp_path: Path) -> None:
         "() => { const s = document.querySelector('.labcore-twin').closest('section');"
         " const i = deck.getIndices(s); deck.slide(i.h, i.v); return deck.getSlidePastCount(); }"
     )
-    page.wait_for_timeout(200)
+    figure.locator(".main-svg").first.wait_for()
     assert figure.bounding_box()["width"] > 1000
     before = figure.evaluate(DRAWN)
     figure.locator("select").press("ArrowDown")  # a list too keeps the keys of the deck
@@ -146,7 +146,7 @@ def test_a_chapters_deck(watch: Any, book_html: Path, tmp_path: Path, chapter: s
         figure.evaluate(
             "e => { const i = deck.getIndices(e.closest('section')); deck.slide(i.h, i.v); }"
         )
-        page.wait_for_timeout(100)
+        figure.locator(".main-svg").first.wait_for()
         slider = figure.locator("input[type=range]").first
         before = figure.evaluate(DRAWN)
         atop = slider.evaluate("e => e.value === e.max")

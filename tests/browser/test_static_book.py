@@ -15,7 +15,7 @@ from labcore import claims
 from labcore.ui import predict
 from tests.book import html_checks
 from tests.book_fixtures import ROOT
-from tests.browser.conftest import DRAWN, wait_for_another
+from tests.browser.conftest import DRAW_ALL, DRAWN, wait_for_another
 
 pytestmark = pytest.mark.long
 CHAPTERS = sorted(path.stem for path in (ROOT / "book").glob("*.ipynb"))
@@ -70,9 +70,9 @@ def base(request: pytest.FixtureRequest, bases: dict[str, str]) -> str:
 
 
 def names(folder: Path) -> list[str]:
-    """Every page but the top one, which only leads on."""
-    found = [page.relative_to(folder).as_posix() for page in html_checks.pages(folder)]
-    return [name for name in found if name != "index.html"]
+    """Every page of both books but the top one, which only leads on."""
+    found = html_checks.pages(folder) + html_checks.pages(folder / "teaching")
+    return [page.relative_to(folder).as_posix() for page in found if page != folder / "index.html"]
 
 
 def settle(page: Any) -> None:
@@ -86,6 +86,7 @@ def settle(page: Any) -> None:
         "() => [...document.querySelectorAll('mjx-container[display]')]"
         ".every(e => e.scrollWidth <= e.clientWidth || e.tabIndex === 0)"
     )
+    page.evaluate(DRAW_ALL)
     page.wait_for_function(
         "() => [...document.querySelectorAll('.twin-plot')]"
         ".every(e => e.querySelector('.main-svg'))"

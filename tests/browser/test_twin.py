@@ -12,6 +12,8 @@ from typing import Any
 import nbformat
 import pytest
 
+from tests.browser.conftest import DRAW_ALL
+
 pytestmark = pytest.mark.long
 
 CELLS = [
@@ -61,6 +63,7 @@ extensions = ["myst_nb", "labcore.book.explorers"]
 html_theme = "sphinx_book_theme"
 html_context = {"default_mode": "auto"}
 nb_execution_mode = "force"
+nb_execution_timeout = 120
 nb_execution_show_tb = True
 nb_ipywidgets_js = {}
 exclude_patterns = ["_build"]
@@ -68,6 +71,9 @@ exclude_patterns = ["_build"]
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 READY = "() => document.querySelectorAll('.js-plotly-plot .main-svg').length >= 3"
 HEIGHTS = "n => Array.from(document.querySelectorAll('.js-plotly-plot')[n]._fullData[0].y)"
+BOXES = """() => [...document.querySelectorAll('.labcore-twin')].map(e => {
+    const box = e.getBoundingClientRect(); return [box.top + scrollY, box.height]; })"""
+FRAMES = """async n => { while (n--) await new Promise(requestAnimationFrame); }"""
 TITLE = "() => document.querySelectorAll('.js-plotly-plot')[0].layout.title.text"
 
 
@@ -103,6 +109,7 @@ def opened(browser: Any, site: Path, watch: Any) -> Any:
         watched = watch(**options)
         watched.page.goto((site / "part" / "mini.html").as_uri())
         if options.get("java_script_enabled", True):
+            watched.page.evaluate(DRAW_ALL)
             watched.page.wait_for_function(READY)
         return watched
 
@@ -198,6 +205,42 @@ def test_dark_mode_changes_ink_grid_and_ground(opened: Any) -> None:
     watched.calm()
 
 
+def test_a_figure_is_drawn_when_it_comes_near_in_a_box_that_stays(watch: Any, site: Path) -> None:
+    watched = watch(height=200)
+    page = watched.page
+    page.goto((site / "part" / "mini.html").as_uri())
+    figures = page.locator(".labcore-twin")
+    figures.nth(0).locator(".main-svg").first.wait_for()
+    page.evaluate(FRAMES, 5)
+    assert figures.nth(2).locator(".main-svg").count() == 0
+    boxes = page.evaluate(BOXES)
+    figures.nth(2).scroll_into_view_if_needed()
+    figures.nth(2).locator(".main-svg").first.wait_for()
+    assert page.evaluate(BOXES) == boxes
+    watched.calm()
+
+
+def test_paper_has_every_figure(watch: Any, site: Path) -> None:
+    page = watch(height=200).page
+    page.goto((site / "part" / "mini.html").as_uri())
+    page.locator(".main-svg").first.wait_for()
+    page.pdf()
+    assert page.locator(".twin-plot:not(:has(.main-svg))").count() == 0
+
+
+def test_two_figures_are_never_drawn_in_one_frame(opened: Any) -> None:
+    page = opened().page
+    page.evaluate(
+        """() => { let frame = 0; window.drawn = []; const react = Plotly.react;
+        (function tick() { frame += 1; requestAnimationFrame(tick); })();
+        Plotly.react = (...all) => { drawn.push(frame); return react(...all); };
+        const root = document.documentElement;
+        root.dataset.theme = root.dataset.theme === 'dark' ? 'light' : 'dark'; }"""
+    )
+    page.wait_for_function("() => drawn.length === 3")
+    assert len(set(page.evaluate("() => drawn"))) == 3
+
+
 def test_a_phone_shows_all_of_it(opened: Any) -> None:
     watched = opened(width=360, height=740)
     page = watched.page
@@ -250,7 +293,7 @@ def test_a_measurement_is_folded_until_asked_for(opened: Any) -> None:
 
 def test_scripts_are_loaded_only_where_used(site: Path) -> None:
     page, index = ((site / name).read_text() for name in ("part/mini.html", "index.html"))
-    assert "plotly.min.js" in page
+    assert "plotly.min.js" not in page and (site / "_static/vendor/plotly.min.js").is_file()
     assert "twin.js" in page
     assert "plotly" not in index
     assert "twin.js" not in index

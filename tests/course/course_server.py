@@ -49,6 +49,16 @@ def make_checkout(folder: Path) -> Path:
     return folder
 
 
+def add_guide(root: Path) -> None:
+    """A teaching guide of one page, the second book of the checkout at root."""
+    guide = root / "book" / "teaching"
+    guide.mkdir()
+    config = "sphinx:\n  config:\n    html_title: Mini guide\n"
+    (guide / "_config.yml").write_text(config, "utf-8")
+    (guide / "_toc.yml").write_text("format: jb-book\nroot: index\n", "utf-8")
+    (guide / "index.md").write_text("# Teaching\n", "utf-8")
+
+
 @dataclass
 class Answer:
     """What the server answered; redirects are not followed."""
@@ -73,7 +83,15 @@ class Course:
     process: subprocess.Popen[str]
     cookies: dict[str, str] = field(default_factory=dict)
 
-    def ask(self, path: str, *, body: object = None, token: bool = True, **headers: str) -> Answer:
+    def ask(
+        self,
+        path: str,
+        *,
+        body: object = None,
+        token: bool = True,
+        method: str | None = None,
+        **headers: str,
+    ) -> Answer:
         """One request; the cookies that the course set are sent back, unlike the token."""
         address = f"http://127.0.0.1:{self.port}{path}"
         if token:
@@ -81,7 +99,7 @@ class Course:
         if self.cookies:
             headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in self.cookies.items())
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(address, data=data, headers=headers)
+        request = urllib.request.Request(address, data=data, headers=headers, method=method)
         opener = urllib.request.build_opener(_Stay)
         try:
             with contextlib.closing(opener.open(request, timeout=120)) as answer:

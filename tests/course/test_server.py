@@ -14,7 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.course.course_server import Course, make_checkout, notebook, running_course
+from labcore.course import copies
+from tests.course.course_server import (
+    Course,
+    add_guide,
+    make_checkout,
+    notebook,
+    running_course,
+)
 
 pytestmark = pytest.mark.long  # it builds small books
 
@@ -26,6 +33,7 @@ COPY = "/book/_labcore/copy"
 def course(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
     """One course for the tests that only read; its book was built by the server itself."""
     root = make_checkout(tmp_path_factory.mktemp("course") / "checkout")
+    add_guide(root)
     with running_course(root) as running:
         page = running.ask("/book/book/lion.html")
         lab = running.ask("/lab")
@@ -90,6 +98,14 @@ def test_a_built_page_has_the_script_that_runs_it(course: Course) -> None:
     assert "run.js" not in (course.root / "_build/html/book/lion.html").read_text("utf-8")
     assert course.ask("/book/").status == 200
     assert course.ask("/book").headers["location"] == "/book/"
+
+
+def test_the_second_book_is_served_where_its_links_to_the_first_hold(course: Course) -> None:
+    for path in ("/teaching", "/teaching/", "/teaching/index.html?q=1"):
+        assert course.ask(path).headers["location"] == path.replace("/teaching", "/book/teaching")
+    assert "Mini guide" in course.ask("/book/teaching/").text
+    assert course.ask("/book/teaching").headers["location"] == "/book/teaching/"
+    assert course.ask("/book/teaching/", token=False).status == 302
 
 
 def test_files_have_their_types_and_are_asked_for_again(course: Course) -> None:
@@ -157,6 +173,22 @@ def test_a_copy_is_made_once_and_never_written_again(reader: Course) -> None:
     assert post(reader)["copy"] == "my/lion.ipynb"
     assert mine.read_text("utf-8") == own
     assert state(reader)["changed"] is False  # the reader's changes are no update
+
+
+def test_a_saved_copy_says_how_its_controls_come_back(course: Course) -> None:
+    widget = {"model_id": "1", "version_major": 2, "version_minor": 0}
+    kinds = {copies.WIDGET: widget, "text/plain": "A wave."}
+    shown = {"output_type": "execute_result", "metadata": {}, "execution_count": 1, "data": kinds}
+    content = json.loads(notebook("explore(wave)", "1"))
+    plain = shown | {"data": {"text/plain": "1"}}
+    content["cells"][1]["outputs"], content["cells"][2]["outputs"] = [shown], [plain]
+    body = {"type": "notebook", "content": content}
+    saved = course.ask("/api/contents/kept.ipynb", body=body, method="PUT")
+    assert saved.status == 201
+    cells = json.loads((course.root / "kept.ipynb").read_text("utf-8"))["cells"]
+    (first,), (second,) = cells[1]["outputs"], cells[2]["outputs"]
+    assert first["data"] == {"text/plain": ["A wave."], "text/html": [copies.GONE]}
+    assert second["data"] == {"text/plain": ["1"]}
 
 
 def test_an_update_offers_mine_the_differences_and_a_fresh_copy(reader: Course) -> None:

@@ -12,7 +12,7 @@ import pytest
 from labcore.course import copies, pages
 from labcore.course.build import BookBuild, Progress
 from tests.book_fixtures import ROOT
-from tests.course.course_server import make_checkout, notebook
+from tests.course.course_server import add_guide, make_checkout, notebook
 
 CHAPTER = "book/lion.ipynb"
 
@@ -92,6 +92,11 @@ def test_a_failed_first_build_shows_its_last_lines(root: Path) -> None:
     assert "could not be built" in page
     assert "&lt;why&gt;" in page
     assert 'http-equiv="refresh"' not in page
+
+
+def test_the_pages_of_both_books_count(root: Path) -> None:
+    add_guide(root)
+    assert fake(root, "").progress().pages == 3
 
 
 def test_a_build_without_a_book_is_a_failure(root: Path) -> None:

@@ -50,7 +50,7 @@ def add(root: Path, path: str, text: str) -> None:
 
 FILES = {
     "_toc.yml": "root: book/index\nchapters:\n  - file: book/page\n    sections:\n"
-    "      - file: labs/release/mini/mini\n  - file: book/teaching/answers\n",
+    "      - file: labs/release/mini/mini\n",
     "book/teaching/answers.md": "# What a full answer has\n",
     "_config.yml": "title: A small course\n",
     ".gitignore": "my/\n_build/\n*.dat\n",
@@ -101,10 +101,8 @@ def test_it_holds_what_is_on_the_list_in_one_commit_of_nobody(course: Path, tmp_
         "src/labcore/empty.py", "src/labcore/tracked all the same.dat",
     ]  # fmt: skip
     for path in listed:
-        if path not in ("AGENTS.md", "README.md", "_toc.yml"):
+        if path not in ("AGENTS.md", "README.md"):
             assert (out / path).read_bytes() == (course / path).read_bytes()
-    toc = (out / "_toc.yml").read_text("utf-8")
-    assert toc == FILES["_toc.yml"].replace("  - file: book/teaching/answers\n", "")
     assert "for instructors" not in (out / "README.md").read_text("utf-8")
     assert "[größer](labs/release/mini/mini.ipynb) | 10 |" in (out / "README.md").read_text("utf-8")
     assert git(out, "status", "--porcelain") == ""
@@ -390,8 +388,7 @@ def test_no_file_and_no_object_of_the_courses_has_a_hidden_test(public: Path) ->
 
 def test_the_courses_table_of_contents_is_whole(public: Path) -> None:
     toc = (public / "_toc.yml").read_text("utf-8")
-    ours = (ROOT / "_toc.yml").read_text("utf-8").splitlines()
-    assert toc.splitlines() == [line for line in ours if "book/teaching/" not in line]
+    assert toc == (ROOT / "_toc.yml").read_text("utf-8")
     assert not (public / "book/teaching").exists()
     pages = [line.split("file:")[1].strip() for line in toc.splitlines() if "file:" in line]
     assert len(pages) > 24

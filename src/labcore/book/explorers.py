@@ -136,15 +136,14 @@ def drawn_markup(uid: str, key: str, packed: dict[str, Any]) -> str:
         "(moves in the book)</li>"
         for item in packed["fixed"]
     )
-    # The controls need JavaScript, so the script unhides them.
-    form = f'<div class="twin-controls" hidden>{controls}</div>' if controls else ""
+    form = f'<div class="twin-controls">{controls}</div>' if controls else ""
     rest = f'<ul class="twin-fixed">{fixed}</ul>' if fixed else ""
     height = int(packed["height"])
     group = f' role="group" aria-label="Interactive figure: {alt}"' if controls else ""
     return (
         f'<div class="labcore-twin" data-twin="{key}"{group}>{form}{rest}'
         f'<div class="twin-plot" role="img" aria-label="{alt}" style="min-height:{height}px"></div>'
-        "<noscript><style>.twin-plot{display:none}</style>"
+        "<noscript><style>.twin-plot,.twin-controls{display:none}</style>"
         f"<p>Drawn by JavaScript: {alt}</p></noscript></div>\n"
     )
 
@@ -233,11 +232,10 @@ def _write_files(app: Sphinx, env: BuildEnvironment) -> list[str]:
 def _load_on_page(
     app: Sphinx, pagename: str, _template: str, _context: dict[str, Any], _doctree: Any
 ) -> None:
-    """Adds the scripts of this page's explorers and figures, if it has any."""
+    """Adds the scripts of this page's explorers and figures; twin.js loads plotly itself."""
     twins = _store(app.env).get(pagename)
     if not twins:
         return
-    app.add_js_file(PLOTLY_FILE, loading_method="defer")
     for key in dict.fromkeys(key for key, _ in twins if not SLICE.search(key)):
         app.add_js_file(f"{FOLDER}/{key}.js", loading_method="defer")
     for name in (twin.FORMULAS.name, SCRIPT):

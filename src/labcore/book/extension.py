@@ -17,11 +17,13 @@ from labcore.book import (
     explorers,
     foot,
     ledger,
+    links,
     llms,
     reference,
     runs,
     vendor,
 )
+from labcore.book.teaching import guide
 from labcore.book.teaching.pages import Teaching
 from labcore.course.address import parse_address
 
@@ -63,6 +65,7 @@ def connect(app: Sphinx) -> dict[str, Any]:
     app.setup_extension("sphinx.ext.autodoc")
     explorers.setup(app)
     clinics.setup(app)
+    links.setup(app)
     app.connect("config-inited", configure)
     app.connect("env-get-outdated", runs.forget_changed)
     app.connect("doctree-read", vendor.drop_widget_state)
@@ -72,6 +75,7 @@ def connect(app: Sphinx) -> dict[str, Any]:
     app.connect("doctree-read", chapter.collect, priority=900)
     app.connect("autodoc-process-docstring", docstrings.translate)
     app.connect("missing-reference", docstrings.find_at_face)
+    app.connect("missing-reference", guide.find_in_other_book)
     app.connect("doctree-resolved", chapter.insert_header)
     app.connect("html-page-context", foot.add_foot)
     app.connect("html-page-context", foot.name_roles, priority=900)

@@ -31,7 +31,7 @@ def markdown(page: Path) -> str:
 
 
 def write_markdown(app: Sphinx, exception: Exception | None) -> None:
-    """Writes the pages and their list once the HTML is there; pages for teachers are left out."""
+    """Writes the pages and their list once the HTML is there."""
     if exception is not None or app.builder.format != "html":
         return
     root, out = Path(app.srcdir), Path(app.outdir)
@@ -39,8 +39,6 @@ def write_markdown(app: Sphinx, exception: Exception | None) -> None:
         return
     lines = [f"# {app.config.project}", ""]
     for part in contents.parts(root):
-        if part.caption == "Teaching":
-            continue
         lines += ["", f"## {part.caption or 'Start'}", ""]
         for name, _ in part.pages:
             if name not in app.env.all_docs:  # only in a part of the book

@@ -205,6 +205,7 @@ def _print(page: Any, path: Path) -> tuple[str, bytes]:
         # Lay the page out for the sheet, so that figures get its width.
         page.emulate_media(media="print", color_scheme="light")
         page.set_viewport_size({"width": 840, "height": 1180})
+        page.evaluate("() => dispatchEvent(new Event('beforeprint'))")  # draws all figures
         page.wait_for_function(SETTLED, timeout=PATIENCE)
         title = page.evaluate("() => document.querySelector('h1')?.firstChild?.textContent || ''")
         sheets = page.pdf(**PAPER, footer_template=TITLE)
@@ -218,7 +219,7 @@ def _print(page: Any, path: Path) -> tuple[str, bytes]:
 
 
 def zipped(root: Path, out: Path) -> list[str]:
-    """Packs the book in `_build/html` of root into a zip at out (relative to root).
+    """Packs the books in `_build/html` of root into a zip at out (relative to root).
 
     Its `index.html` works offline. The same pages give the same bytes. Raises ValueError if the
     book is not built or if a page would load something from elsewhere.

@@ -1,4 +1,4 @@
-"""Builds the book next to the local server, in one process whose log shows the progress."""
+"""Builds the books next to the local server, in one process whose log shows the progress."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 READING = re.compile(r"^reading sources\.\.\. \[ *\d+%\] (\S+)")
 TOC_ENTRY = re.compile(r"^\s*(?:-\s+)?(?:file|root):", re.MULTILINE)
 TAIL = 30
+# Both books in one process; the second, the teaching guide, takes seconds and lies in the first.
+BOOKS = """
+import runpy
+from jupyter_book.cli.main import main
+main(["build", "."], standalone_mode=False)
+runpy.run_module("labcore.book.teaching.guide", run_name="__main__")
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +45,7 @@ class Progress:
 
 
 class BookBuild:
-    """Builds the book of the checkout at root in `_build/html` if its sources have changed.
+    """Builds the books of the checkout at root in `_build/html` if their sources have changed.
 
     command: what builds the book, for tests. The default is Jupyter Book without its strict mode:
     a chapter that fails shows the error on its page, and the others are still built.
@@ -49,8 +56,7 @@ class BookBuild:
         self.html = root / "_build" / "html"
         self.log = root / "_build" / "course.log"
         self._stamp = root / "_build" / "course-sources"
-        book = "from jupyter_book.cli.main import main; main()"
-        self._command = list(command or (sys.executable, "-c", book, "build", "."))
+        self._command = list(command or (sys.executable, "-c", BOOKS))
         self._process: subprocess.Popen[bytes] | None = None
         self._had_book = (self.html / "index.html").is_file()
         self._building = ""
@@ -99,8 +105,9 @@ class BookBuild:
                 self._stamp.write_text(self._building)
         lines = self._lines()
         read = {match[1] for line in lines if (match := READING.match(line))}
-        toc = self.root / "_toc.yml"
-        pages = len(TOC_ENTRY.findall(toc.read_text(encoding="utf-8"))) if toc.is_file() else 0
+        tocs = [self.root / name for name in ("_toc.yml", "book/teaching/_toc.yml")]
+        text = "\n".join(toc.read_text(encoding="utf-8") for toc in tocs if toc.is_file())
+        pages = len(TOC_ENTRY.findall(text))
         state = "building" if self._process else "failed" if self._failed else "ready"
         return Progress(
             state=state,

@@ -16,10 +16,12 @@ from typing import Any
 
 from labcore.labs.source import TIERS
 
-__all__ = ["Copy", "chapter_path", "chapters", "create", "differences", "newest"]
+__all__ = ["Copy", "chapter_path", "chapters", "create", "differences", "drop_controls", "newest"]
 
 METADATA = "labcore_copy"
 LABS = "labs/release/*/*.ipynb"
+WIDGET = "application/vnd.jupyter.widget-view+json"
+GONE = "<p><small>These controls need a running kernel: press ▶▶ in the toolbar.</small></p>"
 # Roles that the book resolves but JupyterLab would show as plain text.
 CITED = re.compile(r"\{cite(:t)?\}`([^`]+)`")
 TITLE = re.compile(r"\A# .+")
@@ -198,3 +200,12 @@ def differences(root: Path, name: str) -> str:
             parts.append(f"<h2>{heading} ({html.escape(cell)})</h2>")
             parts.append(_lines(before[1] if before else "", after[1] if after else ""))
     return "\n".join(parts)
+
+
+def drop_controls(*, model: dict[str, Any], **_: Any) -> None:
+    """Say in a saved notebook how controls come back: JupyterLab shows only an error for them."""
+    content = model.get("content") if model.get("type") == "notebook" else None
+    for cell in (content or {}).get("cells", ()):
+        for output in cell.get("outputs", ()):
+            if output.get("data", {}).pop(WIDGET, None):
+                output["data"]["text/html"] = GONE

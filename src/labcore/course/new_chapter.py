@@ -56,7 +56,7 @@ expects = [
 LINES = (
     (
         "_toc.yml",
-        r"(?=  - caption: Teaching\n)",
+        r"(?=  - caption: Practice\n)",
         '  - caption: "TITLE"\n    chapters:\n      - file: book/SLUG\n'
         "        sections:\n          - file: labs/release/SLUG/SLUG\n",
     ),

@@ -1,4 +1,4 @@
-"""`make course`: JupyterLab and, on the same server at `/book/`, the book.
+"""`make course`: JupyterLab and, on the same server at `/book/` and `/teaching/`, the two books.
 
 `serve` starts the server, which loads this module as an extension. The extension starts the book's
 build, serves its pages and makes copies of chapters. Every handler requires the server's token or
@@ -191,6 +191,7 @@ def _jupyter_server_extension_points() -> list[dict[str, str]]:
 
 
 def _load_jupyter_server_extension(app: ServerApp) -> None:
+    app.contents_manager.register_pre_save_hook(copies.drop_controls)
     build = BookBuild(Path(app.root_dir))
     build.start()
     atexit.register(build.stop)
@@ -200,6 +201,11 @@ def _load_jupyter_server_extension(app: ServerApp) -> None:
         ".*$",
         [
             (base, web.RedirectHandler, {"url": base + "/", "permanent": False}),
+            (
+                url_path_join(app.base_url, "teaching") + "(/.*|)",
+                web.RedirectHandler,
+                {"url": base + "/teaching{0}", "permanent": False},
+            ),
             (base + "/_labcore/run.js", ScriptHandler),
             (base + "/_labcore/progress", ProgressHandler),
             (base + "/_labcore/copy", CopyHandler),

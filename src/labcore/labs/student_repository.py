@@ -47,7 +47,6 @@ ALLOWED = (
 )
 PACKAGE = "src/labcore/"
 README, TUTORS, CONTENTS = "README.md", "AGENTS.md", "_toc.yml"
-TEACHERS = "book/teaching/"  # contains answers, and its tables need the labs' sources
 MADE_BY = "Made-by: labcore student-repository"
 AUTHOR = ("The labcore authors", "labcore@localhost")
 # Keep the machine's hooks, signatures and line endings out of the repository.
@@ -133,15 +132,9 @@ class _Checkout:
     private: Mapping[str, str]
 
 
-def _contents(root: Path) -> str:
-    """The table of contents without the teaching guide."""
-    lines = (root / CONTENTS).read_text(encoding="utf-8").splitlines(keepends=True)
-    return "".join(line for line in lines if f"file: {TEACHERS}" not in line)
-
-
 def _pages(root: Path) -> set[str]:
     """The pages of the students' book, without file extensions."""
-    found, waiting = set(), [yaml.safe_load(_contents(root))]
+    found, waiting = set(), [yaml.safe_load((root / CONTENTS).read_text(encoding="utf-8"))]
     while waiting:
         one = waiting.pop()
         if isinstance(one, dict):
@@ -242,7 +235,6 @@ def _commit(repository: Path, checkout: _Checkout) -> bool:
     for path in checkout.allowed:
         (repository / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(checkout.root / path, repository / path)
-    (repository / CONTENTS).write_text(_contents(checkout.root), encoding="utf-8")
     (repository / README).write_text(_guide(checkout.root), encoding="utf-8")
     (repository / TUTORS).write_text(TUTOR, encoding="utf-8")
     _git(repository, "add", "--all", "--force")

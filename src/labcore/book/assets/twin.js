@@ -1,11 +1,14 @@
 // Drives the figures of a static page: HTML controls choose one of the stored frames, plotly draws
 // it. The first two controls move within a slice of frames; the others choose a slice, which is
 // loaded as a script when it is needed. A figure with a formula has one frame, and computes the rest.
+// Plotly is loaded after the page, and a figure is drawn when it comes near the window.
 (function () {
   "use strict";
 
   var NARROW = 480; // below this many pixels the type is smaller
   var ACROSS = 2; // controls that move within a slice
+  var NEAR = "600px 0px"; // a figure this far below or above the window is drawn
+  var PLOTLY = document.currentScript.src.replace(/twin\.js.*/, "vendor/plotly.min.js");
 
   function dark() {
     return document.documentElement.dataset.theme === "dark";
@@ -50,25 +53,42 @@
     loading[name].then(done);
   }
 
+  // Figures to draw: one in an animation frame, so that a scroll never waits for two.
+  var waiting = [];
+  function drawNext() {
+    var twin = waiting.shift();
+    if (waiting.length) requestAnimationFrame(drawNext);
+    twin.draw();
+  }
+
+  function loadPlotly() {
+    if (window.Plotly) return;
+    var script = document.createElement("script");
+    script.src = PLOTLY;
+    script.onload = function () { if (waiting.length) requestAnimationFrame(drawNext); };
+    document.head.appendChild(script);
+  }
+
   function Twin(element, packed) {
     this.packed = packed;
     this.key = element.dataset.twin;
     this.across = packed.formula ? packed.controls.length : ACROSS;
     this.plot = element.querySelector(".twin-plot");
     this.inputs = Array.from(element.querySelectorAll(".twin-control :is(input, select)"));
-    this.scheduled = false;
+    this.width = null; // at which it was drawn
     var twin = this;
     this.inputs.forEach(function (input) {
       input.addEventListener("input", function () { twin.moved(); twin.prefetch(); });
     });
-    var controls = element.querySelector(".twin-controls");
-    if (controls) controls.hidden = false;
     // The width decides on the title's lines, so a change of it draws anew.
-    this.width = this.plot.clientWidth;
     new ResizeObserver(function () {
-      if (twin.plot.clientWidth !== twin.width) twin.moved();
+      if (twin.width !== null && twin.plot.clientWidth !== twin.width) twin.moved();
     }).observe(this.plot);
-    this.draw();
+    new IntersectionObserver(function (entries, observer) {
+      if (!entries.some(function (entry) { return entry.isIntersecting; })) return;
+      observer.disconnect();
+      twin.moved();
+    }, {rootMargin: NEAR}).observe(this.plot);
   }
 
   Twin.prototype.position = function (number) {
@@ -127,10 +147,8 @@
   };
 
   Twin.prototype.moved = function () {
-    if (this.scheduled) return;
-    this.scheduled = true;
-    var twin = this;
-    requestAnimationFrame(function () { twin.scheduled = false; twin.draw(); });
+    if (waiting.indexOf(this) >= 0) return;
+    if (waiting.push(this) === 1 && window.Plotly) requestAnimationFrame(drawNext);
   };
 
   Twin.prototype.say = function () {
@@ -175,9 +193,20 @@
     var twins = Array.from(document.querySelectorAll(".labcore-twin")).map(function (element) {
       return new Twin(element, window.labcoreTwins[element.dataset.twin]);
     });
+    var mode = dark();
     new MutationObserver(function () {
-      twins.forEach(function (twin) { twin.draw(); });
+      if (dark() === mode) return;
+      mode = dark();
+      twins.forEach(function (twin) { if (twin.width !== null) twin.moved(); });
     }).observe(document.documentElement, {attributes: true, attributeFilter: ["data-theme"]});
+    // Paper shows all of them, at once.
+    window.addEventListener("beforeprint", function () {
+      twins.forEach(function (twin) {
+        if (twin.width === null) window.Plotly ? twin.draw() : twin.moved();
+      });
+    });
+    if (document.readyState === "complete") loadPlotly();
+    else window.addEventListener("load", loadPlotly);
   }
 
   if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start);

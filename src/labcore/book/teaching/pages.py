@@ -173,7 +173,7 @@ def _said(step: Step, course: Course) -> str:
     if step.kind == "chapter":
         return f"read and run {_chapter(unit)}"
     if step.kind == "open":
-        return f"discuss the {{doc}}`open question </book/teaching/questions>` of {unit.short}"
+        return f"discuss the {{doc}}`open question <questions>` of {unit.short}"
     titles = ", ".join(escape(unit.tasks[name].title) for name in step.tasks)
     whole = len(step.tasks) == len(unit.tasks)
     return f"{_lab(unit)} of {unit.short}" + ("" if whole else f": {titles}")
@@ -251,7 +251,7 @@ class Teaching(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """The parts, as sections if they have a heading."""
-        root, what = Path(self.env.srcdir), self.arguments[0]
+        root, what = Path(self.env.srcdir).parents[1], self.arguments[0]
         for name in (CHAPTERS, SYLLABI, THEMES, "_toc.yml"):
             self.env.note_dependency(str(root / name))
         for slug in exercises.slugs():

@@ -163,11 +163,8 @@ def tiles(
     count, live = length // block, traffic.live_tiles(shape, block, block)
     moved = traffic.flash_bytes(shape, block_q=block, block_k=block)
     grown = rescalings(data, block, length, is_causal=is_causal)
-    title = (
-        f"tiles computed: {live:,} of {count * count:,}<br>"
-        f"moved: {_size(moved)}, naive {_size(traffic.naive_bytes(shape))}<br>"
-        f"rescalings a row: {grown:.1f}"
-    )
+    title = f"{_size(moved)} moved, naive {_size(traffic.naive_bytes(shape))}"
+    notes = f"{live:,} of {count * count:,} tiles, {grown:.1f} rescalings per row"
     colors = list(_STATES.values())
     scale = [[edge / 3, color] for i, color in enumerate(colors) for edge in (i, i + 1)]
     middles = [block * (i + 0.5) for i in range(count)]
@@ -182,12 +179,19 @@ def tiles(
     for name, color in _STATES.items():  # a heatmap has no legend entries
         marker = {"symbol": "square", "size": 12, "color": color}
         figure.add_scatter(x=[None], y=[None], mode="markers", name=name, marker=marker)
+    first = [
+        middle for middle, row in zip(middles, _map(count, is_causal), strict=True) if row[0] == 2
+    ]
+    figure.add_scatter(
+        x=middles[:1] * len(first) or (None,), y=first or (None,), mode="markers",
+        name="masked by our kernel too", hoverinfo="skip", showlegend=bool(first),
+        marker={"symbol": "square", "size": min(12, 200 / count), "color": PALETTE["orange"]},
+    )  # fmt: skip
     figure.update_layout(
-        title={"text": title, "pad": {"t": 18}},
-        xaxis={"title": "keys", "range": [0, length], "constrain": "domain"},
+        title=title,
+        xaxis={"title": f"keys<br>{notes}", "range": [0, length], "constrain": "domain"},
         yaxis={"title": "queries", "range": [length, 0], "scaleanchor": "x"},
-        height=520,
-        margin={"t": 100},
+        height=500,
     )
     return figure
 
@@ -241,26 +245,21 @@ def intensity(gpu: str = "H100", head_dim: int = 128) -> go.Figure:
     held = f"{fits:,} queries fit" if fits else "no room for queries"
     powers = [2**power for power in range(2, 11)]
     figure.update_layout(
-        title={
-            "text": f"{gpu}, D = {head_dim}<br>{machine.sram // 1024} KiB for a program: {held}<br>"
-            f"needed: {ridge:.0f} FLOP a byte",
-            "pad": {"t": 18},
-        },
+        title=f"{held}, {ridge:.0f} FLOP/byte needed",
         xaxis={
-            "title": "queries of a tile",
+            "title": f"queries per tile, {machine.sram // 1024} KiB for a program",
             "type": "log",
             "tickvals": list(_BLOCKS),
             "ticktext": [str(x) for x in _BLOCKS],
         },
         yaxis={
-            "title": "FLOP a byte asked for",
+            "title": "FLOP per byte requested",
             "type": "log",
             "range": [0.9, 3.1],
             "tickvals": powers,
             "ticktext": [str(x) for x in powers],
         },
-        height=500,
-        margin={"t": 100},
+        height=444,
     )
     return figure
 

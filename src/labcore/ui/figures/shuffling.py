@@ -59,11 +59,8 @@ def buffer(size: str, seed: int, data: Mapping[str, Mapping[str, Any]]) -> go.Fi
     run = data[size]
     curve, distances = run["losses"][seed], run["distances"][seed]
     onsets = list(run["onsets"][seed])
-    title = [
-        f"buffer {size}: {len(onsets)} spike{'' if len(onsets) == 1 else 's'}",
-        f"held-out loss at the end {run['held out'][seed]:.2f}",
-        f"design effect {run['design effect'][seed]:.2f}",
-    ]
+    spiked = f"{len(onsets)} spike{'' if len(onsets) == 1 else 's'}"
+    effect = f"design effect {run['design effect'][seed]:.2f}"
     below = {"xaxis": "x2", "yaxis": "y2", "mode": "lines", "showlegend": False}
     steps = [25 + 5 * place for place in range(len(distances))]
     return go.Figure(
@@ -90,10 +87,10 @@ def buffer(size: str, seed: int, data: Mapping[str, Mapping[str, Any]]) -> go.Fi
             },
         ],
         {
-            "title": "<br>".join(title),
+            "title": f"{spiked}, held-out loss at the end {run['held out'][seed]:.2f}",
             "xaxis": {"range": [0, len(curve)], "showticklabels": False},
             "yaxis": {"title": "loss, nats a letter", "range": [1, 5], "domain": [0.5, 1]},
-            "xaxis2": {"title": "step", "range": [0, len(curve)], "anchor": "y2"},
+            "xaxis2": {"title": f"step; {effect}", "range": [0, len(curve)], "anchor": "y2"},
             "yaxis2": {
                 "title": "batch correlation",
                 "type": "log",
@@ -102,8 +99,7 @@ def buffer(size: str, seed: int, data: Mapping[str, Mapping[str, Any]]) -> go.Fi
                 "domain": [0, 0.42],
                 "anchor": "x2",
             },
-            "height": 600,
-            "margin": {"t": 92},
+            "height": 552,
         },
     )
 

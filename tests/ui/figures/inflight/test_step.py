@@ -82,5 +82,5 @@ def test_gaps_are_drawn_as_stems_and_the_chosen_size_is_marked(chunk: int) -> No
     for one in data.values():
         assert 1e3 * one.worst < high and low <= 1e3 * min(one.times)
         assert 1e3 * max(one.times) < right
-    assert f"chunks of {chunk} tokens" in figure.layout.title.text
+    assert f"chunks of {chunk} tokens" in alt(figure)
     twin.still(figure.to_plotly_json(), alt="x")

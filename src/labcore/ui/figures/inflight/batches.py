@@ -20,7 +20,7 @@ __all__ = ["timeline", "two_batches"]
 _KINDS = {
     "prefill": ("prefill", PALETTE["orange"]),
     "decode": ("decode", PALETTE["blue"]),
-    "recompute": ("recompute", PALETTE["vermillion"]),
+    "recompute": ("read again", PALETTE["vermillion"]),
     "stalled": ("stalled", PALETTE["purple"]),
     "idle": ("ended, row held", "#a7adb4"),
 }
@@ -52,13 +52,8 @@ def timeline(
     peers = [one for key, one in data.items() if key[1:] == (rate, mix, pool)]
     wide = draw.ceiling(max(one.seconds for one in peers))
     longest = max((count for one in peers for _, count in one.waiting), default=0)
-    work = sum(now.shares.get(kind, 0.0) for kind in ("prefill", "decode", "recompute"))
     held = now.shares.get("idle", 0.0)
-    title = (
-        f"{policy}, {rate:g} of capacity<br>"
-        f"{now.tokens_per_second:.0f} tokens/s, p50 {draw.seconds(now.p50)}, "
-        f"p99 {draw.seconds(now.p99)}<br>rows: {work:.0%} work, {held:.0%} held by ended"
-    )
+    title = f"{now.tokens_per_second:.0f} tokens/s; ended requests hold {held:.0%}"
     figure = go.Figure(
         [
             *_rows(now.bars, 18),
@@ -68,7 +63,7 @@ def timeline(
             *_keys(now),
         ],
         {
-            "title": draw.long_title(title),
+            "title": title,
             "xaxis": {**_time_axis(wide), "anchor": "y", "showticklabels": False},
             "yaxis": {**_row_axis(now.slots), "domain": [0.56, 1], "anchor": "x"},
             "xaxis2": {**_time_axis(wide), "anchor": "y2", "showticklabels": False},
@@ -77,22 +72,21 @@ def timeline(
                 "range": [0, max(longest, 1) * 1.1], "zeroline": False,
             },
             "xaxis3": {
-                **_time_axis(wide), "anchor": "y3",
-                "title": f"seconds; {mix}, {pool} blocks",
+                **_time_axis(wide), "anchor": "y3", "title": "time (s)",
             },
             "yaxis3": {
                 "domain": [0, 0.36], "anchor": "x3", "title": "blocks", "showgrid": False,
                 "range": [-0.5, now.num_blocks - 0.5], "zeroline": False, "nticks": 4,
             },
-            "height": 700,
-            "margin": {"t": 100},
+            "height": 644,
             "legend": {"xref": "container"},
         },
     )  # fmt: skip
     words = ", ".join(f"{_KINDS[k][0]} {now.shares[k]:.0%}" for k in _KINDS if k in now.shares)
     return describe(
         figure,
-        f"{title.replace('<br>', ', ')}. Lengths {mix}, {pool} blocks, {now.slots} rows. Of the "
+        f"{policy.replace('_', ' ')}, {rate:g} of capacity: {title}, p50 {draw.seconds(now.p50)}, "
+        f"p99 {draw.seconds(now.p99)}. Lengths {mix}, {pool} blocks, {now.slots} rows. Of the "
         f"rows' time: {words}, empty {now.shares['empty']:.0%}. At most "
         f"{max((count for _, count in now.waiting), default=0)} requests wait; "
         f"{now.preemptions} preemptions, {now.recomputed} tokens read again.",
@@ -128,7 +122,7 @@ def _rows(
             {
                 "type": "scatter", "x": x or [None], "y": y or [None], "mode": "lines",
                 "name": name, "line": {"color": color, "width": width, "simplify": False},
-                "hoverinfo": "skip", "showlegend": keys, "legendgroup": kind,
+                "hoverinfo": "skip", "showlegend": keys and bool(x), "legendgroup": kind,
                 "xaxis": f"x{panel}", "yaxis": f"y{panel}",
             }
         )  # fmt: skip
@@ -192,7 +186,7 @@ def _block_map(now: Scene, wide: float) -> dict[str, Any]:
 def _keys(now: Scene) -> list[dict[str, Any]]:
     """Return legend entries for the tones of the block map."""
     codes = {code for row in now.blocks for code in row}
-    wanted = [("held block", _TONES[0]), ("promised block", _PROMISE)]
+    wanted = [("blocks of one request", _TONES[0]), ("promised block", _PROMISE)]
     if CACHED in codes:
         wanted.append(("cached block", _CACHED))
     if SHARED in codes:
@@ -201,6 +195,7 @@ def _keys(now: Scene) -> list[dict[str, Any]]:
         {
             "type": "scatter", "x": [None], "y": [None], "mode": "markers", "name": name,
             "marker": {"symbol": "square", "size": 12, "color": color, "opacity": 1},
+            "showlegend": name != "promised block" or PROMISED in codes,
             "xaxis": "x3", "yaxis": "y3",
         }
         for name, color in wanted
@@ -238,22 +233,21 @@ def two_batches(
             "range": [_lane(now, depth) + 0.8, 0.5], "title": names[panel == "2"],
         }  # fmt: skip
     layout["xaxis"]["showticklabels"] = False
-    layout["xaxis2"]["title"] = "seconds"
+    layout["xaxis2"]["title"] = "time (s)"
     saved = static.seconds / inflight.seconds
-    title = (
-        f"{len(static.ends)} requests, {static.slots} rows<br>"
-        f"{names[0]}: {draw.seconds(static.seconds)}, p50 {draw.seconds(static.p50)}<br>"
-        f"{names[1]}: {draw.seconds(inflight.seconds)}, p50 {draw.seconds(inflight.p50)}"
+    title = ", ".join(
+        f"{name} {draw.seconds(one.seconds)}"
+        for name, one in zip(names, (static, inflight), strict=True)
     )
     figure = go.Figure(
         traces,
         {
-            "title": draw.long_title(title), **layout, "height": 620, "margin": {"t": 100},
+            "title": title, **layout, "height": 564,
             "legend": {"xref": "container"},
         },
     )  # fmt: skip
     held = static.shares.get("idle", 0.0)
-    said = f"{title.replace('<br>', ', ')}: {saved:.2f} times as long. "
+    said = f"{len(static.ends)} requests, {static.slots} rows. {title}: {saved:.2f} times as long. "
     said += f"{names[0]} leaves {held:.0%} of the rows' time to requests that have ended"
     if newcomer is not None:
         said += (

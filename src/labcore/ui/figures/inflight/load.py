@@ -24,7 +24,7 @@ _COLORS = {
 _SAID = {
     "ttft": "time to the first token",
     "tpot": "time between tokens",
-    "normalised": "seconds a token, from arrival",
+    "normalised": "time per token, from arrival",
     "queue": "time in the queue",
 }
 _REACH = 3000  # the longest time over the shortest that fits on a logarithmic axis
@@ -63,7 +63,7 @@ def latency_curves(
     for policy, found in chosen.items():
         low, high = (found[rate][measure] for rate in (min(found), max(found)))
         said.append(
-            f"{policy} p50 {draw.seconds(low.p50)} to {draw.seconds(high.p50)}, "
+            f"{policy.replace('_', ' ')} p50 {draw.seconds(low.p50)} to {draw.seconds(high.p50)}, "
             f"p99 {draw.seconds(low.p99)} to {draw.seconds(high.p99)}"
         )
     axis = draw.seconds_axis(0.8 * min(every), 1.25 * max(every), (1, 3))
@@ -73,18 +73,17 @@ def latency_curves(
             for at, word in zip(axis["tickvals"], axis["ticktext"], strict=True)
         ]
     ticks = list(next(iter(chosen.values())))
-    title = f"{_SAID[measure]}<br>lengths: {mix}<br>solid p50, dashed p99"
+    title = _SAID[measure]
     figure = go.Figure(
         lines,
         {
-            "title": draw.long_title(title),
+            "title": title,
             "xaxis": {
                 "title": "arrivals, over the capacity", "tickvals": ticks, "type": "log",
                 "ticktext": [f"{rate:g}" for rate in ticks],
             },
-            "yaxis": {"title": "simulated", **axis},
-            "height": 500,
-            "margin": {"t": 100},
+            "yaxis": {"title": "simulated (solid p50, dashed p99)", **axis},
+            "height": 444,
             "legend": {"xref": "container"},
         },
     )  # fmt: skip
@@ -108,7 +107,7 @@ def _curve(
     return {
         "type": "scatter", "x": list(found), "mode": "lines+markers", "legendgroup": policy,
         "y": [max(getattr(one[measure], name), foot) for one in found.values()],
-        "name": policy if name == "p50" else f"{policy}, p99", "showlegend": name == "p50",
+        "name": policy.replace("_", " ") + ", p99" * (name == "p99"), "showlegend": name == "p50",
         "line": {"color": color, "dash": "solid" if name == "p50" else "dash", "width": width},
         "marker": {"size": 3 + 2 * width, "color": color},
     }  # fmt: skip
@@ -138,18 +137,14 @@ def replicas(
             ("found in the cache", now.found, PALETTE["sky"]),
         )
     ]  # fmt: skip
-    title = (
-        f"{policy}, {share:.0%} common prefixes<br>"
-        f"TTFT p50 {draw.seconds(now.p50)}, p99 {draw.seconds(now.p99)}<br>"
-        f"{now.hit_rate:.0%} of prompt tokens in a cache"
-    )
+    title = f"{now.hit_rate:.0%} found in a cache, TTFT p99 {draw.seconds(now.p99)}"
     figure = go.Figure(
         [_loads(now, high), *bars],
         {
-            "title": draw.long_title(title),
+            "title": title,
             "barmode": "stack",
             "xaxis": {
-                "anchor": "y", "range": [0, wide], "title": "seconds", "zeroline": False,
+                "anchor": "y", "range": [0, wide], "title": "time (s)", "zeroline": False,
                 "nticks": 6, "exponentformat": "none",
             },
             "yaxis": {
@@ -165,8 +160,7 @@ def replicas(
                 "domain": [0, 0.32], "anchor": "x2", "title": "replica", "type": "category",
                 "autorange": "reversed",
             },
-            "height": 620,
-            "margin": {"t": 100},
+            "height": 564,
             "legend": {"xref": "container", "traceorder": "normal"},
         },
     )  # fmt: skip
@@ -177,7 +171,11 @@ def replicas(
             names, now.sent, now.loads, now.read, now.found, strict=True
         )
     )
-    return describe(figure, f"{title.replace('<br>', ', ')}. {each}.")
+    return describe(
+        figure,
+        f"{policy.replace('_', ' ')}, {share:.0%} common prefixes: {title}, "
+        f"p50 {draw.seconds(now.p50)}. {each}.",
+    )
 
 
 def _loads(now: Fleet, high: int) -> dict[str, Any]:

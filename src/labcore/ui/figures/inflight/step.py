@@ -35,10 +35,7 @@ def chunk_gaps(chunk: int = 64, *, data: Mapping[int, Gaps]) -> go.Figure:
     right = 1.03e3 * max(max(one.times) for one in data.values())
     sizes = list(data)
     times = [time for one in data.values() for time in (one.worst, one.ttft)]
-    title = (
-        f"chunks of {chunk} tokens<br>longest gap {draw.seconds(now.worst)}, "
-        f"usual {draw.seconds(now.usual)}<br>TTFT of {now.prompt} tokens {draw.seconds(now.ttft)}"
-    )
+    title = f"longest gap {draw.seconds(now.worst)}, TTFT {draw.seconds(now.ttft)}"
     figure = go.Figure(
         [
             {
@@ -56,25 +53,25 @@ def chunk_gaps(chunk: int = 64, *, data: Mapping[int, Gaps]) -> go.Figure:
             *_tradeoff(chunk, data),
         ],
         {
-            "title": draw.long_title(title),
+            "title": title,
             "xaxis": {
                 "anchor": "y", "range": [left, right], "zeroline": False,
-                "title": "ms since the long prompt came", "exponentformat": "none", "nticks": 6,
+                "title": "time since the long prompt came (ms)", "exponentformat": "none",
+                "nticks": 6,
             },
             "yaxis": {
                 "domain": [0.56, 1], "anchor": "x", "range": [0, high], "title": "gap (ms)",
                 "zeroline": False, "nticks": 6,
             },
             "xaxis2": {
-                "anchor": "y2", "type": "log", "title": "tokens of a chunk", "tickvals": sizes,
+                "anchor": "y2", "type": "log", "title": "tokens per chunk", "tickvals": sizes,
                 "ticktext": [str(size) for size in sizes],
             },
             "yaxis2": {
                 "domain": [0, 0.32], "anchor": "x2", "title": "time",
                 **draw.seconds_axis(0.7 * min(times), 1.4 * max(times), (1, 3)),
             },
-            "height": 600,
-            "margin": {"t": 100},
+            "height": 544,
             "legend": {"xref": "container"},
         },
     )  # fmt: skip
@@ -84,7 +81,8 @@ def chunk_gaps(chunk: int = 64, *, data: Mapping[int, Gaps]) -> go.Figure:
     )
     return describe(
         figure,
-        f"{title.replace('<br>', ', ')}; {now.rows} rows decode. "
+        f"chunks of {chunk} tokens: {title}, usual gap {draw.seconds(now.usual)}; {now.rows} rows "
+        f"decode while a prompt of {now.prompt} tokens is read. "
         f"Longest gap and TTFT by size of the chunks, {words}.",
     )
 
@@ -135,12 +133,7 @@ def anatomy(step: int = 1, *, data: Sequence[StepParts]) -> go.Figure:
     rest = sum(count for _, count in now.left)
     room = max(now.budget - said - read, 0)
     longest = max(max(sum(c for _, c in one.left) for one in data), now.budget)
-    prompts = f"{len(now.chunks) or 'no'} prompt{'s' * (len(now.chunks) > 1)}"
-    title = (
-        f"step {step}, {draw.seconds(now.seconds)}: {said + read} of {now.budget} tokens<br>"
-        f"{said} to decode, {read} of {prompts}<br>"
-        f"{rest} tokens left for later, {now.waiting} waiting"
-    )
+    title = f"{said} decoded + {read} of prompts, {now.waiting} waiting"
     slots = [
         _stack("decodes", "this step", said, _SAY, _word(said, longest)),
         *_chunks(data, now, longest),
@@ -150,7 +143,7 @@ def anatomy(step: int = 1, *, data: Sequence[StepParts]) -> go.Figure:
     figure = go.Figure(
         [*slots, *_history(step, data)],
         {
-            "title": draw.long_title(title),
+            "title": title,
             "barmode": "stack",
             "xaxis": {
                 "anchor": "y", "range": [0, 1.02 * longest], "title": "tokens", "nticks": 6,
@@ -168,16 +161,15 @@ def anatomy(step: int = 1, *, data: Sequence[StepParts]) -> go.Figure:
                 "domain": [0, 0.38], "anchor": "x2", "title": "tokens", "zeroline": False,
                 "range": [0, 1.12 * now.budget], "nticks": 5,
             },
-            "height": 560,
-            "margin": {"t": 100},
+            "height": 504,
             "legend": {"xref": "container", "traceorder": "normal"},
         },
     )  # fmt: skip
     each = ", ".join(f"{count} of prompt {number + 1}" for number, count in now.chunks)
     return describe(
         figure,
-        f"{title.replace('<br>', ', ')}. The budget: {said} decodes"
-        f"{', ' + each if each else ''}, {room} not used.",
+        f"step {step}, {draw.seconds(now.seconds)}: {title}. The budget of {now.budget} tokens: "
+        f"{said} decodes{', ' + each if each else ''}, {room} not used; {rest} left for later.",
     )
 
 
@@ -203,7 +195,7 @@ def _chunks(data: Sequence[StepParts], now: StepParts, longest: int) -> list[dic
         count, word = 0, ""
         if at < len(now.chunks):
             number, count = now.chunks[at]
-            told = f"p{number + 1}: {count}"
+            told = f"prompt {number + 1}: {count}"
             word = told if count >= 0.03 * len(told) * longest else ""
         bar = _stack("chunks of prompts", "this step", count, (_READ, "#f3c766")[at % 2], word)
         made.append({**bar, "legendgroup": "chunks", "showlegend": at == 0})
