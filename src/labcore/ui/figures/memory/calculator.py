@@ -1,17 +1,15 @@
-"""Figures for the chapter `memory`: numbers in, plotly figures out."""
+"""What one GPU will hold, by `memory.estimate`: stacked bars beside the memory of common GPUs."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import plotly.graph_objects as go
 
-from labcore.claims import Measured
-from labcore.memory import Breakdown, Moment, estimate
+from labcore.memory import Breakdown, estimate
 from labcore.memory.accounting.part import Part
 from labcore.memory.accounting.prediction import DTYPES, MOMENTS, OPTIMIZERS
 from labcore.memory.accounting.states import STAGES
@@ -24,17 +22,14 @@ from labcore.ui.twin import Formula
 __all__ = [
     "CAPACITIES",
     "CHECKPOINTING",
+    "COLORS",
     "MODELS",
     "MOMENTS_FORMULA",
     "STAGES_FORMULA",
-    "modules",
+    "in_bytes",
     "moments",
-    "points",
-    "prices",
     "stacks",
     "stages",
-    "stretches",
-    "timeline",
 ]
 
 COLORS = {
@@ -68,10 +63,9 @@ CHECKPOINTING: Mapping[str, int | str | None] = {
     "every 4 layers": 4,
     "every layer": 1,
 }
-_MOST_POINTS = 250  # per timeline, because the page contains each of them five times
 
 
-def _size(count: float) -> str:
+def in_bytes(count: float) -> str:
     """Format bytes with 3 digits and a unit."""
     power = min(4, int(math.log10(max(count, 1)) // 3))
     return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
@@ -137,8 +131,8 @@ def stacks(columns: Mapping[str, Breakdown], *, title: str) -> go.Figure:
     """Draw each column's bytes stacked by purpose, with the memory of common GPUs."""
     words = "; ".join(
         f"{name}: "
-        + ", ".join(f"{part} {_size(size)}" for part, size in held.parts().items() if size)
-        + f", together {_size(held.total)}"
+        + ", ".join(f"{part} {in_bytes(size)}" for part, size in held.parts().items() if size)
+        + f", together {in_bytes(held.total)}"
         for name, held in columns.items()
     )
     return describe(_stacked(columns, title), f"{title}. {words}.".replace("<br>", " "))
@@ -170,7 +164,7 @@ def moments(
         for moment in MOMENTS
     }
     highest = max(columns, key=lambda moment: columns[moment].total)
-    return _stacked(columns, f"Peak: {_size(columns[highest].total)}, in the {highest}")
+    return _stacked(columns, f"Peak: {in_bytes(columns[highest].total)}, in the {highest}")
 
 
 def stages(
@@ -198,7 +192,7 @@ def stages(
         for stage in STAGES
     }
     most, least = columns["stage 0"].total, min(held.total for held in columns.values())
-    return _stacked(columns, f"Per GPU: {_size(most)} without ZeRO, {_size(least)} at best")
+    return _stacked(columns, f"Per GPU: {in_bytes(most)} without ZeRO, {in_bytes(least)} at best")
 
 
 def points() -> dict[str, Any]:
@@ -248,170 +242,3 @@ def points() -> dict[str, Any]:
 
 MOMENTS_FORMULA = Formula("memoryMoments", points)
 STAGES_FORMULA = Formula("memoryStages", points)
-
-
-def _last_step(moments: Sequence[Moment]) -> Sequence[Moment]:
-    """Return the moments starting with the last beginning of a forward."""
-    begins = [
-        at + 1
-        for at, (before, now) in enumerate(pairwise(moments))
-        if now.phase == "forward" != before.phase
-    ]
-    return moments[begins[-1] if begins else 0 :]
-
-
-def timeline(moments: Sequence[Moment], *, title: str) -> go.Figure:
-    """Draw what the last step of `Meter.timeline` held, moment by moment, stacked.
-
-    If a step has too many moments for a page, each point is the highest of several.
-    """
-    step = _last_step(moments)
-    every = -(-len(step) // _MOST_POINTS)
-    shown = [
-        max(step[at : at + every], key=lambda moment: moment.held.total)
-        for at in range(0, len(step), every)
-    ]
-    places = [every * at for at in range(len(shown))]
-    tops = [[0.0] * len(shown)]
-    for part in COLORS:
-        sizes = [getattr(moment.held, part) / 1e6 for moment in shown]
-        tops.append([below + size for below, size in zip(tops[-1], sizes, strict=True)])
-    begins = [at for at in range(len(shown)) if not at or shown[at].phase != shown[at - 1].phase]
-    edge = {"yref": "paper", "y0": 0, "y1": 1, "line": draw.PREDICTED, "type": "line"}
-    word = {"yref": "paper", "y": 1, "yanchor": "bottom", "xanchor": "left", "showarrow": False}
-    figure = go.Figure(
-        [
-            {
-                "x": places,
-                "y": top,
-                "mode": "lines",
-                "name": part,
-                "line": {"color": color, "width": 1, "shape": "hv"},
-                "fill": "tozeroy",
-                "fillcolor": color,
-                "hoverinfo": "name",
-            }
-            # Draw from the highest down; each trace covers what is below it.
-            for (part, color), top in zip(reversed(COLORS.items()), reversed(tops[1:]), strict=True)
-        ],
-        {
-            "title": title,
-            "xaxis": {"title": "storages that came or went"},
-            "yaxis": {"title": "MB", "rangemode": "tozero"},
-            "legend": {"traceorder": "reversed"},
-            "shapes": [{"x0": places[at], "x1": places[at], **edge} for at in begins],
-            "annotations": [{"x": places[at], "text": shown[at].phase, **word} for at in begins],
-            "height": 460,
-            "margin": {"t": 64},
-        },
-    )
-    words = []
-    for phase in dict.fromkeys(moment.phase for moment in step):
-        totals = [moment.held.total for moment in step if moment.phase == phase]
-        words.append(f"{phase}: at most {_size(max(totals))}")
-    return describe(figure, f"{title}. {'; '.join(words)}.")
-
-
-def modules(held: Mapping[str, Breakdown], *, title: str) -> go.Figure:
-    """Draw `Meter.by_module` as horizontal bars, with a layer's parts added up."""
-    rows: dict[str, dict[str, int]] = {}
-    for name, one in held.items():
-        path = name.split(".")
-        owner = ".".join(path[: 2 if path[0] == "layers" else 1]) or "loss, inputs"
-        row = rows.setdefault(owner, dict.fromkeys(COLORS, 0))
-        for part, size in one.parts().items():
-            row[part] += size
-    order = sorted(rows, key=_place)
-    figure = go.Figure()
-    for part, color in COLORS.items():
-        figure.add_bar(
-            y=order,
-            x=[rows[name][part] / 1e6 for name in order],
-            orientation="h",
-            name=part,
-            marker={"color": color},
-        )
-    figure.update_layout(
-        title=title,
-        barmode="stack",
-        xaxis={"title": "MB"},
-        yaxis={"type": "category", "autorange": "reversed"},
-        height=460,
-    )
-    words = ", ".join(f"{name} {_size(sum(rows[name].values()))}" for name in order)
-    return describe(figure, f"{title}. {words}.")
-
-
-def _place(name: str) -> tuple[int, int]:
-    """Return a module's sort key, in the order of a forward."""
-    first, _, number = name.partition(".")
-    known = ("embed_tokens", "layers", "norm", "lm_head", "loss, inputs")
-    return known.index(first) if first in known else len(known), int(number or 0)
-
-
-def stretches(
-    predicted: Mapping[int, float], measured: Mapping[int, float], *, title: str
-) -> go.Figure:
-    """Draw bytes of activations by the layers recomputed as one: a line, and measured points."""
-    figure = go.Figure()
-    figure.add_scatter(
-        x=list(predicted), y=[size / 1e3 for size in predicted.values()], mode="lines",
-        name="predicted", line=draw.PREDICTED,
-    )  # fmt: skip
-    figure.add_scatter(
-        x=list(measured), y=[size / 1e3 for size in measured.values()], mode="markers",
-        name="measured", marker={"color": COLORS["activations"], "size": 11},
-    )  # fmt: skip
-    ticks = {"tickvals": list(measured), "ticktext": [str(x) for x in measured]}
-    figure.update_layout(
-        title=title,
-        xaxis={"title": "layers recomputed as one", "type": "log", **ticks},
-        yaxis={"title": "kB of activations", "rangemode": "tozero"},
-    )
-    words = ", ".join(f"{size / 1e3:.0f} kB at {x}" for x, size in measured.items())
-    return describe(figure, f"{title}. Measured: {words}.")
-
-
-def prices(rows: Mapping[str, tuple[float, Sequence[float]]], *, title: str) -> go.Figure:
-    """Draw each method's bytes and time relative to plain training, on one logarithmic axis.
-
-    rows: method -> (bytes over plain, samples of time over plain, whose mean has its interval).
-    """
-    names = list(rows)
-    times = {name: Measured.of(samples) for name, (_, samples) in rows.items()}
-    shown = list(times.values())
-    figure = go.Figure()
-    figure.add_scatter(
-        x=[size for size, _ in rows.values()], y=names, mode="markers", name="bytes",
-        marker={"color": PALETTE["blue"], "size": 12},
-    )  # fmt: skip
-    figure.add_scatter(
-        x=[time.mean for time in shown],
-        y=names,
-        mode="markers",
-        name="time of a step",
-        marker={"color": PALETTE["vermillion"], "size": 11, "symbol": "x"},
-        error_x={
-            "array": [time.high - time.mean for time in shown],
-            "arrayminus": [time.mean - time.low for time in shown],
-            "thickness": 1.2,
-        },
-    )
-    figure.add_vline(x=1, line=draw.PREDICTED)
-    ticks = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
-    figure.update_layout(
-        title=title,
-        xaxis={
-            "title": "over plain training",
-            "type": "log",
-            "tickvals": ticks,
-            "ticktext": [f"{tick:g}" for tick in ticks],
-        },
-        yaxis={"autorange": "reversed"},
-        legend={"xref": "container"},  # no room on a phone beside the long names
-        height=140 + 30 * len(names),
-    )
-    words = "; ".join(
-        f"{name}: bytes {size:.2f}, time {times[name].mean:.2f}" for name, (size, _) in rows.items()
-    )
-    return describe(figure, f"{title}. {words}.")
