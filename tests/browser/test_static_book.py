@@ -93,6 +93,14 @@ def settle(page: Any) -> None:
     )
 
 
+# The code on a page, shown or folded, that is wider than its box.
+CUT = """() => {
+    document.querySelectorAll('.cell details').forEach(e => { e.open = true; });
+    return [...document.querySelectorAll('article pre')]
+        .filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 80));
+}"""
+
+
 def too_wide(page: Any) -> int:
     """Pixels by which the page can be scrolled sideways."""
     return int(
@@ -150,15 +158,16 @@ def test_the_top_page_leads_to_the_book(watch: Any, base: str) -> None:
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
-def test_formulas_are_typeset_and_no_source_of_them_is_left(
+def test_formulas_are_typeset_and_no_line_of_code_is_cut_off(
     watch: Any, base: str, chapter: str
 ) -> None:
-    watched = watch()
+    watched = watch(width=1280)
     watched.page.goto(f"{base}/book/{chapter}.html")
     settle(watched.page)
     assert watched.page.locator("mjx-container").count() > 0
     assert watched.page.locator("mjx-merror").count() == 0
     assert "\\(" not in watched.page.evaluate(PROSE)
+    assert watched.page.evaluate(CUT) == []
     watched.calm()
 
 
