@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -75,8 +76,8 @@ def names(folder: Path) -> list[str]:
     return [page.relative_to(folder).as_posix() for page in found if page != folder / "index.html"]
 
 
-def settle(page: Any) -> None:
-    """Wait until mathematics and figures stand."""
+def settle(page: Any, *, drawn: bool = True) -> None:
+    """Wait until mathematics and, drawn, all figures stand."""
     page.wait_for_load_state("load")
     page.wait_for_function(
         "() => !window.MathJax || !MathJax.startup || !MathJax.startup.promise"
@@ -86,11 +87,12 @@ def settle(page: Any) -> None:
         "() => [...document.querySelectorAll('mjx-container[display]')]"
         ".every(e => e.scrollWidth <= e.clientWidth || e.tabIndex === 0)"
     )
-    page.evaluate(DRAW_ALL)
-    page.wait_for_function(
-        "() => [...document.querySelectorAll('.twin-plot')]"
-        ".every(e => e.querySelector('.main-svg'))"
-    )
+    if drawn:
+        page.evaluate(DRAW_ALL)
+        page.wait_for_function(
+            "() => [...document.querySelectorAll('.twin-plot')]"
+            ".every(e => e.querySelector('.main-svg'))"
+        )
 
 
 # The code on a page, shown or folded, that is wider than its box.
@@ -140,11 +142,12 @@ def dead_stops(page: Any, most: int) -> tuple[list[str], list[str]]:
 
 
 def test_no_page_asks_the_network_for_anything_or_logs_an_error(
-    watch: Any, base: str, book_html: Path
+    watch: Any, bases: Any, book_html: Path
 ) -> None:
+    """From a folder and from a server by turns."""
     watched = watch()
-    for name in names(book_html):
-        watched.page.goto(f"{base}/{name}")
+    for name, way in zip(names(book_html), itertools.cycle(("http", "file")), strict=False):
+        watched.page.goto(f"{bases[way]}/{name}")
         settle(watched.page)
         assert watched.page.locator("h1").count() >= 1, name
         assert (watched.strangers, watched.errors) == ([], []), name
@@ -158,24 +161,16 @@ def test_the_top_page_leads_to_the_book(watch: Any, base: str) -> None:
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
-def test_formulas_are_typeset_and_no_line_of_code_is_cut_off(
-    watch: Any, base: str, chapter: str
+def test_a_chapter_is_typeset_whole_and_each_control_moves_its_figure_by_keyboard(
+    watch: Any, bases: Any, chapter: str
 ) -> None:
+    base = bases[("file", "http")[CHAPTERS.index(chapter) % 2]]
     watched = watch(width=1280)
     watched.page.goto(f"{base}/book/{chapter}.html")
     settle(watched.page)
     assert watched.page.locator("mjx-container").count() > 0
     assert watched.page.locator("mjx-merror").count() == 0
     assert "\\(" not in watched.page.evaluate(PROSE)
-    assert watched.page.evaluate(CUT) == []
-    watched.calm()
-
-
-@pytest.mark.parametrize("chapter", CHAPTERS)
-def test_each_slider_moves_its_figure_by_keyboard(watch: Any, base: str, chapter: str) -> None:
-    watched = watch()
-    watched.page.goto(f"{base}/book/{chapter}.html")
-    settle(watched.page)
     twins = watched.page.locator(".labcore-twin:has(.twin-control)")
     assert twins.count() > 0
     for number in range(twins.count()):
@@ -185,6 +180,7 @@ def test_each_slider_moves_its_figure_by_keyboard(watch: Any, base: str, chapter
             before = twin.evaluate(DRAWN)
             control.press(control.evaluate(KEY))
             wait_for_another(watched.page, twin, before)
+    assert watched.page.evaluate(CUT) == []
     watched.calm()
 
 
@@ -229,14 +225,14 @@ def test_the_keyboard_alone_reaches_everything(watch: Any, bases: Any, chapter: 
     watched = watch()
     page = watched.page
     page.goto(f"{bases['file']}/book/{chapter}.html")
-    settle(page)
+    settle(page, drawn=False)
     page.keyboard.press("Tab")
     assert "skip" in page.evaluate("() => document.activeElement.closest('[class]').outerHTML")
     assert page.evaluate(MARKED)
     page.keyboard.press("Enter")
     assert page.evaluate("() => location.hash") == "#main-content"
     page.goto(f"{bases['file']}/book/{chapter}.html")
-    settle(page)
+    settle(page, drawn=False)
     reached, unmarked = dead_stops(page, most=400)
     assert unmarked == []
     controls = [what for what in reached if 'type="range"' in what or "<select" in what]
