@@ -14,6 +14,9 @@ from labcore.ui.theme import PALETTE
 
 __all__ = [
     "COLORS",
+    "MEASURED",
+    "OURS",
+    "PEER",
     "PREDICTED",
     "SYMBOLS",
     "ceiling",
@@ -22,7 +25,6 @@ __all__ = [
     "escaped",
     "label",
     "letters",
-    "long_title",
     "medians",
     "pale",
     "seconds",
@@ -30,6 +32,8 @@ __all__ = [
     "token",
 ]
 
+OURS, PEER, MEASURED = (PALETTE[name] for name in ("blue", "orange", "vermillion"))
+"""The colors of this package's code, of another library's, and of what was measured."""
 PREDICTED = {"color": PALETTE["gray"], "dash": "dash", "width": 1.5}
 """The line style of a prediction, drawn beside measurements."""
 COLORS = tuple(PALETTE[name] for name in ("blue", "vermillion", "green", "orange", "purple", "sky"))
@@ -41,11 +45,6 @@ def pale(color: str) -> str:
     """Return a pale fill of that hex color; text on it is readable on light and dark pages."""
     red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.28)"
-
-
-def long_title(text: str) -> dict[str, Any]:
-    """Return a title of several lines; plotly's padding of 12 px would let it touch the edge."""
-    return {"text": text, "pad": {"t": 22}}
 
 
 def digits(value: float) -> str:

@@ -25,7 +25,9 @@ def test_the_walk_is_the_trajectory(optimizer: str, surface: str) -> None:
     assert drawn.name == optimizer
     assert list(drawn.x) == pytest.approx(path.points[:, 0].tolist(), abs=6e-5)
     assert list(drawn.y) == pytest.approx(path.points[:, 1].tolist(), abs=6e-5)
-    assert f"{float(path.losses[-1]):.3g}" in figure.layout.title.text
+    title = figure.layout.title.text
+    assert f"{float(path.losses[-1]):.3g}" in title and "<br>" not in title
+    assert "after 100 steps at learning rate 0.003" in alt(figure)
 
 
 def test_both_walk_under_the_same_noise_and_only_lion_has_a_box() -> None:
@@ -50,7 +52,8 @@ def test_the_opening_moves_all_its_controls(seed: int) -> None:
         chosen = {
             name: dice.choice([*control.positions()]) for name, control in opening.controls.items()
         }
-        assert len(opening.figure(**chosen).data) == 4
+        figure = opening.figure(**chosen)
+        assert len(figure.data) == 4 and len(figure.layout.title.text) <= 41
 
 
 def test_a_walk_that_diverges_says_so_and_ends_at_the_window() -> None:

@@ -155,19 +155,18 @@ def trap(eps: float = 1e-8, gradient: float = 1e-3) -> go.Figure:
     below = [{"y": [_finite(w) for w in path], **_ink(name)} for name, path in paths.items()]
     below.append({"x": [0, _STEPS], "y": [1, 1 - _STEPS * _RATE * law], "line": draw.PREDICTED})
     place = {"xaxis": "x2", "yaxis": "y2", "mode": "lines"}
-    lines = [f"ε {_power(eps)}, gradient {_power(gradient)}, law {law:.3g}"]
-    lines += [
-        f"{name}: update {_word(sizes[name])}, weight {_word(path[-1])}"
+    said = {
+        name: f"{name}: update {_word(sizes[name])}, weight {_word(path[-1])}"
         for name, path in paths.items()
-    ]
-    return go.Figure(
+    }
+    figure = go.Figure(
         [
             *_updates(eps),
             {**chosen, "showlegend": False, "hoverinfo": "skip"},
             *({**trace, **place, "showlegend": False} for trace in below),
         ],
         {
-            "title": "<br>".join(lines),
+            "title": said["fp16"],
             "xaxis": _X,
             "yaxis": {**_Y, "domain": [0.46, 1]},
             "xaxis2": {"title": f"step, learning rate {_RATE:g}", "anchor": "y2"},
@@ -177,9 +176,13 @@ def trap(eps: float = 1e-8, gradient: float = 1e-3) -> go.Figure:
                 "domain": [0, 0.3],
                 "anchor": "x2",
             },
-            "height": 660,
-            "margin": {"t": 112},
+            "height": 592,
         },
+    )
+    return describe(
+        figure,
+        f"At epsilon {_power(eps)} and gradient {_power(gradient)}, the law's update, in "
+        f"learning rates, is {law:.3g}. After {_STEPS} steps, {'; '.join(said.values())}.",
     )
 
 
@@ -296,7 +299,7 @@ def loss_by_eps(eps: Sequence[float], loss: Mapping[str, Sequence[Sequence[float
     figure.update_layout(
         title="Where a fixed ε begins to bite",
         xaxis={"title": "ε", "type": "log", "dtick": 2, "exponentformat": "power"},
-        yaxis={"title": "loss, nats a byte"},
+        yaxis={"title": "loss, nats per byte"},
     )
     return describe(figure, words)
 

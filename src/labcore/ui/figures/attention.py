@@ -14,6 +14,7 @@ from torch import Tensor
 from labcore.attention import configs, traffic
 from labcore.attention.traffic import Shape
 from labcore.timing import quantiles
+from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -21,11 +22,11 @@ __all__ = ["intensity", "memory", "rates", "rescalings", "resources", "running",
 
 COLORS = {
     "naive": PALETTE["vermillion"],
-    "labcore": PALETTE["blue"],
-    "flash": PALETTE["blue"],
-    "SDPA FLASH": PALETTE["green"],
+    "labcore": draw.OURS,
+    "flash": draw.OURS,
+    "SDPA FLASH": draw.PEER,
 }
-_SPARE = ("orange", "purple", "sky", "green")
+_SPARE = ("green", "purple", "sky")
 _LAW = {"dash": "dash", "width": 1.5}
 _RING = {"symbol": "circle-open", "size": 18, "color": PALETTE["gray"], "line": {"width": 3}}
 _BLOCKS = tuple(2**power for power in range(4, 11))
@@ -113,7 +114,7 @@ def running(
     )  # fmt: skip
     figure.add_scatter(
         x=[steps[0], steps[-1]], y=[exact] * 2, mode="lines", name="of the whole row",
-        line={"color": PALETTE["gray"], **_LAW},
+        line=draw.PREDICTED,
     )  # fmt: skip
     figure.update_layout(title=title, xaxis={"title": "tiles of keys"}, yaxis={"title": "score"})
     places = ", ".join(str(steps[i]) for i in grown) or "none"

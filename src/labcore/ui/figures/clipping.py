@@ -51,10 +51,7 @@ def norm_choice(
         links["x"] += [name, name, None]
         links["y"] += [one, other, None]
     size = math.hypot(*before)
-    title = (
-        f"{norm}, max_norm {_number(max_norm)}<br>norm of all: {_number(size)} → "
-        f"{_number(size * found.kept)}<br>cosine to the raw gradient: {found.cosine:.3f}"
-    )
+    kept = _number(size * found.kept)
     markers = {"mode": "markers", "x": names}
     everything = [value for value in (*before, *after) if value > 0]
     figure = go.Figure(
@@ -70,20 +67,23 @@ def norm_choice(
             },
         ],
         {
-            "title": {"text": title, "pad": {"t": 18}},  # at 12, three lines touch the edge
+            "title": f"norm {_number(size)} → {kept}, cosine {found.cosine:.3f}",
             "xaxis": {"title": "parameter", "type": "category"},
             "yaxis": {
                 "title": "norm of its gradient",
                 **_POWERS,
                 "range": [math.log10(min(everything)) - 0.4, math.log10(max(everything)) + 0.4],
             },
-            "height": 480,
-            "margin": {"t": 96},
+            "height": 428,
         },
     )
     figure.data[0].update(showlegend=False, hoverinfo="skip")
     figure.data[-1].update(name="max_norm")
-    return figure
+    return describe(
+        figure,
+        f"{norm}, max_norm {_number(max_norm)}: clipping takes the norm of all gradients from "
+        f"{_number(size)} to {kept}; their cosine to the raw ones is {found.cosine:.3f}.",
+    )
 
 
 def _dot(color: str, symbol: str, size: int) -> dict[str, object]:

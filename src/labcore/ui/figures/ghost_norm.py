@@ -166,7 +166,7 @@ def arrivals(
 def throughput(batches: Sequence[int], speed: Sequence[Sequence[float]]) -> go.Figure:
     """Draw images per second by batch size, with a line for speed proportional to the batch."""
     means = [fmean(samples) for samples in speed]
-    figure = go.Figure(_curve(batches, speed, "measured"))
+    figure = go.Figure(_curve(batches, speed, "measured", line={"color": draw.MEASURED}))
     figure.add_scatter(
         x=list(batches),
         y=[means[0] * batch / batches[0] for batch in batches],
@@ -179,14 +179,14 @@ def throughput(batches: Sequence[int], speed: Sequence[Sequence[float]]) -> go.F
         title="Training speed on one CPU thread",
         xaxis={**_BATCHES, **_ticks(batches)},
         yaxis={
-            "title": "images a second",
+            "title": "images per second",
             "type": "log",
             "tickvals": ticks,
             "ticktext": [f"{tick:,.0f}" for tick in ticks],
             "range": [math.log10(means[0]) - 0.15, math.log10(max(means)) + 0.5],
         },
     )
-    return describe(figure, f"Images a second by batch size: {_words(batches, speed)}.")
+    return describe(figure, f"Images per second by batch size: {_words(batches, speed)}.")
 
 
 def regimes(accuracy: Mapping[str, Sequence[float]]) -> go.Figure:
@@ -233,8 +233,8 @@ def flatness(
     """Draw test accuracy by a measure of sharpness (logarithmic), one marker per regime.
 
     measure, accuracy: name -> seeds. A marker is at the median of the measure and the mean of the
-    accuracy; its bars are the middle 60 % and the 95 % interval. The second line of the title gives
-    Spearman's rank correlation of the two over the regimes.
+    accuracy; its bars are the middle 60 % and the 95 % interval. title: the measure, named below
+    its axis; the figure's title is Spearman's rank correlation of the two over the regimes.
     """
     figure = go.Figure()
     rank = _rank_correlation(
@@ -253,15 +253,15 @@ def flatness(
             marker={"size": 12, "symbol": ("circle", "square", "diamond", "x")[number % 4]},
             name=name,
         )
+    told = f"Rank correlation with accuracy {rank:+.2f}"
     figure.update_layout(
-        title=f"{title}<br>rank correlation with accuracy {rank:+.2f}",
-        margin={"t": 72},
-        xaxis={"title": "sharpness", "type": "log", "exponentformat": "power", "dtick": 1},
+        title=told,
+        xaxis={"title": title, "type": "log", "exponentformat": "power", "dtick": 1},
         yaxis={"title": "test accuracy"},
-        height=520,
+        height=492,
     )
     words = ", ".join(f"{name} {median(samples):.2g}" for name, samples in measure.items())
-    return describe(figure, f"{title}. Medians: {words}.")
+    return describe(figure, f"{title}. {told}. Medians: {words}.")
 
 
 def running_statistics(
@@ -323,7 +323,7 @@ def sweep(
     a ghost larger than the batch is the whole batch.
     """
     batch, ghost = round(batch), round(ghost)
-    figure, lines = [], []
+    traces, gains, words = [], [], []
     for budget, rows in data.items():
         for whole in (True, False):
             size = {each: each if whole else min(ghost, each) for each in rows}
@@ -333,12 +333,12 @@ def sweep(
                 "marker": {"size": [13 if each == batch else 5 for each in rows]},
             }
             name = f"equal {budget}, {'whole batch' if whole else 'ghosts'}"
-            figure.append(_curve(list(rows), points, name, **style))
+            traces.append(_curve(list(rows), points, name, **style))
             run = rows[batch][str(size[batch])]
             seen = [
                 (step, loss) for step, loss in zip(run["steps"], run["loss"], strict=True) if step
             ]
-            figure.append(
+            traces.append(
                 {
                     "x": [step for step, _ in seen],
                     "y": [max(loss, 1e-6) for _, loss in seen],
@@ -349,13 +349,15 @@ def sweep(
                     "showlegend": False,
                 }
             )
-        ends = [rows[batch][str(each)]["accuracy"] for each in (batch, min(ghost, batch))]
-        lines.append(f"equal {budget}: {fmean(ends[0]):.4f} → {fmean(ends[1]):.4f}")
-    first = f"batch {batch}, whole → ghosts of {min(ghost, batch)}"
-    return go.Figure(
-        figure,
+        before, after = (
+            fmean(rows[batch][str(each)]["accuracy"]) for each in (batch, min(ghost, batch))
+        )
+        gains.append(f"{budget} {after - before:+.4f}")
+        words.append(f"after equal {budget} from {before:.4f} to {after:.4f}")
+    figure = go.Figure(
+        traces,
         {
-            "title": "<br>".join([first, *lines]),
+            "title": f"Ghosts: {', '.join(gains)}",
             "xaxis": {**_BATCHES, **_ticks(list(next(iter(data.values())))), "anchor": "y"},
             "yaxis": {"title": "test accuracy", "domain": [0.5, 1], "range": [0.93, 0.985]},
             "xaxis2": {
@@ -374,7 +376,11 @@ def sweep(
                 "domain": [0, 0.34],
                 "anchor": "x2",
             },
-            "height": 680,
-            "margin": {"t": 96},
+            "height": 628,
         },
+    )
+    return describe(
+        figure,
+        f"Ghosts of {min(ghost, batch)} instead of whole batches of {batch} change the test "
+        f"accuracy {' and '.join(words)}.",
     )

@@ -27,6 +27,10 @@ def place(instruction: Instruction, matrix: str, item: int) -> str:
     return f"register {item // 2}, {('low', 'high')[item % 2]} half"
 
 
+def _many(count: int, name: str) -> str:
+    return f"{count} {name}{'' if count == 1 else 's'}"
+
+
 def lanes(instruction: str = "32x32x8_f16", matrix: str = "A", lane: int = 37) -> go.Figure:
     """Draw which lane and register hold which element of a matrix, and everything one lane holds.
 
@@ -66,20 +70,20 @@ def lanes(instruction: str = "32x32x8_f16", matrix: str = "A", lane: int = 37) -
         mode="markers", marker=ring, name=f"lane {lane}", hoverinfo="skip",
     )  # fmt: skip
     (row, column), (last_row, last_column) = mine[0], mine[-1]
-    title = (
-        f"{instruction}, {matrix} [{rows}, {columns}]<br>"
-        f"lane {lane}: {held} element{'s' * (held > 1)}, first [{row}, {column}]<br>"
-        f"last [{last_row}, {last_column}], {place(chosen, matrix, held - 1)}"
-    )
+    registers = len({place(chosen, matrix, item).split(",")[0] for item in range(held)})
     figure.update_layout(
-        title={"text": title, "pad": {"t": 18}},
+        title=f"{_many(held, 'element')} per lane, in {_many(registers, 'register')}",
         xaxis={"title": "column", "range": [-0.5, columns - 0.5], "constrain": "domain"},
         yaxis={"title": "row", "range": [rows - 0.5, -0.5], "scaleanchor": "x"},
-        height=520,
-        margin={"t": 100},
+        height=464,
         showlegend=False,
     )
-    return figure
+    return describe(
+        figure,
+        f"{instruction}, {matrix} [{rows}, {columns}]: lane {lane} holds "
+        f"{_many(held, 'element')}, the first at [{row}, {column}] in {place(chosen, matrix, 0)}, "
+        f"the last at [{last_row}, {last_column}] in {place(chosen, matrix, held - 1)}.",
+    )
 
 
 def banks(stride: int = 64, *, data: Mapping[int, int] | None = None) -> go.Figure:
@@ -91,23 +95,20 @@ def banks(stride: int = 64, *, data: Mapping[int, int] | None = None) -> go.Figu
     hits = [0] * BANKS
     for row in range(BANKS):
         hits[row * stride % BANKS] += 1
-    counted = "" if data is None or stride not in data else f", emulator {1 + data[stride]}"
-    title = (
-        f"rows {stride} words apart<br>banks used: {BANKS - hits.count(0)} of {BANKS}<br>"
-        f"cycles: {max(hits)} by the rule{counted}"
-    )
+    counted = "" if data is None or stride not in data else f", {1 + data[stride]} in the emulator"
+    title = f"{_many(max(hits), 'cycle')} by the rule{counted}"
     figure = go.Figure()
     color = PALETTE["blue"] if max(hits) == 1 else PALETTE["vermillion"]
     figure.add_bar(x=list(range(BANKS)), y=hits, marker={"color": color}, name="lanes")
     figure.update_layout(
-        title={"text": title, "pad": {"t": 18}},
+        title=title,
         xaxis={"title": "bank", "range": [-0.6, BANKS - 0.4]},
         yaxis={"title": "lanes that want it", "range": [0, BANKS + 1]},
-        height=420,
-        margin={"t": 100},
+        height=364,
         showlegend=False,
     )
-    return figure
+    used = BANKS - hits.count(0)
+    return describe(figure, f"Rows {stride} words apart use {used} of {BANKS} banks: {title}.")
 
 
 def residents(
@@ -151,19 +152,18 @@ def residents(
         marker={"symbol": "diamond", "size": 10, "color": PALETTE["vermillion"]},
     )  # fmt: skip
     bound = "no workgroup fits" if not here.groups else _bound(here)
+    title = f"{_many(here.waves_per_simd, 'wave')} per SIMD, {bound}"
     figure.update_layout(
-        title={
-            "text": f"{arch}: {registers} registers, {lds_kib} KiB, {waves} waves<br>"
-            f"{here.waves_per_simd} waves a SIMD, {bound}<br>"
-            f"whole workgroups on a compute unit: {here.groups}",
-            "pad": {"t": 18},
-        },
+        title=title,
         xaxis={"title": "registers of a lane", "range": [0, 520], "dtick": 64},
         yaxis={"title": "waves on a SIMD", "range": [0, 8.6], "dtick": 1},
-        height=460,
-        margin={"t": 100},
+        height=404,
     )
-    return figure
+    return describe(
+        figure,
+        f"{arch}, {registers} registers per lane, {lds_kib} KiB of LDS and {_many(waves, 'wave')} "
+        f"per workgroup: {title}; a compute unit holds {_many(here.groups, 'workgroup')}.",
+    )
 
 
 def _fits(registers: int, lds_kib: int, waves: int, arch: str) -> Occupancy:

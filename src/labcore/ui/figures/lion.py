@@ -123,7 +123,7 @@ def walk(
             marker={"size": 4},
         )
         end = float(path.losses[-1])
-        said.append(f"{name}: loss {end:.3g}" if end < 1e6 else f"{name} diverges")
+        said.append(f"{name} {end:.3g}" if end < 1e6 else f"{name} diverges")
     figure.add_scatter(
         x=[shape.start[0], shape.minimum[0]],
         y=[shape.start[1], shape.minimum[1]],
@@ -140,13 +140,14 @@ def walk(
             type="rect", x0=-edge, x1=edge, y0=-edge, y1=edge,
             line={"color": COLORS["Lion"], "dash": "dot", "width": 2},
         )  # fmt: skip
+    title = f"Final loss: {', '.join(said)}"
     figure.update_layout(
-        title=f"After {steps} steps of {lr:.3g}<br>{', '.join(said)}",
+        title=title,
         xaxis={"title": "x", "range": shape.x_range},
         yaxis={"title": "y", "range": shape.y_range},
         showlegend=len(names) > 1,
     )
-    return figure
+    return describe(figure, f"{title}, after {steps} steps at learning rate {lr:.3g}.")
 
 
 def memory(
@@ -235,7 +236,7 @@ def loss_curves(
     if target is not None:
         figure.add_hline(y=target, line={"dash": "dot", "width": 1.5})
     figure.update_layout(
-        title="Training loss, one line a seed",
+        title="Training loss, one line per seed",
         xaxis={"title": "step"},
         yaxis={"title": "training loss", "type": "log", "dtick": 1},
     )
@@ -348,14 +349,14 @@ def stall(
         y=list(predicted),
         mode="lines",
         name="predicted from the spacing",
-        line={"color": PALETTE["gray"]},
+        line=draw.PREDICTED,
     )
     figure.add_scatter(
         x=list(learning_rates),
         y=list(measured),
         mode="markers",
         name="measured",
-        marker={"color": COLORS["Lion"], "size": 9},
+        marker={"color": draw.MEASURED, "size": 9},
     )
     figure.update_layout(
         title="How many bfloat16 weights one step moves",
@@ -384,6 +385,8 @@ def step_times(milliseconds: Mapping[str, Sequence[float]], title: str) -> go.Fi
             marker={"color": _color(name)},
             showlegend=False,
         )
-    figure.update_layout(title=title, xaxis={"title": "ms a step"}, yaxis={"autorange": "reversed"})
+    figure.update_layout(
+        title=title, xaxis={"title": "ms per step"}, yaxis={"autorange": "reversed"}
+    )
     medians = ", ".join(f"{name} {median(milliseconds[name]):.3g} ms" for name in names)
     return describe(figure, f"{title}: {medians}.")

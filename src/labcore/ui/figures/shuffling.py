@@ -9,6 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -40,7 +41,7 @@ def spikes(losses: Mapping[str, Sequence[float]], onsets: Mapping[str, Sequence[
     figure.update_layout(
         title="Loss of each batch",
         xaxis={"title": "step"},
-        yaxis={"title": "loss, nats a letter", "rangemode": "tozero"},
+        yaxis={"title": "loss, nats per letter", "rangemode": "tozero"},
     )
     told = "; ".join(
         f"{name}: from {curve[0]:.2f} to {fmean(curve[-50:]):.2f}, "
@@ -82,14 +83,14 @@ def buffer(size: str, seed: int, data: Mapping[str, Mapping[str, Any]]) -> go.Fi
             {
                 "x": [0, len(curve)],
                 "y": [1, 1],
-                "line": {"color": PALETTE["gray"], "dash": "dash", "width": 1.5},
+                "line": draw.PREDICTED,
                 **below,
             },
         ],
         {
             "title": f"{spiked}, held-out loss at the end {run['held out'][seed]:.2f}",
             "xaxis": {"range": [0, len(curve)], "showticklabels": False},
-            "yaxis": {"title": "loss, nats a letter", "range": [1, 5], "domain": [0.5, 1]},
+            "yaxis": {"title": "loss, nats per letter", "range": [1, 5], "domain": [0.5, 1]},
             "xaxis2": {"title": f"step; {effect}", "range": [0, len(curve)], "anchor": "y2"},
             "yaxis2": {
                 "title": "batch correlation",
@@ -181,7 +182,7 @@ def noise_scales(exact: Sequence[float], estimates: Mapping[str, Sequence[float]
             x=list(values), y=[name] * len(values), mode="markers", showlegend=False,
             marker={"color": PALETTE["blue"], "size": 10, "symbol": "circle-open"},
         )  # fmt: skip
-    figure.add_vline(x=fmean(exact), line={"color": PALETTE["gray"], "dash": "dash"})
+    figure.add_vline(x=fmean(exact), line=draw.PREDICTED)
     figure.update_layout(
         title="Noise scale from two batches; dashed: exact",
         xaxis={"title": "noise scale, rows", "type": "log", "tickvals": [1, 3, 10, 30, 100]},

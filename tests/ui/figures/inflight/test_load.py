@@ -47,7 +47,7 @@ def test_curves_are_quantiles_with_short_waits_at_the_foot(measure: str, seed: i
     raw, shown = [], []
     for policy in ("static", "guaranteed_no_evict", "another"):
         for part, end in (("p50", ""), ("p99", ", p99")):
-            line = trace(figure, policy.replace("_", " ") + end)
+            line = trace(figure, figures.in_words(policy) + end)
             assert list(line.x) == [0.4, 0.8]
             raw += [getattr(one[measure], part) for one in data[policy, "y"].values()]
             shown += line.y
@@ -62,7 +62,8 @@ def test_curves_are_quantiles_with_short_waits_at_the_foot(measure: str, seed: i
     ticks = dict(zip(figure.layout.yaxis.tickvals, figure.layout.yaxis.ticktext, strict=True))
     seen = [word for at, word in ticks.items() if 10**low <= at <= 10**high]
     assert sum(word.startswith("≤") for word in seen) == clipped
-    assert "another p50" in alt(figure)
+    assert "another: p50" in alt(figure)
+    assert not any("_" in item.name for item in figure.data)
     twin.still(figure.to_plotly_json(), alt="x")
 
 
@@ -111,7 +112,11 @@ def test_requests_inside_and_outside_the_band_are_told(seed: int) -> None:
     dots = trace(figure, "inside")
     if inside:
         assert list(zip(dots.x, dots.y, strict=True)) == inside
-    assert f"TTFT<br>{len(inside)} of 37 requests within ± 15 %" in figure.layout.title.text
+    assert figure.layout.title.text == f"{len(inside)} of 37 requests within ± 15 %"
+    assert figure.layout.xaxis.title.text == "measured<br>TTFT"
+    errors = sorted(two / one - 1 for one, two in zip(measured, simulated, strict=True))
+    assert f"TTFT: {len(inside)} of 37" in alt(figure)
+    assert f"median deviation {errors[18]:+.1%}" in alt(figure)
     low, high = (10**end for end in figure.layout.xaxis.range)
     assert low < min(*measured, *simulated) and max(*measured, *simulated) < high
     band = trace(figure, "± 15 %")

@@ -48,8 +48,12 @@ def trace(figure: go.Figure, name: str):
     return next(item for item in figure.data if item.name == name)
 
 
-def lines(figure: go.Figure) -> list[str]:
-    return [html.unescape(line) for line in figure.layout.title.text.split("<br>")]
+def words(figure: go.Figure) -> tuple[str, str, str, str]:
+    """The title, the title of the draw's axis, and both lines below the probabilities."""
+    layout = figure.layout
+    said = (layout.title.text, layout.xaxis2.title.text, *layout.xaxis3.title.text.split("<br>"))
+    title, drawn, chances, context = map(html.unescape, said)
+    return title, drawn, chances, context
 
 
 @pytest.mark.parametrize("drawn", [True, False])
@@ -87,12 +91,13 @@ def test_the_figure_draws_the_place_and_says_what_happens(generator) -> None:
     for number, shown in enumerate(data, 1):
         for position, place in enumerate(shown.places, 1):
             figure = figures.walk(number, position, data=data)
-            first, second, last = lines(figure)
+            title, drawn, chances, context = words(figure)
             seen.add(place.verdict)
             if place.verdict in ("accepted", "rejected"):
                 sign, word = ("<", "accept") if place.verdict == "accepted" else ("≥", "reject")
-                assert f" {sign} " in first and f'{word} "{place.token}"' in first
-                assert ("residual" in second) == (place.verdict == "rejected")
+                assert f" {sign} " in title and f'{word} "{place.token}"' in title
+                assert f"p/q = {place.here_p:.2g}/{place.here_q:.2g}" in drawn
+                assert ("residual" in chances) == (place.verdict == "rejected")
                 assert list(trace(figure, "draw u").x) == [place.u]
                 assert list(trace(figure, "accepts").x) == [0, place.ratio]
                 assert list(trace(figure, "rejects").x) == [place.ratio, 1]
@@ -101,7 +106,7 @@ def test_the_figure_draws_the_place_and_says_what_happens(generator) -> None:
             assert tuple(trace(figure, "target p").x) == place.p
             residual = trace(figure, "residual").x
             assert tuple(residual) == (place.residual or (None,) * len(place.p))
-            assert last.startswith("after: ")
+            assert context == f"after: {shown.tail}"
     assert seen == {"accepted", "rejected", "not judged", "next token", "none"}
 
 
@@ -120,7 +125,8 @@ def test_frames_share_traces_and_axes_and_titles_fit_a_phone(generator) -> None:
                         "xaxis", "xaxis2", "xaxis3", "yaxis", "yaxis2", "yaxis3")),
                 )
             )  # fmt: skip
-            assert len(lines(figure)) == 3 and max(map(len, lines(figure))) <= 44, lines(figure)
+            assert max(map(len, words(figure))) <= 44, words(figure)
+            assert "<br>" not in figure.layout.title.text
             (edge,) = {tuple(figure.data[0].marker.line.width)}
             assert [at for at, width in enumerate(edge, 1) if width] == [position]
     assert len(kinds) == 1
@@ -149,12 +155,12 @@ def test_greedy_decoding_has_no_draw(generator) -> None:
     seen = set()
     for number, shown in enumerate(data, 1):
         for position, place in enumerate(shown.places, 1):
-            first, second, _ = lines(figures.walk(number, position, data=data))
+            title, _, chances, _ = words(figures.walk(number, position, data=data))
             assert place.u is None
             if place.verdict in ("accepted", "rejected"):
                 seen.add(place.verdict)
-                assert first.startswith(f"greedy: {place.verdict[:6]}")
-                assert ("the target says" in second) == (place.verdict == "rejected")
+                assert title.startswith(f"greedy: {place.verdict[:6]}")
+                assert ("the target says" in chances) == (place.verdict == "rejected")
     assert "rejected" in seen
 
 

@@ -92,7 +92,10 @@ def test_every_message_is_drawn_from_its_sender_to_its_receiver(algorithm: str, 
         ]
     does = expected(algorithm, ranks, 1.0)
     assert len(trace(figure, "rank").x) == ranks * (does.steps + 1)
-    assert f"each rank sends {does.bytes:.3g}" in figure.layout.title.text
+    title = figure.layout.title.text
+    assert f": each sends {does.bytes:.3g} tensor" in title and "<br>" not in title
+    assert f"{ranks} ranks, {does.steps} step" in alt(figure)
+    assert f"in {does.messages} message" in alt(figure)
     assert f"step {does.steps}, " in alt(figure)
     letters = next(item for item in figure.data if item.mode == "text")
     single = len(sent) == ranks * does.steps  # one message a rank and step
@@ -163,6 +166,7 @@ def test_the_split_shows_equal_blocks_and_its_collective(by: str, ranks: int) ->
     other = "all-reduce" if by == "columns" else "all-gather"
     assert needed in " ".join(words) and other not in " ".join(words)
     assert needed in alt(figure) and packed(figure) < 25_000
+    assert alt(figure).startswith("Y = ") and "<br>" not in figure.layout.title.text
 
 
 def test_a_split_without_colors_is_refused() -> None:

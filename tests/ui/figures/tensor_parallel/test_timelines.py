@@ -18,7 +18,7 @@ from labcore.parallel.timeline import (
     held_bytes,
     simulate_timeline,
 )
-from labcore.ui import Choice, IntSlider, LogSlider, Toggle, explore, twin
+from labcore.ui import Choice, IntSlider, LogSlider, Toggle, draw, explore, twin
 from labcore.ui.compact import dumps, plain
 from labcore.ui.figures import tensor_parallel as figures
 from labcore.ui.figures.tensor_parallel import timelines
@@ -73,7 +73,7 @@ def trace(figure: go.Figure, name: str):
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_frames_share_traces_and_titles_fit_a_phone(name: str, seed: int) -> None:
-    controls, draw = CONTROLS[name], getattr(figures, name)
+    controls, function = CONTROLS[name], getattr(figures, name)
     points = list(itertools.product(*(control.positions() for control in controls.values())))
     longest = tuple(
         max(control.positions(), key=lambda value: len(f"{value:.3g}" if isinstance(value, float)
@@ -82,11 +82,11 @@ def test_frames_share_traces_and_titles_fit_a_phone(name: str, seed: int) -> Non
     )  # fmt: skip
     kinds = set()
     for point in [longest, *random.Random(seed).sample(points, min(len(points), 30))]:
-        figure = draw(**dict(zip(controls, point, strict=True)))
+        figure = function(**dict(zip(controls, point, strict=True)))
         kinds.add((tuple((item.name, item.type, item.mode if item.type == "scatter" else "")
                          for item in figure.data), figure.layout.height))  # fmt: skip
         lines = figure.layout.title.text.split("<br>")
-        assert len(lines) <= 3 and max(map(len, lines)) <= LETTERS_OF_A_PHONE, lines
+        assert len(lines) == 1 and max(map(len, lines)) <= LETTERS_OF_A_PHONE, lines
     assert len(kinds) == 1
 
 
@@ -97,10 +97,10 @@ def drawn(figure: dict) -> str:
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_every_step_of_a_control_changes_the_figure(name: str) -> None:
-    controls, draw = CONTROLS[name], getattr(figures, name)
+    controls, function = CONTROLS[name], getattr(figures, name)
     start = {key: control.default for key, control in controls.items()}
     for key, control in controls.items():
-        seen = [drawn(draw(**start | {key: value}).to_dict()) for value in control.positions()]
+        seen = [drawn(function(**start | {key: value}).to_dict()) for value in control.positions()]
         assert all(one != other for one, other in itertools.pairwise(seen)), key
 
 
@@ -202,10 +202,10 @@ def test_a_token_s_time_is_stacked_for_all_four_ways() -> None:
     assert figure.layout.yaxis2.ticktext[3] == "<b>graph, overlap</b>"
     assert figure.layout.yaxis2.ticktext[0] == "eager"
     held = held_bytes(MODELS["70B"], ranks=8)
+    assert f"<br>1 launch, {held / 1e9:.3g} GB of 80 per GPU" in figure.layout.xaxis2.title.text
     title = figure.layout.title.text
-    assert title.startswith("70B, 8 GPUs, batch 1, graph, overlap<br>")
-    assert f"1 launch, {held / 1e9:.3g} GB of 80 a GPU" in title
-    assert f"wire alone {run.wire_share:.0%}" in title
+    assert title == f"{draw.seconds(run.seconds)} per token, wire alone {run.wire_share:.0%}"
+    assert f"70B, 8 GPUs, batch 1, graph, overlap: {title}" in alt(figure)
     assert f"graph, overlap: {run.seconds * 1e3:.3g} ms, kernels" in alt(figure)
 
 
@@ -233,11 +233,11 @@ def test_names_reach_no_other_bar(way: tuple[int, bool, bool]) -> None:
 
 def test_a_step_that_no_gpu_holds_is_told() -> None:
     few, many = (
-        figures.timeline_view(2, batch=batch, model="7B", gpu="H100 SXM").layout.title.text
+        figures.timeline_view(2, batch=batch, model="7B", gpu="H100 SXM").layout.xaxis2.title.text
         for batch in (1, 1024)
     )
     size = held_bytes(MODELS["7B"], ranks=2, batch=1024) / 1e9
-    assert f"{size:.3g} GB, above 80 a GPU" in many and "7.01 GB of 80 a GPU" in few
+    assert f"{size:.3g} GB, above 80 per GPU" in many and "7.01 GB of 80 per GPU" in few
     figure = figures.share_by_batch("7B")
     for gpus in (2, 4, 8, 16):
         symbols = trace(figure, f"{gpus} GPUs").marker.symbol
@@ -245,6 +245,9 @@ def test_a_step_that_no_gpu_holds_is_told() -> None:
             fits = held_bytes(MODELS["7B"], ranks=gpus, batch=batch) <= GPUS["H100 SXM"].capacity
             assert symbol == ("circle" if fits else "circle-open")
     assert {*trace(figure, "2 GPUs").marker.symbol} == {"circle", "circle-open"}
+    assert "hollow: more than the GPUs hold" in figure.layout.xaxis.title.text
+    ones = [trace(figure, f"{gpus} GPUs").y[0] for gpus in (2, 4, 8, 16)]
+    assert f"{min(ones):.0%} to {max(ones):.0%}" in figure.layout.title.text
 
 
 def test_wire_share_is_simulated_or_none_for_indivisible_models() -> None:

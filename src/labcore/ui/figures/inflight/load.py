@@ -16,6 +16,10 @@ from labcore.ui.theme import PALETTE
 
 __all__ = ["latency_curves", "replicas", "simulated_against_measured"]
 
+_POLICIES = {
+    "guaranteed_no_evict": "admit only what fits to the end",
+    "max_utilization": "admit what fits now",
+}
 _COLORS = {
     "static": PALETTE["gray"],
     "guaranteed_no_evict": PALETTE["blue"],
@@ -28,6 +32,11 @@ _SAID = {
     "queue": "time in the queue",
 }
 _REACH = 3000  # the longest time over the shortest that fits on a logarithmic axis
+
+
+def in_words(policy: str) -> str:
+    """Return what a policy of the scheduler or of the router does, instead of its identifier."""
+    return _POLICIES.get(policy, policy.replace("_", " "))
 
 
 def latency_curves(
@@ -63,7 +72,7 @@ def latency_curves(
     for policy, found in chosen.items():
         low, high = (found[rate][measure] for rate in (min(found), max(found)))
         said.append(
-            f"{policy.replace('_', ' ')} p50 {draw.seconds(low.p50)} to {draw.seconds(high.p50)}, "
+            f"{in_words(policy)}: p50 {draw.seconds(low.p50)} to {draw.seconds(high.p50)}, "
             f"p99 {draw.seconds(low.p99)} to {draw.seconds(high.p99)}"
         )
     axis = draw.seconds_axis(0.8 * min(every), 1.25 * max(every), (1, 3))
@@ -107,7 +116,7 @@ def _curve(
     return {
         "type": "scatter", "x": list(found), "mode": "lines+markers", "legendgroup": policy,
         "y": [max(getattr(one[measure], name), foot) for one in found.values()],
-        "name": policy.replace("_", " ") + ", p99" * (name == "p99"), "showlegend": name == "p50",
+        "name": in_words(policy) + ", p99" * (name == "p99"), "showlegend": name == "p50",
         "line": {"color": color, "dash": "solid" if name == "p50" else "dash", "width": width},
         "marker": {"size": 3 + 2 * width, "color": color},
     }  # fmt: skip
@@ -173,7 +182,7 @@ def replicas(
     )
     return describe(
         figure,
-        f"{policy.replace('_', ' ')}, {share:.0%} common prefixes: {title}, "
+        f"{in_words(policy)}, {share:.0%} common prefixes: {title}, "
         f"p50 {draw.seconds(now.p50)}. {each}.",
     )
 
@@ -212,7 +221,8 @@ def simulated_against_measured(
     """Draw each request's simulated time by its measured time, with a band around equality.
 
     measured, simulated: seconds above 0, of the same requests in the same order. title: what was
-    timed. names: of the requests, shown on hover. tolerance: half the band, relative.
+    timed, named below the axis. names: of the requests, shown on hover. tolerance: half the band,
+    relative.
     Raises ValueError if lengths differ or are 0.
     """
     positive("tolerance", tolerance)
@@ -229,10 +239,7 @@ def simulated_against_measured(
     told = [names[at] if at < len(names) else f"request {at + 1}" for at in range(len(errors))]
     middle = sorted(errors)[len(errors) // 2]
     dots = [_dots(measured, simulated, told, inside, wanted=wanted) for wanted in (True, False)]
-    line = (
-        f"{title}<br>{sum(inside)} of {len(inside)} requests within {_percent(tolerance)}<br>"
-        f"median deviation {middle:+.1%}"
-    )
+    counted = f"{sum(inside)} of {len(inside)} requests within {_percent(tolerance)}"
     axis = draw.seconds_axis(low, high, (1, 2, 5) if high < 100 * low else (1,))
     figure = go.Figure(
         [
@@ -240,17 +247,17 @@ def simulated_against_measured(
             *dots,
         ],
         {
-            "title": draw.long_title(line),
-            "xaxis": {"title": "measured", **axis},
+            "title": counted,
+            "xaxis": {"title": f"measured<br>{title}", **axis},
             "yaxis": {"title": "simulated", **axis},
-            "height": 520,
-            "margin": {"t": 100},
+            "height": 480,
             "legend": {"xref": "container"},
         },
     )  # fmt: skip
     return describe(
         figure,
-        f"{line.replace('<br>', ', ')}. Deviations from {min(errors):+.0%} to {max(errors):+.0%}.",
+        f"{title}: {counted}, median deviation {middle:+.1%}. "
+        f"Deviations from {min(errors):+.0%} to {max(errors):+.0%}.",
     )
 
 
@@ -283,18 +290,16 @@ def _dots(
 def _band(low: float, high: float, tolerance: float) -> list[dict[str, Any]]:
     """Return the line of equality from low to high, and the band of `tolerance` around it."""
     above, below = 1 + tolerance, 1 - tolerance
-    gray = PALETTE["gray"]
     return [
         {
             "type": "scatter", "mode": "lines", "fill": "toself", "hoverinfo": "skip",
             "name": _percent(tolerance), "x": [low, high, high, low, low],
             "y": [low * above, high * above, high * below, low * below, low * above],
-            "fillcolor": "rgba(128,128,128,0.2)", "line": {"width": 0, "color": gray},
+            "fillcolor": "rgba(128,128,128,0.2)", "line": {"width": 0, "color": PALETTE["gray"]},
         },
         {
             "type": "scatter", "mode": "lines", "x": [low, high], "y": [low, high],
-            "name": "equal", "line": {"color": gray, "width": 1.5, "dash": "dash"},
-            "hoverinfo": "skip",
+            "name": "equal", "line": draw.PREDICTED, "hoverinfo": "skip",
         },
     ]  # fmt: skip
 

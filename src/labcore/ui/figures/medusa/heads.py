@@ -69,7 +69,7 @@ def accuracy_by_distance(
     figure.update_layout(
         title=title,
         xaxis={
-            "title": "places behind the last token read",
+            "title": "places after the last token read",
             "tickvals": places,
             "ticktext": [f"{place}<br>head {place - 2}" for place in places],
             "range": [1.7, most + 1.3],
@@ -161,11 +161,12 @@ def tokens_by_tree(
     sizes = sorted({key[2] for key in data.tokens})
     ends = [0, 1.04 * sizes[-1]]
     chosen = middles.get(at, expected[at])
-    return go.Figure(
+    told = _said(at, expected, middles, cost)
+    figure = go.Figure(
         [
-            _line("expected", expected, "orange", dash="dash"),
+            _line("expected", expected, draw.PREDICTED),
             {
-                **_line("measured", middles, "blue"),
+                **_line("measured", middles, {"color": draw.MEASURED}),
                 "error_y": {
                     "array": [high - middle for middle, _, high in measured.values()],
                     "arrayminus": [middle - low for middle, low, _ in measured.values()],
@@ -173,38 +174,36 @@ def tokens_by_tree(
                 },
             },
             _ring(at, chosen, showlegend=False),
-            _line("if every forward cost 1", expected, "green", dash="dot", **lower),
-            _line("speed, expected", _over(expected, cost), "orange", dash="dash",
-                  showlegend=False, **lower),
-            _line("speed, measured tokens", _over(middles, cost), "blue", showlegend=False,
+            _line("if every forward cost 1", expected,
+                  {"color": PALETTE["green"], "dash": "dot"}, **lower),
+            _line("speed, expected", _over(expected, cost), draw.PREDICTED, showlegend=False,
                   **lower),
+            _line("speed, measured tokens", _over(middles, cost), {"color": draw.MEASURED},
+                  showlegend=False, **lower),
             _ring(at, chosen / cost[at], name="chosen tree", **lower),
-            {"x": ends, "y": [1, 1], "mode": "lines", "line": draw.PREDICTED, "showlegend": False,
-             "hoverinfo": "skip", **lower},
+            {"x": ends, "y": [1, 1], "mode": "lines", "line": {**draw.PREDICTED, "dash": "dot"},
+             "showlegend": False, "hoverinfo": "skip", **lower},
         ],
         {
-            "title": {"text": _said(at, expected, middles, cost), "pad": {"t": 18}},
+            "title": told,
             "xaxis": {"anchor": "y", "range": ends, "showticklabels": False},
-            "yaxis": {"domain": [0.54, 1], "title": "tokens a step", "range": [0.9, data.top]},
+            "yaxis": {"domain": [0.54, 1], "title": "tokens per step", "range": [0.9, data.top]},
             "xaxis2": {"anchor": "y2", "range": ends, "title": "nodes of the tree"},
             "yaxis2": {"domain": [0, 0.46], "anchor": "x2", "title": "speed over plain",
                        "range": [0, data.top]},
-            "height": 600,
-            "margin": {"t": 100},
+            "height": 544,
         },
     )  # fmt: skip
+    tree = f"{at} {'node' if at == 1 else 'nodes'}"
+    return describe(figure, f"{tree}: {told}, {expected[at]:.2f} tokens per step expected.")
 
 
 def _said(
     at: int, expected: Mapping[int, float], middles: Mapping[int, float], cost: Mapping[int, float]
 ) -> str:
-    found = f", measured {middles[at]:.2f}" if at in middles else ""
-    gain = middles.get(at, expected[at]) / cost[at]
-    return (
-        f"tokens a step, {at} {'node' if at == 1 else 'nodes'}:<br>"
-        f"expected {expected[at]:.2f}{found}<br>"
-        f"a step costs {cost[at]:.2f}: {gain:.2f}x plain"
-    )
+    tokens = middles.get(at, expected[at])
+    kind = "measured" if at in middles else "expected"
+    return f"{tokens / cost[at]:.2f}x plain: {tokens:.2f} {kind} at cost {cost[at]:.2f}"
 
 
 def _over(tokens: Mapping[int, float], cost: Mapping[int, float]) -> dict[int, float]:
@@ -212,12 +211,12 @@ def _over(tokens: Mapping[int, float], cost: Mapping[int, float]) -> dict[int, f
 
 
 def _line(
-    name: str, points: Mapping[int, float], color: str, *, dash: str = "solid", **more: Any
+    name: str, points: Mapping[int, float], line: Mapping[str, Any], **more: Any
 ) -> dict[str, Any]:
     return {
         "type": "scatter", "x": list(points), "y": list(points.values()), "name": name,
-        "mode": "lines+markers", "marker": {"size": 4 if dash == "dash" else 6},
-        "line": {"color": PALETTE[color], "dash": dash}, **more,
+        "mode": "lines+markers", "marker": {"size": 4 if line is draw.PREDICTED else 6},
+        "line": line, **more,
     }  # fmt: skip
 
 
@@ -263,7 +262,7 @@ def heads_learn(
         )
         words.append(f"{name} {level:.2f}")
     figure.update_layout(
-        title=title, xaxis={"title": "steps"}, yaxis={"title": "loss (nats a token)"}, height=440
+        title=title, xaxis={"title": "steps"}, yaxis={"title": "loss (nats per token)"}, height=440
     )
     return describe(figure, f"{title}. {', '.join(words)}.")
 
@@ -282,7 +281,7 @@ def against_peers(
     figure, words = go.Figure(), []
     names = list(dict.fromkeys((*speeds, *tokens)))
     for label, rows, color, symbol in (
-        ("tokens a step", tokens, "blue", "circle"),
+        ("tokens per step", tokens, "blue", "circle"),
         ("speed over plain", speeds, "vermillion", "x"),
     ):
         middles, bars = draw.medians(list(rows.values()))

@@ -207,23 +207,23 @@ def tree_view(
             raise ValueError(
                 f"{name} must have one entry for each of the {size} nodes, got {len(values)}"
             )
-    if title is None:
-        title = _told(chances, measured)
-    figure = _drawn(tree, size, chances, measured, tokens, title, max(room or 1, size), None)
+    told = _told(chances, measured)
+    figure = _drawn(
+        tree, size, chances, measured, tokens, title or told, max(room or 1, size), None
+    )
     edges = ", ".join(
-        f"{node} behind {'the root' if parent < 0 else parent} ({chances[node]:.1%}"
+        f"{node} after {'the root' if parent < 0 else parent} ({chances[node]:.1%}"
         + ("" if measured is None else f", measured {measured[node]:.1%}")
         + ")"
         for node, parent in enumerate(tree.parents)
     )
-    return describe(figure, f"{title.replace('<br>', '; ')}. Nodes: {edges}.")
+    return describe(figure, f"{f'{title}. ' if title else ''}{told}. Nodes: {edges}.")
 
 
-def _told(chances: Sequence[float], measured: Sequence[float] | None, idle: str = "") -> str:
+def _told(chances: Sequence[float], measured: Sequence[float] | None) -> str:
     """Return both sums: at most one node per level is accepted, and the target adds a token."""
-    nodes = f"{len(chances)} {'node' if len(chances) == 1 else 'nodes'}"
-    title = f"{nodes}{idle}<br>expected {1 + math.fsum(chances):.2f} tokens a step"
-    return title if measured is None else f"{title}<br>measured {1 + math.fsum(measured):.2f}"
+    title = f"{1 + math.fsum(chances):.2f} tokens/step expected"
+    return title if measured is None else f"{title}, {1 + math.fsum(measured):.2f} measured"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,7 +245,7 @@ def tree_explorer(
 ) -> go.Figure:
     """Draw the first `nodes` nodes of a tree like `tree_view`, or all of them if there are fewer.
 
-    The title names the heads whose candidates aren't used.
+    The axis of the heads names those whose candidates aren't used.
     data: (heads, branching, temperature) -> the largest tree of `sparse_tree`, whose first n nodes
     are the tree for a budget of n. Whether a node is accepted doesn't depend on what else is tried,
     so shares measured with the largest tree also hold for smaller ones, as far as both see the same
@@ -264,8 +264,12 @@ def tree_explorer(
     measured = None if run.measured is None else run.measured[:size]
     room = max(len(one.tree.parents) for one in data.values())
     deepest = max(len(choice) for one in data.values() for choice in one.tree.choices)
-    title = _told(chances, measured, _idle(run.tree.choices[:size], heads))
-    return _drawn(run.tree, size, chances, measured, None, title, room, deepest)
+    title = _told(chances, measured)
+    figure = _drawn(run.tree, size, chances, measured, None, title, room, deepest)
+    heading = f"head{_idle(run.tree.choices[:size], heads)}"
+    figure.layout.xaxis.title.text = heading
+    drawn = f"{size} {'node' if size == 1 else 'nodes'}"
+    return describe(figure, f"{drawn} by {heading}: {title}.")
 
 
 def _idle(choices: Sequence[tuple[int, ...]], heads: int) -> str:
@@ -273,8 +277,8 @@ def _idle(choices: Sequence[tuple[int, ...]], heads: int) -> str:
     first = max(map(len, choices))
     if first == heads:
         return ""
-    names = f"head {first}" if first == heads - 1 else f"heads {first} to {heads - 1}"
-    return f", none of {names}"
+    names = f"{first}" if first == heads - 1 else f"{first} to {heads - 1}"
+    return f" ({names} unused)"
 
 
 def _drawn(
@@ -309,7 +313,7 @@ def _drawn(
             ),
         ],
         {
-            "title": {"text": title, "pad": {"t": 18}},
+            "title": title,
             "xaxis": {
                 "domain": [0, 0.56], "anchor": "y", "range": [-1.5, deep - 0.4 + behind * deep],
                 "title": "head", "tickvals": list(range(deep)), "zeroline": False,
@@ -327,8 +331,8 @@ def _drawn(
                 "tickfont": {"size": 11}, "zeroline": False, "showgrid": False,
             },
             "yaxis2": {**down, "anchor": "x2", "showticklabels": False, "ticks": ""},
-            "height": 190 + 19 * (room + 1),
-            "margin": {"t": 56 + 22 * title.count("<br>"), "l": 44},
+            "height": 134 + 19 * (room + 1),
+            "margin": {"l": 44},
         },
     )  # fmt: skip
 

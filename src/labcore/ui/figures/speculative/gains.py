@@ -28,7 +28,6 @@ __all__ = [
     "speedup_explorer",
 ]
 
-_THREE_LINES = {"height": 500, "margin": {"t": 100}}
 _TICKS = (0.25, 0.5, 1, 2, 4, 8, 16)
 BATCH = 2 * RIDGE  # rows on the machine that is always compute-bound
 
@@ -73,8 +72,8 @@ def acceptance_by_length(
     every = sorted({x for by_length in measured.values() for x in by_length})
     figure.update_layout(
         title=title,
-        xaxis={"title": "drafted tokens a step", "tickvals": every},
-        yaxis={"title": "tokens a step", "rangemode": "tozero"},
+        xaxis={"title": "drafted tokens per step", "tickvals": every},
+        yaxis={"title": "tokens per step", "rangemode": "tozero"},
         height=460,
     )
     return describe(figure, f"{title}. {'; '.join(words)}.")
@@ -100,7 +99,7 @@ def speedup_explorer(
     tokens, in one-token forwards. The other two machines are always memory-bound (v = 1) or always
     compute-bound (v = k). Speedups below a quarter aren't shown.
     """
-    figure, said = go.Figure(), []
+    figure = go.Figure()
     lengths = list(range(len(data)))
     figure.add_scatter(
         x=[0, lengths[-1]],
@@ -110,7 +109,7 @@ def speedup_explorer(
         showlegend=False,
         hoverinfo="skip",
     )
-    colors = ("green", "blue", "vermillion")
+    colors = ("green", "vermillion", "blue")
     best: dict[str, tuple[int, float]] = {}
     for (name, costs), color in zip(_machines(data).items(), colors, strict=True):
         gains = [
@@ -130,13 +129,13 @@ def speedup_explorer(
             "symbol": "circle-open", "size": 18, "color": PALETTE["gray"], "line": {"width": 3}
         },
     )  # fmt: skip
-    for name, label in (("measured here", "here"), ("one row on a GPU", "GPU, one row"),
-                        ("large batch on a GPU", "GPU, large batch")):  # fmt: skip
-        at, gain = best[name]
-        said.append(f"{label}: {gain:.2f}x at length {at}" if at else f"{label}: no draft pays")
+    said = {
+        name: f"{name}: {gain:.2f}x at length {at}" if at else f"{name}: no draft pays"
+        for name, (at, gain) in best.items()
+    }
     figure.update_layout(
-        title=draw.long_title("<br>".join(said)),
-        xaxis={"title": "drafted tokens a step", "range": [-0.4, lengths[-1] + 0.4], "dtick": 1},
+        title=said["measured here"],
+        xaxis={"title": "drafted tokens per step", "range": [-0.4, lengths[-1] + 0.4], "dtick": 1},
         yaxis={
             "title": "speed over plain decoding",
             "type": "log",
@@ -144,9 +143,13 @@ def speedup_explorer(
             "tickvals": _TICKS,
             "ticktext": [f"{tick:g}" for tick in _TICKS],
         },
-        **_THREE_LINES,
+        height=444,
     )
-    return figure
+    return describe(
+        figure,
+        f"Best speed over plain decoding at alpha {alpha:g} and a draft cost of {draft_cost:g}: "
+        f"{'; '.join(said.values())}.",
+    )
 
 
 def costs(v: Mapping[int, Sequence[float]], *, title: str) -> go.Figure:
@@ -157,7 +160,7 @@ def costs(v: Mapping[int, Sequence[float]], *, title: str) -> go.Figure:
     middles, bars = draw.medians(list(v.values()))
     figure = go.Figure()
     figure.add_bar(
-        x=list(v), y=middles, error_y=bars, name="measured", marker={"color": PALETTE["blue"]}
+        x=list(v), y=middles, error_y=bars, name="measured", marker={"color": draw.MEASURED}
     )
     figure.add_scatter(
         x=[min(v), max(v)], y=[1, 1], mode="lines", name="verifying is free",
@@ -165,7 +168,7 @@ def costs(v: Mapping[int, Sequence[float]], *, title: str) -> go.Figure:
     )  # fmt: skip
     figure.add_scatter(
         x=list(v), y=list(v), mode="lines", name="each token costs the same",
-        line={**draw.PREDICTED, "color": PALETTE["vermillion"]},
+        line=draw.PREDICTED,
     )  # fmt: skip
     figure.update_layout(
         title=title,
@@ -217,7 +220,7 @@ def predictions(
 
 
 def ngram_options(
-    rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str, unit: str = "tokens a step"
+    rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str, unit: str = "tokens per step"
 ) -> go.Figure:
     """Draw tokens per step of n-gram lookup by its options, one symbol per kind of text.
 
@@ -258,7 +261,7 @@ def gate_tradeoff(
     cost: Sequence[Sequence[float]],
     *,
     title: str,
-    cost_unit: str = "drafted a token",
+    cost_unit: str = "drafted per token",
 ) -> go.Figure:
     """Draw what a gate does to acceptance, tokens per step and drafting cost, in three panels.
 
@@ -268,7 +271,7 @@ def gate_tradeoff(
     figure, words = go.Figure(), []
     panels = (
         ("acceptance", acceptance, "accepted of drafted", "blue"),
-        ("tokens a step", tokens_a_step, "tokens a step", "green"),
+        ("tokens per step", tokens_a_step, "tokens per step", "green"),
         ("cost", cost, cost_unit, "vermillion"),
     )
     names = [str(slack) for slack in slacks]
@@ -325,8 +328,8 @@ def exactness(
     draft = overlap.toward(p, q, toward_p)
     found = overlap.one_token(p, draft, rule)
     off = found.distance(p)
-    verdict = "what leaves is exactly p" if off < 1e-6 else f"{off:.3f} off p (total variation)"
-    title = f"after a rejection: {rule}<br>accepted {found.acceptance:.0%}<br>{verdict}"
+    verdict = "output exactly p" if off < 1e-6 else f"output {off:.3f} off p"
+    title = f"{found.acceptance:.0%} accepted, {verdict}"
     highest = max(float(overlap.one_token(p, q, one).out.max()) for one in overlap.RULES)
     top = 1.08 * max(highest, float(q.max()), float(p.max()))
     x = list(names)
@@ -345,14 +348,18 @@ def exactness(
             },
         ],
         {
-            "title": draw.long_title(title),
+            "title": title,
             "barmode": "stack",
             "xaxis": {"title": "token", "type": "category"},
             "yaxis": {"title": "probability", "range": [0, top]},
-            **_THREE_LINES,
+            "height": 444,
         },
     )  # fmt: skip
-    return figure
+    return describe(
+        figure,
+        f"{title}; its total variation distance from p is {off:.3f}. "
+        f"After a rejection, the token is drawn from: {rule}.",
+    )
 
 
 def _part(x: list[str], heights: Tensor, name: str, color: str) -> dict[str, Any]:

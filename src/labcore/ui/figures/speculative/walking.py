@@ -28,7 +28,7 @@ _BARS = {"target p": "blue", "draft q": "orange", "residual": "green"}
 _INK = "#222832"
 _HIDDEN = {"visible": False}
 _SHARES = {"range": [0, 1], "tickvals": [0, 0.25, 0.5, 0.75, 1]}
-_TAIL = 60  # tokens of the context to decode for its last line
+_TAIL = 60  # tokens of the context to decode for the remark below the plot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,20 +201,24 @@ def walk(step: int = 1, position: int = 1, *, data: Sequence[WalkStep]) -> go.Fi
     at = position - 1
     place = now.places[at] if at < len(now.places) else None
     rows = len(now.places[0].names)
+    title, shares, remark = _verdict(now, place)
     # Plain dicts in one call; adding traces and updating the layout takes three times as long.
     return go.Figure(
         [_tiles(now, at, most), *_gauge(place), *_bars(place, rows)],
         {
-            "title": {"text": _title(now, place, position, step, len(data)), "pad": {"t": 18}},
+            "title": title,
             "barmode": "group",
             "bargap": 0.15,
-            "height": 660,
-            "margin": {"t": 104, "l": 92},
+            "height": 618,
+            "margin": {"l": 92},
             "xaxis": {"domain": [0, 1], "anchor": "y", "range": [0.4, most + 0.6], **_HIDDEN},
             "yaxis": {"domain": [0.88, 1], "anchor": "x", "range": [0, 1], **_HIDDEN},
-            "xaxis2": {"anchor": "y2", "title": "the draw u against p / q", **_SHARES},
+            "xaxis2": {"anchor": "y2", "title": f"the draw u against p/q{shares}", **_SHARES},
             "yaxis2": {"domain": [0.72, 0.79], "anchor": "x2", "range": [-1, 1], **_HIDDEN},
-            "xaxis3": {"anchor": "y3", "title": "probability", **_SHARES},
+            "xaxis3": {
+                "anchor": "y3", **_SHARES,
+                "title": f"probability{remark}<br>after: {draw.escaped(now.tail)}",
+            },
             "yaxis3": {
                 "domain": [0, 0.6], "anchor": "x3", "type": "category", "automargin": False,
                 "range": [rows - 0.5, -0.5], "tickfont": {"size": 12}, "dtick": 1,
@@ -287,32 +291,25 @@ def _blanks(count: int) -> list[str]:
     return [" " * (at + 1) for at in range(count)]
 
 
-def _title(now: WalkStep, place: Place | None, position: int, step: int, steps: int) -> str:
-    where = f"step {step} of {steps}, position {position}"
-    first, second = _verdict(now, place)
-    return "<br>".join((first, second or where, f"after: {draw.escaped(now.tail)}"))
-
-
-def _verdict(now: WalkStep, place: Place | None) -> tuple[str, str]:
-    """Return what happens at a position, and the numbers that explain it."""
+def _verdict(now: WalkStep, place: Place | None) -> tuple[str, str, str]:
+    """Return what happens at a position, p and q, and a remark on the probabilities."""
     if place is None or place.verdict == "none":
-        return "nothing here", ""
+        return "nothing here", "", ""
     token, following = draw.escaped(place.token), draw.escaped(now.next_token)
     if place.verdict == "next token":
-        if now.accepted:
-            return f'all {now.accepted} accepted: bonus "{following}"', "drawn from p itself"
-        return f'no draft: "{following}"', "drawn from p itself"
+        all_of = f"all {now.accepted} accepted: bonus" if now.accepted else "no draft:"
+        return f'{all_of} "{following}"', "", "; drawn from p itself"
     if place.verdict == "not judged":
-        return f'"{token}" is not judged', "a token before it was rejected"
+        return f'"{token}" is not judged', "", "; a token before it was rejected"
     taken = place.verdict == "accepted"
-    shares = f"p/q = {place.here_p:.2g}/{place.here_q:.2g}"
+    shares = f" = {place.here_p:.2g}/{place.here_q:.2g}"
     if place.u is None:
         said = f'accept "{token}"' if taken else f'reject "{token}"'
-        return f"greedy: {said}", shares if taken else f'the target says "{following}"'
+        return f"greedy: {said}", shares, "" if taken else f'; the target says "{following}"'
     u, ratio = _apart(place.u, place.ratio or 0.0)
     if taken:
-        return f'u = {u} < {ratio}: accept "{token}"', shares
-    return f'u = {u} ≥ {ratio}: reject "{token}"', f'{shares}, residual "{following}"'
+        return f'u = {u} < {ratio}: accept "{token}"', shares, ""
+    return f'u = {u} ≥ {ratio}: reject "{token}"', shares, f'; the residual draws "{following}"'
 
 
 def _apart(one: float, other: float) -> tuple[str, str]:

@@ -68,39 +68,45 @@ def all_reduce_curves(
             curves[name] = [all_reduce_seconds(name, ranks, size, link) for size in sizes]
         figure.add_scatter(
             x=sizes, y=[1e6 * one for one in curves[name]] if name in curves else nothing,
-            mode="lines", name=name, line={"color": color, **_STROKES[name]},
+            mode="lines", name=_words(name), line={"color": color, **_STROKES[name]},
         )  # fmt: skip
-    said = _fastest(sizes, curves)
-    words = [f"{name} {draw.seconds(y[0])} to {draw.seconds(y[-1])}" for name, y in curves.items()]
+    title = _fastest(sizes, curves)
+    words = [
+        f"{_words(name)} {draw.seconds(y[0])} to {draw.seconds(y[-1])}"
+        for name, y in curves.items()
+    ]
     for at, (name, by_size) in enumerate((data or {}).items()):
         rows = [quantiles(list(samples)) for samples in by_size.values()]
         middles += [middle for _, middle, _ in rows]
         figure.add_scatter(
             x=list(by_size), y=[1e6 * middle for _, middle, _ in rows], mode="markers",
-            name=f"{name}, measured", error_y=_bars(rows),
+            name=f"{_words(name)}, measured", error_y=_bars(rows),
             marker={
                 "color": _COLORS.get(name, PALETTE["gray"]), "size": 10, "line": {"width": 2},
                 "symbol": _SYMBOLS[at % len(_SYMBOLS)],
             },
         )  # fmt: skip
-        words.append(f"{name} measured: " + ", ".join(
+        words.append(f"{_words(name)} measured: " + ", ".join(
             f"{_size(size)} {draw.seconds(middle)}"
             for size, (_, middle, _) in zip(by_size, rows, strict=True)
         ))  # fmt: skip
     low, high = (min(middles) / 10, 10 * max(middles)) if middles else _REACH
-    title = f"{ranks} ranks, {draw.digits(alpha_us)} µs, {draw.digits(gb_per_s)} GB/s<br>{said}"
     figure.update_layout(
-        title=draw.long_title(title),
+        title=title,
         xaxis={"title": "size of the tensor", **_size_axis(sizes)},
         yaxis={
             "title": "time", "type": "log", **_time_ticks(low, high, (1,)),
             "range": [math.log10(1e6 * low), math.log10(1e6 * high)],
         },
-        height=500,
-        margin={"t": 100},
+        height=444,
         legend={"xref": "container"},
     )  # fmt: skip
-    return describe(figure, f"{title.replace('<br>', ' ')}. {'; '.join(words)}.")
+    chosen = f"{ranks} ranks, {draw.digits(alpha_us)} µs, {draw.digits(gb_per_s)} GB/s"
+    return describe(figure, f"{chosen}, {title}. {'; '.join(words)}.")
+
+
+def _words(algorithm: str) -> str:
+    return algorithm.replace("_", " ")
 
 
 def _sizes(least: float) -> list[int]:
@@ -114,9 +120,9 @@ def _fastest(sizes: Sequence[int], curves: Mapping[str, Sequence[float]]) -> str
     best = [min((curve[at], name) for name, curve in curves.items())[1] for at in range(len(sizes))]
     changes = [(sizes[at + 1], now) for at, (was, now) in enumerate(pairwise(best)) if was != now]
     if not changes:
-        return f"fastest: {best[0]}<br>at every size"
+        return f"fastest: {_words(best[0])} at every size"
     size, name = changes[0]
-    return f"fastest: {best[0]},<br>from {_size(size)} on {name}"
+    return f"fastest: {_words(best[0])}, {_words(name)} from {_size(size)}"
 
 
 def _size_axis(sizes: Sequence[int]) -> dict[str, Any]:
@@ -152,7 +158,7 @@ def fit_view(
     sizes: bytes, above 0. seconds: for each size a time or its repeats, shown by their median and
     middle 60 %. fit: as from `cost.fit_alpha_beta`; a residual is
     (measured - line) / measured, in percent.
-    title: what was measured; the line's alpha and beta are shown below it.
+    title: what was measured; the legend gives the line's alpha and beta.
     Raises ValueError if the lengths differ or are 0.
     """
     if len(sizes) != len(seconds) or not sizes or min(sizes) <= 0:
@@ -170,22 +176,23 @@ def fit_view(
     reach = {"type": "log", "range": [math.log10(low / 2), math.log10(2 * high)]}
     every = -(-len(sizes) // 5)  # five ticks fit on a phone
     ticks = list(sizes)[::every]
-    told = f"alpha {draw.seconds(fit.alpha)}, beta {1e9 * fit.beta:.3g} ns a byte"
+    told = f"alpha {draw.seconds(fit.alpha)}, beta {1e9 * fit.beta:.3g} ns per byte"
     figure = go.Figure(
         [
             {
                 "type": "scatter", "x": line, "y": [1e6 * fit.at(size) for size in line],
-                "mode": "lines", "name": "alpha + beta × bytes", "line": draw.PREDICTED,
+                "mode": "lines", "line": draw.PREDICTED,
+                "name": f"{draw.seconds(fit.alpha)} + {1e9 * fit.beta:.3g} ns × bytes",
             },
             {
                 "type": "scatter", "x": list(sizes), "y": [1e6 * one for one in middles],
                 "mode": "markers", "name": "measured", "error_y": _bars(rows),
-                "marker": {"color": PALETTE["blue"], "size": 10},
+                "marker": {"color": draw.MEASURED, "size": 10},
             },
             *_stems(sizes, residuals),
         ],
         {
-            "title": draw.long_title(f"{title}<br>{told}"),
+            "title": title,
             "xaxis": {"anchor": "y", "showticklabels": False, "tickvals": ticks, **reach},
             "yaxis": {
                 "domain": [0.44, 1], "title": "time", "type": "log",
@@ -196,8 +203,7 @@ def fit_view(
                 "tickvals": ticks, "ticktext": [_size(size) for size in ticks],
             },
             "yaxis2": {"domain": [0, 0.34], "anchor": "x2", "title": "residual (%)"},
-            "height": 560,
-            "margin": {"t": 72},
+            "height": 532,
             "legend": {"xref": "container"},
         },
     )  # fmt: skip
@@ -223,16 +229,15 @@ def _stems(sizes: Sequence[int], residuals: Sequence[float]) -> list[dict[str, A
     for size, left in zip(sizes, residuals, strict=True):
         x += [size, size, None]
         y += [0, left, None]
-    red = PALETTE["vermillion"]
     panel = {"type": "scatter", "xaxis": "x2", "yaxis": "y2"}
     return [
         {
             **panel, "x": x, "y": y, "mode": "lines", "showlegend": False, "hoverinfo": "skip",
-            "line": {"color": red, "width": 2},
+            "line": {"color": draw.MEASURED, "width": 2},
         },
         {
             **panel, "x": list(sizes), "y": list(residuals), "mode": "markers",
-            "name": "residual", "marker": {"color": red, "size": 8, "symbol": "diamond"},
-            "showlegend": False,
+            "name": "residual", "showlegend": False,
+            "marker": {"color": draw.MEASURED, "size": 8, "symbol": "diamond"},
         },
     ]  # fmt: skip

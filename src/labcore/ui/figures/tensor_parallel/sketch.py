@@ -105,11 +105,12 @@ def split_picture(by: str = "columns", ranks: int = 2) -> go.Figure:
             blocks.box(rank, rank * (part + 0.1), top, part, tall, f"XW{low}")
         needed = "all-gather, or nothing<br>if rows of W follow"
         columns = ", ".join(f"XW{_LOWER[rank]}" for rank in every)
-        title = f"columns: Y = [{columns}]<br>each rank has columns of Y"
+        title = "each rank has columns of Y"
         alt = (
-            f"W is divided by columns among {ranks} ranks, and every rank has all of X. Rank r "
-            "computes X times its columns of W, which are columns of Y. An all-gather makes Y "
-            "whole on every rank; nothing is needed where a product divided by rows follows."
+            f"Y = [{columns}]. W is divided by columns among {ranks} ranks, and every rank has all "
+            "of X. Rank r computes X times its columns of W, which are columns of Y. An "
+            "all-gather makes Y whole on every rank; nothing is needed where a product divided by "
+            "rows follows."
         )
     else:
         for rank in every:
@@ -125,11 +126,11 @@ def split_picture(by: str = "columns", ranks: int = 2) -> go.Figure:
                 blocks.words.append((wide / 2, top + tall + 0.2, "+"))
         needed = "all-reduce: the sum"
         summands = " + ".join(f"X{_LOWER[rank]}W{_LOWER[rank]}" for rank in every)
-        title = f"rows: Y = {summands}<br>each rank has a summand of Y"
+        title = "each rank has a summand of Y"
         alt = (
-            f"W is divided by rows among {ranks} ranks, and X by columns. Rank r computes its "
-            "columns of X times its rows of W, a summand as large as Y. An all-reduce adds the "
-            f"{ranks} summands, and every rank has Y."
+            f"Y = {summands}. W is divided by rows among {ranks} ranks, and X by columns. Rank r "
+            "computes its columns of X times its rows of W, a summand as large as Y. An "
+            f"all-reduce adds the {ranks} summands, and every rank has Y."
         )
     begin, end = top - 0.15, low_y + tall + 0.12
     # Beside the arrow, at half the width that these words have on a phone.
@@ -139,15 +140,15 @@ def split_picture(by: str = "columns", ranks: int = 2) -> go.Figure:
     figure = go.Figure(
         blocks.traces(),
         {
-            "title": {"text": title, "pad": {"t": 22}},
+            "title": title,
             "xaxis": {"range": [-0.15, 2 * wide + gap + 0.15], **_HIDDEN},
             "yaxis": {"range": [-0.4, 6.2], **_HIDDEN},
-            "height": 480,
-            "margin": {"l": 8, "r": 8, "t": 76, "b": 48},
+            "height": 448,
+            "margin": {"l": 8, "r": 8, "b": 48},
             "legend": {"xref": "container"},
         },
     )
-    return describe(figure, f"{title.replace('<br>', '; ')}. {alt}")
+    return describe(figure, alt)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,16 +266,15 @@ def steps_view(algorithm: str = "ring", ranks: int = 4) -> go.Figure:
             ],
         }
     )  # fmt: skip
-    title = (
-        f"{algorithm}, {ranks} ranks<br>{does.steps} {'step' if does.steps == 1 else 'steps'}, "
-        f"each rank sends {does.bytes:.3g}<br>times the tensor in {does.messages} "
-        f"{'message' if does.messages == 1 else 'messages'}"
-    )
+    name = algorithm.replace("_", " ")
+    steps = f"{does.steps} {'step' if does.steps == 1 else 'steps'}"
+    tensors = f"{does.bytes:.3g} {'tensor' if does.bytes == 1 else 'tensors'}"
+    in_messages = f"{does.messages} {'message' if does.messages == 1 else 'messages'}"
     side = max(0.3, 0.03 * does.steps)
     figure = go.Figure(
         traces,
         {
-            "title": {"text": title, "pad": {"t": 22}},
+            "title": f"{name}: each sends {tensors}",
             "xaxis": {
                 "title": "steps done", "range": [-side, does.steps + side], "zeroline": False,
                 "dtick": 1 if does.steps <= 8 else 2 if does.steps <= 16 else 5,
@@ -282,13 +282,15 @@ def steps_view(algorithm: str = "ring", ranks: int = 4) -> go.Figure:
             "yaxis": {
                 "title": "rank", "range": [ranks - 0.5, -0.5], "dtick": 1, "zeroline": False,
             },
-            "height": 500,
-            "margin": {"t": 100},
+            "height": 444,
         },
     )  # fmt: skip
     words = "; ".join(_told(step, [one for one in sent if one.step == step], ranks)
                       for step in range(does.steps))  # fmt: skip
-    return describe(figure, f"{title.replace('<br>', ' ')}. {words}.")
+    return describe(
+        figure,
+        f"{name}, {ranks} ranks, {steps}: each rank sends {tensors} in {in_messages}. {words}.",
+    )
 
 
 def _sent(some: Sequence[Message], color: str, name: str) -> dict[str, Any]:

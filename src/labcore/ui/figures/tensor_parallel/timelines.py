@@ -82,11 +82,10 @@ def timeline_view(
     chosen = next(name for name, way in _WAYS.items() if way == (graph, overlap))
     run = runs[chosen]
     held = held_bytes(config, **shape)
-    title = (
-        f"{model}, {_gpus(gpus)}, batch {batch}, {chosen}<br>"
-        f"{draw.seconds(run.seconds)} a token, wire alone {run.wire_share:.0%}<br>"
+    title = f"{draw.seconds(run.seconds)} per token, wire alone {run.wire_share:.0%}"
+    notes = (
         f"{run.launches:,} launch{'' if run.launches == 1 else 'es'}, {held / 1e9:.3g} GB"
-        f"{' of' if held <= machine.capacity else ', above'} {machine.capacity / 1e9:.3g} a GPU"
+        f"{' of' if held <= machine.capacity else ', above'} {machine.capacity / 1e9:.3g} per GPU"
     )
     begin, end, bars = _layer(run, len(ops), config.num_hidden_layers, gpus)
     wide = draw.ceiling((end - begin) * 1e6)
@@ -97,8 +96,8 @@ def timeline_view(
             *_stacked(runs),
         ],
         {
-            "title": draw.long_title(title),
-            **_two_panels(runs, chosen, wide, f"µs of one layer of {model}, simulated"),
+            "title": title,
+            **_two_panels(runs, chosen, wide, notes),
         },
     )
     words = "; ".join(
@@ -106,17 +105,25 @@ def timeline_view(
         f"{draw.seconds(one.exposed)}, idle {draw.seconds(one.idle)}"
         for name, one in runs.items()
     )
-    return describe(figure, f"{title.replace('<br>', ', ')}. A token's time, {words}.")
+    return describe(
+        figure,
+        f"{model}, {_gpus(gpus)}, batch {batch}, {chosen}: {title}, {notes}. "
+        f"A token's time, {words}.",
+    )
 
 
 def _two_panels(
-    runs: Mapping[str, Timeline], chosen: str, wide: float, title: str
+    runs: Mapping[str, Timeline], chosen: str, wide: float, notes: str
 ) -> dict[str, Any]:
-    """Return the layout: streams above, a token's ways below; wide: µs of the upper axis."""
+    """Return the layout: streams above, a token's ways below.
+
+    wide: µs of the upper axis; notes: below the lower axis's title.
+    """
     return {
         "barmode": "stack",
         "xaxis": {
-            "anchor": "y", "range": [0, wide], "title": title, "zeroline": False, **_WHOLE
+            "anchor": "y", "range": [0, wide], "title": "time of one layer (µs), simulated",
+            "zeroline": False, **_WHOLE,
         },
         "yaxis": {
             "domain": [0.56, 1], "anchor": "x", "range": [-0.5, 2.5], "zeroline": False,
@@ -124,7 +131,8 @@ def _two_panels(
             "showgrid": False,
         },
         "xaxis2": {
-            "anchor": "y2", "title": "ms a token, simulated", "rangemode": "tozero",
+            "anchor": "y2", "title": f"time per token (ms), simulated<br>{notes}",
+            "rangemode": "tozero",
             "range": [0, 1.04e3 * max(one.seconds for one in runs.values())], **_WHOLE,
         },
         "yaxis2": {
@@ -132,8 +140,7 @@ def _two_panels(
             "tickvals": list(runs),
             "ticktext": [f"<b>{name}</b>" if name == chosen else name for name in runs],
         },
-        "height": 600,
-        "margin": {"t": 100},
+        "height": 560,
         # No room on a phone beside the ways; stacked bars would reverse the order.
         "legend": {"xref": "container", "traceorder": "normal"},
     }  # fmt: skip
@@ -237,7 +244,7 @@ def share_by_batch(
     whose weights and cache exceed a GPU's memory.
     """
     one_of("link", link, LINKS)
-    traces, said = [], []
+    traces, said, ones = [], [], []
     for gpus, color in zip((2, 4, 8, 16), ("blue", "green", "orange", "vermillion"), strict=True):
         shares: dict[int, float | None] = {}
         symbols = []
@@ -264,26 +271,27 @@ def share_by_batch(
         )  # fmt: skip
         first, last = shares[BATCHES[0]], shares[BATCHES[-1]]
         if first is not None and last is not None:
+            ones.append(first)
             said.append(f"{_gpus(gpus)} {first:.0%} of a token of one row, {last:.0%} of "
                         f"{BATCHES[-1]}")  # fmt: skip
-    title = (
-        f"{model}, {gpu}, {algorithm}<br>{link}, {context:,} tokens a row<br>"
-        "as a graph; hollow: more than GPUs hold"
-    )
+    title = f"one row: the wire takes {min(ones):.0%} to {max(ones):.0%}"
     figure = go.Figure(
         traces,
         {
-            "title": draw.long_title(title),
+            "title": title,
             "xaxis": {
-                "title": "batch (rows)", "type": "log", "tickvals": list(BATCHES),
-                "ticktext": [str(batch) for batch in BATCHES],
+                "title": "batch (rows)<br>hollow: more than the GPUs hold", "type": "log",
+                "tickvals": list(BATCHES), "ticktext": [str(batch) for batch in BATCHES],
             },
             "yaxis": {
                 "title": "collectives, of a simulated token", "range": [0, 1], "tickformat": ".0%"
             },
-            "height": 480,
-            "margin": {"t": 100},
+            "height": 440,
             "legend": {"xref": "container"},
         },
     )  # fmt: skip
-    return describe(figure, f"{title.replace('<br>', ', ')}. {'; '.join(said)}.")
+    return describe(
+        figure,
+        f"{model}, {gpu}, {algorithm.replace('_', ' ')}, {link}, {context:,} tokens per row, "
+        f"replayed as a graph: {'; '.join(said)}.",
+    )
