@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -138,6 +139,16 @@ def stacks(columns: Mapping[str, Breakdown], *, title: str) -> go.Figure:
     return describe(_stacked(columns, title), f"{title}. {words}.".replace("<br>", " "))
 
 
+def _estimate(
+    model: str, length: int, batch: int, dtype: str, optimizer: str, checkpointing: str
+) -> Callable[..., Breakdown]:
+    """Return `estimate` for one GPU at these settings; the rest is given by name."""
+    return functools.partial(
+        estimate, MODELS[model], batch=batch, length=length, dtype=dtype, optimizer=optimizer,
+        checkpointing=CHECKPOINTING[checkpointing], device="gpu",
+    )  # fmt: skip
+
+
 def moments(
     model: str = "7B",
     length: int = 4096,
@@ -150,19 +161,8 @@ def moments(
 
     model: a key of MODELS; checkpointing: a key of CHECKPOINTING; the rest as in `estimate`.
     """
-    columns = {
-        moment: estimate(
-            MODELS[model],
-            batch=batch,
-            length=length,
-            dtype=dtype,
-            optimizer=optimizer,
-            checkpointing=CHECKPOINTING[checkpointing],
-            moment=moment,
-            device="gpu",
-        )
-        for moment in MOMENTS
-    }
+    held = _estimate(model, length, batch, dtype, optimizer, checkpointing)
+    columns = {moment: held(moment=moment) for moment in MOMENTS}
     highest = max(columns, key=lambda moment: columns[moment].total)
     return _stacked(columns, f"Peak: {in_bytes(columns[highest].total)}, in the {highest}")
 
@@ -177,20 +177,8 @@ def stages(
     devices: int = 8,
 ) -> go.Figure:
     """Draw the peak on one of `devices` GPUs by ZeRO stage, each with its batch; see `moments`."""
-    columns = {
-        f"stage {stage}": estimate(
-            MODELS[model],
-            batch=batch,
-            length=length,
-            dtype=dtype,
-            optimizer=optimizer,
-            checkpointing=CHECKPOINTING[checkpointing],
-            zero_stage=stage,
-            data_parallel=devices,
-            device="gpu",
-        )
-        for stage in STAGES
-    }
+    held = _estimate(model, length, batch, dtype, optimizer, checkpointing)
+    columns = {f"stage {stage}": held(zero_stage=stage, data_parallel=devices) for stage in STAGES}
     most, least = columns["stage 0"].total, min(held.total for held in columns.values())
     return _stacked(columns, f"Per GPU: {in_bytes(most)} without ZeRO, {in_bytes(least)} at best")
 
