@@ -19,6 +19,7 @@ from labcore.labs.first_cell import SETUP_LINE
 from tests.book.outputs import output_problems
 
 CELL_LINES = 20
+BLIND = {"skip-execution", "raises-exception"}  # of such a cell the build sees no error
 WORDS = (1500, 4000)
 # Calls that ask, fetch, draw or quote: a page folds their cells and shows what they produce.
 PLUMBING = {
@@ -83,8 +84,12 @@ def _cell_problems(cells: list[dict[str, Any]]) -> list[str]:
             problems.append(f"{where} has {lines} lines, at most {CELL_LINES}")
         problems += [f"{where} {problem}" for problem in _name_problems(_text(cell))]
         metadata = cell.get("metadata", {})
+        tags = metadata.get("tags", ())
+        problems += [
+            f"{where} is tagged {tag}, which hides its errors" for tag in BLIND & set(tags)
+        ]
         hidden = metadata.get("jupyter", {}).get("source_hidden")
-        folded = hidden and "hide-input" in metadata.get("tags", ())
+        folded = hidden and "hide-input" in tags
         if (plumbing := PLUMBING.intersection(_calls(_text(cell)))) and not folded:
             problems.append(
                 f"{where} calls {', '.join(sorted(plumbing))}, which a page folds: tag it "

@@ -175,6 +175,10 @@ OUTPUT = [{"output_type": "stream", "name": "stdout", "text": "1"}]
         (chapter(cells=[code_cell("from labcore.ui import _draw")]), "private name _draw"),
         (chapter(cells=[code_cell("import pandas.io")]), "imports pandas.io"),
         (chapter(cells=[code_cell("import os.path\nx.__name__")]), None),
+        (
+            chapter(cells=[code_cell("1", metadata={"tags": ["skip-execution"]})]),
+            "hides its errors",
+        ),
         (chapter(cells=[code_cell("1", id="")]), "has no id"),
         (chapter(cells=[code_cell("1", id="c1")]), "share an id"),
         (
