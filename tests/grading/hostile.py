@@ -183,6 +183,13 @@ ENDLESS = {
         also=(STOPPED, DIED),
         flags=("uses threading",),
     ),
+    "message with a false signature": Hostile(
+        points=5,
+        status=DIED,
+        extra="from IPython import get_ipython\nkernel = get_ipython().kernel\n"
+        "parts = [b'<IDS|MSG>', b'false', b'{}', b'{}', b'{}', b'{}']\n"
+        "kernel.iopub_thread.send_multipart(parts)",
+    ),
     "answer without end": Hostile(
         points=2,
         square=wrong("while True:\n    yield x"),

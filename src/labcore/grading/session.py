@@ -91,6 +91,7 @@ def _run(notebook: Any, names: Sequence[str], seconds: float, folder: str) -> st
     notebook.cells.append(exporting)
     begin = new_code_cell(BEGIN)
     notebook.cells.insert(0, begin)
+    codes = [at for at, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
     for _ in range(ATTEMPTS):
         client = _Client(
             notebook,
@@ -124,14 +125,22 @@ def _run(notebook: Any, names: Sequence[str], seconds: float, folder: str) -> st
                         if cell is not begin and cell is not exporting:
                             left -= time.monotonic() - started
             problem = ""
-        except DeadKernelError:
-            problem = "its kernel died while it ran (os._exit, a crash, or out of memory)"
-            left_out[at] = _stopped(DIED, "the kernel died; the cell was skipped")
         except TimeoutError:
             problem = "a cell ran out of time and could not be interrupted"
-            left_out[at] = _stopped(TIMEOUT, "the cell could not be interrupted and was skipped")
-        if not problem or notebook.cells[at] is exporting or left <= 0:
+            outputs = _stopped(TIMEOUT, "the cell could not be interrupted and was skipped")
+        except DeadKernelError:
+            problem = "its kernel died while it ran (os._exit, a crash, or out of memory)"
+            outputs = _stopped(DIED, "the kernel died; the cell was skipped")
+        except Exception:  # threads that print garble the kernel's messages; a cell may forge them
+            problem = "its kernel sent what is no message (threads that print, for example)"
+            outputs = _stopped(DIED, "the kernel's messages broke; the cell was skipped")
+        if not problem or left <= 0:
             break
+        if notebook.cells[at] is exporting:  # what the last cell started may still run
+            at = max(set(range(1, at)).intersection(codes) - left_out.keys(), default=0)
+        if at == 0:
+            break
+        left_out[at] = outputs
     for place, outputs in left_out.items():
         notebook.cells[place].outputs = outputs
     for one in exporting.outputs:
