@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from docutils import nodes
 from docutils.core import publish_doctree
 from docutils.utils import Reporter
 
-from labcore.book import chapter, docstrings, foot, reference, runs, vendor
+from labcore import claims, records
+from labcore.book import chapter, docstrings, foot, ledger, reference, runs, vendor
 from tests.book.mini import METADATA
 
 GOOD = {"metadata": {"labcore": {"slug": "lion", **METADATA}}}
@@ -199,3 +202,57 @@ def test_module_with_its_own_page_keeps_what_its_package_exports() -> None:
 )
 def test_only_what_exists_and_is_not_public_is_internal(target: str, internal: bool) -> None:
     assert docstrings._is_internal(target) is internal
+
+
+def cell(name: str, *, mode: str | None = "input", output: bool = False) -> nodes.container:
+    """A code cell as the page's tree has it."""
+    code = nodes.literal_block(name, name)
+    made = nodes.container(nb_element="cell_code")
+    made += nodes.container("", code, nb_element="cell_code_source")
+    if output:
+        made += nodes.container("", nodes.paragraph(text="out"), nb_element="cell_code_output")
+    if mode:
+        made["hide_mode"] = mode
+    return made
+
+
+def test_folded_cells_without_outputs_join_the_next_fold() -> None:
+    tree = publish_doctree("")
+    tree += [cell("a"), cell("b"), cell("c", output=True), cell("d"), nodes.paragraph(text="text")]
+    tree += [cell("e"), cell("f", mode=None), cell("g", output=True), cell("h")]
+    chapter.join_folds(None, tree)
+    chapter.join_folds(None, tree)
+    folds = [
+        [block.astext() for block in one.findall(nodes.literal_block)]
+        for one in tree.children
+        if isinstance(one, nodes.container)
+    ]
+    assert folds == [["a", "b", "c"], ["d"], ["e"], ["f"], ["g"], ["h"]]
+
+
+@pytest.mark.parametrize(
+    ("docname", "form", "parts"),
+    [
+        ("book/lion", "html", ["Lion *x*", ": ", "A sign: only"]),
+        ("book/lion", "latex", ["Lion *x*: a sign: only"]),
+        ("labs/lion", "html", ["Lion *x*: a sign: only"]),
+    ],
+)
+def test_a_title_is_split_at_its_first_colon(docname: str, form: str, parts: list[str]) -> None:
+    app = SimpleNamespace(builder=SimpleNamespace(format=form))
+    tree = publish_doctree("")
+    tree += nodes.section("", nodes.title(text="Lion *x*: a sign: only"))
+    chapter.split_title(app, tree, docname)
+    title = next(tree.findall(nodes.title))
+    assert [part.astext() for part in title.children] == parts
+    chapter.split_title(app, publish_doctree("no title"), docname)
+
+
+def test_a_cards_numbers_are_the_recorded_ones() -> None:
+    item = claims.claim("lion.convergence")
+    ratio = records.find("lion", "digits/convergence", "steps ratio/batch 256")
+    mean = item.part("batch 256").measured(ratio).mean
+    said = ledger.with_numbers(item, "a < b: {batch 256} times")
+    assert said == f"a &lt; b: <strong>{mean:.3g}</strong> times"
+    with pytest.raises(ValueError, match="batch 257"):
+        ledger.with_numbers(item, "{batch 257}")

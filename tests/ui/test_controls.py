@@ -25,6 +25,7 @@ from labcore.ui import Choice, Control, IntSlider, LogSlider, Slider, Toggle
         (lambda: Choice(options=("a",)), ValueError, "two options"),
         (lambda: Choice(options="ab"), TypeError, "sequence of values"),
         (lambda: Choice(options=("a", "a")), ValueError, "must differ"),
+        (lambda: Choice(options={"a": "one", "b": "one"}), ValueError, "must differ"),
         (lambda: Choice(options=("lion", "adamw"), default="loin"), ValueError, "mean 'lion'"),
         (lambda: Toggle(default=1), TypeError, "True or False"),
     ],
@@ -81,6 +82,9 @@ def test_values_read_well():
     assert LogSlider(low=1e-4, high=1, default=1e-2).text(0.00031622) == "0.000316"
     assert IntSlider(low=0, high=9999, default=0, unit="B").text(4096) == "4,096 B"
     assert [Toggle().text(v) for v in (False, True)] == ["off", "on"]
+    words = Choice(options={"sgd": "SGD", 8: "eight"}, unit="B")
+    assert [words.text(option) for option in words.positions()] == ["SGD B", "eight B"]
+    assert words.default == words.check("name", "sgd") == "sgd"
     assert all(
         isinstance(c, Control)
         for c in (Slider(low=0, high=1, default=0), Choice(options=(1, 2)), Toggle())

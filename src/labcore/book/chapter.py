@@ -1,4 +1,4 @@
-"""Checks the metadata of chapters and labs and makes the header below their titles from it."""
+"""The form of a chapter's and a lab's page: title, header from the metadata, folded code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from sphinx.util import logging
 from labcore.course.address import parse_address
 from labcore.labs.source import TIERS, LabMetadata, parse_lab_metadata
 
-__all__ = ["ChapterMetadata", "collect", "drop_marks", "insert_header", "parse_metadata"]
+__all__ = [
+    "ChapterMetadata",
+    "collect",
+    "drop_marks",
+    "insert_header",
+    "join_folds",
+    "parse_metadata",
+    "split_title",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +124,37 @@ def drop_marks(_app: Sphinx, doctree: nodes.document) -> None:
         if text != block.astext():
             block.rawsource = text
             block[:] = [nodes.Text(text)]
+
+
+def _parts(cell: nodes.Node) -> dict[str, nodes.Element]:
+    """Source and output of a code cell that the page folds; nothing for other nodes."""
+    folded = isinstance(cell, nodes.container) and cell.get("hide_mode") == "input"
+    return {part["nb_element"]: part for part in cell.children} if folded else {}
+
+
+def join_folds(_app: Sphinx, doctree: nodes.document) -> None:
+    """Puts the code of a folded cell without an output above the code of a folded next cell."""
+    for cell in list(doctree.findall(nodes.container)):
+        own = _parts(cell)
+        above = _parts(cell.next_node(descend=False, siblings=True) or doctree)
+        if own.keys() == {"cell_code_source"} and "cell_code_source" in above:
+            own["cell_code_source"].extend(above["cell_code_source"].children)
+            above["cell_code_source"][:] = own["cell_code_source"].children
+            cell.parent.remove(cell)
+
+
+def split_title(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Makes what follows the colon in the title of a page of the book its subtitle."""
+    title = next(iter(doctree.findall(nodes.title)), None)
+    if title is None or app.builder.format != "html" or not docname.startswith("book/"):
+        return
+    subject, colon, rest = title.astext().partition(": ")
+    if colon:
+        title[:] = [
+            nodes.Text(subject),
+            nodes.inline("", colon, classes=["labcore-colon"]),
+            nodes.inline("", rest[:1].upper() + rest[1:], classes=["labcore-subtitle"]),
+        ]
 
 
 def _inline(text: str) -> str:

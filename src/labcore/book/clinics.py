@@ -212,8 +212,7 @@ class ClinicCases(SphinxDirective):
 
     def _section(self, found: Case) -> nodes.section:
         section = nodes.section(ids=[f"clinic-{nodes.make_id(found.slug)}"])
-        place = nodes.Text(f" ({found.slug})")
-        section += nodes.title("", "", *self._inline(found.title), place)
+        section += nodes.title("", "", *self._inline(found.title))
         lab = f"/labs/release/{found.slug}/{found.slug}"
         if lab[1:] in self.env.found_docs:
             section += nodes.paragraph("", "From the lab ", self._link(lab), nodes.Text("."))

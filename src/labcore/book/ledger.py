@@ -7,6 +7,7 @@ claims that its lines name: what is claimed, what was measured, and the verdict.
 from __future__ import annotations
 
 import html
+import re
 from collections import Counter
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +18,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from labcore import claims, records
 from labcore.book import contents
-from labcore.claims import Claim, Measured, Part, Verdict
+from labcore.claims import Claim, Verdict
 from labcore.ui import cards, intervals
 
 __all__ = ["ClaimsCards", "ClaimsLedger", "ClaimsTotals"]
@@ -82,37 +83,43 @@ class ClaimsTotals(SphinxDirective):
 
 
 class ClaimsCards(SphinxDirective):
-    """The claims whose ids stand in the content, one a line, as cards beside each other."""
+    """Claims as cards beside each other; a line of the content is "id: what was measured".
+
+    In what was measured, {name of a part} stands for the part's recorded number.
+    """
 
     has_content = True
 
     def run(self) -> list[nodes.Node]:
-        """The cards. Raises ValueError for an id without a claim."""
+        """The cards. Raises ValueError for an id without a claim and a name without a part."""
         self.env.note_dependency(str(claims.FILE))
-        shown = "".join(self._card(claims.claim(line.strip())) for line in self.content)
+        lines = (line.partition(": ") for line in self.content)
+        shown = "".join(self._card(claims.claim(name), told) for name, _, told in lines)
         return _raw(f'<div class="labcore-beliefs">{shown}</div>')
 
-    def _card(self, item: Claim) -> str:
-        tested = [part for part in item.parts if not part.untested]
-        numbers = "".join(
-            f"<li>{html.escape(part.name)}: <strong>{_number(item, part)}</strong>, "
-            f"rule: {part.rule}</li>"
-            for part in dict.fromkeys((tested[0], tested[-1]))
-        )
+    def _card(self, item: Claim, told: str) -> str:
         badge = cards.badge(str(item.verdict))
         address = f"{_uri(self, f'book/{item.slug}')}#verdict-{item.id.partition('.')[2]}"
         return (
             f'<div class="labcore-claim {cards.verdict_class(str(item.verdict))}">'
             f"<p><small>The claim</small><br>{html.escape(item.statement)}</p>"
-            f"<p><small>Measured</small></p><ul>{numbers}</ul>"
+            f"<p><small>Measured</small><br>{with_numbers(item, told)}</p>"
             f'<p><small>Verdict</small><br><a href="{address}">{badge}</a></p></div>'
         )
 
 
-def _number(item: Claim, part: Part) -> str:
-    record = records.find(item.slug, part.case, part.quantity)
-    mean = Measured.exactly(part.measured(record).mean)
-    return html.escape(intervals.in_words(mean, record.unit))
+def with_numbers(item: Claim, told: str) -> str:
+    """The text as HTML, with the recorded number of a claim's part for each {name of the part}.
+
+    Raises ValueError for a name that no part with a rule has.
+    """
+
+    def recorded(found: re.Match[str]) -> str:
+        part = item.part(html.unescape(found[1]))
+        measured = part.measured(records.find(item.slug, part.case, part.quantity))
+        return f"<strong>{intervals.number(measured.mean)}</strong>"
+
+    return re.sub(r"\{(.+?)\}", recorded, html.escape(told))
 
 
 def _uri(directive: SphinxDirective, page: str) -> str:

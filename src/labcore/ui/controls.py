@@ -7,7 +7,7 @@ static page use it, so the two displays agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -219,12 +219,13 @@ class LogSlider:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One of several named options; if `default` is None, the first.
+    """One of several options; if `default` is None, the first.
 
-    Raises ValueError for fewer than two options, a repeated one, or a default that isn't an option.
+    A mapping gives each option the words that a reader sees for it. Raises ValueError for fewer
+    than two options, a repeated one, or a default that isn't an option.
     """
 
-    options: Sequence[Any]
+    options: Sequence[Any] | Mapping[Any, str]
     default: Any = None
     label: str | None = None
     unit: str = ""
@@ -237,9 +238,8 @@ class Choice:
         options = tuple(self.options)
         if len(options) < 2:
             raise ValueError(f"Choice: needs at least two options, got {options!r}")
-        if len({str(option) for option in options}) != len(options):
+        if len({self.text(option) for option in options}) != len(options):
             raise ValueError(f"Choice: options must differ, got {options!r}")
-        object.__setattr__(self, "options", options)
         if self.default is None:
             object.__setattr__(self, "default", options[0])
         else:
@@ -254,7 +254,9 @@ class Choice:
         return one_of(name, value, self.options)
 
     def text(self, value: Any) -> str:
-        """Return the option and the unit."""
+        """Return the option, in words if it has them, and the unit."""
+        if isinstance(self.options, Mapping):
+            return _with_unit(self.options[value], self.unit)
         return _with_unit(f"{value:g}" if isinstance(value, float) else str(value), self.unit)
 
 

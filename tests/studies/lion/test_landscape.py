@@ -37,7 +37,7 @@ def test_one_step_of_gradient_descent_goes_down_the_true_slope() -> None:
 
 
 def test_every_step_of_lion_has_the_length_of_the_learning_rate() -> None:
-    walk = landscape.trajectory("Lion", "rosenbrock", lr=0.013, steps=50)
+    walk = landscape.trajectory("Lion", "valley", lr=0.013, steps=50)
     steps = walk.points.diff(dim=0).abs()
     assert torch.allclose(steps, torch.full_like(steps, 0.013), rtol=0, atol=1e-12)
 
@@ -62,7 +62,7 @@ def test_the_rules_settings_reach_the_rule() -> None:
 
 
 def test_a_walk_that_diverges_stays_finite() -> None:
-    walk = landscape.trajectory("gradient descent", "rosenbrock", lr=1.0, steps=60)
+    walk = landscape.trajectory("gradient descent", "valley", lr=1.0, steps=60)
     assert torch.isfinite(walk.points).all() and torch.isfinite(walk.losses).all()
 
 

@@ -32,9 +32,9 @@ def test_the_walk_is_the_trajectory(optimizer: str, surface: str) -> None:
 
 def test_both_walk_under_the_same_noise_and_only_lion_has_a_box() -> None:
     settings = {"weight_decay": 2.0, "beta1": 0.5}
-    figure = figures.walk(lr=0.02, noise=1.5, surface="rosenbrock", **settings)
+    figure = figures.walk(lr=0.02, noise=1.5, surface="valley", **settings)
     for place, name in ((1, "Lion"), (2, "AdamW")):
-        path = landscape.trajectory(name, "rosenbrock", lr=0.02, noise=1.5, **settings)
+        path = landscape.trajectory(name, "valley", lr=0.02, noise=1.5, **settings)
         assert figure.data[place].name == name
         assert list(figure.data[place].x) == pytest.approx(path.points[:, 0].tolist(), abs=6e-5)
     (box,) = figure.layout.shapes

@@ -75,8 +75,8 @@ SURFACES = {
         x_range=(-5.0, 3.0),
         y_range=(-2.5, 2.5),
     ),
-    "rosenbrock": Surface(
-        name="rosenbrock",
+    "valley": Surface(
+        name="valley",
         loss=_rosenbrock,
         start=(-1.2, 1.0),
         minimum=(1.0, 1.0),

@@ -82,7 +82,7 @@ BOTH = "Lion and AdamW"
 def opening() -> Explorer:
     """Return the explorer with which the chapter opens: Lion's and AdamW's paths, overlaid."""
     return explore(
-        functools.partial(walk, BOTH, surface="rosenbrock"),
+        functools.partial(walk, BOTH, surface="valley"),
         alt="Lion's and AdamW's paths down a bent valley, and the box that Lion's decay draws.",
         weight_decay=Choice(options=(0.0, 0.5, 1.0, 2.0), default=0.0, label="weight decay"),
         noise=Slider(low=0.0, high=10.0, default=0.0, step=2.0, label="gradient noise"),

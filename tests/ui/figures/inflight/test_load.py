@@ -30,7 +30,7 @@ def made(dice: random.Random) -> dict:
             }
             for rate in (0.4, 0.8)
         }
-        for policy in ("static", "guaranteed_no_evict", "another")
+        for policy in ("static", "guaranteed_no_evict", "max_utilization")
         for mix in ("x", "y")
     }
 
@@ -45,9 +45,9 @@ def test_curves_are_quantiles_with_short_waits_at_the_foot(measure: str, seed: i
     figure = figures.latency_curves(measure, "y", data=data)
     assert len(figure.data) == 6
     raw, shown = [], []
-    for policy in ("static", "guaranteed_no_evict", "another"):
+    for policy in ("static", "guaranteed_no_evict", "max_utilization"):
         for part, end in (("p50", ""), ("p99", ", p99")):
-            line = trace(figure, figures.in_words(policy) + end)
+            line = trace(figure, figures.POLICIES[policy] + end)
             assert list(line.x) == [0.4, 0.8]
             raw += [getattr(one[measure], part) for one in data[policy, "y"].values()]
             shown += line.y
@@ -62,7 +62,7 @@ def test_curves_are_quantiles_with_short_waits_at_the_foot(measure: str, seed: i
     ticks = dict(zip(figure.layout.yaxis.tickvals, figure.layout.yaxis.ticktext, strict=True))
     seen = [word for at, word in ticks.items() if 10**low <= at <= 10**high]
     assert sum(word.startswith("≤") for word in seen) == clipped
-    assert "another: p50" in alt(figure)
+    assert "admit what fits now: p50" in alt(figure)
     assert not any("_" in item.name for item in figure.data)
     twin.still(figure.to_plotly_json(), alt="x")
 

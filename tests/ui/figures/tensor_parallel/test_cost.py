@@ -33,7 +33,7 @@ def test_curves_are_the_models_and_dots_what_was_measured(seed: int) -> None:
     figure = figures.all_reduce_curves(4, 30.0, 2.5, data=data)
     link = cost.Link(name="x", alpha=3e-5, beta=4e-10, source="")
     for name in ALL_REDUCES:
-        line = trace(figure, name.replace("_", " "))
+        line = trace(figure, name.replace("_", "-"))
         assert tuple(line.x) == figures.SIZES
         expect = [1e6 * cost.all_reduce_seconds(name, 4, size, link) for size in figures.SIZES]
         assert list(line.y) == pytest.approx(expect)
@@ -59,7 +59,7 @@ def test_curves_are_the_models_and_dots_what_was_measured(seed: int) -> None:
     assert trace(small, "ring").x[0] == 16 and trace(small, "ring").x[-1] == figures.SIZES[-1]
     assert 10 ** small.layout.xaxis.range[0] < 16 and len(small.layout.xaxis.tickvals) <= 5
     odd = figures.all_reduce_curves(6)
-    assert set(trace(odd, "halving doubling").y) == {None}
+    assert set(trace(odd, "halving-doubling").y) == {None}
 
 
 def test_curves_of_every_link_of_the_explorer_stay_on_one_axis() -> None:
@@ -82,10 +82,10 @@ def test_title_names_the_fastest_for_small_and_large_messages(ranks: int) -> Non
     assert f"{ranks} ranks, 5 µs, 10 GB/s, {said}. " in alt(figure)
     where = cost.crossover("one_shot", "two_shot", ranks, link)
     if where > figures.SIZES[-1]:
-        assert said == "fastest: one shot at every size"
+        assert said == "fastest: one-shot at every size"
     else:
         size = min(size for size in figures.SIZES if size > where)
-        assert said == f"fastest: one shot, two shot from {figures._size(size)}"
+        assert said == f"fastest: one-shot, two-shot from {figures._size(size)}"
 
 
 def test_a_fit_is_shown_with_what_it_leaves_over(seed: int) -> None:

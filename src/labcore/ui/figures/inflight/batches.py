@@ -13,7 +13,7 @@ from labcore.serving.simulation.simulate import CACHED, FREE, SHARED
 from labcore.studies.inflight.scenes import PROMISED, Bar, Scene
 from labcore.ui import draw
 from labcore.ui.explorer import describe
-from labcore.ui.figures.inflight.load import in_words
+from labcore.ui.figures.inflight.load import POLICIES
 from labcore.ui.theme import PALETTE
 
 __all__ = ["timeline", "two_batches"]
@@ -86,7 +86,7 @@ def timeline(
     words = ", ".join(f"{_KINDS[k][0]} {now.shares[k]:.0%}" for k in _KINDS if k in now.shares)
     return describe(
         figure,
-        f"{in_words(policy)}, {rate:g} of capacity: {title}, p50 {draw.seconds(now.p50)}, "
+        f"{POLICIES[policy]}, {rate:g} of capacity: {title}, p50 {draw.seconds(now.p50)}, "
         f"p99 {draw.seconds(now.p99)}. Lengths {mix}, {pool} blocks, {now.slots} rows. Of the "
         f"rows' time: {words}, empty {now.shares['empty']:.0%}. At most "
         f"{max((count for _, count in now.waiting), default=0)} requests wait; "

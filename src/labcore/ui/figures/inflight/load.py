@@ -14,29 +14,37 @@ from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
-__all__ = ["latency_curves", "replicas", "simulated_against_measured"]
+__all__ = [
+    "POLICIES",
+    "ROUTERS",
+    "TIMES",
+    "latency_curves",
+    "replicas",
+    "simulated_against_measured",
+]
 
-_POLICIES = {
+POLICIES = {
+    "static": "static",
     "guaranteed_no_evict": "admit only what fits to the end",
     "max_utilization": "admit what fits now",
+}
+ROUTERS = {
+    "round_robin": "round robin",
+    "least_loaded": "least loaded",
+    "prefix_aware": "prefix aware",
 }
 _COLORS = {
     "static": PALETTE["gray"],
     "guaranteed_no_evict": PALETTE["blue"],
     "max_utilization": PALETTE["orange"],
 }
-_SAID = {
+TIMES = {
     "ttft": "time to the first token",
     "tpot": "time between tokens",
     "normalised": "time per token, from arrival",
     "queue": "time in the queue",
 }
 _REACH = 3000  # the longest time over the shortest that fits on a logarithmic axis
-
-
-def in_words(policy: str) -> str:
-    """Return what a policy of the scheduler or of the router does, instead of its identifier."""
-    return _POLICIES.get(policy, policy.replace("_", " "))
 
 
 def latency_curves(
@@ -72,7 +80,7 @@ def latency_curves(
     for policy, found in chosen.items():
         low, high = (found[rate][measure] for rate in (min(found), max(found)))
         said.append(
-            f"{in_words(policy)}: p50 {draw.seconds(low.p50)} to {draw.seconds(high.p50)}, "
+            f"{POLICIES[policy]}: p50 {draw.seconds(low.p50)} to {draw.seconds(high.p50)}, "
             f"p99 {draw.seconds(low.p99)} to {draw.seconds(high.p99)}"
         )
     axis = draw.seconds_axis(0.8 * min(every), 1.25 * max(every), (1, 3))
@@ -82,7 +90,7 @@ def latency_curves(
             for at, word in zip(axis["tickvals"], axis["ticktext"], strict=True)
         ]
     ticks = list(next(iter(chosen.values())))
-    title = _SAID[measure]
+    title = TIMES[measure]
     figure = go.Figure(
         lines,
         {
@@ -98,7 +106,7 @@ def latency_curves(
     )  # fmt: skip
     return describe(
         figure,
-        f"{_SAID[measure]}, lengths {mix}, from {ticks[0]:g} to {ticks[-1]:g} of the capacity: "
+        f"{TIMES[measure]}, lengths {mix}, from {ticks[0]:g} to {ticks[-1]:g} of the capacity: "
         f"{'; '.join(said)}.",
     )
 
@@ -116,7 +124,7 @@ def _curve(
     return {
         "type": "scatter", "x": list(found), "mode": "lines+markers", "legendgroup": policy,
         "y": [max(getattr(one[measure], name), foot) for one in found.values()],
-        "name": in_words(policy) + ", p99" * (name == "p99"), "showlegend": name == "p50",
+        "name": POLICIES[policy] + ", p99" * (name == "p99"), "showlegend": name == "p50",
         "line": {"color": color, "dash": "solid" if name == "p50" else "dash", "width": width},
         "marker": {"size": 3 + 2 * width, "color": color},
     }  # fmt: skip
@@ -182,7 +190,7 @@ def replicas(
     )
     return describe(
         figure,
-        f"{in_words(policy)}, {share:.0%} common prefixes: {title}, "
+        f"{ROUTERS[policy]}, {share:.0%} common prefixes: {title}, "
         f"p50 {draw.seconds(now.p50)}. {each}.",
     )
 

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from labcore.memory import Breakdown, estimate
 from labcore.memory.accounting.part import Part
-from labcore.memory.accounting.prediction import DTYPES, MOMENTS, OPTIMIZERS
+from labcore.memory.accounting.prediction import DTYPES, MOMENTS
 from labcore.memory.accounting.states import STAGES
 from labcore.models import LlamaConfig
 from labcore.ui import draw
@@ -26,6 +26,7 @@ __all__ = [
     "COLORS",
     "MODELS",
     "MOMENTS_FORMULA",
+    "OPTIMIZERS",
     "STAGES_FORMULA",
     "in_bytes",
     "moments",
@@ -57,6 +58,14 @@ MODELS = {  # the shapes of TinyLlama and of Llama 2
         "13B": (5120, 13824, 40, 40, 40),
         "70B": (8192, 28672, 80, 64, 8),
     }.items()
+}
+OPTIMIZERS = {
+    "adamw": "AdamW",
+    "sgd": "SGD",
+    "lion": "Lion",
+    "adafactor": "Adafactor",
+    "sm3": "SM3",
+    "adamw8bit": "AdamW, 8 bits",
 }
 CHECKPOINTING: Mapping[str, int | str | None] = {
     "none": None,

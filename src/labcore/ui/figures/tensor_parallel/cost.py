@@ -13,6 +13,7 @@ from labcore.parallel.cost import AlphaBetaFit, Link, all_reduce_seconds
 from labcore.timing import quantiles
 from labcore.ui import draw
 from labcore.ui.explorer import describe
+from labcore.ui.figures.tensor_parallel.sketch import ALGORITHMS
 from labcore.ui.theme import PALETTE
 
 __all__ = ["SIZES", "all_reduce_curves", "fit_view"]
@@ -106,7 +107,7 @@ def all_reduce_curves(
 
 
 def _words(algorithm: str) -> str:
-    return algorithm.replace("_", " ")
+    return ALGORITHMS.get(algorithm, algorithm)
 
 
 def _sizes(least: float) -> list[int]:

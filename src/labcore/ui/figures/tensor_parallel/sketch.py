@@ -14,8 +14,14 @@ from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
-__all__ = ["Message", "messages", "split_picture", "steps_view"]
+__all__ = ["ALGORITHMS", "Message", "messages", "split_picture", "steps_view"]
 
+ALGORITHMS = {  # the keys of ALL_REDUCES in words
+    "ring": "ring",
+    "halving_doubling": "halving-doubling",
+    "one_shot": "one-shot",
+    "two_shot": "two-shot",
+}
 _RANKS = tuple(PALETTE[name] for name in ("blue", "orange", "green", "purple"))
 _EVERY = PALETTE["gray"]
 _HIDDEN = {"visible": False}
@@ -266,7 +272,7 @@ def steps_view(algorithm: str = "ring", ranks: int = 4) -> go.Figure:
             ],
         }
     )  # fmt: skip
-    name = algorithm.replace("_", " ")
+    name = ALGORITHMS[algorithm]
     steps = f"{does.steps} {'step' if does.steps == 1 else 'steps'}"
     tensors = f"{does.bytes:.3g} {'tensor' if does.bytes == 1 else 'tensors'}"
     in_messages = f"{does.messages} {'message' if does.messages == 1 else 'messages'}"

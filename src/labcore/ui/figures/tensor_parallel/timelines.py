@@ -20,6 +20,7 @@ from labcore.parallel.timeline import (
 )
 from labcore.ui import draw
 from labcore.ui.explorer import describe
+from labcore.ui.figures.tensor_parallel.sketch import ALGORITHMS
 from labcore.ui.theme import PALETTE
 
 __all__ = ["BATCHES", "share_by_batch", "timeline_view"]
@@ -292,6 +293,6 @@ def share_by_batch(
     )  # fmt: skip
     return describe(
         figure,
-        f"{model}, {gpu}, {algorithm.replace('_', ' ')}, {link}, {context:,} tokens per row, "
+        f"{model}, {gpu}, {ALGORITHMS[algorithm]}, {link}, {context:,} tokens per row, "
         f"replayed as a graph: {'; '.join(said)}.",
     )
