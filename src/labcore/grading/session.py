@@ -134,13 +134,13 @@ def _run(notebook: Any, names: Sequence[str], seconds: float, folder: str) -> st
         except Exception:  # threads that print garble the kernel's messages; a cell may forge them
             problem = "its kernel sent what is no message (threads that print, for example)"
             outputs = _stopped(DIED, "the kernel's messages broke; the cell was skipped")
-        if not problem or left <= 0:
+        if not problem:
             break
-        if notebook.cells[at] is exporting:  # what the last cell started may still run
+        if notebook.cells[at] is exporting and left > 0:  # what a cell started may still run
             at = max(set(range(1, at)).intersection(codes) - left_out.keys(), default=0)
-        if at == 0:
-            break
         left_out[at] = outputs
+        if at == 0 or left <= 0:
+            break
     for place, outputs in left_out.items():
         notebook.cells[place].outputs = outputs
     for one in exporting.outputs:
