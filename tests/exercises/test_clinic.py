@@ -22,6 +22,22 @@ CLINIC = Clinic(
 )
 
 
+class Anything(str):
+    """Text that equals every name."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+class Always(dict[str, str]):
+    """A dict that has the right name for everybody."""
+
+    def __getitem__(self, label: str) -> str:
+        return Anything("asleep")
+
+
 def not_written() -> dict[str, str]:
     raise NotImplementedError
 
@@ -43,6 +59,8 @@ def broken() -> dict[str, str]:
         ({"A": 3, "B": "too fast", "C": "backwards"}, "error", "A must be one of asleep, back"),
         ({"A": ["asleep"], "B": "too fast", "C": "backwards"}, "error", "A must be one of"),
         ({"A": "asleep", "B": "asleep", "C": ""}, "error", "C must be one of"),
+        (dict.fromkeys("ABC", Anything("x")), "error", "A must be plain text .*type Anything"),
+        (Always.fromkeys("ABC", "asleep"), "error", "must be a dict"),
     ],
 )
 def test_the_form_of_an_answer(answers: Any, kind: str, words: str) -> None:

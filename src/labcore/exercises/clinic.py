@@ -90,9 +90,9 @@ class Clinic:
         right = self.diagnoses(student)
         if patient is not None:
             right = {patient: right[one_of("patient", patient, list(right))]}
-            if isinstance(answers, Mapping):
+            if type(answers) is dict:
                 answers = {label: name for label, name in answers.items() if label == patient}
-        if isinstance(answers, Mapping) and not any(answers.values()):
+        if type(answers) is dict and not any(answers.values()):
             all_of = patient or f"each of {', '.join(right)}"
             return _refused("missing", f"Nothing to check yet: name a fault for {all_of}.")
         if complaint := self._complaint(answers, right):
@@ -125,11 +125,13 @@ class Clinic:
     def _complaint(self, answers: Any, right: Mapping[str, str]) -> str:
         """Return what is wrong with the form of the answers, as a sentence, or ""."""
         form = "{" + ", ".join(f'"{label}": "..."' for label in right) + "}"
-        if not isinstance(answers, Mapping):
+        if type(answers) is not dict:  # a subclass could equal everything
             return f"the answer must be a dict {form}, got {answers!r}."
         if set(answers) != set(right):
             return f"the answer must be a dict {form}, got the keys {list(answers)}."
         for label, name in answers.items():
+            if isinstance(name, str) and type(name) is not str:
+                return f"{label} must be plain text (a str), got one of type {type(name).__name__}."
             if name not in self.names:
                 near = get_close_matches(str(name), self.names, n=1, cutoff=0.5)
                 hint = f"; did you mean {near[0]!r}?" if near else "."

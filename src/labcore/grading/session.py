@@ -76,9 +76,9 @@ def _stopped(name: str, text: str) -> list[Any]:
 def _run(notebook: Any, names: Sequence[str], seconds: float, folder: str) -> str:
     """Runs the notebook in place and exports `names`; returns a phrase for what failed, or "".
 
-    A cell that kills its kernel or cannot be interrupted is skipped, and the others are run again
-    without it, so it spoils only its own answer. The first and the last cell are labcore's own,
-    and their time does not count against the student.
+    A cell that kills its kernel, garbles its messages or cannot be interrupted is skipped, and the
+    others are run again without it, so it spoils only its own answer. The first and the last cell
+    are labcore's own, and their time does not count against the student.
     """
     left = CELLS_PER_NOTEBOOK * seconds
 
