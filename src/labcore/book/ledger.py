@@ -111,8 +111,10 @@ class ClaimsCards(SphinxDirective):
 def with_numbers(item: Claim, told: str) -> str:
     """The text as HTML, with the recorded number of a claim's part for each {name of the part}.
 
-    Raises ValueError for a name that no part with a rule has.
+    Raises ValueError for a name that no part with a rule has, and for a text without a number.
     """
+    if "{" not in told:
+        raise ValueError(f"a card must say what was measured for {item.id}, with a {{part}}")
 
     def recorded(found: re.Match[str]) -> str:
         part = item.part(html.unescape(found[1]))
