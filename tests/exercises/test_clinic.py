@@ -60,7 +60,7 @@ def broken() -> dict[str, str]:
         ({"A": ["asleep"], "B": "too fast", "C": "backwards"}, "error", "A must be one of"),
         ({"A": "asleep", "B": "asleep", "C": ""}, "error", "C must be one of"),
         (dict.fromkeys("ABC", Anything("x")), "error", "A must be plain text .*type Anything"),
-        (Always.fromkeys("ABC", "asleep"), "error", "must be a dict"),
+        (Always.fromkeys("ABC", "asleep"), "error", "a plain dict .*got a Always"),
     ],
 )
 def test_the_form_of_an_answer(answers: Any, kind: str, words: str) -> None:

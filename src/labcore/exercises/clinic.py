@@ -125,7 +125,9 @@ class Clinic:
     def _complaint(self, answers: Any, right: Mapping[str, str]) -> str:
         """Return what is wrong with the form of the answers, as a sentence, or ""."""
         form = "{" + ", ".join(f'"{label}": "..."' for label in right) + "}"
-        if type(answers) is not dict:  # a subclass could equal everything
+        if isinstance(answers, Mapping) and type(answers) is not dict:  # it could equal everything
+            return f"the answer must be a plain dict {form}, got a {type(answers).__name__}."
+        if type(answers) is not dict:
             return f"the answer must be a dict {form}, got {answers!r}."
         if set(answers) != set(right):
             return f"the answer must be a dict {form}, got the keys {list(answers)}."

@@ -131,13 +131,14 @@ def _run(notebook: Any, names: Sequence[str], seconds: float, folder: str) -> st
         except DeadKernelError:
             problem = "its kernel died while it ran (os._exit, a crash, or out of memory)"
             outputs = _stopped(DIED, "the kernel died; the cell was skipped")
-        except Exception:  # threads that print garble the kernel's messages; a cell may forge them
-            problem = "its kernel sent what is no message (threads that print, for example)"
+        except Exception as broke:  # threads that print garble messages; a cell may forge them
+            said = f"{type(broke).__name__}: {broke}"[:200]
+            problem = f"its kernel's messages could not be read ({said})"
             outputs = _stopped(DIED, "the kernel's messages broke; the cell was skipped")
         if not problem:
             break
         if notebook.cells[at] is exporting and left > 0:  # what a cell started may still run
-            at = max(set(range(1, at)).intersection(codes) - left_out.keys(), default=0)
+            at = max((n for n in codes if 0 < n < at and n not in left_out), default=0)
         left_out[at] = outputs
         if at == 0 or left <= 0:
             break
