@@ -83,7 +83,11 @@ server-stop:  ## stops it
 .venv-triton: setup
 	@$(BIN)/python -m labcore.serving.triton.server install
 
-lock: setup  ## constraints.txt from pyproject.toml; LOCK=--upgrade takes today's versions
+# An environment that the old versions made will do: they may no longer be what pyproject.toml admits.
+.venv:
+	@$(SETUP)
+
+lock: .venv  ## constraints.txt from pyproject.toml; LOCK=--upgrade takes today's versions
 	@$(BIN)/python scripts/lock.py $(LOCK)
 
 matrix: setup  ## tests on CORNER=<oldest, newest, gpu or colab>, each with its own Python and torch
