@@ -96,10 +96,10 @@ def test_the_sweep_shows_the_chosen_row_and_marks_its_best_rate() -> None:
     assert figure.data[1].marker.size[0] > figure.data[1].marker.size[1]
 
 
-def test_each_seed_gets_a_line_and_each_optimizer_a_legend_entry() -> None:
+def test_each_seed_gets_a_line_and_each_optimizer_a_name() -> None:
     runs = {"Lion": [[(0, 2.0), (5, 1.0)], [(0, 2.1), (5, 1.1)]], "AdamW": [[(0, 2.0), (5, 0.5)]]}
     figure = figures.loss_curves(runs, target=0.1)
-    assert [trace.showlegend for trace in figure.data] == [True, False, True]
+    assert [note.text.split()[-1] for note in figure.layout.annotations] == ["Lion", "AdamW"]
     assert list(figure.data[1].y) == [2.1, 1.1]
     assert figure.data[0].line.color == figure.data[1].line.color != figure.data[2].line.color
     assert len(figure.layout.shapes) == 1

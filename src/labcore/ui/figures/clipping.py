@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from labcore.studies.clipping import exploding
 from labcore.studies.clipping.effects import Snapshot, effect
 from labcore.ui import draw
+from labcore.ui.ends import named_at_ends
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -120,7 +121,9 @@ def growth(
         f"{_number(predicted[0] / predicted[-1])} predicted"
         for name, (measured, predicted) in curves.items()
     )
-    return describe(figure, f"The gradient at the first state over that at the last. {words}.")
+    return describe(
+        named_at_ends(figure), f"The gradient at the first state over that at the last. {words}."
+    )
 
 
 def _smoothed(values: Sequence[float], window: int = 7) -> list[float | None]:
@@ -164,7 +167,7 @@ def losses(
         xaxis={"title": "step"},
         yaxis={"title": "training loss, nats", "range": [0, ceiling]},
     )
-    return describe(figure, f"{title}. At the end: {', '.join(ends)}.")
+    return describe(named_at_ends(figure), f"{title}. At the end: {', '.join(ends)}.")
 
 
 def _over_seeds(samples: Sequence[float]) -> tuple[float, float]:
@@ -194,7 +197,7 @@ def cosines(depths: Sequence[int], curves: Mapping[str, Sequence[Sequence[float]
         + ", ".join(f"{fmean(row):.2f} at {x}" for x, row in zip(depths, rows, strict=True))
         for name, rows in curves.items()
     )
-    return describe(figure, f"Cosine by depth. {words}.")
+    return describe(named_at_ends(figure), f"Cosine by depth. {words}.")
 
 
 def accuracies(rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str) -> go.Figure:

@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from labcore.claims import Measured
 from labcore.timing import quantiles
 from labcore.ui import draw
+from labcore.ui.ends import named_at_ends
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -145,7 +146,7 @@ def gradient_bias(
         showlegend=True,
     )
     words = "; ".join(f"{name}: {_words(batches, points, 2)}" for name, points in bias.items())
-    return describe(figure, f"Relative distance of the mean gradient. {words}.")
+    return describe(named_at_ends(figure), f"Relative distance of the mean gradient. {words}.")
 
 
 def arrivals(
@@ -160,7 +161,9 @@ def arrivals(
         yaxis={"title": f"over batch {batches[0]}", "type": "log", **_ticks((0.1, 0.2, 0.5, 1, 2))},
     )
     words = "; ".join(f"{name}: {_words(batches, points)}" for name, points in ratios.items())
-    return describe(figure, f"Cost of a training loss over that at batch {batches[0]}. {words}.")
+    return describe(
+        named_at_ends(figure), f"Cost of a training loss over that at batch {batches[0]}. {words}."
+    )
 
 
 def throughput(batches: Sequence[int], speed: Sequence[Sequence[float]]) -> go.Figure:

@@ -17,6 +17,7 @@ from labcore.studies.lion import landscape
 from labcore.timing import quantiles
 from labcore.ui import draw
 from labcore.ui.controls import Choice, Slider
+from labcore.ui.ends import named_at_ends
 from labcore.ui.explorer import Explorer, describe, explore
 from labcore.ui.theme import PALETTE
 
@@ -241,7 +242,9 @@ def loss_curves(
         yaxis={"title": "training loss", "type": "log", "dtick": 1},
     )
     names = " and ".join(curves)
-    return describe(figure, f"Training loss against steps for {names}, on a logarithmic axis.")
+    return describe(
+        named_at_ends(figure), f"Training loss against steps for {names}, on a logarithmic axis."
+    )
 
 
 def update_size(
@@ -267,7 +270,7 @@ def update_size(
         yaxis={"title": "update, in learning rates", "range": [0, 1.08]},
     )
     return describe(
-        figure,
+        named_at_ends(figure),
         f"AdamW's update grows from {measured[0]:.2f} learning rates at signal {signals[0]:g} to "
         f"{measured[-1]:.2f} at signal {signals[-1]:g}; Lion's is 1 throughout.",
     )
@@ -293,7 +296,7 @@ def update_steps(curves: Mapping[str, Sequence[tuple[int, float]]]) -> go.Figure
         yaxis={"title": "update, in learning rates", "range": [0, 1.05]},
     )
     last = ", ".join(f"{name} {points[-1][1]:.2f}" for name, points in curves.items())
-    return describe(figure, f"Update size by step, at the end of the run: {last}.")
+    return describe(named_at_ends(figure), f"Update size by step, at the end of the run: {last}.")
 
 
 def _lines(paths: Mapping[str, Sequence[float | None]], *, title: str, y: str) -> go.Figure:
@@ -312,7 +315,8 @@ def _last(path: Sequence[float | None]) -> str:
 
 def drift(paths: Mapping[str, Sequence[float]]) -> go.Figure:
     """Draw weights after a single gradient. paths: optimizer -> weight by step."""
-    return _lines(paths, title="One gradient at the first step, none after it", y="weight")
+    title = "One gradient at the first step, none after it"
+    return named_at_ends(_lines(paths, title=title, y="weight"))
 
 
 def nan_paths(paths: Mapping[str, Sequence[float]], at: int) -> go.Figure:

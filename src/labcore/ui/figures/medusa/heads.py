@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from torch import Tensor
 
 from labcore.ui import draw
+from labcore.ui.ends import named_at_ends
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -264,7 +265,7 @@ def heads_learn(
     figure.update_layout(
         title=title, xaxis={"title": "steps"}, yaxis={"title": "loss (nats per token)"}, height=440
     )
-    return describe(figure, f"{title}. {', '.join(words)}.")
+    return describe(named_at_ends(figure), f"{title}. {', '.join(words)}.")
 
 
 def against_peers(

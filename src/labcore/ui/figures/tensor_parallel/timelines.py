@@ -19,6 +19,7 @@ from labcore.parallel.timeline import (
     simulate_timeline,
 )
 from labcore.ui import draw
+from labcore.ui.ends import named_at_ends
 from labcore.ui.explorer import describe
 from labcore.ui.figures.tensor_parallel.sketch import ALGORITHMS
 from labcore.ui.theme import PALETTE
@@ -292,7 +293,7 @@ def share_by_batch(
         },
     )  # fmt: skip
     return describe(
-        figure,
+        named_at_ends(figure),
         f"{model}, {gpu}, {ALGORITHMS[algorithm]}, {link}, {context:,} tokens per row, "
         f"replayed as a graph: {'; '.join(said)}.",
     )
