@@ -98,11 +98,17 @@ def medians(samples: Sequence[Sequence[float]]) -> tuple[list[float], dict[str, 
 
 
 def token(text: str, most: int = 10) -> str:
-    """Format a token for a figure: dots for spaces, no control characters, at most `most` long."""
-    if len(text) > 2 and not text.strip(" "):
-        return f"{len(text)} spaces"
-    start = len(text) - len(text.lstrip(" "))
-    whole = "·" * start + letters(text[start:])
+    """Format a token for a figure: visible spaces, no control characters, at most `most` long.
+
+    Leading spaces are dots. Three or more in a token without a visible character are counted.
+    """
+    if not text.strip():
+        counted = re.sub(r" {3,}", lambda run: f" {len(run[0])} spaces ", text)
+        whole = letters(counted if counted != text else text.replace(" ", "·")).strip()
+        most = max(most, len("↵↵ 12 spaces"))
+    else:
+        start = len(text) - len(text.lstrip(" "))
+        whole = "·" * start + letters(text[start:])
     return whole if len(whole) <= most else whole[: most - 1] + "…"
 
 

@@ -183,6 +183,7 @@ def test_one_hot_rows_keep_the_axis_of_all_frames() -> None:
     [
         (" self", "·self"), ("        ", "8 spaces"), ("\n", "↵"), ("\x00", "\\x00"),
         ("a_very_long_name", "a_very_lo…"), (" ", "·"), ("", ""),
+        ("\n        ", "↵ 8 spaces"), ("\n\n" + " " * 12, "↵↵ 12 spaces"), ("\n  ", "↵··"),
         ("\r\n", "\\r↵"), ("é中", "é\\u4e2d"), ("\ufffd", "\ufffd"),
     ],
 )  # fmt: skip
