@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     step.add_argument("--collect", type=Path, metavar="OUT", help="write the results of OUT")
     students = commands.add_parser("student-repository", help="make the students' repository")
     students.add_argument("out", type=Path, help="a new folder, or an earlier one to update")
+    commands.add_parser("progress", help="list what you have passed in your copies of the labs")
     slides = commands.add_parser("slides", help="make one slide deck per chapter")
     slides.add_argument("slug", nargs="*", help="chapters; default: all")
     slides.add_argument("--out", type=Path, default=Path("_build/slides"))
@@ -69,6 +70,15 @@ def run(arguments: Sequence[str] | None = None, root: Path | None = None) -> int
 
         quiet = asked.no_browser or bool(os.environ.get("NO_BROWSER"))
         serve(root, host=asked.host, port=asked.port, browser=not quiet)
+        return 0
+    if asked.command == "progress":
+        from labcore.exercises import progress
+
+        for slug, tasks in progress.kept(root).items():
+            print(f"{slug}: {progress.summary(tasks)}")
+            print("\n".join(f"    {task.name}: {task}" for task in tasks))
+        if not progress.kept(root):
+            print("No lab was begun in my/ yet: open a lab's page and press Run this page.")
         return 0
     if asked.command == "labs" and asked.variant:
         from labcore.labs import variants

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from labcore.exercises.progress import Task
 from tests.course.course_server import TOKEN, Course, make_checkout, notebook, running_course
 
 pytestmark = pytest.mark.long
@@ -52,6 +54,13 @@ def test_reader_goes_from_progress_to_copy_to_differences(course: Course, watch:
     opened.value.wait_for_url("**/lab/tree/my/lion-2.ipynb")
     assert Path(course.root, "my", "lion-2.ipynb").is_file()
     assert json.loads(mine.read_text("utf-8"))["cells"] == before
+
+    kept = course.root / "my" / "progress" / "lion.json"
+    kept.parent.mkdir()
+    row = Task(name="transfer", points=2, passed=True, attempts=3)
+    kept.write_text(json.dumps([asdict(row)]), "utf-8")
+    page.reload()
+    page.get_by_text("Your copy of the lab: 1 of 1 tasks, 2 of 2 points").wait_for()
     assert watched.strangers == []
 
 

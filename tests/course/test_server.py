@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
 from labcore.course import copies
+from labcore.exercises.progress import Task
 from tests.course.course_server import (
     Course,
     add_guide,
@@ -48,8 +51,7 @@ def reader(course: Course) -> Iterator[Course]:
     course.cookies = course.ask("/book/book/lion.html").cookies
     chapter = course.root / CHAPTER
     chapter.write_text(notebook("x = 1", "x + 1"), "utf-8")
-    for path in (course.root / "my").glob("*"):
-        path.unlink()
+    shutil.rmtree(course.root / "my", ignore_errors=True)
     yield course
     course.cookies = {}
 
@@ -75,7 +77,9 @@ def test_without_the_token_the_book_is_not_shown(course: Course, path: str) -> N
     assert "Lion" not in answer.text
 
 
-@pytest.mark.parametrize("path", ["progress", f"copy?notebook={CHAPTER}", "differences?notebook=x"])
+@pytest.mark.parametrize(
+    "path", ["progress", "labs", f"copy?notebook={CHAPTER}", "differences?notebook=x"]
+)
 def test_without_the_token_nothing_answers(course: Course, path: str) -> None:
     assert course.ask(f"/book/_labcore/{path}", token=False).status in (302, 403)
 
@@ -157,6 +161,16 @@ def test_another_page_cannot_make_a_copy(reader: Course) -> None:
         answer = reader.ask(COPY, body={"notebook": CHAPTER}, token=False, **headers)
         assert answer.status == 403
     assert not (reader.root / "my" / "lion.ipynb").exists()
+
+
+def test_what_was_passed_in_the_labs_is_told(reader: Course) -> None:
+    kept = reader.root / "my" / "progress" / "lion.json"
+    assert json.loads(reader.ask("/book/_labcore/labs").text) == {}
+    kept.parent.mkdir(parents=True)
+    rows = [Task(name=str(at), points=3, passed=at == 1, attempts=at) for at in range(2)]
+    kept.write_text(json.dumps([asdict(row) for row in rows]), "utf-8")
+    said = {"lion": "1 of 2 tasks, 3 of 6 points"}
+    assert json.loads(reader.ask("/book/_labcore/labs").text) == said
 
 
 def test_a_copy_is_made_once_and_never_written_again(reader: Course) -> None:

@@ -28,7 +28,7 @@ STUB = "raise NotImplementedError"
 BINDING = (ast.arg, ast.FunctionDef, ast.ClassDef, ast.alias, ast.ExceptHandler)
 
 
-def _exercises(cells: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def exercises(cells: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """The cells of each exercise: from the heading with its facts to the next heading."""
     found: list[list[dict[str, Any]]] = []
     inside = False
@@ -117,21 +117,21 @@ def form_problems(lab: Lab) -> list[str]:
                 shown = shown.replace(region, "")
         if shown.count("\n") + 1 > CELL_LINES:
             problems.append(f"{name} shows a student more than {CELL_LINES} lines")
-    exercises = _exercises(cells)
-    if not EXERCISES[0] <= len(exercises) <= EXERCISES[1]:
+    found = exercises(cells)
+    if not EXERCISES[0] <= len(found) <= EXERCISES[1]:
         problems.append(
-            f"{len(exercises)} exercises with a line '*4 points · 15 minutes · medium*', "
+            f"{len(found)} exercises with a line '*4 points · 15 minutes · medium*', "
             f"{EXERCISES[0]} to {EXERCISES[1]}"
         )
-    for exercise in exercises:
+    for exercise in found:
         problems += _exercise_problems(exercise)
-    graded = {cell["id"] for exercise in exercises for cell in exercise}
+    graded = {cell["id"] for exercise in found for cell in exercise}
     problems += [
         f"{cell['id']} is graded outside of an exercise"
         for cell in code
         if nbgrader_of(cell).get("grade") and cell["id"] not in graded
     ]
-    minutes = sum(int(FACTS.findall(cell_text(exercise[0]))[0][1]) for exercise in exercises)
+    minutes = sum(int(FACTS.findall(cell_text(exercise[0]))[0][1]) for exercise in found)
     if minutes > lab.metadata.minutes:
         problems.append(f"exercises of {minutes} minutes in a lab of {lab.metadata.minutes}")
     problems += strange_names(lab)

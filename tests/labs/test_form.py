@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from labcore.exercises import load
 from labcore.labs import releases
 from labcore.labs.first_cell import first_cell
-from labcore.labs.source import Lab, read_lab
+from labcore.labs.source import Lab, cell_text, read_lab
 from tests.labs import lab_checks, mini
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +23,21 @@ SOURCES = releases.source_paths(ROOT)
 @pytest.mark.parametrize("slug", SOURCES)
 def test_a_lab_has_the_form_of_one(slug: str) -> None:
     assert lab_checks.form_problems(read_lab(SOURCES[slug])) == []
+
+
+@pytest.mark.parametrize("slug", SOURCES)
+def test_a_check_runs_after_a_restart_and_knows_its_points(slug: str) -> None:
+    """A check cell imports its own exercise, and a card says the points that the lab states."""
+    found = []
+    for cells in lab_checks.exercises(read_lab(SOURCES[slug]).notebook["cells"]):
+        stated = int(lab_checks.FACTS.findall(cell_text(cells[0]))[0][0])
+        checks = [text for cell in cells[1:] if ".check(" in (text := cell_text(cell))]
+        imports, _, call = next(text for text in checks if "HIDDEN" not in text).partition("\n\n")
+        names: dict[str, Any] = {}
+        exec(imports, names)
+        found.append(eval(call.partition(".check(")[0], names))
+        assert found[-1].points == stated, found[-1]
+    assert {one.id for one in found} == {one.id for one in load(slug)}
 
 
 @pytest.mark.parametrize("slug", SOURCES)

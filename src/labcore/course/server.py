@@ -26,6 +26,7 @@ from tornado import web
 
 from labcore.course import copies, pages
 from labcore.course.build import BookBuild
+from labcore.exercises import progress
 
 __all__ = ["port_problem", "serve"]
 
@@ -57,11 +58,11 @@ class BookHandler(JupyterHandler, web.StaticFileHandler):
     async def answer(self, path: str, *, include_body: bool) -> None:
         """Sends a page or a file, or, while there is no book yet, the progress of its build."""
         build: BookBuild = self.settings["labcore_build"]
-        progress = build.progress()
-        if not progress.available:
+        built = build.progress()
+        if not built.available:
             if Path(path).suffix not in ("", ".html"):
                 raise web.HTTPError(404)
-            self._send_page(pages.page_of_progress(progress, self.base_url, build.log))
+            self._send_page(pages.page_of_progress(built, self.base_url, build.log))
             return
         if path.endswith(".ipynb"):
             self.set_attachment_header(path.rsplit("/", 1)[-1])
@@ -120,11 +121,23 @@ class ProgressHandler(APIHandler):
     @authorized
     async def get(self) -> None:
         """The progress."""
-        progress = self.settings["labcore_build"].progress()
+        built = self.settings["labcore_build"].progress()
         self.set_header("Cache-Control", "no-store")
-        self.finish(
-            json.dumps({"state": progress.state, "page": progress.page, "pages": progress.pages})
-        )
+        self.finish(json.dumps({"state": built.state, "page": built.page, "pages": built.pages}))
+
+
+class LabsHandler(APIHandler):
+    """What the reader has passed in the copies of the labs: {lab: a sentence}, as JSON."""
+
+    auth_resource = "contents"
+
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        """The sentences."""
+        found = progress.kept(_root(self.settings))
+        self.set_header("Cache-Control", "no-store")
+        self.finish(json.dumps({slug: progress.summary(rows) for slug, rows in found.items()}))
 
 
 class CopyHandler(APIHandler):
@@ -208,6 +221,7 @@ def _load_jupyter_server_extension(app: ServerApp) -> None:
             ),
             (base + "/_labcore/run.js", ScriptHandler),
             (base + "/_labcore/progress", ProgressHandler),
+            (base + "/_labcore/labs", LabsHandler),
             (base + "/_labcore/copy", CopyHandler),
             (base + "/_labcore/differences", DifferencesHandler),
             (

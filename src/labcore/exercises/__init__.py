@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 from labcore.checks import one_of
-from labcore.exercises import topics
+from labcore.exercises import missing_names, topics
 from labcore.exercises.clinic import Clinic, Fault
 from labcore.exercises.core import (
     CheckFailedError,
@@ -15,6 +15,7 @@ from labcore.exercises.core import (
     switched_off,
 )
 from labcore.exercises.mistakes import Mistake
+from labcore.exercises.progress import Progress
 
 __all__ = [
     "CheckFailedError",
@@ -23,12 +24,15 @@ __all__ = [
     "Fault",
     "Mistake",
     "Outcome",
+    "Progress",
     "Solution",
     "load",
     "slugs",
     "student_seed",
     "switch_off_solutions",
 ]
+
+missing_names.explain()
 
 
 def slugs() -> list[str]:

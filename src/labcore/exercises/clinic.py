@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from labcore.checks import one_of
-from labcore.exercises.core import Outcome, Solution, attempted, opened, student_number
+from labcore.exercises.core import Outcome, Solution, attempted, kept, opened, student_number
 
 __all__ = ["Clinic", "Curves", "Fault"]
 
@@ -33,13 +33,14 @@ class Fault:
 class Clinic:
     """Patients known only by their curves; each fault of `faults` has exactly one patient.
 
-    id: slug, dot, name. healthy: creates the healthy system.
+    id: slug, dot, name. points: as of an exercise. healthy: creates the healthy system.
     faults: name -> Fault; readers get the names.
     observe: system -> title of a panel -> curve.
     explanation: what the curves have in common, in Markdown, shown with the solution.
     """
 
     id: str
+    points: int = 1
     healthy: Callable[[], Any]
     faults: Mapping[str, Fault]
     observe: Callable[[Any], Curves]
@@ -65,6 +66,7 @@ class Clinic:
         made = {"healthy": self.healthy, **ill}
         return {label: self.observe(make()) for label, make in made.items()}
 
+    @kept
     def check(
         self,
         answers: Mapping[str, str] | Callable[[], Mapping[str, str]],

@@ -7,17 +7,22 @@ the wrong answers and the verdict stay in this process.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
+import html
 import inspect
+import re
 import secrets
 import textwrap
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from typing import Any, TypeVar, cast
 
 from labcore.checks import positive_int
+from labcore.exercises import progress
 from labcore.exercises.matching import difference, finite
 from labcore.exercises.mistakes import Mistake
 from labcore.exercises.running import Played, play
@@ -32,8 +37,24 @@ __all__ = [
     "student_seed",
 ]
 
+Check = TypeVar("Check", bound=Callable[..., "Outcome"])
 _attempted: set[str] = set()  # ids whose solution is open, because an answer was judged
 switched_off: set[str] = set()  # topics whose solutions a release doesn't show
+
+
+# What a card says of each kind, and its color; words and color say the same.
+CARDS = {
+    "right": ("✓ Right", "#009e73"),
+    "known mistake": ("✗ A usual mistake", "#d55e00"),
+    "wrong": ("✗ Not yet", "#d55e00"),
+    "in place": ("✗ Almost", "#e69f00"),
+    "missing": ("○ Not begun", "#808080"),
+    "unavailable": ("○ Not checked", "#808080"),
+    "timeout": ("! It took too long", "#cc79a7"),
+    "memory": ("! It took too much memory", "#cc79a7"),
+    "exit": ("! It ended its process", "#cc79a7"),
+    "error": ("! An error", "#cc79a7"),
+}
 
 
 class CheckFailedError(AssertionError):
@@ -54,6 +75,7 @@ class Outcome:
     mistake: the name of the recognized mistake, or "".
     message: what the student reads.
     repeat: how to get the same cases again.
+    task: the exercise and its points in words, if the outcome is of a visible check.
     """
 
     passed: bool
@@ -61,6 +83,7 @@ class Outcome:
     mistake: str = ""
     message: str
     repeat: str = ""
+    task: str = ""
 
     def require(self) -> None:
         """Raise CheckFailedError with the message unless the check passed; for graded cells.
@@ -78,6 +101,17 @@ class Outcome:
 
     def __repr__(self) -> str:
         return in_lines("\n".join(part for part in (self.message, self.repeat) if part))
+
+    def _repr_html_(self) -> str:
+        title, color = CARDS.get(self.kind, CARDS["error"])
+        head = " · ".join(part for part in (title, self.task) if part)
+        # Lines and indentation matter: a message may quote code.
+        body = '<pre style="white-space:pre-wrap;background:none;margin:.3em 0">{}</pre>'
+        return (
+            f'<div style="border:1px solid #8888;border-left:6px solid {color};'
+            f'border-radius:4px;padding:.5em 1em"><b>{head}</b>'
+            f"{body.format(html.escape(repr(self)))}</div>"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -115,6 +149,22 @@ def attempted(name: str) -> None:
     _attempted.add(name)
 
 
+def kept(check: Check) -> Check:
+    """Decorate a check, so that its outcome is kept as the reader's progress and names its task."""
+
+    @functools.wraps(check)
+    def noted(self: Any, *args: Any, **options: Any) -> Outcome:
+        outcome = check(self, *args, **options)
+        if options.get("patient") is not None:  # a graded cell's own check
+            return outcome
+        if outcome.kind != "unavailable":
+            progress.note(self.id, passed=outcome.passed, judged=outcome.kind != "missing")
+        name = self.id.partition(".")[2].replace("_", " ")
+        return replace(outcome, task=f"{name}, {self.points} points")
+
+    return cast(Check, noted)
+
+
 def student_number(student: int) -> int:
     """Return `student`; raise ValueError unless it's an int of at least 0.
 
@@ -139,6 +189,7 @@ class Exercise:
     """A function to write.
 
     id: slug, dot, name.
+    points: what the lab gives for it, for the reader's progress; graded cells have their own.
     reference: the right answer; it takes a case as keyword arguments.
     mistakes: the usual wrong answers, at least two.
     parts: helpers of the reference whose source the mistakes may also edit.
@@ -154,6 +205,7 @@ class Exercise:
     """
 
     id: str
+    points: int = 1
     reference: Callable[..., Any]
     mistakes: Sequence[Mistake]
     parts: Sequence[Callable[..., Any]] = ()
@@ -178,6 +230,7 @@ class Exercise:
             one.name: (one.function(self.reference, *self.parts), one.hint) for one in self.mistakes
         }
 
+    @kept
     def check(
         self, fn: Callable[..., Any], *, seed: int | None = None, student: int = 0
     ) -> Outcome:
@@ -314,6 +367,9 @@ class Exercise:
         if played.at is not None and played.at < len(cases):
             parts.append(f"That was case {played.at + 1} of {len(cases)}.")
             parts.append(f"{inputs_at(cases[played.at], None)}.")
+        absent = re.search(r"NameError: name '(\w+)' is not defined", played.problem)
+        if absent and find_spec(absent[1]):
+            parts.append(f"{absent[1]} is a module: run the lab's cell of imports again.")
         return Outcome(
             passed=False, kind=played.kind, message="\n".join(parts), repeat=_repeat(seed)
         )

@@ -76,6 +76,21 @@
     add(box, "button", "Make a fresh copy beside it", () => openCopy(box, true));
   }
 
+  // What was passed in the copies of the labs: a chapter's own, and on the first page all.
+  async function labs() {
+    const found = await ask("labs");
+    const course = document.querySelector(".labcore-progress[data-course]");
+    const slug = (notebook || "").split("/").pop().replace(/\.ipynb$/, "");
+    const lines = document.createElement("div");
+    if (course) {
+      course.after(lines);
+      Object.keys(found).forEach((lab) => add(lines, "p", `Lab ${lab}: ${found[lab]}`));
+    } else if (found[slug]) {
+      place().after(lines);
+      add(lines, "p", `Your copy of the lab: ${found[slug]}`);
+    }
+  }
+
   function style() {
     const sheet = document.createElement("style");
     sheet.textContent = `
@@ -113,6 +128,7 @@
   function begin() {
     style();
     if (notebook) show(place()).catch(() => place().remove());
+    labs().catch(() => undefined);
     watch("").catch(() => undefined);
   }
   if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", begin);

@@ -15,7 +15,6 @@ import torch
 from labcore.studies.adamw_epsilon import epsilon
 from labcore.studies.lion import traps
 from labcore.ui import draw
-from labcore.ui.ends import named_at_ends
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -237,7 +236,7 @@ def second_moments(paths: Mapping[str, Sequence[float]]) -> go.Figure:
         yaxis={"title": "second moment v", "rangemode": "tozero"},
     )
     ends = ", ".join(f"{name} {path[-1]:.3g}" for name, path in paths.items())
-    return describe(named_at_ends(figure), f"The second moment by step. At the end: {ends}.")
+    return describe(draw.named_at_ends(figure), f"The second moment by step. At the end: {ends}.")
 
 
 def _over_seeds(
@@ -272,7 +271,7 @@ def scales(rms: Sequence[float], accuracy: Mapping[str, Sequence[Sequence[float]
         xaxis={"title": "RMS of the gradients", "type": "log", "exponentformat": "power"},
         yaxis={"title": "test accuracy", "range": [0, 1.02]},
     )
-    return describe(named_at_ends(figure), words)
+    return describe(draw.named_at_ends(figure), words)
 
 
 def rms_by_width(
@@ -291,7 +290,7 @@ def rms_by_width(
             "exponentformat": "power",
         },
     )
-    return describe(named_at_ends(figure), words)
+    return describe(draw.named_at_ends(figure), words)
 
 
 def loss_by_eps(eps: Sequence[float], loss: Mapping[str, Sequence[Sequence[float]]]) -> go.Figure:
@@ -302,7 +301,7 @@ def loss_by_eps(eps: Sequence[float], loss: Mapping[str, Sequence[Sequence[float
         xaxis={"title": "ε", "type": "log", "dtick": 2, "exponentformat": "power"},
         yaxis={"title": "loss, nats per byte"},
     )
-    return describe(named_at_ends(figure), words)
+    return describe(draw.named_at_ends(figure), words)
 
 
 def remedies(accuracy: Mapping[str, Mapping[str, Sequence[float]]]) -> go.Figure:

@@ -12,7 +12,6 @@ import plotly.graph_objects as go
 from labcore.studies.clipping import exploding
 from labcore.studies.clipping.effects import Snapshot, effect
 from labcore.ui import draw
-from labcore.ui.ends import named_at_ends
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -122,7 +121,8 @@ def growth(
         for name, (measured, predicted) in curves.items()
     )
     return describe(
-        named_at_ends(figure), f"The gradient at the first state over that at the last. {words}."
+        draw.named_at_ends(figure),
+        f"The gradient at the first state over that at the last. {words}.",
     )
 
 
@@ -167,7 +167,7 @@ def losses(
         xaxis={"title": "step"},
         yaxis={"title": "training loss, nats", "range": [0, ceiling]},
     )
-    return describe(named_at_ends(figure), f"{title}. At the end: {', '.join(ends)}.")
+    return describe(draw.named_at_ends(figure), f"{title}. At the end: {', '.join(ends)}.")
 
 
 def _over_seeds(samples: Sequence[float]) -> tuple[float, float]:
@@ -197,7 +197,7 @@ def cosines(depths: Sequence[int], curves: Mapping[str, Sequence[Sequence[float]
         + ", ".join(f"{fmean(row):.2f} at {x}" for x, row in zip(depths, rows, strict=True))
         for name, rows in curves.items()
     )
-    return describe(named_at_ends(figure), f"Cosine by depth. {words}.")
+    return describe(draw.named_at_ends(figure), f"Cosine by depth. {words}.")
 
 
 def accuracies(rows: Mapping[str, Mapping[str, Sequence[float]]], *, title: str) -> go.Figure:

@@ -12,7 +12,6 @@ import plotly.graph_objects as go
 from labcore.claims import Measured
 from labcore.timing import quantiles
 from labcore.ui import draw
-from labcore.ui.ends import named_at_ends
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -146,7 +145,7 @@ def gradient_bias(
         showlegend=True,
     )
     words = "; ".join(f"{name}: {_words(batches, points, 2)}" for name, points in bias.items())
-    return describe(named_at_ends(figure), f"Relative distance of the mean gradient. {words}.")
+    return describe(draw.named_at_ends(figure), f"Relative distance of the mean gradient. {words}.")
 
 
 def arrivals(
@@ -162,7 +161,8 @@ def arrivals(
     )
     words = "; ".join(f"{name}: {_words(batches, points)}" for name, points in ratios.items())
     return describe(
-        named_at_ends(figure), f"Cost of a training loss over that at batch {batches[0]}. {words}."
+        draw.named_at_ends(figure),
+        f"Cost of a training loss over that at batch {batches[0]}. {words}.",
     )
 
 

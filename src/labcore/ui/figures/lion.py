@@ -17,7 +17,6 @@ from labcore.studies.lion import landscape
 from labcore.timing import quantiles
 from labcore.ui import draw
 from labcore.ui.controls import Choice, Slider
-from labcore.ui.ends import named_at_ends
 from labcore.ui.explorer import Explorer, describe, explore
 from labcore.ui.theme import PALETTE
 
@@ -243,7 +242,8 @@ def loss_curves(
     )
     names = " and ".join(curves)
     return describe(
-        named_at_ends(figure), f"Training loss against steps for {names}, on a logarithmic axis."
+        draw.named_at_ends(figure),
+        f"Training loss against steps for {names}, on a logarithmic axis.",
     )
 
 
@@ -270,7 +270,7 @@ def update_size(
         yaxis={"title": "update, in learning rates", "range": [0, 1.08]},
     )
     return describe(
-        named_at_ends(figure),
+        draw.named_at_ends(figure),
         f"AdamW's update grows from {measured[0]:.2f} learning rates at signal {signals[0]:g} to "
         f"{measured[-1]:.2f} at signal {signals[-1]:g}; Lion's is 1 throughout.",
     )
@@ -296,7 +296,9 @@ def update_steps(curves: Mapping[str, Sequence[tuple[int, float]]]) -> go.Figure
         yaxis={"title": "update, in learning rates", "range": [0, 1.05]},
     )
     last = ", ".join(f"{name} {points[-1][1]:.2f}" for name, points in curves.items())
-    return describe(named_at_ends(figure), f"Update size by step, at the end of the run: {last}.")
+    return describe(
+        draw.named_at_ends(figure), f"Update size by step, at the end of the run: {last}."
+    )
 
 
 def _lines(paths: Mapping[str, Sequence[float | None]], *, title: str, y: str) -> go.Figure:
@@ -316,7 +318,7 @@ def _last(path: Sequence[float | None]) -> str:
 def drift(paths: Mapping[str, Sequence[float]]) -> go.Figure:
     """Draw weights after a single gradient. paths: optimizer -> weight by step."""
     title = "One gradient at the first step, none after it"
-    return named_at_ends(_lines(paths, title=title, y="weight"))
+    return draw.named_at_ends(_lines(paths, title=title, y="weight"))
 
 
 def nan_paths(paths: Mapping[str, Sequence[float]], at: int) -> go.Figure:

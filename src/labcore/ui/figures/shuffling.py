@@ -10,7 +10,6 @@ from typing import Any
 import plotly.graph_objects as go
 
 from labcore.ui import draw
-from labcore.ui.ends import named_at_ends
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -49,7 +48,7 @@ def spikes(losses: Mapping[str, Sequence[float]], onsets: Mapping[str, Sequence[
         f"spikes at steps {', '.join(map(str, onsets.get(name, ()))) or 'none'}"
         for name, curve in losses.items()
     )
-    return describe(named_at_ends(figure), f"Training loss by step. {told}.")
+    return describe(draw.named_at_ends(figure), f"Training loss by step. {told}.")
 
 
 def buffer(size: str, seed: int, data: Mapping[str, Mapping[str, Any]]) -> go.Figure:

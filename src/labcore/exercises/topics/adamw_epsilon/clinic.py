@@ -56,6 +56,7 @@ def _observe(rule: Rule) -> dict[str, list[float]]:
 
 CLINIC = Clinic(
     id="adamw_epsilon.clinic",
+    points=3,
     healthy=_adamw,
     faults={
         "eps inside the root": Fault(

@@ -123,6 +123,7 @@ _IN_HALF = (
 
 HALF_STEP = Exercise(
     id="adamw_epsilon.half_step",
+    points=5,
     reference=half_step,
     mistakes=[
         Mistake(

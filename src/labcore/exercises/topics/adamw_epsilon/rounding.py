@@ -108,6 +108,7 @@ def _outcomes(row: Tensor, expected: Tensor) -> str | None:
 
 ROUND_BY_CHANCE = Exercise(
     id="adamw_epsilon.round_by_chance",
+    points=4,
     reference=round_by_chance,
     mistakes=[
         Mistake(

@@ -41,6 +41,7 @@ def _rms_cases(seed: int) -> list[dict[str, Any]]:
 
 LARGEST_EPS = Exercise(
     id="adamw_epsilon.largest_eps",
+    points=2,
     reference=largest_eps,
     mistakes=[
         Mistake(
@@ -152,6 +153,7 @@ def _conversion_cases(seed: int) -> list[dict[str, Any]]:
 
 CONVERTED_EPS = Exercise(
     id="adamw_epsilon.converted_eps",
+    points=2,
     reference=torch_eps,
     mistakes=[
         Mistake(

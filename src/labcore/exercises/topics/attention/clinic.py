@@ -83,6 +83,7 @@ def _observe(stream: Stream) -> dict[str, list[float]]:
 
 CLINIC = Clinic(
     id="attention.clinic",
+    points=5,
     healthy=Stream,
     faults={
         "nothing is rescaled": Fault(

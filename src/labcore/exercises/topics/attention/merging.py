@@ -118,6 +118,7 @@ _MISTAKES = [
 
 MERGE_PARTS = Exercise(
     id="attention.merge_parts",
+    points=4,
     reference=merge_parts,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -106,6 +106,7 @@ _MISTAKES = [
 
 LARGEST_TILE = Exercise(
     id="attention.largest_tile",
+    points=3,
     reference=largest_tile,
     mistakes=_MISTAKES,
     cases=_cases,

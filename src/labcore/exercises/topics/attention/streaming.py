@@ -133,6 +133,7 @@ _MISTAKES = [
 
 ADD_TILE = Exercise(
     id="attention.add_tile",
+    points=4,
     reference=add_tile,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -118,6 +118,7 @@ _MISTAKES = [
 
 COUNT_TILES = Exercise(
     id="attention.count_tiles",
+    points=4,
     reference=count_tiles,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -97,6 +97,7 @@ def _observe(run: _Run) -> dict[str, list[float]]:
 
 CLINIC = Clinic(
     id="clipping.clinic",
+    points=4,
     healthy=_Run,
     faults={
         "each tensor clipped by itself": Fault(

@@ -118,6 +118,7 @@ def _own_numbers(student: int) -> dict[str, Any]:
 
 HISTORY = Exercise(
     id="clipping.history",
+    points=4,
     reference=coefficients,
     mistakes=[Mistake(name, _EDITS[name], hint) for name, hint in _HINTS.items()],
     cases=_norm_cases,

@@ -143,6 +143,7 @@ _HINTS = {
 
 SCALING = Exercise(
     id="clipping.scaling",
+    points=6,
     reference=scaled_step,
     mistakes=[Mistake(name, _EDITS[name], hint) for name, hint in _HINTS.items()],
     cases=_step_cases,

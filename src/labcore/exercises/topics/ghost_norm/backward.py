@@ -117,6 +117,7 @@ _MISTAKES = [
 
 BACKWARD = Exercise(
     id="ghost_norm.backward",
+    points=4,
     reference=backward,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -143,6 +143,7 @@ _MISTAKES = [
 
 MERGED = Exercise(
     id="ghost_norm.merged",
+    points=4,
     reference=merged,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -107,6 +107,7 @@ def _observe(norm: Norm) -> dict[str, list[float]]:
 
 CLINIC = Clinic(
     id="ghost_norm.clinic",
+    points=4,
     healthy=Norm,
     faults={
         "statistics of the whole batch": Fault(

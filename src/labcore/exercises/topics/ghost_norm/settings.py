@@ -116,6 +116,7 @@ _MISTAKES = [
 
 LARGE_BATCH = Exercise(
     id="ghost_norm.large_batch",
+    points=2,
     reference=large_batch,
     mistakes=_MISTAKES,
     cases=_cases,

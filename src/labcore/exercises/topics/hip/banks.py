@@ -131,6 +131,7 @@ _MISTAKES = [
 
 PLACE_TILE = EmulatedExercise(
     id="hip.place_tile",
+    points=4,
     reference=place_tile,
     mistakes=_MISTAKES,
     cases=_cases,

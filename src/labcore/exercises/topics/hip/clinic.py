@@ -116,6 +116,7 @@ def _observe(port: Port) -> dict[str, list[float]]:
 
 CLINIC = Clinic(
     id="hip.clinic",
+    points=5,
     healthy=Port,
     faults={
         "the upper half of the lanes is never added": Fault(

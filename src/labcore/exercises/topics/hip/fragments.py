@@ -86,6 +86,7 @@ _MISTAKES = [
 
 HELD = Exercise(
     id="hip.held",
+    points=4,
     reference=held,
     mistakes=_MISTAKES,
     cases=_cases,

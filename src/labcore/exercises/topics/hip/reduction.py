@@ -158,6 +158,7 @@ _MISTAKES = [
 
 MEND = KernelExercise(
     id="hip.mend",
+    points=4,
     reference=mend,
     mistakes=_MISTAKES,
     cases=lambda _: [{"source": BROKEN}],

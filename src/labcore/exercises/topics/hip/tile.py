@@ -100,6 +100,7 @@ _MISTAKES = [
 
 CHOOSE_TILE = Exercise(
     id="hip.choose_tile",
+    points=3,
     reference=choose_tile,
     mistakes=_MISTAKES,
     cases=_cases,

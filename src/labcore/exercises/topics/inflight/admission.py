@@ -98,6 +98,7 @@ def _own_spare(student: int) -> Mapping[str, Any]:
 
 ADMIT = Exercise(
     id="inflight.admit",
+    points=5,
     reference=admit,
     mistakes=[
         Mistake(

@@ -84,6 +84,7 @@ def _own_chunk(student: int) -> Mapping[str, Any]:
 
 CHUNK = Exercise(
     id="inflight.chunk",
+    points=6,
     reference=in_chunks,
     mistakes=[
         Mistake(

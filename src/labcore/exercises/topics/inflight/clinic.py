@@ -101,6 +101,7 @@ def report(student: int = 0) -> dict[str, str]:
 
 CLINIC = Clinic(
     id="inflight.clinic",
+    points=5,
     healthy=Engine,
     faults={
         "a request leaves a block behind": Fault(

@@ -105,6 +105,7 @@ def _cases(seed: int) -> list[dict[str, Any]]:
 
 CANCEL = Exercise(
     id="inflight.cancel",
+    points=5,
     reference=cancel,
     mistakes=[
         Mistake(

@@ -123,6 +123,7 @@ def _own_percent(student: int) -> Mapping[str, Any]:
 
 LATENCY = Exercise(
     id="inflight.latency",
+    points=5,
     reference=latencies,
     mistakes=[
         Mistake(

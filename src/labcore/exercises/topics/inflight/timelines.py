@@ -88,6 +88,7 @@ def _cases(seed: int) -> list[dict[str, Any]]:
 
 POLICY = Exercise(
     id="inflight.policy",
+    points=5,
     reference=policy_of,
     mistakes=[
         Mistake(

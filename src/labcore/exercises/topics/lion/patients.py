@@ -66,6 +66,7 @@ def _curves(rule: _Rule) -> dict[str, list[float]]:
 
 CLINIC = Clinic(
     id="lion.clinic",
+    points=4,
     healthy=lambda: _lion,
     faults={
         "decay added to the gradient": Fault(

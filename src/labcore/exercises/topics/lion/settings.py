@@ -64,6 +64,7 @@ def _own_factor(student: int) -> Mapping[str, Any]:
 
 TRANSFER = Exercise(
     id="lion.transfer",
+    points=2,
     reference=transfer,
     mistakes=[
         Mistake(name, _transferred_wrongly(name), hint)

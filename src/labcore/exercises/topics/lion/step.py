@@ -152,6 +152,7 @@ _STEP_HINTS = {
 
 MASKED_STEP = Exercise(
     id="lion.masked_step",
+    points=4,
     reference=masked_step,
     mistakes=[Mistake(name, _masked_wrongly(name), hint) for name, hint in _STEP_HINTS.items()],
     cases=_step_cases,

@@ -70,6 +70,7 @@ def _drift_cases(seed: int) -> list[dict[str, Any]]:
 
 DRIFT = Exercise(
     id="lion.drift",
+    points=4,
     reference=drift_end,
     mistakes=[
         Mistake(name, _drifted_wrongly(name), hint)
@@ -155,6 +156,7 @@ def _own_bits(student: int) -> Mapping[str, Any]:
 
 STALL = Exercise(
     id="lion.stall",
+    points=4,
     reference=smallest_rate,
     mistakes=[
         Mistake(name, _rated_wrongly(name), hint)

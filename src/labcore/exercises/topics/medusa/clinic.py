@@ -42,6 +42,7 @@ def audit(student: int = 0) -> dict[str, str]:
 
 CLINIC = Clinic(
     id="medusa.clinic",
+    points=6,
     healthy=Engine,
     faults={
         "all heads are one module": Fault(

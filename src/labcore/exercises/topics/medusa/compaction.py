@@ -133,6 +133,7 @@ _MISTAKES = [
 
 COMPACT = Exercise(
     id="medusa.compact",
+    points=6,
     reference=compact,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -126,6 +126,7 @@ _MISTAKES = [
 
 SHIFTED_LABELS = Exercise(
     id="medusa.shifted_labels",
+    points=6,
     reference=shifted_labels,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -105,6 +105,7 @@ _MISTAKES = [
 
 TREE_MASK = Exercise(
     id="medusa.tree_mask",
+    points=6,
     reference=tree_mask,
     mistakes=_MISTAKES,
     cases=_cases,

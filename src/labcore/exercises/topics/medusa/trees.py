@@ -154,6 +154,7 @@ _MISTAKES = [
 
 SPARSE_TREE = Exercise(
     id="medusa.sparse_tree",
+    points=6,
     reference=sparse_tree,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -119,6 +119,7 @@ _MISTAKES = [
 
 BALANCE = Exercise(
     id="memory.balance",
+    points=5,
     reference=balance,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -182,6 +182,7 @@ def last_words(student: int = 0) -> dict[str, str]:
 
 CLINIC = Clinic(
     id="memory.clinic",
+    points=5,
     healthy=Job,
     faults={
         "an evaluation adds up losses with their graphs": Fault(

@@ -108,6 +108,7 @@ _MISTAKES = [
 
 HELD_BYTES = Exercise(
     id="memory.held_bytes",
+    points=5,
     reference=held_bytes,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -155,6 +155,7 @@ _MISTAKES = [
 
 STRETCHES = Exercise(
     id="memory.stretches",
+    points=5,
     reference=best_stretches,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -104,6 +104,7 @@ _HINTS = {
 
 BUFFER = Exercise(
     id="shuffling.buffer",
+    points=2,
     reference=buffered,
     mistakes=[Mistake(name, _EDITS[name], hint) for name, hint in _HINTS.items()],
     cases=_buffer_cases,

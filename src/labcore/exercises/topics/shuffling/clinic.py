@@ -106,6 +106,7 @@ def _observe(run: _Run) -> dict[str, list[float]]:
 
 CLINIC = Clinic(
     id="shuffling.clinic",
+    points=5,
     healthy=lambda: _Run(batches=_shuffled),
     faults={
         "buffer too small": Fault(

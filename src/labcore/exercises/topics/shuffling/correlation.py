@@ -134,6 +134,7 @@ _HINTS = {
 
 CORRELATION = Exercise(
     id="shuffling.correlation",
+    points=4,
     reference=predicted,
     mistakes=[Mistake(name, _EDITS[name], hint) for name, hint in _HINTS.items()],
     cases=_log_cases,

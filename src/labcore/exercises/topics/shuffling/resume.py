@@ -125,6 +125,7 @@ _HINTS = {
 
 RESUME = Exercise(
     id="shuffling.resume",
+    points=5,
     reference=still_to_come,
     mistakes=[Mistake(name, _EDITS[name], hint) for name, hint in _HINTS.items()],
     cases=_resume_cases,

@@ -123,6 +123,7 @@ _HINTS = {
 
 SPIKES = Exercise(
     id="shuffling.spikes",
+    points=4,
     reference=spikes,
     mistakes=[Mistake(name, _EDITS[name], hint) for name, hint in _HINTS.items()],
     cases=_loss_cases,

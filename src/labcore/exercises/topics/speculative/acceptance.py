@@ -159,6 +159,7 @@ _MISTAKES = [
 
 COUNT_ACCEPTED = Exercise(
     id="speculative.count_accepted",
+    points=6,
     reference=count_accepted,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -38,6 +38,7 @@ def audit(student: int = 0) -> dict[str, str]:
 
 CLINIC = Clinic(
     id="speculative.clinic",
+    points=5,
     healthy=Engine,
     faults={
         "the residual goes through a softmax": Fault(

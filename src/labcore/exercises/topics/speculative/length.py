@@ -151,6 +151,7 @@ _MISTAKES = [
 
 BEST_LENGTH = Exercise(
     id="speculative.best_length",
+    points=6,
     reference=best_length,
     mistakes=_MISTAKES,
     cases=_cases,

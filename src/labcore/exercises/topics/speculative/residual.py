@@ -101,6 +101,7 @@ _MISTAKES = [
 
 NEXT_LAW = Exercise(
     id="speculative.next_law",
+    points=6,
     reference=next_law,
     mistakes=_MISTAKES,
     cases=_cases,

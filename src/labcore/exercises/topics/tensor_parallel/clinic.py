@@ -56,6 +56,7 @@ def recorder(student: int = 0) -> dict[str, str]:
 
 CLINIC = Clinic(
     id="tensor_parallel.clinic",
+    points=6,
     healthy=Engine,
     faults={
         "one rank's graph lacks an all-reduce": Fault(

@@ -85,6 +85,7 @@ def _own_ranks(student: int) -> Mapping[str, Any]:
 
 PLACE = Exercise(
     id="tensor_parallel.place",
+    points=5,
     reference=place_collectives,
     mistakes=[
         Mistake(

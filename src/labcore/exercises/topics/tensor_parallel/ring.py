@@ -61,6 +61,7 @@ def _own_first(student: int) -> Mapping[str, Any]:
 
 RING = Exercise(
     id="tensor_parallel.ring",
+    points=6,
     reference=ring_all_reduce,
     mistakes=[
         Mistake(

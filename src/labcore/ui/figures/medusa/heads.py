@@ -11,7 +11,6 @@ import plotly.graph_objects as go
 from torch import Tensor
 
 from labcore.ui import draw
-from labcore.ui.ends import named_at_ends
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -265,7 +264,7 @@ def heads_learn(
     figure.update_layout(
         title=title, xaxis={"title": "steps"}, yaxis={"title": "loss (nats per token)"}, height=440
     )
-    return describe(named_at_ends(figure), f"{title}. {', '.join(words)}.")
+    return describe(draw.named_at_ends(figure), f"{title}. {', '.join(words)}.")
 
 
 def against_peers(

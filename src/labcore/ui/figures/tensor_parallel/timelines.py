@@ -19,7 +19,6 @@ from labcore.parallel.timeline import (
     simulate_timeline,
 )
 from labcore.ui import draw
-from labcore.ui.ends import named_at_ends
 from labcore.ui.explorer import describe
 from labcore.ui.figures.tensor_parallel.sketch import ALGORITHMS
 from labcore.ui.theme import PALETTE
@@ -293,7 +292,7 @@ def share_by_batch(
         },
     )  # fmt: skip
     return describe(
-        named_at_ends(figure),
+        draw.named_at_ends(figure),
         f"{model}, {gpu}, {ALGORITHMS[algorithm]}, {link}, {context:,} tokens per row, "
         f"replayed as a graph: {'; '.join(said)}.",
     )

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 import pytest
 
 import labcore.ui  # noqa: F401  (installs the template)
-from labcore.ui.ends import ROW, named_at_ends
+from labcore.ui.draw import ROW, named_at_ends
 
 
 def drawn(ends: dict[str, float], **yaxis: object) -> go.Figure:
