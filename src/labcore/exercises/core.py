@@ -100,17 +100,22 @@ class Outcome:
         return self.passed
 
     def __repr__(self) -> str:
-        return in_lines("\n".join(part for part in (self.message, self.repeat) if part))
+        return in_lines(self._text)
+
+    @property
+    def _text(self) -> str:
+        return "\n".join(part for part in (self.message, self.repeat) if part)
 
     def _repr_html_(self) -> str:
         title, color = CARDS.get(self.kind, CARDS["error"])
         head = " · ".join(part for part in (title, self.task) if part)
         # Lines and indentation matter: a message may quote code.
-        body = '<pre style="white-space:pre-wrap;background:none;margin:.3em 0">{}</pre>'
+        style = "white-space:pre-wrap;word-break:normal;background:none;margin:.3em 0"
+        body = f'<pre style="{style}">{html.escape(self._text)}</pre>'
         return (
             f'<div style="border:1px solid #8888;border-left:6px solid {color};'
             f'border-radius:4px;padding:.5em 1em"><b>{head}</b>'
-            f"{body.format(html.escape(repr(self)))}</div>"
+            f"{body}</div>"
         )
 
 
