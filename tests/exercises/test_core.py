@@ -26,6 +26,7 @@ from labcore.exercises import (
     switch_off_solutions,
 )
 from labcore.exercises.mistakes import Mistake
+from labcore.exercises.outcome import NotCheckedError
 from labcore.exercises.topics.lion import CLINIC, MASKED_STEP
 from labcore.processes import Worker, worker
 
@@ -331,7 +332,7 @@ def test_where_no_process_can_be_started_one_sentence_says_so(
     outcome = EXERCISE.check(halve)
     assert outcome.kind == "unavailable" and not outcome.passed
     assert "none can be started here: no process is left" in outcome.message
-    with pytest.raises(core.NotCheckedError, match="Nothing was checked"):
+    with pytest.raises(NotCheckedError, match="Nothing was checked"):
         outcome.require()
 
 

@@ -6,15 +6,9 @@ import pkgutil
 from labcore.checks import one_of
 from labcore.exercises import missing_names, topics
 from labcore.exercises.clinic import Clinic, Fault
-from labcore.exercises.core import (
-    CheckFailedError,
-    Exercise,
-    Outcome,
-    Solution,
-    student_seed,
-    switched_off,
-)
+from labcore.exercises.core import Exercise, Solution, student_seed, switched_off
 from labcore.exercises.mistakes import Mistake
+from labcore.exercises.outcome import CheckFailedError, Outcome
 from labcore.exercises.progress import Progress
 
 __all__ = [

@@ -10,7 +10,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from labcore.checks import one_of
-from labcore.exercises.core import Outcome, Solution, attempted, kept, opened, student_number
+from labcore.exercises.core import Solution, attempted, kept, opened, student_number
+from labcore.exercises.outcome import Outcome
 
 __all__ = ["Clinic", "Curves", "Fault"]
 

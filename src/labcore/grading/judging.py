@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from labcore.exercises.core import NotCheckedError
+from labcore.exercises.outcome import NotCheckedError
 from labcore.exercises.running import Played, elsewhere
 from labcore.grading.sandbox import MEMORY, TIME, Limits, Process
 from labcore.grading.session import LABCORES_OWN
