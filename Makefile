@@ -70,7 +70,7 @@ bench: setup  ## measures what has no record on this kind of hardware; BENCH="li
 soak: setup  ## what `make test` runs small: 100,000 scheduler steps, 2,000 requests, a class of 200, all notebooks under nbval; minutes
 	@LABCORE_SOAK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider --durations=5 \
 		tests/serving/test_scheduler_stateful.py tests/serving/test_soak.py \
-		tests/grading/test_generated_class.py tests/test_chapters.py
+		tests/grading/test_generated_class.py tests/exercises/test_every_exercise.py tests/test_chapters.py
 
 server: .venv-triton  ## NVIDIA's Triton Inference Server with the shipped model, on loopback
 	@exec $(BIN)/python -m labcore.serving.triton.server start --model "$(or $(MODEL),target)"

@@ -49,6 +49,8 @@ def _masked_wrongly(fault: str) -> Callable[..., tuple[Tensor, Tensor]]:
             grad = grad + decay * weight
         if fault == "betas swapped":
             beta_update, beta_state = beta_state, beta_update
+        if fault == "one beta":
+            beta_state = beta_update
         new_momentum = beta_state * momentum + (1 - beta_state) * grad
         if fault == "momentum first":
             momentum = new_momentum
@@ -119,6 +121,9 @@ def _step_cases(seed: int) -> list[dict[str, Any]]:
 
 
 _STEP_HINTS = {
+    "one beta": "The momentum that is returned was made with `beta_update`, as the blend is. The "
+    "step and the memory have different constants: store `beta_state` of the old momentum and "
+    "`1 - beta_state` of the gradient.",
     "betas swapped": "The two betas have changed places. Which of them reaches back about ten "
     "steps, which a hundred, and which of the two do you want to store?",
     "momentum first": "The blend is made of the momentum that this step has just updated, so the "
