@@ -77,8 +77,8 @@ in. It is not part of the repository: `git pull` brings a lab's new release and 
 unchanged. If your instructor gave you a number, or a notebook with a number in it, use that one.
 
 A lab's check runs your code on random cases and names common mistakes; what it said is kept in
-`my/progress/`, on your machine alone, and counts for nothing in grading. The sources of `labcore` are
-open, including the reference solutions that the checks compare with. Read them after your own
+`my/progress/`, on your machine alone, and counts for nothing in grading. The sources of `labcore`
+are open, including the reference solutions that the checks compare with. Read them after your own
 attempt. Your notebook is graded by tests that are not in this repository.
 
 ## License
