@@ -42,7 +42,7 @@ def test_the_last_check_counts_and_outlives_the_kernel(
         monkeypatch.setattr(progress, "_results", {})  # a restarted kernel
         line = next(line for line in repr(Progress("lion")).splitlines() if "transfer" in line)
         assert said in line
-    assert lion.TRANSFER.check(right, seed=seed).task == "transfer, 2 points"
+    assert lion.TRANSFER.check(right, seed=seed).task == "transfer, 2 points, attempt 4"
     assert "1 of 5 tasks, 2 of 18 points" in repr(Progress("lion"))
     assert {path.name for path in mine.rglob("*.json")} == {"lion.json"}
 
@@ -112,5 +112,5 @@ def test_in_a_notebook_the_head_follows_and_missing_names_are_explained(mine: Pa
         "torch is a module: run the lab's cell of imports again"
         in late.outputs[0].data["text/plain"]
     )
-    assert "An error · transfer, 2 points" in late.outputs[0].data["text/html"]
+    assert "An error · transfer, 2 points, attempt 1" in late.outputs[0].data["text/html"]
     assert len(deep.outputs[0].traceback) > 1  # another fault keeps its traceback

@@ -277,6 +277,8 @@ def test_feedback_is_readable_without_scripts_or_requests(graded: Class) -> None
         assert not re.findall(r"<[^>]*src=[\"']?(?!data:)", text), path
         assert not re.findall(r"url\([\"']?(?!data:)", text), path
         assert len(re.findall(r"<meta[^>]*http-equiv", text)) == 1, path
+        assert "Installs labcore where it is missing" not in text and ">Comment<" not in text, path
+    assert "Comment on double" in page_of(graded, "untouched")
     page = page_of(graded, "half")
     assert "Test cell" not in page
     assert f'<a href="#{mini.SQUARE}">Twice &lt;b&gt;as&lt;/b&gt; much (square-test)</a>' in page

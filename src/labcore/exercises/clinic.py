@@ -78,8 +78,8 @@ class Clinic:
         """Judge {"A": name of a fault, ...}, or a function that returns it.
 
         patient: judge only this one, whatever the answers for the others are.
-        For a wrong name, the message describes the curves of that fault; it never names the right
-        one.
+        Of the wrong names, the message describes the curves of one fault. It says neither how many
+        are wrong nor which patients have them, so that guessing doesn't pay.
         Raises ValueError for a patient that doesn't exist.
         """
         if callable(answers):
@@ -105,15 +105,14 @@ class Clinic:
         if not wrong:
             found = f"the fault of {patient} is" if patient else f"all {len(right)} faults are"
             return Outcome(passed=True, kind="right", message=f"Right: {found} found.")
-        count = len(right) - len(wrong)
-        tally = f"{count} of {len(right)} {'is' if count == 1 else 'are'} right."
-        lines = [f"Not yet: {tally}" if patient is None else "Not yet."]
-        lines += [
-            f'{label} is not "{name}". That fault looks like this: {self.faults[name].symptom}'
-            for label, name in wrong.items()
-        ]
-        first = next(iter(wrong.values()))
-        return Outcome(passed=False, kind="known mistake", mistake=first, message="\n".join(lines))
+        # The same answers get the same symptom, so that running the check again tells nothing new.
+        name = random.Random(f"{sorted(answers.items())}").choice(sorted(wrong.values()))
+        told = "Not yet: not every diagnosis is right. One of the faults that you named would look"
+        told += f" like this, and its patient doesn't: {self.faults[name].symptom}"
+        if patient is not None:
+            told = f'Not yet: {patient} is not "{name}", which looks like this: '
+            told += self.faults[name].symptom
+        return Outcome(passed=False, kind="known mistake", mistake=name, message=told)
 
     def solution(self, *, student: int = 0, reveal: bool = False) -> Solution:
         """Return each patient's fault with its symptom, after an attempt or with `reveal`."""

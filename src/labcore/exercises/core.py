@@ -82,10 +82,12 @@ def kept(check: Check) -> Check:
         outcome = check(self, *args, **options)
         if options.get("patient") is not None:  # a graded cell's own check
             return outcome
+        task = f"{self.id.partition('.')[2].replace('_', ' ')}, {self.points} points"
         if outcome.kind != "unavailable":
-            progress.note(self.id, passed=outcome.passed, judged=outcome.kind != "missing")
-        name = self.id.partition(".")[2].replace("_", " ")
-        return replace(outcome, task=f"{name}, {self.points} points")
+            judged = outcome.kind != "missing"
+            attempts = progress.note(self.id, passed=outcome.passed, judged=judged)
+            task += f", attempt {attempts}" if judged and attempts else ""
+        return replace(outcome, task=task)
 
     return cast(Check, noted)
 

@@ -45,17 +45,18 @@ def kernel() -> Any:
     return shell if hasattr(shell, "kernel") else None
 
 
-def note(exercise: str, *, passed: bool, judged: bool) -> None:
-    """Keep the result of a check, and renew what this notebook shows.
+def note(exercise: str, *, passed: bool, judged: bool) -> int:
+    """Keep the result of a check, and renew what this notebook shows. Return the attempts so far.
 
-    exercise: its id; those that are not in a lab's list, such as a graded cell's own, are ignored.
-    judged: whether it was an attempt, and not the stub.
+    exercise: its id; those that are not in a lab's list, such as a graded cell's own, are ignored
+    and have 0. judged: whether it was an attempt, and not the stub.
     """
     slug, _, name = exercise.partition(".")
     rows = {row.name: row for row in _tasks(slug)} if find_spec(_topic(slug)) else {}
     if _words(name) not in rows:
-        return
-    _results[slug][_words(name)] = passed, rows[_words(name)].attempts + judged
+        return 0
+    attempts = rows[_words(name)].attempts + judged
+    _results[slug][_words(name)] = passed, attempts
     if path := _path(slug):
         path.parent.mkdir(exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")
@@ -63,6 +64,7 @@ def note(exercise: str, *, passed: bool, judged: bool) -> None:
         fresh.replace(path)
     for display in _displays.get(slug, ()):
         _publish(slug, display, update=True)
+    return attempts
 
 
 def kept(root: Path) -> dict[str, list[Task]]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from labcore.labs.first_cell import is_first_cell
 from labcore.labs.source import cell_text, nbgrader_of, sections
 
 __all__ = ["PAGE_HEAD", "finish", "make_readable", "titles"]
@@ -42,6 +43,7 @@ a.anchor-link { display: none; }
 FETCHED = re.compile(r"<script\b.*?</script\s*>|@font-face\s*{[^}]*}", re.DOTALL | re.IGNORECASE)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(?=\S)([^$\n]+?)(?<=\S)\$(?!\d)", re.DOTALL)
 FENCED = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
+COMMENT = re.compile(r'(<a href="#comment-([^"]*)">Comment)(</a>)')
 COMMAND = re.compile(r"\\([A-Za-z]+|.)")
 SIGNS = {
     "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "varepsilon": "ε",
@@ -101,7 +103,11 @@ def _shown(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_readable(notebook: dict[str, Any], release: Mapping[str, Any]) -> None:
-    """Rewrites a graded notebook's prose and outputs, in place, as its page can show them."""
+    """Rewrites a graded notebook's prose and outputs, in place, as its page can show them.
+
+    The cell that installs labcore goes: it says nothing about the answers.
+    """
+    notebook["cells"] = [c for c in notebook["cells"] if not is_first_cell(cell_text(c))]
     known = {cell_text(cell) for cell in release["cells"]}
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
@@ -121,6 +127,7 @@ def finish(page: str, exercises: Mapping[str, str]) -> str:
     for name, title in exercises.items():
         link = f'<a href="#{html.escape(name)}">'
         page = page.replace(f"{link}Test cell</a>", f"{link}{html.escape(title)}</a>")
+    page = COMMENT.sub(r"\1 on \2\3", page)
     page = page.replace("<html>", '<html lang="en">', 1)
     page = page.replace("<head>", f"<head>\n{PAGE_HEAD}", 1)
     return page.replace("</head>", f"{STYLE}</head>", 1)
