@@ -86,6 +86,12 @@ def test_the_command_lists_the_labs_that_were_begun(
     assert "lion: 1 of 5 tasks, 2 of 18 points" in said and "transfer: ✓ right after 1" in said
 
 
+def test_a_folder_that_cannot_be_written_costs_only_the_record(mine: Path, seed: int) -> None:
+    (mine / "progress").write_text("a file in the way")
+    assert lion.TRANSFER.check(right, seed=seed).passed
+    assert "1 of 5 tasks" in repr(Progress("lion"))
+
+
 @pytest.mark.parametrize("slug", ["lion", "inflight"])
 def test_every_task_has_its_points(slug: str) -> None:
     for one in load(slug):

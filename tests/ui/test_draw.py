@@ -55,10 +55,12 @@ def test_ends_that_are_apart_keep_their_names_in_place() -> None:
         drawn({"a": 1.0, "a name that is too long": 2.0}),
         drawn({"a": 1.0, "b": 20.0}, range=[0, 10]),
         drawn({"a": 1.0, "b": math.nan}),
+        drawn({"a": 1.0, "b": 0.0}, type="log"),
+        drawn({"a": 1.0}).add_scatter(y=[], mode="lines", name="empty"),
         drawn({"a": 1.0, "b": 2.0}).add_scatter(y=[1, 2], mode="lines", yaxis="y2"),
         go.Figure(go.Scatter(y=[1, 2], mode="markers", name="points")),
     ],
-    ids=["five", "long", "outside", "not finite", "two axes", "no lines"],
+    ids=["five", "long", "outside", "not finite", "zero on log", "empty", "two axes", "no lines"],
 )
 def test_elsewhere_the_legend_stays(figure: go.Figure) -> None:
     before = figure.to_json()

@@ -107,8 +107,8 @@ class Clinic:
             return Outcome(passed=True, kind="right", message=f"Right: {found} found.")
         # The same answers get the same symptom, so that running the check again tells nothing new.
         name = random.Random(f"{sorted(answers.items())}").choice(sorted(wrong.values()))
-        told = "Not yet: not every diagnosis is right. One of the faults that you named would look"
-        told += f" like this, and its patient doesn't: {self.faults[name].symptom}"
+        told = "Not yet: at least one diagnosis is wrong. One that is names the fault that looks "
+        told += f"like this: {self.faults[name].symptom}"
         if patient is not None:
             told = f'Not yet: {patient} is not "{name}", which looks like this: '
             told += self.faults[name].symptom

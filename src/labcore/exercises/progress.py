@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import importlib
 import json
@@ -58,10 +59,11 @@ def note(exercise: str, *, passed: bool, judged: bool) -> int:
     attempts = rows[_words(name)].attempts + judged
     _results[slug][_words(name)] = passed, attempts
     if path := _path(slug):
-        path.parent.mkdir(exist_ok=True)
-        fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps([asdict(row) for row in _tasks(slug)]), encoding="utf-8")
-        fresh.replace(path)
+        with contextlib.suppress(OSError):  # a full disk costs the record, not the check
+            path.parent.mkdir(exist_ok=True)
+            fresh = path.with_suffix(f".{os.getpid()}")
+            fresh.write_text(json.dumps([asdict(row) for row in _tasks(slug)]), encoding="utf-8")
+            fresh.replace(path)
     for display in _displays.get(slug, ()):
         _publish(slug, display, update=True)
     return attempts

@@ -147,8 +147,8 @@ def named_at_ends(figure: go.Figure) -> go.Figure:
     """
     lines = [one for one in figure.data if "lines" in (getattr(one, "mode", None) or "")]
     named = [one for one in lines if one.name and one.showlegend is not False]
-    ends = [_end(one, lines) for one in named]
     axis = figure.layout.yaxis
+    ends = [_end(one, lines, log=axis.type == "log") for one in named]
     low, high = axis.range or _span(lines, log=axis.type == "log")
     fit = all(end is not None and low <= _place(end, axis) <= high for end in ends)
     if (
@@ -162,7 +162,7 @@ def named_at_ends(figure: go.Figure) -> go.Figure:
     pixels = [scale * (_place(end, axis) - low) for end in ends]
     for one, end, pixel, place in zip(named, ends, pixels, _apart(pixels), strict=True):
         one.showlegend = False
-        color = one.line.color or PALETTE[[*PALETTE][figure.data.index(one)]]
+        color = one.line.color or [*PALETTE.values()][figure.data.index(one) % len(PALETTE)]
         figure.add_annotation(
             x=1,
             xref="paper",  # an axis would make room for the name a second time
@@ -181,19 +181,25 @@ def _place(value: Any, axis: Any) -> Any:
     return math.log10(value) if axis.type == "log" else value
 
 
-def _finite(values: Sequence[Any]) -> list[float]:
-    return [float(one) for one in values if one is not None and math.isfinite(one)]
+def _values(trace: Any) -> Sequence[Any]:
+    return () if trace.y is None else trace.y  # a tuple or a numpy array
 
 
-def _end(trace: Any, lines: Sequence[Any]) -> float | None:
-    """Return where the lines of a trace's group end, None if one has no finite end."""
+def _drawn(values: Sequence[Any], *, log: bool) -> list[float]:
+    """Return the values that an axis can show."""
+    found = (float(one) for one in values if one is not None and math.isfinite(one))
+    return [one for one in found if one > 0 or not log]
+
+
+def _end(trace: Any, lines: Sequence[Any], *, log: bool) -> float | None:
+    """Return where the lines of a trace's group end, None if the axis cannot show one end."""
     group = [one for one in lines if one.legendgroup and one.legendgroup == trace.legendgroup]
-    last = [one.y[-1] for one in group or [trace]]
-    return mean(found) if len(found := _finite(last)) == len(last) else None
+    last = [value for one in group or [trace] for value in [None, *_values(one)][-1:]]
+    return mean(found) if len(found := _drawn(last, log=log)) == len(last) else None
 
 
 def _span(lines: Sequence[Any], *, log: bool) -> tuple[float, float]:
-    found = [y for one in lines for y in _finite(one.y) if y > 0 or not log]
+    found = [y for one in lines for y in _drawn(_values(one), log=log)]
     low, high = min(found, default=0.0), max(found, default=1.0)
     return (math.log10(low), math.log10(high)) if log else (low, high)
 
