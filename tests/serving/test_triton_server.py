@@ -7,6 +7,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +25,7 @@ from labcore.serving.triton.client import (
     grpc_stream,
     metrics,
 )
-from labcore.serving.triton.machine import regions
+from labcore.serving.triton.machine import child, command, regions
 from labcore.serving.triton.server import ServerFailed, TritonServer
 from tests.serving.standin import expected
 from tests.serving.triton import (
@@ -218,6 +220,17 @@ def test_requests_while_the_engine_is_away_run_after_it(server: TritonServer) ->
     assert server.pids()["engine"] not in (None, pid)
     assert [tokens_of(one) for one in said] == [expected(f"w{n}", 5) for n in range(5)]
     works(server)
+
+
+def test_a_child_is_found_by_its_command_and_not_when_it_has_ended() -> None:
+    """A server that crashes starts addr2line for each line of its trace: that is not the stub."""
+    with subprocess.Popen(["cat", "-"], stdin=subprocess.PIPE) as other:
+        assert child(os.getpid(), "labcore_sleep") is None
+        with subprocess.Popen([sys.executable, "-c", "input() # labcore_sleep"], stdin=-1) as one:
+            assert until(lambda: child(os.getpid(), "labcore_sleep") == one.pid)
+            one.kill()
+            assert until(lambda: command(one.pid) == "")  # a zombie: nobody has waited for it
+            assert child(os.getpid(), "labcore_sleep") is None and other.poll() is None
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_server(tmp_path: Path) -> None:

@@ -87,13 +87,24 @@ def with_free_ports(asked: Addresses) -> Addresses:
     return Addresses(host=asked.host, **found)
 
 
-def child(pid: int) -> int | None:
-    """Return the process id of a child of process `pid` that runs; None without one."""
+def command(pid: int) -> str:
+    """Return the command line of process `pid`; "" if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text("utf-8", "replace")
+    return ""
+
+
+def child(pid: int, name: str) -> int | None:
+    """Return the process id of a child of process `pid` with `name` in its command line, or None.
+
+    It may miss one: a thread that ends leaves its children to another thread, perhaps to one that
+    was looked at before.
+    """
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # a thread or a process that has ended
-            for number in task.read_text().split():
-                if Path(f"/proc/{number}/cmdline").read_bytes():  # a zombie has none
-                    return int(number)
+        with suppress(OSError):  # a thread that has ended
+            for number in map(int, task.read_text().split()):
+                if name in command(number):
+                    return number
     return None
 
 

@@ -31,6 +31,7 @@ ENVIRONMENT = Path(".venv-triton")
 FOLDER = Path(".cache/triton_server")
 FILES = Path(__file__).parent / "files"
 LOOK_S = 0.1  # between checks of the processes
+STUB = "triton_python_backend_stub"  # a server that crashes also has addr2line as a child
 ENGINE_PID = 'labcore_engine{value="pid"}'
 STARTS, WITHIN_S = 8, 60.0  # more starts than that within that time, and the server gives up
 
@@ -144,7 +145,9 @@ class TritonServer:
         if name == "engine":
             return False
         # The server reports that it's ready even if its python backend's process has died.
-        known, self._stub = self._stub, machine.child(process.pid)
+        known = self._stub
+        if known is None or STUB not in machine.command(known):
+            self._stub = machine.child(process.pid, STUB)
         return known is not None and self._stub is None
 
     def _start(self, name: str) -> None:
