@@ -254,6 +254,7 @@ def test_a_cards_numbers_are_the_recorded_ones() -> None:
     mean = item.part("batch 256").measured(ratio).mean
     said = ledger.with_numbers(item, "a < b: {batch 256} times")
     assert said == f"a &lt; b: <strong>{mean:.3g}</strong> times"
+    assert "</strong> (below the noise)," in ledger.with_numbers(item, "{batch 16},")
     with pytest.raises(ValueError, match="must say what was measured"):
         ledger.with_numbers(item, "")
     with pytest.raises(ValueError, match="batch 257"):

@@ -146,6 +146,31 @@ LIES = {
         square="import numpy\nclass Any(numpy.ndarray):\n"
         "    def __eq__(self, other):\n        return numpy.True_\n"
         "    shape = property(lambda self: (3,))\n" + wrong("return numpy.array(7).view(Any)"),
+        page=("got Any",),
+    ),
+    "a tensor that agrees with everything": Hostile(
+        points=2,
+        square="import torch\nclass Any(torch.Tensor):\n"
+        "    __torch_function__ = classmethod(lambda *_: torch.tensor(True))\n"
+        + wrong("return torch.tensor(7).as_subclass(Any)"),
+        page=("got Any",),
+    ),
+    "text equal to every name": Hostile(
+        points=2,
+        square="class Any(str):\n    __eq__ = lambda *_: True\n    __hash__ = str.__hash__\n"
+        + wrong("return Any('x')"),
+        page=("got Any",),
+    ),
+    "the reference among all objects": Hostile(
+        points=2,
+        square=wrong(
+            "import gc\nfrom labcore.exercises import Exercise\n"
+            "for one in gc.get_objects():\n"
+            "    if isinstance(one, Exercise) and 'square' in one.id:\n"
+            "        return one.reference(x)\nreturn 7"
+        ),
+        page=("hidden square",),
+        flags=("uses gc",),
     ),
     "an answer that runs when it is unpickled": Hostile(
         guarded=True,

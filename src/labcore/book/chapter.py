@@ -198,7 +198,7 @@ def _about_chapter(app: Sphinx, docname: str, metadata: ChapterMetadata) -> str:
     before = ", ".join(_prerequisite(app, docname, text) for text in metadata.prerequisites)
     needs = f"<p>Prerequisites: {before}</p>" if before else ""
     return (
-        "<details><summary>After this chapter you can, and what it needs</summary>"
+        "<details><summary>What you will be able to do, and what you need</summary>"
         f"<ul>{objectives}</ul>{needs}</details>"
     )
 

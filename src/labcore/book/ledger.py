@@ -119,7 +119,8 @@ def with_numbers(item: Claim, told: str) -> str:
     def recorded(found: re.Match[str]) -> str:
         part = item.part(html.unescape(found[1]))
         measured = part.measured(records.find(item.slug, part.case, part.quantity))
-        return f"<strong>{intervals.number(measured.mean)}</strong>"
+        noise = " (below the noise)" * (part.judge(measured) == "below the noise here")
+        return f"<strong>{intervals.number(measured.mean)}</strong>{noise}"
 
     return re.sub(r"\{(.+?)\}", recorded, html.escape(told))
 

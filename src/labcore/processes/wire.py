@@ -24,6 +24,7 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
 NUMPY = {name: np.dtype(name) for name in ("bool", *INTEGERS, *FLOATS)}
 TORCH = {name: getattr(torch, name) for name in ("bool", *INTEGERS, *FLOATS, "bfloat16")}
+PLAIN = (torch.Tensor, torch.nn.Parameter, np.ndarray)  # a subclass could lie about its numbers
 ALLOWED = "arrays, numbers, text, None, and lists, tuples and dicts (with text as keys) of them"
 
 
@@ -50,6 +51,9 @@ def pack(value: Any) -> bytes:
             return thing
         if isinstance(thing, np.generic):
             return tree(thing.item())
+        if isinstance(thing, torch.Tensor | np.ndarray) and type(thing) not in PLAIN:
+            base = "torch.Tensor" if isinstance(thing, torch.Tensor) else "np.ndarray"
+            raise TypeError(f"only a plain {base} can be passed, got {type(thing).__name__}")
         if isinstance(thing, torch.Tensor):
             name = str(thing.dtype).removeprefix("torch.")
             if name in TORCH and thing.layout is torch.strided:
