@@ -205,7 +205,10 @@ def _about_chapter(app: Sphinx, docname: str, metadata: ChapterMetadata) -> str:
 
 def _about_lab(app: Sphinx, docname: str, metadata: LabMetadata) -> str:
     chapter = _page_link(app, docname, f"book/{metadata.slug}")
-    return f"<p>The lab for the chapter {chapter}.</p>" if chapter else ""
+    clinics = _page_link(app, docname, "book/clinics")
+    lab = f"The lab for the chapter {chapter}. " if chapter else ""
+    drawn = f"; the clinic's curves are also on the page {clinics}" if clinics else ""
+    return f"<p>{lab}Its figures appear when you run it{drawn}.</p>"
 
 
 def header(app: Sphinx, docname: str, metadata: ChapterMetadata | LabMetadata) -> str:

@@ -220,7 +220,9 @@ class ClinicCases(SphinxDirective):
         choose = nodes.bullet_list("", *[self._item(name) for name in found.names])
         section += [nodes.paragraph(text="Choose from:"), choose, self._curves(found)]
         if found.printed:
-            section += nodes.literal_block(found.printed, found.printed, language="none")
+            wrapped = nodes.container(classes=["labcore-printed"])
+            wrapped += nodes.literal_block(found.printed, found.printed, language="none")
+            section += wrapped
         return section
 
     def _curves(self, found: Case) -> nodes.Element:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import get_args
@@ -22,6 +23,8 @@ from labcore.claims import Claim, Verdict
 from labcore.ui import cards, intervals
 
 __all__ = ["ClaimsCards", "ClaimsLedger", "ClaimsTotals"]
+
+NOTHING = '<p class="nothing">No claim of this chapter has this verdict.</p>'
 
 
 class ClaimsLedger(SphinxDirective):
@@ -41,8 +44,8 @@ class ClaimsLedger(SphinxDirective):
         body = "".join(self._chapter(slug, titles[slug], found) for slug, found in by_slug.items())
         every = [item for found in by_slug.values() for item in found]
         markup = (
-            f'<div class="labcore-ledger"><style>{_filters(titles)}</style>'
-            f"{_totals(every)}{_choice(titles)}{body}</div>"
+            f'<div class="labcore-ledger"><style>{_filters(by_slug)}</style>'
+            f"{_totals(every)}{_choice(titles)}{NOTHING}{body}</div>"
         )
         return _raw(markup)
 
@@ -56,8 +59,9 @@ class ClaimsLedger(SphinxDirective):
             link = f'<a href="{_uri(self, page)}">{link}</a>'
         entries = "".join(
             f'<details class="labcore-claim {cards.verdict_class(str(item.verdict))}" '
-            f'id="claim-{nodes.make_id(item.id)}"><summary>{html.escape(item.statement)} '
-            f"{cards.badge(str(item.verdict))}</summary>{cards.details(item)}</details>"
+            f'id="claim-{nodes.make_id(item.id)}"><summary>'
+            f"<span>{html.escape(item.statement)}</span> {cards.badge(str(item.verdict))}</summary>"
+            f"{cards.details(item)}</details>"
             for item in found
         )
         return f'<section class="of-{slug}"><h2>{link}</h2>{entries}</section>'
@@ -161,8 +165,8 @@ def _choice(titles: dict[str, str]) -> str:
     )
 
 
-def _filters(titles: dict[str, str]) -> str:
-    """CSS that hides what the choices leave out."""
+def _filters(by_slug: Mapping[str, Sequence[Claim]]) -> str:
+    """CSS that hides what the choices leave out, and NOTHING where they leave something."""
     chosen = [cards.verdict_class(name) for name in get_args(Verdict)]
     hide = [
         f".labcore-ledger:has(input[value={name}]:checked) details:not(.{name})" for name in chosen
@@ -173,6 +177,12 @@ def _filters(titles: dict[str, str]) -> str:
     ]
     hide += [
         f".labcore-ledger:has(option[value={slug}]:checked) section:not(.of-{slug})"
-        for slug in titles
+        for slug in by_slug
     ]
-    return f"{','.join(hide)}{{display:none}}"
+    empty = [
+        f".labcore-ledger:has(option[value={slug}]:checked):has(input[value={name}]:checked)>.nothing"
+        for slug, found in by_slug.items()
+        for name in set(chosen) - {cards.verdict_class(str(one.verdict)) for one in found}
+    ]
+    shown = f"{','.join(sorted(empty))}{{display:block}}" if empty else ""
+    return f"{','.join(['.labcore-ledger>.nothing', *hide])}{{display:none}}{shown}"

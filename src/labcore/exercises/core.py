@@ -22,11 +22,12 @@ from typing import Any, TypeVar, cast
 
 from labcore.checks import positive_int
 from labcore.exercises import progress
+from labcore.exercises.laws import law
 from labcore.exercises.matching import difference, finite
 from labcore.exercises.mistakes import Mistake
 from labcore.exercises.outcome import Outcome
 from labcore.exercises.running import Played, play
-from labcore.exercises.wording import describe, inputs_at
+from labcore.exercises.wording import describe, inputs_at, size
 
 __all__ = [
     "Exercise",
@@ -216,6 +217,8 @@ class Exercise:
         parts = [f"Not yet: {complaint}."]
         if mistake:
             parts = [f"Not yet: {self.wrong[mistake][1]}", f"({complaint}.)"]
+        elif self.compare is None and (common := law(answers, wanted, self.returns)):
+            parts.append(f"{common}.")
         parts += [spoiled] * bool(in_place)
         return Outcome(
             passed=False,
@@ -254,13 +257,19 @@ class Exercise:
                 return self.compare(answers, wanted, cases)
             except Exception as problem:  # the answers can have any form
                 return f"the results don't have the form of the reference's ({problem})"
+        found = []
         for at, (came, right, case) in enumerate(zip(answers, wanted, cases, strict=True), 1):
             text = difference(
                 came, right, rtol=self.rtol, atol=self.atol, parts=self.returns, case=case
             )
             if text is not None:
-                return f"in case {at} of {len(cases)}, {text}"
-        return None
+                found.append((size(case), at, text))
+        if not found:
+            return None
+        _, at, text = min(found)  # the smallest inputs are the easiest to redo by hand
+        fail = "all fail" if len(found) == len(cases) else f"{len(found)} fail"
+        fail = "the only one that fails" if len(found) == 1 else fail
+        return f"in case {at} of {len(cases)} ({fail}), {text}"
 
     def _recognized(
         self, answers: Sequence[Any], wanted: Sequence[Any], seed: int, student: int

@@ -125,15 +125,18 @@ def _values_difference(
     at = f" at {place}" if place else ""
     one, right = came[tuple(place)].item(), wanted[tuple(place)].item()
     mine, theirs, digit = pair(one, right)
-    text = f"{name}: {count} of {same.numel()} numbers differ, most of all{at}: "
+    share = f"all {count}" if count == same.numel() else f"{count} of {same.numel()}"
+    text = f"{name}: {share} numbers differ, most of all{at}: "
+    if same.numel() == 1:
+        text = f"{name} differs{at}: "
     text += f"yours {mine}, expected {theirs}" + _from_digit(digit)
     if surprises := int((torch.isnan(came) & ~torch.isnan(wanted)).sum()):
         text += f"; {surprises} of yours {_is(surprises)} NaN where a number belongs"
     if missed := int((torch.isnan(wanted) & ~torch.isnan(came)).sum()):
         numbers = "a number" if missed == 1 else "numbers"
         text += f"; {missed} of yours {_is(missed)} {numbers} where NaN belongs"
-    share = abs(one - right) / abs(right) if digit and right else math.inf
-    suspicion = rounding(came, wanted, dtype, share) if math.isfinite(share) else ""
+    off = abs(one - right) / abs(right) if digit and right else math.inf
+    suspicion = rounding(came, wanted, dtype, off) if math.isfinite(off) else ""
     return _Found(text=text, place=place, shape=tuple(came.shape), more=suspicion)
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "inputs_at",
     "pair",
     "rounding",
+    "size",
     "wide",
 ]
 
@@ -40,6 +41,15 @@ def describe(value: Any) -> str:
         return f"{value:.6g}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def size(value: Any) -> int:
+    """Return how many numbers `value` holds, those of its arrays, lists and dicts counted."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return math.prod(value.shape)
+    if isinstance(value, Mapping):
+        return sum(map(size, value.values()))
+    return sum(map(size, value)) if isinstance(value, list | tuple) else 1
 
 
 def dtype_name(array: Any) -> str:

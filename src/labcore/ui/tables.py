@@ -33,9 +33,7 @@ class Table:
         """Return the table as HTML."""
         head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in self.columns)
         body = "".join(
-            f'<tr><th scope="row">{html.escape(name)}</th>'
-            + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-            + "</tr>"
+            f'<tr><th scope="row">{html.escape(name)}</th>' + "".join(map(_cell, cells)) + "</tr>"
             for name, *cells in self.rows
         )
         note = f"<p><small>{html.escape(self.note)}</small></p>" if self.note else ""
@@ -57,3 +55,9 @@ class Table:
         ]
         note = [self.note] if self.note else []
         return {"text/html": self.markup(), "text/plain": "\n".join(plain + note)}
+
+
+def _cell(text: str) -> str:
+    """A number stays on one line, whatever its sign and unit."""
+    whole = ' style="white-space:nowrap"' if len(text) <= 14 else ""
+    return f"<td{whole}>{html.escape(text)}</td>"

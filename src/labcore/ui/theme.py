@@ -90,10 +90,12 @@ def template_dict(mode: Mode) -> dict[str, Any]:
             },
             "hovermode": "closest",
             "height": HEIGHT,
+            "shapedefaults": {"line": {"color": _INK[mode]}},
             "colorscale": {"sequential": "Viridis", "diverging": "RdBu"},
         },
         "data": {
             "scatter": [{"type": "scatter", "line": {"width": 2.5}}],
+            "bar": [{"type": "bar", "error_x": {"color": _INK[mode]}}],
             "heatmap": [{"type": "heatmap", "colorscale": "Viridis"}],
             "contour": [{"type": "contour", "colorscale": "Viridis"}],
         },

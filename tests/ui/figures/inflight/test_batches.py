@@ -217,7 +217,7 @@ def test_two_batches_show_the_same_requests_and_the_longest_wait(seed: int) -> N
             bars = [(b.begin, b.end, b.slot + 1) for b in now.bars if b.kind == kind]
             assert lines_of(trace(figure, name, panel)) == bars
         waits = [
-            one for name in ("waiting", "the longest wait")
+            one for name in ("waiting", "waiting, named below")
             for one in lines_of(trace(figure, name, panel))
         ]  # fmt: skip
         assert sorted(one[:2] for one in waits) == sorted((b.begin, b.end) for b in now.queue)
@@ -226,7 +226,7 @@ def test_two_batches_show_the_same_requests_and_the_longest_wait(seed: int) -> N
         for one, two in itertools.combinations(waits, 2):  # no two lie on each other
             assert one[2] != two[2] or one[1] <= two[0] or two[1] <= one[0]
     longest = max(static.queue, key=lambda bar: bar.end - bar.begin)
-    marked = [one[:2] for one in lines_of(trace(figure, "the longest wait"))]
+    marked = [one[:2] for one in lines_of(trace(figure, "waiting, named below"))]
     assert marked == [(longest.begin, longest.end)]  # nobody is preempted and waits again
     words = [item.text[0] for item in figure.data if item.name == "words"]
     assert sum(word.startswith(f"request {longest.number + 1} waits") for word in words) == 2

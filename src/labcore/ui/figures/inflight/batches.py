@@ -301,7 +301,7 @@ def _waits(now: Scene, number: int, *, panel: str) -> list[dict[str, Any]]:
             "showlegend": not panel, "xaxis": f"x{panel}", "yaxis": f"y{panel}",
         }
         for one, name, color, width in (
-            (False, "waiting", _WAIT, 3), (True, "the longest wait", PALETTE["vermillion"], 5),
+            (False, "waiting", _WAIT, 3), (True, "waiting, named below", PALETTE["vermillion"], 5),
         )
     ]  # fmt: skip
 

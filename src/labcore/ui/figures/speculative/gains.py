@@ -338,13 +338,14 @@ def exactness(
             _part(x, found.accepted, "accepted", "blue"),
             _part(x, found.replaced, "after a rejection", "orange"),
             {
-                "x": x, "y": p.tolist(), "mode": "markers", "name": "target p",
-                "marker": {"symbol": "diamond", "size": 11, "color": PALETTE["vermillion"]},
+                "x": x, "y": draft.tolist(), "mode": "markers", "name": "draft q",
+                "marker": {"symbol": "circle", "size": 15, "color": "white",
+                           "line": {"width": 2.5, "color": PALETTE["gray"]}},
             },
             {
-                "x": x, "y": draft.tolist(), "mode": "markers", "name": "draft q",
-                "marker": {"symbol": "circle-open", "size": 10, "color": PALETTE["gray"],
-                           "line": {"width": 2}},
+                "x": x, "y": p.tolist(), "mode": "markers", "name": "target p",
+                "marker": {"symbol": "diamond", "size": 9, "color": PALETTE["vermillion"],
+                           "line": {"width": 1, "color": "white"}},
             },
         ],
         {
