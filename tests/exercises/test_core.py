@@ -400,8 +400,27 @@ def test_what_a_worker_tells_is_not_taken_on_trust(told: Any) -> None:
     assert played.kind == "error" and played.problem
 
 
+def test_each_hint_but_the_first_opens_after_another_attempt(seed: int) -> None:
+    own = replace(EXERCISE, id=f"test.hinted{seed}", hints=("Divide.", "Divide x.", "`x / k`"))
+    later = "The next hint opens after another attempt: change your answer and check it."
+    assert own.hint().text == own.hint().text == f"**Hint 1 of 3.** Divide.\n\n{later}"
+
+    def stub(x: torch.Tensor, k: float) -> Any:
+        raise NotImplementedError
+
+    own.check(stub, seed=seed)  # no attempt
+    assert "Hint 2" not in own.hint().text
+    for number in (2, 3):
+        for _ in range(3):  # more attempts before it's asked for don't open more
+            own.check(lambda x, k: (x, k), seed=seed)
+        assert f"Hint {number} of 3" in own.hint().text == own.hint().text
+        assert (later in own.hint().text) == (number == 2)
+    assert own.hint().text.endswith("**Hint 3 of 3.** `x / k`")
+    assert replace(own, id=f"test.none{seed}", hints=()).hint().text == ""
+
+
 def test_things_are_shown_in_few_words() -> None:
-    assert repr(EXERCISE) == "<exercise test.halve: check(function), solution()>"
+    assert repr(EXERCISE) == "<exercise test.halve: check(function), hint(), solution()>"
     assert repr(CLINIC).startswith("<clinic lion.clinic: patients()")
 
 

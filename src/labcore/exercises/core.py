@@ -15,6 +15,7 @@ import re
 import secrets
 import textwrap
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -36,7 +37,8 @@ __all__ = [
 ]
 
 Check = TypeVar("Check", bound=Callable[..., Outcome])
-_attempted: set[str] = set()  # ids whose solution is open, because an answer was judged
+_attempts: Counter[str] = Counter()  # judged answers by id; the first opens the solution
+_hints: dict[str, tuple[int, int]] = {}  # id -> hints that are open, attempts when the last opened
 switched_off: set[str] = set()  # topics whose solutions a release doesn't show
 
 
@@ -62,7 +64,7 @@ def opened(name: str, reveal: bool) -> Solution | None:
     """Return a refusal, unless `reveal` is set or something was checked for exercise `name`."""
     if name.partition(".")[0] in switched_off:
         return Solution(text="Solutions are switched off in this lab; ask your instructor.")
-    if reveal or name in _attempted:
+    if reveal or _attempts[name]:
         return None
     return Solution(
         text="The solution opens after your first attempt: run the check on your own answer. "
@@ -71,8 +73,19 @@ def opened(name: str, reveal: bool) -> Solution | None:
 
 
 def attempted(name: str) -> None:
-    """Open the solution of exercise `name`."""
-    _attempted.add(name)
+    """Count an attempt, which opens the solution and the next hint of exercise `name`."""
+    _attempts[name] += 1
+
+
+def hinted(name: str, hints: Sequence[str]) -> Solution:
+    """Return the open hints of exercise `name`, after opening the next if it's due."""
+    shown, then = _hints.get(name, (0, -1))
+    if shown < len(hints) and _attempts[name] > then:
+        shown, then = _hints[name] = shown + 1, _attempts[name]
+    told = [f"**Hint {at} of {len(hints)}.** {one}" for at, one in enumerate(hints[:shown], 1)]
+    if shown < len(hints):
+        told.append("The next hint opens after another attempt: change your answer and check it.")
+    return Solution(text="\n\n".join(told))
 
 
 def kept(check: Check) -> Check:
@@ -125,6 +138,7 @@ class Exercise:
     variant: student's number -> keyword arguments that replace those of every case; 0 is no
     student.
     explanation: why the reference is right, in Markdown.
+    hints: a nudge, the idea, and the line that is hardest to find, in Markdown.
     returns: names of the results, if there are several, for messages.
     rtol, atol: tolerances, see `matching.difference`; also used to recognize wrong answers.
     compare: (answers, reference's answers, cases) -> complaint or None, for random functions, with
@@ -140,6 +154,7 @@ class Exercise:
     cases: Callable[[int], Sequence[Mapping[str, Any]]]
     variant: Callable[[int], Mapping[str, Any]] = no_numbers
     explanation: str
+    hints: Sequence[str] = ()
     returns: Sequence[str] = ()
     rtol: float = 1e-6
     atol: float = 0.0
@@ -149,7 +164,7 @@ class Exercise:
     timeout_s: float = 10.0
 
     def __repr__(self) -> str:
-        return f"<exercise {self.id}: check(function), solution()>"
+        return f"<exercise {self.id}: check(function), hint(), solution()>"
 
     @property
     def wrong(self) -> dict[str, tuple[Callable[..., Any], str]]:
@@ -227,6 +242,10 @@ class Exercise:
             message="\n".join(parts),
             repeat=_repeat(seed),
         )
+
+    def hint(self) -> Solution:
+        """Return the hints so far; each call after another attempt adds the next."""
+        return hinted(self.id, self.hints)
 
     def solution(self, *, reveal: bool = False) -> Solution:
         """Return the reference's source and explanation, after an attempt or with `reveal`."""

@@ -121,8 +121,10 @@ def _axis(rows: Sequence[Row], bound: float | None) -> tuple[Callable[[float], f
 
     if log:
         decades = range(math.ceil(start), math.floor(end) + 1)
-        every = max(1, -(-len(decades) // 4))
-        return place, [10.0**power for power in decades[::every]] or [10**low]
+        if len(decades) < 2:  # little more than 30 fold
+            one = 10.0 ** decades[0]
+            return place, [mark for mark in (0.3 * one, one, 3 * one) if 0 <= place(mark) <= 100]
+        return place, [10.0**power for power in decades[:: -(-len(decades) // 4)]]
     step = _step((end - start) / 5)
     first = math.ceil(start / step)
     return place, [step * count for count in range(first, math.floor(end / step) + 1)]

@@ -58,6 +58,5 @@ class Table:
 
 
 def _cell(text: str) -> str:
-    """A number stays on one line, whatever its sign and unit."""
-    whole = ' style="white-space:nowrap"' if len(text) <= 14 else ""
-    return f"<td{whole}>{html.escape(text)}</td>"
+    """A short cell, such as a number with its sign and unit, stays on one line of the page."""
+    return f"<td{' class=n' * (len(text) <= 14)}>{html.escape(text)}</td>"

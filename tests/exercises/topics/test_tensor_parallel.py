@@ -405,7 +405,7 @@ OTHERS: list[tuple[Exercise, Callable[..., Any], str]] = [
     (PLACE, nothing_needed, "the returned collectives"),
     (RING, untouched, "the returned sums"),
     (ROW, no_gradients, "the returned gradients of x"),
-    (FIT, without_latency, "the returned seconds a message"),
+    (FIT, without_latency, "the returned seconds a "),
     (ODD_RANK, nobody, "the returned finished collectives"),
 ]
 

@@ -65,9 +65,10 @@ def curves(
             line = {"color": PALETTE["vermillion"], "width": 2}
             _add(figure, steps, patients[name][panel], "patient", line, row, column, corner)
     for column, panel in enumerate(panels, 1):
-        end = first + every * (len(healthy[panel]) - 1)
+        last = len(healthy[panel]) - 1
+        middle, end = first + every * (last // 2), first + every * last
         # On a phone, more than three labels would overlap.
-        figure.update_xaxes(tickvals=[0, end / 2, end], range=[0, end], col=column)
+        figure.update_xaxes(tickvals=[0, middle, end], range=[0, end], col=column)
         figure.update_xaxes(title={"text": "step", "font": SMALL}, row=len(ill), col=column)
         _scale(figure, patients, panel, column, from_zero)
     for row, name in enumerate(ill, 1):

@@ -281,5 +281,15 @@ HALF_STEP = Exercise(
         "Its square stays above 1e-38, √v̂ + eps is at least 1e-8 and 0/1e-8 is 0. Only the new "
         "weight is rounded. The moments stay fp32: they are what the next step starts from."
     ),
+    hints=(
+        "Write down the dtype of every intermediate result in your code. What does fp16 make of "
+        "1e-8, and of the square of 1e-4?",
+        "Convert the gradient and the weight to fp32 before you compute anything with them, and "
+        "round to fp16 once, for the finished weight. Divide the gradient by the loss scale "
+        "before it enters m and v, and return m and v without bias correction.",
+        "`g = grad.float() / loss_scale` is the gradient for both moments, widened before the "
+        "division so that no small quotient is lost. The decay acts on `weight.float()` for the "
+        "same reason.",
+    ),
     compare=_same_by_dtype,
 )

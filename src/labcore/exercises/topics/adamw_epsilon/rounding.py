@@ -224,5 +224,14 @@ ROUND_BY_CHANCE = Exercise(
         "An exact number has remainder 0 and stays, infinity too; a NaN has other bits there, and "
         "a carry could make a number of it. With 7 bits this is bfloat16."
     ),
+    hints=(
+        "Suppose that the format holds the whole numbers. Which are the two neighbors of 2.3 and "
+        "those of −2.3, and how often must each be chosen so that the mean is right?",
+        "Divide x by the spacing of the format at its size, so that the numbers of the format "
+        "become whole numbers. Add a random number between 0 and 1 to each element, round down "
+        "(not toward zero), multiply by the spacing, and put infinities back.",
+        "`spacing = torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 1 - bits)` is the "
+        "distance between neighboring numbers of the format around each element of `x`.",
+    ),
     compare=_same_law,
 )

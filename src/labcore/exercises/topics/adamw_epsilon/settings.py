@@ -132,6 +132,14 @@ LARGEST_EPS = Exercise(
         "gradient decides. Outside, eps is in units of the gradient; inside, in units of its "
         "square, which is why a value copied from one library to another is not the same setting."
     ),
+    hints=(
+        "Take two groups, with r = 1 and r = 0.1, and an eps of 0.1 outside the root. Which group "
+        "loses the larger share of its update?",
+        "For the group that loses most, set r/(r + eps) equal to 1 − `lost` and solve for eps. "
+        "Then do the same with r/√(r² + eps), where eps is in units of r².",
+        "`inside = smallest**2 * (1 / kept**2 - 1)` solves the equation with the root, where "
+        "`kept` is `1 - lost` and `smallest` is the smallest value in `rms`, as a float.",
+    ),
     returns=("eps outside", "eps inside"),
     rtol=SCALAR_RTOL,
 )
@@ -235,6 +243,15 @@ CONVERTED_EPS = Exercise(
         "that is s times as large multiplies m̂ and √v̂ by s, and the quotient stays only if eps is "
         "multiplied as well. At beta2 = 0.999 the factor 1/√c₂ is about 32 at the first step and 1 "
         "after some thousands: the same number means a far larger epsilon while training starts."
+    ),
+    hints=(
+        "At step 1 with a `beta2` of 0.999, how many times as large as √v is √v̂? And what "
+        "happens to m̂ and √v̂ if all gradients are twice as large?",
+        "Move √c₂ from the numerator of Keras's step into its denominator: √v turns into √v̂ "
+        "there, and you can read off what stands beside it. A larger gradient multiplies m̂ and "
+        "√v̂ by the same number, so eps has to grow by that number too.",
+        "`eps_hat / math.sqrt(1 - beta2**step)` is the eps for torch if the gradients are those "
+        "of Keras. It does not include the loss scale yet.",
     ),
     rtol=SCALAR_RTOL,
 )

@@ -132,4 +132,15 @@ MERGE_PARTS = Exercise(
     "since 0 * NaN is NaN. This reference takes all counts as 1. With others, ask what a count "
     "multiplies, a logarithm or that of which it is the logarithm, and which parts have a say in "
     "the largest one.",
+    hints=(
+        "In the example, how do the weights 2 and 4 follow from the log-sum-exps 1 and 2? Then "
+        "ask what your calculation does if both log-sum-exps are larger by 5,000.",
+        "Subtract the largest log-sum-exp of each query before you take powers of 2, and add it "
+        "again to the logarithm of the summed weights. Two things must become 0 before you use "
+        "them: that largest log-sum-exp where a query sees no key at all, and the output of an "
+        "empty part.",
+        "`known = out.masked_fill((lse == -torch.inf)[..., None], 0.0)` clears the outputs of "
+        "empty parts, since 0 times NaN is NaN. Where the weights of a query add up to 0, divide "
+        "by 1.",
+    ),
 )

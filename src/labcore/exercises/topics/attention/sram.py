@@ -117,4 +117,14 @@ LARGEST_TILE = Exercise(
     "twice the memory does not always hold twice the tile. The tile decides the traffic: all keys "
     "and values are read once for each tile of queries, so one of twice as many queries halves "
     "that. More stages hide the time that a load takes, and cost tile.",
+    hints=(
+        "Get the 26,880 bytes of the example by hand, one item of the list at a time. Which items "
+        "depend on `ratio`, and which on `stages`?",
+        "Start with 16 keys and double them as long as the tile fits. Each query brings its own "
+        "row, one score for each key, a weighted sum, and two more numbers, and only the keys and "
+        "values are multiplied by `stages`.",
+        "`needed = (queries + 2 * stages * n) * width * itemsize + queries * (n + width + 2) * 4` "
+        "counts the bytes of a tile. Here `queries` is `ratio * n`, and `width` is the smallest "
+        "power of two that is at least `head_dim`.",
+    ),
 )

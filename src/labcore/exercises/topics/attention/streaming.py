@@ -147,4 +147,14 @@ ADD_TILE = Exercise(
     "weight `kept`. FlashAttention keeps the sum, total * mean, which is rescaled instead and "
     "divided once at the end: one division a row in place of one a tile. A row that has seen "
     "nothing has the top -inf, and any finite number in its place gives weights of 0.",
+    hints=(
+        "In the example, the old key has the weight 1 while the top is 3. What is its weight once "
+        "the top is 5, and how much does the old mean count beside the new value?",
+        "All earlier weights shrink by the same factor, which is `base` to the power of the old "
+        "top minus the new top. The old mean enters the new one like a single value whose weight "
+        "is the total after this shrinking.",
+        "`kept = total * base ** (top - shift)` is the weight of the earlier keys. Here `shift` "
+        "is the new top, or 0 where the new top is −inf, and the weights of the tile use the same "
+        "`shift`. Where the new total is 0, divide by 1.",
+    ),
 )

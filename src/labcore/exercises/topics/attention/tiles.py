@@ -131,4 +131,14 @@ COUNT_TILES = Exercise(
     "made: a kernel finds in the same way where its loop ends and from where on it must mask. With "
     "long sequences nearly half of all tiles are skipped and the masked ones become few, since "
     "they grow with the length and the others with its square.",
+    hints=(
+        "Look at one row of tiles, which has up to `block_q` queries. Which of these queries sees "
+        "the fewest keys, and which sees the most?",
+        "The number of keys that the first query of a row sees decides how many tiles are whole, "
+        "and the number that the last query sees decides how many are not skipped. Query i sees "
+        "`i + shift + 1` keys, but never fewer than 0 or more than `keys`.",
+        "`whole += across if for_all == keys else for_all // block_k` counts the whole tiles of a "
+        "row, a short last one too. Here `for_all` is the number of keys that the first query "
+        "sees, and `across` is the number of tiles in a row.",
+    ),
 )

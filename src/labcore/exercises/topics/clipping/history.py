@@ -129,4 +129,13 @@ HISTORY = Exercise(
     "way: a spike counts as a large ordinary step, and after a lasting rise the limit climbs by at "
     "most `factor` each time that the window has turned over by half. What is not finite must "
     "never enter: one NaN would switch the clipping off.",
+    hints=(
+        "Write down the history of the example after each of the six steps. Which values in it do "
+        "not occur among the norms?",
+        "Keep a list of what has entered, which is the norm, or the limit where the step was "
+        "clipped, and judge each norm by the last `window` entries before it enters itself. Skip "
+        "a norm that is not finite before you compare it with anything.",
+        "`limit = factor * statistics.median(history[-window:])` is the limit once the list "
+        "`history` has at least `window` entries. What then enters is `min(norm, limit)`.",
+    ),
 )

@@ -157,4 +157,15 @@ SCALING = Exercise(
     "norm, and in a wide dtype, since in float16 it would undo what the scale was for. The batch's "
     "gradient is the mean over tokens, and only that is clipped. A micro-batch without "
     "tokens is 0/0 and no overflow; taken for one, it would halve the scale at every such batch.",
+    hints=(
+        "Add a micro-batch of 0 tokens, with a gradient of NaN, to the example. What comes back, "
+        "and what if an element of another micro-batch is infinite?",
+        "Select the micro-batches with tokens, convert them to float64, and check that all of "
+        "their elements are finite. Then average them, weighted by their tokens, divide by the "
+        "scale, and clip this mean once, since `max_norm` is a limit for the mean without its "
+        "scale.",
+        "`mean = (counts[used] / counts.sum()) @ (gradients[used].double() / scale)` is the "
+        "gradient before clipping, where `counts` is `torch.tensor(tokens, dtype=torch.float64)` "
+        "and `used` is `counts > 0`.",
+    ),
 )

@@ -135,4 +135,13 @@ SHARDS = Exercise(
     "workers each sums |g|^p over the parts that it alone answers for, one all-reduce adds the "
     "sums, and the root is taken afterwards; for the infinite norm the all-reduce takes the "
     "maximum. All then compute the same factor, and copies stay equal.",
+    hints=(
+        "In the example the norm is 7. Which squares add up to 49, and how often is 6 squared "
+        "among them?",
+        "Squares add up and norms do not, so compute one norm from all elements of the model, "
+        "with only one worker's copy of each replicated parameter. The one factor that follows "
+        "from this norm multiplies every tensor of every worker, copies included.",
+        "`parts = [part for worker, held in enumerate(shards) for part, copied in zip(held, "
+        "replicated) if worker == 0 or not copied]` collects the tensors that count for the norm.",
+    ),
 )

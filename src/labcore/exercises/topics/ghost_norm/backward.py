@@ -132,4 +132,14 @@ BACKWARD = Exercise(
     "large batch there are those of many small ones, and a row's gradient depends on the rows of "
     "its own ghost only: that is why one pass over the batch equals passes over its ghosts with "
     "their gradients added up.",
+    hints=(
+        "If you add the same number to all rows of one ghost, what happens to y? What must then "
+        "be the sum of the gradient of x over this ghost?",
+        "A row of x affects the loss through its own x̂, through the mean of its ghost, and "
+        "through the variance of its ghost. With g the gradient of the loss by x̂, the mean "
+        "subtracts the average of g over the ghost from g, and the variance subtracts x̂ times "
+        "the average of g · x̂ over the ghost.",
+        "`inverse[k] * (g - g.mean(0) - z * (g * z).mean(0))` is the gradient of x in ghost `k`, "
+        "where `g` and `z` are the rows of this ghost in `grad * weight` and in `normalized`.",
+    ),
 )

@@ -154,6 +154,16 @@ MERGED = Exercise(
     "take in one ghost after the other: where each ghost comes from a source of its own, that part "
     "is what they miss. The distances are taken before they are squared, since the mean of the "
     "squares less the square of the mean loses its digits where the mean is large.",
+    hints=(
+        "In the example both workers have a variance of 0. Where does the variance of 26.67 come "
+        "from?",
+        "Add up the squared distances of all values from the common mean, and divide the sum by N "
+        "− 1 once, at the end. Each worker contributes its count times its variance, plus its "
+        "count times the squared distance of its mean from the common mean.",
+        "`(values * (var + (mean - together).square())).sum(0) / (total - 1)` is the variance, "
+        "where `values` is `count.double()`, `total` is its sum over the workers, and `together` "
+        "is the common mean.",
+    ),
     returns=("mean", "variance"),
     compare=_difference,
 )

@@ -151,4 +151,14 @@ PADDED_GHOSTS = Exercise(
     "reference reads the weights as 0 or not 0. For others the mean of a ghost is "
     "(w * rows).sum(0) / w.sum() with its weights w as a column, and the variance likewise; where "
     "the ghosts are cut does not change.",
+    hints=(
+        "With `ghost_size=2`, write down which rows form the ghosts for the weights 0, 1, 1, 0, "
+        "1, 1, 1. Then do the same for the weights 0, 1, 0.",
+        "Select the real rows by a mask first, since 0 times NaN is NaN, and cut only these rows "
+        "into ghosts: as many as fit completely, but at least one, and the last also takes the "
+        "rows left over. Write the results into a tensor of zeros at the places of the real rows.",
+        "`rows.tensor_split([ghost_size * number for number in range(1, ghosts)])` cuts the real "
+        "rows `rows = x[weight > 0]` into ghosts, where `ghosts` is `max(1, len(rows) // "
+        "ghost_size)`.",
+    ),
 )

@@ -130,4 +130,14 @@ LARGE_BATCH = Exercise(
     "epoch go into all updates of the small run, rounded up once at the end. That many epochs look "
     "at nearly `factor` times as many rows: to make as many updates with larger batches costs "
     "that much more arithmetic.",
+    hints=(
+        "With a momentum of 0.1, what share of the old statistics is left after two updates? And "
+        "how many updates does the short last batch of an epoch make?",
+        "One update keeps the share 1 − `momentum`, so `factor` updates keep this share to the "
+        "power of `factor`, and the new momentum is the rest. For the epochs, divide all updates "
+        "of the old run by the updates of one new epoch, count the short batches in both, and "
+        "round up.",
+        "`math.ceil(epochs * math.ceil(rows / batch) / math.ceil(rows / (factor * batch)))` is "
+        "the number of epochs: all updates of the old run, divided by those of one new epoch.",
+    ),
 )

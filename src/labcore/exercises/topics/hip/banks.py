@@ -144,4 +144,13 @@ PLACE_TILE = EmulatedExercise(
     "odd number has not. One spare word a row is enough. This reference needs it. Where there is "
     "none, look for an order of a row's words that differs from row to row and keeps each word in "
     "its row.",
+    hints=(
+        "Take 32 neighbors of one column in the plain layout. How many words apart do they stand, "
+        "and in which banks are they?",
+        "Leave a gap after each row, so that the distance from one row to the next has no factor "
+        "in common with 32. Then 32 neighbors of a column meet 32 different banks, and you need "
+        "not use all spare words for that.",
+        "`row * (columns + 1) + column` is the word of an element: one free word after each row "
+        "makes the distance between rows odd.",
+    ),
 )

@@ -97,4 +97,14 @@ HELD = Exercise(
     "accident: computed as keys times queries, the scores of one product lie where the next one "
     "wants its weights, and no lane needs another's. This reference knows elements of 16 and 32 "
     "bits.",
+    hints=(
+        "First split `lane` into its group and its place in that group. For `tile` 32, which rows "
+        "of D do registers 0, 3, and 4 of lane 0 hold?",
+        "In A and B, the share of a group starts where the share of the group before it ends, and "
+        "each register continues where the one before it stopped. In D, a lane fills four "
+        "registers in each turn, and one turn of all groups covers four rows for each group.",
+        "`row = 4 * groups * (register // 4) + 4 * group + register % 4` is the row of D, with "
+        "`groups = 64 // tile` and `group = lane // tile`. It adds up the earlier turns, the "
+        "groups before this one, and the place in the turn.",
+    ),
 )

@@ -174,4 +174,12 @@ MEND = KernelExercise(
     "without a word. On lengths up to 32 the broken kernel is right: a test needs more values than "
     "half a wavefront has lanes. This reference has the number 64 in it, and is right on a "
     "wavefront of 64 lanes alone.",
+    hints=(
+        "Follow lane 40. Does its sum ever reach lane 0, and what becomes of its bit in the vote?",
+        "The reduction must begin with a step of half a wavefront. A vote needs 64 bits all the "
+        "way: in the variables that hold it, in the 1 that is shifted, and in the function that "
+        "counts its bits.",
+        '`source.replace("1u << lane", "1ull << lane")` lets the mask of the lower lanes reach '
+        "past lane 31. The function that counts 64 bits is `__builtin_popcountll`.",
+    ),
 )

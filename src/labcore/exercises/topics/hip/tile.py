@@ -112,4 +112,15 @@ CHOOSE_TILE = Exercise(
     "and for the weighted sums; keys cost LDS, and registers for the scores. So the two sides are "
     "bound by different things, and the best tile is taller than wide. That occupancy is asked for "
     "at all has its reason in latency: a wave that waits for memory needs others beside it.",
+    hints=(
+        "For one tile of queries that meets all keys, write down the operations and the bytes "
+        "that are read. What cancels in their quotient, and what is left?",
+        "The intensity depends on the number of queries alone, so of all tiles that are allowed "
+        "take the most queries, and then the most keys. Divide what the block holds in registers "
+        "by its 64 · `waves` lanes, and drop a tile with more than 256 registers of a kind before "
+        "you call `occupancy`.",
+        "`vgprs = other + queries * keys // lanes + queries * head_dim // (2 * lanes)` is what a "
+        "lane needs in vector registers, with `lanes = 64 * waves`. The weighted sums go into "
+        "`agprs`.",
+    ),
 )

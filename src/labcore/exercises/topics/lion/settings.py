@@ -99,4 +99,13 @@ TRANSFER = Exercise(
     explanation="A step of AdamW multiplies the weights by `1 - lr * decay`. That factor is what "
     "has to stay. A Lion that multiplies by its own rate needs the decay `factor` times larger; "
     "one that does not gets the product itself.",
+    hints=(
+        "By what number does one step multiply the weights? Write it down for AdamW and for both "
+        "kinds of Lion.",
+        "AdamW takes the share `lr * decay` off each weight per step, and this share has to stay "
+        "the same. It must equal Lion's rate times Lion's decay where `decay_times_lr` is true, "
+        "and Lion's decay alone where it is false.",
+        "`lr * decay / new_lr if decay_times_lr else lr * decay` is Lion's decay, where `new_lr` "
+        "is Lion's rate.",
+    ),
 )

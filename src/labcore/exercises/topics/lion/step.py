@@ -169,4 +169,13 @@ MASKED_STEP = Exercise(
     "momentum has died out comes to rest apart from it. Adding `0.0 * blend` changes nothing where "
     "the blend is finite, and makes NaN of NaN and of infinity: a gradient that has overflowed "
     "is then seen in the weight, where `torch.sign` alone would hide it.",
+    hints=(
+        "Take a weight of 2 without gradient and momentum, an `lr` of 0.1, and a `decay` of 0.5. "
+        "What is the weight after one step, and what is it if the gradient is infinite?",
+        "Compute both the blend and the new momentum from the momentum that came in, each with "
+        "its own beta. The dead zone only replaces the sign of the blend by 0, and where the "
+        "blend is NaN or infinite you replace the sign by NaN, since `torch.sign` hides both.",
+        "`sign = torch.sign(blend) * (blend.abs() > threshold) + 0.0 * blend` is 0 in the dead "
+        "zone and NaN where the blend is not finite.",
+    ),
 )

@@ -102,6 +102,15 @@ DRIFT = Exercise(
     "step is as long as its move: each step leaves the share a of its distance from there, and "
     "what all moves together contribute is never longer than 1 / decay. For rates that change, "
     "ask what one step does to that distance.",
+    hints=(
+        "In the example of the task, the first step moves the weight by −0.5. How much of this "
+        "move is left after the second step?",
+        "Each step starts from the weight that the previous step left, shrinks it by the share "
+        "`rate * decay`, and moves it by the rate against the sign of the momentum. This sign is "
+        "the same in every step, and it is 0 for a momentum of zero.",
+        "`weight = (1 - rate * decay) * weight - rate * torch.sign(momentum)` is one step. Repeat "
+        "it for each `rate` in `rates`.",
+    ),
 )
 
 
@@ -187,4 +196,14 @@ STALL = Exercise(
     "they stand half as far apart, and a power of two going toward zero meets that half. A sum "
     "rounds to the nearest number, so it leaves the weight when the rate exceeds half the "
     "distance.",
+    hints=(
+        "With 7 bits, find both neighbors of 1.5 and both neighbors of −1.0. Which of the four "
+        "distances is not 1/128?",
+        "Between two powers of two the numbers are evenly spaced, and toward zero the neighbor of "
+        "a power of two is half as far away. A sum rounds to the neighbor once the step is longer "
+        "than half the distance to it.",
+        "`fraction, exponent = torch.frexp(weight.abs())` splits |weight| into `fraction * "
+        "2**exponent`. The spacing is then `2.0 ** (exponent.double() - 1 - bits)`, and a "
+        "fraction of 0.5 marks a power of two.",
+    ),
 )

@@ -108,4 +108,14 @@ LOSS_FACTORS = Exercise(
     "devices: in a real run by an all-reduce of one number. The gradients are averaged over the "
     "devices afterwards, which is why the number of devices stands above the line. This reference "
     "counts every token alike.",
+    hints=(
+        "Follow the loss of one token. By which numbers has it been divided by the time the "
+        "devices take their step, and by which number should it be divided?",
+        "The factor undoes two divisions: the one by the part's own predicted tokens, and the "
+        "averaging over the devices. It replaces them with one division, by the predicted tokens "
+        "of all parts on all devices.",
+        "`len(labels) * n / total if n else None` is the factor of a part. Here `n` counts the "
+        "part's labels that are not −100, without the first one of each row, and `total` is the "
+        "sum of `n` over all parts of all devices.",
+    ),
 )

@@ -132,4 +132,14 @@ BALANCE = Exercise(
     "28255), and counted padding (issue 28505). The tests that find it are short: exchanging two "
     "experts and adding padding change nothing, and a router that uses one expert alone has a "
     "larger loss than an even one. This reference chooses by the probabilities alone.",
+    hints=(
+        "In the example, count how often each expert is chosen. By what do you divide to get 1/2, "
+        "1/4, and 1/4, and which tokens would you count if some places were padding?",
+        "Drop the padding first, so that each layer has one list of tokens, and take both the "
+        "loads and the mean probabilities over that list. Multiply the two expert by expert "
+        "within each layer, and take the mean over the layers last.",
+        "`chosen = torch.nn.functional.one_hot(shares.topk(k).indices, logits.shape[-1]).sum(2)` "
+        "marks the `k` choices of each token, with `shares = logits[:, real].softmax(-1)`. The "
+        "mean of `chosen.double()` over the tokens, divided by `k`, is the load.",
+    ),
 )

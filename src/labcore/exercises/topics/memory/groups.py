@@ -112,4 +112,13 @@ PACKED_GROUPS = Exercise(
     "with the rounded scale, which is the one that will be multiplied with. Halves of a group in "
     "one byte suit vector units: one mask and one shift give two runs of neighbours. This is the "
     "form that llama.cpp calls Q4_0, and this reference knows 4 bits.",
+    hints=(
+        "Flip all signs in the example: −0.5, 4, −1, −3.2. What are the scale and the codes of "
+        "this group?",
+        "Find the place of the largest magnitude in each group, and take the number at that place "
+        "with its sign. Round the scale to float16 before you divide by it, and divide by another "
+        "number, such as 1, where the scale is 0.",
+        "`scales = (groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -8).half()` makes "
+        "the signed scales, [O, G, 1], from `groups = weight.unflatten(1, (-1, group))`.",
+    ),
 )

@@ -120,4 +120,14 @@ HELD_BYTES = Exercise(
     "nothing. In a large model that is a matter of thousandths; in a small one, or for many "
     "devices, it decides which device runs out first. This reference knows an optimizer of two "
     "moments.",
+    hints=(
+        "For the example, list how many rows of [5, 3] and how many of [2] each of the four "
+        "devices holds. Are the rows spread as evenly as they could be?",
+        "The devices before yours have taken ⌈r / N⌉ rows of a parameter each, and yours takes "
+        "the same number or the fewer that are left. Add up the numbers in its rows over all "
+        "parameters. That sum is for what the stage divides, and the count of all numbers is for "
+        "the rest.",
+        "`mine = min(longest, max(0, rows - device * longest))` is the number of a parameter's "
+        "rows on the device, where `longest = -(-rows // devices)` is the quotient rounded up.",
+    ),
 )

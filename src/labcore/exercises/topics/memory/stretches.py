@@ -166,4 +166,14 @@ STRETCHES = Exercise(
     "gets there without exceeding the peak, and halve the interval of peaks. The last stretch may "
     "be short: it is at work while the inputs of all others wait; the first may be long. This "
     "reference sets no limit to the number of stretches.",
+    hints=(
+        "Work out all three peaks of the example by hand: 80, 140, and 100. Then count the ways "
+        "in which 9 layers can be cut.",
+        "There is either a cut between two neighbors or none, so the divisions are few enough to "
+        "try them all and keep the one with the smallest peak. While a stretch is at work, all "
+        "its inputs and kept bytes stand, and the first input of each stretch before it, but "
+        "nothing of those after it.",
+        "`for cuts in itertools.product((False, True), repeat=len(inputs) - 1):` goes through all "
+        "divisions. Entry i of `cuts` says whether a stretch ends after layer i.",
+    ),
 )

@@ -117,4 +117,14 @@ BUFFER = Exercise(
     "data stays sorted in the large whatever the picks are, unless the buffer is as long as "
     "a class is. Chance stands outside as a list of picks, and so the order can be tested, and "
     "repeated after a crash.",
+    hints=(
+        "Follow the example and write down the slots after each row that goes out. Which rows "
+        "change their slots while rows still arrive, and which do once no more arrive?",
+        "While rows arrive and all slots are full, take the row out of the picked slot and then "
+        "put the new row into the same slot. After that, go on with the next pick, now modulo the "
+        "number of rows that still wait, and let the rows after the gap move up.",
+        "`out.append(slots.pop(picks[len(out)] % len(slots)))` lets out one row once no more "
+        "arrive. `slots` is the list of the rows that wait, and the length of `out`, the list of "
+        "the rows that are out, tells which pick is next.",
+    ),
 )

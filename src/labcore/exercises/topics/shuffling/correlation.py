@@ -149,4 +149,14 @@ CORRELATION = Exercise(
     "that is (σ_b² + σ_w²)/size · (1 + (size − 1) ρ), the design effect. It does not fall "
     "below σ_b² however large the batch: where batches come from single files, larger ones help "
     "little and better mixed ones much.",
+    hints=(
+        "In the example, get σ_w² = 5/4 and ȳ = 3 by hand. Why is ȳ not 2.5, halfway between the "
+        "two means?",
+        "The first sum gives σ_w² (select the batches of several rows for it, but count all in N "
+        "and K), and the second equation then gives σ_b². In the mean of a batch the e of its "
+        "rows average out while its u stays, so only σ_w² is divided by `size`.",
+        "`between = ((spread - (batches - 1) * within) / (rows - (counts**2).sum() / "
+        "rows)).clamp(min=0.0)` is σ_b², where `spread` is the second sum, `within` is σ_w², "
+        "`rows` is N, and `batches` is K.",
+    ),
 )

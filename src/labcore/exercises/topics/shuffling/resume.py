@@ -135,4 +135,14 @@ RESUME = Exercise(
     "number of workers alone; with as many workers the rest is the end of that list. With another "
     "number that list does not exist. Then the rows that were trained on are taken out of the "
     "order, and the rest is an epoch of its own, dealt to the new workers.",
+    hints=(
+        "In the example, suppose that worker 1 had [5, 7] and [9] ready in its queue when the job "
+        "stopped after 3 batches. Which rows has the loop trained on?",
+        "Build the list of all batches of the epoch as if the job had never stopped: deal the "
+        "rows to the workers, cut each worker's rows into batches, and take one batch of each "
+        "worker per turn. Then drop the batches that were taken, whatever `prefetch` is.",
+        "`[lane[start : start + batch] for start in range(0, len(order), batch) for lane in lanes "
+        "if start < len(lane)]` lists the batches in turn, where `lanes` is `[order[k::workers] "
+        "for k in range(workers)]`.",
+    ),
 )

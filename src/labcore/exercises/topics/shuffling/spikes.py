@@ -135,4 +135,14 @@ SPIKES = Exercise(
     "part in its own measure. The floor keeps a flat curve quiet, whose distances are 0. NaN is "
     "caught before any comparison, and kept away from the neighbors, where it would make every "
     "comparison False: a detector without these two lines is silent when it matters most.",
+    hints=(
+        "Take the losses 2, 2, 2, 3, 2, 2, 2, a `reach` of 3, and a `floor` of 0.1. What are the "
+        "level and the spread of the fourth step, and what are they if one of the twos is NaN?",
+        "For each step, collect the finite losses on both sides without its own, and take level "
+        "and spread from them with a median that averages the two values in the middle. Report a "
+        "loss that is not finite without any comparison, since a comparison with NaN is False.",
+        "`near = torch.cat([losses[max(0, t - reach) : t], losses[t + 1 : t + 1 + reach]])` holds "
+        "the losses on both sides of step `t`. If any of them are finite, "
+        "`near[near.isfinite()].quantile(0.5)` is the level.",
+    ),
 )
