@@ -36,7 +36,7 @@ def waves(lr, n=2, kind="line", grid=True):
 
 
 CONTROLS = {
-    "lr": LogSlider(low=1e-3, high=10, default=0.1),
+    "lr": Slider(low=0.1, high=100.0, default=0.1, step=0.1),
     "n": IntSlider(low=1, high=5, default=2),
     "kind": Choice(options=("line", "bar")),
     "grid": Toggle(default=True),
@@ -54,6 +54,18 @@ def shows(view, **values):
     assert view.figure.layout.title.text == expected.layout.title.text
     assert view.figure.layout.xaxis.showgrid == expected.layout.xaxis.showgrid
     assert len(view.figure.layout.annotations) == len(expected.layout.annotations)
+
+
+def test_a_logarithmic_slider_shows_what_a_reader_would_write() -> None:
+    sizes = LogSlider(low=8, high=128, default=32, points=5, label="batch", unit="rows")
+    rates = LogSlider(low=1e-3, high=10, default=0.05, points=5, label="rate")
+    view = explore(lambda size, rate: go.Figure(), alt="Waves.", size=sizes, rate=rates).live
+    size, rate = view.inputs["size"], view.inputs["rate"]
+    assert size.description == "batch" and rate.description == "rate"
+    labels = [text for text, _ in size.options]
+    assert labels == ["8 rows", "16 rows", "32 rows", "64 rows", "128 rows"]
+    assert [text for text, _ in rate.options] == ["0.001", "0.01", "0.05", "0.1", "1", "10"]
+    assert (size.value, rate.value) == (32.0, 0.05)  # the default has a place
 
 
 def test_each_control_moves_the_figure_in_place():
@@ -197,7 +209,7 @@ def test_the_first_error_is_the_cells_own():
         (lambda: explore(waves, alt="x", data=1, **CONTROLS), TypeError, "lr, n, kind, grid, data"),
         (lambda: explore(3, alt="x", lr=Toggle()), TypeError, "must be a function"),
         (lambda: explore(lambda a: 3, alt="x", a=Toggle()), TypeError, "return a plotly Figure"),
-        (lambda: explore(waves, alt="x", **CONTROLS).figure(lr=99), ValueError, "between 0.001"),
+        (lambda: explore(waves, alt="x", **CONTROLS).figure(lr=999), ValueError, "between 0.1"),
         (lambda: explore(waves, alt="x", **CONTROLS).figure(grids=True), ValueError, "mean 'grid'"),
         (lambda: predict(" "), ValueError, "question must be"),
         (lambda: predict("How?").reveal(float("nan")), ValueError, "finite number"),

@@ -43,7 +43,7 @@ def test_the_guess_stands_beside_the_measurement(guess, measured, said):
     assert "You said" not in revealed.sentence()
     revealed._repr_mimebundle_()
     assert "<details" in revealed._live.value
-    prediction.live.number.value = guess
+    prediction.live.number.value = f" {guess:,} "
     prediction.live.button.click()
     assert said in revealed.sentence()
     assert said in revealed._live.value
@@ -51,9 +51,11 @@ def test_the_guess_stands_beside_the_measurement(guess, measured, said):
     assert "Kept" in prediction.live.answer.value
 
 
-def test_a_guess_that_is_no_number_is_not_kept():
+@pytest.mark.parametrize("typed", ["", "inf", "ten", "1 2"])
+def test_a_guess_that_is_no_number_is_not_kept(typed):
     prediction = predict("How many?")
-    prediction.live.number.value = float("inf")
+    assert prediction.live.number.value == ""
+    prediction.live.number.value = typed
     prediction.live.button.click()
     assert prediction.guess is None
     assert "finite" in prediction.live.answer.value

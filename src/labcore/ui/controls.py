@@ -195,15 +195,10 @@ class LogSlider:
                 f"LogSlider: points must be a whole number of at least 2, got {self.points!r}"
             )
 
-    @property
-    def exponents(self) -> tuple[float, float, float]:
-        """log10 of low, log10 of high, and the step between positions."""
-        first, last = math.log10(self.low), math.log10(self.high)
-        return first, last, (last - first) / (self.points - 1)
-
     def positions(self) -> tuple[float, ...]:
         """Return the values from low to high, with a constant factor between them."""
-        first, _, step = self.exponents
+        first = math.log10(self.low)
+        step = (math.log10(self.high) - first) / (self.points - 1)
         inner = (10 ** (first + i * step) for i in range(1, self.points - 1))
         return (float(self.low), *(float(f"{v:.12g}") for v in inner), float(self.high))
 

@@ -28,8 +28,10 @@ _HIDDEN = (
 
 
 def _label(name: str, control: Control) -> str:
+    """The control's label, with the unit where the value is shown as a bare number."""
     label = control.label or name.replace("_", " ")
-    return f"{label} ({control.unit})" if control.unit else label
+    bare = control.unit and isinstance(control, Slider | IntSlider)
+    return f"{label} ({control.unit})" if bare else label
 
 
 def _input(name: str, control: Control, letters: int) -> widgets.Widget:
@@ -50,11 +52,10 @@ def _input(name: str, control: Control, letters: int) -> widgets.Widget:
         )  # fmt: skip
     if isinstance(control, IntSlider):
         return widgets.IntSlider(min=control.low, max=control.high, step=control.step, **common)
-    if isinstance(control, LogSlider):
-        first, last, step = control.exponents
-        return widgets.FloatLogSlider(
-            base=10, min=first, max=last, step=step, readout_format=".3g", **common
-        )
+    if isinstance(control, LogSlider):  # FloatLogSlider would pad 8 to 8.00
+        values = sorted({*control.positions(), float(control.default)})
+        options = [(control.text(value), value) for value in values]
+        return widgets.SelectionSlider(options=options, **common)
     if isinstance(control, Choice):
         options = [(control.text(option), option) for option in control.positions()]
         return widgets.Dropdown(options=options, **common)

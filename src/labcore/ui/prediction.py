@@ -93,8 +93,8 @@ class _Form:
 
     def __init__(self, prediction: Prediction) -> None:
         self._prediction = prediction
-        self.number = widgets.FloatText(
-            value=None,
+        self.number = widgets.Text(  # a FloatText would begin with 0, a guess that nobody made
+            placeholder="a number",
             description="Your guess",
             style={"description_width": "initial"},
             layout={"width": "14rem"},
@@ -113,9 +113,10 @@ class _Form:
 
     def _keep(self, _button: Any) -> None:
         try:
-            self._prediction.record(self.number.value)
-        except ValueError as problem:
-            self.answer.value = html.escape(str(problem))
+            self._prediction.record(float(self.number.value.strip().replace(",", "")))
+        except ValueError:
+            said = f"a guess must be a finite number such as 0.25, got {self.number.value!r}"
+            self.answer.value = html.escape(said)
             return
         kept = f"{self._prediction.guess:g} {self._prediction.unit}".strip()
         self.answer.value = f"Kept: {html.escape(kept)}. Go on to the measurement."
