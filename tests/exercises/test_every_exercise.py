@@ -5,6 +5,8 @@ LABCORE_SOAK=1 draws the mistakes' cases for four students in place of one.
 
 from __future__ import annotations
 
+import ast
+import importlib
 import itertools
 import math
 import os
@@ -46,6 +48,28 @@ def test_a_lab_has_enough_of_everything_and_good_names(slug: str) -> None:
     assert min(map(len, wrong)) >= 2 and sum(map(len, wrong)) >= 6
     hints = [hint for mistakes in wrong for _, hint in mistakes.values()]
     assert len(set(hints)) == len(hints) and all(map(str.strip, hints))
+
+
+@each_exercise
+def test_three_hints_lead_to_the_line(exercise: Exercise) -> None:
+    nudge, idea, line = exercise.hints
+    assert len({nudge, idea, line}) == 3 and "`" in line
+    for one in exercise.hints:
+        assert one[0].isupper() or one[0] == "`"
+        assert one.count("`") % 2 == 0 and one.rstrip(".?`)") != one
+    # The line is in Python, and what a reader asks for is named as in the lab.
+    spans = line.split("`")[1::2]
+    assert any(_parses(span) for span in spans), spans
+    module = importlib.import_module(f"labcore.exercises.topics.{exercise.id.partition('.')[0]}")
+    assert getattr(module, exercise.id.partition(".")[2].upper()) is exercise
+
+
+def _parses(code: str) -> bool:
+    try:
+        ast.parse(f"{code} pass" if code.endswith(":") else code)
+    except SyntaxError:
+        return False
+    return True
 
 
 @each_exercise

@@ -97,6 +97,9 @@ def kept(check: Check) -> Check:
         if options.get("patient") is not None:  # a graded cell's own check
             return outcome
         task = f"{self.id.partition('.')[2].replace('_', ' ')}, {self.points} points"
+        if not outcome.passed and getattr(self, "hints", ()):
+            stuck = "Stuck? Replace check(...) with hint(): each attempt opens one hint more."
+            outcome = replace(outcome, repeat="\n".join(filter(None, (outcome.repeat, stuck))))
         if outcome.kind != "unavailable":
             judged = outcome.kind != "missing"
             attempts = progress.note(self.id, passed=outcome.passed, judged=judged)

@@ -189,4 +189,18 @@ ADMIT = Exercise(
     "the running end, and nobody takes its place. The price is that most promises are never "
     "called in, so blocks stand empty for outputs that end early. This reference shares no "
     "prefixes.",
+    hints=(
+        "In the example, how many blocks are neither held nor promised before anybody is "
+        "admitted? Then work it again with nobody running: how many blocks must the first request "
+        "leave, and how many the second?",
+        "Each request needs `prompt + max_tokens − 1` tokens, rounded up to blocks by itself. "
+        "Start from the free blocks and subtract what the running requests need beyond what they "
+        "hold. Subtract the need of each waiting request in turn, and stop at the first for which "
+        "no slot is left or after which fewer than `spare` blocks remain. The first request on an "
+        "idle server may leave none.",
+        "`room = free - sum(-(-(prompt + most - 1) // page) - held for prompt, most, held, _ in "
+        "running)` is the number of blocks that nobody holds or was promised, where `most` is "
+        "`max_tokens`. An admission must leave `spare if running or taken else 0` of them, where "
+        "`taken` lists the places admitted so far.",
+    ),
 )

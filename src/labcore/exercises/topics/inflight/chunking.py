@@ -203,4 +203,17 @@ CHUNK = Exercise(
     "and the logits there are those of the first output token, so a request reads prompt + output "
     "− 1 tokens in all. With three prompts of 800, a budget of 1,024 and chunks of 400 this is the "
     "trace that vLLM's own test of its scheduler expects. This reference reads in order.",
+    hints=(
+        "How many tokens does a request with 800 prompt tokens and 4 output tokens read in all? "
+        "Then ask what a prompt does that lacks 10 tokens when `least` is 64.",
+        "One number per request is enough: the tokens that it has read. Below the prompt's length "
+        "it is a prompt, and from there up to prompt + output − 1 it is an output that reads 1 "
+        "token. In each step outputs take their tokens off the budget first, and prompts share "
+        "the rest in order. Add the tokens of the step to these numbers only when the step is "
+        "planned.",
+        "`if count < min(lacking, least): break`, with `count = min(lacking, chunk, left)`, stops "
+        "all further prompts where a chunk would be too short. `lacking` is what the prompt has "
+        "not read, and `left` is the budget that remains. A prompt that lacks fewer than `least` "
+        "tokens still reads them if the budget allows.",
+    ),
 )

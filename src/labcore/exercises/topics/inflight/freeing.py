@@ -187,4 +187,15 @@ CANCEL = Exercise(
     "it is of no use without the beginning. A digest that was given for tokens to come must not "
     "outlive the step that was to write them: the block looks like any other cached one and holds "
     "somebody else's past. This reference has no limit for the cache.",
+    hints=(
+        "In the example, why does block 2 become free although it has a digest? And why does "
+        "block 5 stay where it is when a is canceled?",
+        "A request that still has a table gives it up and lowers the count of each of its blocks "
+        "by 1, from the end to the beginning. Only a block whose count reaches 0 moves. It goes "
+        "to the end of the cached list if it has a digest and all of its slots are written. "
+        "Otherwise it becomes free and loses its digest.",
+        "`digests[block] and (place + 1) * page <= computed[name]` says whether the block at "
+        "`place` of a table is cached once nobody holds it. On a copy `left` of the tables, "
+        "`left.pop(name, [])` makes a second cancellation do nothing.",
+    ),
 )

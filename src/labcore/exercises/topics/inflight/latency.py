@@ -233,4 +233,16 @@ LATENCY = Exercise(
     "nearest rank it is a time that somebody has waited; interpolated ones differ little once "
     "there are many requests. With fewer than 100 of them a 99th percentile is the slowest. This "
     "reference knows no goal.",
+    hints=(
+        "List the tokens of the example one by one, each with the second at which it came. How "
+        "many gaps lie between them? Then ask which requests have no TTFT, no TPOT, or no time in "
+        "the queue.",
+        "For each request of each replica, find when the first step that admitted it begins, when "
+        "each step that brought it tokens ends, and how many tokens it got in all. Its TPOT is "
+        "the time from the first token to the last, divided by the number of tokens less 1. Put "
+        "the values of all replicas into one list for each time, and take the percentile of the "
+        "whole list.",
+        "`sorted(values)[math.ceil(len(values) * percent / 100) - 1]` is the percentile by the "
+        "nearest rank: the rank is rounded up, and ranks count from 1.",
+    ),
 )

@@ -174,4 +174,16 @@ POLICY = Exercise(
     "proves nothing: a quiet hour shows no preemption, no stall, and admissions to an empty server "
     "only, under every policy. The timelines here are long enough to show what they must. This "
     "reference knows four policies.",
+    hints=(
+        "For each pair of policies, write down a moment that tells the two apart. Two things look "
+        "alike and differ: a prompt that waits for its next chunk, and an output that stands "
+        "still.",
+        "A request that is admitted twice means max utilization, so look for this first. Then go "
+        "through the steps with the running requests and what each has read. One that has read "
+        "its whole prompt and reads nothing in a step means prefill first. If there is neither, "
+        "an admission while others run means no evict, and its absence means static.",
+        "`read >= prompts[name] and name not in reads` finds an output that stands still, where "
+        "`read` is what a running request has read before this step. See who runs before you add "
+        "`admitted`, and remove `ended` at the end of the step.",
+    ),
 )

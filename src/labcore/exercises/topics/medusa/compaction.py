@@ -145,4 +145,15 @@ COMPACT = Exercise(
     "moves to the left, onto a slot whose own node has been moved or rejected. Keys that carry "
     "rotary positions may be moved, as the position was that of the depth and not that of the "
     "slot. This reference knows no pages.",
+    hints=(
+        "For the example, write down the slots of the root and of node 0. Then list the slots of "
+        "all tokens that stay.",
+        "Each request keeps its old tokens, the root, and the accepted nodes, in this order. Copy "
+        "their slots, in every layer, to the first slots of a cache that is full of zeros. The "
+        "new length is the number of copied slots, so it counts the root and does not count the "
+        "next token.",
+        "`slots = [*range(start), *(start + node for node in paths[b])]`, with `start = "
+        "int(lengths[b]) + 1`, lists what request b keeps. `cache[:, b, slots]` reads these slots "
+        "in all layers.",
+    ),
 )

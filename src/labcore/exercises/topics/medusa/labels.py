@@ -137,4 +137,14 @@ SHIFTED_LABELS = Exercise(
     "before the label. The end itself is a label like any other, or no draft would ever end. "
     "Farther heads have fewer labels, so each head's loss is a mean over its own. The padding is "
     "told by `counts` alone, as its tokens may be anything. This reference knows no answers.",
+    hints=(
+        "Take the states at places 0, 1, and 2 of the example. Where does the label of head 0 "
+        "stand for each of them, and where is the `end` in relation to the state and the label?",
+        "The label of head i at place t is the token at place `t + 2 + i`. It needs two "
+        "conditions: that place is below `counts[b]`, and no `end` stands at place t or later but "
+        "before the label. The label itself may be the `end`.",
+        "`at < counts[b] and end not in tokens[b, t:at].tolist()`, with `at = t + 2 + i`, says "
+        "whether head i has a label at place t. The slice contains the state's own token and "
+        "leaves the label out.",
+    ),
 )

@@ -115,4 +115,15 @@ TREE_MASK = Exercise(
     "is its parent's and one more: with rotary positions two siblings must turn their keys by the "
     "same angle, wherever their slots are. With both, the logits at a node are those of a plain "
     "forward over its path, which is how such a mask is tested. This reference knows no window.",
+    hints=(
+        "List the slots that node 2 of the example sees, and do the same for its parent. In which "
+        "row of the mask does each of the two stand?",
+        "A node sees everything that its parent sees, and itself. Its place is its parent's place "
+        "plus 1. The root sees the prefix and itself. A parent stands before its children, so you "
+        "can fill in the rows from the root on. Rows and slots count the root, and the numbers in "
+        "`parents` do not.",
+        "`mask[1 + node] = mask[1 + parent]` copies what the parent sees, and for the parent −1 "
+        "it copies the root's row. Then `mask[1 + node, prefix + 1 + node] = 0` lets the node see "
+        "itself.",
+    ),
 )

@@ -170,4 +170,14 @@ COUNT_ACCEPTED = Exercise(
     "never does and a ratio of 1 always does, as the draws are in [0, 1). The minimum with 1 is "
     "in the proof and not in the program: no draw is above 1. What follows a rejected token was "
     "drafted for another text. This reference knows no lenience.",
+    hints=(
+        "In the example, change the first draw from 0.3 to 0.6. How many tokens are accepted now? "
+        "Then ask whether a token whose target logit is −inf can pass if its draw is 0.",
+        "Divide both sets of logits by `temperature` before the softmax. For token i, take the "
+        "entry at `tokens[i]` from row i of both distributions. The token passes if its draw is "
+        "strictly below p / q, and you count the passes up to the first rejection.",
+        "`(u < ratios).long().cumprod(0).sum()` counts the tokens before the first rejection, "
+        "because the running product is 0 from there on. `ratios` holds p / q of the drafted "
+        "tokens, and p comes from `target[:-1]`. Return the count as an int.",
+    ),
 )

@@ -165,4 +165,16 @@ BEST_LENGTH = Exercise(
     "wrong, since a token is accepted more often behind an accepted one. All lengths are tried: "
     "stopping at the first that pays less than the one before could miss a better one. This "
     "reference knows one row.",
+    hints=(
+        "Which of the four blocks in the example tell you something about place 2, and why do the "
+        "others not? Then name every forward that a block with γ drafted tokens needs.",
+        "The chance at a place is a share of the blocks in which that place was judged. A block "
+        "brings 1 token and, for each place of its draft, the product of the chances up to that "
+        "place. Divide this sum by the time of the block, with target and draft model together, "
+        "and compare it with 1 token in `times[1]`. Try every length, 0 included.",
+        "`judged = [a for d, a in log if d >= place and a >= place - 1]` holds the accepted "
+        "tokens of each block that was judged at `place`. The chance there is the share of "
+        "`judged` with `a >= place`, and the first place with an empty `judged` ends the search. "
+        "A draft of `place` tokens costs `times[place + 1] + place * draft_time`.",
+    ),
 )

@@ -113,4 +113,15 @@ NEXT_LAW = Exercise(
     "can be rejected only where q is larger, and there nothing is left. A softmax in place of the "
     "division was a fault of the transformers library (pull request 28508): texts looked plausible "
     "and came from another distribution. This reference knows one draft a place.",
+    hints=(
+        "For each of the three tokens in the example, compare how often acceptance delivers it "
+        "with how often the target wants it. Then ask which row of `p` you need if all N tokens "
+        "were accepted.",
+        "Acceptance delivers token x with probability min(p(x), q(x)). The next token supplies "
+        "the missing part, `max(p(x) − q(x), 0)`, divided by its sum over all tokens. Two cases "
+        "need a plain row of `p` instead: all tokens were accepted, or nothing is missing.",
+        "`left = (p[accepted] - q[accepted]).clamp(min=0)` is the part that acceptance does not "
+        "deliver. Divide it by its sum only if that sum is above 0. Handle `accepted == len(q)` "
+        "before this line, since `q` has no such row.",
+    ),
 )

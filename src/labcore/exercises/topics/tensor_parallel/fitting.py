@@ -193,4 +193,17 @@ FIT = Exercise(
     "edge: that number is 0, and the other one is fitted alone. Because α and β are those of one "
     "message and one byte, they can be used for another number of ranks, as long as the link is "
     "the same. This reference knows no algorithm but the ring.",
+    hints=(
+        "In the modelled time of one measurement, which number multiplies α, and which one "
+        "multiplies β? Then look up whether the task counts errors in seconds or relative to the "
+        "measured time.",
+        "The model `2 (N − 1) α + 2 (N − 1) / N · n β` is linear in α and β. Divide both factors "
+        "by the measured seconds, so that every measurement asks for a 1, and solve by least "
+        "squares. If one of the two comes out below 0, set it to 0 and fit the other one again by "
+        "itself, with the same division.",
+        "`b.sum() / (b @ b)` is β fitted by itself, with `b = 2 * (ranks - 1) / ranks * "
+        "sizes.double() / seconds`. For α, use `a = 2 * (ranks - 1) / seconds` in the same way. "
+        "For both at once, `torch.linalg.lstsq` takes `a` and `b` as the columns of its first "
+        "argument, and a column of ones as its second.",
+    ),
 )

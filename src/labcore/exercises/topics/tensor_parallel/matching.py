@@ -164,4 +164,15 @@ ODD_RANK = Exercise(
     "explains nothing. A log that has ended differs as well. All ranks hang alike, which is why "
     "nobody's own stack trace tells who is to blame; only logs side by side do, and there the "
     "majority is mostly right. This reference knows no replays.",
+    hints=(
+        "In the example, what does each of the three ranks ask for in second place, and what in "
+        "third place? Which of these calls never happen?",
+        "Compare the logs place by place. At each place, collect the whole entry of each rank, or "
+        "a mark for a log that has ended. At the first place where they are not all the same, the "
+        "index of the place is the number of finished collectives, and the entry that occurs once "
+        "belongs to the odd rank.",
+        "`wanted = [log[n] if n < len(log) else None for log in logs]` is what all ranks ask for "
+        "at place n, for n up to the end of the longest log. The rank with "
+        "`wanted.count(wanted[rank]) == 1` stands alone.",
+    ),
 )

@@ -190,4 +190,17 @@ PLACE = Exercise(
     "a sum; a SiLU and a norm do not. The vocabulary-parallel embedding is a split by rows in "
     "disguise, as its input is a vector with a single one. This reference leaves the norms whole "
     "on every rank.",
+    hints=(
+        "For each layer of the example, write down which of the three things a rank has after it. "
+        'Then find the next layer in the table and read its column "works on". What follows the '
+        "last layer?",
+        "Walk along the chain and keep track of the state: whole, features, or summands. A "
+        "`column` sets it to features, and an `embedding` or a `row` sets it to summands. If the "
+        "next layer does not work on the state, or the chain ends, a collective makes it whole: "
+        "an all-gather for features, an all-reduce for summands.",
+        '`works_on = {"features": ("silu", "scale", "attention", "row"), "summands": ("scale",)}` '
+        "lists for each state the layers that need no collective before them. A collective sends "
+        "`passes * (ranks - 1) * tokens * width * 2 // ranks` bytes, with the width of the layer "
+        "before it.",
+    ),
 )

@@ -177,4 +177,16 @@ RING = Exercise(
     "rank, less than two tensors for any N, while the steps grow with N. Each chunk is summed "
     "once, in its own order, so all ranks end with the same bits. A chunk may be empty; its "
     "message still takes its turn. This reference sends numbers as they are.",
+    hints=(
+        "Play steps 0 and 1 with 3 ranks on paper, with `first` = 0. Which chunk does rank 1 get "
+        "in step 0, and which one does it send in step 1?",
+        "From step 1 on, through both halves, a rank sends the chunk that it got in the step "
+        "before. In the first half the chunk that comes is added to the rank's own, and in the "
+        "second half it replaces the rank's own. Collect all messages of a step before any chunk "
+        "changes, and never change a tensor that was sent.",
+        "`chunk = (rank + first - step) % len(tensors)` is the chunk that `rank` sends in both "
+        "halves, where `step` counts from 0 to 2 (N − 1) − 1. Cut the tensors with "
+        "`tensor.tensor_split(len(tensors))`. Add with `+` and not with `+=`, which would change "
+        "messages that were sent before.",
+    ),
 )

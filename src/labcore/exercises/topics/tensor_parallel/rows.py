@@ -188,4 +188,15 @@ ROW = Exercise(
     "ranks compute one and the same loss. Rank 0 adding the bias to its summand gives the same "
     "sum, but then in half precision the bias is rounded with one summand, and rank 0 runs another "
     "program than the others. This reference leaves the outputs whole on every rank.",
+    hints=(
+        "Write the output 16 of the example as a sum of three numbers. Then ask for each of the "
+        "five results whether a rank has only its own part or the whole.",
+        "Add up the summands, then add the bias once. Each summand enters the output with factor "
+        "1, so each rank uses the whole `upstream` for its own parts, and nothing is summed over "
+        "ranks or divided by their number in the backward pass. The gradient of the bias sums "
+        "`upstream` over the rows and is the same on all ranks.",
+        "`upstream.T @ x_r` is the gradient of a rank's part of the weight, where `x_r` is one of "
+        "the pieces `x.chunk(ranks, 1)`. `upstream @ w_r` is the gradient of its part of x, with "
+        "the matching piece `w_r` of `weight.chunk(ranks, 1)`.",
+    ),
 )
