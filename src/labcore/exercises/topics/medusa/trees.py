@@ -170,11 +170,10 @@ SPARSE_TREE = Exercise(
     hints=(
         "In the example, the tree starts with (0,). Which nodes could come next, and how likely "
         "is each of them to be accepted?",
-        "On average, a node brings as many tokens as its chance to be accepted, which is the "
-        "product of the rates on its path. Keep a pool of nodes that are not in the tree but "
-        "whose parents are. Move the most likely node of the pool into the tree, add its children "
-        "to the pool, and repeat until the budget is used up. No node is more likely than its "
-        "parent, so this gives the best tree.",
+        "A node adds its chance to be accepted to the expected tokens, and this chance is the "
+        "product of the rates on its path. Start with a pool of all paths of one rank, move the "
+        "most likely path of the pool into the tree, add its children to the pool, and repeat "
+        "until the budget is used up or the pool is empty.",
         "`later[b, len(path) - 1, path[-1]]` holds the rates of all children of `path`, found by "
         "the length of the path and its last rank. Multiply them by the chance of `path`. Use "
         "this line only if `len(path) <= later.shape[1]`, since a path of K ranks has no "

@@ -146,10 +146,10 @@ AFTER_BLOCK = Exercise(
         "For one request, list the tokens that each model has read by the end of the block. Which "
         "drafted token did the draft model never read? And what did it read if nothing was "
         "drafted?",
-        "For each model, count how many tokens of the new text its cache holds. For the target "
-        "this is the context and the accepted tokens. For the draft model it is the smaller of "
-        "that number and the number of tokens that it has read. The model keeps the block's slots "
-        "below this count, and the rest of the text is what it reads next.",
+        "Count how many tokens of the new text each cache holds. For the target, these are the "
+        "context and the accepted tokens. For the draft model, take the smaller of the target's "
+        "count and the number of tokens that the draft model has read. Each model keeps the "
+        "block's slots below its own count and reads the rest of the text next.",
         "`have = min(known + len(paths[b]), known + len(drafts[b]) - 1) if drafts[b] else "
         "cached[b]` is the draft model's count after the block, where `known` is "
         "`len(contexts[b])`. It keeps the slots from `cached[b]` to `have - 1` and reads the text "
