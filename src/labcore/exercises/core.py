@@ -97,7 +97,7 @@ def kept(check: Check) -> Check:
         if options.get("patient") is not None:  # a graded cell's own check
             return outcome
         task = f"{self.id.partition('.')[2].replace('_', ' ')}, {self.points} points"
-        if not outcome.passed and getattr(self, "hints", ()):
+        if not outcome.passed and getattr(self, "hints", None):
             stuck = "Stuck? Replace check(...) with hint(): each attempt opens one hint more."
             outcome = replace(outcome, repeat="\n".join(filter(None, (outcome.repeat, stuck))))
         if outcome.kind != "unavailable":

@@ -357,7 +357,7 @@ OTHERS: list[tuple[Exercise, Callable[..., Any], str]] = [
     (SHIFTED_LABELS, nothing_to_learn, "numbers differ"),
     (TREE_MASK, prefix_alone, "the returned mask"),
     (SPARSE_TREE, best_node, "the returned trees"),
-    (COMPACT, as_it_was, "the returned cache"),
+    (COMPACT, as_it_was, "the returned"),
 ]
 
 

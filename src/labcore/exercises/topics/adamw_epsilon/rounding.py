@@ -48,12 +48,28 @@ def _grid(
     return torch.where(torch.isfinite(x), rounding(x / spacing, u) * spacing, x)
 
 
+def _one_coin(x: Tensor, bits: int, seed: int) -> Tensor:
+    """The reference with the same random bits for all elements."""
+    drop = 23 - bits
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randint(0, 1 << drop, (1,), dtype=torch.int32, generator=generator)
+    rounded = ((x.contiguous().view(torch.int32) + noise) & -(1 << drop)).view(torch.float32)
+    return torch.where(torch.isfinite(x), rounded, x)
+
+
+def _one_spacing(x: Tensor, bits: int, seed: int) -> Tensor:
+    """Round to multiples of 2**-bits, whatever the size of x."""
+    u = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return ((x.double() * 2**bits + u).floor() / 2**bits).float()
+
+
 def _copies(seed: int) -> list[dict[str, Any]]:
     """Cases of x [16, 8192], with one number per row; the third repeats the seed of the first.
 
     1 + j/3, 1 + j/5 and 1 + j/7 lie between two numbers of every binary format, at least a seventh
     of the spacing from each. Where one of them is nearer to the lower neighbor, its
-    mirror image, such as 2 − j/3, is nearer to the upper one.
+    mirror image, such as 2 − j/3, is nearer to the upper one. With each of BITS, one coin for all
+    elements rounds some of the numbers differently with the two seeds.
     """
     chance = random.Random(seed)
     rows = [0.0, -1.5, math.inf, -math.inf]
@@ -61,8 +77,14 @@ def _copies(seed: int) -> list[dict[str, Any]]:
         share = chance.randrange(1, parts) / parts
         for number in (1 + share, 2 - share, -1 - share, share - 2):
             rows.append(number * 2.0 ** chance.randint(-12, 12))
-    x = torch.tensor(rows)[:, None].expand(-1, COPIES)
-    first, second = chance.sample(range(2**31), 2)
+    numbers = torch.tensor(rows)
+    x = numbers[:, None].expand(-1, COPIES)
+    first = second = 0
+    while any(
+        torch.equal(_one_coin(numbers, bits, first), _one_coin(numbers, bits, second))
+        for bits in BITS
+    ):
+        first, second = chance.sample(range(2**31), 2)
     return [{"x": x.clone(), "seed": coins} for coins in (first, second, first)]
 
 
@@ -202,10 +224,23 @@ ROUND_BY_CHANCE = Exercise(
             "You round to the 7 fraction bits of bfloat16, whatever `bits` is.",
         ),
         Mistake(
+            "one spacing",
+            _one_spacing,
+            "Your results are 2^−bits apart, whatever the size of x. That is the spacing at "
+            "1 ≤ |x| < 2: larger numbers of the format stand farther apart, smaller ones closer "
+            "together.",
+        ),
+        Mistake(
             "cast to bfloat16",
             lambda x, bits, seed: x.bfloat16().float() + 0 * (bits + seed),
             "You return the nearest number of bfloat16. Its cast knows neither your `bits` nor "
             "chance.",
+        ),
+        Mistake(
+            "one coin",
+            _one_coin,
+            "You draw a single random number and use it for every element. Within a call the "
+            "errors then all go the same way and do not average out.",
         ),
         Mistake(
             "seed ignored",

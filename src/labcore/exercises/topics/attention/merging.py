@@ -103,6 +103,13 @@ _MISTAKES = [
     Mistake("zero times NaN", ("out.masked_fill(empty[..., None], 0.0)", "out"),
             "What an empty part's output holds reaches your result. A weight of 0 does not help: "
             "0 times NaN is NaN."),
+    Mistake("zero times NaN, empty queries cleared",
+            [("out.masked_fill(empty[..., None], 0.0)", "out"),
+             ("sums / divisor[:, None]",
+              "(sums / divisor[:, None]).masked_fill(empty.all(0)[:, None], 0.0)")],
+            "You clear the output of a query that sees no key at all. Where it sees keys of other "
+            "parts, a NaN in the output of an empty part still reaches your result: 0 times NaN "
+            "is NaN."),
     Mistake("nothing guarded",
             [("top.masked_fill(empty.all(0), 0.0)", "top"),
              ("out.masked_fill(empty[..., None], 0.0)", "out")],

@@ -13,6 +13,7 @@ from labcore.exercises.mistakes import Mistake
 __all__ = ["LARGEST_TILE"]
 
 SMALLEST = 16  # keys: the least that a matrix unit takes
+POWERS, OTHERS = (64, 128), (72, 80, 96, 112)  # widths of a head
 RATIOS, STAGES = (2, 4, 8), (3, 4, 5)
 SINGLE = 4  # bytes per float32
 
@@ -37,15 +38,17 @@ def _cases(seed: int) -> list[dict[str, Any]]:
     """Draw memories for each ratio and number of stages.
 
     A power of two of keys fills one to the last byte, 48 or 96 keys fill another, and a third is
-    one byte short of 16 keys.
+    one byte short of 16 keys. One of the first two has a head as wide as a power of two.
     """
     chance = random.Random(seed)
     cases = [{"sram": chance.randint(500, 1500), "head_dim": 200, "itemsize": 2}]
     for ratio, stages in itertools.product(RATIOS, STAGES):
-        for keys, missing in (
-            (chance.choice((32, 64)), 0), (chance.choice((48, 96)), 0), (SMALLEST, 1),
+        one, other = chance.sample((POWERS, OTHERS), 2)
+        for keys, missing, widths in (
+            (chance.choice((32, 64)), 0, one), (chance.choice((48, 96)), 0, other),
+            (SMALLEST, 1, POWERS + OTHERS),
         ):  # fmt: skip
-            head_dim = chance.choice((64, 72, 80, 96, 112, 128))
+            head_dim = chance.choice(widths)
             itemsize = chance.choice((1, 2))
             width = 1 << (head_dim - 1).bit_length()
             needed = (ratio + 2 * stages) * keys * width * itemsize
@@ -80,6 +83,9 @@ _MISTAKES = [
     Mistake("width as it is", ("1 << (head_dim - 1).bit_length()", "head_dim"),
             "Your rows are `head_dim` wide. The tile's are filled up to the next power of two, "
             "and the empty columns take memory like the others."),
+    Mistake("powers doubled", ("(head_dim - 1).bit_length()", "head_dim.bit_length()"),
+            "You make a head of 64 columns 128 wide. A width that is a power of two already is "
+            "not filled up."),
     Mistake("one stage", ("2 * stages * following", "2 * following"),
             "You count keys and values once. Each of the `stages` holds a tile of its own."),
     Mistake("keys alone", ("2 * stages * following", "stages * following"),

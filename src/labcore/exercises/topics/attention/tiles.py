@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,9 @@ from labcore.exercises.mistakes import Mistake
 
 __all__ = ["COUNT_TILES"]
 
-BLOCKS = (32, 48, 64, 80, 96, 128)  # even: no odd length is a multiple
+# Even: no odd length is a multiple. None is a multiple of another: the last tile of queries, taken
+# as a full one, would reach no further tile of keys if their blocks were.
+BLOCKS = (48, 80, 112, 128, 176)
 
 
 def count_tiles(
@@ -31,10 +34,20 @@ def count_tiles(
     return whole, live - whole, tiles - live
 
 
+def _one_tile_further(queries: int) -> set[tuple[int, int]]:
+    """The pairs of BLOCKS with which a full last tile of queries would see another tile of keys."""
+    return {
+        (block_q, block_k)
+        for block_q, block_k in itertools.permutations(BLOCKS, 2)
+        if -(-queries // block_k) < -(-queries // block_q) * block_q / block_k
+    }
+
+
 def _cases(seed: int) -> list[dict[str, Any]]:
     """Draw as many queries as keys, fewer, and more for both alignments; then one query, and many.
 
-    Nearly all lengths are odd and end with a short tile.
+    Nearly all lengths are odd and end with a short tile. With each pair of BLOCKS, at least one of
+    the cases with fewer queries tells a short last tile from a full one.
     """
     chance = random.Random(seed)
 
@@ -46,8 +59,15 @@ def _cases(seed: int) -> list[dict[str, Any]]:
         length, more = odd(400, 700), 2 * odd(150, 300)
         for queries, keys in ((length, length), (length, length + more), (length + more, length)):
             cases.append({"queries": queries, "keys": keys, "alignment": alignment})
-    # With one key less than queries, tiles end at the diagonal.
-    length = odd(700, 1000)
+    pairs = set(itertools.permutations(BLOCKS, 2))
+    while pairs:
+        tried = [odd(400, 700) for _ in range(30)]
+        queries = max(tried, key=lambda length: len(pairs & _one_tile_further(length)))
+        pairs -= _one_tile_further(queries)
+        keys = queries + 2 * odd(150, 300)
+        cases.append({"queries": queries, "keys": keys, "alignment": "top_left"})
+    # With one key less than queries, tiles end at the diagonal. Those of 128 by 176 do so at 1408.
+    length = odd(1450, 1750)
     cases.append({"queries": length, "keys": length - 1, "alignment": "bottom_right"})
     cases.append({"queries": 1, "keys": odd(1500, 2500), "alignment": "bottom_right"})
     length = odd(65_536, 70_000)
@@ -93,6 +113,9 @@ _MISTAKES = [
     Mistake("stop taken for the last", ("stop + shift", "stop + shift + 1"),
             "Your tiles reach one query too far down: where the next tile begins is not where "
             "this one's last query stands."),
+    Mistake("last tile as full", ("min(first + block_q, queries)", "first + block_q"),
+            "You count the last tile of queries as if it were full. Where it is cut short, its "
+            "last query stands earlier and sees fewer keys."),
     Mistake("keys past the end",
             [("min(max(first + shift + 1, 0), keys)", "max(first + shift + 1, 0)"),
              ("for_all == keys", "for_all >= across * block_k")],

@@ -90,6 +90,10 @@ _MISTAKES = [
     Mistake("plain mean", [_LIFT, ("return together", "return mean.mean(0)")],
             "The mean counts each worker once. One with ten times the values has ten times the "
             "say."),
+    Mistake("plain mean of those that found something",
+            ("(share * mean).sum(0)", "mean.sum(0) / (count > 0).sum(0)"),
+            "Your mean counts each worker that found something once, and your variance is taken "
+            "around it. Each value of the data should count once, not each worker."),
     Mistake("means forgotten", [_LIFT, ("(within + between)", "within")],
             "The variance is the mean of the workers' variances. Two workers with a variance of 0 "
             "and the means 0 and 10 have values that are far apart: where is that in yours?"),

@@ -38,15 +38,19 @@ def _cases(seed: int) -> list[dict[str, Any]]:
 
     For each of FACTORS, the epochs of the first four cases have fractions above and below a half
     before they are rounded up. Twenty epochs or more need fewer than `factor` times as many.
+    For each of FACTORS, the first momentum times it is below 1, and the last above.
     """
     chance = random.Random(seed)
     cases = []
-    for epochs in (1, 3, 4, 5, chance.randint(20, 40)):
+    for epochs, low, high in (
+        (1, 0.02, 0.08), (3, 0.02, 0.3), (4, 0.02, 0.3), (5, 0.02, 0.3),
+        (chance.randint(20, 40), 0.26, 0.3),
+    ):  # fmt: skip
         batch = chance.choice((8, 16, 32, 50))
         cases.append(
             {
                 "lr": 10 ** chance.uniform(-3, 0),
-                "momentum": chance.uniform(0.02, 0.3),
+                "momentum": chance.uniform(low, high),
                 "epochs": epochs,
                 "rows": 61 * batch + chance.randint(batch // 2 + 1, batch - 1),
                 "batch": batch,
@@ -76,6 +80,10 @@ _MISTAKES = [
             "The momentum is multiplied by the factor. That is nearly right for a tiny momentum, "
             "and above 1 for a large factor. What is left after two updates with a momentum of "
             "0.1 is not 0.8."),
+    Mistake("momentum times factor, up to 1",
+            ("1 - (1 - momentum) ** factor", "min(1.0, momentum * factor)"),
+            "You multiply the momentum by the factor and stop at 1. A momentum of 1 would keep "
+            "nothing of the old statistics, and `factor` updates always keep some."),
     Mistake("momentum divided", ("1 - (1 - momentum) ** factor", "momentum / factor"),
             "The momentum is divided by the factor, so the statistics now forget more slowly per "
             "row by the factor twice: fewer updates, and each of them smaller."),

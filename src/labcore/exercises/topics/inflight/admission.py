@@ -143,6 +143,12 @@ ADMIT = Exercise(
             "wait for ever beside an empty pool.",
         ),
         Mistake(
+            "first batch spares none",
+            (" or taken", ""),
+            "On an idle server you let the whole first batch leave no spare blocks. Only the head "
+            "may do that, since behind it somebody has been admitted.",
+        ),
+        Mistake(
             "head passed over",
             (
                 "            break",

@@ -153,6 +153,12 @@ CHUNK = Exercise(
             "Your prompt waits when little of it is left. There is nothing more to wait for.",
         ),
         Mistake(
+            "short rest needs more",
+            ("count < min(lacking, least)", "left < least"),
+            "Where less than `least` of the budget is left, you read no prompt. One that lacks "
+            "only a few tokens may still fit.",
+        ),
+        Mistake(
             "overtaken",
             ("break", "continue"),
             "Where a prompt's chunk would be too short you go on to the next prompt. It overtakes, "
@@ -207,10 +213,10 @@ CHUNK = Exercise(
         "How many tokens does a request with 800 prompt tokens and 4 output tokens read in all? "
         "Then ask what a prompt does that lacks 10 tokens when `least` is 64.",
         "One number per request is enough: the tokens that it has read. Below the prompt's length "
-        "it is a prompt, and from there up to prompt + output − 1 it is an output that reads 1 "
-        "token. In each step outputs take their tokens off the budget first, and prompts share "
-        "the rest in order. Add the tokens of the step to these numbers only when the step is "
-        "planned.",
+        "it is a prompt. From there on it is an output that reads 1 token per step, until it has "
+        "read prompt + output − 1 tokens. In each step outputs take their tokens off the budget "
+        "first, and prompts share the rest in order. Add the tokens of the step to these numbers "
+        "only when the step is planned.",
         "`if count < min(lacking, least): break`, with `count = min(lacking, chunk, left)`, stops "
         "all further prompts where a chunk would be too short. `lacking` is what the prompt has "
         "not read, and `left` is the budget that remains. A prompt that lacks fewer than `least` "

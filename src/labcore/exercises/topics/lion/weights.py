@@ -41,6 +41,8 @@ def _drifted_wrongly(fault: str) -> Callable[..., Tensor]:
         if fault == "no decay":
             return weight - lr * steps * sign
         kept = (1 - lr * decay) ** steps
+        if fault == "steps without length":
+            kept = torch.exp(-lr * decay * steps)
         way = (1 - kept) / decay if decay else lr * steps
         if fault == "way without decay":
             way = lr * steps
@@ -81,6 +83,8 @@ DRIFT = Exercise(
             "part of the weight in the next step and shrinks with it.",
             "decay after the move": "The move of a step shrinks in that same step. In the rule "
             "the decay acts on the weight that the step found.",
+            "steps without length": "Your weight shrinks by exp(−lr · decay · steps), as it would "
+            "in infinitely many small steps. Each real step multiplies it by 1 − lr · decay.",
             "one step short": "One step is missing. There are as many steps as rates.",
             "first step only": "Only the first step is made. Does the `return` stand inside the "
             "loop?",
@@ -128,10 +132,15 @@ def _rated_wrongly(fault: str) -> Callable[..., Tensor]:
         fraction, exponent = torch.frexp(weight.abs())
         bits = {"fp16's bits": 10, "hidden bit counted": bits + 1}.get(fault, bits)
         gap = 2.0 ** (exponent.double() - 1 - bits)
-        if fault == "gap in proportion":
+        if fault in ("gap in proportion", "half an epsilon of the weight"):
             gap = weight.abs() * 2.0**-bits
         outward = weight * direction > 0
-        dense = {"other side": outward, "direction below zero": direction < 0}.get(fault, ~outward)
+        sides = {
+            "other side": outward,
+            "direction below zero": direction < 0,
+            "denser on both sides": torch.ones_like(outward),
+        }
+        dense = sides.get(fault, ~outward)
         if fault not in ("one gap for both sides", "gap in proportion", "one whole gap"):
             gap = torch.where((fraction == 0.5) & dense, gap / 2, gap)
         return gap if fault in ("whole gap", "one whole gap") else gap / 2
@@ -183,10 +192,15 @@ STALL = Exercise(
             "the point is not among the `bits`.",
             "one gap for both sides": "On one side of some weights the distance is another. Think "
             "of 1.0: which numbers stand next to it, above and below?",
+            "denser on both sides": "At a power of two you halve the distance in both directions. "
+            "Only the neighbor toward zero is nearer.",
             "other side": "At a power of two one side is indeed twice as dense, and it is the "
             "other one. In which direction do the exponents fall?",
             "gap in proportion": "The distance grows with the weight in proportion. Between two "
             "powers of two the numbers stand evenly.",
+            "half an epsilon of the weight": "You multiply half an epsilon by the weight's own "
+            "size. That is right at powers of two only: from one of them to the next, the distance "
+            "between neighbors stays the same.",
         }.items()
     ],
     cases=_rate_cases,

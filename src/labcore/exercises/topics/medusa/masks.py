@@ -73,6 +73,11 @@ _MISTAKES = [
             ("mask[node] = mask[parent + 1]",
              "mask[node, :prefix] = mask[node, prefix + parent + 1] = 0"),
             "Of the nodes above it each of yours sees its parent and no other."),
+    Mistake("root and parent alone",
+            ("mask[node] = mask[parent + 1]",
+             "mask[node, : prefix + 1] = mask[node, prefix + parent + 1] = 0"),
+            "Your nodes see the prefix, the root, their parent, and themselves. The nodes between "
+            "the root and the parent are part of their past too."),
     Mistake("not itself", ("    return", "    mask.diagonal(prefix)[1:] = -torch.inf\n    return"),
             "Your nodes do not see themselves."),
     Mistake("root unseen", ("    return", "    mask[1:, prefix] = -torch.inf\n    return"),

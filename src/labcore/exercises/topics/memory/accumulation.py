@@ -69,6 +69,9 @@ _MISTAKES = [
             ("devices * n / total", "devices * n / max(sum(parts) / devices, 1)"),
             "You divide by the tokens of the part's own device. A token on a device with few of "
             "them then weighs more than one elsewhere."),
+    Mistake("own tokens, averaged", ("devices * n / total", "n / sum(parts)"),
+            "You divide by the tokens of the part's own device and leave the rest to the "
+            "averaging. Each device then weighs the same, however few tokens it predicts."),
     Mistake("average left in", ("devices * n / total", "n / total"),
             "Your gradient is too small by the number of devices. After the backward passes their "
             "gradients are not added but averaged."),

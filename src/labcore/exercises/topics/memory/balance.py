@@ -59,6 +59,13 @@ def _own_choices(student: int) -> Mapping[str, Any]:
     return {"k": chance.choice(CHOICES) if student else 2}
 
 
+def _row_by_row(logits: Tensor, real: Tensor, bias: Tensor, *, k: int) -> Tensor:
+    """The mean of the losses of the rows that have tokens."""
+    rows = [row for row in range(len(real)) if real[row].any()]
+    losses = [balance(logits[:, [row]], real[[row]], bias, k=k) for row in rows]
+    return torch.stack(losses).mean() if losses else logits.new_zeros(())
+
+
 # The order of product and mean decides the last bits.
 _EACH = ("experts * (load * means).sum(-1).mean()", "(experts * (load * means).sum(-1)).mean()")
 _MISTAKES = [
@@ -97,6 +104,9 @@ _MISTAKES = [
              "    load /= k\n    return (")],
             "You take the mean of each row and then of the rows, so that a token of a short row "
             "weighs more. Each real token counts alike."),
+    Mistake("row by row", _row_by_row,
+            "You compute a loss for each row and average these losses. Experts may be used "
+            "unevenly in a row: only their use over the real tokens of all rows has to be even."),
     Mistake("layers joined", ("load * means", "load.mean(0) * means.mean(0)"),
             "You join the layers before the product. One that overloads an expert and one that "
             "starves it then cancel, and the loss sees nothing."),

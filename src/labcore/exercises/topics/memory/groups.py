@@ -44,6 +44,9 @@ def _cases(seed: int) -> list[dict[str, Any]]:
         codes[torch.rand(shape, generator=generator) < 0.1] = 7.7
         place = torch.randint(0, group, (rows, count, 1), generator=generator)
         codes.scatter_(-1, place, -8.0)
+        # In a low half, with an odd code in the high one, sums of codes that are not cut carry.
+        beside = (place + 1) % (group // 2)
+        codes.scatter_(-1, beside, 7.7).scatter_(-1, beside + group // 2, 3.0)
         steps = 0.01 + torch.rand(rows, count, 1, generator=generator)
         steps *= torch.where(torch.rand(rows, count, 1, generator=generator) < 0.5, -1.0, 1.0)
         weight = codes * steps
@@ -92,6 +95,11 @@ _MISTAKES = [
     Mistake("no clamp", ("codes.clamp(0, 15)", "codes.int()"),
             "Some of your codes are 16, and the bit too many spoils the code that shares their "
             "byte, or is lost. Code 15 is the last."),
+    Mistake("no clamp, added up",
+            [("codes.clamp(0, 15)", "codes.int()"), ("low | high << 4", "low + (high << 4)")],
+            "Some of your codes are 16, and 15 is the last: there are only 7 steps on the side "
+            "away from the largest magnitude. In a byte, the bit too many is added to the other "
+            "code or lost."),
     Mistake("neighbours", ("codes.chunk(2, dim=-1)", "codes[..., ::2], codes[..., 1::2]"),
             "In a byte of yours two neighbours stand. Here it holds one code of the group's first "
             "half and one of its second."),

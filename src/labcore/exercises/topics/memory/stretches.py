@@ -56,6 +56,28 @@ def _equal(layers: int, every: int) -> list[int]:
     return [every] * (layers // every) + [layers % every] * (layers % every > 0)
 
 
+def _extended(inputs: Sequence[int], kept: Sequence[int], most: int | None) -> list[int]:
+    """Extend the division of a shorter model with the smallest peak, for each number of stretches.
+
+    Of equal peaks, the one that leaves fewer bytes waiting is extended.
+    """
+    del most
+    layers = len(inputs)
+    # (layers, stretches) -> peak, bytes that wait, lengths
+    best: dict[tuple[int, int], tuple[int, int, list[int]]] = {(0, 0): (0, 0, [])}
+    for end in range(1, layers + 1):
+        for count in range(1, end + 1):
+            found = []
+            for start in range(count - 1, end):
+                if (start, count - 1) in best:
+                    highest, waiting, lengths = best[start, count - 1]
+                    held = waiting + sum(inputs[start:end]) + sum(kept[start:end])
+                    longer = [*lengths, end - start]
+                    found.append((max(highest, held), waiting + inputs[start], longer))
+            best[end, count] = min(found)
+    return min(best[layers, count] for count in range(1, layers + 1))[2]
+
+
 @functools.cache
 def _drawn(seed: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
     """Draw inputs and kept of very different layers, such that no two answers have equal peaks."""
@@ -151,6 +173,10 @@ _MISTAKES = [
     Mistake("inner inputs left out", [("sum(inputs[start:end])", "inputs[start]"), _FEWEST],
             "Of a stretch at work you count the first layer's input alone. Once it is recomputed, "
             "the inputs of its other layers stand too."),
+    Mistake("best start extended", _extended,
+            "For each number of stretches you keep only the division of the first layers with the "
+            "smallest peak. One with a larger peak may leave fewer bytes waiting, and that can "
+            "lower the peak of the whole."),
 ]  # fmt: skip
 
 STRETCHES = Exercise(

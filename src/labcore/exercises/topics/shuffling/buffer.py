@@ -62,6 +62,14 @@ _EDITS: dict[str, Change] = {
         ("out.append(slots[slot])", "slots.append(row)"),
         ("slots[slot] = row", "out.append(slots.pop(slot))"),
     ],
+    "new row can be picked": [
+        ("% size", "% (size + 1)"),
+        (
+            "out.append(slots[slot])\n        slots[slot] = row",
+            "slots.append(row)\n        slots[slot], slots[-1] = row, slots[slot]\n"
+            "        out.append(slots.pop())",
+        ),
+    ],
     "picks begun anew": ("len(out)] % len(slots)", "len(out) - max(0, rows - size)] % len(slots)"),
     "few rows unmixed": (
         "while slots:",
@@ -90,6 +98,8 @@ _HINTS = {
     "end, as list.pop and append do it. While rows arrive, each takes the very slot that was left.",
     "new row among the drawn": "The row that arrives is among those that are drawn from: there is "
     "a slot more than `size`, and a row may go out in the step in which it came.",
+    "new row can be picked": "Your pick chooses among `size` + 1 rows, and the one that has just "
+    "arrived is one of them. It must not go out in the step in which it arrives.",
     "picks begun anew": "The rows go out rightly until the last one has come in; then the picks "
     "are used from the first one again. Each pick serves once.",
     "few rows unmixed": "With no more rows than slots the rows go out as they came. The buffer "

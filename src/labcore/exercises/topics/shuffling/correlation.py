@@ -86,6 +86,12 @@ _EDITS: dict[str, Change] = {
     "variance of the means": ("(spread - (batches - 1) * within) / weight", "means.var()"),
     "below zero": (".clamp(min=0.0)", ""),
     "NaN let through": ("counts > 1", "counts > 0"),
+    "single rows left out": (
+        "    rows, batches",
+        "    kept = counts > 1\n"
+        "    counts, means, variances = counts[kept], means[kept], variances[kept]\n"
+        "    rows, batches",
+    ),
     "share of the noise": ("between / (between + within)", "between / within"),
     "rows independent": ("between + within / size", "(between + within) / size"),
     "variance of a row": ("between + within / size", "between + within"),
@@ -119,6 +125,8 @@ _HINTS = {
     "is negative there. The task says what to return.",
     "NaN let through": "A batch of a single row has NaN for a variance, and NaN times 0 is NaN. "
     "Such a batch says nothing about σ_w²; its mean still counts.",
+    "single rows left out": "You leave out batches of one row from the start. They have no "
+    "variance, but their means and rows count all the same.",
     "share of the noise": "Your first result is the ratio of the two variances. The correlation "
     "is a share: of the variance of a row, which part do its neighbors in the batch have too?",
     "rows independent": "Your variance is that of `size` independent rows. The u of a batch is "

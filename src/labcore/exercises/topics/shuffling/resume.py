@@ -74,6 +74,7 @@ _EDITS: dict[str, Change] = {
         ("batches[taken:]", "batches"),
     ],
     "dealt anew": ("if workers_after == workers", "if False"),
+    "first rows dropped": ("batches[taken:]", "dealt(order[taken * batch :], workers)"),
     "one reader": ("dealt(order, workers)", "dealt(order, 1)"),
     "pieces of the order": (
         "lanes = [rows[worker::count] for worker in range(count)]",
@@ -105,6 +106,9 @@ _HINTS = {
     "dealt anew": "No row is lost and none comes twice, but the rows that are left were dealt to "
     "the workers anew. With the same number of workers the batches should be those of a run that "
     "was never stopped.",
+    "first rows dropped": "You drop as many rows as were trained on, but from the front of "
+    "`order`, and deal the rest anew. The rows of a batch are all one worker's, so they do not "
+    "stand side by side in `order`.",
     "one reader": "Your batches are consecutive pieces of `order`, as if one reader made them all. "
     "Each worker makes batches of its own rows, so other rows have been trained on than you count.",
     "pieces of the order": "Each of your workers reads one piece of `order` from end to end. The "

@@ -119,6 +119,11 @@ _MISTAKES = [
     Mistake("old hole forgotten", ("range(had,", "range(known - 1 if drafted else had,"),
             "Your draft model's slots begin with the last token of the context. In some rows it "
             "lacked more than that and has read it in this block."),
+    Mistake("cached ignored",
+            ("known, accepted = len(context), len(path)",
+             "known, accepted, had = len(context), len(path), len(context) - 1"),
+            "You take both caches to have held all but the last token of the context. In some "
+            "rows the draft model's holds less: `cached` says how much."),
     Mistake("shortest row for all",
             [("len(path)", "min(map(len, paths))"),
              ("*drafted[:accepted], new]", "*[*drafted[: len(path)], new][: accepted + 1]]")],

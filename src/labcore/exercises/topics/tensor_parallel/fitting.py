@@ -66,6 +66,8 @@ def _counts(fault: str, ranks: int) -> tuple[float, float]:
         messages = 1.0
     if fault == "whole tensors":
         sent = 1.0
+    if fault == "whole tensor in each message":
+        sent = messages
     if fault == "one chunk":
         sent = 1 / ranks
     if fault == "one half":
@@ -163,6 +165,8 @@ _HINTS = {
     "one message, and a ring sends one after the other.",
     "whole tensors": "Your time a byte is for the bytes of the tensor. A rank sends others: chunks "
     "of it, again and again.",
+    "whole tensor in each message": "Each of your messages has all the bytes of the tensor. A ring "
+    "cuts the tensor into one piece per rank, and a message is one piece.",
     "one chunk": "You count the bytes of one chunk. A rank sends one in each step.",
     "one half": "You count the messages of an all-gather. An all-reduce is two such passes.",
     "N steps a half": "Your ring has N steps in each half. A sum of N summands takes one less.",

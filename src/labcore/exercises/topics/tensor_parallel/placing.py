@@ -174,6 +174,12 @@ PLACE = Exercise(
             "Your places are right. Your bytes are those of the tensor behind the next layer.",
         ),
         Mistake(
+            "width of the layer that needs it",
+            ("tokens * width", 'tokens * [*layers, ("end", width)][place][1]'),
+            "Your places are right. Your bytes are counted with the width of the layer that needs "
+            "the tensor. What is sent is what the layer before it gives.",
+        ),
+        Mistake(
             "numbers",
             ("width * 2", "width"),
             "Your places are right. Where bytes are asked for you count numbers.",

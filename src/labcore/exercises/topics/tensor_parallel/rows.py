@@ -92,7 +92,11 @@ def _wrongly(fault: str) -> Callable[..., _Lists]:
             outputs = [one + bias for one in summands]
         if fault == "side by side":
             outputs = [torch.cat(summands, 1) + bias.repeat(ranks)] * ranks
-        times = {"backward sums again": ranks, "gradients averaged": 1 / ranks}.get(fault, 1)
+        times = {
+            "backward sums again": ranks,
+            "upstream summed": ranks,
+            "gradients averaged": 1 / ranks,
+        }.get(fault, 1)
         x_parts = [times * upstream @ part for part in weights]
         if fault == "whole gradient of x":
             x_parts = [upstream @ weight] * ranks
@@ -149,6 +153,8 @@ _HINTS = {
     "that belong to other inputs.",
     "backward sums again": "Your gradients are too large by the number of ranks. All ranks have "
     "the whole output, so the gradient that comes back is whole on each of them already.",
+    "upstream summed": "You add up the ranks' upstream gradients before you use them for x and "
+    "the weight. All ranks compute the same loss, so each has the whole gradient already.",
     "gradients averaged": "You divide gradients by the number of ranks. Each rank's are those of "
     "its own weights, and nobody else has others for the same.",
     "bias gradients summed": "The gradient of your bias is that of all ranks together. Each rank "
