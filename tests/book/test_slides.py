@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ import nbformat
 import pytest
 
 from labcore.book import runs, slides
-from labcore.book.slide_outline import LINES, ROOM, outline
+from labcore.book.slide_outline import FEWEST, LINES, ROOM, SLACK, outline
 from labcore.ui import Slider, explore, verdicts
 from tests.book import html_checks
 
@@ -95,7 +96,7 @@ def test_long_output_is_cut_at_lines_that_are_not_indented() -> None:
     found = made("# A\n\nhead", printed("\n".join(lines) + "\n"))
     whole = [re.findall(r"line \d+", slide.markup) for slide in found]
     assert [line for part in whole for line in part] == [f"line {n}" for n in range(70)]
-    assert max(map(len, whole)) <= LINES and all(slide.height <= ROOM for slide in found)
+    assert max(map(len, whole)) <= LINES and all(slide.height <= ROOM + SLACK for slide in found)
     assert all(int(part[0].split()[1]) % 7 == 0 for part in whole if part)
     assert "<b>" not in "".join(slide.markup for slide in found)
 
@@ -125,6 +126,33 @@ def test_long_code_and_tables_continue_on_another_slide() -> None:
     found = made(f"# A\n\nhead\n\n| a | b |\n|---|---|\n{wide}")
     tables = [slide.text for slide in found if "|---|" in slide.text]
     assert len(tables) >= 2 and sum(t.count("long text long") // 6 for t in tables) == 20
+
+
+def test_code_is_cut_between_statements_and_leaves_no_short_rest() -> None:
+    arguments = ",\n".join(f"    argument_{n}: int = {n} > 0" for n in range(14))
+    body = "\n".join(
+        f"    if argument_{n}:\n        x = [\n            {n},\n        ]" for n in range(5)
+    )
+    last = "@decorated\ndef last():\n    x = 1\n    return x"
+    code = f"def long(\n{arguments},\n) -> None:\n{body}\n\n\n{last}"
+    source = '<figure class="labcore-source"><figcaption>f</figcaption><div><pre>'
+    marked = "\n".join(f"<span>{html.escape(line)}</span>" for line in code.split("\n"))
+    found = made("# A\n\nhead", html_of(f"{source}{marked}</pre></div></figure>\n"))
+    parts = [re.sub(r"<[^>]+>", "", s.markup.split("<pre>")[1]) for s in found if s.markup]
+    begins = [part.lstrip("\n").split("\n")[0].strip() for part in parts]
+    assert len(parts) > 1 and begins[0] == "def long("
+    assert all(line.startswith(("if argument", "@decorated")) for line in begins[1:])
+    assert min(part.strip().count("\n") + 1 for part in parts) >= FEWEST
+
+
+def test_rows_are_spread_and_a_short_rest_joins_the_slide_above() -> None:
+    rows = "".join(f"<tr><td>{n}</td></tr>" for n in range(17))
+    table = f"<table><thead><tr><th>n</th></tr></thead><tbody>{rows}</tbody></table>"
+    found = made("# A\n\nhead", html_of(f'<div class="labcore-table">{table}</div>'))
+    counts = [slide.markup.count("<td>") for slide in found if slide.markup]
+    assert sum(counts) == 17 and min(counts) >= 6
+    figure = made("# A\n\nhead", FIGURE, printed("\n".join("abc") + "\n"), "```\nlast\n```")
+    assert len(figure) == 1 and "last" in figure[0].markup
 
 
 def test_an_empty_section_lists_what_comes() -> None:

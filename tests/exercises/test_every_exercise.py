@@ -22,6 +22,7 @@ from labcore.exercises.matching import difference
 from labcore.exercises.mistakes import Mistake
 from labcore.exercises.topics.lion import MASKED_STEP
 from tests.exercises.draws import answers
+from tests.exercises.reasons import with_reasons
 
 SOAK = os.environ.get("LABCORE_SOAK") == "1"
 ALL = {slug: load(slug) for slug in slugs()}
@@ -154,13 +155,30 @@ def test_the_solution_is_the_reference_with_its_reason(exercise: Exercise) -> No
 @each_clinic
 def test_right_diagnosis_passes_and_every_swap_of_two_fails(clinic: Clinic, seed: int) -> None:
     for student in (0, seed, student_seed("secret", str(seed))):
-        right = clinic.diagnoses(student)
-        assert sorted(right.values()) == sorted(clinic.faults)
+        names = clinic.diagnoses(student)
+        assert sorted(names.values()) == sorted(clinic.faults)
+        right = with_reasons(clinic, names)
         assert clinic.check(right, student=student).passed
         for one, other in itertools.combinations(right, 2):
             outcome = clinic.check({**right, one: right[other], other: right[one]}, student=student)
-            assert outcome.kind == "known mistake" and outcome.mistake in (right[one], right[other])
+            assert outcome.kind == "known mistake" and outcome.mistake in (names[one], names[other])
             assert clinic.faults[outcome.mistake].symptom in outcome.message
+
+
+@each_clinic
+def test_a_reason_has_to_hold(clinic: Clinic, seed: int) -> None:
+    names = clinic.diagnoses(seed)
+    right = with_reasons(clinic, names)
+    columns = clinic.patients(seed)["healthy"]
+    healthy = [
+        (label, name, column, at)
+        for label, name in names.items()
+        for column in columns
+        for at in set(clinic.axis) - set(clinic.telling(name).get(column, []))
+    ]
+    for label, name, column, at in random.Random(seed).sample(healthy, 8):
+        outcome = clinic.check({**right, label: (name, column, at)}, student=seed)
+        assert outcome.kind == "wrong" and f'with "{name}" looks healthy' in outcome.message
 
 
 @each_clinic

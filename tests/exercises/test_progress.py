@@ -52,7 +52,7 @@ def test_stubs_graded_cells_and_single_patients_are_no_attempts(mine: Path) -> N
         raise NotImplementedError
 
     lion.TRANSFER.check(stub)
-    lion.CLINIC.check(lion.CLINIC.diagnoses(), patient="A")
+    lion.CLINIC.check({"A": ("betas swapped", "no gradient", 1)}, patient="A")
     assert "after" not in repr(Progress("lion")) and "0 of 5 tasks" in repr(Progress("lion"))
     assert json.loads((mine / "progress" / "lion.json").read_text())[1]["attempts"] == 0
 

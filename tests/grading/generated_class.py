@@ -17,6 +17,7 @@ from itertools import cycle
 from typing import Any
 
 from labcore.exercises.topics.lion import CLINIC, DRIFT, MASKED_STEP, STALL, TRANSFER
+from tests.exercises.reasons import with_reasons
 from tests.labs import mini
 
 SLUG = "lion"
@@ -230,7 +231,9 @@ def _answers(number: int, chance: random.Random) -> tuple[str, str, set[str]]:
         if given.get(patient) == name:
             right.add(patient.lower())
     order = chance.sample(sorted(given), len(given))
-    shown = {patient: given[patient] for patient in order}
+    known = {patient: name for patient, name in given.items() if name in CLINIC.faults}
+    reasons = with_reasons(CLINIC, known)
+    shown = {patient: reasons.get(patient, given[patient]) for patient in order}
     if chance.random() < 0.5:
         return f"def diagnose():\n    return {shown!r}", kind, right
     return f"diagnose = {shown!r}", kind, right

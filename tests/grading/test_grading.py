@@ -244,7 +244,9 @@ def test_every_student_of_a_known_lab_gets_a_page(graded: Class) -> None:
     assert {graded.out / page for page in pages} == made
     assert "Score: 2.0 / 5.0" in page_of(graded, "half")
     assert "the kernel died" in page_of(graded, "exits")
-    assert "the file is empty" in page_of(graded, "empty")
+    for broken in ("empty", "no json", "other notebook"):
+        assert "copy your answers into a new copy of the lab" in page_of(graded, broken)
+    assert "Why: the file is empty." in page_of(graded, "empty")
 
 
 def test_neither_a_path_nor_a_page_of_feedback_names_its_student(graded: Class) -> None:
@@ -497,6 +499,8 @@ def test_notebook_refused_by_nbgrader_keeps_its_flags(
     (row,) = steps.grade(root, tmp_path / "class", tmp_path / "out", say=print)
     assert row.status == "not graded: nbgrader does not take it" and not any(row.exercises.values())
     assert row.flags == ("STUDENT is not a number; graded as 5, its final value",)
+    page = (tmp_path / "out" / row.feedback).read_text("utf-8")
+    assert "Why: nbgrader does not take it." in page and "Ask them before you hand in" in page
 
 
 def test_grades_folder_is_relative_to_where_the_command_runs(

@@ -15,6 +15,7 @@ from labcore.exercises import CheckFailedError, Clinic, student_seed
 from labcore.labs import leaks, releases, variants
 from labcore.labs.source import LabError, cell_text, nbgrader_of, read_lab
 from labcore.labs.students import name_problem, number_of
+from tests.exercises.reasons import with_reasons
 from tests.labs import mini
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -342,7 +343,7 @@ def test_the_key_is_what_the_exercises_give_for_that_number(klass: Path) -> None
                 }
                 counted += len(told)
                 if isinstance(task, Clinic):
-                    outcome = task.check(told, student=number)
+                    outcome = task.check(with_reasons(task, told), student=number)
                     assert outcome.passed, (task.id, outcome.message)
                 elif told:
                     (case, *_) = task.numbered_cases(3, number)
@@ -367,7 +368,9 @@ def answered(klass: Path, student: str, slug: str, number: int | None = None) ->
             space["STUDENT"] = number  # graded by another number than it was answered with
         if meta.get("solution") and cell["id"] == "clinic":
             # As a student does: names written down, not looked up.
-            text = f"def diagnose():\n    return {space['lion'].CLINIC.diagnoses(space['STUDENT'])}"
+            clinic = space["lion"].CLINIC
+            told = with_reasons(clinic, clinic.diagnoses(space["STUDENT"]))
+            text = f"def diagnose():\n    return {told}"
         try:
             exec(compile(text, cell["id"], "exec"), space)
         except CheckFailedError as problem:

@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import io
 import json
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from labcore import exercises
 from labcore.book import contents, explorers
-from labcore.exercises.clinic import Clinic, Curves
+from labcore.exercises.clinic import Clinic
 from labcore.labs.source import cell_text, nbgrader_of
 from labcore.ui import twin
 
@@ -38,7 +37,6 @@ HEADING = re.compile(r"^##\s+(?:\d+\.\s+)?(.+)\n?")
 POINTS = re.compile(
     r"^\*[\d.]+ points?\b[^*\n]*\*$|Each patient counts by itself, [\d.]+ points?\.", re.M
 )
-SEEN = 0.05  # of a panel's span: a visible difference from the healthy curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,38 +146,20 @@ def _run(code: str, names: dict[str, Any], file: str) -> Any:
 def key(number: int = 0, slugs: Sequence[str] = ()) -> str:
     """The instructor's key for a student number, in Markdown: each patient's fault and why.
 
-    slugs: the labs, all of the course if none is named. For each patient, the key names the panels
-    where the curve visibly differs from the healthy one, clearest first. Raises ValueError for a
+    slugs: the labs, all of the course if none is named. For each patient, the key says where the
+    curves visibly depart from the healthy ones, clearest column first. Raises ValueError for a
     lab without a clinic and for an invalid student number.
     """
     blocks = [f"# Clinics: the key for number {number}"]
     for slug in slugs or exercises.slugs():
         ill = clinic(slug)
         with _one_thread():
-            patients = ill.patients(number)
-        lines = [f"## {slug}"]
-        for label, name in ill.diagnoses(number).items():
-            panels = _telling(patients, label)
-            where = "; ".join(f'"{panel}"' for panel in panels) or "no panel by itself"
-            symptom = ill.faults[name].symptom
-            lines.append(
-                f"**{label}: {name}.** {symptom[:1].upper()}{symptom[1:]}\n\nSeen in: {where}."
-            )
-        blocks += [*lines, *filter(None, [ill.explanation])]
+            lines = [
+                f"**{label}: {name}.** {ill.reason(name)}"
+                for label, name in ill.diagnoses(number).items()
+            ]
+        blocks += [f"## {slug}", *lines, *filter(None, [ill.explanation])]
     return "\n\n".join(blocks) + "\n"
-
-
-def _telling(patients: dict[str, Curves], label: str) -> list[str]:
-    """The panels in which a patient visibly differs from the healthy one, clearest first."""
-    apart = {}
-    for panel, healthy in patients["healthy"].items():
-        every = [v for one in patients.values() for v in one[panel] if math.isfinite(v)]
-        span = max(every, default=0.0) - min(every, default=0.0)
-        pairs = list(zip(patients[label][panel], healthy, strict=False))
-        gap = max((abs(a - b) for a, b in pairs if math.isfinite(a - b)), default=0.0)
-        ended = any(math.isnan(a) != math.isnan(b) for a, b in pairs)
-        apart[panel] = 1.0 if ended else gap / span if span else 0.0
-    return sorted((p for p in apart if apart[p] >= SEEN), key=lambda panel: -apart[panel])
 
 
 class ClinicCases(SphinxDirective):

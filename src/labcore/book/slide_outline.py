@@ -6,8 +6,10 @@ speaker's notes. Nothing is written by hand for slides, so a deck says what its 
 
 from __future__ import annotations
 
+import ast
 import html
 import re
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +21,10 @@ PLOTLY_MIME = "application/vnd.plotly.v1+json"
 
 # What a 1280 by 720 slide holds, in pixels; the deck's script corrects wrong estimates.
 ROOM = 620
+SLACK = 100  # more for a short last piece; the script then makes the slide's text smaller
 LETTERS = 480  # of a paragraph
 LINES = 20  # of printed text or code
+FEWEST = 4  # lines worth a slide of their own
 COLUMNS = 96
 PROSE, ASKED = (41, 78), (50, 62)  # line height, letters per line
 CELL = (38, 100)
@@ -90,7 +94,8 @@ class _Outline:
         """Adds to the current slide if there is room, else begins another with the same title."""
         now = self._now()
         taken = now.full or (text and now.markup)
-        if taken or (now.height and now.height + height > ROOM):
+        room = ROOM + (SLACK if height <= SLACK else 0)
+        if taken or (now.height and now.height + height > room):
             now = Slide(now.title, False)
             self.slides.append(now)
         now.text = f"{now.text}\n\n{text}".strip()
@@ -119,7 +124,10 @@ class _Outline:
                 for rows, height in _table_parts(block):
                     self._put(height, text=rows)
             elif block.startswith("```"):
-                self._put(PRINTED * block.count("\n"), text=block)
+                if self._now().markup:  # no Markdown may follow it
+                    self._printed(block.partition("\n")[2].removesuffix("```"))
+                else:
+                    self._put(PRINTED * block.count("\n"), text=block)
             else:
                 now = self._now()
                 shown = not lead and not now.height
@@ -231,12 +239,14 @@ def _tall(text: str, line: int, letters: int) -> int:
 
 
 def _in_parts(rows: list[str]) -> list[tuple[list[str], int]]:
-    """A table's rows split into parts that fit, with their heights."""
+    """A table's rows split into parts of about the same height that fit, with their heights."""
+    heights = [max(_tall(TAG.sub("", row), *CELL), CELL[0]) for row in rows]
+    count = -(-sum(heights) // (ROOM - CELL[0]))
+    goal = CELL[0] + sum(heights) / max(count, 1)
     parts: list[tuple[list[str], int]] = [([], CELL[0])]
-    for row in rows:
-        height = max(_tall(TAG.sub("", row), *CELL), CELL[0])
+    for row, height in zip(rows, heights, strict=True):
         kept, so_far = parts[-1]
-        if kept and so_far + height > ROOM:
+        if kept and (so_far >= goal or so_far + height > ROOM):
             parts.append(([row], CELL[0] + height))
         else:
             parts[-1] = ([*kept, row], so_far + height)
@@ -264,7 +274,7 @@ def _code_parts(markup: str) -> list[tuple[str, int]]:
     return [
         (f"{head}{chr(10).join(part)}{tail}", len(part))
         for head, code, tail in CODE_BLOCK.findall(markup)
-        for part in _text_parts(code.strip("\n").split("\n"), html_lines=True)
+        for part in _text_parts(code.strip("\n").split("\n"), python=True)
     ]
 
 
@@ -273,15 +283,44 @@ def _height(lines: list[str]) -> int:
     return sum(max(_tall(TAG.sub("", line), 1, COLUMNS), 1) for line in lines)
 
 
-def _text_parts(lines: list[str], *, html_lines: bool = False) -> list[list[str]]:
-    """Lines split into parts that fit, if possible not before an indented line."""
-    parts: list[list[str]] = []
-    while lines:
-        fit = next((n for n in range(len(lines), 0, -1) if _height(lines[:n]) <= LINES), 1)
-        if fit < len(lines):
-            bare = [TAG.sub("", line) if html_lines else line for line in lines]
-            tidy = [n for n in range(LINES // 2, fit + 1) if not bare[n].startswith(" ")]
-            fit = tidy[-1] if tidy else fit
-        parts.append(lines[:fit])
-        lines = lines[fit:]
+def _text_parts(lines: list[str], *, python: bool = False) -> list[list[str]]:
+    """Lines split into parts that fit, if possible before an unindented line.
+
+    python: the lines are highlighted Python, which is split between statements.
+    """
+    starts = _statements(lines) if python else set()
+    starts = starts or {n for n, line in enumerate(lines) if line[:1].strip()}
+    parts, begin = [], 0
+    while begin < len(lines):
+        end = begin + 1
+        while end < len(lines) and _height(lines[begin : end + 1]) <= LINES:
+            end += 1
+        if end < len(lines):
+            end = min(end, max(len(lines) - FEWEST, begin + 1))
+            cuts = [n for n in range(begin + LINES // 2, end + 1) if n in starts]
+            end = min(cuts, key=lambda n: (_indent(lines[n]), -n), default=end)
+        parts.append(lines[begin:end])
+        begin = end
     return parts
+
+
+def _statements(lines: list[str]) -> set[int]:
+    """The places of the lines that begin a statement, with its decorators; none if it's no Python.
+
+    lines: highlighted by HTML tags.
+    """
+    text = html.unescape("\n".join(TAG.sub("", line) for line in lines))
+    try:
+        tree = ast.parse(textwrap.dedent(text))
+    except SyntaxError:
+        return set()
+    return {
+        min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))]) - 1
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt)
+    }
+
+
+def _indent(line: str) -> int:
+    bare = TAG.sub("", line)
+    return len(bare) - len(bare.lstrip())

@@ -35,9 +35,15 @@ PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 {head}<title>{lab}</title></head>
-<body><main><h1>{lab}: not graded</h1><p>{reason}.</p></main></body>
+<body><main><h1>{lab}: not graded</h1><p>Why: {reason}.</p><p>{then}</p></main></body>
 </html>
 """
+HAND_IN_AGAIN = (
+    "What to do: open the notebook in JupyterLab. If it opens, save it, and hand in the saved "
+    "file, whose name ends in .ipynb. If it does not open, copy your answers into a new copy of "
+    "the lab, save it, and hand that in."
+)
+ASK = "Your instructor sees this message too. Ask them before you hand in another file."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +179,7 @@ class ClassPlan:
             row, worth=worth, exercises=dict.fromkeys(worth, 0.0), feedback=self._below(page)
         )
         if job is None or judged is None:
-            return self._not_graded(row, page)
+            return self._not_graded(row, page, HAND_IN_AGAIN if entry.problem else ASK)
         row = replace(row, flags=(*entry.flags, *judged.concerns), timed_out=judged.stopped)
         if judged.problem:
             return self._not_graded(replace(row, status=f"not graded: {judged.problem}"), page)
@@ -200,10 +206,12 @@ class ClassPlan:
     def _below(self, page: Path) -> str:
         return page.relative_to(self._out).as_posix()
 
-    def _not_graded(self, row: Row, page: Path) -> Row:
-        """Writes a page that says why there are no points; returns the row."""
+    def _not_graded(self, row: Row, page: Path, then: str = ASK) -> Row:
+        """Writes a page that says why there are no points and what to do; returns the row."""
         reason = row.status.removeprefix("not graded: ")
-        text = PAGE.format(head=PAGE_HEAD, lab=html.escape(row.lab), reason=html.escape(reason))
+        text = PAGE.format(
+            head=PAGE_HEAD, lab=html.escape(row.lab), reason=html.escape(reason), then=then
+        )
         write_whole(page, text)
         return row
 

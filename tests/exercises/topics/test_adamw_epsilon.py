@@ -24,6 +24,7 @@ from labcore.studies.adamw_epsilon import epsilon
 from labcore.ui.figures.clinic import curves
 from tests.exercises.draws import answers, draws
 from tests.exercises.notebook import complaints_about, source
+from tests.exercises.reasons import with_reasons
 
 FUNCTIONS = (LARGEST_EPS, CONVERTED_EPS, HALF_STEP, ROUND_BY_CHANCE)
 
@@ -240,20 +241,21 @@ def test_the_patients_can_be_told_apart_by_eye() -> None:
 
 
 def test_a_wrong_diagnosis_gets_the_symptom_of_the_fault_named(seed: int) -> None:
-    right = CLINIC.diagnoses(seed)
-    assert CLINIC.check(right, student=seed).passed
-    for patient, name in itertools.product(right, CLINIC.names):
-        if name != right[patient]:
-            outcome = CLINIC.check({**right, patient: name}, student=seed)
+    names = CLINIC.diagnoses(seed)
+    assert CLINIC.check(with_reasons(CLINIC, names), student=seed).passed
+    for patient, name in itertools.product(names, CLINIC.names):
+        if name != names[patient]:
+            wrong = with_reasons(CLINIC, {**names, patient: name})
+            outcome = CLINIC.check(wrong, student=seed)
             assert CLINIC.faults[name].symptom in outcome.message
-            assert CLINIC.faults[right[patient]].symptom not in outcome.message
+            assert CLINIC.faults[names[patient]].symptom not in outcome.message
 
 
 def test_the_text_says_which_columns_share_a_scale() -> None:
     assert "the rows of the first and of the third column share a scale" in source(
         "adamw_epsilon"
     ).read_text("utf-8")
-    figure = curves(CLINIC.patients(), every=20, first=20, from_zero=True)
+    figure = curves(CLINIC.patients(), clinic=CLINIC, from_zero=True)
     for column, shared in ((1, True), (2, False), (3, True)):
         ranges = {axis.range for axis in figure.select_yaxes(col=column)}
         assert (len(ranges) == 1) == shared

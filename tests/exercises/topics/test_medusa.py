@@ -312,7 +312,7 @@ def test_the_text_has_the_clinic_s_numbers() -> None:
     assert f"Every {every} steps, from step 0 to step {steps}" in text
     assert f"{machine.REQUESTS} requests are then decoded greedily, with up to 20 tokens" in text
     assert machine.LIMIT == 20 and len(machine.PARENTS) == 7 and machine.HEADS == 3
-    assert f"every={every}" in text and f"over {machine.VOCAB} tokens" in text
+    assert f"over {machine.VOCAB} tokens" in text
 
 
 # The notebook's own rules ------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_a_line_never_lies_on_the_edge_of_its_panel() -> None:
 
 
 def test_steps_are_counted_and_few_labels_stand_under_a_panel() -> None:
-    figure = curves(EPSILON.patients(), quantity="learning rates", every=20, first=20)
+    figure = curves(EPSILON.patients(), clinic=EPSILON, quantity="learning rates")
     assert list(figure.data[0].x) == list(range(20, 3001, 20))
     for axis in figure.select_xaxes():
         assert list(axis.tickvals) == [0, 1500, 3000] and list(axis.range) == [0, 3000]

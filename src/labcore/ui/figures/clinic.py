@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from labcore.exercises.clinic import Clinic, ends, one_scale
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
@@ -19,22 +20,20 @@ LEFT = 78  # pixels left of the first column, for a patient's name
 AIR = 0.06  # margin between a panel's lines and its edges, as a share of its height
 SMALL = {"size": 11}
 TITLE = 16  # letters per line of a panel's title that fit on a phone
-WIDER = 20  # a patient whose span is more times the healthy one gets a separate axis
 
 
 def curves(
     patients: Mapping[str, Mapping[str, Sequence[float]]],
     *,
     quantity: str = "",
-    every: int = 1,
-    first: int = 0,
+    clinic: Clinic | None = None,
     from_zero: bool = False,
 ) -> go.Figure:
     """Draw the patients' curves from `Clinic.patients`; a curve has a gap where it's NaN.
 
     patients: name -> title of a panel -> curve; "healthy" is drawn dotted in every row.
     quantity: what the curves show, written beside the first column.
-    every, first: the curves hold one value per `every` steps, starting with step `first`.
+    clinic: whose patients they are. It says where the values stand; if None, in steps from 0 on.
     from_zero: whether each panel shows the value 0.
     The rows of a panel share their axis, unless a patient is far outside the healthy range.
     Raises ValueError if "healthy" or a patient is missing.
@@ -59,17 +58,18 @@ def curves(
     for row, name in enumerate(ill, 1):
         for column, panel in enumerate(panels, 1):
             corner = row == column == 1
-            steps = range(first, first + every * len(healthy[panel]), every)
+            steps = clinic.axis if clinic else range(len(healthy[panel]))
             line = {"color": PALETTE["gray"], "dash": "dot", "width": 1.5}
             _add(figure, steps, healthy[panel], "healthy", line, row, column, corner)
             line = {"color": PALETTE["vermillion"], "width": 2}
             _add(figure, steps, patients[name][panel], "patient", line, row, column, corner)
     for column, panel in enumerate(panels, 1):
-        last = len(healthy[panel]) - 1
-        middle, end = first + every * (last // 2), first + every * last
+        steps = clinic.axis if clinic else range(len(healthy[panel]))
+        middle, end = steps[(len(steps) - 1) // 2], steps[-1]
         # On a phone, more than three labels would overlap.
         figure.update_xaxes(tickvals=[0, middle, end], range=[0, end], col=column)
-        figure.update_xaxes(title={"text": "step", "font": SMALL}, row=len(ill), col=column)
+        unit = {"text": clinic.unit if clinic else "step", "font": SMALL}
+        figure.update_xaxes(title=unit, row=len(ill), col=column)
         _scale(figure, patients, panel, column, from_zero)
     for row, name in enumerate(ill, 1):
         low, high = figure.get_subplot(row, 1).yaxis.domain
@@ -95,26 +95,15 @@ def _scale(
 ) -> None:
     """Give a panel's rows one axis if they're similar, with margins above and below the lines."""
     rows = [[patients["healthy"], one] for name, one in patients.items() if name != "healthy"]
-    shared = _span(patients.values(), panel) <= WIDER * _span([patients["healthy"]], panel)
+    shared = one_scale(patients, panel)
     for row, pair in enumerate(rows, 1):
-        low, high = _ends(patients.values() if shared else pair, panel)
+        low, high = ends(patients.values() if shared else pair, panel)
         if from_zero or low == high:
             low, high = min(low, 0.0), max(high, 0.0)
         air = AIR * (high - low or 1.0)
         figure.update_yaxes(range=[low - air, high + air], row=row, col=column)
     if shared:
         figure.update_yaxes(matches="y" if column == 1 else f"y{column}", col=column)
-
-
-def _ends(patients: Iterable[Mapping[str, Sequence[float]]], panel: str) -> tuple[float, float]:
-    """Return the smallest and the largest of a panel's finite values."""
-    values = [value for one in patients for value in one[panel] if math.isfinite(value)]
-    return min(values, default=0.0), max(values, default=0.0)
-
-
-def _span(patients: Iterable[Mapping[str, Sequence[float]]], panel: str) -> float:
-    low, high = _ends(patients, panel)
-    return high - low
 
 
 def _add(

@@ -14,6 +14,7 @@ from labcore.optim import rules
 
 __all__ = ["CLINIC"]
 
+STEPS, EVERY = 3000, 20
 Rule = Callable[[Tensor, Tensor, dict[str, Any]], tuple[Tensor, dict[str, Any]]]
 
 
@@ -34,14 +35,13 @@ def _adamw(eps: float = 1e-8, eps_mode: str = "outside") -> Rule:
 
 
 def _observe(rule: Rule) -> dict[str, list[float]]:
-    """Run three float64 weights for 3000 steps and keep every 20th step."""
-    steps, every = 3000, 20
+    """Run three float64 weights for STEPS steps and keep every EVERY-th step."""
     later = torch.tensor([1e-8, 1.0, 0.1], dtype=torch.float64)
     early = torch.tensor([1e-8, 1.0, 1.0], dtype=torch.float64)
     weights = torch.zeros_like(later)
     state: dict[str, Any] = {}
     path = [weights]
-    for step in range(steps):
+    for step in range(STEPS):
         weights, state = rule(weights, early if step < 100 else later, state)
         path.append(weights)
     way = -torch.stack(path)
@@ -51,7 +51,7 @@ def _observe(rule: Rule) -> dict[str, list[float]]:
         "gradient 1: update": size[:, 1],
         "gradient 1, then 0.1: update": size[:, 2],
     }
-    return {title: curve[every - 1 :: every].tolist() for title, curve in titles.items()}
+    return {title: curve[EVERY - 1 :: EVERY].tolist() for title, curve in titles.items()}
 
 
 CLINIC = Clinic(
@@ -92,6 +92,7 @@ CLINIC = Clinic(
         ),
     },
     observe=_observe,
+    axis=range(EVERY, STEPS + 1, EVERY),
     explanation=(
         "Way and size are in learning rates. An epsilon in the wrong place, or lost, shows only "
         "where gradients are as small as it is; a wrong second moment shows at every size: early "

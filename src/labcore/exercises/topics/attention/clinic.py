@@ -119,6 +119,8 @@ CLINIC = Clinic(
         ),
     },
     observe=_observe,
+    axis=KEYS,
+    unit="number of keys",
     explanation="Three of the patients are well as long as the first tile holds the largest score: "
     "a test whose scores fall, or that has one tile only, passes them all. Two are well at every "
     "multiple of the tile, which are the lengths one tries first. Weights that sum to 1 prove "

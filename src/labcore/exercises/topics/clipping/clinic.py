@@ -127,6 +127,7 @@ CLINIC = Clinic(
         ),
     },
     observe=_observe,
+    axis=range(STEPS),
     explanation="A limit that holds is no proof of correct clipping: three of the four patients "
     "never exceed twice the limit. Length and direction together tell what the loss cannot. The "
     "clipping hides a sum that is never zeroed, which would grow until it is noticed if there "

@@ -134,6 +134,7 @@ CLINIC = Clinic(
         ),
     },
     observe=_observe,
+    axis=range(STEPS + 1),
     explanation="Each column asks for one part of the layer: what it stores, what it uses in "
     "evaluation, what it passes back. A fault of the statistics shows wherever they are used, so "
     "two of the patients are ill in more than one column. A healthy gradient is at right "

@@ -152,6 +152,8 @@ CLINIC = Clinic(
         ),
     },
     observe=_observe,
+    axis=LENGTHS,
+    unit="row length",
     explanation="Two of the five give the right numbers and are found by counters alone. Of the "
     "other three two are right up to 32 columns, since a wavefront of 64 lanes that was a warp of "
     "32 misses nothing while only its lower half has work, and the third is right from 64 on: a "

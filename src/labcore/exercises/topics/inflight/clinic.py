@@ -136,6 +136,7 @@ CLINIC = Clinic(
         ),
     },
     observe=_curves,
+    axis=range(STEPS),
     explanation="A count of blocks is the quickest test of a pool: when nobody runs, all of them "
     "are free or cached, and one block a request is lost long before anybody misses it. Outputs "
     "are compared with those of the request alone, since a server that shares what is not written "

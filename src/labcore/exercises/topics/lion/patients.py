@@ -9,6 +9,7 @@ from labcore.exercises.clinic import Clinic, Fault
 __all__ = ["CLINIC"]
 
 LR, DECAY, BETA_UPDATE, BETA_STATE = 0.01, 0.1, 0.9, 0.99
+STEPS = 200
 _Rule = Callable[[float, float, float], tuple[float, float]]
 
 
@@ -56,10 +57,10 @@ def _path(rule: _Rule, gradients: Sequence[float], start: float) -> list[float]:
 
 
 def _curves(rule: _Rule) -> dict[str, list[float]]:
-    every_tenth = [-8.0 if step % 10 == 9 else 1.0 for step in range(200)]
+    every_tenth = [-8.0 if step % 10 == 9 else 1.0 for step in range(STEPS)]
     return {
-        "no gradient": _path(rule, [0.0] * 200, 1.0),
-        "gradient 1, then -1": _path(rule, [1.0] * 100 + [-1.0] * 100, 0.0),
+        "no gradient": _path(rule, [0.0] * STEPS, 1.0),
+        "gradient 1, then -1": _path(rule, [1.0] * (STEPS // 2) + [-1.0] * (STEPS // 2), 0.0),
         "gradient 1, every tenth -8": _path(rule, every_tenth, 0.0),
     }
 
@@ -95,6 +96,7 @@ CLINIC = Clinic(
         ),
     },
     observe=_curves,
+    axis=range(STEPS + 1),
     explanation="Each panel asks one question: what does the decay do alone, how long is the "
     "memory, how much does the present gradient count. A momentum that is updated before the "
     "blend would be found by none of them: its blend is 0.891 m + 0.109 g in place of "

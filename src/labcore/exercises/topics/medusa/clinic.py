@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from labcore.exercises.clinic import Clinic, Fault
-from labcore.exercises.topics.medusa.engine import REQUESTS, Engine, run
+from labcore.exercises.topics.medusa.engine import CHECKPOINTS, EVERY, REQUESTS, Engine, run
 
 __all__ = ["CLINIC", "audit"]
 
@@ -84,6 +84,7 @@ CLINIC = Clinic(
         ),
     },
     observe=_observe,
+    axis=range(0, CHECKPOINTS * EVERY, EVERY),
     explanation="Three places can be wrong. The training's log tells only whether heads learn what "
     "they are given: labels that are easier than they should be make it look better. Tokens a "
     "step tell whether the drafts are of use; a fault in heads or their input costs these alone, "

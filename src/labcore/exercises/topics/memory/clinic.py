@@ -221,6 +221,8 @@ CLINIC = Clinic(
         ),
     },
     observe=_observe,
+    axis=range(LINES),
+    unit="line of the log",
     explanation="The line that fails is seldom the one that is to blame: each message names only "
     "the last straw. Three questions find the cause. Is the memory this process's own? Is what it "
     "reserved allocated? And in which part of a step does a curve leave the healthy one, once or "

@@ -141,6 +141,7 @@ CLINIC = Clinic(
         ),
     },
     observe=_observe,
+    axis=range(1, STEPS + 1),
     explanation="The entropy looks at the data and not at the model, so it tells faults of the "
     "order from a learning rate. It has a blind spot: batches that come again and again are as "
     "mixed as they were the first time. What gives them away is the distance between the batch "

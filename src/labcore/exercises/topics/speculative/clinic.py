@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from labcore.exercises.clinic import Clinic, Fault
-from labcore.exercises.topics.speculative.engine import REQUESTS, Engine, run
+from labcore.exercises.topics.speculative.engine import BLOCKS, REQUESTS, Engine, run
 
 __all__ = ["CLINIC", "audit"]
 
@@ -76,6 +76,8 @@ CLINIC = Clinic(
         ),
     },
     observe=_observe,
+    axis=range(1, BLOCKS + 1),
+    unit="block",
     explanation="Each number of a log answers one question. Total variation: is it the target's "
     "text? Greedy outputs: is it the target's to the token, and where it is not, was there a "
     "choice? Acceptance: is the draft as good as it was at the start of a request? Tokens "

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from labcore.exercises.clinic import Clinic, Fault
-from labcore.exercises.topics.tensor_parallel.engine import Call, Engine, run
+from labcore.exercises.topics.tensor_parallel.engine import STEPS, Call, Engine, run
 
 __all__ = ["CLINIC", "recorder"]
 
@@ -98,6 +98,7 @@ CLINIC = Clinic(
         ),
     },
     observe=_observe,
+    axis=range(STEPS),
     explanation="Three questions lead to the fault. Does it hang? Ranks hang where their sequences "
     "of collectives differ, in number, kind, size, or in whether a graph replays them; a fault "
     "that is the same on all ranks never hangs, however wrong it is. When? A step of a size that "
