@@ -137,6 +137,10 @@ CHAPTER_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]
         lambda t: changed(t, "lion", open=[{**t["lion"]["open"][0], "expects": ["a", "b"]}]),
         "expects must have at least 3 lines",
     ),
+    "a decision of two lines": (
+        lambda t: changed(t, "lion", decision=["a", "b"]),
+        "lion, decision must have at least 3 lines",
+    ),
     "an empty line": (
         lambda t: changed(t, "lion", ask={**t["lion"]["ask"], "drift": "  "}),
         "lion, ask must hold lines of text",
@@ -160,6 +164,13 @@ def test_a_lab_whose_exercise_lost_its_check_is_named() -> None:
     cells = [cell for cell in release["cells"] if cell["id"] != "drift-check"]
     with pytest.raises(ValueError, match=r"lab lion must have .*lion\.drift"):
         units._tasks("lion", cells)
+
+
+def test_a_lab_without_a_decision_is_named() -> None:
+    release = json.loads(release_path(ROOT, "lion").read_text(encoding="utf-8"))
+    cells = [cell for cell in release["cells"] if cell["id"] != "decision"]
+    with pytest.raises(ValueError, match="lab lion must have a cell with the id decision"):
+        units._decision("lion", cells, ["a", "b", "c"])
 
 
 def test_the_plans_are_a_workshop_five_days_and_twelve_weeks(course: Course) -> None:

@@ -39,6 +39,11 @@ shown = [
     ["corrected", "quiz"],
     ["memory", "clinic", "open"],
 ]
+decision = [
+    "It takes a beta of 0.9 or less, whose memory is about ten values.",
+    "The reason: with 0.99 the average is still mostly older values when the change is over.",
+    "It says what it gives up: a curve that is as smooth.",
+]
 
 [SLUG.ask]
 corrected = "What do the weights of the first two values sum to?"
@@ -50,6 +55,7 @@ question = "How would you choose beta for a curve that you want to read, and wha
 expects = [
     "It names the number of steps that an average covers.",
     "It says that a longer average is smoother and later.",
+    "It says what the curve is read for: a trend, or a change that should be seen at once.",
 ]
 """
 # file, a pattern, and what a new chapter inserts after the last text that matches it.

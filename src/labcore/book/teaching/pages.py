@@ -14,7 +14,15 @@ from labcore import exercises
 from labcore.book.teaching.graph import graph_figure
 from labcore.book.teaching.plans import SYLLABI, Plan, Session, Step, read_plans
 from labcore.book.teaching.themes import THEMES, Theme, themes_of
-from labcore.book.teaching.units import CHAPTERS, OPEN, QUIZ, Course, Unit, read_course
+from labcore.book.teaching.units import (
+    CHAPTERS,
+    OPEN,
+    QUIZ,
+    Course,
+    OpenQuestion,
+    Unit,
+    read_course,
+)
 from labcore.grading.sandbox import Limits
 from labcore.labs.releases import release_path
 from labcore.labs.source import TIERS
@@ -155,14 +163,18 @@ def _themes(themes: Sequence[Theme], course: Course) -> Iterator[Part]:
 
 def _questions(course: Course) -> Iterator[Part]:
     for unit in course.values():
-        parts = []
-        for one in unit.open.values():
-            expects = "\n".join(f"- {escape(line)}" for line in one.expects)
-            parts.append(
-                f"{escape(one.question)}\n\n"
-                f"````{{dropdown}} What a full answer has\n{expects}\n````"
-            )
-        yield unit.short, "\n\n".join(parts)
+        yield unit.short, "\n\n".join(map(_with_answer, unit.open.values()))
+
+
+def _decisions(course: Course) -> Iterator[Part]:
+    for unit in course.values():
+        yield unit.short, _with_answer(unit.decision)
+
+
+def _with_answer(asked: OpenQuestion) -> str:
+    expects = "\n".join(f"- {escape(line)}" for line in asked.expects)
+    folded = f"````{{dropdown}} What a full answer has\n{expects}\n````"
+    return f"{escape(asked.question)}\n\n{folded}"
 
 
 def _said(step: Step, course: Course) -> str:
@@ -223,6 +235,7 @@ TABLES: dict[str, Callable[[Course], Iterator[Part]]] = {
     "hardware": _hardware,
     "misconceptions": _misconceptions,
     "questions": _questions,
+    "decisions": _decisions,
 }
 
 

@@ -1,7 +1,7 @@
 """The teaching guide's data: chapters, labs and `book/teaching/chapters.toml`, checked.
 
 Minutes, points and goals come from the notebooks themselves. `chapters.toml` adds what no notebook
-says: which chapter needs which, what shows that a goal was reached, and open questions.
+says: which chapter needs which, what shows that a goal was reached, and what full answers have.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ CHAPTERS = "book/teaching/chapters.toml"
 QUIZ, OPEN = "quiz", "open"
 FACTS = re.compile(r"^\*(\d+) points? · (\d+) minutes · (easy|medium|hard)\*$", re.MULTILINE)
 CHECK = re.compile(r"^(?:\w+\.)?([A-Z][A-Z0-9_]*)\.check\(", re.MULTILINE)
-KEYS = {"needs": list, "helps": list, "shown": list, "ask": dict, "open": list}
+KEYS = {"needs": list, "helps": list, "shown": list, "decision": list, "ask": dict, "open": list}
+DECIDE = re.compile(r"\*\*Decide\.\*\* (.+)")  # its question, in the lab's cell "decision"
 QUESTION = {"name": str, "question": str, "expects": list}
 # Not prose: fences, directives' options, formulas, roles' names, HTML.
 NOT_PROSE = [
@@ -80,6 +81,7 @@ class Unit:
     words: the number of words of prose. tasks: the lab's exercises by name, in order. needs, helps:
     slugs of chapters that must or should be read before. shown: what shows each of the chapter's
     objectives: names of tasks, "quiz" or "open". ask: task name -> what to ask a stuck student.
+    decision: what the lab asks the student to decide in two sentences.
     """
 
     slug: str
@@ -94,6 +96,7 @@ class Unit:
     shown: Sequence[Sequence[str]]
     ask: Mapping[str, str]
     open: Mapping[str, OpenQuestion]
+    decision: OpenQuestion
 
     @property
     def short(self) -> str:
@@ -161,10 +164,24 @@ def _lines(where: str, found: Sequence[Any]) -> tuple[str, ...]:
 
 def _question(slug: str, found: Any) -> OpenQuestion:
     table = typed_table(f"{CHAPTERS}, [[{slug}.open]]", found, QUESTION)
-    expects = _lines(f"{CHAPTERS}, {slug}, expects", table["expects"])
-    if len(expects) < 3:
-        raise ValueError(f"{CHAPTERS}, {slug}, {table['name']}: expects must have at least 3 lines")
+    expects = _expected(slug, f"{table['name']}: expects", table["expects"])
     return OpenQuestion(name=table["name"], question=table["question"], expects=expects)
+
+
+def _decision(
+    slug: str, cells: Sequence[Mapping[str, Any]], expects: Sequence[Any]
+) -> OpenQuestion:
+    text = next((cell_text(cell) for cell in cells if cell.get("id") == "decision"), "")
+    if not (asked := DECIDE.match(text)):
+        raise ValueError(f"the lab {slug} must have a cell with the id decision: **Decide.** ...")
+    lines = _expected(slug, "decision", expects)
+    return OpenQuestion(name="decision", question=asked[1], expects=lines)
+
+
+def _expected(slug: str, what: str, lines: Sequence[Any]) -> tuple[str, ...]:
+    if len(lines) < 3:
+        raise ValueError(f"{CHAPTERS}, {slug}, {what} must have at least 3 lines")
+    return _lines(f"{CHAPTERS}, {slug}, {what}", lines)
 
 
 def _unit(root: Path, slug: str, part: str, table: Mapping[str, Any]) -> Unit:
@@ -189,6 +206,7 @@ def _unit(root: Path, slug: str, part: str, table: Mapping[str, Any]) -> Unit:
         shown=tuple(_lines(f"{where}, shown", names) for names in table["shown"]),
         ask=dict(zip(table["ask"], _lines(f"{where}, ask", [*table["ask"].values()]), strict=True)),
         open=open_,
+        decision=_decision(slug, lab["cells"], table["decision"]),
     )
 
 
