@@ -67,7 +67,7 @@ def of_clipping() -> Numbers:
         for factor in (1.2, 2.0, 3.0)
     }
     assert clipped[3.0] == 0
-    return {"next {} steps": clipped[1.2], "it is {},": clipped[2.0]}
+    return {"next {} steps": clipped[1.2], "2 clips {},": clipped[2.0]}
 
 
 def peak(inputs: Sequence[int], kept: Sequence[int], lengths: Sequence[int]) -> int:
@@ -152,7 +152,7 @@ def of_medusa() -> Numbers:
         "GPU, {:.1f} times": max(gpu.values()),
         "about {} on": max(cpu, key=cpu.__getitem__),
         "CPU, {:.1f} times": max(cpu.values()),
-        "bring {:.1f} and": gpu[24],
+        "nodes bring {:.1f} and": gpu[24],
         "and {:.1f}.": cpu[24],
         "bring {:.2f} tokens": tokens[4],
     }
@@ -165,7 +165,7 @@ def of_tensor_parallel() -> Numbers:
     return {
         "spend {:.0f} ms": 1e3 * ring(16, 12e-6, 40e9),
         "and {:.1f} ms over 8": 1e3 * ring(8, 2e-6, 300e9),
-        "latency: {} messages": 2 * (16 - 1),
+        "latency: {} messages follow": 2 * (16 - 1),
         "bytes {:.1f} µs": 1e6 * 131_072 / 16 / 40e9,
     }
 

@@ -73,16 +73,20 @@ def third(*diagnosis: Any) -> dict[str, Any]:
         ({"A": FAST}, "error", r"got the keys \['A'\]"),
         ({"A": "asleep", "B": FAST, "C": FALLS}, "error", r"A must be \(.*\), got 'asleep'"),
         (third("asleep", "line"), "error", r"C must be \(.*\), got \('asleep', 'line'\)"),
-        (third("aslep", "line", 50), "error", "fault of C .* did you mean 'asleep'"),
-        (third(3, "line", 50), "error", "the fault of C must be one of .*'asleep'.*, got 3"),
-        (third(["asleep"], "line", 50), "error", "the fault of C must be one of"),
-        (third("asleep", "lines", 50), "error", "column of C .*'level'.* did you mean 'line'"),
-        (third("asleep", "line", "50"), "error", "step of C must be a number from 10 to 50"),
+        (third("aslep", "line", 50), "error", "for C, the fault .* did you mean 'asleep'"),
+        (third(3, "line", 50), "error", "for C, the fault must be one of .*'asleep'.*, got 3"),
+        (third(["asleep"], "line", 50), "error", "for C, the fault must be one of"),
+        (
+            third("asleep", "lines", 50),
+            "error",
+            "for C, the column .*'level'.* did you mean 'line'",
+        ),
+        (third("asleep", "line", "50"), "error", "for C, the step must be a number from 10 to 50"),
         (third("asleep", "line", 60), "error", "from 10 to 50, got 60"),
         (third("asleep", "line", float("nan")), "error", "from 10 to 50, got nan"),
         (third("asleep", "line", True), "error", "from 10 to 50, got True"),
         (third(Anything("x"), "line", 50), "error", "plain text .*got a Anything"),
-        (third("asleep", Anything("x"), 50), "error", "the column of C must be plain text"),
+        (third("asleep", Anything("x"), 50), "error", "for C, the column must be plain text"),
         (Always.fromkeys("ABC", "asleep"), "error", "a plain dict .*got a Always"),
     ],
 )
@@ -113,12 +117,17 @@ def test_a_reason_that_does_not_hold_is_told_by_the_named_fault_alone(seed: int)
         for column, step in (("line", 10), ("line", 14), ("level", 50)):
             told = CLINIC.check({**right, label: (name, column, step)}, student=seed)
             assert told.kind == "wrong" and not told.passed
-            assert f'a system with "{name}" looks healthy in "{column}" at step {step}' in str(told)
+            assert f'with "{name}", the curve of "{column}" looks healthy (step: {step})' in str(
+                told
+            )
         assert CLINIC.check({**right, label: [name, "line", 16]}, student=seed).passed
     # The words are the same for a patient that has the fault and for one that hasn't.
     for label in right:
         wrong = {**seen(["asleep"] * 3), label: ("backwards", "level", 30)}
-        assert 'with "backwards" looks healthy' in CLINIC.check(wrong, student=seed).message
+        assert (
+            'with "backwards", the curve of "level" looks healthy'
+            in CLINIC.check(wrong, student=seed).message
+        )
 
 
 def test_a_fault_is_told_where_its_curve_departs() -> None:
@@ -139,7 +148,7 @@ def test_a_fault_is_told_where_its_curve_departs() -> None:
     assert clinic.telling("A") == {"ends": [4], "far": [4], "near": [4]}
     assert list(clinic.telling("A")) == ["ends", "far", "near"]
     assert clinic.telling("B") == {"same": [3]}
-    assert clinic.reason("B") == 'B Seen in: "same", block 3.'
+    assert clinic.reason("B") == 'B Where it shows: "same" (block: first 3, last 3).'
     assert "block" in clinic.check({"A": ("A", "far", 3), "B": ("B", "same", 3)}).message
 
 
@@ -157,7 +166,9 @@ def test_solution_opens_after_an_attempt_and_is_the_students_own(seed: int) -> N
     fresh.check(seen(["asleep"] * 3), student=seed)
     text = fresh.solution(student=seed).text
     for label, name in fresh.diagnoses(seed).items():
-        assert re.search(rf'\*\*{label}: {name}\.\*\* The line .* Seen in: "line", step 20', text)
+        assert re.search(
+            rf'\*\*{label}: {name}\.\*\* The line .* Where it shows: "line" \(step: first 20', text
+        )
     assert "Look at the slope." in CLINIC.solution(reveal=True).text
 
 

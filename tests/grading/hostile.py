@@ -176,7 +176,7 @@ ENDLESS = {
         extra="from IPython.display import HTML, clear_output, display\nwhile True:\n"
         "    display(HTML('<b>z</b>' * 500))\n    clear_output()",
     ),
-    "threads that print for ever": Hostile(
+    "threads that print forever": Hostile(
         points=5,
         extra="import threading\ndef tell():\n    while True:\n        print('t' * 50)\n"
         "for _ in range(3):\n    threading.Thread(target=tell, daemon=True).start()",

@@ -245,7 +245,7 @@ def test_every_student_of_a_known_lab_gets_a_page(graded: Class) -> None:
     assert "Score: 2.0 / 5.0" in page_of(graded, "half")
     assert "the kernel died" in page_of(graded, "exits")
     for broken in ("empty", "no json", "other notebook"):
-        assert "copy your answers into a new copy of the lab" in page_of(graded, broken)
+        assert "copy your answers from there into a new copy" in page_of(graded, broken)
     assert "Why: the file is empty." in page_of(graded, "empty")
 
 

@@ -62,7 +62,7 @@ def test_fused_is_the_loop(cls, dtype, choice, seed: int, monkeypatch) -> None:
     assert not seen
     two = run(ours, lambda p: cls(p, fused=True, **settings), seed=seed, steps=4, missing=missing)
     assert len(seen) >= 4  # the kernels did the work
-    # A moment that rounds to its other neighbour moves the weight by lr times the moment's step.
+    # A moment that rounds to its other neighbor moves the weight by lr times the moment's step.
     state = ULP[settings.get("state_dtype", dtype)]
     apart = ULP[dtype] + 1e-2 * state
     if choice.get("capturable") and dtype == torch.float32:
@@ -133,7 +133,7 @@ def test_fused_stochastic_rounding_is_unbiased(cls, seed: int) -> None:
     optimizer = cls([weight], stochastic_rounding=True, **settings)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    # 1 − 0.001 lies 0.256 of the way from 1 to its neighbour 1 − 2^-8: a binomial count, and six
+    # 1 − 0.001 lies 0.256 of the way from 1 to its neighbor 1 − 2^-8: a binomial count, and six
     # standard deviations are exceeded with probability 2e-9.
     share = 1e-3 * 2**8
     down = int((weight == 1 - 2**-8).sum())

@@ -10,7 +10,7 @@ from labcore.optim.precision import compute_dtype, stochastic_round
 
 
 def test_stochastic_rounding_is_unbiased(seed: int) -> None:
-    # x lies a quarter of the way between two neighbours: up with p = 1/4. The count of n draws is
+    # x lies a quarter of the way between two neighbors: up with p = 1/4. The count of n draws is
     # binomial; six standard deviations are exceeded with probability 2e-9.
     generator, n = torch.Generator().manual_seed(seed), 200_000
     for sign in (1.0, -1.0):

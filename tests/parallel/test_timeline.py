@@ -106,7 +106,7 @@ def check(run: Timeline, gpu: GpuRates, graph: bool) -> None:
     for name, told in (("host", run.host), ("compute", run.compute), ("wire", run.wire)):
         assert sum(e.end - e.begin for e in streams[name]) == pytest.approx(told, rel=1e-9)
     assert run.seconds == max(event.end for event in device)
-    # The union of the device's bars, counted between neighbouring ends.
+    # The union of the device's bars, counted between neighboring ends.
     edges = sorted({edge for e in device for edge in (e.begin, e.end)})
     busy = sum(
         high - low

@@ -223,7 +223,7 @@ def test_one_slot_is_the_queue_with_one_server(load: float, seed: int) -> None:
     waits = [one.queue for one in run.metrics if one.queue is not None]
     assert len(run.steps) == n and all(one.e2e is not None for one in run.metrics)
     wanted = service * load / (2 * (1 - load))
-    # Neighbours wait alike, so the error is that of means of long stretches.
+    # Neighbors wait alike, so the error is that of means of long stretches.
     means = [statistics.fmean(waits[at : at + 400]) for at in range(0, n, 400)]
     error = statistics.stdev(means) / math.sqrt(len(means))
     # The error comes from few means, and is too small where their own mean is.

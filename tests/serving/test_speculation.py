@@ -166,7 +166,7 @@ def test_a_request_that_does_not_run_leaves_its_slot() -> None:
         assert all(isinstance(draft, Plan) for draft in drafts.values())
 
 
-def test_drafts_never_cost_a_neighbour_its_place_in_the_step(seed: int) -> None:
+def test_drafts_never_cost_a_neighbor_its_place_in_the_step(seed: int) -> None:
     """A budget for one token a row leaves no room for drafts; one more token is one more."""
     model = tiny(seed, eos_token_ids=())
     prompt = [5, 6, 7] * 4

@@ -35,7 +35,7 @@ __all__ = ["Case", "ClinicCases", "case", "clinic", "key", "setup"]
 HEADING = re.compile(r"^##\s+(?:\d+\.\s+)?(.+)\n?")
 # An exercise's points, in its first line and in a sentence.
 POINTS = re.compile(
-    r"^\*[\d.]+ points?\b[^*\n]*\*$|Each patient counts by itself, [\d.]+ points?\.", re.M
+    r"^\*[\d.]+ points?\b[^*\n]*\*$|Each patient is graded by itself, for [\d.]+ points?\.", re.M
 )
 
 

@@ -138,7 +138,7 @@ class Clinic:
                 answers = {label: name for label, name in answers.items() if label == patient}
         if type(answers) is dict and not any(answers.values()):
             all_of = patient or f"each of {', '.join(right)}"
-            said = f"Nothing to check yet: name a fault for {all_of}, and where it shows."
+            said = f"Nothing to check yet: for {all_of}, name the fault and where it shows."
             return _refused("missing", said)
         if complaint := self._complaint(answers, right):
             return _refused("error", f"Not yet: {complaint}")
@@ -149,8 +149,8 @@ class Clinic:
         if unseen := sorted(one for one in given.values() if not self._seen(*one)):
             name, column, place = chance.choice(unseen)
             said = (
-                f'Not yet: a system with "{name}" looks healthy in "{column}" at {self.unit} '
-                f"{place}. Give a column and a {self.unit} where the fault shows."
+                f'Not yet: with "{name}", the curve of "{column}" looks healthy ({self.unit}: '
+                f"{place}). Give a column and a {self.unit} where the fault shows."
             )
             return Outcome(passed=False, kind="wrong", message=said)
         wrong = sorted(given[label][0] for label in right if given[label][0] != right[label])
@@ -158,7 +158,7 @@ class Clinic:
             found = f"the fault of {patient} is" if patient else f"all {len(right)} faults are"
             return Outcome(passed=True, kind="right", message=f"Right: {found} found.")
         name = chance.choice(wrong)
-        told = "Not yet: at least one diagnosis is wrong. One that is names the fault that looks "
+        told = "Not yet: at least one diagnosis is wrong. One fault that you named wrongly looks "
         told += f"like this: {self.faults[name].symptom}"
         if patient is not None:
             told = f'Not yet: {patient} is not "{name}", which looks like this: '
@@ -182,10 +182,10 @@ class Clinic:
         """Return a fault's symptom, and the columns and steps where it can be seen."""
         symptom = self.faults[fault].symptom
         where = "; ".join(
-            f'"{column}", {self.unit} {places[0]}' + f" to {places[-1]}" * (len(places) > 1)
+            f'"{column}" ({self.unit}: first {places[0]}, last {places[-1]})'
             for column, places in self.telling(fault).items()
         )
-        return f"{symptom[:1].upper()}{symptom[1:]} Seen in: {where}."
+        return f"{symptom[:1].upper()}{symptom[1:]} Where it shows: {where}."
 
     def _seen(self, fault: str, column: str, place: float) -> bool:
         """Return whether the fault shows at the place of the axis that is nearest to `place`."""
@@ -211,14 +211,14 @@ class Clinic:
             for what, given, names in (("fault", fault, self.names), ("column", column, columns)):
                 if type(given) is not str and isinstance(given, str):
                     kind = type(given).__name__
-                    return f"the {what} of {label} must be plain text (a str), got a {kind}."
+                    return f"for {label}, the {what} must be plain text (a str), got a {kind}."
                 if given not in names:
                     near = get_close_matches(str(given), names, n=1, cutoff=0.5)
                     hint = f"; did you mean {near[0]!r}?" if near else "."
-                    return f"the {what} of {label} must be one of {names}, got {given!r}{hint}"
+                    return f"for {label}, the {what} must be one of {names}, got {given!r}{hint}"
             if type(place) not in (int, float) or not first <= place <= last:
                 return (
-                    f"the {self.unit} of {label} must be a number from {first} to {last}, "
+                    f"for {label}, the {self.unit} must be a number from {first} to {last}, "
                     f"got {place!r}."
                 )
         return ""

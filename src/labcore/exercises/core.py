@@ -98,7 +98,7 @@ def kept(check: Check) -> Check:
             return outcome
         task = f"{self.id.partition('.')[2].replace('_', ' ')}, {self.points} points"
         if not outcome.passed and getattr(self, "hints", None):
-            stuck = "Stuck? Replace check(...) with hint(): each attempt opens one hint more."
+            stuck = "Stuck? Replace check(...) with hint(): each attempt opens one more hint."
             outcome = replace(outcome, repeat="\n".join(filter(None, (outcome.repeat, stuck))))
         if outcome.kind != "unavailable":
             judged = outcome.kind != "missing"

@@ -39,9 +39,10 @@ PAGE = """<!DOCTYPE html>
 </html>
 """
 HAND_IN_AGAIN = (
-    "What to do: open the notebook in JupyterLab. If it opens, save it, and hand in the saved "
-    "file, whose name ends in .ipynb. If it does not open, copy your answers into a new copy of "
-    "the lab, save it, and hand that in."
+    "What to do: open the notebook in JupyterLab. If it opens and is this lab, save it, and hand "
+    "in that one file, whose name ends in .ipynb. If it does not open, open the file in a text "
+    "editor, copy your answers from there into a new copy of the lab, save that, and hand it in. "
+    "If the same message comes again, ask your instructor."
 )
 ASK = "Your instructor sees this message too. Ask them before you hand in another file."
 

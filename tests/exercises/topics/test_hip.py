@@ -400,7 +400,7 @@ def test_what_the_symptoms_say_of_the_curves() -> None:
         assert wrong[TILE] == wrong[2 * TILE] == ends
     banked = seen["rows of LDS lie 64 words apart"]
     assert banked[0] == error and banked[2] == segments and min(banked[1].values()) > 0
-    scattered = seen["neighbouring lanes load from different rows"]
+    scattered = seen["neighboring lanes load from different rows"]
     assert scattered[:2] == [error, cycles]
     assert all(scattered[2][length] > 1.9 * segments[length] for length in LENGTHS)
     for curve, healthy in zip(

@@ -59,7 +59,7 @@ def test_float32_follows_the_law_while_second_moments_are_normal(
 def test_attenuation_falls_with_eps_and_grows_with_the_gradient(
     place: dict, generator: torch.Generator
 ) -> None:
-    # Neighbours differ by a factor: fp64 could not tell closer ones apart near 1.
+    # Neighbors differ by a factor: fp64 could not tell closer ones apart near 1.
     sizes = torch.logspace(-9, 1, 29, dtype=FP64) * magnitudes(1, -0.3, 0, generator)
     curves = torch.stack(
         [epsilon.predict_attenuation(sizes, 10.0**power, **place) for power in range(-12, 2)]

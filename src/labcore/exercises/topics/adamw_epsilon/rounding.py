@@ -239,8 +239,8 @@ ROUND_BY_CHANCE = Exercise(
         Mistake(
             "one coin",
             _one_coin,
-            "You draw a single random number and use it for every element. Within a call the "
-            "errors then all go the same way and do not average out.",
+            "You draw a single random number and use it for every element. Within a call, equal "
+            "numbers are then all rounded the same way, and their errors do not average out.",
         ),
         Mistake(
             "seed ignored",

@@ -107,9 +107,9 @@ _MISTAKES = [
             [("out.masked_fill(empty[..., None], 0.0)", "out"),
              ("sums / divisor[:, None]",
               "(sums / divisor[:, None]).masked_fill(empty.all(0)[:, None], 0.0)")],
-            "You clear the output of a query that sees no key at all. Where it sees keys of other "
-            "parts, a NaN in the output of an empty part still reaches your result: 0 times NaN "
-            "is NaN."),
+            "You clear the output only where a query sees no key in any part. Where it sees keys "
+            "in some parts, a NaN from an empty part still reaches your result: 0 times NaN is "
+            "NaN."),
     Mistake("nothing guarded",
             [("top.masked_fill(empty.all(0), 0.0)", "top"),
              ("out.masked_fill(empty[..., None], 0.0)", "out")],

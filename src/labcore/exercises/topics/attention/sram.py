@@ -84,8 +84,8 @@ _MISTAKES = [
             "Your rows are `head_dim` wide. The tile's are filled up to the next power of two, "
             "and the empty columns take memory like the others."),
     Mistake("powers doubled", ("(head_dim - 1).bit_length()", "head_dim.bit_length()"),
-            "You make a head of 64 columns 128 wide. A width that is a power of two already is "
-            "not filled up."),
+            "You make a head of 64 columns 128 wide. A width that is already a power of two stays "
+            "as it is."),
     Mistake("one stage", ("2 * stages * following", "2 * following"),
             "You count keys and values once. Each of the `stages` holds a tile of its own."),
     Mistake("keys alone", ("2 * stages * following", "stages * following"),

@@ -98,7 +98,7 @@ _HINTS = {
     "mean": "Your limit is made from the mean. The median does not follow a single large value.",
     "largest": "Your limit is made from the largest norm of the window, not from its median.",
     "all norms": "Your median is that of all norms since the start. Early ones, of another phase "
-    "of training, then hold the limit for ever.",
+    "of training, then hold the limit forever.",
     "too early": "You clip before `window` norms have entered.",
     "factor forgotten": "Your limit is the median itself, so that about half of all steps are "
     "clipped.",

@@ -83,8 +83,8 @@ _MISTAKES = [
             "The sums are divided by the rows of a ghost less one. The variance that normalizes "
             "divides by all of its rows, and so does its gradient."),
     Mistake("n - 1 in one term", ("(g * z).mean(0)", "(g * z).sum(0) / (len(g) - 1)"),
-            "In the term of the variance you divide by the rows of a ghost less one. The variance "
-            "that normalizes divides by all of them."),
+            "In the variance term you divide by one less than the number of rows in a ghost. The "
+            "variance that normalizes divides by all of them."),
     Mistake("plus", ("- z * along", "+ z * along"),
             "The term of the variance has the wrong sign: a gradient along x̂ is to be taken "
             "away."),

@@ -92,8 +92,8 @@ _MISTAKES = [
             "say."),
     Mistake("plain mean of those that found something",
             ("(share * mean).sum(0)", "mean.sum(0) / (count > 0).sum(0)"),
-            "Your mean counts each worker that found something once, and your variance is taken "
-            "around it. Each value of the data should count once, not each worker."),
+            "In your mean, every worker that has values counts once, and your variance is taken "
+            "around that mean. Each value should count once, not each worker."),
     Mistake("means forgotten", [_LIFT, ("(within + between)", "within")],
             "The variance is the mean of the workers' variances. Two workers with a variance of 0 "
             "and the means 0 and 10 have values that are far apart: where is that in yours?"),

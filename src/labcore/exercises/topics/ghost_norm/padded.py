@@ -127,7 +127,7 @@ _MISTAKES = [
             "evaluation; the batch itself is normalized with the other."),
     Mistake("n - 1, but at least 1",
             ("square().mean(0)", "square().sum(0) / max(len(ghost) - 1, 1)"),
-            "You divide the variance by n − 1, and by 1 where a ghost is a single row. The "
+            "For the variance you divide by n − 1, and by 1 where a ghost has a single row. The "
             "variance that normalizes divides by the number of rows."),
     Mistake("eps outside", ("(variance + eps).sqrt()", "(ghost.var(0, correction=0).sqrt() + eps)"),
             "Your eps is added to the standard deviation. It belongs to the variance, before the "

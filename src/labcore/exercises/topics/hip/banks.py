@@ -107,7 +107,7 @@ _MISTAKES = [
             "Row after row without a gap: a row's length is a multiple of 32, so a column stands "
             "in one bank, and 32 lanes that read it wait for each other."),
     Mistake("transposed", ("row * (columns + 1) + column", "column * rows + row"),
-            "Now a column's elements are neighbours, and a row stands in one bank: reading is free "
+            "Now a column's elements are neighbors, and a row stands in one bank: reading is free "
             "and writing is not."),
     Mistake("two words more", ("+ 1", "+ 2"),
             "A column of yours stands in every second bank, and two lanes share each of them. That "
@@ -139,7 +139,7 @@ PLACE_TILE = EmulatedExercise(
     ready=_walk,
     compare=_compare,
     explanation="32 lanes are served at a time, by 32 banks of one word each. Along a row "
-    "neighbouring words are in neighbouring banks whatever the layout; down a column the lanes are "
+    "neighboring words are in neighboring banks whatever the layout; down a column the lanes are "
     "a row apart, and meet all banks if that distance has no factor in common with 32, which any "
     "odd number has not. One spare word a row is enough. This reference needs it. Where there is "
     "none, look for an order of a row's words that differs from row to row and keeps each word in "

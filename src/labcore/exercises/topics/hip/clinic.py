@@ -138,10 +138,10 @@ CLINIC = Clinic(
             "one bank, and 32 lanes that read it get it one after the other. Global memory is "
             "read as by the healthy kernel.",
         ),
-        "neighbouring lanes load from different rows": Fault(
+        "neighboring lanes load from different rows": Fault(
             make=functools.partial(Port, by_rows=True),
             symptom="the mean is right and no cycle is lost, but the segments of global memory "
-            "are many more: the lanes of one load touch one segment each, where neighbours along "
+            "are many more: the lanes of one load touch one segment each, where neighbors along "
             "a row share it.",
         ),
         "lanes without a column leave at once": Fault(

@@ -54,7 +54,7 @@ def _cases(seed: int) -> list[dict[str, Any]]:
 _MISTAKES = [
     Mistake("line and group exchanged",
             ("lane % tile, lane // tile", "lane // groups, lane % groups"),
-            "Neighbouring lanes hold neighbouring lines with the hardware, and belong to one "
+            "Neighboring lanes hold neighboring lines with the hardware, and belong to one "
             "group. With you they belong to different groups."),
     Mistake("rows in order", ("(row, line)", "(tile * tile // 64 * group + register, line)"),
             "Of D you give each group one block of rows without a gap. The groups take turns: four "
@@ -67,11 +67,11 @@ _MISTAKES = [
     Mistake("D transposed", ("(row, line)", "(line, row)"),
             "Your D is transposed: a lane holds elements of one column of it."),
     Mistake("k in turn", ("first + item", "groups * (packed * register + item) + group"),
-            "Of A and B a lane holds neighbours along the depth. With you the groups take turns "
+            "Of A and B a lane holds neighbors along the depth. With you the groups take turns "
             "after each."),
     Mistake("registers in turn", ("first + item", "packed * (groups * register + group) + item"),
             "Of A and B your groups take turns after each register. Each group has one share of "
-            "the depth, of neighbours."),
+            "the depth, of neighbors."),
     Mistake("one element a register", ("1 if bits == 32 else 2", "1"),
             "A register has 32 bits. Elements of 16 bits stand two in one."),
     Mistake("high half first", ("range(packed)", "reversed(range(packed))"),
@@ -91,9 +91,9 @@ HELD = Exercise(
     mistakes=_MISTAKES,
     cases=_cases,
     explanation="lane % tile is a row of A, a column of B and a column of D; lane // tile says "
-    "which part of it. Along the depth each group holds neighbours, so one load of 8 bytes brings "
+    "which part of it. Along the depth each group holds neighbors, so one load of 8 bytes brings "
     "four halves of a row of keys. Down a column of D the groups take four rows each in turn. "
-    "That D holds four neighbours of a column where A and B hold neighbours along the depth is no "
+    "That D holds four neighbors of a column where A and B hold neighbors along the depth is no "
     "accident: computed as keys times queries, the scores of one product lie where the next one "
     "wants its weights, and no lane needs another's. This reference knows elements of 16 and 32 "
     "bits.",

@@ -71,8 +71,8 @@ _MISTAKES = [
     Mistake("nothing else", ("other + ", ""),
             "The `other` registers that the rest of the kernel needs are missing."),
     Mistake("no accumulators", ("sums = queries * head_dim // lanes", "sums = 0"),
-            "The weighted sums cost you no registers, or registers of a file of their own. On "
-            "CDNA3 a lane has 512 vector and accumulation registers together."),
+            "You count no registers for the weighted sums, or take them from a separate file. On "
+            "CDNA3 a lane's vector and accumulation registers come from the same 512."),
     Mistake("no padding", (" + PAD", ""), "The 8 bytes at the end of each row in LDS are missing."),
     Mistake("keys alone", ("stages * 2", "stages"),
             "Your LDS holds the keys. The values of a tile stand there too."),

@@ -140,13 +140,13 @@ ADMIT = Exercise(
             "spare always",
             (" if running or taken else 0", ""),
             "Your first request has to leave spare blocks although nobody runs. A large one would "
-            "wait for ever beside an empty pool.",
+            "wait forever beside an empty pool.",
         ),
         Mistake(
             "first batch spares none",
             (" or taken", ""),
-            "On an idle server you let the whole first batch leave no spare blocks. Only the head "
-            "may do that, since behind it somebody has been admitted.",
+            "On an idle server you let all newcomers take the spare blocks. Only the first one "
+            "may. Once it is admitted, the server is no longer idle.",
         ),
         Mistake(
             "head passed over",

@@ -212,11 +212,11 @@ CHUNK = Exercise(
     hints=(
         "How many tokens does a request with 800 prompt tokens and 4 output tokens read in all? "
         "Then ask what a prompt does that lacks 10 tokens when `least` is 64.",
-        "One number per request is enough: the tokens that it has read. Below the prompt's length "
-        "it is a prompt. From there on it is an output that reads 1 token per step, until it has "
-        "read prompt + output − 1 tokens. In each step outputs take their tokens off the budget "
-        "first, and prompts share the rest in order. Add the tokens of the step to these numbers "
-        "only when the step is planned.",
+        "One number per request is enough: the tokens that it has read. While the number is below "
+        "the prompt's length, the request is reading its prompt. From there on it reads 1 token "
+        "per step, until it has read prompt + output − 1 tokens. In each step outputs take their "
+        "tokens off the budget first, and prompts share the rest in order. Add the tokens of the "
+        "step to these numbers only when the step is planned.",
         "`if count < min(lacking, least): break`, with `count = min(lacking, chunk, left)`, stops "
         "all further prompts where a chunk would be too short. `lacking` is what the prompt has "
         "not read, and `left` is the budget that remains. A prompt that lacks fewer than `least` "

@@ -83,8 +83,9 @@ DRIFT = Exercise(
             "part of the weight in the next step and shrinks with it.",
             "decay after the move": "The move of a step shrinks in that same step. In the rule "
             "the decay acts on the weight that the step found.",
-            "steps without length": "Your weight shrinks by exp(−lr · decay · steps), as it would "
-            "in infinitely many small steps. Each real step multiplies it by 1 − lr · decay.",
+            "steps without length": "Your weight shrinks by a factor of exp(−lr · decay · steps), "
+            "as if the decay acted in infinitely many small steps. Each real step multiplies it by "
+            "1 − lr · decay.",
             "one step short": "One step is missing. There are as many steps as rates.",
             "first step only": "Only the first step is made. Does the `return` stand inside the "
             "loop?",

@@ -78,7 +78,7 @@ _MISTAKES = [
             "Your groups of a row share one scale. One large weight then takes the digits from the "
             "whole row."),
     Mistake("every so many", ("(1, (-1, group))", "(1, (group, -1)).transpose(1, 2)"),
-            "Your groups take every so many-th weight of a row. A group is made of neighbours."),
+            "Your groups take every so many-th weight of a row. A group is made of neighbors."),
     Mistake("cut off", (".round()", ".trunc()"),
             "Your codes are cut off towards 0. The nearest code errs half as much."),
     Mistake("rounded down", (".round()", ".floor()"),
@@ -93,15 +93,15 @@ _MISTAKES = [
             "A group of zeros has code 0 with you. What stands for 0 is code 8, also where the "
             "scale is 0."),
     Mistake("no clamp", ("codes.clamp(0, 15)", "codes.int()"),
-            "Some of your codes are 16, and the bit too many spoils the code that shares their "
+            "Some of your codes are 16, and the extra bit spoils the code that shares their "
             "byte, or is lost. Code 15 is the last."),
     Mistake("no clamp, added up",
             [("codes.clamp(0, 15)", "codes.int()"), ("low | high << 4", "low + (high << 4)")],
             "Some of your codes are 16, and 15 is the last: there are only 7 steps on the side "
-            "away from the largest magnitude. In a byte, the bit too many is added to the other "
+            "away from the largest magnitude. In a byte, the extra bit is added to the other "
             "code or lost."),
-    Mistake("neighbours", ("codes.chunk(2, dim=-1)", "codes[..., ::2], codes[..., 1::2]"),
-            "In a byte of yours two neighbours stand. Here it holds one code of the group's first "
+    Mistake("neighbors", ("codes.chunk(2, dim=-1)", "codes[..., ::2], codes[..., 1::2]"),
+            "In a byte of yours two neighbors stand. Here it holds one code of the group's first "
             "half and one of its second."),
     Mistake("high half first", ("low | high << 4", "high | low << 4"),
             "Your first half stands in the high four bits. It belongs into the low ones."),
@@ -118,7 +118,7 @@ PACKED_GROUPS = Exercise(
     "signed scale that side is given to the largest magnitude, which is then exact but for the "
     "scale's own rounding; on the other side the last half step is cut off. The codes are made "
     "with the rounded scale, which is the one that will be multiplied with. Halves of a group in "
-    "one byte suit vector units: one mask and one shift give two runs of neighbours. This is the "
+    "one byte suit vector units: one mask and one shift give two runs of neighbors. This is the "
     "form that llama.cpp calls Q4_0, and this reference knows 4 bits.",
     hints=(
         "Flip all signs in the example: −0.5, 4, −1, −3.2. What are the scale and the codes of "

@@ -174,8 +174,8 @@ _MISTAKES = [
             "Of a stretch at work you count the first layer's input alone. Once it is recomputed, "
             "the inputs of its other layers stand too."),
     Mistake("best start extended", _extended,
-            "For each number of stretches you keep only the division of the first layers with the "
-            "smallest peak. One with a larger peak may leave fewer bytes waiting, and that can "
+            "For the first layers you keep one division per number of stretches: the one with the "
+            "smallest peak. Another with a larger peak may leave fewer bytes waiting, and that can "
             "lower the peak of the whole."),
 ]  # fmt: skip
 

@@ -122,8 +122,8 @@ _MISTAKES = [
     Mistake("cached ignored",
             ("known, accepted = len(context), len(path)",
              "known, accepted, had = len(context), len(path), len(context) - 1"),
-            "You take both caches to have held all but the last token of the context. In some "
-            "rows the draft model's holds less: `cached` says how much."),
+            "You assume that both caches held all of the context but its last token. In some rows "
+            "the draft model's cache held less: `cached` says how much."),
     Mistake("shortest row for all",
             [("len(path)", "min(map(len, paths))"),
              ("*drafted[:accepted], new]", "*[*drafted[: len(path)], new][: accepted + 1]]")],
