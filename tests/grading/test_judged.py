@@ -16,6 +16,7 @@ import torch
 
 from labcore.exercises.running import play, play_forked
 from labcore.exercises.topics.lion import STALL
+from labcore.grading import session
 from labcore.grading.intake.submissions import mend
 from labcore.grading.judged import Judged, run_and_judge
 from labcore.grading.judging import HandedIn, Sandbox, _read
@@ -288,8 +289,24 @@ def transfer(lr, decay, *, factor, decay_times_lr):
 """
 ASKS = """
 def diagnose():
-    return getattr(lion.CLINIC, "diag" + "noses")(STUDENT)
+    found = {}
+    for label, name in getattr(lion.CLINIC, "diag" + "noses")(STUDENT).items():
+        column, places = next(iter(lion.CLINIC.telling(name).items()))
+        found[label] = name, column, places[0]
+    return found
 """
+
+
+@pytest.mark.parametrize(
+    ("thing", "plain"),
+    [
+        ({"A": ("betas swapped", "no gradient", 3)}, {"A": ["betas swapped", "no gradient", 3]}),
+        ({"A": object()}, None),
+        (float, None),
+    ],
+)
+def test_a_value_that_is_handed_in_is_plain_data(thing: Any, plain: Any) -> None:
+    assert session._plain(thing) == plain
 
 
 def test_labcores_own_solution_under_another_name_is_a_concern(bubblewrap: None) -> None:

@@ -180,9 +180,9 @@ def _described(thing: Any) -> dict[str, Any]:
 
 
 def _plain(thing: Any) -> Any:
-    """The value if it is plain data, such as the dict that a clinic takes; else None."""
+    """Plain data, such as the dict that a clinic takes, with tuples as lists; else None."""
     try:
-        return thing if json.loads(json.dumps(thing)) == thing else None
+        return json.loads(json.dumps(thing))
     except (TypeError, ValueError, RecursionError):
         return None
 
