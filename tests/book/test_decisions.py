@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from labcore.attention.traffic import GPUS
 from labcore.book.teaching.units import read_course
 from labcore.exercises.topics import (
     adamw_epsilon,
@@ -114,7 +115,13 @@ def of_hip() -> Numbers:
         hip.CHOOSE_TILE.reference(128, waves=4, stages=1, wanted=wanted, other=32)[0]
         for wanted in (2, 3)
     )
-    return {"tile of {} queries": three, "place of {},": two, "{} operations per byte": two}
+    card = GPUS["MI300X"]
+    return {
+        "tile of {} queries": three,
+        "place of {},": two,
+        "{} operations per byte": two,
+        "some {:.0f} for an MI300X": round(card.matmul / card.bandwidth, -1),
+    }
 
 
 def of_speculative() -> Numbers:
