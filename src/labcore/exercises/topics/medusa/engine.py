@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from labcore.exercises.topics.medusa.labels import NOTHING
+from labcore.optim import rules
 
 __all__ = ["CHECKPOINTS", "END", "EVERY", "HEADS", "REQUESTS", "Engine", "Log", "run", "training"]
 
@@ -165,13 +166,14 @@ def training(shared: bool, early: bool, thawed: bool) -> tuple[_Checkpoint, ...]
     count = 1 if shared else HEADS
     block = torch.zeros(count, WIDTH, WIDTH, requires_grad=True)
     out = start.out.expand(count, VOCAB, WIDTH).clone().requires_grad_()
-    backbone = start
-    if thawed:
-        own, past, inner, last = (one.clone().requires_grad_() for one in start.weights())
-        backbone = _Backbone(own=own, past=past, inner=inner, out=last)
-    trained = [block, out, *(backbone.weights() if thawed else ())]
-    adam = torch.optim.AdamW([one for one in trained if one.requires_grad], lr=RATE)
+    backbone, trained = start, [block, out]
+    if thawed:  # The heads bring an `out` of their own.
+        own, past, inner = (one.clone().requires_grad_() for one in start.weights()[:3])
+        backbone = _Backbone(own=own, past=past, inner=inner, out=start.out)
+        trained += own, past, inner
+    moments: list[rules.State] = [{} for _ in trained]
     seen, held = _texts().chunk(2)
+    frozen = start.states(seen)
     first = 1 if early else 2
     labels, asked = _labels(seen, first), _labels(held, first)
     found = []
@@ -180,7 +182,7 @@ def training(shared: bool, early: bool, thawed: bool) -> tuple[_Checkpoint, ...]
             found.append(_checkpoint(backbone, block, out, held, asked))
         rows = torch.randint(TEXTS, (BATCH,), generator=draw)
         said = _said(
-            backbone.states(seen[rows]),
+            backbone.states(seen[rows]) if thawed else frozen[rows],
             block.expand(HEADS, -1, -1),
             out.expand(HEADS, -1, -1),
         )
@@ -188,9 +190,10 @@ def training(shared: bool, early: bool, thawed: bool) -> tuple[_Checkpoint, ...]
             0.8**head * F.cross_entropy(said[head].flatten(0, 1), labels[head, rows].flatten())
             for head in range(HEADS)
         )
-        adam.zero_grad()
-        torch.as_tensor(loss).backward()
-        adam.step()
+        grads = torch.autograd.grad(torch.as_tensor(loss), trained)
+        # Every optimizer of torch first loads its compiler, which takes seconds; a rule does not.
+        for i, (weight, grad) in enumerate(zip(trained, grads, strict=True)):
+            weight.data, moments[i] = rules.adamw(weight.data, grad, moments[i], lr=RATE)
     return tuple(found)
 
 
