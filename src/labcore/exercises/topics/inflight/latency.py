@@ -216,6 +216,15 @@ LATENCY = Exercise(
             "Fewer requests than asked for have waited as long as your number or less.",
         ),
         Mistake(
+            "rank one too high",
+            (
+                "math.ceil(len(values) * percent / 100)",
+                "min(int(len(values) * percent / 100) + 1, len(values))",
+            ),
+            "Where `percent` of the requests is a whole number, you return the next longer time. "
+            "Of ten times, the ninth is the 90th percentile.",
+        ),
+        Mistake(
             "mean",
             ("sorted(values)[rank - 1]", "math.fsum(values) / len(values)"),
             "You return means. The few that wait long are what a percentile is for.",

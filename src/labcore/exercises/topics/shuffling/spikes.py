@@ -42,10 +42,11 @@ def _loss_cases(seed: int) -> list[dict[str, Any]]:
     flat = torch.full((40,), 2.0, dtype=torch.float64)  # the limit is 3 exactly
     flat[[5, 12, 19, 26, 33]] = torch.tensor([3.0, 2.5, 3.125, 2.125, 0.5], dtype=torch.float64)
     cases.append({"losses": flat, "factor": 4.0, "floor": 0.25})
-    broken = 1 + torch.rand(60, generator=generator, dtype=torch.float64)
+    broken = 1 + torch.rand(100, generator=generator, dtype=torch.float64)
     bad = [torch.nan, torch.inf, -torch.inf, torch.nan]
     broken[[12, 30, 31, 45]] = torch.tensor(bad, dtype=torch.float64)
-    broken[[14, 28, 44]] += 20
+    broken[60:68], broken[80:88] = torch.inf, -torch.inf  # half of the neighbors of 68 and 88
+    broken[[14, 28, 44, 68, 88]] += 20
     cases.append({"losses": broken, "factor": 6.0, "floor": 0.01})
     return cases
 
