@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 KEPT_METADATA = ("kernelspec", "language_info", "labcore")
-KEPT_CELL_METADATA = ("nbgrader", "editable", "deletable", "tags")
+KEPT_CELL_METADATA = ("nbgrader", "editable", "deletable", "tags", "jupyter")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
