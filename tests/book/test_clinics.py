@@ -51,7 +51,7 @@ def test_a_case_is_what_the_lab_shows(slug: str) -> None:
     assert found.names == ill.names
     lab = SOURCES[slug].read_text(encoding="utf-8")
     assert found.title in lab and not found.title[0].isdigit()
-    assert "points" not in found.text and "Choose from" not in found.printed
+    assert "points" not in found.text and "Faults:" not in found.printed
     whole = json.dumps([found.title, found.text, found.figure, found.printed])
     assert leaks(whole, slug) == []
 

@@ -172,6 +172,8 @@ def of_tensor_parallel() -> Numbers:
     return {
         "spend {:.0f} ms": 1e3 * ring(16, 12e-6, 40e9),
         "and {:.1f} ms over 8": 1e3 * ring(8, 2e-6, 300e9),
+        "is {:.0f} ms a step": 6 + 1e3 * ring(16, 12e-6, 40e9),
+        "instead of {:.0f} ms": 12 + 1e3 * ring(8, 2e-6, 300e9),
         "latency: {} messages follow": 2 * (16 - 1),
         "bytes {:.1f} µs": 1e6 * 131_072 / 16 / 40e9,
     }

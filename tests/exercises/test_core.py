@@ -98,8 +98,8 @@ PLANTED: dict[str, tuple[Any, str, str]] = {
     "a NaN": (lambda x, k: (x / k * float("nan"), k), "wrong", r"2 of yours are NaN"),
     "three results": (lambda x, k: (x, k, k), "wrong", r"tuple of 2, got 3"),
     "the divisor": (lambda x, k: (x / k, k + 1), "wrong", r"divisor is 0\.5, expected -0\.5"),
-    "other arguments": (lambda x: x, "error", r"arguments x, k by these names, got \(x\)"),
-    "a result": (halve(torch.ones(1), 1.0), "error", r"the function itself, got \("),
+    "other arguments": (lambda x: x, "refused", r"arguments x, k by these names, got \(x\)"),
+    "a result": (halve(torch.ones(1), 1.0), "refused", r"the function itself, got \("),
     "in place": (lambda x, k: (x.div_(k), k), "in place", r"right, but .*argument `x` in place"),
     "a known mistake": (lambda x, k: (k * x, k), "known mistake", r"You multiply.\n\(in case 2"),
     "both": (lambda x, k: (x.mul_(k), k), "known mistake", r"You multiply(?s:.*)`x` in place"),
@@ -402,7 +402,7 @@ def test_what_a_worker_tells_is_not_taken_on_trust(told: Any) -> None:
 
 def test_each_hint_but_the_first_opens_after_another_attempt(seed: int) -> None:
     own = replace(EXERCISE, id=f"test.hinted{seed}", hints=("Divide.", "Divide x.", "`x / k`"))
-    later = "The next hint opens after another attempt: change your answer and check it."
+    later = "The next hint opens after another attempt."
     assert own.hint().text == own.hint().text == f"**Hint 1 of 3.** Divide.\n\n{later}"
 
     def stub(x: torch.Tensor, k: float) -> Any:
@@ -413,7 +413,7 @@ def test_each_hint_but_the_first_opens_after_another_attempt(seed: int) -> None:
     for number in (2, 3):
         for _ in range(3):  # more attempts before it's asked for don't open more
             outcome = own.check(lambda x, k: (x, k), seed=seed)
-            assert "Stuck? Replace check(...) with hint()" in outcome.repeat
+            assert "Stuck? Change check to hint in this cell" in outcome.repeat
         assert f"Hint {number} of 3" in own.hint().text == own.hint().text
         assert (later in own.hint().text) == (number == 2)
     assert own.hint().text.endswith("**Hint 3 of 3.** `x / k`")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 import re
 from importlib import import_module
@@ -10,7 +11,7 @@ from importlib import import_module
 import pytest
 
 from labcore.exercises import CheckFailedError, Clinic, Exercise, load, slugs
-from labcore.labs.source import read_lab
+from labcore.labs.source import cell_text, read_lab
 from tests.exercises.notebook import complaints_about, run, solved, source, texts
 
 names_of = functools.cache(solved)
@@ -44,6 +45,21 @@ def test_points_and_minutes_add_up_and_the_chapter_is_linked(slug: str) -> None:
     (link,) = re.findall(r"\]\(([^)]*)\)", text)
     assert link == f"../../../book/{slug}.ipynb"
     assert (source(slug).parent / link).resolve().is_file()
+
+
+@each_lab
+def test_the_last_points_are_those_that_the_task_says(slug: str) -> None:
+    """What a check calls untested stands in the task, and the reverse."""
+    every, told = texts(slug), {}
+    cells = json.loads(source(slug).read_text("utf-8"))["cells"]
+    tasks = {cell["id"]: cell_text(cell) for cell in cells if cell["id"].endswith("-task")}
+    for cell, text in tasks.items():
+        if found := re.search(r"\*\*The last (two )?points?\*\*", text):
+            check = re.search(r"([A-Z_]+)\.check\(", every[cell.replace("-task", "-check")])
+            assert check
+            told[check[1].lower()] = 2 if found[1] else 1
+    beyond = {one.id.partition(".")[2]: getattr(one, "beyond", 0) for one in load(slug)}
+    assert {name: count for name, count in beyond.items() if count} == told
 
 
 def graded(slug: str, name: str) -> tuple[str, list[str]]:

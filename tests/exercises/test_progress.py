@@ -12,7 +12,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from labcore.__main__ import run
 from labcore.exercises import Progress, load, progress
-from labcore.exercises.topics import lion
+from labcore.exercises.topics import clipping, lion
 
 
 @pytest.fixture
@@ -42,9 +42,39 @@ def test_the_last_check_counts_and_outlives_the_kernel(
         monkeypatch.setattr(progress, "_results", {})  # a restarted kernel
         line = next(line for line in repr(Progress("lion")).splitlines() if "transfer" in line)
         assert said in line
-    assert lion.TRANSFER.check(right, seed=seed).task == "transfer, 2 points, attempt 4"
+    assert lion.TRANSFER.check(right, seed=seed).task == "transfer, 2 points, attempt 3"
     assert "1 of 5 tasks, 2 of 18 points" in repr(Progress("lion"))
     assert {path.name for path in mine.rglob("*.json")} == {"lion.json"}
+
+
+def test_hints_and_solutions_stay_open_after_a_restart(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    assert "opens after your first attempt" in lion.TRANSFER.solution().text
+    lion.TRANSFER.hint()
+    lion.TRANSFER.check(wrong, seed=seed)
+    before = lion.TRANSFER.hint(wrong, student=0).text
+    assert "Hint 2" in before
+    monkeypatch.setattr(progress, "_results", {})  # a restarted kernel
+    assert lion.TRANSFER.hint().text == before
+    assert lion.TRANSFER.solution().code
+    for _ in range(2):
+        assert lion.TRANSFER.check(right, seed=seed).task.endswith("attempt 2")
+    assert "Hint 3" in lion.TRANSFER.hint().text
+
+
+def test_what_cannot_be_judged_is_no_attempt(mine: Path) -> None:
+    for refused in (lambda lr: lr, 3):
+        assert lion.TRANSFER.check(refused).kind == "refused"
+    assert lion.CLINIC.check({"A": ("betas swapped", "no gradient", 1)}).kind == "refused"
+    assert "after" not in repr(Progress("lion"))
+
+
+def test_points_that_no_check_tests_are_not_counted(mine: Path, seed: int) -> None:
+    total = sum(one.points for one in load("clipping"))
+    outcome = clipping.SHARDS.check(clipping.SHARDS.reference, seed=seed)
+    assert "Of the 6 points, the last 2 are for a rule that only grading tests" in outcome.message
+    assert f"1 of 4 tasks, 4 of {total} points (2 are for rules" in repr(Progress("clipping"))
 
 
 def test_stubs_graded_cells_and_single_patients_are_no_attempts(mine: Path) -> None:
@@ -118,5 +148,5 @@ def test_in_a_notebook_the_head_follows_and_missing_names_are_explained(mine: Pa
         "torch is a module: run the lab's cell of imports again"
         in late.outputs[0].data["text/plain"]
     )
-    assert "An error · transfer, 2 points, attempt 1" in late.outputs[0].data["text/html"]
+    assert "Not judged, no attempt · transfer, 2 points<" in late.outputs[0].data["text/html"]
     assert len(deep.outputs[0].traceback) > 1  # another fault keeps its traceback

@@ -97,7 +97,6 @@ def case(source: Path, number: int = 0) -> Case:
             figure = value if hasattr(value, "to_plotly_json") else figure
     if figure is None:
         raise ValueError(f"{source}: a cell of the clinic must end with the patients' figure")
-    choices = "Choose from:\n" + "".join(f"    {name}\n" for name in ill.names)
     head = HEADING.match(text)
     if head is None:
         raise ValueError(f"{source}: the clinic's section must begin with a heading, '## ...'")
@@ -107,7 +106,7 @@ def case(source: Path, number: int = 0) -> Case:
         text=POINTS.sub("", text[head.end() :]).strip(),
         names=ill.names,
         figure=json.loads(figure.to_json()),
-        printed=printed.getvalue().replace(choices, "").strip("\n"),
+        printed=printed.getvalue().replace(ill.choices, "").strip("\n"),
     )
 
 

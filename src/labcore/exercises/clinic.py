@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from labcore.checks import one_of
-from labcore.exercises.core import Solution, attempted, kept, opened, student_number
+from labcore.exercises.core import Solution, kept, opened, student_number
 from labcore.exercises.outcome import Outcome
 
 __all__ = ["Clinic", "Curves", "Fault", "ends", "one_scale"]
@@ -42,6 +42,7 @@ class Clinic:
     faults: name -> Fault; readers get the names.
     observe: system -> title of a column -> curve; the same curve for the same system.
     axis: where a curve's values stand, in `unit`.
+    chance: column -> the largest distance from the healthy curve that chance explains.
     explanation: what the curves have in common, in Markdown, shown with the solution.
     """
 
@@ -52,6 +53,7 @@ class Clinic:
     observe: Callable[[Any], Curves]
     axis: range
     unit: str = "step"
+    chance: Mapping[str, float] = field(default_factory=dict)
     explanation: str = ""
     _observed: dict[str, Curves] = field(default_factory=dict, init=False, compare=False)
 
@@ -62,6 +64,12 @@ class Clinic:
     def names(self) -> tuple[str, ...]:
         """The faults to choose from, in alphabetical order."""
         return tuple(sorted(self.faults))
+
+    @property
+    def choices(self) -> str:
+        """The faults and the columns, one in a line, to print above the figure."""
+        listed = {"Faults": self.names, "Columns": tuple(self._curves()["healthy"])}
+        return "\n".join("\n    ".join((f"{what}:", *names)) for what, names in listed.items())
 
     def diagnoses(self, student: int = 0) -> dict[str, str]:
         """Return patient -> fault, in an order drawn from the student's number."""
@@ -92,7 +100,8 @@ class Clinic:
                 math.inf if math.isnan(a) != math.isnan(b) else abs(a - b)
                 for a, b in zip(healthy, every[fault][column], strict=True)
             ]
-            seen = [gap >= VISIBLE * scale for gap in gaps]
+            least = max(VISIBLE * scale, self.chance.get(column, 0.0))
+            seen = [gap >= least for gap in gaps]
             if any(seen):
                 largest = max(gap for gap in gaps if not math.isnan(gap)) / scale
                 places = [at for at, visible in zip(self.axis, seen, strict=True) if visible]
@@ -141,16 +150,17 @@ class Clinic:
             said = f"Nothing to check yet: for {all_of}, name the fault and where it shows."
             return _refused("missing", said)
         if complaint := self._complaint(answers, right):
-            return _refused("error", f"Not yet: {complaint}")
-        attempted(self.id)
+            return _refused("refused", f"Not yet: {complaint}")
         given = {label: (name, column, at) for label, (name, column, at) in answers.items()}
         # The same answers get the same words, so that running the check again tells nothing new.
         chance = random.Random(f"{sorted(given.items())}")
-        if unseen := sorted(one for one in given.values() if not self._seen(*one)):
-            name, column, place = chance.choice(unseen)
+        if unseen := sorted(label for label, one in given.items() if not self._seen(*one)):
+            label = chance.choice(unseen)
+            name, column, place = given[label]
             said = (
-                f'Not yet: with "{name}", the curve of "{column}" looks healthy ({self.unit}: '
-                f"{place}). Give a column and a {self.unit} where the fault shows."
+                f'Not yet: with "{name}", the curve of "{column}" would look healthy at '
+                f"{self.unit} {place}. So for {label}, the fault, the column, or the {self.unit} "
+                "is wrong."
             )
             return Outcome(passed=False, kind="wrong", message=said)
         wrong = sorted(given[label][0] for label in right if given[label][0] != right[label])
@@ -158,12 +168,19 @@ class Clinic:
             found = f"the fault of {patient} is" if patient else f"all {len(right)} faults are"
             return Outcome(passed=True, kind="right", message=f"Right: {found} found.")
         name = chance.choice(wrong)
-        told = "Not yet: at least one diagnosis is wrong. One fault that you named wrongly looks "
-        told += f"like this: {self.faults[name].symptom}"
+        told = "Not yet: at least one diagnosis is wrong. One of the faults that you gave to the "
+        told += f"wrong patient looks like this: {self.faults[name].symptom}"
         if patient is not None:
             told = f'Not yet: {patient} is not "{name}", which looks like this: '
             told += self.faults[name].symptom
         return Outcome(passed=False, kind="known mistake", mistake=name, message=told)
+
+    def hint(self, *_: Any, **__: Any) -> Solution:
+        """Say that the check's answers are the hints; take the arguments of `check`."""
+        return Solution(
+            text="A clinic has no hints. The check answers a wrong diagnosis with what the curves "
+            "of such a fault look like."
+        )
 
     def solution(self, *, student: int = 0, reveal: bool = False) -> Solution:
         """Return each patient's fault, its symptom, and where it shows, after an attempt.
@@ -221,7 +238,9 @@ class Clinic:
                     f"for {label}, the {self.unit} must be a number from {first} to {last}, "
                     f"got {place!r}."
                 )
-        return ""
+        named = [fault for fault, _, _ in answers.values()]
+        twice = next((fault for fault in named if named.count(fault) > 1), "")
+        return f"two patients have {twice!r}; each fault belongs to one patient." if twice else ""
 
 
 def ends(curves: Iterable[Curves], column: str) -> tuple[float, float]:

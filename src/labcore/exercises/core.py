@@ -15,7 +15,6 @@ import re
 import secrets
 import textwrap
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -37,8 +36,7 @@ __all__ = [
 ]
 
 Check = TypeVar("Check", bound=Callable[..., Outcome])
-_attempts: Counter[str] = Counter()  # judged answers by id; the first opens the solution
-_hints: dict[str, tuple[int, int]] = {}  # id -> hints that are open, attempts when the last opened
+UNJUDGED = ("missing", "refused", "unavailable")  # kinds of outcome that are no attempt
 switched_off: set[str] = set()  # topics whose solutions a release doesn't show
 
 
@@ -64,7 +62,7 @@ def opened(name: str, reveal: bool) -> Solution | None:
     """Return a refusal, unless `reveal` is set or something was checked for exercise `name`."""
     if name.partition(".")[0] in switched_off:
         return Solution(text="Solutions are switched off in this lab; ask your instructor.")
-    if reveal or _attempts[name]:
+    if reveal or progress.task(name).attempts:
         return None
     return Solution(
         text="The solution opens after your first attempt: run the check on your own answer. "
@@ -72,19 +70,14 @@ def opened(name: str, reveal: bool) -> Solution | None:
     )
 
 
-def attempted(name: str) -> None:
-    """Count an attempt, which opens the solution and the next hint of exercise `name`."""
-    _attempts[name] += 1
-
-
 def hinted(name: str, hints: Sequence[str]) -> Solution:
     """Return the open hints of exercise `name`, after opening the next if it's due."""
-    shown, then = _hints.get(name, (0, -1))
-    if shown < len(hints) and _attempts[name] > then:
-        shown, then = _hints[name] = shown + 1, _attempts[name]
-    told = [f"**Hint {at} of {len(hints)}.** {one}" for at, one in enumerate(hints[:shown], 1)]
-    if shown < len(hints):
-        told.append("The next hint opens after another attempt: change your answer and check it.")
+    row = progress.task(name)
+    if row.hints < len(hints) and row.attempts > row.hinted:
+        row = progress.note(name, hints=row.hints + 1, hinted=row.attempts)
+    told = [f"**Hint {at} of {len(hints)}.** {one}" for at, one in enumerate(hints[: row.hints], 1)]
+    if row.hints < len(hints):
+        told.append("The next hint opens after another attempt.")
     return Solution(text="\n\n".join(told))
 
 
@@ -96,14 +89,17 @@ def kept(check: Check) -> Check:
         outcome = check(self, *args, **options)
         if options.get("patient") is not None:  # a graded cell's own check
             return outcome
-        task = f"{self.id.partition('.')[2].replace('_', ' ')}, {self.points} points"
-        if not outcome.passed and getattr(self, "hints", None):
-            stuck = "Stuck? Replace check(...) with hint(): each attempt opens one more hint."
-            outcome = replace(outcome, repeat="\n".join(filter(None, (outcome.repeat, stuck))))
+        row = progress.task(self.id)
+        task = f"{row.name}, {self.points} points"
         if outcome.kind != "unavailable":
-            judged = outcome.kind != "missing"
-            attempts = progress.note(self.id, passed=outcome.passed, judged=judged)
-            task += f", attempt {attempts}" if judged and attempts else ""
+            judged = outcome.kind not in UNJUDGED
+            attempts = row.attempts + (judged and not row.passed)
+            progress.note(self.id, passed=outcome.passed, attempts=attempts)
+            task += f", attempt {attempts}" * judged
+        if outcome.kind not in ("right", *UNJUDGED) and getattr(self, "hints", None):
+            stuck = "Stuck? Change check to hint in this cell, run it, and change it back: after "
+            stuck += "each new attempt, it shows one hint more."
+            outcome = replace(outcome, repeat="\n".join(filter(None, (outcome.repeat, stuck))))
         return replace(outcome, task=task)
 
     return cast(Check, noted)
@@ -134,6 +130,7 @@ class Exercise:
 
     id: slug, dot, name.
     points: what the lab gives for it, for the reader's progress; graded cells have their own.
+    beyond: those of the points that are for a rule of the task that only graded cells test.
     reference: the right answer; it takes a case as keyword arguments.
     mistakes: the usual wrong answers, at least two.
     parts: helpers of the reference whose source the mistakes may also edit.
@@ -151,6 +148,7 @@ class Exercise:
 
     id: str
     points: int = 1
+    beyond: int = 0
     reference: Callable[..., Any]
     mistakes: Sequence[Mistake]
     parts: Sequence[Callable[..., Any]] = ()
@@ -189,7 +187,7 @@ class Exercise:
         seed = secrets.randbelow(2**31) if seed is None else seed
         cases = self.numbered_cases(seed, student)
         if complaint := _callable_complaint(fn, cases[0]):
-            return Outcome(passed=False, kind="error", message=complaint)
+            return Outcome(passed=False, kind="refused", message=complaint)
         played = play(fn, cases, timeout_s=self.timeout_s)
         if played.kind == "missing":
             message = (
@@ -197,7 +195,6 @@ class Exercise:
                 "Replace that line with your own code and run the check again."
             )
             return Outcome(passed=False, kind="missing", message=message)
-        attempted(self.id)
         if played.kind:
             return self._failed(played, cases, seed)
         return self.judge(played.answers, seed=seed, student=student, changed=played.changed)
@@ -217,24 +214,24 @@ class Exercise:
         cases = self.numbered_cases(seed, student)
         # New cases, so that no function can change another's arguments.
         wanted = [self.reference(**case) for case in self.numbered_cases(seed, student)]
-        complaint = self._complaint(answers, wanted, cases)
+        complaint = self._complaint(answers, wanted, cases, range(len(cases)))
         in_place = sorted({name for names in changed for name in names})
         spoiled = (
             f"It changes its argument{'s' * (len(in_place) > 1)} "
             f"{', '.join(f'`{name}`' for name in in_place)} in place. "
             "The caller still needs those numbers, so compute new tensors (x * 2 instead of "
-            "x.mul_(2), x + y instead of x += y)."
+            "x.mul_(2), x + y instead of x += y), or copy a list before you change it."
         )
         if complaint is None and in_place:
             message = f"The results are right, but the function isn't yet. {spoiled}"
             return Outcome(passed=False, kind="in place", message=message)
         if complaint is None:
             message = f"Right: {len(cases)} cases agree with the reference (seed {seed})."
-            return Outcome(passed=True, kind="right", message=message)
-        mistake = self._recognized(answers, wanted, seed, student)
+            return Outcome(passed=True, kind="right", message=message + self.untested())
+        mistake, seen = self._recognized(answers, wanted, seed, student)
         parts = [f"Not yet: {complaint}."]
         if mistake:
-            parts = [f"Not yet: {self.wrong[mistake][1]}", f"({complaint}.)"]
+            parts = [f"Not yet. {self.wrong[mistake][1]}", f"({seen}.)"]
         elif self.compare is None and (common := law(answers, wanted, self.returns)):
             parts.append(f"{common}.")
         parts += [spoiled] * bool(in_place)
@@ -246,8 +243,20 @@ class Exercise:
             repeat=_repeat(seed),
         )
 
-    def hint(self) -> Solution:
-        """Return the hints so far; each call after another attempt adds the next."""
+    def untested(self) -> str:
+        """Return the sentence on points that the check does not test, or ""."""
+        if not self.beyond:
+            return ""
+        return (
+            f" Of the {self.points} points, the last {self.beyond} are for a rule that only "
+            "grading tests; try the task's example of it."
+        )
+
+    def hint(self, *_: Any, **__: Any) -> Solution:
+        """Return the hints so far; each call after another attempt adds the next.
+
+        It takes the arguments of `check` and ignores them.
+        """
         return hinted(self.id, self.hints)
 
     def solution(self, *, reveal: bool = False) -> Solution:
@@ -272,18 +281,26 @@ class Exercise:
         return cases
 
     def _complaint(
-        self, answers: Sequence[Any], wanted: Sequence[Any], cases: Sequence[Mapping[str, Any]]
+        self,
+        answers: Sequence[Any],
+        wanted: Sequence[Any],
+        cases: Sequence[Mapping[str, Any]],
+        among: Sequence[int],
     ) -> str | None:
+        """Say how the answers differ in the cases of these places, or return None."""
         if self.compare is not None:
+            chosen = ([some[at] for at in among] for some in (answers, wanted, cases))
             try:
-                return self.compare(answers, wanted, cases)
+                return self.compare(*chosen)
             except Exception as problem:  # the answers can have any form
                 return f"the results don't have the form of the reference's ({problem})"
         found = []
-        for at, (came, right, case) in enumerate(zip(answers, wanted, cases, strict=True), 1):
+        for at in among:
+            case = cases[at]
             text = difference(
-                came, right, rtol=self.rtol, atol=self.atol, parts=self.returns, case=case
-            )
+                answers[at], wanted[at], rtol=self.rtol, atol=self.atol, parts=self.returns,
+                case=case,
+            )  # fmt: skip
             if text is not None:
                 found.append((size(case), at, text))
         if not found:
@@ -291,12 +308,12 @@ class Exercise:
         _, at, text = min(found)  # the smallest inputs are the easiest to redo by hand
         fail = "all fail" if len(found) == len(cases) else f"{len(found)} fail"
         fail = "the only one that fails" if len(found) == 1 else fail
-        return f"in case {at} of {len(cases)} ({fail}), {text}"
+        return f"in case {at + 1} of {len(cases)} ({fail}), {text}"
 
     def _recognized(
         self, answers: Sequence[Any], wanted: Sequence[Any], seed: int, student: int
-    ) -> str:
-        """Return the name of the wrong answer that gives these answers, or "".
+    ) -> tuple[str, str]:
+        """Return the name of the wrong answer that gives these answers, and how it differs, or "".
 
         It must match in all cases, or else in all cases without NaN and infinity, because a second
         mistake may affect those.
@@ -308,13 +325,12 @@ class Exercise:
         }
         usual = [at for at, case in enumerate(cases) if all(map(finite, case.values()))]
         for chosen in (list(range(len(cases))), usual if self.compare is None else []):
-            mine, right, asked = ([some[at] for at in chosen] for some in (answers, wanted, cases))
             for name, made in theirs.items():
-                same = [made[at] for at in chosen]
-                found = bool(chosen) and self._complaint(mine, same, asked) is None
-                if found and self._complaint(same, right, asked) is not None:
-                    return name
-        return ""
+                if chosen and self._complaint(answers, made, cases, chosen) is None:
+                    seen = self._complaint(made, wanted, cases, chosen)
+                    if seen is not None:
+                        return name, seen
+        return "", ""
 
     def _failed(self, played: Played, cases: Sequence[Mapping[str, Any]], seed: int) -> Outcome:
         if played.kind == "unavailable":
@@ -325,12 +341,12 @@ class Exercise:
         if played.at is not None and played.at < len(cases):
             parts.append(f"That was case {played.at + 1} of {len(cases)}.")
             parts.append(f"{inputs_at(cases[played.at], None)}.")
+        kind = played.kind
         absent = re.search(r"NameError: name '(\w+)' is not defined", played.problem)
         if absent and find_spec(absent[1]):
+            kind = "refused"
             parts.append(f"{absent[1]} is a module: run the lab's cell of imports again.")
-        return Outcome(
-            passed=False, kind=played.kind, message="\n".join(parts), repeat=_repeat(seed)
-        )
+        return Outcome(passed=False, kind=kind, message="\n".join(parts), repeat=_repeat(seed))
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 from types import TracebackType
 from typing import Any
 
@@ -10,20 +11,22 @@ from labcore.exercises.progress import kernel
 
 __all__ = ["explain", "sentence"]
 
+OURS = re.compile(r"\.(check|hint|solution|variant|patients)\(|STUDENT\b")
+
 
 def sentence(error: BaseException, trace: TracebackType | None) -> str:
-    """Return which cell to run, if a cell with a check lacks a name; "" for all other errors."""
+    """Return which cells to run, if a cell of the lab's own lacks a name; "" for other errors."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None or not isinstance(error, NameError) or not error.name:
         return ""
     code = trace.tb_frame.f_code
     source = "".join(linecache.getlines(code.co_filename))
-    if code.co_name != "<module>" or ".check(" not in source:
+    if code.co_name != "<module>" or not OURS.search(source):
         return ""
     return (
         f"{error.name} is not defined yet: run the cell above that defines it, and then this one "
-        "again. After a restart of the kernel all names are gone."
+        "again. After a restart of the kernel, run all cells above this one."
     )
 
 

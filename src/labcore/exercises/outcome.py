@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from dataclasses import dataclass
 
 from labcore.exercises.wording import in_lines
@@ -16,6 +17,7 @@ CARDS = {
     "wrong": ("✗ Not yet", "#d55e00"),
     "in place": ("✗ Almost", "#e69f00"),
     "missing": ("○ Not begun", "#808080"),
+    "refused": ("○ Not judged, no attempt", "#808080"),
     "unavailable": ("○ Not checked", "#808080"),
     "timeout": ("! It took too long", "#cc79a7"),
     "memory": ("! It took too much memory", "#cc79a7"),
@@ -37,8 +39,9 @@ class Outcome:
     """The result of a check, true if it passed. Its repr is the message and `repeat`, in lines.
 
     kind: "right", "known mistake", "wrong" (unlike every known mistake), "in place" (right, except
-    that it changed its arguments), "error", "missing" (the stub), "timeout", "memory", "exit" or
-    "unavailable" (this machine can't check: it can't start a process, or has no compiler).
+    that it changed its arguments), "error", "missing" (the stub), "refused" (an answer of the wrong
+    form), "timeout", "memory", "exit" or "unavailable" (this machine can't check: it can't start a
+    process, or has no compiler).
     mistake: the name of the recognized mistake, or "".
     message: what the student reads.
     repeat: how to get the same cases again.
@@ -78,7 +81,8 @@ class Outcome:
         head = " · ".join(part for part in (title, self.task) if part)
         # Lines and indentation matter: a message may quote code.
         style = "white-space:pre-wrap;word-break:normal;background:none;margin:.3em 0"
-        body = f'<pre style="{style}">{html.escape(self._text)}</pre>'
+        told = re.sub(r"`([^`\n]+)`", r"<code>\1</code>", html.escape(self._text))
+        body = f'<pre style="{style}">{told}</pre>'
         return (
             f'<div style="border:1px solid #8888;border-left:6px solid {color};'
             f'border-radius:4px;padding:.5em 1em"><b>{head}</b>'

@@ -10,28 +10,36 @@ import os
 import sys
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Progress", "Task", "kept", "kernel", "note", "summary"]
+__all__ = ["Progress", "Task", "kept", "kernel", "note", "summary", "task"]
 
 MINE, FOLDER = "my", "progress"  # the copies' folder, and in it the one with a file for each lab
 GREEN, GRAY = "#009e73", "#808080"
 
-_results: dict[str, dict[str, tuple[bool, int]]] = {}  # slug -> task -> (passed, attempts)
+_results: dict[str, dict[str, Task]] = {}  # slug -> words of its name -> task
 _displays: dict[str, list[str]] = {}  # slug -> ids of the displays in this kernel's notebook
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One exercise of a lab. passed: what its last check said; attempts: how many were judged."""
+    """One exercise of a lab.
+
+    points: what the lab gives for it; beyond: those of them for a rule that no check tests.
+    passed: what its last check said. attempts: how many were judged until it passed.
+    hints: how many are open; hinted: the attempts when the last one opened.
+    """
 
     name: str
-    points: int
-    passed: bool
-    attempts: int
+    points: int = 0
+    beyond: int = 0
+    passed: bool = False
+    attempts: int = 0
+    hints: int = 0
+    hinted: int = -1
 
     def __str__(self) -> str:
         tried = f"after {self.attempts} attempt{'s' * (self.attempts != 1)}"
@@ -46,19 +54,25 @@ def kernel() -> Any:
     return shell if hasattr(shell, "kernel") else None
 
 
-def note(exercise: str, *, passed: bool, judged: bool) -> int:
-    """Keep the result of a check, and renew what this notebook shows. Return the attempts so far.
-
-    exercise: its id; those that are not in a lab's list, such as a graded cell's own, are ignored
-    and have 0. judged: whether it was an attempt, and not the stub.
-    """
+def task(exercise: str) -> Task:
+    """Return what is known of an exercise, by its id, before or after a restart of the kernel."""
     slug, _, name = exercise.partition(".")
-    rows = {row.name: row for row in _tasks(slug)} if find_spec(_topic(slug)) else {}
-    if _words(name) not in rows:
-        return 0
-    attempts = rows[_words(name)].attempts + judged
-    _results[slug][_words(name)] = passed, attempts
-    if path := _path(slug):
+    known = {one.name: one for one in _tasks(slug)} if find_spec(_topic(slug)) else {}
+    words = _words(name)
+    return known.get(words) or _results.get(slug, {}).get(words) or Task(name=words)
+
+
+def note(exercise: str, **changes: Any) -> Task:
+    """Keep the changes of a task and renew what this notebook shows. Return the changed task.
+
+    exercise: its id. Those that are not in a lab's list, such as a graded cell's own, are known
+    until the process ends.
+    """
+    slug = exercise.partition(".")[0]
+    changed = replace(task(exercise), **changes)
+    _results.setdefault(slug, {})[changed.name] = changed
+    listed = find_spec(_topic(slug)) and changed in _tasks(slug)
+    if listed and (path := _path(slug)):
         with contextlib.suppress(OSError):  # a full disk costs the record, not the check
             path.parent.mkdir(exist_ok=True)
             fresh = path.with_suffix(f".{os.getpid()}")
@@ -66,7 +80,7 @@ def note(exercise: str, *, passed: bool, judged: bool) -> int:
             fresh.replace(path)
     for display in _displays.get(slug, ()):
         _publish(slug, display, update=True)
-    return attempts
+    return changed
 
 
 def kept(root: Path) -> dict[str, list[Task]]:
@@ -76,10 +90,12 @@ def kept(root: Path) -> dict[str, list[Task]]:
 
 
 def summary(rows: Sequence[Task]) -> str:
-    """Return in a sentence how many tasks and points are done."""
+    """Return in a sentence how many tasks and points are done, as far as checks test them."""
     done = [row for row in rows if row.passed]
-    points = sum(row.points for row in done), sum(row.points for row in rows)
-    return f"{len(done)} of {len(rows)} tasks, {points[0]} of {points[1]} points"
+    points = sum(row.points - row.beyond for row in done), sum(row.points for row in rows)
+    text = f"{len(done)} of {len(rows)} tasks, {points[0]} of {points[1]} points"
+    beyond = sum(row.beyond for row in rows)
+    return f"{text} ({beyond} are for rules that only grading tests)" if beyond else text
 
 
 def _topic(slug: str) -> str:
@@ -109,12 +125,12 @@ def _tasks(slug: str) -> list[Task]:
     if slug not in _results:
         path = _path(slug)
         rows = _read(path) if path else []
-        _results[slug] = {row.name: (row.passed, row.attempts) for row in rows}
+        _results[slug] = {row.name: row for row in rows}
     tasks = []
     for one in importlib.import_module(_topic(slug)).EXERCISES:
         name = _words(one.id.partition(".")[2])
-        passed, attempts = _results[slug].get(name, (False, 0))
-        tasks.append(Task(name=name, points=one.points, passed=passed, attempts=attempts))
+        known = _results[slug].get(name, Task(name=name))
+        tasks.append(replace(known, points=one.points, beyond=getattr(one, "beyond", 0)))
     return tasks
 
 
@@ -163,5 +179,5 @@ def _publish(slug: str, display: str, *, update: bool) -> None:
 
 def _closing(rows: Sequence[Task]) -> str:
     left = [row.name for row in rows if not row.passed]
-    text = f"{summary(rows)} by this notebook's checks; grading uses other numbers."
+    text = f"{summary(rows)} by this notebook's checks. Grading uses other numbers."
     return f"{text} Left: {', '.join(left)}." if left else text

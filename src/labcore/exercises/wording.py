@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 LINE = 100  # characters; a page of feedback shows this many without a scroll bar
+LISTED = 240  # characters of a list's entries
 SHOWN = 8  # a message shows at most so many numbers of an array, else its shape and dtype
 KEPT = "\xa0=\xa0"  # no-break spaces
 AGREE = 6  # digits that two numbers must share before we suspect rounding
@@ -40,7 +41,27 @@ def describe(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    if len(text) <= 80:
+        return text
+    return _listed(value) if isinstance(value, list | tuple | dict) else f"{text[:77]}..."
+
+
+def _listed(value: Any) -> str:
+    """Describe a long list, tuple or dict by its first entries and their number."""
+    shown, length = [], 0
+    for at, entry in enumerate(value):
+        one = value[entry] if isinstance(value, dict) else entry
+        text = describe(one)
+        if isinstance(one, torch.Tensor | np.ndarray) and 0 < math.prod(one.shape) <= SHOWN:
+            text = _numbers(one)
+        text = f"{entry!r}: {text}" if isinstance(value, dict) else text
+        length += len(text)
+        if at and length > LISTED:
+            shown.append(f"... {len(value)} in all")
+            break
+        shown.append(text)
+    left, right = {list: "[]", tuple: "()", dict: "{}"}.get(type(value), "[]")
+    return f"{left}{', '.join(shown)}{right}"
 
 
 def size(value: Any) -> int:

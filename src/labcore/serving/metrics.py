@@ -33,8 +33,8 @@ class StepRecord:
     the machine's clock, whatever its own clock is. chunks, decodes: what was read, as in the plan.
     tokens: how many tokens were read. waiting, running: requests after the step. free, held,
     cached: blocks of the pool after it. idle: rows of ended requests that a static batch computed.
-    admitted, preempted, expired: requests that were admitted, lost their blocks, or met their
-    deadline. emitted: tokens added to outputs. drafted, accepted: drafted tokens that were
+    admitted, preempted, expired: requests that were admitted, lost their blocks, or were cut off
+    by their deadline. emitted: tokens added to outputs. drafted, accepted: drafted tokens that were
     verified, and those of them that were accepted. failed: requests that an error ended.
     """
 

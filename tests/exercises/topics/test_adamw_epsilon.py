@@ -246,7 +246,7 @@ def test_a_wrong_diagnosis_gets_the_symptom_of_the_fault_named(seed: int) -> Non
     for patient, name in itertools.product(names, CLINIC.names):
         if name != names[patient]:
             wrong = with_reasons(CLINIC, {**names, patient: name})
-            outcome = CLINIC.check(wrong, student=seed)
+            outcome = CLINIC.check(wrong, student=seed, patient=patient)
             assert CLINIC.faults[name].symptom in outcome.message
             assert CLINIC.faults[names[patient]].symptom not in outcome.message
 

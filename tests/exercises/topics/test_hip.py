@@ -253,7 +253,7 @@ def test_a_hint_fits_rows_that_are_turned_too(period: int, mistake: str, seed: i
     table = row * len(column) + (column ^ row % period)
     outcome = PLACE_TILE.judge([table[: case["rows"]] for case in cases], seed=seed)
     assert outcome.mistake == mistake
-    assert outcome.message.startswith("Not yet: A column of yours stands in")
+    assert outcome.message.startswith("Not yet. A column of yours stands in")
 
 
 @pytest.mark.parametrize("columns", COLUMNS)

@@ -57,9 +57,9 @@ class StepPlan:
     """What one step does.
 
     step: counts from 0. chunks and decodes: what is read, the seniors first. admitted, preempted,
-    expired: the ids of requests that were admitted, lost their blocks, or met their deadline.
-    idle: finished requests whose slot a static batch keeps until its last one ends. blocks: all
-    blocks of each request that reads, in order.
+    expired: the ids of requests that were admitted, lost their blocks, or were cut off by their
+    deadline. idle: finished requests whose slot a static batch keeps until its last one ends.
+    blocks: all blocks of each request that reads, in order.
     """
 
     step: int

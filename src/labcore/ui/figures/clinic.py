@@ -44,7 +44,7 @@ def curves(
             f"patients must hold 'healthy' and one patient or more, got {list(patients)}; "
             "pass what Clinic.patients returns"
         )
-    panels = list(patients[ill[0]])
+    panels, unit = list(patients[ill[0]]), clinic.unit if clinic else "step"
     figure = make_subplots(
         rows=len(ill),
         cols=len(panels),
@@ -68,8 +68,7 @@ def curves(
         middle, end = steps[(len(steps) - 1) // 2], steps[-1]
         # On a phone, more than three labels would overlap.
         figure.update_xaxes(tickvals=[0, middle, end], range=[0, end], col=column)
-        unit = {"text": clinic.unit if clinic else "step", "font": SMALL}
-        figure.update_xaxes(title=unit, row=len(ill), col=column)
+        figure.update_xaxes(title={"text": unit, "font": SMALL}, row=len(ill), col=column)
         _scale(figure, patients, panel, column, from_zero)
     for row, name in enumerate(ill, 1):
         low, high = figure.get_subplot(row, 1).yaxis.domain
@@ -81,7 +80,11 @@ def curves(
     figure.update_layout(
         height=ROW * len(ill) + 130, margin={"t": 56, "b": 80, "l": LEFT + 2, "r": 16}
     )
-    figure.update_xaxes(tickfont=SMALL, tickangle=0)
+    figure.update_xaxes(tickfont=SMALL, tickangle=0, showticklabels=True)
+    unit = clinic.unit if clinic else "step"
+    figure.update_traces(
+        hovertemplate=f"{unit} %{{x}}: %{{y:.3g}}<extra>%{{fullData.name}}</extra>"
+    )
     figure.update_yaxes(tickfont=SMALL, nticks=5)
     return describe(figure, _words(patients))
 

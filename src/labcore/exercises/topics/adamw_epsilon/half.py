@@ -124,6 +124,7 @@ _IN_HALF = (
 HALF_STEP = Exercise(
     id="adamw_epsilon.half_step",
     points=5,
+    beyond=2,
     reference=half_step,
     mistakes=[
         Mistake(

@@ -126,6 +126,7 @@ _MISTAKES = [
 MERGE_PARTS = Exercise(
     id="attention.merge_parts",
     points=4,
+    beyond=2,
     reference=merge_parts,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -121,6 +121,7 @@ _HINTS = {
 SHARDS = Exercise(
     id="clipping.shards",
     points=6,
+    beyond=2,
     reference=clipped_shards,
     mistakes=[Mistake(name, _EDITS[name], hint) for name, hint in _HINTS.items()],
     cases=_shard_cases,

@@ -142,6 +142,7 @@ _MISTAKES = [
 PADDED_GHOSTS = Exercise(
     id="ghost_norm.padded_ghosts",
     points=4,
+    beyond=2,
     reference=padded_ghosts,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -132,6 +132,7 @@ _MISTAKES = [
 PLACE_TILE = EmulatedExercise(
     id="hip.place_tile",
     points=4,
+    beyond=2,
     reference=place_tile,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -87,6 +87,7 @@ _MISTAKES = [
 HELD = Exercise(
     id="hip.held",
     points=4,
+    beyond=2,
     reference=held,
     mistakes=_MISTAKES,
     cases=_cases,

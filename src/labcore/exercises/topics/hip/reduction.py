@@ -159,6 +159,7 @@ _MISTAKES = [
 MEND = KernelExercise(
     id="hip.mend",
     points=4,
+    beyond=1,
     reference=mend,
     mistakes=_MISTAKES,
     cases=lambda _: [{"source": BROKEN}],

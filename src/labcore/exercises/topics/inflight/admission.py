@@ -99,6 +99,7 @@ def _own_spare(student: int) -> Mapping[str, Any]:
 ADMIT = Exercise(
     id="inflight.admit",
     points=5,
+    beyond=2,
     reference=admit,
     mistakes=[
         Mistake(

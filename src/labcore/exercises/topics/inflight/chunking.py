@@ -85,6 +85,7 @@ def _own_chunk(student: int) -> Mapping[str, Any]:
 CHUNK = Exercise(
     id="inflight.chunk",
     points=6,
+    beyond=2,
     reference=in_chunks,
     mistakes=[
         Mistake(

@@ -93,8 +93,9 @@ def report(student: int = 0) -> dict[str, str]:
         queued = sum(one not in first for one in expired)
         late = sum(first[one] >= deadlines[one] for one in expired if one in first)
         said[label] = (
-            f"{len(log.server.outputs)} outputs came to their end, {len(expired)} met their "
-            f"deadline: {queued} before they were admitted, {late} were admitted after it."
+            f"{len(log.server.outputs)} outputs came to their end, {len(expired)} were cut "
+            f"off by their deadline: {queued} of them in the queue, and {late} had been admitted "
+            "after it."
         )
     return said
 
@@ -107,7 +108,7 @@ CLINIC = Clinic(
         "a request leaves a block behind": Fault(
             make=functools.partial(Engine, leaky=True),
             symptom="free blocks get fewer from burst to burst, until too few are left for anyone "
-            "and requests meet their deadlines in the queue. When all have gone, blocks are "
+            "and requests run into their deadlines in the queue. When all have gone, blocks are "
             "missing. The outputs that come are right.",
         ),
         "blocks are known before they are written": Fault(

@@ -94,7 +94,7 @@ class _Row:
 class Step:
     """Record what one step did.
 
-    reads: tokens by id. expired: requests that met their deadline. spare: free and cached blocks.
+    reads: tokens by id. expired: requests cut off by their deadline. spare: free and cached blocks.
     running, waiting: counts after planning.
     """
 

@@ -106,6 +106,7 @@ def _cases(seed: int) -> list[dict[str, Any]]:
 CANCEL = Exercise(
     id="inflight.cancel",
     points=5,
+    beyond=2,
     reference=cancel,
     mistakes=[
         Mistake(

@@ -124,6 +124,7 @@ def _own_percent(student: int) -> Mapping[str, Any]:
 LATENCY = Exercise(
     id="inflight.latency",
     points=5,
+    beyond=2,
     reference=latencies,
     mistakes=[
         Mistake(

@@ -89,6 +89,7 @@ def _cases(seed: int) -> list[dict[str, Any]]:
 POLICY = Exercise(
     id="inflight.policy",
     points=5,
+    beyond=2,
     reference=policy_of,
     mistakes=[
         Mistake(

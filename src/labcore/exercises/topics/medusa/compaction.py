@@ -134,6 +134,7 @@ _MISTAKES = [
 COMPACT = Exercise(
     id="medusa.compact",
     points=6,
+    beyond=2,
     reference=compact,
     mistakes=_MISTAKES,
     cases=_cases,

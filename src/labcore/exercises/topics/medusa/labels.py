@@ -127,6 +127,7 @@ _MISTAKES = [
 SHIFTED_LABELS = Exercise(
     id="medusa.shifted_labels",
     points=6,
+    beyond=2,
     reference=shifted_labels,
     mistakes=_MISTAKES,
     cases=_cases,

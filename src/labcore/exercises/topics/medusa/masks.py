@@ -111,6 +111,7 @@ _MISTAKES = [
 TREE_MASK = Exercise(
     id="medusa.tree_mask",
     points=6,
+    beyond=2,
     reference=tree_mask,
     mistakes=_MISTAKES,
     cases=_cases,

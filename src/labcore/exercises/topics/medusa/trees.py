@@ -155,6 +155,7 @@ _MISTAKES = [
 SPARSE_TREE = Exercise(
     id="medusa.sparse_tree",
     points=6,
+    beyond=2,
     reference=sparse_tree,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -101,6 +101,7 @@ _MISTAKES = [
 LOSS_FACTORS = Exercise(
     id="memory.loss_factors",
     points=6,
+    beyond=2,
     reference=loss_factors,
     mistakes=_MISTAKES,
     cases=_steps,

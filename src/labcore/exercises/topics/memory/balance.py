@@ -130,6 +130,7 @@ _MISTAKES = [
 BALANCE = Exercise(
     id="memory.balance",
     points=5,
+    beyond=2,
     reference=balance,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -110,6 +110,7 @@ _MISTAKES = [
 PACKED_GROUPS = Exercise(
     id="memory.packed_groups",
     points=5,
+    beyond=2,
     reference=packed_groups,
     mistakes=_MISTAKES,
     cases=_cases,

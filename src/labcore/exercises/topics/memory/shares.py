@@ -109,6 +109,7 @@ _MISTAKES = [
 HELD_BYTES = Exercise(
     id="memory.held_bytes",
     points=5,
+    beyond=2,
     reference=held_bytes,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -182,6 +182,7 @@ _MISTAKES = [
 STRETCHES = Exercise(
     id="memory.stretches",
     points=5,
+    beyond=2,
     reference=best_stretches,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -130,6 +130,7 @@ _HINTS = {
 RESUME = Exercise(
     id="shuffling.resume",
     points=5,
+    beyond=2,
     reference=still_to_come,
     mistakes=[Mistake(name, _EDITS[name], hint) for name, hint in _HINTS.items()],
     cases=_resume_cases,

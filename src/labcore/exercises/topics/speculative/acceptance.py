@@ -160,6 +160,7 @@ _MISTAKES = [
 COUNT_ACCEPTED = Exercise(
     id="speculative.count_accepted",
     points=6,
+    beyond=2,
     reference=count_accepted,
     mistakes=_MISTAKES,
     cases=_cases,

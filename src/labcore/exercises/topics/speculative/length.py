@@ -152,6 +152,7 @@ _MISTAKES = [
 BEST_LENGTH = Exercise(
     id="speculative.best_length",
     points=6,
+    beyond=2,
     reference=best_length,
     mistakes=_MISTAKES,
     cases=_cases,

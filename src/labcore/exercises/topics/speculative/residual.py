@@ -102,6 +102,7 @@ _MISTAKES = [
 NEXT_LAW = Exercise(
     id="speculative.next_law",
     points=6,
+    beyond=2,
     reference=next_law,
     mistakes=_MISTAKES,
     cases=_cases,

@@ -137,6 +137,7 @@ _MISTAKES = [
 AFTER_BLOCK = Exercise(
     id="speculative.after_block",
     points=6,
+    beyond=2,
     reference=after_block,
     mistakes=_MISTAKES,
     cases=_cases,

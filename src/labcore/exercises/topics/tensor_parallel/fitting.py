@@ -184,6 +184,7 @@ _HINTS = {
 FIT = Exercise(
     id="tensor_parallel.fit",
     points=5,
+    beyond=2,
     reference=fit_link,
     mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,

@@ -89,6 +89,7 @@ def _cases(seed: int) -> list[dict[str, Any]]:
 ODD_RANK = Exercise(
     id="tensor_parallel.odd_rank",
     points=4,
+    beyond=2,
     reference=odd_rank,
     mistakes=[
         Mistake(

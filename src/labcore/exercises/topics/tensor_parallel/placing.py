@@ -86,6 +86,7 @@ def _own_ranks(student: int) -> Mapping[str, Any]:
 PLACE = Exercise(
     id="tensor_parallel.place",
     points=5,
+    beyond=2,
     reference=place_collectives,
     mistakes=[
         Mistake(

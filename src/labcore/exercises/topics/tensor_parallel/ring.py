@@ -62,6 +62,7 @@ def _own_first(student: int) -> Mapping[str, Any]:
 RING = Exercise(
     id="tensor_parallel.ring",
     points=6,
+    beyond=2,
     reference=ring_all_reduce,
     mistakes=[
         Mistake(
@@ -186,7 +187,7 @@ RING = Exercise(
         "changes, and never change a tensor that was sent.",
         "`chunk = (rank + first - step) % len(tensors)` is the chunk that `rank` sends in both "
         "halves, where `step` counts from 0 to 2 (N − 1) − 1. Cut the tensors with "
-        "`tensor.tensor_split(len(tensors))`. Add with `+` and not with `+=`, which would change "
-        "messages that were sent before.",
+        "`tensor.tensor_split(len(tensors))`. Add with `+` and not with `+=`: these pieces are "
+        "views, so `+=` would change `tensors`.",
     ),
 )

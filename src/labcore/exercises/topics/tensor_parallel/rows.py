@@ -173,6 +173,7 @@ _HINTS = {
 ROW = Exercise(
     id="tensor_parallel.row",
     points=5,
+    beyond=2,
     reference=row_parallel,
     mistakes=[Mistake(name, _wrongly(name), hint) for name, hint in _HINTS.items()],
     cases=_cases,
