@@ -134,13 +134,14 @@ def test_in_a_notebook_the_head_follows_and_missing_names_are_explained(mine: Pa
         "from labcore.exercises.topics import lion\n\nlion.TRANSFER.check(transfer)",
         "def transfer(lr, decay, *, factor, decay_times_lr):\n    return torch.tensor(lr), decay",
         "lion.TRANSFER.check(transfer)",
+        "lion.TRANSFER.check(lambda lr, decay, *, factor, decay_times_lr: (lr, decay))",
         "def deeper():\n    return lion.TRANSFER.check(nothing)\n\n\ndeeper()",
     ]
     notebook = new_notebook(cells=[new_code_cell(cell) for cell in cells])
     NotebookClient(
         notebook, allow_errors=True, resources={"metadata": {"path": str(mine)}}
     ).execute()
-    head, early, _, late, deep = (nbformat.from_dict(cell) for cell in notebook.cells)
+    head, early, _, late, _, deep = (nbformat.from_dict(cell) for cell in notebook.cells)
     assert "not yet, after 1 attempt" in head.outputs[0].data["text/html"]
     assert early.outputs[0].ename == "NameError" and len(early.outputs[0].traceback) == 1
     assert "transfer is not defined yet: run the cell above" in early.outputs[0].traceback[0]
