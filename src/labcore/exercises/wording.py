@@ -60,7 +60,7 @@ def _listed(value: Any) -> str:
             shown.append(f"... {len(value)} in all")
             break
         shown.append(text)
-    left, right = {list: "[]", tuple: "()", dict: "{}"}.get(type(value), "[]")
+    left, right = "{}" if isinstance(value, dict) else "()" if isinstance(value, tuple) else "[]"
     return f"{left}{', '.join(shown)}{right}"
 
 
