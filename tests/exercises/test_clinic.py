@@ -168,7 +168,7 @@ def test_what_chance_explains_is_no_reason() -> None:
         axis=range(2),
     )
     assert clinic.telling("A") == {"rate": [0, 1]}
-    noisy = dataclasses.replace(clinic, chance={"rate": 0.2})
+    noisy = dataclasses.replace(clinic, noise={"rate": 0.2})
     assert noisy.telling("A") == {"rate": [1]}
     assert clinic.choices == "Faults:\n    A\nColumns:\n    rate"
     assert "no hints" in clinic.hint({}, student=3).text

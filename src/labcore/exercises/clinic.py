@@ -42,7 +42,7 @@ class Clinic:
     faults: name -> Fault; readers get the names.
     observe: system -> title of a column -> curve; the same curve for the same system.
     axis: where a curve's values stand, in `unit`.
-    chance: column -> the largest distance from the healthy curve that chance explains.
+    noise: column -> the largest distance from the healthy curve that chance explains.
     explanation: what the curves have in common, in Markdown, shown with the solution.
     """
 
@@ -53,7 +53,7 @@ class Clinic:
     observe: Callable[[Any], Curves]
     axis: range
     unit: str = "step"
-    chance: Mapping[str, float] = field(default_factory=dict)
+    noise: Mapping[str, float] = field(default_factory=dict)
     explanation: str = ""
     _observed: dict[str, Curves] = field(default_factory=dict, init=False, compare=False)
 
@@ -100,7 +100,7 @@ class Clinic:
                 math.inf if math.isnan(a) != math.isnan(b) else abs(a - b)
                 for a, b in zip(healthy, every[fault][column], strict=True)
             ]
-            least = max(VISIBLE * scale, self.chance.get(column, 0.0))
+            least = max(VISIBLE * scale, self.noise.get(column, 0.0))
             seen = [gap >= least for gap in gaps]
             if any(seen):
                 largest = max(gap for gap in gaps if not math.isnan(gap)) / scale

@@ -81,7 +81,6 @@ def curves(
         height=ROW * len(ill) + 130, margin={"t": 56, "b": 80, "l": LEFT + 2, "r": 16}
     )
     figure.update_xaxes(tickfont=SMALL, tickangle=0, showticklabels=True)
-    unit = clinic.unit if clinic else "step"
     figure.update_traces(
         hovertemplate=f"{unit} %{{x}}: %{{y:.3g}}<extra>%{{fullData.name}}</extra>"
     )

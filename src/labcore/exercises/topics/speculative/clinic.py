@@ -78,7 +78,7 @@ CLINIC = Clinic(
     observe=_observe,
     axis=range(1, BLOCKS + 1),
     unit="block",
-    chance={
+    noise={
         "accepted of the drafted": 0.05,
         "tokens delivered a request": 0.2,
         "total variation from the target": 0.02,
