@@ -123,15 +123,15 @@ def test_a_reason_that_does_not_hold_is_told_by_the_named_fault_alone(seed: int)
             told = CLINIC.check({**right, label: (name, column, step)}, student=seed)
             assert told.kind == "wrong" and not told.passed
             assert (
-                f'with "{name}", the curve of "{column}" would look healthy at step {step}. So for '
-                f"{label}, the fault, the column, or the step is wrong" in told.message
+                f'with "{name}", the curve of "{column}" would look healthy there (step: {step}). '
+                f"So for {label}, the fault, the column, or the step is wrong" in told.message
             )
         assert CLINIC.check({**right, label: [name, "line", 16]}, student=seed).passed
     # The words are the same for a patient that has the fault and for one that hasn't.
     for names in itertools.permutations(CLINIC.names):
         answers = seen(names) | {"B": (names[1], "level", 30)}
         assert (
-            f'with "{names[1]}", the curve of "level" would look healthy at step 30. So for B,'
+            f'with "{names[1]}", the curve of "level" would look healthy there (step: 30). So for'
             in CLINIC.check(answers, student=seed).message
         )
 

@@ -413,7 +413,7 @@ def test_each_hint_but_the_first_opens_after_another_attempt(seed: int) -> None:
     for number in (2, 3):
         for _ in range(3):  # more attempts before it's asked for don't open more
             outcome = own.check(lambda x, k: (x, k), seed=seed)
-            assert "Stuck? Change check to hint in this cell" in outcome.repeat
+            assert "Stuck? Write hint in place of check" in outcome.repeat
         assert f"Hint {number} of 3" in own.hint().text == own.hint().text
         assert (later in own.hint().text) == (number == 2)
     assert own.hint().text.endswith("**Hint 3 of 3.** `x / k`")

@@ -73,8 +73,11 @@ def test_what_cannot_be_judged_is_no_attempt(mine: Path) -> None:
 def test_points_that_no_check_tests_are_not_counted(mine: Path, seed: int) -> None:
     total = sum(one.points for one in load("clipping"))
     outcome = clipping.SHARDS.check(clipping.SHARDS.reference, seed=seed)
-    assert "Of the 6 points, the last 2 are for a rule that only grading tests" in outcome.message
-    assert f"1 of 4 tasks, 4 of {total} points (2 are for rules" in repr(Progress("clipping"))
+    assert "The last 2 points are for a rule that only grading tests" in outcome.message
+    assert (
+        f"1 of 4 tasks, 4 of {total} points (2 of the {total} are tested only in grading)."
+        in repr(Progress("clipping"))
+    )
 
 
 def test_stubs_graded_cells_and_single_patients_are_no_attempts(mine: Path) -> None:
@@ -146,7 +149,7 @@ def test_in_a_notebook_the_head_follows_and_missing_names_are_explained(mine: Pa
     assert early.outputs[0].ename == "NameError" and len(early.outputs[0].traceback) == 1
     assert "transfer is not defined yet: run the cell above" in early.outputs[0].traceback[0]
     assert (
-        "torch is a module: run the lab's cell of imports again"
+        "`torch` is a module that is not imported: run the lab's cell of imports"
         in late.outputs[0].data["text/plain"]
     )
     assert "Not judged, no attempt · transfer, 2 points<" in late.outputs[0].data["text/html"]

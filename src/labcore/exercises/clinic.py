@@ -158,9 +158,9 @@ class Clinic:
             label = chance.choice(unseen)
             name, column, place = given[label]
             said = (
-                f'Not yet: with "{name}", the curve of "{column}" would look healthy at '
-                f"{self.unit} {place}. So for {label}, the fault, the column, or the {self.unit} "
-                "is wrong."
+                f'Not yet: with "{name}", the curve of "{column}" would look healthy there '
+                f"({self.unit}: {place}). So for {label}, the fault, the column, or the "
+                f"{self.unit} is wrong."
             )
             return Outcome(passed=False, kind="wrong", message=said)
         wrong = sorted(given[label][0] for label in right if given[label][0] != right[label])

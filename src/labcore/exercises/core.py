@@ -96,9 +96,10 @@ def kept(check: Check) -> Check:
             attempts = row.attempts + (judged and not row.passed)
             progress.note(self.id, passed=outcome.passed, attempts=attempts)
             task += f", attempt {attempts}" * judged
-        if outcome.kind not in ("right", *UNJUDGED) and getattr(self, "hints", None):
-            stuck = "Stuck? Change check to hint in this cell, run it, and change it back: after "
-            stuck += "each new attempt, it shows one hint more."
+        more = row.hints < len(getattr(self, "hints", ()))
+        if outcome.kind not in ("right", *UNJUDGED) and more:
+            stuck = "Stuck? Write hint in place of check in this cell and run it. Then write check "
+            stuck += "again: each new attempt opens one more hint."
             outcome = replace(outcome, repeat="\n".join(filter(None, (outcome.repeat, stuck))))
         return replace(outcome, task=task)
 
@@ -247,10 +248,8 @@ class Exercise:
         """Return the sentence on points that the check does not test, or ""."""
         if not self.beyond:
             return ""
-        return (
-            f" Of the {self.points} points, the last {self.beyond} are for a rule that only "
-            "grading tests; try the task's example of it."
-        )
+        last = "The last point is" if self.beyond == 1 else f"The last {self.beyond} points are"
+        return f" {last} for a rule that only grading tests, so test that part yourself."
 
     def hint(self, *_: Any, **__: Any) -> Solution:
         """Return the hints so far; each call after another attempt adds the next.
@@ -306,9 +305,9 @@ class Exercise:
         if not found:
             return None
         _, at, text = min(found)  # the smallest inputs are the easiest to redo by hand
-        fail = "all fail" if len(found) == len(cases) else f"{len(found)} fail"
-        fail = "the only one that fails" if len(found) == 1 else fail
-        return f"in case {at + 1} of {len(cases)} ({fail}), {text}"
+        fail = " (all fail)" if len(found) == len(cases) else f" ({len(found)} fail)"
+        fail = " (the only one that fails)" if len(found) == 1 else fail
+        return f"in case {at + 1} of {len(cases)}{fail * (len(among) == len(cases))}, {text}"
 
     def _recognized(
         self, answers: Sequence[Any], wanted: Sequence[Any], seed: int, student: int
@@ -345,7 +344,10 @@ class Exercise:
         absent = re.search(r"NameError: name '(\w+)' is not defined", played.problem)
         if absent and find_spec(absent[1]):
             kind = "refused"
-            parts.append(f"{absent[1]} is a module: run the lab's cell of imports again.")
+            parts.append(
+                f"`{absent[1]}` is a module that is not imported: run the lab's cell of imports, "
+                "or import it in your own cell."
+            )
         return Outcome(passed=False, kind=kind, message="\n".join(parts), repeat=_repeat(seed))
 
 

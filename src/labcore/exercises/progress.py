@@ -90,12 +90,12 @@ def kept(root: Path) -> dict[str, list[Task]]:
 
 
 def summary(rows: Sequence[Task]) -> str:
-    """Return in a sentence how many tasks and points are done, as far as checks test them."""
+    """Return how many tasks and points are done, as far as checks test them."""
     done = [row for row in rows if row.passed]
     points = sum(row.points - row.beyond for row in done), sum(row.points for row in rows)
     text = f"{len(done)} of {len(rows)} tasks, {points[0]} of {points[1]} points"
     beyond = sum(row.beyond for row in rows)
-    return f"{text} ({beyond} are for rules that only grading tests)" if beyond else text
+    return f"{text} ({beyond} of the {points[1]} are tested only in grading)" if beyond else text
 
 
 def _topic(slug: str) -> str:
@@ -179,5 +179,5 @@ def _publish(slug: str, display: str, *, update: bool) -> None:
 
 def _closing(rows: Sequence[Task]) -> str:
     left = [row.name for row in rows if not row.passed]
-    text = f"{summary(rows)} by this notebook's checks. Grading uses other numbers."
+    text = f"By this notebook's checks: {summary(rows)}. Grading uses other numbers."
     return f"{text} Left: {', '.join(left)}." if left else text

@@ -115,8 +115,8 @@ def test_the_report_says_what_became_of_requests(seed: int) -> None:
     assert words.keys() == names.keys()
     for label, name in names.items():
         undated = "not looked at" in name
-        assert ("deadline: 0 of them in the queue" in words[label]) == undated
-        (late,) = re.findall(r" and (\d+) had been admitted after it", words[label])
+        assert ("Of these, 0 were still in the queue" in words[label]) == undated
+        (late,) = re.findall(r" and (\d+) had been admitted after the deadline", words[label])
         assert (int(late) > 10) == undated and (late != "0") == undated
 
 

@@ -94,8 +94,8 @@ def report(student: int = 0) -> dict[str, str]:
         late = sum(first[one] >= deadlines[one] for one in expired if one in first)
         said[label] = (
             f"{len(log.server.outputs)} outputs came to their end, {len(expired)} were cut "
-            f"off by their deadline: {queued} of them in the queue, and {late} had been admitted "
-            "after it."
+            f"off by their deadline. Of these, {queued} were still in the queue, and {late} had "
+            "been admitted after the deadline."
         )
     return said
 
@@ -126,8 +126,8 @@ CLINIC = Clinic(
         "ended rows keep their slots": Fault(
             make=functools.partial(Engine, batched=True),
             symptom="running requests fall one by one, often to a single one, and only then rise "
-            "again at once. Few are preempted, and many meet their deadlines in the queue while "
-            "slots stand idle.",
+            "again at once. Few are preempted, and many run into their deadlines in the queue "
+            "while slots stand idle.",
         ),
         "deadlines are not looked at in the queue": Fault(
             make=functools.partial(Engine, undated=True),

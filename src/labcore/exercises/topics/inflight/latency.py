@@ -234,8 +234,8 @@ LATENCY = Exercise(
                 "math.ceil(len(values) * percent / 100)",
                 "min(int(len(values) * percent / 100) + 1, len(values))",
             ),
-            "Where `percent` of the requests is a whole number, you return the next longer time. "
-            "Of ten times, the ninth is the 90th percentile.",
+            "Where `percent` % of the number of values is a whole number, you return the value "
+            "after the right one. Of ten values in order, the ninth is the 90th percentile.",
         ),
         Mistake(
             "mean",

@@ -78,11 +78,7 @@ CLINIC = Clinic(
     observe=_observe,
     axis=range(1, BLOCKS + 1),
     unit="block",
-    noise={
-        "accepted of the drafted": 0.05,
-        "tokens delivered a request": 0.2,
-        "total variation from the target": 0.02,
-    },
+    noise={"total variation from the target": 0.02},
     explanation="Each number of a log answers one question. Total variation: is it the target's "
     "text? Greedy outputs: is it the target's to the token, and where it is not, was there a "
     "choice? Acceptance: is the draft as good as it was at the start of a request? Tokens "
