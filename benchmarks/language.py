@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.runner import Measurement, case, seen
-from labcore import records
+from labcore.device import gpu_visible
 from labcore.studies.language import bench
+from labcore.studies.language.results import best
 from labcore.studies.language.tuning import (
     REPORT_SEEDS,
     STAGE_2,
@@ -30,34 +31,14 @@ COMPARED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much text a run reads."""
+    """How much text a run reads; 30 times as much on a GPU."""
 
-    tokens: int = bench.TOKENS
+    tokens: int = field(default_factory=lambda: bench.TOKENS * (30 if gpu_visible() else 1))
     max_files: int | None = None
 
 
 FULL = Sizes()
 SMALL = Sizes(tokens=3 * max(COMPARED), max_files=8)
-
-
-def found(batch: int, optimizer: str, names: Iterable[str]) -> dict[Setting, float]:
-    """Return the recorded held-out losses of trials by their settings."""
-    every = [
-        records.find("language", f"{batch}/{optimizer}/{name}", "held-out loss") for name in names
-    ]
-    return {Setting(**record.details["setting"]): record.p50 for record in every}
-
-
-def tried(batch: int, optimizer: str, stages: int = 2) -> dict[Setting, float]:
-    """Return the recorded held-out losses of the first stages of tuning, best first."""
-    names = [*coarse(optimizer), *(STAGE_2 if stages == 2 else ())]
-    losses = found(batch, optimizer, names)
-    return {setting: losses[setting] for setting in sorted(losses, key=losses.__getitem__)}
-
-
-def best(batch: int, optimizer: str, stages: int = 2) -> Setting:
-    """Return the best setting that the first stages of tuning found."""
-    return next(iter(tried(batch, optimizer, stages)))
 
 
 def _declare(

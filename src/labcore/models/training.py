@@ -20,6 +20,7 @@ __all__ = ["Curve", "next_token_loss", "train", "windows"]
 
 Batches = Callable[[int], tuple[Tensor, Tensor | None]]
 Clip = Callable[[list[nn.Parameter]], Tensor | float | None]
+Loss = Callable[[Llama, Tensor, Tensor | None], tuple[Tensor, int]]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,6 +88,7 @@ def train(
     *,
     steps: int,
     accumulate: int = 1,
+    loss: Loss = next_token_loss,
     clip: Clip | None = None,
     schedule: Callable[[int], float] | None = None,
     checkpoint: str | Path | None = None,
@@ -100,6 +102,7 @@ def train(
     always be the same, as with `windows`.
     accumulate: batches per step. The loss is the mean over all predicted tokens of the step, so the
     loss and its gradient equal those of one large batch, even if row lengths differ.
+    loss: as `next_token_loss`, for example with a penalty added.
     clip: called before each optimizer step with the parameters that have gradients. It scales the
     gradients in place and returns their norm or None.
     schedule: returns the factor of each group's learning rate at step s, counted from 0.
@@ -125,7 +128,7 @@ def train(
             if schedule is not None:
                 for group in optimizer.param_groups:
                     group["lr"] = group["initial_lr"] * schedule(step)
-            _step(model, batches, optimizer, curve, accumulate, clip)
+            _step(model, batches, optimizer, curve, accumulate, loss, clip)
             if path is not None and ((step + 1) % save_every == 0 or step + 1 == steps):
                 _save(path, model, optimizer, curve, accumulate)
             bar.set_postfix(loss=f"{curve.losses[-1]:.3f}", refresh=False)
@@ -139,6 +142,7 @@ def _step(
     optimizer: torch.optim.Optimizer,
     curve: Curve,
     accumulate: int,
+    loss: Loss,
     clip: Clip | None,
 ) -> None:
     """Run one optimizer step and append it to the curve."""
@@ -155,9 +159,9 @@ def _step(
     optimizer.zero_grad(set_to_none=True)
     summed = 0.0
     for tokens, counts in parts:
-        loss, _ = next_token_loss(model, tokens, counts)
-        (loss / total).backward()
-        summed += float(loss.detach())
+        part, _ = loss(model, tokens, counts)
+        (part / total).backward()
+        summed += float(part.detach())
     with_gradients = [p for p in model.parameters() if p.grad is not None]
     norm = None if clip is None else clip(with_gradients)
     optimizer.step()

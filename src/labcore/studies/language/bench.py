@@ -25,7 +25,7 @@ from labcore.data import python_sources
 from labcore.device import default_device
 from labcore.models import Llama, LlamaConfig, shipped_tokenizer
 from labcore.models.recipes import VOCABULARY, tokens_of
-from labcore.models.training import Clip, Curve, next_token_loss, train, windows
+from labcore.models.training import Batches, Clip, Curve, Loss, next_token_loss, train, windows
 from labcore.optim import AdamW, Lion
 
 __all__ = [
@@ -33,9 +33,11 @@ __all__ = [
     "CONFIG",
     "LENGTH",
     "OPTIMIZERS",
+    "ROWS",
     "TEXTS",
     "TOKENS",
     "LanguageRun",
+    "clip_to",
     "held_out_loss",
     "language_model",
     "text",
@@ -178,28 +180,35 @@ def train_language(
     seed: int,
     tokens: int = TOKENS,
     tuning: bool = False,
+    batches: Batches | None = None,
+    loss: Loss = next_token_loss,
     clip: Clip | None = None,
-    config: LlamaConfig = CONFIG,
+    model: Llama | None = None,
     max_files: int | None = None,
 ) -> LanguageRun:
     """Train one model on `tokens` tokens in batches of `batch`, and judge it on held-out files.
 
     make: builds the optimizer from the model; see OPTIMIZERS. tuning: read the files for tuning.
-    clip: the default clips to a global norm of 1. One core needs about three minutes for TOKENS.
+    batches: from a number to 16 rows, in place of random windows of the text. loss: see `train`.
+    clip: the default clips to a global norm of 1. model: in place of a new one drawn from `seed`.
+    One core needs about three minutes for TOKENS.
     """
     read, judged = ("tune", "tune, held out") if tuning else ("report", "held out")
     step_rows, rest = divmod(positive_int("batch", batch), LENGTH)
     if rest or step_rows % ROWS:
         raise ValueError(f"batch must be a multiple of {ROWS * LENGTH} tokens, got {batch}")
     steps = positive_int("tokens", tokens) // batch
-    model = language_model(seed, config)
+    model = language_model(seed) if model is None else model
+    if batches is None:
+        batches = windows(text(read, max_files=max_files), batch=ROWS, length=LENGTH, seed=seed)
     start = time.perf_counter()
     curve = train(
         model,
-        windows(text(read, max_files=max_files), batch=ROWS, length=LENGTH, seed=seed),
+        batches,
         make(model),
         steps=steps,
         accumulate=step_rows // ROWS,
+        loss=loss,
         clip=clip or clip_to(1.0),
         schedule=lambda step: warmup_and_decay(step, steps),
         progress=False,
