@@ -1,24 +1,25 @@
-"""Lion and AdamW against lion-pytorch and torch.optim: step time, state bytes, runs on digits."""
+"""Lion and AdamW against lion-pytorch and torch.optim: step time, state bytes, loss, precision."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from lion_pytorch.foreach import Lion as PeerLion
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.runner import Measurement, case, exact, seen
 from labcore.data import digits
 from labcore.device import default_device
+from labcore.models import train, windows
 from labcore.optim import AdamW, Lion
-from labcore.studies.digits_runs import DigitsRun, Setting, Sweep, TrainConfig, train_digits
-from labcore.studies.lion import tuning
+from labcore.studies.digits_runs import TrainConfig, train_digits
+from labcore.studies.language import bench
+from labcore.studies.language.curves import reported
 from labcore.timing import Comparison, paired
 
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -33,28 +34,18 @@ BARS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much the cases on digits measure."""
+    """How much the cases that train measure."""
 
-    learning_rates: tuple[float, ...] = tuning.LEARNING_RATES
-    decays: tuple[float, ...] = tuning.DECAYS
-    tuning_seeds: tuple[int, ...] = tuning.TUNING_SEEDS
-    report_seeds: tuple[int, ...] = tuning.REPORT_SEEDS
-    steps: Mapping[int, int] = field(default_factory=lambda: tuning.STEPS)  # batch -> steps
-    target: float = tuning.TARGET
     precision_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     precision_steps: int = 1000
+    repetitions: int = 4
 
 
 FULL = Sizes()
 SMALL = Sizes(
-    learning_rates=(1e-2, 3e-2),
-    decays=(0.0, 0.1),
-    tuning_seeds=(100, 101),
-    report_seeds=(0, 1, 2),
-    steps={16: 24, 64: 8},
-    target=2.2,
     precision_seeds=(0, 1),
     precision_steps=5,
+    repetitions=1,
 )
 
 
@@ -257,152 +248,12 @@ def fused_128m() -> list[Measurement]:
     return gpu_steps(1 << 27)
 
 
-# Lion against AdamW on digits; see `tuning` for how settings are chosen and reported.
-def _tuned(batch: int, sizes: Sizes) -> dict[str, Sweep]:
-    return {
-        name: tuning.tuned(
-            name,
-            batch,
-            steps=sizes.steps[batch],
-            learning_rates=sizes.learning_rates,
-            decays=sizes.decays,
-            seeds=sizes.tuning_seeds,
-            target=sizes.target,
-        )
-        for name in tuning.OPTIMIZERS
-    }
-
-
-def _reported(
-    chosen: Mapping[str, Setting], batch: int, sizes: Sizes
-) -> dict[str, list[DigitsRun]]:
-    return {
-        name: tuning.report(name, best, batch, sizes.report_seeds, steps=sizes.steps[batch])
-        for name, best in chosen.items()
-    }
-
-
-def _plain(chosen: dict[str, Setting]) -> dict[str, Any]:
-    return {name: asdict(setting) for name, setting in chosen.items()}
-
-
-def _compared(
-    quantity: str,
-    difference: str,
-    units: tuple[str, str],
-    samples: dict[str, list[float]],
-    **details: Any,
-) -> list[Measurement]:
-    """Return Lion's samples with AdamW's as peers, and their pairwise differences or ratios."""
-    pairs = list(zip(samples["Lion"], samples["AdamW"], strict=True))
-    between = [100 * (a - b) if units[1] == "percentage points" else a / b for a, b in pairs]
-    lion, peers = samples["Lion"], {"AdamW": samples["AdamW"]}
-    return [
-        seen(quantity, units[0], lion, peers=peers, **details),
-        seen(difference, units[1], between, **details),
-    ]
-
-
-@case("digits/sweep", minutes=3)
-def digits_sweep(sizes: Sizes = FULL) -> list[Measurement]:
-    """Ratio of AdamW's to Lion's good learning rates on validation images, by batch size."""
-    found = []
-    for batch in sizes.steps:
-        sweeps = _tuned(batch, sizes)
-        # On a plateau the best rate is random; the middle of those within a point is more stable.
-        plateau = {
-            name: [
-                one.lr for one in result.plateau() if one.weight_decay == result.best().weight_decay
-            ]
-            for name, result in sweeps.items()
-        }
-        middle = {name: statistics.geometric_mean(rates) for name, rates in plateau.items()}
-        found.append(
-            seen(
-                f"learning-rate ratio/batch {batch}",
-                "AdamW / Lion",
-                [middle["AdamW"] / middle["Lion"]],
-                learning_rates=sizes.learning_rates,
-                decays=sizes.decays,
-                seeds=sizes.tuning_seeds,
-                chosen=_plain({name: result.best() for name, result in sweeps.items()}),
-                plateau=plateau,
-                # [decays, learning_rates, seeds]
-                accuracy={
-                    name: torch.round(result.accuracy, decimals=4).tolist()
-                    for name, result in sweeps.items()
-                },
-            )
-        )
-    return found
-
-
-@case("digits/accuracy", minutes=7)
-def digits_accuracy(sizes: Sizes = FULL) -> list[Measurement]:
-    """Test accuracy of the settings with the best validation accuracy, and of the whole plateau.
-
-    Among the settings within a point of the best, which one wins is chance. So the plateau's
-    accuracy, the mean over all of them, is what the claim is judged by.
-    """
-    found = []
-    for batch in sizes.steps:
-        sweeps = _tuned(batch, sizes)
-        chosen = {name: result.best() for name, result in sweeps.items()}
-        plateau = {name: result.plateau() for name, result in sweeps.items()}
-        accuracy = {
-            name: {
-                setting: [run.accuracy for run in _reported({name: setting}, batch, sizes)[name]]
-                for setting in settings
-            }
-            for name, settings in plateau.items()
-        }
-        best = {name: accuracy[name][setting] for name, setting in chosen.items()}
-        means = {
-            name: [statistics.fmean(each) for each in zip(*by.values(), strict=True)]
-            for name, by in accuracy.items()
-        }
-        units = ("", "percentage points")
-        told = {"chosen": _plain(chosen), "seeds": sizes.report_seeds}
-        settings = {name: [asdict(one) for one in each] for name, each in plateau.items()}
-        found += _compared(
-            f"accuracy/batch {batch}", f"accuracy difference/batch {batch}", units, best, **told
-        )
-        found += _compared(
-            f"plateau accuracy/batch {batch}", f"plateau accuracy difference/batch {batch}",
-            units, means, settings=settings, seeds=sizes.report_seeds,
-        )  # fmt: skip
-    return found
-
-
-@case("digits/convergence", minutes=3.5)
-def digits_convergence(sizes: Sizes = FULL) -> list[Measurement]:
-    """Steps to the target loss with the settings that reach it first."""
-    found = []
-    for batch in sizes.steps:
-        chosen = {name: result.fastest() for name, result in _tuned(batch, sizes).items()}
-        runs = _reported(chosen, batch, sizes)
-        found += _compared(
-            f"steps/batch {batch}",
-            f"steps ratio/batch {batch}",
-            ("steps", "Lion / AdamW"),
-            {
-                name: [*map(float, tuning.steps_to_target(each, sizes.target))]
-                for name, each in runs.items()
-            },
-            chosen=_plain(chosen),
-            seeds=sizes.report_seeds,
-            target=sizes.target,
-        )
-    return found
-
-
 PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {}),
     "bf16": (torch.bfloat16, {}),
     "bf16, fp32 master weights": (torch.bfloat16, {"master_weights": True}),
     "bf16, stochastic rounding": (torch.bfloat16, {"stochastic_rounding": True}),
 }
-LAYERS_OF_STEP = (1024, 2048, 1024)
 
 
 @case("digits/bf16", minutes=0.5)
@@ -434,32 +285,69 @@ def digits_bf16(sizes: Sizes = FULL) -> list[Measurement]:
     return found
 
 
-def _training_step(make: Callable[..., torch.optim.Optimizer], batch: int) -> Callable[[], None]:
-    torch.manual_seed(0)
-    first, second = itertools.starmap(nn.Linear, itertools.pairwise(LAYERS_OF_STEP))
-    model = nn.Sequential(first, nn.ReLU(), second).to(default_device())
-    inputs = torch.randn(batch, LAYERS_OF_STEP[0], device=default_device())
-    optimizer = make(model.parameters(), lr=1e-4, weight_decay=0.1)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-
-    return step
+# Optimizers whose runs `benchmarks/language.py` recorded, by tokens per step.
+COMPARED = {8_192: ("AdamW", "Lion", "Muon")}
 
 
-@case("training-step/mlp", minutes=0.3)
-def training_step() -> list[Measurement]:
-    """Time of a whole training step: how much of the optimizer's speedup remains."""
-    found = []
-    for batch in (32, 512):
-        comparisons = []
-        for seed in range(REPETITIONS):
-            steps = {n: _training_step(make, batch) for n, make in tuning.OPTIMIZERS.items()}
-            comparisons.append(paired(steps, rounds=15, seed=seed, device=default_device()))
-        ratio = _ratios(comparisons, "Lion", "AdamW")
-        found.append(
-            seen(f"time ratio/batch {batch}", "Lion / AdamW", ratio, layers=LAYERS_OF_STEP)
+def _language_loss(batch: int) -> list[Measurement]:
+    """Compare optimizers with AdamW, seed by seed; runs are records of `benchmarks/language.py`."""
+    runs = {name: reported(batch, name) for name in COMPARED[batch]}
+    return [
+        seen(
+            f"{name} minus AdamW",
+            "nats/token",
+            [a - b for a, b in zip(run.held_out, runs["AdamW"].held_out, strict=True)],
+            steps=run.steps,
+            settings={one: asdict(runs[one].setting) for one in (name, "AdamW")},
         )
-    return found
+        for name, run in runs.items()
+        if name != "AdamW"
+    ]
+
+
+def _step_times(batch: int, repetitions: int) -> list[Measurement]:
+    """Time whole training steps of the language model, by optimizer."""
+    comparisons = []
+    for seed in range(repetitions):
+        steps = {name: _language_step(name, batch, seed) for name in ("AdamW", "Lion", "Muon")}
+        comparisons.append(paired(steps, rounds=3, warmup=1, seed=seed, device=default_device()))
+    return [
+        seen("AdamW", "s/step", [ms / 1e3 for ms in _milliseconds(comparisons, "AdamW")]),
+        seen("Lion over AdamW", "ratio", _ratios(comparisons, "Lion", "AdamW")),
+        seen("Muon over AdamW", "ratio", _ratios(comparisons, "Muon", "AdamW")),
+    ]
+
+
+def _language_step(optimizer: str, batch: int, seed: int) -> Callable[[], Any]:
+    """Return a function that takes one step on tokens drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(bench.CONFIG.vocab_size, (100_000,), generator=generator)
+    model = bench.language_model(seed)
+    return functools.partial(
+        train,
+        model,
+        windows(tokens, batch=bench.ROWS, length=bench.LENGTH),
+        bench.OPTIMIZERS[optimizer](model, lr=1e-3, decay=0.1),
+        steps=1,
+        accumulate=batch // (bench.ROWS * bench.LENGTH),
+        clip=bench.clip_to(1.0),
+        progress=False,
+    )
+
+
+@case("language/loss/8192", minutes=0.1)
+def language_loss() -> list[Measurement]:
+    """Held-out loss on the language model, by optimizer."""
+    return _language_loss(8_192)
+
+
+@case("language/step-time/2048", minutes=0.5)
+def step_times_2048(sizes: Sizes = FULL) -> list[Measurement]:
+    """Whole training steps of the language model with few tokens."""
+    return _step_times(2_048, sizes.repetitions)
+
+
+@case("language/step-time/8192", minutes=2)
+def step_times_8192(sizes: Sizes = FULL) -> list[Measurement]:
+    """Whole training steps of the language model with more tokens."""
+    return _step_times(8_192, sizes.repetitions)

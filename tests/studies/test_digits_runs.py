@@ -87,41 +87,6 @@ def test_lion_keeps_half_of_adamws_state_at_any_size(seed: int) -> None:
     assert digits_runs.predict_state_bytes(7 * 10**9, "adamw") == 56 * 10**9
 
 
-def test_the_validation_split_never_shows_a_test_image() -> None:
-    data = digits()
-    split = digits_runs.validation_split(data, share=0.3)
-    assert torch.equal(torch.cat([split.train_x, split.test_x]), data.train_x)
-    assert torch.equal(torch.cat([split.train_y, split.test_y]), data.train_y)
-    assert len(split.test_x) == round(0.3 * len(data.train_x))
-
-
-def test_a_sweep_holds_the_single_runs_and_chooses_the_best() -> None:
-    config = TrainConfig(steps=60, check_every=5)
-    found = digits_runs.sweep(
-        Lion, config, digits(), learning_rates=(1e-6, 1e-2), decays=(0.0, 0.5), seeds=(3, 8),
-        target=0.5,
-    )  # fmt: skip
-    assert found.accuracy.shape == (2, 2, 2)
-    make = functools.partial(Lion, lr=1e-2, weight_decay=0.5)
-    single = digits_runs.train_digits(make, TrainConfig(steps=60, check_every=5, seed=8), digits())
-    assert found.accuracy[1, 1, 1] == single.accuracy
-    assert found.steps[1, 1, 1] == single.steps_to(0.5)
-    assert found.steps[:, 0].isnan().all()
-    assert found.best().lr == found.fastest().lr == 1e-2
-    mean = found.accuracy.mean(-1)
-    assert found.best() in found.plateau()
-    assert len(found.plateau()) == int((mean >= mean.max() - 0.01).sum()) < 4
-    assert {one.lr for one in found.plateau()} == {1e-2}
-
-
-def test_a_sweep_that_never_arrives_says_so() -> None:
-    found = digits_runs.sweep(
-        Lion, TrainConfig(steps=3), digits(), learning_rates=(1e-6,), decays=(0.0,), seeds=(1,)
-    )
-    with pytest.raises(ValueError, match="every seed to a loss of 0.1, got none"):
-        found.fastest()
-
-
 def test_steps_to_takes_the_first_check_at_or_below_the_target() -> None:
     run = digits_runs.train_digits(LION, SHORT, digits())
     step, loss = run.checks[2]

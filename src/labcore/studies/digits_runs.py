@@ -1,15 +1,14 @@
-"""Optimizers on real data: a small network on digits, and the size of the optimizer state.
+"""Optimizers on digits: a small network, the size of its updates and of the optimizer state.
 
 The functions take the optimizers or settings to compare and return numbers. They don't plot.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +23,12 @@ from labcore.studies.lion.traps import weight_path
 __all__ = [
     "STATE_TENSORS",
     "DigitsRun",
-    "Setting",
-    "Sweep",
     "TrainConfig",
     "predict_state_bytes",
     "predict_update_rms",
     "state_bytes",
-    "sweep",
     "train_digits",
-    "train_seeds",
     "update_rms",
-    "validation_split",
 ]
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -151,34 +145,11 @@ def train_digits(make_optimizer: OptimizerFactory, config: TrainConfig, data: Di
     )
 
 
-def train_seeds(
-    make_optimizer: OptimizerFactory, config: TrainConfig, data: Digits, seeds: Sequence[int]
-) -> list[DigitsRun]:
-    """Run `train_digits` once per seed, which replaces config.seed."""
-    return [train_digits(make_optimizer, replace(config, seed=seed), data) for seed in seeds]
-
-
 def _relative_change(model: nn.Module, before: Tensor, optimizer: torch.optim.Optimizer) -> float:
     """Return the root mean square of the weights' change since `before`, over the learning rate."""
     moved = parameters_to_vector(model.parameters()).detach() - before
     rate = float(optimizer.param_groups[0]["lr"])
     return moved.double().square().mean().sqrt().item() / rate if rate else 0.0
-
-
-def validation_split(data: Digits, share: float = 0.2) -> Digits:
-    """Return `data` with the last `share` of its training part as its test part.
-
-    Choose hyperparameters on this split, so the real test part stays unseen until the report.
-    """
-    fraction("share", share)
-    cut = len(data.train_x) - max(1, round(share * len(data.train_x)))
-    return replace(
-        data,
-        train_x=data.train_x[:cut],
-        train_y=data.train_y[:cut],
-        test_x=data.train_x[cut:],
-        test_y=data.train_y[cut:],
-    )
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -200,92 +171,6 @@ def predict_state_bytes(parameters: int, optimizer: str, dtype: torch.dtype = to
     positive_int("parameters", parameters)
     one_of("optimizer", optimizer, STATE_TENSORS)
     return parameters * STATE_TENSORS[optimizer] * dtype.itemsize
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """A setting in a sweep: the learning rate and the decoupled weight decay."""
-
-    lr: float
-    weight_decay: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Sweep:
-    """The results of runs over a grid of learning rates and decays, with several seeds each.
-
-    accuracy: [decays, learning_rates, seeds].
-    steps: [decays, learning_rates, seeds], steps until the training loss is at most `target`, or
-    NaN if a run never reached it.
-    """
-
-    learning_rates: tuple[float, ...]
-    decays: tuple[float, ...]
-    seeds: tuple[int, ...]
-    target: float
-    accuracy: Tensor
-    steps: Tensor
-
-    def best(self) -> Setting:
-        """Return the setting with the highest mean accuracy, or the first of several equal ones."""
-        return self._setting(int(self.accuracy.mean(-1).argmax()))
-
-    def plateau(self, within: float = 0.01) -> tuple[Setting, ...]:
-        """Return every setting whose mean accuracy is within `within` of the best."""
-        mean = self.accuracy.mean(-1)
-        good = (mean >= mean.max() - within).flatten().nonzero().flatten().tolist()
-        return tuple(map(self._setting, good))
-
-    def fastest(self) -> Setting:
-        """Return the setting with the fewest mean steps among those where all seeds reach `target`.
-
-        Raises ValueError if there is no such setting.
-        """
-        mean = self.steps.mean(-1)
-        if bool(mean.isnan().all()):
-            raise ValueError(
-                f"some setting must bring every seed to a loss of {self.target}, got none; raise "
-                "target or steps"
-            )
-        return self._setting(int(mean.nan_to_num(math.inf).argmin()))
-
-    def _setting(self, cell: int) -> Setting:
-        decay, rate = divmod(cell, len(self.learning_rates))
-        return Setting(lr=self.learning_rates[rate], weight_decay=self.decays[decay])
-
-
-def sweep(
-    optimizer: Callable[..., torch.optim.Optimizer],
-    config: TrainConfig,
-    data: Digits,
-    *,
-    learning_rates: Sequence[float],
-    decays: Sequence[float],
-    seeds: Sequence[int],
-    target: float = 0.1,
-) -> Sweep:
-    """Train once per setting of the grid and seed, which replaces config.seed.
-
-    optimizer: called as optimizer(parameters, lr=, weight_decay=). The accuracy is on data's test
-    part; pass `validation_split(data)` to choose settings.
-    """
-    accuracy = torch.empty(len(decays), len(learning_rates), len(seeds), dtype=torch.float64)
-    steps = torch.empty_like(accuracy)
-    for cell in itertools.product(*(range(size) for size in accuracy.shape)):
-        decay, lr, seed = decays[cell[0]], learning_rates[cell[1]], seeds[cell[2]]
-        make = functools.partial(optimizer, lr=lr, weight_decay=decay)
-        run = train_digits(make, replace(config, seed=seed), data)
-        accuracy[cell] = run.accuracy
-        arrived = run.steps_to(target)
-        steps[cell] = math.nan if arrived is None else arrived
-    return Sweep(
-        learning_rates=tuple(learning_rates),
-        decays=tuple(decays),
-        seeds=tuple(seeds),
-        target=target,
-        accuracy=accuracy,
-        steps=steps,
-    )
 
 
 def update_rms(

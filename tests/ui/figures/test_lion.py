@@ -80,32 +80,6 @@ def test_memory_stacks_copies_of_the_weights() -> None:
     assert "AdamW 24 GB" in alt(figure) and "Lion 18 GB" in alt(figure)
 
 
-def test_the_sweep_shows_the_chosen_row_and_marks_its_best_rate() -> None:
-    accuracy = {
-        "AdamW": [[[0.5, 0.7], [0.8, 0.8]], [[0.1, 0.1], [0.2, 0.4]]],
-        "Lion": [[[0.6, 0.6], [0.9, 0.7]], [[0.9, 0.9], [0.3, 0.3]]],
-    }
-    data = {
-        64: {"learning_rates": [0.01, 0.1], "decays": [0.0, 1.0], "accuracy": accuracy},
-    }
-    figure = figures.sweep(64, 1.0, data)
-    assert list(figure.data[1].y) == pytest.approx([0.9, 0.3])
-    assert list(figure.data[0].error_y.array) == pytest.approx([0.0, 0.2 / math.sqrt(2)])
-    assert figure.data[0].name == "AdamW, best 0.300 at 0.1"
-    assert figure.data[1].name == "Lion, best 0.900 at 0.01"
-    assert figure.data[1].marker.size[0] > figure.data[1].marker.size[1]
-
-
-def test_each_seed_gets_a_line_and_each_optimizer_a_name() -> None:
-    runs = {"Lion": [[(0, 2.0), (5, 1.0)], [(0, 2.1), (5, 1.1)]], "AdamW": [[(0, 2.0), (5, 0.5)]]}
-    figure = figures.loss_curves(runs, target=0.1)
-    assert [note.text.split()[-1] for note in figure.layout.annotations] == ["Lion", "AdamW"]
-    assert list(figure.data[1].y) == [2.1, 1.1]
-    assert figure.data[0].line.color == figure.data[1].line.color != figure.data[2].line.color
-    assert len(figure.layout.shapes) == 1
-    assert "Lion and AdamW" in alt(figure)
-
-
 def test_a_path_ends_where_the_weight_is_nan() -> None:
     figure = figures.nan_paths({"a": [1.0, 0.5, math.nan], "b": [1.0, 0.5, 0.5]}, at=1)
     assert list(figure.data[0].y) == [1.0, 0.5, None]

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import plotly.graph_objects as go
@@ -22,13 +22,11 @@ from labcore.ui.theme import PALETTE
 
 __all__ = [
     "drift",
-    "loss_curves",
     "memory",
     "nan_paths",
     "opening",
     "stall",
     "step_times",
-    "sweep",
     "update_size",
     "update_steps",
     "walk",
@@ -182,69 +180,6 @@ def memory(
         f"{name} {unit * (2 + STATE_TENSORS[_key(name)]):.3g} GB" for name in optimizers
     )
     return describe(figure, f"Stacked bars of weights, gradients and optimizer state: {totals}.")
-
-
-def sweep(batch: int, decay: float, data: Mapping[int, Mapping[str, Any]]) -> go.Figure:
-    """Draw validation accuracy by learning rate, one curve per optimizer, at one weight decay.
-
-    data: batch size -> the details of the record `digits/sweep`: learning_rates, decays, and
-    accuracy by optimizer as [decays, learning_rates, seeds]. The best rate has a larger marker.
-    """
-    grid = data[batch]
-    rates, row = list(grid["learning_rates"]), list(grid["decays"]).index(decay)
-    figure = go.Figure()
-    for name, accuracy in grid["accuracy"].items():
-        points = accuracy[row]
-        means = [fmean(samples) for samples in points]
-        best = max(range(len(means)), key=means.__getitem__)
-        figure.add_scatter(
-            x=rates,
-            y=means,
-            error_y={"array": [draw.deviation(samples) for samples in points], "thickness": 1.2},
-            mode="lines+markers",
-            name=f"{name}, best {means[best]:.3f} at {rates[best]:g}",
-            line={"color": _color(name)},
-            marker={"size": [14 if i == best else 6 for i in range(len(rates))]},
-        )
-    figure.update_layout(
-        title=f"Batch {batch}, weight decay {decay:g}",
-        xaxis={"title": "learning rate", "type": "log", "dtick": 1, "exponentformat": "power"},
-        yaxis={"title": "validation accuracy", "range": [0.5, 1.01]},
-    )
-    return figure
-
-
-def loss_curves(
-    curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], target: float | None = None
-) -> go.Figure:
-    """Draw training loss by step, one line per seed and one color per optimizer.
-
-    curves: name -> runs, each a sequence of (step, loss); target: drawn as a dotted line.
-    """
-    figure = go.Figure()
-    for name, runs in curves.items():
-        for number, run in enumerate(runs):
-            figure.add_scatter(
-                x=[step for step, _ in run],
-                y=[loss for _, loss in run],
-                mode="lines",
-                name=name,
-                legendgroup=name,
-                showlegend=number == 0,
-                line={"color": _color(name), "width": 1.5},
-            )
-    if target is not None:
-        figure.add_hline(y=target, line={"dash": "dot", "width": 1.5})
-    figure.update_layout(
-        title="Training loss, one line per seed",
-        xaxis={"title": "step"},
-        yaxis={"title": "training loss", "type": "log", "dtick": 1},
-    )
-    names = " and ".join(curves)
-    return describe(
-        draw.named_at_ends(figure),
-        f"Training loss against steps for {names}, on a logarithmic axis.",
-    )
 
 
 def update_size(
