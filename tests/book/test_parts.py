@@ -249,12 +249,13 @@ def test_a_title_is_split_at_its_first_colon(docname: str, form: str, parts: lis
 
 
 def test_a_cards_numbers_are_the_recorded_ones() -> None:
-    item = claims.claim("lion.convergence")
-    ratio = records.find("lion", "digits/convergence", "steps ratio/batch 256")
-    mean = item.part("batch 256").measured(ratio).mean
-    said = ledger.with_numbers(item, "a < b: {batch 256} times")
+    item = claims.claim("lion.speed")
+    fused = records.find("lion", "step-time/quarter-gpt2", "Lion over torch AdamW fused")
+    mean = item.part("optimizer step, torch's fused AdamW").measured(fused).mean
+    said = ledger.with_numbers(item, "a < b: {optimizer step, torch's fused AdamW} times")
     assert said == f"a &lt; b: <strong>{mean:.3g}</strong> times"
-    assert "</strong> (below the noise)," in ledger.with_numbers(item, "{batch 16},")
+    noisy = "{whole training step, 2,048 tokens},"
+    assert "</strong> (below the noise)," in ledger.with_numbers(item, noisy)
     with pytest.raises(ValueError, match="must say what was measured"):
         ledger.with_numbers(item, "")
     with pytest.raises(ValueError, match="batch 257"):

@@ -68,9 +68,9 @@ def test_every_claim_is_a_card_with_its_verdict_and_every_part() -> None:
 
 
 def test_what_ran_here_is_judged_beside_its_part(clean_environment) -> None:
-    item = claims.claim("lion.convergence")
+    item = claims.claim("lion.speed")
     second = item.parts[1].name
-    here = {"convergence": Measured.exactly(7.5), f"convergence/{second}": Measured.exactly(0.125)}
+    here = {"speed": Measured.exactly(7.5), f"speed/{second}": Measured.exactly(0.125)}
     markup = html(verdicts("lion", live=here))
     found = re.findall(r'<tr class="live">.*?</tr>', markup)
     assert [("does not hold" in row, "7.5" in row) for row in found] == [
@@ -79,10 +79,10 @@ def test_what_ran_here_is_judged_beside_its_part(clean_environment) -> None:
     ]
     assert "0.125" in found[1]
     clean_environment.setenv("LABCORE_STRICT_CLAIMS", "1")
-    with pytest.raises(claims.ClaimContradictedError, match=r"lion\.convergence"):
-        verdicts("lion", live={"convergence": Measured.exactly(0.5)})
-    with pytest.raises(ValueError, match="did you mean 'convergence'"):
-        verdicts("lion", live={"convergance": Measured.exactly(1.0)})  # codespell:ignore
+    with pytest.raises(claims.ClaimContradictedError, match=r"lion\.speed"):
+        verdicts("lion", live={"speed": Measured.exactly(7.5)})
+    with pytest.raises(ValueError, match="did you mean 'speed'"):
+        verdicts("lion", live={"sped": Measured.exactly(1.0)})
     with pytest.raises(ValueError, match="must have claims"):
         verdicts("tiger")
 
