@@ -1,4 +1,4 @@
-"""Optimizers on a small language model, tuned with equal care: runs that several chapters read."""
+"""Optimizers on a small language model, tuned with equally many trials, for several chapters."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from labcore.studies.language.tuning import (
     train_setting,
 )
 
-# The optimizers at each batch size, in tokens. On a CPU, Muon's orthogonalization would take most
-# of the time of the many steps of small batches.
+# The optimizers at each batch size, in tokens. At small batches, Muon's orthogonalization would
+# dominate the time on a CPU.
 COMPARED = {
     2_048: ("AdamW", "Lion"),
     8_192: ("AdamW", "Lion", "Lion 0.95/0.98", "Lion 0.95/0.95", "Muon"),

@@ -1,6 +1,6 @@
 """Train a Llama of a million weights on the source code of the running Python.
 
-The schedule is the usual one: a linear warmup over a tenth of the steps, and a linear decay to
+The learning rate has a linear warmup over a tenth of the steps and a linear decay to
 zero. Gradients are clipped to a global norm of 1. A seed determines the initial weights and the
 windows of text in their order, whatever the optimizer and the batch size, so runs of equal seed are
 pairs. Settings are chosen on files ("tune") that no reported run reads.
@@ -60,7 +60,7 @@ CONFIG = LlamaConfig(
     tie_word_embeddings=True,
     initializer_range=128**-0.5,
 )
-# A text and the part of the files' names that it has: training and held-out files for each use.
+# Each text, and the part of the corpus that its files come from.
 TEXTS = {"tune": "train", "report": "train", "tune, held out": "held_out", "held out": "held_out"}
 TUNED_ON = 4  # every fourth file is for tuning
 
@@ -148,7 +148,7 @@ def _lion(model: Llama, *, lr: float, decay: float, **options: Any) -> torch.opt
     return Lion(_groups(model, decay), lr=lr, **options)
 
 
-# AdamW's betas are those of most language models (Touvron et al., 2023, arXiv 2302.13971).
+# AdamW's betas are Llama 2's (Touvron et al., 2023, arXiv 2307.09288).
 OPTIMIZERS: dict[str, Make] = {
     "AdamW": _adamw,
     "Lion": functools.partial(_lion, betas=(0.9, 0.99)),
@@ -189,7 +189,7 @@ def train_language(
     """Train one model on `tokens` tokens in batches of `batch`, and judge it on held-out files.
 
     make: builds the optimizer from the model; see OPTIMIZERS. tuning: read the files for tuning.
-    batches: from a number to 16 rows, in place of random windows of the text. loss: see `train`.
+    batches: a function from a number to 16 rows, in place of random windows. loss: see `train`.
     clip: the default clips to a global norm of 1. model: in place of a new one drawn from `seed`.
     One core needs about three minutes for TOKENS.
     """

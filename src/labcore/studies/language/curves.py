@@ -30,7 +30,7 @@ class Reported:
 
 
 def thinned(values: Sequence[float], points: int = POINTS) -> tuple[float, ...]:
-    """Return the means of `points` equally long pieces; a rest at the end is left out."""
+    """Return the means of `points` equally long pieces; a remainder is dropped."""
     size = max(1, len(values) // points)
     return tuple(fmean(values[at : at + size]) for at in range(0, len(values) // size * size, size))
 

@@ -1,4 +1,4 @@
-"""What was recorded of the language-model runs: trials by setting, and reported runs by seed."""
+"""Records of the language-model runs: trials by setting, and reported runs by seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def run_record(batch: int, optimizer: str, what: str) -> Record:
 
 
 def tried(batch: int, optimizer: str, stages: int = 2) -> dict[Setting, float]:
-    """Return the held-out losses of the first stages of tuning by setting, best first."""
+    """Return the held-out losses of the first `stages` tuning stages by setting, best first."""
     names = [*coarse(optimizer), *(STAGE_2 if stages == 2 else ())]
     every = (run_record(batch, optimizer, name) for name in names)
     losses = {Setting(**record.details["setting"]): record.p50 for record in every}

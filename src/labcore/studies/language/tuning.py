@@ -1,4 +1,4 @@
-"""How an optimizer's settings for the language model are chosen: two stages, one seed, other files.
+"""How settings for the language model are chosen: two stages, one seed, separate files.
 
 Stage 1 tries three learning rates, a factor of 4 apart. Stage 2 tries half and twice the best of
 them, and ten times the decay. Every optimizer gets the same number of trials. The settings within

@@ -48,7 +48,7 @@ def curves(
         )
         said.append(f"{name} {fmean(runs.held_out):.2f}")
     figure.update_layout(
-        title=f"On files never seen: {', '.join(said)}",
+        title=f"Loss on held-out files at the end: {', '.join(said)}",
         xaxis={"title": "thousand tokens" if against == "tokens" else "seconds on one core"},
         yaxis={"title": "training loss, nats per token"},
     )
@@ -98,7 +98,7 @@ def tuning(
             text=[f"decay {setting.decay:g}" for setting in ordered],
         )
     figure.update_layout(
-        title=f"What was tried, at {batch:,} tokens per step",
+        title=f"Tuning trials at {batch:,} tokens per step",
         xaxis={"title": "learning rate", "type": "log", "dtick": 1, "exponentformat": "power"},
         yaxis={"title": "held-out loss, nats per token"},
     )
