@@ -1,180 +1,110 @@
-"""AdamW's epsilon: its laws, runs where it matters, and remedies against torchao and optimi."""
+"""AdamW's epsilon: rounding, remedies on digits against other packages, and language models."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from optimi import AdamW as OptimiAdamW
 from optimi import StableAdamW
-from torch import Tensor, nn
 
-from benchmarks.lion import parameters, quarter_gpt2
-from benchmarks.runner import Measurement, case, exact, ratios, seen
-from labcore.data import digits
-from labcore.models import train
+from benchmarks.runner import Measurement, case, ratios, seen
+from labcore.models import Llama
 from labcore.optim import AdamW
-from labcore.studies.adamw_epsilon import epsilon, gradient_scale, low_precision
-from labcore.studies.adamw_epsilon.low_precision import Failure
-from labcore.studies.digits_runs import TrainConfig, train_digits
-from labcore.timing import Comparison, paired
+from labcore.studies.adamw_epsilon import (
+    divergence,
+    epsilon,
+    gradient_batches,
+    gradient_scale,
+    language,
+    low_precision,
+    results,
+)
+from labcore.studies.adamw_epsilon.low_precision import Failure, accuracy_with
+from labcore.studies.language.bench import TOKENS
+from labcore.studies.language.tuning import REPORT_SEEDS
 
 Make = Callable[..., torch.optim.Optimizer]
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+GRID_EPSILONS = (1e-15, 1e-8, 1e-6, 1e-4)
+LARGE_EPS = 1e-3  # at which the widths are compared
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """How much the cases measure."""
 
-    law_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     seeds: tuple[int, ...] = low_precision.SEEDS  # of the runs on digits
     scales: tuple[float, ...] = low_precision.SCALES
     failure_steps: int | None = None  # None for each failure's own
-    llama_seeds: tuple[int, ...] = gradient_scale.SEEDS
+    few_seeds: tuple[int, ...] = gradient_scale.SEEDS  # of the small Llamas and the peers
     llama_steps: int = gradient_scale.STEPS
     widths: tuple[int, ...] = gradient_scale.WIDTHS
     eps_widths: tuple[int, ...] = gradient_scale.EPS_WIDTHS
     epsilons: tuple[float, ...] = gradient_scale.EPSILONS
-    divergence_width: int = 64
-    divergence_steps: int = 60
-    divergence_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    peer_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    rounded: int = 1 << 20  # weights in the case on stochastic rounding
-    shapes: Sequence[tuple[int, ...]] = field(default_factory=quarter_gpt2)  # of a timed step
-    repetitions: int = 6
-    rounds: int = 5
+    divergence_width: int = divergence.WIDTH
+    divergence_steps: int = divergence.STEPS
+    tokens: int = TOKENS  # that a run on the language model reads, as the bench's own
+    measured_tokens: int = 2**17
+    batches: tuple[int, ...] = (2_048, 8_192, 32_768, 65_536)
+    shape_tokens: int = 3 * 2**15
+    shape_measured: int = 2**15
+    shape_batches: tuple[int, ...] = (2_048, 8_192, 32_768)
+    files: int | None = None  # of the text; None for all
+    shape_files: int | None = 150  # enough text for the short runs
 
 
 FULL = Sizes()
 SMALL = Sizes(
-    law_seeds=(0, 1),
     seeds=(0, 1),
     scales=(1e-8,),
     failure_steps=4,
-    llama_seeds=(0, 1),
+    few_seeds=(0, 1),
     llama_steps=2,
     widths=(16, 32),
     eps_widths=(16, 32),
     epsilons=(1e-8, 1e-3),
     divergence_width=16,
     divergence_steps=3,
-    divergence_seeds=(0, 1),
-    peer_seeds=(0, 1),
-    rounded=1 << 16,
-    shapes=[(3, 5), (7,)],
-    repetitions=2,
-    rounds=1,
+    tokens=2 * language.BATCH,
+    measured_tokens=4_096,
+    batches=(2_048, 4_096),
+    shape_tokens=2 * language.SHAPE_BATCH,
+    shape_measured=4_096,
+    shape_batches=(2_048, 4_096),
+    files=8,
+    shape_files=8,
 )
 
 
-# Laws on hand-made gradients ---------------------------------------------------------------------
-OVER_EPS = tuple(10.0**k for k in range(-3, 4))  # gradients over eps
-
-
-@case("attenuation/law", minutes=0.1)
-def attenuation_law(sizes: Sizes = FULL) -> list[Measurement]:
-    """Predicted attenuation, compared with constant gradients and with pure noise."""
-    gradients = torch.tensor(OVER_EPS, dtype=torch.float64)
-    forms = {"outside": 1.0, "inside": 1.0, "atan2": 0.0}
-    gaps = {}
-    for mode, eps in forms.items():
-        found = epsilon.update_sizes(
-            gradients, eps=eps, dtype=torch.float64, eps_mode=mode, steps=3
-        )
-        predicted = epsilon.predict_attenuation(gradients, eps, eps_mode=mode)
-        gaps[mode] = float((found / predicted - 1).abs().max())
-    details: dict[str, Any] = {"gradient over eps": OVER_EPS, "by form": gaps}
-    largest = exact("largest relative gap/constant gradient", "", max(gaps.values()), **details)
-    return [largest] + [
-        seen(
-            f"attenuation/noise of {ratio:g} eps",
-            "",
-            [epsilon.measured_attenuation(1 / ratio, seed=seed) for seed in sizes.law_seeds],
-            peers={"predicted": [epsilon.predict_attenuation(1.0, 1 / ratio)]},
-            seeds=sizes.law_seeds,
-        )
-        for ratio in OVER_EPS
-    ]
-
-
-# From below the smallest gradient that float16 can represent up to 1, ten per decade.
-GRADIENTS = tuple(10 ** (tenths / 10) for tenths in range(-80, 1))
-GRID_EPSILONS = (1e-15, 1e-8, 1e-6, 1e-4)
-OUTCOMES = ("non-finite", "thrown", "frozen", "right")
-
-
-def outcome(size: float) -> str:
-    """Classify an update of `size` learning rates; in exact arithmetic the size is 1."""
-    if not math.isfinite(size):
-        return "non-finite"
-    return "thrown" if size > 10 else "frozen" if size < 0.1 else "right"
-
-
+# Rounding ----------------------------------------------------------------------------------------
 @case("rounding/outcomes", minutes=0.1)
-def rounding_outcomes() -> list[Measurement]:
-    """Share of the gradients from 1e-8 to 1 whose first update is not near the learning rate."""
+def rounding_outcomes(sizes: Sizes = FULL) -> list[Measurement]:
+    """Share of a new Llama's weights whose first update rounding changes more than tenfold."""
     found = []
-    for (dtype, name), eps in itertools.product(NAMES.items(), GRID_EPSILONS):
-        sizes = epsilon.update_sizes(torch.tensor(GRADIENTS), eps=eps, dtype=dtype).tolist()
-        outcomes = [outcome(size) for size in sizes]
-        shares = {each: outcomes.count(each) / len(outcomes) for each in OUTCOMES}
-        zero = epsilon.update_sizes(torch.zeros(1), eps=eps, dtype=dtype).item()
+    seeds, width = sizes.few_seeds, sizes.divergence_width
+    gradients = [gradient_scale.first_gradient(width, seed) for seed in seeds]
+    for (name, dtype), eps in itertools.product(divergence.FORMATS.items(), GRID_EPSILONS):
+        outcomes = [epsilon.outcomes(one, eps=eps, dtype=dtype) for one in gradients]
         details: dict[str, Any] = {
-            "shares": shares,
-            "outcomes": outcomes,
-            "gradients": GRADIENTS,
+            "seeds": seeds,
+            "width": width,
+            "shares": outcomes,
             "eps as stored": epsilon.rounded_eps(eps, dtype),
-            "zero gradient": outcome(zero),
+            "gradient rms": [one.square().mean().sqrt().item() for one in gradients],
         }
-        quantity = f"wrong first update/{name}, eps {eps:g}"
-        found.append(exact(quantity, "share", 1 - shares["right"], **details))
-    return found
-
-
-@case("rounding/second-moment", minutes=0.1)
-def second_moment() -> list[Measurement]:
-    """exp_avg_sq after 500 gradients of 1 and 500 of 0, relative to float64."""
-    right = epsilon.second_moment_path(torch.float64, epsilon.pulse())[-1].item()
-    found = []
-    for dtype, name in NAMES.items():
-        path = epsilon.second_moment_path(dtype, epsilon.pulse())
+        wrong = [1 - one["right"] for one in outcomes]
         found.append(
-            exact(
-                f"second moment after a pulse/{name}",
-                "over fp64",
-                path[-1].item() / right,
-                exp_avg_sq=path[::50].tolist(),
-                fp64=right,
-            )
+            seen(f"wrong first update/{name}, eps {eps:g}", "share of weights", wrong, **details)
         )
     return found
 
 
 # Digits ------------------------------------------------------------------------------------------
-def accuracy(make: Make, failure: Failure, seed: int) -> float:
-    """Return the test accuracy of a run of make(parameters, lr=…) under a failure of the study."""
-    config = TrainConfig(
-        steps=failure.steps,
-        dtype=failure.dtype,
-        schedule=failure.schedule,
-        seed=seed,
-        check_every=failure.steps,
-    )
-    factory = low_precision.scaled(functools.partial(make, lr=failure.lr), failure.scale)
-    return train_digits(factory, config, digits()).accuracy
-
-
-def _atan2(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    return low_precision.REMEDIES["atan2"](parameters, lr, 0)
-
-
 @case("digits/loss-scale", minutes=0.5)
 def loss_scale(sizes: Sizes = FULL) -> list[Measurement]:
     """Test accuracy by eps and by the factor on the loss, in fp32, compared with atan2."""
@@ -184,21 +114,10 @@ def loss_scale(sizes: Sizes = FULL) -> list[Measurement]:
             f"eps {eps:g}": [low_precision.accuracy_at(scale, eps, seed) for seed in seeds]
             for eps in low_precision.EPSILONS
         }
-        measured["atan2"] = [accuracy(_atan2, Failure(scale=scale), seed) for seed in seeds]
-        rms = low_precision.gradient_rms(scale)
-        attenuation = {
-            f"eps {eps:g}": {
-                "measured": low_precision.digits_attenuation(eps, scale),
-                "predicted": epsilon.predict_attenuation(rms, eps),
-            }
-            for eps in low_precision.EPSILONS
-        }
-        details: dict[str, Any] = {
-            "seeds": seeds,
-            "gradient rms": rms,
-            "attenuation": attenuation,
-        }
-        ours = measured.pop("eps 1e-08")
+        atan2, failure = low_precision.REMEDIES["atan2"], Failure(scale=scale)
+        measured["atan2"] = [accuracy_with(atan2, failure, seed) for seed in seeds]
+        ours, rms = measured.pop("eps 1e-08"), low_precision.gradient_rms(scale)
+        details: dict[str, Any] = {"seeds": seeds, "gradient rms": rms}
         found.append(seen(f"accuracy/loss times {scale:g}", "", ours, peers=measured, **details))
     return found
 
@@ -210,33 +129,22 @@ def remedies(sizes: Sizes = FULL) -> list[Measurement]:
     for failure in low_precision.FAILURES:
         healthy = [low_precision.healthy_accuracy(failure, seed, steps=steps) for seed in seeds]
         for remedy in low_precision.remedies_for(failure):
-            measured = [
-                low_precision.accuracy(remedy, failure, seed, steps=steps) for seed in seeds
-            ]
-            found.append(
-                seen(
-                    f"minus healthy/{failure}, {remedy}",
-                    "percentage points",
-                    [100 * (a - b) for a, b in zip(measured, healthy, strict=True)],
-                    seeds=seeds,
-                    accuracy=measured,
-                    healthy=healthy,
-                )
-            )
+            ran = [low_precision.accuracy(remedy, failure, seed, steps=steps) for seed in seeds]
+            details: dict[str, Any] = {"seeds": seeds, "accuracy": ran, "healthy": healthy}
+            gaps = [100 * gap for gap in _minus(ran, healthy)]
+            quantity = f"minus healthy/{failure}, {remedy}"
+            found.append(seen(quantity, "percentage points", gaps, **details))
     return found
 
 
 # Small Llamas ------------------------------------------------------------------------------------
-REACHED = (5_120, 16_384)  # ten times the largest width here; the width of Llama 3.1 405B
-
-
 @case("llama/gradient-rms", minutes=2.5)
 def gradient_rms(sizes: Sizes = FULL) -> list[Measurement]:
     """Exponent of the gradient's root mean square as a function of the width, one per seed."""
     found = []
     for init in gradient_scale.INITS:
         tables = gradient_scale.rms_by_width(
-            sizes.widths, sizes.llama_seeds, steps=(0, sizes.llama_steps), init=init
+            sizes.widths, sizes.few_seeds, steps=(0, sizes.llama_steps), init=init
         )
         for steps, table in tables.items():
             found.append(
@@ -250,149 +158,68 @@ def gradient_rms(sizes: Sizes = FULL) -> list[Measurement]:
                     # [widths, seeds]
                     rms={name: values.tolist() for name, values in table.rms.items()},
                     exponents={name: table.exponents(name) for name in table.rms},
-                    extrapolated={str(width): table.predict(width) for width in REACHED},
                 )
             )
     return found
 
 
-Runs = dict[tuple[int, float], list[gradient_scale.EpsRun]]
-
-
 @case("llama/eps-by-width", minutes=2)
 def eps_by_width(sizes: Sizes = FULL) -> list[Measurement]:
     """Held-out loss by width and eps, and by how much eps shrank the last update."""
-    widths, epsilons = sizes.eps_widths, sizes.epsilons
-    runs: Runs = {
-        (width, eps): [
-            gradient_scale.loss_by_eps(width, eps, seed, steps=sizes.llama_steps)
-            for seed in sizes.llama_seeds
-        ]
-        for width, eps in itertools.product(widths, epsilons)
-    }
-    base, found = epsilons[0], []
+    widths, (base, *others) = sizes.eps_widths, sizes.epsilons
+    found, kept, costs = [], [], []
     for width in widths:
-        losses = {eps: [run.loss for run in runs[width, eps]] for eps in epsilons}
-        details: dict[str, Any] = {
-            "seeds": sizes.llama_seeds,
-            "learning rate": gradient_scale.learning_rate(width),
-            **{f"eps {eps:g}": _attenuation(runs[width, eps], eps) for eps in epsilons},
+        runs = {
+            eps: [
+                gradient_scale.loss_by_eps(width, eps, seed, steps=sizes.llama_steps)
+                for seed in sizes.few_seeds
+            ]
+            for eps in sizes.epsilons
         }
-        found.append(
-            seen(
-                f"loss/width {width}, eps {base:g}",
-                "nats a byte",
-                losses[base],
-                peers={f"eps {eps:g}": losses[eps] for eps in epsilons[1:]},
-                **details,
-            )
-        )
-    for eps in epsilons[1:]:
-        found += _wide_against_narrow(runs, widths[-1], widths[0], eps, base)
-    return found
-
-
-def _attenuation(runs: Sequence[gradient_scale.EpsRun], eps: float) -> dict[str, Any]:
-    """Return means over seeds, by group: RMS, attenuation, and the attenuation the RMS predicts."""
-    rms = {name: statistics.fmean(run.rms[name] for run in runs) for name in runs[0].rms}
-    measured = {name: statistics.fmean(run.attenuation[name] for run in runs) for name in rms}
-    predicted = {name: epsilon.predict_attenuation(size, eps) for name, size in rms.items()}
-    return {"rms": rms, "measured": measured, "predicted": predicted}
-
-
-def _wide_against_narrow(
-    runs: Runs, wide: int, narrow: int, eps: float, base: float
-) -> list[Measurement]:
-    def penalty(width: int) -> list[float]:
-        pairs = zip(runs[width, eps], runs[width, base], strict=True)
-        return [spoiled.loss - healthy.loss for spoiled, healthy in pairs]
-
-    def attenuation(width: int) -> list[float]:
-        return [run.attenuation["all"] for run in runs[width, eps]]
-
-    wide_penalty, narrow_penalty = penalty(wide), penalty(narrow)
-    details: dict[str, Any] = {
-        "widths": (wide, narrow),
-        "penalties": (wide_penalty, narrow_penalty),
-    }
+        losses = {eps: [run.loss for run in each] for eps, each in runs.items()}
+        details: dict[str, Any] = {
+            "seeds": sizes.few_seeds,
+            "learning rate": gradient_scale.learning_rate(width),
+            **{f"eps {e:g}": gradient_scale.shares_left(one, e) for e, one in runs.items()},
+        }
+        peers = {f"eps {eps:g}": losses[eps] for eps in others}
+        quantity = f"loss/width {width}, eps {base:g}"
+        found.append(seen(quantity, "nats/byte", losses[base], peers=peers, **details))
+        kept.append([run.attenuation["all"] for run in runs[LARGE_EPS]])
+        costs.append(_minus(losses[LARGE_EPS], losses[base]))
+    details = {"widths": (widths[-1], widths[0]), "penalties": (costs[-1], costs[0])}
+    smaller, dearer = ratios(kept[-1], kept[0]), _minus(costs[-1], costs[0])
+    widest = f"widest over narrowest/eps {LARGE_EPS:g}", f"widest minus narrowest/eps {LARGE_EPS:g}"
     return [
-        seen(
-            f"attenuation, widest over narrowest/eps {eps:g}",
-            "ratio",
-            ratios(attenuation(wide), attenuation(narrow)),
-            **details,
-        ),
-        seen(
-            f"penalty, widest minus narrowest/eps {eps:g}",
-            "nats a byte",
-            [a - b for a, b in zip(wide_penalty, narrow_penalty, strict=True)],
-            **details,
-        ),
+        *found,
+        seen(f"attenuation, {widest[0]}", "ratio", smaller, **details),
+        seen(f"penalty, {widest[1]}", "nats/byte", dearer, **details),
     ]
 
 
-TORCH: dict[str, Make] = {
-    "torch AdamW": torch.optim.AdamW,
-    "torch AdamW fused": functools.partial(torch.optim.AdamW, fused=True),
-}
-FP32_STATE: Make = functools.partial(AdamW, state_dtype=torch.float32)
-LLAMA_RUNS: dict[torch.dtype, dict[str, Make]] = {
-    torch.float32: TORCH,
-    torch.bfloat16: {
-        **TORCH,
-        "fp32 state, stochastic rounding": functools.partial(FP32_STATE, stochastic_rounding=True),
-    },
-    torch.float16: {
-        **TORCH,
-        "eps 1e-6": functools.partial(torch.optim.AdamW, eps=1e-6),
-        "eps 1e-4": functools.partial(torch.optim.AdamW, eps=1e-4),
-        "fp32 master weights": functools.partial(
-            AdamW, state_dtype=torch.float16, master_weights=True
-        ),
-        "fp32 state": FP32_STATE,
-        "fp32 state and master weights": functools.partial(FP32_STATE, master_weights=True),
-        "atan2": functools.partial(AdamW, state_dtype=torch.float16, eps_mode="atan2"),
-    },
-}
-
-
-def first_bad_step(losses: Sequence[float]) -> int | None:
-    """Return the step at which a run diverges, or None.
-
-    This is the first step whose loss isn't finite, or after which no loss is below the first one. A
-    run that learns has none: its last losses are finite and below the first.
-    """
-    bad = [not (math.isfinite(loss) and loss < losses[0]) for loss in losses[1:]]
-    if any(not math.isfinite(loss) for loss in losses):
-        return next(step for step, loss in enumerate(losses) if not math.isfinite(loss))
-    if not bad or not bad[-1]:
-        return None
-    return len(losses) - sum(1 for _ in itertools.takewhile(bool, reversed(bad)))
+def _minus(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(ours, theirs, strict=True)]
 
 
 @case("llama/divergence", minutes=1.5)
-def divergence(sizes: Sizes = FULL) -> list[Measurement]:
+def divergence_of_llamas(sizes: Sizes = FULL) -> list[Measurement]:
     """Fraction of the runs that diverge, in pure precisions, at torch's default settings."""
-    found = []
-    for dtype, runs in LLAMA_RUNS.items():
-        for name, make in runs.items():
-            curves = []
-            for seed in sizes.divergence_seeds:
-                model = gradient_scale.make(sizes.divergence_width, seed, init="0.02").to(dtype)
-                draw, optimizer = gradient_scale.batches(seed), make(model.parameters())
-                run = train(model, draw, optimizer, steps=sizes.divergence_steps, progress=False)
-                curves.append(run.losses)
-            steps = [first_bad_step(curve) for curve in curves]
+    found, width, seeds = [], sizes.divergence_width, sizes.few_seeds
+    for form, runs in divergence.RUNS.items():
+        for name in runs:
+            curves = [
+                divergence.losses(form, name, seed, width=width, steps=sizes.divergence_steps)
+                for seed in seeds
+            ]
+            steps = [divergence.first_bad_step(curve) for curve in curves]
             details: dict[str, Any] = {
-                "seeds": sizes.divergence_seeds,
-                "width": sizes.divergence_width,
+                "seeds": seeds,
+                "width": width,
                 "diverged at step": steps,
                 "losses": [_finite(curve) for curve in curves],
             }
             diverged = [float(step is not None) for step in steps]
-            found.append(
-                seen(f"diverged/{NAMES[dtype]}, {name}", "share of runs", diverged, **details)
-            )
+            found.append(seen(f"diverged/{form}, {name}", "share of runs", diverged, **details))
     return found
 
 
@@ -408,22 +235,6 @@ def torchao_adamw() -> Make:
     from torchao.optim import _AdamW
 
     return _AdamW
-
-
-def _low(params: list[Tensor]) -> list[Tensor]:
-    low: list[Tensor] = [nn.Parameter(param.detach().bfloat16()) for param in params]
-    for mine, theirs in zip(low, params, strict=True):
-        mine.grad = theirs.grad.bfloat16() if theirs.grad is not None else None
-    return low
-
-
-def rounding_makers() -> dict[str, Make]:
-    """Return AdamW with stochastic rounding: ours with both kinds of state, and torchao's."""
-    return {
-        "AdamW": functools.partial(AdamW, stochastic_rounding=True),
-        "AdamW, fp32 state": functools.partial(FP32_STATE, stochastic_rounding=True),
-        "torchao AdamW": functools.partial(torchao_adamw(), bf16_stochastic_round=True),
-    }
 
 
 def keeps_tensor_lr(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -444,15 +255,22 @@ def _torchao_rounding(parameters: Any, lr: float) -> torch.optim.Optimizer:
 # With their defaults: optimi's eps is 1e-6, its betas (0.9, 0.99), and it uses Kahan summation.
 DIGITS_PEERS: dict[str, Make] = {
     "AdamW": AdamW,
-    "AdamW, fp32 state and master weights": functools.partial(FP32_STATE, master_weights=True),
+    "AdamW, fp32 state and master weights": functools.partial(
+        AdamW, state_dtype=torch.float32, master_weights=True
+    ),
     "AdamW, atan2": functools.partial(AdamW, eps_mode="atan2"),
     "torch AdamW foreach": functools.partial(torch.optim.AdamW, foreach=True),
-    "torch AdamW fused": TORCH["torch AdamW fused"],
+    "torch AdamW fused": functools.partial(torch.optim.AdamW, fused=True),
     "torchao AdamW, stochastic rounding": _torchao_rounding,
     "optimi AdamW": functools.partial(OptimiAdamW, triton=False),
     "optimi StableAdamW": functools.partial(StableAdamW, triton=False),
 }
 OURS = "AdamW, fp32 state and master weights"
+
+
+def _peer_accuracy(make: Make, failure: Failure, seed: int) -> float:
+    torch.manual_seed(seed)  # torchao rounds with torch's global generator
+    return accuracy_with(lambda parameters, lr, _: make(parameters, lr=lr), failure, seed)
 
 
 @case("peers/digits", minutes=2, needs="cpu")
@@ -461,99 +279,121 @@ def digits_peers(sizes: Sizes = FULL) -> list[Measurement]:
     found = []
     for title in low_precision.FAILURES:
         failure = low_precision.failure_of(title, sizes.failure_steps)
-        measured = {}
-        for name, make in DIGITS_PEERS.items():
-            runs = []
-            for seed in sizes.peer_seeds:
-                torch.manual_seed(seed)  # torchao rounds with torch's global generator
-                runs.append(accuracy(make, failure, seed))
-            measured[name] = runs
-        details: dict[str, Any] = {"seeds": sizes.peer_seeds, "samples of": OURS}
+        measured = {
+            name: [_peer_accuracy(make, failure, seed) for seed in sizes.few_seeds]
+            for name, make in DIGITS_PEERS.items()
+        }
+        details: dict[str, Any] = {"seeds": sizes.few_seeds, "samples of": OURS}
         ours = measured.pop(OURS)
         found.append(seen(f"accuracy/{title}", "", ours, peers=measured, **details))
     return found
 
 
-@case("peers/stochastic-rounding", minutes=0.3, needs="cpu")
-def stochastic_rounding(sizes: Sizes = FULL) -> list[Measurement]:
-    """Mean move of bf16 weights of 1, relative to an update of a hundredth of their spacing.
+# The language model ------------------------------------------------------------------------------
+def _declare_eps(eps: float, form: str, seed: int) -> None:
+    measured = (eps, form) == (results.MEASURED_EPS, "fp32")
 
-    The correct value is 1.
-    """
-    found, seeds = [], sizes.law_seeds
-    lr = torch.finfo(torch.bfloat16).eps / 2 / 100  # below 1 the spacing is half of finfo.eps
-    for name, make in rounding_makers().items():
-        means = []
-        for seed in seeds:
-            torch.manual_seed(seed)
-            weights = nn.Parameter(torch.ones(sizes.rounded, dtype=torch.bfloat16))
-            weights.grad = torch.ones_like(weights)
-            make([weights], lr=lr, weight_decay=0.0).step()
-            means.append((1 - weights.detach().double()).mean().item() / lr)
-        found.append(
-            seen(f"mean move/{name}", "updates", means, weights=sizes.rounded, seeds=seeds, lr=lr)
-        )
-    return found
-
-
-def _agree_or_refuse() -> None:
-    """Compare three fp32 steps of the same rule by each package; raise RuntimeError on a gap."""
-    makers: dict[str, Make] = {
-        "AdamW": AdamW,
-        "torchao AdamW": torchao_adamw(),
-        "optimi AdamW": functools.partial(OptimiAdamW, triton=False, eps=1e-8),
-    }
-    ends = {}
-    for name, make in makers.items():
-        params = parameters([(7, 5), (3,)])
-        optimizer = make(params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
-        for _ in range(3):
-            optimizer.step()
-        ends[name] = torch.cat([param.detach().flatten() for param in params])
-    for name, end in ends.items():
-        gap = float((end - ends["AdamW"]).abs().max())
-        if not gap <= 1e-6:
-            raise RuntimeError(
-                f"AdamW and {name} must agree to 1e-6 before they are timed, got {gap}"
-            )
-
-
-@case("peers/step-time", minutes=2, needs="cpu")
-def step_time(sizes: Sizes = FULL) -> list[Measurement]:
-    """A step on the quarter-size GPT-2: bf16 with stochastic rounding, and fp32 StableAdamW."""
-    _agree_or_refuse()
-    stable = functools.partial(StableAdamW, lr=1e-3, triton=False)
-    full: dict[str, Make] = {
-        "AdamW": AdamW,
-        "optimi StableAdamW": stable,
-        "torch AdamW fused": TORCH["torch AdamW fused"],
-    }
-    sets: dict[str, tuple[dict[str, Make], str]] = {
-        "bf16": (rounding_makers(), "torchao AdamW"),
-        "fp32": (full, "optimi StableAdamW"),
-    }
-    found = []
-    for name, (makers, reference) in sets.items():
-        comparisons: list[Comparison] = []
-        for seed in range(sizes.repetitions):
-            params = parameters(sizes.shapes)
-            params = _low(params) if name == "bf16" else params
-            steps = {title: make(params, lr=1e-3).step for title, make in makers.items()}
-            comparisons.append(paired(steps, rounds=sizes.rounds, warmup=2, seed=seed))
-        times = {
-            title: [1e3 * one for each in comparisons for one in each.timings[title].samples]
-            for title in makers
+    @case(f"language/eps {eps:g}, {form}/seed {seed}", minutes=3.9 if measured else 3.5)
+    def _(sizes: Sizes = FULL) -> list[Measurement]:
+        done = language.train_eps(eps, seed, form=form, tokens=sizes.tokens, max_files=sizes.files)
+        roots = language.second_moments(done)
+        details: dict[str, Any] = {
+            "seed": seed,
+            "losses": [round(loss, 4) for loss in done.run.curve.losses],
+            "seconds": round(done.run.seconds, 1),
+            "second moments": gradient_batches.sizes_of(
+                roots if measured else {"all": roots["all"]}
+            ),
         }
-        peers = {title: each for title, each in times.items() if title != "AdamW"}
-        found.append(seen(f"step/{name}, AdamW", "ms", times["AdamW"], peers=peers))
-        found += [
-            # One median per repetition, because its rounds share their tensors' addresses.
-            seen(
-                f"{title} over {reference}/{name}",
-                "ratio",
-                [each.ratio(title, reference) for each in comparisons],
-            )
-            for title in makers
-            if title != reference
-        ]
+        found = [seen("held-out loss", "nats/token", [done.run.loss], **details)]
+        return found + (_gradients(done.model, seed, sizes) if measured else [])
+
+
+def _gradients(model: Llama, seed: int, sizes: Sizes) -> list[Measurement]:
+    sized = language.gradients(
+        model, seed, tokens=sizes.measured_tokens, batches=sizes.batches, max_files=sizes.files
+    )
+    found = []
+    for batch, rms in sized.rms().items():
+        roots = {name: squares.sqrt() for name, squares in sized.squares[batch].items()}
+        details: dict[str, Any] = {"seed": seed, "batches": sized.batches[batch]}
+        details["layers"] = gradient_batches.sizes_of(roots)
+        found.append(seen(f"gradient rms/{batch} tokens", "", [rms], **details))
     return found
+
+
+def _declare_shape(width: int, depth: int, seed: int) -> None:
+    minutes = 0.15 + 0.45 * (width / 128) ** 1.5 * depth / 5
+
+    @case(f"language/width {width}, depth {depth}/seed {seed}", minutes=minutes)
+    def _(sizes: Sizes = FULL) -> list[Measurement]:
+        files = sizes.shape_files
+        done = language.train_shape(width, depth, seed, tokens=sizes.shape_tokens, max_files=files)
+        asked = {"tokens": sizes.shape_measured, "batches": sizes.shape_batches}
+        sized = language.gradients(done.model, seed, **asked, max_files=files)  # type: ignore[arg-type]
+        details: dict[str, Any] = {
+            "seed": seed,
+            "parameters": sum(p.numel() for p in done.model.parameters()),
+            "held-out loss": done.run.loss,
+            "steps": len(done.run.curve.losses),
+        }
+        kept = gradient_batches.sizes_of(language.second_moments(done))["all"]["kept"]
+        left = [seen(f"kept/eps {eps}", "share", [share]) for eps, share in kept.items()]
+        return left + [
+            seen(f"gradient rms/{batch} tokens", "", [rms], **details)
+            for batch, rms in sized.rms().items()
+        ]
+
+
+for _seed in REPORT_SEEDS:
+    for _eps in language.EPSILONS:
+        if (_eps, "fp32") != results.BASE:
+            _declare_eps(_eps, "fp32", _seed)
+    for _shape in language.SHAPES:
+        _declare_shape(*_shape, _seed)
+for _seed in results.BF16_SEEDS:
+    for _eps in (1e-15, 1e-8):
+        _declare_eps(_eps, "bf16", _seed)
+
+
+# These three only read the records of the runs above; their minutes put them after those.
+@case("language/eps", minutes=4)
+def language_eps(_: Sizes = FULL) -> list[Measurement]:
+    """Held-out loss against eps 1e-8, seed by seed, in fp32 and with weights and state in bf16."""
+    pairs: dict[str, tuple[results.Run, results.Run, Sequence[int]]] = {
+        f"minus eps 1e-08/eps {eps:g}": ((eps, "fp32"), results.BASE, REPORT_SEEDS)
+        for eps in language.EPSILONS
+        if (eps, "fp32") != results.BASE
+    }
+    default, seeds = (1e-8, "bf16"), results.BF16_SEEDS
+    pairs["bf16 minus fp32/eps 1e-08"] = default, results.BASE, seeds
+    pairs["minus eps 1e-08/eps 1e-15, bf16"] = (1e-15, "bf16"), default, seeds
+    return [
+        seen(name, "nats/token", results.differences(*pair), seeds=pair[-1])
+        for name, pair in pairs.items()
+    ]
+
+
+@case("language/gradients", minutes=4)
+def language_gradients(_: Sizes = FULL) -> list[Measurement]:
+    """Gradient RMS by the tokens of a batch, and what eps leaves by Adam's second moment."""
+    rms, moments = results.rms_by_batch(FULL.batches), results.second_moments()
+    by_seed = [dict(zip(rms, each, strict=True)) for each in zip(*rms.values(), strict=True)]
+    found = [seen("exponent against the batch", "", results.exponents(rms))]
+    for batch, sizes in rms.items():
+        said = [gradient_batches.predict_rms(one, batch) for one in by_seed]
+        found.append(seen(f"rms/{batch} tokens", "", sizes, peers={"predicted": said}))
+    for what, at in itertools.product(("below", "kept"), language.EPSILONS):
+        shares = {layer: [each[layer][what][f"{at:g}"] for each in moments] for layer in moments[0]}
+        found.append(seen(f"{what}/eps {at:g}", "share", shares["all"], layers=shares))
+    return found
+
+
+@case("language/shapes", minutes=4)
+def language_shapes(_: Sizes = FULL) -> list[Measurement]:
+    """Exponent of the gradient's RMS against width and against depth, one per seed."""
+    shapes = results.rms_by_shape(max(FULL.shape_batches))
+    return [
+        seen(f"exponent against {name}", "", results.exponents(rms), rms=rms)
+        for name, rms in shapes.items()
+    ]

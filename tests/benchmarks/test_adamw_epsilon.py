@@ -1,16 +1,20 @@
 """The cases run small: every quantity that a claim asks for is there and means what it says."""
 
 import dataclasses
-import math
+import types
 from collections.abc import Iterable
 
 import pytest
 import torch
 
 from benchmarks import adamw_epsilon as cases
+from benchmarks import runner
 from benchmarks.adamw_epsilon import SMALL
+from labcore.models import Llama
 from labcore.optim import AdamW
 from labcore.studies.adamw_epsilon import epsilon, gradient_scale, low_precision
+from labcore.studies.language import bench
+from labcore.studies.language.tuning import Setting
 from tests.benchmarks.measurements import asked, by_quantity
 
 
@@ -33,50 +37,18 @@ def plain_peer(
     return AdamW(weights, stochastic_rounding=low, **settings)
 
 
-def test_law_is_exact_for_constant_gradients_and_close_in_noise() -> None:
-    found = by_quantity(cases.attenuation_law(SMALL))
-    assert found.pop("largest relative gap/constant gradient").samples[0] < 1e-12
-    assert len(found) == len(cases.OVER_EPS)
-    for item in found.values():
-        assert sum(item.samples) / 2 == pytest.approx(item.peers["predicted"][0], rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        (math.nan, "non-finite"),
-        (math.inf, "non-finite"),
-        (10.5, "thrown"),
-        (1.0, "right"),
-        (0.09, "frozen"),
-        (0.0, "frozen"),
-    ],
-)
-def test_an_update_has_one_outcome(size: float, expected: str) -> None:
-    assert cases.outcome(size) == expected
-
-
-def test_outcomes_are_shares_of_the_grid_and_follow_the_dtype() -> None:
-    found = by_quantity(cases.rounding_outcomes())
+def test_outcomes_are_shares_of_a_models_weights_and_follow_the_dtype() -> None:
+    found = by_quantity(cases.rounding_outcomes(SMALL))
     assert asked("adamw_epsilon", "rounding/outcomes") <= set(found)
     assert len(found) == 3 * len(cases.GRID_EPSILONS)
     for item in found.values():
-        assert sum(item.details["shares"].values()) == pytest.approx(1)
-        assert item.samples[0] == pytest.approx(1 - item.details["shares"]["right"])
-    half = found["wrong first update/fp16, eps 1e-08"].details
-    assert half["eps as stored"] == 0
-    assert half["zero gradient"] == "non-finite"
-    # In fp32 a gradient of 1e-8 meets an eps of its own size, and the law says what is left.
-    single = found["wrong first update/fp32, eps 1e-06"].details
-    predicted = [epsilon.predict_attenuation(g, 1e-6) for g in cases.GRADIENTS]
-    assert single["outcomes"] == [cases.outcome(size) for size in predicted]
-
-
-def test_the_moment_sticks_in_bf16_alone() -> None:
-    found = by_quantity(cases.second_moment())
-    over = {name.split("/")[1]: item.samples[0] for name, item in found.items()}
-    assert over["fp32"] == pytest.approx(1, rel=1e-4)
-    assert over["bf16"] > 2
+        pairs = zip(item.samples, item.details["shares"], strict=True)
+        assert all(wrong == pytest.approx(1 - shares["right"]) for wrong, shares in pairs)
+    half = found["wrong first update/fp16, eps 1e-08"]
+    assert half.details["eps as stored"] == 0
+    assert min(half.samples) > 0.5
+    for name in ("bf16", "fp32"):
+        assert found[f"wrong first update/{name}, eps 1e-08"].samples == [0.0, 0.0]
 
 
 def test_the_loss_scale_case_has_every_eps_and_atan2() -> None:
@@ -84,13 +56,6 @@ def test_the_loss_scale_case_has_every_eps_and_atan2() -> None:
     assert item.quantity == "accuracy/loss times 1e-08"
     assert set(item.peers) == {"eps 1e-15", "eps 1e-06", "atan2"}
     assert list(item.samples) == [low_precision.accuracy_at(1e-8, 1e-8, seed) for seed in (0, 1)]
-
-
-def test_a_run_of_the_benchmark_is_one_of_the_study() -> None:
-    make, name = low_precision.REMEDIES["atan2"], "loss scaled by 1e-8 (fp32)"
-    failure = dataclasses.replace(low_precision.FAILURES[name], steps=4)
-    ours = cases.accuracy(lambda parameters, lr: make(parameters, lr, 0), failure, 1)
-    assert ours == low_precision.accuracy("atan2", name, 1, steps=4)
 
 
 def test_every_remedy_is_taken_seed_by_seed_from_the_healthy_run() -> None:
@@ -108,7 +73,6 @@ def test_the_exponents_have_one_sample_a_seed() -> None:
     for item in found.values():
         assert len(item.samples) == 2
         assert item.details["exponents"]["all"] == item.samples
-        assert set(item.details["extrapolated"]) == {"5120", "16384"}
 
 
 def test_wide_and_narrow_are_compared_seed_by_seed() -> None:
@@ -124,25 +88,8 @@ def test_wide_and_narrow_are_compared_seed_by_seed() -> None:
     assert told["predicted"]["all"] == epsilon.predict_attenuation(told["rms"]["all"], 1e-3)
 
 
-@pytest.mark.parametrize(
-    ("losses", "expected"),
-    [
-        ([5.0, 4.0, 3.0], None),
-        ([5.0, 6.0, 3.0], None),
-        ([5.0, 4.0, 6.0, 7.0], 2),
-        ([5.0, 5.0], 1),
-        ([5.0, 4.0, math.nan, 3.0], 2),
-        ([math.nan, math.nan], 0),
-        ([5.0, math.inf, 4.0], 1),
-        ([5.0], None),
-    ],
-)
-def test_the_first_bad_step(losses: list[float], expected: int | None) -> None:
-    assert cases.first_bad_step(losses) == expected
-
-
 def test_naive_fp16_diverges_on_its_first_step_and_fp32_does_not() -> None:
-    found = by_quantity(cases.divergence(SMALL))
+    found = by_quantity(cases.divergence_of_llamas(SMALL))
     assert asked("adamw_epsilon", "llama/divergence") <= set(found)
     half = found["diverged/fp16, torch AdamW"]
     assert half.samples == [1.0, 1.0]
@@ -156,30 +103,6 @@ def test_the_peers_meet_every_failure() -> None:
     for item in found.values():
         assert {cases.OURS, *item.peers} == set(cases.DIGITS_PEERS)
         assert all(len(each) == 2 for each in (item.samples, *item.peers.values()))
-
-
-def test_stochastic_rounding_keeps_the_mean() -> None:
-    """Each of 65536 weights moves by 100 updates with a chance of 1/100: the mean has sd 0.039."""
-    for item in by_quantity(cases.stochastic_rounding(SMALL)).values():
-        assert item.samples == pytest.approx([1.0, 1.0], abs=0.25)
-
-
-def test_step_times_are_ratios_within_a_repetition() -> None:
-    found = by_quantity(cases.step_time(SMALL))
-    assert len(found["step/bf16, AdamW"].samples) == 2
-    ratio = found["AdamW over optimi StableAdamW/fp32"]
-    item = found["step/fp32, AdamW"]
-    pairs = zip(item.samples, item.peers["optimi StableAdamW"], strict=True)
-    assert ratio.samples == [a / b for a, b in pairs]  # one round a repetition
-
-
-def test_a_peer_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def twice(parameters: object, *, lr: float, **settings: object):
-        return AdamW(parameters, lr=2 * lr, **settings)
-
-    monkeypatch.setattr(cases, "torchao_adamw", lambda: twice)
-    with pytest.raises(RuntimeError, match="AdamW and torchao AdamW must agree"):
-        cases.step_time(SMALL)
 
 
 def test_a_scheduled_learning_rate_reaches_torchao_as_a_tensor() -> None:
@@ -198,3 +121,114 @@ def test_a_scheduled_learning_rate_reaches_torchao_as_a_tensor() -> None:
     optimizer.step()
     assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
     assert weights.detach() == pytest.approx([0.75, 0.75])
+
+
+# The language model -------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs train a small model for no time, on no text, with no tuning to look up."""
+    text = torch.randint(2048, (3000,), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(bench, "text", lambda name, *, max_files=None: text)
+    monkeypatch.setattr(bench, "HELD_OUT_ROWS", bench.ROWS)
+    monkeypatch.setattr(cases.language, "best", lambda *_: Setting(lr=8e-3, decay=0.1))
+    monkeypatch.setattr(bench, "CONFIG", dataclasses.replace(bench.CONFIG, num_hidden_layers=1))
+    monkeypatch.setattr(
+        bench, "language_model", lambda seed, _=None: Llama(cases.language.shape_config(64, 1))
+    )
+
+
+def language_case(name: str) -> runner.Case:
+    return next(one for one in runner.cases_of("adamw_epsilon") if one.name == name)
+
+
+def test_each_run_is_a_case_and_all_of_them_fit_an_hour_and_a_half() -> None:
+    runs = [one for one in runner.cases_of("adamw_epsilon") if "/seed " in one.name]
+    assert len(runs) == 4 * 3 + 3 * 2 + 4 * 5
+    assert max(one.minutes for one in runs) < 5
+    assert sum(one.minutes for one in runs) < 84
+    reading = ("language/eps", "language/gradients", "language/shapes")
+    assert min(language_case(name).minutes for name in reading) > max(one.minutes for one in runs)
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_runs_without_eps_are_measured_too() -> None:
+    found = by_quantity(language_case("language/eps 1e-15, fp32/seed 2").function(SMALL))
+    assert set(found) == {"held-out loss", "gradient rms/2048 tokens", "gradient rms/4096 tokens"}
+    assert len(found["held-out loss"].details["losses"]) == 2
+    layers = {"embedding", "layer 1", "last norm", "all"}
+    assert set(found["held-out loss"].details["second moments"]) == layers
+    for batch in SMALL.batches:
+        item = found[f"gradient rms/{batch} tokens"]
+        assert set(item.details["layers"]) == layers
+        assert item.samples == [item.details["layers"]["all"]["rms"]]
+        assert item.details["batches"] == SMALL.measured_tokens // batch
+    (alone,) = language_case("language/eps 1e-08, bf16/seed 0").function(SMALL)
+    assert set(alone.details["second moments"]) == {"all"}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_shape_has_its_gradients_by_batch_and_what_each_eps_leaves() -> None:
+    found = by_quantity(language_case("language/width 64, depth 5/seed 1").function(SMALL))
+    sizes = {f"gradient rms/{batch} tokens" for batch in SMALL.shape_batches}
+    kept = {f"kept/eps {eps:g}" for eps in cases.gradient_batches.DECADES}
+    assert set(found) == sizes | kept
+
+
+def recorded(numbers: dict[str, float]) -> types.SimpleNamespace:
+    """Records by the part of their case's name that has a number here, plus a tenth per seed."""
+
+    def find(slug: str, case: str, quantity: str) -> types.SimpleNamespace:
+        key, _, seed = case.partition("/seed ")
+        value = numbers.get(f"{key}|{quantity}", numbers.get(key)) + int(seed) / 10
+        layer = {"below": {f"{e:g}": e for e in cases.language.EPSILONS}}
+        layer["kept"] = {f"{e:g}": 1 - e for e in cases.language.EPSILONS}
+        details = {"second moments": {"embedding": layer, "all": layer}}
+        return types.SimpleNamespace(p50=value, details=details)
+
+    return find
+
+
+def test_differences_are_taken_seed_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {"8192/AdamW": 3.0, "language/eps 1e-08, bf16": 3.5, "language/eps 1e-15, bf16": 3.25}
+    numbers |= {f"language/eps {eps}, fp32": 3.0 + gap for eps, gap in GAPS.items()}
+    monkeypatch.setattr(cases.results.records, "find", recorded(numbers))
+    found = by_quantity(cases.language_eps())
+    for eps, gap in GAPS.items():
+        assert found[f"minus eps 1e-08/eps {eps}"].samples == pytest.approx([gap] * 4)
+    assert found["bf16 minus fp32/eps 1e-08"].samples == pytest.approx([0.5] * 3)
+    assert found["minus eps 1e-08/eps 1e-15, bf16"].samples == pytest.approx([-0.25] * 3)
+
+
+GAPS = {"1e-15": -0.5, "1e-05": 0.25, "0.001": 1.0}
+
+
+def test_gradients_are_gathered_by_batch_with_a_prediction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = {
+        f"language/eps 1e-15, fp32|gradient rms/{batch} tokens": 100 / batch**0.5
+        for batch in cases.FULL.batches
+    }
+    monkeypatch.setattr(
+        cases.results.records, "find", recorded({**numbers, "language/eps 1e-15, fp32": 0.0})
+    )
+    found = by_quantity(cases.language_gradients())
+    assert found["exponent against the batch"].samples[0] == pytest.approx(-0.5)
+    for batch in cases.FULL.batches:
+        item = found[f"rms/{batch} tokens"]
+        assert item.peers["predicted"][0] == pytest.approx(item.samples[0])
+    assert found["below/eps 1e-05"].samples == [1e-5] * 4
+    assert found["kept/eps 0.001"].details["layers"]["embedding"] == [0.999] * 4
+
+
+def test_shapes_give_an_exponent_per_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {
+        f"language/width {width}, depth {depth}": 1e6 / width**0.5 / depth
+        for width, depth in cases.language.SHAPES
+    }
+    monkeypatch.setattr(cases.results.records, "find", recorded(numbers))
+    found = by_quantity(cases.language_shapes())
+    assert found["exponent against width"].samples == pytest.approx([-0.5] * 4, abs=1e-3)
+    assert found["exponent against depth"].samples == pytest.approx([-1.0] * 4, abs=1e-3)

@@ -157,6 +157,37 @@ def test_float16_gives_nan_then_infinity_then_the_right_step(generator: torch.Ge
     assert epsilon.update_sizes(small, eps=1e-8, dtype=BF16).sub(1).abs().max() < 0.02
 
 
+def test_each_gradient_has_one_outcome_and_only_fp16_is_wrong(generator: torch.Generator) -> None:
+    gradients = 10 ** (-9 * torch.rand(301, generator=generator, dtype=torch.float64))
+    for dtype in epsilon.DTYPES:
+        shares = epsilon.outcomes(gradients, eps=1e-8, dtype=dtype)
+        assert tuple(shares) == epsilon.OUTCOMES
+        assert sum(shares.values()) == pytest.approx(1)
+        assert (shares["right"] == 1) == (dtype != torch.float16), dtype
+    lost = gradients < 0.9 * epsilon.smallest_gradient(torch.float16)
+    shares = epsilon.outcomes(gradients[lost], eps=1e-6, dtype=torch.float16)
+    assert shares["too long"] + shares["too short"] > 0.5 and shares["not finite"] == 0
+
+
+@pytest.mark.parametrize(
+    ("gradient", "eps", "dtype", "expected"),
+    [
+        (0.0, 1e-8, torch.float16, "not finite"),
+        (0.0, 1e-8, torch.float32, "right"),
+        (0.0, 0.0, torch.float32, "not finite"),
+        (-1e-3, 1e-8, torch.float16, "not finite"),
+        (-1e-3, 1e-6, torch.float16, "too long"),
+        (1e-8, 1e-6, torch.float16, "too short"),
+        (1e-10, 1e-4, torch.float32, "right"),  # short, and as short as it should be
+    ],
+)
+def test_an_outcome_is_judged_by_exact_arithmetic(
+    gradient: float, eps: float, dtype: torch.dtype, expected: str
+) -> None:
+    shares = epsilon.outcomes(torch.tensor([gradient]).double(), eps=eps, dtype=dtype)
+    assert shares[expected] == 1
+
+
 def test_a_larger_eps_throws_the_weight_instead() -> None:
     assert epsilon.weight_after(1e-3, eps=1e-6, dtype=FP16) == pytest.approx(0.013, abs=1e-3)
     naive = epsilon.weight_after(5e-3, eps=1e-6, dtype=FP16)
@@ -166,46 +197,6 @@ def test_a_larger_eps_throws_the_weight_instead() -> None:
             5e-3, eps=1e-6, dtype=FP16, optimizer=torch.optim.AdamW, foreach=foreach
         )
         assert abs(loop - naive) <= 2 * 2**-9  # two spacings at 4
-
-
-def rest(dtype: torch.dtype, beta2: float, quiet: int, generator: torch.Generator) -> None:
-    """Check that moments started by one gradient rest where predicted."""
-    sizes = magnitudes(21, -1, 2, generator)
-    gradients = torch.stack([epsilon.pulse(1, quiet, size) for size in sizes.tolist()], dim=1)
-    path = epsilon.second_moment_path(dtype, gradients, beta2=beta2)
-    assert torch.equal(path[-2], path[-1]), "still falling"
-    for start, end in zip(path[1].tolist(), path[-1].tolist(), strict=True):
-        assert epsilon.predict_resting_moment(start, dtype=dtype, beta2=beta2) == end
-
-
-@pytest.mark.parametrize(
-    ("dtype", "beta2", "quiet"),
-    [(FP16, 0.999, 20_000), (BF16, 0.999, 30), (BF16, 0.997, 1000), (BF16, 0.9965, 1000)],
-)
-def test_the_second_moment_rests_exactly_where_predicted(
-    dtype: torch.dtype, beta2: float, quiet: int, generator: torch.Generator
-) -> None:
-    rest(dtype, beta2, quiet, generator)
-
-
-@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
-def test_the_second_moment_rests_where_predicted_for_any_beta2(
-    dtype: torch.dtype, generator: torch.Generator
-) -> None:
-    for forgotten in magnitudes(6, -2, -0.1, generator).tolist():
-        # Decay over 1e45, then at most one spacing a step.
-        rest(dtype, 1 - forgotten, math.ceil(120 / forgotten), generator)
-
-
-def test_the_resting_moment_at_the_edges() -> None:
-    for dtype in epsilon.DTYPES:
-        assert epsilon.predict_resting_moment(0.0, dtype=dtype) == 0.0
-        assert epsilon.predict_resting_moment(3.0, dtype=dtype, beta2=0.0) == 0.0
-    # Rounded to float32 this beta2 is 1: nothing is forgotten.
-    assert epsilon.predict_resting_moment(3.0, dtype=FP32, beta2=1 - 1e-12) == 3.0
-    # A power of two has closer neighbors below, so it falls where 1.25 of it would rest.
-    low = epsilon.predict_resting_moment(1.0, dtype=BF16, beta2=0.997)
-    assert low < 1.0 and epsilon.predict_resting_moment(1.25, dtype=BF16, beta2=0.997) == 1.25
 
 
 def test_bfloat16_moment_never_falls_and_ends_too_high_in_noise(
@@ -376,8 +367,6 @@ def test_naive_optimizer_applies_settings_and_keeps_the_dtype() -> None:
         (lambda: epsilon.update_sizes(torch.ones(1), eps=0.0, dtype=FP32, steps=0), "steps must"),
         (lambda: epsilon.weight_after(1.0, dtype=torch.int32), "dtype must be one of"),
         (lambda: epsilon.pulse(0), "loud must be at least 1"),
-        (lambda: epsilon.predict_resting_moment(-1.0, dtype=FP32), "start must be"),
-        (lambda: epsilon.predict_resting_moment(1.0, dtype=FP32, beta2=1.0), "beta2 must be"),
         (lambda: epsilon.predict_ceiling(1.0, dtype=FP32), "stick in torch.float32"),
         (lambda: epsilon.predict_ceiling(1.0, dtype=BF16, beta2=0.99), "got beta2=0.99"),
         (lambda: epsilon.rounded_eps(-1.0, FP16), "eps must be"),

@@ -96,11 +96,10 @@ def table(rms: torch.Tensor) -> gradient_scale.GradientScale:
     )
 
 
-def test_each_seed_has_its_own_law_and_extrapolates_by_it() -> None:
+def test_each_seed_has_its_own_exponent() -> None:
     widths = torch.tensor([16.0, 32.0, 64.0], dtype=torch.float64)
     found = table(torch.stack([widths**-1, 3 * widths**-0.5], dim=1))
     assert found.exponents() == pytest.approx([-1, -0.5])
-    assert found.predict(6400) == pytest.approx([1 / 6400, 3 / 80])
     with pytest.raises(ValueError, match="group must be one of 'all', got 'head'"):
         found.exponents("head")
 
@@ -118,6 +117,15 @@ def test_a_run_by_width_has_each_seed_and_trains_on() -> None:
     assert again[3].rms["all"].item() == found[3].rms["all"][1, 1].item()
     model = gradient_scale.make(32, 4, init="0.02")
     assert found[0].parameters[1] == sum(p.numel() for p in model.parameters())
+
+
+def test_the_first_gradient_is_the_one_of_the_first_batch(seed: int) -> None:
+    found = gradient_scale.first_gradient(16, seed)
+    model = gradient_scale.make(16, seed, init="0.02")
+    rows, _ = gradient_scale.batches(seed)(0)
+    assert found.shape == (sum(p.numel() for p in model.parameters()),)
+    rms = gradient_scale.gradient_rms(model, rows)["all"]
+    assert math.isclose(found.double().square().mean().sqrt().item(), rms, rel_tol=1e-6)
 
 
 def test_fresh_weights_have_the_spread_that_init_says() -> None:

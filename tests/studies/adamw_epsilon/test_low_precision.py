@@ -187,28 +187,6 @@ def test_the_gradients_size_follows_the_scale(seed: int) -> None:
     assert low_precision.gradient_rms(1e-8, seed=seed) == pytest.approx(1e-8 * rms)
 
 
-def test_eps_over_the_scale_alone_attenuates_real_gradients(seed: int) -> None:
-    attenuation = functools.partial(low_precision.digits_attenuation, seed=seed)
-    first = attenuation(1e-3)
-    assert attenuation(1e-10, 1e-7) == pytest.approx(first, rel=1e-9)
-    assert attenuation(1e-12) == pytest.approx(1.0, abs=1e-3)
-    curve = [attenuation(10.0**power) for power in range(-7, 2)]
-    assert curve == sorted(curve, reverse=True)
-    # Where eps is large the update is m̂/eps.
-    assert curve[-1] == pytest.approx(curve[-2] / 10, rel=0.02)
-
-
-def test_one_rms_for_all_weights_predicts_within_a_half(seed: int) -> None:
-    # Weights with small gradients lose first, those with large ones last: the curve is flatter.
-    scaled = [(s, low_precision.gradient_rms(s, seed=seed)) for s in (1e-5, 1e-6, 1e-7, 1e-8)]
-    ratio = [
-        low_precision.digits_attenuation(1e-8, s, seed=seed)
-        / epsilon.predict_attenuation(rms, 1e-8)
-        for s, rms in scaled
-    ]
-    assert ratio[0] < 0.97 and 1.1 < ratio[-1] < 1.5
-
-
 # Errors -------------------------------------------------------------------
 
 
@@ -222,7 +200,6 @@ def test_one_rms_for_all_weights_predicts_within_a_half(seed: int) -> None:
         (lambda: low_precision.scaled(torch.optim.SGD, 0.0), "scale must be"),
         (lambda: low_precision.accuracy_at(1.0, -1.0, 0), "eps must be"),
         (lambda: low_precision.gradient_rms(-1.0), "scale must be"),
-        (lambda: low_precision.digits_attenuation(-1.0), "eps must be"),
     ],
 )
 def test_what_cannot_be_is_refused(call, message: str) -> None:

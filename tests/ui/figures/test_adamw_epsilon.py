@@ -8,8 +8,8 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from labcore.studies.adamw_epsilon import epsilon
-from labcore.ui import LogSlider, explore, twin
+from labcore.studies.adamw_epsilon import epsilon, gradient_batches, switches
+from labcore.ui import Choice, LogSlider, explore, twin
 from labcore.ui.figures import adamw_epsilon as figures
 
 CONTROLS = {
@@ -36,7 +36,7 @@ def test_the_curves_are_the_measured_updates_beside_the_law(seed: int) -> None:
         for shown, size in zip(trace.y, sizes, strict=True):
             if math.isfinite(size) and size:
                 assert shown == pytest.approx(size)
-    law = named(figure, "the law")
+    law = named(figure, "exact")
     assert list(law.y) == pytest.approx([g / (g + eps) for g in law.x])
 
 
@@ -83,7 +83,7 @@ def test_weight_follows_law_in_fp32_stalls_in_bf16_dies_in_fp16() -> None:
     assert f"weight −{abs(thrown):.3g}" in figures.trap(1e-6, 1e-3).layout.title.text
     for name, path in (("fp32", fp32), ("bf16", bf16)):
         assert re.search(rf"{name}: update \S+, weight {path.y[-1]:.3g}[;.]", alt(figure))
-    assert "the law's update, in learning rates, is 1." in alt(figure)
+    assert "exact arithmetic gives an update of 1 learning rates" in alt(figure)
 
 
 def test_frames_share_traces_and_titles_fit_a_phone() -> None:
@@ -104,12 +104,59 @@ def test_the_static_page_moves_both_controls_within_its_limits() -> None:
     assert len(packed["slices"][0]["frames"]) == 117 <= twin.MOST_FRAMES
 
 
-def test_the_first_picture_says_how_far_fp16_is_lost() -> None:
-    figure = figures.first_updates(1e-8)
-    assert [trace.name for trace in figure.data] == ["fp32", "bf16", "fp16", "the law"]
-    assert "up to a gradient of 3e-03" in alt(figure)
-    # As large an epsilon as fp16 can use still loses the gradients that fp16 itself loses.
-    assert "up to a gradient of 3e-07" in alt(figures.first_updates(1e-2))
+def test_a_switched_path_is_drawn_beside_fp32_and_told_in_the_title() -> None:
+    paths = switches.all_paths(1e-3, dtypes=figures.DTYPES, epsilons=(1e-8, 1e-6), steps=120)
+    kinds = set()
+    for eps, of_eps in paths.items():
+        for formats, path in of_eps.items():
+            figure = figures.switches(*formats, eps, paths)
+            kinds.add(tuple((trace.name, trace.mode, trace.yaxis) for trace in figure.data))
+            weight, fp32, updates, _ = figure.data
+            end = path.weights[-1].item()
+            assert weight.y[-1] == (pytest.approx(end, rel=1e-3) if math.isfinite(end) else None)
+            assert fp32.y[-1] == pytest.approx(1 - 0.12 / (1 + eps / 1e-3), abs=1e-3)
+            assert len(weight.x) == len(weight.y) == len(updates.y) <= 70
+            assert len(figure.layout.title.text) <= 40
+    assert len(kinds) == 1
+    lost = figures.switches("fp16", "fp16", "fp16", 1e-8, paths)
+    assert "Ends at −∞; in fp32 at 0.88" in lost.layout.title.text
+    assert "weight fp16, state fp16, arithmetic fp16" in alt(lost).lower()
+
+
+def test_the_static_page_moves_all_switches_within_its_limits() -> None:
+    paths = switches.all_paths(1e-3, dtypes=figures.DTYPES, epsilons=(1e-8, 1e-6), steps=60)
+    formats = Choice(options=tuple(figures.DTYPES), default="fp16")
+    controls = {"state": formats, "arithmetic": formats, "weight": formats}
+    controls["eps"] = Choice(options=(1e-8, 1e-6))
+    shown = explore(figures.switches, alt="x", data=paths, **controls)
+    packed = twin.payload(shown.figure, controls=controls, alt="x")
+    frames = [frame for one in packed["slices"] for frame in one["frames"]]
+    assert len(frames) == 54 <= twin.MOST_FRAMES
+
+
+def test_matrices_color_what_is_no_number_and_read_by_rows() -> None:
+    panels = {"a": [[0.0, math.nan], [-math.inf, 4e-6]], "b": [[-0.998, 0.09], [1.0, -1e-10]]}
+    figure = figures.matrices(panels)
+    first, second = figure.data
+    assert list(map(list, first.z)) == [[0.0, 2.0], [2.0, 4e-6]]
+    assert list(map(list, first.text)) == [["0", "NaN"], ["−∞", "4e-6"]]
+    assert list(map(list, second.text)) == [["−0.998", "0.09"], ["1", "−1e-10"]]
+    assert max(len(text) for trace in figure.data for row in trace.text for text in row) <= 6
+    assert (first.xaxis, first.yaxis) != (second.xaxis, second.yaxis)
+    assert "a: 0 NaN | −∞ 4e-6; b: " in alt(figure)
+
+
+def test_a_diverging_run_ends_with_a_mark() -> None:
+    curves = {"fp32": [5.0, 4.0, 3.0], "fp16": [5.0, 147.0, None, None]}
+    figure = figures.divergence(curves, "Two runs")
+    whole, broken = figure.data
+    assert list(whole.y) == [5.0, 4.0, 3.0] and set(whole.marker.size) == {0}
+    assert list(broken.y) == [5.0, 147.0]
+    assert list(broken.marker.symbol) == ["circle", "x"] and broken.marker.size[-1] > 0
+    assert whole.line.color != broken.line.color
+    assert "fp32: 3; fp16: 147, not finite after 1" in alt(figure)
+    low, high = figure.layout.yaxis.range
+    assert low < math.log10(3.0) and math.log10(300) < high
 
 
 def test_attenuation_draws_the_law_and_names_the_largest_gap() -> None:
@@ -118,10 +165,45 @@ def test_attenuation_draws_the_law_and_names_the_largest_gap() -> None:
     assert "noise 1.0e-02" in alt(figure)
 
 
-def test_second_moments_take_the_color_of_their_format() -> None:
-    figure = figures.second_moments({"bf16": [0.0, 0.5], "fp32": [0.0, 0.4]})
-    assert figure.data[0].line.color == figures.COLORS["bf16"] != figure.data[1].line.color
-    assert "bf16 0.5, fp32 0.4" in alt(figure)
+def test_second_moments_have_a_color_each_and_the_predicted_ceiling() -> None:
+    paths = {"fp32": [0.0, 0.4], "bf16": [0.0, 0.5], "bf16, 0.95": [0.0, 1.0]}
+    figure = figures.second_moments(paths, 0.25)
+    assert len({trace.line.color for trace in figure.data}) == 3
+    assert figure.layout.shapes[0].y0 == 0.25
+    assert "bf16 0.5, bf16, 0.95 1. Predicted ceiling: 0.25" in alt(figure)
+
+
+def test_rms_by_batch_draws_dots_on_a_curve_of_the_same_color() -> None:
+    rms = {"embedding": {512: 2e-3, 2048: 1e-3}, "layer 1": {512: 4e-3, 2048: 2e-3}}
+    said = {layer: {512: 1e-3, 4_194_304: 1e-5} for layer in rms}
+    figure = figures.rms_by_batch(rms, said)
+    dots = [trace for trace in figure.data if trace.mode == "markers"]
+    lines = [trace for trace in figure.data if trace.mode == "lines"]
+    assert [trace.name for trace in dots] == list(rms)
+    assert [dot.marker.color for dot in dots] == [line.line.color for line in lines]
+    assert len({dot.marker.color for dot in dots}) == 2
+    assert figure.layout.shapes[0].y0 == 1e-8
+    assert "embedding: 0.002 at 512, 0.001 at 2,048" in alt(figure)
+
+
+def test_weights_below_eps_have_another_color_and_their_share(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    roots = {"embedding": 10 ** (-12 * torch.rand(400, generator=generator, dtype=torch.float64))}
+    epsilons = LogSlider(low=1e-12, high=1e-3, default=1e-8, points=10)
+    data = {512: gradient_batches.sizes_of(roots, epsilons.positions())}
+    for eps in epsilons.positions():
+        figure = figures.gradient_sizes(eps, 512, "embedding", data)
+        (bars,) = figure.data
+        under = [
+            x for x, color in zip(bars.x, bars.marker.color, strict=True)
+            if color == figures.COLORS["fp16"]
+        ]  # fmt: skip
+        assert all(x < eps for x in under)
+        share = (roots["embedding"] < eps).double().mean().item()
+        shown = sum(y for x, y in zip(bars.x, bars.y, strict=True) if x in under)
+        assert shown == pytest.approx(share, abs=0.02)
+        assert f"Below ε: {share:.1%}." in figure.layout.title.text
+        assert figure.layout.shapes[0].x0 == eps
 
 
 def test_means_and_spreads_over_seeds() -> None:

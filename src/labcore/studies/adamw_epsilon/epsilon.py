@@ -22,12 +22,13 @@ from labcore.studies.lion.traps import weight_path
 
 __all__ = [
     "DTYPES",
+    "OUTCOMES",
     "NaiveAdamW",
     "equivalent_eps",
     "measured_attenuation",
+    "outcomes",
     "predict_attenuation",
     "predict_ceiling",
-    "predict_resting_moment",
     "pulse",
     "rounded_eps",
     "second_moment_path",
@@ -36,6 +37,7 @@ __all__ = [
     "weight_after",
 ]
 
+OUTCOMES = ("right", "not finite", "too long", "too short")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 SETTINGS = ("lr", "eps", "weight_decay", "eps_mode", "eps_root")
@@ -138,6 +140,19 @@ def update_sizes(
     return moved.double().abs()
 
 
+def outcomes(gradients: Tensor, *, eps: float, dtype: torch.dtype) -> dict[str, float]:
+    """Return the shares of `gradients` by the outcome of AdamW's first update in `dtype`.
+
+    gradients: [N] floating point, N > 0. An update is right if it's within a factor of ten of the
+    one in exact arithmetic, |g|/(|g| + eps). For a gradient of 0, that is 0, so only 0 is right.
+    """
+    sizes = update_sizes(gradients, eps=eps, dtype=dtype)
+    exact = predict_attenuation(gradients.double().abs(), eps).nan_to_num(0.0)
+    finite, long, short = sizes.isfinite(), sizes > 10 * exact, sizes < exact / 10
+    masks = (finite & ~long & ~short, ~finite, finite & long, finite & short)
+    return {name: mask.double().mean().item() for name, mask in zip(OUTCOMES, masks, strict=True)}
+
+
 def weight_after(
     gradient: float,
     *,
@@ -188,31 +203,6 @@ def second_moment_path(dtype: torch.dtype, gradients: Tensor, *, beta2: float = 
         _, state = rules.adamw(zero, grad, state, lr=0.0, beta2=beta2)
         path.append(state["exp_avg_sq"])
     return torch.stack(path).double()
-
-
-def predict_resting_moment(start: float, *, dtype: torch.dtype, beta2: float = 0.999) -> float:
-    """Predict where exp_avg_sq comes to rest after the gradients vanish, from `dtype`'s spacing.
-
-    A step subtracts (1 − beta2) v from v, which rounds to 0 if it's at most half the spacing at v.
-    So v rests at the first number of at most spacing / (2 (1 − beta2)). In the binade
-    [2^e, 2^(e+1)), the spacing is finfo.eps · 2^e. Among the subnormal numbers, it's constant.
-
-    start: v at the time when the gradients vanish, a number of `dtype`, at least 0.
-    """
-    info = _finfo(dtype)
-    non_negative("start", start)
-    share = _forgotten(beta2, dtype)
-    if share == 0:
-        return start
-    resting = 0.5 / share  # the largest v that rests, in spacings
-    # At exactly 1, the tie rounds to the even neighbor, which is 0.
-    spacings = math.floor(resting) if resting > 1 else 0
-    binade = 2.0 ** (math.frexp(start)[1] - 1)
-    if binade <= info.smallest_normal or resting * info.eps < 1:
-        return min(start, spacings * info.smallest_normal * info.eps)
-    if start == binade and resting * info.eps < 2:
-        binade /= 2  # below a power of two, the spacing is half as large
-    return min(start, spacings * info.eps * binade)
 
 
 def predict_ceiling(gradient: float, *, dtype: torch.dtype, beta2: float = 0.999) -> float:

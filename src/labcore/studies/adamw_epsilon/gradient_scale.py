@@ -27,6 +27,7 @@ from labcore.models.config import LlamaConfig
 from labcore.models.llama import Llama
 from labcore.models.tokenizer import ByteTokenizer
 from labcore.models.training import Batches, next_token_loss, train, windows
+from labcore.studies.adamw_epsilon.epsilon import predict_attenuation
 
 __all__ = [
     "EPSILONS",
@@ -41,6 +42,7 @@ __all__ = [
     "GradientScale",
     "batches",
     "config",
+    "first_gradient",
     "fit_power",
     "gradient_rms",
     "groups",
@@ -49,6 +51,7 @@ __all__ = [
     "loss_by_eps",
     "make",
     "rms_by_width",
+    "shares_left",
     "update_attenuation",
 ]
 
@@ -165,6 +168,15 @@ def _sum_of_squares(tensors: Iterable[Tensor | None]) -> float:
     return sum(t.double().square().sum().item() for t in tensors if t is not None)
 
 
+def first_gradient(width: int, seed: int, *, init: str = "0.02") -> Tensor:
+    """Return the gradient of a new model on its first batch, fp32 [weights], all in one row."""
+    model = make(width, seed, init=init)
+    loss, count = next_token_loss(model, batches(seed)(0)[0])
+    return torch.cat(
+        [g.flatten() for g in torch.autograd.grad(loss / count, [*model.parameters()])]
+    )
+
+
 def fit_power(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
     """Fit ys ≈ factor · xs^exponent by least squares on logarithms; return exponent and factor.
 
@@ -194,13 +206,6 @@ class GradientScale:
         """Return the RMS's exponent in the width per seed; -1 halves the RMS as width doubles."""
         table = self.rms[one_of("group", group, self.rms)]
         return [fit_power(self.widths, column.tolist())[0] for column in table.T]
-
-    def predict(self, width: float, group: str = "all") -> list[float]:
-        """Predict the RMS at a width from each seed's power law; extrapolates beyond `widths`."""
-        positive("width", width)
-        table = self.rms[one_of("group", group, self.rms)]
-        laws = [fit_power(self.widths, column.tolist()) for column in table.T]
-        return [factor * width**exponent for exponent, factor in laws]
 
 
 def rms_by_width(
@@ -316,3 +321,15 @@ def update_attenuation(
         with_eps += _sum_of_squares([mean[moved] / (root[moved] + eps)])
         without += _sum_of_squares([mean[moved] / root[moved]])
     return math.sqrt(with_eps / without) if without else math.nan
+
+
+def shares_left(runs: Sequence[EpsRun], eps: float) -> dict[str, dict[str, float]]:
+    """Return means over runs with `eps`, by group: the RMS, and what is left of the last update.
+
+    "measured" is weight by weight, and "predicted" by the formula from the RMS of the group.
+    """
+    names = runs[0].rms
+    rms = {name: statistics.fmean(run.rms[name] for run in runs) for name in names}
+    measured = {name: statistics.fmean(run.attenuation[name] for run in runs) for name in names}
+    predicted = {name: predict_attenuation(size, eps) for name, size in rms.items()}
+    return {"rms": rms, "measured": measured, "predicted": predicted}

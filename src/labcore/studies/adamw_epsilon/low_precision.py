@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labcore.checks import non_negative, one_of, positive
+from labcore.checks import one_of, positive
 from labcore.data import digits
-from labcore.optim import rules
 from labcore.optim.adamw_optimizer import AdamW
 from labcore.studies.adamw_epsilon.epsilon import NaiveAdamW
 from labcore.studies.digits_runs import TrainConfig, train_digits
@@ -34,7 +33,7 @@ __all__ = [
     "Failure",
     "accuracy",
     "accuracy_at",
-    "digits_attenuation",
+    "accuracy_with",
     "failure_of",
     "gradient_rms",
     "healthy_accuracy",
@@ -180,21 +179,22 @@ def accuracy(remedy: str, failure: str, seed: int, *, steps: int | None = None) 
     Raises ValueError for other names, and for stochastic rounding in float16 (see `remedies_for`).
     """
     make = REMEDIES[one_of("remedy", remedy, REMEDIES)]
-    return _accuracy(make, failure_of(failure, steps), seed)
+    return accuracy_with(make, failure_of(failure, steps), seed)
 
 
 def healthy_accuracy(failure: str, seed: int, *, steps: int | None = None) -> float:
     """Return plain AdamW's accuracy with the failure's rate and steps, in fp32 and unscaled."""
     case = replace(failure_of(failure, steps), scale=1.0, dtype=torch.float32)
-    return _accuracy(REMEDIES[PLAIN], case, seed)
+    return accuracy_with(REMEDIES[PLAIN], case, seed)
 
 
 def accuracy_at(scale: float, eps: float, seed: int) -> float:
     """Return plain AdamW's test accuracy with `eps` in fp32, with gradients scaled by `scale`."""
-    return _accuracy(_naive(eps=eps), Failure(scale=scale), seed)
+    return accuracy_with(_naive(eps=eps), Failure(scale=scale), seed)
 
 
-def _accuracy(make: Remedy, case: Failure, seed: int) -> float:
+def accuracy_with(make: Remedy, case: Failure, seed: int) -> float:
+    """Return the test accuracy of one run; make: (parameters, lr, seed) -> optimizer."""
     config = TrainConfig(
         steps=case.steps,
         dtype=case.dtype,
@@ -227,24 +227,3 @@ def _gradients(seed: int) -> Tensor:
 def gradient_rms(scale: float = 1.0, *, seed: int = 0) -> float:
     """Return `scale` times the RMS of a healthy run's gradients, over all weights and steps."""
     return positive("scale", scale) * _gradients(seed).double().square().mean().sqrt().item()
-
-
-def digits_attenuation(eps: float, scale: float = 1.0, *, seed: int = 0) -> float:
-    """Return the RMS of the updates over that without eps, on the gradients of a healthy run.
-
-    The gradients are recorded once, multiplied by `scale` and passed to the rule in fp64 with and
-    without eps. The first 50 steps are skipped.
-    Compare with `epsilon.predict_attenuation(gradient_rms(scale), eps)`.
-    """
-    non_negative("eps", eps)
-    gradients = positive("scale", scale) * _gradients(seed).double()
-    # An eps of 0 would give NaN (0/0) for pixels that are always dark.
-    return (_update_rms(gradients, eps) / _update_rms(gradients, 1e-100)).item()
-
-
-def _update_rms(gradients: Tensor, eps: float) -> Tensor:
-    zero, state, squares = torch.zeros_like(gradients[0]), rules.State(), []
-    for gradient in gradients:
-        moved, state = rules.adamw(zero, gradient, state, lr=1.0, eps=eps, weight_decay=0.0)
-        squares.append(moved.square().mean())
-    return torch.stack(squares[50:]).mean().sqrt()
