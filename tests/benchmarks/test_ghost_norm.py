@@ -1,107 +1,164 @@
 """The experiments run small: what a claim asks for is there, and means what it says."""
 
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import fmean
+
 import pytest
+import torch
 
 from benchmarks import ghost_norm as cases
-from benchmarks.ghost_norm import SMALL
-from labcore.studies.ghost_norm import large_batches
+from benchmarks.ghost_norm import SHORT
+from benchmarks.runner import Measurement, cases_of
+from labcore.models import Llama, LlamaConfig
+from labcore.studies.ghost_norm import comparisons, gradients, large_batches, sweeps
+from labcore.studies.language import bench
+from labcore.studies.language.tuning import REPORT_SEEDS, Setting
 from tests.benchmarks.measurements import asked, by_quantity
 
-
-def test_tuning_takes_the_best_rate_of_each_kind() -> None:
-    found = by_quantity(cases.tuning(SMALL))
-    assert len(found) == 4
-    for item in found.values():
-        grid = item.details["accuracy"]
-        best = max(grid, key=lambda rate, grid=grid: sum(grid[rate]))
-        assert item.details["best"] == float(best)
-        assert item.samples == grid[best]
+TEXT = {"tokens": 16_384}
 
 
-def test_the_study_took_the_rates_that_a_record_chose() -> None:
-    from labcore import records
-
-    kinds = {"small batch": large_batches.LEARNING_RATE}
-    kinds["small batch, without normalization"] = large_batches.PLAIN_LEARNING_RATE
-    for name, rate in kinds.items():
-        quantity = f"validation accuracy/{name}"
-        assert records.find("ghost_norm", "digits/tuning", quantity).details["best"] == rate
+def run(name: str, **sizes: object) -> dict[str, Measurement]:
+    (case,) = (case for case in cases_of("ghost_norm") if case.name == name)
+    return by_quantity(case.function(replace(SHORT, **sizes)))
 
 
-def test_regimes_are_compared_seed_by_seed() -> None:
-    found = by_quantity(cases.regimes(SMALL))
-    assert asked("ghost_norm", "digits/regimes") <= set(found)
-    small = found["accuracy/small batch"].samples
-    for name in SMALL.regimes:
-        assert {f"trace/{name}", f"rise/{name}"} <= set(found)
-        if name != "small batch":
-            pairs = zip(found[f"accuracy/{name}"].samples, small, strict=True)
-            points = found[f"minus small batch/{name}"].samples
-            assert points == [100 * (a - b) for a, b in pairs]
-    for name, (ghosts, whole) in cases.OWN_EFFECT.items():
-        assert SMALL.regimes[ghosts].ghost and not SMALL.regimes[whole].ghost
-        samples = (found[f"accuracy/{each}"].samples for each in (ghosts, whole))
-        effect = [100 * (a - b) for a, b in zip(*samples, strict=True)]
-        assert found[f"ghosts' own effect/{name}"].samples == effect
-    run = large_batches.train(SMALL.regimes["large, root rate, ghosts"], 1)
-    assert found["accuracy/large, root rate, ghosts"].samples[1] == run.accuracy
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """MNIST-1D with 2,048 rows, and a rate that no record has to choose."""
+    small = replace(large_batches.SOURCES["MNIST-1D"], rows=2048)
+    monkeypatch.setitem(large_batches.SOURCES, "MNIST-1D", small)
+    monkeypatch.setattr(sweeps, "best_rate", lambda kind, batch: 0.1)
+    large_batches._mnist1d.cache_clear()
+    yield
+    large_batches._mnist1d.cache_clear()
 
 
-def test_plain_network_is_compared_with_its_own_small_batch() -> None:
-    found = by_quantity(cases.without_normalization(SMALL))
-    assert asked("ghost_norm", "digits/plain") <= set(found)
-    run = large_batches.train(SMALL.plain_regimes["small batch"], 0)
-    assert found["accuracy/small batch"].samples[0] == run.accuracy
+def test_a_sweep_takes_the_best_rate(few: None) -> None:
+    item = run("sweep/ghosts of 8, batch 128")["validation accuracy"]
+    assert set(item.details["rates"]) == {"0.1", "1e-06"}
+    means = {rate: fmean(each["accuracy"]) for rate, each in item.details["rates"].items()}
+    assert item.details["best"] == float(max(means, key=means.__getitem__)) == 0.1
+    assert item.samples == item.details["rates"]["0.1"]["accuracy"]
+    for each in item.details["rates"].values():
+        count = len(each["updates"])
+        assert len(each["curve"]) == len(each["training loss"]) == count
+        assert each["updates"][-1] == 16
+        assert each["curve"][-1] == pytest.approx(fmean(each["accuracy"]), abs=1e-3)
 
 
-def test_steps_are_counted_to_the_target_and_images_follow() -> None:
-    found = by_quantity(cases.convergence(SMALL))
-    assert asked("ghost_norm", "digits/convergence") <= set(found)
-    for batch in SMALL.batches:
-        item = found[f"steps/batch {batch}"]
-        assert item.details["images"] == [batch * step for step in item.samples]
-        regime = large_batches.sweep_regime(batch, batch, epochs=SMALL.epochs)
-        run = large_batches.train(regime, 1, check_every=1)
-        arrived = run.steps_to(SMALL.target)
-        assert item.samples[1] == (regime.updates + 1 if arrived is None else arrived)
-    steps, images = (found[f"{unit} ratio/batch 512 over 32"] for unit in ("steps", "images"))
-    assert images.samples == pytest.approx([16 * ratio for ratio in steps.samples])
+def test_a_length_is_a_run_for_each_seed(few: None) -> None:
+    names = {case.name for case in cases_of("ghost_norm")}
+    for (kind, batch), lengths in sweeps.CURVES.items():
+        for epochs in lengths:
+            assert f"lengths/{kind}, batch {batch}/{epochs} epochs" in names
+    item = run("lengths/ghosts of 32, batch 512/20 epochs")["accuracy"]
+    regime = sweeps.regime("ghosts of 32", 512, 0.1, epochs=1)
+    runs = large_batches.train(regime, SHORT.seeds)
+    assert item.samples == [each.accuracy for each in runs]
+    assert item.details["training loss"] == [each.end.training_loss for each in runs]
+    fresh = run("fresh/batch norm, batch 512/10 epochs", epochs=2)["accuracy"]
+    again = run("lengths/batch norm, batch 512/10 epochs", epochs=2)["accuracy"]
+    assert fresh.details["training loss"] != again.details["training loss"]
 
 
-def test_sweep_has_every_ghost_up_to_the_batch_and_both_budgets() -> None:
-    found = by_quantity(cases.sweep(SMALL))
-    assert len(found) == 4
-    points = found["accuracy/batch 512, equal updates"].details["ghosts"]
-    assert set(points) == {"8", "32", "512"}
-    assert set(found["accuracy/batch 32, equal epochs"].details["ghosts"]) == {"8", "32"}
-    for point in points.values():
-        assert len(point["accuracy"]) == 2
-        assert len(point["steps"]) == len(point["loss"])
-        assert point["steps"][-1] == 16
-    regime = large_batches.sweep_regime(512, 8, many=True, epochs=SMALL.epochs)
-    run = large_batches.train(regime, 1)
-    assert points["8"]["accuracy"][1] == run.accuracy
+def test_what_is_compared_is_what_claims_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparisons, "points", lambda: {key: [1.0, 2.0] for key in points})
+    monkeypatch.setattr(comparisons, "updates", lambda: {key: [0.25, 0.5] for key in updates})
+    points = [name for name in asked("ghost_norm", "equal") if "ratio" not in name]
+    updates = {name.split("/")[1] for name in asked("ghost_norm", "equal") if "ratio" in name}
+    found = run("equal")
+    assert asked("ghost_norm", "equal") <= set(found)
+    for name in updates:
+        rows = found[f"rows ratio, batch 512 over 32/{name}"].samples
+        assert rows == [16 * 0.25, 16 * 0.5]
 
 
-def test_variance_has_a_row_a_seed_and_none_is_left_at_the_whole() -> None:
-    found = by_quantity(cases.gradient_variance(SMALL))
+def test_digits_are_tuned_and_then_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeps, "DIGITS_RATES", (0.1, 1e-6))
+    found = run("digits/all images")
+    assert asked("ghost_norm", "digits/all images") <= set(found)
+    for name, regime in SHORT.digits.items():
+        item = found[f"accuracy/{name}"]
+        grid = {float(rate): fmean(each) for rate, each in item.details["validation"].items()}
+        assert item.details["lr"] == max(grid, key=grid.__getitem__)
+        runs = large_batches.train(replace(regime, lr=item.details["lr"]), SHORT.digits_seeds)
+        assert item.samples == [each.accuracy for each in runs]
+    for name, (mine, other) in sweeps.DIGITS_PAIRS.items():
+        pairs = zip(
+            found[f"accuracy/{mine}"].samples, found[f"accuracy/{other}"].samples, strict=True
+        )
+        assert found[name].samples == [100 * (a - b) for a, b in pairs]
+
+
+def test_variance_has_a_row_for_each_seed(few: None) -> None:
+    found = run("gradients/variance", draws=5)
     assert asked("ghost_norm", "gradients/variance") <= set(found)
-    ratio, last = "variance ratio, batch 256 over 32", len(cases.GRADIENT_BATCHES) - 1
-    for name in cases.GRADIENT_KINDS:
-        details = found[f"{ratio}/{name}"].details
-        assert details["predicted"] == pytest.approx([1 / 15])
-        left = max(row[last] / row[2] for row in details["variance"])
-        assert (left > 1e-6) == (name == "ghosts of 32")
-    # At 32 images a batch is one ghost: the same gradients.
-    both = [found[f"{ratio}/{n}"].details for n in ("batch normalization", "ghosts of 32")]
-    assert both[0]["variance"][0][:3] == both[1]["variance"][0][:3]
+    for name in gradients.KINDS:
+        details = found[f"variance ratio, batch 512 over 32/{name}"].details
+        assert details["predicted"] == pytest.approx([1536 / 2016 / 16])
+        assert len(details["variance"]) == len(details["bias"]) == len(SHORT.seeds)
 
 
-def test_times_are_ratios_within_a_repetition() -> None:
-    found = by_quantity(cases.throughput(SMALL))
-    assert asked("ghost_norm", "throughput") <= set(found)
+def test_times_are_ratios_within_a_repetition(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = asked("ghost_norm", "throughput") - {"time ratio, batch 512 over 32/of an epoch"}
+    costs = {name.split("/")[1]: [0.5, 0.25] for name in names}
+    monkeypatch.setattr(comparisons, "updates", lambda: costs)
+    found = run("throughput")
+    assert names and asked("ghost_norm", "throughput") <= set(found)
     name = "time ratio, batch 512 over 32"
-    small, large = (found[f"images a second/batch {b}"].samples for b in (32, 512))
+    small, large = (found[f"rows a second/batch {b}"].samples for b in (32, 512))
     epoch = found[f"{name}/of an epoch"].samples  # one round: its ratio is the medians'
     assert epoch == pytest.approx([a / b for a, b in zip(small, large, strict=True)])
-    assert len(found[f"{name}/to the training loss"].samples) == 2
+    steps = [16 * each for each in epoch]
+    for each in costs:
+        if each != comparisons.GHOSTS_GOAL:
+            wanted = [0.5 * steps[0], 0.25 * steps[1]]
+            assert found[f"{name}/{each}"].samples == pytest.approx(wanted)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
+    """The bench with a tiny model, random text and short rows; a setting without tuning."""
+    text = torch.randint(31, (50_000,), generator=generator)  # more than is read
+    config = LlamaConfig(
+        vocab_size=31,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+    )
+    monkeypatch.setattr(bench, "text", lambda name, max_files=None: text)
+    monkeypatch.setattr(
+        bench,
+        "language_model",
+        lambda seed: Llama(config, generator=torch.Generator().manual_seed(seed)),
+    )
+    monkeypatch.setattr(bench, "LENGTH", 8)
+    monkeypatch.setattr(bench, "HELD_OUT_ROWS", 16)
+    monkeypatch.setattr(cases, "best", lambda batch, optimizer: Setting(lr=0.01, decay=0.1))
+
+
+def test_a_language_run_is_a_case(tiny: None) -> None:
+    names = {case.name: case for case in cases_of("ghost_norm") if case.name.startswith("language")}
+    assert len(names) == (4 + 1) * len(REPORT_SEEDS) + 1
+    assert all(case.minutes < 5 for case in names.values())
+    # They come before the case that reads them.
+    assert max(names, key=lambda name: names[name].minutes) == "language/compared"
+    few, many = (
+        run(f"language/{batch}/square root/seed 1", **TEXT)["held-out loss"]
+        for batch in (2048, 4096)
+    )
+    assert few.details["setting"]["lr"] == pytest.approx(0.005)
+    assert many.details["setting"]["lr"] == pytest.approx(0.01 * 0.5**0.5)
+    assert len(few.details["losses"]) == 2 * len(many.details["losses"]) == 8
+    assert few.samples != many.samples and all(map(math.isfinite, few.samples))
+    assert {few.details["read"], few.details["unread"]}.isdisjoint(few.samples)
+    warm = run("language/warm-up/seed 1", **TEXT)["held-out loss"]
+    assert set(warm.details["noise"]) == {"0.03125", "0.125", "0.5", "1"}
+    assert len(warm.details["losses"]) == 2 + 1  # of 2,048 and of 8,192 tokens
+    assert set(warm.details["noise"]["1"]) == {"signal", "noise"}

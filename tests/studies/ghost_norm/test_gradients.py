@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,12 +15,21 @@ from labcore.studies.ghost_norm import gradients, large_batches
 from labcore.studies.ghost_norm.large_batches import Regime
 
 
-def test_a_gradient_is_that_of_the_mean_loss_of_different_images(seed: int) -> None:
-    data = large_batches.split(seed)
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """MNIST-1D with 512 rows."""
+    small = dataclasses.replace(large_batches.SOURCES["MNIST-1D"], rows=512)
+    monkeypatch.setitem(large_batches.SOURCES, "MNIST-1D", small)
+    large_batches._mnist1d.cache_clear()
+    yield
+    large_batches._mnist1d.cache_clear()
+
+
+def test_a_gradient_is_that_of_the_mean_loss_of_different_rows(seed: int) -> None:
+    data = large_batches.split(seed, source="digits")
     data = dataclasses.replace(data, train_x=data.train_x.double())
-    model = large_batches.network(
-        Regime(batch=32, lr=0.1), torch.Generator().manual_seed(seed)
-    ).double()
+    regime = Regime(batch=32, lr=0.1, source="digits")
+    model = large_batches.network(regime, [seed])[0].member(0).double()
     drawn = gradients.batch_gradients(
         model, data, 512, draws=2, generator=torch.Generator().manual_seed(seed)
     )
@@ -59,13 +69,13 @@ def test_variance_and_bias_of_known_gradients(generator: torch.Generator) -> Non
     assert gradients.gradient_bias(drawn, mean) < 0.03
 
 
-def test_ghosts_keep_a_small_batchs_mean_and_lose_its_variance() -> None:
+def test_ghosts_keep_a_small_batchs_mean_and_lose_its_variance(few: None) -> None:
     data, dice = large_batches.split(3), torch.Generator().manual_seed(3)
-    model = large_batches.train(Regime(batch=16, lr=0.3, steps=30), 3).model
-    full = gradients.batch_gradients(model, data, 512, draws=1, generator=dice)[0]
-    small = gradients.batch_gradients(model, data, 16, draws=150, generator=dice)
-    large = gradients.batch_gradients(model, data, 256, draws=150, generator=dice)
-    ghostly = convert_ghost_batchnorm(copy.deepcopy(model), 16)
+    (run,) = large_batches.train(Regime(batch=16, lr=0.3, epochs=1), [3])
+    full = gradients.batch_gradients(run.model, data, 512, draws=1, generator=dice)[0]
+    small = gradients.batch_gradients(run.model, data, 16, draws=150, generator=dice)
+    large = gradients.batch_gradients(run.model, data, 256, draws=150, generator=dice)
+    ghostly = convert_ghost_batchnorm(copy.deepcopy(run.model), 16)
     both = gradients.batch_gradients(ghostly, data, 256, draws=150, generator=dice)
     biases = [gradients.gradient_bias(each, full) for each in (small, large, both)]
     assert biases[1] < 0.5 * biases[2]
@@ -73,9 +83,19 @@ def test_ghosts_keep_a_small_batchs_mean_and_lose_its_variance() -> None:
     assert gradients.gradient_variance(both) < 0.2 * gradients.gradient_variance(small)
 
 
+def test_a_row_has_every_batch_and_ghosts_are_plain_below_their_size(few: None) -> None:
+    rows = {kind: gradients.variance_and_bias(kind, 1, draws=10) for kind in gradients.KINDS}
+    for row in rows.values():
+        assert len(row["variance"]) == len(row["bias"]) == len(gradients.BATCHES)
+    last = [row["variance"][-1] / row["variance"][2] for row in rows.values()]
+    # All 512 rows are one batch: only ghosts still depend on chance.
+    assert last[0] < 1e-6 and last[1] < 1e-6 < last[2]
+    plain, ghosts = rows["batch norm"], rows["ghosts of 32"]
+    assert ghosts["variance"][:3] == pytest.approx(plain["variance"][:3], rel=1e-4)
+
+
 def test_draws_must_be_whole() -> None:
-    model = large_batches.network(Regime(batch=32, lr=0.1), torch.Generator())
+    model = large_batches.network(Regime(batch=32, lr=0.1, source="digits"), [0])[0].member(0)
+    data = large_batches.split(0, source="digits")
     with pytest.raises(ValueError, match="draws must be at least 1"):
-        gradients.batch_gradients(
-            model, large_batches.split(0), 32, draws=0, generator=torch.Generator()
-        )
+        gradients.batch_gradients(model, data, 32, draws=0, generator=torch.Generator())

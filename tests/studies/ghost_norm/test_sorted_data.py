@@ -41,8 +41,9 @@ def test_the_pooled_statistics_do_not_see_the_order(generator: torch.Generator) 
 
 
 def test_sequential_statistics_of_sorted_data_cost_accuracy() -> None:
-    run = large_batches.train(large_batches.Regime(batch=32, lr=0.3, steps=150), 5)
-    data = large_batches.split(5)
+    regime = large_batches.Regime(batch=32, lr=0.3, epochs=10, source="digits")
+    (run,) = large_batches.train(regime, [5])
+    data = large_batches.split(5, source="digits")
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     order = data.train_y.argsort(stable=True)
     by_order = sorted_data.accuracy_by_policy(run.model, data, order, ghost=32)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,19 +13,29 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
 from labcore.checks import positive_int
-from labcore.data import Digits
+from labcore.studies.ghost_norm.large_batches import SMALL, Regime, Rows, split, train
 
 __all__ = [
+    "BATCHES",
+    "KINDS",
     "batch_gradients",
     "gradient_bias",
     "gradient_variance",
     "predict_gradient_variance",
+    "variance_and_bias",
 ]
+
+BATCHES = (8, 16, 32, 64, 128, 256, 512)
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "no norm": {"norm": "none"},
+    "batch norm": {},
+    "ghosts of 32": {"ghost": 32},
+}
 
 
 def batch_gradients(
     model: nn.Module,
-    data: Digits,
+    data: Rows,
     batch: int,
     *,
     draws: int,
@@ -78,3 +90,25 @@ def predict_gradient_variance(
         return (population - batch) / (batch * (population - 1))
 
     return [variance * law(batch) / law(known) for batch in batches]
+
+
+def variance_and_bias(kind: str, seed: int, *, draws: int) -> dict[str, list[float]]:
+    """Measure a network's batch gradients by batch size, after one epoch of training at batch 32.
+
+    kind: of KINDS. Returns "variance", over the squared norm of the gradient of all rows, and
+    "bias", as in `gradient_bias`, for each of BATCHES. The gradient of all rows is that of plain
+    batch normalization, also for ghosts.
+    """
+    regime, data = Regime(batch=SMALL, lr=0.1, epochs=1, **KINDS[kind]), split(seed)
+    model = train(regime, [seed])[0].model
+    dice = torch.Generator().manual_seed(seed)
+    draw = functools.partial(batch_gradients, data=data, generator=dice)
+    # A batch of one ghost is normalized as by plain batch normalization, so the weights are equal.
+    plain = train(Regime(batch=SMALL, lr=0.1, epochs=1), [seed])[0].model
+    full = draw(model if kind == "no norm" else plain, batch=len(data.train_y), draws=1)[0]
+    row: dict[str, list[float]] = {"variance": [], "bias": []}
+    for batch in BATCHES:
+        drawn = draw(model, batch=batch, draws=draws)
+        row["variance"].append(gradient_variance(drawn) / full.square().sum().item())
+        row["bias"].append(gradient_bias(drawn, full))
+    return row

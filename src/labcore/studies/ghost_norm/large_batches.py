@@ -1,15 +1,15 @@
-"""Small and large batches on digits: how runs are configured, tuned and reported.
+"""Small and large batches on images: how runs are configured, trained and judged.
 
-The training part has 512 images, so a batch of 512 is all of it. Learning rates are chosen on
-TUNING_SEEDS and on validation images. After that, SEEDS and the test images are used once.
+The images are digits in two forms: MNIST-1D, 8,192 training rows made by a program, and the 8 x 8
+handwritten digits, 512 images. Learning rates are chosen on TUNING_SEEDS and on validation rows.
+After that, SEEDS and the test rows are used once.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,274 +17,250 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from labcore.checks import one_of, positive, positive_int
-from labcore.data import Digits, digits
-from labcore.norm.layers import GhostBatchNorm1d
-from labcore.studies import runs
+from labcore.data import digits
+from labcore.studies.ghost_norm import mnist1d
+from labcore.studies.ghost_norm.stacks import Norm, Stack
 
 __all__ = [
-    "EPOCHS",
-    "GHOST",
-    "IMAGES",
-    "LARGE",
-    "LEARNING_RATE",
-    "LEARNING_RATES",
-    "PLAIN_LEARNING_RATE",
-    "PLAIN_REGIMES",
-    "REGIMES",
-    "SEEDS",
-    "SMALL",
-    "SWEEP_BATCHES",
-    "SWEEP_GHOSTS",
-    "TARGET",
-    "TUNING_SEEDS",
-    "GhostRun",
-    "Regime",
-    "landscape",
-    "network",
-    "split",
-    "sweep_regime",
-    "train",
-]
+    "EPOCHS", "GHOST", "LARGE", "RATES", "SEEDS", "SMALL", "SOURCES", "TUNING_SEEDS",
+    "Check", "Regime", "Rows", "TrainedNetwork", "network", "split", "train",
+]  # fmt: skip
 
-IMAGES = 512  # in the training part
-HIDDEN = 64  # units in each of the two hidden layers
-SMALL, LARGE, GHOST = 32, 512, 32
-EPOCHS = 30
-POOL = 1000  # images from which each seed draws its training part; the other 797 are test images
-TUNING_SEEDS = tuple(range(900, 905))
-SEEDS = tuple(range(16))
-LEARNING_RATES = (0.03, 0.1, 0.3, 1.0, 3.0)
-# From the case `digits/tuning`: the best validation accuracy of the small batch.
-LEARNING_RATE = 0.3
-PLAIN_LEARNING_RATE = 0.1  # for the network without normalization
-TARGET = 0.1  # loss over the training part, for counting the steps to reach it
-SWEEP_BATCHES = (32, 64, 128, 256, 512)
-SWEEP_GHOSTS = (8, 16, 32, 64, 128, 256, 512)
+SMALL, LARGE, GHOST, EPOCHS = 32, 512, 32, 20
+RATES = (0.03, 0.1, 0.3, 1.0, 3.0)
+TUNING_SEEDS, SEEDS = (900, 901, 902), tuple(range(6))
+PARTS = ("test", "validation")
+POOL = 1000  # handwritten digits from which each seed draws its 512; the other 797 are test images
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rows:
+    """What a network learns from and is judged on.
+
+    train_x fp32 [N, inputs] and train_y int64 [N]; test_x and test_y likewise.
+    """
+
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A data set: its training rows and inputs, and the width of the networks that learn it."""
+
+    rows: int
+    inputs: int
+    hidden: int
+    split: Callable[[int, str], Rows]
+
+
+@functools.cache
+def _mnist1d_judges(part: str) -> tuple[Tensor, Tensor]:
+    seed = 10**9 + PARTS.index(part)
+    return mnist1d.draw(8192, torch.Generator().manual_seed(seed))
+
+
+@functools.lru_cache(maxsize=32)
+def _mnist1d(seed: int, part: str) -> Rows:
+    """Every seed has training rows of its own; the evaluation rows are the same for all."""
+    x, y = mnist1d.draw(SOURCES["MNIST-1D"].rows, torch.Generator().manual_seed(seed))
+    test_x, test_y = _mnist1d_judges(part)
+    return Rows(train_x=x, train_y=y, test_x=test_x, test_y=test_y)
+
+
+@functools.lru_cache(maxsize=32)
+def _digits(seed: int, part: str) -> Rows:
+    """512 images drawn by the seed from 1,000; test: the other 797; validation: the pool's rest."""
+    pool = digits(train_share=POOL / 1797)
+    order = torch.randperm(POOL, generator=torch.Generator().manual_seed(seed))
+    rows, rest = order.tensor_split([SOURCES["digits"].rows])
+    judges = {
+        "test": (pool.test_x, pool.test_y),
+        "validation": (pool.train_x[rest], pool.train_y[rest]),
+    }
+    test_x, test_y = judges[part]
+    return Rows(
+        train_x=pool.train_x[rows], train_y=pool.train_y[rows], test_x=test_x, test_y=test_y
+    )
+
+
+SOURCES: Mapping[str, Source] = {
+    "MNIST-1D": Source(rows=8192, inputs=mnist1d.LENGTH, hidden=64, split=_mnist1d),
+    "digits": Source(rows=512, inputs=64, hidden=64, split=_digits),
+}
+
+
+def split(seed: int, *, source: str = "MNIST-1D", part: str = "test") -> Rows:
+    """Return the training rows of `seed`, and the rows on which `part` judges.
+
+    source: of SOURCES. part: "test" or "validation"; the two never share a row.
+    """
+    one_of("part", part, PARTS)
+    return SOURCES[one_of("source", source, SOURCES)].split(seed, part)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regime:
-    """A training configuration: SGD with momentum 0.9 and a cosine learning rate schedule to 0.
+    """A way to train: SGD with momentum 0.9 and a learning rate that falls to 0 along a cosine.
 
-    batch: images per step. lr: the initial learning rate. ghost: images per ghost batch; None for
-    the whole batch. steps: None for EPOCHS passes over the images. normalized: whether to use batch
-    normalization.
+    batch: rows per step. lr: the first learning rate. epochs: passes over the training rows, which
+    set the number of updates. norm: as in Stack. ghost: rows per ghost; None for the whole batch.
+    source: of SOURCES. fresh: draw new rows for every epoch, so that no row comes twice; MNIST-1D
+    only.
     """
 
     batch: int
     lr: float
+    epochs: int = EPOCHS
+    norm: Norm = "batch"
     ghost: int | None = None
-    steps: int | None = None
-    normalized: bool = True
+    source: str = "MNIST-1D"
+    fresh: bool = False
 
     def __post_init__(self) -> None:
         positive_int("batch", self.batch)
+        positive_int("epochs", self.epochs)
         positive("lr", self.lr)
-        if self.batch > IMAGES:
-            raise ValueError(f"batch must be at most the {IMAGES} images, got {self.batch}")
+        rows = SOURCES[one_of("source", self.source, SOURCES)].rows
+        if self.batch > rows:
+            raise ValueError(f"batch must be at most the {rows} training rows, got {self.batch}")
+        if self.ghost is not None and (self.norm != "batch" or self.ghost > self.batch):
+            raise ValueError(
+                f'ghosts need norm "batch" and at most the batch of {self.batch} rows, '
+                f'got norm "{self.norm}" and ghosts of {self.ghost}'
+            )
+        if self.fresh and self.source != "MNIST-1D":
+            raise ValueError(f"only MNIST-1D has fresh rows, got source {self.source!r}")
 
     @property
     def updates(self) -> int:
         """Optimizer steps in the run."""
-        return EPOCHS * (IMAGES // self.batch) if self.steps is None else self.steps
+        return self.epochs * (SOURCES[self.source].rows // self.batch)
 
 
-_MANY = EPOCHS * (IMAGES // SMALL)
-_ROOT = LEARNING_RATE * math.sqrt(LARGE / SMALL)
-_LINEAR = LEARNING_RATE * LARGE / SMALL
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """What a check during training found.
 
-REGIMES: Mapping[str, Regime] = {
-    "small batch": Regime(batch=SMALL, lr=LEARNING_RATE),
-    "large batch": Regime(batch=LARGE, lr=LEARNING_RATE),
-    "large, linear rate": Regime(batch=LARGE, lr=_LINEAR),
-    "large, root rate": Regime(batch=LARGE, lr=_ROOT),
-    "large, root rate, ghosts": Regime(batch=LARGE, lr=_ROOT, ghost=GHOST),
-    "large, root rate, more updates": Regime(batch=LARGE, lr=_ROOT, steps=_MANY),
-    "large, root rate, ghosts, more updates": Regime(
-        batch=LARGE, lr=_ROOT, ghost=GHOST, steps=_MANY
-    ),
-    "large, more updates": Regime(batch=LARGE, lr=LEARNING_RATE, steps=_MANY),
-    "large, ghosts, more updates": Regime(batch=LARGE, lr=LEARNING_RATE, ghost=GHOST, steps=_MANY),
-}
-"""Name -> regime. The learning rate is the small batch's, times 4 (root rule) or 16 (linear)."""
-
-PLAIN_REGIMES: Mapping[str, Regime] = {
-    "small batch": Regime(batch=SMALL, lr=PLAIN_LEARNING_RATE, normalized=False),
-    "large, more updates": Regime(
-        batch=LARGE, lr=PLAIN_LEARNING_RATE, steps=_MANY, normalized=False
-    ),
-}
-"""Regimes without normalization."""
-
-
-def sweep_regime(batch: int, ghost: int, *, many: bool = False, epochs: int = EPOCHS) -> Regime:
-    """Return a regime for the explorer, with the learning rate from the square-root rule.
-
-    many: use the small batch's number of updates instead of its number of epochs.
-    Raises ValueError if the ghost is larger than the batch.
-    """
-    if ghost > batch:
-        raise ValueError(f"ghost must be at most the batch of {batch}, got {ghost}")
-    return Regime(
-        batch=batch,
-        lr=LEARNING_RATE * math.sqrt(batch / SMALL),
-        ghost=None if ghost == batch else ghost,
-        steps=epochs * (IMAGES // (SMALL if many else batch)),
-    )
-
-
-@functools.cache
-def _pool() -> Digits:
-    return digits(train_share=POOL / 1797)
-
-
-def split(seed: int, part: str = "test") -> Digits:
-    """Return IMAGES training images, drawn by `seed` from a pool of 1,000, and evaluation images.
-
-    part: the evaluation images. "test" is the 797 images outside the pool, the same for every seed.
-    "validation" is the pool's 488 images that this seed doesn't train on.
-    """
-    one_of("part", part, ("test", "validation"))
-    pool = _pool()
-    order = torch.randperm(POOL, generator=torch.Generator().manual_seed(seed))
-    rows, rest = order[:IMAGES], order[IMAGES:]
-    judge = (
-        (pool.test_x, pool.test_y) if part == "test" else (pool.train_x[rest], pool.train_y[rest])
-    )
-    return Digits(
-        train_x=pool.train_x[rows],
-        train_y=pool.train_y[rows],
-        test_x=judge[0],
-        test_y=judge[1],
-        version=pool.version,
-    )
-
-
-def network(regime: Regime, generator: torch.Generator) -> nn.Sequential:
-    """Build a network: 64 pixels -> two hidden layers with norm and ReLU -> 10 logits [B, 10].
-
-    The weights are drawn from `generator` alone (He et al., arXiv 1502.01852) and are the same for
-    every regime. Without normalization, the hidden layers have biases instead.
-    """
-    layers: list[nn.Module] = []
-    for width in (64, HIDDEN):
-        layers.append(nn.utils.skip_init(nn.Linear, width, HIDDEN, bias=not regime.normalized))
-        if regime.normalized:
-            layers.append(_norm(HIDDEN, regime.ghost))
-        layers.append(nn.ReLU())
-    layers.append(nn.utils.skip_init(nn.Linear, HIDDEN, 10))
-    for layer in layers:
-        if isinstance(layer, nn.Linear):
-            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu", generator=generator)
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
-    return nn.Sequential(*layers)
-
-
-def _norm(width: int, ghost: int | None) -> nn.Module:
-    if ghost is None:
-        return nn.BatchNorm1d(width)
-    return GhostBatchNorm1d(width, ghost_size=ghost)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GhostRun(runs.Run):
-    """A run of one regime. Its checks are over the training part, with that part's statistics.
-
-    accuracy, test_loss: on the evaluation images, with the running statistics.
-    refreshed: the accuracy with the statistics of the whole training part instead.
-    training_accuracy, training_loss: on the training part with its own statistics, at the end.
-    model: the network.
+    updates: steps done. training_loss: over the training part, normalized by the statistics of that
+    part, in nats; in a run on fresh rows, over the epoch that was last read. accuracy, test_loss:
+    on the evaluation rows, with the running statistics.
     """
 
+    updates: int
+    training_loss: float
     accuracy: float
     test_loss: float
-    refreshed: float
-    training_accuracy: float
-    training_loss: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TrainedNetwork:
+    """One network after its training.
+
+    checks: the last is at the end.
+    """
+
+    checks: tuple[Check, ...]
     model: nn.Sequential
+
+    @property
+    def end(self) -> Check:
+        """The check after the last step."""
+        return self.checks[-1]
+
+    @property
+    def accuracy(self) -> float:
+        """The accuracy on the evaluation rows at the end."""
+        return self.end.accuracy
+
+
+def network(regime: Regime, seeds: Sequence[int]) -> tuple[Stack, list[torch.Generator]]:
+    """Build one network per seed; return them and the generators that go on to draw the order."""
+    source = SOURCES[regime.source]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    stack = Stack(
+        generators,
+        inputs=source.inputs,
+        hidden=source.hidden,
+        norm=regime.norm,
+        ghost=regime.ghost,
+    )
+    return stack, generators
+
+
+class _Stream:
+    """The training rows of every seed, x [N, rows, inputs] and y [N, rows], in batches."""
+
+    def __init__(self, regime: Regime, seeds: Sequence[int], part: str) -> None:
+        read = [split(seed, source=regime.source, part=part) for seed in seeds]
+        self.regime = regime
+        self.x = torch.stack([rows.train_x for rows in read])
+        self.y = torch.stack([rows.train_y for rows in read])
+
+    def batches(self, generators: Sequence[torch.Generator]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield x [N, B, inputs] and y [N, B] of every step, each seed in an order of its own."""
+        count, size = self.x.shape[1], self.regime.batch
+        for epoch in range(self.regime.epochs):
+            if self.regime.fresh and epoch:
+                drawn = [mnist1d.draw(count, each) for each in generators]
+                self.x, self.y = map(torch.stack, zip(*drawn, strict=True))
+            order = torch.stack([torch.randperm(count, generator=each) for each in generators])
+            for rows in order[:, : count - count % size].split(size, dim=1):
+                index = rows[:, :, None].expand(-1, -1, self.x.shape[2])
+                yield self.x.gather(1, index), self.y.gather(1, rows)
+
+
+def _losses(logits: Tensor, y: Tensor) -> Tensor:
+    """Return the mean cross-entropy of each network, [N], from logits [N, B, 10] and y [N, B]."""
+    return F.cross_entropy(logits.transpose(1, 2), y, reduction="none").mean(1)
 
 
 def train(
-    regime: Regime,
-    seed: int,
-    *,
-    part: str = "test",
-    check_every: int = 0,
-    until: float = -math.inf,
-) -> GhostRun:
-    """Train once; `seed` determines the images, the weights and the order.
+    regime: Regime, seeds: Sequence[int], *, part: str = "test", checks: int = 1
+) -> list[TrainedNetwork]:
+    """Train one network per seed, side by side; the networks share nothing.
 
-    Regimes with the same seed share images and initial weights, so runs can be compared in pairs.
-    part: the evaluation images (see `split`).
-    check_every: steps between measurements of the loss over the training part; 0 measures only at
-    the end.
-    until: end the run at a check with at most this loss.
+    A seed determines the training rows, the first weights and the order, so regimes can be compared
+    seed by seed. part: the evaluation rows (see `split`). checks: how many checks to make, evenly
+    spaced; the last one is at the end.
     """
-    data = split(seed, part)
-    generator = torch.Generator().manual_seed(seed)
-    model = network(regime, generator)
-    optimizer = torch.optim.SGD(model.parameters(), lr=regime.lr, momentum=0.9)
-    checks: list[tuple[int, float]] = []
-    losses: list[float] = []
-
-    def loss_of(rows: Tensor) -> Tensor:
-        return F.cross_entropy(model(data.train_x[rows]), data.train_y[rows])
-
-    drawn = itertools.islice(runs.shuffled(IMAGES, regime.batch, generator), regime.updates)
-    for rows in runs.cosine(optimizer, drawn, regime.updates):
-        if check_every and len(losses) % check_every == 0:
-            checks.append((len(losses), _with_own_statistics(model, data)[1]))
-            if checks[-1][1] <= until:
-                break
-        losses.append(runs.step(loss_of, optimizer, rows))
-    accuracy, test_loss = runs.judge(model.eval(), data.test_x, data.test_y)
-    training_accuracy, training_loss = _with_own_statistics(model, data)
-    return GhostRun(
-        losses=tuple(losses),
-        checks=(*checks, (len(losses), training_loss)),
-        accuracy=accuracy,
-        test_loss=test_loss,
-        refreshed=runs.judge(_refreshed(model, data.train_x), data.test_x, data.test_y)[0],
-        training_accuracy=training_accuracy,
-        training_loss=training_loss,
-        model=model,
-    )
-
-
-def _plain(model: nn.Sequential) -> nn.Sequential:
-    """Return a copy in training mode that has plain batch normalization if the model has any."""
-    norms = [layer for layer in model if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-    like = Regime(batch=IMAGES, lr=1.0, normalized=bool(norms))
-    plain = network(like, torch.Generator())
-    plain.load_state_dict(model.state_dict())
-    return plain.train()
+    stack, generators = network(regime, seeds)
+    stream = _Stream(regime, seeds, part)
+    optimizer = torch.optim.SGD(stack.parameters(), lr=regime.lr, momentum=0.9)
+    places = {
+        round(regime.updates * (n + 1) / positive_int("checks", checks)) for n in range(checks)
+    }
+    found: list[list[Check]] = []
+    for step, (x, y) in enumerate(stream.batches(generators)):
+        lr = regime.lr * 0.5 * (1 + math.cos(math.pi * step / regime.updates))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.zero_grad()
+        _losses(stack(x), y).sum().backward()
+        optimizer.step()
+        if step + 1 in places:
+            found.append(_check(stack, stream, step + 1, seeds, part))
+    stack.eval()
+    return [
+        TrainedNetwork(checks=each, model=stack.member(n))
+        for n, each in enumerate(zip(*found, strict=True))
+    ]
 
 
 @torch.no_grad()
-def _refreshed(model: nn.Sequential, images: Tensor) -> nn.Sequential:
-    """Return a copy in evaluation mode with the statistics of `images` as running statistics."""
-    plain = _plain(model)
-    for layer in plain:
-        if isinstance(layer, nn.BatchNorm1d):
-            layer.momentum = 1.0  # the next batch replaces the statistics
-    plain(images)
-    return plain.eval()
-
-
-def _with_own_statistics(model: nn.Sequential, data: Digits) -> tuple[float, float]:
-    """Return the accuracy and loss over the training part, normalized with its own statistics."""
-    return runs.judge(_plain(model), data.train_x, data.train_y)
-
-
-def landscape(model: nn.Sequential, data: Digits) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """Return the loss over the training part as a function of the weights, for `sharpness`.
-
-    Returns (loss, weights) for a copy of `model`. It's always normalized with the training part's
-    statistics, whatever ghost size the model was trained with.
-    """
-    plain = _plain(model)
-    return (
-        lambda: F.cross_entropy(plain(data.train_x), data.train_y),
-        list(plain.parameters()),
-    )
+def _check(
+    stack: Stack, stream: _Stream, step: int, seeds: Sequence[int], part: str
+) -> list[Check]:
+    learned = _losses(stack(stream.x, whole=True), stream.y).tolist()
+    judged = [split(seed, source=stream.regime.source, part=part) for seed in seeds]
+    x = torch.stack([rows.test_x for rows in judged])
+    y = torch.stack([rows.test_y for rows in judged])
+    logits = stack.eval()(x)
+    stack.train()
+    losses, right = _losses(logits, y).tolist(), (logits.argmax(2) == y).double().mean(1).tolist()
+    return [
+        Check(updates=step, training_loss=a, accuracy=b, test_loss=c)
+        for a, b, c in zip(learned, right, losses, strict=True)
+    ]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from labcore.checks import positive_int
-from labcore.data import Digits
 from labcore.norm.convert import convert_ghost_batchnorm
 from labcore.norm.ghosts import POLICIES, Running, ghost_sizes
 from labcore.norm.layers import GhostBatchNorm1d
+from labcore.studies.ghost_norm.large_batches import Rows
 
 __all__ = ["accuracy_by_policy", "predict_variances", "running_variances"]
 
@@ -69,7 +69,7 @@ def predict_variances(
 
 @torch.no_grad()
 def accuracy_by_policy(
-    model: nn.Module, data: Digits, rows: Tensor, *, ghost: int, passes: int = 50
+    model: nn.Module, data: Rows, rows: Tensor, *, ghost: int, passes: int = 50
 ) -> dict[str, float]:
     """Return the test accuracy by policy, with fixed weights and new running statistics.
 

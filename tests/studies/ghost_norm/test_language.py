@@ -1,0 +1,194 @@
+"""A language model's batch: carried rates, noise, a batch that grows, and what reading leaves."""
+
+import functools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from labcore import records
+from labcore.models import Llama, LlamaConfig
+from labcore.models.training import next_token_loss, windows
+from labcore.studies.ghost_norm import language
+from labcore.studies.ghost_norm.language import Noise
+from labcore.studies.language import bench, tuning
+from labcore.studies.language.tuning import Setting
+
+TINY = LlamaConfig(
+    vocab_size=31,
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=16,
+)
+
+
+def test_a_carried_rate_follows_its_rule() -> None:
+    tuned = Setting(lr=0.008, decay=0.1)
+    assert language.carried(tuned, 2_048, "unchanged") == tuned
+    halved = language.carried(tuned, 2_048, "square root")
+    assert (halved.lr, halved.decay) == (pytest.approx(0.004), 0.1)
+    assert language.carried(tuned, 32_768, "square root").lr == pytest.approx(0.016)
+    with pytest.raises(ValueError, match="rule must be one of"):
+        language.carried(tuned, 2_048, "linear")
+
+
+def test_two_batches_tell_signal_from_noise(seed: int) -> None:
+    signal, noise = 0.7, 5.3
+    squares = [signal + noise / size for size in (12, 300)]
+    found = language.two_batch_estimate(*squares, (12, 300))
+    assert (found.signal, found.noise) == (pytest.approx(signal), pytest.approx(noise))
+    assert found.scale == pytest.approx(noise / signal)
+    assert Noise(signal=-0.1, noise=2.0).scale == math.inf
+    # Means of 4 and of 64 normal numbers of mean 1 and variance 9, many times.
+    drawn = 1 + 3 * torch.randn(20_000, 64, generator=torch.Generator().manual_seed(seed))
+    few, many = (drawn[:, :size].mean(1).square().mean().item() for size in (4, 64))
+    found = language.two_batch_estimate(few, many, (4, 64))
+    assert found.noise == pytest.approx(9, rel=0.1) and found.signal == pytest.approx(1, rel=0.1)
+
+
+def test_noise_scale_of_a_model_is_that_of_its_gradients(generator: torch.Generator) -> None:
+    model = Llama(TINY, generator=generator)
+    text = torch.randint(31, (400,), generator=generator)
+    batches = windows(text, batch=3, length=9, seed=4)
+    gradients = []
+    for n in range(5):
+        loss, predicted = next_token_loss(model, batches(n)[0])
+        each = torch.autograd.grad(loss / predicted, list(model.parameters()))
+        gradients.append(torch.cat([one.flatten() for one in each]).double())
+    small = sum(each.square().sum() for each in gradients).item() / 5
+    large = (sum(gradients) / 5).square().sum().item()
+    before = [p.clone() for p in model.parameters()]
+    found = language.noise_scale(model, batches, count=5)
+    wanted = language.two_batch_estimate(small, large, (27, 135))
+    assert found.signal == pytest.approx(wanted.signal, rel=1e-3)
+    assert found.noise == pytest.approx(wanted.noise, rel=1e-3)
+    for p, was in zip(model.parameters(), before, strict=True):
+        assert p.grad is None and torch.equal(p, was)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
+    """The bench with a tiny model and passes of 2 rows of 8 tokens."""
+    text = torch.randint(31, (5000,), generator=generator)
+    monkeypatch.setattr(bench, "text", lambda name, max_files=None: text)
+    monkeypatch.setattr(bench, "ROWS", 2)
+    monkeypatch.setattr(bench, "LENGTH", 8)
+    monkeypatch.setattr(bench, "HELD_OUT_ROWS", 4)
+    monkeypatch.setattr(
+        bench,
+        "language_model",
+        lambda seed: Llama(TINY, generator=torch.Generator().manual_seed(seed)),
+    )
+    monkeypatch.setattr(language, "FIRST", 16)
+    monkeypatch.setattr(language, "TUNED_AT", 64)
+
+
+def test_batch_warm_up_reads_the_text_once_at_the_rates_of_its_tokens(
+    tiny: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates, steps = [], []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:
+            rates.append(self.param_groups[0]["lr"])
+            super().step()
+
+    train = language.train
+
+    def watched(model: Llama, batches: object, *given: object, **options: object) -> object:
+        steps.append((options["steps"], options["accumulate"], batches(0)[0]))
+        return train(model, batches, *given, **options)
+
+    monkeypatch.setattr(language, "train", watched)
+    run = language.train_warming_up(
+        lambda model: Watched(model.parameters(), lr=0.5),
+        seed=3,
+        tokens=40 * 16,
+        points=(1 / 40, 0.5, 1.0),
+        micro_batches=2,
+    )
+    assert [each[:2] for each in steps] == [(13, 1), (6, 4)]  # 13 and 27 // 4 passes
+    read = windows(bench.text("report"), batch=2, length=8, seed=3)
+    assert torch.equal(steps[0][2], read(0)[0]) and torch.equal(steps[1][2], read(13)[0])
+    assert len(run.losses) == len(rates) == 19 and math.isfinite(run.loss)
+    places = [*range(13), *range(13, 37, 4)]
+    factors = [0.25**0.5] * 13 + [1.0] * 6  # of the batches' ratio, by the square root
+    wanted = [bench.warmup_and_decay(each, 40) for each in places]
+    assert rates == pytest.approx([0.5 * a * b for a, b in zip(factors, wanted, strict=True)])
+    assert set(run.noise) == {1 / 40, 0.5, 1.0}
+
+
+def test_measuring_leaves_the_run_as_it_is(tiny: None) -> None:
+    make = functools.partial(bench.OPTIMIZERS["AdamW"], lr=0.01, decay=0.1)
+    plain, measured = (
+        language.train_warming_up(make, seed=1, tokens=32 * 16, points=points, micro_batches=2)
+        for points in ((), (0.25, 1.0))
+    )
+    assert plain.losses == measured.losses and plain.loss == measured.loss
+    assert set(measured.noise) == {0.25, 1.0}
+
+
+def test_a_carried_run_is_the_benchs_run_with_its_rate(tiny: None) -> None:
+    setting = Setting(lr=0.01, decay=0.1)
+    run = language.train_carried(setting, 32, seed=5, tokens=40 * 16)
+    wanted = tuning.train_setting("AdamW", setting, batch=32, seed=5, tokens=40 * 16)
+    assert run.loss == wanted.loss and run.losses == tuple(wanted.curve.losses)
+    assert len(run.losses) == 20 and run.read != run.unread
+
+
+def test_read_windows_are_those_of_the_training_and_others_share_no_token(
+    tiny: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, judged = torch.arange(5000), []
+    monkeypatch.setattr(language, "_mean_loss", lambda model, rows: judged.append(rows) or 0.0)
+    language.read_and_unread(object(), text, seed=3, passes=64)
+    read, unread = judged
+    batches = windows(text, batch=2, length=8, seed=3)
+    covered = {place for n in range(64) for place in batches(n)[0].flatten().tolist()}
+    assert torch.equal(read, torch.cat([batches(n)[0] for n in range(0, 64, 2)]))
+    assert 0 < len(unread) < 2 * 64 and covered.isdisjoint(unread.flatten().tolist())
+    with pytest.raises(ValueError, match="must leave windows"):
+        language.read_and_unread(object(), torch.arange(40), seed=3, passes=64)
+
+
+def test_a_loss_on_rows_is_the_mean_over_their_tokens(generator: torch.Generator) -> None:
+    model = Llama(TINY, generator=generator)
+    rows = torch.randint(31, (2 * bench.ROWS + 3, 9), generator=generator)
+    total, count = next_token_loss(model, rows)
+    assert language._mean_loss(model, rows) == pytest.approx(total.item() / count, rel=1e-5)
+
+
+def test_a_constant_batch_makes_as_many_steps_as_the_warm_up() -> None:
+    steps = language.SHARE / language.FIRST + (1 - language.SHARE) / language.TUNED_AT
+    assert steps == pytest.approx(1 / language.CONSTANT)
+
+
+def test_records_are_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(slug: str, case: str, quantity: str) -> SimpleNamespace:
+        assert quantity == "held-out loss"
+        of, rule, *_ = case.removeprefix("language/").split("/")
+        seed = int(case[-1])
+        worth = {"AdamW": 3.0, "unchanged": 3.5, "square root": 3.25}.get(rule, 2.0)
+        details = {
+            "noise": {"0.5": {"signal": 1.0 + seed, "noise": 25.0}},
+            "read": worth,
+            "unread": worth + {"2048": 0.25, "32768": 0.125}.get(of, 9.0) * seed,
+        }
+        return SimpleNamespace(p50=worth + seed, details=details)
+
+    monkeypatch.setattr(records, "find", find)
+    found = language.differences()
+    assert found["2048/square root minus tuned"] == [0.25] * 4
+    assert found["32768/unchanged minus tuned"] == [0.5] * 4
+    assert found["32768/square root minus unchanged"] == [-0.25] * 4
+    assert found["warm-up minus 4096"] == [-1.25] * 4
+    assert found["tuned, 32768 minus 8192"] == [0.0] * 4
+    assert found["gap/2048"] == [0.25 * seed for seed in range(4)]
+    assert found["gap/32768 minus 2048"] == [-0.125 * seed for seed in range(4)]
+    ((share, (scale, by_seed)),) = language.noise_scales().items()
+    assert share == 0.5 and scale == pytest.approx(25 / 2.5)
+    assert by_seed["signal"] == [1.0, 2.0, 3.0, 4.0]
