@@ -1,41 +1,25 @@
-"""Gradient clipping: experiments with exploding gradients, and speed against torch and zclip."""
+"""Gradient clipping: bad batches, exploding gradients, a language model, and speed."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-import zclip
 from torch import Tensor, nn
 
 from benchmarks.lion import parameters, quarter_gpt2
 from benchmarks.runner import Measurement, case, seen
-from labcore.clipping import (
-    AutoClip,
-    ZClip,
-    clip_adaptive,
-    clip_by_global_norm,
-    clip_by_local_norm,
-    clip_by_value,
-)
-from labcore.studies.clipping import effects, exploding, networks
-from labcore.studies.clipping.exploding import ClippedRun
+from labcore import records
+from labcore.clipping import clip_by_global_norm
+from labcore.studies.clipping import damage, effects, exploding, language, population
+from labcore.studies.clipping.exploding import UPDATES, ClippedRun
+from labcore.studies.language import bench
+from labcore.studies.language.results import best, run_record
+from labcore.studies.language.tuning import REPORT_SEEDS
 from labcore.timing import paired
-
-DEEP = 16  # convolutions in the experiments on depth
-DEFAULT = 6**-0.5  # the gain with the variance of torch's default uniform weights
-FRESH: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "RNN, He": ("RNN", {"gain": 1.0}),
-    "RNN, torch's default": ("RNN", {"gain": DEFAULT}),
-    "RNN, tanh, torch's default": ("RNN", {"gain": DEFAULT, "activation": "tanh"}),
-    "conv, He": ("conv", {"gain": 1.0, "depth": DEEP}),
-    "conv, half more than He": ("conv", {"gain": 1.5, "depth": DEEP}),
-    "conv, torch's default": ("conv", {"gain": DEFAULT, "depth": DEEP}),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +28,24 @@ class Sizes:
 
     seeds: tuple[int, ...] = exploding.SEEDS
     steps: int = exploding.STEPS
-    bad_step: int = exploding.BAD_STEP
+    bad_step: int = damage.AT
+    ages: tuple[int, ...] = damage.AGES
+    kinds: tuple[str, ...] = damage.KINDS
     batch: Mapping[str, int] = field(default_factory=lambda: exploding.BATCH)
     # Network -> arguments of its class that replace those of every experiment.
     networks: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=lambda: {"RNN": {}, "conv": {}}
+        default_factory=lambda: {"RNN": {}, "LSTM": {}, "conv": {}}
     )
     loud: Mapping[str, str] = field(default_factory=lambda: exploding.LOUD)
     depths: tuple[int, ...] = (2, 4, 8, 16)
+    length: int = population.LENGTH
     shapes: Sequence[tuple[int, ...]] = field(default_factory=quarter_gpt2)  # of peers' gradients
+    # Of the language model: a whole run, and a run with branches.
+    tokens: int = bench.TOKENS
+    branch_steps: int = language.BRANCH_STEPS
+    branch_at: int = language.BRANCH_AT
+    held_out_rows: int = 128
+    max_files: int | None = None
 
     def training(self, network: str) -> dict[str, Any]:
         """Return the arguments of a run that the sizes set."""
@@ -62,85 +55,83 @@ class Sizes:
 FULL = Sizes()
 SMALL = Sizes(
     seeds=(0, 1),
-    steps=24,
+    steps=46,
     bad_step=21,
-    batch={"RNN": 2, "conv": 4},
+    ages=(21, 24),
+    kinds=("large and reversed",),
+    batch={"RNN": 2, "LSTM": 2, "conv": 4},
     networks={
-        "RNN": {"width": 10, "gain": 0.5},
-        "conv": {"depth": 3, "channels": 3, "gain": 1.0},
+        "RNN": {"width": 10},
+        "LSTM": {"width": 10},
+        "conv": {"depth": 3, "channels": 3},
     },
     loud={"RNN": "recurrent.", "conv": "layers.1."},
     depths=(2, 3),
+    length=12,
     shapes=[(7, 3), (5,)],
+    tokens=3 * 8_192,
+    branch_steps=23,
+    branch_at=21,
+    held_out_rows=16,
+    max_files=8,
 )
 
 
-# Experiments -------------------------------------------------------------------------------------
-def growth_of(model: networks.Network, network: str, seed: int) -> networks.Growth:
-    """Return the growth of a gradient in `model`, on a batch that isn't used for training."""
-    generator = torch.Generator().manual_seed(10_000 + seed)
-    return networks.growth(model, *networks.draw(network, 64, generator=generator))
-
-
-@case("growth/factor", minutes=0.5)
-def growth_factor(sizes: Sizes = FULL) -> list[Measurement]:
-    """Growth factor of a gradient per step back through time or depth, fresh and trained."""
-    found: dict[str, list[networks.Growth]] = {}
-    for name, (network, settings) in FRESH.items():
-        arguments = {**settings, **sizes.networks[network]}
-        found[name] = [
-            growth_of(networks.make(network, seed=seed, **arguments), network, seed)
-            for seed in sizes.seeds
-        ]
-    for network in networks.NETWORKS:
-        found[f"{network}, trained"] = [
-            growth_of(_clean(network, "AdamW", seed, sizes).model, network, seed)
-            for seed in sizes.seeds
-        ]
-    return [
-        Measurement(
-            quantity=f"factor/{name}",
-            unit="a step back",
-            samples=[each.factor for each in growths],
-            peers={"predicted": [each.predicted_factor for each in growths]},
-            details={
-                "seeds": sizes.seeds,
-                "whole way": [each.rms[0] / each.rms[-1] for each in growths],
-            },
+# Small networks ----------------------------------------------------------------------------------
+@case("growth/common", minutes=4)
+def growth_common(sizes: Sizes = FULL) -> list[Measurement]:
+    """Whether a gradient explodes on its whole way back, in networks as libraries make them."""
+    found = []
+    for family, networks in population.IN_USE.items():
+        ways = {
+            name: {
+                state: [
+                    population.whole_way(
+                        family,
+                        name,
+                        seed,
+                        trained=state == "trained",
+                        length=sizes.length,
+                        **sizes.training(network),
+                    )
+                    for seed in sizes.seeds
+                ]
+                for state in ("new", "trained")
+            }
+            for name, (network, _) in networks.items()
+        }
+        every = [way for states in ways.values() for each in states.values() for way in each]
+        found.append(
+            seen(
+                f"explodes/{family}",
+                "share of networks",
+                [float(way >= population.EXPLODED) for way in every],
+                seeds=sizes.seeds,
+                log10={
+                    name: {state: [_log10(way) for way in each] for state, each in states.items()}
+                    for name, states in ways.items()
+                },
+            )
         )
-        for name, growths in found.items()
-    ]
+    return found
 
 
-def _clean(network: str, optimizer: str, seed: int, sizes: Sizes) -> ClippedRun:
-    return exploding.bad_batch(
-        network, "none", optimizer, seed, factor=1.0, **sizes.training(network)
-    )
+def _log10(way: float) -> float:
+    """Return the logarithm to base 10, within what a figure shows."""
+    return round(min(max(math.log10(max(way, 1e-99)), -99.0), 99.0), 2)
+
+
+DIRECTIONS = ("global", "local, per layer", "AGC", "value")
 
 
 @case("direction/depth", minutes=0.2)
 def direction_by_depth(sizes: Sizes = FULL) -> list[Measurement]:
-    """Cosine between a fresh network's raw gradient and the one clipped to a tenth of its norm."""
+    """Cosine between a new network's raw gradient and the one clipped to a tenth of its norm."""
     conv = {**exploding.HEALTHY["conv"], **sizes.networks["conv"]}
     found: list[Measurement] = []
     for depth in sizes.depths:
         found += _cosines(f"conv of {depth}", "conv", {**conv, "depth": depth}, sizes)
-    local = {
-        item.quantity: item.samples for item in found if item.quantity.endswith("local, per layer")
-    }
-    shallow, *_, deepest = local.values()
-    found.append(
-        seen(
-            f"local cosine, {sizes.depths[-1]} convolutions minus {sizes.depths[0]}",
-            "",
-            [one - other for one, other in zip(deepest, shallow, strict=True)],
-            seeds=sizes.seeds,
-        )
-    )
-    recurrent = {**exploding.EXPLODING, **sizes.networks["RNN"]}
-    found += _cosines("RNN", "RNN", recurrent, sizes)
-    loud = exploding.loud_layer(sizes.loud["conv"], exploding.FACTOR)
-    return found + _cosines("conv, a loud layer", "conv", {**conv, "spoil": loud}, sizes)
+    return found + _cosines("RNN", "RNN", {"gain": 1.0, **sizes.networks["RNN"]}, sizes)
 
 
 def _cosines(
@@ -148,7 +139,7 @@ def _cosines(
 ) -> list[Measurement]:
     taken = [effects.snapshot(network, seed=seed, **settings) for seed in sizes.seeds]
     found = []
-    for choice in exploding.COMPARABLE:
+    for choice in DIRECTIONS:
         effect = [
             effects.effect(each, exploding.comparable(choice, each, _tenth(each))) for each in taken
         ]
@@ -168,133 +159,169 @@ def _tenth(taken: effects.Snapshot) -> float:
     return float(effects.flat(taken.gradients).norm()) / 10
 
 
-BAD_METHODS = {
-    "RNN": ("none", *(name for name in exploding.METHODS if name != "local, per parameter")),
-    "conv": ("none", "global", "local, per layer"),
-}
+WORST = "large and reversed"
 
 
-def bad_batch(network: str, sizes: Sizes) -> list[Measurement]:
-    """Measure the effect of one bad batch under each method: its step, and the accuracy lost."""
+def harm(
+    network: str,
+    optimizer: str,
+    methods: Sequence[str],
+    sizes: Sizes,
+    *,
+    kinds: Sequence[str] = (WORST,),
+    lengths: Sequence[int] = (1,),
+) -> list[Measurement]:
+    """Measure what bad batches cost, against undamaged runs with the same clipping."""
     found = []
-    for optimizer in exploding.OPTIMIZERS:
-        clean = [_clean(network, optimizer, seed, sizes).accuracy for seed in sizes.seeds]
-        for method in BAD_METHODS[network]:
-            runs = [
-                exploding.bad_batch(
-                    network, method, optimizer, s, at=sizes.bad_step, **sizes.training(network)
-                )
-                for s in sizes.seeds
-            ]
-            found += _of_runs(f"{optimizer}, {method}", runs, clean, sizes)
-            found.append(
-                Measurement(
-                    quantity=f"bad step over its median/{optimizer}, {method}",
-                    unit="ratio",
-                    samples=[bad_step(run.moves, sizes.bad_step) for run in runs],
-                    details={
-                        "seeds": sizes.seeds,
-                        "last steps": [last_steps(run, sizes.bad_step) for run in runs],
-                    },
-                )
-            )
+    settings = {"at": sizes.bad_step, **sizes.training(network)}
+    for method in methods:
+        args = (method, optimizer)
+        clean = [damage.damaged(network, "none", *args, s, **settings) for s in sizes.seeds]
+        for kind in kinds:
+            for bad in lengths:
+                runs = [
+                    damage.damaged(network, kind, *args, s, bad=bad, **settings)
+                    for s in sizes.seeds
+                ]
+                found += _compared(f"{optimizer}, {kind}, {bad}, {method}", runs, clean, bad, sizes)
     return found
 
 
-def usual_step(moves: Sequence[float], at: int) -> float:
-    """Return the median of the 20 steps before the bad batch, which is step `at`."""
-    return statistics.median(moves[at - 20 : at])
-
-
-def bad_step(moves: Sequence[float], at: int) -> float:
-    """Return the ratio of the step at the bad batch to the usual step."""
-    return moves[at] / usual_step(moves, at)
-
-
-def last_steps(run: ClippedRun, at: int) -> float | None:
-    """Return the ratio of the last 20 steps' median to the usual step; None if the run diverged."""
-    if not run.finite:
-        return None
-    return statistics.median(run.moves[-20:]) / usual_step(run.moves, at)
-
-
-def _of_runs(
-    name: str, runs: Sequence[ClippedRun], clean: Sequence[float], sizes: Sizes
+def _compared(
+    name: str, runs: list[ClippedRun], clean: list[ClippedRun], bad: int, sizes: Sizes
 ) -> list[Measurement]:
-    details: dict[str, Any] = {
-        "seeds": sizes.seeds,
-        "accuracy": [run.accuracy for run in runs],
-        "clean": clean,
-        "mean cosine of the clipped steps": [clipped_cosine(run) for run in runs],
-        "losses of the first seed": finite(runs[0].losses),
-    }
-    lost = [100 * (before - run.accuracy) for before, run in zip(clean, runs, strict=True)]
+    pairs = [*zip(runs, clean, strict=True)]
+    higher = [
+        damage.excess(run.losses, other.losses, at=sizes.bad_step, bad=bad) for run, other in pairs
+    ]
     return [
-        seen(f"accuracy lost/{name}", "percentage points", lost, **details),
+        seen(
+            f"accuracy lost/{name}",
+            "percentage points",
+            [100 * (other.accuracy - run.accuracy) for run, other in pairs],
+            seeds=sizes.seeds,
+            accuracy=[run.accuracy for run in runs],
+            excess={str(later): [each[later] for each in higher] for later in damage.LATER},
+            norms=[_finite(run.norms[sizes.bad_step]) for run in runs],
+        ),
         seen(
             f"not finite/{name}",
             "share of runs",
             [float(not run.finite) for run in runs],
             seeds=sizes.seeds,
-            steps=[len(run.losses) for run in runs],
+        ),
+        seen(
+            f"bad step over its median/{name}",
+            "ratio",
+            [bad_step(run.moves, sizes.bad_step) for run in runs],
+            seeds=sizes.seeds,
         ),
     ]
 
 
-def clipped_cosine(run: ClippedRun) -> float | None:
-    """Return the mean cosine to the raw gradient over the clipped steps; None if there are none."""
-    pairs = zip(run.cosines, run.kept, strict=True)
-    clipped = [cosine for cosine, kept in pairs if kept < 0.999]
-    return statistics.fmean(clipped) if clipped else None
+def bad_step(moves: Sequence[float], at: int) -> float:
+    """Return the ratio of step `at` to the median of the 20 steps before it."""
+    return moves[at] / statistics.median(moves[at - 20 : at])
 
 
-def finite(values: Sequence[float]) -> list[float | None]:
+def _finite(value: float) -> float | None:
     """Replace NaN and infinity, which JSON doesn't have, by None."""
-    return [round(value, 3) if math.isfinite(value) else None for value in values]
+    return value if math.isfinite(value) else None
 
 
-@case("bad-batch/RNN", minutes=1)
-def bad_batch_recurrent(sizes: Sizes = FULL) -> list[Measurement]:
-    """One bad batch in the recurrent network."""
-    return bad_batch("RNN", sizes)
+@case("damage/AdamW", minutes=3)
+def damage_adamw(sizes: Sizes = FULL) -> list[Measurement]:
+    """Bad batches of every kind, for one step and for five, in the recurrent network with AdamW."""
+    methods = ("none", "global", UPDATES)
+    return harm("RNN", "AdamW", methods, sizes, kinds=sizes.kinds, lengths=damage.LENGTHS)
 
 
-@case("bad-batch/conv", minutes=1)
-def bad_batch_convolutional(sizes: Sizes = FULL) -> list[Measurement]:
-    """One bad batch in the convolutional network."""
-    return bad_batch("conv", sizes)
+@case("damage/SGD", minutes=2)
+def damage_sgd(sizes: Sizes = FULL) -> list[Measurement]:
+    """The same with gradient descent."""
+    methods = ("none", "global")
+    return harm("RNN", "SGD", methods, sizes, kinds=sizes.kinds, lengths=damage.LENGTHS)
 
 
-@case("natural/RNN", minutes=0.6)
+@case("damage/conv", minutes=1)
+def damage_conv(sizes: Sizes = FULL) -> list[Measurement]:
+    """One batch whose gradient is large and reversed, in the convolutional network."""
+    return [
+        item
+        for optimizer in exploding.OPTIMIZERS
+        for item in harm("conv", optimizer, ("none", "global"), sizes)
+    ]
+
+
+@case("damage/methods", minutes=1.5)
+def damage_methods(sizes: Sizes = FULL) -> list[Measurement]:
+    """The same batch in the recurrent network, under the other ways to clip."""
+    methods = [name for name in exploding.METHODS if name not in ("global", "local, per parameter")]
+    return [
+        item
+        for optimizer in exploding.OPTIMIZERS
+        for item in harm("RNN", optimizer, methods, sizes)
+    ]
+
+
+@case("damage/age", minutes=2.4)
+def damage_by_age(sizes: Sizes = FULL) -> list[Measurement]:
+    """The step at the same batch with AdamW and no clipping, after more and more steps."""
+    settings = sizes.training("RNN")
+    found = []
+    for at in sizes.ages:
+        args = ("RNN", WORST, "none", "AdamW")
+        runs = [
+            damage.damaged(*args, seed, at=at, **{**settings, "steps": at + 1})
+            for seed in sizes.seeds
+        ]
+        moves = [bad_step(run.moves, at) for run in runs]
+        found.append(seen(f"bad step over its median/step {at}", "ratio", moves, seeds=sizes.seeds))
+    return found
+
+
+@case("natural/RNN", minutes=0.4)
 def natural(sizes: Sizes = FULL) -> list[Measurement]:
-    """The recurrent network with He initialization, whose gradients explode by themselves."""
-
-    def trained(method: str, optimizer: str) -> list[ClippedRun]:
-        training = sizes.training("RNN")
-        return [exploding.natural(method, optimizer, seed, **training) for seed in sizes.seeds]
-
+    """The recurrent network whose gradients explode by themselves, against smaller weights."""
     found = []
     for optimizer in exploding.OPTIMIZERS:
-        clean = [run.accuracy for run in trained("global", optimizer)]
-        for method in ("none", "local, per layer", "ZClip"):
-            runs = trained(method, optimizer)
-            found += _of_runs(f"{optimizer}, {method}", runs, clean, sizes)
-            found.append(
+        clean = _drawn("none", optimizer, exploding.HEALTHY["RNN"], sizes)
+        for method in ("none", "global"):
+            runs = _drawn(method, optimizer, exploding.EXPLODING, sizes)
+            pairs = zip(runs, clean, strict=True)
+            name = f"{optimizer}, {method}"
+            found += [
                 seen(
-                    f"largest step over the weights/{optimizer}, {method}",
-                    "ratio",
-                    [max(filter(math.isfinite, run.moves)) for run in runs],
+                    f"accuracy lost/{name}",
+                    "percentage points",
+                    [100 * (other.accuracy - run.accuracy) for run, other in pairs],
                     seeds=sizes.seeds,
-                )
-            )
+                    accuracy=[run.accuracy for run in runs],
+                    clipped=[statistics.fmean(kept < 0.999 for kept in run.kept) for run in runs],
+                    first_norms=[run.norms[0] for run in runs],
+                ),
+                seen(
+                    f"not finite/{name}",
+                    "share of runs",
+                    [float(not run.finite) for run in runs],
+                    seeds=sizes.seeds,
+                ),
+            ]
     return found
+
+
+def _drawn(
+    method: str, optimizer: str, weights: Mapping[str, Any], sizes: Sizes
+) -> list[ClippedRun]:
+    settings = {**sizes.training("RNN"), **weights}
+    return [exploding.run("RNN", method, optimizer, seed, **settings) for seed in sizes.seeds]
 
 
 @case("loud-layer/training", minutes=1)
 def loud_layer(sizes: Sizes = FULL) -> list[Measurement]:
     """Accuracy, local minus global, when one layer's gradient is always 1000 times too large."""
     found = []
-    for network in networks.NETWORKS:
+    for network in exploding.LOUD:
         loud = {"layer": sizes.loud[network], **sizes.training(network)}
         for optimizer in exploding.OPTIMIZERS:
             accuracy = {
@@ -317,41 +344,140 @@ def loud_layer(sizes: Sizes = FULL) -> list[Measurement]:
     return found
 
 
-@case("loud-layer/first-step", minutes=0.2)
-def loud_first_step(sizes: Sizes = FULL) -> list[Measurement]:
-    """Size of the healthy layers' first step, relative to training without the loud layer."""
-    return [
-        seen(
-            f"healthy layers keep/{network}, {optimizer}, {method}",
-            "share of the step",
-            [healthy_step(network, make, method, seed, sizes) for seed in sizes.seeds],
-            seeds=sizes.seeds,
+# The language model ------------------------------------------------------------------------------
+BATCH = 8_192  # tokens per step of the whole runs
+AFTER = 5.0  # minutes: the cases that only read records come after the runs they read
+
+
+def _declare_share(batch: int) -> None:
+    @case(f"language/clipped share/{batch}", minutes=AFTER)
+    def _(sizes: Sizes = FULL) -> list[Measurement]:  # noqa: ARG001
+        runs = [run_record(batch, "AdamW", f"seed {seed}") for seed in REPORT_SEEDS]
+        norms = [run.details["norms"] for run in runs]
+        shares = [
+            seen(
+                f"clipped/{name}",
+                "share of steps",
+                [language.clipped_share(each, 1.0, phase) for each in norms],
+                seeds=REPORT_SEEDS,
+            )
+            for name, phase in {"whole run": (0.0, 1.0), **language.PHASES}.items()
+        ]
+        spikes = [_spike(each) for each in norms]
+        name = "largest norm over the median after warmup"
+        return [*shares, seen(name, "ratio", spikes, seeds=REPORT_SEEDS)]
+
+
+def _spike(norms: Sequence[float]) -> float:
+    later = norms[round(language.PHASES["warmup"][1] * len(norms)) :]
+    return max(later) / statistics.median(later)
+
+
+def _declare_limit(limit: str, seed: int) -> None:
+    @case(f"language/{limit}/seed {seed}", minutes=3.9)
+    def _(sizes: Sizes = FULL) -> list[Measurement]:
+        setting = best(BATCH, "AdamW")
+        run = language.train_limited(
+            limit,
+            setting,
+            batch=BATCH,
+            seed=seed,
+            tokens=sizes.tokens,
+            max_files=sizes.max_files,
         )
-        for network in networks.NETWORKS
-        for optimizer, make in exploding.OPTIMIZERS.items()
-        for method in ("global", "local, per layer")
-    ]
+        return [
+            seen(
+                "held-out loss",
+                "nats/token",
+                [run.loss],
+                setting=asdict(setting),
+                losses=[round(loss, 4) for loss in run.curve.losses],
+                norms=[round(norm or 0.0, 4) for norm in run.curve.norms],
+            )
+        ]
 
 
-def healthy_step(
-    network: str,
-    make: Callable[..., torch.optim.Optimizer],
-    method: str,
-    seed: int,
-    sizes: Sizes,
-) -> float:
-    """Return the mean share of the healthy layers' first step that a loud layer leaves."""
-    layer = sizes.loud[network]
-    settings = {**exploding.HEALTHY[network], **sizes.networks[network]}
-    steps = []
-    for spoil in (None, exploding.loud_layer(layer, exploding.FACTOR)):
-        taken = effects.snapshot(network, seed=seed, spoil=spoil, **settings)
-        steps.append(effects.step_sizes(taken, exploding.method(method, network), make))
-    return statistics.fmean(
-        loud / quiet
-        for name, quiet, loud in zip(taken.names, *steps, strict=True)
-        if not name.startswith(layer)
-    )
+def _declare_difference(limit: str) -> None:
+    @case(f"language/limits/{limit}", minutes=AFTER)
+    def _(sizes: Sizes = FULL) -> list[Measurement]:  # noqa: ARG001
+        found = []
+        for seed in REPORT_SEEDS:
+            usual = run_record(BATCH, "AdamW", f"seed {seed}")
+            name = f"language/{limit}/seed {seed}"
+            found.append(records.find("clipping", name, "held-out loss").p50 - usual.p50)
+        return [seen("minus max_norm 1.0", "nats/token", found, seeds=REPORT_SEEDS)]
+
+
+def _declare_damage(kind: str, seed: int) -> None:
+    @case(f"language-damage/{kind}/seed {seed}", minutes=2.5)
+    def _(sizes: Sizes = FULL) -> list[Measurement]:
+        setting = best(language.BRANCH_BATCH, "AdamW")
+        found = language.branches(
+            kind,
+            setting,
+            seed=seed,
+            lengths=damage.LENGTHS[:1] if kind == "none" else damage.LENGTHS,
+            steps=sizes.branch_steps,
+            at=sizes.branch_at,
+            held_out_rows=sizes.held_out_rows,
+            max_files=sizes.max_files,
+        )
+        return [
+            seen(
+                f"held-out loss/{bad}, {method}",
+                "nats/token",
+                [branch.held_out],
+                setting=asdict(setting),
+                losses=[_finite(round(loss, 4)) for loss in branch.losses],
+                norms=[_finite(round(norm, 4)) for norm in branch.norms],
+            )
+            for (bad, method), branch in found.items()
+        ]
+
+
+@case("language-damage/harm", minutes=AFTER)
+def language_harm(sizes: Sizes = FULL) -> list[Measurement]:  # noqa: ARG001
+    """What each damage cost: held-out loss minus that of the undamaged branch, seed by seed."""
+    found = []
+    for method in language.METHODS:
+        clean = [_branch("none", seed, 1, method) for seed in REPORT_SEEDS]
+        for kind in language.KINDS:
+            for bad in damage.LENGTHS:
+                pairs = [
+                    (_branch(kind, seed, bad, method), other)
+                    for seed, other in zip(REPORT_SEEDS, clean, strict=True)
+                ]
+                higher = [
+                    damage.excess(run.details["losses"], other.details["losses"], at=0, bad=bad)
+                    for run, other in pairs
+                ]
+                found.append(
+                    seen(
+                        f"higher loss/{kind}, {bad}, {method}",
+                        "nats/token",
+                        [run.p50 - other.p50 for run, other in pairs],
+                        seeds=REPORT_SEEDS,
+                        excess={str(k): [each[k] for each in higher] for k in damage.LATER},
+                        norms=[run.details["norms"][0] for run, _ in pairs],
+                    )
+                )
+    return found
+
+
+def _branch(kind: str, seed: int, bad: int, method: str) -> records.Record:
+    case_name = f"language-damage/{kind}/seed {seed}"
+    return records.find("clipping", case_name, f"held-out loss/{bad}, {method}")
+
+
+for _batch in bench.BATCHES:
+    _declare_share(_batch)
+for _limit in language.LIMITS:
+    _declare_difference(_limit)
+for _seed in REPORT_SEEDS:
+    for _limit in language.LIMITS:
+        _declare_limit(_limit, _seed)
+    for _kind in ("none", *language.KINDS):
+        _declare_damage(_kind, _seed)
 
 
 # Peers -------------------------------------------------------------------------------------------
@@ -448,76 +574,3 @@ def clip_time_clipping(sizes: Sizes = FULL) -> list[Measurement]:
 def clip_time_not_clipping(sizes: Sizes = FULL) -> list[Measurement]:
     """The same below the limit, like most steps: torch still multiplies by 1."""
     return clip_times("not clipping", sizes)
-
-
-@case("clip-time/methods", minutes=0.2, needs="cpu")
-def clip_time_methods(sizes: Sizes = FULL) -> list[Measurement]:
-    """The other methods when no gradient has to change, against the zclip package and torch."""
-    params = [nn.Parameter(p.detach()) for p in parameters(sizes.shapes)]
-    named = [(f"{i // 2}.{i % 2}", p) for i, p in enumerate(params)]
-    for param in params:
-        param.grad = 1e-6 * param.detach()
-    zclip_ours, zclip_theirs = ZClip(), zclip.ZClip(max_grad_norm=None)
-    model, autoclip = nn.ParameterList(params), AutoClip(100.0)
-    functions: dict[str, Callable[[], object]] = {
-        "global": lambda: clip_by_global_norm(params, 1e9),
-        "per parameter": lambda: clip_by_local_norm(params, 1e9),
-        "per layer": lambda: clip_by_local_norm(named, 1e9, by="layer"),
-        "value": lambda: clip_by_value(params, 1e9),
-        "AGC": lambda: clip_adaptive(params),
-        "AutoClip": lambda: autoclip.clip(params),
-        "ZClip": lambda: zclip_ours.clip(params),
-        "zclip's package": lambda: zclip_theirs.step(model),
-        "torch foreach": lambda: nn.utils.clip_grad_norm_(params, 1e9, foreach=True),
-        "torch value": lambda: nn.utils.clip_grad_value_(params, 1e9, foreach=True),
-    }
-    measured = paired(functions, rounds=30, warmup=2)
-    times = {name: [1e3 * t for t in timing.samples] for name, timing in measured.timings.items()}
-    return [
-        seen(
-            name,
-            "ms",
-            times[name],
-            peers={other: each for other, each in times.items() if other != name},
-        )
-        for name in functions
-        if not name.startswith(("torch", "zclip"))
-    ]
-
-
-SCALES = {"normal": 1e-2, "1e21": 1e21, "1e-30": 1e-30}
-
-
-@case("clip-accuracy", minutes=0.1)
-def clip_accuracy(sizes: Sizes = FULL) -> list[Measurement]:
-    """Relative error of the total norm against float64, and the norm of the clipped gradients.
-
-    The error is relative to the larger of the two norms, which makes it 1 if a norm overflows.
-    """
-    found = []
-    for name, scale in SCALES.items():
-        params = parameters(sizes.shapes)
-        for param in params:
-            param.grad = param.grad * (scale / 1e-2)  # type: ignore[operator, assignment]
-        exact = exact_norm(params)
-        norms = {
-            "labcore": float(clip_by_global_norm(params, math.inf).norm),
-            "torch": float(nn.utils.get_total_norm([p.grad for p in params])),  # type: ignore[misc]
-        }
-        errors = {side: [1 - min(norm, exact) / max(norm, exact)] for side, norm in norms.items()}
-        limit = min(1.0, exact / 2)
-        ends = {}
-        for side, clip in (("labcore", clip_by_global_norm), ("torch", nn.utils.clip_grad_norm_)):
-            copies = [nn.Parameter(p.detach()) for p in params]
-            for copy, param in zip(copies, params, strict=True):
-                copy.grad = param.grad.clone()  # type: ignore[union-attr]
-            clip(copies, limit)
-            ends[side] = [exact_norm(copies) / limit]
-        details: dict[str, Any] = {"exact": exact, "limit": limit, "bar": 1e-6}
-        for quantity, unit, each in (
-            (f"relative error/{name}", "", errors),
-            (f"norm over limit/{name}", "ratio", ends),
-        ):
-            peers = {"torch": each["torch"]}
-            found.append(seen(quantity, unit, each["labcore"], peers=peers, **details))
-    return found

@@ -1,15 +1,29 @@
 """The experiments run small: every quantity that a claim asks for is there, and is what it says."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import clipping as cases
-from benchmarks.runner import Measurement
-from labcore.studies.clipping import exploding
+from benchmarks.runner import Measurement, cases_of
+from labcore.models import Llama, LlamaConfig
+from labcore.studies.clipping import damage, exploding, language, population
+from labcore.studies.language import bench
+from labcore.studies.language.tuning import REPORT_SEEDS, Setting
 from tests.benchmarks.measurements import asked, by_quantity
 
-RNN, CONV = cases.SMALL.networks.values()
+TINY = LlamaConfig(
+    vocab_size=bench.CONFIG.vocab_size,
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=bench.LENGTH,
+    tie_word_embeddings=True,
+)
 
 
 def one_a_seed(found: list[Measurement]) -> dict[str, Measurement]:
@@ -17,14 +31,20 @@ def one_a_seed(found: list[Measurement]) -> dict[str, Measurement]:
     return by_quantity(found)
 
 
-def test_growth_has_a_prediction_beside_every_factor() -> None:
-    found = one_a_seed(cases.growth_factor(cases.SMALL))
-    assert asked("clipping", "growth/factor") <= set(found)
-    for item in found.values():
-        assert len(item.peers["predicted"]) == 2
-        steps = 31 if "RNN" in item.quantity else CONV["depth"] - 1
-        for factor, whole in zip(item.samples, item.details["whole way"], strict=True):
-            assert factor**steps == pytest.approx(whole, rel=1e-6)
+def test_every_network_in_use_is_counted_new_and_trained() -> None:
+    found = by_quantity(cases.growth_common(cases.SMALL))
+    assert asked("clipping", "growth/common") <= set(found)
+    for family, networks in population.IN_USE.items():
+        item = found[f"explodes/{family}"]
+        assert list(item.details["log10"]) == list(networks)
+        assert len(item.samples) == 2 * len(networks) * 2
+        ways = [
+            way
+            for states in item.details["log10"].values()
+            for state in ("new", "trained")
+            for way in states[state]
+        ]
+        assert [float(way >= 2) for way in ways] == list(item.samples)
 
 
 def test_directions_are_taken_at_a_tenth_of_each_norm() -> None:
@@ -37,37 +57,46 @@ def test_directions_are_taken_at_a_tenth_of_each_norm() -> None:
         whole = found[f"cosine/conv of {depth}, global"]
         assert list(whole.samples) == pytest.approx([1, 1])
         assert whole.details["kept"] == pytest.approx([0.1, 0.1], rel=1e-5)
-    change = found["local cosine, 3 convolutions minus 2"].samples
-    deep, shallow = (found[f"cosine/conv of {d}, local, per layer"].samples for d in (3, 2))
-    assert list(change) == [one - other for one, other in zip(deep, shallow, strict=True)]
+
+
+def test_damage_is_compared_with_the_same_clipping_undamaged() -> None:
+    found = one_a_seed(cases.damage_adamw(cases.SMALL))
+    assert asked("clipping", "damage/AdamW") <= set(found)
+    assert len(found) == 3 * len(cases.SMALL.kinds) * len(damage.LENGTHS) * 3
+    settings = {"at": cases.SMALL.bad_step, **cases.SMALL.training("RNN")}
+    for method in ("global", exploding.UPDATES):
+        args = (method, "AdamW", 1)
+        clean = damage.damaged("RNN", "none", *args, **settings)
+        run = damage.damaged("RNN", cases.WORST, *args, bad=5, **settings)
+        item = found[f"accuracy lost/AdamW, {cases.WORST}, 5, {method}"]
+        assert item.samples[1] == 100 * (clean.accuracy - run.accuracy)
+        last = cases.SMALL.bad_step + 4
+        assert item.details["excess"]["20"][1] == run.losses[last + 20] - clean.losses[last + 20]
 
 
 @pytest.mark.parametrize(
     ("case", "function"),
     [
-        ("bad-batch/RNN", cases.bad_batch_recurrent),
-        ("bad-batch/conv", cases.bad_batch_convolutional),
+        ("damage/SGD", cases.damage_sgd),
+        ("damage/conv", cases.damage_conv),
+        ("damage/methods", cases.damage_methods),
     ],
 )
-def test_accuracy_is_lost_seed_by_seed(case: str, function) -> None:
+def test_every_other_damage_has_what_claims_ask_for(case: str, function) -> None:
     found = one_a_seed(function(cases.SMALL))
     assert asked("clipping", case) <= set(found)
     for name, item in found.items():
-        if name.startswith("accuracy lost"):
-            pairs = zip(item.details["clean"], item.details["accuracy"], strict=True)
-            assert list(item.samples) == [100 * (clean - lost) for clean, lost in pairs]
-            assert len(item.details["losses of the first seed"]) <= cases.SMALL.steps
         if name.startswith("not finite"):
             assert set(item.samples) <= {0.0, 1.0}
-    assert found["bad step over its median/SGD, none"].samples[0] > 50
 
 
-def test_natural_explosions_are_compared_with_global_clipping() -> None:
+def test_natural_explosions_are_compared_with_smaller_weights() -> None:
     found = one_a_seed(cases.natural(cases.SMALL))
     assert asked("clipping", "natural/RNN") <= set(found)
     training = cases.SMALL.training("RNN")
-    clean = [exploding.natural("global", "AdamW", seed, **training).accuracy for seed in (0, 1)]
-    assert found["accuracy lost/AdamW, none"].details["clean"] == clean
+    clean = exploding.run("RNN", "none", "AdamW", 1, **training, **exploding.HEALTHY["RNN"])
+    item = found["accuracy lost/AdamW, global"]
+    assert item.samples[1] == 100 * (clean.accuracy - item.details["accuracy"][1])
 
 
 def test_local_is_compared_with_global_seed_by_seed() -> None:
@@ -79,34 +108,113 @@ def test_local_is_compared_with_global_seed_by_seed() -> None:
         assert list(item.samples) == [100 * (local - whole) for local, whole in pairs]
 
 
-def test_healthy_layers_keep_steps_under_local_norm_not_global() -> None:
-    found = one_a_seed(cases.loud_first_step(cases.SMALL))
-    assert asked("clipping", "loud-layer/first-step") <= set(found)
-    for name, item in found.items():
-        if "local" in name:
-            assert list(item.samples) == pytest.approx([1, 1])
-        elif "SGD" in name:
-            assert max(item.samples) < 0.5
-
-
 def test_bad_step_is_measured_against_the_twenty_before_it() -> None:
     moves = [5.0] + [1.0] * 10 + [3.0] * 10 + [40.0, 1.0, 1.0]
     assert cases.bad_step(moves, at=21) == 40 / 2.0
-    assert cases.usual_step(moves, at=21) == 2.0
 
 
-def test_what_was_not_clipped_has_no_cosine() -> None:
-    run = exploding.train("conv", lr=1e-3, steps=3, **CONV)
-    assert cases.clipped_cosine(run) is None
-    clip = exploding.METHODS["value"](1e-4)
-    assert 0 < cases.clipped_cosine(exploding.train("conv", clip, lr=1e-3, steps=3, **CONV)) < 1
-    assert cases.finite([1.23456, math.nan, math.inf]) == [1.235, None, None]
+def test_the_step_at_a_bad_batch_is_measured_at_every_age() -> None:
+    found = one_a_seed(cases.damage_by_age(cases.SMALL))
+    assert list(found) == [f"bad step over its median/step {at}" for at in cases.SMALL.ages]
+    settings = {**cases.SMALL.training("RNN"), "steps": 25, "at": 24}
+    run = damage.damaged("RNN", cases.WORST, "none", "AdamW", 1, **settings)
+    assert found["bad step over its median/step 24"].samples[1] == cases.bad_step(run.moves, 24)
 
 
-def test_a_norm_that_overflows_is_wrong_by_all_of_it() -> None:
-    found = by_quantity(cases.clip_accuracy(cases.SMALL))
-    assert asked("clipping", "clip-accuracy") <= set(found)
-    assert found["relative error/1e21"].peers["torch"] == [1.0]
-    for scale in cases.SCALES:
-        assert found[f"relative error/{scale}"].samples[0] < 1e-6
-        assert found[f"norm over limit/{scale}"].samples == [pytest.approx(1, rel=1e-5)]
+# The language model -------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(monkeypatch) -> dict[tuple[str, str], SimpleNamespace]:
+    """A tiny model, a setting, and what the cases record, by case and quantity."""
+
+    def tiny(seed: int) -> Llama:
+        return Llama(TINY, generator=torch.Generator().manual_seed(seed))
+
+    monkeypatch.setattr(bench, "language_model", tiny)
+    monkeypatch.setattr(cases, "best", lambda *_: Setting(lr=1e-2, decay=0.1))
+    found: dict[tuple[str, str], SimpleNamespace] = {}
+
+    def run_record(batch: int, optimizer: str, what: str) -> SimpleNamespace:
+        return found[f"language:{batch}/{optimizer}/{what}", "held-out loss"]
+
+    monkeypatch.setattr(cases, "run_record", run_record)
+    monkeypatch.setattr(cases.records, "find", lambda _slug, *key: found[key])
+    return found
+
+
+def entry(value: float, **details) -> SimpleNamespace:
+    return SimpleNamespace(p50=value, details=details)
+
+
+def case_named(name: str):
+    return next(case.function for case in cases_of("clipping") if case.name == name)
+
+
+@pytest.mark.parametrize("limit", language.LIMITS)
+def test_a_limit_is_run_with_the_norms_before_clipping(limit: str, recorded) -> None:
+    found = by_quantity(case_named(f"language/{limit}/seed 2")(cases.SMALL))
+    (item,) = found.values()
+    assert len(item.details["losses"]) == len(item.details["norms"]) == 3
+    assert item.details["setting"] == {"lr": 1e-2, "decay": 0.1}
+    assert 0 < item.samples[0] < 20
+
+
+def test_limits_are_compared_with_the_bench_seed_by_seed(recorded) -> None:
+    for seed in REPORT_SEEDS:
+        recorded[f"language:8192/AdamW/seed {seed}", "held-out loss"] = entry(2.0 + seed)
+        for number, limit in enumerate(language.LIMITS):
+            key = f"language/{limit}/seed {seed}", "held-out loss"
+            recorded[key] = entry(2.0 + seed + 0.1 * number)
+    for number, limit in enumerate(language.LIMITS):
+        (found,) = case_named(f"language/limits/{limit}")()
+        assert found.samples == pytest.approx([0.1 * number] * len(REPORT_SEEDS))
+
+
+def test_clipped_steps_are_counted_by_phase(recorded) -> None:
+    norms = [3.0, 2.0, *[0.5] * 8, *[1.5] * 2, *[0.5] * 7, 2.0]
+    for batch in bench.BATCHES:
+        for seed in REPORT_SEEDS:
+            recorded[f"language:{batch}/AdamW/seed {seed}", "held-out loss"] = entry(
+                2.0, norms=norms
+            )
+    for batch in bench.BATCHES:
+        found = by_quantity(case_named(f"language/clipped share/{batch}")())
+    shares = {name: found[f"clipped/{name}"].samples[0] for name in language.PHASES}
+    assert shares == {"warmup": 1.0, "to the middle": 0.0, "second half": pytest.approx(0.3)}
+    assert found["clipped/whole run"].samples[0] == pytest.approx(0.25)
+    assert found["largest norm over the median after warmup"].samples[0] == 4
+
+
+def test_branches_are_recorded_and_compared_with_undamaged_ones(recorded) -> None:
+    small = cases.SMALL
+    for kind in ("none", "repeated"):
+        name = f"language-damage/{kind}/seed 1"
+        for item in case_named(name)(small):
+            assert len(item.details["losses"]) == small.branch_steps - small.branch_at
+            recorded[name, item.quantity] = entry(item.samples[0], **item.details)
+    lengths = {bad for (_, quantity) in recorded for bad in (1, 5) if f"/{bad}, " in quantity}
+    assert lengths == {1, 5}
+    losses = [10.0] * 40
+    for seed in REPORT_SEEDS:
+        for method in language.METHODS:
+            for kind in ("none", *language.KINDS):
+                for bad in damage.LENGTHS:
+                    raised = 0.5 * (kind != "none") * (bad == 5)
+                    key = f"language-damage/{kind}/seed {seed}", f"held-out loss/{bad}, {method}"
+                    curve = [loss + raised * (at >= 10) for at, loss in enumerate(losses)]
+                    recorded[key] = entry(3.0 + raised, losses=curve, norms=[1.0] * 40)
+    found = by_quantity(cases.language_harm())
+    assert len(found) == len(language.METHODS) * len(language.KINDS) * 2
+    item = found["higher loss/stale, 5, updates"]
+    assert item.samples == [0.5] * len(REPORT_SEEDS)
+    assert {later: each[0] for later, each in item.details["excess"].items()} == {
+        "1": 0.0,
+        "5": 0.0,
+        "20": 0.5,
+    }
+    assert found["higher loss/stale, 1, none"].samples == [0.0] * len(REPORT_SEEDS)
+
+
+def test_a_loss_that_is_not_finite_is_recorded_as_none() -> None:
+    assert cases._finite(math.nan) is None and cases._finite(2.0) == 2.0

@@ -5,7 +5,7 @@ import math
 import plotly.graph_objects as go
 import pytest
 
-from labcore.studies.clipping import effects, exploding
+from labcore.studies.clipping import cliff, effects, exploding, results
 from labcore.ui import Choice, LogSlider, explore, twin
 from labcore.ui.figures import clipping as figures
 
@@ -75,25 +75,71 @@ def test_growth_starts_at_the_loss_and_names_both_ends() -> None:
 
 def test_losses_end_with_a_cross_where_they_are_not_finite() -> None:
     curves = {"none": [3.0, 5.0, math.nan, 1.0], "global": [3.0, 2.0, 2.0, 1.0]}
-    figure = figures.losses(curves, title="Runs", bad_step=2)
+    figure = figures.losses(curves, title="Runs")
     none, cross, good = figure.data
     assert list(none.y) == [3.0, 4.0, None, None]
     assert list(cross.x) == [2] and cross.marker.symbol == "x"
     assert good.y[-1] == pytest.approx(2.0)
     assert "none not finite at step 2, global 2.00" in alt(figure)
-    assert len(figure.layout.shapes) == 1
     low, high = figure.layout.yaxis.range
     assert low <= cross.y[0] <= high
 
 
-def test_means_and_spreads_over_seeds() -> None:
-    figure = figures.cosines([2, 8], {"local": [[0.5, 0.7], [0.9, 0.9]], "global": [[1], [1]]})
-    assert list(figure.data[0].y) == pytest.approx([0.6, 0.9])
-    assert list(figure.data[0].error_y.array) == pytest.approx([0.2 / math.sqrt(2), 0])
-    assert "local: 0.60 at 2, 0.90 at 8" in alt(figure)
-    rows = {"SGD": {"none": [0.0], "global": [0.3, 0.2]}, "AdamW": {"none": [0.2]}}
-    figure = figures.accuracies(rows, title="After")
-    assert list(figure.data[0].x) == pytest.approx([0.0, 0.25])
-    assert list(figure.data[0].y) == ["none", "global"]
-    assert figure.data[0].marker.symbol != figure.data[1].marker.symbol
-    assert "SGD: none 0.000, global 0.250" in alt(figure)
+@pytest.mark.parametrize("start", cliff.STARTS)
+def test_paths_on_the_cliff_are_the_walks_until_they_leave_the_window(start: str) -> None:
+    figure = figures.cliff(0.1, 1.0, start)
+    _, thrown, clipped, _ = figure.data
+    walk = cliff.descend(cliff.STARTS[start], lr=1.0, max_norm=0.1)
+    points = [*zip(clipped.x, clipped.y, strict=True)]
+    assert points == [pytest.approx(point, abs=1e-3) for point in walk.points]
+    (left, right), (bottom, top) = cliff.WINDOW
+    inside = [
+        left <= w <= right and bottom <= b <= top for w, b in zip(thrown.x, thrown.y, strict=True)
+    ]
+    assert not inside[-1] and all(inside[:-1])
+    assert figure.layout.title.text == f"unclipped: thrown out, clipped: {walk.losses[-1]:.4f}"
+    assert len(figure.layout.title.text) <= 44
+
+
+def test_networks_that_explode_are_counted_from_the_line_on() -> None:
+    ways = {"LSTM, default": {"new": [-99.0, 2.0], "trained": [3.0, -1.0]}}
+    figure = figures.common(ways, exploded=100.0, title="Networks")
+    new, trained = figure.data
+    assert list(new.x) == [-30, 2] and list(trained.x) == [3, -1]
+    assert new.marker.symbol != trained.marker.symbol
+    assert figure.layout.shapes[0].x0 == pytest.approx(2)
+    assert "LSTM, default: 2 of 4" in alt(figure)
+
+
+def harms(**changed: list[float | None]) -> dict[str, results.Harm]:
+    times = {"1": [0.1, 0.3, None], results.AT_THE_END: [1.0, 2.0, 9.0], **changed}
+    kinds = {kind: {1: times, 5: times} for kind in ("large", "large and reversed")}
+    return {"AdamW": {"none": kinds, "global": kinds, "updates": kinds}, "SGD": {"none": kinds}}
+
+
+def test_harm_is_a_median_with_its_range_and_a_lost_run_is_the_worst() -> None:
+    figure = figures.harm("AdamW", 5, data=harms())
+    assert [trace.name for trace in figure.data] == [
+        "no clipping",
+        "global norm",
+        "clipped updates",
+    ]
+    assert len({trace.marker.color for trace in figure.data}) == 3
+    assert list(figure.data[0].x) == [2.0, 2.0]
+    assert list(figure.data[0].error_x.array) == [7.0, 7.0]
+    assert "AdamW, 5 bad batches, at the end: large, no clipping 2" in alt(figure)
+    soon = figures.harm("AdamW", 1, "1", data=harms())
+    assert soon.layout.xaxis.type == "log"
+    assert list(soon.data[0].x) == [0.3, 0.3]
+    assert soon.data[0].error_x.array[0] == pytest.approx(figures.MOST - 0.3)
+    none = figures.harm("SGD", 1, "1", data=harms(**{"1": [-0.5, 0.0, 0.004]}))
+    assert set(none.data[0].x) == {figures.LEAST}
+
+
+def test_norms_are_counted_above_the_line_that_moves() -> None:
+    data = {"max_norm 1.0": [[2.0, 0.5, 0.5, 0.5], [3.0, 1.5, 0.5, 0.5]]}
+    figure = figures.norms(1.0, "max_norm 1.0", data)
+    assert figure.layout.title.text == "38% of the steps are above 1"
+    assert set(figure.data[-1].y) == {1.0}
+    assert [trace.showlegend for trace in figure.data[:2]] == [True, False]
+    assert figures.norms(2.5, "max_norm 1.0", data).layout.title.text.startswith("12%")

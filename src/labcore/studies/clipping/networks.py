@@ -1,17 +1,15 @@
 """Networks in which gradients explode, and the growth of a gradient during the backward pass.
 
-There is a plain recurrent network on the characters of Python's documentation, and a deep
-convolutional network without residuals or normalization on digits. Both compute a chain of states
-h_0, h_1, .... The gradient at a state is the gradient at the next state times the transposed
-Jacobian of the step between them. `growth` measures its size at each state and predicts it from the
-weights.
+There are recurrent networks on the characters of Python's documentation, and deep convolutional
+networks on digits. All compute a chain of states h_0, h_1, .... The gradient at a state is the
+gradient at the next state times the transposed Jacobian of the step between them. `sizes` measures
+it at each state, and `growth` predicts it from the weights.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +23,7 @@ from labcore.data import digits, python_text
 __all__ = [
     "ACTIVATIONS",
     "NETWORKS",
+    "CharacterLSTM",
     "CharacterRNN",
     "DeepConv",
     "Growth",
@@ -33,6 +32,7 @@ __all__ = [
     "growth",
     "loss",
     "make",
+    "sizes",
 ]
 
 VOCABULARY = 128  # ASCII; any other character counts as the last one
@@ -52,7 +52,8 @@ class CharacterRNN(nn.Module):
     """h_t = f(W h_{t-1} + U x_t + b), with the next character predicted from h_t.
 
     activation: a key of ACTIVATIONS. gain: W is drawn from N(0, gain² · 2 / width). With a ReLU, a
-    gain of 1 keeps the size of gradients on average. seed: seed of all weights.
+    gain of 1 keeps the size of gradients on average. orthogonal: W is gain times a random
+    orthogonal matrix instead. seed: seed of all weights.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class CharacterRNN(nn.Module):
         width: int = 64,
         activation: str = "relu",
         gain: float = 1.0,
+        orthogonal: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -76,7 +78,10 @@ class CharacterRNN(nn.Module):
             nn.init.normal_(layer.weight, std=std, generator=generator)
             nn.init.zeros_(layer.bias)
         std = positive("gain", gain) * (2 / width) ** 0.5
-        nn.init.normal_(self.recurrent.weight, std=std, generator=generator)
+        if orthogonal:
+            nn.init.orthogonal_(self.recurrent.weight, gain, generator=generator)
+        else:
+            nn.init.normal_(self.recurrent.weight, std=std, generator=generator)
 
     def states(self, ids: Tensor) -> list[Tensor]:
         """Return the states [B, width] after each of the T characters of `ids` [B, T] (int64)."""
@@ -93,6 +98,10 @@ class CharacterRNN(nn.Module):
         """Return logits [B, T, VOCABULARY] for the character after each character."""
         return self.head(torch.stack(self.states(ids), dim=1))
 
+    def read(self, state: Tensor) -> Tensor:
+        """Return the logits [B, VOCABULARY] of a state."""
+        return self.head(state)
+
     def gains(self, chain: list[Tensor]) -> list[float]:
         """Predict the factor of the gradient's RMS from each state to the one before."""
         scale = self.recurrent.weight.detach().square().sum() / self.recurrent.in_features
@@ -100,15 +109,58 @@ class CharacterRNN(nn.Module):
         return [(scale * slope(state).square().mean()).sqrt().item() for state in chain[1:]]
 
 
+class CharacterLSTM(nn.Module):
+    """An LSTM in place of the plain recurrence, drawn as torch draws it.
+
+    A state holds h and c. seed: seed of all weights.
+    """
+
+    def __init__(self, *, width: int = 64, seed: int = 0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, positive_int("width", width) // 2)
+        self.cell = nn.LSTMCell(width // 2, width)
+        self.head = nn.Linear(width, VOCABULARY)
+        generator = torch.Generator().manual_seed(seed)
+        nn.init.normal_(self.embedding.weight, generator=generator)
+        for weight in (*self.cell.parameters(), *self.head.parameters()):
+            nn.init.uniform_(weight, -(width**-0.5), width**-0.5, generator=generator)
+
+    def states(self, ids: Tensor) -> list[Tensor]:
+        """Return the states [B, 2 width] after each of the T characters of `ids` [B, T] (int64)."""
+        inputs = self.embedding(ids)
+        state = inputs.new_zeros(len(ids), 2 * self.cell.hidden_size)
+        chain = []
+        for step in range(ids.shape[1]):
+            state = torch.cat(self.cell(inputs[:, step], state.chunk(2, -1)), -1)
+            chain.append(state)
+        return chain
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits [B, T, VOCABULARY] for the character after each character."""
+        return self.read(torch.stack(self.states(ids), dim=1))
+
+    def read(self, state: Tensor) -> Tensor:
+        """Return the logits [..., VOCABULARY] of states [..., 2 width]."""
+        return self.head(state.chunk(2, -1)[0])
+
+
 class DeepConv(nn.Module):
     """A chain of `depth` 3 x 3 convolutions with ReLU, followed by one linear layer.
 
-    There are no residuals, normalization or biases. gain: weights are drawn from
-    N(0, gain² · 2 / fan-in), which is He initialization for a gain of 1. seed: seed of all weights.
+    gain: weights are drawn from N(0, gain² · 2 / fan-in), which is He initialization for a gain of
+    1. There are no biases. norm: batch normalization after each convolution. residual: from the
+    second layer on, a layer's output is added to its input. seed: seed of all weights.
     """
 
     def __init__(
-        self, *, depth: int = 12, channels: int = 8, gain: float = 1.0, seed: int = 0
+        self,
+        *,
+        depth: int = 12,
+        channels: int = 8,
+        gain: float = 1.0,
+        norm: bool = False,
+        residual: bool = False,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         positive_int("depth", depth)
@@ -118,6 +170,10 @@ class DeepConv(nn.Module):
             for one, other in itertools.pairwise(widths)
         ]
         self.layers = nn.ModuleList(layers)
+        self.norms = nn.ModuleList(
+            nn.BatchNorm2d(channels) if norm else nn.Identity() for _ in layers
+        )
+        self.residual = residual
         self.head = nn.Linear(channels * SIDE**2, 10, bias=False)
         generator = torch.Generator().manual_seed(seed)
         for layer in layers:
@@ -129,17 +185,25 @@ class DeepConv(nn.Module):
         """Return the states [B, channels, 8, 8] after each layer for `images` [B, 64] in 0..1."""
         state = images.unflatten(1, (1, SIDE, SIDE))
         chain = []
-        for layer in self.layers:
-            state = torch.relu(layer(state))
+        for number, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            out = norm(layer(state))
+            state = torch.relu(out + state if self.residual and number else out)
             chain.append(state)
         return chain
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits [B, 10]."""
-        return self.head(self.states(images)[-1].flatten(1))
+        return self.read(self.states(images)[-1])
+
+    def read(self, state: Tensor) -> Tensor:
+        """Return the logits [B, 10] of a state."""
+        return self.head(state.flatten(1))
 
     def gains(self, chain: list[Tensor]) -> list[float]:
-        """Predict the factor of the gradient's RMS from each state to the one before."""
+        """Predict the factor of the gradient's RMS from each state to the one before.
+
+        The prediction knows neither normalization nor residuals.
+        """
         weights = [weight.detach() for weight in self.layers.parameters()][1:]
         return [
             (SEEN * weight.square().sum() / len(weight) * (state > 0).float().mean()).sqrt().item()
@@ -147,8 +211,12 @@ class DeepConv(nn.Module):
         ]
 
 
-Network = CharacterRNN | DeepConv
-NETWORKS: dict[str, Callable[..., Network]] = {"RNN": CharacterRNN, "conv": DeepConv}
+Network = CharacterRNN | CharacterLSTM | DeepConv
+NETWORKS: dict[str, Callable[..., Network]] = {
+    "RNN": CharacterRNN,
+    "LSTM": CharacterLSTM,
+    "conv": DeepConv,
+}
 
 
 @functools.cache
@@ -170,11 +238,11 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Draw a batch of training inputs and targets for `network`.
 
-    For "RNN": ids [batch, length] and the character after each. For "conv": pixels [batch, 64] and
-    classes [batch].
+    For "RNN" and "LSTM": ids [batch, length] and the character after each. For "conv": pixels
+    [batch, 64] and classes [batch].
     """
     positive_int("batch", batch)
-    if one_of("network", network, NETWORKS) == "RNN":
+    if one_of("network", network, NETWORKS) != "conv":
         text = _characters("train")
         starts = torch.randint(
             len(text) - positive_int("length", length), (batch,), generator=generator
@@ -226,30 +294,23 @@ class Growth:
             path.append(path[-1] * gain)
         return tuple(reversed(path))
 
-    @property
-    def factor(self) -> float:
-        """The measured factor per step back, as a geometric mean over the chain."""
-        return (self.rms[0] / self.rms[-1]) ** (1 / len(self.gains))
 
-    @property
-    def predicted_factor(self) -> float:
-        """The predicted factor per step back, as a geometric mean over the chain."""
-        return math.prod(self.gains) ** (1 / len(self.gains))
+def sizes(model: Network, inputs: Tensor, targets: Tensor) -> tuple[float, ...]:
+    """Return the RMS of the last prediction's gradient at every state, first state first."""
+    chain = model.states(inputs)
+    wanted = targets if isinstance(model, DeepConv) else targets[:, -1]
+    gradients = torch.autograd.grad(F.cross_entropy(model.read(chain[-1]), wanted), chain)
+    return tuple(gradient.double().square().mean().sqrt().item() for gradient in gradients)
 
 
-def growth(model: Network, inputs: Tensor, targets: Tensor) -> Growth:
-    """Measure the gradient of the last prediction's loss at every state, and predict it.
+def growth(model: CharacterRNN | DeepConv, inputs: Tensor, targets: Tensor) -> Growth:
+    """Measure the gradient at every state as `sizes` does, and predict it.
 
     The prediction uses the size of each weight matrix and the slope of the activations, and assumes
     random directions. A step back multiplies the mean square of the gradient by
     ||W||² / fan-out · mean f'² (for convolutions, times the fraction of taps that see a pixel), as
     in mean field theory (arXiv 1611.01232).
     """
-    chain = model.states(inputs)
-    if isinstance(model, CharacterRNN):
-        logits, wanted = model.head(chain[-1]), targets[:, -1]
-    else:
-        logits, wanted = model.head(chain[-1].flatten(1)), targets
-    gradients = torch.autograd.grad(F.cross_entropy(logits, wanted), chain)
-    rms = tuple(gradient.double().square().mean().sqrt().item() for gradient in gradients)
-    return Growth(rms=rms, gains=tuple(model.gains(chain)))
+    with torch.no_grad():
+        gains = model.gains(model.states(inputs))
+    return Growth(rms=sizes(model, inputs, targets), gains=tuple(gains))
