@@ -1,35 +1,37 @@
-"""Orders of data: experiments with correlated batches, and a comparison with webdataset."""
+"""Orders of data and loss spikes: letters, digits, a language model, and webdataset's buffer."""
 
 from __future__ import annotations
 
 import collections
 import functools
 import itertools
-import json
 import statistics
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import webdataset
-from torch import Tensor
 
 from benchmarks.runner import Measurement, case, ratios, seen
-from labcore.shuffling import (
-    BufferShuffle,
-    FullShuffle,
-    ResumableLoader,
-    StreamRows,
-    TarShard,
-    label_entropy,
-    write_shards,
+from labcore.shuffling import BufferShuffle, StreamRows, label_entropy, write_shards
+from labcore.studies.language.results import best
+from labcore.studies.language.tuning import REPORT_SEEDS, Setting
+from labcore.studies.shuffling import (
+    characters,
+    digit_orders,
+    language_orders,
+    language_results,
+    language_spikes,
+    tracing,
 )
-from labcore.studies.shuffling import characters, digit_orders, tracing
-from labcore.studies.shuffling.characters import BATCH, EpochRun
+from labcore.studies.shuffling.characters import BATCH, Damage, EpochRun
+from labcore.studies.shuffling.language_spikes import Branch, Plan
 from labcore.timing import Timing, paired
+
+PLAN, HOT = Plan(), Plan(trunk=16, after=16)  # HOT: at a learning rate that is too high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,35 +40,55 @@ class Sizes:
 
     seeds: tuple[int, ...] = characters.SEEDS  # of the texts
     steps: int | None = None  # of a run on a text; None for an epoch
-    stability_seeds: tuple[int, ...] = tuple(range(8))  # a coarse grid of rates needs more runs
+    bad: int = 20  # batches that are spoilt on purpose
+    lengths: tuple[int, ...] = (1, 5, 20, 60)  # of a damaged shard, in batches
     digit_seeds: tuple[int, ...] = digit_orders.SEEDS
     batches: tuple[int, ...] = digit_orders.SIZES  # whose design effect is predicted
+    tokens: int = language_orders.bench.TOKENS  # of a run of the language model
+    plan: Plan = PLAN
+    hot: Plan = HOT
+    files: int | None = None  # that the language model reads
 
 
 FULL = Sizes()
+_TINY = Plan(trunk=2, after=3, bad=1, batch=2_048)
 SMALL = Sizes(
-    seeds=(0, 1), steps=12, stability_seeds=(0, 1), digit_seeds=(0, 1), batches=(16, 32, 64)
+    seeds=(0, 1),
+    steps=16,
+    bad=3,
+    lengths=(1, 3),
+    digit_seeds=(0, 1),
+    batches=(16, 32, 64),
+    tokens=3 * language_orders.BATCH,
+    plan=_TINY,
+    hot=_TINY,
+    files=8,
 )
 
-# Experiments -------------------------------------------------------------------------------------
-SPIKES_FROM = 50  # the detector's window: it can't find earlier spikes
+# Letters -----------------------------------------------------------------------------------------
 # The documentation has few arms: enough to see whether the sources are an exception.
 ARMS: dict[str, tuple[str, ...]] = {
     "sources": tuple(characters.ORDERS),
     "documentation": ("file order", "buffer 256", "buffer 2048", "full"),
 }
 DRAWN = (0, 1)  # seeds whose curves the explorer shows
-HARM, FLAG, MANY = 0.05, 1.5, 2  # nats per letter; design effect; spikes in an epoch
+FLAG, MANY = 1.5, 2.0  # a design effect; spikes in 1,000 steps more than a full shuffle has
+SPIKES_FROM = 50  # the detector's window: it can't find earlier spikes
+FEWER = 1.1  # a shorter run has 1 / FEWER of the steps
+WITHIN = 2  # steps from a file's beginning to its spike
 
 
 @functools.cache
-def _shares(kind: str, seed: int) -> Tensor:
-    return tracing.letter_shares(characters.corpus(kind, seed).rows)
+def _cached(order: str, seed: int, **options: Any) -> EpochRun:
+    return characters.run(order, seed, **options)
 
 
-def _distances(run: EpochRun, kind: str, seed: int) -> list[float]:
-    shares = _shares(kind, seed)
-    return tracing.batch_distances((shares[list(rows)] for rows in run.rows), shares)
+def _epoch(order: str, seed: int, **options: Any) -> EpochRun:
+    """Run an epoch once for all cases; a default is the same as a value that equals it."""
+    kind = options.get("kind", "sources")
+    usual = {"lr": characters.LEARNING_RATE, "schedule": "decay", "kind": kind}
+    options["steps"] = options.get("steps") or characters.corpus(kind, seed).steps
+    return _cached(order, seed, **{**usual, "optimizer": "adamw", **options})
 
 
 def _smooth(values: Sequence[float], window: int = 25, every: int = 5) -> list[float]:
@@ -75,195 +97,219 @@ def _smooth(values: Sequence[float], window: int = 25, every: int = 5) -> list[f
     return [round(statistics.fmean(values[end - window : end]), 2) for end in ends]
 
 
-def _boundaries(kind: str, seed: int, onsets: Sequence[int]) -> tracing.BoundaryTest | None:
-    data = characters.corpus(kind, seed)
-    starts = [row // BATCH for row in data.files.first_rows]
-    steps = range(SPIKES_FROM, data.steps)
-    if not any(step in steps for step in onsets):
-        return None
-    return tracing.boundary_test(onsets, starts, steps=steps, within=WITHIN)
-
-
-WITHIN = 2  # steps from a file's beginning to its spike
-
-
-def _traced(kind: str, onsets: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Measurement]:
+def _traced(kind: str, runs: Sequence[EpochRun], seeds: Sequence[int]) -> list[Measurement]:
     """Measure how often the file order's spikes begin with a file; skip seeds without spikes."""
-    tests = [_boundaries(kind, seed, each) for seed, each in zip(seeds, onsets, strict=True)]
-    found = [test for test in tests if test is not None]
-    if not found:
+    tests = []
+    for run, seed in zip(runs, seeds, strict=True):
+        data = characters.corpus(kind, seed)
+        onsets = [spike.step for spike in tracing.spikes_of(run.losses)]
+        steps = range(SPIKES_FROM, data.steps)
+        if any(step in steps for step in onsets):
+            starts = [row // BATCH for row in data.files.first_rows]
+            tests.append(tracing.boundary_test(onsets, starts, steps=steps, within=WITHIN))
+    if not tests:
         raise RuntimeError(f"found no spike in the file order of {kind}: there is nothing to trace")
     details: dict[str, Any] = {
         "within": WITHIN,
-        "onsets": [test.onsets for test in found],
-        "share": [test.share for test in found],
-        "chance": [test.chance for test in found],
-        "p": [test.p for test in found],
+        "onsets": [test.onsets for test in tests],
+        "share": [test.share for test in tests],
+        "chance": [test.chance for test in tests],
+        "p": [test.p for test in tests],
     }
+    near = [test.share - test.chance for test in tests]
+    recall = [test.recall for test in tests]
+    name, files = (
+        "share at a file's beginning, minus chance",
+        "share of files that begin with a spike",
+    )
     return [
-        seen(
-            f"share at a file's beginning, minus chance/{kind}",
-            "share of spikes",
-            [test.share - test.chance for test in found],
-            **details,
-        ),
-        seen(
-            f"share of files that begin with a spike/{kind}",
-            "share of files",
-            [test.recall for test in found],
-            **details,
-        ),
+        seen(f"{name}/{kind}", "share of spikes", near, **details),
+        seen(f"{files}/{kind}", "share of files", recall, **details),
     ]
 
 
 def _arm(
-    kind: str,
-    order: str,
-    runs: Sequence[EpochRun],
-    full: Sequence[EpochRun],
-    seeds: Sequence[int],
+    kind: str, order: str, runs: Sequence[EpochRun], full: Sequence[EpochRun], seeds: Sequence[int]
 ) -> list[Measurement]:
-    onsets = [[spike.step for spike in tracing.spikes_of(run.losses)] for run in runs]
-    effects = [_distances(run, kind, seed) for run, seed in zip(runs, seeds, strict=True)]
-    rate = [1000 * len(each) / len(run.losses) for each, run in zip(onsets, runs, strict=True)]
-    base = [1000 * len(tracing.spikes_of(run.losses)) / len(run.losses) for run in full]
+    effects = [
+        tracing.epoch_distances(run, kind, seed) for run, seed in zip(runs, seeds, strict=True)
+    ]
+    rate = [tracing.spike_rate(run.losses) for run in runs]
     details: dict[str, Any] = {
         "seeds": seeds,
-        "onsets": onsets,
-        "steps": [len(run.losses) for run in runs],
+        "onsets": [[spike.step for spike in tracing.spikes_of(run.losses)] for run in runs],
         "held out": [run.held_out for run in runs],
         "design effect": [statistics.fmean(each) for each in effects],
     }
-    if kind == "sources" and ("buffer" in order or order in ("file order", "full")):
+    if kind == "sources" and order != "blocks":
         details["losses"] = [[round(x, 3) for x in runs[i].losses] for i in DRAWN]
         details["distances"] = [_smooth(effects[i]) for i in DRAWN]
     found = [seen(f"spikes/{kind}, {order}", "in 1,000 steps", rate, **details)]
     if order == "full":
         return found
     pairs = list(zip(runs, full, strict=True))
-    compared = {
-        ("spikes minus full", "in 1,000 steps"): [a - b for a, b in zip(rate, base, strict=True)],
-        ("held-out loss minus full", "nats a letter"): [a.held_out - b.held_out for a, b in pairs],
-        ("steps over full", "ratio"): [characters.steps_ratio(a, b) for a, b in pairs],
-    }
-    return found + [
-        seen(f"{name}/{kind}, {order}", unit, samples) for (name, unit), samples in compared.items()
-    ]
-
-
-def _flags(runs: dict[tuple[str, str], list[EpochRun]], seeds: Sequence[int]) -> list[Measurement]:
-    """Return how well two signs predict which runs end worse than a full shuffle."""
-    scores: dict[str, list[tuple[float, float]]] = {"design effect": [], "spikes": []}
-    tables: list[dict[str, Any]] = []
-    for place, seed in enumerate(seeds):
-        table = {}
-        for (kind, order), each in runs.items():
-            run, full = each[place], runs[kind, "full"][place]
-            table[f"{kind}, {order}"] = (
-                run.held_out - full.held_out > HARM,
-                statistics.fmean(_distances(run, kind, seed)) > FLAG,
-                len(tracing.spikes_of(run.losses)) >= MANY,
-            )
-        tables.append(table)
-        for name, column in (("design effect", 1), ("spikes", 2)):
-            harmed = [row[0] for row in table.values()]
-            flagged = [row[column] for row in table.values()]
-            both = sum(a and b for a, b in zip(harmed, flagged, strict=True))
-            # Without flags there is no false alarm; without harm there is nothing to miss.
-            scores[name].append(
-                (
-                    both / sum(flagged) if any(flagged) else 1.0,
-                    both / sum(harmed) if any(harmed) else 1.0,
-                )
-            )
-    details: dict[str, Any] = {
-        "harm above": HARM,
-        "design effect above": FLAG,
-        "spikes at least": MANY,
-        "harmed, by design effect, by spikes": tables,
-    }
+    more = [tracing.spike_rate(a.losses) - tracing.spike_rate(b.losses) for a, b in pairs]
+    harm = [a.held_out - b.held_out for a, b in pairs]
     return [
-        seen(
-            f"{title} of the flag/{name}",
-            "share of runs",
-            [pair[place] for pair in pairs],
-            **details,
-        )
-        for name, pairs in scores.items()
-        for place, title in enumerate(("precision", "recall"))
+        *found,
+        seen(f"spikes minus full/{kind}, {order}", "in 1,000 steps", more),
+        seen(f"held-out loss minus full/{kind}, {order}", "nats per letter", harm),
     ]
 
 
-@case("text/orders", minutes=3.5)
+def _flags(found: Sequence[Measurement], seeds: Sequence[int]) -> list[Measurement]:
+    """Return how well a large design effect tells the orders that spike more than a full shuffle.
+
+    found: the measurements of all arms.
+    """
+    by_name = {item.quantity: item for item in found}
+    pairs = {
+        name.removeprefix("spikes minus full/"): item.samples
+        for name, item in by_name.items()
+        if name.startswith("spikes minus full/")
+    }
+    scores, tables = [], []
+    for place, _ in enumerate(seeds):
+        table = {
+            arm: (
+                more[place] >= MANY,
+                by_name[f"spikes/{arm}"].details["design effect"][place] > FLAG,
+            )
+            for arm, more in pairs.items()
+        }
+        tables.append(table)
+        spiking, flagged = (sum(column) for column in zip(*table.values(), strict=True))
+        both = sum(all(row) for row in table.values())
+        # Without flags there is no false alarm; without spikes there is nothing to miss.
+        scores.append((both / flagged if flagged else 1.0, both / spiking if spiking else 1.0))
+    details: dict[str, Any] = {"design effect above": FLAG, "spikes": MANY, "tables": tables}
+    return [
+        seen(f"{name} of the flag", "share of orders", samples, **details)
+        for name, samples in zip(("precision", "recall"), zip(*scores, strict=True), strict=True)
+    ]
+
+
+@case("text/orders", minutes=4)
 def text_orders(sizes: Sizes = FULL) -> list[Measurement]:
-    """One epoch in every order: spikes, held-out loss, steps, correlation, and signs of harm."""
+    """One epoch in every order: spikes, held-out loss, correlation, and what traces the spikes."""
     seeds = sizes.seeds
     runs = {
-        (kind, order): [characters.run(order, s, kind=kind, steps=sizes.steps) for s in seeds]
+        (kind, order): [_epoch(order, s, kind=kind, steps=sizes.steps) for s in seeds]
         for kind, orders in ARMS.items()
         for order in orders
     }
     found = []
     for (kind, order), each in runs.items():
         found += _arm(kind, order, each, runs[kind, "full"], seeds)
+    found += _flags(found, seeds)
     for kind in ARMS:
-        each = runs[kind, "file order"]
-        onsets = [[spike.step for spike in tracing.spikes_of(run.losses)] for run in each]
-        found += _traced(kind, onsets, seeds)
-    return found + _flags(runs, seeds)
+        found += _traced(kind, runs[kind, "file order"], seeds)
+    return found
 
 
-@case("text/learning-rate", minutes=0.8)
-def text_learning_rate(sizes: Sizes = FULL) -> list[Measurement]:
-    """Spikes and held-out loss at the learning rate that suits a full shuffle better."""
-    runs = {
-        order: [
-            characters.run(order, seed, lr=characters.OTHER_RATE, steps=sizes.steps)
+@case("text/schedules", minutes=5)
+def text_schedules(sizes: Sizes = FULL) -> list[Measurement]:
+    """Held-out loss by learning rate, constant or falling to zero, in three orders."""
+    tested = tuple(characters.BEST["decay"])
+    loss = {
+        (schedule, lr, order): [
+            _epoch(order, seed, lr=lr, schedule=schedule, steps=sizes.steps).held_out
             for seed in sizes.seeds
         ]
-        for order in ("file order", "buffer 256", "full")
+        for schedule in characters.SCHEDULES
+        for lr in characters.RATES
+        for order in tested
     }
     found = []
-    for order, each in runs.items():
-        counts = [len(tracing.spikes_of(run.losses)) / len(run.losses) for run in each]
-        pairs = zip(each, runs["full"], strict=True)
+    for (schedule, lr, order), own in loss.items():
+        name = f"{schedule}, rate {lr:g}, {order}"
+        found.append(seen(f"held-out loss/{name}", "nats per letter", own, seeds=sizes.seeds))
+        if order != "full":
+            harm = _minus(own, loss[schedule, lr, "full"])
+            found.append(seen(f"held-out loss minus full/{name}", "nats per letter", harm))
+    for schedule, best_rates in characters.BEST.items():
+        at_best = {order: loss[schedule, lr, order] for order, lr in best_rates.items()}
+        for order in tested[:-1]:
+            name = f"{schedule}, best rates, {order}"
+            harm = _minus(at_best[order], at_best["full"])
+            found.append(seen(f"held-out loss minus full/{name}", "nats per letter", harm))
+    return found
+
+
+def _minus(ones: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [one - other for one, other in zip(ones, others, strict=True)]
+
+
+@case("text/made", minutes=2.5)
+def text_made(sizes: Sizes = FULL) -> list[Measurement]:
+    """Spikes made on purpose in a full shuffle, and what they leave behind."""
+    noise = Damage(kind="noise", batches=sizes.bad)
+    made = {
+        "single batches of noise": ("adamw", replace(noise, place=None)),
+        "a shard of noise": ("adamw", noise),
+        "a shard of noise, SGD": ("sgd", noise),
+        "a shard of one file": ("adamw", replace(noise, kind="one file")),
+        "one long step": ("adamw", Damage(kind="long step", batches=1)),
+    }
+    rates = {"adamw": characters.LEARNING_RATE, "sgd": characters.SGD_RATE}
+    found = []
+    for name, (optimizer, damage) in made.items():
+        options = {"optimizer": optimizer, "lr": rates[optimizer]}
+        runs, clean, shorter = [], [], []
+        for seed in sizes.seeds:
+            runs.append(_epoch("full", seed, damage=damage, steps=sizes.steps, **options))
+            clean.append(_epoch("full", seed, steps=sizes.steps, **options))
+            fewer = int(len(clean[-1].losses) / FEWER)
+            shorter.append(_epoch("full", seed, steps=fewer, **options))
+        pairs = list(zip(runs, clean, strict=True))
         details: dict[str, Any] = {
             "seeds": sizes.seeds,
-            "held out": [run.held_out for run in each],
+            "rise": [max(_minus(run.losses, base.losses)) for run, base in pairs],
         }
+        rate = [tracing.spike_rate(run.losses) for run in runs]
+        ends, base_ends = ([run.held_out for run in each] for each in (runs, clean))
+        later = [
+            tracing.later_spikes(run.losses, run.bad[-1])
+            - tracing.later_spikes(base.losses, run.bad[-1])
+            for run, base in pairs
+        ]
+        late = _minus(ends, [run.held_out for run in shorter])
         found += [
-            seen(f"spikes/{order}", "in 1,000 steps", [1000 * n for n in counts], **details),
+            seen(f"spikes/{name}", "in 1,000 steps", rate, **details),
+            seen(f"held-out loss minus clean/{name}", "nats per letter", _minus(ends, base_ends)),
             seen(
-                f"held-out loss minus full/{order}",
-                "nats a letter",
-                [run.held_out - full.held_out for run, full in pairs],
+                f"held-out loss minus clean, shorter/{name}", "nats per letter", late, fewer=FEWER
             ),
+            seen(f"later spikes minus clean/{name}", "spikes", later),
         ]
     return found
 
 
-@case("text/stability", minutes=0.5)
-def text_stability(sizes: Sizes = FULL) -> list[Measurement]:
-    """The largest learning rate of plain gradient descent that does not diverge, by order."""
-    seeds = sizes.stability_seeds
-    largest = {
-        order: [characters.largest_stable_rate(order, seed) for seed in seeds]
-        for order in ("file order", "full")
-    }
-    if not min(largest["full"]):
-        raise RuntimeError(f"a full shuffle diverges at {characters.RATES[0]}; lower the rates")
-    return [
-        seen(
-            "largest stable learning rate, file order over full",
-            "ratio",
-            ratios(largest["file order"], largest["full"]),
-            seeds=seeds,
-            rates=characters.RATES,
-            largest=largest,
-        )
-    ]
+@case("text/damage", minutes=2.5)
+def text_damage(sizes: Sizes = FULL) -> list[Measurement]:
+    """One run for each kind, length and place of damage, with the loss on held-out rows."""
+    seed, options = sizes.seeds[0], {"steps": sizes.steps, "check_every": 10}
+    clean = _epoch("full", seed, **options)
+    found = []
+    for kind, length, place in itertools.product(
+        ("noise", "one file"), sizes.lengths, (0.25, 0.5, 0.75)
+    ):
+        damage = Damage(kind=kind, batches=length, place=place)
+        run = _epoch("full", seed, damage=damage, **options)
+        details: dict[str, Any] = {
+            "seed": seed,
+            "bad": [run.bad[0], run.bad[-1]],
+            "rise": max(_minus(run.losses, clean.losses)),
+            "checks": [[step, round(loss, 3)] for step, loss in run.checks],
+        }
+        end = run.held_out - clean.held_out
+        name = f"held-out loss minus clean/{kind}, {length} batches at {place}"
+        found.append(seen(name, "nats per letter", [end], **details))
+    checks = [[step, round(loss, 3)] for step, loss in clean.checks]
+    return [*found, seen("held-out loss/clean", "nats per letter", [clean.held_out], checks=checks)]
 
 
+# Digits ------------------------------------------------------------------------------------------
 @case("digits/collapse", minutes=0.2)
 def digits_collapse(sizes: Sizes = FULL) -> list[Measurement]:
     """Test accuracy on class-sorted digits by order, with the label entropy within a batch."""
@@ -282,7 +328,7 @@ def digits_collapse(sizes: Sizes = FULL) -> list[Measurement]:
 
 @case("digits/design-effect", minutes=0.4)
 def digits_design_effect(sizes: Sizes = FULL) -> list[Measurement]:
-    """Measured minus predicted design effect, at the predictor's batch size and at others."""
+    """Design effect measured over predicted, at the largest batch; the others in the details."""
     found = []
     for order in digit_orders.ORDERS:
         every = [
@@ -297,15 +343,9 @@ def digits_design_effect(sizes: Sizes = FULL) -> list[Measurement]:
             "predicted": [each.predicted for each in every],
             "measured": [each.measured for each in every],
         }
-        for place, size in enumerate(sizes.batches):
-            found.append(
-                seen(
-                    f"measured minus predicted/{order}, batch {size}",
-                    "",
-                    [each.measured[place] - each.predicted[place] for each in every],
-                    **(details if size == every[0].at else {}),
-                )
-            )
+        last = [each.measured[-1] / each.predicted[-1] for each in every]
+        name = f"measured over predicted, largest batch/{order}"
+        found.append(seen(name, "ratio", last, **details))
     return found
 
 
@@ -328,13 +368,91 @@ def digits_noise_scale(sizes: Sizes = FULL) -> list[Measurement]:
     return found
 
 
+# The language model ------------------------------------------------------------------------------
+def _tuned() -> Setting:
+    return best(language_orders.BATCH, "AdamW")
+
+
+def _declare_order(order: str, seed: int) -> None:
+    @case(f"language/{order}/seed {seed}", minutes=3.8)
+    def _(sizes: Sizes = FULL) -> list[Measurement]:
+        run = language_orders.train_ordered(
+            order, _tuned(), seed=seed, tokens=sizes.tokens, max_files=sizes.files
+        )
+        losses = [round(loss, 4) for loss in run.curve.losses]
+        return [seen("held-out loss", "nats/token", [run.loss], losses=losses, seed=seed)]
+
+
+def _branch(name: str, branch: Branch) -> Measurement:
+    losses = [round(loss, 4) for loss in branch.losses]
+    return seen(f"held-out loss/{name}", "nats/token", [branch.held_out], losses=losses)
+
+
+def _declare_damage(what: str, cure: str, seed: int, minutes: float) -> None:
+    """Declare a trunk with its branches: damaged ones, or ones that mend the data."""
+
+    @case(f"language/{what}/seed {seed}", minutes=minutes)
+    def _(sizes: Sizes = FULL) -> list[Measurement]:
+        plan = sizes.plan
+        clean = language_spikes.stream(plan, seed, max_files=sizes.files)
+        if what == "mended":
+            streams = language_spikes.mended(clean, plan, seed)
+        else:
+            kinds = language_spikes.kinds_with(cure)
+            spoilt = {kind: language_spikes.damaged(clean, kind, plan, seed) for kind in kinds}
+            streams = {"clean": clean, **spoilt}
+        found = language_spikes.branches(
+            streams, _tuned(), plan, seed=seed, cure=cure, max_files=sizes.files
+        )
+        return [_branch(name, branch) for name, branch in found.items()]
+
+
+def _declare_hot(seed: int) -> None:
+    @case(f"language/{language_results.HOT}/seed {seed}", minutes=4.4)
+    def _(sizes: Sizes = FULL) -> list[Measurement]:
+        return [
+            _branch(
+                cure,
+                language_spikes.train_hot(
+                    _tuned(), sizes.hot, seed=seed, cure=cure, factor=8.0, max_files=sizes.files
+                ),
+            )
+            for cure in language_spikes.CURES
+        ]
+
+
+for _seed in REPORT_SEEDS:
+    for _order in language_orders.ORDERS:
+        _declare_order(_order, _seed)
+    _declare_damage("damaged", "none", _seed, 4.4)
+    _declare_damage("mended", "none", _seed, 4.4)
+    _declare_damage("damaged, z-loss", "z-loss", _seed, 3.6)
+    _declare_damage("damaged, QK-norm", "QK-norm", _seed, 3.6)
+    _declare_hot(_seed)
+
+
+# These two only read the records of the runs above; their minutes put them after those.
+@case("language/orders", minutes=4.8)
+def language_order_records(_: Sizes = FULL) -> list[Measurement]:
+    """The orders against random windows: held-out loss, and the highest rise of a step's loss."""
+    found = language_results.order_differences()
+    return [seen(name, "nats/token", samples) for name, samples in found.items()]
+
+
+@case("language/spikes", minutes=4.8)
+def language_spike_records(_: Sizes = FULL) -> list[Measurement]:
+    """Spikes made on purpose, plain and with each cure, against the same model's clean branch."""
+    return [
+        seen(name, "steps" if name.startswith("steps") else "nats/token", samples)
+        for name, samples in language_results.spike_differences().items()
+    ]
+
+
 # Peers -------------------------------------------------------------------------------------------
 SHARDS, ROWS_PER_SHARD, CLASSES = 12, 250, 10
 ROWS = SHARDS * ROWS_PER_SHARD
 BUFFER, INITIAL = 1000, 100  # webdataset's defaults
 MIXERS = ("BufferShuffle", "webdataset", "webdataset, initial as large")
-RESUMED, SMALL_BUFFER = 6000, 200  # an epoch much larger than the buffer
-LOADED = 8192  # rows of the in-memory dataset
 
 
 def _samples(rows: int = ROWS) -> Iterator[dict[str, Any]]:
@@ -453,91 +571,3 @@ def shards_mixing() -> list[Measurement]:
                 )
             )
     return found
-
-
-class _Counted:
-    """A shard that counts the rows read from it."""
-
-    def __init__(self, shard: TarShard, counter: list[int]) -> None:
-        self.shard, self.counter = shard, counter
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for row in self.shard:
-            self.counter[0] += 1
-            yield row
-
-
-@case("shards/resume", minutes=0.6, needs="cpu")
-def shards_resume() -> list[Measurement]:
-    """Resume at three quarters of an epoch: ours from a state, webdataset by reading all again."""
-    place = 3 * RESUMED // 4
-    with tempfile.TemporaryDirectory() as folder:
-        shards = write_shards(_samples(RESUMED), folder, rows_per_shard=ROWS_PER_SHARD)
-        paths = [shard.path for shard in shards]
-        lengths = [len(shard) for shard in shards]
-        order = BufferShuffle(lengths, buffer_size=SMALL_BUFFER, shuffle_shards=True)
-        begun, held = StreamRows(shards, order), 0
-        for _ in itertools.islice(begun, place):
-            held = max(held, begun.held)
-        state = begun.state_dict()
-        counter = [0]
-        counted = StreamRows([_Counted(shard, counter) for shard in shards], order)
-        counted.load_state_dict(state)
-        next(iter(counted))
-
-        def ours() -> None:
-            stream = StreamRows(shards, order)
-            stream.load_state_dict(state)
-            next(iter(stream))
-
-        def theirs() -> None:
-            next(itertools.islice(_webdataset(paths, SMALL_BUFFER), place, None))
-
-        compared = paired({"StreamRows": ours, "webdataset": theirs}, rounds=9, warmup=1)
-    details: dict[str, Any] = {
-        "rows": RESUMED,
-        "rows handed out": place,
-        "rows read again": counter[0],
-        "most rows held": held,
-        "buffer": SMALL_BUFFER,
-        "bytes of the state": len(json.dumps(state)),
-        "rows in the state": 0,
-    }
-    seconds = {name: list(timing.samples) for name, timing in compared.timings.items()}
-    return [
-        seen("time to the next row", "s", seconds.pop("StreamRows"), peers=seconds, **details),
-        seen(
-            "StreamRows over webdataset, time to the next row",
-            "ratio",
-            compared.ratios("StreamRows", "webdataset"),
-            **details,
-        ),
-    ]
-
-
-@case("loader/epoch", minutes=0.2, needs="cpu")
-def loader_epoch() -> list[Measurement]:
-    """An epoch of a small in-memory dataset, in this process: the cost of an exact state."""
-    data = torch.utils.data.TensorDataset(torch.zeros(LOADED, 64), torch.arange(LOADED))
-    loaders: dict[str, Iterable[Any]] = {
-        "ResumableLoader": ResumableLoader(data, FullShuffle(LOADED), batch_size=32),
-        "torch DataLoader": torch.utils.data.DataLoader(data, batch_size=32, shuffle=True),
-    }
-    for batches in loaders.values():
-        if sorted(torch.cat([rows for _, rows in batches]).tolist()) != list(range(LOADED)):
-            raise RuntimeError("a loader must return each row once to be timed, got other rows")
-    compared = paired(
-        {name: functools.partial(_exhaust, batches) for name, batches in loaders.items()},
-        rounds=25,
-    )
-    details: dict[str, Any] = {"rows": LOADED, "batch": 32, "workers": 0}
-    rates = {name: _per_second(timing, LOADED) for name, timing in compared.timings.items()}
-    return [
-        seen("rows per second", "rows/s", rates.pop("ResumableLoader"), peers=rates, **details),
-        seen(
-            "ResumableLoader over torch DataLoader, time",
-            "ratio",
-            compared.ratios("ResumableLoader", "torch DataLoader"),
-            **details,
-        ),
-    ]

@@ -5,9 +5,20 @@ import dataclasses
 import pytest
 
 from benchmarks import shuffling as cases
+from benchmarks.runner import cases_of, seen
 from benchmarks.shuffling import SMALL
-from labcore.studies.shuffling import characters, digit_orders, tracing
+from labcore.studies.language.tuning import REPORT_SEEDS, Setting
+from labcore.studies.shuffling import (
+    characters,
+    digit_orders,
+    language_orders,
+    language_results,
+    language_spikes,
+    tracing,
+)
 from tests.benchmarks.measurements import asked, by_quantity
+
+SETTING = Setting(lr=4e-3, decay=0.1)
 
 
 def test_the_orders_are_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,12 +32,11 @@ def test_the_orders_are_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tracing, "spikes_of", planted)
     found = by_quantity(cases.text_orders(SMALL))
     assert asked("shuffling", "text/orders") <= set(found)
-    order = found["spikes/sources, file order"]
-    full = found["spikes/sources, full"]
+    order, full = (found[f"spikes/sources, {name}"] for name in ("file order", "full"))
     gap = found["held-out loss minus full/sources, file order"]
     pairs = zip(order.details["held out"], full.details["held out"], strict=True)
     assert gap.samples == [a - b for a, b in pairs]
-    assert order.samples == [1000 / 12, 1000 / 12]
+    assert order.samples == [1000 / 16, 1000 / 16]
     assert found["spikes minus full/sources, file order"].samples == [0.0, 0.0]
     # The explorer needs the curves of these and of no other.
     drawn = {q for q, item in found.items() if "losses" in item.details}
@@ -35,36 +45,25 @@ def test_the_orders_are_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) -
     assert order.details["design effect"][0] > 1.5
 
 
-def test_the_other_rate_is_another() -> None:
-    found = by_quantity(cases.text_learning_rate(SMALL))
-    assert found["held-out loss minus full/full"].samples == [0.0, 0.0]
-    at_first = characters.run("full", 0, steps=SMALL.steps).held_out
-    assert found["spikes/full"].details["held out"][0] != at_first
-
-
-def test_a_flag_is_judged_by_precision_and_recall(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(held_out: float) -> characters.EpochRun:
-        return characters.EpochRun(
-            losses=(3.0,) * 12, rows=((0,) * 32,) * 12, checks=((12, held_out),)
-        )
-
-    runs = {
-        ("sources", "full"): [run(2.0)] * 2,
-        ("sources", "bad, flagged"): [run(2.2)] * 2,
-        ("sources", "bad, missed"): [run(2.3)] * 2,
-        ("sources", "good, flagged"): [run(2.01)] * 2,
-    }
-    effects = iter([1.0, 4.0, 1.0, 2.0] * 2)
-    monkeypatch.setattr(cases, "_distances", lambda *_: [next(effects)])
-    found = by_quantity(cases._flags(runs, SMALL.seeds))
-    assert found["precision of the flag/design effect"].samples == [0.5, 0.5]
-    assert found["recall of the flag/design effect"].samples == [0.5, 0.5]
-    assert set(found) >= {"precision of the flag/spikes", "recall of the flag/spikes"}
+def test_a_flag_is_judged_by_precision_and_recall() -> None:
+    effects = {"bad, flagged": 4.0, "bad, missed": 1.0, "good, flagged": 2.0}
+    found = []
+    for order, effect in effects.items():
+        more = [9.0, 2.0] if order.startswith("bad") else [0.0, 1.9]
+        details = {"design effect": [effect, effect]}
+        found += [
+            seen(f"spikes minus full/sources, {order}", "", more),
+            seen(f"spikes/sources, {order}", "", more, **details),
+        ]
+    flags = by_quantity(cases._flags(found, SMALL.seeds))
+    assert flags["precision of the flag"].samples == [0.5, 0.5]
+    assert flags["recall of the flag"].samples == [0.5, 0.5]
 
 
 def test_no_spike_leaves_nothing_to_trace() -> None:
+    calm = characters.EpochRun(losses=(2.0,) * 60, rows=(), checks=())
     with pytest.raises(RuntimeError, match="nothing to trace"):
-        cases._traced("sources", [[], []], SMALL.seeds)
+        cases._traced("sources", [calm, calm], SMALL.seeds)
 
 
 def test_smooth_is_the_trailing_mean() -> None:
@@ -72,24 +71,103 @@ def test_smooth_is_the_trailing_mean() -> None:
     assert cases._smooth(values) == [12.0, 17.0, 22.0, 27.0]
 
 
-def test_stability_is_a_ratio_of_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {"file order": 1.0, "full": 2.0}
-    monkeypatch.setattr(characters, "largest_stable_rate", lambda order, _: rates[order])
-    (item,) = by_quantity(cases.text_stability(SMALL)).values()
-    assert {item.quantity} == asked("shuffling", "text/stability")
-    assert item.samples == [0.5, 0.5]
-    rates["full"] = 0.0
-    with pytest.raises(RuntimeError, match="lower the rates"):
-        cases.text_stability(SMALL)
+def test_a_schedule_is_compared_at_one_rate_and_at_the_best() -> None:
+    found = by_quantity(cases.text_schedules(dataclasses.replace(SMALL, seeds=(0,))))
+    for schedule, rates in characters.BEST.items():
+        own, full = (
+            found[f"held-out loss/{schedule}, rate {rates[order]:g}, {order}"].samples[0]
+            for order in ("buffer 2048", "full")
+        )
+        best = found[f"held-out loss minus full/{schedule}, best rates, buffer 2048"]
+        assert best.samples == [own - full]
+    at_one = found["held-out loss minus full/decay, rate 0.003, file order"].samples
+    one, full = (
+        found[f"held-out loss/decay, rate 0.003, {order}"].samples
+        for order in ("file order", "full")
+    )
+    assert at_one == [one[0] - full[0]]
+
+
+def test_made_spikes_are_compared_with_the_clean_run() -> None:
+    small = dataclasses.replace(SMALL, steps=104, bad=2)
+    found = by_quantity(cases.text_made(small))
+    assert asked("shuffling", "text/made") <= set(found)
+    assert min(found["spikes/a shard of noise"].details["rise"]) > 1
+    assert found["held-out loss minus clean/a shard of noise, SGD"].samples[0] != 0
+    shorter = found["held-out loss minus clean, shorter/one long step"].samples
+    clean = [characters.run("full", 0, steps=steps).held_out for steps in (104, 94)]
+    longer = found["held-out loss minus clean/one long step"].samples
+    assert shorter[0] - longer[0] == pytest.approx(clean[0] - clean[1])
+    damage = by_quantity(cases.text_damage(SMALL))
+    item = damage["held-out loss minus clean/noise, 3 batches at 0.5"]
+    assert item.details["bad"] == [8, 10]
+    end = damage["held-out loss/clean"].samples[0]
+    assert item.details["checks"][-1] == [16, round(item.samples[0] + end, 3)]
 
 
 def test_the_digits_cases_cover_every_order() -> None:
     accuracy = by_quantity(cases.digits_collapse(SMALL))
     assert set(accuracy) == {f"accuracy/{order}" for order in digit_orders.ORDERS}
     effects = by_quantity(cases.digits_design_effect(SMALL))
-    assert len(effects) == 3 * len(digit_orders.ORDERS)
-    assert effects["measured minus predicted/sorted, batch 32"].details["at"] == 32
+    item = effects["measured over predicted, largest batch/sorted"]
+    pairs = zip(item.details["measured"], item.details["predicted"], strict=True)
+    assert item.samples == [measured[-1] / predicted[-1] for measured, predicted in pairs]
     scales = by_quantity(cases.digits_noise_scale(SMALL))
     item = scales["two batches over exact/full"]
     pairs = zip(item.details["two batches"], item.details["exact"], strict=True)
     assert item.samples == [a / b for a, b in pairs]
+
+
+def test_every_run_of_the_language_model_has_a_case() -> None:
+    minutes = {case.name: case.minutes for case in cases_of("shuffling")}
+    runs = {name: each for name, each in minutes.items() if name.startswith("language/")}
+    wanted = (*language_orders.ORDERS, "damaged", "mended", "damaged, z-loss", "damaged, QK-norm")
+    for what in (*wanted, language_results.HOT):
+        assert all(runs.pop(f"language/{what}/seed {seed}") < 4.8 for seed in REPORT_SEEDS)
+    assert set(runs) == {"language/orders", "language/spikes"}
+
+
+def test_the_language_model_runs_small_and_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "_tuned", lambda: SETTING)
+    by_name = {case.name: case.function for case in cases_of("shuffling")}
+    found = {}
+    for what in ("sorted", "damaged", "mended", "damaged, z-loss"):
+        (seed, *_) = REPORT_SEEDS
+        for item in by_name[f"language/{what}/seed {seed}"](SMALL):
+            found[what, item.quantity] = item
+    assert len(found["sorted", "held-out loss"].details["losses"]) == 3
+    branches = {name.removeprefix("held-out loss/") for what, name in found if what == "damaged"}
+    assert branches == {"clean", *language_spikes.DAMAGES}
+    losses = [
+        found["damaged", f"held-out loss/{name}"].details["losses"]
+        for name in ("clean", "random tokens")
+    ]
+    assert losses[0][:2] == losses[1][:2] and losses[1][2] > losses[0][2]
+
+
+def test_recorded_runs_give_the_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fake:
+        def __init__(self, end: float, high: float) -> None:
+            steps = 44
+            self.p50, losses = end, [5.0 - 0.05 * step for step in range(steps)]
+            losses[language_spikes.Plan().trunk] += high
+            self.details = {"losses": losses}
+
+    def find(_slug: str, case: str, quantity: str) -> Fake:
+        worse = 0.0 if "clean" in quantity or "none" in quantity else 0.25
+        return Fake(2.0 + worse, 8 * worse)
+
+    monkeypatch.setattr(language_results.records, "find", find)
+    monkeypatch.setattr(language_results, "run_record", lambda *_: Fake(1.5, 0.5))
+    orders = by_quantity(cases.language_order_records())
+    assert orders["held-out loss minus random/sorted"].samples == [0.75] * len(REPORT_SEEDS)
+    assert orders["highest rise minus random/sorted"].samples == pytest.approx([1.5] * 4)
+    spikes = by_quantity(cases.language_spike_records())
+    assert spikes["held-out loss minus clean/random tokens"].samples == [0.25] * 4
+    assert spikes["rise minus clean/random tokens, z-loss"].samples == pytest.approx([2.0] * 4)
+    steps = spikes["steps to recover/random tokens"]
+    assert steps.samples == [1.0] * 4 and steps.unit == "steps"
+    hot = f"{language_results.HOT}, QK-norm"
+    assert spikes[f"held-out loss minus no cure/{hot}"].samples == [0.25] * 4
+    every = [f"rise minus clean/{name}" for name in language_spikes.MENDED]
+    assert set(every) <= set(spikes)

@@ -12,10 +12,12 @@ from labcore.data import python_sources, python_text
 from labcore.shuffling import design_effect
 from labcore.studies.shuffling import causes, characters, digit_orders, tracing
 
+TUNING_SEED = 10
+
 
 @pytest.fixture(scope="module")
 def data() -> characters.Corpus:
-    return characters.corpus("sources", characters.TUNING_SEEDS[0])
+    return characters.corpus("sources", TUNING_SEED)
 
 
 def test_a_row_is_the_letters_of_its_file(data: characters.Corpus, seed: int) -> None:
@@ -64,12 +66,17 @@ def test_every_order_gives_each_row_at_most_once(order: str, seed: int) -> None:
     assert all(0 <= row < rows for row in found)
 
 
-def test_the_twenty_batches_are_as_the_files_have_them(seed: int) -> None:
-    rows = 6400
-    order = list(characters.ORDERS["full, 20 batches unshuffled"](rows, seed))
-    batches = [order[i : i + characters.BATCH] for i in range(0, rows, characters.BATCH)]
-    odd = [step for step, one in enumerate(batches) if one == list(range(one[0], one[0] + 32))]
-    assert len(odd) == 20 and min(odd) >= 100
+def test_bad_steps_are_where_the_damage_says(seed: int) -> None:
+    count = random.Random(seed).randrange(200, 900)
+    shard = characters.Damage(kind="noise", batches=7, place=0.25).steps(count, seed)
+    assert shard == list(range(int(0.25 * count), int(0.25 * count) + 7))
+    scattered = characters.Damage(kind="noise", place=None).steps(count, seed)
+    assert len(set(scattered)) == 20 and min(scattered) >= 100 and max(scattered) < count
+    assert scattered != characters.Damage(kind="noise", place=None).steps(count, seed + 1)
+    with pytest.raises(ValueError, match="must fit into the run, got 20 from step 5 of 10"):
+        characters.Damage(kind="noise").steps(10, seed)
+    with pytest.raises(ValueError, match="kind must be one of"):
+        characters.Damage(kind="dust").steps(count, seed)
 
 
 def test_a_row_loss_is_the_mean_over_its_letters(data: characters.Corpus, generator) -> None:
@@ -96,37 +103,37 @@ def test_a_run_repeats_itself_and_learns() -> None:
     assert other.losses != first.losses and len(other.rows) == 40
 
 
-def test_noise_replaces_the_batches_and_not_the_order() -> None:
-    clean = characters.run("full", 11, steps=200, check_every=200)
-    noisy = characters.run("full, 20 batches of noise", 11, steps=200, check_every=200)
-    assert clean.rows == noisy.rows
-    differ = next(
-        i for i, (a, b) in enumerate(zip(clean.losses, noisy.losses, strict=True)) if a != b
-    )
-    assert differ >= 100 and noisy.losses[differ] > clean.losses[differ] + 1
-    assert tracing.spikes_of(noisy.losses)
+def test_damage_changes_its_steps_and_none_before() -> None:
+    clean = characters.run("full", 11, steps=60, check_every=60)
+    for kind, length in (("noise", 3), ("one file", 3), ("long step", 1)):
+        damage = characters.Damage(kind=kind, batches=length, place=0.5)
+        run = characters.run("full", 11, steps=60, check_every=60, damage=damage)
+        assert run.rows == clean.rows and run.bad == tuple(range(30, 30 + length))
+        first = 31 if kind == "long step" else 30  # its batch is healthy: only its step is not
+        assert run.losses[:first] == clean.losses[:first]
+        assert run.losses[first] != clean.losses[first]
+        if kind == "noise":
+            assert run.losses[30] > clean.losses[30] + 1
 
 
-def test_steps_to_one_loss() -> None:
-    def made(*checks: tuple[int, float]) -> characters.EpochRun:
-        return characters.EpochRun(losses=(), rows=(), checks=checks)
+def test_the_rate_falls_to_zero_or_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
 
-    slow = made((25, 3.0), (50, 2.5), (75, 2.2), (100, 2.3))
-    quick = made((25, 2.1), (50, 1.9), (75, 1.8), (100, 1.7))
-    assert slow.steps_to(2.5) == 50
-    assert slow.steps_to(2.0) is None
-    assert characters.steps_ratio(slow, quick) == 3.0
-    assert characters.steps_ratio(quick, slow) == pytest.approx(1 / 3)
-    assert characters.steps_ratio(slow, slow) == 1.0
+    def seen(_model: object, optimizer: torch.optim.Optimizer, batches: object):
+        for _ in batches:
+            rates.append(optimizer.param_groups[0]["lr"])
+            yield 0.0
 
-
-def test_every_rate_above_the_largest_stable_one_diverged(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(order: str, seed: int, *, steps: int, lr: float, **_: object) -> characters.EpochRun:
-        end = float("nan") if lr > 2.5 else 1.0
-        return characters.EpochRun(losses=(4.8,), rows=(), checks=((steps, end),))
-
-    monkeypatch.setattr(characters, "run", fake)
-    assert characters.largest_stable_rate("full", 0) == 2.0
+    monkeypatch.setattr(characters, "train", seen)
+    characters.run("full", 11, steps=5, lr=0.5)
+    assert rates == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1])
+    rates.clear()
+    characters.run("full", 11, steps=3, lr=0.5, schedule="constant")
+    assert rates == [0.5, 0.5, 0.5]
+    rates.clear()
+    damage = characters.Damage(kind="long step", batches=1)
+    characters.run("full", 11, steps=4, lr=0.5, damage=damage, optimizer="sgd")
+    assert rates == pytest.approx([0.5, 0.375, 25.0, 0.125])
 
 
 def brute(onsets: list[int], starts: list[int], steps: range, within: int) -> tuple[float, float]:
@@ -179,6 +186,16 @@ def test_the_mean_distance_is_the_design_effect(generator: torch.Generator) -> N
     # The design effect divides by k - 1 and n - 1.
     scale = (len(rows) - 1) / len(rows) * 35 / 34
     assert sum(distances) / 35 * scale == pytest.approx(design_effect(batches))
+
+
+def test_later_spikes_are_those_after_the_made_one() -> None:
+    calm = [2.0 + 0.01 * (step % 3) for step in range(200)]
+    losses = [*calm]
+    for step in (60, 103, 120, 170):
+        losses[step] = 9.0
+    assert tracing.later_spikes(losses, 100) == 2
+    assert tracing.spike_rate(losses) == pytest.approx(20)
+    assert tracing.later_spikes(calm, 100) == 0
 
 
 def test_letter_shares_leave_out_the_context(data: characters.Corpus) -> None:
@@ -246,5 +263,7 @@ def test_unknown_names_are_refused() -> None:
         causes.run("bad luck")
     with pytest.raises(ValueError, match="order must be one of"):
         characters.run("random", 0)
+    with pytest.raises(ValueError, match="schedule must be one of"):
+        characters.run("full", 0, schedule="cosine")
     with pytest.raises(ValueError, match="corpus must be one of"):
         characters.corpus("novels")

@@ -1,11 +1,13 @@
 """The chapter's figures show the numbers that they are given, and say them in words."""
 
+import itertools
 import random
+from statistics import fmean
 
 import plotly.graph_objects as go
 import pytest
 
-from labcore.ui import Choice, twin
+from labcore.ui import Choice, IntSlider, twin
 from labcore.ui.figures import shuffling as figures
 
 SIZES = ("1 (file order)", "256", "all (full)")
@@ -80,11 +82,98 @@ def test_the_static_page_moves_both_controls(data) -> None:
     assert len(packed["slices"][0]["frames"]) == 6
 
 
-def test_outcomes_have_a_point_an_order() -> None:
-    figure = figures.outcomes({"file order": ([8.0, 6.0], [0.2, 0.3]), "noise": ([25], [0.02])})
-    assert [(trace.x[0], trace.y[0]) for trace in figure.data] == [(7.0, 0.25), (25, 0.02)]
-    assert figure.data[0].marker.symbol != figure.data[1].marker.symbol
-    assert "file order: 7.0 spikes, +0.250 nats" in alt(figure)
+FLOW = {
+    "memory": Choice(options=(16, 32, 64, 96), default=32),
+    "given": IntSlider(low=0, high=24, default=10, step=2),
+    "block": Choice(options=(1, 4, 8, 16), default=4),
+}
+
+
+def cells(trace: go.Heatmap) -> list[int]:
+    return sorted(value for row in trace.z for value in row if value is not None)
+
+
+@pytest.mark.parametrize("given", [0, 2, 14, 24])
+def test_rows_on_their_way_are_given_out_or_wait(given: int, seed: int) -> None:
+    dice = random.Random(seed)
+    memory, block = dice.choice(FLOW["memory"].options), dice.choice(FLOW["block"].options)
+    figure = figures.flow(memory, given, block)
+    disk, buffer, waiting, blocks, in_blocks = figure.data
+    every = cells(disk)
+    assert len(every) == 192 and len(set(every)) == 6
+    for out, held in ((buffer, waiting), (blocks, in_blocks)):
+        assert len(cells(out)) == 8 * given
+        assert len(cells(held)) <= min(memory, 192 - 8 * given)
+        # No place has two rows, and a row is in one place.
+        pairs = zip(*(itertools.chain(*trace.z) for trace in (out, held)), strict=True)
+        assert all(one is None or other is None for one, other in pairs)
+        together = cells(out) + cells(held)
+        assert all(together.count(file) <= every.count(file) for file in set(every))
+    # From the buffer come only rows that it can have read.
+    read = every[: 8 * given + memory]
+    assert all(cells(buffer).count(file) <= read.count(file) for file in set(every))
+    if given == 24:
+        assert cells(buffer) == cells(blocks) == every
+    assert f"After {given} batches" in alt(figure)
+
+
+def test_the_flow_moves_on_the_static_page() -> None:
+    packed = twin.payload(figures.flow, controls=FLOW, alt="x")
+    assert [len(part["frames"]) for part in packed["slices"]] == [52] * 4
+
+
+def test_outcomes_show_orders_twice_and_made_spikes_once() -> None:
+    orders = {"files": (8.0, 5.5, [0.2, 0.3]), "256": (3.0, 2.5, [0.1, 0.1])}
+    figure = figures.outcomes(orders, {"noise": (20.0, [0.01, 0.03])})
+    by_spikes, by_effect, made = figure.data
+    assert list(by_spikes.x) == [8.0, 3.0] and list(by_effect.x) == [5.5, 2.5]
+    assert list(by_spikes.y) == list(by_effect.y) == [0.25, 0.1]
+    assert (made.x[0], made.y[0]) == (20.0, 0.02)
+    assert by_spikes.marker.color != made.marker.color and not by_effect.showlegend
+    assert "files: 8.0 spikes, design effect 5.5, +0.250 nats" in alt(figure)
+
+
+def test_schedules_have_a_panel_each_and_one_legend(seed: int) -> None:
+    dice = random.Random(seed)
+    rates, orders = (3e-3, 1e-2, 3e-2), ("file order", "full")
+    data = {
+        panel: {
+            order: {rate: [dice.uniform(1.8, 2.4) for _ in range(5)] for rate in rates}
+            for order in orders
+        }
+        for panel in ("constant", "linear decay")
+    }
+    figure = figures.schedules(data)
+    assert [trace.name for trace in figure.data] == [*orders, *orders]
+    assert [trace.showlegend for trace in figure.data] == [True, True, False, False]
+    assert figure.data[0].line.color == figure.data[2].line.color != figure.data[1].line.color
+    assert figure.data[3].y[2] == fmean(data["linear decay"]["full"][3e-2])
+
+
+def test_effective_rows_are_drawn_beside_the_batch() -> None:
+    figure = figures.effective_rows({"file order": 4.2, "full": 31.0}, 32)
+    assert list(figure.data[0].x) == [4.2, 31.0] and figure.layout.shapes[0].x0 == 32
+    assert "file order 4.2, full 31.0" in alt(figure)
+
+
+def test_damage_is_shaded_beside_the_clean_run(seed: int) -> None:
+    place = random.Random(seed).choice((0.25, 0.5))
+    run = {"checks": [(10, 2.6), (20, 2.9)], "clean": [(10, 2.6), (20, 2.4)], "bad": [12, 15]}
+    data = {("noise", 4, place): {**run, "rise": 5.04, "end": 0.5}}
+    figure = figures.damage("noise", 4, place, data)
+    assert [trace.name for trace in figure.data] == ["damaged", "clean"]
+    assert list(figure.data[0].y) == [2.6, 2.9] and list(figure.data[1].y) == [2.6, 2.4]
+    assert (figure.layout.shapes[0].x0, figure.layout.shapes[0].x1) == (12, 16)
+    assert figure.layout.title.text == "Spike 5.0 nats, +0.500 at the end"
+
+
+def test_the_language_models_losses_are_means_from_a_step_on() -> None:
+    runs = {"clean": [[3.0, 2.0, 1.0], [5.0, 4.0, 1.0]], "damaged": [[3.0, 9.0, 2.0]]}
+    figure = figures.language_losses(runs, title="x", start=1, bad=(1, 1))
+    assert list(figure.data[0].y) == [3.0, 1.0] and list(figure.data[0].x) == [1, 2]
+    assert figure.data[0].line.color != figure.data[1].line.color
+    assert "damaged: highest 9.00, last 2.00" in alt(figure)
+    assert not figures.language_losses(runs, title="x").layout.shapes
 
 
 def test_design_effects_pair_a_line_with_its_points() -> None:

@@ -17,7 +17,6 @@ from labcore.checks import one_of, positive_int
 from labcore.shuffling.orders import FullShuffle, Sequential
 from labcore.studies.shuffling.characters import (
     BATCH,
-    LEARNING_RATE,
     LETTERS,
     NextCharacter,
     corpus,
@@ -33,7 +32,7 @@ PANELS = ("loss of the batch", "loss on fixed rows", "distance of the batch")
 STEPS = 240
 _FIXED_ROWS = 64
 _AGAIN = 8  # batches that repeat
-_HIGH = 100.0  # factor on the learning rate
+_RATE, _HIGH = 3e-3, 0.3  # learning rates, constant in these short runs
 
 SYMPTOMS: Mapping[str, str] = {
     "file order": "The batch's loss moves in steps and spikes while the loss on fixed rows goes "
@@ -72,7 +71,7 @@ def run(name: str, *, seed: int = 0, steps: int = STEPS) -> dict[str, list[float
     batches = list(_spoilt(name, _batches(name, data.rows, seed), steps, seed))
     torch.manual_seed(seed)
     model = NextCharacter()
-    rate = LEARNING_RATE * (_HIGH if name == "learning rate too high" else 1)
+    rate = _HIGH if name == "learning rate too high" else _RATE
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)
     losses, fixed, rows = [], [], data.held_out[::8][:_FIXED_ROWS]
     for loss in train(model, optimizer, batches):

@@ -1,10 +1,10 @@
 """Loss spikes on Python's source files: a small next-character model with different row orders.
 
 Rows have ROW letters and are cut from files, concatenated in the order of their names, as a folder
-lists them. Every setting was chosen on TUNING_SEEDS, which aren't among the reported seeds. Of the
-learning rates 1e-3, 3e-3, 1e-2 and 3e-2, the file order does about as well at 3e-3 as at 1e-2 (2.30
-and 2.28 nats per letter), and a full shuffle does best at 1e-2. LEARNING_RATE is 3e-3; OTHER_RATE
-is 1e-2, to check whether the choice matters.
+lists them. The learning rate falls linearly to zero over a run; "constant" is for comparison. Every
+setting was chosen on TUNING_SEEDS, which aren't among the reported seeds. LEARNING_RATE suits the
+file order best, so it compares a full shuffle to the file order on the file order's terms; BEST has
+the best of RATES for each order.
 """
 
 from __future__ import annotations
@@ -37,34 +37,41 @@ from labcore.studies import runs
 
 __all__ = [
     "BATCH",
+    "BEST",
     "BUFFERS",
     "CONTEXT",
+    "DAMAGES",
     "LEARNING_RATE",
     "LETTERS",
     "OPTIMIZERS",
     "ORDERS",
-    "OTHER_RATE",
     "RATES",
     "ROW",
+    "SCHEDULES",
     "SEEDS",
+    "SGD_RATE",
     "SLICES",
-    "TUNING_SEEDS",
     "Corpus",
+    "Damage",
     "EpochRun",
     "NextCharacter",
     "corpus",
-    "largest_stable_rate",
     "letters_of",
     "row_losses",
     "run",
-    "steps_ratio",
     "train",
 ]
 
 CONTEXT, ROW, LETTERS = 8, 32, 128  # letters of context, letters to predict, distinct letters
-BATCH, LEARNING_RATE, OTHER_RATE = 32, 3e-3, 1e-2
-TUNING_SEEDS = (10, 11)
-SEEDS = (0, 1, 2, 3, 4)
+BATCH, LEARNING_RATE = 32, 1e-2
+SGD_RATE = 2.0  # of plain gradient descent
+SCHEDULES = ("decay", "constant")
+RATES = (3e-3, 1e-2, 3e-2)
+SEEDS = (0, 1, 2, 3, 4)  # the tuning seeds are 10 and 11
+BEST: Mapping[str, Mapping[str, float]] = {
+    "decay": {"file order": 1e-2, "buffer 2048": 3e-2, "full": 3e-2},
+    "constant": {"file order": 1e-2, "buffer 2048": 3e-3, "full": 1e-2},
+}
 # Each seed has different files: slice k of n is every n-th file of the library, from file k.
 SLICES = {"sources": 12, "documentation": 5}
 _LARGEST = 200_000  # letters; two files are larger, and one of them would be half of its slice
@@ -179,31 +186,8 @@ def train(
 
 
 # Orders ------------------------------------------------------------------------------------------
-BUFFERS = (32, 256, 2048, 8192)
-_BLOCK, _BLOCKS = 64, 32  # rows per block, blocks; 2,048 rows in memory, like the third buffer
-_ODD_BATCHES = 20
-_FIRST_ODD = 100  # a detector must have filled its window
-
-
-def _odd_steps(rows: int, seed: int) -> tuple[random.Random, list[int]]:
-    """Return the steps at which a shuffled run gets odd batches, the same for both kinds."""
-    dice, steps = random.Random(f"{seed}/odd batches"), rows // BATCH
-    return dice, sorted(dice.sample(range(_FIRST_ODD, steps), _ODD_BATCHES))
-
-
-def _with_unshuffled(rows: int, seed: int) -> Iterator[int]:
-    """Yield a full shuffle, except for 20 batches in file order; every row occurs once."""
-    dice, places = _odd_steps(rows, seed)
-    chosen = dice.sample(range(rows // BATCH), _ODD_BATCHES)
-    whole = [range(batch * BATCH, (batch + 1) * BATCH) for batch in chosen]
-    apart = {row for batch in whole for row in batch}
-    others = (row for row in FullShuffle(rows, seed=seed) if row not in apart)
-    for step in range(rows // BATCH):
-        if step in places:
-            yield from whole[places.index(step)]
-        else:
-            yield from (next(others) for _ in range(BATCH))
-
+BUFFERS = (256, 2048, 8192)
+_BLOCK, _BLOCKS = 64, 32  # rows per block, blocks; 2,048 rows in memory, like the second buffer
 
 Order = Callable[[int, int], Iterable[int]]  # (rows, seed) -> row indices
 
@@ -217,24 +201,87 @@ ORDERS: Mapping[str, Order] = {
     **{f"buffer {size}": _buffer(size) for size in BUFFERS},
     "blocks": lambda rows, seed: BlockShuffle(shards_of(rows, _BLOCK), blocks=_BLOCKS, seed=seed),
     "full": lambda rows, seed: FullShuffle(rows, seed=seed),
-    "full, 20 batches unshuffled": _with_unshuffled,
-    "full, 20 batches of noise": lambda rows, seed: FullShuffle(rows, seed=seed),
 }
 
 
+# Damage ------------------------------------------------------------------------------------------
+DAMAGES = ("noise", "one file", "long step")
+_FIRST_BAD = 100  # a detector must have filled its window
+_LONG = 100.0  # factor on the learning rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Damage:
+    """A fault made on purpose in a run whose rows are otherwise in order.
+
+    kind: of the bad steps' batches, "noise" has random letters and "one file" neighboring rows. A
+    "long step" has a healthy batch and a hundred times the learning rate.
+    batches: the number of bad steps. place: where they begin, as a share of the run; None scatters
+    them.
+    """
+
+    kind: str
+    batches: int = 20
+    place: float | None = 0.5
+
+    def steps(self, count: int, seed: int) -> list[int]:
+        """Return the bad steps of a run of `count` steps.
+
+        Raises ValueError if they do not fit.
+        """
+        one_of("kind", self.kind, DAMAGES)
+        first = _FIRST_BAD if self.place is None else int(self.place * count)
+        if count - first < positive_int("batches", self.batches):
+            raise ValueError(
+                f"the bad steps must fit into the run, got {self.batches} from step {first} of "
+                f"{count}; use fewer"
+            )
+        if self.place is None:
+            dice = random.Random(f"{seed}/damage")
+            return sorted(dice.sample(range(first, count), self.batches))
+        return list(range(first, first + self.batches))
+
+
+def _damaged(
+    batches: Iterable[Tensor], damage: Damage, bad: Sequence[int], rows: Tensor, seed: int
+) -> Iterator[Tensor]:
+    """Yield the batches, with bad ones in the steps `bad`."""
+    generator = torch.Generator().manual_seed(seed)
+    last = len(rows) - BATCH * (len(bad) if damage.place is not None else 1)
+    start = int(torch.randint(last, (), generator=generator))
+    for step, batch in enumerate(batches):
+        if step not in bad or damage.kind == "long step":
+            yield batch
+        elif damage.kind == "noise":
+            yield torch.randint(LETTERS, batch.shape, generator=generator)
+        else:
+            yield rows[start : start + BATCH]
+            start += BATCH
+            if damage.place is None:
+                start = int(torch.randint(last, (), generator=generator))
+
+
+# Runs --------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class EpochRun(runs.Run):
     """One epoch, in nats per letter. Its checks are over held-out rows, with the last at the end.
 
-    rows: row indices, by step.
+    rows: row indices, by step, of the order alone. bad: the steps with damage.
     """
 
     rows: tuple[tuple[int, ...], ...]
+    bad: tuple[int, ...] = ()
 
     @property
     def held_out(self) -> float:
         """The final held-out loss, in nats per letter."""
         return self.checks[-1][1]
+
+
+OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]] = {
+    "adamw": lambda weights, lr: torch.optim.AdamW(weights, lr=lr, weight_decay=0.0, fused=True),
+    "sgd": lambda weights, lr: torch.optim.SGD(weights, lr=lr),
+}
 
 
 def run(
@@ -244,75 +291,44 @@ def run(
     kind: str = "sources",
     steps: int | None = None,
     lr: float = LEARNING_RATE,
+    schedule: str = "decay",
     optimizer: str = "adamw",
+    damage: Damage | None = None,
     check_every: int = 25,
 ) -> EpochRun:
-    """Train a new model for one epoch, or its first `steps`, in one of ORDERS.
+    """Train a new model for one epoch, or `steps` steps, in one of ORDERS.
 
     seed: seed of the weights, the order and the files; the data is corpus(kind, seed).
-    optimizer: "adamw", without decay, or "sgd", plain gradient descent.
+    schedule: "decay", linearly from `lr` to zero over the run, or "constant".
+    optimizer: "adamw", without decay of the weights, or "sgd", plain gradient descent.
     check_every: steps between measurements of the held-out loss.
     Raises ValueError for an unknown name.
     """
     data = corpus(kind, seed)
     positive("lr", lr)
+    falls = one_of("schedule", schedule, SCHEDULES) == "decay"
     indices = iter(ORDERS[one_of("order", order, ORDERS)](len(data.rows), seed))
     count = data.steps if steps is None else min(positive_int("steps", steps), data.steps)
     rows = [tuple(next(indices) for _ in range(BATCH)) for _ in range(count)]
     batches: Iterator[Tensor] = (data.rows[list(batch)] for batch in rows)
-    if order == "full, 20 batches of noise":
-        batches = _noisy(batches, len(data.rows), seed)
+    bad = () if damage is None else tuple(damage.steps(count, seed))
+    if damage is not None:
+        batches = _damaged(batches, damage, bad, data.rows, seed)
     torch.manual_seed(seed)
     model = NextCharacter()
-    make = OPTIMIZERS[one_of("optimizer", optimizer, OPTIMIZERS)]
+    algorithm = OPTIMIZERS[one_of("optimizer", optimizer, OPTIMIZERS)](model.parameters(), lr)
+    long = bad if damage is not None and damage.kind == "long step" else ()
+
+    def scheduled() -> Iterator[Tensor]:
+        for step, batch in enumerate(batches):
+            factor = (1 - step / count if falls else 1.0) * (_LONG if step in long else 1.0)
+            algorithm.param_groups[0]["lr"] = lr * factor
+            yield batch
+
     losses, checks = [], []
-    for loss in train(model, make(model.parameters(), lr), batches):
+    for loss in train(model, algorithm, scheduled()):
         losses.append(loss)
         if len(losses) % check_every == 0 or len(losses) == count:
             with torch.no_grad():
                 checks.append((len(losses), row_losses(model, data.held_out).mean().item()))
-    return EpochRun(losses=tuple(losses), rows=tuple(rows), checks=tuple(checks))
-
-
-OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]] = {
-    "adamw": lambda weights, lr: torch.optim.AdamW(weights, lr=lr, weight_decay=0.0, fused=True),
-    "sgd": lambda weights, lr: torch.optim.SGD(weights, lr=lr),
-}
-
-
-def _noisy(batches: Iterable[Tensor], rows: int, seed: int) -> Iterator[Tensor]:
-    """Yield the batches, with 20 of them replaced by random letters."""
-    _, places = _odd_steps(rows, seed)
-    generator = torch.Generator().manual_seed(seed)
-    for step, batch in enumerate(batches):
-        noise = torch.randint(LETTERS, batch.shape, generator=generator)
-        yield noise if step in places else batch
-
-
-def steps_ratio(ours: EpochRun, other: EpochRun) -> float:
-    """Return the ratio of our steps to the other's steps, to the same held-out loss.
-
-    That loss is the worse of the two runs' best losses, so both runs reach it. The resolution is
-    `check_every` of `run`.
-    """
-    target = max(min(loss for _, loss in each.checks) for each in (ours, other))
-    first, second = (each.steps_to(target) or 0 for each in (ours, other))
-    return first / second
-
-
-RATES = tuple(2.0 ** (half / 2) for half in range(7))  # for plain gradient descent: 1 to 8
-
-
-def largest_stable_rate(order: str, seed: int, *, steps: int = 150) -> float:
-    """Return the last of RATES before the first that makes plain gradient descent diverge.
-
-    Returns 0.0 if the first one already diverges. A run diverges if its held-out loss after `steps`
-    isn't below its first batch's loss.
-    """
-    stable = 0.0
-    for lr in RATES:
-        one = run(order, seed, steps=steps, lr=lr, optimizer="sgd", check_every=steps)
-        if not one.held_out < one.losses[0]:
-            break
-        stable = lr
-    return stable
+    return EpochRun(losses=tuple(losses), rows=tuple(rows), checks=tuple(checks), bad=bad)

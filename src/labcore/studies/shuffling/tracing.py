@@ -5,6 +5,7 @@ All of it needs only the losses and the rows of a run.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,13 +14,16 @@ from torch import Tensor
 
 from labcore.checks import non_negative
 from labcore.shuffling.spikes import LossSpikeDetector, Spike
-from labcore.studies.shuffling.characters import CONTEXT, LETTERS, ROW
+from labcore.studies.shuffling.characters import CONTEXT, LETTERS, ROW, EpochRun, corpus
 
 __all__ = [
     "BoundaryTest",
     "batch_distances",
     "boundary_test",
+    "epoch_distances",
+    "later_spikes",
     "letter_shares",
+    "spike_rate",
     "spikes_of",
 ]
 
@@ -33,6 +37,19 @@ def spikes_of(losses: Sequence[float], provenance: Sequence[object] = ()) -> tup
     for step, loss in enumerate(losses):
         detector.update(step, loss, provenance[step] if provenance else None)
     return detector.spikes
+
+
+def spike_rate(losses: Sequence[float]) -> float:
+    """Return the number of spikes in 1,000 steps."""
+    return 1000 * len(spikes_of(losses)) / len(losses)
+
+
+_BEGUN = 5  # steps in which a spike that was made on purpose may begin
+
+
+def later_spikes(losses: Sequence[float], step: int) -> int:
+    """Return how many spikes begin after `step` and the few steps that follow it."""
+    return sum(spike.step > step + _BEGUN for spike in spikes_of(losses))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,3 +127,14 @@ def batch_distances(batches: Iterable[Tensor], data: Tensor) -> list[float]:
     return [
         (len(batch) * (batch.mean(0) - middle).square().sum() / spread).item() for batch in batches
     ]
+
+
+def epoch_distances(run: EpochRun, kind: str, seed: int) -> list[float]:
+    """Return `batch_distances` of a run's letters; kind, seed: of its corpus."""
+    shares = _corpus_shares(kind, seed)
+    return batch_distances((shares[list(rows)] for rows in run.rows), shares)
+
+
+@functools.cache
+def _corpus_shares(kind: str, seed: int) -> Tensor:
+    return letter_shares(corpus(kind, seed).rows)

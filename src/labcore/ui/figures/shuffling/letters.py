@@ -1,4 +1,4 @@
-"""Figures for the chapter `shuffling`: numbers in, plotly figures out."""
+"""Small models on letters and digits: loss curves, spikes, and what correlated batches cost."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ from statistics import fmean
 from typing import Any
 
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
-__all__ = ["buffer", "design_effects", "noise_scales", "outcomes", "spikes"]
+__all__ = [
+    "buffer",
+    "damage",
+    "design_effects",
+    "effective_rows",
+    "noise_scales",
+    "outcomes",
+    "schedules",
+    "spikes",
+]
 
 _MARK = {"symbol": "triangle-down", "size": 11, "color": PALETTE["vermillion"]}
 
@@ -93,7 +103,7 @@ def buffer(size: str, seed: int, data: Mapping[str, Mapping[str, Any]]) -> go.Fi
             "yaxis": {"title": "loss, nats per letter", "range": [1, 5], "domain": [0.5, 1]},
             "xaxis2": {"title": f"step; {effect}", "range": [0, len(curve)], "anchor": "y2"},
             "yaxis2": {
-                "title": "batch correlation",
+                "title": "distance",
                 "type": "log",
                 "range": [-0.5, 1.7],
                 "tickvals": [0.5, 1, 2, 5, 10, 20, 50],
@@ -105,31 +115,129 @@ def buffer(size: str, seed: int, data: Mapping[str, Mapping[str, Any]]) -> go.Fi
     )
 
 
-def outcomes(orders: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> go.Figure:
-    """Draw held-out loss by the spikes of a run, means over seeds, one symbol per order.
+def outcomes(
+    orders: Mapping[str, tuple[float, float, Sequence[float]]],
+    made: Mapping[str, tuple[float, Sequence[float]]],
+) -> go.Figure:
+    """Draw the harm of each run, means over seeds: by its spikes, and by its batches' correlation.
 
-    orders: name -> (spikes per 1,000 steps, held-out loss minus the full shuffle's), one number per
-    seed.
+    orders: name -> (spikes per 1,000 steps, design effect, held-out loss minus a full shuffle's by
+    seed). made: the same without a design effect, for spikes made on purpose in a full shuffle.
     """
-    figure = go.Figure()
-    colors = itertools.cycle(list(PALETTE.values()))
-    symbols = itertools.cycle(("circle", "square", "diamond", "x", "cross", "star"))
-    for (name, (count, loss)), color, symbol in zip(orders.items(), colors, symbols, strict=False):
+    figure = make_subplots(cols=2, shared_yaxes=True, horizontal_spacing=0.06)
+    ends = [fmean(one[2]) for one in orders.values()]
+    near = 0.1 * max(ends)  # of two names so close, the lower one goes below its mark
+    below = [any(0 < other - end < near for other in ends) for end in ends]
+    names = ["bottom center" if each else "top center" for each in below]
+    for column, place in ((1, 0), (2, 1)):
         figure.add_scatter(
-            x=[fmean(count)], y=[fmean(loss)], mode="markers", name=name,
-            marker={"size": 13, "color": color, "symbol": symbol},
+            x=[one[place] for one in orders.values()],
+            y=ends,
+            mode="markers+text" if place else "markers", text=list(orders),
+            textposition=names, textfont={"size": 11}, cliponaxis=False,
+            name="order of the rows", legendgroup="orders", showlegend=column == 1,
+            marker={"color": PALETTE["vermillion"], "size": 11}, row=1, col=column,
         )  # fmt: skip
-    figure.update_layout(
-        title="What a run's spikes say of its end",
-        xaxis={"title": "spikes in 1,000 steps", "rangemode": "tozero"},
-        yaxis={"title": "held-out loss minus full shuffle"},
-        height=520,
+    most = max([one[0] for one in orders.values()] + [count for count, _ in made.values()])
+    beside = ["middle right" if n < most / 2 else "top center" for n, _ in made.values()]
+    figure.add_scatter(
+        x=[count for count, _ in made.values()], y=[fmean(harm) for _, harm in made.values()],
+        mode="markers+text", text=list(made), textposition=beside,
+        name="spikes made on purpose", textfont={"size": 11}, cliponaxis=False,
+        marker={"color": PALETTE["blue"], "size": 11, "symbol": "diamond"}, row=1, col=1,
+    )  # fmt: skip
+    figure.update_layout(title="Harm by spikes, and by correlation", height=460)
+    figure.update_xaxes(title="spikes in 1,000 steps", range=[-0.2 * most, 1.15 * most], col=1)
+    figure.update_xaxes(
+        title="design effect", type="log", range=[-0.15, 1.15], tickvals=[1, 2, 5, 10], col=2
     )
+    figure.update_yaxes(title="held-out loss minus full shuffle", col=1)
+    told = [
+        f"{name}: {count:.1f} spikes, design effect {effect:.1f}, {fmean(harm):+.3f} nats"
+        for name, (count, effect, harm) in orders.items()
+    ]
+    told += [f"{name}: {n:.1f} spikes, {fmean(harm):+.3f} nats" for name, (n, harm) in made.items()]
+    return describe(figure, f"Held-out loss over that of a full shuffle. {'; '.join(told)}.")
+
+
+def schedules(data: Mapping[str, Mapping[str, Mapping[float, Sequence[float]]]]) -> go.Figure:
+    """Draw the held-out loss by learning rate, one line per order and one panel per schedule.
+
+    data: title of a panel -> order -> learning rate -> losses by seed.
+    """
+    figure = make_subplots(
+        cols=len(data), shared_yaxes=True, horizontal_spacing=0.06, subplot_titles=list(data)
+    )
+    figure.update_annotations(font={"size": 13})
+    colors = ("vermillion", "orange", "blue", "green", "purple")
+    for column, orders in enumerate(data.values(), 1):
+        for (name, losses), color in zip(orders.items(), colors, strict=False):
+            figure.add_scatter(
+                x=list(losses), y=[fmean(one) for one in losses.values()], mode="lines+markers",
+                error_y={"array": [draw.deviation(one) for one in losses.values()], "thickness": 1},
+                name=name, legendgroup=name, showlegend=column == 1,
+                line={"color": PALETTE[color]}, row=1, col=column,
+            )  # fmt: skip
+    figure.update_xaxes(title="learning rate", type="log", tickvals=sorted(losses), tickangle=0)
+    figure.update_yaxes(title="held-out loss, nats per letter", col=1)
+    figure.update_layout(title="What poor shuffling costs")
     told = "; ".join(
-        f"{name}: {fmean(count):.1f} spikes, {fmean(loss):+.3f} nats"
-        for name, (count, loss) in orders.items()
+        f"{panel}, {name}: "
+        + ", ".join(f"{fmean(one):.2f} at {rate:g}" for rate, one in losses.items())
+        for panel, orders in data.items()
+        for name, losses in orders.items()
     )
-    return describe(figure, f"Held-out loss over that of a full shuffle, by spikes. {told}.")
+    return describe(figure, f"Held-out loss by learning rate. {told}.")
+
+
+def effective_rows(rows: Mapping[str, float], batch: int) -> go.Figure:
+    """Draw how many independent rows a batch is worth. rows: order -> that number."""
+    figure = go.Figure()
+    figure.add_bar(
+        x=list(rows.values()), y=list(rows), orientation="h",
+        marker={"color": PALETTE["vermillion"]}, texttemplate="%{x:.1f}",
+        textposition="outside", cliponaxis=False,
+    )  # fmt: skip
+    figure.add_vline(x=batch, line=draw.PREDICTED)
+    figure.update_layout(
+        title=f"What a batch of {batch} rows is worth",
+        xaxis={"title": "independent rows; dashed: all", "range": [0, 1.15 * batch]},
+        yaxis={"autorange": "reversed"},
+        height=330,
+    )
+    told = ", ".join(f"{name} {value:.1f}" for name, value in rows.items())
+    return describe(figure, f"Independent rows that a batch of {batch} is worth: {told}.")
+
+
+def damage(
+    kind: str, batches: int, place: float, data: Mapping[tuple[str, int, float], Mapping[str, Any]]
+) -> go.Figure:
+    """Draw the loss on held-out rows of a run with a damaged shard, beside the clean run's.
+
+    data: (kind, batches, place) -> "checks" [(step, loss)], "clean" likewise, "bad" (first and last
+    step), "rise" of a batch's loss, and "end", the final held-out loss minus the clean run's.
+    """
+    run = data[kind, batches, place]
+    figure = go.Figure()
+    for name, points, color in (
+        ("damaged", run["checks"], "vermillion"),
+        ("clean", run["clean"], "blue"),
+    ):
+        figure.add_scatter(
+            x=[step for step, _ in points], y=[loss for _, loss in points], mode="lines",
+            name=name, line={"color": PALETTE[color], "width": 2},
+        )  # fmt: skip
+    first, last = run["bad"]
+    figure.add_vrect(
+        x0=first, x1=last + 1, fillcolor=PALETTE["gray"], opacity=0.3, line={"width": 0}
+    )
+    title = f"Spike {run['rise']:.1f} nats, {run['end']:+.3f} at the end"
+    figure.update_layout(
+        title=title,
+        xaxis={"title": "step; gray: the damaged batches"},
+        yaxis={"title": "loss on held-out rows", "range": [1.7, 5]},
+    )
+    return describe(figure, f"{kind}, {batches} batches from step {first}: {title}.")
 
 
 def design_effects(

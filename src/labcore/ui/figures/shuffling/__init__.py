@@ -1,0 +1,27 @@
+"""Figures for the chapter `shuffling`: numbers in, plotly figures out."""
+
+from labcore.ui.figures.shuffling.language import language_losses
+from labcore.ui.figures.shuffling.letters import (
+    buffer,
+    damage,
+    design_effects,
+    effective_rows,
+    noise_scales,
+    outcomes,
+    schedules,
+    spikes,
+)
+from labcore.ui.figures.shuffling.mixing import flow
+
+__all__ = [
+    "buffer",
+    "damage",
+    "design_effects",
+    "effective_rows",
+    "flow",
+    "language_losses",
+    "noise_scales",
+    "outcomes",
+    "schedules",
+    "spikes",
+]
