@@ -183,11 +183,11 @@ def test_roles_are_said_in_words(tmp_path: Path) -> None:
     (tmp_path / "notation.md").write_text("# Notation of 课程\n", encoding="utf-8")
     text = (
         "{cite:t}`one`, {cite}`one, many`, {doc}`notation`, {doc}`the lab <../x/y>`, {cite}`lost`, "
-        "{doc}`gone`"
+        "{doc}`gone`, {term}`z-loss`, {term}`ranks <rank>`"
     )
     assert slides._without_roles(text, tmp_path / "c.ipynb") == (
         "Chen and Liang (2023), (Chen and Liang, 2023; A et al., 2020), Notation of 课程, the lab, "
-        "(lost, n.d.), gone"
+        "(lost, n.d.), gone, z-loss, ranks"
     )
 
 

@@ -39,7 +39,7 @@ REVEAL = {
     "notes.js": "plugin/notes/notes.js",
     "LICENSE.reveal.txt": "LICENSE",
 }
-ROLE = re.compile(r"\{(cite(?::t)?|doc)\}`([^`]+)`")
+ROLE = re.compile(r"\{(cite(?::t)?|doc|term)\}`([^`]+)`")
 TARGET = re.compile(r"^(.*)<([^>]+)>$")
 
 
@@ -182,13 +182,16 @@ def _cells(slide: Slide) -> list[Any]:
 
 
 def _without_roles(text: str, path: Path) -> str:
-    """Markdown with MyST's roles as text: authors and year, or the title of a page."""
+    """Markdown with MyST's roles as text: authors and year, the title of a page, or a term."""
 
     def said(found: re.Match[str]) -> str:
         role, body = found[1], found[2]
+        if named := TARGET.match(body):
+            return named[1].strip()
+        if role == "term":
+            return body
         if role == "doc":
-            named = TARGET.match(body)
-            return named[1].strip() if named else contents.title(path.parent / body)
+            return contents.title(path.parent / body)
         names = [_source(path.parent / "references.bib", key.strip()) for key in body.split(",")]
         if role == "cite:t":
             return "; ".join(f"{who} ({year})" for who, year in names)
