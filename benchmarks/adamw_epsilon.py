@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -386,14 +387,18 @@ def language_gradients(_: Sizes = FULL) -> list[Measurement]:
     for what, at in itertools.product(("below", "kept"), language.EPSILONS):
         shares = {layer: [each[layer][what][f"{at:g}"] for each in moments] for layer in moments[0]}
         found.append(seen(f"{what}/eps {at:g}", "share", shares["all"], layers=shares))
+        found.append(seen(f"{what} in the embedding/eps {at:g}", "share", shares["embedding"]))
+        layers = [shares[layer] for layer in shares if layer.startswith("layer ")]
+        alike = [fmean(each) for each in zip(*layers, strict=True)]  # layers have equal sizes
+        found.append(seen(f"{what} in the layers/eps {at:g}", "share", alike))
     return found
 
 
 @case("language/shapes", minutes=4)
 def language_shapes(_: Sizes = FULL) -> list[Measurement]:
-    """Exponent of the gradient's RMS against width and against depth, one per seed."""
+    """Exponent of the gradient's RMS against the number of weights, one per seed."""
     shapes = results.rms_by_shape(max(FULL.shape_batches))
     return [
-        seen(f"exponent against {name}", "", results.exponents(rms), rms=rms)
+        seen(f"exponent against weights/{name}", "", results.exponents(rms), rms=rms)
         for name, rms in shapes.items()
     ]

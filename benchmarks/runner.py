@@ -141,7 +141,9 @@ def run(case: Case) -> list[Record]:
     measurements = _on_one_thread(case.function)
     if not measurements:
         raise RuntimeError(f"{case.slug}/{case.name} returned no measurement")
-    machine, code = asdict(hardware()), hashes.describe(FOLDER / f"{case.slug}.py")
+    declared = case.function.__qualname__.split(".")[0]
+    code = hashes.describe(FOLDER / f"{case.slug}.py", declared)
+    machine = asdict(hardware())
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return [
         Record(

@@ -184,7 +184,12 @@ def recorded(numbers: dict[str, float]) -> types.SimpleNamespace:
         value = numbers.get(f"{key}|{quantity}", numbers.get(key)) + int(seed) / 10
         layer = {"below": {f"{e:g}": e for e in cases.language.EPSILONS}}
         layer["kept"] = {f"{e:g}": 1 - e for e in cases.language.EPSILONS}
-        details = {"second moments": {"embedding": layer, "all": layer}}
+        width, _, depth = key.removeprefix("language/width ").partition(", depth ")
+        shape = (int(width), int(depth)) if depth else (0, 0)
+        details = {
+            "second moments": {"embedding": layer, "layer 1": layer, "all": layer},
+            "parameters": shape[0] ** 2 * shape[1],
+        }
         return types.SimpleNamespace(p50=value, details=details)
 
     return find
@@ -221,6 +226,8 @@ def test_gradients_are_gathered_by_batch_with_a_prediction(
         assert item.peers["predicted"][0] == pytest.approx(item.samples[0])
     assert found["below/eps 1e-05"].samples == [1e-5] * 4
     assert found["kept/eps 0.001"].details["layers"]["embedding"] == [0.999] * 4
+    assert found["kept in the layers/eps 0.001"].samples == pytest.approx([0.999] * 4)
+    assert found["below in the embedding/eps 0.001"].samples == [1e-3] * 4
 
 
 def test_shapes_give_an_exponent_per_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,5 +237,5 @@ def test_shapes_give_an_exponent_per_seed(monkeypatch: pytest.MonkeyPatch) -> No
     }
     monkeypatch.setattr(cases.results.records, "find", recorded(numbers))
     found = by_quantity(cases.language_shapes())
-    assert found["exponent against width"].samples == pytest.approx([-0.5] * 4, abs=1e-3)
-    assert found["exponent against depth"].samples == pytest.approx([-1.0] * 4, abs=1e-3)
+    assert found["exponent against weights/width"].samples == pytest.approx([-0.25] * 4, abs=1e-3)
+    assert found["exponent against weights/depth"].samples == pytest.approx([-1.0] * 4, abs=1e-3)

@@ -21,7 +21,7 @@ def make(**changes) -> Record:
         "hardware": asdict(hardware()),
         "versions": versions(),
         "date": "2026-01-02T03:04:05+00:00",
-        "source": {"benchmark": "a", "labcore": "b", "modules": ["labcore.checks"]},
+        "source": {"function": "f", "benchmark": "a", "labcore": "b", "names": ["labcore.checks"]},
         "peers": {"torch": [4.0, 5.0, 6.0]},
         "details": {"tensors": 148, "what": "größe"},
     }
@@ -113,7 +113,7 @@ def test_find_prefers_this_machine_and_lists_what_there_is(tmp_path, monkeypatch
 
 
 def test_staleness_follows_the_code(tmp_path):
-    source = hashes.describe(hashes.PACKAGE / "timing.py")
+    source = hashes.describe(hashes.PACKAGE / "timing.py", "paired")
     fresh = make(source=source, slug="no-such-benchmark")
     assert not records.is_stale(fresh)
     assert "since changed" not in records.provenance(fresh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,8 @@ OTHER = {
 
 
 def told(code: str) -> list[str]:
-    return sorted(trees.statements(code, MODULES.__contains__))
+    found = trees.statements(code, MODULES.__contains__)
+    return sorted(one.line for one in found if one.line)
 
 
 @pytest.mark.parametrize("change", SAME)
@@ -76,26 +78,79 @@ def test_lines_are_the_same_on_every_python() -> None:
     ]
 
 
-def test_a_definition_may_move_to_another_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+Describe = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Describe:
+    """Returns the hashes of the function f of a benchmark, with a package of these modules."""
     package = tmp_path / "labcore"
     package.mkdir()
     monkeypatch.setattr(hashes, "PACKAGE", package)
     script = tmp_path / "script.py"
-    f, g = "def f(): return g()\n", "def g(): return 1\n"
 
-    def described(benchmark: str, **files: str) -> tuple[str, str]:
+    def hashes_of(benchmark: str, **modules: str) -> tuple[str, str]:
         for path in package.glob("*.py"):
             path.unlink()
-        for name, text in files.items():
+        for name, text in {"__init__": "", **modules}.items():
             (package / f"{name}.py").write_text(text)
         script.write_text(benchmark)
-        found = hashes.describe(script)
+        found = hashes.describe(script, "f")
         return found["benchmark"], found["labcore"]
 
-    before = described("from labcore import a\na.f()", __init__="", a=f + g)
-    moved = {"a": "from labcore.b import g\n" + f, "b": '"""Here."""\n' + g}
-    assert described("import labcore.a as c\nc.f()", __init__="", **moved) == before
-    moved["b"] = g.replace("1", "2")
-    assert described("from labcore import a\na.f()", __init__="", **moved) != before
+    return hashes_of
+
+
+USES_A = "from labcore import a\ndef f(): return a.f()\n"
+F, G = "def f(): return g()\n", "def g(): return 1\n"
+
+
+def test_a_definition_may_move_to_another_file(described: Describe) -> None:
+    before = described(USES_A, a=F + G)
+    moved = {"a": "from labcore.b import g\n" + F, "b": '"""Here."""\n' + G}
+    renamed = USES_A.replace("from labcore import a", "import labcore.a as c").replace("a.f", "c.f")
+    assert described(renamed, **moved) == before
+    assert described(USES_A, **{**moved, "b": G.replace("1", "2")}) != before
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "module"),
+    [
+        (USES_A + "def h(): return 2\nX = [f for f in (1, 2)]\n", F + G),
+        (USES_A, F + G + "import os\nSEEDS = (0, 1)\ndef unused(): return g() + 1\n"),
+        (USES_A + "from labcore import b\nb.g()\n"[:22], F + G),
+    ],
+    ids=["in the benchmark", "in the module", "an import"],
+)
+def test_what_a_case_does_not_use_does_not_count(
+    described: Describe, benchmark: str, module: str
+) -> None:
+    before = described(USES_A, a=F + G, b=G)
+    assert described(benchmark, a=module, b=G) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"a": "from labcore.b import g\n" + F.replace("g()", "g() + 1")},
+        {"b": G.replace("1", "2")},
+        {"b": "def g(): return N\nN = 2\n"},
+        {"b": G + "N = 1\nN += g()\nprint(N)\n"},
+        {"__init__": "print(1)"},
+        {"benchmark": USES_A.replace("a.f()", "a.f() + N") + "for N in (1, 2): pass\n"},
+        {"benchmark": "from labcore import a\ndef f(): return getattr(a, 'f')()\n"},
+    ],
+)
+def test_what_a_case_uses_counts(described: Describe, change: dict[str, str]) -> None:
+    files = {"benchmark": USES_A, "a": "from labcore.b import g\n" + F, "b": G}
+    assert described(**{**files, **change}) != described(**files)
+
+
+def test_a_module_that_is_passed_on_counts_as_a_whole(described: Describe) -> None:
+    whole = "from labcore import a\ndef f(): return vars(a)\n"
+    assert described(whole, a=F + G + "N = 1\n") != described(whole, a=F + G)
+
+
+def test_a_definition_inside_a_function_is_found_by_the_function(described: Describe) -> None:
+    nested = "def f(n):\n    def _(): return n + N\n    return _\nN = 1\nf(3)\n"
+    assert described(nested) != described(nested.replace("N = 1", "N = 2"))

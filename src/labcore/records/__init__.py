@@ -61,7 +61,7 @@ class Record:
         peers = {name: tuple(float(x) for x in xs) for name, xs in self.peers.items()}
         object.__setattr__(self, "peers", peers)
         Hardware(**self.hardware)
-        if not {"benchmark", "labcore", "modules"} <= set(self.source):
+        if not {"function", "benchmark", "labcore", "names"} <= set(self.source):
             raise ValueError(f"source must be what hashes.describe returns, got {self.source!r}")
         for name, value in zip(("p20", "p50", "p80"), quantiles([*self.samples]), strict=True):
             object.__setattr__(self, name, value)
@@ -192,23 +192,24 @@ def merge(source: Path, folder: Path = FOLDER) -> int:
 
 
 @functools.cache
-def _today(slug: str, modules: tuple[str, ...]) -> dict[str, str]:
+def _today(slug: str, function: str, names: tuple[str, ...]) -> dict[str, str]:
     """Compute today's hashes to compare a record's with, once per process."""
     file = hashes.PACKAGE.parent.parent / "benchmarks" / f"{slug}.py"
     if not file.is_file():
-        return {"labcore": hashes.digest_modules(modules)}
-    found = hashes.describe(file)
+        return {"labcore": hashes.digest_names(names)}
+    found = hashes.describe(file, function)
     return {"benchmark": found["benchmark"], "labcore": found["labcore"]}
 
 
 def is_stale(record: Record) -> bool:
     """Return whether the code has changed since the record was measured.
 
-    In a checkout, the code is the benchmark and everything it imports today. In an installed
-    package, which has no benchmarks, it is the modules that the benchmark imported back then.
+    In a checkout, the code is what the record's case uses of its benchmark and of labcore today. In
+    an installed package, which has no benchmarks, it is the part of labcore that it used back then.
     """
-    today = _today(record.slug, tuple(record.source["modules"]))
-    return any(record.source[name] != value for name, value in today.items())
+    source = record.source
+    today = _today(record.slug, source["function"], tuple(source["names"]))
+    return any(source[name] != value for name, value in today.items())
 
 
 def provenance(record: Record) -> str:

@@ -1,7 +1,8 @@
-"""The labcore modules that a program imports, with hashes of their text or of their behavior.
+"""What a program uses of labcore, with hashes of its text or of its behavior.
 
-A page runs again when the text changes, because it may show that text. A record becomes stale only
-when the code does something different; see `labcore.records.trees`.
+A page runs again when the text of a module changes, because it may show that text. A record becomes
+stale only when a definition that its case uses does something different; see
+`labcore.records.trees`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from labcore.records import trees
 
-__all__ = ["closure", "describe", "digest", "digest_modules", "modules"]
+__all__ = ["closure", "describe", "digest", "digest_modules", "digest_names", "modules"]
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -88,8 +89,12 @@ def _imported(path: Path, state: tuple[int, int]) -> frozenset[str]:  # noqa: AR
 
 
 @functools.lru_cache(maxsize=4096)
-def _statements(path: Path, state: tuple[int, int]) -> tuple[str, ...]:  # noqa: ARG001
+def _statements(path: Path, state: tuple[int, int]) -> tuple[trees.Statement, ...]:  # noqa: ARG001
     return trees.statements(_code(path), lambda name: _module_file(name) is not None)
+
+
+def _lines(statements: Iterable[trees.Statement]) -> list[bytes]:
+    return sorted(one.line.encode() for one in statements if one.line)
 
 
 def closure(path: Path | str) -> tuple[Path, ...]:
@@ -152,18 +157,69 @@ def digest_modules(names: Iterable[str]) -> str:
     """
     files = [_module_file(name) for name in sorted(names)]
     there = [file for file in files if file]
-    statements = sorted(line for file in there for line in _statements(file, _state(file)))
+    lines = _lines(one for file in there for one in _statements(file, _state(file)))
     compiled = [part for file in there for part in _compiled(file)]
     gone = str(len(files) - len(there)) if len(files) > len(there) else ""
-    return _hash([*(line.encode() for line in statements), *compiled, gone.encode()])
+    return _hash([*lines, *compiled, gone.encode()])
 
 
-def describe(path: Path | str) -> dict[str, Any]:
-    """Return what a record keeps of its code: hashes of the benchmark and labcore, and modules."""
-    path = Path(path).resolve()
-    names = modules(path)
+def _used(path: Path, name: str, *, otherwise_all: bool) -> tuple[set[trees.Statement], set[str]]:
+    """Return the statements of a file that one of its names needs, and the names of labcore there.
+
+    Statements that bind nothing, such as a registration, always belong to them.
+    otherwise_all: whether a name that the file doesn't bind stands for all of it.
+    """
+    table = _statements(path, _state(path))
+    binders: dict[str, list[trees.Statement]] = {}
+    for one in table:
+        for bound in one.binds:
+            binders.setdefault(bound, []).append(one)
+    waiting = [one for one in table if not one.binds]
+    waiting += binders.get(name, table if otherwise_all else ())
+    found: set[trees.Statement] = set()
+    while waiting:
+        if (one := waiting.pop()) not in found:
+            found.add(one)
+            waiting += [other for used in one.uses for other in binders.get(used, ())]
+    return found, {used for one in found for used in one.uses if used not in binders}
+
+
+def _path_to(dotted: str) -> list[tuple[Path, str]]:
+    """Return the files that importing a dotted name runs, each with the next part of the name."""
+    parts = [*dotted.split("."), ""]
+    files = [(_module_file(".".join(parts[:k])), parts[k]) for k in range(1, len(parts))]
+    return [(file, name) for file, name in files if file]
+
+
+def digest_names(names: Iterable[str]) -> str:
+    """Hash what these dotted names of labcore do, and all that they use, in 16 hex digits.
+
+    How records are kept doesn't count: it changes nothing that is measured.
+    """
+    waiting, done = set(names), set[str]()
+    lines, compiled = set[trees.Statement](), set[bytes]()
+    while waiting:
+        done.add(dotted := waiting.pop())
+        path_to = _path_to(dotted)
+        for path, name in path_to:
+            found, used = _used(path, name, otherwise_all=path == path_to[-1][0])
+            lines |= found
+            waiting |= {name for name in used - done if not name.startswith("labcore.records")}
+            compiled.update(_compiled(path))
+    return _hash([*_lines(lines), *sorted(compiled)])
+
+
+def describe(path: Path | str, function: str) -> dict[str, Any]:
+    """Return what a record keeps of its code.
+
+    path: a benchmark. function: the function at its top that measures, or that declares the case.
+    Returns its name, hashes of what it uses of the file and of labcore, and the names of labcore
+    that the file uses for it.
+    """
+    found, names = _used(Path(path).resolve(), function, otherwise_all=True)
     return {
-        "benchmark": _hash(line.encode() for line in _statements(path, _state(path))),
-        "labcore": digest_modules(names),
-        "modules": names,
+        "function": function,
+        "benchmark": _hash(_lines(found)),
+        "labcore": digest_names(names),
+        "names": sorted(names),
     }

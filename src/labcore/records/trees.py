@@ -1,24 +1,38 @@
 """A program's behavior as text, which doesn't change if only wording or file layout changes.
 
-Each statement of a file becomes a line made from its syntax tree. The lines leave out comments,
-docstrings, imports, `__all__`, the names of labcore's modules and the messages of raised errors, so
-moving or rewording a definition changes no line. The lines are the same on every Python version
-that the project supports.
+Each statement of a file becomes a line made from its syntax tree, with the names that it uses. The
+lines leave out comments, docstrings, imports, `__all__`, the names of labcore's modules and the
+messages of raised errors, so moving or rewording a definition changes no line. The lines are the
+same on every Python version that the project supports.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["statements"]
+__all__ = ["Statement", "statements"]
 
 # Fields that only some Python versions have, or that follow from the rest of the tree.
 SKIPPED = {"ctx", "kind", "type_comment", "type_ignores", "type_params"}
 
 
-def _bound(tree: ast.Module) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A statement at the top of a file.
+
+    line: its text; an import and `__all__` have none. binds: the names that it binds in the file.
+    uses: the names of the file's own top, and the dotted names of labcore, that it reads.
+    """
+
+    line: str
+    binds: frozenset[str]
+    uses: frozenset[str]
+
+
+def _bound(tree: ast.AST) -> dict[str, str]:
     """Map each name that a file's imports of labcore bind to its full dotted name."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -109,11 +123,52 @@ def _is_face(node: ast.stmt) -> bool:
     return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
 
 
-def statements(code: str, is_module: Callable[[str], bool]) -> tuple[str, ...]:
-    """Return a line for each statement of a file.
+def _binds(node: ast.AST) -> frozenset[str]:
+    """Return the names that a statement binds outside of its functions and comprehensions."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return frozenset({node.name})
+    if isinstance(node, ast.comprehension | ast.Lambda):
+        return frozenset()
+    if isinstance(node, ast.Name):
+        return frozenset({node.id} if isinstance(node.ctx, ast.Store) else ())
+    return frozenset[str]().union(*map(_binds, ast.iter_child_nodes(node)))
+
+
+def _uses(node: ast.AST, imported: dict[str, str]) -> Iterator[str]:
+    """Yield the names that a tree reads, those of labcore as dotted as they stand there."""
+    parts: list[str] = []
+    root = node
+    while isinstance(root, ast.Attribute):
+        parts.append(root.attr)
+        root = root.value
+    if isinstance(root, ast.Name):
+        yield ".".join([imported.get(root.id, root.id), *reversed(parts)])
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _uses(child, imported)
+
+
+def statements(code: str, is_module: Callable[[str], bool]) -> tuple[Statement, ...]:
+    """Return the statements at the top of a file.
 
     is_module: returns whether a dotted name is a labcore module. Raises SyntaxError for bad code.
     """
     tree = ast.parse(code)
-    bare = _Bare(_bound(tree), is_module).visit(tree)
-    return tuple(_text(node) for node in bare.body if not _is_face(node))
+    imported, found = _bound(tree), []
+    imports = ast.Import | ast.ImportFrom
+    own = frozenset[str]().union(
+        *(_binds(node) for node in tree.body if not isinstance(node, imports))
+    )
+    for node in tree.body:
+        if isinstance(node, imports):
+            targets = _bound(node)
+            found += [Statement("", frozenset({n}), frozenset({targets[n]})) for n in targets]
+            continue
+        roots = {name: name.split(".")[0] for name in _uses(node, imported)}
+        uses = {name for name, root in roots.items() if root == "labcore"}
+        uses |= own.intersection(roots.values())
+        binds = _binds(node)
+        bare = _Bare(imported, is_module).visit(node)
+        line = "" if bare is None or _is_face(node) else _text(bare)
+        found.append(Statement(line, binds, frozenset(uses)))
+    return tuple(found)

@@ -1,5 +1,7 @@
 """Runs on the language model: what changes, what stays as tuned, and what is read of records."""
 
+import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -94,7 +96,9 @@ def test_records_are_read_by_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def find(slug: str, case: str, quantity: str) -> SimpleNamespace:
         asked.append((slug, case, quantity))
-        return SimpleNamespace(p50=float(len(asked)), details={"second moments": len(asked)})
+        sizes = [int(number) for number in re.findall(r"\d+", case)]
+        details = {"second moments": len(asked), "parameters": math.prod(sizes[:2])}
+        return SimpleNamespace(p50=float(len(asked)), details=details)
 
     monkeypatch.setattr(results.records, "find", find)
     assert results.final_losses(results.BASE) == [1.0, 2.0, 3.0, 4.0]
@@ -107,8 +111,8 @@ def test_records_are_read_by_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(results.second_moments()) == len(REPORT_SEEDS)
     shapes = results.rms_by_shape(8192)
     assert {name: sorted(found) for name, found in shapes.items()} == {
-        "width": [64, 128, 256],
-        "depth": [2, 5, 10],
+        "width": [320, 640, 1280],
+        "depth": [256, 640, 1280],
     }
     assert asked[-1][1:] == ("language/width 128, depth 10/seed 3", "gradient rms/8192 tokens")
 

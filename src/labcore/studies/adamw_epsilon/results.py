@@ -71,21 +71,21 @@ def second_moments() -> list[Mapping[str, Any]]:
 
 
 def rms_by_shape(batch: int) -> dict[str, dict[int, list[float]]]:
-    """Return the RMS by "width" at one depth and by "depth" at one width, and by seed.
+    """Return the RMS by seed for the models of "width" and of "depth", by their number of weights.
 
     batch: tokens of the batches over which the gradients were measured.
     """
-
-    def rms(width: int, depth: int) -> list[float]:
-        run = f"language/width {width}, depth {depth}/seed "
-        quantity = f"gradient rms/{batch} tokens"
-        return [records.find("adamw_epsilon", f"{run}{n}", quantity).p50 for n in REPORT_SEEDS]
-
     _, (width, depth), *_ = SHAPES
-    return {
-        "width": {one: rms(one, depth) for one, other in SHAPES if other == depth},
-        "depth": {other: rms(width, other) for one, other in SHAPES if one == width},
-    }
+    found: dict[str, dict[int, list[float]]] = {"width": {}, "depth": {}}
+    for shape in SHAPES:
+        case = f"language/width {shape[0]}, depth {shape[1]}/seed "
+        quantity = f"gradient rms/{batch} tokens"
+        runs = [records.find("adamw_epsilon", f"{case}{n}", quantity) for n in REPORT_SEEDS]
+        weights = runs[0].details["parameters"]
+        for name, alike in (("width", shape[1] == depth), ("depth", shape[0] == width)):
+            if alike:
+                found[name][weights] = [run.p50 for run in runs]
+    return found
 
 
 def exponents(sizes: Mapping[int, Sequence[float]]) -> list[float]:
