@@ -32,8 +32,8 @@ EXPLORERS = {
         "value": Slider(low=-9, high=9, default=3, step=3),
     },
     "trade_off": {
-        "noise_scale": LogSlider(low=2**9, high=2**16, default=2**12, points=15),
-        "loss": Choice(options=("4.7", "5.9"), default="5.9"),
+        "noise_scale": LogSlider(low=2**8, high=2**16, default=2**12, points=17),
+        "runs": Choice(options=("rows", "tokens"), default="rows"),
     },
     "arrivals": {
         "norm": Choice(options=shown.NORMS, default="batch norm"),
@@ -78,12 +78,15 @@ def data(seed: int) -> dict[str, Any]:
         }
         for norm in shown.NORMS
     }
-    tokens = {"5.9": {2_048: [1.0, 1.0], 8_192: [1.8, 2.2], 32_768: [5.0]}, "4.7": {2_048: [1.0]}}
+    examples = {
+        "tokens": {2_048: [1.0, 1.0], 8_192: [1.8, 2.2], 32_768: [5.0]},
+        "rows": {32: [1.0], 128: [1.2]},
+    }
     return {
         "by_batch": {norm: swept[norm] for norm in shown.NORMS},
         "path": by_batch,
         "arrivals": costs,
-        "trade_off": tokens,
+        "trade_off": examples,
     }
 
 
@@ -133,12 +136,12 @@ def test_only_companions_change(norm: str, marks: str) -> None:
     assert "0 of 6 tokens change" in unchanged.layout.title.text
 
 
-def test_steps_and_tokens_are_twice_their_least_at_the_noise_scale(data: dict[str, Any]) -> None:
-    figure = figures.trade_off(2.0**12, "5.9", data["trade_off"])
-    steps, tokens, measured = figure.data
+def test_steps_and_examples_are_twice_their_least_at_the_noise_scale(data: dict[str, Any]) -> None:
+    figure = figures.trade_off(2.0**12, "tokens", data["trade_off"])
+    steps, examples, measured = figure.data
     at = list(steps.x).index(2**12)
-    assert steps.y[at] == tokens.y[at] == 2
-    product = [(a - 1) * (b - 1) for a, b in zip(steps.y, tokens.y, strict=True)]
+    assert steps.y[at] == examples.y[at] == 2
+    product = [(a - 1) * (b - 1) for a, b in zip(steps.y, examples.y, strict=True)]
     assert product == pytest.approx([1] * len(product), rel=0.03)
     # The smallest batch lies on its curve, the others where their ratios put them.
     assert list(measured.x) == [2_048, 8_192, 32_768]

@@ -161,39 +161,40 @@ def companions(norm: str, value: float) -> go.Figure:
 
 
 def trade_off(
-    noise_scale: float, loss: str, data: Mapping[str, Mapping[int, Sequence[float]]]
+    noise_scale: float, runs: str, data: Mapping[str, Mapping[int, Sequence[float]]]
 ) -> go.Figure:
-    """Draw steps and tokens to a loss by batch size, over their minima, and measured tokens.
+    """Draw steps and examples to a loss by batch size, over their minima, and measured examples.
 
-    noise_scale and batch sizes in tokens. steps = 1 + noise_scale / B, tokens = 1 + B / noise_scale
-    (McCandlish et al., arXiv 1812.06162). data: loss in nats per token, as text -> batch -> tokens
-    over those of the smallest batch, by seed; the smallest one is drawn on its curve.
+    noise_scale and batch sizes in examples, which are rows or tokens. steps = 1 + noise_scale / B,
+    examples = 1 + B / noise_scale (McCandlish et al., arXiv 1812.06162). data: runs -> batch -> the
+    examples that it needs over those of the smallest batch, by seed; the smallest batch is drawn on
+    its curve.
     """
-    batches = [2.0 ** (power / 2) for power in range(18, 35)]
+    batches = [2.0 ** (power / 2) for power in range(10, 35)]
     laws = {
         "steps": ([1 + noise_scale / each for each in batches], SMALL),
-        "tokens": ([1 + each / noise_scale for each in batches], LARGE),
+        "examples": ([1 + each / noise_scale for each in batches], LARGE),
     }
     figure = go.Figure()
     for name, (line, color) in laws.items():
         figure.add_scatter(
-            x=batches,
+            x=[round(each) for each in batches],
             y=[float(f"{each:.4g}") for each in line],
             mode="lines",
             name=name,
             line={"color": color},
         )
-    ratios, foot = data[loss], 1 + min(data[loss]) / noise_scale
+    ratios, foot = data[runs], 1 + min(data[runs]) / noise_scale
     points = [[float(f"{foot * each:.4g}") for each in seeds] for seeds in ratios.values()]
-    measured = curve(list(ratios), points, "tokens, measured")
+    measured = curve(list(ratios), points, "examples, measured")
     figure.add_trace({**measured, "mode": "markers", "marker": {"color": LARGE, "size": 11}})
     figure.update_layout(
-        title=f"A critical batch of {noise_scale:,.0f} tokens",
+        title=f"If the critical batch were {noise_scale:,.0f}",
         xaxis={
-            "title": "tokens per batch",
+            "title": "examples per batch",
             "type": "log",
-            "tickvals": [2**power for power in range(9, 18, 2)],
-            "ticktext": ["512", "2K", "8K", "32K", "128K"],
+            "tickvals": [2**power for power in range(5, 18, 3)],
+            "ticktext": ["32", "256", "2K", "16K", "128K"],
         },
         yaxis={
             "title": "over the least possible",
@@ -208,8 +209,8 @@ def trade_off(
     )
     return describe(
         figure,
-        f"Critical batch {noise_scale:,.0f} tokens: tokens to a loss of {loss} over those "
-        f"at a batch of {min(ratios):,}. {told}.",
+        f"Critical batch {noise_scale:,.0f}. {runs}: examples to a loss over those at a batch of "
+        f"{min(ratios):,}. {told}.",
     )
 
 
