@@ -193,6 +193,7 @@ def trade_off(
         xaxis={
             "title": "examples per batch",
             "type": "log",
+            "range": [1.45, 5.17],
             "tickvals": [2**power for power in range(5, 18, 3)],
             "ticktext": ["32", "256", "2K", "16K", "128K"],
         },
