@@ -20,13 +20,14 @@ from labcore.studies.ghost_norm import (
     comparisons,
     gradients,
     language,
+    language_comparisons,
     large_batches,
     sweeps,
 )
 from labcore.studies.ghost_norm.large_batches import LARGE, SMALL, Regime, TrainedNetwork
 from labcore.studies.language import bench
 from labcore.studies.language.results import best
-from labcore.studies.language.tuning import REPORT_SEEDS
+from labcore.studies.language.tuning import REPORT_SEEDS, train_setting
 from labcore.timing import paired
 
 
@@ -132,20 +133,25 @@ for _batch in sweeps.BATCHES:
 for (_kind, _batch), _lengths in sweeps.CURVES.items():
     for _epochs in _lengths:
         _declare_length("lengths", _kind, _batch, _epochs)
-for _batch in (SMALL, LARGE):
-    for _epochs in sweeps.FRESH:
-        _declare_length("fresh", "batch norm", _batch, _epochs)
+for (_kind, _batch), _lengths in sweeps.FRESH.items():
+    for _epochs in _lengths:
+        _declare_length("fresh", _kind, _batch, _epochs)
 
 
 @case("equal", minutes=1.2)
 def equal(sizes: Sizes = FULL) -> list[Measurement]:  # noqa: ARG001
     """Compare the recorded runs seed by seed, and count what the large batch costs."""
     unit = "percentage points"
-    found = [seen(name, unit, samples) for name, samples in comparisons.points().items()]
-    for name, updates in comparisons.updates().items():
-        over = f"ratio, batch {LARGE} over {SMALL}/{name}"
-        rows = [LARGE / SMALL * each for each in updates]
-        found += [seen(f"updates {over}", "ratio", updates), seen(f"rows {over}", "ratio", rows)]
+    found = [seen(name, unit, each) for name, each in comparisons.differences("accuracy").items()]
+    for name, samples in comparisons.differences("test_loss").items():
+        found.append(seen(f"test loss/{name}", "nats", samples))
+    for kind in comparisons.NORMS:
+        for loss in sweeps.LOSSES:
+            updates = comparisons.costs(kind, loss)[LARGE]
+            over = f"ratio, batch {LARGE} over {SMALL}/{kind}, to training loss {loss:g}"
+            rows = [LARGE / SMALL * each for each in updates]
+            found += [seen(f"updates {over}", "ratio", updates)]
+            found += [seen(f"rows {over}", "ratio", rows)]
     return found
 
 
@@ -249,18 +255,18 @@ def throughput(sizes: Sizes = FULL) -> list[Measurement]:
 def _declare_carried(batch: int, rule: str, seed: int) -> None:
     @case(f"language/{batch}/{rule}/seed {seed}", minutes=3.6)
     def _(sizes: Sizes = FULL) -> list[Measurement]:
-        """AdamW at a rate that was tuned at another batch, judged also on what it has read."""
+        """AdamW at a rate that was tuned at another batch."""
         setting = language.carried(best(language.TUNED_AT, "AdamW"), batch, rule)
-        run = language.train_carried(
-            setting, batch, seed=seed, tokens=sizes.tokens, max_files=sizes.max_files
+        run = train_setting(
+            "AdamW",
+            setting,
+            batch=batch,
+            seed=seed,
+            tokens=sizes.tokens,
+            max_files=sizes.max_files,
         )
-        details: dict[str, Any] = {
-            "setting": asdict(setting),
-            "seed": seed,
-            "losses": [round(loss, 4) for loss in run.losses],
-            "read": run.read,
-            "unread": run.unread,
-        }
+        losses = [round(loss, 4) for loss in run.curve.losses]
+        details: dict[str, Any] = {"setting": asdict(setting), "seed": seed, "losses": losses}
         return [seen("held-out loss", "nats/token", [run.loss], **details)]
 
 
@@ -288,12 +294,22 @@ for _seed in REPORT_SEEDS:
         _declare_carried(_batch, _rule, _seed)
 
 
+@case("language/batches", minutes=0.1)
+def batches(sizes: Sizes = FULL) -> list[Measurement]:  # noqa: ARG001
+    """Compare the recorded runs that were tuned at their batch; nothing is trained."""
+    losses, tokens = language_comparisons.tuned_differences(), language_comparisons.token_ratios()
+    return [seen(name, "nats/token", each) for name, each in losses.items()] + [
+        seen(name, "ratio", each) for name, each in tokens.items()
+    ]
+
+
 @case("language/compared", minutes=4.1)  # the order of cases: after the runs that it reads
 def compared(sizes: Sizes = FULL) -> list[Measurement]:  # noqa: ARG001
-    """Differences of the recorded runs, seed by seed; nothing is trained."""
-    return [seen(name, "nats/token", each) for name, each in language.differences().items()] + [
+    """Compare this file's runs with those seed by seed; nothing is trained."""
+    losses, scales = language_comparisons.differences(), language_comparisons.noise_scales()
+    return [seen(name, "nats/token", each) for name, each in losses.items()] + [
         seen(f"noise scale/{share:g}", "tokens", [scale], by_seed=by_seed)
-        for share, (scale, by_seed) in language.noise_scales().items()
+        for share, (scale, by_seed) in scales.items()
     ]
 
 

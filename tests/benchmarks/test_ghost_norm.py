@@ -17,7 +17,7 @@ from labcore.studies.language import bench
 from labcore.studies.language.tuning import REPORT_SEEDS, Setting
 from tests.benchmarks.measurements import asked, by_quantity
 
-TEXT = {"tokens": 16_384}
+TEXT = {"tokens": 32_768}
 
 
 def run(name: str, **sizes: object) -> dict[str, Measurement]:
@@ -65,14 +65,14 @@ def test_a_length_is_a_run_for_each_seed(few: None) -> None:
 
 
 def test_what_is_compared_is_what_claims_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparisons, "points", lambda: {key: [1.0, 2.0] for key in points})
-    monkeypatch.setattr(comparisons, "updates", lambda: {key: [0.25, 0.5] for key in updates})
-    points = [name for name in asked("ghost_norm", "equal") if "ratio" not in name]
-    updates = {name.split("/")[1] for name in asked("ghost_norm", "equal") if "ratio" in name}
+    asks = {name for name in asked("ghost_norm", "equal") if "ratio" not in name}
+    told = {name.removeprefix("test loss/"): [1.0, 2.0] for name in asks}
+    monkeypatch.setattr(comparisons, "differences", lambda what: told)
+    monkeypatch.setattr(comparisons, "costs", lambda kind, loss: {512: [0.25, loss]})
     found = run("equal")
     assert asked("ghost_norm", "equal") <= set(found)
-    for name in updates:
-        rows = found[f"rows ratio, batch 512 over 32/{name}"].samples
+    for kind in comparisons.NORMS:
+        rows = found[f"rows ratio, batch 512 over 32/{kind}, to training loss 0.5"].samples
         assert rows == [16 * 0.25, 16 * 0.5]
 
 
@@ -145,20 +145,19 @@ def tiny(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
 
 def test_a_language_run_is_a_case(tiny: None) -> None:
     names = {case.name: case for case in cases_of("ghost_norm") if case.name.startswith("language")}
-    assert len(names) == (4 + 1) * len(REPORT_SEEDS) + 1
+    assert len(names) == (3 + 1) * len(REPORT_SEEDS) + 2
     assert all(case.minutes < 5 for case in names.values())
     # They come before the case that reads them.
     assert max(names, key=lambda name: names[name].minutes) == "language/compared"
-    few, many = (
-        run(f"language/{batch}/square root/seed 1", **TEXT)["held-out loss"]
-        for batch in (2048, 4096)
+    many, most = (
+        run(f"language/{name}/seed 1", **TEXT)["held-out loss"]
+        for name in ("4096/square root", "32768/unchanged")
     )
-    assert few.details["setting"]["lr"] == pytest.approx(0.005)
     assert many.details["setting"]["lr"] == pytest.approx(0.01 * 0.5**0.5)
-    assert len(few.details["losses"]) == 2 * len(many.details["losses"]) == 8
-    assert few.samples != many.samples and all(map(math.isfinite, few.samples))
-    assert {few.details["read"], few.details["unread"]}.isdisjoint(few.samples)
+    assert most.details["setting"]["lr"] == 0.01
+    assert len(many.details["losses"]) == 8 and len(most.details["losses"]) == 1
+    assert all(map(math.isfinite, many.samples + most.samples))
     warm = run("language/warm-up/seed 1", **TEXT)["held-out loss"]
     assert set(warm.details["noise"]) == {"0.03125", "0.125", "0.5", "1"}
-    assert len(warm.details["losses"]) == 2 + 1  # of 2,048 and of 8,192 tokens
+    assert len(warm.details["losses"]) == 5 + 2  # of 2,048 and of 8,192 tokens
     assert set(warm.details["noise"]["1"]) == {"signal", "noise"}

@@ -1,18 +1,16 @@
-"""A language model's batch: carried rates, noise, a batch that grows, and what reading leaves."""
+"""A language model's batch: carried rates, noise, and a batch that grows."""
 
 import functools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from labcore import records
 from labcore.models import Llama, LlamaConfig
 from labcore.models.training import next_token_loss, windows
 from labcore.studies.ghost_norm import language
 from labcore.studies.ghost_norm.language import Noise
-from labcore.studies.language import bench, tuning
+from labcore.studies.language import bench
 from labcore.studies.language.tuning import Setting
 
 TINY = LlamaConfig(
@@ -132,63 +130,6 @@ def test_measuring_leaves_the_run_as_it_is(tiny: None) -> None:
     assert set(measured.noise) == {0.25, 1.0}
 
 
-def test_a_carried_run_is_the_benchs_run_with_its_rate(tiny: None) -> None:
-    setting = Setting(lr=0.01, decay=0.1)
-    run = language.train_carried(setting, 32, seed=5, tokens=40 * 16)
-    wanted = tuning.train_setting("AdamW", setting, batch=32, seed=5, tokens=40 * 16)
-    assert run.loss == wanted.loss and run.losses == tuple(wanted.curve.losses)
-    assert len(run.losses) == 20 and run.read != run.unread
-
-
-def test_read_windows_are_those_of_the_training_and_others_share_no_token(
-    tiny: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text, judged = torch.arange(5000), []
-    monkeypatch.setattr(language, "_mean_loss", lambda model, rows: judged.append(rows) or 0.0)
-    language.read_and_unread(object(), text, seed=3, passes=64)
-    read, unread = judged
-    batches = windows(text, batch=2, length=8, seed=3)
-    covered = {place for n in range(64) for place in batches(n)[0].flatten().tolist()}
-    assert torch.equal(read, torch.cat([batches(n)[0] for n in range(0, 64, 2)]))
-    assert 0 < len(unread) < 2 * 64 and covered.isdisjoint(unread.flatten().tolist())
-    with pytest.raises(ValueError, match="must leave windows"):
-        language.read_and_unread(object(), torch.arange(40), seed=3, passes=64)
-
-
-def test_a_loss_on_rows_is_the_mean_over_their_tokens(generator: torch.Generator) -> None:
-    model = Llama(TINY, generator=generator)
-    rows = torch.randint(31, (2 * bench.ROWS + 3, 9), generator=generator)
-    total, count = next_token_loss(model, rows)
-    assert language._mean_loss(model, rows) == pytest.approx(total.item() / count, rel=1e-5)
-
-
 def test_a_constant_batch_makes_as_many_steps_as_the_warm_up() -> None:
     steps = language.SHARE / language.FIRST + (1 - language.SHARE) / language.TUNED_AT
     assert steps == pytest.approx(1 / language.CONSTANT)
-
-
-def test_records_are_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(slug: str, case: str, quantity: str) -> SimpleNamespace:
-        assert quantity == "held-out loss"
-        of, rule, *_ = case.removeprefix("language/").split("/")
-        seed = int(case[-1])
-        worth = {"AdamW": 3.0, "unchanged": 3.5, "square root": 3.25}.get(rule, 2.0)
-        details = {
-            "noise": {"0.5": {"signal": 1.0 + seed, "noise": 25.0}},
-            "read": worth,
-            "unread": worth + {"2048": 0.25, "32768": 0.125}.get(of, 9.0) * seed,
-        }
-        return SimpleNamespace(p50=worth + seed, details=details)
-
-    monkeypatch.setattr(records, "find", find)
-    found = language.differences()
-    assert found["2048/square root minus tuned"] == [0.25] * 4
-    assert found["32768/unchanged minus tuned"] == [0.5] * 4
-    assert found["32768/square root minus unchanged"] == [-0.25] * 4
-    assert found["warm-up minus 4096"] == [-1.25] * 4
-    assert found["tuned, 32768 minus 8192"] == [0.0] * 4
-    assert found["gap/2048"] == [0.25 * seed for seed in range(4)]
-    assert found["gap/32768 minus 2048"] == [-0.125 * seed for seed in range(4)]
-    ((share, (scale, by_seed)),) = language.noise_scales().items()
-    assert share == 0.5 and scale == pytest.approx(25 / 2.5)
-    assert by_seed["signal"] == [1.0, 2.0, 3.0, 4.0]

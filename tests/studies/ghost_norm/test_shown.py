@@ -37,16 +37,16 @@ def test_the_chapter_reads_every_batch_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert "layer norm" not in paths[512] and len(paths[512]) == 4
 
 
-def test_costs_are_over_the_smallest_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fake:
-        def __init__(self, batch: int) -> None:
-            self.batch = batch
-
-        def updates_at(self, loss: float) -> list[float]:
-            assert loss == sweeps.EQUAL_LOSS
-            return [64 / self.batch, 128 / self.batch]
-
-    monkeypatch.setattr(sweeps, "lengths", lambda kind, batch: Fake(batch))
-    found = shown.costs()
-    assert found["updates"][1] == pytest.approx([1 / 4, 1 / 4])
-    assert all(ratio == pytest.approx(1) for ratios in found["rows"] for ratio in ratios)
+def test_costs_are_rows_and_time_of_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        shown, "costs_by_batch", lambda norm, loss: {b: [32 * loss / b] * 2 for b in sweeps.BATCHES}
+    )
+    found = shown.costs([1.0, 2.0, 4.0, 8.0])
+    assert list(found) == list(shown.NORMS) and list(found["layer norm"]) == [
+        f"{loss:g}" for loss in sweeps.LOSSES
+    ]
+    ratios = found["batch norm"]["0.5"]
+    assert ratios["updates"][1] == pytest.approx([1 / 8, 1 / 8])
+    assert all(ratio == pytest.approx(0.5) for row in ratios["rows"] for ratio in row)
+    assert ratios["time"][3] == pytest.approx([8 / 128] * 2)
+    assert "time" not in found["layer norm"]["0.5"]

@@ -1,4 +1,4 @@
-"""A language model's batch: carried rates, batch warm-up, noise scale, and what reading leaves.
+"""A language model's batch: carried rates, batch warm-up, and the noise scale.
 
 The model, its text, and its tuned runs are those of `labcore.studies.language`.
 """
@@ -14,13 +14,11 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 
-from labcore import records
 from labcore.checks import one_of
 from labcore.models import Llama
 from labcore.models.training import Batches, next_token_loss, train, windows
 from labcore.studies.language import bench
-from labcore.studies.language.results import run_record
-from labcore.studies.language.tuning import REPORT_SEEDS, Setting
+from labcore.studies.language.tuning import Setting
 
 __all__ = [
     "CARRIED",
@@ -30,19 +28,11 @@ __all__ = [
     "POINTS",
     "RULES",
     "TUNED_AT",
-    "CarriedRun",
     "Noise",
     "WarmedUp",
     "carried",
-    "differences",
-    "gaps",
     "noise_scale",
-    "noise_scales",
-    "own_losses",
-    "read_and_unread",
-    "train_carried",
     "train_warming_up",
-    "tuned_losses",
     "two_batch_estimate",
 ]
 
@@ -52,7 +42,6 @@ RULES: Mapping[str, float] = {"unchanged": 0.0, "square root": 0.5}
 FIRST, SHARE = 2_048, 1 / 3  # batch warm-up: tokens per step in the first third of the tokens
 CONSTANT = 4_096  # tokens per step of a constant batch that makes as many steps as the warm-up
 CARRIED = (
-    (FIRST, "square root"),
     (CONSTANT, "square root"),
     (32_768, "unchanged"),
     (32_768, "square root"),
@@ -61,85 +50,16 @@ CARRIED = (
 POINTS = (1 / 32, 1 / 8, 1 / 2, 1.0)  # shares of the training at which the noise is measured
 APART_SEED = 10**6  # apart from the seeds of runs
 MICRO_BATCHES = 16  # the two batches of an estimate: one forward pass, and this many
-JUDGED = 32  # forward passes for the loss on what a model has read
 
 
 def carried(setting: Setting, batch: int, rule: str) -> Setting:
     """Return a setting tuned at TUNED_AT tokens per step, carried over to another batch.
 
-    rule: of RULES. The decay stays.
+    rule: of RULES. It changes the rate alone: the decay, the betas and epsilon stay, which Malladi
+    et al. (arXiv 2205.10287) change as well.
     """
     power = RULES[one_of("rule", rule, RULES)]
     return Setting(lr=setting.lr * (batch / TUNED_AT) ** power, decay=setting.decay)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class CarriedRun:
-    """A run with a carried rate. loss: on held-out files, in nats per token; losses: of every step.
-
-    read, unread: the loss after the training on windows of text that the model has read, and on
-    windows of the same files that it has not (see `read_and_unread`).
-    """
-
-    loss: float
-    losses: tuple[float, ...]
-    read: float
-    unread: float
-
-
-def train_carried(
-    setting: Setting,
-    batch: int,
-    *,
-    seed: int,
-    tokens: int = bench.TOKENS,
-    max_files: int | None = None,
-) -> CarriedRun:
-    """Train with AdamW in batches of `batch` tokens, and judge the model on what it has read."""
-    model = bench.language_model(seed)
-    run = bench.train_language(
-        functools.partial(bench.OPTIMIZERS["AdamW"], lr=setting.lr, decay=setting.decay),
-        batch=batch,
-        seed=seed,
-        tokens=tokens,
-        model=model,
-        max_files=max_files,
-    )
-    passes = len(run.curve.losses) * batch // (bench.ROWS * bench.LENGTH)
-    text = bench.text("report", max_files=max_files)
-    read, unread = read_and_unread(model, text, seed=seed, passes=passes)
-    return CarriedRun(loss=run.loss, losses=tuple(run.curve.losses), read=read, unread=unread)
-
-
-def read_and_unread(model: Llama, text: Tensor, *, seed: int, passes: int) -> tuple[float, float]:
-    """Return a model's loss on windows that its training has read and on others, in nats per token.
-
-    text: tokens int64 [N]. The training read the first `passes` batches of windows of `seed`. The
-    other windows share no token with them. Raises ValueError if there is no such window.
-    """
-    places = torch.arange(len(text))
-    read, apart = (
-        windows(places, batch=bench.ROWS, length=bench.LENGTH, seed=each)
-        for each in (seed, APART_SEED + seed)
-    )
-    covered = torch.zeros(len(text), dtype=torch.bool)
-    for n in range(passes):
-        covered[read(n)[0]] = True
-    mine = torch.cat([read(n * passes // JUDGED)[0] for n in range(JUDGED)])
-    others = torch.cat([apart(n)[0] for n in range(2 * JUDGED)])
-    others = others[~covered[others].any(1)]
-    if not len(others):
-        raise ValueError(f"the training must leave windows of the text unread; it read {passes}")
-    return _mean_loss(model, text[mine]), _mean_loss(model, text[others])
-
-
-@torch.no_grad()
-def _mean_loss(model: Llama, rows: Tensor) -> float:
-    device = model.embed_tokens.weight.device
-    total = sum(
-        next_token_loss(model, part.to(device))[0].item() for part in rows.split(bench.ROWS)
-    )
-    return total / (rows.shape[0] * (rows.shape[1] - 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +67,8 @@ class Noise:
     """A two-batch estimate, in tokens: E|g|² = signal + noise / tokens for a batch's gradient g.
 
     signal: |G|², the squared norm of the true gradient. noise: the trace of the covariance of one
-    token's gradient. Both are unbiased, so a signal near 0 can come out negative.
+    window's mean gradient, times the window's tokens. The windows are drawn independently; the
+    tokens in a window aren't. Both are unbiased, so a signal near 0 can come out negative.
     """
 
     signal: float
@@ -278,69 +199,3 @@ def _factor(step: int, *, batch: int, start: int, total: int) -> float:
     """Return the rate's factor after `start` forward passes and `step` steps, of `total` passes."""
     done = start + step * (batch // (bench.ROWS * bench.LENGTH))
     return (batch / TUNED_AT) ** RULES["square root"] * bench.warmup_and_decay(done, total)
-
-
-# Records -----------------------------------------------------------------------------------------
-
-
-def tuned_losses(batch: int) -> list[float]:
-    """Return the held-out losses of AdamW tuned at a batch of `labcore.studies.language`."""
-    return [run_record(batch, "AdamW", f"seed {seed}").p50 for seed in REPORT_SEEDS]
-
-
-def _own(name: str) -> list[records.Record]:
-    cases = (f"language/{name}/seed {seed}" for seed in REPORT_SEEDS)
-    return [records.find("ghost_norm", case, "held-out loss") for case in cases]
-
-
-def own_losses(name: str) -> list[float]:
-    """Return the held-out losses of this chapter's runs: "32768/unchanged", "warm-up" and so on."""
-    return [record.p50 for record in _own(name)]
-
-
-def gaps(batch: int) -> list[float]:
-    """Return the loss on text not read minus the loss on text read, by seed, in nats per token.
-
-    batch: of CARRIED, with the rate that the square root of the batches' ratio scales.
-    """
-    runs = [record.details for record in _own(f"{batch}/square root")]
-    return [run["unread"] - run["read"] for run in runs]
-
-
-def differences() -> dict[str, list[float]]:
-    """Return differences of losses in nats per token, by name and seed."""
-    tuned = {batch: tuned_losses(batch) for batch in bench.BATCHES}
-    own = {f"{batch}/{rule}": own_losses(f"{batch}/{rule}") for batch, rule in CARRIED}
-    small, large = min(bench.BATCHES), max(bench.BATCHES)
-    gap = {batch: gaps(batch) for batch in (small, large)}
-    pairs = {
-        f"tuned, {batch} minus {TUNED_AT}": (tuned[batch], tuned[TUNED_AT])
-        for batch in (small, large)
-    }
-    pairs |= {
-        f"{batch}/{rule} minus tuned": (own[f"{batch}/{rule}"], tuned[batch])
-        for batch, rule in CARRIED
-        if batch in tuned
-    }
-    root, unchanged = own[f"{large}/square root"], own[f"{large}/unchanged"]
-    pairs |= {
-        f"{large}/square root minus unchanged": (root, unchanged),
-        f"warm-up minus {CONSTANT}": (own_losses("warm-up"), own[f"{CONSTANT}/square root"]),
-        f"gap/{large} minus {small}": (gap[large], gap[small]),
-    }
-    found = {name: [a - b for a, b in zip(*pair, strict=True)] for name, pair in pairs.items()}
-    return found | {f"gap/{batch}": each for batch, each in gap.items()}
-
-
-def noise_scales() -> dict[float, tuple[float, dict[str, list[float]]]]:
-    """Return the noise scale in tokens by share of the training, and what each seed found.
-
-    Signal and noise are averaged over the seeds before they are divided, as their ratio is biased.
-    """
-    runs = [record.details["noise"] for record in _own("warm-up")]
-    found = {}
-    for share in runs[0]:
-        by_seed = {part: [run[share][part] for run in runs] for part in ("signal", "noise")}
-        pooled = Noise(signal=fmean(by_seed["signal"]), noise=fmean(by_seed["noise"]))
-        found[float(share)] = pooled.scale, by_seed
-    return found

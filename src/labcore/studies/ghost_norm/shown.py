@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,11 @@ from torch.nn import functional as F
 
 from labcore.checks import one_of
 from labcore.studies.ghost_norm import sweeps
+from labcore.studies.ghost_norm.comparisons import NORMS
+from labcore.studies.ghost_norm.comparisons import costs as costs_by_batch
 from labcore.studies.ghost_norm.large_batches import SMALL
 
 __all__ = ["NORMS", "ROWS", "TABLE", "by_norm", "costs", "normalized", "paths"]
-
-NORMS = ("batch norm", "ghosts of 32", "layer norm")
-"""The kinds that were swept at every batch size."""
 
 ROWS = tuple(f"{name}, token {n}" for name in "AB" for n in (1, 2, 3))
 TABLE = (
@@ -56,22 +55,29 @@ def paths() -> dict[int, dict[str, Mapping[float, Mapping[str, Any]]]]:
     }
 
 
-def costs() -> dict[str, list[list[float]]]:
-    """Return updates and rows to the training loss EQUAL_LOSS, by batch and seed.
+def costs(seconds: Sequence[float]) -> dict[str, dict[str, dict[str, list[list[float]]]]]:
+    """Return the cost of a training loss over the smallest batch's: norm -> loss -> unit -> ratios.
 
-    Both are over the smallest batch's, seed by seed.
+    The units are "updates", "rows" and, with batch normalization, "time"; the ratios [batches,
+    seeds]. seconds: of one update with batch normalization, by batch.
     """
-    loss, first = sweeps.EQUAL_LOSS, min(sweeps.BATCHES)
-    few = sweeps.lengths(NORMS[0], first).updates_at(loss)
-    updates = [
-        [a / b for a, b in zip(sweeps.lengths(NORMS[0], each).updates_at(loss), few, strict=True)]
-        for each in sweeps.BATCHES
-    ]
-    rows = [
-        [batch / first * ratio for ratio in ratios]
-        for batch, ratios in zip(sweeps.BATCHES, updates, strict=True)
-    ]
-    return {"updates": updates, "rows": rows}
+    first = min(sweeps.BATCHES)
+    found: dict[str, dict[str, dict[str, list[list[float]]]]] = {}
+    for norm in NORMS:
+        found[norm] = {}
+        for loss in sweeps.LOSSES:
+            updates = list(costs_by_batch(norm, loss).values())
+            rows = [
+                [batch / first * ratio for ratio in ratios]
+                for batch, ratios in zip(sweeps.BATCHES, updates, strict=True)
+            ]
+            found[norm][f"{loss:g}"] = {"updates": updates, "rows": rows}
+            if norm == NORMS[0]:
+                found[norm][f"{loss:g}"]["time"] = [
+                    [ratio * each / seconds[0] for ratio in ratios]
+                    for each, ratios in zip(seconds, updates, strict=True)
+                ]
+    return found
 
 
 def normalized(table: Tensor, norm: str, *, ghost: int = 3, eps: float = 1e-5) -> Tensor:

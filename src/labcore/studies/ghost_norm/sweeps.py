@@ -26,7 +26,9 @@ __all__ = [
     "DIGITS_SEEDS",
     "EQUAL_LOSS",
     "FRESH",
+    "FRESH_LOSS",
     "KINDS",
+    "LOSSES",
     "Lengths",
     "best_rate",
     "between",
@@ -52,12 +54,23 @@ CURVES: Mapping[tuple[str, int], tuple[int, ...]] = {
     ("batch norm", 128): (10, 20, 40),
     ("batch norm", 512): (10, 20, 40, 80),
     ("batch norm", 2048): (20, 40, 80),
+    ("ghosts of 32", 128): (10, 20, 40),
     ("ghosts of 32", 512): (20, 40, 80),
-    ("layer norm", 32): (10, 20, 40),
-    ("layer norm", 512): (20, 40, 80),
+    ("ghosts of 32", 2048): (40, 80, 160),
+    ("layer norm", 32): (5, 10, 20, 40),
+    ("layer norm", 128): (5, 10, 20, 40),
+    ("layer norm", 512): (10, 20, 40, 80),
+    ("layer norm", 2048): (40, 80, 160),
 }
-FRESH = (10, 20)  # the lengths of runs on fresh rows
-EQUAL_LOSS = 0.4  # the training loss at which runs are compared, in nats
+# The same for runs on fresh rows.
+FRESH: Mapping[tuple[str, int], tuple[int, ...]] = {
+    ("batch norm", 32): (10, 20),
+    ("batch norm", 512): (10, 20, 40),
+    ("ghosts of 32", 512): (20, 40),
+}
+# Training losses in nats: those whose cost is counted, and those at which runs are compared.
+LOSSES = (0.6, 0.55, 0.5, 0.45, 0.4, 0.35)
+EQUAL_LOSS, FRESH_LOSS = 0.4, 0.72
 
 DIGITS_RATES, DIGITS_SEEDS = (0.03, 0.1, 0.3, 1.0), tuple(range(10))
 _ALL: dict[str, Any] = {
@@ -139,18 +152,21 @@ class Lengths:
     test_loss: tuple[tuple[float, ...], ...]
     accuracy: tuple[tuple[float, ...], ...]
 
-    def accuracy_at(self, loss: float) -> list[float]:
-        """Return each seed's accuracy at a training loss, interpolated in the loss's logarithm."""
-        return self._at(self.accuracy, loss)
+    def at(self, what: str, loss: float) -> list[float]:
+        """Return "accuracy" or "test_loss" by seed at a training loss.
+
+        Interpolated between runs, linearly in the logarithm of the training loss.
+        """
+        return self._at(getattr(self, what), loss)
+
+    def after(self, what: str, epochs: int) -> list[float]:
+        """Return "accuracy" or "test_loss" by seed after runs of this many epochs."""
+        return list(getattr(self, what)[self.epochs.index(epochs)])
 
     def updates_at(self, loss: float) -> list[float]:
         """Return the updates in which each seed reaches a training loss, likewise."""
         steps = [[math.log(each)] * len(self.accuracy[0]) for each in self.updates]
         return [math.exp(each) for each in self._at(steps, loss)]
-
-    def accuracy_after(self, epochs: int) -> list[float]:
-        """Return each seed's accuracy after a run of this many epochs."""
-        return list(self.accuracy[self.epochs.index(epochs)])
 
     def updates_to(self, accuracy: Sequence[float]) -> list[float]:
         """Return the updates in which each seed reaches its accuracy in `accuracy`."""
@@ -167,8 +183,8 @@ class Lengths:
 
 
 def lengths(kind: str, batch: int, *, fresh: bool = False) -> Lengths:
-    """Return the recorded runs of a kind and batch of CURVES. fresh: those on fresh rows."""
-    epochs = FRESH if fresh else CURVES[kind, batch]
+    """Return the recorded runs of a kind and batch of CURVES or, on fresh rows, of FRESH."""
+    epochs = (FRESH if fresh else CURVES)[kind, batch]
     case = "fresh" if fresh else "lengths"
     runs = [
         records.find("ghost_norm", f"{case}/{kind}, batch {batch}/{each} epochs", "accuracy")

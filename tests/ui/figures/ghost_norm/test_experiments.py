@@ -5,24 +5,11 @@ import math
 import plotly.graph_objects as go
 import pytest
 
-from labcore.claims import Measured
 from labcore.ui.figures import ghost_norm as figures
 
 
 def alt(figure: go.Figure) -> str:
     return figure.layout.meta["alt"]
-
-
-def test_costs_have_a_mean_and_an_interval_by_batch() -> None:
-    figure = figures.arrivals(
-        [32, 64], {"updates": [[1.0, 1.0], [0.5, 0.7]], "rows": [[1.0], [1.2]]}, 0.4
-    )
-    updates, rows = figure.data
-    assert list(updates.y) == pytest.approx([1, 0.6])
-    assert list(updates.error_y.array) == pytest.approx([0, Measured.of([0.5, 0.7]).high - 0.6])
-    assert list(rows.error_y.array) == [0, 0]  # one seed says nothing about its spread
-    assert "updates: 1 at 32, 0.6 at 64; rows: 1 at 32, 1.2 at 64" in alt(figure)
-    assert "0.4" in figure.layout.title.text
 
 
 def test_equal_loss_draws_a_point_for_each_length() -> None:
@@ -44,10 +31,13 @@ def test_equal_loss_draws_a_point_for_each_length() -> None:
 
 def test_catching_up_has_the_small_batch_at_zero() -> None:
     points = {"whole batch": [[-3.0, -2.0], [1.0, 1.0]], "ghosts": [[-4.0], [2.0]]}
-    figure = figures.catching_up([20, 40], points)
-    assert [list(trace.y) for trace in figure.data] == [[-2.5, 1.0], [-4.0, 2.0]]
-    assert figure.layout.shapes[0].y0 == 0
-    assert "ghosts: -4 at 20, 2 at 40" in alt(figure)
+    losses = {"whole batch": [[0.1], [0.3]], "ghosts": [[0.2], [0.0]]}
+    figure = figures.catching_up([20, 40], points, losses)
+    drawn = [(list(trace.y), trace.yaxis) for trace in figure.data]
+    assert drawn[:3] == [([-2.5, 1.0], "y"), ([-4.0, 2.0], "y"), ([0, 0], "y")]
+    assert drawn[3:] == [([0.1, 0.3], "y2"), ([0.2, 0.0], "y2"), ([0, 0], "y2")]
+    assert [trace.showlegend for trace in figure.data].count(True) == 2
+    assert "ghosts: -4 at 20, 2 at 40. Test loss: whole batch: 0.1 at 20" in alt(figure)
 
 
 def test_the_gap_is_read_against_equal_losses() -> None:

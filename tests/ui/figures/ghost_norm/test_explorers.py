@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
+from labcore.claims import Measured
 from labcore.studies.ghost_norm import shown, sweeps
 from labcore.studies.ghost_norm.large_batches import RATES
 from labcore.ui import Choice, LogSlider, Slider, twin
@@ -31,8 +32,12 @@ EXPLORERS = {
         "value": Slider(low=-9, high=9, default=3, step=3),
     },
     "trade_off": {
-        "noise_scale": LogSlider(low=2**14, high=2**26, default=2**20, points=7),
-        "batch": LogSlider(low=2**14, high=2**26, default=2**20, points=7),
+        "noise_scale": LogSlider(low=2**8, high=2**16, default=2**12, points=17),
+        "runs": Choice(options=("rows", "tokens"), default="rows"),
+    },
+    "arrivals": {
+        "norm": Choice(options=shown.NORMS, default="batch norm"),
+        "loss": Choice(options=tuple(f"{loss:g}" for loss in sweeps.LOSSES), default="0.4"),
     },
 }
 
@@ -63,7 +68,26 @@ def data(seed: int) -> dict[str, Any]:
         batch: {kind: swept[kind][batch] for kind in sweeps.sized(batch) if kind != "layer norm"}
         for batch in sweeps.BATCHES
     }
-    return {"by_batch": {norm: swept[norm] for norm in shown.NORMS}, "path": by_batch}
+    costs = {
+        norm: {
+            f"{loss:g}": {
+                unit: [[dice.uniform(0.05, 3)] * 2 for _ in sweeps.BATCHES]
+                for unit in ("updates", "rows", "time")[: 3 if norm == "batch norm" else 2]
+            }
+            for loss in sweeps.LOSSES
+        }
+        for norm in shown.NORMS
+    }
+    examples = {
+        "tokens": {2_048: [1.0, 1.0], 8_192: [1.8, 2.2], 32_768: [5.0]},
+        "rows": {32: [1.0], 128: [1.2]},
+    }
+    return {
+        "by_batch": {norm: swept[norm] for norm in shown.NORMS},
+        "path": by_batch,
+        "arrivals": costs,
+        "trade_off": examples,
+    }
 
 
 def test_a_rate_is_the_same_for_all_batches_or_each_ones_best(data: dict[str, Any]) -> None:
@@ -112,14 +136,31 @@ def test_only_companions_change(norm: str, marks: str) -> None:
     assert "0 of 6 tokens change" in unchanged.layout.title.text
 
 
-def test_steps_and_tokens_are_twice_their_least_at_the_noise_scale() -> None:
-    figure = figures.trade_off(2.0**20, 2.0**20)
-    steps, step, tokens, token = figure.data
-    assert step.y[0] == token.y[0] == 2
-    assert steps.y[6] == tokens.y[6] == 2  # where B is 2^20
-    product = [(a - 1) * (b - 1) for a, b in zip(steps.y, tokens.y, strict=True)]
+def test_steps_and_examples_are_twice_their_least_at_the_noise_scale(data: dict[str, Any]) -> None:
+    figure = figures.trade_off(2.0**12, "tokens", data["trade_off"])
+    steps, examples, measured = figure.data
+    at = list(steps.x).index(2**12)
+    assert steps.y[at] == examples.y[at] == 2
+    product = [(a - 1) * (b - 1) for a, b in zip(steps.y, examples.y, strict=True)]
     assert product == pytest.approx([1] * len(product), rel=0.03)
-    assert figure.layout.title.text == "2 × the steps, 2 × the tokens"
+    # The smallest batch lies on its curve, the others where their ratios put them.
+    assert list(measured.x) == [2_048, 8_192, 32_768]
+    assert list(measured.y) == pytest.approx([1.5, 3.0, 7.5])
+    assert "8,192: 2.00 measured, 2.00 computed" in figure.layout.meta["alt"]
+
+
+def test_costs_have_a_mean_and_an_interval_by_batch(data: dict[str, Any]) -> None:
+    costs = data["arrivals"]
+    costs["layer norm"]["0.5"]["rows"][2] = [1.5, 1.9]
+    figure = figures.arrivals("layer norm", "0.5", costs)
+    updates, rows, time, _ = figure.data
+    assert list(updates.y) == pytest.approx(
+        [fmean(each) for each in costs["layer norm"]["0.5"]["updates"]]
+    )
+    assert rows.y[2] == pytest.approx(1.7)
+    assert rows.error_y.array[2] == pytest.approx(Measured.of([1.5, 1.9]).high - 1.7)
+    assert not len(time.y) and "1.70 × rows" in figure.layout.title.text
+    assert len(figures.arrivals("batch norm", "0.5", costs).data[2].y) == len(sweeps.BATCHES)
 
 
 @pytest.mark.parametrize("name", EXPLORERS)

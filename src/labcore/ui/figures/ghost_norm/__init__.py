@@ -1,7 +1,6 @@
 """Figures for the chapter `ghost_norm`: numbers in, plotly figures out."""
 
 from labcore.ui.figures.ghost_norm.experiments import (
-    arrivals,
     carried_rates,
     catching_up,
     equal_loss,
@@ -14,6 +13,7 @@ from labcore.ui.figures.ghost_norm.experiments import (
 from labcore.ui.figures.ghost_norm.explorers import (
     BEST,
     WHOLE,
+    arrivals,
     by_batch,
     companions,
     path,

@@ -22,7 +22,6 @@ from labcore.ui.figures.ghost_norm.shared import (
 from labcore.ui.theme import PALETTE
 
 __all__ = [
-    "arrivals",
     "carried_rates",
     "catching_up",
     "equal_loss",
@@ -32,25 +31,6 @@ __all__ = [
     "running_statistics",
     "unseen",
 ]
-
-
-def arrivals(
-    batches: Sequence[int], ratios: Mapping[str, Sequence[Sequence[float]]], loss: float
-) -> go.Figure:
-    """Draw the cost of a training loss over the smallest batch's; ratios: name -> [batches, n]."""
-    figure = go.Figure([curve(batches, points, name) for name, points in ratios.items()])
-    figure.add_hline(y=1, line=draw.PREDICTED)
-    marks = (0.05, 0.1, 0.2, 0.5, 1, 2, 5)
-    figure.update_layout(
-        title=f"What a training loss of {loss:g} costs",
-        xaxis={**BATCHES, **ticks(batches)},
-        yaxis={"title": f"over batch {batches[0]}", "type": "log", **ticks(marks)},
-    )
-    said = "; ".join(f"{name}: {words(batches, points)}" for name, points in ratios.items())
-    return describe(
-        draw.named_at_ends(figure),
-        f"Cost of a training loss over that at batch {batches[0]}. {said}.",
-    )
 
 
 def equal_loss(
@@ -86,28 +66,40 @@ def equal_loss(
 
 
 def catching_up(
-    epochs: Sequence[int], points: Mapping[str, Sequence[Sequence[float]]]
+    epochs: Sequence[int],
+    accuracy: Mapping[str, Sequence[Sequence[float]]],
+    losses: Mapping[str, Sequence[Sequence[float]]],
 ) -> go.Figure:
-    """Draw how far the large batch is from the small batch's accuracy, by epochs of training.
+    """Draw the large batch minus the small one, by epochs: accuracy, and below it the test loss.
 
-    points: name -> percentage points by length and seed.
+    accuracy: name -> percentage points by length and seed. losses: the same in nats.
     """
-    colors = (LARGE, GHOSTS)
-    figure = go.Figure(
-        [
-            curve(epochs, each, name, line={"color": color})
-            for (name, each), color in zip(points.items(), colors, strict=True)
-        ]
-    )
-    figure.add_hline(y=0, line=draw.PREDICTED)
+    figure = go.Figure()
+    for values, axis in ((accuracy, "y"), (losses, "y2")):
+        for (name, each), color in zip(values.items(), (LARGE, GHOSTS), strict=True):
+            trace = curve(epochs, each, name, line={"color": color}, yaxis=axis)
+            figure.add_trace({**trace, "showlegend": axis == "y", "legendgroup": name})
+        zero = [0] * len(epochs)
+        figure.add_scatter(
+            x=list(epochs), y=zero, mode="lines", line=draw.PREDICTED, yaxis=axis, showlegend=False
+        )
     figure.update_layout(
         title="The large batch, trained longer",
-        xaxis={"title": "epochs of the large batch", "type": "log", **ticks(epochs)},
-        yaxis={"title": "points over the small batch"},
-        showlegend=True,
+        xaxis={
+            "title": "epochs of the large batch",
+            "type": "log",
+            **ticks(epochs),
+            "anchor": "y2",
+        },
+        yaxis={"title": "accuracy, points", "domain": [0.52, 1]},
+        yaxis2={"title": "test loss, nats", "domain": [0, 0.42]},
+        height=520,
     )
-    said = "; ".join(f"{name}: {words(epochs, each, 2)}" for name, each in points.items())
-    return describe(figure, f"Percentage points over the small batch, by epochs. {said}.")
+    said = "; ".join(f"{name}: {words(epochs, each, 2)}" for name, each in accuracy.items())
+    lost = "; ".join(f"{name}: {words(epochs, each, 2)}" for name, each in losses.items())
+    return describe(
+        figure, f"Percentage points over the small batch, by epochs. {said}. Test loss: {lost}."
+    )
 
 
 def unseen(points: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> go.Figure:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 import plotly.graph_objects as go
 import torch
 
-from labcore.studies.ghost_norm import shown
+from labcore.studies.ghost_norm import shown, sweeps
 from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.figures.ghost_norm.shared import (
@@ -18,11 +18,13 @@ from labcore.ui.figures.ghost_norm.shared import (
     GHOSTS,
     LARGE,
     SMALL,
+    curve,
     falling_loss,
     ticks,
+    words,
 )
 
-__all__ = ["BEST", "WHOLE", "by_batch", "companions", "path", "trade_off"]
+__all__ = ["BEST", "WHOLE", "arrivals", "by_batch", "companions", "path", "trade_off"]
 
 BEST = "each batch's best"
 WHOLE = "none"
@@ -158,46 +160,92 @@ def companions(norm: str, value: float) -> go.Figure:
     return describe(figure, f"Normalized values. Changed: {', '.join(others) or 'no token'}.")
 
 
-def trade_off(noise_scale: float, batch: float) -> go.Figure:
-    """Draw steps and tokens to a loss by batch size, over their minima, with one batch marked.
+def trade_off(
+    noise_scale: float, runs: str, data: Mapping[str, Mapping[int, Sequence[float]]]
+) -> go.Figure:
+    """Draw steps and examples to a loss by batch size, over their minima, and measured examples.
 
-    Both in tokens. steps = 1 + noise_scale / B, tokens = 1 + B / noise_scale (McCandlish et al.,
-    arXiv 1812.06162).
+    noise_scale and batch sizes in examples, which are rows or tokens. steps = 1 + noise_scale / B,
+    examples = 1 + B / noise_scale (McCandlish et al., arXiv 1812.06162). data: runs -> batch -> the
+    examples that it needs over those of the smallest batch, by seed; the smallest batch is drawn on
+    its curve.
     """
-    batches = [2.0**power for power in range(14, 27)]
+    batches = [2.0 ** (power / 2) for power in range(10, 35)]
     laws = {
-        "steps": ([1 + noise_scale / each for each in batches], 1 + noise_scale / batch, SMALL),
-        "tokens": ([1 + each / noise_scale for each in batches], 1 + batch / noise_scale, LARGE),
+        "steps": ([1 + noise_scale / each for each in batches], SMALL),
+        "examples": ([1 + each / noise_scale for each in batches], LARGE),
     }
     figure = go.Figure()
-    for name, (line, point, color) in laws.items():
+    for name, (line, color) in laws.items():
         figure.add_scatter(
-            x=batches,
+            x=[round(each) for each in batches],
             y=[float(f"{each:.4g}") for each in line],
             mode="lines",
             name=name,
             line={"color": color},
         )
-        figure.add_scatter(
-            x=[batch],
-            y=[point],
-            mode="markers",
-            marker={"color": color, "size": 12},
-            showlegend=False,
-        )
-    marks = [2.0**power for power in range(14, 27, 4)]
+    ratios, foot = data[runs], 1 + min(data[runs]) / noise_scale
+    points = [[float(f"{foot * each:.4g}") for each in seeds] for seeds in ratios.values()]
+    measured = curve(list(ratios), points, "examples, measured")
+    figure.add_trace({**measured, "mode": "markers", "marker": {"color": LARGE, "size": 11}})
     figure.update_layout(
-        title=f"{laws['steps'][1]:.3g} × the steps, {laws['tokens'][1]:.3g} × the tokens",
+        title=f"If the critical batch were {noise_scale:,.0f}",
         xaxis={
-            "title": "tokens per batch",
+            "title": "examples per batch",
             "type": "log",
-            "tickvals": marks,
-            "ticktext": ["16K", "256K", "4M", "64M"],
+            "range": [1.45, 5.17],
+            "tickvals": [2**power for power in range(5, 18, 3)],
+            "ticktext": ["32", "256", "2K", "16K", "128K"],
         },
-        yaxis={"title": "over the least possible", "type": "log", "range": [-0.1, 2.5]},
+        yaxis={
+            "title": "over the least possible",
+            "type": "log",
+            "range": [-0.05, 2],
+            **ticks((1, 2, 5, 10, 20, 50, 100)),
+        },
+    )
+    told = ", ".join(
+        f"{batch:,}: {fmean(seeds):.2f} measured, {(1 + batch / noise_scale) / foot:.2f} computed"
+        for batch, seeds in ratios.items()
     )
     return describe(
         figure,
-        f"At a batch of {batch:,.0f} tokens and a noise scale of {noise_scale:,.0f}: "
-        f"{laws['steps'][1]:.3g} times the least steps, {laws['tokens'][1]:.3g} times the tokens.",
+        f"Critical batch {noise_scale:,.0f}. {runs}: examples to a loss over those at a batch of "
+        f"{min(ratios):,}. {told}.",
+    )
+
+
+def arrivals(
+    norm: str,
+    loss: str,
+    data: Mapping[str, Mapping[str, Mapping[str, Sequence[Sequence[float]]]]],
+) -> go.Figure:
+    """Draw the cost of a training loss over the smallest batch's, by batch size.
+
+    data: as `shown.costs`, norm -> loss in nats, as text -> unit -> ratios [batches, seeds].
+    """
+    batches, costs = sweeps.BATCHES, data[norm][loss]
+    figure = go.Figure()
+    for unit, color in (("updates", SMALL), ("rows", LARGE), ("time", GHOSTS)):
+        points = costs.get(unit, ())
+        figure.add_trace(curve(batches[: len(points)], points, unit, line={"color": color}))
+    figure.add_scatter(
+        x=[batches[0], batches[-1]], y=[1, 1], mode="lines", line=draw.PREDICTED, showlegend=False
+    )
+    at = batches.index(512)
+    means = {unit: fmean(points[at]) for unit, points in costs.items()}
+    figure.update_layout(
+        title=f"Batch 512: {means['updates']:.2f} × updates, {means['rows']:.2f} × rows",
+        xaxis={**BATCHES, **ticks(batches)},
+        yaxis={
+            "title": f"over batch {batches[0]}",
+            "type": "log",
+            "range": [-1.8, 1],
+            **ticks((0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)),
+        },
+        showlegend=True,
+    )
+    said = "; ".join(f"{unit}: {words(batches, points)}" for unit, points in costs.items())
+    return describe(
+        figure, f"Cost of a training loss of {loss} with {norm}, over batch 32. {said}."
     )

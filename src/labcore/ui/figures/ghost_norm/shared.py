@@ -38,11 +38,11 @@ def curve(
     x: Sequence[float], points: Sequence[Sequence[float]], name: str, **style: Any
 ) -> dict[str, Any]:
     """Return a trace of means with their intervals; points: [places, seeds]."""
-    means, halves = zip(*(interval(samples) for samples in points), strict=True)
+    pairs = [interval(samples) for samples in points]
     return {
         "x": list(x),
-        "y": list(means),
-        "error_y": {"array": list(halves), "thickness": 1.2},
+        "y": [mean for mean, _ in pairs],
+        "error_y": {"array": [half for _, half in pairs], "thickness": 1.2},
         "mode": "lines+markers",
         "name": name,
         **style,
