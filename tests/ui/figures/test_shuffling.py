@@ -133,7 +133,7 @@ def test_outcomes_show_orders_and_made_spikes_beside_the_yardstick() -> None:
     assert (made.x[0], made.y[0]) == (20.0, 0.02) and figure.layout.shapes[0].y0 == 0.016
     assert drawn.marker.color != made.marker.color
     assert drawn.textposition == ("middle right", "middle right")
-    assert made.textposition == ("middle left",)
+    assert made.textposition == "middle left"
     assert "files: 8.0 spikes, +0.250 nats" in alt(figure) and "fewer steps: +0.016" in alt(figure)
 
 

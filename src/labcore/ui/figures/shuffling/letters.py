@@ -131,21 +131,24 @@ def outcomes(
     steps cost, in the same unit.
     """
     figure = go.Figure()
-    groups = (("order of the rows", orders, "vermillion", "circle"),)
-    groups += (("spikes made on purpose", made, "blue", "diamond"),)
+    groups = (
+        ("order of the rows", orders, "vermillion", "circle"),
+        ("spikes made on purpose", made, "blue", "diamond"),  # whose names go to the left
+    )
     most = max(count for _, runs, _, _ in groups for count, _ in runs.values())
     for name, runs, color, symbol in groups:
         places = [(count / most, fmean(harm)) for count, harm in runs.values()]
+        beside = _beside(places) if runs is orders else "middle left"
         figure.add_scatter(
             x=[count for count, _ in runs.values()], y=[harm for _, harm in places],
-            mode="markers+text", text=list(runs), textposition=_beside(places), name=name,
+            mode="markers+text", text=list(runs), textposition=beside, name=name,
             textfont={"size": 11}, cliponaxis=False,
             marker={"color": PALETTE[color], "size": 11, "symbol": symbol},
         )  # fmt: skip
     figure.add_hline(y=yardstick, line=draw.PREDICTED)
     figure.update_layout(
         title="Harm by spikes; dashed: a tenth fewer steps",
-        xaxis={"title": "spikes in 1,000 steps", "range": [-0.2 * most, 1.15 * most]},
+        xaxis={"title": "spikes in 1,000 steps", "range": [-0.35 * most, 1.1 * most]},
         yaxis={"title": "held-out loss minus full shuffle"},
         height=430,
     )
@@ -168,9 +171,9 @@ def correlations(orders: Mapping[str, tuple[float, float, Sequence[float]]]) -> 
         cols=2, shared_yaxes=True, horizontal_spacing=0.06, subplot_titles=titles
     )
     figure.update_annotations(font={"size": 13})
-    ends = [fmean(harm) for *_, harm in orders.values()]
-    for column in (1, 2):
-        effects = [one[column - 1] for one in orders.values()]
+    single, pooled, harms = zip(*orders.values(), strict=True)
+    ends = [fmean(harm) for harm in harms]
+    for column, effects in ((1, single), (2, pooled)):
         top = 1.4 * max(effects)
         places = [(log(x) / log(top), y) for x, y in zip(effects, ends, strict=True)]
         figure.add_scatter(
@@ -185,8 +188,8 @@ def correlations(orders: Mapping[str, tuple[float, float, Sequence[float]]]) -> 
     figure.update_yaxes(title="held-out loss minus full shuffle", col=1)
     figure.update_layout(title="Harm by correlation", height=430)
     told = [
-        f"{name}: {one:.1f}, of 16 batches {pooled:.1f}, {fmean(harm):+.3f} nats"
-        for name, (one, pooled, harm) in orders.items()
+        f"{name}: {one:.1f}, of 16 batches {many:.1f}, {fmean(harm):+.3f} nats"
+        for name, (one, many, harm) in orders.items()
     ]
     return describe(
         figure, f"Held-out loss over a full shuffle's, and design effect. {'; '.join(told)}."
