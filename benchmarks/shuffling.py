@@ -31,7 +31,7 @@ from labcore.studies.shuffling.characters import BATCH, Damage, EpochRun
 from labcore.studies.shuffling.language_spikes import Branch, Plan
 from labcore.timing import Timing, paired
 
-PLAN, HOT = Plan(), Plan(trunk=16, after=16)  # HOT: at a learning rate that is too high
+PLAN, HOT = Plan(), Plan(trunk=0, after=32)  # HOT: at a learning rate that is too high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Sizes:
 
 
 FULL = Sizes()
-_TINY = Plan(trunk=2, after=3, bad=1, batch=2_048)
+_TINY = Plan(trunk=2, after=3, bad=1, batch=language_orders.BATCH)
 SMALL = Sizes(
     seeds=(0, 1),
     steps=16,
@@ -61,7 +61,7 @@ SMALL = Sizes(
     batches=(16, 32, 64),
     tokens=3 * language_orders.BATCH,
     plan=_TINY,
-    hot=_TINY,
+    hot=replace(_TINY, trunk=0),
     files=8,
 )
 
@@ -71,10 +71,13 @@ ARMS: dict[str, tuple[str, ...]] = {
     "sources": tuple(characters.ORDERS),
     "documentation": ("file order", "buffer 256", "buffer 2048", "full"),
 }
+AT_THE_END = 10**6  # steps between checks: none before the last
 DRAWN = (0, 1)  # seeds whose curves the explorer shows
 FLAG, MANY = 1.5, 2.0  # a design effect; spikes in 1,000 steps more than a full shuffle has
 SPIKES_FROM = 50  # the detector's window: it can't find earlier spikes
-FEWER = 1.1  # a shorter run has 1 / FEWER of the steps
+SHORTER = "a tenth fewer steps"  # of a full shuffle without spikes, and its own decay to zero
+WITHOUT = "the bad steps left out"  # likewise, with as many fewer steps as were spoilt
+POOLED = 16  # consecutive batches whose rows count as one batch: correlation within and between
 WITHIN = 2  # steps from a file's beginning to its spike
 
 
@@ -87,6 +90,7 @@ def _epoch(order: str, seed: int, **options: Any) -> EpochRun:
     """Run an epoch once for all cases; a default is the same as a value that equals it."""
     kind = options.get("kind", "sources")
     usual = {"lr": characters.LEARNING_RATE, "schedule": "decay", "kind": kind}
+    usual["check_every"] = AT_THE_END
     options["steps"] = options.get("steps") or characters.corpus(kind, seed).steps
     return _cached(order, seed, **{**usual, "optimizer": "adamw", **options})
 
@@ -140,6 +144,10 @@ def _arm(
         "onsets": [[spike.step for spike in tracing.spikes_of(run.losses)] for run in runs],
         "held out": [run.held_out for run in runs],
         "design effect": [statistics.fmean(each) for each in effects],
+        f"design effect of {POOLED} batches": [
+            statistics.fmean(tracing.epoch_distances(run, kind, seed, pooled=POOLED))
+            for run, seed in zip(runs, seeds, strict=True)
+        ],
     }
     if kind == "sources" and order != "blocks":
         details["losses"] = [[round(x, 3) for x in runs[i].losses] for i in DRAWN]
@@ -255,33 +263,39 @@ def text_made(sizes: Sizes = FULL) -> list[Measurement]:
     found = []
     for name, (optimizer, damage) in made.items():
         options = {"optimizer": optimizer, "lr": rates[optimizer]}
-        runs, clean, shorter = [], [], []
+        runs, clean, shorter, without = [], [], [], []
         for seed in sizes.seeds:
             runs.append(_epoch("full", seed, damage=damage, steps=sizes.steps, **options))
             clean.append(_epoch("full", seed, steps=sizes.steps, **options))
-            fewer = int(len(clean[-1].losses) / FEWER)
-            shorter.append(_epoch("full", seed, steps=fewer, **options))
+            count = len(clean[-1].losses)
+            shorter.append(_epoch("full", seed, steps=round(0.9 * count), **options))
+            without.append(_epoch("full", seed, steps=count - damage.batches, **options))
         pairs = list(zip(runs, clean, strict=True))
         details: dict[str, Any] = {
             "seeds": sizes.seeds,
             "rise": [max(_minus(run.losses, base.losses)) for run, base in pairs],
         }
         rate = [tracing.spike_rate(run.losses) for run in runs]
-        ends, base_ends = ([run.held_out for run in each] for each in (runs, clean))
         later = [
             tracing.later_spikes(run.losses, run.bad[-1])
             - tracing.later_spikes(base.losses, run.bad[-1])
             for run, base in pairs
         ]
-        late = _minus(ends, [run.held_out for run in shorter])
         found += [
             seen(f"spikes/{name}", "in 1,000 steps", rate, **details),
-            seen(f"held-out loss minus clean/{name}", "nats per letter", _minus(ends, base_ends)),
-            seen(
-                f"held-out loss minus clean, shorter/{name}", "nats per letter", late, fewer=FEWER
-            ),
             seen(f"later spikes minus clean/{name}", "spikes", later),
         ]
+        ends = {
+            what: [run.held_out for run in each]
+            for what, each in (("clean", clean), (SHORTER, shorter), (WITHOUT, without))
+        }
+        harmed = [run.held_out for run in runs]
+        for what, base_ends in ends.items():
+            quantity = f"held-out loss minus {what}/{name}"
+            found.append(seen(quantity, "nats per letter", _minus(harmed, base_ends)))
+        for what in (SHORTER, WITHOUT):
+            cost = _minus(ends[what], ends["clean"])
+            found.append(seen(f"{what} minus clean/{name}", "nats per letter", cost))
     return found
 
 
@@ -369,23 +383,39 @@ def digits_noise_scale(sizes: Sizes = FULL) -> list[Measurement]:
 
 
 # The language model ------------------------------------------------------------------------------
-def _tuned() -> Setting:
-    return best(language_orders.BATCH, "AdamW")
+def _tuned(batch: int) -> Setting:
+    return best(batch, "AdamW")
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(value, 4) for value in values]
 
 
 def _declare_order(order: str, seed: int) -> None:
-    @case(f"language/{order}/seed {seed}", minutes=3.8)
+    @case(f"language/{order}/seed {seed}", minutes=3.6)
     def _(sizes: Sizes = FULL) -> list[Measurement]:
-        run = language_orders.train_ordered(
-            order, _tuned(), seed=seed, tokens=sizes.tokens, max_files=sizes.files
-        )
-        losses = [round(loss, 4) for loss in run.curve.losses]
-        return [seen("held-out loss", "nats/token", [run.loss], losses=losses, seed=seed)]
+        read: dict[str, Any] = {"seed": seed, "tokens": sizes.tokens, "max_files": sizes.files}
+        run = language_orders.train_ordered(order, _tuned(language_orders.BATCH), **read)
+        details: dict[str, Any] = {
+            "losses": _rounded(run.curve.losses),
+            "norms": _rounded([norm or 0.0 for norm in run.curve.norms]),
+            "seed": seed,
+        }
+        if order != language_orders.SHORTER:
+            text, starts = language_orders.arranged(order, **read)
+            for name, pooled in (("", 1), (f" of {POOLED} batches", POOLED)):
+                effect = language_orders.design_effect(text, starts, pooled=pooled)
+                details[f"design effect{name}"] = round(effect, 3)
+        return [seen("held-out loss", "nats/token", [run.loss], **details)]
 
 
 def _branch(name: str, branch: Branch) -> Measurement:
-    losses = [round(loss, 4) for loss in branch.losses]
-    return seen(f"held-out loss/{name}", "nats/token", [branch.held_out], losses=losses)
+    details: dict[str, Any] = {
+        "losses": _rounded(branch.losses),
+        "norms": _rounded(branch.norms),
+        "fixed": _rounded(branch.fixed),
+    }
+    return seen(f"held-out loss/{name}", "nats/token", [branch.held_out], **details)
 
 
 def _declare_damage(what: str, cure: str, seed: int, minutes: float) -> None:
@@ -401,49 +431,56 @@ def _declare_damage(what: str, cure: str, seed: int, minutes: float) -> None:
             kinds = language_spikes.kinds_with(cure)
             spoilt = {kind: language_spikes.damaged(clean, kind, plan, seed) for kind in kinds}
             streams = {"clean": clean, **spoilt}
+            if cure == "none":
+                streams[language_spikes.FEWER] = language_spikes.fewer(clean, plan)
         found = language_spikes.branches(
-            streams, _tuned(), plan, seed=seed, cure=cure, max_files=sizes.files
+            streams, _tuned(PLAN.batch), plan, seed=seed, cure=cure, max_files=sizes.files
         )
         return [_branch(name, branch) for name, branch in found.items()]
 
 
 def _declare_hot(seed: int) -> None:
-    @case(f"language/{language_results.HOT}/seed {seed}", minutes=4.4)
+    @case(f"language/{language_results.HOT}/seed {seed}", minutes=4.0)
     def _(sizes: Sizes = FULL) -> list[Measurement]:
-        return [
-            _branch(
-                cure,
-                language_spikes.train_hot(
-                    _tuned(), sizes.hot, seed=seed, cure=cure, factor=8.0, max_files=sizes.files
-                ),
+        found = []
+        for cure in language_spikes.CURES:
+            branch = language_spikes.train_hot(
+                _tuned(PLAN.batch),
+                sizes.hot,
+                seed=seed,
+                cure=cure,
+                factor=8.0,
+                max_files=sizes.files,
             )
-            for cure in language_spikes.CURES
-        ]
+            found.append(_branch(cure, branch))
+        return found
 
 
 for _seed in REPORT_SEEDS:
-    for _order in language_orders.ORDERS:
+    for _order in (*language_orders.ORDERS, language_orders.SHORTER):
         _declare_order(_order, _seed)
-    _declare_damage("damaged", "none", _seed, 4.4)
-    _declare_damage("mended", "none", _seed, 4.4)
-    _declare_damage("damaged, z-loss", "z-loss", _seed, 3.6)
-    _declare_damage("damaged, QK-norm", "QK-norm", _seed, 3.6)
+    _declare_damage("damaged", "none", _seed, 4.6)
+    _declare_damage("mended", "none", _seed, 2.5)
+    _declare_damage("damaged, z-loss", "z-loss", _seed, 3.2)
+    _declare_damage("damaged, QK-norm", "QK-norm", _seed, 3.2)
     _declare_hot(_seed)
 
 
 # These two only read the records of the runs above; their minutes put them after those.
 @case("language/orders", minutes=4.8)
 def language_order_records(_: Sizes = FULL) -> list[Measurement]:
-    """The orders against random windows: held-out loss, and the highest rise of a step's loss."""
-    found = language_results.order_differences()
-    return [seen(name, "nats/token", samples) for name, samples in found.items()]
+    """The orders against random windows, whole and a tenth fewer: held-out loss and spikes."""
+    return [
+        seen(name, language_results.unit_of(name), samples)
+        for name, samples in language_results.order_differences().items()
+    ]
 
 
 @case("language/spikes", minutes=4.8)
 def language_spike_records(_: Sizes = FULL) -> list[Measurement]:
     """Spikes made on purpose, plain and with each cure, against the same model's clean branch."""
     return [
-        seen(name, "steps" if name.startswith("steps") else "nats/token", samples)
+        seen(name, language_results.unit_of(name), samples)
         for name, samples in language_results.spike_differences().items()
     ]
 

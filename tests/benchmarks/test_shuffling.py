@@ -40,9 +40,10 @@ def test_the_orders_are_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) -
     assert found["spikes minus full/sources, file order"].samples == [0.0, 0.0]
     # The explorer needs the curves of these and of no other.
     drawn = {q for q, item in found.items() if "losses" in item.details}
-    names = ("file order", *(f"buffer {size}" for size in characters.BUFFERS), "full")
-    assert drawn == {f"spikes/sources, {name}" for name in names}
+    assert drawn == {f"spikes/sources, {name}" for name in characters.ORDERS if name != "blocks"}
+    shuffled = found["spikes/sources, batches shuffled"]
     assert order.details["design effect"][0] > 1.5
+    assert {*shuffled.details, *order.details} >= {"design effect of 16 batches"}
 
 
 def test_a_flag_is_judged_by_precision_and_recall() -> None:
@@ -94,10 +95,13 @@ def test_made_spikes_are_compared_with_the_clean_run() -> None:
     assert asked("shuffling", "text/made") <= set(found)
     assert min(found["spikes/a shard of noise"].details["rise"]) > 1
     assert found["held-out loss minus clean/a shard of noise, SGD"].samples[0] != 0
-    shorter = found["held-out loss minus clean, shorter/one long step"].samples
-    clean = [characters.run("full", 0, steps=steps).held_out for steps in (104, 94)]
+    clean = {steps: characters.run("full", 0, steps=steps).held_out for steps in (104, 94, 103)}
     longer = found["held-out loss minus clean/one long step"].samples
-    assert shorter[0] - longer[0] == pytest.approx(clean[0] - clean[1])
+    for what, steps in (("a tenth fewer steps", 94), ("the bad steps left out", 103)):
+        shorter = found[f"held-out loss minus {what}/one long step"].samples
+        cost = found[f"{what} minus clean/one long step"].samples
+        assert cost[0] == clean[steps] - clean[104]
+        assert longer[0] - shorter[0] == pytest.approx(cost[0])
     damage = by_quantity(cases.text_damage(SMALL))
     item = damage["held-out loss minus clean/noise, 3 batches at 0.5"]
     assert item.details["bad"] == [8, 10]
@@ -121,23 +125,29 @@ def test_the_digits_cases_cover_every_order() -> None:
 def test_every_run_of_the_language_model_has_a_case() -> None:
     minutes = {case.name: case.minutes for case in cases_of("shuffling")}
     runs = {name: each for name, each in minutes.items() if name.startswith("language/")}
-    wanted = (*language_orders.ORDERS, "damaged", "mended", "damaged, z-loss", "damaged, QK-norm")
+    arms = (*language_orders.ORDERS, language_orders.SHORTER)
+    wanted = (*arms, "damaged", "mended", "damaged, z-loss", "damaged, QK-norm")
     for what in (*wanted, language_results.HOT):
         assert all(runs.pop(f"language/{what}/seed {seed}") < 4.8 for seed in REPORT_SEEDS)
     assert set(runs) == {"language/orders", "language/spikes"}
 
 
 def test_the_language_model_runs_small_and_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "_tuned", lambda: SETTING)
+    monkeypatch.setattr(cases, "_tuned", lambda _: SETTING)
     by_name = {case.name: case.function for case in cases_of("shuffling")}
     found = {}
-    for what in ("sorted", "damaged", "mended", "damaged, z-loss"):
+    shorter = language_orders.SHORTER
+    for what in ("sorted", shorter, "damaged", "mended", language_results.HOT):
         (seed, *_) = REPORT_SEEDS
         for item in by_name[f"language/{what}/seed {seed}"](SMALL):
             found[what, item.quantity] = item
-    assert len(found["sorted", "held-out loss"].details["losses"]) == 3
+    details = found["sorted", "held-out loss"].details
+    assert len(details["losses"]) == len(details["norms"]) == 3
+    assert details["design effect"] > 0 and details["design effect of 16 batches"] >= 0
+    assert len(found[shorter, "held-out loss"].details["losses"]) == 2
     branches = {name.removeprefix("held-out loss/") for what, name in found if what == "damaged"}
-    assert branches == {"clean", *language_spikes.DAMAGES}
+    assert branches == {"clean", *language_spikes.DAMAGES, language_spikes.FEWER}
+    assert len(found[language_results.HOT, "held-out loss/z-loss"].details["fixed"]) == 4
     losses = [
         found["damaged", f"held-out loss/{name}"].details["losses"]
         for name in ("clean", "random tokens")
@@ -148,26 +158,38 @@ def test_the_language_model_runs_small_and_is_compared(monkeypatch: pytest.Monke
 def test_recorded_runs_give_the_differences(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fake:
         def __init__(self, end: float, high: float) -> None:
-            steps = 44
-            self.p50, losses = end, [5.0 - 0.05 * step for step in range(steps)]
-            losses[language_spikes.Plan().trunk] += high
-            self.details = {"losses": losses}
+            trunk, after = language_spikes.Plan().trunk, language_spikes.Plan().after
+            losses = [5.0 - 0.05 * step for step in range(trunk + 100)]
+            losses[trunk + 60] += high
+            fixed = [4.0 - 0.05 * step for step in range(after + 1)]
+            fixed[4] += high
+            self.p50, self.details = end, {"losses": losses, "norms": losses, "fixed": fixed}
 
     def find(_slug: str, case: str, quantity: str) -> Fake:
-        worse = 0.0 if "clean" in quantity or "none" in quantity else 0.25
+        calm = any(word in quantity for word in ("clean", "none", language_spikes.FEWER))
+        worse = 0.0 if calm or language_orders.SHORTER in case else 0.25
         return Fake(2.0 + worse, 8 * worse)
 
     monkeypatch.setattr(language_results.records, "find", find)
     monkeypatch.setattr(language_results, "run_record", lambda *_: Fake(1.5, 0.5))
     orders = by_quantity(cases.language_order_records())
+    assert asked("shuffling", "language/orders") <= set(orders)
     assert orders["held-out loss minus random/sorted"].samples == [0.75] * len(REPORT_SEEDS)
+    assert orders["held-out loss minus a tenth fewer steps/sorted"].samples == [0.25] * 4
     assert orders["highest rise minus random/sorted"].samples == pytest.approx([1.5] * 4)
+    spiking = orders["spikes minus random/sorted"]
+    assert spiking.samples == [0.0] * 4 and spiking.unit == "in 1,000 steps"
     spikes = by_quantity(cases.language_spike_records())
-    assert spikes["held-out loss minus clean/random tokens"].samples == [0.25] * 4
-    assert spikes["rise minus clean/random tokens, z-loss"].samples == pytest.approx([2.0] * 4)
+    assert asked("shuffling", "language/spikes") <= set(spikes)
+    for name in ("random tokens", "random tokens, z-loss", *language_spikes.MENDED):
+        assert spikes[f"held-out loss minus clean/{name}"].samples == [0.25] * 4
+        for rise in ("rise", "rise on fixed windows"):
+            assert spikes[f"{rise} minus clean/{name}"].samples == pytest.approx([2.0] * 4)
     steps = spikes["steps to recover/random tokens"]
-    assert steps.samples == [1.0] * 4 and steps.unit == "steps"
+    assert steps.samples == [5.0] * 4 and steps.unit == "steps"
+    left_out = language_spikes.FEWER
+    assert spikes[f"held-out loss minus {left_out}/random tokens"].samples == [0.25] * 4
     hot = f"{language_results.HOT}, QK-norm"
     assert spikes[f"held-out loss minus no cure/{hot}"].samples == [0.25] * 4
-    every = [f"rise minus clean/{name}" for name in language_spikes.MENDED]
-    assert set(every) <= set(spikes)
+    rises = spikes[f"rise on fixed windows minus no cure/{hot}"].samples
+    assert rises == pytest.approx([1.95] * 4)

@@ -12,6 +12,7 @@ from labcore.models.training import next_token_loss, train, windows
 from labcore.studies.language import bench
 from labcore.studies.language.tuning import Setting
 from labcore.studies.shuffling import language_orders as orders
+from labcore.studies.shuffling import language_results as results
 from labcore.studies.shuffling import language_spikes as spikes
 from labcore.studies.shuffling.language_spikes import Plan
 
@@ -53,15 +54,34 @@ def test_an_order_has_the_windows_of_the_random_run(order: str, seed: int) -> No
     distinct = [len(set(row)) for n in range(3) for row in rows(n)[0].tolist()]
     if order == "file order":
         assert bool((arranged.diff() >= 0).all())
+    elif order == "batches shuffled":
+        stored = {tuple(one.tolist()) for one in starts.sort().values.split(16)}
+        assert {tuple(one.tolist()) for one in arranged.split(16)} == stored
     elif order == "sorted":
         assert distinct == sorted(distinct)
+
+
+def test_shuffled_batches_keep_their_design_effect_and_lose_their_drift(seed: int) -> None:
+    # Every file repeats one token, so that neighboring windows are alike.
+    text = torch.arange(10).repeat_interleave(4_000)
+    starts = orders.places(len(text), 640, seed)
+    found = {
+        order: [
+            orders.design_effect(text, orders.ORDERS[order](starts, text, seed), pooled=pooled)
+            for pooled in (1, 4)
+        ]
+        for order in ("file order", "batches shuffled")
+    }
+    (one, four), (same, mixed) = found.values()
+    assert one == pytest.approx(same) and four > 2 * one and mixed < 2 * one
+    assert orders.design_effect(text, starts) < 2
 
 
 def test_a_rise_is_above_the_median_before(seed: int) -> None:
     dice = random.Random(seed)
     losses = [dice.random() for _ in range(40)]
     losses[25] = 7.0
-    found = orders.heights(losses, window=9)
+    found = results.heights(losses, window=9)
     assert len(found) == 31 and max(found) == found[25 - 9]
     assert found[16] == pytest.approx(7.0 - sorted(losses[16:25])[4])
 
@@ -137,15 +157,18 @@ def test_mended_streams_lose_what_they_should(clean: spikes.Stream, seed: int) -
     found = spikes.mended(clean, PLAN, seed)
     assert tuple(found) == spikes.MENDED
     first, stop = PLAN.row(PLAN.trunk), PLAN.row(PLAN.trunk + PLAN.bad)
-    by_documents = found["repeated n-grams, filtered by documents"]
-    assert torch.equal(by_documents.rows, spikes.without(clean, first, stop).rows)
-    spoilt = spikes.damaged(clean, "repeated n-grams", PLAN, seed).rows[first:stop].tolist()
-    kept = len(clean.rows) - sum(brute(row, spikes.LONGEST, spikes.TIMES) for row in spoilt)
-    assert len(found["repeated n-grams, filtered by rows"].rows) == kept
-    for data in found.values():
-        assert torch.equal(data.rows[:first], clean.rows[:first])
+    restart = found["restart without the shard"]
+    later = torch.cat([clean.rows[:first], clean.rows[stop:]])
+    assert torch.equal(restart.rows, later)
+    one_step = PLAN.row(PLAN.trunk + 1)
+    stopped, noise = (
+        found["random tokens, stopped"],
+        spikes.damaged(clean, "random tokens", PLAN, seed),
+    )
+    assert torch.equal(stopped.rows[:one_step], noise.rows[:one_step])
+    assert torch.equal(stopped.rows[one_step:], clean.rows[stop:])
     with pytest.raises(ValueError, match="a row for every step, got .* too many rows"):
-        by_documents.batches()(len(by_documents.rows) // 16)
+        restart.batches()(len(restart.rows) // 16)
 
 
 def test_a_clean_branch_is_an_uninterrupted_run(
@@ -167,15 +190,18 @@ def test_a_clean_branch_is_an_uninterrupted_run(
     assert list(found["clean"].losses) == whole.losses
     assert found["noise"].losses[:2] == found["clean"].losses[:2]
     assert found["noise"].losses[2:] != found["clean"].losses[2:]
-    hot = spikes.train_hot(SETTING, PLAN, seed=seed, cure="QK-norm", factor=2.0)
-    assert len(hot.losses) == PLAN.steps and hot.losses[0] != found["clean"].losses[0]
+    assert list(found["clean"].norms) == whole.norms
+    assert len(found["noise"].fixed) == PLAN.after + 1
+    assert found["noise"].fixed[0] == found["clean"].fixed[0] > found["clean"].fixed[-1]
+    streams = {"clean": clean, "fewer": spikes.fewer(clean, PLAN)}
+    fewer = spikes.branches(streams, SETTING, PLAN, seed=seed)["fewer"]
+    assert len(fewer.losses) == PLAN.steps - PLAN.bad and len(fewer.fixed) == PLAN.after
+    plan = Plan(trunk=0, after=3, bad=1, batch=2_048)
+    hot = spikes.train_hot(SETTING, plan, seed=seed, cure="QK-norm", factor=2.0)
+    assert len(hot.losses) == plan.steps and hot.losses[0] != found["clean"].losses[0]
 
 
-def test_a_branch_knows_its_height_and_its_recovery() -> None:
-    losses = (5.0, 4.0, 3.0, 2.0, 9.0, 3.5, 2.4, 2.0, 1.9)
-    branch = spikes.Branch(losses=losses, held_out=2.0)
-    assert branch.height(4, window=3) == 6.0
-    assert branch.recovery(4, window=3) == 2
-    assert branch.recovery(8, window=3) == 0
-    flat = spikes.Branch(losses=(1.0, 1.0, 3.0, 2.0), held_out=2.0)
-    assert flat.recovery(2) == 2
+def test_a_branch_recovers_when_it_stays_below_its_start() -> None:
+    assert results.recovery((3.0, 2.9, 2.8)) == 0
+    assert results.recovery((3.0, 9.0, 2.9, 3.1, 2.8, 2.7)) == 4
+    assert results.recovery((3.0, 9.0, 4.0)) == 2

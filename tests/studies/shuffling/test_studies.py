@@ -60,10 +60,27 @@ def test_letters_beyond_ascii_share_one_number() -> None:
 
 @pytest.mark.parametrize("order", list(characters.ORDERS))
 def test_every_order_gives_each_row_at_most_once(order: str, seed: int) -> None:
-    rows = 6400
-    found = list(itertools.islice(characters.ORDERS[order](rows, seed), rows))
+    dice = random.Random(seed)
+    lengths = [dice.randrange(1, 700) for _ in range(23)]
+    rows = sum(lengths)
+    found = list(itertools.islice(characters.ORDERS[order](lengths, seed), rows))
     assert len(found) == len(set(found)) == rows
     assert all(0 <= row < rows for row in found)
+    if order == "batches shuffled":
+        batches = [found[at : at + 32] for at in range(0, rows // 32 * 32, 32)]
+        assert sorted(batches) == [list(range(at, at + 32)) for at in range(0, rows // 32 * 32, 32)]
+
+
+def test_a_short_corpus_is_the_beginning_of_the_long_one(
+    data: characters.Corpus, seed: int
+) -> None:
+    rows = random.Random(seed).randrange(320, 4_000)
+    short = characters.corpus("sources", TUNING_SEED, rows=rows)
+    assert torch.equal(short.rows, data.rows[:rows])
+    assert short.files.of([rows - 1]) == data.files.of([rows - 1])
+    assert sum(short.lengths) == rows and sum(data.lengths) == len(data.rows)
+    run = characters.run("full", TUNING_SEED, rows=rows, check_every=rows)
+    assert len(run.losses) == rows // 32 and max(map(max, run.rows)) < rows
 
 
 def test_bad_steps_are_where_the_damage_says(seed: int) -> None:
@@ -186,6 +203,14 @@ def test_the_mean_distance_is_the_design_effect(generator: torch.Generator) -> N
     # The design effect divides by k - 1 and n - 1.
     scale = (len(rows) - 1) / len(rows) * 35 / 34
     assert sum(distances) / 35 * scale == pytest.approx(design_effect(batches))
+
+
+def test_pooled_batches_count_as_one() -> None:
+    run = characters.run("file order", TUNING_SEED, steps=39, check_every=39)
+    found = tracing.epoch_distances(run, "sources", TUNING_SEED, pooled=4)
+    shares = tracing.letter_shares(characters.corpus("sources", TUNING_SEED).rows)
+    whole = [shares[at : at + 128] for at in range(0, 36 * 32, 128)]
+    assert found == pytest.approx(tracing.batch_distances(whole, shares))
 
 
 def test_later_spikes_are_those_after_the_made_one() -> None:

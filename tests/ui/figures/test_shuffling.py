@@ -25,6 +25,7 @@ def data(seed: int) -> dict[str, dict[str, object]]:
             "onsets": [sorted(dice.sample(range(50, steps - 5), spikes)) for _ in range(2)],
             "held out": [2.2, 2.1],
             "design effect": [7.8, 6.1],
+            "design effect of 16 batches": [51.2, 40.0],
         }
 
     return dict(zip(SIZES, (run(7), run(1), run(0)), strict=True))
@@ -58,6 +59,8 @@ def test_frames_share_traces_and_titles_fit_a_phone(data) -> None:
         for seed in (0, 1):
             figure = figures.buffer(size, seed, data)
             kinds.add(tuple((trace.name, trace.mode, trace.yaxis) for trace in figure.data))
+            told = figure.layout.xaxis2.title.text
+            assert told.endswith(("7.8, over 16 batches 51", "6.1, over 16 batches 40"))
             lines = figure.layout.title.text.split("<br>")
             assert len(lines) == 1 and len(lines[0]) <= 40, lines
             assert list(figure.data[0].y) == data[size]["losses"][seed]
@@ -75,8 +78,8 @@ def test_one_spike_is_not_spikes(data) -> None:
 
 def test_the_static_page_moves_both_controls(data) -> None:
     packed = twin.payload(
-        lambda size, seed: figures.buffer(size, seed, data),
-        controls={"size": Choice(options=SIZES), "seed": Choice(options=(0, 1))},
+        lambda order, seed: figures.buffer(order, seed, data),
+        controls={"order": Choice(options=SIZES), "seed": Choice(options=(0, 1))},
         alt="x",
     )
     assert len(packed["slices"][0]["frames"]) == 6
@@ -122,15 +125,26 @@ def test_the_flow_moves_on_the_static_page() -> None:
     assert [len(part["frames"]) for part in packed["slices"]] == [52] * 4
 
 
-def test_outcomes_show_orders_twice_and_made_spikes_once() -> None:
-    orders = {"files": (8.0, 5.5, [0.2, 0.3]), "256": (3.0, 2.5, [0.1, 0.1])}
-    figure = figures.outcomes(orders, {"noise": (20.0, [0.01, 0.03])})
-    by_spikes, by_effect, made = figure.data
-    assert list(by_spikes.x) == [8.0, 3.0] and list(by_effect.x) == [5.5, 2.5]
-    assert list(by_spikes.y) == list(by_effect.y) == [0.25, 0.1]
-    assert (made.x[0], made.y[0]) == (20.0, 0.02)
-    assert by_spikes.marker.color != made.marker.color and not by_effect.showlegend
-    assert "files: 8.0 spikes, design effect 5.5, +0.250 nats" in alt(figure)
+def test_outcomes_show_orders_and_made_spikes_beside_the_yardstick() -> None:
+    orders = {"files": (8.0, [0.2, 0.3]), "256": (3.0, [0.1, 0.1])}
+    figure = figures.outcomes(orders, {"noise": (20.0, [0.01, 0.03])}, 0.016)
+    drawn, made = figure.data
+    assert list(drawn.x) == [8.0, 3.0] and list(drawn.y) == [0.25, 0.1]
+    assert (made.x[0], made.y[0]) == (20.0, 0.02) and figure.layout.shapes[0].y0 == 0.016
+    assert drawn.marker.color != made.marker.color
+    assert drawn.textposition == ("middle right", "middle right")
+    assert made.textposition == "middle left"
+    assert "files: 8.0 spikes, +0.250 nats" in alt(figure) and "fewer steps: +0.016" in alt(figure)
+
+
+def test_correlations_show_each_order_in_both_panels() -> None:
+    orders = {"files": (8.0, 50.0, [0.2, 0.3]), "mixed": (8.0, 7.0, [0.1, 0.0])}
+    orders |= {"8192": (1.2, 4.0, [0.03]), "blocks": (1.2, 3.9, [0.028])}
+    one, pooled = figures.correlations(orders).data
+    assert list(one.x) == [8.0, 8.0, 1.2, 1.2] and list(pooled.x) == [50.0, 7.0, 4.0, 3.9]
+    assert list(one.y) == list(pooled.y) == [0.25, 0.05, 0.03, 0.028]
+    assert one.textposition == ("middle left", "middle left", "top right", "bottom right")
+    assert "mixed: 8.0, of 16 batches 7.0, +0.050 nats" in alt(figures.correlations(orders))
 
 
 def test_schedules_have_a_panel_each_and_one_legend(seed: int) -> None:
@@ -174,6 +188,9 @@ def test_the_language_models_losses_are_means_from_a_step_on() -> None:
     assert figure.data[0].line.color != figure.data[1].line.color
     assert "damaged: highest 9.00, last 2.00" in alt(figure)
     assert not figures.language_losses(runs, title="x").layout.shapes
+    late = figures.language_losses(runs, title="x", first=24, loss="loss on fixed windows")
+    assert list(late.data[0].x) == [24, 25, 26]
+    assert late.layout.yaxis.title.text.startswith("loss on fixed windows")
 
 
 def test_design_effects_pair_a_line_with_its_points() -> None:

@@ -95,6 +95,13 @@ class Corpus:
         """The number of whole batches in an epoch."""
         return len(self.rows) // BATCH
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The rows of each file; a row with the end of one file belongs to the next."""
+        ends = (*self.files.first_rows[1:], len(self.rows))
+        pairs = zip(self.files.first_rows, ends, strict=True)
+        return tuple(end - first for first, end in pairs if end > first)
+
 
 def letters_of(text: str) -> Tensor:
     """Return the text as int64 [len(text)]: ASCII codes, and LETTERS - 1 for anything else."""
@@ -137,19 +144,22 @@ def _held_out(kind: str) -> Tensor:
 
 
 @functools.cache
-def corpus(kind: str = "sources", seed: int = 0) -> Corpus:
+def corpus(kind: str = "sources", seed: int = 0, *, rows: int | None = None) -> Corpus:
     """Return Python's "sources", or their docstrings ("documentation"), in file name order.
 
     seed: which slice of the library. A slice is every twelfth source file (some 50), or the
     docstrings of every fifth file (some 100), without the two or three texts of more than 200,000
     letters. Seeds 0 to 11 share no source file, and seeds 0 to 4 no docstring. held_out is the same
     for all: 500 rows, spread evenly over the files that labcore.data holds out.
+    rows: read only so many of the first rows.
     """
     slices = SLICES[one_of("corpus", kind, SLICES)]
     texts = _texts(kind, _names("train")[seed % slices :: slices])
+    whole = "\n".join(texts.values())[: None if rows is None else positive_int("rows", rows) * ROW]
     starts = [0, *itertools.accumulate(len(text) + 1 for text in texts.values())][:-1]
-    whole = "\n".join(texts.values())
-    files = FileRows(files=tuple(texts), starts=tuple(starts), length=len(whole), row_length=ROW)
+    starts = [start for start in starts if start < len(whole)]
+    names = tuple(texts)[: len(starts)]
+    files = FileRows(files=names, starts=tuple(starts), length=len(whole), row_length=ROW)
     return Corpus(rows=_rows(whole), held_out=_held_out(kind), files=files)
 
 
@@ -189,18 +199,34 @@ def train(
 BUFFERS = (256, 2048, 8192)
 _BLOCK, _BLOCKS = 64, 32  # rows per block, blocks; 2,048 rows in memory, like the second buffer
 
-Order = Callable[[int, int], Iterable[int]]  # (rows, seed) -> row indices
+Order = Callable[[Sequence[int], int], Iterable[int]]  # (rows of each file, seed) -> row indices
 
 
-def _buffer(size: int) -> Order:
-    return lambda rows, seed: BufferShuffle(rows, buffer_size=min(size, rows), seed=seed)
+def _buffer(size: int, shuffle_shards: bool = False) -> Order:
+    return lambda lengths, seed: BufferShuffle(
+        lengths, buffer_size=min(size, sum(lengths)), shuffle_shards=shuffle_shards, seed=seed
+    )
+
+
+def _batches_shuffled(lengths: Sequence[int], seed: int) -> Iterator[int]:
+    """Yield the batches of the file order, each as it is, in random order; then the rows left."""
+    whole, rest = divmod(sum(lengths), BATCH)
+    for batch in FullShuffle(whole, seed=seed):
+        yield from range(batch * BATCH, (batch + 1) * BATCH)
+    yield from range(whole * BATCH, whole * BATCH + rest)
+
+
+def _blocks(lengths: Sequence[int], seed: int) -> BlockShuffle:
+    return BlockShuffle(shards_of(sum(lengths), _BLOCK), blocks=_BLOCKS, seed=seed)
 
 
 ORDERS: Mapping[str, Order] = {
-    "file order": lambda rows, seed: Sequential(rows, seed=seed),
+    "file order": lambda lengths, seed: Sequential(lengths, seed=seed),
+    "batches shuffled": _batches_shuffled,
     **{f"buffer {size}": _buffer(size) for size in BUFFERS},
-    "blocks": lambda rows, seed: BlockShuffle(shards_of(rows, _BLOCK), blocks=_BLOCKS, seed=seed),
-    "full": lambda rows, seed: FullShuffle(rows, seed=seed),
+    "files shuffled, buffer 256": _buffer(256, shuffle_shards=True),
+    "blocks": _blocks,
+    "full": lambda lengths, seed: FullShuffle(lengths, seed=seed),
 }
 
 
@@ -289,6 +315,7 @@ def run(
     seed: int,
     *,
     kind: str = "sources",
+    rows: int | None = None,
     steps: int | None = None,
     lr: float = LEARNING_RATE,
     schedule: str = "decay",
@@ -298,19 +325,19 @@ def run(
 ) -> EpochRun:
     """Train a new model for one epoch, or `steps` steps, in one of ORDERS.
 
-    seed: seed of the weights, the order and the files; the data is corpus(kind, seed).
+    seed: seed of the weights, the order and the files; the data is corpus(kind, seed, rows=rows).
     schedule: "decay", linearly from `lr` to zero over the run, or "constant".
     optimizer: "adamw", without decay of the weights, or "sgd", plain gradient descent.
     check_every: steps between measurements of the held-out loss.
     Raises ValueError for an unknown name.
     """
-    data = corpus(kind, seed)
+    data = corpus(kind, seed, rows=rows)
     positive("lr", lr)
     falls = one_of("schedule", schedule, SCHEDULES) == "decay"
-    indices = iter(ORDERS[one_of("order", order, ORDERS)](len(data.rows), seed))
+    indices = iter(ORDERS[one_of("order", order, ORDERS)](data.lengths, seed))
     count = data.steps if steps is None else min(positive_int("steps", steps), data.steps)
-    rows = [tuple(next(indices) for _ in range(BATCH)) for _ in range(count)]
-    batches: Iterator[Tensor] = (data.rows[list(batch)] for batch in rows)
+    chosen = [tuple(next(indices) for _ in range(BATCH)) for _ in range(count)]
+    batches: Iterator[Tensor] = (data.rows[list(batch)] for batch in chosen)
     bad = () if damage is None else tuple(damage.steps(count, seed))
     if damage is not None:
         batches = _damaged(batches, damage, bad, data.rows, seed)
@@ -331,4 +358,4 @@ def run(
         if len(losses) % check_every == 0 or len(losses) == count:
             with torch.no_grad():
                 checks.append((len(losses), row_losses(model, data.held_out).mean().item()))
-    return EpochRun(losses=tuple(losses), rows=tuple(rows), checks=tuple(checks), bad=bad)
+    return EpochRun(losses=tuple(losses), rows=tuple(chosen), checks=tuple(checks), bad=bad)

@@ -1,17 +1,17 @@
 """Spikes made on purpose in the language model, and cures for them.
 
 A trunk is trained on random windows. From there, branches go on with the same schedule: one on
-clean data, others with a shard of damaged rows, with or without a cure. Each branch is compared to
-the clean one.
+clean data, one that leaves out the steps of the damage, others with a shard of damaged rows, with
+or without a cure. After each step of a branch the loss is measured on windows that never change, so
+that harm to the model is told apart from a batch that is merely hard.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,17 +20,17 @@ from torch.nn import functional as F
 from labcore.checks import one_of
 from labcore.device import default_device
 from labcore.models import Llama, causal_attention
-from labcore.models.training import Batches, Loss, next_token_loss, train
+from labcore.models.training import Batches, Curve, Loss, next_token_loss, train, windows
 from labcore.studies.language import bench
 from labcore.studies.language.bench import CONFIG, LENGTH, ROWS
 from labcore.studies.language.tuning import Setting
-from labcore.studies.shuffling.language_orders import BATCH, WINDOW, places
+from labcore.studies.shuffling.language_orders import places
 
 __all__ = [
     "CURES",
     "DAMAGES",
     "DOCUMENT",
-    "LATER",
+    "FEWER",
     "LONGEST",
     "MENDED",
     "TIMES",
@@ -39,20 +39,20 @@ __all__ = [
     "Stream",
     "branches",
     "damaged",
-    "filtered",
+    "fewer",
     "kinds_with",
     "mended",
     "qk_norm_attention",
     "repeats",
     "stream",
     "train_hot",
-    "without",
     "z_loss",
 ]
 
 LONGEST, TIMES = 13, 32  # of OLMo 2's filter
 _SHORT = 16  # tokens that a row without packing predicts
 DOCUMENT = 4  # rows of a damaged document
+BATCH = 8_192  # tokens per step
 
 # Cures ------------------------------------------------------------------------------------------
 
@@ -120,11 +120,13 @@ CURES: Mapping[str, Loss] = {
 class Stream:
     """The rows that a run reads, in order.
 
-    rows: int64 [R, LENGTH + 1]. counts: int64 [R], the valid tokens of each row.
+    rows: int64 [R, LENGTH + 1]. counts: int64 [R], the valid tokens of each row. skipped: the steps
+    after the trunk that are left out, with their rows and their place in the schedule.
     """
 
     rows: Tensor
     counts: Tensor
+    skipped: int = 0
 
     def batches(self, start: int = 0) -> Batches:
         """Return batches of ROWS rows, numbered from row `start` on.
@@ -166,7 +168,7 @@ class Plan:
 def stream(plan: Plan, seed: int, *, max_files: int | None = None) -> Stream:
     """Return the windows of the random run of `seed`, and spare ones for those that are dropped."""
     text = bench.text("report", max_files=max_files)
-    starts = places(len(text), plan.row(plan.steps + 2 * plan.bad), seed)
+    starts = places(len(text), plan.row(plan.steps + plan.bad), seed)
     rows = text[starts[:, None] + torch.arange(LENGTH + 1)]
     return Stream(rows=rows, counts=torch.full((len(rows),), LENGTH + 1))
 
@@ -205,12 +207,9 @@ def kinds_with(cure: str) -> tuple[str, ...]:
     return tuple(DAMAGES)[: None if cure == "none" else 2]
 
 
-def damaged(clean: Stream, kind: str, plan: Plan, seed: int, *, at: int | None = None) -> Stream:
-    """Damage the rows of `plan.bad` steps, in one of DAMAGES.
-
-    at: the first bad step; None means right after the trunk.
-    """
-    first = plan.row(plan.trunk if at is None else at)
+def damaged(clean: Stream, kind: str, plan: Plan, seed: int) -> Stream:
+    """Damage the rows of the `plan.bad` steps right after the trunk, in one of DAMAGES."""
+    first = plan.row(plan.trunk)
     bad = slice(first, first + plan.row(plan.bad))
     generator = torch.Generator().manual_seed(seed)
     spoilt, valid = DAMAGES[one_of("damage", kind, DAMAGES)](clean.rows[bad], generator)
@@ -219,53 +218,33 @@ def damaged(clean: Stream, kind: str, plan: Plan, seed: int, *, at: int | None =
     return Stream(rows=rows, counts=counts)
 
 
-def without(data: Stream, first: int, stop: int) -> Stream:
-    """Skip the rows from `first` to `stop`: later ones take their places."""
-    keep = torch.ones(len(data.rows), dtype=torch.bool)
-    keep[first:stop] = False
-    return Stream(rows=data.rows[keep], counts=data.counts[keep])
+FEWER = "the bad steps left out"
 
 
-def filtered(data: Stream, plan: Plan, *, document: int = 1) -> Stream:
-    """Drop what `repeats` finds after the trunk: later rows take the places of dropped ones.
-
-    document: the rows that are judged and dropped together.
-    """
-    start = plan.row(plan.trunk)
-    judged = data.rows[start:].unflatten(0, (-1, document)).flatten(1)
-    bad = repeats(judged).repeat_interleave(document)
-    keep = torch.cat([torch.ones(start, dtype=torch.bool), ~bad])
-    return Stream(rows=data.rows[keep], counts=data.counts[keep])
+def fewer(clean: Stream, plan: Plan) -> Stream:
+    """Leave out the steps that a damage would spoil, as a trainer does that skips an update."""
+    return replace(clean, skipped=plan.bad)
 
 
-LATER = 6  # steps
-MENDED = (
-    "random tokens, stopped",
-    "random tokens, later",
-    "repeated n-grams, filtered by rows",
-    "repeated n-grams, filtered by documents",
-)
+MENDED = ("random tokens, stopped", "restart without the shard")
 
 
 def mended(clean: Stream, plan: Plan, seed: int) -> dict[str, Stream]:
-    """Return damaged streams with what their reader does about it, by the names of MENDED.
+    """Return streams with what a run does about a damaged shard, by the names of MENDED.
 
-    "stopped" skips the rest of a damaged shard after its first bad step. "later" meets the same
-    shard LATER steps later. The filters drop what `repeats` finds, row by row or whole documents.
-    Healthy documents hardly ever have such repeats (none for the reported seeds), so the filter by
-    documents reads the same rows as a restart that skips the shard, whatever its damage.
+    "stopped" skips the rest of a shard of random tokens after its first bad step. A restart goes
+    back to the trunk and skips the whole shard, whatever its damage: later rows take its place.
     """
     first, stop = plan.row(plan.trunk), plan.row(plan.trunk + plan.bad)
     noise = damaged(clean, "random tokens", plan, seed)
-    repeated = damaged(clean, "repeated n-grams", plan, seed)
-    later = plan.trunk + min(LATER, plan.after - plan.bad)
-    streams = (
-        without(noise, first + plan.row(1), stop),
-        damaged(clean, "random tokens", plan, seed, at=later),
-        filtered(repeated, plan),
-        filtered(repeated, plan, document=DOCUMENT),
-    )
+    streams = _without(noise, first + plan.row(1), stop), _without(clean, first, stop)
     return dict(zip(MENDED, streams, strict=True))
+
+
+def _without(data: Stream, first: int, stop: int) -> Stream:
+    keep = torch.ones(len(data.rows), dtype=torch.bool)
+    keep[first:stop] = False
+    return Stream(rows=data.rows[keep], counts=data.counts[keep])
 
 
 # Runs -------------------------------------------------------------------------------------------
@@ -275,25 +254,15 @@ def mended(clean: Stream, plan: Plan, seed: int) -> dict[str, Stream]:
 class Branch:
     """A run from the trunk's first step to the branch's last.
 
-    losses: the mean loss of each step, in nats per token. held_out: the loss on held-out files at
-    the end.
+    losses, norms: of each step, in nats per token, and the gradient's norm before clipping.
+    fixed: the loss on 16 held-out windows, before the branch and after each of its steps.
+    held_out: the loss on held-out files at the end.
     """
 
     losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    fixed: tuple[float, ...]
     held_out: float
-
-    def height(self, at: int, window: int = WINDOW) -> float:
-        """Return the highest loss from step `at` on, minus the median of the losses before it."""
-        return max(self.losses[at:]) - median(self.losses[max(0, at - window) : at])
-
-    def recovery(self, at: int, window: int = WINDOW) -> int:
-        """Return the steps from `at` until the loss stays below the median of those before `at`.
-
-        If it never does, that's all the steps from there on.
-        """
-        before = median(self.losses[max(0, at - window) : at])
-        above = [step for step, loss in enumerate(self.losses[at:], 1) if loss > before]
-        return above[-1] if above else 0
 
 
 def branches(
@@ -314,16 +283,29 @@ def branches(
     model = _language_model(seed, cure)
     make = functools.partial(bench.OPTIMIZERS["AdamW"], lr=setting.lr, decay=setting.decay)
     optimizer = make(model)
-    first = next(iter(streams.values()))
-    before = _train(model, optimizer, first, plan, 0, plan.trunk, loss)
+    trunk = Curve()
+    if plan.trunk:
+        first = next(iter(streams.values()))
+        trunk = _train(model, optimizer, first, plan, range(plan.trunk), loss)
     judged = bench.text("held out", max_files=max_files)
+    rows = windows(judged, batch=ROWS, length=LENGTH, seed=2)(0)[0]
     found = {}
     for name, data in streams.items():
         grown = copy.deepcopy(model)
         going = make(grown)
         going.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        after = _train(grown, going, data, plan, plan.trunk, plan.steps, loss)
-        found[name] = Branch(losses=(*before, *after), held_out=bench.held_out_loss(grown, judged))
+        losses, norms, fixed = list(trunk.losses), list(trunk.norms), [_loss_on(grown, rows)]
+        for step in range(plan.trunk + data.skipped, plan.steps):
+            one = _train(grown, going, data, plan, range(step, step + 1), loss)
+            losses += one.losses
+            norms += one.norms
+            fixed.append(_loss_on(grown, rows))
+        found[name] = Branch(
+            losses=tuple(losses),
+            norms=tuple(norm or 0.0 for norm in norms),
+            fixed=tuple(fixed),
+            held_out=bench.held_out_loss(grown, judged),
+        )
     return found
 
 
@@ -342,24 +324,29 @@ def train_hot(
     return branches(streams, hot, plan, seed=seed, cure=cure, max_files=max_files)["hot"]
 
 
+@torch.no_grad()
+def _loss_on(model: Llama, rows: Tensor) -> float:
+    total, count = next_token_loss(model, rows.to(model.embed_tokens.weight.device))
+    return total.item() / count
+
+
 def _train(
     model: Llama,
     optimizer: torch.optim.Optimizer,
     data: Stream,
     plan: Plan,
-    first: int,
-    stop: int,
+    steps: range,
     loss: Loss,
-) -> Sequence[float]:
-    """Run the steps from `first` to `stop` of a run's schedule; return their losses."""
+) -> Curve:
+    """Run these steps of a run's schedule; return their curve."""
     return train(
         model,
-        data.batches(plan.row(first)),
+        data.batches(plan.row(steps.start)),
         optimizer,
-        steps=stop - first,
+        steps=len(steps),
         accumulate=plan.batch // (ROWS * LENGTH),
         loss=loss,
         clip=bench.clip_to(1.0),
-        schedule=lambda step: bench.warmup_and_decay(step + first, plan.steps),
+        schedule=lambda step: bench.warmup_and_decay(step + steps.start, plan.steps),
         progress=False,
-    ).losses
+    )

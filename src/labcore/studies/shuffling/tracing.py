@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -129,10 +130,15 @@ def batch_distances(batches: Iterable[Tensor], data: Tensor) -> list[float]:
     ]
 
 
-def epoch_distances(run: EpochRun, kind: str, seed: int) -> list[float]:
-    """Return `batch_distances` of a run's letters; kind, seed: of its corpus."""
+def epoch_distances(run: EpochRun, kind: str, seed: int, *, pooled: int = 1) -> list[float]:
+    """Return `batch_distances` of a run's letters; kind, seed: of its corpus.
+
+    pooled: consecutive batches that count as one; a remainder is dropped.
+    """
     shares = _corpus_shares(kind, seed)
-    return batch_distances((shares[list(rows)] for rows in run.rows), shares)
+    whole = len(run.rows) // pooled * pooled
+    groups = (chain(*run.rows[at : at + pooled]) for at in range(0, whole, pooled))
+    return batch_distances((shares[list(rows)] for rows in groups), shares)
 
 
 @functools.cache

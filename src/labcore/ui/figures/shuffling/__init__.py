@@ -3,6 +3,7 @@
 from labcore.ui.figures.shuffling.language import language_losses
 from labcore.ui.figures.shuffling.letters import (
     buffer,
+    correlations,
     damage,
     design_effects,
     effective_rows,
@@ -15,6 +16,7 @@ from labcore.ui.figures.shuffling.mixing import flow
 
 __all__ = [
     "buffer",
+    "correlations",
     "damage",
     "design_effects",
     "effective_rows",

@@ -18,20 +18,24 @@ def language_losses(
     runs: Mapping[str, Sequence[Sequence[float]]],
     *,
     title: str,
+    loss: str = "training loss",
+    first: int = 0,
     start: int = 0,
     bad: tuple[int, int] | None = None,
 ) -> go.Figure:
     """Draw the loss of each step, the mean over seeds, one line per name.
 
-    runs: name -> losses by seed, in nats per token. start: the first step to draw. bad: the first
-    and the last damaged step, shaded.
+    runs: name -> losses by seed, in nats per token. loss: what they are, for the axis. first: the
+    step of the first loss. start: the first step to draw. bad: the first and the last damaged step,
+    shaded.
     """
     figure, said = go.Figure(), []
     for (name, losses), color in zip(runs.items(), PALETTE.values(), strict=False):
-        means = [fmean(step) for step in zip(*losses, strict=True)][start:]
+        every = enumerate((fmean(step) for step in zip(*losses, strict=True)), first)
+        steps, means = zip(*((step, mean) for step, mean in every if step >= start), strict=True)
         figure.add_scatter(
-            x=[start + step for step in range(len(means))],
-            y=[round(loss, 3) for loss in means],
+            x=steps,
+            y=[round(mean, 3) for mean in means],
             mode="lines",
             name=name,
             line={"color": color, "width": 2},
@@ -45,6 +49,6 @@ def language_losses(
     figure.update_layout(
         title=title,
         xaxis={"title": "step" + ("; gray: the damaged steps" if bad else "")},
-        yaxis={"title": "training loss, nats per token"},
+        yaxis={"title": f"{loss}, nats per token"},
     )
     return describe(draw.named_at_ends(figure), f"{title}. {'; '.join(said)}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from math import log, log10
 from statistics import fmean
 from typing import Any
 
@@ -16,6 +17,7 @@ from labcore.ui.theme import PALETTE
 
 __all__ = [
     "buffer",
+    "correlations",
     "damage",
     "design_effects",
     "effective_rows",
@@ -61,17 +63,19 @@ def spikes(losses: Mapping[str, Sequence[float]], onsets: Mapping[str, Sequence[
     return describe(draw.named_at_ends(figure), f"Training loss by step. {told}.")
 
 
-def buffer(size: str, seed: int, data: Mapping[str, Mapping[str, Any]]) -> go.Figure:
+def buffer(order: str, seed: int, data: Mapping[str, Mapping[str, Any]]) -> go.Figure:
     """Draw the loss of each batch above, and the batches' distance from the data's average below.
 
-    data: buffer size -> "losses" and "distances" [seeds drawn, steps], "onsets", "held out" and
-    "design effect" [seeds]. The distances are means over 25 batches, every 5 steps.
+    data: order -> "losses" and "distances" [seeds drawn, steps], "onsets", "held out",
+    "design effect" and "design effect of 16 batches" [seeds]. The distances are means over 25
+    batches, every 5 steps.
     """
-    run = data[size]
+    run = data[order]
     curve, distances = run["losses"][seed], run["distances"][seed]
     onsets = list(run["onsets"][seed])
     spiked = f"{len(onsets)} spike{'' if len(onsets) == 1 else 's'}"
-    effect = f"design effect {run['design effect'][seed]:.2f}"
+    one, pooled = run["design effect"][seed], run["design effect of 16 batches"][seed]
+    effect = f"design effect {one:.1f}, over 16 batches {pooled:.0f}"
     below = {"xaxis": "x2", "yaxis": "y2", "mode": "lines", "showlegend": False}
     steps = [25 + 5 * place for place in range(len(distances))]
     return go.Figure(
@@ -116,48 +120,93 @@ def buffer(size: str, seed: int, data: Mapping[str, Mapping[str, Any]]) -> go.Fi
 
 
 def outcomes(
-    orders: Mapping[str, tuple[float, float, Sequence[float]]],
+    orders: Mapping[str, tuple[float, Sequence[float]]],
     made: Mapping[str, tuple[float, Sequence[float]]],
+    yardstick: float,
 ) -> go.Figure:
-    """Draw the harm of each run, means over seeds: by its spikes, and by its batches' correlation.
+    """Draw the harm of each run by its spikes, means over seeds.
 
-    orders: name -> (spikes per 1,000 steps, design effect, held-out loss minus a full shuffle's by
-    seed). made: the same without a design effect, for spikes made on purpose in a full shuffle.
+    orders, made: name -> (spikes per 1,000 steps, held-out loss minus a clean full shuffle's by
+    seed); made has the spikes made on purpose in a full shuffle. yardstick: what a tenth fewer
+    steps cost, in the same unit.
     """
-    figure = make_subplots(cols=2, shared_yaxes=True, horizontal_spacing=0.06)
-    ends = [fmean(one[2]) for one in orders.values()]
-    near = 0.1 * max(ends)  # of two names so close, the lower one goes below its mark
-    below = [any(0 < other - end < near for other in ends) for end in ends]
-    names = ["bottom center" if each else "top center" for each in below]
-    for column, place in ((1, 0), (2, 1)):
+    figure = go.Figure()
+    groups = (
+        ("order of the rows", orders, "vermillion", "circle"),
+        ("spikes made on purpose", made, "blue", "diamond"),  # whose names go to the left
+    )
+    most = max(count for _, runs, _, _ in groups for count, _ in runs.values())
+    for name, runs, color, symbol in groups:
+        places = [(count / most, fmean(harm)) for count, harm in runs.values()]
+        beside = _beside(places) if runs is orders else "middle left"
         figure.add_scatter(
-            x=[one[place] for one in orders.values()],
-            y=ends,
-            mode="markers+text" if place else "markers", text=list(orders),
-            textposition=names, textfont={"size": 11}, cliponaxis=False,
-            name="order of the rows", legendgroup="orders", showlegend=column == 1,
+            x=[count for count, _ in runs.values()], y=[harm for _, harm in places],
+            mode="markers+text", text=list(runs), textposition=beside, name=name,
+            textfont={"size": 11}, cliponaxis=False,
+            marker={"color": PALETTE[color], "size": 11, "symbol": symbol},
+        )  # fmt: skip
+    figure.add_hline(y=yardstick, line=draw.PREDICTED)
+    figure.update_layout(
+        title="Harm by spikes; dashed: a tenth fewer steps",
+        xaxis={"title": "spikes in 1,000 steps", "range": [-0.35 * most, 1.1 * most]},
+        yaxis={"title": "held-out loss minus full shuffle"},
+        height=430,
+    )
+    told = [
+        f"{name}: {count:.1f} spikes, {fmean(harm):+.3f} nats"
+        for name, (count, harm) in (*orders.items(), *made.items())
+    ]
+    told.append(f"a tenth fewer steps: {yardstick:+.3f} nats")
+    return describe(figure, f"Held-out loss over that of a full shuffle. {'; '.join(told)}.")
+
+
+def correlations(orders: Mapping[str, tuple[float, float, Sequence[float]]]) -> go.Figure:
+    """Draw the harm of each order by the design effect of one batch, and of 16 batches together.
+
+    orders: name -> (design effect of a batch, of 16 consecutive batches taken as one, held-out loss
+    minus a full shuffle's by seed). Means over seeds.
+    """
+    titles = ("of one batch", "of 16 batches in a row")
+    figure = make_subplots(
+        cols=2, shared_yaxes=True, horizontal_spacing=0.06, subplot_titles=titles
+    )
+    figure.update_annotations(font={"size": 13})
+    single, pooled, harms = zip(*orders.values(), strict=True)
+    ends = [fmean(harm) for harm in harms]
+    for column, effects in ((1, single), (2, pooled)):
+        top = 1.4 * max(effects)
+        places = [(log(x) / log(top), y) for x, y in zip(effects, ends, strict=True)]
+        figure.add_scatter(
+            x=effects, y=ends, mode="markers+text", text=list(orders), showlegend=False,
+            textposition=_beside(places), textfont={"size": 11}, cliponaxis=False,
             marker={"color": PALETTE["vermillion"], "size": 11}, row=1, col=column,
         )  # fmt: skip
-    most = max([one[0] for one in orders.values()] + [count for count, _ in made.values()])
-    beside = ["middle right" if n < most / 2 else "top center" for n, _ in made.values()]
-    figure.add_scatter(
-        x=[count for count, _ in made.values()], y=[fmean(harm) for _, harm in made.values()],
-        mode="markers+text", text=list(made), textposition=beside,
-        name="spikes made on purpose", textfont={"size": 11}, cliponaxis=False,
-        marker={"color": PALETTE["blue"], "size": 11, "symbol": "diamond"}, row=1, col=1,
-    )  # fmt: skip
-    figure.update_layout(title="Harm by spikes, and by correlation", height=460)
-    figure.update_xaxes(title="spikes in 1,000 steps", range=[-0.2 * most, 1.15 * most], col=1)
-    figure.update_xaxes(
-        title="design effect", type="log", range=[-0.15, 1.15], tickvals=[1, 2, 5, 10], col=2
-    )
+        ticks = [tick for tick in (1, 2, 5, 10, 20, 50) if tick < top]
+        figure.update_xaxes(
+            title="design effect", type="log", range=[-0.08, log10(top)], tickvals=ticks, col=column
+        )
     figure.update_yaxes(title="held-out loss minus full shuffle", col=1)
+    figure.update_layout(title="Harm by correlation", height=430)
     told = [
-        f"{name}: {count:.1f} spikes, design effect {effect:.1f}, {fmean(harm):+.3f} nats"
-        for name, (count, effect, harm) in orders.items()
+        f"{name}: {one:.1f}, of 16 batches {many:.1f}, {fmean(harm):+.3f} nats"
+        for name, (one, many, harm) in orders.items()
     ]
-    told += [f"{name}: {n:.1f} spikes, {fmean(harm):+.3f} nats" for name, (n, harm) in made.items()]
-    return describe(figure, f"Held-out loss over that of a full shuffle. {'; '.join(told)}.")
+    return describe(
+        figure, f"Held-out loss over a full shuffle's, and design effect. {'; '.join(told)}."
+    )
+
+
+def _beside(places: Sequence[tuple[float, float]]) -> list[str]:
+    """Return where each point's name goes; x is a share of the axis. Near ones give way."""
+    near = 0.06 * max(y for _, y in places)
+    found = []
+    for x, y in places:
+        others = [v - y for u, v in places if (u, v) != (x, y) and abs(u - x) < 0.2]
+        level = "middle"
+        if any(abs(gap) < near for gap in others):
+            level = "bottom" if any(0 < gap < near for gap in others) else "top"
+        found.append(f"{level} {'right' if x < 0.5 else 'left'}")
+    return found
 
 
 def schedules(data: Mapping[str, Mapping[str, Mapping[float, Sequence[float]]]]) -> go.Figure:
