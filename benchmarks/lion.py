@@ -19,7 +19,7 @@ from labcore.models import train, windows
 from labcore.optim import AdamW, Lion
 from labcore.studies.digits_runs import TrainConfig, train_digits
 from labcore.studies.language import bench
-from labcore.studies.language.curves import reported
+from labcore.studies.language.curves import reported, token_ratios
 from labcore.timing import Comparison, paired
 
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -285,37 +285,29 @@ def digits_bf16(sizes: Sizes = FULL) -> list[Measurement]:
     return found
 
 
-# Optimizers whose runs `benchmarks/language.py` recorded, by tokens per step.
-COMPARED = {8_192: ("AdamW", "Lion", "Muon")}
-
-
-def _language_loss(batch: int) -> list[Measurement]:
-    """Compare optimizers with AdamW, seed by seed; runs are records of `benchmarks/language.py`."""
-    runs = {name: reported(batch, name) for name in COMPARED[batch]}
-    return [
-        seen(
-            f"{name} minus AdamW",
-            "nats/token",
-            [a - b for a, b in zip(run.held_out, runs["AdamW"].held_out, strict=True)],
-            steps=run.steps,
-            settings={one: asdict(runs[one].setting) for one in (name, "AdamW")},
-        )
-        for name, run in runs.items()
-        if name != "AdamW"
-    ]
+FUSED = "torch AdamW fused"
+STEPPED = ("AdamW", "Lion", "Muon", FUSED)
 
 
 def _step_times(batch: int, repetitions: int) -> list[Measurement]:
     """Time whole training steps of the language model, by optimizer."""
     comparisons = []
     for seed in range(repetitions):
-        steps = {name: _language_step(name, batch, seed) for name in ("AdamW", "Lion", "Muon")}
+        steps = {name: _language_step(name, batch, seed) for name in STEPPED}
         comparisons.append(paired(steps, rounds=3, warmup=1, seed=seed, device=default_device()))
     return [
         seen("AdamW", "s/step", [ms / 1e3 for ms in _milliseconds(comparisons, "AdamW")]),
         seen("Lion over AdamW", "ratio", _ratios(comparisons, "Lion", "AdamW")),
         seen("Muon over AdamW", "ratio", _ratios(comparisons, "Muon", "AdamW")),
+        seen(f"Lion over {FUSED}", "ratio", _ratios(comparisons, "Lion", FUSED)),
     ]
+
+
+def _fused(own: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return torch's fused AdamW with the groups and settings of our AdamW."""
+    names = ("params", "lr", "betas", "eps", "weight_decay")
+    groups = [{name: group[name] for name in names} for group in own.param_groups]
+    return torch.optim.AdamW(groups, fused=True)
 
 
 def _language_step(optimizer: str, batch: int, seed: int) -> Callable[[], Any]:
@@ -323,11 +315,12 @@ def _language_step(optimizer: str, batch: int, seed: int) -> Callable[[], Any]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(bench.CONFIG.vocab_size, (100_000,), generator=generator)
     model = bench.language_model(seed)
+    own = bench.OPTIMIZERS["AdamW" if optimizer == FUSED else optimizer](model, lr=1e-3, decay=0.1)
     return functools.partial(
         train,
         model,
         windows(tokens, batch=bench.ROWS, length=bench.LENGTH),
-        bench.OPTIMIZERS[optimizer](model, lr=1e-3, decay=0.1),
+        own if optimizer != FUSED else _fused(own),
         steps=1,
         accumulate=batch // (bench.ROWS * bench.LENGTH),
         clip=bench.clip_to(1.0),
@@ -335,10 +328,35 @@ def _language_step(optimizer: str, batch: int, seed: int) -> Callable[[], Any]:
     )
 
 
-@case("language/loss/8192", minutes=0.1)
-def language_loss() -> list[Measurement]:
-    """Held-out loss on the language model, by optimizer."""
-    return _language_loss(8_192)
+# Optimizers whose runs `benchmarks/language.py` recorded, by tokens per step.
+COMPARED = {
+    2_048: ("AdamW", "Lion"),
+    8_192: ("AdamW", "Lion", "Lion 0.95/0.98", "Muon"),
+}
+
+
+def _declare_loss(batch: int) -> None:
+    @case(f"language/loss/{batch}", minutes=0.1)
+    def _() -> list[Measurement]:
+        """Compare optimizers with AdamW, seed by seed, by records of `benchmarks/language.py`."""
+        runs = {name: reported(batch, name) for name in COMPARED[batch]}
+        found, adamw = [], runs.pop("AdamW")
+        for name, run in runs.items():
+            pairs = zip(run.held_out, adamw.held_out, strict=True)
+            tokens = token_ratios(batch, name, "AdamW")
+            details: dict[str, Any] = {
+                "steps": run.steps,
+                "settings": {name: asdict(run.setting), "AdamW": asdict(adamw.setting)},
+            }
+            found += [
+                seen(f"{name} minus AdamW", "nats/token", [a - b for a, b in pairs], **details),
+                seen(f"tokens, {name} over AdamW", "ratio", tokens, **details),
+            ]
+        return found
+
+
+for _batch in COMPARED:
+    _declare_loss(_batch)
 
 
 @case("language/step-time/2048", minutes=0.5)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Run", "cosine", "judge", "shuffled", "step", "train"]
+__all__ = ["Run", "between", "cosine", "judge", "shuffled", "step", "train"]
 
 B = TypeVar("B")
 
@@ -82,3 +83,14 @@ def judge(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, floa
     logits = model(images)
     right = (logits.argmax(1) == labels).double().mean().item()
     return right, F.cross_entropy(logits.float(), labels).item()
+
+
+def between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """Return y at `x`, linear between the first two neighbors in `xs` that enclose it.
+
+    Raises ValueError if none do.
+    """
+    for (a, before), (b, after) in itertools.pairwise(zip(xs, ys, strict=True)):
+        if min(a, b) <= x <= max(a, b):
+            return before + (after - before) * ((x - a) / (b - a) if b != a else 0.0)
+    raise ValueError(f"x must lie between {min(xs):.4g} and {max(xs):.4g}, got {x:.4g}")

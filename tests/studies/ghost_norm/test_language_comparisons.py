@@ -1,7 +1,6 @@
 """What is read of the language model's records: paired losses, tokens to a loss, noise."""
 
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ WORTH = {"AdamW": 3.0, "unchanged": 3.5, "square root": 3.25}
 
 
 @pytest.fixture(autouse=True)
-def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs whose loss falls from 8 to 4 along a line, over more tokens for larger batches."""
 
     def find(slug: str, case: str, quantity: str) -> SimpleNamespace:
@@ -30,9 +29,6 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return SimpleNamespace(p50=WORTH.get(rule, 2.0) + seed, details=details)
 
     monkeypatch.setattr(records, "find", find)
-    compared.tokens_to.cache_clear()
-    yield
-    compared.tokens_to.cache_clear()
 
 
 def test_losses_are_compared_seed_by_seed() -> None:
@@ -45,15 +41,6 @@ def test_losses_are_compared_seed_by_seed() -> None:
     assert found["4096 minus 2048, tuned"] == [0.25] * 4
     tuned = compared.tuned_differences()
     assert tuned == {"8192 minus 2048": [0.0] * 4, "32768 minus 8192": [0.0] * 4}
-
-
-def test_a_loss_is_smoothed_over_as_much_text_for_every_batch() -> None:
-    for batch in (2_048, 8_192, 32_768):
-        tokens, losses = compared.smoothed(batch, 1)
-        assert len(tokens) == len(losses) == 24
-        # Along a line, a mean lies on it.
-        slow = {2_048: 1, 8_192: 2, 32_768: 5}[batch]
-        assert losses == pytest.approx([8 - 6 * each / 786_432 / slow for each in tokens])
 
 
 def test_tokens_to_a_loss_are_over_those_of_the_smallest_batch(

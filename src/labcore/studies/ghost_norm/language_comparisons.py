@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -10,27 +9,21 @@ from statistics import fmean
 
 from labcore import records
 from labcore.studies.ghost_norm.language import CONSTANT, FIRST, Noise
-from labcore.studies.ghost_norm.sweeps import between
 from labcore.studies.language import bench
-from labcore.studies.language.curves import reported
-from labcore.studies.language.results import run_record
+from labcore.studies.language.curves import reported, tokens_to
 from labcore.studies.language.tuning import REPORT_SEEDS
 
 __all__ = [
     "GOALS",
-    "WINDOW",
     "critical_batch",
     "differences",
     "noise_scales",
     "own_losses",
-    "smoothed",
     "token_ratios",
-    "tokens_to",
     "tuned_differences",
     "tuned_losses",
 ]
 
-WINDOW = 32_768  # tokens over which a training loss is averaged
 # A training loss in nats per token -> the batches, in tokens per step, that reach it.
 GOALS = {5.9: (2_048, 8_192, 32_768), 4.7: (2_048, 8_192)}
 
@@ -83,31 +76,15 @@ def differences() -> dict[str, list[float]]:
     )
 
 
-def smoothed(batch: int, seed: int) -> tuple[list[float], list[float]]:
-    """Return tokens read and training loss of a tuned run, in means over WINDOW tokens.
-
-    The loss of a step is measured before it, so it belongs to the tokens of the steps before.
-    """
-    losses = run_record(batch, "AdamW", f"seed {seed}").details["losses"]
-    count = WINDOW // batch
-    starts = range(0, len(losses) - count + 1, count)
-    tokens = [batch * (start + (count - 1) / 2) for start in starts]
-    return tokens, [fmean(losses[start : start + count]) for start in starts]
-
-
-@functools.cache
-def tokens_to(loss: float, batch: int) -> tuple[float, ...]:
-    """Return the tokens in which each seed's smoothed training loss first reaches `loss`."""
-    curves = (smoothed(batch, seed) for seed in REPORT_SEEDS)
-    return tuple(between(losses, tokens, loss) for tokens, losses in curves)
-
-
 def token_ratios() -> dict[str, list[float]]:
     """Return the tokens to a training loss over those of the smallest batch, by name and seed."""
     small = min(bench.BATCHES)
     return {
         f"tokens ratio, {batch} over {small}/to training loss {loss:g}": [
-            a / b for a, b in zip(tokens_to(loss, batch), tokens_to(loss, small), strict=True)
+            a / b
+            for a, b in zip(
+                tokens_to(loss, batch, "AdamW"), tokens_to(loss, small, "AdamW"), strict=True
+            )
         ]
         for loss, batches in GOALS.items()
         for batch in batches

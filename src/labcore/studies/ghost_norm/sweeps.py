@@ -6,7 +6,6 @@ trace what accuracy goes with what training loss.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from labcore import records
 from labcore.checks import one_of
 from labcore.studies.ghost_norm.large_batches import GHOST, LARGE, SMALL, SOURCES, Regime
+from labcore.studies.runs import between
 
 __all__ = [
     "BATCHES",
@@ -31,7 +31,6 @@ __all__ = [
     "LOSSES",
     "Lengths",
     "best_rate",
-    "between",
     "lengths",
     "regime",
     "sized",
@@ -126,17 +125,6 @@ def best_rate(kind: str, batch: int) -> float:
     """Return the rate with the best mean validation accuracy in the sweep."""
     found = sweep(kind, batch)
     return max(found, key=lambda rate: fmean(found[rate]["accuracy"]))
-
-
-def between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Return y at `x`, linear between the first two neighbors in `xs` that enclose it.
-
-    Raises ValueError if none do.
-    """
-    for (a, before), (b, after) in itertools.pairwise(zip(xs, ys, strict=True)):
-        if min(a, b) <= x <= max(a, b):
-            return before + (after - before) * ((x - a) / (b - a) if b != a else 0.0)
-    raise ValueError(f"x must lie between {min(xs):.4g} and {max(xs):.4g}, got {x:.4g}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
