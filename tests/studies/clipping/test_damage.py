@@ -304,6 +304,21 @@ def test_shares_count_the_steps_of_a_phase() -> None:
     assert language.clipped_share(norms, 1.0) == 0.35
 
 
+@pytest.mark.parametrize("optimizer", exploding.OPTIMIZERS)
+def test_limits_are_shown_as_they_were_recorded(optimizer: str) -> None:
+    curves, usual = results.damage_limits(optimizer)
+    assert len(curves) == 3 and 0.3 < usual < 1.5
+    for curve in curves.values():
+        assert list(curve) == list(damage.LIMITS) and {len(each) for each in curve.values()} == {3}
+    for network in results.LOUD:
+        best = results.loud_layer(network, optimizer).details["limits"]
+        for norm, curve in results.loud_limits(network, optimizer).items():
+            name = "local, per layer" if norm == "local norm" else norm.removesuffix(" norm")
+            means = {limit: statistics.fmean(each) for limit, each in curve.items()}
+            assert list(curve) == list(exploding.LOUD_LIMITS)
+            assert max(means.values()) == means[best[name]] <= 100
+
+
 def test_norms_are_those_of_each_optimizer_and_of_the_limits_that_were_asked_for() -> None:
     norms = results.language_norms()
     assert list(norms) == ["AdamW", "Lion", "Muon"]
