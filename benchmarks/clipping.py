@@ -564,12 +564,18 @@ def language_harm(sizes: Sizes = FULL) -> list[Measurement]:  # noqa: ARG001
 
 @case("language-damage/steps fewer", minutes=AFTER)
 def language_fewer(sizes: Sizes = FULL) -> list[Measurement]:  # noqa: ARG001
-    """What as many steps are worth: held-out loss of the undamaged branch without them."""
-    clean = _branches("none", 1, "max_norm 1.0")
-    return [
-        _paired(f"higher loss/{steps}", _branches("none", steps, language.FEWER), clean)
-        for steps in damage.LENGTHS
-    ]
+    """What as many steps are worth, and how far damaged branches are from losing only that much.
+
+    The undamaged branch without these steps is what a perfect detector of bad batches would leave.
+    """
+    clean, found = _branches("none", 1, "max_norm 1.0"), []
+    for bad in damage.LENGTHS:
+        fewer = _branches("none", bad, language.FEWER)
+        found.append(_paired(f"higher loss/{bad}", fewer, clean))
+        for kind, method in itertools.product(language.KINDS, language.METHODS):
+            name = f"beyond/{kind}, {bad}, {method}"
+            found.append(_paired(name, _branches(kind, bad, method), fewer))
+    return found
 
 
 @case("language-damage/saved", minutes=AFTER)

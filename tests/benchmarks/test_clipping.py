@@ -273,6 +273,8 @@ def test_branches_are_paired_seed_by_seed(recorded) -> None:
     assert found["higher loss/stale, 1, none"].samples == [0.0] * len(REPORT_SEEDS)
     fewer = by_quantity(cases.language_fewer())
     assert fewer["higher loss/5"].samples == pytest.approx([0.5] * len(REPORT_SEEDS))
+    assert fewer["beyond/stale, 5, none"].samples == pytest.approx([0.0] * len(REPORT_SEEDS))
+    assert fewer["beyond/stale, 1, skip"].samples == pytest.approx([-0.1] * len(REPORT_SEEDS))
     saved = by_quantity(cases.language_saved())
     assert len(saved) == (1 + 2 * len(language.KINDS)) * (len(language.METHODS) - 1)
     assert saved["saved/stale, 5, max_norm 1.0"].samples == [0.25] * len(REPORT_SEEDS)
