@@ -8,7 +8,7 @@ from statistics import median
 from labcore import records
 from labcore.records import Record
 from labcore.studies.clipping import damage, language
-from labcore.studies.clipping.exploding import UPDATES
+from labcore.studies.clipping.exploding import LOUD_LIMITS, UPDATES
 from labcore.studies.language.results import run_record
 from labcore.studies.language.tuning import REPORT_SEEDS
 
@@ -92,7 +92,7 @@ def loud_limits(network: str, optimizer: str) -> dict[str, dict[float, list[floa
     tried = loud_layer(network, optimizer).details["tried"]
     return {
         f"{norm} norm".replace("local, per layer", "local"): {
-            float(limit): [100 * each for each in accuracy] for limit, accuracy in by_limit.items()
+            limit: [100 * accuracy for accuracy in by_limit[f"{limit:g}"]] for limit in LOUD_LIMITS
         }
         for norm, by_limit in tried.items()
     }
