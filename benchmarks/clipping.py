@@ -40,7 +40,9 @@ class Sizes:
     )
     loud: Mapping[str, str] = field(default_factory=lambda: exploding.LOUD)
     tuning_seeds: tuple[int, ...] = exploding.TUNING_SEEDS
-    loud_limits: tuple[float, ...] = exploding.LOUD_LIMITS
+    loud_limits: Mapping[str, tuple[float, ...]] = field(
+        default_factory=lambda: exploding.LOUD_LIMITS
+    )
     limits: tuple[float, ...] = damage.LIMITS
     depths: tuple[int, ...] = (2, 4, 8, 16)
     length: int = population.LENGTH
@@ -72,7 +74,7 @@ SMALL = Sizes(
     },
     loud={"RNN": "recurrent.", "conv": "layers.1."},
     tuning_seeds=(7,),
-    loud_limits=(0.1, 10.0),
+    loud_limits={"RNN": (0.1, 10.0), "conv": (0.2, 10.0)},
     limits=(0.01, 10.0),
     depths=(2, 3),
     length=12,
@@ -418,7 +420,10 @@ def loud_layer(network: str, optimizer: str, sizes: Sizes) -> Measurement:
         ]
 
     tried = {
-        method: {limit: accuracy(method, sizes.tuning_seeds, limit) for limit in sizes.loud_limits}
+        method: {
+            limit: accuracy(method, sizes.tuning_seeds, limit)
+            for limit in sizes.loud_limits[network]
+        }
         for method in NORMS
     }
     means = {

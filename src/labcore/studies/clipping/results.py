@@ -89,10 +89,10 @@ def loud_layer(network: str, optimizer: str) -> Record:
 
 def loud_limits(network: str, optimizer: str) -> dict[str, dict[float, list[float]]]:
     """Return the accuracies in percent, by norm and limit, on the seeds that chose the limits."""
-    tried = loud_layer(network, optimizer).details["tried"]
+    tried, limits = loud_layer(network, optimizer).details["tried"], LOUD_LIMITS[LOUD[network]]
     return {
         f"{norm} norm".replace("local, per layer", "local"): {
-            limit: [100 * accuracy for accuracy in by_limit[f"{limit:g}"]] for limit in LOUD_LIMITS
+            limit: [100 * accuracy for accuracy in by_limit[f"{limit:g}"]] for limit in limits
         }
         for norm, by_limit in tried.items()
     }
