@@ -74,11 +74,11 @@ def damage_limits(optimizer: str) -> tuple[dict[str, dict[float, Sequence[float]
         return records.find("clipping", "damage/limits", quantity)
 
     names = {"no bad batch": 0, "one bad batch": 1, "five in a row": 5}
-    found = {
+    found: dict[str, dict[float, Sequence[float]]] = {
         name: {limit: find(bad, limit).samples for limit in damage.LIMITS}
         for name, bad in names.items()
     }
-    return found, median(find(0, damage.LIMITS[0]).details["usual_norms"])
+    return found, float(median(find(0, damage.LIMITS[0]).details["usual_norms"]))
 
 
 def loud_layer(network: str, optimizer: str) -> Record:
