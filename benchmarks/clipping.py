@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +39,11 @@ class Sizes:
         default_factory=lambda: {"RNN": {}, "LSTM": {}, "conv": {}}
     )
     loud: Mapping[str, str] = field(default_factory=lambda: exploding.LOUD)
+    tuning_seeds: tuple[int, ...] = exploding.TUNING_SEEDS
+    loud_limits: Mapping[str, tuple[float, ...]] = field(
+        default_factory=lambda: exploding.LOUD_LIMITS
+    )
+    limits: tuple[float, ...] = damage.LIMITS
     depths: tuple[int, ...] = (2, 4, 8, 16)
     length: int = population.LENGTH
     shapes: Sequence[tuple[int, ...]] = field(default_factory=quarter_gpt2)  # of peers' gradients
@@ -66,6 +73,9 @@ SMALL = Sizes(
         "conv": {"depth": 3, "channels": 3},
     },
     loud={"RNN": "recurrent.", "conv": "layers.1."},
+    tuning_seeds=(7,),
+    loud_limits={"RNN": (0.1, 10.0), "conv": (0.2, 10.0)},
+    limits=(0.01, 10.0),
     depths=(2, 3),
     length=12,
     shapes=[(7, 3), (5,)],
@@ -75,6 +85,14 @@ SMALL = Sizes(
     held_out_rows=16,
     max_files=8,
 )
+
+
+AFTER = 5.0  # minutes: the cases that only read records come after the runs they read
+NORMS = ("global", "local, per layer")
+WORST = "large and reversed"
+SHORT: dict[str, Any] = {
+    "options": {"betas": (0.9, 0.95)}
+}  # the memory of AdamW in language models
 
 
 # Small networks ----------------------------------------------------------------------------------
@@ -113,6 +131,19 @@ def growth_common(sizes: Sizes = FULL) -> list[Measurement]:
                 },
             )
         )
+    return found
+
+
+@case("growth/by seed", minutes=AFTER)
+def growth_by_seed(sizes: Sizes = FULL) -> list[Measurement]:  # noqa: ARG001
+    """The same as a share per seed: the networks of a list aren't a sample, so only seeds vary."""
+    found = []
+    for family in population.IN_USE:
+        record = records.find("clipping", "growth/common", f"explodes/{family}")
+        every = [way for states in record.details["log10"].values() for way in states.values()]
+        line = math.log10(population.EXPLODED)
+        shares = [statistics.fmean(way >= line for way in one) for one in zip(*every, strict=True)]
+        found.append(seen(f"explodes/{family}", "share of networks", shares))
     return found
 
 
@@ -157,9 +188,6 @@ def _cosines(
 
 def _tenth(taken: effects.Snapshot) -> float:
     return float(effects.flat(taken.gradients).norm()) / 10
-
-
-WORST = "large and reversed"
 
 
 def harm(
@@ -280,6 +308,61 @@ def damage_by_age(sizes: Sizes = FULL) -> list[Measurement]:
     return found
 
 
+@case("damage/limits", minutes=2.7)
+def damage_by_limit(sizes: Sizes = FULL) -> list[Measurement]:
+    """What a limit costs in the recurrent network without a bad batch, with one and with five.
+
+    The reference is the undamaged run without clipping.
+    """
+    settings, found = {"at": sizes.bad_step, **sizes.training("RNN")}, []
+    seeds, before = sizes.seeds[:3], slice(sizes.bad_step - 20, sizes.bad_step)
+    for optimizer in exploding.OPTIMIZERS:
+        clean = [damage.damaged("RNN", "none", "none", optimizer, s, **settings) for s in seeds]
+        usual = [statistics.median(run.norms[before]) for run in clean]
+        for limit in sizes.limits:
+            for kind, bad in (("none", 0), *((WORST, bad) for bad in damage.LENGTHS)):
+                chosen = {**settings, "limit": limit, "bad": max(bad, 1)}
+                runs = [
+                    damage.damaged("RNN", kind, "global", optimizer, s, **chosen) for s in seeds
+                ]
+                pairs = zip(runs, clean, strict=True)
+                found.append(
+                    seen(
+                        f"accuracy lost/{optimizer}, {bad}, {limit:g}",
+                        "percentage points",
+                        [100 * (other.accuracy - run.accuracy) for run, other in pairs],
+                        seeds=seeds,
+                        usual_norms=usual,
+                    )
+                )
+    return found
+
+
+@case("damage/moments", minutes=0.9)
+def damage_moments(sizes: Sizes = FULL) -> list[Measurement]:
+    """The same batch under AdamW without clipping, and then parts of its state are restored.
+
+    And with a second moment that remembers 20 steps.
+    """
+    settings = {"at": sizes.bad_step, **sizes.training("RNN")}
+    arms: list[tuple[str, str, dict[str, Any]]] = [("beta2 0.95", "nothing", SHORT)]
+    arms += [(f"restored: {what}", what, {}) for what in damage.MOMENTS]
+    found = []
+    for name, what, extra in arms:
+        lost, moves = [], []
+        for seed in sizes.seeds:
+            run = functools.partial(
+                damage.damaged, "RNN", method="none", optimizer="AdamW", seed=seed, **settings
+            )
+            clean = run(kind="none", **extra)
+            bad = run(kind=WORST, after=damage.Restore(what, at=sizes.bad_step), **extra)
+            lost.append(100 * (clean.accuracy - bad.accuracy))
+            moves.append(bad_step(bad.moves, sizes.bad_step))
+        quantity = f"accuracy lost/{name}"
+        found.append(seen(quantity, "percentage points", lost, seeds=sizes.seeds, moves=moves))
+    return found
+
+
 @case("natural/RNN", minutes=0.4)
 def natural(sizes: Sizes = FULL) -> list[Measurement]:
     """The recurrent network whose gradients explode by themselves, against smaller weights."""
@@ -317,36 +400,60 @@ def _drawn(
     return [exploding.run("RNN", method, optimizer, seed, **settings) for seed in sizes.seeds]
 
 
-@case("loud-layer/training", minutes=1)
-def loud_layer(sizes: Sizes = FULL) -> list[Measurement]:
-    """Accuracy, local minus global, when one layer's gradient is always 1000 times too large."""
-    found = []
-    for network in exploding.LOUD:
-        loud = {"layer": sizes.loud[network], **sizes.training(network)}
-        for optimizer in exploding.OPTIMIZERS:
-            accuracy = {
-                method: [
-                    exploding.loud_run(network, method, optimizer, seed, **loud).accuracy
-                    for seed in sizes.seeds
-                ]
-                for method in ("none", "global", "local, per layer")
-            }
-            pairs = zip(accuracy["local, per layer"], accuracy["global"], strict=True)
-            found.append(
-                seen(
-                    f"local minus global/{network}, {optimizer}",
-                    "percentage points",
-                    [100 * (local - whole) for local, whole in pairs],
-                    seeds=sizes.seeds,
-                    accuracy=accuracy,
-                )
-            )
-    return found
+def _declare_loud(network: str) -> None:
+    @case(f"loud-layer/{network}", minutes=3)
+    def _(sizes: Sizes = FULL) -> list[Measurement]:
+        return [loud_layer(network, optimizer, sizes) for optimizer in exploding.OPTIMIZERS]
+
+
+def loud_layer(network: str, optimizer: str, sizes: Sizes) -> Measurement:
+    """Compare local and global norms where one layer's gradient is always 1000 times too large.
+
+    Each norm has its best limit, which is chosen on other seeds.
+    """
+
+    def accuracy(method: str, seeds: Sequence[int], limit: float | None = None) -> list[float]:
+        settings = {"layer": sizes.loud[network], "limit": limit, **sizes.training(network)}
+        return [
+            exploding.loud_run(network, method, optimizer, seed, **settings).accuracy
+            for seed in seeds
+        ]
+
+    tried = {
+        method: {
+            limit: accuracy(method, sizes.tuning_seeds, limit)
+            for limit in sizes.loud_limits[network]
+        }
+        for method in NORMS
+    }
+    means = {
+        method: {limit: statistics.fmean(each) for limit, each in every.items()}
+        for method, every in tried.items()
+    }
+    limits = {method: max(every, key=every.__getitem__) for method, every in means.items()}
+    reached = {method: accuracy(method, sizes.seeds, limits[method]) for method in NORMS}
+    pairs = zip(*(reached[method] for method in NORMS), strict=True)
+    return seen(
+        f"local minus global/{optimizer}",
+        "percentage points",
+        [100 * (local - whole) for whole, local in pairs],
+        seeds=sizes.seeds,
+        limits=limits,
+        accuracy={**reached, "none": accuracy("none", sizes.seeds)},
+        tried={
+            method: {f"{limit:g}": each for limit, each in every.items()}
+            for method, every in tried.items()
+        },
+        tuning_seeds=sizes.tuning_seeds,
+    )
+
+
+for _network in exploding.LOUD:
+    _declare_loud(_network)
 
 
 # The language model ------------------------------------------------------------------------------
 BATCH = 8_192  # tokens per step of the whole runs
-AFTER = 5.0  # minutes: the cases that only read records come after the runs they read
 
 
 def _declare_share(batch: int) -> None:
@@ -409,14 +516,13 @@ def _declare_difference(limit: str) -> None:
 
 
 def _declare_damage(kind: str, seed: int) -> None:
-    @case(f"language-damage/{kind}/seed {seed}", minutes=2.5)
+    @case(f"language-damage/{kind}/seed {seed}", minutes=2.5 if kind == "none" else 3.2)
     def _(sizes: Sizes = FULL) -> list[Measurement]:
         setting = best(language.BRANCH_BATCH, "AdamW")
         found = language.branches(
             kind,
             setting,
             seed=seed,
-            lengths=damage.LENGTHS[:1] if kind == "none" else damage.LENGTHS,
             steps=sizes.branch_steps,
             at=sizes.branch_at,
             held_out_rows=sizes.held_out_rows,
@@ -430,6 +536,7 @@ def _declare_damage(kind: str, seed: int) -> None:
                 setting=asdict(setting),
                 losses=[_finite(round(loss, 4)) for loss in branch.losses],
                 norms=[_finite(round(norm, 4)) for norm in branch.norms],
+                left_out=branch.left_out,
             )
             for (bad, method), branch in found.items()
         ]
@@ -440,33 +547,72 @@ def language_harm(sizes: Sizes = FULL) -> list[Measurement]:  # noqa: ARG001
     """What each damage cost: held-out loss minus that of the undamaged branch, seed by seed."""
     found = []
     for method in language.METHODS:
-        clean = [_branch("none", seed, 1, method) for seed in REPORT_SEEDS]
-        for kind in language.KINDS:
-            for bad in damage.LENGTHS:
-                pairs = [
-                    (_branch(kind, seed, bad, method), other)
-                    for seed, other in zip(REPORT_SEEDS, clean, strict=True)
-                ]
-                higher = [
-                    damage.excess(run.details["losses"], other.details["losses"], at=0, bad=bad)
-                    for run, other in pairs
-                ]
-                found.append(
-                    seen(
-                        f"higher loss/{kind}, {bad}, {method}",
-                        "nats/token",
-                        [run.p50 - other.p50 for run, other in pairs],
-                        seeds=REPORT_SEEDS,
-                        excess={str(k): [each[k] for each in higher] for k in damage.LATER},
-                        norms=[run.details["norms"][0] for run, _ in pairs],
-                    )
+        clean = _branches("none", 1, method)
+        for kind, bad in itertools.product(language.KINDS, damage.LENGTHS):
+            runs = _branches(kind, bad, method)
+            higher = [
+                damage.excess(run.details["losses"], other.details["losses"], at=0, bad=bad)
+                for run, other in zip(runs, clean, strict=True)
+            ]
+            found.append(
+                _paired(
+                    f"higher loss/{kind}, {bad}, {method}",
+                    runs,
+                    clean,
+                    excess={str(later): [each[later] for each in higher] for later in damage.LATER},
+                    norms=[run.details["norms"][0] for run in runs],
+                    left_out=[run.details["left_out"] for run in runs],
                 )
+            )
     return found
 
 
-def _branch(kind: str, seed: int, bad: int, method: str) -> records.Record:
-    case_name = f"language-damage/{kind}/seed {seed}"
-    return records.find("clipping", case_name, f"held-out loss/{bad}, {method}")
+@case("language-damage/steps fewer", minutes=AFTER)
+def language_fewer(sizes: Sizes = FULL) -> list[Measurement]:  # noqa: ARG001
+    """What as many steps are worth, and how far damaged branches are from losing only that much.
+
+    The undamaged branch without these steps is what a perfect detector of bad batches would leave.
+    """
+    clean, found = _branches("none", 1, "max_norm 1.0"), []
+    for bad in damage.LENGTHS:
+        fewer = _branches("none", bad, language.FEWER)
+        found.append(_paired(f"higher loss/{bad}", fewer, clean))
+        for kind, method in itertools.product(language.KINDS, language.METHODS):
+            name = f"beyond/{kind}, {bad}, {method}"
+            found.append(_paired(name, _branches(kind, bad, method), fewer))
+    return found
+
+
+@case("language-damage/saved", minutes=AFTER)
+def language_saved(sizes: Sizes = FULL) -> list[Measurement]:  # noqa: ARG001
+    """What a protection saves in equally damaged branches: held-out loss without it minus with."""
+    kinds = [("none", 1), *itertools.product(language.KINDS, damage.LENGTHS)]
+    return [
+        _paired(
+            f"saved/{kind}, {bad}, {method}",
+            _branches(kind, bad, "none"),
+            _branches(kind, bad, method),
+        )
+        for kind, bad in kinds
+        for method in language.METHODS
+        if method != "none"
+    ]
+
+
+def _paired(
+    quantity: str, runs: list[records.Record], others: list[records.Record], **details: Any
+) -> Measurement:
+    """Return the held-out losses of runs minus those of others, seed by seed."""
+    pairs = zip(runs, others, strict=True)
+    differences = [run.p50 - other.p50 for run, other in pairs]
+    return seen(quantity, "nats/token", differences, seeds=REPORT_SEEDS, **details)
+
+
+def _branches(kind: str, bad: int, method: str) -> list[records.Record]:
+    """Return the branches of all seeds."""
+    names = [f"language-damage/{kind}/seed {seed}" for seed in REPORT_SEEDS]
+    quantity = f"held-out loss/{bad}, {method}"
+    return [records.find("clipping", name, quantity) for name in names]
 
 
 for _batch in bench.BATCHES:

@@ -1,6 +1,7 @@
 """The experiments run small: every quantity that a claim asks for is there, and is what it says."""
 
 import math
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,10 @@ TINY = LlamaConfig(
     max_position_embeddings=bench.LENGTH,
     tie_word_embeddings=True,
 )
+
+
+def case_named(name: str):
+    return next(case.function for case in cases_of("clipping") if case.name == name)
 
 
 def one_a_seed(found: list[Measurement]) -> dict[str, Measurement]:
@@ -99,13 +104,57 @@ def test_natural_explosions_are_compared_with_smaller_weights() -> None:
     assert item.samples[1] == 100 * (clean.accuracy - item.details["accuracy"][1])
 
 
-def test_local_is_compared_with_global_seed_by_seed() -> None:
-    found = one_a_seed(cases.loud_layer(cases.SMALL))
-    assert asked("clipping", "loud-layer/training") <= set(found)
-    for item in found.values():
+@pytest.mark.parametrize("network", exploding.LOUD)
+def test_local_is_compared_with_global_each_at_its_best_limit(network: str) -> None:
+    found = one_a_seed(case_named(f"loud-layer/{network}")(cases.SMALL))
+    assert asked("clipping", f"loud-layer/{network}") <= set(found)
+    for optimizer in exploding.OPTIMIZERS:
+        item = found[f"local minus global/{optimizer}"]
         means = item.details["accuracy"]
         pairs = zip(means["local, per layer"], means["global"], strict=True)
         assert list(item.samples) == [100 * (local - whole) for local, whole in pairs]
+        for method, limit in item.details["limits"].items():
+            tried = item.details["tried"][method]
+            assert tried[f"{limit:g}"] == max(tried.values())
+            settings = {"layer": cases.SMALL.loud[network], **cases.SMALL.training(network)}
+            run = exploding.loud_run(network, method, optimizer, 1, limit=limit, **settings)
+            assert run.accuracy == means[method][1]
+    assert not set(item.details["tuning_seeds"]) & set(cases.SMALL.seeds)
+
+
+def test_a_limit_is_judged_by_the_undamaged_run_without_clipping() -> None:
+    found = one_a_seed(cases.damage_by_limit(cases.SMALL))
+    assert len(found) == 2 * len(cases.SMALL.limits) * 3
+    settings = {"at": cases.SMALL.bad_step, **cases.SMALL.training("RNN")}
+    clean = damage.damaged("RNN", "none", "none", "SGD", 1, **settings)
+    for bad, kind in ((0, "none"), (5, cases.WORST)):
+        item = found[f"accuracy lost/SGD, {bad}, 0.01"]
+        extra = {"limit": 0.01, "bad": max(bad, 1)}
+        run = damage.damaged("RNN", kind, "global", "SGD", 1, **settings, **extra)
+        assert item.samples[1] == 100 * (clean.accuracy - run.accuracy)
+        assert item.details["usual_norms"][1] == statistics.median(clean.norms[1:21])
+
+
+def test_each_moment_is_restored_alone() -> None:
+    found = one_a_seed(cases.damage_moments(cases.SMALL))
+    assert len(found) == len(damage.MOMENTS) + 1
+    settings = {"at": cases.SMALL.bad_step, **cases.SMALL.training("RNN")}
+    clean, bad = (
+        damage.damaged("RNN", kind, "none", "AdamW", 1, **settings)
+        for kind in ("none", cases.WORST)
+    )
+    lost = found["accuracy lost/restored: nothing"]
+    assert lost.samples[1] == 100 * (clean.accuracy - bad.accuracy)
+    assert len({tuple(item.samples) for item in found.values()}) > 2
+
+
+def test_shares_by_seed_are_means_over_a_list_of_networks(monkeypatch) -> None:
+    ways = {"one": {"new": [2.0, 1.9], "trained": [3.0, -9.0]}, "other": {"new": [0.0, 5.0]}}
+    record = SimpleNamespace(details={"log10": ways})
+    monkeypatch.setattr(cases.records, "find", lambda *_: record)
+    for item in cases.growth_by_seed():
+        assert item.samples == pytest.approx([2 / 3, 1 / 3])
+    assert asked("clipping", "growth/by seed") <= {item.quantity for item in cases.growth_by_seed()}
 
 
 def test_bad_step_is_measured_against_the_twenty_before_it() -> None:
@@ -145,10 +194,6 @@ def recorded(monkeypatch) -> dict[tuple[str, str], SimpleNamespace]:
 
 def entry(value: float, **details) -> SimpleNamespace:
     return SimpleNamespace(p50=value, details=details)
-
-
-def case_named(name: str):
-    return next(case.function for case in cases_of("clipping") if case.name == name)
 
 
 @pytest.mark.parametrize("limit", language.LIMITS)
@@ -193,27 +238,47 @@ def test_branches_are_recorded_and_compared_with_undamaged_ones(recorded) -> Non
         for item in case_named(name)(small):
             assert len(item.details["losses"]) == small.branch_steps - small.branch_at
             recorded[name, item.quantity] = entry(item.samples[0], **item.details)
-    lengths = {bad for (_, quantity) in recorded for bad in (1, 5) if f"/{bad}, " in quantity}
-    assert lengths == {1, 5}
+    names = {
+        kind: {q for case, q in recorded if f"/{kind}/" in case} for kind in ("none", "repeated")
+    }
+    fewer = {f"held-out loss/{n}, {language.FEWER}" for n in damage.LENGTHS}
+    assert names["none"] == fewer | {f"held-out loss/1, {name}" for name in language.METHODS}
+    assert len(names["repeated"]) == 2 * len(language.METHODS)
+
+
+def test_branches_are_paired_seed_by_seed(recorded) -> None:
     losses = [10.0] * 40
     for seed in REPORT_SEEDS:
-        for method in language.METHODS:
+        none = f"language-damage/none/seed {seed}"
+        for steps in damage.LENGTHS:
+            recorded[none, f"held-out loss/{steps}, {language.FEWER}"] = entry(3.0 + 0.1 * steps)
+        for number, method in enumerate(language.METHODS):
             for kind in ("none", *language.KINDS):
                 for bad in damage.LENGTHS:
-                    raised = 0.5 * (kind != "none") * (bad == 5)
+                    raised = 0.5 * (kind != "none") * (bad == 5) / (1 + number)
                     key = f"language-damage/{kind}/seed {seed}", f"held-out loss/{bad}, {method}"
                     curve = [loss + raised * (at >= 10) for at, loss in enumerate(losses)]
-                    recorded[key] = entry(3.0 + raised, losses=curve, norms=[1.0] * 40)
+                    details = {"losses": curve, "norms": [1.0] * 40, "left_out": [0, seed + 1]}
+                    recorded[key] = entry(3.0 + raised, **details)
     found = by_quantity(cases.language_harm())
     assert len(found) == len(language.METHODS) * len(language.KINDS) * 2
-    item = found["higher loss/stale, 5, updates"]
+    item = found["higher loss/stale, 5, none"]
     assert item.samples == [0.5] * len(REPORT_SEEDS)
     assert {later: each[0] for later, each in item.details["excess"].items()} == {
         "1": 0.0,
         "5": 0.0,
         "20": 0.5,
     }
+    assert found["higher loss/stale, 1, skip"].details["left_out"][2] == [0, 3]
     assert found["higher loss/stale, 1, none"].samples == [0.0] * len(REPORT_SEEDS)
+    fewer = by_quantity(cases.language_fewer())
+    assert fewer["higher loss/5"].samples == pytest.approx([0.5] * len(REPORT_SEEDS))
+    assert fewer["beyond/stale, 5, none"].samples == pytest.approx([0.0] * len(REPORT_SEEDS))
+    assert fewer["beyond/stale, 1, skip"].samples == pytest.approx([-0.1] * len(REPORT_SEEDS))
+    saved = by_quantity(cases.language_saved())
+    assert len(saved) == (1 + 2 * len(language.KINDS)) * (len(language.METHODS) - 1)
+    assert saved["saved/stale, 5, max_norm 1.0"].samples == [0.25] * len(REPORT_SEEDS)
+    assert saved["saved/none, 1, skip"].samples == [0.0] * len(REPORT_SEEDS)
 
 
 def test_a_loss_that_is_not_finite_is_recorded_as_none() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 
 import optimi
 import pytest
@@ -89,6 +90,23 @@ def test_clipping_gives_back_a_large_gradient_and_leaves_a_reversed_one(seed: in
         assert run.cosines[-1] == pytest.approx(1.0, abs=1e-5)  # to the damaged gradient
         kept[kind] = run.kept[-1]
     assert kept["reversed"] == 1.0 and kept["large"] < 0.5 > kept["large and reversed"]
+
+
+@pytest.mark.parametrize("what", damage.MOMENTS)
+def test_moments_are_those_of_before_the_bad_step(what: str, seed: int) -> None:
+    weights = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, 2))]
+    optimizer, restore = torch.optim.AdamW(weights), damage.Restore(what, at=2)
+    draw, states = torch.Generator().manual_seed(seed), []
+    for step in range(4):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=draw)
+        optimizer.step()
+        restore(step, optimizer)
+        states.append([{k: v.clone() for k, v in optimizer.state[w].items()} for w in weights])
+    for before, at in zip(states[1], states[2], strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(before[name], at[name]) == (name in damage.MOMENTS[what])
+    assert not torch.equal(states[2][0]["exp_avg"], states[3][0]["exp_avg"])
 
 
 def test_excess_is_read_after_the_last_bad_batch() -> None:
@@ -213,28 +231,70 @@ def tiny(monkeypatch) -> None:
 def test_branches_start_from_one_run_and_differ_by_their_damage(tiny, seed: int) -> None:
     sizes = {"seed": seed % 1000, "steps": 24, "at": 21, "held_out_rows": 16, "max_files": 4}
     found = {
-        kind: language.branches(kind, Setting(lr=1e-2, decay=0.1), lengths=(1,), **sizes)
+        kind: language.branches(kind, Setting(lr=1e-2, decay=0.1), **sizes)
         for kind in ("none", "large and reversed")
     }
-    clean, bad = found["none"][1, "none"], found["large and reversed"]
+    clean = found["none"][1, "none"]
     assert len(clean.losses) == len(clean.norms) == 3
-    for branch in bad.values():
+    for method in language.METHODS:
+        branch = found["large and reversed"][1, method]
         assert branch.losses[0] == clean.losses[0]  # the damage follows the first loss
         assert branch.losses[1] != clean.losses[1]
         assert branch.norms[0] == pytest.approx(1e3 * clean.norms[0], rel=1e-4)
-    ends = {branch.held_out for branch in bad.values()}
-    assert len(ends) == 3 and clean.held_out not in ends
+        assert branch.left_out == ()  # 21 steps are too few to judge by
+    ends = {found["large and reversed"][1, name].held_out for name in ("none", "updates")}
+    assert len(ends) == 2 and clean.held_out not in ends
+    one, all_three = (found["none"][n, language.FEWER] for n in damage.LENGTHS)
+    assert one.losses[:2] == (clean.losses[0], one.losses[1]) and one.losses[1] != clean.losses[1]
+    assert all_three.held_out != one.held_out != clean.held_out
 
 
-def test_a_limit_by_value_is_the_norms_of_equal_elements(seed: int) -> None:
+def strange(values: list[float], last: float) -> bool:
+    """Whether the rule leaves out a step whose norm is `last`, after norms `values`."""
+    weight = torch.nn.Parameter(torch.zeros(4))
+    weight.grad = torch.full((4,), last / 2)
+    skip = language.SkipStep([3.0] * len(values), values)
+    assert float(skip.clip([weight])) == pytest.approx(last)
+    assert skip.left_out == ([0] if weight.grad is None else [])
+    if weight.grad is not None:
+        assert weight.grad.norm() == pytest.approx(min(1.0, last), rel=1e-5)
+    return weight.grad is None
+
+
+def test_a_step_is_left_out_by_its_distance_from_the_window(seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
-    weights = [torch.nn.Parameter(torch.zeros(3, 4)), torch.nn.Parameter(torch.zeros(5))]
-    for weight in weights:
-        weight.grad = 100 * torch.randn(weight.shape, generator=draw)
-    norm = math.hypot(*(weight.grad.norm().item() for weight in weights))
-    assert float(language.LIMITS["by value"](weights)) == pytest.approx(norm, rel=1e-5)
-    after = math.hypot(*(weight.grad.norm().item() for weight in weights))
-    assert after == pytest.approx(1.0, rel=0.02)
+    for count in (63, 100, 127, 128, 200):
+        values = (2 + 0.1 * torch.randn(count, generator=draw)).tolist()
+        window = values[-language.WINDOW :]
+        far = language.SIGMAS * statistics.stdev(window)
+        mean = statistics.fmean(window)
+        assert not strange(values, mean + 0.99 * far) and not strange(values, mean - 0.99 * far)
+        assert strange(values, mean + 1.01 * far) and strange(values, mean - 1.01 * far)
+    assert not strange([2.0, 2.1] * 31, 1e3)  # with the last, one less than half a window
+
+
+def test_what_was_left_out_stays_in_the_window(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    before = (0.6 + 0.05 * torch.randn(128, generator=draw)).tolist()
+    skip, weight = language.SkipStep([5.0, 5.1] * 64, before), torch.nn.Parameter(torch.zeros(1))
+    for _ in range(6):
+        weight.grad = torch.full((1,), 600.0)
+        skip.clip([weight])
+    assert skip.left_out == [0, 1, 2, 3]  # four such norms, and a fifth is usual
+    assert weight.grad is not None
+
+
+def test_a_loss_leaves_out_a_step_too(tiny, seed: int) -> None:
+    model = bench.language_model(seed)
+    tokens = torch.randint(bench.CONFIG.vocab_size, (2, 9))
+    for usual, left_out in ((1.0, [0]), (bench.next_token_loss(model, tokens)[0].item() / 16, [])):
+        skip = language.SkipStep([usual, usual + 0.1] * 64, [1.0, 1.1] * 64)
+        total, predicted = skip.loss(model, tokens, None)
+        assert predicted == 16 and total.requires_grad
+        weight = torch.nn.Parameter(torch.zeros(1))
+        weight.grad = torch.ones(1)
+        skip.clip([weight])
+        assert skip.left_out == left_out
 
 
 def test_shares_count_the_steps_of_a_phase() -> None:
@@ -242,6 +302,21 @@ def test_shares_count_the_steps_of_a_phase() -> None:
     shares = {name: language.clipped_share(norms, 1.0, p) for name, p in language.PHASES.items()}
     assert shares == {"warmup": 1.0, "to the middle": 0.0, "second half": 0.5}
     assert language.clipped_share(norms, 1.0) == 0.35
+
+
+@pytest.mark.parametrize("optimizer", exploding.OPTIMIZERS)
+def test_limits_are_shown_as_they_were_recorded(optimizer: str) -> None:
+    curves, usual = results.damage_limits(optimizer)
+    assert len(curves) == 3 and 0.3 < usual < 1.5
+    for curve in curves.values():
+        assert list(curve) == list(damage.LIMITS) and {len(each) for each in curve.values()} == {3}
+    for network, short in results.LOUD.items():
+        best = results.loud_layer(network, optimizer).details["limits"]
+        for norm, curve in results.loud_limits(network, optimizer).items():
+            name = "local, per layer" if norm == "local norm" else norm.removesuffix(" norm")
+            means = {limit: statistics.fmean(each) for limit, each in curve.items()}
+            assert list(curve) == list(exploding.LOUD_LIMITS[short])
+            assert max(means.values()) == means[best[name]] <= 100
 
 
 def test_norms_are_those_of_each_optimizer_and_of_the_limits_that_were_asked_for() -> None:
@@ -257,6 +332,7 @@ def test_norms_are_those_of_each_optimizer_and_of_the_limits_that_were_asked_for
     [
         (lambda: harm("backwards"), "kind must be one of"),
         (lambda: harm("stale", at=0), "at must be"),
+        (lambda: damage.Restore("momenta"), "what must be one of"),
         (lambda: harm("stale", steps=0), "steps must be"),
         (lambda: cliff.descend((1.0, 1.0), lr=0.0), "lr must be"),
         (lambda: longest_step(0), "steps must be"),

@@ -136,6 +136,19 @@ def test_harm_is_a_median_with_its_range_and_a_lost_run_is_the_worst() -> None:
     assert set(none.data[0].x) == {figures.LEAST}
 
 
+def test_limits_are_means_with_their_ranges() -> None:
+    curves = {"one": {0.1: [1.0, 3.0], 10.0: [4.0, 4.0]}, "five": {0.1: [5.0], 10.0: [9.0]}}
+    data = {"SGD": curves, "AdamW": {"one": {0.1: [1.0]}}}
+    figure = figures.limits("SGD", data=data, unit="points lost", usual={"SGD": 0.5})
+    one, five = figure.data
+    assert list(one.x) == [0.1, 10.0] and list(one.y) == [2.0, 4.0]
+    assert list(one.error_y.array) == list(one.error_y.arrayminus) == [1.0, 0.0]
+    assert one.line.color != five.line.color
+    assert figure.layout.shapes[0].x0 == 0.5
+    assert "SGD, points lost. one: 2.0 at 0.1, 4.0 at 10; five: 5.0" in alt(figure)
+    assert not figures.limits("SGD", data=data, unit="points lost").layout.shapes
+
+
 def test_norms_are_counted_above_the_line_that_moves() -> None:
     data = {"max_norm 1.0": [[2.0, 0.5, 0.5, 0.5], [3.0, 1.5, 0.5, 0.5]]}
     figure = figures.norms(1.0, "max_norm 1.0", data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -20,8 +20,11 @@ __all__ = [
     "KINDS",
     "LATER",
     "LENGTHS",
+    "LIMITS",
+    "MOMENTS",
     "SCALES",
     "Damage",
+    "Restore",
     "damaged",
     "excess",
 ]
@@ -33,6 +36,16 @@ KINDS = (*SCALES, "stale", "repeated", "corrupted")
 AT, LENGTHS = 75, (1, 5)  # the first bad batch, and how many there are
 AGES = (AT, 300, 1_500)  # a run's steps before a bad batch, where they are compared
 LATER = (1, 5, 20)  # steps after the last bad batch at which its effect is read
+# Limits of the global norm, where they are compared; healthy norms of the recurrent network are
+# about 0.5.
+LIMITS = (0.05, 0.2, 1.0, 3.0, 10.0, 100.0)
+# What is restored of AdamW's state after a bad batch, and what torch calls it.
+MOMENTS: Mapping[str, tuple[str, ...]] = {
+    "nothing": (),
+    "momentum": ("exp_avg",),
+    "second moment": ("exp_avg_sq",),
+    "both": ("exp_avg", "exp_avg_sq"),
+}
 
 B = TypeVar("B")
 
@@ -85,6 +98,29 @@ class Damage(Generic[B]):
             grad.mul_(SCALES.get(self.kind, 1.0))
 
 
+class Restore:
+    """Puts a part of AdamW's state back to what it was before step `at`; the weights stay moved.
+
+    Call it after each step, as `exploding.train` does with `after`. what: a key of MOMENTS.
+    """
+
+    def __init__(self, what: str, *, at: int = AT) -> None:
+        self._names = MOMENTS[one_of("what", what, MOMENTS)]
+        self._at = positive_int("at", at)
+        self._kept: list[list[Tensor]] = []
+
+    @torch.no_grad()
+    def __call__(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the state after step `at - 1`, and put it back after step `at`."""
+        parts = [[state[name] for name in self._names] for state in optimizer.state.values()]
+        if step == self._at - 1:
+            self._kept = [[part.clone() for part in each] for each in parts]
+        elif step == self._at:
+            for each, old in zip(parts, self._kept, strict=True):
+                for part, before in zip(each, old, strict=True):
+                    part.copy_(before)
+
+
 def damaged(
     network: str,
     kind: str,
@@ -98,8 +134,8 @@ def damaged(
 ) -> ClippedRun:
     """Train a healthy network with `bad` bad batches from step `at` on.
 
-    kind: "none" or one of KINDS. method: as of `exploding.run`. settings: steps, batch, or
-    arguments of the network's class that replace those of the study.
+    kind: "none" or one of KINDS. method: as of `exploding.run`. settings: as of `exploding.run`;
+    they replace those of the study.
     """
     generator = torch.Generator().manual_seed(50_000 + seed)
 

@@ -1,11 +1,10 @@
-"""Figures for the chapter `clipping`: numbers in, plotly figures out."""
+"""One gradient: on a cliff, through a network, and clipped."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
 from typing import Any
 
 import plotly.graph_objects as go
@@ -13,41 +12,12 @@ import plotly.graph_objects as go
 from labcore.studies.clipping import cliff as cliffs
 from labcore.studies.clipping import exploding
 from labcore.studies.clipping.effects import Snapshot, effect
-from labcore.studies.clipping.results import AT_THE_END, Harm
 from labcore.ui import draw
 from labcore.ui.explorer import describe
+from labcore.ui.figures.clipping.shared import COLORS, POWERS, ROWS, short_number
 from labcore.ui.theme import PALETTE
 
-__all__ = [
-    "cliff",
-    "common",
-    "growth",
-    "harm",
-    "losses",
-    "norm_choice",
-    "norms",
-]
-
-_POWERS = {"type": "log", "dtick": 1, "exponentformat": "power"}
-_COLORS = tuple(PALETTE.values())
-_ROWS = {"showgrid": False, "zeroline": False}
-# What the chapter calls a way to clip, and how it is drawn.
-_METHODS = {
-    "none": ("no clipping", "vermillion", "x"),
-    "global": ("global norm", "blue", "circle"),
-    "max_norm 1.0": ("max_norm 1.0", "blue", "circle"),
-    "updates": ("clipped updates", "green", "diamond"),
-}
-
-
-def _short(name: str) -> str:
-    """Shorten a parameter's name for an axis: 5 for layers.5.weight."""
-    return name.removesuffix(".weight").removeprefix("layers.")
-
-
-def _number(value: float) -> str:
-    """Format a norm for a title: 3 digits, 1e5 rather than 1e+05."""
-    return f"{value:.3g}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
+__all__ = ["cliff", "common", "growth", "norm_choice"]
 
 
 @functools.cache
@@ -110,6 +80,11 @@ def cliff(max_norm: float = 0.1, lr: float = 1.0, start: str = "below the cliff"
     return describe(figure, f"{settings}. Final loss, {', '.join(ends)}.")
 
 
+def _short(name: str) -> str:
+    """Shorten a parameter's name for an axis: 5 for layers.5.weight."""
+    return name.removesuffix(".weight").removeprefix("layers.")
+
+
 def norm_choice(
     norm: str = "global",
     max_norm: float = 1.0,
@@ -130,7 +105,7 @@ def norm_choice(
         links["x"] += [name, name, None]
         links["y"] += [one, other, None]
     size = math.hypot(*before)
-    kept = _number(size * found.kept)
+    kept = short_number(size * found.kept)
     markers = {"mode": "markers", "x": names}
     everything = [value for value in (*before, *after) if value > 0]
     figure = go.Figure(
@@ -146,11 +121,11 @@ def norm_choice(
             },
         ],
         {
-            "title": f"norm {_number(size)} → {kept}, cosine {found.cosine:.3f}",
+            "title": f"norm {short_number(size)} → {kept}, cosine {found.cosine:.3f}",
             "xaxis": {"title": "parameter", "type": "category"},
             "yaxis": {
                 "title": "norm of its gradient",
-                **_POWERS,
+                **POWERS,
                 "range": [math.log10(min(everything)) - 0.4, math.log10(max(everything)) + 0.4],
             },
             "height": 428,
@@ -160,8 +135,8 @@ def norm_choice(
     figure.data[-1].name = "max_norm"
     return describe(
         figure,
-        f"{norm}, max_norm {_number(max_norm)}: clipping takes the norm of all gradients from "
-        f"{_number(size)} to {kept}; their cosine to the raw ones is {found.cosine:.3f}.",
+        f"{norm}, max_norm {short_number(max_norm)}: clipping takes the norm of all gradients from "
+        f"{short_number(size)} to {kept}; their cosine to the raw ones is {found.cosine:.3f}.",
     )
 
 
@@ -179,7 +154,7 @@ def growth(
     value. steps: the name of a step, for the axis.
     """
     figure = go.Figure()
-    for (name, (measured, predicted)), color in zip(curves.items(), _COLORS, strict=False):
+    for (name, (measured, predicted)), color in zip(curves.items(), COLORS, strict=False):
         for values, style in (
             (predicted, {"dash": "dash", "width": 1.5}),
             (measured, {"width": 3}),
@@ -192,11 +167,11 @@ def growth(
     figure.update_layout(
         title=title,
         xaxis={"title": f"{steps} back from the loss"},
-        yaxis={"title": "gradient over the last state's", **_POWERS},
+        yaxis={"title": "gradient over the last state's", **POWERS},
     )
     words = "; ".join(
-        f"{name}: {_number(measured[0] / measured[-1])} measured, "
-        f"{_number(predicted[0] / predicted[-1])} predicted"
+        f"{name}: {short_number(measured[0] / measured[-1])} measured, "
+        f"{short_number(predicted[0] / predicted[-1])} predicted"
         for name, (measured, predicted) in curves.items()
     )
     return describe(
@@ -246,7 +221,7 @@ def common(
             "tickvals": list(range(len(names))),
             "ticktext": [name.replace(", ", ",<br>") for name in names],
             "range": [len(names) - 0.5, -0.5],
-            **_ROWS,
+            **ROWS,
         },
         height=110 + 62 * len(names),
     )
@@ -256,145 +231,3 @@ def common(
         for name, states in ways.items()
     )
     return describe(figure, f"Gradients that explode. {words}.")
-
-
-def _smoothed(values: Sequence[float], window: int = 7) -> list[float | None]:
-    """Return running means; None from the first non-finite value to the end."""
-    good = []
-    for value in values:
-        if not math.isfinite(value):
-            break
-        good.append(value)
-    means: list[float | None] = [
-        fmean(good[max(0, at - window + 1) : at + 1]) for at in range(len(good))
-    ]
-    return means + [None] * (len(values) - len(good))
-
-
-def losses(curves: Mapping[str, Sequence[float]], *, title: str) -> go.Figure:
-    """Draw training losses by step, running means over 7; a cross marks where one isn't finite.
-
-    Losses far above the lowest start leave the figure.
-    """
-    figure, ends = go.Figure(), []
-    ceiling = 1.3 * min(curve[0] for curve in curves.values())
-    for (name, curve), color in zip(curves.items(), _COLORS, strict=False):
-        means = _smoothed(curve)
-        figure.add_scatter(y=means, mode="lines", name=name, line={"color": color, "width": 2})
-        last = next((at for at, value in enumerate(means) if value is None), None)
-        if last is None:
-            ends.append(f"{name} {means[-1]:.2f}")
-            continue
-        ends.append(f"{name} not finite at step {last}")
-        marker = {"symbol": "x", "size": 12, "color": color}
-        figure.add_scatter(
-            x=[last], y=[0.97 * ceiling], mode="markers", marker=marker, showlegend=False
-        )
-    figure.update_layout(
-        title=title,
-        xaxis={"title": "step"},
-        yaxis={"title": "training loss, nats", "range": [0, ceiling]},
-    )
-    return describe(draw.named_at_ends(figure), f"{title}. At the end: {', '.join(ends)}.")
-
-
-LEAST, MOST = 0.01, 1e3  # nats: less is no harm, and more leaves the figure
-
-
-def harm(
-    optimizer: str,
-    bad: int = 1,
-    when: str = AT_THE_END,
-    *,
-    data: Mapping[str, Harm],
-    unit: str = "points of accuracy lost",
-) -> go.Figure:
-    """Draw what bad batches cost, by kind and by way to clip: the median over seeds, and its range.
-
-    data: optimizer or model -> harm. bad: bad batches in a row. when: steps after the last of
-    them, or at the end. unit: of the number at the end; before, it is nats of training loss.
-    A run that was lost counts as the largest harm.
-    """
-    final, kinds = when == AT_THE_END, list(next(iter(data[optimizer].values())))
-    figure, methods, said = go.Figure(), data[optimizer], []
-    for number, (method, by_kind) in enumerate(methods.items()):
-        (name, color, symbol), rows = _METHODS[method], []
-        for kind in kinds:
-            found = [MOST if value is None else value for value in by_kind[kind][bad][when]]
-            rows.append(found if final else [min(max(value, LEAST), MOST) for value in found])
-        middle = [median(row) for row in rows]
-        figure.add_scatter(
-            x=middle,
-            y=[place + 0.2 * (number - (len(methods) - 1) / 2) for place in range(len(kinds))],
-            error_x={
-                "array": [max(row) - mid for row, mid in zip(rows, middle, strict=True)],
-                "arrayminus": [mid - min(row) for row, mid in zip(rows, middle, strict=True)],
-                "thickness": 1.5,
-            },
-            mode="markers",
-            name=name,
-            marker={"color": PALETTE[color], "symbol": symbol, "size": 11},
-        )
-        said += [f"{kind}, {name} {mid:.3g}" for kind, mid in zip(kinds, middle, strict=True)]
-    axis: dict[str, Any] = {"title": unit}
-    if not final:
-        ticks = [LEAST, 0.1, 1.0, 10.0, 100.0, MOST]
-        axis = {
-            "title": "nats of training loss more",
-            "type": "log",
-            "tickvals": ticks,
-            "ticktext": ["0", "0.1", "1", "10", "100", "1000+"],
-            "range": [math.log10(LEAST) - 0.2, math.log10(MOST) + 0.2],
-        }
-    title = f"{optimizer}, {'one bad batch' if bad == 1 else f'{bad} bad batches'}"
-    figure.update_layout(
-        title=title,
-        xaxis=axis,
-        yaxis={
-            "tickvals": list(range(len(kinds))),
-            "ticktext": [kind.replace(" and ", "<br>and ") for kind in kinds],
-            "range": [len(kinds) - 0.5, -0.5],
-            **_ROWS,
-        },
-    )
-    return describe(figure, f"{title}, {when}: {'; '.join(said)}.")
-
-
-def norms(max_norm: float, run: str, data: Mapping[str, Sequence[Sequence[float]]]) -> go.Figure:
-    """Draw the gradient's norm at every step of recorded runs, before clipping, and a limit.
-
-    run: a key of data. data: how a run was clipped -> seeds -> norms by step. The title gives the
-    share of steps above the limit.
-    """
-    figure, seeds = go.Figure(), data[run]
-    for number, each in enumerate(seeds):
-        figure.add_scatter(
-            y=[round(norm, 4) for norm in each],
-            mode="lines",
-            name="norm, a line per seed",
-            legendgroup="norm",
-            showlegend=number == 0,
-            line={"color": PALETTE["blue"], "width": 1},
-        )
-    figure.add_scatter(
-        x=[0, len(seeds[0]) - 1],
-        y=[max_norm] * 2,
-        mode="lines",
-        name="max_norm",
-        line=draw.PREDICTED,
-    )
-    share = fmean(norm > max_norm for each in seeds for norm in each)
-    flat = [norm for each in seeds for norm in each]
-    low, high = min(0.09, *flat), max(11.0, *flat)
-    figure.update_layout(
-        title=f"{share:.0%} of the steps are above {_number(max_norm)}",
-        xaxis={"title": "step"},
-        yaxis={
-            "title": "gradient norm before clipping",
-            **_POWERS,
-            "range": [math.log10(low) - 0.1, math.log10(high) + 0.1],
-        },
-    )
-    return describe(
-        figure, f"{run}: {share:.1%} of {len(flat)} steps have a norm above {max_norm:.3g}."
-    )
