@@ -212,7 +212,8 @@ def digest_names(names: Iterable[str]) -> str:
 def describe(path: Path | str, function: str) -> dict[str, Any]:
     """Return what a record keeps of its code.
 
-    path: a benchmark. function: the function at its top that measures, or that declares the case.
+    path: a benchmark. function: the function at its top that measures, or that declares the case;
+    any other name, such as "", stands for the whole file.
     Returns its name, hashes of what it uses of the file and of labcore, and the names of labcore
     that the file uses for it.
     """
