@@ -289,17 +289,19 @@ FUSED = "torch AdamW fused"
 STEPPED = ("AdamW", "Lion", "Muon", FUSED)
 
 
-def _step_times(batch: int, repetitions: int) -> list[Measurement]:
+def _step_times(batch: int, repetitions: int, names: Sequence[str] = STEPPED) -> list[Measurement]:
     """Time whole training steps of the language model, by optimizer."""
     comparisons = []
     for seed in range(repetitions):
-        steps = {name: _language_step(name, batch, seed) for name in STEPPED}
+        steps = {name: _language_step(name, batch, seed) for name in names}
         comparisons.append(paired(steps, rounds=3, warmup=1, seed=seed, device=default_device()))
     return [
         seen("AdamW", "s/step", [ms / 1e3 for ms in _milliseconds(comparisons, "AdamW")]),
-        seen("Lion over AdamW", "ratio", _ratios(comparisons, "Lion", "AdamW")),
-        seen("Muon over AdamW", "ratio", _ratios(comparisons, "Muon", "AdamW")),
-        seen(f"Lion over {FUSED}", "ratio", _ratios(comparisons, "Lion", FUSED)),
+        *(
+            seen(f"{one} over {other}", "ratio", _ratios(comparisons, one, other))
+            for one, other in (("Lion", "AdamW"), ("Muon", "AdamW"), ("Lion", FUSED))
+            if {one, other} <= set(names)
+        ),
     ]
 
 
@@ -369,3 +371,9 @@ def step_times_2048(sizes: Sizes = FULL) -> list[Measurement]:
 def step_times_8192(sizes: Sizes = FULL) -> list[Measurement]:
     """Whole training steps of the language model with more tokens."""
     return _step_times(8_192, sizes.repetitions)
+
+
+@case("language/step-time/32768", minutes=2)
+def step_times_32768(sizes: Sizes = FULL) -> list[Measurement]:
+    """Whole training steps with the most tokens, for the two optimizers that run with them."""
+    return _step_times(32_768, min(2, sizes.repetitions), ("AdamW", "Lion"))
