@@ -334,27 +334,32 @@ def _language_step(optimizer: str, batch: int, seed: int) -> Callable[[], Any]:
 COMPARED = {
     2_048: ("AdamW", "Lion"),
     8_192: ("AdamW", "Lion", "Lion 0.95/0.98", "Muon"),
+    32_768: ("AdamW", "Lion"),
 }
+
+
+def language_losses(batch: int) -> list[Measurement]:
+    """Compare optimizers with AdamW, seed by seed, by records of `benchmarks/language.py`."""
+    runs = {name: reported(batch, name) for name in COMPARED[batch]}
+    found, adamw = [], runs.pop("AdamW")
+    for name, run in runs.items():
+        pairs = zip(run.held_out, adamw.held_out, strict=True)
+        tokens = token_ratios(batch, name, "AdamW")
+        details: dict[str, Any] = {
+            "steps": run.steps,
+            "settings": {name: asdict(run.setting), "AdamW": asdict(adamw.setting)},
+        }
+        found += [
+            seen(f"{name} minus AdamW", "nats/token", [a - b for a, b in pairs], **details),
+            seen(f"tokens, {name} over AdamW", "ratio", tokens, **details),
+        ]
+    return found
 
 
 def _declare_loss(batch: int) -> None:
     @case(f"language/loss/{batch}", minutes=0.1)
     def _() -> list[Measurement]:
-        """Compare optimizers with AdamW, seed by seed, by records of `benchmarks/language.py`."""
-        runs = {name: reported(batch, name) for name in COMPARED[batch]}
-        found, adamw = [], runs.pop("AdamW")
-        for name, run in runs.items():
-            pairs = zip(run.held_out, adamw.held_out, strict=True)
-            tokens = token_ratios(batch, name, "AdamW")
-            details: dict[str, Any] = {
-                "steps": run.steps,
-                "settings": {name: asdict(run.setting), "AdamW": asdict(adamw.setting)},
-            }
-            found += [
-                seen(f"{name} minus AdamW", "nats/token", [a - b for a, b in pairs], **details),
-                seen(f"tokens, {name} over AdamW", "ratio", tokens, **details),
-            ]
-        return found
+        return language_losses(batch)
 
 
 for _batch in COMPARED:
