@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,8 @@ def cases(monkeypatch):
     found = {}
     monkeypatch.setattr(runner, "_CASES", found)
     monkeypatch.setattr(runner, "slugs", lambda: ["lion"])
-    monkeypatch.setattr(runner.importlib, "import_module", lambda name: None)
+    # Not importlib's own function: triton, imported later, needs it.
+    monkeypatch.setattr(runner, "importlib", SimpleNamespace(import_module=lambda name: None))
     return found
 
 
