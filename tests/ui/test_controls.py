@@ -79,7 +79,9 @@ def test_a_value_outside_is_refused_by_name(control, value):
 
 def test_values_read_well():
     assert Slider(low=0, high=1, default=0, unit="s").text(0.123456) == "0.1235 s"
-    assert LogSlider(low=1e-4, high=1, default=1e-2).text(0.00031622) == "0.000316"
+    scale = LogSlider(low=1e-4, high=1e8, default=1e-2)
+    said = {0.00031622: "0.000316", 999.6: "1,000", 16384: "16,384", 2e6: "2e+06"}
+    assert {value: scale.text(value) for value in said} == said
     assert IntSlider(low=0, high=9999, default=0, unit="B").text(4096) == "4,096 B"
     assert [Toggle().text(v) for v in (False, True)] == ["off", "on"]
     words = Choice(options={"sgd": "SGD", 8: "eight"}, unit="B")

@@ -208,8 +208,9 @@ class LogSlider:
         return float(min(max(value, self.low), self.high))
 
     def text(self, value: Any) -> str:
-        """Return three significant digits and the unit."""
-        return _with_unit(f"{value:.3g}", self.unit)
+        """Return a number of thousands in full, others with three significant digits; the unit."""
+        thousands = 999.5 <= value < 1e6
+        return _with_unit(f"{value:,.0f}" if thousands else f"{value:.3g}", self.unit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,8 @@
-"""The variance of batch gradients, and the distance of their mean from the full gradient."""
+"""The variance of batch gradients."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,10 +18,9 @@ __all__ = [
     "BATCHES",
     "KINDS",
     "batch_gradients",
-    "gradient_bias",
     "gradient_variance",
     "predict_gradient_variance",
-    "variance_and_bias",
+    "relative_variance",
 ]
 
 BATCHES = (8, 16, 32, 64, 128, 256, 512)
@@ -64,18 +62,6 @@ def gradient_variance(gradients: Tensor) -> float:
     return gradients.double().var(0).sum().item()
 
 
-def gradient_bias(gradients: Tensor, full: Tensor) -> float:
-    """Return the distance of the mean of gradients [draws, weights] from `full` [weights].
-
-    The distance is relative to the norm of `full`. Its square is corrected for the finite number of
-    draws; if the corrected square is negative, the result is 0.
-    """
-    whole = full.double()
-    gap = gradients.double().mean(0) - whole
-    square = gap.square().sum().item() - gradient_variance(gradients) / len(gradients)
-    return math.sqrt(max(square, 0.0)) / whole.norm().item()
-
-
 def predict_gradient_variance(
     variance: float, known: int, batches: Sequence[int], population: int
 ) -> list[float]:
@@ -92,12 +78,12 @@ def predict_gradient_variance(
     return [variance * law(batch) / law(known) for batch in batches]
 
 
-def variance_and_bias(kind: str, seed: int, *, draws: int) -> dict[str, list[float]]:
-    """Measure a network's batch gradients by batch size, after one epoch of training at batch 32.
+def relative_variance(kind: str, seed: int, *, draws: int) -> list[float]:
+    """Measure the variance of a network's gradient for each of BATCHES.
 
-    kind: of KINDS. Returns "variance", over the squared norm of the gradient of all rows, and
-    "bias", as in `gradient_bias`, for each of BATCHES. The gradient of all rows is that of plain
-    batch normalization, also for ghosts.
+    The network, with the normalization `kind` of KINDS, has learned for one epoch at batch 32. The
+    variance is over the squared norm of the gradient of all rows, which is that of plain batch
+    normalization, also for ghosts.
     """
     regime, data = Regime(batch=SMALL, lr=0.1, epochs=1, **KINDS[kind]), split(seed)
     model = train(regime, [seed])[0].model
@@ -106,9 +92,5 @@ def variance_and_bias(kind: str, seed: int, *, draws: int) -> dict[str, list[flo
     # A batch of one ghost is normalized as by plain batch normalization, so the weights are equal.
     plain = train(Regime(batch=SMALL, lr=0.1, epochs=1), [seed])[0].model
     full = draw(model if kind == "no norm" else plain, batch=len(data.train_y), draws=1)[0]
-    row: dict[str, list[float]] = {"variance": [], "bias": []}
-    for batch in BATCHES:
-        drawn = draw(model, batch=batch, draws=draws)
-        row["variance"].append(gradient_variance(drawn) / full.square().sum().item())
-        row["bias"].append(gradient_bias(drawn, full))
-    return row
+    square = full.square().sum().item()
+    return [gradient_variance(draw(model, batch=batch, draws=draws)) / square for batch in BATCHES]

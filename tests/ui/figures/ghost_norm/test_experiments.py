@@ -63,9 +63,6 @@ def test_a_variance_of_nothing_is_left_out_of_a_logarithmic_axis() -> None:
     assert list(figure.data[0].y) == [3.0, None]
     assert list(figure.data[1].y) == [3.0, None]
     assert "plain: 3 at 8" in alt(figure)
-    bias = figures.gradient_bias([8, 16], {"ghosts": [[0.5], [0.25]]})
-    assert list(bias.data[0].y) == [0.5, 0.25]
-    assert "ghosts: 0.5 at 8, 0.25 at 16" in alt(bias)
 
 
 def test_running_statistics_set_measured_beside_predicted() -> None:

@@ -25,7 +25,6 @@ __all__ = [
     "carried_rates",
     "catching_up",
     "equal_loss",
-    "gradient_bias",
     "gradient_variance",
     "noise_scale",
     "running_statistics",
@@ -178,21 +177,6 @@ def gradient_variance(
     )
     said = "; ".join(f"{name}: {words(batches, points)}" for name, points in variance.items())
     return describe(figure, f"Variance of a batch's gradient by batch size. {said}.")
-
-
-def gradient_bias(
-    batches: Sequence[int], bias: Mapping[str, Sequence[Sequence[float]]]
-) -> go.Figure:
-    """Draw the distance of mean batch gradients from the full gradient; bias: [batches, seeds]."""
-    figure = go.Figure([curve(batches, points, name) for name, points in bias.items()])
-    figure.update_layout(
-        title="How far the mean gradient is off",
-        xaxis={**BATCHES, **ticks(batches)},
-        yaxis={"title": "distance over its norm", "rangemode": "tozero"},
-        showlegend=True,
-    )
-    said = "; ".join(f"{name}: {words(batches, points, 2)}" for name, points in bias.items())
-    return describe(draw.named_at_ends(figure), f"Relative distance of the mean gradient. {said}.")
 
 
 def running_statistics(
