@@ -133,19 +133,3 @@ def effect(taken: Snapshot, clip: Clip) -> Effect:
         cosine=cosine(*whole),
         kept=float(whole[1].norm() / whole[0].norm()),
     )
-
-
-def step_sizes(
-    taken: Snapshot, clip: Clip | None, make: Callable[..., torch.optim.Optimizer]
-) -> tuple[float, ...]:
-    """Return the root mean square of each parameter's first step at learning rate 1, after `clip`.
-
-    make: creates the optimizer, called as make(parameters, lr=1.0).
-    """
-    named = _copy(taken)
-    if clip is not None:
-        clip(named)
-    for _, parameter in named:  # start at zero, so steps aren't rounded to the weights' spacing
-        parameter.data.zero_()
-    make([parameter for _, parameter in named], lr=1.0).step()
-    return tuple(parameter.detach().square().mean().sqrt().item() for _, parameter in named)
