@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import webdataset
 
-from benchmarks.runner import Measurement, case, ratios, seen
-from labcore.shuffling import BufferShuffle, StreamRows, label_entropy, write_shards
+from benchmarks.runner import Measurement, case, seen
+from labcore.shuffling import BufferShuffle, StreamRows, write_shards
 from labcore.studies.language.results import best
 from labcore.studies.language.tuning import REPORT_SEEDS, Setting
 from labcore.studies.shuffling import (
@@ -363,25 +362,6 @@ def digits_design_effect(sizes: Sizes = FULL) -> list[Measurement]:
     return found
 
 
-@case("digits/noise-scale", minutes=0.2)
-def digits_noise_scale(sizes: Sizes = FULL) -> list[Measurement]:
-    """Ratio of the noise scale estimated from two batches to the exact one, by order."""
-    found = []
-    for order in digit_orders.ORDERS:
-        pairs = [digit_orders.noise_scales(order, seed=seed) for seed in sizes.digit_seeds]
-        exact = [one.scale for one, _ in pairs]
-        estimates = [one.scale for _, one in pairs]
-        details: dict[str, Any] = {
-            "seeds": sizes.digit_seeds,
-            "exact": exact,
-            "two batches": estimates,
-        }
-        found.append(
-            seen(f"two batches over exact/{order}", "ratio", ratios(estimates, exact), **details)
-        )
-    return found
-
-
 # The language model ------------------------------------------------------------------------------
 def _tuned(batch: int) -> Setting:
     return best(batch, "AdamW")
@@ -489,7 +469,6 @@ def language_spike_records(_: Sizes = FULL) -> list[Measurement]:
 SHARDS, ROWS_PER_SHARD, CLASSES = 12, 250, 10
 ROWS = SHARDS * ROWS_PER_SHARD
 BUFFER, INITIAL = 1000, 100  # webdataset's defaults
-MIXERS = ("BufferShuffle", "webdataset", "webdataset, initial as large")
 
 
 def _samples(rows: int = ROWS) -> Iterator[dict[str, Any]]:
@@ -568,43 +547,3 @@ def shards_rows_per_second() -> list[Measurement]:
             **details,
         ),
     ]
-
-
-def _within(labels: Sequence[int]) -> float:
-    return label_entropy(torch.tensor(labels).split(32)).within
-
-
-@case("shards/mixing", minutes=0.2)
-def shards_mixing() -> list[Measurement]:
-    """Entropy within batches of 32 from sorted labels, with our rule and with webdataset's."""
-    labels = [row * CLASSES // ROWS for row in range(ROWS)]
-    found = []
-    for size in (128, 512, 2048):
-        drawn: dict[str, list[list[int]]] = {name: [] for name in MIXERS}
-        for seed in range(5):
-            order = BufferShuffle(ROWS, buffer_size=size, seed=seed)
-            drawn["BufferShuffle"].append([labels[row] for row in order])
-            for name, initial in (("webdataset", INITIAL), ("webdataset, initial as large", size)):
-                mixed = webdataset.shuffle(size, initial=initial, seed=seed)(iter(labels))
-                drawn[name].append(list(mixed))
-        data = label_entropy(torch.tensor(labels).split(32))
-        for part, rows in (("epoch", ROWS), ("first 10 batches", 320)):
-            within = {
-                name: [_within(each[:rows]) for each in orders] for name, orders in drawn.items()
-            }
-            found.append(
-                Measurement(
-                    quantity=f"entropy within a batch, buffer {size}, {part}",
-                    unit="nats",
-                    samples=within.pop("BufferShuffle"),
-                    peers=within,
-                    details={
-                        "rows": ROWS,
-                        "classes": CLASSES,
-                        "initial of webdataset": INITIAL,
-                        "initial of ours": size,
-                        "expected of random batches": data.expected,
-                    },
-                )
-            )
-    return found

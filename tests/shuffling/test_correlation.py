@@ -12,13 +12,10 @@ from torch.nn import functional as F
 
 from labcore.shuffling import (
     FullShuffle,
-    NoiseScale,
     autocorrelation,
     design_effect,
     intraclass_correlation,
     label_entropy,
-    noise_scale_exact,
-    noise_scale_two_batches,
     per_sample_gradients,
     predicted_design_effect,
 )
@@ -164,55 +161,11 @@ def test_one_hot_labels_in_order_and_shuffled(seed: int) -> None:
         (lambda: autocorrelation(torch.ones(5), 2), ValueError, "constant"),
         (lambda: autocorrelation(torch.rand(5), 5), ValueError, "series must be .* lags 5"),
         (lambda: autocorrelation(torch.tensor([1.0, math.inf, 2]), 1), ValueError, "finite"),
-        (lambda: noise_scale_exact(torch.rand(5)), ValueError, "N, P"),
-        (
-            lambda: noise_scale_two_batches(
-                torch.rand(2, 3), torch.rand(2, 3), small_size=4, big_size=4
-            ),
-            ValueError,
-            "big_size",
-        ),
     ],
 )
 def test_bad_arguments_say_what_to_do(call, error, sentence: str) -> None:
     with pytest.raises(error, match=sentence):
         call()
-
-
-def test_the_noise_scale_of_a_population(generator) -> None:
-    rows = torch.randn(40, 7, generator=generator) + 0.3
-    exact = rows.double().numpy()
-    found = noise_scale_exact(rows)
-    assert found.signal == pytest.approx((exact.mean(0) ** 2).sum(), rel=1e-12)
-    assert found.noise == pytest.approx(np.trace(np.cov(exact.T, ddof=0)), rel=1e-12)
-    assert found.scale == pytest.approx(found.noise / found.signal)
-    assert noise_scale_exact(torch.tensor([[1.0], [-1.0]])).scale == math.inf
-    assert NoiseScale(signal=-0.1, noise=1.0).scale == math.inf
-
-
-def test_two_batch_sizes_estimate_the_noise_scale_without_bias(generator) -> None:
-    # Every pair and every triple of independent draws, so that the averages are expectations.
-    rows = torch.randn(5, 3, generator=generator, dtype=torch.float64) + 0.5
-    exact = noise_scale_exact(rows)
-    pairs = torch.stack([rows[list(p)].mean(0) for p in itertools.product(range(5), repeat=2)])
-    triples = torch.stack([rows[list(p)].mean(0) for p in itertools.product(range(5), repeat=3)])
-    for small, big, sizes in [(rows, triples, (1, 3)), (pairs, triples, (2, 3))]:
-        found = noise_scale_two_batches(small, big, small_size=sizes[0], big_size=sizes[1])
-        assert found.signal == pytest.approx(exact.signal, rel=1e-10)
-        assert found.noise == pytest.approx(exact.noise, rel=1e-10)
-
-
-def test_correlated_rows_make_the_two_batch_estimate_too_small(generator) -> None:
-    # Rows in pairs of equals: a batch of two tells as much as one, and looks less noisy.
-    rows = torch.randn(4000, 3, generator=generator, dtype=torch.float64) + 0.2
-    twins = rows.repeat_interleave(2, 0)
-    small, big = twins.reshape(-1, 2, 3).mean(1), twins.reshape(-1, 8, 3).mean(1)
-    found = noise_scale_two_batches(small, big, small_size=2, big_size=8)
-    assert found.noise == pytest.approx(2 * noise_scale_exact(rows).noise, rel=0.2)
-    sorted_rows = rows[rows[:, 0].argsort()]
-    small, big = sorted_rows[::8], sorted_rows.reshape(-1, 8, 3).mean(1)
-    biased = noise_scale_two_batches(small, big, small_size=1, big_size=8)
-    assert biased.scale < noise_scale_exact(rows).scale
 
 
 def test_per_sample_gradients_are_those_of_one_row_at_a_time(generator) -> None:

@@ -2,13 +2,10 @@
 
 from labcore.shuffling.correlation import (
     LabelEntropy,
-    NoiseScale,
     autocorrelation,
     design_effect,
     intraclass_correlation,
     label_entropy,
-    noise_scale_exact,
-    noise_scale_two_batches,
     per_sample_gradients,
     predicted_design_effect,
 )
@@ -34,7 +31,6 @@ __all__ = [
     "FullShuffle",
     "LabelEntropy",
     "LossSpikeDetector",
-    "NoiseScale",
     "Order",
     "ResumableLoader",
     "Sequential",
@@ -46,8 +42,6 @@ __all__ = [
     "design_effect",
     "intraclass_correlation",
     "label_entropy",
-    "noise_scale_exact",
-    "noise_scale_two_batches",
     "per_sample_gradients",
     "predicted_design_effect",
     "read_shards",

@@ -1,4 +1,4 @@
-"""How correlated the rows of a batch are, and how that affects the noise of the gradient.
+"""How correlated the rows of a batch are.
 
 In this module, `batches` is an iterable of tensors, one per batch (sizes may differ), or a tensor
 whose first axis indexes batches. All arithmetic is in float64.
@@ -19,13 +19,10 @@ from labcore.checks import finite, floating, positive_int
 
 __all__ = [
     "LabelEntropy",
-    "NoiseScale",
     "autocorrelation",
     "design_effect",
     "intraclass_correlation",
     "label_entropy",
-    "noise_scale_exact",
-    "noise_scale_two_batches",
     "per_sample_gradients",
     "predicted_design_effect",
 ]
@@ -184,70 +181,6 @@ def design_effect(batches: Iterable[Tensor]) -> float:
 def predicted_design_effect(icc: float, batch_size: int) -> float:
     """Predict the design effect of batches of b rows with correlation `icc`: 1 + (b - 1) ICC."""
     return 1 + (positive_int("batch_size", batch_size) - 1) * icc
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoiseScale:
-    """The signal and noise of a gradient.
-
-    signal: |G|² of the true gradient G. noise: tr(Σ), the variance of one row's gradient. Both are
-    in squared units of the gradient, and an estimate of either can be negative.
-    """
-
-    signal: float
-    noise: float
-
-    @property
-    def scale(self) -> float:
-        """tr(Σ)/|G|² in rows: the batch size at which noise equals signal; inf without signal."""
-        return self.noise / self.signal if self.signal > 0 else math.inf
-
-
-def _matrix(name: str, gradients: Tensor) -> Tensor:
-    finite(name, floating(name, gradients))
-    if gradients.dim() != 2 or len(gradients) == 0:
-        raise ValueError(f"{name} must be [N, P] with N > 0, got {tuple(gradients.shape)}")
-    return gradients.detach().double()
-
-
-def noise_scale_exact(gradients: Tensor) -> NoiseScale:
-    """Compute the simple noise scale of a population from all its gradients.
-
-    gradients [N, P]: the gradient of each row's loss (`per_sample_gradients`). G is their mean and
-    Σ their covariance with 1/N, which is exact if the N rows are all the data and biased if they
-    are a sample.
-    Source: McCandlish et al., arXiv 1812.06162, equation 2.9.
-    """
-    rows = _matrix("gradients", gradients)
-    mean = rows.mean(0)
-    return NoiseScale(
-        signal=float(mean.square().sum()),
-        noise=float((rows - mean).square().sum()) / len(rows),
-    )
-
-
-def noise_scale_two_batches(
-    small: Tensor, big: Tensor, *, small_size: int, big_size: int
-) -> NoiseScale:
-    """Estimate the noise scale from gradients of batches of two sizes.
-
-    The estimates of signal and noise are unbiased if rows are independent. Correlated rows bias
-    them: a small batch then seems less noisy for its size than a large one.
-    small [K, P], big [M, P]: mean gradients of K batches of `small_size` rows and of M batches of
-    `big_size` rows, all at the same parameters. Squared norms are averaged before any division.
-    Source: McCandlish et al., arXiv 1812.06162, appendix A.1.
-    """
-    positive_int("small_size", small_size)
-    if positive_int("big_size", big_size) <= small_size:
-        raise ValueError(
-            f"big_size must be greater than small_size, got {big_size} and {small_size}; swap them"
-        )
-    few = float(_matrix("small", small).square().sum(1).mean())
-    many = float(_matrix("big", big).square().sum(1).mean())
-    return NoiseScale(
-        signal=(big_size * many - small_size * few) / (big_size - small_size),
-        noise=(few - many) / (1 / small_size - 1 / big_size),
-    )
 
 
 def per_sample_gradients(

@@ -260,8 +260,6 @@ def test_prediction_is_exact_where_made_and_fails_past_a_class() -> None:
     )
     assert ratio[32] == pytest.approx(1, abs=0.05)
     assert ratio[256] < 0.7  # a class has about 144 rows: a batch of 256 cannot be one class
-    exact, estimate = digit_orders.noise_scales("sorted", seed=900, epochs=1)
-    assert estimate.scale < exact.scale / 5
 
 
 def test_the_causes_show_what_their_symptoms_say() -> None:

@@ -201,10 +201,3 @@ def test_design_effects_pair_a_line_with_its_points() -> None:
         assert line.line.color == points.marker.color and line.legendgroup == points.legendgroup
     assert figure.data[0].line.color != figure.data[2].line.color
     assert "sorted: 8 rows 3 predicted 3.1 measured, 64 rows 20 predicted 12" in alt(figure)
-
-
-def test_noise_scales_have_a_row_an_order_and_the_exact_line() -> None:
-    figure = figures.noise_scales([60.0, 62.0], {"full": [58.0, 63.0], "sorted": [3.0, 3.2]})
-    assert [trace.y[0] for trace in figure.data] == ["full", "sorted"]
-    assert figure.layout.shapes[0].x0 == 61.0
-    assert "sorted 3.1; exact 61.0" in alt(figure)

@@ -1,8 +1,7 @@
 """Digits sorted by class, the worst possible order, with every batch quantity known exactly.
 
 The gradients of all rows fit in memory. This allows checking the design effect predicted from one
-batch size against measurements at others, and the noise scale estimated from two batch sizes
-against the exact one. Settings were chosen on TUNING_SEEDS.
+batch size against measurements at others. Settings were chosen on TUNING_SEEDS.
 """
 
 from __future__ import annotations
@@ -19,12 +18,9 @@ from labcore.checks import one_of, positive_int
 from labcore.data import Digits, digits
 from labcore.shuffling.correlation import (
     LabelEntropy,
-    NoiseScale,
     design_effect,
     intraclass_correlation,
     label_entropy,
-    noise_scale_exact,
-    noise_scale_two_batches,
     per_sample_gradients,
     predicted_design_effect,
 )
@@ -48,7 +44,6 @@ __all__ = [
     "batches_of",
     "effects",
     "gradients",
-    "noise_scales",
     "sorted_digits",
     "train",
 ]
@@ -58,7 +53,6 @@ TUNING_SEEDS = (900, 901)
 SEEDS = (0, 1, 2, 3, 4)
 SIZES = (4, 8, 16, 32, 64, 128, 256)
 _HEAD = 650  # weights and biases of the output layer, at the end of a gradient
-_SMALL, _BIG = 16, 64  # the two batch sizes for the noise scale
 
 Order = Callable[[int, int], Iterable[int]]  # (rows, seed) -> row indices; each loop is an epoch
 
@@ -180,17 +174,3 @@ def effects(
         predicted=tuple(predicted_design_effect(icc, size) for size in sizes),
         measured=tuple(design_effect(cut(size)) for size in sizes),
     )
-
-
-def noise_scales(order: str, *, seed: int = 0, epochs: int = 3) -> tuple[NoiseScale, NoiseScale]:
-    """Return the gradient noise scale, exact and estimated from batches of 16 and 64 rows.
-
-    The exact one uses every row's gradient.
-    """
-    rows = gradients(seed)
-    small, big = (
-        torch.stack([rows[b].mean(0) for b in batches_of(order, size, seed=seed, epochs=epochs)])
-        for size in (_SMALL, _BIG)
-    )
-    estimate = noise_scale_two_batches(small, big, small_size=_SMALL, big_size=_BIG)
-    return noise_scale_exact(rows), estimate

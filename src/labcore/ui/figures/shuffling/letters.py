@@ -21,7 +21,6 @@ __all__ = [
     "damage",
     "design_effects",
     "effective_rows",
-    "noise_scales",
     "outcomes",
     "schedules",
     "spikes",
@@ -326,25 +325,3 @@ def design_effects(
         for name, (predicted, measured) in orders.items()
     )
     return describe(figure, f"Design effect by batch size. {told}.")
-
-
-def noise_scales(exact: Sequence[float], estimates: Mapping[str, Sequence[float]]) -> go.Figure:
-    """Draw the noise scale estimated from two batches, one row per order, with the exact one.
-
-    exact: one number per seed; estimates: name of an order -> one number per seed. In rows.
-    """
-    figure = go.Figure()
-    for name, values in estimates.items():
-        figure.add_scatter(
-            x=list(values), y=[name] * len(values), mode="markers", showlegend=False,
-            marker={"color": PALETTE["blue"], "size": 10, "symbol": "circle-open"},
-        )  # fmt: skip
-    figure.add_vline(x=fmean(exact), line=draw.PREDICTED)
-    figure.update_layout(
-        title="Noise scale from two batches; dashed: exact",
-        xaxis={"title": "noise scale, rows", "type": "log", "tickvals": [1, 3, 10, 30, 100]},
-        yaxis={"autorange": "reversed"},
-        height=340,
-    )
-    told = ", ".join(f"{name} {fmean(values):.1f}" for name, values in estimates.items())
-    return describe(figure, f"Noise scale by order: {told}; exact {fmean(exact):.1f}.")
