@@ -333,7 +333,7 @@ def _language_step(optimizer: str, batch: int, seed: int) -> Callable[[], Any]:
 # Optimizers whose runs `benchmarks/language.py` recorded, by tokens per step.
 COMPARED = {
     2_048: ("AdamW", "Lion"),
-    8_192: ("AdamW", "Lion", "Lion 0.95/0.98", "Muon"),
+    8_192: ("AdamW", "Lion", "Lion 0.95/0.98", "Lion 0.95/0.95", "Muon"),
     32_768: ("AdamW", "Lion"),
 }
 
