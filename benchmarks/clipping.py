@@ -550,20 +550,9 @@ def language_harm(sizes: Sizes = FULL) -> list[Measurement]:  # noqa: ARG001
         clean = _branches("none", 1, method)
         for kind, bad in itertools.product(language.KINDS, damage.LENGTHS):
             runs = _branches(kind, bad, method)
-            higher = [
-                damage.excess(run.details["losses"], other.details["losses"], at=0, bad=bad)
-                for run, other in zip(runs, clean, strict=True)
-            ]
-            found.append(
-                _paired(
-                    f"higher loss/{kind}, {bad}, {method}",
-                    runs,
-                    clean,
-                    excess={str(later): [each[later] for each in higher] for later in damage.LATER},
-                    norms=[run.details["norms"][0] for run in runs],
-                    left_out=[run.details["left_out"] for run in runs],
-                )
-            )
+            left_out = [run.details["left_out"] for run in runs]
+            name = f"higher loss/{kind}, {bad}, {method}"
+            found.append(_paired(name, runs, clean, left_out=left_out))
     return found
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 from labcore import records
 from labcore.records import Record
-from labcore.studies.clipping import damage, language
+from labcore.studies.clipping import damage
 from labcore.studies.clipping.exploding import LOUD_LIMITS, UPDATES
 from labcore.studies.language.results import run_record
 from labcore.studies.language.tuning import REPORT_SEEDS
@@ -19,7 +19,6 @@ __all__ = [
     "Harm",
     "damage_harm",
     "damage_limits",
-    "language_harm",
     "language_norms",
     "loud_layer",
     "loud_limits",
@@ -30,16 +29,6 @@ OPTIMIZERS = ("AdamW", "Lion", "Muon")  # of the language model's runs whose nor
 LOUD = {"convolutions": "conv", "recurrent network": "RNN"}  # networks with a loud layer
 # Method -> kind of damage -> number of bad batches -> when it is read -> a number per seed.
 Harm = Mapping[str, Mapping[str, Mapping[int, Mapping[str, Sequence[float | None]]]]]
-
-
-def _harm(methods: Sequence[str], kinds: Sequence[str], find: Callable[..., Record]) -> Harm:
-    return {
-        method: {
-            kind: {bad: _by_time(find(kind, bad, method)) for bad in damage.LENGTHS}
-            for kind in kinds
-        }
-        for method in methods
-    }
 
 
 def _by_time(record: Record) -> dict[str, Sequence[float | None]]:
@@ -58,8 +47,13 @@ def damage_harm(optimizer: str) -> Harm:
         quantity = f"accuracy lost/{optimizer}, {kind}, {bad}, {method}"
         return records.find("clipping", f"damage/{optimizer}", quantity)
 
-    methods = ("none", "global", *((UPDATES,) if optimizer == "AdamW" else ()))
-    return _harm(methods, damage.KINDS, find)
+    return {
+        method: {
+            kind: {bad: _by_time(find(kind, bad, method)) for bad in damage.LENGTHS}
+            for kind in damage.KINDS
+        }
+        for method in ("none", "global", *((UPDATES,) if optimizer == "AdamW" else ()))
+    }
 
 
 def damage_limits(optimizer: str) -> tuple[dict[str, dict[float, Sequence[float]]], float]:
@@ -96,17 +90,6 @@ def loud_limits(network: str, optimizer: str) -> dict[str, dict[float, list[floa
         }
         for norm, by_limit in tried.items()
     }
-
-
-def language_harm() -> Harm:
-    """Return what bad batches cost the language model, in nats per token of loss."""
-
-    def find(kind: str, bad: int, method: str) -> Record:
-        return records.find(
-            "clipping", "language-damage/harm", f"higher loss/{kind}, {bad}, {method}"
-        )
-
-    return _harm([*language.METHODS], language.KINDS, find)
 
 
 def language_norms(

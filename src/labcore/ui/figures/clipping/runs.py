@@ -21,9 +21,7 @@ __all__ = ["LEAST", "MOST", "harm", "limits", "losses", "norms"]
 _METHODS = {
     "none": ("no clipping", "vermillion", "x"),
     "global": ("global norm", "blue", "circle"),
-    "max_norm 1.0": ("max_norm 1.0", "blue", "circle"),
     "updates": ("clipped updates", "green", "diamond"),
-    "skip": ("skipped steps", "orange", "square"),
 }
 
 
@@ -76,13 +74,11 @@ def harm(
     when: str = AT_THE_END,
     *,
     data: Mapping[str, Harm],
-    unit: str = "points of accuracy lost",
 ) -> go.Figure:
     """Draw what bad batches cost, by kind and by way to clip: the median over seeds, and its range.
 
-    data: optimizer or model -> harm. bad: bad batches in a row. when: steps after the last of
-    them, or at the end. unit: of the number at the end; before, it is nats of training loss.
-    A run that was lost counts as the largest harm.
+    data: optimizer -> harm. bad: bad batches in a row. when: steps after the last of them, or at
+    the end. A run that was lost counts as the largest harm.
     """
     final, kinds = when == AT_THE_END, list(next(iter(data[optimizer].values())))
     figure, methods, said = go.Figure(), data[optimizer], []
@@ -105,7 +101,7 @@ def harm(
             marker={"color": PALETTE[color], "symbol": symbol, "size": 11},
         )
         said += [f"{kind}, {name} {mid:.3g}" for kind, mid in zip(kinds, middle, strict=True)]
-    axis: dict[str, Any] = {"title": unit}
+    axis: dict[str, Any] = {"title": "points of accuracy lost"}
     if not final:
         ticks = [LEAST, 0.1, 1.0, 10.0, 100.0, MOST]
         axis = {
