@@ -281,17 +281,6 @@ def damage_conv(sizes: Sizes = FULL) -> list[Measurement]:
     ]
 
 
-@case("damage/methods", minutes=1.5)
-def damage_methods(sizes: Sizes = FULL) -> list[Measurement]:
-    """The same batch in the recurrent network, under the other ways to clip."""
-    methods = [name for name in exploding.METHODS if name not in ("global", "local, per parameter")]
-    return [
-        item
-        for optimizer in exploding.OPTIMIZERS
-        for item in harm("RNN", optimizer, methods, sizes)
-    ]
-
-
 @case("damage/age", minutes=2.4)
 def damage_by_age(sizes: Sizes = FULL) -> list[Measurement]:
     """The step at the same batch with AdamW and no clipping, after more and more steps."""

@@ -81,11 +81,7 @@ def test_damage_is_compared_with_the_same_clipping_undamaged() -> None:
 
 @pytest.mark.parametrize(
     ("case", "function"),
-    [
-        ("damage/SGD", cases.damage_sgd),
-        ("damage/conv", cases.damage_conv),
-        ("damage/methods", cases.damage_methods),
-    ],
+    [("damage/SGD", cases.damage_sgd), ("damage/conv", cases.damage_conv)],
 )
 def test_every_other_damage_has_what_claims_ask_for(case: str, function) -> None:
     found = one_a_seed(function(cases.SMALL))
