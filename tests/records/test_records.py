@@ -121,6 +121,10 @@ def test_staleness_follows_the_code(tmp_path):
     stale = make(source={**source, "labcore": "0" * 16}, slug="no-such-benchmark")
     assert records.is_stale(stale)
     assert records.provenance(stale).endswith("; code since changed")
+    older = make(source=source, slug="no-such-benchmark", date="2000-01-02T00:00", samples=(1.0,))
+    both = records.provenance(fresh, older)
+    assert f"2000-01-02 to {fresh.date[:10]}" in both and both.endswith(f"n = 1 to {fresh.n}")
+    assert records.provenance(stale, fresh).endswith("; some of the code since changed")
 
 
 def test_shipped_records_can_be_read():

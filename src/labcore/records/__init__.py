@@ -212,12 +212,24 @@ def is_stale(record: Record) -> bool:
     return any(source[name] != value for name, value in today.items())
 
 
-def provenance(record: Record) -> str:
-    """Say in a sentence where, when and with what a record was measured, and if it is stale."""
-    machine, versions = record.hardware, record.versions
+def provenance(*records: Record) -> str:
+    """Say in a sentence where, when and with what records were measured, and if they are stale."""
+    places = {
+        f"{one.mode} on {one.hardware['name']} ({one.hardware['cores']} cores, "
+        f"{one.hardware['memory_gib']:g} GiB)"
+        for one in records
+    }
+    versions = {one.versions.get("torch", "?") for one in records}
     text = (
-        f"{record.mode} on {machine['name']} ({machine['cores']} cores, "
-        f"{machine['memory_gib']:g} GiB), {record.date[:10]}, torch {versions.get('torch', '?')}, "
-        f"n = {record.n}"
+        f"{' and '.join(sorted(places))}, {_span(one.date[:10] for one in records)}, "
+        f"torch {' and '.join(sorted(versions))}, n = {_span(one.n for one in records)}"
     )
-    return f"{text}; code since changed" if is_stale(record) else text
+    stale = [is_stale(one) for one in records]
+    if not any(stale):
+        return text
+    return f"{text}; {'' if all(stale) else 'some of the '}code since changed"
+
+
+def _span(values: Iterable[Any]) -> str:
+    low, *_, high = sorted({*values}) * 2
+    return f"{low}" if low == high else f"{low} to {high}"

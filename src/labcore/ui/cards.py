@@ -88,7 +88,7 @@ def details(
     said = "" if item.source == "the article" else f" Source: {item.source}."
     small = [f"{item.quantity[:1].upper()}{item.quantity[1:]}.{said}"]
     small += [item.note] if item.note else []
-    small += [provenance(_record(item, tested[0]))] if tested else []
+    small += [provenance(*(_record(item, part) for part in tested))] if tested else []
     notes = "".join(f"<p><small>{html.escape(text)}</small></p>" for text in small)
     return f"{drawn}{rest}{notes}"
 

@@ -58,7 +58,7 @@ class Recorded:
         if len(units) != 1:
             raise ValueError(f"quantities must share one unit, got {sorted(units)}")
         self.unit = units.pop() if unit is None else unit
-        self.record = next(iter(found.values()))
+        self.records = tuple(found.values())
         self.rows: list[Row] = []
         for name, record in found.items():
             others = record.peers if peers else {}
@@ -77,7 +77,7 @@ class Recorded:
             ]
 
     def _repr_mimebundle_(self, **_wanted: Any) -> dict[str, Any]:
-        note = provenance(self.record)
+        note = provenance(*self.records)
         markup = (
             f'<div class="labcore-html labcore-recorded">{style()}'
             f"{intervals.drawn(self.rows, unit=self.unit)}"
@@ -91,7 +91,7 @@ class Recorded:
         return {"text/html": markup, "text/plain": "\n".join([*lines, note])}
 
 
-def provenance(record: Record) -> str:
-    """Say in a sentence where and when a record was measured, and if the code has changed since."""
-    text = f"{records.provenance(record)}."
+def provenance(*found: Record) -> str:
+    """Say in a sentence where and when records were measured, and if the code has changed since."""
+    text = f"{records.provenance(*found)}."
     return text[:1].upper() + text[1:]
