@@ -231,5 +231,5 @@ def provenance(*records: Record) -> str:
 
 
 def _span(values: Iterable[Any]) -> str:
-    low, *_, high = sorted({*values}) * 2
-    return f"{low}" if low == high else f"{low} to {high}"
+    found = sorted(set(values))
+    return f"{found[0]}" if len(found) == 1 else f"{found[0]} to {found[-1]}"
