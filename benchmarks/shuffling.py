@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import statistics
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +39,6 @@ class Sizes:
     seeds: tuple[int, ...] = characters.SEEDS  # of the texts
     steps: int | None = None  # of a run on a text; None for an epoch
     bad: int = 20  # batches that are spoilt on purpose
-    lengths: tuple[int, ...] = (1, 5, 20, 60)  # of a damaged shard, in batches
     digit_seeds: tuple[int, ...] = digit_orders.SEEDS
     batches: tuple[int, ...] = digit_orders.SIZES  # whose design effect is predicted
     tokens: int = language_orders.bench.TOKENS  # of a run of the language model
@@ -55,7 +53,6 @@ SMALL = Sizes(
     seeds=(0, 1),
     steps=16,
     bad=3,
-    lengths=(1, 3),
     digit_seeds=(0, 1),
     batches=(16, 32, 64),
     tokens=3 * language_orders.BATCH,
@@ -70,7 +67,6 @@ ARMS: dict[str, tuple[str, ...]] = {
     "sources": tuple(characters.ORDERS),
     "documentation": ("file order", "buffer 256", "buffer 2048", "full"),
 }
-AT_THE_END = 10**6  # steps between checks: none before the last
 DRAWN = (0, 1)  # seeds whose curves the explorer shows
 FLAG, MANY = 1.5, 2.0  # a design effect; spikes in 1,000 steps more than a full shuffle has
 SPIKES_FROM = 50  # the detector's window: it can't find earlier spikes
@@ -89,7 +85,6 @@ def _epoch(order: str, seed: int, **options: Any) -> EpochRun:
     """Run an epoch once for all cases; a default is the same as a value that equals it."""
     kind = options.get("kind", "sources")
     usual = {"lr": characters.LEARNING_RATE, "schedule": "decay", "kind": kind}
-    usual["check_every"] = AT_THE_END
     options["steps"] = options.get("steps") or characters.corpus(kind, seed).steps
     return _cached(order, seed, **{**usual, "optimizer": "adamw", **options})
 
@@ -296,30 +291,6 @@ def text_made(sizes: Sizes = FULL) -> list[Measurement]:
             cost = _minus(ends[what], ends["clean"])
             found.append(seen(f"{what} minus clean/{name}", "nats per letter", cost))
     return found
-
-
-@case("text/damage", minutes=2.5)
-def text_damage(sizes: Sizes = FULL) -> list[Measurement]:
-    """One run for each kind, length and place of damage, with the loss on held-out rows."""
-    seed, options = sizes.seeds[0], {"steps": sizes.steps, "check_every": 10}
-    clean = _epoch("full", seed, **options)
-    found = []
-    for kind, length, place in itertools.product(
-        ("noise", "one file"), sizes.lengths, (0.25, 0.5, 0.75)
-    ):
-        damage = Damage(kind=kind, batches=length, place=place)
-        run = _epoch("full", seed, damage=damage, **options)
-        details: dict[str, Any] = {
-            "seed": seed,
-            "bad": [run.bad[0], run.bad[-1]],
-            "rise": max(_minus(run.losses, clean.losses)),
-            "checks": [[step, round(loss, 3)] for step, loss in run.checks],
-        }
-        end = run.held_out - clean.held_out
-        name = f"held-out loss minus clean/{kind}, {length} batches at {place}"
-        found.append(seen(name, "nats per letter", [end], **details))
-    checks = [[step, round(loss, 3)] for step, loss in clean.checks]
-    return [*found, seen("held-out loss/clean", "nats per letter", [clean.held_out], checks=checks)]
 
 
 # Digits ------------------------------------------------------------------------------------------

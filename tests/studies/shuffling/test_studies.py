@@ -79,7 +79,7 @@ def test_a_short_corpus_is_the_beginning_of_the_long_one(
     assert torch.equal(short.rows, data.rows[:rows])
     assert short.files.of([rows - 1]) == data.files.of([rows - 1])
     assert sum(short.lengths) == rows and sum(data.lengths) == len(data.rows)
-    run = characters.run("full", TUNING_SEED, rows=rows, check_every=rows)
+    run = characters.run("full", TUNING_SEED, rows=rows)
     assert len(run.losses) == rows // 32 and max(map(max, run.rows)) < rows
 
 
@@ -112,19 +112,18 @@ def test_a_row_loss_is_the_mean_over_its_letters(data: characters.Corpus, genera
 
 
 def test_a_run_repeats_itself_and_learns() -> None:
-    first, again = (characters.run("buffer 256", 11, steps=40, check_every=15) for _ in range(2))
+    first, again = (characters.run("buffer 256", 11, steps=40) for _ in range(2))
     assert first == again
-    assert [step for step, _ in first.checks] == [15, 30, 40]
-    assert first.held_out < first.checks[0][1] < first.losses[0]
+    assert first.held_out < characters.run("buffer 256", 11, steps=15).held_out < first.losses[0]
     other = characters.run("full", 11, steps=40)
     assert other.losses != first.losses and len(other.rows) == 40
 
 
 def test_damage_changes_its_steps_and_none_before() -> None:
-    clean = characters.run("full", 11, steps=60, check_every=60)
+    clean = characters.run("full", 11, steps=60)
     for kind, length in (("noise", 3), ("one file", 3), ("long step", 1)):
         damage = characters.Damage(kind=kind, batches=length, place=0.5)
-        run = characters.run("full", 11, steps=60, check_every=60, damage=damage)
+        run = characters.run("full", 11, steps=60, damage=damage)
         assert run.rows == clean.rows and run.bad == tuple(range(30, 30 + length))
         first = 31 if kind == "long step" else 30  # its batch is healthy: only its step is not
         assert run.losses[:first] == clean.losses[:first]
@@ -206,7 +205,7 @@ def test_the_mean_distance_is_the_design_effect(generator: torch.Generator) -> N
 
 
 def test_pooled_batches_count_as_one() -> None:
-    run = characters.run("file order", TUNING_SEED, steps=39, check_every=39)
+    run = characters.run("file order", TUNING_SEED, steps=39)
     found = tracing.epoch_distances(run, "sources", TUNING_SEED, pooled=4)
     shares = tracing.letter_shares(characters.corpus("sources", TUNING_SEED).rows)
     whole = [shares[at : at + 128] for at in range(0, 36 * 32, 128)]

@@ -7,6 +7,7 @@ from statistics import fmean
 import plotly.graph_objects as go
 import pytest
 
+from labcore.studies.shuffling.language_spikes import Plan
 from labcore.ui import Choice, IntSlider, twin
 from labcore.ui.figures import shuffling as figures
 
@@ -170,27 +171,24 @@ def test_effective_rows_are_drawn_beside_the_batch() -> None:
     assert "file order 4.2, full 31.0" in alt(figure)
 
 
-def test_damage_is_shaded_beside_the_clean_run(seed: int) -> None:
-    place = random.Random(seed).choice((0.25, 0.5))
-    run = {"checks": [(10, 2.6), (20, 2.9)], "clean": [(10, 2.6), (20, 2.4)], "bad": [12, 15]}
-    data = {("noise", 4, place): {**run, "rise": 5.04, "end": 0.5}}
-    figure = figures.damage("noise", 4, place, data)
-    assert [trace.name for trace in figure.data] == ["damaged", "clean"]
-    assert list(figure.data[0].y) == [2.6, 2.9] and list(figure.data[1].y) == [2.6, 2.4]
-    assert (figure.layout.shapes[0].x0, figure.layout.shapes[0].x1) == (12, 16)
-    assert figure.layout.title.text == "Spike 5.0 nats, +0.500 at the end"
-
-
-def test_the_language_models_losses_are_means_from_a_step_on() -> None:
-    runs = {"clean": [[3.0, 2.0, 1.0], [5.0, 4.0, 1.0]], "damaged": [[3.0, 9.0, 2.0]]}
-    figure = figures.language_losses(runs, title="x", start=1, bad=(1, 1))
-    assert list(figure.data[0].y) == [3.0, 1.0] and list(figure.data[0].x) == [1, 2]
-    assert figure.data[0].line.color != figure.data[1].line.color
-    assert "damaged: highest 9.00, last 2.00" in alt(figure)
-    assert not figures.language_losses(runs, title="x").layout.shapes
-    late = figures.language_losses(runs, title="x", first=24, loss="loss on fixed windows")
-    assert list(late.data[0].x) == [24, 25, 26]
-    assert late.layout.yaxis.title.text.startswith("loss on fixed windows")
+def test_damage_of_the_language_model_is_a_mean_that_ends_at_the_last_step() -> None:
+    plan = Plan()
+    clean, worse = [[3.0, 2.0, 1.0], [5.0, 4.0, 1.0]], [[3.0, 9.0, 2.0]]
+    names = ("clean", "random tokens", "repeated n-grams", "short rows")
+    losses = [clean, worse, worse, [[7.0] * plan.steps]]
+    data = {"none": {n: {"loss": each} for n, each in zip(names, losses, strict=True)}}
+    data["z"] = {"clean": {"loss": clean}}
+    figure = figures.language_damage("loss", "none", data)
+    assert list(figure.data[0].x) == [plan.steps - 2, plan.steps - 1, plan.steps]
+    assert list(figure.data[0].y) == [4.0, 3.0, 1.0]
+    assert figure.data[3].x[0] == figure.layout.xaxis.range[0] == plan.trunk - 4
+    assert len({trace.line.color for trace in figure.data}) == 4
+    shade = figure.layout.shapes[0]
+    assert (shade.x0, shade.x1) == (plan.trunk + 0.5, plan.trunk + plan.bad + 0.5)
+    assert "random tokens: highest 9.00, last 2.00" in alt(figure)
+    assert figure.layout.yaxis.title.text == "loss, nats per token"
+    cured = figures.language_damage("loss", "z", data)
+    assert list(cured.data[1].y) == [] and "random tokens" not in alt(cured)
 
 
 def test_design_effects_pair_a_line_with_its_points() -> None:

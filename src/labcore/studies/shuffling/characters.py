@@ -289,19 +289,17 @@ def _damaged(
 
 # Runs --------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
-class EpochRun(runs.Run):
-    """One epoch, in nats per letter. Its checks are over held-out rows, with the last at the end.
+class EpochRun:
+    """One epoch, in nats per letter.
 
+    losses: each batch's loss before its step. held_out: the loss on held-out rows at the end.
     rows: row indices, by step, of the order alone. bad: the steps with damage.
     """
 
+    losses: tuple[float, ...]
+    held_out: float
     rows: tuple[tuple[int, ...], ...]
     bad: tuple[int, ...] = ()
-
-    @property
-    def held_out(self) -> float:
-        """The final held-out loss, in nats per letter."""
-        return self.checks[-1][1]
 
 
 OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]] = {
@@ -321,14 +319,12 @@ def run(
     schedule: str = "decay",
     optimizer: str = "adamw",
     damage: Damage | None = None,
-    check_every: int = 25,
 ) -> EpochRun:
     """Train a new model for one epoch, or `steps` steps, in one of ORDERS.
 
     seed: seed of the weights, the order and the files; the data is corpus(kind, seed, rows=rows).
     schedule: "decay", linearly from `lr` to zero over the run, or "constant".
     optimizer: "adamw", without decay of the weights, or "sgd", plain gradient descent.
-    check_every: steps between measurements of the held-out loss.
     Raises ValueError for an unknown name.
     """
     data = corpus(kind, seed, rows=rows)
@@ -352,10 +348,7 @@ def run(
             algorithm.param_groups[0]["lr"] = lr * factor
             yield batch
 
-    losses, checks = [], []
-    for loss in train(model, algorithm, scheduled()):
-        losses.append(loss)
-        if len(losses) % check_every == 0 or len(losses) == count:
-            with torch.no_grad():
-                checks.append((len(losses), row_losses(model, data.held_out).mean().item()))
-    return EpochRun(losses=tuple(losses), rows=tuple(chosen), checks=tuple(checks), bad=bad)
+    losses = tuple(train(model, algorithm, scheduled()))
+    with torch.no_grad():
+        held_out = row_losses(model, data.held_out).mean().item()
+    return EpochRun(losses=losses, held_out=held_out, rows=tuple(chosen), bad=bad)

@@ -23,6 +23,7 @@ from labcore.studies.shuffling.tracing import spike_rate
 __all__ = [
     "HOT",
     "branch_records",
+    "damage_curves",
     "heights",
     "order_differences",
     "order_records",
@@ -104,6 +105,27 @@ def branch_records(what: str, name: str) -> list[Branch]:
     ]
 
 
+def damage_curves() -> dict[str, dict[str, dict[str, list[tuple[float, ...]]]]]:
+    """Return cure -> damage or "clean" -> curve -> values by seed, of the damaged branches.
+
+    The curves are "loss of the step" and "gradient's norm", from the first step on, and "loss on
+    fixed windows", from the last step before the damage on.
+    """
+    found = {}
+    for cure in CURES:
+        what, name = ("damaged", "no cure") if cure == "none" else (f"damaged, {cure}", cure)
+        runs = {kind: branch_records(what, kind) for kind in ("clean", *kinds_with(cure))}
+        found[name] = {
+            kind: {
+                "loss of the step": [one.losses for one in each],
+                "loss on fixed windows": [one.fixed for one in each],
+                "gradient's norm": [one.norms for one in each],
+            }
+            for kind, each in runs.items()
+        }
+    return found
+
+
 def recovery(fixed: Sequence[float]) -> int:
     """Return after how many steps the loss on fixed windows stays at or below the first one.
 
@@ -118,9 +140,9 @@ def spike_differences() -> dict[str, list[float]]:
 
     The quantities are how far the loss of a step, and the loss on fixed windows, lie above the
     clean branch's at the same step, at most; the held-out loss at the end, over the clean branch
-    and over FEWER; and the steps until the loss on fixed windows is back where it was. At a
-    learning rate that is too high, cures are compared with no cure: the held-out loss, and the
-    largest rise of the loss on fixed windows above its lowest value so far.
+    and over FEWER; and the steps until the loss on fixed windows is back where it was. On clean
+    data, and at a learning rate that is too high, cures are compared with no cure: the held-out
+    loss, and at that rate the largest rise of the loss on fixed windows above its lowest value.
     """
     found: dict[str, list[float]] = {}
     left_out = branch_records("damaged", FEWER)
@@ -140,6 +162,9 @@ def spike_differences() -> dict[str, list[float]]:
         found[f"held-out loss minus {FEWER}/{name}"] = _minus([o.held_out for o in runs], ends)
     plain = branch_records(HOT, "none")
     for cure in list(CURES)[1:]:
+        cured = [one.held_out for one in branch_records(f"damaged, {cure}", "clean")]
+        without = [one.held_out for one in clean]
+        found[f"held-out loss minus no cure/clean, {cure}"] = _minus(cured, without)
         runs = branch_records(HOT, cure)
         rises = ([_relapse(one.fixed) for one in each] for each in (runs, plain))
         last = ([one.held_out for one in each] for each in (runs, plain))

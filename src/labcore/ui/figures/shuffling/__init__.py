@@ -1,10 +1,9 @@
 """Figures for the chapter `shuffling`: numbers in, plotly figures out."""
 
-from labcore.ui.figures.shuffling.language import language_losses
+from labcore.ui.figures.shuffling.language import language_damage
 from labcore.ui.figures.shuffling.letters import (
     buffer,
     correlations,
-    damage,
     design_effects,
     effective_rows,
     outcomes,
@@ -16,11 +15,10 @@ from labcore.ui.figures.shuffling.mixing import flow
 __all__ = [
     "buffer",
     "correlations",
-    "damage",
     "design_effects",
     "effective_rows",
     "flow",
-    "language_losses",
+    "language_damage",
     "outcomes",
     "schedules",
     "spikes",

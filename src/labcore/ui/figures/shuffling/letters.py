@@ -18,7 +18,6 @@ from labcore.ui.theme import PALETTE
 __all__ = [
     "buffer",
     "correlations",
-    "damage",
     "design_effects",
     "effective_rows",
     "outcomes",
@@ -255,37 +254,6 @@ def effective_rows(rows: Mapping[str, float], batch: int) -> go.Figure:
     )
     told = ", ".join(f"{name} {value:.1f}" for name, value in rows.items())
     return describe(figure, f"Independent rows that a batch of {batch} is worth: {told}.")
-
-
-def damage(
-    kind: str, batches: int, place: float, data: Mapping[tuple[str, int, float], Mapping[str, Any]]
-) -> go.Figure:
-    """Draw the loss on held-out rows of a run with a damaged shard, beside the clean run's.
-
-    data: (kind, batches, place) -> "checks" [(step, loss)], "clean" likewise, "bad" (first and last
-    step), "rise" of a batch's loss, and "end", the final held-out loss minus the clean run's.
-    """
-    run = data[kind, batches, place]
-    figure = go.Figure()
-    for name, points, color in (
-        ("damaged", run["checks"], "vermillion"),
-        ("clean", run["clean"], "blue"),
-    ):
-        figure.add_scatter(
-            x=[step for step, _ in points], y=[loss for _, loss in points], mode="lines",
-            name=name, line={"color": PALETTE[color], "width": 2},
-        )  # fmt: skip
-    first, last = run["bad"]
-    figure.add_vrect(
-        x0=first, x1=last + 1, fillcolor=PALETTE["gray"], opacity=0.3, line={"width": 0}
-    )
-    title = f"Spike {run['rise']:.1f} nats, {run['end']:+.3f} at the end"
-    figure.update_layout(
-        title=title,
-        xaxis={"title": "step; gray: the damaged batches"},
-        yaxis={"title": "loss on held-out rows", "range": [1.7, 5]},
-    )
-    return describe(figure, f"{kind}, {batches} batches from step {first}: {title}.")
 
 
 def design_effects(
