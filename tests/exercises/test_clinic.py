@@ -123,7 +123,8 @@ def test_a_reason_that_does_not_hold_is_told_by_the_named_fault_alone(seed: int)
             told = CLINIC.check({**right, label: (name, column, step)}, student=seed)
             assert told.kind == "wrong" and not told.passed
             assert (
-                f'with "{name}", the curve of "{column}" would look healthy there (step: {step}). '
+                f'with "{name}", the curve of "{column}" would not show the fault at this '
+                f"place (step: {step}). "
                 f"So for {label}, the fault, the column, or the step is wrong" in told.message
             )
         assert CLINIC.check({**right, label: [name, "line", 16]}, student=seed).passed
@@ -131,7 +132,7 @@ def test_a_reason_that_does_not_hold_is_told_by_the_named_fault_alone(seed: int)
     for names in itertools.permutations(CLINIC.names):
         answers = seen(names) | {"B": (names[1], "level", 30)}
         assert (
-            f'with "{names[1]}", the curve of "level" would look healthy there (step: 30). So for'
+            f'"{names[1]}", the curve of "level" would not show the fault at this place (step: 30).'
             in CLINIC.check(answers, student=seed).message
         )
 

@@ -250,6 +250,8 @@ def test_arguments_are_named_in_stub_order_and_in_the_plural() -> None:
             "error",
             r"such as functools\.lru_cache",
         ),
+        ("def solve(x, k):\n    return queue / k, k", "error", "name 'queue' is not defined"),
+        ("def solve(x, k):\n    return math.pi, k", "refused", "module `math` is not imported"),
     ],
 )
 def test_what_only_a_notebook_knows_gets_one_clear_sentence(
@@ -413,11 +415,14 @@ def test_each_hint_but_the_first_opens_after_another_attempt(seed: int) -> None:
     for number in (2, 3):
         for _ in range(3):  # more attempts before it's asked for don't open more
             outcome = own.check(lambda x, k: (x, k), seed=seed)
-            assert "Stuck? Write hint in place of check" in outcome.repeat
+            assert "Stuck? Replace `check` with `hint`" in outcome.repeat
         assert f"Hint {number} of 3" in own.hint().text == own.hint().text
         assert (later in own.hint().text) == (number == 2)
     assert own.hint().text.endswith("**Hint 3 of 3.** `x / k`")
     assert replace(own, id=f"test.none{seed}", hints=()).hint().text == ""
+    passed = replace(own, id=f"test.passed{seed}")
+    assert passed.check(passed.reference, seed=seed)
+    assert "Hint 3 of 3" in passed.hint().text and later not in passed.hint().text
 
 
 def test_things_are_shown_in_few_words() -> None:

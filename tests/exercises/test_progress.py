@@ -73,7 +73,7 @@ def test_what_cannot_be_judged_is_no_attempt(mine: Path) -> None:
 def test_points_that_no_check_tests_are_not_counted(mine: Path, seed: int) -> None:
     total = sum(one.points for one in load("clipping"))
     outcome = clipping.SHARDS.check(clipping.SHARDS.reference, seed=seed)
-    assert "The last 2 points are for a rule that only grading tests" in outcome.message
+    assert "The last 2 points are for a part that this check doesn't test" in outcome.message
     assert (
         f"1 of 4 tasks, 4 of {total} points (2 of the {total} are tested only in grading)."
         in repr(Progress("clipping"))
@@ -149,8 +149,11 @@ def test_in_a_notebook_the_head_follows_and_missing_names_are_explained(mine: Pa
     assert early.outputs[0].ename == "NameError" and len(early.outputs[0].traceback) == 1
     assert "transfer is not defined yet: run the cell above" in early.outputs[0].traceback[0]
     assert (
-        "`torch` is a module that is not imported: run the lab's cell of imports"
+        "The module `torch` is not imported: run the lab's import cell"
         in late.outputs[0].data["text/plain"]
     )
-    assert "Not judged, no attempt · transfer, 2 points<" in late.outputs[0].data["text/html"]
+    assert (
+        "Not judged, not counted as an attempt · transfer, 2 points<"
+        in late.outputs[0].data["text/html"]
+    )
     assert len(deep.outputs[0].traceback) > 1  # another fault keeps its traceback

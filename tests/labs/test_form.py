@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from labcore.exercises import load
+from labcore.exercises import core, load
 from labcore.labs import releases
 from labcore.labs.first_cell import first_cell
 from labcore.labs.source import Lab, cell_text, read_lab
@@ -23,6 +24,12 @@ SOURCES = releases.source_paths(ROOT)
 @pytest.mark.parametrize("slug", SOURCES)
 def test_a_lab_has_the_form_of_one(slug: str) -> None:
     assert lab_checks.form_problems(read_lab(SOURCES[slug])) == []
+
+
+def test_a_check_knows_the_modules_that_the_import_cells_bring() -> None:
+    cells = [cell for path in SOURCES.values() for cell in read_lab(path).notebook["cells"]]
+    code = "\n".join(cell_text(cell) for cell in cells if cell["id"] == "imports")
+    assert set(re.findall(r"^import (\w+)$", code, re.MULTILINE)) == set(core.MODULES)
 
 
 @pytest.mark.parametrize("slug", SOURCES)

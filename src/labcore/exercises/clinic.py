@@ -158,8 +158,8 @@ class Clinic:
             label = chance.choice(unseen)
             name, column, place = given[label]
             said = (
-                f'Not yet: with "{name}", the curve of "{column}" would look healthy there '
-                f"({self.unit}: {place}). So for {label}, the fault, the column, or the "
+                f'Not yet: with "{name}", the curve of "{column}" would not show the fault at this '
+                f"place ({self.unit}: {place}). So for {label}, the fault, the column, or the "
                 f"{self.unit} is wrong."
             )
             return Outcome(passed=False, kind="wrong", message=said)
@@ -178,8 +178,8 @@ class Clinic:
     def hint(self, *_: Any, **__: Any) -> Solution:
         """Say that the check's answers are the hints; take the arguments of `check`."""
         return Solution(
-            text="A clinic has no hints. The check answers a wrong diagnosis with what the curves "
-            "of such a fault look like."
+            text="A clinic has no hints. If a diagnosis is wrong, the check says either that the "
+            "fault you named would not show at your place, or what that fault's curves look like."
         )
 
     def solution(self, *, student: int = 0, reveal: bool = False) -> Solution:

@@ -17,7 +17,6 @@ import textwrap
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
 from labcore.checks import positive_int
@@ -37,6 +36,8 @@ __all__ = [
 
 Check = TypeVar("Check", bound=Callable[..., Outcome])
 UNJUDGED = ("missing", "refused", "unavailable")  # kinds of outcome that are no attempt
+# What the labs' import cells bring; another module's name may be the student's own variable.
+MODULES = ("dataclasses", "itertools", "math", "random", "torch")
 switched_off: set[str] = set()  # topics whose solutions a release doesn't show
 
 
@@ -71,12 +72,16 @@ def opened(name: str, reveal: bool) -> Solution | None:
 
 
 def hinted(name: str, hints: Sequence[str]) -> Solution:
-    """Return the open hints of exercise `name`, after opening the next if it's due."""
+    """Return the open hints of exercise `name`, after opening the next if it's due.
+
+    Once the exercise is passed, all of them are open.
+    """
     row = progress.task(name)
     if row.hints < len(hints) and row.attempts > row.hinted:
         row = progress.note(name, hints=row.hints + 1, hinted=row.attempts)
-    told = [f"**Hint {at} of {len(hints)}.** {one}" for at, one in enumerate(hints[: row.hints], 1)]
-    if row.hints < len(hints):
+    shown = len(hints) if row.passed else row.hints
+    told = [f"**Hint {at} of {len(hints)}.** {one}" for at, one in enumerate(hints[:shown], 1)]
+    if shown < len(hints):
         told.append("The next hint opens after another attempt.")
     return Solution(text="\n\n".join(told))
 
@@ -98,8 +103,8 @@ def kept(check: Check) -> Check:
             task += f", attempt {attempts}" * judged
         more = row.hints < len(getattr(self, "hints", ()))
         if outcome.kind not in ("right", *UNJUDGED) and more:
-            stuck = "Stuck? Write hint in place of check in this cell and run it. Then write check "
-            stuck += "again: each new attempt opens one more hint."
+            stuck = "Stuck? Replace `check` with `hint` in this cell and run it. Then change it "
+            stuck += "back. After another attempt, `hint` shows one more."
             outcome = replace(outcome, repeat="\n".join(filter(None, (outcome.repeat, stuck))))
         return replace(outcome, task=task)
 
@@ -249,7 +254,7 @@ class Exercise:
         if not self.beyond:
             return ""
         last = "The last point is" if self.beyond == 1 else f"The last {self.beyond} points are"
-        return f" {last} for a rule that only grading tests, so test that part yourself."
+        return f" {last} for a part that this check doesn't test. Grading does: try it yourself."
 
     def hint(self, *_: Any, **__: Any) -> Solution:
         """Return the hints so far; each call after another attempt adds the next.
@@ -342,12 +347,9 @@ class Exercise:
             parts.append(f"{inputs_at(cases[played.at], None)}.")
         kind = played.kind
         absent = re.search(r"NameError: name '(\w+)' is not defined", played.problem)
-        if absent and find_spec(absent[1]):
+        if absent and absent[1] in MODULES:
             kind = "refused"
-            parts.append(
-                f"`{absent[1]}` is a module that is not imported: run the lab's cell of imports, "
-                "or import it in your own cell."
-            )
+            parts.append(f"The module `{absent[1]}` is not imported: run the lab's import cell.")
         return Outcome(passed=False, kind=kind, message="\n".join(parts), repeat=_repeat(seed))
 
 

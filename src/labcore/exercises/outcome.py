@@ -17,7 +17,7 @@ CARDS = {
     "wrong": ("✗ Not yet", "#d55e00"),
     "in place": ("✗ Almost", "#e69f00"),
     "missing": ("○ Not begun", "#808080"),
-    "refused": ("○ Not judged, no attempt", "#808080"),
+    "refused": ("○ Not judged, not counted as an attempt", "#808080"),
     "unavailable": ("○ Not checked", "#808080"),
     "timeout": ("! It took too long", "#cc79a7"),
     "memory": ("! It took too much memory", "#cc79a7"),

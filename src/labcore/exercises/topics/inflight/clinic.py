@@ -93,9 +93,9 @@ def report(student: int = 0) -> dict[str, str]:
         queued = sum(one not in first for one in expired)
         late = sum(first[one] >= deadlines[one] for one in expired if one in first)
         said[label] = (
-            f"{len(log.server.outputs)} outputs came to their end, {len(expired)} were cut "
-            f"off by their deadline. Of these, {queued} were still in the queue, and {late} had "
-            "been admitted after the deadline."
+            f"{len(log.server.outputs)} requests finished, and {len(expired)} were cut off by "
+            f"their deadline. Of these {len(expired)}, {queued} had never been admitted, and "
+            f"{late} were first admitted after their deadline."
         )
     return said
 
