@@ -125,8 +125,8 @@ def outcomes(
     """Draw the harm of each run by its spikes, means over seeds.
 
     orders, made: name -> (spikes per 1,000 steps, held-out loss minus a clean full shuffle's by
-    seed); made has the spikes made on purpose in a full shuffle. yardstick: what a tenth fewer
-    steps cost, in the same unit.
+    seed), whose mean must be above 0; made has the spikes made on purpose in a full shuffle.
+    yardstick: what a tenth fewer steps cost, in the same unit.
     """
     figure = go.Figure()
     groups = (
@@ -135,10 +135,13 @@ def outcomes(
     )
     most = max(count for _, runs, _, _ in groups for count, _ in runs.values())
     for name, runs, color, symbol in groups:
-        places = [(count / most, fmean(harm)) for count, harm in runs.values()]
+        ends = [fmean(harm) for _, harm in runs.values()]
+        places = [
+            (x / most, log10(y / yardstick)) for (x, _), y in zip(runs.values(), ends, strict=True)
+        ]
         beside = _beside(places) if runs is orders else "middle left"
         figure.add_scatter(
-            x=[count for count, _ in runs.values()], y=[harm for _, harm in places],
+            x=[count for count, _ in runs.values()], y=ends,
             mode="markers+text", text=list(runs), textposition=beside, name=name,
             textfont={"size": 11}, cliponaxis=False,
             marker={"color": PALETTE[color], "size": 11, "symbol": symbol},
@@ -146,8 +149,16 @@ def outcomes(
     figure.add_hline(y=yardstick, line=draw.PREDICTED)
     figure.update_layout(
         title="Harm by spikes; dashed: a tenth fewer steps",
-        xaxis={"title": "spikes in 1,000 steps", "range": [-0.35 * most, 1.1 * most]},
-        yaxis={"title": "held-out loss minus full shuffle"},
+        xaxis={
+            "title": "spikes in 1,000 steps",
+            "range": [-0.35 * most, 1.1 * most],
+            "tickvals": list(range(0, int(1.1 * most) + 1, 5)),
+        },
+        yaxis={
+            "title": "held-out loss minus full shuffle",
+            "type": "log",
+            "tickvals": [0.005, 0.01, 0.02, 0.05, 0.1, 0.2],
+        },
         height=430,
     )
     told = [
