@@ -87,6 +87,7 @@ def z_loss(
     log_z = logits.logsumexp(-1)[valid]
     chosen = logits.gather(-1, targets[..., None])[..., 0][valid]
     penalty = weight * log_z.square().sum()
+    # Only the penalty's gradient counts: its value cancels.
     return (log_z - chosen).sum() + penalty - penalty.detach(), int(valid.sum())
 
 
