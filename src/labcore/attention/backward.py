@@ -97,8 +97,8 @@ def row_tiles(
 
 @triton.jit
 def _walk_queries(
-    dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt: tl.constexpr,
-    stride_dot: tl.constexpr, stride_dqt, start, stop, keys, q_len, k_len, shift, left, right,
+    dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt,
+    stride_dot, stride_dqt, start, stop, keys, q_len, k_len, shift, left, right,
     bits_ptr, scale2, cap_scale, scale, D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
     FUSED: tl.constexpr, MASKED: tl.constexpr,
@@ -136,29 +136,28 @@ def _walk_queries(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["heads", "max_k", "q_len", "k_len", "left", "right"])
+@triton.jit(do_not_specialize=["heads", "group", "max_k", "q_len", "k_len", "left", "right"])
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr,
     bits_ptr, cu_q_ptr, cu_k_ptr,
-    stride_qb, stride_qh, stride_qt: tl.constexpr,
+    stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_kt,
     stride_vb, stride_vh, stride_vt,
-    stride_dob, stride_doh, stride_dot: tl.constexpr,
+    stride_dob, stride_doh, stride_dot,
     stride_dkb, stride_dkh, stride_dkt,
     stride_dvb, stride_dvh, stride_dvt,
     stride_dqb, stride_dqh, stride_dqt,
     stride_lb, stride_lh,
-    heads, max_k, q_len, k_len, left, right, scale2, cap_scale, scale,
-    group: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, TREE: tl.constexpr,
-    SOFTCAP: tl.constexpr, VARLEN: tl.constexpr, FUSED: tl.constexpr,
+    heads, group, max_k, q_len, k_len, left, right, scale2, cap_scale, scale,
+    D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
+    VARLEN: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """Sum dk and dv [B, Hkv, S, D] over the queries of all heads that share keys and values."""
+    """Compute each query head's share of dk and dv, [B, H, S, D]."""
     blocks = tl.cdiv(max_k, N)
-    kv_heads = heads // group
     n0 = tl.program_id(0) % blocks * N
-    kv_head = (tl.program_id(0) // blocks % kv_heads).to(tl.int64)
-    batch = (tl.program_id(0) // blocks // kv_heads).to(tl.int64)
+    head = (tl.program_id(0) // blocks % heads).to(tl.int64)
+    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
     q_first, q_len = sequence(batch, cu_q_ptr, q_len, VARLEN)
     k_first, k_len = sequence(batch, cu_k_ptr, k_len, VARLEN)
     if n0 >= k_len:
@@ -175,45 +174,43 @@ def dkdv_kernel(
     offs_n = tl.arange(0, N)
     keys = n0 + offs_n
     q_row, k_row = q_first.to(tl.int64), (k_first + n0).to(tl.int64)
-    k_base = k_ptr + batch * stride_kb + kv_head * stride_kh + k_row * stride_kt
-    v_base = v_ptr + batch * stride_vb + kv_head * stride_vh + k_row * stride_vt
+    k_base = k_ptr + batch * stride_kb + head // group * stride_kh + k_row * stride_kt
+    v_base = v_ptr + batch * stride_vb + head // group * stride_vh + k_row * stride_vt
+    q_base = q_ptr + batch * stride_qb + head * stride_qh + q_row * stride_qt
+    do_base = do_ptr + batch * stride_dob + head * stride_doh + q_row * stride_dot
+    dq_base = dq_ptr
+    if FUSED:
+        dq_base += batch * stride_dqb + head * stride_dqh + q_row * stride_dqt
+    lse_base = lse_ptr + batch * stride_lb + head * stride_lh + q_row
+    delta_base = delta_ptr + batch * stride_lb + head * stride_lh + q_row
     k = load_rows(k_base, stride_kt, offs_n, k_len - n0, D, D_PAD, True)
     v = load_rows(v_base, stride_vt, offs_n, k_len - n0, D, D_PAD, True)
     dk = tl.zeros([N, D_PAD], tl.float32)
     dv = tl.zeros([N, D_PAD], tl.float32)
-    for member in range(group):
-        head = kv_head * group + member
-        q_base = q_ptr + batch * stride_qb + head * stride_qh + q_row * stride_qt
-        do_base = do_ptr + batch * stride_dob + head * stride_doh + q_row * stride_dot
-        dq_base = dq_ptr
-        if FUSED:
-            dq_base += batch * stride_dqb + head * stride_dqh + q_row * stride_dqt
-        lse_base = lse_ptr + batch * stride_lb + head * stride_lh + q_row
-        delta_base = delta_ptr + batch * stride_lb + head * stride_lh + q_row
-        dk, dv = _walk_queries(
-            dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt, stride_dot,
-            stride_dqt, first, hot, keys, q_len, k_len, shift, left, right, bits_ptr, scale2,
-            cap_scale, scale, D, D_PAD, M, LEFT, RIGHT, TREE, SOFTCAP, FUSED, True,
-        )  # fmt: skip
-        dk, dv = _walk_queries(
-            dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt, stride_dot,
-            stride_dqt, hot, cold, keys, q_len, k_len, shift, left, right, bits_ptr, scale2,
-            cap_scale, scale, D, D_PAD, M, LEFT, RIGHT, TREE, SOFTCAP, FUSED, False,
-        )  # fmt: skip
-        dk, dv = _walk_queries(
-            dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt, stride_dot,
-            stride_dqt, cold, stop, keys, q_len, k_len, shift, left, right, bits_ptr, scale2,
-            cap_scale, scale, D, D_PAD, M, LEFT, RIGHT, TREE, SOFTCAP, FUSED, True,
-        )  # fmt: skip
-    dk_base = dk_ptr + batch * stride_dkb + kv_head * stride_dkh + k_row * stride_dkt
-    dv_base = dv_ptr + batch * stride_dvb + kv_head * stride_dvh + k_row * stride_dvt
+    dk, dv = _walk_queries(
+        dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt, stride_dot,
+        stride_dqt, first, hot, keys, q_len, k_len, shift, left, right, bits_ptr, scale2,
+        cap_scale, scale, D, D_PAD, M, LEFT, RIGHT, TREE, SOFTCAP, FUSED, True,
+    )  # fmt: skip
+    dk, dv = _walk_queries(
+        dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt, stride_dot,
+        stride_dqt, hot, cold, keys, q_len, k_len, shift, left, right, bits_ptr, scale2,
+        cap_scale, scale, D, D_PAD, M, LEFT, RIGHT, TREE, SOFTCAP, FUSED, False,
+    )  # fmt: skip
+    dk, dv = _walk_queries(
+        dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt, stride_dot,
+        stride_dqt, cold, stop, keys, q_len, k_len, shift, left, right, bits_ptr, scale2,
+        cap_scale, scale, D, D_PAD, M, LEFT, RIGHT, TREE, SOFTCAP, FUSED, True,
+    )  # fmt: skip
+    dk_base = dk_ptr + batch * stride_dkb + head * stride_dkh + k_row * stride_dkt
+    dv_base = dv_ptr + batch * stride_dvb + head * stride_dvh + k_row * stride_dvt
     store_rows(dk_base, stride_dkt, offs_n, k_len - n0, scale * dk, D, D_PAD)
     store_rows(dv_base, stride_dvt, offs_n, k_len - n0, dv, D, D_PAD)
 
 
 @triton.jit
 def _walk_keys(
-    dq, q, do, lse, delta, k_base, v_base, stride_kt: tl.constexpr, stride_vt: tl.constexpr,
+    dq, q, do, lse, delta, k_base, v_base, stride_kt, stride_vt,
     start, stop, rows, q_len, k_len, shift, left, right, bits_ptr, scale2, cap_scale,
     D: tl.constexpr, D_PAD: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
@@ -244,8 +241,8 @@ def _walk_keys(
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, bits_ptr, cu_q_ptr, cu_k_ptr,
     stride_qb, stride_qh, stride_qt,
-    stride_kb, stride_kh, stride_kt: tl.constexpr,
-    stride_vb, stride_vh, stride_vt: tl.constexpr,
+    stride_kb, stride_kh, stride_kt,
+    stride_vb, stride_vh, stride_vt,
     stride_dob, stride_doh, stride_dot,
     stride_dqb, stride_dqh, stride_dqt,
     stride_lb, stride_lh,
@@ -326,6 +323,7 @@ def flash_backward(
 
     out, lse: the results of `flash_forward` for the same arguments.
     grad_out, grad_lse: their gradients, [B, H, T, D] and [B, H, T] float32.
+    If heads share keys, each query head's part of dk and dv is stored in float32 before the sum.
     fused: compute five products instead of seven and sum dq in float32 with atomic additions, which
     makes its last bits differ between runs. Without it, results are bitwise reproducible.
     config: the tiles of the two kernels, first the one for dk and dv.
@@ -347,7 +345,9 @@ def flash_backward(
     dq = new_heads(q)
     if fused:
         dq = torch.zeros_like(dq, dtype=torch.float32)
-    dk, dv = new_heads(k), new_heads(v)
+    group = q.shape[1] // k.shape[1]
+    # A program that looped over the heads of a group would spill registers.
+    dk, dv = (new_heads(k) if group == 1 else _shares(k, group) for _ in range(2))
     given = arguments(q, k, v, pattern=pattern, **lengths)
     given |= {"do_ptr": grad_out, "lse_ptr": lse, "delta_ptr": delta}
     given |= {"dq_ptr": dq, "dk_ptr": dk, "dv_ptr": dv, "FUSED": fused}
@@ -356,12 +356,21 @@ def flash_backward(
     by_keys, by_queries = config or (
         choose(table, kind_of(q.device), q.shape[3], q.dtype) for table in (KEYS, QUERIES)
     )
-    programs = triton.cdiv(given["max_k"], by_keys.n) * k.shape[1] * given["sequences"]
+    programs = triton.cdiv(given["max_k"], by_keys.n) * q.shape[1] * given["sequences"]
     launch(dkdv_kernel, programs, q, **given, **by_keys.options())
     if not fused:
         programs = triton.cdiv(given["max_q"], by_queries.m) * q.shape[1] * given["sequences"]
         launch(dq_kernel, programs, q, **given, **by_queries.options())
+    if group > 1:
+        dk, dv = (new_heads(k).copy_(x.unflatten(1, (-1, group)).sum(2)) for x in (dk, dv))
     return dq.to(q.dtype), dk, dv
+
+
+def _shares(k: Tensor, group: int) -> Tensor:
+    """Return an empty [B, H, S, D] in float32 for the query heads' shares of a gradient."""
+    batch, heads, tokens, dim = k.shape
+    shape = (batch, tokens, heads * group, dim)
+    return k.new_empty(shape, dtype=torch.float32).transpose(1, 2)
 
 
 def _launch_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, delta: Tensor) -> None:
@@ -389,15 +398,15 @@ def _launch_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, delta:
 
 
 def _register() -> None:
-    wide = torch.bfloat16
-    rows = {"stride_qt": 4096, "stride_dot": 4096}
-    keys = {"stride_kt": 4096, "stride_vt": 4096}
+    wide, window = torch.bfloat16, {"LEFT": True, "RIGHT": True}
     enter(delta_kernel, KEYS, 128, wide, "", M=ROWS, num_warps=4, num_stages=1)
-    enter(dkdv_kernel, KEYS, 64, wide, "", dq_ptr=None, **rows)
-    enter(dkdv_kernel, KEYS, 64, wide, "-fused", FUSED=True, **rows)
-    enter(dkdv_kernel, KEYS, 128, wide, "-causal", RIGHT=True, dq_ptr=None, **rows)
-    enter(dq_kernel, QUERIES, 64, wide, "", **keys)
-    enter(dq_kernel, QUERIES, 128, wide, "-causal", RIGHT=True, **keys)
+    enter(dkdv_kernel, KEYS, 64, wide, "")
+    enter(dkdv_kernel, KEYS, 64, wide, "-fused", FUSED=True)
+    enter(dkdv_kernel, KEYS, 128, wide, "-causal", RIGHT=True)
+    enter(dkdv_kernel, KEYS, 128, wide, "-window-softcap", SOFTCAP=True, **window)
+    enter(dq_kernel, QUERIES, 64, wide, "")
+    enter(dq_kernel, QUERIES, 128, wide, "-causal", RIGHT=True)
+    enter(dq_kernel, QUERIES, 128, wide, "-window-softcap", SOFTCAP=True, **window)
 
 
 _register()

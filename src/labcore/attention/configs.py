@@ -43,7 +43,7 @@ Table = Mapping[int, Mapping[str, Config]]
 # instruction whose operands occupy registers for the whole head dimension.
 FORWARD: Table = {
     64: {
-        "hopper": Config(m=128, n=128, warps=8, stages=3),
+        "hopper": Config(m=128, n=128, warps=8, stages=2),
         "ampere": Config(m=128, n=64, warps=8, stages=3),
         "ada": Config(m=128, n=64, warps=8, stages=2),
         "cdna": Config(m=128, n=32, warps=4, stages=2),
@@ -51,7 +51,7 @@ FORWARD: Table = {
         "cdna fp32": Config(m=32, n=32, warps=4, stages=1),
     },
     128: {
-        "hopper": Config(m=128, n=64, warps=8, stages=3),
+        "hopper": Config(m=128, n=64, warps=8, stages=2),
         "ampere": Config(m=128, n=32, warps=8, stages=3),
         "ada": Config(m=64, n=64, warps=8, stages=2),
         "cdna": Config(m=128, n=32, warps=4, stages=2),
@@ -78,7 +78,7 @@ KEYS: Table = {
         "cdna fp32": Config(m=32, n=32, warps=4, stages=1),
     },
     128: {
-        "hopper": Config(m=64, n=128, warps=8, stages=2),
+        "hopper": Config(m=32, n=128, warps=8, stages=2),
         "ampere": Config(m=64, n=64, warps=8, stages=2),
         "ada": Config(m=32, n=64, warps=8, stages=2),
         "cdna": Config(m=16, n=64, warps=8, stages=1),
@@ -105,7 +105,7 @@ QUERIES: Table = {
         "cdna fp32": Config(m=32, n=32, warps=4, stages=1),
     },
     128: {
-        "hopper": Config(m=128, n=64, warps=8, stages=2),
+        "hopper": Config(m=128, n=32, warps=8, stages=2),
         "ampere": Config(m=64, n=64, warps=8, stages=2),
         "ada": Config(m=64, n=32, warps=8, stages=2),
         "cdna": Config(m=64, n=32, warps=4, stages=1),

@@ -107,7 +107,7 @@ def enter(
     flags = ("LEFT", "RIGHT", "BOTTOM_RIGHT", "TREE", "SOFTCAP", "VARLEN", "FUSED")
     fixed: dict[str, Any] = dict.fromkeys(flags, False)
     fixed |= dict.fromkeys(("bits_ptr", "cu_q_ptr", "cu_k_ptr", "grad_lse_ptr"))
-    fixed |= {"D": head_dim, "D_PAD": padded(head_dim), "group": 1, **changed}
+    fixed |= {"D": head_dim, "D_PAD": padded(head_dim), **changed}
     narrow = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     types = dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32")
     types |= dict.fromkeys(("scale", "scale2", "cap_scale"), "fp32")
