@@ -182,7 +182,7 @@ def test_splits_fill_a_gpu_and_no_more(monkeypatch) -> None:
         table = torch.empty(batch, pages, device="meta")
         return paged._splits(query, torch.empty(9, 16, kv_heads, 16, device="meta"), table)
 
-    assert splits(1, 8, 1024) == 33  # 264 programs
+    assert splits(1, 8, 2048) == 66  # 528 programs, four per multiprocessor
     assert splits(64, 8, 1024) == 1  # the batch fills it already
     assert splits(1, 8, 64) == 4  # no piece below 256 keys
     assert splits(1, 1, 1 << 16) == paged.MOST_SPLITS

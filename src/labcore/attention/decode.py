@@ -32,45 +32,58 @@ ADDED = tl.constexpr(16)  # pieces that reduce_kernel adds at a time
 
 
 @triton.jit
-def absorb_block(
-    acc, peak, total, q, k_ptr, v_ptr, table_ptr, bits_ptr, parents_ptr,
-    start, end, rows, queries, prefix, left, scale2, cap_scale,
+def pages_of(table_ptr, start, end, PAGE: tl.constexpr, N: tl.constexpr):
+    """Load the pages of the keys start … start + N - 1; 0 from `end` on."""
+    keys = start + tl.arange(0, N)
+    return tl.load(table_ptr + keys // PAGE, mask=keys < end, other=0)
+
+
+@triton.jit
+def walk_pages(
+    acc, peak, total, page, q, k_ptr, v_ptr, table_ptr, bits_ptr, parents_ptr,
+    begin, stop, end, rows, queries, prefix, left, scale2, cap_scale,
     stride_kp, stride_ks, stride_vp, stride_vs,
     PAGE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, N: tl.constexpr,
     LEFT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys start … start + N - 1 of a sequence to the running softmax."""
-    keys = start + tl.arange(0, N)
+    """Add blocks of N keys from `begin` to `stop` to the running softmax.
+
+    page [N]: the pages of the first block's keys. Each step loads those of the next block: if keys
+    had to wait for pages of their own step, the compiler would keep fewer blocks in flight.
+    """
     cols = tl.arange(0, D_PAD)
-    inside = (cols < D)[None, :]
-    if MASKED:
-        held = keys < end  # past the end there may be NaN or a page that isn't the sequence's
-        if TREE:  # the cache may have no key for a padding node
-            node = tl.maximum(keys - prefix, 0)
-            parent = tl.load(parents_ptr + node, mask=held & (keys >= prefix), other=-1)
-            held = held & (parent != -2)
-        page = tl.load(table_ptr + keys // PAGE, mask=held, other=0).to(tl.int64)
-        inside = inside & held[:, None]
-    else:
-        page = tl.load(table_ptr + keys // PAGE).to(tl.int64)
-    slot = keys % PAGE
-    k_at = k_ptr + (page * stride_kp + slot * stride_ks)[:, None] + cols[None, :]
-    v_at = v_ptr + (page * stride_vp + slot * stride_vs)[:, None] + cols[None, :]
-    if MASKED or D < D_PAD:
-        k = tl.load(k_at, mask=inside, other=0.0)
-        v = tl.load(v_at, mask=inside, other=0.0)
-    else:
-        k = tl.load(k_at)
-        v = tl.load(v_at)
-    s = scores(q, k, cap_scale, SOFTCAP)
-    if MASKED:
-        seen = visible(
-            rows[:, None], keys[None, :], queries, end, prefix, left, 0, bits_ptr, LEFT, True, TREE
-        )
-        s = tl.where(seen, s, float("-inf"))
-    weights, shrink, peak, total = softmax_step(s, peak, total, scale2, MASKED)
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return acc, peak, total
+    for start in tl.range(begin, stop, N):
+        after = pages_of(table_ptr, start + N, end, PAGE, N)
+        keys = start + tl.arange(0, N)
+        inside = (cols < D)[None, :]
+        if MASKED:
+            held = keys < end  # past the end there may be NaN or a page that isn't the sequence's
+            if TREE:  # the cache may have no key for a padding node
+                node = tl.maximum(keys - prefix, 0)
+                parent = tl.load(parents_ptr + node, mask=held & (keys >= prefix), other=-1)
+                held = held & (parent != -2)
+            inside = inside & held[:, None]
+        in_page = page.to(tl.int64)
+        slot = keys % PAGE
+        k_at = k_ptr + (in_page * stride_kp + slot * stride_ks)[:, None] + cols[None, :]
+        v_at = v_ptr + (in_page * stride_vp + slot * stride_vs)[:, None] + cols[None, :]
+        if MASKED or D < D_PAD:
+            k = tl.load(k_at, mask=inside, other=0.0)
+            v = tl.load(v_at, mask=inside, other=0.0)
+        else:
+            k = tl.load(k_at)
+            v = tl.load(v_at)
+        s = scores(q, k, cap_scale, SOFTCAP)
+        if MASKED:
+            seen = visible(
+                rows[:, None], keys[None, :], queries, end, prefix, left, 0, bits_ptr, LEFT, True,
+                TREE,
+            )  # fmt: skip
+            s = tl.where(seen, s, float("-inf"))
+        weights, shrink, peak, total = softmax_step(s, peak, total, scale2, MASKED)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        page = after
+    return acc, peak, total, page
 
 
 @triton.jit(do_not_specialize=["queries", "left", "max_pages"])
@@ -142,34 +155,29 @@ def decode_kernel(
         bits_ptr += batch * queries * tl.cdiv(queries, 32)
         answered = answered & (tl.load(parents_ptr + t) != -2)
     table_ptr += batch * max_pages
-    k_ptr += kv_head * stride_kh
-    v_ptr += kv_head * stride_vh
+    k_ptr, v_ptr = k_ptr + kv_head * stride_kh, v_ptr + kv_head * stride_vh
 
     acc = tl.zeros([M, D_PAD], tl.float32)
     peak = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
+    page = pages_of(table_ptr, begin, end, PAGE, N)
     if LEFT:
-        for start in tl.range(begin, hot, N):
-            acc, peak, total = absorb_block(
-                acc, peak, total, q, k_ptr, v_ptr, table_ptr, bits_ptr, parents_ptr,
-                start, end, t, queries, prefix, left, scale2, cap_scale,
-                stride_kp, stride_ks, stride_vp, stride_vs,
-                PAGE, D, D_PAD, N, LEFT, TREE, SOFTCAP, True,
-            )  # fmt: skip
-    for start in tl.range(hot, cold, N):
-        acc, peak, total = absorb_block(
-            acc, peak, total, q, k_ptr, v_ptr, table_ptr, bits_ptr, parents_ptr,
-            start, end, t, queries, prefix, left, scale2, cap_scale,
-            stride_kp, stride_ks, stride_vp, stride_vs,
-            PAGE, D, D_PAD, N, LEFT, TREE, SOFTCAP, False,
+        acc, peak, total, page = walk_pages(
+            acc, peak, total, page, q, k_ptr, v_ptr, table_ptr, bits_ptr, parents_ptr,
+            begin, hot, end, t, queries, prefix, left, scale2, cap_scale,
+            stride_kp, stride_ks, stride_vp, stride_vs, PAGE, D, D_PAD, N, LEFT, TREE, SOFTCAP,
+            True,
         )  # fmt: skip
-    for start in tl.range(cold, end, N):
-        acc, peak, total = absorb_block(
-            acc, peak, total, q, k_ptr, v_ptr, table_ptr, bits_ptr, parents_ptr,
-            start, end, t, queries, prefix, left, scale2, cap_scale,
-            stride_kp, stride_ks, stride_vp, stride_vs,
-            PAGE, D, D_PAD, N, LEFT, TREE, SOFTCAP, True,
-        )  # fmt: skip
+    acc, peak, total, page = walk_pages(
+        acc, peak, total, page, q, k_ptr, v_ptr, table_ptr, bits_ptr, parents_ptr,
+        hot, cold, end, t, queries, prefix, left, scale2, cap_scale,
+        stride_kp, stride_ks, stride_vp, stride_vs, PAGE, D, D_PAD, N, LEFT, TREE, SOFTCAP, False,
+    )  # fmt: skip
+    acc, peak, total, page = walk_pages(
+        acc, peak, total, page, q, k_ptr, v_ptr, table_ptr, bits_ptr, parents_ptr,
+        cold, end, end, t, queries, prefix, left, scale2, cap_scale,
+        stride_kp, stride_ks, stride_vp, stride_vs, PAGE, D, D_PAD, N, LEFT, TREE, SOFTCAP, True,
+    )  # fmt: skip
 
     # Padding rows weren't masked in the unmasked blocks.
     total = tl.where(answered, total, 0.0)
@@ -179,8 +187,8 @@ def decode_kernel(
     lse = tl.where(empty, float("-inf"), peak * LN2 + tl.log(total))
     at = ((batch * queries + t) * heads + head) * splits + piece
     tl.store(out_ptr + at[:, None] * D + cols[None, :], out.to(out_ptr.dtype.element_ty), mask=keep)
-    lse_at = ((batch * heads + head) * queries + t) * splits + piece
-    tl.store(lse_ptr + lse_at, lse, mask=stored)
+    at = ((batch * heads + head) * queries + t) * splits + piece
+    tl.store(lse_ptr + at, lse, mask=stored)
 
 
 @triton.jit(do_not_specialize=["queries", "splits"])
@@ -320,17 +328,18 @@ def _arguments(
 def choose(rows: int, head_dim: int, element_size: int, kind: str) -> Config:
     """Return the tile for `rows` = G * T query rows of `element_size` bytes on a `kind` of GPU.
 
-    kind: as in `configs`. A block of keys plus one of values takes at most 32 KiB per stage.
+    kind: as in `configs`. A block of keys plus one of values takes at most 16 KiB per stage. So
+    there's room for several programs with blocks on their way.
     """
     whole = element_size == 4  # exact products use many registers and no matrix unit
     most = MOST_ROWS // 2 if whole or kind == "cdna" else MOST_ROWS
     m = min(max(triton.next_power_of_2(rows), LEAST_ROWS), most)
-    room = (1 << 13 if whole else 1 << 14) // (padded(head_dim) * element_size)
+    room = (1 << 12 if whole else 1 << 13) // (padded(head_dim) * element_size)
     return Config(
         m=m,
         n=max(16, min(64, room)),
         warps=4 if m == LEAST_ROWS and not whole else 8,
-        stages=1 if kind == "cdna" else 3,
+        stages={"cdna": 1, "ada": 3}.get(kind, 4),
     )
 
 

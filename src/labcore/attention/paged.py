@@ -255,13 +255,16 @@ def _piece(
 
 
 def _splits(query: Tensor, key_pages: Tensor, block_table: Tensor) -> int:
-    """Return how many pieces fill the GPU twice, judging lengths by the room in the table."""
+    """Return how many pieces give each multiprocessor four programs.
+
+    Lengths are judged by the room in the table.
+    """
     if query.device.type != "cuda":
         return 1
     page, kv_heads = key_pages.shape[1:3]
     batch, heads, queries, _ = query.shape
     programs = batch * kv_heads * -(-heads // kv_heads * queries // 64)  # 64 rows per tile
-    wanted = 2 * torch.cuda.get_device_properties(query.device).multi_processor_count // programs
+    wanted = 4 * torch.cuda.get_device_properties(query.device).multi_processor_count // programs
     return max(1, min(wanted, block_table.shape[1] * page // KEYS_A_SPLIT, MOST_SPLITS))
 
 
