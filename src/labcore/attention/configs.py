@@ -98,8 +98,8 @@ KEYS: Table = {
 QUERIES: Table = {
     64: {
         "hopper": Config(m=128, n=64, warps=8, stages=2),
-        "ampere": Config(m=64, n=64, warps=4, stages=2),
-        "ada": Config(m=64, n=64, warps=4, stages=2),
+        "ampere": Config(m=64, n=64, warps=8, stages=2),
+        "ada": Config(m=64, n=64, warps=8, stages=2),
         "cdna": Config(m=64, n=32, warps=4, stages=1),
         "fp32": Config(m=16, n=16, warps=4, stages=1),
         "cdna fp32": Config(m=32, n=32, warps=4, stages=1),
