@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 
 from labcore.checks import one_of
-from labcore.device import gpu_visible, hardware, versions
+from labcore.device import gpu_visible, hardware, triton_problem, versions
 from labcore.records import Record, hashes
 
 __all__ = ["Case", "Measurement", "case", "cases_of", "exact", "ratios", "run", "seen", "slugs"]
@@ -136,14 +138,16 @@ def cases_of(slug: str) -> list[Case]:
 def run(case: Case) -> list[Record]:
     """Run a case on one thread and return its records.
 
-    Raises RuntimeError if it returns no measurement.
+    Raises RuntimeError if it returns no measurement or, on a CPU, launches a Triton kernel.
     """
-    measurements = _on_one_thread(case.function)
+    machine = hardware()
+    gpu = machine.kind != "cpu"
+    with contextlib.nullcontext() if gpu else _no_interpreter():
+        measurements = _on_one_thread(case.function)
     if not measurements:
         raise RuntimeError(f"{case.slug}/{case.name} returned no measurement")
     declared = case.function.__qualname__.split(".")[0]
-    code = hashes.describe(FOLDER / f"{case.slug}.py", declared)
-    machine = asdict(hardware())
+    code = hashes.describe(FOLDER / f"{case.slug}.py", declared, gpu=gpu)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return [
         Record(
@@ -152,7 +156,7 @@ def run(case: Case) -> list[Record]:
             quantity=item.quantity,
             unit=item.unit,
             samples=tuple(item.samples),
-            hardware=machine,
+            hardware=asdict(machine),
             versions=versions(),
             date=now,
             source=code,
@@ -162,6 +166,19 @@ def run(case: Case) -> list[Record]:
         )
         for item in measurements
     ]
+
+
+@contextlib.contextmanager
+def _no_interpreter() -> Iterator[None]:
+    """Refuse launches: kernels don't count as code that a CPU's record depends on."""
+    if triton_problem():
+        yield
+        return
+    from triton.runtime.interpreter import GridExecutor
+
+    refused = RuntimeError("Triton's interpreter is never recorded; measure on a GPU")
+    with mock.patch.object(GridExecutor, "__call__", side_effect=refused):
+        yield
 
 
 def _on_one_thread(function: Callable[[], list[Measurement]]) -> list[Measurement]:

@@ -3,10 +3,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import __main__ as command
 from benchmarks import runner
 from labcore import records
+from labcore.attention import flash_attention
 
 
 @pytest.fixture
@@ -99,6 +101,14 @@ def test_a_case_that_measures_nothing_is_an_error(cases, capsys):
     assert "returned no measurement" in capsys.readouterr().err
 
 
+def test_a_case_on_a_cpu_that_runs_the_interpreter_is_an_error(cases, capsys):
+    pytest.importorskip("triton")
+    x = torch.ones(1, 1, 2, 4)
+    add(cases, "interpreted", lambda: flash_attention(x, x, x, backend="triton"))
+    assert command.main(["lion"]) == 1
+    assert "interpreter is never recorded" in capsys.readouterr().err
+
+
 def test_two_cases_of_one_name_are_refused(cases):
     add(cases, "same", lambda: [measurement()])
     with pytest.raises(ValueError, match="declared twice"):
@@ -106,8 +116,6 @@ def test_two_cases_of_one_name_are_refused(cases):
 
 
 def test_benchmarks_run_on_one_thread(cases, tmp_path):
-    import torch
-
     torch.set_num_threads(2)
     threads = []
 

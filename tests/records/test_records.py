@@ -113,7 +113,7 @@ def test_find_prefers_this_machine_and_lists_what_there_is(tmp_path, monkeypatch
 
 
 def test_staleness_follows_the_code(tmp_path):
-    source = hashes.describe(hashes.PACKAGE / "timing.py", "paired")
+    source = hashes.describe(hashes.PACKAGE / "timing.py", "paired", gpu=True)
     fresh = make(source=source, slug="no-such-benchmark")
     assert not records.is_stale(fresh)
     assert "since changed" not in records.provenance(fresh)

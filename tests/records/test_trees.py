@@ -89,13 +89,13 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Describe:
     monkeypatch.setattr(hashes, "PACKAGE", package)
     script = tmp_path / "script.py"
 
-    def hashes_of(benchmark: str, **modules: str) -> tuple[str, str]:
+    def hashes_of(benchmark: str, gpu: bool = False, **modules: str) -> tuple[str, str]:
         for path in package.glob("*.py"):
             path.unlink()
         for name, text in {"__init__": "", **modules}.items():
             (package / f"{name}.py").write_text(text)
         script.write_text(benchmark)
-        found = hashes.describe(script, "f")
+        found = hashes.describe(script, "f", gpu=gpu)
         return found["benchmark"], found["labcore"]
 
     return hashes_of
@@ -144,6 +144,16 @@ def test_what_a_case_does_not_use_does_not_count(
 def test_what_a_case_uses_counts(described: Describe, change: dict[str, str]) -> None:
     files = {"benchmark": USES_A, "a": "from labcore.b import g\n" + F, "b": G}
     assert described(**{**files, **change}) != described(**files)
+
+
+KERNEL = "import triton\n@triton.jit\ndef h(): pass\n" + G
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_kernels_count_on_a_gpu_alone(described: Describe, gpu: bool) -> None:
+    files = {"benchmark": USES_A, "a": "from labcore.b import g\n" + F, "gpu": gpu}
+    changed = described(**files, b=KERNEL.replace("return 1", "return h[1,]()"))
+    assert (described(**files, b=KERNEL) != changed) == gpu
 
 
 def test_a_module_that_is_passed_on_counts_as_a_whole(described: Describe) -> None:

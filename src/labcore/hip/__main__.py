@@ -116,7 +116,7 @@ def timed(case: gpu.Case, comparison: gpu.Comparison) -> Record:
         versions=versions(),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         # In a checkout, a record becomes stale when its slug's benchmark changes.
-        source=hashes.describe(file if file.is_file() else Path(gpu.__file__), ""),
+        source=hashes.describe(file if file.is_file() else Path(gpu.__file__), "", gpu=True),
         peers=samples,
         details={
             "arch": gpu.architecture(),

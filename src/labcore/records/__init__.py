@@ -192,12 +192,12 @@ def merge(source: Path, folder: Path = FOLDER) -> int:
 
 
 @functools.cache
-def _today(slug: str, function: str, names: tuple[str, ...]) -> dict[str, str]:
+def _today(slug: str, function: str, names: tuple[str, ...], gpu: bool) -> dict[str, str]:
     """Compute today's hashes to compare a record's with, once per process."""
     file = hashes.PACKAGE.parent.parent / "benchmarks" / f"{slug}.py"
     if not file.is_file():
-        return {"labcore": hashes.digest_names(names)}
-    found = hashes.describe(file, function)
+        return {"labcore": hashes.digest_names(names, gpu=gpu)}
+    found = hashes.describe(file, function, gpu=gpu)
     return {"benchmark": found["benchmark"], "labcore": found["labcore"]}
 
 
@@ -208,7 +208,8 @@ def is_stale(record: Record) -> bool:
     an installed package, which has no benchmarks, it is the part of labcore that it used back then.
     """
     source = record.source
-    today = _today(record.slug, source["function"], tuple(source["names"]))
+    gpu = record.hardware["kind"] != "cpu"
+    today = _today(record.slug, source["function"], tuple(source["names"]), gpu)
     return any(source[name] != value for name, value in today.items())
 
 

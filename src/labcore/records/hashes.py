@@ -2,7 +2,7 @@
 
 A page runs again when the text of a module changes, because it may show that text. A record becomes
 stale only when a definition that its case uses does something different; see
-`labcore.records.trees`.
+`labcore.records.trees`. Triton kernels count only for records of a GPU.
 """
 
 from __future__ import annotations
@@ -191,10 +191,16 @@ def _path_to(dotted: str) -> list[tuple[Path, str]]:
     return [(file, name) for file, name in files if file]
 
 
-def digest_names(names: Iterable[str]) -> str:
+@functools.lru_cache(maxsize=4096)
+def _defines_kernels(path: Path, state: tuple[int, int]) -> bool:  # noqa: ARG001
+    return "\n@triton.jit" in path.read_text(encoding="utf-8")
+
+
+def digest_names(names: Iterable[str], *, gpu: bool) -> str:
     """Hash what these dotted names of labcore do, and all that they use, in 16 hex digits.
 
     How records are kept doesn't count: it changes nothing that is measured.
+    gpu: whether files that define Triton kernels count. No record of a CPU runs one.
     """
     waiting, done = set(names), set[str]()
     lines, compiled = set[trees.Statement](), set[bytes]()
@@ -202,6 +208,8 @@ def digest_names(names: Iterable[str]) -> str:
         done.add(dotted := waiting.pop())
         path_to = _path_to(dotted)
         for path, name in path_to:
+            if not gpu and _defines_kernels(path, _state(path)):
+                continue
             found, used = _used(path, name, otherwise_all=path == path_to[-1][0])
             lines |= found
             waiting |= {name for name in used - done if not name.startswith("labcore.records")}
@@ -209,11 +217,12 @@ def digest_names(names: Iterable[str]) -> str:
     return _hash([*_lines(lines), *sorted(compiled)])
 
 
-def describe(path: Path | str, function: str) -> dict[str, Any]:
+def describe(path: Path | str, function: str, *, gpu: bool) -> dict[str, Any]:
     """Return what a record keeps of its code.
 
     path: a benchmark. function: the function at its top that measures, or that declares the case;
     any other name, such as "", stands for the whole file.
+    gpu: whether the record is one of a GPU.
     Returns its name, hashes of what it uses of the file and of labcore, and the names of labcore
     that the file uses for it.
     """
@@ -221,6 +230,6 @@ def describe(path: Path | str, function: str) -> dict[str, Any]:
     return {
         "function": function,
         "benchmark": _hash(_lines(found)),
-        "labcore": digest_names(names),
+        "labcore": digest_names(names, gpu=gpu),
         "names": sorted(names),
     }
