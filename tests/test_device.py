@@ -148,7 +148,7 @@ def test_only_device_reads_the_environment():
     # These make the environment of processes that they start, and hip/build.py follows
     # conventions that are not labcore's: CXX and XDG_CACHE_HOME.
     starters = {
-        "compile_only.py",
+        "compile_only/__init__.py",
         "hip/compile.py",
         "processes/child.py",
         "processes/ranks.py",

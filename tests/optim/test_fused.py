@@ -113,6 +113,37 @@ def test_tables_follow_gradients_that_move(seed: int) -> None:
     assert largest_difference(ours, loop) < 1e-6
 
 
+def one_launch(*operands: dict[str, torch.Tensor]) -> fused.Launch:
+    return fused.Launch(key=0, operands=list(operands), steps=[], returns=[], aligned=True)
+
+
+def test_tables_stay_where_they_are_when_gradients_move() -> None:
+    tables, param = fused.Tables(), torch.zeros(5000)
+    grads = [torch.zeros(5000), torch.zeros(5000)]
+    table, blocks = tables.get(one_launch({"param": param, "grad": grads[0]}), 1024)
+    assert table.tolist() == [[param.data_ptr()], [grads[0].data_ptr()], [0], [0], [0], [5000]]
+    assert blocks.tolist() == [[0, block] for block in range(5)]
+    again, same = tables.get(one_launch({"param": param, "grad": grads[1]}), 1024)
+    assert again.data_ptr() == table.data_ptr() and same.data_ptr() == blocks.data_ptr()
+    assert table[1].item() == grads[1].data_ptr()
+    more = [{"param": param}, {"param": param[:7]}]
+    assert tables.get(one_launch(*more), 1024)[1].tolist() == [*blocks.tolist(), [1, 0]]
+
+
+def test_seven_billion_weights_take_a_small_table() -> None:
+    from labcore.optim.kernels import BLOCK
+
+    width, hidden, layers = 4096, 11008, 32
+    shapes = [(32_000, width)] * 2
+    shapes += [(width, width)] * 4 * layers + [(hidden, width)] * 3 * layers + [(width,)] * 65
+    operands = [{"param": torch.empty(shape, device="meta")} for shape in shapes]
+    numel = sum(o["param"].numel() for o in operands)
+    assert 6.7e9 < numel < 6.8e9
+    _, blocks = fused.Tables().get(one_launch(*operands), BLOCK)
+    assert blocks.numel() * blocks.element_size() < 7e6
+    assert len(blocks) == sum(-(-o["param"].numel() // BLOCK) for o in operands)
+
+
 @BOTH
 def test_autograd_hears_of_the_change(cls) -> None:
     param = torch.nn.Parameter(torch.ones(5))

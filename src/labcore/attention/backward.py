@@ -18,16 +18,24 @@ from torch import Tensor
 
 from labcore import device
 from labcore.attention.configs import KEYS, QUERIES, Config, choose, kind_of, padded
-from labcore.attention.forward import load_rows, scores, sequence, store_rows, tiles, visible
-from labcore.attention.launch import arguments, enter, launch, readable, strides
+from labcore.attention.forward import (
+    NUMBERS,
+    load_rows,
+    scores,
+    sequence,
+    store_rows,
+    tiles,
+    visible,
+)
+from labcore.attention.launch import arguments, launch, readable, strides
 from labcore.attention.layout import new_heads
 from labcore.attention.pattern import Pattern
 
 FUSED_DIM = 64
-ROWS = 64  # per program of `delta_kernel`
+ROWS = 32  # per program of `delta_kernel`
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def delta_kernel(
     out_ptr, do_ptr, grad_lse_ptr, delta_ptr,
     stride_ob, stride_oh, stride_ot, stride_dob, stride_doh, stride_dot, stride_lb, stride_lh,
@@ -136,7 +144,7 @@ def _walk_queries(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["heads", "group", "max_k", "q_len", "k_len", "left", "right"])
+@triton.jit(do_not_specialize=NUMBERS)
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr,
     bits_ptr, cu_q_ptr, cu_k_ptr,
@@ -237,7 +245,7 @@ def _walk_keys(
     return dq
 
 
-@triton.jit(do_not_specialize=["heads", "group", "max_q", "q_len", "k_len", "left", "right"])
+@triton.jit(do_not_specialize=NUMBERS)
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, bits_ptr, cu_q_ptr, cu_k_ptr,
     stride_qb, stride_qh, stride_qt,
@@ -353,8 +361,9 @@ def flash_backward(
     given |= {"dq_ptr": dq, "dk_ptr": dk, "dv_ptr": dv, "FUSED": fused}
     given |= strides(given["VARLEN"], do=grad_out, dq=dq, dk=dk, dv=dv, l=lse)
     _launch_delta(out, grad_out, grad_lse, delta)
+    kind, tree = kind_of(q.device), pattern.tree is not None
     by_keys, by_queries = config or (
-        choose(table, kind_of(q.device), q.shape[3], q.dtype) for table in (KEYS, QUERIES)
+        choose(table, kind, q.shape[3], q.dtype, tree=tree) for table in (KEYS, QUERIES)
     )
     programs = triton.cdiv(given["max_k"], by_keys.n) * q.shape[1] * given["sequences"]
     launch(dkdv_kernel, programs, q, **given, **by_keys.options())
@@ -395,18 +404,3 @@ def _launch_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, delta:
         num_stages=1,
         **strides(False, o=out, do=grad_out, l=delta),
     )
-
-
-def _register() -> None:
-    wide, window = torch.bfloat16, {"LEFT": True, "RIGHT": True}
-    enter(delta_kernel, KEYS, 128, wide, "", M=ROWS, num_warps=4, num_stages=1)
-    enter(dkdv_kernel, KEYS, 64, wide, "")
-    enter(dkdv_kernel, KEYS, 64, wide, "-fused", FUSED=True)
-    enter(dkdv_kernel, KEYS, 128, wide, "-causal", RIGHT=True)
-    enter(dkdv_kernel, KEYS, 128, wide, "-window-softcap", SOFTCAP=True, **window)
-    enter(dq_kernel, QUERIES, 64, wide, "")
-    enter(dq_kernel, QUERIES, 128, wide, "-causal", RIGHT=True)
-    enter(dq_kernel, QUERIES, 128, wide, "-window-softcap", SOFTCAP=True, **window)
-
-
-_register()

@@ -44,8 +44,10 @@ Table = Mapping[int, Mapping[str, Config]]
 FORWARD: Table = {
     64: {
         "hopper": Config(m=128, n=128, warps=8, stages=2),
+        "blackwell": Config(m=128, n=128, warps=8, stages=3),
         "ampere": Config(m=128, n=64, warps=8, stages=3),
         "ada": Config(m=128, n=64, warps=8, stages=2),
+        "tree": Config(m=64, n=64, warps=8, stages=2),
         "cdna": Config(m=128, n=32, warps=4, stages=2),
         "fp32": Config(m=16, n=16, warps=4, stages=1),
         "cdna fp32": Config(m=32, n=32, warps=4, stages=1),
@@ -54,15 +56,17 @@ FORWARD: Table = {
         "hopper": Config(m=128, n=64, warps=8, stages=2),
         "ampere": Config(m=128, n=32, warps=8, stages=3),
         "ada": Config(m=64, n=64, warps=8, stages=2),
+        "tree": Config(m=64, n=32, warps=8, stages=2),
         "cdna": Config(m=128, n=32, warps=4, stages=2),
-        "fp32": Config(m=16, n=16, warps=4, stages=1),
+        "fp32": Config(m=16, n=16, warps=8, stages=1),
         "cdna fp32": Config(m=32, n=32, warps=4, stages=1),
     },
     256: {
         "hopper": Config(m=128, n=32, warps=8, stages=3),
         "ampere": Config(m=64, n=64, warps=8, stages=2),
         "ada": Config(m=64, n=32, warps=8, stages=2),
-        "cdna": Config(m=64, n=32, warps=8, stages=1),
+        "tree": Config(m=64, n=32, warps=8, stages=2),
+        "cdna": Config(m=64, n=16, warps=8, stages=1),
         "fp32": Config(m=16, n=16, warps=4, stages=1),
         "cdna fp32": Config(m=32, n=32, warps=4, stages=1),
     },
@@ -73,6 +77,7 @@ KEYS: Table = {
         "hopper": Config(m=64, n=128, warps=8, stages=2),
         "ampere": Config(m=32, n=64, warps=8, stages=2),
         "ada": Config(m=32, n=64, warps=8, stages=2),
+        "tree": Config(m=32, n=64, warps=8, stages=2),
         "cdna": Config(m=16, n=64, warps=8, stages=1),
         "fp32": Config(m=16, n=16, warps=4, stages=1),
         "cdna fp32": Config(m=32, n=32, warps=4, stages=1),
@@ -81,14 +86,16 @@ KEYS: Table = {
         "hopper": Config(m=32, n=128, warps=8, stages=2),
         "ampere": Config(m=64, n=64, warps=8, stages=2),
         "ada": Config(m=32, n=64, warps=8, stages=2),
+        "tree": Config(m=32, n=64, warps=8, stages=2),
         "cdna": Config(m=16, n=64, warps=8, stages=1),
         "fp32": Config(m=16, n=16, warps=8, stages=1),
         "cdna fp32": Config(m=32, n=32, warps=4, stages=1),
     },
     256: {
         "hopper": Config(m=32, n=32, warps=8, stages=2),
-        "ampere": Config(m=32, n=64, warps=8, stages=1),
+        "ampere": Config(m=32, n=32, warps=8, stages=2),
         "ada": Config(m=32, n=32, warps=8, stages=1),
+        "tree": Config(m=32, n=32, warps=8, stages=1),
         "cdna": Config(m=16, n=32, warps=8, stages=1),
         "fp32": Config(m=16, n=16, warps=4, stages=1),
         "cdna fp32": Config(m=32, n=16, warps=4, stages=1),
@@ -100,14 +107,16 @@ QUERIES: Table = {
         "hopper": Config(m=128, n=64, warps=8, stages=2),
         "ampere": Config(m=64, n=64, warps=8, stages=2),
         "ada": Config(m=64, n=64, warps=8, stages=2),
+        "tree": Config(m=64, n=32, warps=8, stages=2),
         "cdna": Config(m=64, n=32, warps=4, stages=1),
-        "fp32": Config(m=16, n=16, warps=4, stages=1),
+        "fp32": Config(m=16, n=16, warps=8, stages=1),
         "cdna fp32": Config(m=32, n=32, warps=4, stages=1),
     },
     128: {
         "hopper": Config(m=128, n=32, warps=8, stages=2),
         "ampere": Config(m=64, n=64, warps=8, stages=2),
         "ada": Config(m=64, n=32, warps=8, stages=2),
+        "tree": Config(m=64, n=32, warps=8, stages=2),
         "cdna": Config(m=64, n=32, warps=4, stages=1),
         "fp32": Config(m=16, n=16, warps=8, stages=1),
         "cdna fp32": Config(m=32, n=32, warps=4, stages=1),
@@ -116,6 +125,7 @@ QUERIES: Table = {
         "hopper": Config(m=64, n=32, warps=8, stages=2),
         "ampere": Config(m=64, n=32, warps=8, stages=2),
         "ada": Config(m=32, n=32, warps=8, stages=1),
+        "tree": Config(m=32, n=32, warps=8, stages=1),
         "cdna": Config(m=32, n=16, warps=8, stages=1),
         "fp32": Config(m=16, n=16, warps=8, stages=1),
         "cdna fp32": Config(m=16, n=32, warps=4, stages=1),
@@ -129,12 +139,15 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def kind_for(backend: str, shared_limit: int) -> str:
-    """Return the column for a GPU of `backend` with `shared_limit` bytes of memory per block."""
+def kind_for(backend: str, major: int, shared_limit: int) -> str:
+    """Return the column for a GPU of `backend` with `shared_limit` bytes of memory per block.
+
+    major: NVIDIA's compute capability, 9 for sm_90; not read for AMD's GPUs.
+    """
     if backend == "hip":
         return "cdna"
     if shared_limit >= 227 * KIB:
-        return "hopper"
+        return "hopper" if major < 10 else "blackwell"
     return "ampere" if shared_limit >= 163 * KIB else "ada"
 
 
@@ -145,13 +158,22 @@ def kind_of(where: torch.device) -> str:
     if torch.version.hip:
         return "cdna"
     properties = torch.cuda.get_device_properties(where)
-    return kind_for("cuda", getattr(properties, "shared_memory_per_block_optin", 0))
+    limit = getattr(properties, "shared_memory_per_block_optin", 0)
+    return kind_for("cuda", properties.major, limit)
 
 
-def choose(table: Table, kind: str, head_dim: int, dtype: torch.dtype) -> Config:
-    """Return the tile for a kind of GPU, D up to 256 and the dtype of the inputs."""
+def choose(
+    table: Table, kind: str, head_dim: int, dtype: torch.dtype, *, tree: bool = False
+) -> Config:
+    """Return the tile for a kind of GPU, D up to 256 and the dtype of the inputs.
+
+    tree: whether a tree decides which keys are seen; its bits take registers, too.
+    """
     if kind == "interpreter":
         return INTERPRETED
+    row = table[max(64, padded(head_dim))]
     if dtype == torch.float32:
-        kind = "cdna fp32" if kind == "cdna" else "fp32"
-    return table[max(64, padded(head_dim))][kind]
+        return row["cdna fp32" if kind == "cdna" else "fp32"]
+    if tree and kind != "cdna":
+        return row["tree"]
+    return row.get(kind, row["hopper"])  # "blackwell" stands only where it differs

@@ -10,7 +10,6 @@ D head dimension, P pages of `page` keys each, N nodes of a tree (N = T).
 """
 
 import math
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,15 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from labcore import device
-from labcore.attention.configs import Config, kind_for, kind_of, padded
+from labcore.attention.configs import Config, kind_of, padded
 from labcore.attention.forward import LN2, scores, softmax_step, visible
 from labcore.attention.layout import new_heads, new_lse
 from labcore.attention.pattern import Pattern, tree_bits
-from labcore.compile_only import TARGETS, register
 
 LOG2E = math.log2(math.e)
 LEAST_ROWS, MOST_ROWS = 16, 64  # per tile; 16 is a matrix instruction's minimum
 ADDED = tl.constexpr(16)  # pieces that reduce_kernel adds at a time
+FEWEST_PAD = 128  # of reduce_kernel's pieces: one program for all numbers that `paged` chooses
 
 
 @triton.jit
@@ -191,7 +190,7 @@ def decode_kernel(
     tl.store(lse_ptr + at, lse, mask=stored)
 
 
-@triton.jit(do_not_specialize=["queries", "splits"])
+@triton.jit(do_not_specialize=["heads", "queries", "splits"])
 def reduce_kernel(
     out_ptr,  # [B, T, H, D]
     lse_ptr,  # [B, H, T] float32
@@ -255,7 +254,11 @@ def split_decode(
         part = query.new_empty(shape, dtype=torch.float32)
         part_lse = lse.new_empty((*lse.shape, splits))
     rows = heads // kv_heads * queries
-    config = choose(rows, head_dim, query.element_size(), kind_of(query.device))
+    kind = kind_of(query.device)
+    config = choose(rows, head_dim, query.element_size(), kind)
+    # Four programs of four warps fill a multiprocessor's 65,536 registers. Without the number,
+    # NVIDIA's assembler aims at five and spills.
+    limit = {"maxnreg": 128} if config.warps == 4 and kind != "cdna" else {}
     # The interpreter uses NumPy, which would warn about inf and inf - inf; a GPU doesn't.
     with torch.cuda.device_of(query), np.errstate(all="ignore"):
         decode_kernel[(batch * triton.cdiv(rows, config.m), kv_heads, splits)](
@@ -266,6 +269,7 @@ def split_decode(
             N=config.n,
             num_warps=config.warps,
             num_stages=config.stages,
+            **limit,
         )
         if splits > 1:
             reduce_kernel[(batch * queries * heads,)](
@@ -278,7 +282,7 @@ def split_decode(
                 splits,
                 D=head_dim,
                 D_PAD=padded(head_dim),
-                SPLITS_PAD=triton.next_power_of_2(splits),
+                SPLITS_PAD=max(FEWEST_PAD, triton.next_power_of_2(splits)),
                 num_warps=1,
             )
     return out.to(dtype), lse
@@ -352,60 +356,3 @@ def _readable(x: Tensor) -> Tensor:
         (size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)
     )
     return x if x.stride(-1) == 1 and last < 1 << 31 else x.contiguous()
-
-
-def _register() -> None:
-    every = {f"{name}_ptr" for name in ("q", "k", "v", "table", "lengths", "out", "lse")}
-    integers = {f"{name}_ptr" for name in ("table", "lengths", "counts", "parents", "bits")}
-    strides = [name for name in decode_kernel.arg_names if name.startswith("stride_")]
-    numbers = dict.fromkeys((*strides, "max_pages", "queries", "left"), "i32")
-    numbers |= {"scale2": "fp32", "cap_scale": "fp32"}
-    plain = {"GROUP": 4, "PAGE": 16, "COUNTS": False, "LEFT": False, "TREE": False,
-             "SOFTCAP": False}  # fmt: skip
-    unread = {"counts_ptr": None, "parents_ptr": None, "bits_ptr": None}
-    # case -> Triton's type, its size in bytes, rows, D, constants that differ from `plain`
-    cases: dict[str, tuple[str, int, int, int, dict[str, bool]]] = {
-        "bf16-d128": ("bf16", 2, 4, 128, {}),
-        "bf16-d128-tree": ("bf16", 2, 256, 128, {"TREE": True, "COUNTS": True}),
-        "bf16-d64-window": ("bf16", 2, 4, 64, {"LEFT": True, "SOFTCAP": True}),
-        "fp16-d256": ("fp16", 2, 4, 256, {}),
-        "fp32-d128": ("fp32", 4, 4, 128, {}),
-    }
-    kinds: dict[str, list[str]] = {}
-    for name, target in TARGETS.items():
-        kinds.setdefault(kind_for(target.backend, target.shared_limit), []).append(name)
-    for (case, (name, size, rows, head_dim, changed)), kind in product(cases.items(), kinds):
-        config = choose(rows, head_dim, size, kind)
-        pointers = every | integers if changed.get("TREE") else every
-        types = {p: "*i32" if p in integers else f"*{name}" for p in pointers}
-        types |= {"lse_ptr": "*fp32", "out_ptr": "*fp32"}
-        register(
-            decode_kernel,
-            case,
-            signature={**types, **numbers},
-            constexprs={
-                **plain,
-                **changed,
-                **({} if pointers > every else unread),
-                "D": head_dim,
-                "D_PAD": padded(head_dim),
-                "M": config.m,
-                "N": config.n,
-            },
-            aligned=(*types, *strides),
-            targets=kinds[kind],
-            num_warps=config.warps,
-            num_stages=config.stages,
-        )
-    floats = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "part_ptr": "*fp32", "part_lse_ptr": "*fp32"}
-    register(
-        reduce_kernel,
-        "bf16-d128",
-        signature={**floats, "heads": "i32", "queries": "i32", "splits": "i32"},
-        constexprs={"D": 128, "D_PAD": 128, "SPLITS_PAD": 32},
-        aligned=tuple(floats),
-        num_warps=1,
-    )
-
-
-_register()

@@ -15,11 +15,16 @@ from torch import Tensor
 
 from labcore import device
 from labcore.attention.configs import FORWARD, Config, choose, kind_of
-from labcore.attention.launch import arguments, enter, launch, readable, strides
+from labcore.attention.launch import arguments, launch, readable, strides
 from labcore.attention.layout import new_heads, new_lse
 from labcore.attention.pattern import Pattern
 
 LN2 = tl.constexpr(0.6931471805599453)
+# Triton must not compile anew for other values of these.
+NUMBERS = [
+    *("heads", "group", "max_q", "max_k", "q_len", "k_len", "left", "right"),
+    *("stride_lb", "stride_lh"),
+]
 
 
 @triton.jit
@@ -170,7 +175,7 @@ def tiles(
     return first, hot, tl.maximum(cold, hot), last
 
 
-@triton.jit(do_not_specialize=["heads", "group", "max_q", "q_len", "k_len", "left", "right"])
+@triton.jit(do_not_specialize=NUMBERS)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bits_ptr, cu_q_ptr, cu_k_ptr,
     stride_qb, stride_qh, stride_qt,
@@ -287,7 +292,8 @@ def flash_forward(
     q, k, v = readable(q), readable(k), readable(v)
     out, lse = new_heads(q), new_lse(q)
     given = arguments(q, k, v, pattern=pattern, **lengths)
-    config = config or choose(FORWARD, kind_of(q.device), q.shape[3], q.dtype)
+    tree = pattern.tree is not None
+    config = config or choose(FORWARD, kind_of(q.device), q.shape[3], q.dtype, tree=tree)
     launch(
         forward_kernel,
         triton.cdiv(given["max_q"], config.m) * q.shape[1] * given["sequences"],
@@ -299,15 +305,3 @@ def flash_forward(
         **strides(given["VARLEN"], o=out, l=lse),
     )
     return out, lse
-
-
-def _register() -> None:
-    window = {"LEFT": True, "RIGHT": True}
-    enter(forward_kernel, FORWARD, 64, torch.bfloat16, "")
-    enter(forward_kernel, FORWARD, 64, torch.bfloat16, "-window", **window)
-    enter(forward_kernel, FORWARD, 128, torch.bfloat16, "-causal", RIGHT=True)
-    enter(forward_kernel, FORWARD, 128, torch.bfloat16, "-window-softcap", SOFTCAP=True, **window)
-    enter(forward_kernel, FORWARD, 64, torch.float32, "-causal", RIGHT=True)
-
-
-_register()

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from labcore.attention.configs import Table, choose, kind_for, padded
+from labcore.attention.configs import padded
 from labcore.attention.pattern import Pattern, tree_bits
-from labcore.compile_only import TARGETS, register
 
-__all__ = ["arguments", "enter", "launch", "readable", "strides"]
+__all__ = ["arguments", "launch", "readable", "strides"]
 
 LOG2E = math.log2(math.e)
 LONGEST_ROW = 1 << 23  # elements, so that the offsets of a tile's 256 rows fit in 31 bits
@@ -94,40 +93,3 @@ def launch(kernel: Any, programs: int, where: Tensor, **given: Any) -> None:
     # The interpreter uses NumPy, which would warn about inf - inf; a GPU doesn't.
     with torch.cuda.device_of(where), np.errstate(all="ignore"):
         kernel[(programs,)](**{name: value for name, value in given.items() if name in known})
-
-
-def enter(
-    kernel: Any, table: Table, head_dim: int, dtype: torch.dtype, case: str, **changed: Any
-) -> None:
-    """Register a variant of `kernel` with the compile gates, with each target's own tile.
-
-    changed: constants that differ from those of attention without a mask. All other arguments are
-    pointers, numbers or lengths.
-    """
-    flags = ("LEFT", "RIGHT", "BOTTOM_RIGHT", "TREE", "SOFTCAP", "VARLEN", "FUSED")
-    fixed: dict[str, Any] = dict.fromkeys(flags, False)
-    fixed |= dict.fromkeys(("bits_ptr", "cu_q_ptr", "cu_k_ptr", "grad_lse_ptr"))
-    fixed |= {"D": head_dim, "D_PAD": padded(head_dim), **changed}
-    narrow = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
-    types = dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32")
-    types |= dict.fromkeys(("scale", "scale2", "cap_scale"), "fp32")
-    if fixed["FUSED"]:
-        types["dq_ptr"] = "*fp32"
-    for target, gpu in TARGETS.items():
-        config = choose(table, kind_for(gpu.backend, gpu.shared_limit), head_dim, dtype)
-        known = {**config.options(), **fixed}
-        signature = {
-            name: types.get(name, narrow if name.endswith("_ptr") else "i32")
-            for name in kernel.arg_names
-            if name not in known
-        }
-        register(
-            kernel,
-            f"{str(dtype).removeprefix('torch.')}-d{head_dim}{case}",
-            signature=signature,
-            constexprs={name: known[name] for name in kernel.arg_names if name in known},
-            aligned=tuple(name for name in signature if name.endswith("_ptr") or "stride" in name),
-            targets=(target,),
-            num_warps=known["num_warps"],
-            num_stages=known["num_stages"],
-        )

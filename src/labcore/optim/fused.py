@@ -17,7 +17,7 @@ from labcore.optim.chunked import is_dense
 
 Item: TypeAlias = tuple[Tensor, Tensor, dict[str, Tensor]]
 OPERANDS = ("param", "grad", "exp_avg", "exp_avg_sq", "master")
-INTERPRETED_BLOCK = 1 << 14  # the interpreter takes milliseconds per program of any size
+INTERPRETED = 1 << 14  # the interpreter takes milliseconds per tile of any size
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,26 +45,50 @@ class Launch:
         }
 
 
+@dataclass(kw_only=True, slots=True)
+class _Kept:
+    """A launch's tables on the device, and what they were made from."""
+
+    numels: list[int]
+    blocks: Tensor  # int32 [programs, 2]: tensor, and block in it
+    addresses: list[list[int]]
+    table: Tensor  # int64 [6, tensors]: an address per operand, and the number of elements
+
+
 class Tables:
-    """Tables of addresses and blocks, cached on the device until an address changes."""
+    """Tables of addresses and blocks, on the device.
+
+    Gradients move when they are allocated anew. Their addresses are then copied over the old ones,
+    so the tables themselves never move, as a captured graph requires. Blocks depend on sizes only.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[Any, tuple[list[list[int]], Tensor, Tensor]] = {}
+        self._kept: dict[Any, _Kept] = {}
 
     def get(self, launch: Launch, block: int) -> tuple[Tensor, Tensor]:
-        """Return `table` [6, tensors] int64 and `blocks` [programs, 2] int32; see `kernels`."""
+        """Return `table` and `blocks`; see `kernels`."""
         numels = [operands["param"].numel() for operands in launch.operands]
-        rows = [[_address(o, name) for o in launch.operands] for name in OPERANDS] + [numels]
+        addresses = [[_address(o, name) for o in launch.operands] for name in OPERANDS]
+        where = launch.operands[0]["param"].device
         kept = self._kept.get(launch.key)
-        if kept is None or kept[0] != rows:
-            where = launch.operands[0]["param"].device
+        if kept is None or kept.numels != numels:
             counts = torch.tensor([-(-numel // block) for numel in numels])
             tensor = torch.repeat_interleave(torch.arange(len(numels)), counts)
             first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
             blocks = torch.stack([tensor, torch.arange(len(tensor)) - first], dim=1)
-            kept = (rows, torch.tensor(rows).to(where), blocks.to(torch.int32).to(where))
-            self._kept[launch.key] = kept
-        return kept[1], kept[2]
+            kept = self._kept[launch.key] = _Kept(
+                numels=numels,
+                blocks=blocks.to(torch.int32).to(where),
+                addresses=[],
+                table=torch.empty(len(OPERANDS) + 1, len(numels), dtype=torch.int64, device=where),
+            )
+        if kept.addresses != addresses:
+            rows = torch.tensor([*addresses, numels])
+            # PyTorch keeps pinned memory until the copy has read it.
+            rows = rows.pin_memory() if where.type == "cuda" else rows
+            kept.table.copy_(rows, non_blocking=True)
+            kept.addresses = addresses
+        return kept.table, kept.blocks
 
 
 def lion_step(
@@ -166,9 +190,9 @@ def _run(
     stochastic: bool,
     generator: torch.Generator | None,
 ) -> None:
-    from labcore.optim.kernels import BLOCK, WARPS
+    from labcore.optim.kernels import BLOCK, TILE, WARPS
 
-    block = INTERPRETED_BLOCK if device.interpreting() else BLOCK
+    block, tile = (INTERPRETED, INTERPRETED) if device.interpreting() else (BLOCK, TILE)
     table, blocks = tables.get(launch, block)
     tensors = len(launch.operands)
     on_device = table  # never read unless capturable
@@ -194,6 +218,7 @@ def _run(
             STOCHASTIC=stochastic and launch.operands[0]["param"].dtype == torch.bfloat16,
             ON_DEVICE=capturable,
             BLOCK=block,
+            TILE=tile,
             num_warps=WARPS,
         )
     # Autograd does not see the kernel's in-place writes.

@@ -2,18 +2,17 @@
 
 `table` [ROWS, tensors] int64 has a row of addresses per operand (param, grad, exp_avg, exp_avg_sq,
 master) and a last row with the numbers of elements. `blocks` [programs, 2] int32 gives the tensor
-and block that each program works on. A tensor's operands share strides, so their memory is
-traversed in the same order. Arithmetic is in float32. bfloat16 is read and written as bits, which
-also works in the interpreter. A block that lies wholly inside its tensor is loaded without a mask,
-because a mask would make every load scalar.
+and block of BLOCK elements that each program works on, TILE at a time. A tensor's operands share
+strides, so their memory is traversed in the same order. Arithmetic is in float32. bfloat16 is read
+and written as bits, which also works in the interpreter. A tile that lies wholly inside its tensor
+is loaded without a mask, because a mask would make every load scalar.
 """
 
 import triton
 import triton.language as tl
 
-from labcore.compile_only import register
-
-BLOCK = 1024  # 8 elements per thread: two 16-byte loads per operand
+BLOCK = 8192  # a table of a byte per thousand elements
+TILE = 1024  # 8 elements per thread: two 16-byte loads of float32, or one of bfloat16
 WARPS = 4
 
 PARAM = tl.constexpr(0)
@@ -86,75 +85,64 @@ def _write(
 
 
 @triton.jit
-def _write_weight(
-    table_ptr,
-    tensors,
-    tensor,
-    offs,
-    inside,
-    x,
-    seed,
-    DTYPE: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    if HAS_MASTER:
-        master = _address(table_ptr, tensors, tensor, MASTER)
-        _write(master, offs, inside, x, 0, tl.float32, ALIGNED, MASKED)
-    if STOCHASTIC:
-        added = tl.randint(seed + tensor, offs.to(tl.int32)).to(tl.int32) & 0xFFFF
-    else:
-        added = _nearest_bits(x)
-    param = _address(table_ptr, tensors, tensor, PARAM)
-    _write(param, offs, inside, x, added, DTYPE, ALIGNED, MASKED)
+def _random_bits(seed, first, TILE: tl.constexpr):
+    """Return 16 random bits for each of the elements first … first + TILE - 1, in an int32."""
+    # One call gives 128 bits, enough for eight elements.
+    eighth = tl.cast(first // 8, tl.int32) + tl.arange(0, TILE // 8)
+    a, b, c, d = tl.randint4x(seed, eighth)
+    words = tl.join(tl.join(a, b), tl.join(c, d)).to(tl.int32, bitcast=True)
+    return tl.reshape(tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF), [TILE])
 
 
 @triton.jit
-def _lion_block(
-    table_ptr,
-    tensors,
-    tensor,
-    offs,
-    inside,
-    lr,
-    keep,
-    blend,
-    forget,
-    seed,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    S: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    ALIGNED: tl.constexpr,
+def _read_weight(
+    param, master, offs, inside, P: tl.constexpr, HAS_MASTER: tl.constexpr, ALIGNED: tl.constexpr,
     MASKED: tl.constexpr,
-):
-    exp_avg_at = _address(table_ptr, tensors, tensor, EXP_AVG)
+):  # fmt: skip
     if HAS_MASTER:
-        master = _address(table_ptr, tensors, tensor, MASTER)
         weight = _read(master, offs, inside, tl.float32, ALIGNED, MASKED)
     else:
-        param = _address(table_ptr, tensors, tensor, PARAM)
         weight = _read(param, offs, inside, P, ALIGNED, MASKED)
-    grad_at = _address(table_ptr, tensors, tensor, GRAD)
-    grad = _read(grad_at, offs, inside, G, ALIGNED, MASKED)
+    return weight
+
+
+@triton.jit
+def _write_weight(
+    param, master, first, offs, inside, x, seed, P: tl.constexpr, HAS_MASTER: tl.constexpr,
+    STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    if HAS_MASTER:
+        _write(master, offs, inside, x, 0, tl.float32, ALIGNED, MASKED)
+    if STOCHASTIC:  # noqa: SIM108
+        added = _random_bits(seed, first, TILE)
+    else:
+        added = _nearest_bits(x)
+    _write(param, offs, inside, x, added, P, ALIGNED, MASKED)
+
+
+@triton.jit
+def _lion_tile(
+    param, grad, exp_avg, master, first, numel, lr, keep, blend, forget, seed,
+    P: tl.constexpr, G: tl.constexpr, S: tl.constexpr, MAXIMIZE: tl.constexpr,
+    HAS_MASTER: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    offs = first + tl.arange(0, TILE)
+    inside = offs < numel
+    weight = _read_weight(param, master, offs, inside, P, HAS_MASTER, ALIGNED, MASKED)
+    g = _read(grad, offs, inside, G, ALIGNED, MASKED)
     if MAXIMIZE:
-        grad = -grad
-    exp_avg = _read(exp_avg_at, offs, inside, S, ALIGNED, MASKED)
-    update = exp_avg + blend * (grad - exp_avg)
+        g = -g
+    m = _read(exp_avg, offs, inside, S, ALIGNED, MASKED)
+    update = m + blend * (g - m)
     sign = tl.where(update > 0, 1.0, tl.where(update < 0, -1.0, 0.0))
-    sign = tl.where(
-        tl.abs(update) < float("inf"), sign, float("nan")
-    )  # don't hide non-finite values
+    sign = tl.where(tl.abs(update) < float("inf"), sign, float("nan"))  # don't hide NaN
     weight = weight * keep - lr * sign
-    exp_avg = exp_avg + forget * (grad - exp_avg)
-    _write(exp_avg_at, offs, inside, exp_avg, _nearest_bits(exp_avg), S, ALIGNED, MASKED)
+    m = m + forget * (g - m)
+    _write(exp_avg, offs, inside, m, _nearest_bits(m), S, ALIGNED, MASKED)
     _write_weight(
-        table_ptr, tensors, tensor, offs, inside, weight, seed, P, HAS_MASTER, STOCHASTIC, ALIGNED,
-        MASKED
+        param, master, first, offs, inside, weight, seed, P, HAS_MASTER, STOCHASTIC, ALIGNED,
+        MASKED, TILE,
     )  # fmt: skip
 
 
@@ -178,79 +166,62 @@ def lion_kernel(
     ON_DEVICE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Lion on a list of tensors. P, G, S: dtypes of parameters, gradients and state."""
     program = tl.program_id(0).to(tl.int64)
     tensor = tl.load(blocks_ptr + 2 * program)
     start = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64) * BLOCK
-    offs = start + tl.arange(0, BLOCK)
     numel = _address(table_ptr, tensors, tensor, NUMEL)
-    inside = offs < numel
+    param = _address(table_ptr, tensors, tensor, PARAM)
+    grad = _address(table_ptr, tensors, tensor, GRAD)
+    exp_avg = _address(table_ptr, tensors, tensor, EXP_AVG)
+    master = _address(table_ptr, tensors, tensor, MASTER)
     if ON_DEVICE:
         lr = tl.load(scalars_ptr + 4 * tensor)
         keep = tl.load(scalars_ptr + 4 * tensor + 1)
         blend = tl.load(scalars_ptr + 4 * tensor + 2)
         forget = tl.load(scalars_ptr + 4 * tensor + 3)
-    if start + BLOCK <= numel:
-        _lion_block(
-            table_ptr, tensors, tensor, offs, inside, lr, keep, blend, forget, seed,
-            P, G, S, MAXIMIZE, HAS_MASTER, STOCHASTIC, ALIGNED, False,
+    seed += tensor
+    stop = tl.minimum(start + BLOCK, numel)
+    whole = start + (stop - start) // TILE * TILE
+    for first in tl.range(start, whole, TILE):
+        _lion_tile(
+            param, grad, exp_avg, master, first, numel, lr, keep, blend, forget, seed,
+            P, G, S, MAXIMIZE, HAS_MASTER, STOCHASTIC, ALIGNED, TILE, False,
         )  # fmt: skip
-    else:
-        _lion_block(
-            table_ptr, tensors, tensor, offs, inside, lr, keep, blend, forget, seed,
-            P, G, S, MAXIMIZE, HAS_MASTER, STOCHASTIC, ALIGNED, True,
+    if whole < stop:
+        _lion_tile(
+            param, grad, exp_avg, master, whole, numel, lr, keep, blend, forget, seed,
+            P, G, S, MAXIMIZE, HAS_MASTER, STOCHASTIC, ALIGNED, TILE, True,
         )  # fmt: skip
 
 
 @triton.jit
-def _adamw_block(
-    table_ptr,
-    tensors,
-    tensor,
-    offs,
-    inside,
-    size,
-    keep,
-    blend,
-    remember,
-    forget,
-    unbias,
-    eps,
-    eps_root,
-    seed,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    S: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    exp_avg_at = _address(table_ptr, tensors, tensor, EXP_AVG)
-    exp_avg_sq_at = _address(table_ptr, tensors, tensor, EXP_AVG_SQ)
-    if HAS_MASTER:
-        master = _address(table_ptr, tensors, tensor, MASTER)
-        weight = _read(master, offs, inside, tl.float32, ALIGNED, MASKED)
-    else:
-        param = _address(table_ptr, tensors, tensor, PARAM)
-        weight = _read(param, offs, inside, P, ALIGNED, MASKED)
-    grad_at = _address(table_ptr, tensors, tensor, GRAD)
-    grad = _read(grad_at, offs, inside, G, ALIGNED, MASKED)
+def _adamw_tile(
+    param, grad, exp_avg, exp_avg_sq, master, first, numel,
+    size, keep, blend, remember, forget, unbias, eps, eps_root, seed,
+    P: tl.constexpr, G: tl.constexpr, S: tl.constexpr, MAXIMIZE: tl.constexpr,
+    HAS_MASTER: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    offs = first + tl.arange(0, TILE)
+    inside = offs < numel
+    weight = _read_weight(param, master, offs, inside, P, HAS_MASTER, ALIGNED, MASKED)
+    g = _read(grad, offs, inside, G, ALIGNED, MASKED)
     if MAXIMIZE:
-        grad = -grad
-    exp_avg = _read(exp_avg_at, offs, inside, S, ALIGNED, MASKED)
-    exp_avg_sq = _read(exp_avg_sq_at, offs, inside, S, ALIGNED, MASKED)
-    exp_avg = exp_avg + blend * (grad - exp_avg)
-    exp_avg_sq = remember * exp_avg_sq + forget * grad * grad
-    root = tl.sqrt(exp_avg_sq * unbias + eps_root) + eps
-    weight = weight * keep - size * exp_avg / root
-    _write(exp_avg_at, offs, inside, exp_avg, _nearest_bits(exp_avg), S, ALIGNED, MASKED)
-    _write(exp_avg_sq_at, offs, inside, exp_avg_sq, _nearest_bits(exp_avg_sq), S, ALIGNED, MASKED)
+        g = -g
+    m = _read(exp_avg, offs, inside, S, ALIGNED, MASKED)
+    v = _read(exp_avg_sq, offs, inside, S, ALIGNED, MASKED)
+    m = m + blend * (g - m)
+    v = remember * v + forget * g * g
+    root = tl.sqrt(v * unbias + eps_root) + eps
+    weight = weight * keep - size * m / root
+    _write(exp_avg, offs, inside, m, _nearest_bits(m), S, ALIGNED, MASKED)
+    _write(exp_avg_sq, offs, inside, v, _nearest_bits(v), S, ALIGNED, MASKED)
     _write_weight(
-        table_ptr, tensors, tensor, offs, inside, weight, seed, P, HAS_MASTER, STOCHASTIC, ALIGNED,
-        MASKED
+        param, master, first, offs, inside, weight, seed, P, HAS_MASTER, STOCHASTIC, ALIGNED,
+        MASKED, TILE,
     )  # fmt: skip
 
 
@@ -278,14 +249,18 @@ def adamw_kernel(
     ON_DEVICE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """AdamW on a list of tensors: `m̂ / (√(v̂ + eps_root) + eps)`. Dtypes are as in lion_kernel."""
     program = tl.program_id(0).to(tl.int64)
     tensor = tl.load(blocks_ptr + 2 * program)
     start = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64) * BLOCK
-    offs = start + tl.arange(0, BLOCK)
     numel = _address(table_ptr, tensors, tensor, NUMEL)
-    inside = offs < numel
+    param = _address(table_ptr, tensors, tensor, PARAM)
+    grad = _address(table_ptr, tensors, tensor, GRAD)
+    exp_avg = _address(table_ptr, tensors, tensor, EXP_AVG)
+    exp_avg_sq = _address(table_ptr, tensors, tensor, EXP_AVG_SQ)
+    master = _address(table_ptr, tensors, tensor, MASTER)
     if ON_DEVICE:
         size = tl.load(scalars_ptr + 8 * tensor)
         keep = tl.load(scalars_ptr + 8 * tensor + 1)
@@ -295,37 +270,18 @@ def adamw_kernel(
         unbias = tl.load(scalars_ptr + 8 * tensor + 5)
         eps = tl.load(scalars_ptr + 8 * tensor + 6)
         eps_root = tl.load(scalars_ptr + 8 * tensor + 7)
-    if start + BLOCK <= numel:
-        _adamw_block(
-            table_ptr, tensors, tensor, offs, inside, size, keep, blend, remember, forget, unbias,
-            eps, eps_root, seed, P, G, S, MAXIMIZE, HAS_MASTER, STOCHASTIC, ALIGNED, False,
+    seed += tensor
+    stop = tl.minimum(start + BLOCK, numel)
+    whole = start + (stop - start) // TILE * TILE
+    for first in tl.range(start, whole, TILE):
+        _adamw_tile(
+            param, grad, exp_avg, exp_avg_sq, master, first, numel,
+            size, keep, blend, remember, forget, unbias, eps, eps_root, seed,
+            P, G, S, MAXIMIZE, HAS_MASTER, STOCHASTIC, ALIGNED, TILE, False,
         )  # fmt: skip
-    else:
-        _adamw_block(
-            table_ptr, tensors, tensor, offs, inside, size, keep, blend, remember, forget, unbias,
-            eps, eps_root, seed, P, G, S, MAXIMIZE, HAS_MASTER, STOCHASTIC, ALIGNED, True,
+    if whole < stop:
+        _adamw_tile(
+            param, grad, exp_avg, exp_avg_sq, master, whole, numel,
+            size, keep, blend, remember, forget, unbias, eps, eps_root, seed,
+            P, G, S, MAXIMIZE, HAS_MASTER, STOCHASTIC, ALIGNED, TILE, True,
         )  # fmt: skip
-
-
-def _register() -> None:
-    tables = {"table_ptr": "*i64", "blocks_ptr": "*i32", "scalars_ptr": "*fp32"}
-    counts = {"tensors": "i32", "seed": "i32"}
-    plain = {"MAXIMIZE": False, "HAS_MASTER": False, "STOCHASTIC": False, "ON_DEVICE": False,
-             "ALIGNED": True, "BLOCK": BLOCK}  # fmt: skip
-    float32 = {**plain, "P": tl.float32, "G": tl.float32, "S": tl.float32}
-    bfloat16 = {**plain, "P": tl.bfloat16, "G": tl.bfloat16, "S": tl.float32, "STOCHASTIC": True}
-    for kernel in (lion_kernel, adamw_kernel):
-        given = {*tables, *counts, *float32}
-        floats = {name: "fp32" for name in kernel.arg_names if name not in given}
-        for case, constexprs in (("float32", float32), ("bfloat16-stochastic", bfloat16)):
-            register(
-                kernel,
-                case,
-                signature={**tables, **counts, **floats},
-                constexprs=constexprs,
-                aligned=tuple(tables),
-                num_warps=WARPS,
-            )
-
-
-_register()

@@ -202,7 +202,8 @@ def _own_tile(machine: traffic.Gpu, head_dim: int) -> int | None:
     backend = "hip" if machine.name.startswith("MI") else "cuda"
     if backend == "cuda" and machine.sram < traffic.GPUS["RTX 4090"].sram:
         return None
-    return configs.FORWARD[head_dim][configs.kind_for(backend, machine.sram)].m
+    kind = configs.kind_for(backend, 9, machine.sram)  # no GPU of the table is newer than Hopper
+    return configs.FORWARD[head_dim][kind].m
 
 
 def intensity(gpu: str = "H100", head_dim: int = 128) -> go.Figure:

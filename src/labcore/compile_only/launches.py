@@ -1,0 +1,285 @@
+"""Which programs the package's kernels are launched as, found by calling its public functions.
+
+A program is a kernel with its constants, types and knowledge about divisibility. In `collect`,
+calls run on small CPU tensors up to the launch, which Triton hands over instead of compiling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from unittest import mock
+
+import torch
+
+from labcore import device
+from labcore.attention import Pattern, flash_attention, flash_attention_varlen, paged_attention
+from labcore.attention.configs import kind_for
+from labcore.compile_only.targets import TARGETS
+from labcore.optim import AdamW, Lion
+
+__all__ = ["Program", "launching", "programs"]
+
+Call: TypeAlias = Callable[[], object]
+
+FLAGS = {"LEFT": "window", "RIGHT": "causal"}  # other names of constants are told as they are
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+HEADS, TOKENS, PAGE = 4, 64, 16
+FLOAT32 = ("lse_ptr", "part_lse_ptr", "grad_lse_ptr", "delta_ptr")  # in every program
+TILE = ("N", "D_PAD", "BLOCK", "TILE")  # differ by target, and follow from the rest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What Triton would compile for a launch: `triton.compiler.ASTSource`'s arguments, options."""
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[tuple[int, ...], Any]
+    attributes: Mapping[tuple[int, ...], Any]
+    options: Mapping[str, int]
+
+    @property
+    def name(self) -> str:
+        """The kernel, then types and constants, such as "forward_kernel/bfloat16-d128-causal"."""
+        names = self.kernel.arg_names
+        told: Mapping[str, Any] = {names[at]: value for (at,), value in self.constants.items()}
+        types = {name: kind.lstrip("*") for name, kind in self.signature.items() if kind[0] == "*"}
+        main = types.get("q_ptr", types.get("out_ptr"))  # None for an optimizer's tables
+        parts = [DTYPES[main]] if main else []
+        hidden = {*TILE, *(() if "PAGE" in told else ("M",))}
+        for name, value in told.items():
+            if value is None or value is False or name in hidden:
+                continue
+            word = FLAGS.get(name, name.lower())
+            parts.append(word if value is True else f"{word}{getattr(value, 'name', value)}")
+        parts += [
+            f"{name.removesuffix('_ptr')}:{DTYPES[kind]}"
+            for name, kind in types.items()
+            if main and kind in DTYPES and kind != main and name not in FLOAT32
+        ]
+        if "grad_lse_ptr" in types:
+            parts.append("grad_lse")
+        if odd := [name for name in types if not self._divisible(name)]:
+            parts.append(f"odd:{','.join(odd)}")
+        strides = [name for name in self.signature if name.startswith("stride_")]
+        if odd := [name[7:] for name in strides if not self._divisible(name)]:
+            parts.append(f"odd:{','.join(odd)}")
+        return f"{self.kernel.__name__}/{'-'.join(parts)}"
+
+    def _divisible(self, name: str) -> bool:
+        """Return whether the program knows that an argument is a multiple of 16, or needn't."""
+        at = self.kernel.arg_names.index(name)
+        if (at,) in self.constants or self.kernel.params[at].do_not_specialize:
+            return True
+        return any(attribute == ["tt.divisibility", 16] for attribute in self.attributes[at,])
+
+
+def _attention(
+    dtype: torch.dtype, head_dim: int, *, kv_heads: int = HEADS, loss: str = "out", **given: Any
+) -> Call:
+    def call() -> None:
+        inputs = [
+            torch.zeros(1, heads, TOKENS, head_dim, dtype=dtype, requires_grad=True)
+            for heads in (HEADS, kv_heads, kv_heads)
+        ]
+        results = flash_attention(
+            *inputs, enable_gqa=True, return_lse=True, backend="triton", **given
+        )
+        sum(result.sum() for result in results[: 1 if loss == "out" else 2]).backward()
+
+    return call
+
+
+def _packed(dtype: torch.dtype, head_dim: int, kv_heads: int, *, is_causal: bool) -> Call:
+    def call() -> None:
+        q, k = (
+            torch.zeros(2 * TOKENS, heads, head_dim, dtype=dtype, requires_grad=True)
+            for heads in (HEADS, kv_heads)
+        )
+        starts = torch.tensor([0, TOKENS, 2 * TOKENS], dtype=torch.int32)
+        flash_attention_varlen(
+            q, k, k, starts, starts, is_causal=is_causal, enable_gqa=True, backend="triton"
+        ).sum().backward()
+
+    return call
+
+
+def _fused_backward(dtype: torch.dtype, head_dim: int, *, is_causal: bool) -> Call:
+    def call() -> None:
+        from labcore.attention.backward import flash_backward
+
+        x = torch.zeros(1, HEADS, TOKENS, head_dim, dtype=dtype)
+        lse = torch.zeros(1, HEADS, TOKENS)
+        pattern = Pattern(scale=1.0, is_causal=is_causal)
+        flash_backward(x, x, x, x, x, lse, pattern=pattern, fused=True)
+
+    return call
+
+
+def _paged(
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    *,
+    queries: int = 1,
+    splits: int = 1,
+    padded: bool = False,
+    tree: bool = False,
+    **given: Any,
+) -> Call:
+    def call() -> None:
+        query = torch.zeros(2, 2 * group, queries, head_dim, dtype=dtype)
+        pages = torch.zeros(9, PAGE, 2, head_dim, dtype=dtype)
+        table = torch.zeros(2, 4, dtype=torch.int32)
+        lengths = torch.full((2,), 4 * PAGE, dtype=torch.int32)
+        counts = torch.full((2,), queries, dtype=torch.int32) if padded else None
+        parents = torch.arange(-1, queries - 1, dtype=torch.int32).expand(2, -1) if tree else None
+        paged_attention(
+            query, pages, pages, table, lengths, counts=counts, tree=parents, splits=splits,
+            backend="triton", **given,
+        )  # fmt: skip
+
+    return call
+
+
+def _step(kind: type, dtype: torch.dtype, *, offset: int = 0, **settings: Any) -> Call:
+    def call() -> None:
+        parameter = torch.zeros(TOKENS + offset, dtype=dtype)[offset:].requires_grad_()
+        parameter.grad = torch.zeros_like(parameter)
+        kind([parameter], lr=1e-3, fused=True, **settings).step()
+
+    return call
+
+
+def _calls() -> Iterator[tuple[Call, bool]]:
+    """Yield the calls, and whether the gate compiles their programs each time."""
+    half, wide = torch.bfloat16, torch.float32
+    causal: dict[str, Any] = {"is_causal": True}
+    aligned = {**causal, "causal_alignment": "bottom_right"}
+    window: dict[str, Any] = {"window": (TOKENS // 2, 0)}
+    capped = {**window, "softcap": 30.0}
+    tree: dict[str, Any] = {"tree": torch.arange(-1, TOKENS - 1, dtype=torch.int32)[None]}
+    patterns = ({}, causal, aligned, window, {"softcap": 30.0}, capped, tree)
+    for head_dim in (64, 128):
+        gated = head_dim == 128
+        for given, kv_heads in itertools.product(patterns, (HEADS, 1)):
+            often = gated and (given, kv_heads) in ((causal, 1), (capped, HEADS))
+            yield _attention(half, head_dim, kv_heads=kv_heads, **given), often
+        for is_causal, kv_heads in itertools.product((False, True), (HEADS, 1)):
+            yield _packed(half, head_dim, kv_heads, is_causal=is_causal), False
+        yield _attention(half, head_dim, loss="out and lse", **causal), False
+        yield _attention(torch.float16, head_dim, **causal), False
+        yield _attention(wide, head_dim), False
+        yield _attention(wide, head_dim, **causal), not gated
+    for head_dim in (80, 96, 192, 256):
+        yield _attention(half, head_dim, **causal), False
+    yield _attention(half, 256, **capped), False
+    yield _fused_backward(half, 64, is_causal=False), True
+    yield _fused_backward(half, 64, is_causal=True), False
+
+    for group in (1, 4, 8):
+        yield _paged(half, 128, group), False
+        yield _paged(half, 128, group, splits=4), group == 8
+    yield _paged(half, 128, 4, splits=100), False
+    yield _paged(half, 128, 4, queries=16, tree=True), False
+    yield _paged(half, 128, 4, queries=16, tree=True, splits=4), False
+    yield _paged(half, 128, 4, queries=4, padded=True, splits=4), False
+    yield _paged(half, 64, 4, splits=4), False
+    yield _paged(half, 64, 1, **window), False
+    yield _paged(half, 256, 2, splits=4, **capped), False
+    yield _paged(torch.float16, 128, 4, splits=4), False
+    yield _paged(wide, 128, 4, splits=4), False
+
+    for kind in (Lion, AdamW):
+        yield _step(kind, wide), kind is AdamW
+        yield _step(kind, half, state_dtype=wide, stochastic_rounding=True), kind is Lion
+        yield _step(kind, half, state_dtype=wide, master_weights=True), False
+        yield _step(kind, half), False
+        yield _step(kind, wide, capturable=True), False
+        yield _step(kind, wide, maximize=True), False
+        yield _step(kind, wide, offset=1), False
+
+
+class _Driver:
+    """Stands in for a GPU's driver: it only says what to compile for."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        """Return the target."""
+        return self._target
+
+    def get_current_device(self) -> int:
+        """Return the number of the only device."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:  # noqa: ARG002
+        """Return the default stream."""
+        return 0
+
+
+@contextlib.contextmanager
+def launching(target: str) -> Iterator[dict[str, Program]]:
+    """Collect what is launched, as on `target`, by name; nothing is compiled or runs.
+
+    Raises RuntimeError if Triton's interpreter is on, or if one name stands for two programs.
+    """
+    if device.interpreting():
+        raise RuntimeError(
+            "launches are collected without Triton's interpreter, got a process with it; start "
+            "Python with TRITON_INTERPRET=0"
+        )
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    from labcore.attention import backward, decode, forward, library, paged
+
+    gpu = TARGETS[target]
+    found: dict[str, Program] = {}
+
+    def keep(*, fn: Any, compile: Mapping[str, Any], **_: Any) -> bool:
+        every = json.loads(compile["specialization_data"])["options"]
+        wanted = ("num_warps", "num_stages", "maxnreg")
+        options = {name: every[name] for name in wanted if every.get(name) is not None}
+        (attributes,) = compile["configs"]
+        program = Program(
+            kernel=fn.jit_function,
+            signature=compile["signature"],
+            constants=compile["constants"],
+            attributes=attributes,
+            options=options,
+        )
+        if found.setdefault(program.name, program) != program:
+            raise RuntimeError(f"two programs are called {program.name}; tell their names apart")
+        return True  # don't compile
+
+    kind = kind_for(gpu.backend, gpu.major, gpu.shared_limit)
+    driver.set_active(_Driver(GPUTarget(gpu.backend, gpu.arch, gpu.warp)))
+    with contextlib.ExitStack() as stack:
+        for module in (forward, backward, decode):
+            stack.enter_context(mock.patch.object(module, "kind_of", return_value=kind))
+        for module in (device, library, paged):
+            stack.enter_context(mock.patch.object(module, "choose_backend", return_value="triton"))
+        stack.enter_context(mock.patch.object(knobs.runtime, "jit_cache_hook", keep))
+        yield found
+
+
+@functools.cache
+def programs(target: str, *, gated: bool = False) -> dict[str, Program]:
+    """Return the programs that the package launches on a target, by name.
+
+    gated: only those that the gate compiles each time.
+    """
+    with launching(target) as found:
+        for call, always in _calls():
+            if always or not gated:
+                call()
+    return found
