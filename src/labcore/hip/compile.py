@@ -232,18 +232,17 @@ def beside_triton(table: Mapping[str, Any], triton: Mapping[str, Any]) -> list[d
 
     table: this module's table; triton: the table of `labcore.compile_only`. Each row has target,
     form (ours), kernel (Triton's), and pairs (ours, Triton's) for registers, spills, mfma and lds.
-    We may use float16 where Triton uses bfloat16; both are 2 bytes and use the same matrix
+    We use float16 where Triton uses bfloat16; both are 2 bytes and use the same matrix
     instructions.
     """
     last = max(form.split("/")[0] for form in table["forms"])
-    short = {"float16": 16, "bfloat16": 16, "float32": 32}
     result = []
     for kernel, targets in triton["kernels"].items():
         name, _, case = kernel.partition("/")
         dtype, _, rest = case.partition("-")
         # The names of Triton's cases mention a mask only if there is one.
-        ours = f"{last}/float{short.get(dtype)}-{rest}{'' if 'causal' in rest else '-full'}"
-        if name != "forward_kernel" or ours not in table["forms"]:
+        ours = f"{last}/float16-{rest}{'' if 'causal' in rest else '-full'}"
+        if (name, dtype) != ("forward_kernel", "bfloat16") or ours not in table["forms"]:
             continue
         for target in ("gfx90a", "gfx942"):
             need, theirs = table["forms"][ours].get(target), targets.get(target)
