@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.runner import Measurement, case, exact, seen
-from labcore.attention import flash_attention, paged_attention, traffic
+from labcore.attention import Pattern, flash_attention, paged_attention, traffic
 from labcore.attention.configs import FORWARD
+from labcore.attention.reference import masked_scores
 from labcore.attention.traffic import Shape
 from labcore.compile_only import TARGETS
 from labcore.device import default_device
@@ -52,6 +53,7 @@ DECODE = {
 }
 RESOURCES = Path(__file__).resolve().parent.parent / "tests" / "kernel_resources.json"
 KERNELS = ("forward_", "delta_", "dkdv_", "dq_", "decode_", "reduce_")
+PARITY_HEADS = 4
 # Of each kernel, what the chapter draws.
 SHOWN = (
     *("bfloat16-d64", "bfloat16-d128-causal", "bfloat16-d128-window-causal-softcap"),
@@ -71,13 +73,14 @@ class Sizes:
     cpu_lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
     cpu_rounds: int = 5
     cpu_gemm: int = 1024
+    parity_length: int = 333
     cpu_decode: tuple[int, int, int, int, int, int] = (8, 8, 4, 64, 2048, 16)  # like DECODE's
 
 
 FULL = Sizes()
 SMALL = Sizes(
     lengths=(64, 128), tokens=128, width=128, flex_lengths=(), cpu_lengths=(64, 128),
-    cpu_rounds=3, cpu_gemm=64, cpu_decode=(2, 4, 2, 16, 64, 16),
+    cpu_rounds=3, cpu_gemm=64, parity_length=19, cpu_decode=(2, 4, 2, 16, 64, 16),
 )  # fmt: skip
 
 
@@ -206,6 +209,87 @@ def refuse_wrong(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict
             f"labcore's error must be at most three times the largest peer's, got {errors}"
         )
     return errors
+
+
+def parity_forms() -> Iterator[tuple[str, torch.dtype, int, int, dict[str, Any]]]:
+    """Yield what `parity` compares: a name, dtype, head dimension, key heads and a pattern."""
+    half = torch.bfloat16
+    patterns: dict[str, dict[str, Any]] = {
+        "full": {},
+        "causal": {"is_causal": True},
+        "bottom right": {"is_causal": True, "causal_alignment": "bottom_right"},
+        "window": {"window": (60, 0)},
+        "two-sided": {"window": (60, 60)},
+        "softcap": {"softcap": 5.0},
+        "window, softcap": {"window": (60, 0), "softcap": 5.0},
+    }
+    for head_dim, (name, pattern) in itertools.product((64, 128), patterns.items()):
+        yield name, half, head_dim, PARITY_HEADS, pattern
+    for head_dim in (64, 128):
+        yield "causal, grouped", half, head_dim, 1, patterns["causal"]
+        for dtype in (torch.float16, torch.float32):
+            yield "causal", dtype, head_dim, PARITY_HEADS, patterns["causal"]
+    for head_dim in (80, 256):
+        yield "causal", half, head_dim, PARITY_HEADS, patterns["causal"]
+
+
+def in_the_dtype(query: Tensor, key: Tensor, value: Tensor, *, pattern: Pattern) -> Tensor:
+    """Compute attention with weights of the inputs' dtype, as plain PyTorch would."""
+    weights = torch.softmax(masked_scores(query, key, pattern=pattern), dim=-1)
+    return weights.to(value.dtype) @ value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+
+
+def result_and_gradients(
+    function: Callable[..., Tensor], tensors: list[Tensor], grad_out: Tensor
+) -> list[Tensor]:
+    """Return the result of `function` and the gradients of `tensors`, in float64."""
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    out = function(*tensors)
+    grads = torch.autograd.grad(out, tensors, grad_out.to(out.dtype))
+    return [x.detach().double() for x in (out, *grads)]
+
+
+@case("parity/attention", minutes=2.0, needs="gpu")
+def parity(sizes: Sizes = FULL) -> list[Measurement]:
+    """Compare results and gradients of each form with float64, beside plain PyTorch's error.
+
+    Raises RuntimeError with the forms whose error is over twice that of plain PyTorch.
+    """
+    device, length = default_device(), sizes.parity_length
+    ratios: dict[str, float] = {}
+    for name, dtype, head_dim, kv_heads, given in parity_forms():
+        generator = torch.Generator(device).manual_seed(len(ratios))
+        query, key, value, grad_out = (
+            torch.randn(2, tokens, heads, head_dim, generator=generator, device=device)
+            .to(dtype)
+            .transpose(1, 2)
+            for tokens, heads in (
+                *((length, PARITY_HEADS), (length + 50, kv_heads)),
+                *((length + 50, kv_heads), (length, PARITY_HEADS)),
+            )
+        )
+        ours = functools.partial(flash_attention, enable_gqa=True, **given)
+        placed = {name: value for name, value in given.items() if name != "causal_alignment"}
+        pattern = Pattern(scale=head_dim**-0.5, bottom_right="causal_alignment" in given, **placed)
+
+        plain = functools.partial(in_the_dtype, pattern=pattern)
+        tensors = [query, key, value]
+        right = result_and_gradients(plain, [x.double() for x in tensors], grad_out)
+        errors = [
+            max(float((x - y).abs().max()) for x, y in zip(found, right, strict=True))
+            for found in (
+                result_and_gradients(ours, tensors, grad_out),
+                result_and_gradients(plain, tensors, grad_out),
+            )
+        ]
+        ratios[f"{name}, D {head_dim}, {str(dtype)[6:]}"] = errors[0] / errors[1]
+    wrong = {form: ratio for form, ratio in ratios.items() if not ratio <= 2}
+    if wrong:
+        raise RuntimeError(
+            f"an error must be at most twice that of plain PyTorch, got its multiples {wrong}"
+        )
+    title = "largest error over plain PyTorch's"
+    return [seen(title, "ratio", ratios.values(), forms=ratios, length=length)]
 
 
 def repeated(call: Call, times: int) -> Call:

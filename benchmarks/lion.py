@@ -203,18 +203,18 @@ def state_bytes() -> list[Measurement]:
 
 def gpu_steps(elements: int) -> list[Measurement]:
     """Time fused steps over one list of matrices, torch's fused AdamW, and a plain copy."""
-    params = parameters([(elements // 16, 4)] * 4, device="cuda")
+    params = parameters([(elements // 16, 4)] * 4, device=default_device())
     optimizers = {
         "Lion": Lion(params, lr=1e-4, weight_decay=0.1, fused=True),
         "AdamW": AdamW(params, lr=1e-3, weight_decay=0.01, fused=True),
         "torch AdamW fused": torch.optim.AdamW(params, lr=1e-3, fused=True),
     }
-    source = torch.empty(4 * elements, dtype=torch.uint8, device="cuda")
+    source = torch.empty(4 * elements, dtype=torch.uint8, device=default_device())
     target = torch.empty_like(source)
     functions: dict[str, Callable[[], object]] = {t: o.step for t, o in optimizers.items()}
     functions["copy"] = lambda: target.copy_(source)
     comparisons = [
-        paired(functions, rounds=9, warmup=3, seed=seed, device=torch.device("cuda"))
+        paired(functions, rounds=9, warmup=3, seed=seed, device=default_device())
         for seed in range(REPETITIONS)
     ]
     # Bytes per element: Lion reads p, g, m and writes p, m; AdamW also reads and writes v; a copy
@@ -233,6 +233,38 @@ def gpu_steps(elements: int) -> list[Measurement]:
             seen(f"{title} over torch AdamW fused", "ratio", fused, **details, bar=1.0),
             seen(f"{title} share of copy bandwidth", "ratio", share, **details, bar=0.85),
         ]
+    return found
+
+
+@case("parity/optimizers", minutes=0.2, needs="gpu")
+def parity(elements: int = 1_000_003) -> list[Measurement]:
+    """Compare fused steps with the rule in float64, beside the unfused steps' error.
+
+    The error is the 99.9th percentile of the weights': the sign of an update near 0 may differ.
+    Raises RuntimeError if the fused error is over twice the other's.
+    """
+    found, generator = [], torch.Generator().manual_seed(0)
+    start, *grads = (torch.randn(elements, generator=generator) for _ in range(6))
+    for title, kind in {"Lion": Lion, "AdamW": AdamW}.items():
+
+        def after(dtype: torch.dtype, kind: type = kind, **settings: Any) -> Tensor:
+            param = torch.nn.Parameter(start.to(default_device(), dtype, copy=True))
+            optimizer = kind([param], lr=1e-3, weight_decay=0.1, **settings)
+            for grad in grads:
+                param.grad = grad.to(param)
+                optimizer.step()
+            return param.detach().double()
+
+        right = after(torch.float64, foreach=False)
+        ours, plain = (
+            float((after(torch.float32, **settings) - right).abs().quantile(0.999))
+            for settings in ({"fused": True}, {"foreach": False})
+        )
+        if not ours <= 2 * plain:
+            raise RuntimeError(
+                f"{title}'s fused error must be at most twice the other's, {plain}, got {ours}"
+            )
+        found.append(exact(f"{title} fused error over unfused", "ratio", ours / plain))
     return found
 
 

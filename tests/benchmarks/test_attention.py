@@ -22,7 +22,8 @@ def test_every_direction_width_and_mask_has_a_case_for_a_gpu() -> None:
         for head_dim in (64, 128)
         for mask in ("full", "causal")
     }
-    assert wanted | {f"decode/{name}" for name in cases.DECODE} == {
+    decode = {f"decode/{name}" for name in cases.DECODE}
+    assert wanted | decode | {"parity/attention"} == {
         name for name, needs in every.items() if needs == "gpu"
     }
     assert sum(case.minutes for case in cases_of("attention") if case.needs != "gpu") <= 3
@@ -71,6 +72,21 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cases, "flash_attention", lambda *x, f=factor, **y: f * right(*x, **y))
         with pytest.raises(RuntimeError, match="labcore's error must be .* got .*'labcore': "):
             cases.on_cpu("forward", SMALL)
+
+
+def test_every_form_is_held_against_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "default_device", lambda: torch.device("cpu"))
+    (item,) = cases.parity(SMALL)
+    assert len(item.samples) == len(item.details["forms"]) == 22
+    assert max(item.samples) <= 2
+    right = cases.flash_attention
+
+    def wrong(*inputs: torch.Tensor, **given: object) -> torch.Tensor:
+        return right(*inputs, **given) * (1.05 if "window" in given else 1.0)
+
+    monkeypatch.setattr(cases, "flash_attention", wrong)
+    with pytest.raises(RuntimeError, match=r"at most twice .* got its multiples \{'window, D 64"):
+        cases.parity(SMALL)
 
 
 def test_what_cannot_run_is_named() -> None:

@@ -165,7 +165,15 @@ def _calls() -> Iterator[tuple[Call, bool]]:
     window: dict[str, Any] = {"window": (TOKENS // 2, 0)}
     capped = {**window, "softcap": 30.0}
     tree: dict[str, Any] = {"tree": torch.arange(-1, TOKENS - 1, dtype=torch.int32)[None]}
-    patterns = ({}, causal, aligned, window, {"softcap": 30.0}, capped, tree)
+    patterns: tuple[dict[str, Any], ...] = (
+        {},
+        causal,
+        aligned,
+        window,
+        {"softcap": 30.0},
+        capped,
+        tree,
+    )
     for head_dim in (64, 128):
         gated = head_dim == 128
         for given, kv_heads in itertools.product(patterns, (HEADS, 1)):
