@@ -203,7 +203,7 @@ def state_bytes() -> list[Measurement]:
 
 def gpu_steps(elements: int) -> list[Measurement]:
     """Time fused steps over one list of matrices, torch's fused AdamW, and a plain copy."""
-    params = parameters([(elements // 16, 4)] * 4, device=default_device())
+    params = parameters([(elements // 16, 4)] * 4, device=str(default_device()))
     optimizers = {
         "Lion": Lion(params, lr=1e-4, weight_decay=0.1, fused=True),
         "AdamW": AdamW(params, lr=1e-3, weight_decay=0.01, fused=True),
@@ -247,7 +247,7 @@ def parity(elements: int = 1_000_003) -> list[Measurement]:
     start, *grads = (torch.randn(elements, generator=generator) for _ in range(6))
     for title, kind in {"Lion": Lion, "AdamW": AdamW}.items():
 
-        def after(dtype: torch.dtype, kind: type = kind, **settings: Any) -> Tensor:
+        def after(dtype: torch.dtype, *, kind: type = kind, **settings: Any) -> Tensor:
             param = torch.nn.Parameter(start.to(default_device(), dtype, copy=True))
             optimizer = kind([param], lr=1e-3, weight_decay=0.1, **settings)
             for grad in grads:
@@ -258,7 +258,7 @@ def parity(elements: int = 1_000_003) -> list[Measurement]:
         right = after(torch.float64, foreach=False)
         ours, plain = (
             float((after(torch.float32, **settings) - right).abs().quantile(0.999))
-            for settings in ({"fused": True}, {"foreach": False})
+            for settings in (dict[str, Any](fused=True), dict[str, Any](foreach=False))
         )
         if not ours <= 2 * plain:
             raise RuntimeError(
