@@ -90,5 +90,6 @@ def plain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> Tensor
     if pattern.softcap is not None:
         scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
     seen = allowed(pattern, query.shape[2], key.shape[2], device=query.device)
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
-    return weights.masked_fill(~seen, 0).nan_to_num(0) @ value
+    some = seen.any(-1, keepdim=True)  # without a key, -inf alone would give NaN as a gradient
+    weights = torch.softmax(scores.masked_fill(~seen & some, -torch.inf), dim=-1)
+    return weights.masked_fill(~seen, 0) @ value

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import sys
 
 import pytest
@@ -21,7 +22,8 @@ from labcore.attention import (
     safe_attention,
 )
 from labcore.models import Llama, LlamaConfig
-from tests.attention.cases import draw, draw_tree, error, exact, grads
+from tests.attention.cases import draw, draw_tree, error, exact, grads, plain
+from tests.attention.kernels import needs_interpreter
 
 causal = functools.partial(flash_attention, is_causal=True, enable_gqa=True)
 GRAPH = pytest.mark.skipif(
@@ -77,6 +79,35 @@ def test_any_call_gives_safe_attention(call, seed: int) -> None:
     truth = (out, lse, *grads((out, lse), copies, (dy, dl)))
     ours = (*ours, *grads(ours, leaves, (dy, dl)))
     assert max(error(a, b) for a, b in zip(ours, truth, strict=True)) < 1e-10
+
+
+@needs_interpreter
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(call=calls(), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+def test_kernels_err_at_most_a_few_times_as_much_as_plain_torch(call, dtype, seed: int) -> None:
+    shape, keywords, pattern = call
+    generator = torch.Generator().manual_seed(seed)
+    leaves = draw(generator, **shape, dtype=dtype)
+    copies, out, _ = exact(*leaves, pattern)
+    dy = torch.randn(out.shape, generator=generator).to(dtype)
+    truth = (out.detach(), *grads(out, copies, dy.double()))
+    errors = []
+    for result in (
+        flash_attention(*leaves, enable_gqa=True, backend="triton", **keywords),
+        plain(*leaves, pattern),
+    ):
+        found = (result, *grads(result, leaves, dy))
+        errors.append([error(a, b) for a, b in zip(found, truth, strict=True)])
+    # Kernels sum in float32. Terms of a gradient may cancel, so the sizes of the inputs count, and
+    # a softcap of c adds up to 1e-7 c to a score.
+    sizes = math.prod(max(1.0, float(x.detach().abs().max())) for x in (*leaves, dy))
+    sums = max(1.0, shape["dim"] * pattern.scale) * sizes * (1 + (pattern.softcap or 0))
+    largest = max(float(x.abs().max()) for x in truth)
+    room = 4 * torch.finfo(dtype).eps * largest + 4e-7 * sums
+    for ours, theirs in zip(*errors, strict=True):
+        assert ours <= 3 * theirs + room, (errors, room)
 
 
 def test_names_and_defaults_are_torch_s(generator: torch.Generator) -> None:
