@@ -5,7 +5,7 @@ import random
 import torch
 
 from labcore.attention import flash_attention, flash_attention_varlen, paged_attention
-from labcore.compile_only.launches import launching
+from labcore.compile_only.launches import launching, programs
 
 
 def inputs(draw: random.Random, layout: str, tokens: int, heads: tuple[int, int], head_dim: int):
@@ -79,3 +79,13 @@ def odd(target: str) -> list[str]:
         x = torch.zeros(1, 2, 40, 72, dtype=torch.bfloat16)[..., :64]
         flash_attention(x, x, x, backend="triton")
     return list(found)
+
+
+def attributes(*targets: str) -> list[list[str]]:
+    """Return what each target's forward kernel knows of its queries, one after another."""
+    found = []
+    for target in targets:
+        program = programs(target)["forward_kernel/bfloat16-d64"]
+        at = program.kernel.arg_names.index("q_ptr")
+        found.append([str(name) for name, _ in program.attributes[at,]])
+    return found

@@ -36,6 +36,13 @@ def test_layouts_and_widths_share_their_programs(pool) -> None:
     assert len(names[0]) == 4 and all(other == names[0] for other in names)
 
 
+def test_each_target_has_its_own_knowledge_in_any_order(pool) -> None:
+    nvidia, amd = ["tt.divisibility"], ["tt.divisibility", "tt.pointer_range"]
+    orders = ("sm_90", "gfx942", "sm_80"), ("gfx90a", "sm_100")
+    found = [pool.submit(launched.attributes, *order).result() for order in orders]
+    assert found == [[nvidia, amd, nvidia], [amd, nvidia]]
+
+
 def test_a_launch_that_loads_otherwise_is_outside_the_table_by_name(pool) -> None:
     names = pool.submit(launched.odd, "sm_90").result()
     assert "forward_kernel/bfloat16-d64-odd:q_ptr,k_ptr,v_ptr" in names

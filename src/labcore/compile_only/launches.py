@@ -1,7 +1,8 @@
 """Which programs the package's kernels are launched as, found by calling its public functions.
 
-A program is a kernel with its constants, types and knowledge about divisibility. In `collect`,
-calls run on small CPU tensors up to the launch, which Triton hands over instead of compiling.
+A program is a kernel with its constants, its arguments' types, and which of them are known to be
+multiples of 16. Calls run on small CPU tensors up to the launch, which Triton's own hook hands over
+before anything is compiled.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ __all__ = ["Program", "launching", "programs"]
 
 Call: TypeAlias = Callable[[], object]
 
-FLAGS = {"LEFT": "window", "RIGHT": "causal"}  # other names of constants are told as they are
+FLAGS = {"LEFT": "window", "RIGHT": "causal"}  # other constants keep their names
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 HEADS, TOKENS, PAGE = 4, 64, 16
 FLOAT32 = ("lse_ptr", "part_lse_ptr", "grad_lse_ptr", "delta_ptr")  # in every program
-TILE = ("N", "D_PAD", "BLOCK", "TILE")  # differ by target, and follow from the rest
+TILE = ("N", "D_PAD", "BLOCK", "TILE")  # left out of names: the target and the rest decide them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """What Triton would compile for a launch: `triton.compiler.ASTSource`'s arguments, options."""
+    """What Triton would compile for a launch: the arguments of its ASTSource, and options."""
 
     kernel: Any
     signature: Mapping[str, str]
@@ -215,18 +216,21 @@ def _calls() -> Iterator[tuple[Call, bool]]:
 
 
 class _Driver:
-    """Stands in for a GPU's driver: it only says what to compile for."""
+    """Stands in for a GPU's driver: it only says what to compile for.
 
-    def __init__(self, target: Any) -> None:
-        self._target = target
+    Triton keeps what it knows of a target by the device's number, so each target has its own.
+    """
+
+    def __init__(self, target: Any, device: int) -> None:
+        self._target, self._device = target, device
 
     def get_current_target(self) -> Any:
         """Return the target."""
         return self._target
 
     def get_current_device(self) -> int:
-        """Return the number of the only device."""
-        return 0
+        """Return the device's number."""
+        return self._device
 
     def get_current_stream(self, device: int) -> int:  # noqa: ARG002
         """Return the default stream."""
@@ -270,7 +274,8 @@ def launching(target: str) -> Iterator[dict[str, Program]]:
         return True  # don't compile
 
     kind = kind_for(gpu.backend, gpu.major, gpu.shared_limit)
-    driver.set_active(_Driver(GPUTarget(gpu.backend, gpu.arch, gpu.warp)))
+    gpu_target = GPUTarget(gpu.backend, gpu.arch, gpu.warp)
+    driver.set_active(_Driver(gpu_target, list(TARGETS).index(target)))
     with contextlib.ExitStack() as stack:
         for module in (forward, backward, decode):
             stack.enter_context(mock.patch.object(module, "kind_of", return_value=kind))
