@@ -53,7 +53,7 @@ def in_bounds() -> Iterator[None]:
     def checked(name: str, pointer_place: int, mask_place: int):
         method = getattr(builder, name)
 
-        def access(self, *args):
+        def access(self, *args, **named):
             pointers, mask = args[pointer_place], args[mask_place]
             touched = pointers.data[mask.data]
             size = pointers.get_element_ty().primitive_bitwidth // 8
@@ -62,7 +62,7 @@ def in_bounds() -> Iterator[None]:
                 inside |= (touched >= low) & (touched + size <= high)
             if not inside.all():
                 raise IndexError(f"{name}: {int((~inside).sum())} addresses are out of bounds")
-            return method(self, *args)
+            return method(self, *args, **named)
 
         return mock.patch.object(builder, name, access)
 

@@ -76,16 +76,16 @@ def odd(target: str) -> list[str]:
     with launching(target) as found:
         x = torch.zeros(2 * 40 * 64 + 1, dtype=torch.bfloat16)
         flash_attention(*[x[1:].view(1, 2, 40, 64)] * 3, backend="triton")
-        x = torch.zeros(1, 2, 40, 72, dtype=torch.bfloat16)[..., :64]
+        x = torch.zeros(1, 2, 40, 68, dtype=torch.bfloat16)[..., :64]
         flash_attention(x, x, x, backend="triton")
     return list(found)
 
 
 def attributes(*targets: str) -> list[list[str]]:
-    """Return what each target's forward kernel knows of its queries, one after another."""
+    """Return what a kernel of each target knows of its queries, one target after another."""
     found = []
     for target in targets:
-        program = programs(target)["forward_kernel/bfloat16-d64"]
+        program = programs(target)["dq_kernel/bfloat16-d64"]
         at = program.kernel.arg_names.index("q_ptr")
         found.append([str(name) for name, _ in program.attributes[at,]])
     return found

@@ -14,7 +14,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["FORWARD", "KEYS", "QUERIES", "Config", "choose", "kind_for", "kind_of", "padded"]
+__all__ = [
+    "DESCRIBED",
+    "FORWARD",
+    "KEYS",
+    "QUERIES",
+    "Config",
+    "choose",
+    "kind_for",
+    "kind_of",
+    "padded",
+]
 
 KIB = 1024
 
@@ -130,6 +140,11 @@ QUERIES: Table = {
         "fp32": Config(m=16, n=16, warps=8, stages=1),
         "cdna fp32": Config(m=16, n=32, warps=4, stages=1),
     },
+}
+# The forward kernel of `descriptors`, on Hopper and Blackwell.
+DESCRIBED: Mapping[int, Config] = {
+    64: Config(m=128, n=128, warps=8, stages=3),
+    128: Config(m=128, n=128, warps=8, stages=2),
 }
 INTERPRETED = Config(m=64, n=64)  # the interpreter's cost is per operation, whatever its size
 

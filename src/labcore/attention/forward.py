@@ -273,12 +273,13 @@ def flash_forward(
     config: Config | None = None,
     **lengths: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel; return out [B, H, T, D] in q's dtype and lse [B, H, T] in float32.
+    """Run a kernel; return out [B, H, T, D] in q's dtype and lse [B, H, T] in float32.
 
     q [B, H, T, D], k and v [B, Hkv, S, D] share a dtype (float16, bfloat16 or float32) and have any
     strides, D at most 256 and H a multiple of Hkv.
     lengths: cu_q, cu_k, max_q and max_k of packed sequences, as in `launch.arguments`.
-    config: a tile to use instead of the device's default.
+    config: a tile to use instead of the device's default, in the kernel of this module. Without
+    it, a Hopper or Blackwell GPU runs that of `descriptors` where it can.
     lse is the natural logarithm of the sum of exp(score). A row that sees no key has out 0 and lse
     -inf.
     Source: Dao, "FlashAttention-2", arXiv 2307.08691.
@@ -291,9 +292,15 @@ def flash_forward(
         return new_heads(q).copy_(wide[0]), wide[1]
     q, k, v = readable(q), readable(k), readable(v)
     out, lse = new_heads(q), new_lse(q)
+    kind, tree = kind_of(q.device), pattern.tree is not None
+    if config is None and lengths.get("cu_q") is None:
+        from labcore.attention import descriptors
+
+        if descriptors.suits(q, k, v, pattern, kind):
+            descriptors.described_forward(q, k, v, out, lse, pattern=pattern)
+            return out, lse
     given = arguments(q, k, v, pattern=pattern, **lengths)
-    tree = pattern.tree is not None
-    config = config or choose(FORWARD, kind_of(q.device), q.shape[3], q.dtype, tree=tree)
+    config = config or choose(FORWARD, kind, q.shape[3], q.dtype, tree=tree)
     launch(
         forward_kernel,
         triton.cdiv(given["max_q"], config.m) * q.shape[1] * given["sequences"],

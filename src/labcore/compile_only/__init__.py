@@ -34,7 +34,10 @@ __all__ = [
 SLACK = 1.05  # allowed growth of registers and shared memory over the committed table
 # The modules whose text decides what is compiled, beside the compiler.
 SOURCES = (
-    *(f"labcore.attention.{name}" for name in ("forward", "backward", "decode", "configs")),
+    *(
+        f"labcore.attention.{name}"
+        for name in ("forward", "descriptors", "backward", "decode", "configs")
+    ),
     "labcore.optim.kernels",
 )
 # program -> target -> what `needs` returns

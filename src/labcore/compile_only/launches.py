@@ -50,8 +50,10 @@ class Program:
         """The kernel, then types and constants, such as "forward_kernel/bfloat16-d128-causal"."""
         names = self.kernel.arg_names
         told: Mapping[str, Any] = {names[at]: value for (at,), value in self.constants.items()}
-        types = {name: kind.lstrip("*") for name, kind in self.signature.items() if kind[0] == "*"}
+        types = {name: kind[1:] for name, kind in self.signature.items() if kind[0] == "*"}
         main = types.get("q_ptr", types.get("out_ptr"))  # None for an optimizer's tables
+        if "q_desc" in self.signature:
+            main = self.signature["q_desc"].removeprefix("tensordesc<").partition("[")[0]
         parts = [DTYPES[main]] if main else []
         hidden = {*TILE, *(() if "PAGE" in told else ("M",))}
         for name, value in told.items():

@@ -1,0 +1,175 @@
+"""The forward kernel for Hopper and newer GPUs, whose tiles are copied by tensor descriptors.
+
+A descriptor holds the shape and strides of a tensor. The GPU's tensor memory accelerator (TMA)
+copies a whole tile by it, with zeros past the edge, and no thread computes an address. The
+registers that this frees make room for tiles of 128 keys. A program stays on its multiprocessor
+and takes one block of queries after another. Letters are those of `forward`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from labcore.attention.configs import DESCRIBED, Config, padded
+from labcore.attention.forward import LN2, softmax_step
+from labcore.attention.launch import LOG2E, launch
+from labcore.attention.pattern import Pattern
+
+CACHED = 32 << 20  # bytes of keys and values that stay in the L2 cache beside everything else
+NUMBERS = ["all_heads", "heads", "group", "section", "q_len", "k_len", "shift"]
+
+
+@triton.jit
+def place(tile, blocks, section, all_heads, LONGEST_FIRST: tl.constexpr):
+    """Return the block of queries and the head, counted over the batch, of a tile.
+
+    A section of heads comes before the next, so that its keys stay in the L2 cache. Within it,
+    every head's longest block comes first, and short ones fill the gaps at the end.
+    """
+    first = tile // (section * blocks) * section
+    count = tl.minimum(section, all_heads - first)
+    within = tile - first * blocks
+    block = within // count
+    if LONGEST_FIRST:
+        block = blocks - 1 - block
+    return block, first + within % count
+
+
+@triton.jit
+def walk_described(
+    acc, peak, total, q, k_desc, v_desc, batch, kv_head, start, stop, rows, k_len, scale2,
+    D: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add tiles of keys start … stop - 1 to the running softmax; rows [M]: each query's diagonal.
+
+    The product with the values runs while the next tile's scores are computed.
+    """
+    for begin in tl.range(start, stop, N):
+        k = k_desc.load([batch, kv_head, begin, 0]).reshape([N, D])
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            keys = begin + tl.arange(0, N)
+            seen = (keys < k_len)[None, :]
+            if CAUSAL:
+                seen = seen & (keys[None, :] <= rows[:, None])
+            s = tl.where(seen, s, float("-inf"))
+        weights, shrink, peak, total = softmax_step(s, peak, total, scale2, MASKED)
+        v = v_desc.load([batch, kv_head, begin, 0]).reshape([N, D])
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, peak, total
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def described_kernel(
+    q_desc, k_desc, v_desc, out_desc, lse_ptr,
+    all_heads, heads, group, section, q_len, k_len, shift, scale2,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Compute out and a contiguous lse [B, H, T], without a mask or causal.
+
+    D: the head dimension padded to a tile's columns; descriptors know the true one.
+    """
+    blocks = tl.cdiv(q_len, M)
+    for tile in tl.range(tl.program_id(0), all_heads * blocks, tl.num_programs(0)):
+        block, which = place(tile, blocks, section, all_heads, CAUSAL)
+        batch, head = which // heads, which % heads
+        m0 = block * M
+        whole, stop = k_len // N * N, k_len
+        if CAUSAL:
+            whole = tl.maximum(tl.minimum(whole, (m0 + shift + 1) // N * N), 0)
+            stop = tl.maximum(tl.minimum(stop, m0 + M + shift), whole)
+        rows = m0 + tl.arange(0, M)
+        q = q_desc.load([batch, head, m0, 0]).reshape([M, D])
+        acc = tl.zeros([M, D], tl.float32)
+        peak = tl.full([M], float("-inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        acc, peak, total = walk_described(
+            acc, peak, total, q, k_desc, v_desc, batch, head // group, 0, whole, rows + shift,
+            k_len, scale2, D, N, CAUSAL, False,
+        )  # fmt: skip
+        acc, peak, total = walk_described(
+            acc, peak, total, q, k_desc, v_desc, batch, head // group, whole, stop, rows + shift,
+            k_len, scale2, D, N, CAUSAL, True,
+        )  # fmt: skip
+        empty = total == 0.0
+        total = tl.where(empty, 1.0, total)
+        out = (acc / total[:, None]).to(out_desc.dtype)
+        out_desc.store([batch, head, m0, 0], out.reshape([1, 1, M, D]))
+        lse = tl.where(empty, float("-inf"), peak * LN2 + tl.log(total))
+        at = tl.cast(which, tl.int64) * q_len + rows
+        tl.store(lse_ptr + at, lse, mask=rows < q_len)
+
+
+def suits(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, kind: str) -> bool:
+    """Return whether this kernel takes a call on a kind of GPU; see `configs`.
+
+    It takes 16 bits, D up to 128, no mask or a causal one, and rows that start at multiples of
+    16 bytes.
+    """
+    return (
+        kind in ("hopper", "blackwell")
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[3] <= max(DESCRIBED)
+        and pattern.left is None
+        and pattern.right in (None, 0)
+        and pattern.softcap is None
+        and pattern.tree is None
+        and all(_describable(x) for x in (q, k, v))
+    )
+
+
+def _describable(x: Tensor) -> bool:
+    """Return whether the address and strides of `x` [B, H, T, D] are multiples of 16 bytes."""
+    steps = (stride * x.element_size() for stride in x.stride()[:3])
+    return x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
+def described_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    pattern: Pattern,
+    config: Config | None = None,
+) -> None:
+    """Fill out and lse, which are new; the other arguments are as in `forward.flash_forward`."""
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, k_len = k.shape[1:3]
+    columns = padded(head_dim)
+    config = config or DESCRIBED[max(64, columns)]
+    group, tiles = heads // kv_heads, triton.cdiv(q_len, config.m) * batch * heads
+    fit = CACHED // (2 * k_len * columns * k.element_size())
+    programs = 4  # for the interpreter
+    if q.is_cuda:
+        programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+
+    def described(x: Tensor, rows: int) -> Any:
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
+
+    launch(
+        described_kernel,
+        min(programs, tiles),
+        q,
+        q_desc=described(q, config.m),
+        k_desc=described(k, config.n),
+        v_desc=described(v, config.n),
+        out_desc=described(out, config.m),
+        lse_ptr=lse,
+        all_heads=batch * heads,
+        heads=heads,
+        group=group,
+        section=group * max(1, fit),
+        q_len=q_len,
+        k_len=k_len,
+        shift=pattern.shift(q_len, k_len),
+        scale2=LOG2E * pattern.scale,
+        D=columns,
+        CAUSAL=pattern.right is not None,
+        **config.options(),
+    )
