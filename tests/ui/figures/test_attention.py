@@ -164,5 +164,5 @@ def test_resources_name_what_was_spilled() -> None:
     figure = figures.resources(kernels, ("sm_90", "sm_80"), title="Compiled")
     (table,) = figure.data
     assert list(table.x) == ["sm_90", "sm_80"] and list(table.y) == ["forward", "dq"]
-    assert list(table.text[0]) == ["<b>255</b><br>64 KiB<br>8 spilled", "<b>255</b><br>64 KiB"]
+    assert list(table.text[0]) == ["<b>255</b><br>64<br>8 spilled", "<b>255</b><br>64"]
     assert "forward: sm_90 255, 8 spilled, 64 KiB, sm_80 255, 0 spilled" in alt(figure)

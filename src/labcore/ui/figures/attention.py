@@ -329,7 +329,7 @@ def resources(
             "y": [name.replace(" ", "<br>") for name in kernels],
             "text": cells,
             "texttemplate": "%{text}",
-            "textfont": {"size": 10, "color": "#222832"},
+            "textfont": {"size": 9, "color": "#222832"},
             "colorscale": [[0, "#eef4fb"], [1, "#86bde6"]],
             "zmin": 0,
             "zmax": 256,
@@ -340,12 +340,12 @@ def resources(
         }
     )
     figure.update_layout(
-        title=title, xaxis={"tickangle": 0}, yaxis={"autorange": "reversed"}, height=480
+        title=title, xaxis={"tickangle": -60}, yaxis={"autorange": "reversed"}, height=500
     )
     return describe(figure, f"{title}. {'; '.join(words)}.")
 
 
 def _cell(need: Mapping[str, int]) -> str:
-    """Format registers, shared memory, and spills if there are any."""
+    """Format registers, KiB of shared memory, and spills if there are any, for cells of 20 px."""
     spilled = f"<br>{need['spills']} spilled" if need["spills"] else ""
-    return f"<b>{need['registers']}</b><br>{need['shared'] // 1024} KiB{spilled}"
+    return f"<b>{need['registers']}</b><br>{need['shared'] // 1024}{spilled}"
