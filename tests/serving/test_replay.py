@@ -36,7 +36,7 @@ def workload(seed: int, n: int = 20, *, arrivals: Any = None, **more: Any) -> Wo
     return Workload(
         arrivals=(0.0,) * n if arrivals is None else arrivals,
         prompts=tuple(dice.randint(1, 40) for _ in range(n)),
-        outputs=long_tail(1, n, seed, most=40),
+        outputs=(40, *long_tail(1, n - 1, seed, most=40)),  # one ends with its last allowed token
         **{"max_tokens": 40, "vocabulary": 256, "seed": seed, **more},
     )
 

@@ -234,8 +234,8 @@ class Simulator:
             number = state.emitted + 1
             most = state.request.sampling.max_tokens
             finish = "length" if number >= most else ""
-            if not finish and number >= self._lengths.get(id, most):
-                finish = "eos"
+            if number >= self._lengths.get(id, most + 1):
+                finish = "eos"  # as in the engine, also where it is the last token allowed
             token = zlib.crc32(f"{id} {number}".encode())  # outputs differ between requests
             results[id] = StepResult(tokens=(token,), finish=finish)
         return results
