@@ -114,6 +114,7 @@ def suits(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, kind: str) -> bool:
         kind in ("hopper", "blackwell")
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[3] <= max(DESCRIBED)
+        and q.shape[3] % 8 == 0  # the result's rows, too, must start at multiples of 16 bytes
         and pattern.left is None
         and pattern.right in (None, 0)
         and pattern.softcap is None
