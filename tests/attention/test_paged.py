@@ -38,7 +38,7 @@ def test_torch_sees_an_operator(backend, generator) -> None:
     for some, parents, left in ((None, None, 3), (counts, tree, None)):
         torch.library.opcheck(
             torch.ops.labcore.paged_attention.default,
-            (query, *held.tensors(), some, parents, 0.25, None, left, 1, backend),
+            (query, *held.tensors(), None, None, some, parents, 0.25, None, left, 1, backend),
             test_utils=tests,
         )
 
@@ -145,6 +145,7 @@ def test_the_torch_form_asks_for_no_other_device(tree, generator) -> None:
         *held.tensors(),
         pattern=Pattern(scale=0.25, is_causal=tree is None, bottom_right=True, tree=tree),
         counts=None,
+        scales=None,
         splits=1,
     )
     wanted = call()

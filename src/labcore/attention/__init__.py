@@ -6,6 +6,7 @@ use it in a model, pass `functools.partial(flash_attention, is_causal=True, enab
 """
 
 from labcore.attention import traffic
+from labcore.attention.kv_codes import quantize_kv
 from labcore.attention.online import merge_states, tiled_backward, tiled_forward
 from labcore.attention.op import flash_attention, flash_attention_varlen
 from labcore.attention.paged import paged_attention
@@ -20,6 +21,7 @@ __all__ = [
     "merge_states",
     "naive_attention",
     "paged_attention",
+    "quantize_kv",
     "safe_attention",
     "tiled_backward",
     "tiled_forward",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from labcore import device
 from labcore.attention.configs import Config, kind_of, padded
-from labcore.attention.forward import LN2, scores, softmax_step, visible
+from labcore.attention.forward import LN2, softmax_step, visible
 from labcore.attention.layout import new_heads, new_lse
 from labcore.attention.pattern import Pattern, tree_bits
 
@@ -39,10 +39,10 @@ def pages_of(table_ptr, start, end, PAGE: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def walk_pages(
-    acc, peak, total, page, q, k_ptr, v_ptr, table_ptr, bits_ptr, parents_ptr,
-    begin, stop, end, rows, queries, prefix, left, scale2, cap_scale,
+    acc, peak, total, page, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, bits_ptr,
+    parents_ptr, begin, stop, end, rows, queries, prefix, left, scale2, cap_scale,
     stride_kp, stride_ks, stride_vp, stride_vs,
-    PAGE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, N: tl.constexpr,
+    PAGE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, N: tl.constexpr, CODES: tl.constexpr,
     LEFT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add blocks of N keys from `begin` to `stop` to the running softmax.
@@ -55,6 +55,7 @@ def walk_pages(
         after = pages_of(table_ptr, start + N, end, PAGE, N)
         keys = start + tl.arange(0, N)
         inside = (cols < D)[None, :]
+        held = keys >= 0
         if MASKED:
             held = keys < end  # past the end there may be NaN or a page that isn't the sequence's
             if TREE:  # the cache may have no key for a padding node
@@ -72,7 +73,12 @@ def walk_pages(
         else:
             k = tl.load(k_at)
             v = tl.load(v_at)
-        s = scores(q, k, cap_scale, SOFTCAP)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if CODES:
+            scale_at = (in_page * PAGE + slot) * tl.num_programs(1)
+            s *= tl.load(k_scales_ptr + scale_at, mask=held, other=0.0)[None, :]
+        if SOFTCAP:  # as in `scores`
+            s = 1.0 - 2.0 / (1.0 + tl.exp2(s * cap_scale))
         if MASKED:
             seen = visible(
                 rows[:, None], keys[None, :], queries, end, prefix, left, 0, bits_ptr, LEFT, True,
@@ -80,6 +86,9 @@ def walk_pages(
             )  # fmt: skip
             s = tl.where(seen, s, float("-inf"))
         weights, shrink, peak, total = softmax_step(s, peak, total, scale2, MASKED)
+        if CODES:
+            weights *= tl.load(v_scales_ptr + scale_at, mask=held, other=0.0)[None, :]
+        v = v.to(q.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         page = after
     return acc, peak, total, page
@@ -92,6 +101,8 @@ def decode_kernel(
     q_ptr,
     k_ptr,  # [P, page, Hkv, D]
     v_ptr,
+    k_scales_ptr,  # [P, page, Hkv] float32, read if CODES
+    v_scales_ptr,
     table_ptr,  # [B, max_pages] int32
     lengths_ptr,  # [B] int32
     counts_ptr,  # [B] int32, read if COUNTS
@@ -102,8 +113,8 @@ def decode_kernel(
     stride_vp, stride_vs, stride_vh,
     max_pages, queries, left, scale2, cap_scale,
     GROUP: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, COUNTS: tl.constexpr, LEFT: tl.constexpr,
-    TREE: tl.constexpr, SOFTCAP: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CODES: tl.constexpr, COUNTS: tl.constexpr,
+    LEFT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Process one piece of one sequence for the G query heads that share a KV head.
 
@@ -155,28 +166,21 @@ def decode_kernel(
         answered = answered & (tl.load(parents_ptr + t) != -2)
     table_ptr += batch * max_pages
     k_ptr, v_ptr = k_ptr + kv_head * stride_kh, v_ptr + kv_head * stride_vh
+    if CODES:
+        k_scales_ptr, v_scales_ptr = k_scales_ptr + kv_head, v_scales_ptr + kv_head
 
     acc = tl.zeros([M, D_PAD], tl.float32)
     peak = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     page = pages_of(table_ptr, begin, end, PAGE, N)
-    if LEFT:
+    bounds = begin, hot, cold, end
+    for part in tl.static_range(0 if LEFT else 1, 3):  # only hot … cold - 1 needs no mask
         acc, peak, total, page = walk_pages(
-            acc, peak, total, page, q, k_ptr, v_ptr, table_ptr, bits_ptr, parents_ptr,
-            begin, hot, end, t, queries, prefix, left, scale2, cap_scale,
-            stride_kp, stride_ks, stride_vp, stride_vs, PAGE, D, D_PAD, N, LEFT, TREE, SOFTCAP,
-            True,
+            acc, peak, total, page, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
+            bits_ptr, parents_ptr, bounds[part], bounds[part + 1], end, t, queries, prefix, left,
+            scale2, cap_scale, stride_kp, stride_ks, stride_vp, stride_vs, PAGE, D, D_PAD, N,
+            CODES, LEFT, TREE, SOFTCAP, part != 1,
         )  # fmt: skip
-    acc, peak, total, page = walk_pages(
-        acc, peak, total, page, q, k_ptr, v_ptr, table_ptr, bits_ptr, parents_ptr,
-        hot, cold, end, t, queries, prefix, left, scale2, cap_scale,
-        stride_kp, stride_ks, stride_vp, stride_vs, PAGE, D, D_PAD, N, LEFT, TREE, SOFTCAP, False,
-    )  # fmt: skip
-    acc, peak, total, page = walk_pages(
-        acc, peak, total, page, q, k_ptr, v_ptr, table_ptr, bits_ptr, parents_ptr,
-        cold, end, end, t, queries, prefix, left, scale2, cap_scale,
-        stride_kp, stride_ks, stride_vp, stride_vs, PAGE, D, D_PAD, N, LEFT, TREE, SOFTCAP, True,
-    )  # fmt: skip
 
     # Padding rows weren't masked in the unmasked blocks.
     total = tl.where(answered, total, 0.0)
@@ -235,6 +239,7 @@ def split_decode(
     *,
     pattern: Pattern,
     counts: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None,
     splits: int,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernels with the arguments of `paged_attention`, which checks them.
@@ -245,7 +250,9 @@ def split_decode(
     kv_heads, dtype = key_pages.shape[2], query.dtype
     if device.interpreting() and dtype == torch.bfloat16:
         # The interpreter multiplies bfloat16 bit patterns, and truncates instead of rounding.
-        query, key_pages, value_pages = (x.float() for x in (query, key_pages, value_pages))
+        query = query.float()
+        if scales is None:
+            key_pages, value_pages = key_pages.float(), value_pages.float()
     query, key_pages, value_pages = (_readable(x) for x in (query, key_pages, value_pages))
     out, lse = new_heads(query), new_lse(query)
     part, part_lse = out, lse
@@ -264,7 +271,9 @@ def split_decode(
         decode_kernel[(batch * triton.cdiv(rows, config.m), kv_heads, splits)](
             out_ptr=part,
             lse_ptr=part_lse,
-            **_arguments(query, key_pages, value_pages, block_table, lengths, counts, pattern),
+            **_arguments(
+                query, key_pages, value_pages, block_table, lengths, counts, scales, pattern
+            ),
             M=config.m,
             N=config.n,
             num_warps=config.warps,
@@ -295,6 +304,7 @@ def _arguments(
     block_table: Tensor,
     lengths: Tensor,
     counts: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None,
     pattern: Pattern,
 ) -> dict[str, Any]:
     """Return decode_kernel's arguments by name, besides its results and its tile."""
@@ -308,6 +318,8 @@ def _arguments(
         "q_ptr": query,
         "k_ptr": key_pages,
         "v_ptr": value_pages,
+        "k_scales_ptr": None if scales is None else scales[0].contiguous(),
+        "v_scales_ptr": None if scales is None else scales[1].contiguous(),
         "table_ptr": block_table.contiguous(),
         "lengths_ptr": lengths.contiguous(),
         "counts_ptr": None if counts is None else counts.contiguous(),
@@ -322,6 +334,7 @@ def _arguments(
         "PAGE": key_pages.shape[1],
         "D": query.shape[3],
         "D_PAD": padded(query.shape[3]),
+        "CODES": scales is not None,
         "COUNTS": counts is not None,
         "LEFT": pattern.left is not None,
         "TREE": tree is not None,
@@ -332,8 +345,9 @@ def _arguments(
 def choose(rows: int, head_dim: int, element_size: int, kind: str) -> Config:
     """Return the tile for `rows` = G * T query rows of `element_size` bytes on a `kind` of GPU.
 
-    kind: as in `configs`. A block of keys plus one of values takes at most 16 KiB per stage. So
-    there's room for several programs with blocks on their way.
+    kind: as in `configs`. A block of keys plus one of values takes at most 16 KiB per stage, so
+    there's room for several programs with blocks on their way. Codes take the blocks of queries in
+    16 bits: twice as many keys spill registers.
     """
     whole = element_size == 4  # exact products use many registers and no matrix unit
     most = MOST_ROWS // 2 if whole or kind == "cdna" else MOST_ROWS

@@ -20,6 +20,7 @@ from labcore.attention.arguments import (
     make_pattern,
     no_tangents,
 )
+from labcore.attention.kv_codes import check_codes, check_readable
 from labcore.attention.layout import new_heads, new_lse
 from labcore.attention.online import merge_states
 from labcore.attention.pattern import Pattern, allowed
@@ -40,6 +41,8 @@ def paged_attention(
     block_table: Tensor,
     lengths: Tensor,
     *,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     counts: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -54,6 +57,8 @@ def paged_attention(
     query: [B, H, T, D], fp16, bf16 or fp32 (the PyTorch backend takes fp64 too), any strides.
     key_pages, value_pages: [P, page, Hkv, D] in query's dtype, where H is a multiple of Hkv. Key s
     of sequence b is in slot s % page of page block_table[b, s // page]; nothing else is read.
+    key_scales, value_scales: float32 [P, page, Hkv]. With them the pages hold codes, int8 or
+    float8_e4m3fn; `quantize_kv` makes both.
     block_table: int32 [B, max_pages].
     lengths: int32 [B], each sequence's number of keys, including those of its queries. A sequence
     of length 0 gets zeros.
@@ -76,6 +81,10 @@ def paged_attention(
     Source: Dao et al., 2023, https://pytorch.org/blog/flash-decoding (splits); Kwon et al., 2023,
     arXiv 2309.06180 (pages).
     """
+    if key_scales is None and value_scales is None:
+        _check_dtypes(query, key_pages, value_pages)
+    else:
+        check_codes(query, key_pages, value_pages, key_scales, value_scales)
     _check_pages(query, key_pages, value_pages)
     _check_integers(query, block_table, lengths, counts, tree)
     if tree is not None and window is not None:
@@ -90,6 +99,8 @@ def paged_attention(
         value_pages,
         block_table,
         lengths,
+        key_scales,
+        value_scales,
         counts,
         tree,
         pattern.scale,
@@ -106,7 +117,8 @@ def paged_attention(
     mutates_args=(),
     schema=(
         "(Tensor query, Tensor key_pages, Tensor value_pages, Tensor block_table, Tensor lengths, "
-        "Tensor? counts, Tensor? tree, float scale, float? softcap, SymInt? left, SymInt? splits, "
+        "Tensor? key_scales, Tensor? value_scales, Tensor? counts, Tensor? tree, "
+        "float scale, float? softcap, SymInt? left, SymInt? splits, "
         "str backend) -> (Tensor, Tensor)"
     ),
 )
@@ -116,6 +128,8 @@ def _paged_attention(
     value_pages: Tensor,
     block_table: Tensor,
     lengths: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
     counts: Tensor | None,
     tree: Tensor | None,
     scale: float,
@@ -144,14 +158,20 @@ def _paged_attention(
         tree=tree,
     )
     tensors = (query, key_pages, value_pages, block_table, lengths)
+    scales = None
+    if key_scales is not None and value_scales is not None:
+        scales = (key_scales, value_scales)
     # Autocast must not change the precision of the products.
     with torch.autocast(query.device.type, enabled=False):
         if form == "torch":
-            return _torch_form(*tensors, pattern=pattern, counts=counts, splits=splits or 1)
+            return _torch_form(
+                *tensors, pattern=pattern, counts=counts, scales=scales, splits=splits or 1
+            )
         from labcore.attention.decode import split_decode
 
+        check_readable(key_pages)
         splits = splits or _splits(query, key_pages, block_table)
-        return split_decode(*tensors, pattern=pattern, counts=counts, splits=splits)
+        return split_decode(*tensors, pattern=pattern, counts=counts, scales=scales, splits=splits)
 
 
 @_paged_attention.register_fake
@@ -178,6 +198,7 @@ def _torch_form(
     *,
     pattern: Pattern,
     counts: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None,
     splits: int,
 ) -> tuple[Tensor, Tensor]:
     """Compute the kernels' results one sequence at a time; the host reads lengths and counts."""
@@ -202,9 +223,12 @@ def _torch_form(
         pages = block_table[row, first // page : -(-length // page)]
         held = slice(first % page, length - first // page * page)
         keys, values = (
-            x.index_select(0, pages).flatten(0, 1)[held].transpose(0, 1).to(lse.dtype)
+            x[pages].to(lse.dtype).flatten(0, 1)[held].transpose(0, 1)
             for x in (key_pages, value_pages)
         )
+        if scales is not None:
+            key_steps, value_steps = (x[pages].flatten(0, 1)[held].mT[..., None] for x in scales)
+            keys, values = keys * key_steps, values * value_steps
         # [Hkv, G * count, D]: query heads that share a key head become rows of one product.
         rows = query[row, :, :count].reshape(kv_heads, -1, query.shape[3]).to(lse.dtype)
         seen = _seen(pattern, row, count, length, keys)
@@ -268,16 +292,23 @@ def _splits(query: Tensor, key_pages: Tensor, block_table: Tensor) -> int:
     return max(1, min(wanted, block_table.shape[1] * page // KEYS_A_SPLIT, MOST_SPLITS))
 
 
-def _check_pages(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
-    """Raise unless queries [B, H, T, D] and pages [P, page, Hkv, D] match each other."""
+def _check_dtypes(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
+    """Raise TypeError unless all are floating-point tensors of one dtype on one device."""
     for name, x in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages)):
-        floating(name, x)
+        if getattr(x, "dtype", None) != torch.int8:  # codes get the sentence below
+            floating(name, x)
         if x.dtype not in DTYPES or x.dtype != query.dtype or x.device != query.device:
             raise TypeError(
                 "query and pages must share one device and one dtype of float16, bfloat16, float32 "
                 f"and float64, got {query.dtype} on {query.device} for query, and for {name} "
-                f"{x.dtype} on {x.device}; convert the query with .to(key_pages)"
+                f"{x.dtype} on {x.device}; convert the query with .to(key_pages), or pass "
+                "key_scales and value_scales with pages of 8-bit codes"
             )
+
+
+def _check_pages(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
+    """Raise unless queries [B, H, T, D] and pages [P, page, Hkv, D] match each other."""
+    for name, x in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages)):
         if x.dim() != 4:
             form = "[B, H, T, D]" if x is query else "[P, page, Hkv, D]"
             raise ValueError(f"{name} must have shape {form}, got {tuple(x.shape)}")

@@ -30,8 +30,9 @@ Call: TypeAlias = Callable[[], object]
 
 FLAGS = {"LEFT": "window", "RIGHT": "causal"}  # other constants keep their names
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPES |= {"i8": "int8", "fp8e4nv": "float8"}
 HEADS, TOKENS, PAGE = 4, 64, 16
-FLOAT32 = ("lse_ptr", "part_lse_ptr", "grad_lse_ptr", "delta_ptr")  # in every program
+FLOAT32 = ("lse_ptr", "part_lse_ptr", "grad_lse_ptr", "delta_ptr", "k_scales_ptr", "v_scales_ptr")
 TILE = ("N", "D_PAD", "BLOCK", "TILE")  # left out of names: the target and the rest decide them
 
 
@@ -134,18 +135,22 @@ def _paged(
     splits: int = 1,
     padded: bool = False,
     tree: bool = False,
+    codes: torch.dtype | None = None,
     **given: Any,
 ) -> Call:
     def call() -> None:
         query = torch.zeros(2, 2 * group, queries, head_dim, dtype=dtype)
-        pages = torch.zeros(9, PAGE, 2, head_dim, dtype=dtype)
+        pages = torch.zeros(9, PAGE, 2, head_dim, dtype=codes or dtype)
+        scales: dict[str, Any] = {}
+        if codes is not None:
+            scales = dict.fromkeys(("key_scales", "value_scales"), torch.zeros(9, PAGE, 2))
         table = torch.zeros(2, 4, dtype=torch.int32)
         lengths = torch.full((2,), 4 * PAGE, dtype=torch.int32)
         counts = torch.full((2,), queries, dtype=torch.int32) if padded else None
         parents = torch.arange(-1, queries - 1, dtype=torch.int32).expand(2, -1) if tree else None
         paged_attention(
             query, pages, pages, table, lengths, counts=counts, tree=parents, splits=splits,
-            backend="triton", **given,
+            backend="triton", **scales, **given,
         )  # fmt: skip
 
     return call
@@ -160,8 +165,11 @@ def _step(kind: type, dtype: torch.dtype, *, offset: int = 0, **settings: Any) -
     return call
 
 
-def _calls() -> Iterator[tuple[Call, bool]]:
-    """Yield the calls, and whether the gate compiles their programs each time."""
+def _calls(*, float8: bool) -> Iterator[tuple[Call, bool]]:
+    """Yield the calls, and whether the gate compiles their programs each time.
+
+    float8: whether Triton compiles it for the target.
+    """
     half, wide = torch.bfloat16, torch.float32
     causal: dict[str, Any] = {"is_causal": True}
     aligned = {**causal, "causal_alignment": "bottom_right"}
@@ -206,6 +214,9 @@ def _calls() -> Iterator[tuple[Call, bool]]:
     yield _paged(half, 256, 2, splits=4, **capped), False
     yield _paged(torch.float16, 128, 4, splits=4), False
     yield _paged(wide, 128, 4, splits=4), False
+    for codes in (torch.int8, torch.float8_e4m3fn)[: 1 + float8]:
+        yield _paged(half, 128, 8, splits=4, codes=codes), False
+        yield _paged(half, 64, 4, splits=4, codes=codes), False
 
     for kind in (Lion, AdamW):
         yield _step(kind, wide), kind is AdamW
@@ -294,7 +305,7 @@ def programs(target: str, *, gated: bool = False) -> dict[str, Program]:
     gated: only those that the gate compiles each time.
     """
     with launching(target) as found:
-        for call, always in _calls():
+        for call, always in _calls(float8=TARGETS[target].float8):
             if always or not gated:
                 call()
     return found

@@ -38,6 +38,11 @@ class Target:
         """NVIDIA's major compute capability; 0 for AMD's GPUs."""
         return self.arch // 10 if isinstance(self.arch, int) else 0
 
+    @property
+    def float8(self) -> bool:
+        """Return whether Triton compiles float8_e4m3fn for it."""
+        return not isinstance(self.arch, int) or self.arch >= 89
+
 
 # No sm_75: Triton 3.7 emits no matrix instruction for it, so a T4 runs plain PyTorch.
 TARGETS: Mapping[str, Target] = {
@@ -65,7 +70,7 @@ def needs(compiled: Any) -> dict[str, Any]:
     text = asm.get("ptx") or asm["amdgcn"]
     counts = {unit: len(re.findall(pattern, text)) for unit, pattern in MATRIX.items()}
     unit = max(counts, key=lambda name: counts[name])
-    tiles = re.findall(r"local_alloc.*memdesc<(\d+)x\d+x\d+xb?f", asm["ttgir"])
+    tiles = re.findall(r"local_alloc.*memdesc<(\d+)x\d+x\d+x(?:b?f|i8)", asm["ttgir"])
     return {
         **(_of_ptx(asm) if "ptx" in asm else _of_amdgcn(text)),
         "shared": int(compiled.metadata.shared),
