@@ -125,6 +125,14 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A language model is judged on 16 windows of the held-out text instead of 512."""
+    from labcore.studies.language import bench
+
+    monkeypatch.setattr(bench.held_out_loss.__wrapped__, "__defaults__", (16,))
+
+
+@pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """The environment without the project's own variables."""
     for name in list(os.environ):

@@ -127,11 +127,10 @@ def test_a_scheduled_learning_rate_reaches_torchao_as_a_tensor() -> None:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(few_windows: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs train a small model for no time, on no text, with no tuning to look up."""
     text = torch.randint(2048, (3000,), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(bench, "text", lambda name, *, max_files=None: text)
-    monkeypatch.setattr(bench, "HELD_OUT_ROWS", bench.ROWS)
     monkeypatch.setattr(cases.language, "best", lambda *_: Setting(lr=8e-3, decay=0.1))
     monkeypatch.setattr(bench, "CONFIG", dataclasses.replace(bench.CONFIG, num_hidden_layers=1))
     monkeypatch.setattr(

@@ -139,7 +139,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
         lambda seed: Llama(config, generator=torch.Generator().manual_seed(seed)),
     )
     monkeypatch.setattr(bench, "LENGTH", 8)
-    monkeypatch.setattr(bench, "HELD_OUT_ROWS", 16)
     monkeypatch.setattr(cases, "best", lambda batch, optimizer: Setting(lr=0.01, decay=0.1))
 
 

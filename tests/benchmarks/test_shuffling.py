@@ -123,7 +123,9 @@ def test_every_run_of_the_language_model_has_a_case() -> None:
     assert set(runs) == {"language/orders", "language/spikes"}
 
 
-def test_the_language_model_runs_small_and_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_language_model_runs_small_and_is_compared(
+    few_windows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cases, "_tuned", lambda _: SETTING)
     by_name = {case.name: case.function for case in cases_of("shuffling")}
     found = {}

@@ -1,4 +1,4 @@
-"""No notebook is committed with outputs, except below `# NBVAL_CHECK_OUTPUT`, which compares them.
+"""Notebooks have no outputs, except below `# NBVAL_CHECK_OUTPUT`, where they are compared.
 
 It needs Python alone: pre-commit runs it as a program, and the gate on chapters imports it.
 """
@@ -19,6 +19,21 @@ def output_problems(cell: dict[str, Any]) -> list[str]:
     if kept and not cell.get("outputs"):
         return ["is marked NBVAL_CHECK_OUTPUT and has no output to compare"]
     return []
+
+
+def _printed(cell: dict[str, Any]) -> str:
+    return "".join("".join(one["text"]) for one in cell["outputs"] if one["name"] == "stdout")
+
+
+def changed_outputs(notebook: Path, executed: Path) -> list[str]:
+    """Name the marked cells of a notebook that printed something else in a build."""
+    cells = {one["id"]: one for one in json.loads(executed.read_text("utf-8"))["cells"]}
+    return [
+        f"cell {cell['id']} printed {_printed(cells[cell['id']])!r}, kept is {_printed(cell)!r}"
+        for cell in json.loads(notebook.read_text("utf-8"))["cells"]
+        if "# NBVAL_CHECK_OUTPUT" in "".join(cell["source"])
+        and _printed(cell) != _printed(cells[cell["id"]])
+    ]
 
 
 def main(paths: list[str]) -> int:

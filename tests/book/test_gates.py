@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from labcore.labs.first_cell import first_cell
-from tests.book import html_checks, source_checks
+from tests.book import html_checks, outputs, source_checks
 from tests.book.mini import METADATA
 
 pytestmark = pytest.mark.long
@@ -204,6 +204,24 @@ def test_chapter_problems(tmp_path: Path, notebook: dict[str, Any], sentence: st
     found = source_checks.chapter_problems(path)
     assert len(found) == (sentence is not None), found
     assert all(sentence in line for line in found)
+
+
+def test_changed_outputs(tmp_path: Path) -> None:
+    kept, ran = tmp_path / "kept.ipynb", tmp_path / "ran.ipynb"
+    text = {"output_type": "stream", "name": "stdout", "text": ["old\n"]}
+    marked = code_cell("# NBVAL_CHECK_OUTPUT\nprint('old')", outputs=[text])
+    free = code_cell("print('any')", id="free")
+    kept.write_text(json.dumps({"cells": [marked, free]}))
+    other = {**free, "outputs": [{**text, "text": "any"}]}
+    ran.write_text(
+        json.dumps({"cells": [{**marked, "outputs": [{**text, "text": "old\n"}]}, other]})
+    )
+    assert outputs.changed_outputs(kept, ran) == []
+    ran.write_text(
+        json.dumps({"cells": [{**marked, "outputs": [{**text, "text": "new\n"}]}, other]})
+    )
+    (wrong,) = outputs.changed_outputs(kept, ran)
+    assert "printed 'new\\n', kept is 'old\\n'" in wrong
 
 
 def test_words_are_prose_only() -> None:

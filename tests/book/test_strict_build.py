@@ -11,7 +11,7 @@ import yaml
 
 from labcore.labs import releases
 from labcore.labs.source import read_lab
-from tests.book import html_checks, source_checks
+from tests.book import html_checks, outputs, source_checks
 from tests.book_fixtures import ROOT, Build
 from tests.labs import lab_checks
 
@@ -54,6 +54,11 @@ class TestPages:
     def test_the_build_is_clean(self, strict_build: Build) -> None:
         assert strict_build.status == 0, strict_build.log[-6000:]
         assert "build succeeded" in strict_build.log
+
+    @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+    def test_marked_cells_print_what_is_kept(self, strict_build: Build, chapter: Path) -> None:
+        ran = strict_build.html.parent / "jupyter_execute" / "book" / chapter.name
+        assert outputs.changed_outputs(chapter, ran) == []
 
     @pytest.mark.parametrize("book", [ROOT, GUIDE], ids=["book", "guide"])
     def test_every_page_is_there_and_is_searched(self, book_html: Path, book: Path) -> None:

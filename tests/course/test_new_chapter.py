@@ -13,7 +13,8 @@ import pytest
 from labcore.course import new_chapter
 
 ROOT = Path(__file__).resolve().parents[2]
-MADE = ("__pycache__", ".git", ".venv*", "_build", "my", "*_cache", ".coverage*")
+# Mypy's cache is taken along: it knows all that is not new.
+MADE = ("__pycache__", ".git", ".venv*", "_build", "my", ".[ipr]*_cache", ".coverage*")
 # What asks something of every chapter and lab, and the sample's own tests.
 ASKED = [
     "tests/noise_scale",

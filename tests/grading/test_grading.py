@@ -21,7 +21,8 @@ from nbgrader.converters import GenerateAssignment
 
 from labcore.__main__ import run
 from labcore.grading import sandbox, steps
-from labcore.grading.gradebook import Gradebook, GradingError
+from labcore.grading.gradebook import Gradebook
+from labcore.grading.judged import GradingError
 from labcore.grading.queue import locked
 from labcore.grading.sandbox import Limits
 from labcore.grading.steps import Settings

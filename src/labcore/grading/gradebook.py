@@ -31,18 +31,14 @@ from nbgrader.utils import is_grade  # type: ignore[import-untyped]
 from traitlets.config import Config
 
 from labcore.grading import feedback
-from labcore.grading.judged import Judged
+from labcore.grading.judged import GradingError, Judged
 from labcore.labs.nbgrader_settings import course_settings, open_gradebook, quiet_log
 from labcore.labs.source import HIDDEN, Lab, cell_text, import_cells, nbgrader_of
 
-__all__ = ["Gradebook", "Graded", "GradingError"]
+__all__ = ["Gradebook", "Graded"]
 
 OUTPUTS = ("stream", "display_data", "execute_result", "error")
 PLACE = "labcore_place"  # a cell's metadata: its index in the repaired notebook
-
-
-class GradingError(RuntimeError):
-    """A notebook could not be graded; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,11 @@ from labcore.grading.sandbox import Limits
 from labcore.grading.session import DIED, TIMEOUT
 from labcore.labs.source import Lab, nbgrader_of
 
-__all__ = ["Judged", "run_and_judge"]
+__all__ = ["GradingError", "Judged", "run_and_judge"]
+
+
+class GradingError(RuntimeError):
+    """A notebook could not be graded; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from labcore.grading.feedback import PAGE_HEAD
-from labcore.grading.gradebook import Gradebook, GradingError
 from labcore.grading.intake.submissions import Submission, mend, read_notebook
-from labcore.grading.judged import Judged
+from labcore.grading.judged import GradingError, Judged
 from labcore.grading.queue import Job, write_whole
 from labcore.grading.references import uses_of_answers
 from labcore.grading.report import Row
@@ -25,6 +25,9 @@ from labcore.labs.releases import source_paths
 from labcore.labs.source import Lab, read_lab
 from labcore.labs.students import number_of
 from labcore.records import hashes
+
+if TYPE_CHECKING:
+    from labcore.grading.gradebook import Gradebook
 
 __all__ = ["COURSE", "NOT_YET", "ClassPlan", "Entry", "Settings", "code_of", "deciding_modules"]
 

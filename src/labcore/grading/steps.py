@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from labcore.grading import sandbox
-from labcore.grading.gradebook import Gradebook
 from labcore.grading.intake.collection import collect as take_in
 from labcore.grading.judged import Judged, run_and_judge
 from labcore.grading.plan import COURSE, NOT_YET, ClassPlan, Entry, Settings, code_of
@@ -82,6 +81,9 @@ def _make_ready(out: Path, submissions: Path) -> None:
 @contextlib.contextmanager
 def _open(root: Path, out: Path) -> Iterator[ClassPlan]:
     (out / COURSE).mkdir(exist_ok=True, mode=0o700)
+    # Processes that only run notebooks don't pay for importing nbgrader.
+    from labcore.grading.gradebook import Gradebook
+
     with Gradebook(out / COURSE, out / LOG) as course, warnings.catch_warnings():
         # The warnings of nbgrader's database library concern only nbgrader's authors.
         warnings.simplefilter("ignore")

@@ -13,11 +13,10 @@ from labcore.studies.language.tuning import REPORT_SEEDS, Setting
 
 
 @pytest.fixture(autouse=True)
-def no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_text(few_windows: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No files are read and no tuning is looked up."""
     text = torch.randint(2048, (3000,), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(bench, "text", lambda name, *, max_files=None: text)
-    monkeypatch.setattr(bench, "HELD_OUT_ROWS", bench.ROWS)
     monkeypatch.setattr(bench, "ROWS", 2)
     monkeypatch.setattr(language, "BATCH", 4 * bench.LENGTH)
     monkeypatch.setattr(language, "SHAPE_BATCH", 2 * bench.LENGTH)

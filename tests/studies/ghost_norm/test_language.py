@@ -69,13 +69,12 @@ def test_noise_scale_of_a_model_is_that_of_its_gradients(generator: torch.Genera
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
+def tiny(few_windows: None, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
     """The bench with a tiny model and passes of 2 rows of 8 tokens."""
     text = torch.randint(31, (5000,), generator=generator)
     monkeypatch.setattr(bench, "text", lambda name, max_files=None: text)
     monkeypatch.setattr(bench, "ROWS", 2)
     monkeypatch.setattr(bench, "LENGTH", 8)
-    monkeypatch.setattr(bench, "HELD_OUT_ROWS", 4)
     monkeypatch.setattr(
         bench,
         "language_model",

@@ -172,7 +172,7 @@ def test_mended_streams_lose_what_they_should(clean: spikes.Stream, seed: int) -
 
 
 def test_a_clean_branch_is_an_uninterrupted_run(
-    clean: spikes.Stream, seed: int, monkeypatch: pytest.MonkeyPatch
+    clean: spikes.Stream, seed: int, few_windows: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "held_out_loss", lambda *_: 0.5)
     noise = spikes.damaged(clean, "random tokens", PLAN, seed)
