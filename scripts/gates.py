@@ -90,6 +90,8 @@ def main(which: str, runner: Callable[..., Result] = run) -> int:
     """Runs the gates and prints the summary. Returns the exit code."""
     environment = os.environ | {"LABCORE_STRICT_CLAIMS": "1", "PYTHONUNBUFFERED": "1"}
     environment["PYTHONUTF8"] = "1"  # Windows would use another encoding.
+    # A thousand processes import labcore, and each would compile it anew.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     # On a machine with two cores, two threads of one process only wait for each other.
     environment.setdefault("OMP_NUM_THREADS", "1")
     results = [

@@ -40,8 +40,9 @@ MARKED = """() => {
     const e = document.activeElement;
     return [e, e.parentElement, ...e.children].some(near => near && shows(near));
 }"""
-# Whether all elements have the colors that they change to.
-FADED = "() => !document.getAnimations().some(a => a instanceof CSSTransition)"
+# All elements get at once the colors that they change to.
+FADE = """() => document.getAnimations().filter(a => a instanceof CSSTransition)
+    .forEach(a => a.finish())"""
 
 
 class Silent(SimpleHTTPRequestHandler):
@@ -278,6 +279,7 @@ def test_every_page_is_calm_fits_a_phone_and_shows_axe_nothing_serious(
         print(name)
         page.set_viewport_size(PHONE)
         page.emulate_media(color_scheme="light")
+        watched.errors.clear()  # axe asks for style sheets, which a folder refuses it
         page.goto(f"{bases[('file', 'http')[number % 2]]}/{name}")
         settle(page)
         assert page.locator("h1").count() >= 1
@@ -290,7 +292,7 @@ def test_every_page_is_calm_fits_a_phone_and_shows_axe_nothing_serious(
         if (number + seed) % 2:
             page.emulate_media(color_scheme="dark")
             page.wait_for_function("() => document.documentElement.dataset.theme === 'dark'")
-            page.wait_for_function(FADED)
+            page.evaluate(FADE)
         assert violations(page, runOnly=["color-contrast"]) == []
 
 

@@ -30,6 +30,7 @@ from traitlets.config import Config
 
 from labcore.exercises import Clinic, load
 from labcore.exercises.running import Played, play_forked, unsendable
+from labcore.grading.forked import fork_kernels
 from labcore.grading.references import copied
 from labcore.processes import wire
 from labcore.processes.travel import dumps, loads
@@ -312,6 +313,7 @@ def main() -> None:
             raise EOFError
         return data
 
+    fork_kernels()
     folder = Path(os.environ.get("TMPDIR", "/tmp"), "handed-in")
     folder.mkdir(mode=0o700)
     session = _Session(str(folder))
