@@ -22,7 +22,8 @@ def output_problems(cell: dict[str, Any]) -> list[str]:
 
 
 def _printed(cell: dict[str, Any]) -> str:
-    return "".join("".join(one["text"]) for one in cell["outputs"] if one["name"] == "stdout")
+    texts = (one.get("text") or one["data"]["text/plain"] for one in cell["outputs"])
+    return "".join("".join(text) for text in texts)
 
 
 def changed_outputs(notebook: Path, executed: Path) -> list[str]:

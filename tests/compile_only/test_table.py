@@ -2,7 +2,6 @@
 
 import ast
 import copy
-import random
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,14 +24,11 @@ def table() -> dict:
 
 
 @pytest.mark.long
-def test_the_gated_programs_need_no_more_than_the_table(table, seed: int) -> None:
-    """For Hopper and three more GPUs: a new table compiles all, an old one fails by its source."""
-    others = sorted(set(TARGETS) - {"sm_90"})
-    chosen = ["sm_90", *random.Random(seed).sample(others, 3)]
-    found = compile_only.measure(gated=True, targets=chosen)
+def test_the_gated_programs_need_no_more_than_the_table(table) -> None:
+    found = compile_only.measure(gated=True)
     assert compile_only.problems(found, table) == []
-    assert 50 < sum(len(targets) for targets in found.values()) <= 120
-    assert {target for targets in found.values() for target in targets} == set(chosen)
+    assert sum(len(targets) for targets in found.values()) <= 120
+    assert {target for targets in found.values() for target in targets} == set(TARGETS)
 
 
 @pytest.mark.parametrize("target", TARGETS)

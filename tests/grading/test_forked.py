@@ -1,10 +1,12 @@
-"""Kernels forked from a process that has torch: a group of their own, and none of its files."""
+"""Kernels forked from a process that has torch: a group of their own, its end, not its files."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 CELLS = [
     "import os, sys\nprint(os.getppid(), os.getpgid(0) == os.getpid(), 'torch' in sys.modules)",
@@ -52,3 +54,26 @@ def test_a_forked_kernel_is_a_process_of_its_own() -> None:
     assert (said[1], written) == (["OSError"], "")
     assert said[3] == ["-f", "__main__"]  # the loop before it was interrupted
     assert died
+
+
+ORPHAN = """
+import os
+from jupyter_client.manager import start_new_kernel
+from labcore.grading.forked import fork_kernels
+
+fork_kernels()
+manager, client = start_new_kernel()
+print(manager.provisioner.pid, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_kernel_ends_with_the_process_that_it_was_forked_from() -> None:
+    done = subprocess.run([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, timeout=120)
+    kernel = Path("/proc", done.stdout.decode().strip())
+    for _ in range(300):
+        if not kernel.exists() or "Z (zombie)" in (kernel / "status").read_text():
+            break
+        time.sleep(0.1)
+    else:
+        raise AssertionError(f"{kernel} still runs")

@@ -346,8 +346,8 @@ def choose(rows: int, head_dim: int, element_size: int, kind: str) -> Config:
     """Return the tile for `rows` = G * T query rows of `element_size` bytes on a `kind` of GPU.
 
     kind: as in `configs`. A block of keys plus one of values takes at most 16 KiB per stage, so
-    there's room for several programs with blocks on their way. Codes take the blocks of queries in
-    16 bits: twice as many keys spill registers.
+    there's room for several programs with blocks on their way. 8-bit codes get the blocks of the
+    query's dtype: twice as many keys would spill registers.
     """
     whole = element_size == 4  # exact products use many registers and no matrix unit
     most = MOST_ROWS // 2 if whole or kind == "cdna" else MOST_ROWS

@@ -1,7 +1,7 @@
 """Keys and values in eight bits: the D numbers of a key or value become codes that share a scale.
 
-A KV cache of 8-bit codes needs about half the bytes of one in 16 bits, and decoding, which reads
-the whole cache for each token, takes as much less time where bandwidth limits it.
+A KV cache of 8-bit codes needs about half the bytes of one in 16 bits, and decoding reads the whole
+cache for each token.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Ten
     0 for a row of zeros.
     An int8 code is off by at most half a step, 1/254 of the row's largest magnitude. A float8 code
     is off by at most 1/16 of its own number, or 1/458,752 of the row's largest magnitude if that
-    is more. The scale of a row with NaN or infinity is not finite, nor is what is read from it:
-    checking would make the host wait for the GPU.
+    is more. Both hold unless a scale is too small for a normal float32.
+    The scale of a row with NaN or infinity is not finite, nor is what is read from it: checking
+    would make the host wait for the GPU.
     Raises TypeError or ValueError for another dtype.
     """
     one_of("dtype", dtype, LARGEST)

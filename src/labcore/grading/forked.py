@@ -1,6 +1,7 @@
 """Kernels that are forked from the session instead of started: they find torch imported.
 
-A new kernel would spend some two seconds on imports that the session has just made.
+Starting one takes most of the time of grading a small notebook: it would import again what the
+session has just imported.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ class _Forked:
 
     def __init__(self, command: Sequence[str], **_: object) -> None:
         self.returncode: int | None = None
-        arguments = command[command.index("-f") :]
+        arguments = [*command[command.index("-f") :]]
+        # It ends when this process does, also where no sandbox ends both.
+        arguments.append(f"--IPKernelApp.parent_handle={os.getpid()}")
         self.pid = os.fork()
         if self.pid == 0:
             _be_kernel(arguments)
         with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpgid(self.pid, self.pid)  # whoever is first: a signal to it must not come here
+            # Both do this, so that no signal to the kernel's group comes too early, and thus here.
+            os.setpgid(self.pid, self.pid)
 
     def poll(self) -> int | None:
         """Return the exit code, None while the process runs."""
