@@ -89,12 +89,12 @@ def tile_cases(
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels launched, in order."""
     seen: list[str] = []
-    from labcore.attention import backward, forward
+    from labcore.attention import backward, delta, forward
 
     def counted(kernel, programs, where, **given) -> None:
         seen.append(kernel.fn.__name__)
         launch.launch(kernel, programs, where, **given)
 
-    monkeypatch.setattr(forward, "launch", counted)
-    monkeypatch.setattr(backward, "launch", counted)
+    for module in (forward, delta, backward):
+        monkeypatch.setattr(module, "launch", counted)
     return seen

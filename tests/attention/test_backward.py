@@ -59,9 +59,13 @@ def test_every_pattern_follows_the_law(band, generator, ran) -> None:  # noqa: F
     assert ran == ["forward_kernel", "delta_kernel", "dkdv_kernel", "dq_kernel"]
 
 
-@pytest.mark.parametrize("band", [BANDS[1], BANDS[6]], ids=str)
-def test_the_fused_form_follows_it_too(band, generator, ran) -> None:  # noqa: F811
-    leaves = draw(generator, batch=1, heads=1, q_len=60, k_len=45, dim=20, dtype=torch.float32)
+@pytest.mark.parametrize("kind", ["ampere", "hopper"])  # the latter computes dq transposed
+@pytest.mark.parametrize("band", [BANDS[1], BANDS[6], {"window": (40, 20)}], ids=str)
+def test_the_fused_form_follows_it_too(
+    band, kind: str, generator, ran, monkeypatch,  # noqa: F811
+) -> None:  # fmt: skip
+    monkeypatch.setattr(backward, "kind_of", lambda _: kind)
+    leaves = draw(generator, batch=1, heads=1, q_len=75, k_len=45, dim=20, dtype=torch.float32)
     check(leaves, Pattern(scale=0.4, **band), generator, fused=True, config=SMALL)
     assert ran == ["forward_kernel", "delta_kernel", "dkdv_kernel"]
 
@@ -99,9 +103,18 @@ def test_nothing_is_read_or_written_outside(generator, monkeypatch) -> None:
     monkeypatch.setattr(backward, "new_heads", guards)
     leaves = draw(generator, batch=1, kv_heads=1, q_len=31, k_len=63, dim=20, dtype=torch.float32)
     leaves = tuple(guarded(x) for x in leaves)
-    for fused in (False, True):
-        check(leaves, Pattern(scale=0.3, window=(9, 20)), generator, fused=fused)
+    for fused, kind in ((False, "interpreter"), (True, "interpreter"), (True, "hopper")):
+        monkeypatch.setattr(backward, "kind_of", lambda _, kind=kind: kind)
+        check(leaves, Pattern(scale=0.3, window=(9, 20)), generator, fused=fused, config=SMALL)
     assert guards.intact()
+
+
+@pytest.mark.parametrize("band", [BANDS[0], BANDS[6]], ids=str)
+def test_dk_and_dv_in_a_launch_each(band, generator, ran) -> None:  # noqa: F811
+    leaves = draw(generator, batch=1, q_len=45, k_len=75, dim=80, dtype=torch.float32)
+    wide = Config(m=16, n=64, warps=1)  # 2 * 64 * 128 sums in 32 threads
+    check(leaves, Pattern(scale=0.2, **band), generator, config=(wide, SMALL[1]))
+    assert ran == ["forward_kernel", "delta_kernel", "dkdv_kernel", "dkdv_kernel", "dq_kernel"]
 
 
 def test_heads_that_share_keys_add_up(generator) -> None:
@@ -110,8 +123,8 @@ def test_heads_that_share_keys_add_up(generator) -> None:
 
 
 def test_the_fused_form_refuses_what_it_would_spill(generator) -> None:
-    query, key, value = draw(generator, q_len=3, dim=80, dtype=torch.float32)
-    with pytest.raises(ValueError, match="up to 64, past which it spills registers, got 80"):
+    query, key, value = draw(generator, q_len=3, dim=130, dtype=torch.float32)
+    with pytest.raises(ValueError, match="up to 128, past which it spills registers, got 130"):
         flash_backward(
             query, query, key, value, query, query[..., 0], pattern=Pattern(scale=1.0), fused=True
         )

@@ -5,8 +5,9 @@ dp = grad_out · v and delta = sum(out * grad_out). Then dv = pᵀ grad_out, dk 
 dq = scale * ds k. One kernel holds a tile of keys and loops over queries for dk and dv; another
 holds queries and loops over keys for dq. One program computes each sum in a fixed order, so results
 are bitwise reproducible. In fused mode, the first kernel also adds its share of dq to memory, which
-saves two of seven products but makes the order of those sums nondeterministic. See `forward` for
-the dimension letters.
+saves two of seven products but makes the order of those sums nondeterministic. Where registers
+can't hold both dk and dv, the first kernel runs once for each and computes an eighth product. See
+`forward` for the dimension letters.
 """
 
 from typing import Any
@@ -17,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from labcore import device
-from labcore.attention.configs import KEYS, QUERIES, Config, choose, kind_of, padded
+from labcore.attention.configs import KEYS, QUERIES, Config, choose, kind_of
+from labcore.attention.delta import launch_delta
 from labcore.attention.forward import (
     NUMBERS,
     load_rows,
@@ -31,31 +33,7 @@ from labcore.attention.launch import arguments, launch, readable, strides
 from labcore.attention.layout import new_heads
 from labcore.attention.pattern import Pattern
 
-FUSED_DIM = 64
-ROWS = 32  # per program of `delta_kernel`
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def delta_kernel(
-    out_ptr, do_ptr, grad_lse_ptr, delta_ptr,
-    stride_ob, stride_oh, stride_ot, stride_dob, stride_doh, stride_dot, stride_lb, stride_lh,
-    heads, max_q, D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """Compute delta [B, H, T], the sum over D of out * grad_out, minus lse's gradient if any."""
-    blocks = tl.cdiv(max_q, M)
-    m0 = tl.program_id(0) % blocks * M
-    head = (tl.program_id(0) // blocks % heads).to(tl.int64)
-    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
-    rows = m0.to(tl.int64) + tl.arange(0, M)
-    out_base = out_ptr + batch * stride_ob + head * stride_oh
-    do_base = do_ptr + batch * stride_dob + head * stride_doh
-    out = load_rows(out_base, stride_ot, rows, max_q, D, D_PAD, True).to(tl.float32)
-    do = load_rows(do_base, stride_dot, rows, max_q, D, D_PAD, True).to(tl.float32)
-    delta = tl.sum(out * do, 1)
-    at = batch * stride_lb + head * stride_lh + rows
-    if grad_lse_ptr is not None:
-        delta -= tl.load(grad_lse_ptr + at, mask=rows < max_q, other=0.0)
-    tl.store(delta_ptr + at, delta, mask=rows < max_q)
+FUSED_DIM = 128
 
 
 @triton.jit
@@ -106,15 +84,19 @@ def row_tiles(
 @triton.jit
 def _walk_queries(
     dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt,
-    stride_dot, stride_dqt, start, stop, keys, q_len, k_len, shift, left, right,
+    stride_dot, stride_dqt, start, stop, hot, cold, keys, q_len, k_len, shift, left, right,
     bits_ptr, scale2, cap_scale, scale, D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
-    FUSED: tl.constexpr, MASKED: tl.constexpr,
+    FUSED: tl.constexpr, TRANSPOSED: tl.constexpr, ONLY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles of queries start … stop - 1 to dk and dv [N, D]; scores are transposed, [N, M]."""
+    """Add tiles of queries start … stop - 1 to dk and dv [N, D]; scores are transposed, [N, M].
+
+    In fused mode, MASKED leaves out tiles hot … cold - 1.
+    """
     offs_m = tl.arange(0, M)
-    for i in tl.range(start, stop):
-        m0 = i * M
+    skipped = cold - hot if FUSED and MASKED else 0
+    for i in tl.range(start, stop - skipped):
+        m0 = (tl.where(i < hot, i, i + skipped) if FUSED and MASKED else i) * M
         skip = tl.cast(m0, tl.int64)
         inside = q_len - m0
         q = load_rows(q_base + skip * stride_qt, stride_qt, offs_m, inside, D, D_PAD, MASKED)
@@ -129,18 +111,23 @@ def _walk_queries(
         lse = _load_lse(lse_base + skip, offs_m, inside, MASKED)
         p = tl.exp2(s * scale2 - lse[None, :])
         do = load_rows(do_base + skip * stride_dot, stride_dot, offs_m, inside, D, D_PAD, MASKED)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-        delta = tl.load(delta_base + skip + offs_m, mask=offs_m < inside, other=0.0)
-        ds = (p * (dp - delta[None, :]) * slope).to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision="ieee")
+        if ONLY != "dk":
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+        if ONLY != "dv":
+            dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+            delta = tl.load(delta_base + skip + offs_m, mask=offs_m < inside, other=0.0)
+            ds = (p * (dp - delta[None, :]) * slope).to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision="ieee")
         if FUSED:
-            dq = scale * tl.dot(tl.trans(ds), k, input_precision="ieee")
-            cols = tl.arange(0, D_PAD)
-            at = dq_base + skip * stride_dqt + offs_m[:, None] * stride_dqt + cols[None, :]
-            tl.atomic_add(
-                at, dq, mask=(offs_m < inside)[:, None] & (cols < D)[None, :], sem="relaxed"
-            )
+            if TRANSPOSED:
+                dq = tl.dot(tl.trans(k), ds, input_precision="ieee")
+                rows, cols = offs_m[None, :], tl.arange(0, D_PAD)[:, None]
+            else:
+                dq = tl.dot(tl.trans(ds), k, input_precision="ieee")
+                rows, cols = offs_m[:, None], tl.arange(0, D_PAD)[None, :]
+            # The brackets keep a tile's offsets in 32 bits, which takes half the registers.
+            at = dq_base + skip * stride_dqt + (rows * stride_dqt + cols)
+            tl.atomic_add(at, scale * dq, mask=(rows < inside) & (cols < D), sem="relaxed")
     return dk, dv
 
 
@@ -159,9 +146,9 @@ def dkdv_kernel(
     heads, group, max_k, q_len, k_len, left, right, scale2, cap_scale, scale,
     D: tl.constexpr, D_PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
-    VARLEN: tl.constexpr, FUSED: tl.constexpr,
+    VARLEN: tl.constexpr, FUSED: tl.constexpr, TRANSPOSED: tl.constexpr, ONLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute each query head's share of dk and dv, [B, H, S, D]."""
+    """Compute each query head's share of dk and dv, [B, H, S, D], or of the one that ONLY names."""
     blocks = tl.cdiv(max_k, N)
     n0 = tl.program_id(0) % blocks * N
     head = (tl.program_id(0) // blocks % heads).to(tl.int64)
@@ -195,25 +182,26 @@ def dkdv_kernel(
     v = load_rows(v_base, stride_vt, offs_n, k_len - n0, D, D_PAD, True)
     dk = tl.zeros([N, D_PAD], tl.float32)
     dv = tl.zeros([N, D_PAD], tl.float32)
-    dk, dv = _walk_queries(
-        dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt, stride_dot,
-        stride_dqt, first, hot, keys, q_len, k_len, shift, left, right, bits_ptr, scale2,
-        cap_scale, scale, D, D_PAD, M, LEFT, RIGHT, TREE, SOFTCAP, FUSED, True,
-    )  # fmt: skip
-    dk, dv = _walk_queries(
-        dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt, stride_dot,
-        stride_dqt, hot, cold, keys, q_len, k_len, shift, left, right, bits_ptr, scale2,
-        cap_scale, scale, D, D_PAD, M, LEFT, RIGHT, TREE, SOFTCAP, FUSED, False,
-    )  # fmt: skip
-    dk, dv = _walk_queries(
-        dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt, stride_dot,
-        stride_dqt, cold, stop, keys, q_len, k_len, shift, left, right, bits_ptr, scale2,
-        cap_scale, scale, D, D_PAD, M, LEFT, RIGHT, TREE, SOFTCAP, FUSED, True,
-    )  # fmt: skip
+    # In fused mode, a third loop would spill registers, so the last does the first's work, too.
+    for part in tl.static_range(1 if FUSED else 0, 3):
+        if part == 0:
+            start, end = first, hot
+        elif part == 1:
+            start, end = hot, cold
+        else:
+            start, end = first if FUSED else cold, stop
+        dk, dv = _walk_queries(
+            dk, dv, k, v, q_base, do_base, lse_base, delta_base, dq_base, stride_qt, stride_dot,
+            stride_dqt, start, end, hot, cold, keys, q_len, k_len, shift, left, right, bits_ptr,
+            scale2, cap_scale, scale, D, D_PAD, M, LEFT, RIGHT, TREE, SOFTCAP, FUSED, TRANSPOSED,
+            ONLY, part != 1,
+        )  # fmt: skip
     dk_base = dk_ptr + batch * stride_dkb + head * stride_dkh + k_row * stride_dkt
     dv_base = dv_ptr + batch * stride_dvb + head * stride_dvh + k_row * stride_dvt
-    store_rows(dk_base, stride_dkt, offs_n, k_len - n0, scale * dk, D, D_PAD)
-    store_rows(dv_base, stride_dvt, offs_n, k_len - n0, dv, D, D_PAD)
+    if ONLY != "dv":
+        store_rows(dk_base, stride_dkt, offs_n, k_len - n0, scale * dk, D, D_PAD)
+    if ONLY != "dk":
+        store_rows(dv_base, stride_dvt, offs_n, k_len - n0, dv, D, D_PAD)
 
 
 @triton.jit
@@ -360,13 +348,20 @@ def flash_backward(
     given |= {"do_ptr": grad_out, "lse_ptr": lse, "delta_ptr": delta}
     given |= {"dq_ptr": dq, "dk_ptr": dk, "dv_ptr": dv, "FUSED": fused}
     given |= strides(given["VARLEN"], do=grad_out, dq=dq, dk=dk, dv=dv, l=lse)
-    _launch_delta(out, grad_out, grad_lse, delta)
+    launch_delta(out, grad_out, grad_lse, delta)
     kind, tree = kind_of(q.device), pattern.tree is not None
+    if fused and kind == "ampere":
+        kind = "ada"  # whose smaller tile leaves registers for dq
     by_keys, by_queries = config or (
         choose(table, kind, q.shape[3], q.dtype, tree=tree) for table in (KEYS, QUERIES)
     )
+    # Their matrix units take at least 64 rows: of dq's [M, D] or, transposed, [D, M].
+    given["TRANSPOSED"] = fused and kind in ("hopper", "blackwell") and by_keys.m < 64
     programs = triton.cdiv(given["max_k"], by_keys.n) * q.shape[1] * given["sequences"]
-    launch(dkdv_kernel, programs, q, **given, **by_keys.options())
+    # Where a thread's sums would take over 128 registers, dk and dv take a launch each.
+    wide = not fused and 2 * by_keys.n * given["D_PAD"] > 128 * 32 * by_keys.warps
+    for only in ("dv", "dk") if wide else (None,):
+        launch(dkdv_kernel, programs, q, **given, ONLY=only, **by_keys.options())
     if not fused:
         programs = triton.cdiv(given["max_q"], by_queries.m) * q.shape[1] * given["sequences"]
         launch(dq_kernel, programs, q, **given, **by_queries.options())
@@ -380,27 +375,3 @@ def _shares(k: Tensor, group: int) -> Tensor:
     batch, heads, tokens, dim = k.shape
     shape = (batch, tokens, heads * group, dim)
     return k.new_empty(shape, dtype=torch.float32).transpose(1, 2)
-
-
-def _launch_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, delta: Tensor) -> None:
-    """Fill delta [B, H, T]; this needs no sequence bounds, even for packed rows."""
-    batch, heads, tokens, dim = out.shape
-    out = readable(out)
-    programs = triton.cdiv(tokens, ROWS) * heads * batch
-    launch(
-        delta_kernel,
-        programs,
-        out,
-        out_ptr=out,
-        do_ptr=grad_out,
-        grad_lse_ptr=None if grad_lse is None else grad_lse.contiguous(),
-        delta_ptr=delta,
-        heads=heads,
-        max_q=tokens,
-        D=dim,
-        D_PAD=padded(dim),
-        M=ROWS,
-        num_warps=4,
-        num_stages=1,
-        **strides(False, o=out, do=grad_out, l=delta),
-    )

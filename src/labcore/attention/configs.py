@@ -102,7 +102,7 @@ KEYS: Table = {
         "cdna fp32": Config(m=32, n=32, warps=4, stages=1),
     },
     256: {
-        "hopper": Config(m=32, n=32, warps=8, stages=2),
+        "hopper": Config(m=32, n=128, warps=8, stages=2),
         "ampere": Config(m=32, n=32, warps=8, stages=2),
         "ada": Config(m=32, n=32, warps=8, stages=1),
         "tree": Config(m=32, n=32, warps=8, stages=1),
