@@ -81,6 +81,18 @@ def odd(target: str) -> list[str]:
     return list(found)
 
 
+def large(target: str) -> list[str]:
+    """Return the programs of decoding from pages in over 2 GiB, which take no memory unread."""
+    with launching(target) as found:
+        room = torch.empty((1 << 30) + 8, dtype=torch.bfloat16)
+        pages = room[: 5 * 16 * 2 * 128].view(5, 16, 2, 128)
+        table = torch.zeros(3, 4, dtype=torch.int32)
+        query = torch.zeros(3, 16, 1, 128, dtype=torch.bfloat16)
+        lengths = torch.full((3,), 9, dtype=torch.int32)
+        paged_attention(query, pages, pages, table, lengths, backend="triton")
+    return list(found)
+
+
 def attributes(*targets: str) -> list[list[str]]:
     """Return what a kernel of each target knows of its queries, one target after another."""
     found = []

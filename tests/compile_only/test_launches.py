@@ -50,6 +50,14 @@ def test_a_launch_that_loads_otherwise_is_outside_the_table_by_name(pool) -> Non
     assert not set(names) & set(compile_only.read(TABLE)["kernels"])
 
 
+def test_tensors_over_2_gib_have_programs_of_their_own_on_amd(pool) -> None:
+    kernels = compile_only.read(TABLE)["kernels"]
+    for target, suffix in (("gfx942", "-large:k_ptr,v_ptr"), ("sm_90", "")):
+        (name,) = pool.submit(launched.large, target).result()
+        assert name == f"decode_kernel/bfloat16-group8-page16-d128-m16{suffix}"
+        assert target in kernels[name]
+
+
 @pytest.mark.skipif(not device.interpreting(), reason="this process has no interpreter")
 def test_the_interpreter_launches_nothing_to_compile() -> None:
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET=0"), launching("sm_90"):

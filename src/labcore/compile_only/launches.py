@@ -74,14 +74,22 @@ class Program:
         strides = [name for name in self.signature if name.startswith("stride_")]
         if odd := [name[7:] for name in strides if not self._divisible(name)]:
             parts.append(f"odd:{','.join(odd)}")
+        # On AMD's GPUs, Triton knows which tensors are under 2 GiB, and reads others differently.
+        small = [name for name in types if self._knows(name, "tt.pointer_range")]
+        if small and len(small) < len(types):
+            parts.append(f"large:{','.join(name for name in types if name not in small)}")
         return f"{self.kernel.__name__}/{'-'.join(parts)}"
+
+    def _knows(self, name: str, attribute: str) -> bool:
+        at = self.kernel.arg_names.index(name)
+        return any(known == attribute for known, _ in self.attributes.get((at,), ()))
 
     def _divisible(self, name: str) -> bool:
         """Return whether the program knows that an argument is a multiple of 16, or needn't."""
         at = self.kernel.arg_names.index(name)
         if (at,) in self.constants or self.kernel.params[at].do_not_specialize:
             return True
-        return any(attribute == ["tt.divisibility", 16] for attribute in self.attributes[at,])
+        return self._knows(name, "tt.divisibility")
 
 
 def _attention(
@@ -165,6 +173,24 @@ def _step(kind: type, dtype: torch.dtype, *, offset: int = 0, **settings: Any) -
     return call
 
 
+def _large(call: Call) -> Call:
+    """Return `call` with the limit of 2 GiB lowered, so that queries, keys and pages are over it.
+
+    Smaller tensors, such as lse or a table of pages, stay under it.
+    """
+
+    def scaled() -> None:
+        from triton.backends.amd.compiler import HIPBackend
+
+        def within(tensor: torch.Tensor) -> bool:
+            return tensor.untyped_storage().nbytes() <= 1 << 14
+
+        with mock.patch.object(HIPBackend, "is_within_2gb", within):
+            call()
+
+    return scaled
+
+
 def _calls(*, float8: bool) -> Iterator[tuple[Call, bool]]:
     """Yield the calls, and whether the gate compiles their programs each time.
 
@@ -199,8 +225,8 @@ def _calls(*, float8: bool) -> Iterator[tuple[Call, bool]]:
     for head_dim in (80, 96, 192, 256):
         yield _attention(half, head_dim, **causal), False
     yield _attention(half, 256, **capped), False
-    yield _fused_backward(half, 64, is_causal=False), True
-    yield _fused_backward(half, 64, is_causal=True), False
+    for head_dim, is_causal in itertools.product((64, 128), (False, True)):
+        yield _fused_backward(half, head_dim, is_causal=is_causal), not is_causal
 
     for group in (1, 4, 8):
         yield _paged(half, 128, group), False
@@ -217,6 +243,11 @@ def _calls(*, float8: bool) -> Iterator[tuple[Call, bool]]:
     for codes in (torch.int8, torch.float8_e4m3fn)[: 1 + float8]:
         yield _paged(half, 128, 8, splits=4, codes=codes), False
         yield _paged(half, 64, 4, splits=4, codes=codes), False
+
+    for head_dim in (64, 128):
+        yield _large(_attention(half, head_dim, **causal)), False
+    yield _large(_paged(half, 64, 4, splits=4)), False
+    yield _large(_paged(half, 128, 8)), False
 
     for kind in (Lion, AdamW):
         yield _step(kind, wide), kind is AdamW
