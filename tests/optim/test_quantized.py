@@ -1,5 +1,8 @@
 """Eight bits a moment: nearest values of the dynamic map, and AdamW that goes on with them."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor
@@ -220,6 +223,14 @@ def test_loading_keeps_codes_in_eight_bits(seed: int) -> None:
                 "param_groups": AdamW8bit(ours, block_size=64).state_dict()["param_groups"],
             }
         )
+
+
+def test_a_round_trip_adds_no_setting() -> None:
+    optimizer = AdamW8bit([torch.nn.Parameter(torch.ones(5000))])
+    loaded = AdamW8bit([torch.nn.Parameter(torch.ones(5000))])
+    loaded.load_state_dict(optimizer.state_dict())
+    for other in (loaded, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert other.state_dict() == optimizer.state_dict()
 
 
 def test_a_bad_setting_is_refused() -> None:

@@ -12,7 +12,7 @@ torchao compiles its step for each new shape. On a CPU this needs a C++ compiler
 import functools
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -131,6 +131,9 @@ class AdamW8bit(TensorShell):
     """
 
     rule = staticmethod(rules.adamw)
+    neutral: ClassVar[dict[str, Any]] = {
+        name: value for name, value in TensorShell.neutral.items() if name != "foreach"
+    }
 
     def __init__(
         self,
