@@ -12,7 +12,7 @@ import torch
 
 from labcore import device
 
-SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "uint8": 1}
 
 
 def spans(arguments: dict) -> list[tuple[int, int]]:
@@ -31,6 +31,9 @@ def spans(arguments: dict) -> list[tuple[int, int]]:
         dtypes = [arguments[name].name for name in "PGSS"] + ["fp32"]
         for dtype, row in zip(dtypes, rows, strict=True):
             found += [(a, a + n * SIZES[dtype]) for a, n in zip(row, numels, strict=True) if a]
+    if "scales_ptr" in arguments:
+        *rows, counts = arguments["scales_ptr"].tolist()
+        found += [(a, a + 4 * n) for row in rows for a, n in zip(row, counts, strict=True) if a]
     return found
 
 

@@ -15,6 +15,7 @@ KERNELS = {
     *("labcore.attention.backward", "labcore.attention.decode", "labcore.attention.forward"),
     *("labcore.attention.delta", "labcore.attention.descriptors"),
     "labcore.optim.kernels",
+    "labcore.optim.kernels_8bit",
 }
 
 WALK = """

@@ -39,6 +39,7 @@ SOURCES = (
         for name in ("forward", "descriptors", "backward", "delta", "decode", "configs")
     ),
     "labcore.optim.kernels",
+    "labcore.optim.kernels_8bit",
 )
 # program -> target -> what `needs` returns
 Resources: TypeAlias = dict[str, dict[str, dict[str, Any]]]

@@ -22,7 +22,8 @@ from labcore import device
 from labcore.attention import Pattern, flash_attention, flash_attention_varlen, paged_attention
 from labcore.attention.configs import kind_for
 from labcore.compile_only.targets import TARGETS
-from labcore.optim import AdamW, Lion
+from labcore.optim import AdamW, AdamW8bit, Lion
+from labcore.optim.quantized import SMALLEST
 
 __all__ = ["Program", "launching", "programs"]
 
@@ -164,9 +165,11 @@ def _paged(
     return call
 
 
-def _step(kind: type, dtype: torch.dtype, *, offset: int = 0, **settings: Any) -> Call:
+def _step(
+    kind: type, dtype: torch.dtype, *, elements: int = TOKENS, offset: int = 0, **settings: Any
+) -> Call:
     def call() -> None:
-        parameter = torch.zeros(TOKENS + offset, dtype=dtype)[offset:].requires_grad_()
+        parameter = torch.zeros(elements + offset, dtype=dtype)[offset:].requires_grad_()
         parameter.grad = torch.zeros_like(parameter)
         kind([parameter], lr=1e-3, fused=True, **settings).step()
 
@@ -258,6 +261,11 @@ def _calls(*, float8: bool) -> Iterator[tuple[Call, bool]]:
         yield _step(kind, wide, capturable=True), False
         yield _step(kind, wide, maximize=True), False
         yield _step(kind, wide, offset=1), False
+    eighth = functools.partial(_step, AdamW8bit, elements=SMALLEST)
+    yield eighth(half, stochastic_rounding=True), True
+    yield eighth(torch.float16, master_weights=True), False
+    yield eighth(wide), False
+    yield eighth(wide, block_size=1024), False
 
 
 class _Driver:

@@ -6,6 +6,8 @@ and block of BLOCK elements that each program works on, TILE at a time. A tensor
 strides, so their memory is traversed in the same order. Arithmetic is in float32. bfloat16 is read
 and written as bits, which also works in the interpreter. A tile that lies wholly inside its tensor
 is loaded without a mask, because a mask would make every load scalar.
+
+`kernels_8bit` builds on the functions without an underscore.
 """
 
 import triton
@@ -25,7 +27,8 @@ ROWS = 6
 
 
 @triton.jit
-def _address(table_ptr, tensors, tensor, ROW: tl.constexpr):
+def address_of(table_ptr, tensors, tensor, ROW: tl.constexpr):
+    """Return an entry of a table [ROWS, tensors]."""
     return tl.load(table_ptr + ROW * tensors + tensor)
 
 
@@ -38,19 +41,35 @@ def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _read(address, offs, inside, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
-    """Load the elements at offs [BLOCK] as float32."""
-    if DTYPE == tl.bfloat16:  # noqa: SIM300
-        pointer = _pointer(address, tl.int16, ALIGNED)
-    else:
-        pointer = _pointer(address, DTYPE, ALIGNED)
+def load(address, offs, inside, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
+    """Load the elements at offs [any shape]; those outside are 0."""
+    pointer = _pointer(address, DTYPE, ALIGNED)
     if MASKED:  # noqa: SIM108
         values = tl.load(pointer + offs, mask=inside, other=0)
     else:
         values = tl.load(pointer + offs)
+    return values
+
+
+@triton.jit
+def store(
+    address, offs, inside, values, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr
+):
+    """Store values of DTYPE [shape of offs]."""
+    pointer = _pointer(address, DTYPE, ALIGNED)
+    if MASKED:
+        tl.store(pointer + offs, values, mask=inside)
+    else:
+        tl.store(pointer + offs, values)
+
+
+@triton.jit
+def read(address, offs, inside, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
+    """Load the elements at offs [any shape] as float32."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
-        return (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return values.to(tl.float32)
+        bits = load(address, offs, inside, tl.int16, ALIGNED, MASKED)
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return load(address, offs, inside, DTYPE, ALIGNED, MASKED).to(tl.float32)
 
 
 @triton.jit
@@ -70,18 +89,13 @@ def _write(
     ALIGNED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Store x [BLOCK] float32 as DTYPE. For bfloat16, add `added` to its bits; NaN is kept."""
+    """Store x [any shape] float32 as DTYPE. For bfloat16, add `added` to its bits; NaN is kept."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
-        pointer = _pointer(address, tl.int16, ALIGNED)
         rounded = (x.to(tl.int32, bitcast=True) + added) >> 16
         values = tl.where(x == x, rounded, 0x7FC0).to(tl.int16)
+        store(address, offs, inside, values, tl.int16, ALIGNED, MASKED)
     else:
-        pointer = _pointer(address, DTYPE, ALIGNED)
-        values = x.to(DTYPE)
-    if MASKED:
-        tl.store(pointer + offs, values, mask=inside)
-    else:
-        tl.store(pointer + offs, values)
+        store(address, offs, inside, x.to(DTYPE), DTYPE, ALIGNED, MASKED)
 
 
 @triton.jit
@@ -95,26 +109,28 @@ def _random_bits(seed, first, TILE: tl.constexpr):
 
 
 @triton.jit
-def _read_weight(
+def read_weight(
     param, master, offs, inside, P: tl.constexpr, HAS_MASTER: tl.constexpr, ALIGNED: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
+    """Load weights, from the master copy if there is one, as float32."""
     if HAS_MASTER:
-        weight = _read(master, offs, inside, tl.float32, ALIGNED, MASKED)
+        weight = read(master, offs, inside, tl.float32, ALIGNED, MASKED)
     else:
-        weight = _read(param, offs, inside, P, ALIGNED, MASKED)
+        weight = read(param, offs, inside, P, ALIGNED, MASKED)
     return weight
 
 
 @triton.jit
-def _write_weight(
+def write_weight(
     param, master, first, offs, inside, x, seed, P: tl.constexpr, HAS_MASTER: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Store x [shape of offs: TILE elements from `first`] as weights, and as the master copy."""
     if HAS_MASTER:
         _write(master, offs, inside, x, 0, tl.float32, ALIGNED, MASKED)
     if STOCHASTIC:  # noqa: SIM108
-        added = _random_bits(seed, first, TILE)
+        added = tl.reshape(_random_bits(seed, first, TILE), x.shape)
     else:
         added = _nearest_bits(x)
     _write(param, offs, inside, x, added, P, ALIGNED, MASKED)
@@ -129,18 +145,18 @@ def _lion_tile(
 ):  # fmt: skip
     offs = first + tl.arange(0, TILE)
     inside = offs < numel
-    weight = _read_weight(param, master, offs, inside, P, HAS_MASTER, ALIGNED, MASKED)
-    g = _read(grad, offs, inside, G, ALIGNED, MASKED)
+    weight = read_weight(param, master, offs, inside, P, HAS_MASTER, ALIGNED, MASKED)
+    g = read(grad, offs, inside, G, ALIGNED, MASKED)
     if MAXIMIZE:
         g = -g
-    m = _read(exp_avg, offs, inside, S, ALIGNED, MASKED)
+    m = read(exp_avg, offs, inside, S, ALIGNED, MASKED)
     update = m + blend * (g - m)
     sign = tl.where(update > 0, 1.0, tl.where(update < 0, -1.0, 0.0))
     sign = tl.where(tl.abs(update) < float("inf"), sign, float("nan"))  # don't hide NaN
     weight = weight * keep - lr * sign
     m = m + forget * (g - m)
     _write(exp_avg, offs, inside, m, _nearest_bits(m), S, ALIGNED, MASKED)
-    _write_weight(
+    write_weight(
         param, master, first, offs, inside, weight, seed, P, HAS_MASTER, STOCHASTIC, ALIGNED,
         MASKED, TILE,
     )  # fmt: skip
@@ -172,11 +188,11 @@ def lion_kernel(
     program = tl.program_id(0).to(tl.int64)
     tensor = tl.load(blocks_ptr + 2 * program)
     start = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64) * BLOCK
-    numel = _address(table_ptr, tensors, tensor, NUMEL)
-    param = _address(table_ptr, tensors, tensor, PARAM)
-    grad = _address(table_ptr, tensors, tensor, GRAD)
-    exp_avg = _address(table_ptr, tensors, tensor, EXP_AVG)
-    master = _address(table_ptr, tensors, tensor, MASTER)
+    numel = address_of(table_ptr, tensors, tensor, NUMEL)
+    param = address_of(table_ptr, tensors, tensor, PARAM)
+    grad = address_of(table_ptr, tensors, tensor, GRAD)
+    exp_avg = address_of(table_ptr, tensors, tensor, EXP_AVG)
+    master = address_of(table_ptr, tensors, tensor, MASTER)
     if ON_DEVICE:
         lr = tl.load(scalars_ptr + 4 * tensor)
         keep = tl.load(scalars_ptr + 4 * tensor + 1)
@@ -198,6 +214,15 @@ def lion_kernel(
 
 
 @triton.jit
+def adamw_update(weight, g, m, v, size, keep, blend, remember, forget, unbias, eps, eps_root):
+    """Return the new weight and moments; see `adamw_kernel` for the scalars."""
+    m = m + blend * (g - m)
+    v = remember * v + forget * g * g
+    root = tl.sqrt(v * unbias + eps_root) + eps
+    return weight * keep - size * m / root, m, v
+
+
+@triton.jit
 def _adamw_tile(
     param, grad, exp_avg, exp_avg_sq, master, first, numel,
     size, keep, blend, remember, forget, unbias, eps, eps_root, seed,
@@ -207,19 +232,18 @@ def _adamw_tile(
 ):  # fmt: skip
     offs = first + tl.arange(0, TILE)
     inside = offs < numel
-    weight = _read_weight(param, master, offs, inside, P, HAS_MASTER, ALIGNED, MASKED)
-    g = _read(grad, offs, inside, G, ALIGNED, MASKED)
+    weight = read_weight(param, master, offs, inside, P, HAS_MASTER, ALIGNED, MASKED)
+    g = read(grad, offs, inside, G, ALIGNED, MASKED)
     if MAXIMIZE:
         g = -g
-    m = _read(exp_avg, offs, inside, S, ALIGNED, MASKED)
-    v = _read(exp_avg_sq, offs, inside, S, ALIGNED, MASKED)
-    m = m + blend * (g - m)
-    v = remember * v + forget * g * g
-    root = tl.sqrt(v * unbias + eps_root) + eps
-    weight = weight * keep - size * m / root
+    m = read(exp_avg, offs, inside, S, ALIGNED, MASKED)
+    v = read(exp_avg_sq, offs, inside, S, ALIGNED, MASKED)
+    weight, m, v = adamw_update(
+        weight, g, m, v, size, keep, blend, remember, forget, unbias, eps, eps_root
+    )
     _write(exp_avg, offs, inside, m, _nearest_bits(m), S, ALIGNED, MASKED)
     _write(exp_avg_sq, offs, inside, v, _nearest_bits(v), S, ALIGNED, MASKED)
-    _write_weight(
+    write_weight(
         param, master, first, offs, inside, weight, seed, P, HAS_MASTER, STOCHASTIC, ALIGNED,
         MASKED, TILE,
     )  # fmt: skip
@@ -255,12 +279,12 @@ def adamw_kernel(
     program = tl.program_id(0).to(tl.int64)
     tensor = tl.load(blocks_ptr + 2 * program)
     start = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64) * BLOCK
-    numel = _address(table_ptr, tensors, tensor, NUMEL)
-    param = _address(table_ptr, tensors, tensor, PARAM)
-    grad = _address(table_ptr, tensors, tensor, GRAD)
-    exp_avg = _address(table_ptr, tensors, tensor, EXP_AVG)
-    exp_avg_sq = _address(table_ptr, tensors, tensor, EXP_AVG_SQ)
-    master = _address(table_ptr, tensors, tensor, MASTER)
+    numel = address_of(table_ptr, tensors, tensor, NUMEL)
+    param = address_of(table_ptr, tensors, tensor, PARAM)
+    grad = address_of(table_ptr, tensors, tensor, GRAD)
+    exp_avg = address_of(table_ptr, tensors, tensor, EXP_AVG)
+    exp_avg_sq = address_of(table_ptr, tensors, tensor, EXP_AVG_SQ)
+    master = address_of(table_ptr, tensors, tensor, MASTER)
     if ON_DEVICE:
         size = tl.load(scalars_ptr + 8 * tensor)
         keep = tl.load(scalars_ptr + 8 * tensor + 1)

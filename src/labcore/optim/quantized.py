@@ -4,23 +4,26 @@ A block is divided by its largest magnitude, and each number becomes the index o
 values in a map. The map is dynamic: its values are dense near 0, over seven powers of ten, because
 the moments of one block differ that much.
 
-To train on a GPU, use `torchao.optim.AdamW8bit` or bitsandbytes, which do the same in one kernel.
-torchao compiles its step for each new shape. On a CPU this needs a C++ compiler and takes minutes;
-`torch.compiler.set_stance("force_eager")` around its `step` avoids it.
+`AdamW8bit(..., fused=True)` does all of a step in one Triton kernel. No GPU has run it yet: tests
+run it in Triton's interpreter, and compile it for GPUs. `torchao.optim.AdamW8bit` and bitsandbytes
+have been used for years. torchao compiles its step for each new shape. On a CPU this needs a C++
+compiler and takes minutes; `torch.compiler.set_stance("force_eager")` around its `step` avoids it.
 """
 
 import functools
 from collections.abc import Iterable, Sequence
-from math import prod
+from math import inf, prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from labcore import checks
+from labcore import checks, device
 from labcore.optim import rules
 from labcore.optim.chunked import CHUNK
+from labcore.optim.fused import Tables, adamw_step
+from labcore.optim.fused_8bit import BLOCK_SIZES, adamw8bit_step
 from labcore.optim.shell import Item, Layout, check_betas, layout_bytes
 from labcore.optim.tensorwise import TensorShell, state_dtype
 
@@ -67,6 +70,13 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     return values, (values[1:] + values[:-1]) / 2
 
 
+@functools.cache
+def _maps(device: torch.device) -> Tensor:
+    """Return maps and midpoints for the kernel, signed and then unsigned, float32 [4, 256]."""
+    rows = [row for signed in (True, False) for row in _tables(signed, device)]
+    return torch.stack([functional.pad(row, (0, 256 - len(row)), value=inf) for row in rows])
+
+
 def quantize_blocks(
     x: Tensor, *, signed: bool = True, block_size: int = 256
 ) -> tuple[Tensor, Tensor]:
@@ -102,13 +112,14 @@ def dequantize_blocks(
 
 
 class AdamW8bit(TensorShell):
-    """AdamW with both moments in 8 bits: an implementation to read, not a fast one.
+    """AdamW with both moments in 8 bits.
 
     State: `exp_avg` and `exp_avg_sq` as uint8 codes [shape of the parameter], with `..._scales`
     float32, one per block: 2.03 bytes per weight instead of 8. Parameters with fewer than 4096
     elements keep float32 moments. A step processes the parameter in pieces: it restores their
     moments, applies `rules.adamw` in float32, and quantizes the moments again. The weight update
-    uses the moments before that quantization.
+    uses the moments before that quantization. This is written to be read; `fused` does the same in
+    one Triton launch for all parameters of a dtype, and either can load the other's state.
 
     Args:
         params: parameters, named parameters, or parameter groups.
@@ -116,12 +127,14 @@ class AdamW8bit(TensorShell):
         betas: (beta1, beta2), each in [0, 1).
         eps: added to the root of the second moment, in units of the gradient.
         weight_decay: decoupled weight decay λ, per unit of lr.
-        block_size: the number of elements that share a scale.
+        block_size: the number of elements that share a scale; fused needs a power of two from 64
+            to 1024.
         maximize: maximize the objective. The gradient itself never changes.
+        fused: update by a Triton kernel, in float32; not for float64 parameters.
         master_weights: keep a float32 copy of bfloat16 and float16 parameters in the state.
         stochastic_rounding: round bfloat16 parameters stochastically, without bias.
-        generator: the random generator for rounding, on the parameters' device; None for torch's
-            default. The caller must save its state.
+        generator: the random generator for rounding, on the parameters' device (any if fused);
+            None for torch's default. The caller must save its state.
         nonfinite: what to do about a NaN or infinite gradient. "propagate" makes weights NaN,
             "raise" raises RuntimeError before any weight changes, and "skip" skips the parameter's
             step and counts it in `optimizer.skipped`.
@@ -132,7 +145,8 @@ class AdamW8bit(TensorShell):
 
     rule = staticmethod(rules.adamw)
     neutral: ClassVar[dict[str, Any]] = {
-        name: value for name, value in TensorShell.neutral.items() if name != "foreach"
+        **{name: value for name, value in TensorShell.neutral.items() if name != "foreach"},
+        "fused": None,
     }
 
     def __init__(
@@ -145,6 +159,7 @@ class AdamW8bit(TensorShell):
         *,
         block_size: int = 256,
         maximize: bool = False,
+        fused: bool | None = None,
         master_weights: bool = False,
         stochastic_rounding: bool = False,
         generator: torch.Generator | None = None,
@@ -157,10 +172,12 @@ class AdamW8bit(TensorShell):
             "weight_decay": weight_decay,
             "block_size": block_size,
             "maximize": maximize,
+            "fused": fused,
             "master_weights": master_weights,
             "stochastic_rounding": stochastic_rounding,
             "nonfinite": nonfinite,
         }
+        self._tables = Tables()
         super().__init__(params, defaults, generator)
 
     @staticmethod
@@ -174,7 +191,26 @@ class AdamW8bit(TensorShell):
         check_betas(group["betas"])
         checks.non_negative("eps", group["eps"])
         checks.positive_int("block_size", group["block_size"])
+        if group["fused"]:
+            checks.one_of("block_size with fused=True", group["block_size"], BLOCK_SIZES)
         super()._check_group(group)
+
+    def _check_param(self, group: dict[str, Any], param: Tensor) -> None:
+        super()._check_param(group, param)
+        if not group["fused"]:
+            return
+        if param.dtype == torch.float64:
+            raise ValueError(
+                "fused computes in float32, got a torch.float64 parameter; use fused=False"
+            )
+        try:
+            device.choose_backend("triton", param, op="AdamW8bit")
+        except ValueError as error:
+            raise ValueError(f"fused=True cannot run; use fused=False: {error}") from None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._tables = Tables()
 
     def _layout(self, group: dict[str, Any], param: Tensor) -> Layout:
         return _layout(tuple(param.shape), param.dtype, group["block_size"])
@@ -195,9 +231,27 @@ class AdamW8bit(TensorShell):
         group: dict[str, Any],
         items: list[Item],
     ) -> None:
+        items = [item for item in items if item[0].numel()]  # an empty tensor has no blocks
+        if group["fused"]:
+            self._fused(group, items)
+            return
         for item in items:
-            if item[0].numel():  # an empty tensor has no blocks
-                self._block_step(group, *item)
+            self._block_step(group, *item)
+
+    def _fused(self, group: dict[str, Any], items: list[Item]) -> None:
+        settings = {
+            **self._hyperparameters(group),
+            "maximize": group["maximize"],
+            "stochastic": group["stochastic_rounding"],
+            "generator": self.generator,
+        }
+        if wide := [item for item in items if "exp_avg_scales" not in item[2]]:
+            adamw_step(
+                wide, self._tables, eps_mode="outside", eps_root=0.0, capturable=False, **settings
+            )
+        if narrow := [item for item in items if "exp_avg_scales" in item[2]]:
+            size = group["block_size"]
+            adamw8bit_step(narrow, self._tables, block_size=size, maps=_maps, **settings)
 
     def _block_step(
         self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Tensor]
