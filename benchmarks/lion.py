@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from benchmarks.runner import Measurement, case, exact, seen
 from labcore.data import digits
 from labcore.device import default_device
 from labcore.models import train, windows
-from labcore.optim import AdamW, Lion
+from labcore.optim import AdamW, AdamW8bit, Lion
 from labcore.studies.digits_runs import TrainConfig, train_digits
 from labcore.studies.language import bench
 from labcore.studies.language.curves import reported, token_ratios
@@ -201,12 +202,24 @@ def state_bytes() -> list[Measurement]:
     return found
 
 
+def _peers_8bit(params: list[Tensor]) -> dict[str, torch.optim.Optimizer]:
+    """Return AdamW8bit of bitsandbytes, otherwise of torchao, or nothing if neither is there."""
+    for peer in ("bitsandbytes", "torchao"):
+        if importlib.util.find_spec(peer):
+            make = importlib.import_module(f"{peer}.optim").AdamW8bit
+            return {f"{peer} AdamW8bit": make(params, lr=1e-3)}
+    return {}
+
+
 def gpu_steps(elements: int) -> list[Measurement]:
     """Time fused steps over one list of matrices, torch's fused AdamW, and a plain copy."""
     params = parameters([(elements // 16, 4)] * 4, device=str(default_device()))
+    peers_8bit = _peers_8bit(params)
     optimizers = {
         "Lion": Lion(params, lr=1e-4, weight_decay=0.1, fused=True),
         "AdamW": AdamW(params, lr=1e-3, weight_decay=0.01, fused=True),
+        "AdamW8bit": AdamW8bit(params, lr=1e-3, weight_decay=0.01, fused=True),
+        **peers_8bit,
         "torch AdamW fused": torch.optim.AdamW(params, lr=1e-3, fused=True),
     }
     source = torch.empty(4 * elements, dtype=torch.uint8, device=default_device())
@@ -218,10 +231,13 @@ def gpu_steps(elements: int) -> list[Measurement]:
         for seed in range(REPETITIONS)
     ]
     # Bytes per element: Lion reads p, g, m and writes p, m; AdamW also reads and writes v; a copy
-    # reads 4 and writes 4.
-    moved = {"Lion": 20, "AdamW": 28, "copy": 8}
-    found = []
-    for title in ("Lion", "AdamW"):
+    # reads 4 and writes 4. A code has 1 byte, and a scale for each moment's 256 codes has 4.
+    moved = {"Lion": 20, "AdamW": 28, "AdamW8bit": 16 + 16 / 256, "copy": 8}
+    found = [
+        seen(f"AdamW8bit over {peer}", "ratio", _ratios(comparisons, "AdamW8bit", peer))
+        for peer in peers_8bit
+    ]
+    for title in ("Lion", "AdamW", "AdamW8bit"):
         times = {t: _milliseconds(comparisons, t) for t in functions if t != title}
         details: dict[str, Any] = {"elements": elements, "bytes an element": moved[title]}
         ratio = _ratios(comparisons, "copy", title)
@@ -240,12 +256,16 @@ def gpu_steps(elements: int) -> list[Measurement]:
 def parity(elements: int = 1_000_003) -> list[Measurement]:
     """Compare fused steps with the rule in float64, beside the unfused steps' error.
 
-    The error is the 99.9th percentile of the weights': the sign of an update near 0 may differ.
+    The error is the 99.9th percentile of the weights': the sign of an update near 0 may differ, and
+    so may the code of a moment near the border between two.
     Raises RuntimeError if the fused error is over twice the other's.
     """
     found, generator = [], torch.Generator().manual_seed(0)
     start, *grads = (torch.randn(elements, generator=generator) for _ in range(6))
-    for title, kind in {"Lion": Lion, "AdamW": AdamW}.items():
+    for kind in (Lion, AdamW, AdamW8bit):
+        title, unfused = kind.__name__, dict[str, Any](fused=False)
+        if kind is not AdamW8bit:
+            unfused["foreach"] = False
 
         def after(dtype: torch.dtype, *, kind: type = kind, **settings: Any) -> Tensor:
             param = torch.nn.Parameter(start.to(default_device(), dtype, copy=True))
@@ -255,10 +275,10 @@ def parity(elements: int = 1_000_003) -> list[Measurement]:
                 optimizer.step()
             return param.detach().double()
 
-        right = after(torch.float64, foreach=False)
+        right = after(torch.float64, **unfused)
         ours, plain = (
             float((after(torch.float32, **settings) - right).abs().quantile(0.999))
-            for settings in (dict[str, Any](fused=True), dict[str, Any](foreach=False))
+            for settings in (dict[str, Any](fused=True), unfused)
         )
         if not ours <= 2 * plain:
             raise RuntimeError(

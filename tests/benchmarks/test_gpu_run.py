@@ -1,5 +1,6 @@
 """`python -m benchmarks --gpu` on a stand-in: a CPU that says it is a GPU, with small sizes."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -8,11 +9,11 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import attention, lion, runner
 from labcore import device, records
-from labcore.optim import fused
+from labcore.optim import fused, quantized
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The GPU cases of attention and lion run small, on the CPU, as on a GPU of this name."""
     told = replace(device.hardware(), kind="stand-in", name="Stand-in")
     for module in (command, runner):
@@ -28,6 +29,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "DECODE", small)
     steps = lion.gpu_steps
     monkeypatch.setattr(lion, "gpu_steps", lambda elements: steps(min(elements, 50_000)))
+    with torch.compiler.set_stance("force_eager"):  # torchao would compile its step, for minutes
+        yield
 
 
 @pytest.mark.long
@@ -73,9 +76,18 @@ def test_nothing_is_timed_after_a_parity_that_fails(stand_in, monkeypatch, tmp_p
 def test_fused_steps_err_no_more_than_unfused_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lion, "default_device", lambda: torch.device("cpu"))
     found = lion.parity(elements=20_000)
-    assert [item.quantity.split()[0] for item in found] == ["Lion", "AdamW"]
+    assert [item.quantity.split()[0] for item in found] == ["Lion", "AdamW", "AdamW8bit"]
     assert all(item.samples[0] <= 2 for item in found)
-    step = fused.lion_step
-    monkeypatch.setattr(fused, "lion_step", lambda *x, lr, **y: step(*x, lr=1.01 * lr, **y))
-    with pytest.raises(RuntimeError, match="Lion's fused error must be at most twice"):
+
+
+@pytest.mark.skipif(not device.interpreting(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize(
+    ("kind", "module", "name"),
+    [("Lion", fused, "lion_step"), ("AdamW8bit", quantized, "adamw8bit_step")],
+)
+def test_a_fused_step_that_errs_is_refused(kind, module, name, monkeypatch) -> None:
+    monkeypatch.setattr(lion, "default_device", lambda: torch.device("cpu"))
+    step = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *x, lr, **y: step(*x, lr=1.01 * lr, **y))
+    with pytest.raises(RuntimeError, match=f"^{kind}'s fused error must be at most twice"):
         lion.parity(elements=20_000)
