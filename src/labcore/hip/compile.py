@@ -299,8 +299,11 @@ def _compile(source: Path, target: str) -> dict[str, dict[str, int]]:
     return found
 
 
-_SYMBOL = re.compile(r"attention_forwardI(?P<dtype>f|DF16_|6__half)Li(?P<dim>\d+)ELb(?P<mask>[01])")
-_MASKS = ("full", "causal")
+_SYMBOL = re.compile(
+    r"attention_(?P<kernel>forward|split|combine)I(?P<dtype>f|DF16_|6__half|6BFloat)"
+    r"Li(?P<dim>\d+)E(?:Lb(?P<mask>[01]))?"
+)
+_MASKS = {"0": "full", "1": "causal"}
 _QUANTITIES = {
     "VGPRs": "vgprs",
     "AGPRs": "agprs",
@@ -319,8 +322,8 @@ def _form(symbol: str) -> str | None:
     named = _SYMBOL.search(symbol)
     if named is None:
         return None
-    dtype = "float32" if named["dtype"] == "f" else "float16"
-    return f"{dtype}-d{named['dim']}-{_MASKS[int(named['mask'])]}"
+    dtype = {"f": "float32", "6BFloat": "bfloat16"}.get(named["dtype"], "float16")
+    return f"{dtype}-d{named['dim']}-{_MASKS.get(named['mask'], named['kernel'])}"
 
 
 def _read_amd(report: str, assembly: str) -> dict[str, dict[str, int]]:

@@ -23,6 +23,8 @@ using Half = _Float16;
 
 // ---- vectors ----
 
+#include "bfloat.h"
+
 template <typename T, int N>
 struct alignas(N * sizeof(T)) Vec {
   T lanes[N];
@@ -107,13 +109,14 @@ struct Call {
 };
 
 // A letter for each argument, by which the host gives it: a float, an int or something else, in
-// capitals a tensor of them; h is a Half.
+// capitals a tensor of them; H is of Half, B of BFloat.
 template <typename T>
 constexpr char letter(bool memory) {
   using Value = std::remove_const_t<T>;
   if (std::is_same_v<Value, float>) return memory ? 'F' : 'f';
   if (std::is_same_v<Value, int> || std::is_same_v<Value, unsigned>) return memory ? 'I' : 'i';
   if (std::is_same_v<Value, Half>) return memory ? 'H' : '?';
+  if (std::is_same_v<Value, BFloat>) return memory ? 'B' : '?';
   return memory ? 'P' : '?';
 }
 template <typename P>
@@ -180,6 +183,8 @@ inline void wave_barrier(int line = __builtin_LINE()) {
   const char nothing = 0;
   cpu::meet(&nothing, 1, "wave_barrier", line);
 }
+
+inline void keep_order() {}
 
 namespace cpu {
 template <typename T>

@@ -4,7 +4,7 @@
 // D = A B + C that the hardware leaves with it. Which lane holds which element is written down a
 // second time in labcore.hip.mfma; tests hold both to AMD's matrix instruction calculator.
 //
-// Arithmetic. fp16 follows CDNA2 (gfx90a): products are exact in fp32, four neighbours along k are
+// Arithmetic. fp16 and bf16 follow CDNA2 (gfx90a): products are exact in fp32, four neighbours along k are
 // summed in pairs, and the sums are added to C in the order of k, each addition rounded; subnormal
 // inputs, products and sums count as zero. fp32 is one fused multiply-add after the other.
 // CDNA3 (gfx942) is not followed bit by bit: it sums eight products at once, cuts off what falls
@@ -21,13 +21,19 @@ constexpr float NORMAL = 0x1p-126f, HALF_NORMAL = 0x1p-14f;  // the least normal
 
 inline float or_zero(float x, float normal = NORMAL) { return std::fabs(x) < normal ? 0.0f : x; }
 
+inline float operand(Half x) { return or_zero(x, HALF_NORMAL); }
+inline float operand(short bits) {  // of bf16
+  BFloat x;
+  x.bits = bits;
+  return or_zero(x);
+}
+
 // c plus the products of the values that one lane holds of a row of A and of a column of B.
-template <int N>
-float add_products(const Vec<Half, N>& a, const Vec<Half, N>& b, float c) {
-  static_assert(N == 4, "the fp16 instructions take four values a lane");
+template <typename T, int N>
+float add_products(const Vec<T, N>& a, const Vec<T, N>& b, float c) {
+  static_assert(N == 4, "the 16-bit instructions take four values a lane");
   float p[N];
-  for (int i = 0; i < N; ++i)
-    p[i] = or_zero(or_zero(a[i], HALF_NORMAL) * or_zero(b[i], HALF_NORMAL));
+  for (int i = 0; i < N; ++i) p[i] = or_zero(operand(a[i]) * operand(b[i]));
   return or_zero(or_zero(c) + or_zero(or_zero(p[0] + p[1]) + or_zero(p[2] + p[3])));
 }
 template <int N>
@@ -70,6 +76,8 @@ Vec<float, M * M / 64> mfma(const Vec<T, N>& a, const Vec<T, N>& b, Vec<float, M
   }
 MFMA(32x32x8f16, 32, Half, 4)
 MFMA(16x16x16f16, 16, Half, 4)
+MFMA(32x32x8bf16_1k, 32, short, 4)
+MFMA(16x16x16bf16_1k, 16, short, 4)
 #undef MFMA
 
 // The fp32 instructions take a bare float a lane.

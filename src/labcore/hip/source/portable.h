@@ -11,6 +11,7 @@
 // part(p, start, n)     a window of either, with bounds of its own where bounds are checked
 // load<N>(p, i), store<N>(p, i, v)   N neighbours in one instruction, aligned to their size
 // WAVE, lane_id(), LaneMask          the wavefront: 64 lanes on AMD, 32 on NVIDIA
+// Half, BFloat, Vec<T, N>            fp16, bf16, and N values of one type
 // ENTRY(name, kernel<...>)           a C function that the host launches the kernel by
 #pragma once
 
@@ -155,9 +156,14 @@ __device__ inline void wave_barrier() {
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
 }
 
+// The compiler moves no instruction across.
+__device__ inline void keep_order() { __builtin_amdgcn_sched_barrier(0); }
+
 #endif  // AMD
 
 // ---- memory ----
+
+#include "bfloat.h"
 
 #define UNROLL _Pragma("unroll")
 
@@ -173,7 +179,29 @@ __device__ inline T* part(T* whole, long start, long) { return whole + start; }
 
 #if defined(ON_AMD)
 template <typename T, int N>
-using Vec = T __attribute__((ext_vector_type(N)));
+struct VecOf { using type = T __attribute__((ext_vector_type(N))); };
+// An array of structs the compiler would take apart as soon as it is loaded, and wait for it.
+template <int N>
+struct BFloats {
+  struct One {
+    BFloats& all;
+    int i;
+    __device__ operator BFloat() const { return static_cast<const BFloats&>(all)[i]; }
+    __device__ void operator=(BFloat value) const { all.bits[i] = value.bits; }
+    __device__ void operator=(const One& other) const { *this = BFloat(other); }
+  };
+  typename VecOf<short, N>::type bits;
+  __device__ One operator[](int i) { return {*this, i}; }
+  __device__ BFloat operator[](int i) const {
+    BFloat value;
+    value.bits = bits[i];
+    return value;
+  }
+};
+template <int N>
+struct VecOf<BFloat, N> { using type = BFloats<N>; };
+template <typename T, int N>
+using Vec = typename VecOf<T, N>::type;
 #else
 template <typename T, int N>
 struct alignas(N * sizeof(T)) Vec {
@@ -221,16 +249,22 @@ __device__ inline void store(T* to, long i, Vec<T, N> values) {
 
 constexpr float INF = __builtin_inff();
 
-// The eight forms of a step, and the shape of a block, which the host's grid follows.
-#define ATTENTION_ENTRIES                                                                       \
-  ENTRY(attention_forward_f32_d64_full, attention_forward<float, 64, false>)                    \
-  ENTRY(attention_forward_f32_d64_causal, attention_forward<float, 64, true>)                   \
-  ENTRY(attention_forward_f32_d128_full, attention_forward<float, 128, false>)                  \
-  ENTRY(attention_forward_f32_d128_causal, attention_forward<float, 128, true>)                 \
-  ENTRY(attention_forward_f16_d64_full, attention_forward<Half, 64, false>)                     \
-  ENTRY(attention_forward_f16_d64_causal, attention_forward<Half, 64, true>)                    \
-  ENTRY(attention_forward_f16_d128_full, attention_forward<Half, 128, false>)                   \
-  ENTRY(attention_forward_f16_d128_causal, attention_forward<Half, 128, true>)                  \
+// The bits of bf16 values, as the matrix instructions' builtins take them.
+__device__ inline Vec<short, 4> raw(const Vec<BFloat, 4>& values) {
+  Vec<short, 4> bits;
+  __builtin_memcpy(&bits, &values, sizeof bits);
+  return bits;
+}
+
+// The four forms of a step in one type.
+#define ATTENTION_FORMS(name, T)                                                                \
+  ENTRY(attention_forward_##name##_d64_full, attention_forward<T, 64, false>)                   \
+  ENTRY(attention_forward_##name##_d64_causal, attention_forward<T, 64, true>)                  \
+  ENTRY(attention_forward_##name##_d128_full, attention_forward<T, 128, false>)                 \
+  ENTRY(attention_forward_##name##_d128_causal, attention_forward<T, 128, true>)
+
+// The shape of a block, which the host's grid follows. It hangs on a type's size alone.
+#define BLOCK_SHAPE                                                                             \
   template <typename T, int D>                                                                  \
   void tell_block(int* queries, int* threads) {                                                 \
     *queries = Shape<T, D>::QUERIES;                                                            \
@@ -240,3 +274,6 @@ constexpr float INF = __builtin_inff();
     if (dim == 64) (half ? tell_block<Half, 64> : tell_block<float, 64>)(queries, threads);     \
     if (dim == 128) (half ? tell_block<Half, 128> : tell_block<float, 128>)(queries, threads);  \
   }
+
+// What every step has; the steps on matrix cores have ATTENTION_FORMS(bf16, BFloat) besides.
+#define ATTENTION_ENTRIES ATTENTION_FORMS(f32, float) ATTENTION_FORMS(f16, Half) BLOCK_SHAPE

@@ -13,13 +13,13 @@ struct Shape {
 template <typename T, int D, bool CAUSAL>
 __global__ void __launch_bounds__((Shape<T, D>::THREADS))
 attention_forward(Global<const T> q, Global<const T> k, Global<const T> v, Global<T> out,
-                  Global<float> lse, int q_len, int k_len, float scale) {
-  const long head = blockIdx.y;
+                  Global<float> lse, int q_len, int k_len, int group_size, float scale) {
+  const long head = blockIdx.y, key_head = blockIdx.y / group_size;
   const int first = blockIdx.x * Shape<T, D>::QUERIES;
   const int row = first + threadIdx.x;
   auto queries = part(q, head * q_len * D, long(q_len) * D);
-  auto keys = part(k, head * k_len * D, long(k_len) * D);
-  auto values = part(v, head * k_len * D, long(k_len) * D);
+  auto keys = part(k, key_head * k_len * D, long(k_len) * D);
+  auto values = part(v, key_head * k_len * D, long(k_len) * D);
   auto outputs = part(out, head * q_len * D, long(q_len) * D);
   auto sums = part(lse, head * q_len, q_len);
   if (row >= q_len) return;

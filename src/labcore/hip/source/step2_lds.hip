@@ -52,17 +52,17 @@ __device__ void write_rows(Global<T> to, Shared<T> stage, int left, const float 
 template <typename T, int D, bool CAUSAL>
 __global__ void __launch_bounds__((Shape<T, D>::THREADS))
 attention_forward(Global<const T> q, Global<const T> k, Global<const T> v, Global<T> out,
-                  Global<float> lse, int q_len, int k_len, float scale) {
+                  Global<float> lse, int q_len, int k_len, int group_size, float scale) {
   constexpr int QUERIES = Shape<T, D>::QUERIES, KEYS = Shape<T, D>::KEYS;
   constexpr int TILES = 2 * KEYS * D, STAGE = QUERIES * STRIDE<T>;
   SHARED(T, lds, TILES > STAGE ? TILES : STAGE);
-  const long head = blockIdx.y;
+  const long head = blockIdx.y, key_head = blockIdx.y / group_size;
   const int first = blockIdx.x * QUERIES;
   const int row = first + threadIdx.x;
   const int rows = q_len - first < QUERIES ? q_len - first : QUERIES;
   auto queries = part(q, (head * q_len + first) * D, long(rows) * D);
-  auto keys = part(k, head * k_len * D, long(k_len) * D);
-  auto values = part(v, head * k_len * D, long(k_len) * D);
+  auto keys = part(k, key_head * k_len * D, long(k_len) * D);
+  auto values = part(v, key_head * k_len * D, long(k_len) * D);
   auto outputs = part(out, (head * q_len + first) * D, long(rows) * D);
   auto sums = part(lse, head * q_len, q_len);
   // A row past q_len stays for the barriers.

@@ -29,6 +29,12 @@ __device__ inline Vec<float, 16> multiply(Vec<Half, 4> a, Vec<Half, 4> b, Vec<fl
 __device__ inline Vec<float, 4> multiply(Vec<Half, 4> a, Vec<Half, 4> b, Vec<float, 4> c) {
   return __builtin_amdgcn_mfma_f32_16x16x16f16(a, b, c, 0, 0, 0);
 }
+__device__ inline Vec<float, 16> multiply(Vec<BFloat, 4> a, Vec<BFloat, 4> b, Vec<float, 16> c) {
+  return __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(raw(a), raw(b), c, 0, 0, 0);
+}
+__device__ inline Vec<float, 4> multiply(Vec<BFloat, 4> a, Vec<BFloat, 4> b, Vec<float, 4> c) {
+  return __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(raw(a), raw(b), c, 0, 0, 0);
+}
 // An fp32 instruction takes one value from each lane. The terms of a sum over k may come in any
 // order, so four instructions make the same product of the same four values.
 __device__ inline Vec<float, 16> multiply(Vec<float, 4> a, Vec<float, 4> b, Vec<float, 16> c) {
@@ -39,12 +45,13 @@ __device__ inline Vec<float, 16> multiply(Vec<float, 4> a, Vec<float, 4> b, Vec<
 
 // Weights are at most 2^LIFT instead of 1. CDNA2 takes fp16 below 2^-14 for zero: so it loses
 // weights below 2^-29 of the row's largest. The division by `total` takes the factor out again.
+// bf16 and fp32 have the room, and would not need it.
 constexpr float LIFT = 15.0f;
 
 template <typename T, int D, bool CAUSAL>
 __global__ void __launch_bounds__((Shape<T, D>::THREADS))
 attention_forward(Global<const T> q, Global<const T> k, Global<const T> v, Global<T> out,
-                  Global<float> lse, int q_len, int k_len, float scale) {
+                  Global<float> lse, int q_len, int k_len, int group_size, float scale) {
   constexpr int QUERIES = Shape<T, D>::QUERIES, KEYS = Shape<T, D>::KEYS;
   constexpr int TILE = Shape<T, D>::TILE, STRIDE = Shape<T, D>::STRIDE;
   constexpr int GROUPS = WAVE / TILE;     // lanes that share a query
@@ -53,14 +60,14 @@ attention_forward(Global<const T> q, Global<const T> k, Global<const T> v, Globa
   SHARED(T, key_tile, KEYS * STRIDE);
   SHARED(T, value_tile, KEYS * STRIDE);
   const int lane = threadIdx.x % WAVE, column = lane % TILE, group = lane / TILE;
-  const long head = blockIdx.y;
+  const long head = blockIdx.y, key_head = blockIdx.y / group_size;
   const int first = blockIdx.x * QUERIES;
   const int mine = threadIdx.x / WAVE * TILE + column;
   const int row = first + mine;
   const int rows = q_len - first < QUERIES ? q_len - first : QUERIES;
   auto queries = part(q, (head * q_len + first) * D, long(rows) * D);
-  auto keys = part(k, head * k_len * D, long(k_len) * D);
-  auto values = part(v, head * k_len * D, long(k_len) * D);
+  auto keys = part(k, key_head * k_len * D, long(k_len) * D);
+  auto values = part(v, key_head * k_len * D, long(k_len) * D);
   auto outputs = part(out, (head * q_len + first) * D, long(rows) * D);
   auto sums = part(lse, head * q_len, q_len);
 
@@ -154,3 +161,4 @@ attention_forward(Global<const T> q, Global<const T> k, Global<const T> v, Globa
 }
 
 ATTENTION_ENTRIES
+ATTENTION_FORMS(bf16, BFloat)

@@ -28,6 +28,9 @@ struct Shape {
 __device__ inline Vec<float, 16> multiply(Vec<Half, 4> a, Vec<Half, 4> b, Vec<float, 16> c) {
   return __builtin_amdgcn_mfma_f32_32x32x8f16(a, b, c, 0, 0, 0);
 }
+__device__ inline Vec<float, 16> multiply(Vec<BFloat, 4> a, Vec<BFloat, 4> b, Vec<float, 16> c) {
+  return __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(raw(a), raw(b), c, 0, 0, 0);
+}
 // An fp32 instruction takes one value from each lane. The terms of a sum over k may come in any
 // order, so four instructions make the same product of the same four values.
 __device__ inline Vec<float, 16> multiply(Vec<float, 4> a, Vec<float, 4> b, Vec<float, 16> c) {
@@ -48,6 +51,7 @@ __device__ inline Vec<T, 4> four(const Vec<T, WIDE>& values, int h) {
 
 // Weights are at most 2^LIFT instead of 1. CDNA2 takes fp16 below 2^-14 for zero: so it loses
 // weights below 2^-29 of the row's largest. The division by `total` takes the factor out again.
+// bf16 and fp32 have the room, and would not need it.
 constexpr float LIFT = 15.0f;
 
 // Blocks are dealt out to the XCDs in turn: those of XCD x are x, x + 8, x + 16 … Counted one XCD
@@ -71,7 +75,7 @@ __device__ inline void read_piece(Global<const T> from, int j, int d, int k_len,
 template <typename T, int D, bool CAUSAL>
 __global__ void __launch_bounds__((Shape<T, D>::THREADS)) WAVES_PER_EU(2)
 attention_forward(Global<const T> q, Global<const T> k, Global<const T> v, Global<T> out,
-                  Global<float> lse, int q_len, int k_len, float scale) {
+                  Global<float> lse, int q_len, int k_len, int group_size, float scale) {
   constexpr int QUERIES = Shape<T, D>::QUERIES, KEYS = Shape<T, D>::KEYS;
   constexpr int TILE = Shape<T, D>::TILE, WIDE = Shape<T, D>::WIDE;
   constexpr int KEY_STRIDE = Shape<T, D>::KEY_STRIDE, VALUE_STRIDE = Shape<T, D>::VALUE_STRIDE;
@@ -83,15 +87,15 @@ attention_forward(Global<const T> q, Global<const T> k, Global<const T> v, Globa
   const int lane = threadIdx.x % WAVE, column = lane % TILE, group = lane / TILE;
   const unsigned place =
       place_of_block(blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
-  const long head = place / gridDim.x;
+  const long head = place / gridDim.x, key_head = place / gridDim.x / group_size;
   const int block = place % gridDim.x;
   const int first = (CAUSAL ? gridDim.x - 1 - block : block) * QUERIES;
   const int mine = threadIdx.x / WAVE * TILE + column;
   const int row = first + mine;
   const int rows = q_len - first < QUERIES ? q_len - first : QUERIES;
   auto queries = part(q, (head * q_len + first) * D, long(rows) * D);
-  auto keys = part(k, head * k_len * D, long(k_len) * D);
-  auto values = part(v, head * k_len * D, long(k_len) * D);
+  auto keys = part(k, key_head * k_len * D, long(k_len) * D);
+  auto values = part(v, key_head * k_len * D, long(k_len) * D);
   auto outputs = part(out, (head * q_len + first) * D, long(rows) * D);
   auto sums = part(lse, head * q_len, q_len);
 
@@ -205,3 +209,4 @@ attention_forward(Global<const T> q, Global<const T> k, Global<const T> v, Globa
 }
 
 ATTENTION_ENTRIES
+ATTENTION_FORMS(bf16, BFloat)
