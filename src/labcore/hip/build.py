@@ -17,11 +17,21 @@ from pathlib import Path
 
 from labcore.checks import one_of
 
-__all__ = ["SOURCE", "STEPS", "cache_folder", "compiler", "library", "source_name", "step_source"]
+__all__ = [
+    "DECODE",
+    "SOURCE",
+    "STEPS",
+    "cache_folder",
+    "compiler",
+    "library",
+    "source_name",
+    "step_source",
+]
 
 SOURCE = Path(__file__).resolve().parent / "source"
 # The file of each step, named after what it adds.
 STEPS = {1: "step1_straight", 2: "step2_lds", 3: "step3_mfma", 4: "step4_tuned"}
+DECODE = SOURCE / "step5_decode.hip"  # other kernels, with other arguments
 # Ubuntu's compilers turn on _FORTIFY_SOURCE, and a fortified longjmp mistakes a switch of fibers
 # for a corrupt stack and aborts. A function's frame is limited to half a fiber's stack.
 FLAGS = (

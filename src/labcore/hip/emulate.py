@@ -26,7 +26,7 @@ __all__ = ["Emulated", "EmulationError", "LaunchCounters", "Program", "forward",
 
 Size = int | Sequence[int]
 
-DTYPES = {torch.float32: "f32", torch.float16: "f16"}
+DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 HEAD_DIMS = (64, 128)
 # A library has a single emulated machine, and ctypes releases the GIL during a call.
 _ONE_LAUNCH = threading.Lock()
@@ -61,9 +61,10 @@ class LaunchCounters:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Emulated:
-    """The result of `forward`.
+    """The result of `forward`, or of `labcore.hip.decode.decode`.
 
-    out: [B, H, T, D] in the query's dtype. lse: fp32 [B, H, T], natural logarithm.
+    out: the query's shape and dtype, [B, H, T, D] or [B, H, D]. lse: fp32, without the D, natural
+    logarithm.
     counters: None unless requested.
     """
 
@@ -166,6 +167,10 @@ class Program:
             message.restype = ctypes.c_char_p
             raise EmulationError(f"{self.name}: {message().decode()}")
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the source has an ENTRY or a function `name`."""
+        return hasattr(self._library, name)
+
     def _function(self, name: str, remedy: str) -> Any:
         found = getattr(self._library, name, None)
         if found is None:
@@ -175,7 +180,7 @@ class Program:
     def attention_block(self, dtype: torch.dtype, dim: int) -> tuple[int, int]:
         """Return the queries and threads per block for a step of the port."""
         queries, threads = ctypes.c_int(), ctypes.c_int()
-        half = dtype == torch.float16
+        half = dtype.itemsize == 2
         self._library.attention_block(half, dim, ctypes.byref(queries), ctypes.byref(threads))
         return queries.value, threads.value
 
@@ -209,15 +214,19 @@ def forward(
 ) -> Emulated:
     """Run attention with one step of the port, emulating every thread.
 
-    query: [B, H, T, D]; key, value: [B, H, S, D]; all fp32 or all fp16, with D = 64 or 128.
+    query: [B, H, T, D]; key, value: [B, Hkv, S, D], where Hkv divides H and query head h reads key
+    head h // (H / Hkv); all fp32, all fp16 or, with steps 3 and 4, all bf16; D = 64 or 128.
     is_causal: query i sees the keys up to i. scale: factor for q·k, default 1 / sqrt(D).
     count: fill `counters`. check: check the bounds of every access; False is faster.
     """
-    heads = _check(query, key, value)
-    batch, _, q_len, dim = query.shape
+    group_size = _check(query, key, value)
+    batch, heads, q_len, dim = query.shape
     k_len = key.shape[2]
     scale = dim**-0.5 if scale is None else positive("scale", scale)
+    name = f"attention_forward_{DTYPES[query.dtype]}_d{dim}_{'causal' if is_causal else 'full'}"
     program = load(step_source(step), check=check or count)
+    if name not in program:
+        raise TypeError(f"step {step} takes float32 and float16, got {query.dtype}; use step 3 or 4")
     queries, threads = program.attention_block(query.dtype, dim)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = torch.empty(query.shape[:3], dtype=torch.float32)
@@ -227,17 +236,18 @@ def forward(
         )
         return Emulated(out=out, lse=lse, counters=nothing if count else None)
     counters = program.launch(
-        f"attention_forward_{DTYPES[query.dtype]}_d{dim}_{'causal' if is_causal else 'full'}",
+        name,
         grid=(math.ceil(q_len / queries), batch * heads),
         block=threads,
         arguments={
-            "q": _aligned(query),
-            "k": _aligned(key),
-            "v": _aligned(value),
+            "q": aligned(query),
+            "k": aligned(key),
+            "v": aligned(value),
             "out": out,
             "lse": lse,
             "q_len": q_len,
             "k_len": k_len,
+            "group_size": group_size,
             "scale": float(scale),
         },
         count=count,
@@ -246,7 +256,7 @@ def forward(
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Check that the kernels support these tensors; return the number of heads."""
+    """Check that the kernels support these tensors; return the query heads per key head."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 4:
             raise ValueError(f"{name} must be [B, H, T, D], got shape {tuple(tensor.shape)}")
@@ -258,21 +268,24 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> int:
             raise TypeError(f"{name} must have query's dtype {query.dtype}, got {tensor.dtype}")
     if query.dtype not in DTYPES:
         raise TypeError(
-            f"query must be float32 or float16, got {query.dtype}; convert it with query.float()"
+            f"query must be float32, float16 or bfloat16, got {query.dtype}; convert it with "
+            "query.float()"
         )
     batch, heads, _, dim = query.shape
     one_of("the head dimension", dim, HEAD_DIMS)
-    if key.shape != (batch, heads, key.shape[2], dim) or value.shape != key.shape:
+    key_heads = key.shape[1]
+    fits = key.shape == (batch, key_heads, key.shape[2], dim) and value.shape == key.shape
+    if not fits or heads % (key_heads or 1) or bool(heads) > bool(key_heads):
         raise ValueError(
-            f"key and value must be [{batch}, {heads}, S, {dim}] to match query, got "
-            f"{tuple(key.shape)} and {tuple(value.shape)}; repeat shared heads first"
+            f"key and value must be [{batch}, Hkv, S, {dim}] to match query, where Hkv divides "
+            f"{heads}, got {tuple(key.shape)} and {tuple(value.shape)}"
         )
     if key.shape[2] == 0:
         raise ValueError("key must hold at least one position, got S = 0")
-    return heads
+    return heads // (key_heads or 1)
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def aligned(tensor: Tensor) -> Tensor:
     """Return the tensor, copied unless it's contiguous and aligned to 16 bytes."""
     tensor = tensor.detach().contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
@@ -280,7 +293,7 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 # The kernel's argument types, as given by takes() in cpu.h; "?" and "P" are other numbers and
 # pointers.
-_MEMORY = {"F": torch.float32, "H": torch.float16, "I": torch.int32}
+_MEMORY = {"F": torch.float32, "H": torch.float16, "B": torch.bfloat16, "I": torch.int32}
 _KINDS = {"f": "a float", "i": "an int", "?": "a number that is neither an int nor a float"}
 
 
