@@ -86,7 +86,7 @@ def test_every_step_is_a_file_that_ships() -> None:
     with pytest.raises(ValueError, match="step must be one of 1, 2, 3, 4, got 0"):
         build.step_source(0)
     sources = {build.step_source(step) for step in build.STEPS}
-    sources |= {build.SOURCE / "step0_cuda.cu", build.SOURCE / "portable.h"}
+    sources |= {build.SOURCE / "step0_cuda.cu", build.SOURCE / "portable.h", build.DECODE}
     assert sources <= set(build.SOURCE.iterdir())
 
 
@@ -170,9 +170,9 @@ def test_clang_builds_it_too(cache: Path, monkeypatch) -> None:
 
 @pytest.mark.long
 def test_the_sources_compile_without_a_warning() -> None:
-    for step in build.STEPS:
+    for source in (*map(build.step_source, build.STEPS), build.DECODE):
         for form in ([], ["-DCHECKED"]):
             command = [*build.compiler(), "-std=c++17", "-fsyntax-only", "-Wall", "-Wextra"]
-            command += [*form, "-x", "c++", str(build.step_source(step))]
+            command += [*form, "-x", "c++", str(source)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             assert (done.returncode, done.stderr) == (0, "")

@@ -405,9 +405,11 @@ def test_forward_says_what_it_takes() -> None:
     refused = [
         (ValueError, "query must be", (good[0], good, good)),
         (ValueError, "head dimension must be one of 64, 128", (good[..., :32],) * 3),
-        (TypeError, "query must be float32 or float16", (good.double(),) * 3),
+        (TypeError, "query must be float32, float16 or bf", (good.double(),) * 3),
+        (TypeError, "float32 or float16 for step 1, got torch.bf", (good.bfloat16(),) * 3),
         (TypeError, "value must have query's dtype", (good, good, good.half())),
-        (ValueError, "key and value must be", (good, good[:, :1], good[:, :1])),
+        (ValueError, "where Hkv divides 2", (good, good[:, [0, 0, 0]], good[:, [0, 0, 0]])),
+        (ValueError, "where Hkv divides 2", (good, good[:, :0], good[:, :0])),
         (ValueError, "key and value must be", (good, good, good[:, :, :2])),
         (ValueError, "at least one position", (good, good[:, :, :0], good[:, :, :0])),
         (ValueError, "must be on the CPU", (good.to("meta"), good, good)),

@@ -11,6 +11,7 @@ from labcore import records
 from labcore.hip import __main__ as command
 from labcore.hip import compile as hip
 from labcore.hip import emulate, gpu
+from labcore.hip.decode import decode, launches
 from tests.hip.compilers import need
 
 CPU = torch.device("cpu")
@@ -25,6 +26,7 @@ class Emulated:
 
     def __init__(self, step: int, factor: float = 1.0) -> None:
         self.step, self.factor = step, factor
+        self.dtypes = (torch.float32, torch.float16)
 
     def __call__(self, query, key, value, *, is_causal=False):
         found = emulate.forward(query, key, value, step=self.step, is_causal=is_causal, check=False)
@@ -40,7 +42,18 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(command, "default_device", lambda: CPU)
     steps = {"step1_straight": Emulated(1), "step2_lds": Emulated(2)}
     monkeypatch.setattr(gpu, "build", lambda: iter(steps.items()))
+    monkeypatch.setattr(gpu, "build_decoder", lambda: decoder())
     return monkeypatch
+
+
+def decoder(factor: float = 1.0):
+    """A decode step as `gpu.Decoder` is one."""
+
+    def decoded(query, key, value, lengths, *, splits):
+        found = decode(query, key, value, lengths, splits=splits or 2, check=False)
+        return found.out * factor, found.lse
+
+    return decoded
 
 
 def test_without_a_gpu_a_sentence_says_what_is_missing(
@@ -78,7 +91,8 @@ def test_every_step_is_checked_and_timed_and_a_record_is_written(
 ) -> None:
     assert command.main(["--save", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "step1_straight: agrees with torch" in said and "step2_lds: agrees with torch" in said
+    for name in ("step1_straight", "step2_lds", "step5_decode"):
+        assert f"{name}: agrees with torch" in said
     (file,) = tmp_path.glob("*.jsonl")
     found = records.read(file)
     assert [record.quantity for record in found] == [
@@ -101,6 +115,18 @@ def test_a_wrong_step_is_named_and_writes_no_record(
     assert "step2_lds: WRONG" in said
     assert re.search("float32-d64-full .*33 .*40 .*: out must be within 2e-05", said)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_decode_step_is_named_and_writes_no_record(
+    pretended_gpu: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretended_gpu.setattr(gpu, "build", lambda: iter(()))
+    pretended_gpu.setattr(gpu, "build_decoder", lambda: decoder(1.1))
+    assert command.main(["--save", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "step5_decode: WRONG" in said
+    assert re.search("bfloat16-d128 with 8 heads per key head: out must be within 0.032", said)
+    assert "lse must" not in said and list(tmp_path.iterdir()) == []
 
 
 def test_a_compiler_that_fails_is_one_sentence(
@@ -126,11 +152,68 @@ def test_hipcc_builds_libraries_that_only_the_device_refuses(
     for dtype in emulate.DTYPES:
         for dim in emulate.HEAD_DIMS:
             assert step.block(dtype, dim) == program.attention_block(dtype, dim)
-    values = [*[ctypes.c_void_p(0)] * 5, ctypes.c_int(1), ctypes.c_int(1), ctypes.c_float(1)]
+    assert step.dtypes == tuple(emulate.DTYPES)
+    values = [*[torch.empty(0)] * 5, 1, 1, 1, 1.0]
     with pytest.raises(RuntimeError, match="launch, got its error [1-9]"):
         step.launch("attention_forward_f16_d64_full", grid=(1, 1), threads=256, values=values)
     with pytest.raises(ValueError, match="query must be .*on the GPU, .* got .* on cpu"):
         step(*SMALL[0].inputs(CPU))
+
+
+@pytest.mark.long
+def test_hipcc_builds_the_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    need("gfx90a")
+    built = gpu.build_decoder("gfx90a")
+    assert built is not None and gpu.build_decoder("sm_90") is None
+    program = emulate.load(hip.SOURCE / "step5_decode.hip")
+    tensors = [torch.zeros(2, 6, 64), torch.zeros(2, 2, 9, 64), torch.zeros(2, 2, 9, 64)]
+    query, key, value = (x.half() for x in tensors)
+    lengths = torch.zeros(2, dtype=torch.int32)
+    for dim in emulate.HEAD_DIMS:
+        block = built.block(torch.bfloat16, dim)
+        assert block == program.attention_block(torch.bfloat16, dim)
+    _, _, planned = launches(query, key, value, lengths, splits=3, scale=None, block=block)
+    for launch in planned:
+        with pytest.raises(RuntimeError, match="launch, got its error [1-9]"):
+            built.launch(
+                launch.name,
+                grid=launch.grid,
+                threads=launch.threads,
+                values=launch.arguments.values(),
+            )
+    with pytest.raises(ValueError, match="query must be on the GPU, got cpu"):
+        built(query, key, value, lengths)
+
+
+@pytest.mark.parametrize(
+    ("batch", "k_len", "splits"),
+    [(1, 8192, 32), (4, 8192, 25), (4, 600, 2), (1, 9, 1), (900, 512, 1)],
+)
+def test_pieces_fill_the_gpu_and_have_keys_enough(
+    batch: int, k_len: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 152 units each gets two blocks, or a piece its 256 keys."""
+    asked = []
+
+    class Here(gpu.Decoder):
+        def __init__(self) -> None:
+            pass
+
+        def block(self, dtype, dim):
+            return 16, 256
+
+    def told(*tensors, splits, **_):
+        asked.append(splits)
+        return None, None, []
+
+    unit = type("Properties", (), {"multi_processor_count": 152})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: unit)
+    monkeypatch.setattr(gpu, "launches", told)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    key = torch.zeros(1, dtype=torch.float16).expand(batch, 3, k_len, 64)
+    query = torch.zeros(batch, 6, 64, dtype=torch.float16)
+    Here()(query, key, key, torch.zeros(batch, dtype=torch.int32))
+    assert asked == [splits]
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3, 64), (1, 1, 3, 128), (1, 3, 64), (2, 1, 3, 64)])

@@ -13,11 +13,15 @@ from torch import Tensor
 from labcore.attention import Pattern, safe_attention
 from labcore.hip import EmulationError, Program, forward, load
 from labcore.hip.build import compiler, step_source
-from labcore.hip.mfma import INSTRUCTIONS, LANES, Instruction, element, layout
+from labcore.hip.mfma import INSTRUCTIONS, LANES, element, layout
 
 PUBLISHED = json.loads((Path(__file__).parent / "mfma_layout.json").read_text())["instructions"]
+for told in PUBLISHED.values():
+    if "matrices" in told:
+        told.update({matrix: PUBLISHED[told["matrices"]][matrix] for matrix in "ABD"})
 NAMES = list(INSTRUCTIONS)
-DTYPES = [torch.float16, torch.float32]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+OPERANDS = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 
 # One kernel an instruction: a lane's items of A, B and C lie side by side at `lane * items`.
 PROBE = """
@@ -38,6 +42,10 @@ PROBE = """
   ENTRY(probe_##NAME, NAME)
 PROBE(f16_32, Half, 4, 16, __builtin_amdgcn_mfma_f32_32x32x8f16(x, y, z, 0, 0, 0))
 PROBE(f16_16, Half, 4, 4, __builtin_amdgcn_mfma_f32_16x16x16f16(x, y, z, 0, 0, 0))
+PROBE(bf16_32, BFloat, 4, 16,
+      __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(raw(x), raw(y), z, 0, 0, 0))
+PROBE(bf16_16, BFloat, 4, 4,
+      __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(raw(x), raw(y), z, 0, 0, 0))
 PROBE(f32_32, float, 1, 16, __builtin_amdgcn_mfma_f32_32x32x2f32(x[0], y[0], z, 0, 0, 0))
 PROBE(f32_16, float, 1, 4, __builtin_amdgcn_mfma_f32_16x16x4f32(x[0], y[0], z, 0, 0, 0))
 """
@@ -95,7 +103,7 @@ def probe(host_compiler: None) -> Program:
 
 def run(probe: Program, name: str, a: Tensor, b: Tensor, c: Tensor, lanes: int = LANES) -> Tensor:
     """A B + C by one emulated instruction, the matrices placed as AMD's calculator says."""
-    instruction, dtype = INSTRUCTIONS[name], a.dtype
+    instruction = INSTRUCTIONS[name]
     placed = {}
     for key, matrix, whole in (("a", "A", a), ("b", "B", b), ("c", "D", c)):
         held = instruction.results if matrix == "D" else instruction.operands
@@ -103,9 +111,8 @@ def run(probe: Program, name: str, a: Tensor, b: Tensor, c: Tensor, lanes: int =
         places = torch.tensor(PUBLISHED[name][matrix])
         placed[key][places[..., 0], places[..., 1]] = whole
     placed["d"] = torch.full((LANES, instruction.results), torch.nan)
-    bits = "f16" if dtype == torch.float16 else "f32"
     counters = probe.launch(
-        f"probe_{bits}_{instruction.tile}",
+        f"probe_{name.split('_')[1]}_{instruction.tile}",
         grid=1,
         block=LANES,
         arguments={**placed, "lanes": lanes},
@@ -117,8 +124,8 @@ def run(probe: Program, name: str, a: Tensor, b: Tensor, c: Tensor, lanes: int =
     return placed["d"][places[..., 0], places[..., 1]]
 
 
-def operands(instruction: Instruction, fill: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = torch.float16 if instruction.bits == 16 else torch.float32
+def operands(name: str, fill: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    instruction, dtype = INSTRUCTIONS[name], OPERANDS[name.split("_")[1]]
     a = torch.full((instruction.tile, instruction.depth), fill, dtype=dtype)
     b = torch.full((instruction.depth, instruction.tile), fill, dtype=dtype)
     return a, b, torch.zeros(instruction.tile, instruction.tile)
@@ -129,7 +136,7 @@ def test_an_instruction_multiplies_what_lies_where_amd_says(
     probe: Program, name: str, generator: torch.Generator
 ) -> None:
     """Integers are exact in every order of summation, so the product has to be equal."""
-    a, b, c = operands(INSTRUCTIONS[name])
+    a, b, c = operands(name)
     for matrix in (a, b, c):
         matrix.copy_(torch.randint(-9, 10, matrix.shape, generator=generator))
     assert torch.equal(run(probe, name, a, b, c), a.float() @ b.float() + c)
@@ -137,28 +144,29 @@ def test_an_instruction_multiplies_what_lies_where_amd_says(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sums_are_rounded_in_the_documented_order(probe: Program, name: str) -> None:
-    """fp16: four products together, then onto C; fp32: one after the other, each 1 lost."""
+    """16 bits: four products together, then onto C; fp32: one after the other, each 1 lost."""
     instruction = INSTRUCTIONS[name]
-    a, b, c = operands(instruction, 1.0)
+    a, b, c = operands(name, 1.0)
     c.fill_(2.0**24)
     gained = instruction.depth if instruction.bits == 16 else 0
     assert (run(probe, name, a, b, c) - 2.0**24).unique().tolist() == [gained]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_half_precision_below_its_normal_range_counts_as_zero(probe: Program, name: str) -> None:
+def test_16_bits_below_their_normal_range_count_as_zero(probe: Program, name: str) -> None:
     instruction = INSTRUCTIONS[name]
-    for value in (2.0**-14, 2.0**-15):
-        a, b, c = operands(instruction, 1.0)
+    a, b, c = operands(name, 1.0)
+    least = torch.finfo(a.dtype).tiny
+    for value in (least, least / 2):
         a.fill_(value)
-        kept = value if instruction.bits == 32 or value == 2.0**-14 else 0.0
+        kept = value if instruction.bits == 32 or value == least else 0.0
         assert (run(probe, name, a, b, c) == kept * instruction.depth).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_lane_has_to_take_part(probe: Program, name: str) -> None:
     with pytest.raises(EmulationError, match=r"block \(0, 0, 0\), thread.*needs all 64 lanes.* 40"):
-        run(probe, name, *operands(INSTRUCTIONS[name]), lanes=40)
+        run(probe, name, *operands(name), lanes=40)
 
 
 # ---- the steps ----
@@ -192,7 +200,7 @@ def excess(out: Tensor, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> fl
     truth, _ = safe_attention(q.double(), k.double(), v.double(), pattern=pattern)
     error = (out.double() - truth).abs().max()
     peer = (plain(q, k, v, pattern).double() - truth).abs().max()
-    times = 2 if q.dtype == torch.float16 else 4
+    times = 4 if q.dtype == torch.float32 else 2
     return float(error - times * peer - torch.finfo(q.dtype).eps * truth.abs().max())
 
 
@@ -245,7 +253,7 @@ def test_what_the_steps_ask_of_the_machine(
         assert counted.lds_conflicts == 0
         small = step == 3 and dim == 64
         half = INSTRUCTIONS["16x16x16_f16" if small else "32x32x8_f16"]
-        used = half if dtype == torch.float16 else INSTRUCTIONS["32x32x2_f32"]
+        used = INSTRUCTIONS["32x32x2_f32"] if dtype == torch.float32 else half
         assert counted.mfma == 2 * q.shape[1] * 2 * 256 * 64 * dim / used.flops
     assert counters[1].lds_accesses < 0.5 * counters[0].lds_accesses  # type: ignore[union-attr]
 
@@ -258,7 +266,7 @@ ONE_FORM = "ENTRY(one_form, attention_forward<Half, 64, false>)"
 def variant(step: int, *changes: tuple[str, str]) -> Program:
     """A step with some of its text changed, its fp16 form of 64 columns, not causal."""
     text = step_source(step).read_text(encoding="utf-8")
-    for old, new in (*changes, ("ATTENTION_ENTRIES", ONE_FORM)):
+    for old, new in (*changes, ("ATTENTION_ENTRIES\nATTENTION_FORMS(bf16, BFloat)", ONE_FORM)):
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     return load(text)
@@ -273,7 +281,10 @@ def run_variant(program: Program, step: int, q: Tensor, k: Tensor, v: Tensor) ->
         "one_form",
         grid=(-(-q.shape[2] // queries), q.shape[1]),
         block=256,
-        arguments={**arguments, "q_len": q.shape[2], "k_len": k.shape[2], "scale": 0.125},
+        arguments={
+            **arguments,
+            **{"q_len": q.shape[2], "k_len": k.shape[2], "group_size": 1, "scale": 0.125},
+        },
         count=True,
     )
     assert counters is not None
@@ -336,7 +347,9 @@ def spread(places: list[int], tiles: int) -> int:
 
 
 @pytest.mark.usefixtures("host_compiler")
-@pytest.mark.parametrize(("heads", "tiles"), [(16, 5), (8, 1), (12, 7), (3, 4), (1, 9), (1, 1)])
+@pytest.mark.parametrize(
+    ("heads", "tiles"), [(16, 5), (32, 3), (8, 1), (12, 7), (3, 4), (1, 9), (1, 1)]
+)
 def test_blocks_of_a_head_share_an_xcd(heads: int, tiles: int) -> None:
     text = step_source(4).read_text(encoding="utf-8").replace("ATTENTION_ENTRIES", PLACES)
     blocks = heads * tiles
@@ -346,5 +359,8 @@ def test_blocks_of_a_head_share_an_xcd(heads: int, tiles: int) -> None:
     places = out.tolist()
     assert sorted(places) == list(range(blocks))  # every block is there, once
     assert spread(places, tiles) <= (heads if heads % 8 == 0 else heads + 7)
+    for group in (2, 4):  # query heads that share a key head are neighbors
+        if heads % (8 * group) == 0:
+            assert spread(places, group * tiles) == heads // group
     if (heads, tiles) == (16, 5):  # in the grid's own order each head is on 5 XCDs
         assert spread(list(range(blocks)), tiles) == 80

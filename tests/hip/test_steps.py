@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from labcore.attention import Pattern, safe_attention
-from labcore.hip import Emulated, LaunchCounters, forward
+from labcore.hip import Emulated, LaunchCounters, forward, load
 from labcore.hip.build import SOURCE, STEPS
 
 EVERY = list(STEPS)
 DTYPES = [torch.float32, torch.float16]
+FORMS = [(step, dtype) for step in EVERY for dtype in DTYPES] + [
+    (step, torch.bfloat16) for step in (3, 4)
+]
 # Queries and keys: less than a tile, just around one, more than one, either of them longer.
 LENGTHS = [(1, 1), (1, 129), (31, 100), (63, 63), (100, 31), (129, 129)]
 
@@ -25,7 +28,7 @@ def draw(generator, q_len: int, k_len: int, *, dim=64, heads=2, dtype=torch.floa
 def holds(
     got: Emulated, query: Tensor, key: Tensor, value: Tensor, *, is_causal, scale, bound=1e-5
 ) -> None:
-    """fp32 to fp32's rounding; fp16 to twice the error of the same attention in torch's fp16."""
+    """fp32 to fp32's rounding; 16 bits to twice the error of torch's attention in that dtype."""
     pattern = Pattern(scale=scale, is_causal=is_causal)
     out, lse = safe_attention(query.double(), key.double(), value.double(), pattern=pattern)
     assert got.out.dtype == query.dtype and got.lse.dtype == torch.float32
@@ -40,10 +43,9 @@ def holds(
     assert (got.lse - lse).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("step", EVERY)
+@pytest.mark.parametrize(("step", "dtype"), FORMS)
 def test_every_step_is_attention(step: int, is_causal, dim, dtype, generator) -> None:
     for q_len, k_len in LENGTHS:
         tensors = draw(generator, q_len, k_len, dim=dim, dtype=dtype)
@@ -57,6 +59,46 @@ def test_batches_heads_and_strides(step: int, generator) -> None:
     query, key, value = (torch.randn(shape, generator=generator).transpose(1, 2) for _ in range(3))
     got = forward(query, key, value, step=step, is_causal=True, scale=0.3)
     holds(got, query, key, value, is_causal=True, scale=0.3)
+
+
+@pytest.mark.parametrize(("step", "dtype"), FORMS)
+def test_query_heads_of_a_group_read_one_key_head(step: int, dtype, generator) -> None:
+    query = torch.randn(2, 6, 70, 64, generator=generator).to(dtype)
+    key, value = (torch.randn(2, 2, 45, 64, generator=generator).to(dtype) for _ in range(2))
+    got = forward(query, key, value, step=step)
+    for each in range(6):
+        own = slice(each // 3, each // 3 + 1)
+        one = forward(query[:, each : each + 1], key[:, own], value[:, own], step=step)
+        assert torch.equal(got.out[:, each], one.out[:, 0])
+        assert torch.equal(got.lse[:, each], one.lse[:, 0])
+
+
+ROUNDS = """
+#include "portable.h"
+__global__ void rounds(Global<const float> x, Global<BFloat> y, Global<float> back) {
+  const int i = blockIdx.x * 64 + threadIdx.x;
+  y[i] = BFloat(x[i]);
+  const BFloat there = y[i];
+  back[i] = there;
+}
+ENTRY(rounds, rounds)
+"""
+
+
+def test_bf16_is_the_nearest_and_of_two_the_even_one(generator) -> None:
+    bits = torch.randint(-(2**31), 2**31, (64 * 50,), generator=generator)
+    bits[:640] = bits[:640] >> 16 << 16 | 0x8000  # halfway between two
+    bits[640:650] = torch.tensor(
+        [0, -(2**31), 0x7F800000, 0x7F7FFFFF, 0x7F7F8000, 0x7F800001, 0x7FFFFFFF, -1, 1, 0x8000]
+    )
+    x = bits.int().view(torch.float32)
+    y, back = torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x)
+    load(ROUNDS).launch("rounds", grid=50, block=64, arguments={"x": x, "y": y, "back": back})
+    right = x.bfloat16()
+    nan = x.isnan()
+    assert nan.any() and y[nan].isnan().all()
+    assert torch.equal(y[~nan].view(torch.int16), right[~nan].view(torch.int16))
+    assert torch.equal(back[~nan], right[~nan].float()) and back[nan].isnan().all()
 
 
 @pytest.mark.parametrize("step", EVERY)

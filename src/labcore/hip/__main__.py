@@ -18,6 +18,7 @@ from labcore import records
 from labcore.device import badge, default_device, hardware, versions
 from labcore.hip import compile as compiling
 from labcore.hip import gpu
+from labcore.hip.build import DECODE
 from labcore.records import Record, hashes
 
 
@@ -79,11 +80,11 @@ def run(folder: Path) -> int:
     device, steps = default_device(), {}
     failed = False
     for name, step in gpu.build():
-        wrong = gpu.wrong(step, device)
-        print(f"{name}: {'agrees with torch' if not wrong else 'WRONG'}", flush=True)
-        print("".join(f"  {sentence}\n" for sentence in wrong), end="")
-        failed |= bool(wrong)
+        failed |= told(name, gpu.wrong(step, device))
         steps[name] = step
+    decoder = gpu.build_decoder()
+    if decoder is not None:
+        failed |= told(DECODE.stem, gpu.wrong_decoder(decoder, device))
     if failed:
         return 1
     for case in gpu.timed_cases():
@@ -96,6 +97,13 @@ def run(folder: Path) -> int:
         print(f"{case.name}: {medians} ms", flush=True)
     print(f"records are in {folder}; `python -m benchmarks --merge {folder}` merges them elsewhere")
     return 0
+
+
+def told(name: str, wrong: Sequence[str]) -> bool:
+    """Print whether a step agrees with torch; return whether it doesn't."""
+    print(f"{name}: {'agrees with torch' if not wrong else 'WRONG'}", flush=True)
+    print("".join(f"  {sentence}\n" for sentence in wrong), end="")
+    return bool(wrong)
 
 
 def timed(case: gpu.Case, comparison: gpu.Comparison) -> Record:

@@ -228,20 +228,18 @@ def table_of(found: Resources) -> dict[str, Any]:
 
 
 def beside_triton(table: Mapping[str, Any], triton: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Compare our last step with the Triton forward kernel of the same head dimension and mask.
+    """Compare our last step with the Triton forward kernel of the same dtype, D and mask.
 
     table: this module's table; triton: the table of `labcore.compile_only`. Each row has target,
     form (ours), kernel (Triton's), and pairs (ours, Triton's) for registers, spills, mfma and lds.
-    We use float16 where Triton uses bfloat16; both are 2 bytes and use the same matrix
-    instructions.
     """
-    last = max(form.split("/")[0] for form in table["forms"])
+    last = max(form.split("/")[0] for form in table["forms"] if form.endswith("-full"))
     result = []
     for kernel, targets in triton["kernels"].items():
         name, _, case = kernel.partition("/")
         dtype, _, rest = case.partition("-")
         # The names of Triton's cases mention a mask only if there is one.
-        ours = f"{last}/float16-{rest}{'' if 'causal' in rest else '-full'}"
+        ours = f"{last}/bfloat16-{rest}{'' if 'causal' in rest else '-full'}"
         if (name, dtype) != ("forward_kernel", "bfloat16") or ours not in table["forms"]:
             continue
         for target in ("gfx90a", "gfx942"):
@@ -293,7 +291,7 @@ def _compile(source: Path, target: str) -> dict[str, dict[str, int]]:
             found = _read_amd(done.stderr, out.read_text(encoding="utf-8"))
     if not found:
         raise RuntimeError(
-            f"the report of {wanted.program} on {source.name} must name attention_forward, got: "
+            f"the report of {wanted.program} on {source.name} must name a kernel attention_…, got: "
             f"{done.stderr[:500]!r}; teach this module the compiler's new format"
         )
     return found
@@ -318,7 +316,10 @@ _QUANTITIES = {
 
 
 def _form(symbol: str) -> str | None:
-    """Return a mangled kernel name's form ("float16-d64-causal"), or None for other functions."""
+    """Return a mangled kernel name's form, or None for other functions.
+
+    It is "float16-d64-causal" or, for the kernels of decode, "float16-d64-split" and "…-combine".
+    """
     named = _SYMBOL.search(symbol)
     if named is None:
         return None

@@ -1,4 +1,4 @@
-"""Decode: one query of each sequence against its cache, by two kernels of `source/step5_decode.hip`.
+"""Decode: one query of each sequence against its cache, by `source/step5_decode.hip`.
 
 A sequence's keys are cut into `splits` pieces. The first launch computes attention over each piece
 for all query heads of a key head at once, the second combines the pieces. `launches` lays both out,

@@ -226,7 +226,7 @@ def forward(
     name = f"attention_forward_{DTYPES[query.dtype]}_d{dim}_{'causal' if is_causal else 'full'}"
     program = load(step_source(step), check=check or count)
     if name not in program:
-        raise TypeError(f"step {step} takes float32 and float16, got {query.dtype}; use step 3 or 4")
+        raise TypeError(f"query must be float32 or float16 for step {step}, got {query.dtype}")
     queries, threads = program.attention_block(query.dtype, dim)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = torch.empty(query.shape[:3], dtype=torch.float32)

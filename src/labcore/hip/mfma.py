@@ -61,6 +61,12 @@ INSTRUCTIONS = {
     "16x16x16_f16": Instruction(
         tile=16, depth=16, bits=16, builtin="__builtin_amdgcn_mfma_f32_16x16x16f16"
     ),
+    "32x32x8_bf16": Instruction(
+        tile=32, depth=8, bits=16, builtin="__builtin_amdgcn_mfma_f32_32x32x8bf16_1k"
+    ),
+    "16x16x16_bf16": Instruction(
+        tile=16, depth=16, bits=16, builtin="__builtin_amdgcn_mfma_f32_16x16x16bf16_1k"
+    ),
     "32x32x2_f32": Instruction(
         tile=32, depth=2, bits=32, builtin="__builtin_amdgcn_mfma_f32_32x32x2f32"
     ),
