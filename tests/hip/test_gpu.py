@@ -3,14 +3,15 @@
 import ctypes
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from labcore import records
 from labcore.hip import __main__ as command
+from labcore.hip import build, emulate, gpu
 from labcore.hip import compile as hip
-from labcore.hip import emulate, gpu
 from labcore.hip.decode import decode, launches
 from tests.hip.compilers import need
 
@@ -185,35 +186,60 @@ def test_hipcc_builds_the_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
         built(query, key, value, lengths)
 
 
-@pytest.mark.parametrize(
-    ("batch", "k_len", "splits"),
-    [(1, 8192, 32), (4, 8192, 25), (4, 600, 2), (1, 9, 1), (900, 512, 1)],
-)
-def test_pieces_fill_the_gpu_and_have_keys_enough(
-    batch: int, k_len: int, splits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 152 units each gets two blocks, or a piece its 256 keys."""
-    asked = []
+class OnEmulator:
+    """A library whose launches go to the emulator, arguments in the order in which they come."""
 
-    class Here(gpu.Decoder):
-        def __init__(self) -> None:
-            pass
+    dtypes = tuple(emulate.DTYPES)
 
-        def block(self, dtype, dim):
-            return 16, 256
+    def __init__(self, source: Path) -> None:
+        self.program, self.grids = emulate.load(source), []
 
-    def told(*tensors, splits, **_):
-        asked.append(splits)
-        return None, None, []
+    def block(self, dtype, dim):
+        return self.program.attention_block(dtype, dim)
 
-    unit = type("Properties", (), {"multi_processor_count": 152})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: unit)
-    monkeypatch.setattr(gpu, "launches", told)
+    def launch(self, name, *, grid, threads, values, stream):
+        assert stream == 7
+        self.grids.append(grid)
+        arguments = {f"argument {place}": value for place, value in enumerate(values)}
+        self.program.launch(name, grid=grid, block=threads, arguments=arguments)
+
+
+@pytest.fixture
+def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    key = torch.zeros(1, dtype=torch.float16).expand(batch, 3, k_len, 64)
-    query = torch.zeros(batch, 6, 64, dtype=torch.float16)
-    Here()(query, key, key, torch.zeros(batch, dtype=torch.int32))
-    assert asked == [splits]
+    stream, unit = SimpleNamespace(cuda_stream=7), SimpleNamespace(multi_processor_count=152)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: unit)
+
+
+@pytest.mark.usefixtures("cpu_as_gpu")
+@pytest.mark.parametrize("number", [1, 4])
+def test_a_step_launches_what_the_emulator_does(number: int) -> None:
+    class Here(OnEmulator, gpu.Step): ...
+
+    case = gpu.Case(dtype=torch.float16, dim=64, is_causal=True, heads=6, group=3, q_len=9, k_len=5)
+    out, lse = Here(build.step_source(number))(*case.inputs(CPU), is_causal=True)
+    wanted = emulate.forward(*case.inputs(CPU), step=number, is_causal=True)
+    assert torch.equal(out, wanted.out) and torch.equal(lse, wanted.lse)
+
+
+@pytest.mark.usefixtures("cpu_as_gpu")
+@pytest.mark.parametrize(
+    ("batch", "k_len", "splits"), [(1, 4096, 16), (1, 90000, 101), (4, 600, 2), (1, 9, 1)]
+)
+def test_the_decoders_pieces_fill_the_gpu_or_have_256_keys(batch, k_len, splits, generator) -> None:
+    """152 compute units take two blocks each: for three key heads, 101 pieces."""
+
+    class Here(OnEmulator, gpu.Decoder): ...
+
+    lengths = torch.full((batch,), min(k_len, 700), dtype=torch.int32)
+    query = torch.randn(batch, 6, 64, generator=generator).half()
+    key = torch.randn(batch, 3, k_len, 64, generator=generator).half()
+    decoder = Here(build.DECODE)
+    out, lse = decoder(query, key, key, lengths)
+    assert decoder.grids == [(splits, 3 * batch, 1), (6 * batch, 1, 1)]
+    wanted = decode(query, key, key, lengths, splits=splits)
+    assert torch.equal(out, wanted.out) and torch.equal(lse, wanted.lse)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3, 64), (1, 1, 3, 128), (1, 3, 64), (2, 1, 3, 64)])
