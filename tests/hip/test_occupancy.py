@@ -188,7 +188,7 @@ def test_a_tile_predicts_what_the_compilers_give_step_4() -> None:
                     keys=keys,
                     head_dim=int(dim[1:]),
                     waves=waves,
-                    dtype_bytes=int(dtype[5:]) // 8,
+                    dtype_bytes=int(dtype[-2:]) // 8,
                 )
                 for keys in (16, 32, 64, 128)
             ]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from labcore.checks import one_of
-from labcore.hip.build import SOURCE
+from labcore.hip.build import SOURCE, STEPS
 
 __all__ = [
     "TARGETS",
@@ -233,7 +233,7 @@ def beside_triton(table: Mapping[str, Any], triton: Mapping[str, Any]) -> list[d
     table: this module's table; triton: the table of `labcore.compile_only`. Each row has target,
     form (ours), kernel (Triton's), and pairs (ours, Triton's) for registers, spills, mfma and lds.
     """
-    last = max(form.split("/")[0] for form in table["forms"] if form.endswith("-full"))
+    last = STEPS[max(STEPS)]
     result = []
     for kernel, targets in triton["kernels"].items():
         name, _, case = kernel.partition("/")
