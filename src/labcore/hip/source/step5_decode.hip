@@ -1,13 +1,12 @@
-// Decode: one query of each sequence against all keys of its cache, so that memory is all there is
-// to wait for.
+// Decode: each sequence has one query against all keys of its cache. Memory sets the time.
 //
-// The query heads that share a key head are the columns of one product, so a key is read once for
-// all of them, and its other columns repeat the last head. A sequence's keys are cut into pieces, a
-// block each, and a block's into tiles, a wavefront each: no tile is used twice, so none passes
-// through LDS. K lies in memory as the first product wants it. V does not, and a lane would have to
-// read a column; but which columns of V are a row of the operand is free: lane i takes WIDE
-// neighbours of its four keys, and value u of each goes to product u. As soon as the keys or the
-// values of a tile have been used, those of the next are on their way to the same registers. Last,
+// The query heads that share a key head are the columns of one product, so each key is read once
+// for all of them. The product's other columns repeat the last head. A block has a piece of a
+// sequence's keys, and a wavefront a tile of the piece. No two wavefronts want the same tile, so
+// none passes through LDS. K lies in memory as the first product wants it. V does not: the second
+// product wants four keys of one column. But any columns of V may be the rows of its operand, so a
+// lane reads WIDE neighbors of each of four keys, and product u takes the u-th of each. As soon as
+// a tile's keys or values have been used, the next tile's are on their way to the same registers.
 // attention_combine weights the pieces by their shares of the sum (flash decoding: Dao, Haziza,
 // Massa and Sizov, 2023, https://pytorch.org/blog/flash-decoding).
 #include "portable.h"
@@ -24,8 +23,8 @@ struct Shape {
   static constexpr int WAVES = THREADS / WAVE;
   static constexpr int WIDE = 16 / sizeof(T);  // values of 16 bytes
   static constexpr int ACROSS = D / WIDE;      // lanes that a row of V takes
-  // TILE lanes take so many rows of V at once. A product has room for the columns of all of them
-  // and one row's weights, so with two rows half of a product is waste: the matrix cores have time.
+  // TILE lanes read this many rows of V at once, and a product has the weights of only one of them.
+  // With two, half of each product is waste, for which the matrix cores have time.
   static constexpr int PARTS = TILE / ACROSS;
   static constexpr int KEYS = TILE * PARTS;     // of a wavefront's tile
   static constexpr int TURNS = D / (4 * WIDE);  // of the four lanes that share a row of K
@@ -55,8 +54,8 @@ __device__ inline Vec<T, 4> four(const Vec<T, WIDE>& values, int h) {
 constexpr float LIFT = 15.0f;
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
-// The lane's part of the keys from `tile` on: 16 bytes of a key from each of four lanes, in turn.
-// Past the end it reads the last key once more, for loads behind a branch are waited for too early.
+// The lane's part of the keys from `tile` on. Four lanes share a key and take 16 bytes in turn.
+// Past the end a lane reads the last key again: a wait cannot count loads that a branch may skip.
 template <typename T, int D>
 __device__ inline void read_keys(Global<const T> keys, int tile, int end,
                                  Vec<T, Shape<T, D>::WIDE> (&key)[Shape<T, D>::PARTS]
@@ -87,6 +86,46 @@ __device__ inline void read_values(Global<const T> values, int tile, int end,
   keep_order();
 }
 
+// The first wavefront adds up what all have: the means, their scores' maximum, the sum of weights.
+template <int WAVES, int WIDE>
+__device__ inline void add_up(Vec<float, 4> (&mean)[WIDE], float& top, float& total,
+                              float to_log2) {
+  constexpr int EACH = WIDE * WAVE;  // fours of a wavefront
+  SHARED(float, means, (WAVES - 1) * EACH * 4);
+  SHARED(float, tops, (WAVES - 1) * WAVE);
+  SHARED(float, totals, (WAVES - 1) * WAVE);
+  const int wave = threadIdx.x / WAVE, lane = threadIdx.x % WAVE;
+  if (wave > 0) {
+    UNROLL
+    for (int u = 0; u < WIDE; ++u)
+      store<4>(means, ((wave - 1) * EACH + u * WAVE + lane) * 4, mean[u]);
+    tops[(wave - 1) * WAVE + lane] = top;
+    totals[(wave - 1) * WAVE + lane] = total;
+  }
+  __syncthreads();
+  if (wave > 0) return;
+  float higher = top;
+  for (int w = 0; w < WAVES - 1; ++w) higher = fmaxf(higher, tops[w * WAVE + lane]);
+  const float shrink = exp2f((top - higher) * to_log2);
+  total *= shrink;
+  UNROLL
+  for (int u = 0; u < WIDE; ++u) {
+    UNROLL
+    for (int r = 0; r < 4; ++r) mean[u][r] *= shrink;
+  }
+  top = higher;
+  for (int w = 0; w < WAVES - 1; ++w) {
+    const float share = exp2f((tops[w * WAVE + lane] - top) * to_log2);  // 0 if it had no keys
+    total += share * totals[w * WAVE + lane];
+    UNROLL
+    for (int u = 0; u < WIDE; ++u) {
+      const Vec<float, 4> theirs = load<4>(means, (w * EACH + u * WAVE + lane) * 4);
+      UNROLL
+      for (int r = 0; r < 4; ++r) mean[u][r] += share * theirs[r];
+    }
+  }
+}
+
 // Block (x, y, z) has piece x of the keys of key head y, and heads 16 z … 16 z + 15 of its group.
 // A piece without keys leaves its part of `out` alone.
 template <typename T, int D>
@@ -99,13 +138,8 @@ attention_split(Global<const T> q,            // [B, H, D]
                 Global<float> lse,            // [B, H, pieces]
                 int key_heads, int k_len, int group_size, float scale) {
   constexpr int TILE = Shape<T, D>::TILE, WIDE = Shape<T, D>::WIDE, ACROSS = Shape<T, D>::ACROSS;
-  constexpr int WAVES = Shape<T, D>::WAVES, PARTS = Shape<T, D>::PARTS, KEYS = Shape<T, D>::KEYS;
-  constexpr int TURNS = Shape<T, D>::TURNS;
-  constexpr int PASS = WAVES * KEYS;            // keys that the block works on at once
-  constexpr int LEFT = TILE * WIDE * TILE / 4;  // fours of a result that a wavefront leaves
-  SHARED(float, means, (WAVES - 1) * LEFT * 4);
-  SHARED(float, tops, (WAVES - 1) * WAVE);
-  SHARED(float, totals, (WAVES - 1) * WAVE);
+  constexpr int PARTS = Shape<T, D>::PARTS, TURNS = Shape<T, D>::TURNS, KEYS = Shape<T, D>::KEYS;
+  constexpr int PASS = Shape<T, D>::WAVES * KEYS;  // keys that the block works on at once
   const int wave = threadIdx.x / WAVE, lane = threadIdx.x % WAVE;
   const int column = lane % TILE, quarter = lane / TILE;
   const int pieces = gridDim.x, piece = blockIdx.x, first = blockIdx.z * TILE;
@@ -186,41 +220,15 @@ attention_split(Global<const T> q,            // [B, H, D]
   }
   for (int other = TILE; other < WAVE; other *= 2) total += __shfl_xor(total, other);
 
-  // The first wavefront adds what the others leave. `mine` is the useful part of `mean`.
   const bool lower = 4 * quarter < ACROSS;
-  Vec<float, 4> mine[WIDE];
+  Vec<float, 4> mine[WIDE];  // the useful part of `mean`
   UNROLL
   for (int u = 0; u < WIDE; ++u) {
-    mine[u] = mean[PARTS - 1][u];
     UNROLL
-    for (int r = 0; r < 4; ++r) mine[u][r] = lower ? mean[0][u][r] : mine[u][r];
-    if (wave > 0) store<4>(means, ((wave - 1) * LEFT + u * WAVE + lane) * 4, mine[u]);
+    for (int r = 0; r < 4; ++r) mine[u][r] = lower ? mean[0][u][r] : mean[PARTS - 1][u][r];
   }
-  if (wave > 0) {
-    tops[(wave - 1) * WAVE + lane] = top;
-    totals[(wave - 1) * WAVE + lane] = total;
-  }
-  __syncthreads();
+  add_up<Shape<T, D>::WAVES, WIDE>(mine, top, total, to_log2);
   if (wave > 0) return;
-  float higher = top;
-  for (int w = 0; w < WAVES - 1; ++w) higher = fmaxf(higher, tops[w * WAVE + lane]);
-  const float shrink = exp2f((top - higher) * to_log2);
-  total *= shrink;
-  UNROLL
-  for (int u = 0; u < WIDE; ++u) {
-    UNROLL
-    for (int r = 0; r < 4; ++r) mine[u][r] *= shrink;
-  }
-  for (int w = 0; w < WAVES - 1; ++w) {
-    const float share = exp2f((tops[w * WAVE + lane] - higher) * to_log2);  // 0 if it had no keys
-    total += share * totals[w * WAVE + lane];
-    UNROLL
-    for (int u = 0; u < WIDE; ++u) {
-      const Vec<float, 4> theirs = load<4>(means, (w * LEFT + u * WAVE + lane) * 4);
-      UNROLL
-      for (int r = 0; r < 4; ++r) mine[u][r] += share * theirs[r];
-    }
-  }
   const float share = 1.0f / total;
   UNROLL
   for (int r = 0; r < 4; ++r) {
@@ -238,7 +246,7 @@ attention_split(Global<const T> q,            // [B, H, D]
     }
   }
   if (column < heads && quarter == 0)
-    sums[long(column) * pieces + piece] = higher * scale + (log2f(total) - LIFT) * LN_2;
+    sums[long(column) * pieces + piece] = top * scale + (log2f(total) - LIFT) * LN_2;
 }
 
 // One wavefront, one head: its pieces, weighted by exp(piece's lse - the largest).
