@@ -22,12 +22,12 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.runner import Measurement, case, exact, seen
-from labcore.attention import Pattern, flash_attention, paged_attention, traffic
-from labcore.attention.configs import FORWARD
+from labcore.attention import Pattern, flash_attention, paged_attention, quantize_kv, traffic
+from labcore.attention.configs import DESCRIBED, FORWARD, KEYS, QUERIES
 from labcore.attention.reference import masked_scores
 from labcore.attention.traffic import Shape
 from labcore.compile_only import TARGETS
-from labcore.device import default_device
+from labcore.device import Backend, default_device, hardware
 from labcore.timing import Comparison, paired
 
 Call = Callable[[], Any]
@@ -54,6 +54,7 @@ DECODE = {
 RESOURCES = Path(__file__).resolve().parent.parent / "tests" / "kernel_resources.json"
 KERNELS = ("forward_", "described_", "delta_", "dkdv_", "dq_", "decode_", "reduce_")
 PARITY_HEADS = 4
+BACKENDS: tuple[Backend, ...] = ("auto", "torch")
 # Of each kernel, what the chapter draws.
 SHOWN = (
     *("bfloat16-d64", "bfloat16-d128-causal", "bfloat16-d128-window-causal-softcap"),
@@ -283,13 +284,67 @@ def parity(sizes: Sizes = FULL) -> list[Measurement]:
             )
         ]
         ratios[f"{name}, D {head_dim}, {str(dtype)[6:]}"] = errors[0] / errors[1]
+    return [held_to_plain(ratios, length=length)]
+
+
+def held_to_plain(ratios: dict[str, float], **details: Any) -> Measurement:
+    """Return each form's error over plain PyTorch's. Raises RuntimeError for one over 2."""
     wrong = {form: ratio for form, ratio in ratios.items() if not ratio <= 2}
     if wrong:
         raise RuntimeError(
             f"an error must be at most twice that of plain PyTorch, got its multiples {wrong}"
         )
     title = "largest error over plain PyTorch's"
-    return [seen(title, "ratio", ratios.values(), forms=ratios, length=length)]
+    return seen(title, "ratio", ratios.values(), forms=ratios, **details)
+
+
+@case("parity/decode", minutes=0.5, needs="gpu")
+def parity_decode(sizes: Sizes = FULL) -> list[Measurement]:
+    """Compare paged attention with float64 over the same numbers, beside plain PyTorch's error.
+
+    Raises RuntimeError with the forms whose error is over twice that of plain PyTorch.
+    """
+    device, length, page, queries = default_device(), sizes.parity_length, 16, 4
+    pages = -(-length // page)
+    table = torch.randperm(2 * pages, device=device).view(2, pages).int()
+    lengths = torch.tensor([length, length // 2], dtype=torch.int32, device=device)
+    tree = torch.tensor([[-1, 0, 0, 1]] * 2, dtype=torch.int32, device=device)
+    half, codes = torch.bfloat16, [torch.int8, torch.float8_e4m3fn]
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        codes.pop()
+    forms: list[tuple[str, torch.dtype, torch.dtype, dict[str, Any]]] = [
+        *((f"{n} splits", half, half, {"splits": n}) for n in (1, 7)),
+        ("window, softcap", half, half, {"window": (60, 0), "softcap": 5.0}),
+        ("tree", half, half, {"tree": tree}),
+        *(("plain", dtype, dtype, {}) for dtype in (torch.float16, torch.float32)),
+        *((f"codes, {n} splits", half, code, {"splits": n}) for code in codes for n in (1, 7)),
+    ]
+    ratios: dict[str, float] = {}
+    for head_dim, (name, dtype, stored, given) in itertools.product((64, 128), forms):
+        generator = torch.Generator(device).manual_seed(len(ratios))
+        draw = functools.partial(torch.randn, generator=generator, device=device)
+        query = draw(2, 2 * PARITY_HEADS, queries, head_dim).to(dtype)
+        keys_values = [draw(2 * pages, page, 2, head_dim).to(dtype) for _ in range(2)]
+        (keys, values), scales = keys_values, dict[str, Any]()
+        meant = [x.double() for x in keys_values]
+        if stored != dtype:
+            (keys, key_scales), (values, value_scales) = (
+                quantize_kv(x, stored) for x in keys_values
+            )
+            scales = {"key_scales": key_scales, "value_scales": value_scales}
+            meant[0] = keys.double() * key_scales.double()[..., None]
+            meant[1] = values.double() * value_scales.double()[..., None]
+        right = paged_attention(
+            query.double(), meant[0], meant[1], table, lengths, backend="torch", **given
+        )
+        ours, plain = (
+            paged_attention(query, keys, values, table, lengths, backend=backend, **scales, **given)
+            for backend in BACKENDS
+        )
+        errors = [float((found.double() - right).abs().max()) for found in (ours, plain)]
+        of = f"{name}, D {head_dim}, {str(stored)[6:]}"
+        ratios[of] = errors[0] / errors[1]
+    return [held_to_plain(ratios, length=length)]
 
 
 def repeated(call: Call, times: int) -> Call:
@@ -305,6 +360,26 @@ def repeated(call: Call, times: int) -> Call:
 def rates(comparison: Comparison, name: str, work: float) -> list[float]:
     """Return GFLOP/s, round by round."""
     return [work / seconds / 1e9 for seconds in comparison.timings[name].samples]
+
+
+def predicted(shape: Shape, direction: traffic.Direction, gpu: traffic.Gpu) -> list[float]:
+    """Return the lowest and the highest GFLOP/s that the compiled loops of 16-bit kernels allow.
+
+    gpu: one of Hopper's. The two follow from `Loop.clocks`, at the boost clock; the ends of loops
+    and masked tiles cost nothing here.
+    """
+    table = json.loads(RESOURCES.read_text(encoding="utf-8"))["kernels"]
+    form = f"bfloat16-d{shape.head_dim}" + "-causal" * shape.is_causal
+    tiles = {"described": DESCRIBED[shape.head_dim]}
+    if direction == "backward":
+        tiles = {"dkdv": KEYS[shape.head_dim]["hopper"], "dq": QUERIES[shape.head_dim]["hopper"]}
+    seconds = [0.0, 0.0]
+    for kernel, tile in tiles.items():
+        loop = table[f"{kernel}_kernel/{form}"]["sm_90"]["loop"]
+        walks = shape.batch * shape.heads * traffic.live_tiles(shape, tile.m, tile.n)
+        for n, clocks in enumerate(loop["clocks"]):
+            seconds[n] += walks / loop["blocks"] / gpu.units * clocks / gpu.clock
+    return [traffic.flops(shape, direction) / time / 1e9 for time in sorted(seconds, reverse=True)]
 
 
 def race(
@@ -344,6 +419,9 @@ def race(
         "largest error": errors,
         "GEMM GFLOP/s": gemm,
     }
+    for name in ("H100", "H200"):
+        if name in hardware().name:
+            details["predicted GFLOP/s"] = predicted(shape, direction, traffic.GPUS[name])
     bar = BARS.get((direction, shape.head_dim, shape.is_causal))
     held: dict[str, Any] = {"bar": bar} if gpu and bar and shape.length >= 4096 else {}
     at = f"{'causal' if shape.is_causal else 'full'}, {shape.length} tokens"
@@ -645,6 +723,19 @@ def cpu_against_naive(sizes: Sizes = FULL) -> list[Measurement]:
         for direction, samples in ratios.items():
             quantity = f"{direction} time, labcore over naive/{length} tokens"
             found.append(seen(quantity, "ratio", samples, **told))
+    return found
+
+
+@case("compiled/rates", minutes=0.01)
+def compiled_rates() -> list[Measurement]:
+    """What the compiled loops allow at 16k tokens on an H200; a GPU's record is held against it."""
+    found = []
+    for direction, head_dim, causal in itertools.product(DIRECTIONS, (64, 128), (False, True)):
+        shape = Shape(batch=1, heads=16, length=16_384, head_dim=head_dim, is_causal=causal)
+        at = f"{direction}, D {head_dim}, {'causal' if causal else 'full'}"
+        rates = predicted(shape, direction, traffic.GPUS["H200"])
+        title = f"highest predicted rate/{at}"
+        found.append(exact(title, "GFLOP/s", rates[1], mode="compiled", lowest=rates[0]))
     return found
 
 

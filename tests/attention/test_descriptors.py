@@ -54,6 +54,15 @@ def test_heads_are_taken_in_sections(fit: int, generator, monkeypatch) -> None:
     assert error(run(leaves, pattern)[0], out) < 2e-6
 
 
+def test_a_section_has_no_more_heads_than_there_are(monkeypatch) -> None:
+    """Its heads times blocks are counted in 32 bits, and short rows would let millions fit."""
+    given: dict = {}
+    monkeypatch.setattr(descriptors, "launch", lambda *_, **named: given.update(named))
+    q, k = torch.zeros(2, 64, 3, 16), torch.zeros(2, 2, 1, 16)
+    described_forward(q, k, k, q, q[..., 0], pattern=Pattern(scale=1.0))
+    assert given["section"] == 2 * 64
+
+
 @needs_interpreter
 def test_a_hopper_gpu_takes_it_where_it_can(generator, monkeypatch) -> None:
     monkeypatch.setattr(forward, "kind_of", lambda _: "hopper")

@@ -40,8 +40,8 @@ def test_parity_comes_first_and_a_second_run_resumes(stand_in, tmp_path, capsys)
     said = capsys.readouterr().out
     assert "lion/parity/optimizers\n" in said
     assert "attention/parity/attention and what follows: left for another run" in said
-    (only,) = {record.case for record in records.load(folder=tmp_path)}
-    assert only == "parity/optimizers"
+    first = {record.case for record in records.load(folder=tmp_path)}
+    assert first == {"parity/optimizers", "parity/decode"}
     assert command.main(["--gpu", "--minutes", "60", "--save", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "parity/optimizers" not in said and "left for another run" not in said
@@ -63,13 +63,16 @@ def test_parity_comes_first_and_a_second_run_resumes(stand_in, tmp_path, capsys)
     assert "every case that runs here has a record" in capsys.readouterr().out
 
 
-def test_nothing_is_timed_after_a_parity_that_fails(stand_in, monkeypatch, tmp_path, capsys):
-    wrong = lambda q, k, v, **_: q + k.mean() + v.mean()  # noqa: E731
-    monkeypatch.setattr(attention, "flash_attention", wrong)
+@pytest.mark.parametrize("name", ["flash_attention", "paged_attention"])
+def test_nothing_is_timed_after_a_parity_that_fails(stand_in, monkeypatch, tmp_path, capsys, name):
+    right = getattr(attention, name)
+    off = lambda *x, backend="auto", **y: right(*x, **y) + 0.1 * (backend == "auto")  # noqa: E731
+    monkeypatch.setattr(attention, name, off)
     assert command.main(["attention", "--gpu", "--save", str(tmp_path)]) == 1
     told = capsys.readouterr()
     assert "must be at most twice" in told.err and "what errs is not timed" in told.err
-    assert "forward/" not in told.out and not list(tmp_path.iterdir())
+    assert "forward/" not in told.out
+    assert all(record.case.startswith("parity/") for record in records.load(folder=tmp_path))
 
 
 @pytest.mark.skipif(not device.interpreting(), reason="needs Triton's interpreter")

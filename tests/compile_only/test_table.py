@@ -9,6 +9,7 @@ import pytest
 
 import labcore
 from labcore import compile_only, device
+from labcore.attention.configs import DESCRIBED, FORWARD, KEYS, QUERIES
 from labcore.compile_only import TARGETS
 from labcore.compile_only.__main__ import main
 
@@ -67,6 +68,36 @@ def test_attention_in_16_bits_neither_spills_nor_waits(table) -> None:
                     assert need["unit"] == unit, (name, target)
                     seen += 1
     assert seen > 60 * len(TARGETS)
+
+
+def test_the_loop_that_is_timed_has_all_products_of_a_tile(table) -> None:
+    """A shorter loop, such as the end of a tile, would be timed too fast."""
+    kernels = {
+        "forward_kernel": (FORWARD, 2),
+        "described_kernel": ({dim: {"hopper": tile} for dim, tile in DESCRIBED.items()}, 2),
+        "dkdv_kernel": (KEYS, 4),
+        "dq_kernel": (QUERIES, 3),
+    }
+    seen = 0
+    for name, targets in table["kernels"].items():
+        kernel, _, case = name.partition("/")
+        parts = case.split("-")
+        if kernel not in kernels or "float16" not in case or parts[1] not in ("d64", "d128"):
+            continue
+        if "sm_90" not in targets:  # a program of AMD's GPUs alone
+            continue
+        loop = targets["sm_90"]["loop"]
+        tiles, products = kernels[kernel]
+        dim = int(parts[1][1:])
+        tile = tiles[dim]["tree" if "tree" in parts else "hopper"]
+        work = (products + ("fused" in parts)) * tile.m * tile.n * dim  # multiply-adds
+        least = work / 2048 * loop["blocks"]
+        # Narrow tiles wait for shared memory.
+        assert least <= loop["busy"]["matrix"] <= 4 * least, name
+        assert loop["busy"]["exp"] >= tile.m * tile.n / 16 * loop["blocks"], name
+        assert max(loop["busy"].values()) <= 1.02 * loop["clocks"][0], name
+        seen += 1
+    assert seen > 60
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100"])

@@ -3,7 +3,8 @@
 A descriptor holds the shape and strides of a tensor. The GPU's tensor memory accelerator (TMA)
 copies a whole tile by it, with zeros past the edge, and no thread computes an address. The
 registers that this frees make room for tiles of 128 keys. A program stays on its multiprocessor
-and takes one block of queries after another. Letters are those of `forward`.
+and takes one block of queries after another. Letters are those of `forward`, but D is the padded
+head dimension, since a descriptor knows the true one.
 """
 
 from typing import Any
@@ -20,19 +21,20 @@ from labcore.attention.launch import LOG2E, launch
 from labcore.attention.pattern import Pattern
 
 CACHED = 32 << 20  # bytes of keys and values that stay in the L2 cache beside everything else
+# No recompilation if one of these is 1 or a multiple of 16.
 NUMBERS = ["all_heads", "heads", "group", "section", "q_len", "k_len", "shift"]
 
 
 @triton.jit
-def place(tile, blocks, section, all_heads, LONGEST_FIRST: tl.constexpr):
-    """Return the block of queries and the head, counted over the batch, of a tile.
+def place(item, blocks, section, all_heads, LONGEST_FIRST: tl.constexpr):
+    """Return the block of queries and the head, counted over the batch, of an item of work.
 
     A section of heads comes before the next, so that its keys stay in the L2 cache. Within it,
     every head's longest block comes first, and short ones fill the gaps at the end.
     """
-    first = tile // (section * blocks) * section
+    first = item // (section * blocks) * section
     count = tl.minimum(section, all_heads - first)
-    within = tile - first * blocks
+    within = item - first * blocks
     block = within // count
     if LONGEST_FIRST:
         block = blocks - 1 - block
@@ -41,25 +43,26 @@ def place(tile, blocks, section, all_heads, LONGEST_FIRST: tl.constexpr):
 
 @triton.jit
 def walk_described(
-    acc, peak, total, q, k_desc, v_desc, batch, kv_head, start, stop, rows, k_len, scale2,
+    acc, peak, total, q, k_desc, v_desc, batch, kv_head, start, stop, last_seen, k_len, scale2,
     D: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles of keys start … stop - 1 to the running softmax; rows [M]: each query's diagonal.
+    """Add the tiles of keys from `start` up to `stop` to the running softmax.
 
-    The product with the values runs while the next tile's scores are computed.
+    last_seen [M]: the last key that each query sees. As compiled for Hopper, a warp waits for both
+    products before each softmax, so a softmax overlaps only with the products of other warps.
     """
     for begin in tl.range(start, stop, N):
-        k = k_desc.load([batch, kv_head, begin, 0]).reshape([N, D])
+        k = k_desc.load([batch, kv_head, begin, 0]).reshape([N, D])  # from [1, 1, N, D]
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             keys = begin + tl.arange(0, N)
             seen = (keys < k_len)[None, :]
             if CAUSAL:
-                seen = seen & (keys[None, :] <= rows[:, None])
+                seen = seen & (keys[None, :] <= last_seen[:, None])
             s = tl.where(seen, s, float("-inf"))
         weights, shrink, peak, total = softmax_step(s, peak, total, scale2, MASKED)
         v = v_desc.load([batch, kv_head, begin, 0]).reshape([N, D])
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(v.dtype), v, acc=acc * shrink[:, None], input_precision="ieee")
     return acc, peak, total
 
 
@@ -69,30 +72,32 @@ def described_kernel(
     all_heads, heads, group, section, q_len, k_len, shift, scale2,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Compute out and a contiguous lse [B, H, T], without a mask or causal.
+    """Compute out and a contiguous lse [B, H, T], with no mask or a causal one.
 
-    D: the head dimension padded to a tile's columns; descriptors know the true one.
+    section: how many heads to finish before the next ones. shift: query i sees the keys up to
+    i + shift; it may be negative.
     """
     blocks = tl.cdiv(q_len, M)
-    for tile in tl.range(tl.program_id(0), all_heads * blocks, tl.num_programs(0)):
-        block, which = place(tile, blocks, section, all_heads, CAUSAL)
-        batch, head = which // heads, which % heads
+    for item in tl.range(tl.program_id(0), all_heads * blocks, tl.num_programs(0)):
+        block, flat_head = place(item, blocks, section, all_heads, CAUSAL)
+        batch, head = flat_head // heads, flat_head % heads
         m0 = block * M
-        whole, stop = k_len // N * N, k_len
+        # Tiles before `unmasked` are seen whole by every query of the block.
+        unmasked, stop = k_len // N * N, k_len
         if CAUSAL:
-            whole = tl.maximum(tl.minimum(whole, (m0 + shift + 1) // N * N), 0)
-            stop = tl.maximum(tl.minimum(stop, m0 + M + shift), whole)
+            unmasked = tl.maximum(tl.minimum(unmasked, (m0 + shift + 1) // N * N), 0)
+            stop = tl.maximum(tl.minimum(stop, m0 + M + shift), unmasked)
         rows = m0 + tl.arange(0, M)
         q = q_desc.load([batch, head, m0, 0]).reshape([M, D])
         acc = tl.zeros([M, D], tl.float32)
         peak = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
         acc, peak, total = walk_described(
-            acc, peak, total, q, k_desc, v_desc, batch, head // group, 0, whole, rows + shift,
+            acc, peak, total, q, k_desc, v_desc, batch, head // group, 0, unmasked, rows + shift,
             k_len, scale2, D, N, CAUSAL, False,
         )  # fmt: skip
         acc, peak, total = walk_described(
-            acc, peak, total, q, k_desc, v_desc, batch, head // group, whole, stop, rows + shift,
+            acc, peak, total, q, k_desc, v_desc, batch, head // group, unmasked, stop, rows + shift,
             k_len, scale2, D, N, CAUSAL, True,
         )  # fmt: skip
         empty = total == 0.0
@@ -100,7 +105,7 @@ def described_kernel(
         out = (acc / total[:, None]).to(out_desc.dtype)
         out_desc.store([batch, head, m0, 0], out.reshape([1, 1, M, D]))
         lse = tl.where(empty, float("-inf"), peak * LN2 + tl.log(total))
-        at = tl.cast(which, tl.int64) * q_len + rows
+        at = tl.cast(flat_head, tl.int64) * q_len + rows
         tl.store(lse_ptr + at, lse, mask=rows < q_len)
 
 
@@ -165,7 +170,7 @@ def described_forward(
         all_heads=batch * heads,
         heads=heads,
         group=group,
-        section=group * max(1, fit),
+        section=min(batch * heads, group * max(1, fit)),
         q_len=q_len,
         k_len=k_len,
         shift=pattern.shift(q_len, k_len),

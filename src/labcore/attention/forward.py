@@ -92,10 +92,11 @@ def scores(a, b, cap_scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def softmax_step(s, peak, total, scale2, MASKED: tl.constexpr):
-    """Weights 2^(scale2 * s - peak) of scores s [M, N], and the updated running state.
+    """Return the weights of scores s [M, N], a factor for earlier sums, and the new peak and total.
 
-    peak [M] is the largest scaled score so far and total [M] the sum of all weights. When the peak
-    grows, earlier sums are scaled down by `shrink`.
+    peak [M] is the largest scale2 * s so far; the weights are 2^(scale2 * s - new peak), and total
+    [M] sums them over all tiles. When the peak grows, earlier sums shrink by 2^(peak - new peak),
+    which is 0 for a row's first keys. scale2 must be positive.
     """
     # scale2 includes log2(e), so the softmax's exponential is one multiply-add and one exp2.
     new_peak = tl.maximum(peak, tl.max(s, 1) * scale2)

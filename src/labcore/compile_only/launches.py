@@ -254,7 +254,7 @@ def _calls(*, float8: bool) -> Iterator[tuple[Call, bool]]:
     yield _large(_paged(half, 128, 8)), False
 
     for kind in (Lion, AdamW):
-        yield _step(kind, wide), False
+        yield _step(kind, wide), kind is AdamW
         yield _step(kind, half, state_dtype=wide, stochastic_rounding=True), kind is Lion
         yield _step(kind, half, state_dtype=wide, master_weights=True), False
         yield _step(kind, half), False

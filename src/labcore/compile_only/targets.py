@@ -6,11 +6,12 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from labcore.compile_only.hazards import pending_writes
+from labcore.compile_only.pipeline import blocks_per_sm, inner_loop
 
 __all__ = ["TARGETS", "Target", "needs"]
 
@@ -65,22 +66,23 @@ def needs(compiled: Any) -> dict[str, Any]:
     0 without one.
     warnings: sentences on matrix instructions that wait for each other or whose registers are
     rewritten too early. reuse: see `pending_writes`.
+    loop: `inner_loop` as a dictionary, for sm_90; None for other targets and without one.
     """
-    asm = compiled.asm
+    asm, metadata = compiled.asm, compiled.metadata
     text = asm.get("ptx") or asm["amdgcn"]
     counts = {unit: len(re.findall(pattern, text)) for unit, pattern in MATRIX.items()}
     unit = max(counts, key=lambda name: counts[name])
     tiles = re.findall(r"local_alloc.*memdesc<(\d+)x\d+x\d+x(?:b?f|i8)", asm["ttgir"])
     return {
-        **(_of_ptx(asm) if "ptx" in asm else _of_amdgcn(text)),
-        "shared": int(compiled.metadata.shared),
+        **(_of_ptx(asm, metadata) if "ptx" in asm else _of_amdgcn(text)),
+        "shared": int(metadata.shared),
         "matrix": counts[unit],
         "unit": unit if counts[unit] else "",
         "buffers": min(map(int, tiles), default=0),
     }
 
 
-def _of_ptx(asm: Mapping[str, Any]) -> dict[str, Any]:
+def _of_ptx(asm: Mapping[str, Any], metadata: Any) -> dict[str, Any]:
     chip = re.search(r"\.target\s+(sm_(\d+)\w*)", asm["ptx"])
     if chip is None:
         raise RuntimeError("the PTX must name its target, got none; report it to Triton")
@@ -89,15 +91,21 @@ def _of_ptx(asm: Mapping[str, Any]) -> dict[str, Any]:
         ptx.write_text(asm["ptx"], encoding="utf-8")
         assembler = "ptxas-blackwell" if int(chip[2]) >= 100 else "ptxas"
         log = _tool(assembler, "-v", f"--gpu-name={chip[1]}", ptx, "-o", cubin).stderr
-        sass = _tool("nvdisasm", "-c", cubin).stdout if "wgmma" in asm["ptx"] else ""
+        sass = _tool("nvdisasm", "-c", cubin).stdout if chip[2] == "90" else ""
     # C7510 and related warnings say that matrix instructions in a loop wait for each other.
     serialized = [line.strip() for line in log.splitlines() if "serialized" in line]
     written, reuse = pending_writes(sass)
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", log))
+    blocks = blocks_per_sm(
+        warps=metadata.num_warps, registers=registers, shared=int(metadata.shared)
+    )
+    loop = inner_loop(sass, warps=metadata.num_warps, blocks=blocks)
     return {
-        "registers": max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
+        "registers": registers,
         "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", log)),
         "warnings": [*serialized, *written],
         "reuse": reuse,
+        "loop": asdict(loop) if loop else None,
     }
 
 
@@ -120,4 +128,5 @@ def _of_amdgcn(text: str) -> dict[str, Any]:
         "spills": count("vgpr_spill_count"),
         "warnings": [],
         "reuse": None,
+        "loop": None,
     }
