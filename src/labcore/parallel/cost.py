@@ -44,16 +44,19 @@ BACKEND = "backend"
 class Link:
     """What connects a rank to the others, in one direction; the other direction has the same.
 
-    alpha: seconds per step. beta: seconds per byte. source: where the two numbers come from.
+    alpha: seconds per step. beta: seconds per byte. source: where the numbers come from. base:
+    seconds that a collective costs once, before its first step.
     """
 
     name: str
     alpha: float
     beta: float
     source: str
+    base: float = 0.0
 
     def __post_init__(self) -> None:
-        non_negative("alpha", self.alpha, "pass seconds")
+        for name in ("alpha", "base"):
+            non_negative(name, getattr(self, name), "pass seconds")
         non_negative("beta", self.beta, "pass seconds a byte, 1 / bandwidth")
 
     @property
@@ -93,22 +96,32 @@ LINKS: dict[str, Link] = {
 The bandwidths are what the wire can carry. The alphas are the shortest that NCCL assumes, those of
 its LL protocol, which reaches at most half of that bandwidth. The 6.6 us that NCCL adds for a ring
 of any length are left out. Measured times are therefore longer, unless the switch does the sums
-(NVLink SHARP); on a real machine use `fit_alpha_beta`. InfiniBand means one port per rank and one
-rank per node.
+(NVLink SHARP). `protocols.protocol_links` gives what NCCL itself expects of each protocol; on a
+real machine use `fit_alpha_beta`. InfiniBand means one port per rank and one rank per node.
 """
 
 
 def all_reduce_seconds(
-    name: str, ranks: int, nbytes: float, link: Link, gamma: float = 0.0
+    name: str,
+    ranks: int,
+    nbytes: float,
+    link: Link | Mapping[str, Link],
+    gamma: float = 0.0,
 ) -> float:
-    """Return the seconds of one of `ALL_REDUCES`: steps * alpha + bytes * beta (+ sums).
+    """Return the seconds of one of `ALL_REDUCES`: base + steps * alpha + bytes * beta (+ sums).
 
-    nbytes: of the tensor on each rank. gamma: seconds per byte added to another.
+    nbytes: of the tensor on each rank. link: a mapping holds one wire under several protocols, as
+    from `protocols.protocol_links`; the fastest of them for this message counts. gamma: seconds per
+    byte added to another.
     0 for one rank. Raises ValueError for an unknown name or an unsupported number of ranks.
     """
     non_negative("gamma", gamma, "pass seconds a byte")
     does = expected(name, ranks, nbytes)
-    return does.steps * link.alpha + does.bytes * link.beta + does.summed * gamma
+    if not does.steps:
+        return 0.0
+    links = (link,) if isinstance(link, Link) else link.values()
+    wire = min(one.base + does.steps * one.alpha + does.bytes * one.beta for one in links)
+    return wire + does.summed * gamma
 
 
 def crossover(a: str, b: str, ranks: int, link: Link, gamma: float = 0.0) -> float:

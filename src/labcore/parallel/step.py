@@ -160,15 +160,20 @@ class Collective:
                 f"ranks must be at least 2, got {self.ranks}; one rank needs no collective"
             )
 
-    def seconds(self, link: Link, algorithm: str) -> float:
+    def seconds(self, link: Link | Mapping[str, Link], algorithm: str) -> float:
         """Return the alpha-beta model's time. An all-gather is the second half of an all-reduce.
 
-        one_shot has no such half, so for it the all-gather is that of two_shot.
+        one_shot has no such half, so for it the all-gather is that of two_shot. The link's base is
+        paid whole by either. link: as in `cost.all_reduce_seconds`.
         """
         if self.kind == "all_reduce":
             return all_reduce_seconds(algorithm, self.ranks, self.nbytes, link)
         halves = "two_shot" if algorithm == "one_shot" else algorithm
-        return all_reduce_seconds(halves, self.ranks, self.nbytes, link) / 2
+        links = (link,) if isinstance(link, Link) else link.values()
+        return min(
+            (one.base + all_reduce_seconds(halves, self.ranks, self.nbytes, one)) / 2
+            for one in links
+        )
 
     def chunk(self, chunks: int) -> Collective:
         """Return one of `chunks` collectives over equal parts of the message."""

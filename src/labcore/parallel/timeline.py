@@ -6,7 +6,7 @@ on another. `step` defines how long each of them takes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from labcore.checks import one_of, positive_int
@@ -98,7 +98,7 @@ class Timeline:
 def simulate_timeline(
     ops: Sequence[Kernel | Collective],
     gpu: GpuRates,
-    link: Link,
+    link: Link | Mapping[str, Link],
     *,
     algorithm: str = "ring",
     graph: bool = False,
@@ -111,7 +111,8 @@ def simulate_timeline(
     never waits. A graph is one launch for all of them. An operation begins once it is launched and
     `gpu.gap` after what it waits for has ended: everything before it or, with overlap, the last
     operation on its stream.
-    algorithm: of the all-reduces, a key of `collectives.ALL_REDUCES`.
+    algorithm: of the all-reduces, a key of `collectives.ALL_REDUCES`. link: as in
+    `cost.all_reduce_seconds`, one link or one for each protocol.
     overlap: the number of chunks (True: CHUNKS) into which a product with weights and the
     all-reduce after it are cut. The wire carries one chunk while the next is computed. Each chunk
     is launched, and each of its messages pays the algorithm's latency. In this model neither slows
@@ -164,7 +165,11 @@ _Step = tuple[str, int, float, bool, bool]
 
 
 def _plan(
-    ops: Sequence[Kernel | Collective], gpu: GpuRates, link: Link, algorithm: str, chunks: int
+    ops: Sequence[Kernel | Collective],
+    gpu: GpuRates,
+    link: Link | Mapping[str, Link],
+    algorithm: str,
+    chunks: int,
 ) -> list[_Step]:
     """Return the operations, cut into chunks, in the order in which the host launches them."""
     known: dict[tuple[int, int], float] = {}  # by id, because layers repeat the same objects
