@@ -112,6 +112,57 @@ def test_attention_reads_the_cache_of_every_row() -> None:
     ]
 
 
+@pytest.mark.parametrize("parallel_block", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_parts_of_the_rows_read_the_weights_again(
+    parallel_block: bool, ranks: int, parts: int
+) -> None:
+    how = {"ranks": ranks, "batch": 6, "context": 7, "parallel_block": parallel_block}
+    whole, cut = (decode_step(SMALL, **how, micro_batches=n) for n in (1, parts))
+    assert len(cut) == parts * len(whole)
+    for name in {op.name for op in whole}:
+        one, many = named(whole, name), named(cut, name)
+        if isinstance(one[0], Kernel):
+            assert sum(op.weights for op in many) == parts * sum(op.weights for op in one)
+            for what in ("flops", "inputs", "outputs"):
+                each = (sum(getattr(op, what) for op in ops) for ops in (one, many))
+                assert math.isclose(*each)
+        else:
+            assert sum(op.nbytes for op in many) == sum(op.nbytes for op in one)
+    # Every part reads its own rows and nothing else: it is the step of a smaller batch.
+    of: list[int] = []
+    for at, op in enumerate(cut):
+        reads = {of[at - back] for back in op.after if back <= at}
+        assert len(reads) <= 1
+        of.append(reads.pop() if reads else len(set(of)))
+    assert set(of) == set(range(parts))
+    small = decode_step(SMALL, **how | {"batch": 6 // parts})
+    for part in range(parts):
+        own = [op for op, mine in zip(cut, of, strict=True) if mine == part]
+        assert [dataclasses.replace(op, after=()) for op in own] == [
+            dataclasses.replace(op, after=()) for op in small
+        ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("parallel_block", [False, True])
+def test_operations_read_what_a_layer_gives_them(ranks: int, parallel_block: bool) -> None:
+    ops = decode_step(SMALL, ranks=ranks, parallel_block=parallel_block)
+    read = [[ops[at - back].name for back in op.after if back <= at] for at, op in enumerate(ops)]
+    summed = {name: "all-reduce" if ranks > 1 else name for name in ("embedding", "o", "down")}
+    norms = [names for names, op in zip(read, ops, strict=True) if op.name == "norm"]
+    layers = SMALL.num_hidden_layers
+    if parallel_block:
+        assert norms == [[summed["embedding"]], *([[summed["down"], summed["o"]]] * layers)]
+    else:
+        assert norms == [[summed["embedding"]], *([[summed["o"]], [summed["down"]]] * layers)]
+    chain = {"qkv": "norm", "attention": "qkv", "o": "attention", "gate, up": "norm",
+             "silu": "gate, up", "down": "silu", "head": "norm"}  # fmt: skip
+    for names, op in zip(read, ops, strict=True):
+        assert op.name not in chain or names == [chain[op.name]]
+
+
 def test_kv_heads_fewer_than_ranks_are_copied() -> None:
     four, eight = (named(decode_step(SMALL, ranks=n), "qkv")[0] for n in (4, 8))
     # 2 of 8 query heads and one key and value head each, then one of each.
@@ -135,6 +186,13 @@ def test_kv_heads_fewer_than_ranks_are_copied() -> None:
 def test_what_does_not_divide_is_named(ranks: int, changed: dict, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         decode_step(dataclasses.replace(SMALL, **changed), ranks=ranks)
+
+
+def test_rows_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="batch must be a multiple of micro_batches, got 5 and 2"):
+        decode_step(SMALL, batch=5, micro_batches=2)
+    with pytest.raises(ValueError, match="micro_batches must be at least 1"):
+        decode_step(SMALL, micro_batches=0)
 
 
 @pytest.mark.parametrize("algorithm", ALL_REDUCES)

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from labcore.models import LlamaConfig
-from labcore.parallel import cost
+from labcore.parallel import cost, step
 from labcore.parallel.collectives import ALL_REDUCES
 from labcore.parallel.timeline import (
     CHUNKS,
@@ -55,12 +55,14 @@ def some_link(dice: random.Random) -> cost.Link:
 
 
 def some_ops(dice: random.Random) -> tuple[Kernel | Collective, ...]:
-    """Kernels and collectives in any order, with and without weights."""
+    """Kernels and collectives in any order, with and without weights, that read what they like."""
     found: list[Kernel | Collective] = []
     for number in range(dice.randint(1, 23)):
+        after = dice.choice(((1,), (1,), (), (2,), (1, 3), (5,)))
         if dice.random() < 0.4:
             kind = dice.choice(("all_reduce", "all_reduce", "all_gather"))
-            found.append(Collective(name=kind, kind=kind, ranks=4, nbytes=dice.randint(1, 40_000)))
+            size = dice.randint(1, 40_000)
+            found.append(Collective(name=kind, kind=kind, ranks=4, nbytes=size, after=after))
         else:
             found.append(
                 Kernel(
@@ -69,6 +71,7 @@ def some_ops(dice: random.Random) -> tuple[Kernel | Collective, ...]:
                     weights=dice.choice((0, dice.uniform(1, 1e5))),
                     inputs=dice.uniform(0, 1e4),
                     outputs=dice.uniform(0, 1e4),
+                    after=after,
                 )
             )
     return tuple(found)
@@ -79,6 +82,7 @@ def settings(dice: random.Random) -> dict:
         "algorithm": dice.choice(list(ALL_REDUCES)),
         "graph": dice.random() < 0.5,
         "overlap": dice.choice((False, True, 1, 2, 3, 7)),
+        "forked": dice.random() < 0.5,
     }
 
 
@@ -143,7 +147,11 @@ def test_nothing_runs_before_what_it_waits_for(seed: int) -> None:
                 if product:  # a message leaves when its own part of the product is there
                     assert event.begin >= pieces[at - 1][number].end + gpu.gap - ATOL
                 elif number == 0 and at:
-                    assert event.begin >= max(last[one] for one in range(at)) + gpu.gap - ATOL
+                    reads = range(at)
+                    if how["forked"]:
+                        reads = [at - back for back in ops[at].after if back <= at]
+                    for one in reads:
+                        assert event.begin >= last[one] + gpu.gap - ATOL
 
 
 def test_without_overlap_a_replayed_step_is_the_sum_of_its_parts(seed: int) -> None:
@@ -160,6 +168,84 @@ def test_without_overlap_a_replayed_step_is_the_sum_of_its_parts(seed: int) -> N
             eager = simulate_timeline(ops, gpu, link, algorithm=algorithm)
             assert eager.seconds >= replay.seconds - ATOL
             assert eager.seconds >= max(len(ops) * gpu.launch, compute + wire) - ATOL
+
+
+def test_an_operation_of_a_forked_stream_begins_as_soon_as_it_may(seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(200):
+        ops, gpu, link = some_ops(dice), some_gpu(dice), some_link(dice)
+        graph = dice.random() < 0.5
+        run = simulate_timeline(ops, gpu, link, graph=graph, forked=True)
+        bars = [event for event in run.events if event.stream != "host"]
+        assert [bar.at for bar in bars] == list(range(len(ops)))
+        for at, bar in enumerate(bars):
+            needed = [at - back for back in ops[at].after if back <= at]
+            needed += [one for one in range(at) if bars[one].stream == bar.stream]
+            launched = gpu.launch * (1 if graph else at + 1)
+            allowed = max([launched, *(bars[one].end + gpu.gap for one in needed)])
+            assert bar.begin == pytest.approx(allowed, abs=ATOL)
+        chain = simulate_timeline(ops, gpu, link, graph=graph)
+        assert run.seconds <= chain.seconds + ATOL
+        assert (run.compute, run.wire) == (chain.compute, chain.wire)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_forked_stream_hides_nothing_of_a_llama_s_step(graph: bool, seed: int) -> None:
+    dice = random.Random(seed)
+    ops = decode_step(SMALL, ranks=4, batch=6, context=dice.randint(1, 99))
+    gpu, link = some_gpu(dice), some_link(dice)
+    chain, forked = (
+        simulate_timeline(ops, gpu, link, graph=graph, forked=way) for way in (False, True)
+    )
+    assert forked == dataclasses.replace(chain, exposed=forked.exposed)
+    assert forked.exposed == pytest.approx(forked.wire)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_in_a_parallel_block_the_mlp_hides_the_sum_of_attention(ranks: int, seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(20):
+        ops = decode_step(SMALL, ranks=ranks, batch=dice.randint(1, 9), parallel_block=True)
+        gpu, link = some_gpu(dice, gap=0.0), some_link(dice)
+        run = simulate_timeline(ops, gpu, link, graph=True, forked=True, launch=0.0)
+        names = ("norm", "qkv", "attention", "o", "all-reduce", "gate, up", "silu", "down")
+        assert tuple(op.name for op in ops[2:10]) == names
+        took = [
+            op.seconds(gpu) if isinstance(op, Kernel) else op.seconds(link, "ring") for op in ops
+        ]
+        sums, layers = took[1], SMALL.num_hidden_layers
+        hidden = min(sums, sum(took[7:10]))  # by the MLP: gate and up, silu, down
+        assert run.seconds == pytest.approx(sum(took) - layers * hidden)
+        assert run.exposed == pytest.approx(run.wire - layers * hidden)
+        assert simulate_timeline(ops, gpu, link, graph=True, launch=0.0).seconds == pytest.approx(
+            sum(took)
+        )
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_parts_of_the_rows_hide_each_other_s_sums(parts: int, seed: int) -> None:
+    """Equal segments: the wire shows only once, or, if it is the longer, never rests."""
+    dice = random.Random(seed)
+    for _ in range(20):
+        gpu, link = some_gpu(dice, gap=0.0), some_link(dice)
+        work = Kernel(name="work", flops=dice.uniform(1e4, 1e7))
+        sums = Collective(name="sum", kind="all_reduce", ranks=4, nbytes=dice.randint(1, 40_000))
+        segments = dice.randint(1, 9)
+        ops = step._in_turns((work, work, sums) * segments, parts)
+        run = simulate_timeline(ops, gpu, link, graph=True, forked=True, launch=0.0)
+        k, w, turns = 2 * work.seconds(gpu), sums.seconds(link, "ring"), parts * segments
+        assert run.seconds == pytest.approx(turns * max(k, w) + min(k, w))
+        assert run.exposed == pytest.approx(run.seconds - turns * k)
+
+
+def test_a_launch_may_be_given(seed: int) -> None:
+    dice = random.Random(seed)
+    ops, gpu, link, how = some_ops(dice), some_gpu(dice), some_link(dice), settings(dice)
+    launch = dice.uniform(0, 2e-5)
+    given = simulate_timeline(ops, gpu, link, **how, launch=launch)
+    assert given == simulate_timeline(ops, dataclasses.replace(gpu, launch=launch), link, **how)
+    with pytest.raises(ValueError, match="launch must be a finite number, at least 0"):
+        simulate_timeline(ops, gpu, link, launch=-1e-6)
 
 
 def test_a_graph_changes_launches_and_never_the_wire(seed: int) -> None:

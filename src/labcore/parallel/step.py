@@ -7,12 +7,19 @@ bounds.
 
 Letters: N ranks, B rows, C hidden_size, F intermediate_size, H heads, Hkv kv heads, D head_dim,
 V vocabulary.
+
+Which operations could run at the same time follows from what they read. In a Llama, an all-reduce
+reads the product before it, the norm after it reads whole rows of the sum, and all that follows
+reads that norm: a chain, in which nothing is independent. Two things break the chain. Rows in
+micro-batches share nothing but weights, which each of them then reads again. And in a block where
+attention and the MLP read the same norm (GPT-J; PaLM, arXiv 2204.02311), the MLP doesn't wait for
+the sum of attention; that is another model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from labcore.checks import non_negative, one_of, positive, positive_int
 from labcore.models.config import LlamaConfig
@@ -109,6 +116,8 @@ class Kernel:
 
     flops: floating-point operations. weights: bytes of parameters read. inputs: bytes of
     activations and cache read. outputs: bytes written.
+    after: how many places earlier in the step the operations stand whose results it reads; what
+    lies before the first operation counts as done.
     """
 
     name: str
@@ -116,6 +125,7 @@ class Kernel:
     weights: float = 0
     inputs: float = 0
     outputs: float = 0
+    after: tuple[int, ...] = (1,)
 
     @property
     def nbytes(self) -> float:
@@ -145,6 +155,7 @@ class Kernel:
 class Collective:
     """What N ranks do together. kind: all_reduce or all_gather; nbytes: of the whole result.
 
+    after: as in `Kernel`.
     Raises ValueError for another kind or for fewer than two ranks.
     """
 
@@ -152,6 +163,7 @@ class Collective:
     kind: str
     ranks: int
     nbytes: float
+    after: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         one_of("kind", self.kind, ("all_reduce", "all_gather"))
@@ -205,6 +217,8 @@ def decode_step(
     batch: int = 1,
     context: int = 1024,
     dtype_bytes: int = 2,
+    micro_batches: int = 1,
+    parallel_block: bool = False,
 ) -> tuple[Kernel | Collective, ...]:
     """List what each of N ranks does for one token of each of B rows, in order.
 
@@ -218,8 +232,22 @@ def decode_step(
     as in vLLM; `parallelize` rejects that. context: tokens of each row in the cache, including this
     one.
     dtype_bytes: of weights, activations, cache and messages.
-    Raises ValueError with the name of a dimension that ranks doesn't divide.
+    micro_batches: parts into which the rows are cut, a divisor of batch. The parts take turns: each
+    goes as far as its next collective.
+    parallel_block: attention and the MLP read the same norm, which is the only one of a layer. It
+    isn't a Llama any more.
+    Raises ValueError with the name of a dimension that ranks or micro_batches doesn't divide.
     """
+    if positive_int("micro_batches", micro_batches) > 1:
+        if batch % micro_batches:
+            raise ValueError(
+                f"batch must be a multiple of micro_batches, got {batch} and {micro_batches}"
+            )
+        part = decode_step(
+            config, ranks=ranks, batch=batch // micro_batches, context=context,
+            dtype_bytes=dtype_bytes, parallel_block=parallel_block,
+        )  # fmt: skip
+        return _in_turns(part, micro_batches)
     for name, value in (("ranks", ranks), ("batch", batch), ("context", context)):
         positive_int(name, value)
     size, width = positive_int("dtype_bytes", dtype_bytes), config.hidden_size
@@ -247,26 +275,47 @@ def decode_step(
         outputs=size * batch * wide,
     )  # fmt: skip
     heads = queries + 2 * keys
-    layer = (
-        norm,
+    summed = _together("all_reduce", ranks, hidden)
+    mixed = (
         product("qkv", width, heads, bias=heads if config.qkv_bias else 0),
         _attention(batch, context, queries, keys, size),
         product("o", queries, width, bias=width if config.output_bias else 0),
-        *_together("all_reduce", ranks, hidden),
-        norm,
-        product("gate, up", width, 2 * wide),
-        silu,
-        product("down", wide, width),
-        *_together("all_reduce", ranks, hidden),
+        *summed,
     )
+    gate = product("gate, up", width, 2 * wide)
+    between: tuple[Kernel, ...] = (norm,)
+    if parallel_block:
+        # As far as from the MLP's start back to its norm is it from a norm back to the end of
+        # attention in the layer before.
+        back = len(mixed) + 1
+        norm, gate, between = replace(norm, after=(1, back)), replace(gate, after=(back,)), ()
+    fed = (gate, silu, product("down", wide, width), *summed)
+    layer = (norm, *mixed, *between, *fed)
     return (
         Kernel(name="embedding", flops=0, inputs=hidden, outputs=hidden),
-        *_together("all_reduce", ranks, hidden),
+        *summed,
         *(layer * config.num_hidden_layers),
         norm,
         product("head", width, vocabulary),
         *_together("all_gather", ranks, size * batch * config.vocab_size),
     )
+
+
+def _in_turns(step: Sequence[Kernel | Collective], parts: int) -> tuple[Kernel | Collective, ...]:
+    """Return the steps of equal parts of the rows, which take turns at each collective."""
+    order: list[tuple[int, int]] = []  # part and place in its step
+    begin = 0
+    for at, op in enumerate(step):
+        if isinstance(op, Collective) or at == len(step) - 1:
+            order += [(part, one) for part in range(parts) for one in range(begin, at + 1)]
+            begin = at + 1
+    place = {which: number for number, which in enumerate(order)}
+
+    def after(part: int, at: int) -> tuple[int, ...]:
+        reads = (at - back for back in step[at].after if back <= at)
+        return tuple(place[part, at] - place[part, one] for one in reads)
+
+    return tuple(replace(step[at], after=after(part, at)) for part, at in order)
 
 
 def _attention(batch: int, context: int, queries: int, keys: int, size: int) -> Kernel:

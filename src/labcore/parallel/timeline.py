@@ -1,13 +1,20 @@
 """A simulated decode step: when its launches, kernels and collectives run, on three streams.
 
 The host launches one operation after another. The device runs kernels on one stream and collectives
-on another. `step` defines how long each of them takes.
+on another. `step` defines how long each of them takes, and what each of them reads.
+
+A forked stream lets a collective run beside kernels: the communication stream waits for an event of
+the product (fork), and the computation waits for an event of the collective (join). Both also work
+without a graph; a capture turns the events into the graph's edges. Whether that hides anything
+depends on what lies between fork and join and reads nothing of the collective: nothing in a Llama's
+step as it is, the other rows with micro-batches, the MLP in a parallel block (see `step`), the next
+columns of the same product with `overlap`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from labcore.checks import one_of, positive_int
 from labcore.parallel.collectives import ALL_REDUCES
@@ -103,14 +110,16 @@ def simulate_timeline(
     algorithm: str = "ring",
     graph: bool = False,
     overlap: bool | int = False,
+    forked: bool = False,
+    launch: float | None = None,
     events: bool = True,
 ) -> Timeline:
     """Simulate when each operation of a step runs.
 
     Without a graph, the host launches one operation after another, `gpu.launch` seconds each, and
     never waits. A graph is one launch for all of them. An operation begins once it is launched and
-    `gpu.gap` after what it waits for has ended: everything before it or, with overlap, the last
-    operation on its stream.
+    `gpu.gap` after what it waits for has ended: the last operation on its stream, and all of those
+    before it.
     algorithm: of the all-reduces, a key of `collectives.ALL_REDUCES`. link: as in
     `cost.all_reduce_seconds`, one link or one for each protocol.
     overlap: the number of chunks (True: CHUNKS) into which a product with weights and the
@@ -118,35 +127,37 @@ def simulate_timeline(
     is launched, and each of its messages pays the algorithm's latency. In this model neither slows
     the other down; a real collective takes memory bandwidth and some multiprocessors from the
     product beside it.
+    forked: an operation doesn't wait for all of those before it, but for those that it reads, which
+    its `after` names. The streams stay in order. Events cost no more than a gap, and the host
+    nothing.
+    launch: seconds, in place of `gpu.launch`.
     events: False leaves `Timeline.events` empty, if you only need totals.
     Raises ValueError for an unknown algorithm, for one that doesn't support the number of ranks,
     and for chunks below 1.
     """
     one_of("algorithm", algorithm, ALL_REDUCES)
+    if launch is not None:
+        gpu = replace(gpu, launch=launch)
     chunks = _chunks(overlap)
-    plan = _plan(ops, gpu, link, algorithm, chunks)
+    plan = _plan(ops, gpu, link, algorithm, chunks, forked)
     spans: list[tuple[float, float]] = []
-    kernel_end = wire_end = -gpu.gap
-    compute = wire = 0.0
+    free = [-gpu.gap, -gpu.gap]  # when the last kernel and the last collective end
+    busy = [0.0, 0.0]
     first, later, gap = gpu.launch, 0.0 if graph else gpu.launch, gpu.gap
-    for number, (_, _, seconds, on_wire, joins) in enumerate(plan):
-        ready = wire_end if joins and wire_end > kernel_end else kernel_end
+    for number, (_, _, seconds, on_wire, waits) in enumerate(plan):
+        ready = max(free[on_wire], *(spans[one][1] for one in waits), -gap)
         begin = max(first + number * later, ready + gap)
-        end = begin + seconds
-        spans.append((begin, end))
-        if on_wire:
-            wire_end = end
-            wire += seconds
-        else:
-            kernel_end = end
-            compute += seconds
+        free[on_wire] = begin + seconds
+        busy[on_wire] += seconds
+        spans.append((begin, free[on_wire]))
+    compute, wire = busy
     launches = min(1, len(plan)) if graph else len(plan)
     return Timeline(
         events=_events(plan, spans, gpu.launch, graph) if events else (),
-        seconds=max(kernel_end, wire_end, 0.0),
+        seconds=max(*free, 0.0),
         compute=compute,
         wire=wire,
-        exposed=wire - (_shared(plan, spans) if chunks > 1 else 0.0),
+        exposed=wire - (_shared(plan, spans) if forked or chunks > 1 else 0.0),
         host=launches * gpu.launch,
         launches=launches,
         operations=len(plan),
@@ -159,9 +170,9 @@ def _chunks(overlap: bool | int) -> int:
     return positive_int("overlap", overlap, "pass True, False or a number of chunks")
 
 
-# An operation's name, its index in ops, its seconds, whether it runs on the wire, and whether it
-# waits for both streams.
-_Step = tuple[str, int, float, bool, bool]
+# An operation's name, its index in ops, its seconds, whether it runs on the wire, and the places in
+# the plan of what it waits for besides the last operation on its stream.
+_Step = tuple[str, int, float, bool, tuple[int, ...]]
 
 
 def _plan(
@@ -170,6 +181,7 @@ def _plan(
     link: Link | Mapping[str, Link],
     algorithm: str,
     chunks: int,
+    forked: bool,
 ) -> list[_Step]:
     """Return the operations, cut into chunks, in the order in which the host launches them."""
     known: dict[tuple[int, int], float] = {}  # by id, because layers repeat the same objects
@@ -183,34 +195,35 @@ def _plan(
             )
         return known[key]
 
-    if chunks == 1:
-        return [
-            (op.name, at, seconds(op, 1), isinstance(op, Collective), True)
-            for at, op in enumerate(ops)
-        ]
     plan: list[_Step] = []
-    cut = False  # whether the previous product was cut together with this collective
+    last: list[int] = []  # where each operation's last piece stands in the plan
     for at, op in enumerate(ops):
-        if cut:
-            cut = False
-            continue
-        behind = ops[at + 1] if at + 1 < len(ops) else None
-        cut = _divisible(op, behind)
-        if cut and behind is not None:
-            for number in range(chunks):
-                plan.append((op.name, at, seconds(op, chunks), False, number == 0))
-                plan.append((behind.name, at + 1, seconds(behind, chunks), True, True))
+        if len(last) > at:
+            continue  # This collective was cut together with its product.
+        if forked:
+            waits = tuple(last[at - back] for back in op.after if back <= at)
         else:
-            plan.append((op.name, at, seconds(op, 1), isinstance(op, Collective), True))
+            waits = (len(plan) - 1,) if plan else ()
+        behind = ops[at + 1] if chunks > 1 and at + 1 < len(ops) else None
+        if behind is not None and _divisible(op, behind):
+            for number in range(chunks):
+                plan.append((op.name, at, seconds(op, chunks), False, () if number else waits))
+                own = (len(plan) - 1,)
+                plan.append((behind.name, at + 1, seconds(behind, chunks), True, own))
+            last += [len(plan) - 2, len(plan) - 1]
+        else:
+            plan.append((op.name, at, seconds(op, 1), isinstance(op, Collective), waits))
+            last.append(len(plan) - 1)
     return plan
 
 
-def _divisible(op: Kernel | Collective, behind: Kernel | Collective | None) -> bool:
+def _divisible(op: Kernel | Collective, behind: Kernel | Collective) -> bool:
     return (
         isinstance(op, Kernel)
         and op.weights > 0
         and isinstance(behind, Collective)
         and behind.kind == "all_reduce"
+        and behind.after == (1,)
     )
 
 
