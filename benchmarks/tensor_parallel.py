@@ -40,6 +40,7 @@ from labcore.parallel.launch_time import LaunchSeconds, launch_seconds
 from labcore.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from labcore.parallel.llama import local_cache, parallelize
 from labcore.parallel.overlap import measure_overlap, overlapped_seconds
+from labcore.parallel.published import GPT_FAST, GPT_FAST_CONTEXT
 from labcore.parallel.regions import (
     copy_to_ranks,
     gather_from_ranks,
@@ -586,18 +587,11 @@ def token(sizes: Sizes = FULL) -> list[Measurement]:
     return found
 
 
-# Tokens per second by number of GPUs, with weights in bfloat16.
-PUBLISHED = {
-    "7B": {1: 104.9, 2: 168.84, 4: 254.02, 8: 328.43},
-    "70B": {2: 21.32, 4: 38.01, 8: 62.50},
-}
 SOURCE = (
     "README of pytorch-labs/gpt-fast, tensor parallelism: Llama 2, batch 1, compiled with CUDA "
     "graphs, ENABLE_INTRA_NODE_COMM=1 (one- and two-shot kernels), A100-80GB limited to 330 W, "
     "which leaves a peak of about 1,700 GB/s, in a hybrid cube mesh, 5 tokens of a prompt"
 )
-# The mean context of a step: its generate.py writes 200 tokens by default, after 5 of a prompt.
-MEAN_CONTEXT = 105
 
 
 @case("paper/published", minutes=0.02)
@@ -607,14 +601,14 @@ def published() -> list[Measurement]:
     gpt-fast keeps the whole embedding and head on each GPU; the simulator splits them.
     """
     found, gpu, link = [], GPUS["A100 SXM"], LINKS["NVLink 3"]
-    for model, rates in PUBLISHED.items():
+    for model, rates in GPT_FAST.items():
         for gpus, rate in rates.items():
-            ops = decode_step(MODELS[model], ranks=gpus, batch=1, context=MEAN_CONTEXT)
+            ops = decode_step(MODELS[model], ranks=gpus, batch=1, context=GPT_FAST_CONTEXT)
             for algorithm in ("ring", "two_shot"):
                 run = simulate_timeline(ops, gpu, link, algorithm=algorithm, graph=True)
                 at = f"predicted over published/{model}, {gpus} GPUs, {algorithm}"
                 details: dict[str, Any] = {"predicted": 1 / run.seconds, "published": rate}
-                details |= {"gpu": gpu.name, "link": link.name, "context": MEAN_CONTEXT}
+                details |= {"gpu": gpu.name, "link": link.name, "context": GPT_FAST_CONTEXT}
                 details |= {"source": SOURCE, "exact": True}
                 over = [1 / run.seconds / rate]
                 found.append(seen(at, "ratio", over, mode="simulated", **details))

@@ -32,6 +32,22 @@ def test_latency_is_paid_for_with_bandwidth(name: str) -> None:
     assert all(link.base > 0 and "tuning.cc" in link.source for link in links.values())
 
 
+def test_bandwidths_are_those_of_the_tuner() -> None:
+    reached = {  # GB/s of LL and of Simple
+        "NVLink 4": (141.0, 370.8),
+        "NVLink 3": (87.7, 240.0),
+        "PCIe 5.0 x16": (24.0, 48.0),
+        "PCIe 4.0 x16": (12.0, 24.0),
+        "InfiniBand 400 Gb/s": (19.0, 50.0),
+        "InfiniBand 100 Gb/s": (6.25, 12.5),
+    }
+    assert list(reached) == list(LINKS)
+    for name, (least, full) in reached.items():
+        links = protocol_links(name)
+        assert links["LL"].bandwidth == pytest.approx(least * 1e9)
+        assert links["Simple"].bandwidth == pytest.approx(full * 1e9)
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 7, 8])
 def test_a_message_takes_the_fastest_protocol(ranks: int, seed: int) -> None:
     dice = random.Random(seed)
