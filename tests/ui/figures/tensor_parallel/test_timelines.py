@@ -10,6 +10,7 @@ import pytest
 
 from labcore.parallel import cost
 from labcore.parallel.collectives import ALL_REDUCES
+from labcore.parallel.protocols import protocol_links
 from labcore.parallel.timeline import (
     GPUS,
     MODELS,
@@ -69,6 +70,20 @@ def trace(figure: go.Figure, name: str):
 
 
 # Explorers.
+
+
+def test_a_launch_and_nccl_s_base_can_be_moved(seed: int) -> None:
+    dice = random.Random(seed)
+    launch, base = dice.uniform(0, 20), dice.uniform(0, 50)
+    ops, gpu = decode_step(MODELS["7B"], ranks=8), GPUS["H100 SXM"]
+    for link in cost.LINKS:
+        figure = figures.timeline_view(link=link, launch_us=launch, base_us=base)
+        links = protocol_links(link, base=base * 1e-6)
+        for name, graph in (("eager", False), ("graph", True)):
+            run = simulate_timeline(ops, gpu, links, graph=graph, launch=launch * 1e-6)
+            assert f"{name}: {draw.seconds(run.seconds)}, " in alt(figure)
+    plain_link, given = figures.timeline_view(), figures.timeline_view(launch_us=5)
+    assert alt(plain_link) == alt(given)
 
 
 @pytest.mark.parametrize("name", CONTROLS)

@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 
 from labcore.checks import one_of
 from labcore.parallel.cost import LINKS
+from labcore.parallel.protocols import protocol_links
 from labcore.parallel.timeline import (
     GPUS,
     MODELS,
@@ -58,24 +59,30 @@ def timeline_view(
     model: str = "7B",
     gpu: str = "H100 SXM",
     context: int = 1024,
+    launch_us: float | None = None,
+    base_us: float | None = None,
 ) -> go.Figure:
     """Draw one layer of a decode step on three streams, and below it a token's time in four ways.
 
     gpus: 1, 2, 4, ..., which must divide the model's dimensions; batch: rows; graph, overlap,
     algorithm: as in `simulate_timeline`; link, model, gpu: keys of LINKS, MODELS and GPUS; context:
-    tokens of a row in the cache.
+    tokens of a row in the cache. launch_us: microseconds a launch; None takes the GPU's.
+    base_us: microseconds that a collective costs once, in the fastest of NCCL's protocols
+    (`protocol_links`); None takes the link of LINKS, which knows neither.
     The layer is the middle one, from its first kernel to that of the next; its time starts at 0.
     The bars below stack the parts of a token's time: kernels, what the wire adds to them, and the
     rest, in which the device waits. The chosen way is in bold.
     Raises ValueError for arguments that `decode_step` or `simulate_timeline` rejects.
     """
     config, machine = MODELS[model], GPUS[gpu]
-    wire = LINKS[one_of("link", link, LINKS)]
-    shape = {"ranks": gpus, "batch": batch, "context": context}
+    one_of("link", link, LINKS)
+    wire = LINKS[link] if base_us is None else protocol_links(link, base=base_us * 1e-6)
+    launch = None if launch_us is None else launch_us * 1e-6
+    shape: dict[str, Any] = {"ranks": gpus, "batch": batch, "context": context}
     ops = decode_step(config, **shape)
     runs = {
         name: simulate_timeline(
-            ops, machine, wire, algorithm=algorithm, graph=by_graph, overlap=cut,
+            ops, machine, wire, algorithm=algorithm, graph=by_graph, overlap=cut, launch=launch,
             events=(by_graph, cut) == (graph, overlap),
         )
         for name, (by_graph, cut) in _WAYS.items()
@@ -250,7 +257,7 @@ def share_by_batch(
         shares: dict[int, float | None] = {}
         symbols = []
         for batch in BATCHES:
-            shape = {"ranks": gpus, "batch": batch, "context": context}
+            shape: dict[str, Any] = {"ranks": gpus, "batch": batch, "context": context}
             try:
                 ops = decode_step(MODELS[model], **shape)
             except ValueError:  # the dimensions don't divide
