@@ -2,10 +2,11 @@
 
 `reference` stores all scores, `online` works tile by tile in plain PyTorch, and `forward` and
 `backward` are the kernels. `flash_attention` is the public function that selects among them. To
-use it in a model, pass `functools.partial(flash_attention, is_causal=True, enable_gqa=True)`.
+use it in a model, pass `functools.partial(flash_attention, is_causal=True, enable_gqa=True)`;
+`huggingface.register` makes it an attention function of transformers.
 """
 
-from labcore.attention import traffic
+from labcore.attention import huggingface, traffic
 from labcore.attention.kv_codes import quantize_kv
 from labcore.attention.online import merge_states, tiled_backward, tiled_forward
 from labcore.attention.op import flash_attention, flash_attention_varlen
@@ -18,6 +19,7 @@ __all__ = [
     "allowed",
     "flash_attention",
     "flash_attention_varlen",
+    "huggingface",
     "merge_states",
     "naive_attention",
     "paged_attention",
