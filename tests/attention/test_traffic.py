@@ -243,6 +243,7 @@ def test_peaks_units_and_clocks_fit_each_other() -> None:
         assert name == gpu.name
         assert gpu.matmul == pytest.approx(gpu.units * gpu.clock * steps[name], rel=0.01)
         assert gpu.sram <= 228 * 1024 and gpu.exponentials < gpu.fp32
+        assert gpu.sram < gpu.cache < gpu.memory
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """The cost of attention: FLOPs, exponentials, bytes moved and stored, and the time on a GPU.
 
-`counts` counts, and `gpus` turns counts into times.
+`counts` counts one form by its own convention, `caches` counts both forms by the same one, and
+`gpus` turns counts into times.
 """
 
+from labcore.attention.traffic.caches import hbm_bytes, requested_bytes
 from labcore.attention.traffic.counts import (
     Shape,
     compulsory_bytes,
@@ -30,10 +32,12 @@ __all__ = [
     "flash_bytes",
     "flops",
     "forward_peak_bytes",
+    "hbm_bytes",
     "kept_bytes",
     "largest_block",
     "live_tiles",
     "naive_bytes",
+    "requested_bytes",
     "roofline",
     "sram_bytes",
 ]

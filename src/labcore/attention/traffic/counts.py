@@ -15,6 +15,7 @@ from typing import Literal
 from labcore.checks import one_of, positive_int
 
 __all__ = [
+    "STATISTIC",
     "Direction",
     "Form",
     "Shape",
@@ -29,6 +30,7 @@ __all__ = [
     "live_tiles",
     "naive_bytes",
     "sram_bytes",
+    "tile_walks",
 ]
 
 Direction = Literal["forward", "backward"]
@@ -151,10 +153,10 @@ def naive_bytes(shape: Shape, direction: Direction = "forward") -> int:
 
 def live_tiles(shape: Shape, block_q: int, block_k: int) -> int:
     """Count the tiles [block_q, block_k] of one head's scores in which a query sees a key."""
-    return sum(tiles for _, tiles, _ in _walks(shape, block_q, block_k))
+    return sum(tiles for _, tiles, _ in tile_walks(shape, block_q, block_k))
 
 
-def _walks(shape: Shape, block_q: int, block_k: int) -> Iterator[tuple[int, int, int]]:
+def tile_walks(shape: Shape, block_q: int, block_k: int) -> Iterator[tuple[int, int, int]]:
     """Yield, for each tile of one head's queries, its queries, its key tiles and their keys."""
     positive_int("block_q", block_q)
     positive_int("block_k", block_k)
@@ -184,7 +186,7 @@ def flash_bytes(
     """
     one_of("direction", direction, ("forward", "backward"))
     heads = shape.batch * shape.heads
-    walks = list(_walks(shape, block_q, block_k))
+    walks = list(tile_walks(shape, block_q, block_k))
     row = shape.head_dim * shape.dtype_bytes
     keys_and_values = heads * sum(keys for _, _, keys in walks) * 2 * row
     if direction == "forward":

@@ -32,6 +32,7 @@ class Gpu:
     matmul: dense 16-bit FLOP/s with float32 accumulation.
     bandwidth: memory bandwidth in bytes/s.
     sram: bytes of shared memory that one program may use.
+    cache: bytes of the last cache before the memory, an L2 or, on MI300X, the Infinity Cache.
     exponentials, fp32: results per clock and unit.
     memory: bytes.
     """
@@ -42,15 +43,18 @@ class Gpu:
     matmul: float
     bandwidth: float
     sram: int
+    cache: int
     memory: float
     exponentials: int = 16
     fp32: int = 128
 
 
-KIB = 1024
+KIB, MIB = 1024, 1024**2
 # Matrix peaks, bandwidths, units and boost clocks: NVIDIA's data sheets of T4 (2018), A100 80GB SXM
 # (2021), H100 SXM (2022) and H200 (2023), the Ada architecture paper (2022, RTX 4090, float32
 # sums); AMD's data sheets of MI250X (2021; one of its two dies) and MI300X (2023).
+# Caches: NVIDIA's papers on the architectures Turing (2018), Ampere (2020), Hopper (2022) and Ada
+# (2022); AMD's on CDNA 2 (2021) and CDNA 3 (2023). An XCD of MI300X has an L2 of 4 MiB, too.
 # Exponentials and float32 operations per clock and SM, shared memory per block: the CUDA C++
 # programming guide, tables "throughput of native arithmetic instructions" and "technical
 # specifications per compute capability". A CU has four units of 16 lanes, which take 4 clocks for
@@ -59,19 +63,19 @@ GPUS: Mapping[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
         Gpu(name="T4", units=40, clock=1.59e9, matmul=65e12, bandwidth=320e9, sram=64 * KIB,
-            memory=16e9, fp32=64),
+            cache=4 * MIB, memory=16e9, fp32=64),
         Gpu(name="A100", units=108, clock=1.41e9, matmul=312e12, bandwidth=2039e9, sram=163 * KIB,
-            memory=80e9, fp32=64),
+            cache=40 * MIB, memory=80e9, fp32=64),
         Gpu(name="RTX 4090", units=128, clock=2.52e9, matmul=165.2e12, bandwidth=1008e9,
-            sram=99 * KIB, memory=24e9),
+            sram=99 * KIB, cache=72 * MIB, memory=24e9),
         Gpu(name="H100", units=132, clock=1.83e9, matmul=989.4e12, bandwidth=3350e9,
-            sram=227 * KIB, memory=80e9),
+            sram=227 * KIB, cache=50 * MIB, memory=80e9),
         Gpu(name="H200", units=132, clock=1.83e9, matmul=989.4e12, bandwidth=4800e9,
-            sram=227 * KIB, memory=141e9),
+            sram=227 * KIB, cache=50 * MIB, memory=141e9),
         Gpu(name="MI250X die", units=110, clock=1.7e9, matmul=191.5e12, bandwidth=1638e9,
-            sram=64 * KIB, memory=64e9, fp32=64),
+            sram=64 * KIB, cache=8 * MIB, memory=64e9, fp32=64),
         Gpu(name="MI300X", units=304, clock=2.1e9, matmul=1307.4e12, bandwidth=5300e9,
-            sram=64 * KIB, memory=192e9),
+            sram=64 * KIB, cache=256 * MIB, memory=192e9),
     )
 }  # fmt: skip
 
