@@ -6,6 +6,8 @@
 
 from labcore.attention.traffic.caches import hbm_bytes, requested_bytes
 from labcore.attention.traffic.counts import (
+    Direction,
+    Form,
     Shape,
     compulsory_bytes,
     decode_bytes,
@@ -23,6 +25,8 @@ from labcore.attention.traffic.gpus import GPUS, Gpu, Roofline, roofline
 
 __all__ = [
     "GPUS",
+    "Direction",
+    "Form",
     "Gpu",
     "Roofline",
     "Shape",
