@@ -42,6 +42,7 @@ BARS = {
     ("backward", 64, False): 1.05,
     ("backward", 128, False): 1.05,
 }
+NAIVE_TILE = 128  # rows and columns of a tile of the naive form's matrix products
 CPU_HEADS = 2
 FORMS: tuple[traffic.Form, ...] = ("naive", "flash")
 DIRECTIONS: tuple[traffic.Direction, ...] = ("forward", "backward")
@@ -664,15 +665,29 @@ def memory_ratios(sizes: Sizes = FULL) -> list[Measurement]:
 
 @case("law/bytes", minutes=0.01)
 def law_bytes() -> list[Measurement]:
-    """Bytes and products of the naive form, compared with the kernels' 16-bit tiles."""
+    """Bytes of the naive form over those of the kernels' 16-bit tiles, and its products.
+
+    Bytes are counted by what programs request, and by a model of what comes from HBM.
+    """
     found = []
-    for head_dim, kind in itertools.product(FORWARD, ("hopper", "ampere", "ada", "cdna")):
-        tile = FORWARD[head_dim][kind]
-        shape = Shape(batch=1, heads=1, length=4096, head_dim=head_dim)
-        moved = traffic.flash_bytes(shape, block_q=tile.m, block_k=tile.n)
-        ratio = traffic.naive_bytes(shape) / moved
-        name = f"bytes, naive over flash/D {head_dim}, {kind}"
-        found.append(exact(name, "ratio", ratio, tile=[tile.m, tile.n], tokens=4096))
+    machines = {"hopper": "H100", "ampere": "A100", "ada": "RTX 4090", "cdna": "MI300X"}
+    for head_dim, (kind, name) in itertools.product(FORWARD, machines.items()):
+        tile, gpu = FORWARD[head_dim][kind], traffic.GPUS[name]
+        shape = Shape(batch=1, heads=16, length=4096, head_dim=head_dim)
+        both: list[tuple[traffic.Form, int, int]]
+        both = [("naive", NAIVE_TILE, NAIVE_TILE), ("flash", tile.m, tile.n)]
+        requested, moved = (
+            [count(form=form, block_q=m, block_k=n) for form, m, n in both]
+            for count in (
+                functools.partial(traffic.requested_bytes, shape),
+                functools.partial(traffic.hbm_bytes, shape, gpu=gpu),
+            )
+        )
+        told: dict[str, Any] = {"tile": [tile.m, tile.n], "tokens": 4096, "heads": 16}
+        at = f"naive over flash/D {head_dim}, {name}"
+        found.append(exact(f"bytes requested, {at}", "ratio", requested[0] / requested[1], **told))
+        ratio = moved[0] / moved[1]
+        found.append(exact(f"bytes from HBM, {at}", "ratio", ratio, mode="simulated", **told))
     shape = Shape(batch=1, heads=1, length=4096, head_dim=64)
     kept = 4 * traffic.flops(shape, "backward") // 5  # the naive form doesn't recompute its weights
     for form, fused in (("two kernels", False), ("fused", True)):

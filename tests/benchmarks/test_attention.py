@@ -23,7 +23,7 @@ def test_every_direction_width_and_mask_has_a_case_for_a_gpu() -> None:
         for mask in ("full", "causal")
     }
     decode = {f"decode/{name}" for name in cases.DECODE}
-    assert wanted | decode | {"parity/attention"} == {
+    assert wanted | decode | {"parity/attention", "parity/decode"} == {
         name for name, needs in every.items() if needs == "gpu"
     }
     assert sum(case.minutes for case in cases_of("attention") if case.needs != "gpu") <= 3
@@ -155,10 +155,19 @@ def test_ratios_and_exponents_are_those_of_the_counted_bytes() -> None:
 def test_the_laws_follow_from_counting() -> None:
     found = by_quantity(cases.law_bytes())
     for head_dim, kinds in FORWARD.items():
-        for kind in ("hopper", "ampere"):
-            ratio = found[f"bytes, naive over flash/D {head_dim}, {kind}"].samples[0]
-            # 8 T^2 bytes against 4 T^2 D / M, but for what the rows themselves take.
-            assert ratio == pytest.approx(2 * kinds[kind].m / head_dim, rel=0.07)
+        for kind, gpu in (("hopper", "H100"), ("ampere", "A100")):
+            requested, moved = (
+                found[f"bytes {what}, naive over flash/D {head_dim}, {gpu}"].samples[0]
+                for what in ("requested", "from HBM")
+            )
+            # Beside the elements of rows: T^2 for the scores, twice for the softmax, and once for
+            # each tile of columns of the result; three operands are read T / 128 times. The tiled
+            # form reads keys and values T / M times.
+            naive = 3 + math.ceil(head_dim / 128) + 3 * head_dim / 128
+            assert requested == pytest.approx(naive * kinds[kind].m / (2 * head_dim), rel=0.07)
+            shape = traffic.Shape(batch=1, heads=16, length=4096, head_dim=head_dim)
+            once = traffic.naive_bytes(shape) / traffic.compulsory_bytes(shape)
+            assert moved == pytest.approx(once, rel=0.03)
     assert found["backward products, flash over naive/two kernels"].samples == [7 / 4]
     assert found["backward products, flash over naive/fused"].samples == [5 / 4]
 

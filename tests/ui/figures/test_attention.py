@@ -1,5 +1,6 @@
 """The chapter's figures show what the traffic model counts, and say it in words."""
 
+import itertools
 import math
 
 import plotly.graph_objects as go
@@ -55,10 +56,29 @@ def test_a_tile_is_drawn_as_what_the_pattern_makes_of_it(block: int, is_causal: 
 def test_the_title_counts_what_the_traffic_model_counts(data) -> None:
     layout = figures.tiles(64, 1024, True, 128, data=data).layout
     shape = traffic.Shape(batch=1, heads=1, length=1024, head_dim=128, is_causal=True)
-    moved = traffic.flash_bytes(shape, block_q=64, block_k=64)
+    flash, naive = (
+        traffic.requested_bytes(shape, form, block_q=64, block_k=64) for form in ("flash", "naive")
+    )
     assert f"{16 * 17 // 2} of 256 tiles" in layout.xaxis.title.text
-    naive = traffic.naive_bytes(shape)
-    assert f"{moved / 1e6:.3g} MB moved, naive {naive / 1e6:.3g} MB" in layout.title.text
+    assert f"{flash / 1e6:.3g} MB requested, naive {naive / 1e6:.3g} MB" in layout.title.text
+
+
+def test_the_naive_form_requests_more_at_every_position() -> None:
+    """The page says so, and that its excess is smaller the larger the head dimension is."""
+    blocks, lengths, masks = (control.positions() for control in TILES.values())
+    dims = (32, 64, 128, 256)
+    leads = {}
+    for block, length, causal, dim in itertools.product(blocks, lengths, masks, dims):
+        shape = traffic.Shape(batch=1, heads=1, length=length, head_dim=dim, is_causal=causal)
+        naive, flash = (
+            traffic.requested_bytes(shape, form, block_q=block, block_k=block)
+            for form in ("naive", "flash")
+        )
+        leads[block, length, causal, dim] = naive / flash
+    assert min(leads.values()) > 1
+    for block, length, causal in itertools.product(blocks, lengths, masks):
+        along = [leads[block, length, causal, dim] for dim in sorted(dims, reverse=True)]
+        assert along == sorted(along)
 
 
 def test_rescalings_are_counted_by_hand() -> None:

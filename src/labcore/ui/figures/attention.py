@@ -31,6 +31,7 @@ _LAW = {"dash": "dash", "width": 1.5}
 _RING = {"symbol": "circle-open", "size": 18, "color": PALETTE["gray"], "line": {"width": 3}}
 _BLOCKS = tuple(2**power for power in range(4, 11))
 _LONG = 4096  # tokens in `intensity`: so many that the queries' bytes hardly matter
+_NAIVE_TILE = 128
 _STATES = {"skipped": "#c4c9ce", "with a mask": PALETTE["orange"], "whole": PALETTE["blue"]}
 
 
@@ -162,9 +163,12 @@ def tiles(
     """
     shape = Shape(batch=1, heads=1, length=length, head_dim=head_dim, is_causal=is_causal)
     count, live = length // block, traffic.live_tiles(shape, block, block)
-    moved = traffic.flash_bytes(shape, block_q=block, block_k=block)
+    naive, flash = (
+        traffic.requested_bytes(shape, form, block_q=block, block_k=block)
+        for form in ("naive", "flash")
+    )
     grown = rescalings(data, block, length, is_causal=is_causal)
-    title = f"{_size(moved)} moved, naive {_size(traffic.naive_bytes(shape))}"
+    title = f"{_size(flash)} requested, naive {_size(naive)}"
     notes = f"{live:,} of {count * count:,} tiles, {grown:.1f} rescalings per row"
     colors = list(_STATES.values())
     scale = [[edge / 3, color] for i, color in enumerate(colors) for edge in (i, i + 1)]
@@ -210,7 +214,8 @@ def intensity(gpu: str = "H100", head_dim: int = 128) -> go.Figure:
     """Draw FLOP per requested byte by the queries of a tile, with what the GPU needs.
 
     gpu: a key of `traffic.GPUS`; head_dim: 64, 128 or 256. Keys come in tiles of 32, with two tiles
-    in flight; numbers have 16 bits, 4,096 tokens, no mask.
+    in flight; numbers have 16 bits, 4,096 tokens, no mask. The naive form's matrix products have
+    tiles of 128 by 128.
     """
     machine = traffic.GPUS[gpu]
     shape = Shape(batch=1, heads=1, length=_LONG, head_dim=head_dim)
@@ -218,12 +223,13 @@ def intensity(gpu: str = "H100", head_dim: int = 128) -> go.Figure:
     reached = {
         block: work / traffic.flash_bytes(shape, block_q=block, block_k=32) for block in _BLOCKS
     }
+    naive = traffic.requested_bytes(shape, "naive", block_q=_NAIVE_TILE, block_k=_NAIVE_TILE)
     ridge = machine.matmul / machine.bandwidth
     fits = traffic.largest_block(machine.sram, head_dim=head_dim, block_k=32)
     figure = go.Figure()
     for name, y, color in (
         ("needed", ridge, "green"),
-        ("naive form", work / traffic.naive_bytes(shape), "vermillion"),
+        ("naive form", work / naive, "vermillion"),
     ):
         line = {"color": PALETTE[color], **_LAW}
         figure.add_scatter(
