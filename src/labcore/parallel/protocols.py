@@ -7,7 +7,7 @@ flags and synchronizes once a chunk: it has all of the bandwidth and the longest
 predicts the time of each and takes the fastest; so does `cost.all_reduce_seconds` with the links
 of `protocol_links`.
 
-Source: NCCL 2.30.7, commit 5067397c2676d5aed50042fc39e5c8ee96eb0027. src/graph/tuning.cc has
+Source: NCCL 2.30.7, commit 5067397c. src/graph/tuning.cc has
 baseLatencies and hwLatencies (rings; over the network those of trees, which NCCL takes for one GPU
 a node), the shares (0.5 for LL; 0.92 for LL128, 2 % below 120 of 128 bytes) and llMaxBws (Ampere
 and Hopper in one node; beyond two nodes those of AMD hosts). src/graph/topo.h has the bandwidth of
