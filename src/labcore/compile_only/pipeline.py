@@ -3,7 +3,8 @@
 An SM has four equal parts; each starts one instruction per clock and has one matrix unit. The model
 walks one part's warps. It knows how long an instruction occupies its unit, when its result is
 ready, and where a warp waits for matrix products or for its block, so it shows what overlaps *as
-compiled*. It takes data from memory to arrive in time and shared memory to have no conflicts.
+compiled*. It assumes the latencies below, that data from memory arrives in time, and that shared
+memory has no conflicts.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ __all__ = ["Loop", "blocks_per_sm", "inner_loop"]
 PARTS = 4  # of an SM
 REGISTERS, SHARED, WARPS = 65_536, 228 * 1024, 64  # of an SM
 ROUNDS, SETTLED = 16, 8  # iterations to walk, and how many of them come before the steady state
-# 16-bit multiply-adds per clock and part, so 4,096 FLOP per clock and SM. mma.sync reaches 63% of
-# that on an H100: Luo et al., 2024, arXiv 2402.13499.
+# 16-bit multiply-adds per clock and part, so 4,096 FLOP per clock and SM. We assume that mma.sync
+# reaches 63% of that, after Luo et al., 2024, arXiv 2402.13499.
 MATRIX, SYNC_SHARE = 512, 0.63
 BANKS = 128  # bytes per clock from shared memory, for all parts
 # Unit -> the clocks for which a warp's instruction occupies it, and until its result is ready.
 # Occupancy: 32 lanes over the results per clock and part in the CUDA C++ programming guide's table
-# for compute capability 9.0. Latency: Jia et al., 2018, arXiv 1804.06826.
+# for compute capability 9.0. NVIDIA doesn't publish latencies. We assume values of the size that
+# microbenchmarks found on earlier GPUs (Jia et al., 2018, arXiv 1804.06826).
 UNITS = {
     "exp": (8, 18),
     "fma": (1, 4),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Instruction", "following", "parsed", "read", "span", "target", "used", "written"]
+__all__ = ["Instruction", "following", "parsed", "read", "target", "used", "written"]
 
 LABEL = re.compile(r"^(\.L_\w+):")
 LINE = re.compile(r"/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
@@ -54,16 +54,16 @@ def used(one: Instruction) -> tuple[frozenset[int], frozenset[int]]:
     result, left = one.operands.split(", ")[:2]
     shape = re.search(r"64x(\d+)x", one.op)
     columns = int(shape[1]) if shape else 0
-    return span(result, columns // (2 if ".F32." in one.op else 4)), span(left, 4)
+    return _span(result, columns // (2 if ".F32." in one.op else 4)), _span(left, 4)
 
 
 def written(one: Instruction) -> frozenset[int]:
     """Return the registers that an instruction other than HGMMA writes."""
     first, parts = one.operands.split(", ")[_result(one)], set(one.op.split("."))
     if "128" in parts or {"M88", "4"} <= parts or one.op.startswith("HMMA"):
-        return span(first, 4)
+        return _span(first, 4)
     pairs = parts & {"64", "WIDE"} or {"M88", "2"} <= parts or one.op.startswith(("D", "CS2R"))
-    return span(first, 2 if pairs else 1)
+    return _span(first, 2 if pairs else 1)
 
 
 def read(one: Instruction) -> frozenset[int]:
@@ -71,7 +71,7 @@ def read(one: Instruction) -> frozenset[int]:
     if one.op.startswith("HGMMA"):
         return used(one)[1]
     operands = one.operands.split(", ")
-    if span(operands[_result(one)], 1):
+    if _span(operands[_result(one)], 1):
         del operands[_result(one)]
     whole = (4, 2, 4) if one.op.startswith("HMMA") else (1,) * len(operands)
     if one.op.startswith("ST") and one.op.endswith((".64", ".128")):
@@ -79,7 +79,7 @@ def read(one: Instruction) -> frozenset[int]:
     found = frozenset[int]()
     for operand, count in zip(operands, whole, strict=False):
         if name := re.search(r"R\d+(\.64)?", operand.replace("UR", "U")):
-            found |= span(name[0], 2 if name[1] else count)
+            found |= _span(name[0], 2 if name[1] else count)
     return found
 
 
@@ -88,7 +88,7 @@ def _result(one: Instruction) -> int:
     return int(one.op.startswith(AFTER_PREDICATE) and one.operands[0] in "PU")
 
 
-def span(operand: str, count: int) -> frozenset[int]:
+def _span(operand: str, count: int) -> frozenset[int]:
     """Return `count` registers from the one that `operand` names; none if it names no register."""
     match = re.match(r"R(\d+)\b", operand)
     return frozenset(range(int(match[1]), int(match[1]) + count)) if match else frozenset()
