@@ -125,7 +125,7 @@ def _walk_queries(
             else:
                 dq = tl.dot(tl.trans(ds), k, input_precision="ieee")
                 rows, cols = offs_m[:, None], tl.arange(0, D_PAD)[None, :]
-            # The brackets keep a tile's offsets in 32 bits, which takes half the registers.
+            # The brackets keep a tile's offsets in 32 bits, which halves the registers they need.
             at = dq_base + skip * stride_dqt + (rows * stride_dqt + cols)
             tl.atomic_add(at, scale * dq, mask=(rows < inside) & (cols < D), sem="relaxed")
     return dk, dv
@@ -351,11 +351,11 @@ def flash_backward(
     launch_delta(out, grad_out, grad_lse, delta)
     kind, tree = kind_of(q.device), pattern.tree is not None
     if fused and kind == "ampere":
-        kind = "ada"  # whose smaller tile leaves registers for dq
+        kind = "ada"  # its smaller tile leaves registers for dq
     by_keys, by_queries = config or (
         choose(table, kind, q.shape[3], q.dtype, tree=tree) for table in (KEYS, QUERIES)
     )
-    # Their matrix units take at least 64 rows: of dq's [M, D] or, transposed, [D, M].
+    # Hopper's and Blackwell's matrix units need 64 rows: dq's M, or transposed its D.
     given["TRANSPOSED"] = fused and kind in ("hopper", "blackwell") and by_keys.m < 64
     programs = triton.cdiv(given["max_k"], by_keys.n) * q.shape[1] * given["sequences"]
     # Where a thread's sums would take over 128 registers, dk and dv take a launch each.

@@ -1,8 +1,8 @@
 """The forward kernel for Hopper and newer GPUs, whose tiles are copied by tensor descriptors.
 
 A descriptor holds the shape and strides of a tensor. The GPU's tensor memory accelerator (TMA)
-copies a whole tile by it, with zeros past the edge, and no thread computes an address. The
-registers that this frees make room for tiles of 128 keys. A program stays on its multiprocessor
+copies a whole tile by it, with zeros past the edge, so the loop over keys computes no address.
+The registers that this frees make room for tiles of 128 keys. A program stays on its multiprocessor
 and takes one block of queries after another. Letters are those of `forward`, but D is the padded
 head dimension, since a descriptor knows the true one.
 """

@@ -27,7 +27,7 @@ UNSUPPORTED = ("s_aux", "position_bias", "head_mask", "cu_seq_lens_q", "block_ta
 def register(*, backend: Backend = "auto") -> str:
     """Register `attention_function` with transformers, and return its name, "labcore".
 
-    backend: as in `flash_attention`. Another call replaces it.
+    backend: as in `flash_attention`. A second call replaces the first.
     Raises ImportError without transformers.
     """
     import transformers
@@ -50,7 +50,7 @@ def padding_mask(
     config: Any = None,
     **others: Any,  # noqa: ARG001
 ) -> Tensor | None:
-    """Return which keys aren't padding, bool [B, S], or None if no key is.
+    """Return a bool mask [B, S] of the keys that aren't padding, or None without padding.
 
     transformers calls this function once per forward pass, and passes the result to
     `attention_function`. The causal mask and the window aren't part of it.
@@ -68,7 +68,7 @@ def padding_mask(
             "window, but the model needs another mask (bidirectional, chunked, packed sequences or "
             "a static cache); use attn_implementation='sdpa'"
         )
-    # The slots that a static cache hasn't filled stand after the last query.
+    # A static cache's empty slots come after the last query.
     if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
         raise ValueError(
             f"attn_implementation={NAME!r} needs the last key to belong to the last query, got "

@@ -1,4 +1,4 @@
-"""The clocks that a Hopper kernel's inner loop takes, found by walking its machine code.
+"""Estimate the clocks per iteration of a Hopper kernel's inner loop from its machine code.
 
 An SM has four equal parts; each starts one instruction per clock and has one matrix unit. The model
 walks one part's warps. It knows how long an instruction occupies its unit, when its result is
@@ -88,7 +88,7 @@ def inner_loop(sass: str, *, warps: int, blocks: int) -> Loop | None:
     bodies = [
         code[labels[target(one)] : at + 1]
         for at, one in enumerate(code)
-        # An unconditional jump back ends no loop: a warp returns from where it waited for data.
+        # An unconditional jump back doesn't close a loop; it returns a warp from a wait for data.
         if target(one) in labels and (one.guarded or one.operands[0] != "`")
     ]
     products = [body for body in bodies if any(_unit(one) == "matrix" for one in body)]

@@ -1,7 +1,7 @@
 """Decode: one query of each sequence against its cache, by `source/step5_decode.hip`.
 
 A sequence's keys are cut into `splits` pieces. The first launch computes attention over each piece
-for all query heads of a key head at once, the second combines the pieces. `launches` lays both out,
+for all query heads of a key head at once; the second combines the pieces. `launches` lays both out,
 `decode` runs them on the emulator, `labcore.hip.gpu.Decoder` on a GPU.
 
 Source: Dao, Haziza, Massa and Sizov, 2023, https://pytorch.org/blog/flash-decoding.
@@ -44,7 +44,8 @@ def launches(
     scale: float | None,
     block: tuple[int, int],
 ) -> tuple[Tensor, Tensor, list[Launch]]:
-    """Return out, lse and the launches that fill them: two, or none without sequences or heads.
+    """Return out, lse and the launches that fill them: two, or none if there are no
+    sequences or heads.
 
     block: query heads and threads per block of the first kernel. The rest is as for `decode`.
     """
@@ -106,8 +107,8 @@ def decode(
 
     query: [B, H, D]; key, value: [B, Hkv, S, D], where Hkv divides H and query head h reads key
     head h // (H / Hkv); all fp16 or all bf16, D = 64 or 128.
-    lengths: int32 [B], the keys of each sequence; what is above S counts as S. A sequence without
-    keys gets zeros, and -inf as lse.
+    lengths: int32 [B], the number of keys of each sequence; above S, it counts as S. A sequence
+    without keys gets zeros, and -inf as lse.
     splits: pieces that each sequence is cut into. scale: factor for q·k, default 1 / sqrt(D).
     count: fill `counters`, of both launches together. check: check the bounds of every access.
     Raises ValueError or TypeError for other tensors.

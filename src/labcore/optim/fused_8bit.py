@@ -1,6 +1,7 @@
 """The launcher of the fused path of AdamW8bit: one Triton launch updates a list of tensors.
 
-It is `fused` for moments in 8 bits. A launch has a second table of addresses, those of the scales.
+This is the counterpart of `fused` for 8-bit moments. A launch also has a table of the scales'
+addresses.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(kw_only=True, slots=True)
 class Launch8bit(Launch):
-    """The tensors of one launch, in row-major order as the blocks are. `returns` has state too."""
+    """The tensors of one launch, in row-major order as the blocks are. `returns` also has state."""
 
     scales: list[dict[str, Tensor]]  # of each tensor's moments
 

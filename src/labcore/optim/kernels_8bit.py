@@ -36,9 +36,9 @@ DOUBLED = tl.constexpr(2 ** (quantized.DECADES - 1))  # a decade has twice the s
 def nearest_code(unit, borders_ptr, SIGNED: tl.constexpr):
     """Return the codes of numbers from -1 to 1 [any shape], int32; NaN becomes 255.
 
-    A code counts the borders that are at most the number. A search would read 8 of the 255 borders.
-    But the borders in a decade are equally far apart, so arithmetic finds the nearest one, and to
-    compare with this one alone is exact. The borders at 1, at 0.1 and so on, where steps change,
+    A code is the number of borders not above the value. A search would read 8 of the 255 borders.
+    But borders are evenly spaced within a decade, so arithmetic finds the nearest one, and one
+    comparison with it is exact. The borders at 1, at 0.1 and so on, where steps change,
     are out of place by less than half a step.
     """
     if SIGNED:
@@ -152,7 +152,7 @@ def adamw8bit_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """AdamW with moments in 8 bits, whose weights use them before they are quantized again.
+    """Run AdamW with 8-bit moments; weights use the moments before they are quantized again.
 
     P, G, S: dtypes of parameters, gradients and codes. BLOCK_SIZE: a power of two, at most TILE.
     """

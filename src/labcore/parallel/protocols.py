@@ -1,9 +1,9 @@
-"""NCCL's three protocols: what each of them makes of a link, and which one a message takes.
+"""NCCL's three protocols: the latency and bandwidth of each, and which one a message takes.
 
 LL sends every 4 bytes of data with a flag of 4 bytes, so that the receiver needs no other signal:
 it has the shortest latency and at most half of the bandwidth. LL128 sends a flag of 8 bytes with
 120 bytes of data, which needs stores of 128 bytes that arrive whole. Simple sends data without
-flags and synchronizes once a chunk: it has all of the bandwidth and the longest latency. NCCL
+flags and synchronizes once per chunk: it has all of the bandwidth and the longest latency. NCCL
 predicts the time of each and takes the fastest; so does `cost.all_reduce_seconds` with the links
 of `protocol_links`.
 
@@ -30,8 +30,8 @@ PROTOCOLS = ("LL", "LL128", "Simple")
 
 _BASE = (6.6, 14.0, 8.4)  # us that a ring costs once, by protocol
 _SHARES = (0.5, 0.92, 1.0)  # of the bandwidth
-_NVLINK, _PCI, _NET = (0.6, 1.9, 3.4), (1.0, 2.5, 5.7), (5.0, 8.5, 14.0)  # us a step
-# us a step by protocol, GB/s that NCCL expects of the hardware, and the most that LL reaches.
+_NVLINK, _PCI, _NET = (0.6, 1.9, 3.4), (1.0, 2.5, 5.7), (5.0, 8.5, 14.0)  # us per step
+# us per step by protocol, GB/s that NCCL expects of the hardware, and the most that LL reaches.
 _LINKS: Mapping[str, tuple[tuple[float, ...], float, float]] = {
     "NVLink 4": (_NVLINK, 18 * 20.6, 141.0),
     "NVLink 3": (_NVLINK, 12 * 20.0, 87.7),
@@ -48,8 +48,8 @@ def protocol_links(name: str, *, base: float | None = None) -> dict[str, Link]:
     name: a key of LINKS. base: seconds that a collective costs once, for all three protocols; None
     takes NCCL's figures, which differ by protocol.
     The bandwidths are those that NCCL expects of the hardware, 370.8 GB/s for NVLink 4 and not the
-    data sheet's 450. Steps are a ring's; other algorithms of `collectives.ALL_REDUCES` are assumed
-    to need as long for a step. What the switch sums (NVLink SHARP) isn't included.
+    data sheet's 450. Steps are a ring's; we assume that a step of the other algorithms of
+    `collectives.ALL_REDUCES` takes as long. Sums in the switch (NVLink SHARP) aren't modeled.
     Raises ValueError for another name.
     """
     steps, bandwidth, most = _LINKS[one_of("name", name, _LINKS)]

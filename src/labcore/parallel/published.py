@@ -1,12 +1,12 @@
-"""Times that others measured, beside what the model predicts for them; nothing is fitted to them.
+"""Compare the model's predictions with times that others published; nothing is fitted to them.
 
 The predictions come from data sheets, from NCCL's table (`protocols`), and from the assumed launch
 of `step`. None of the measurements here set any of these.
 
 Tokens: metaseq's OPT-175B on 8 A100, before and after CUDA graphs; gpt-fast's Llama 2 on 1 to 8
 A100 at 330 W, eager on one GPU and as graphs. All-reduces: nccl-tests on 4 H100 and on 8 A100. One
-thread of nccl-tests drives all GPUs, so that a call needs a launch for each of them: its time is at
-least that of the launches, unless the calls are replayed as a graph.
+thread of nccl-tests drives all GPUs and launches once per GPU, so a call takes at least as long as
+those launches, unless the calls are replayed as a graph.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ GPT_FAST_CONTEXT = 105
 
 _H100 = "https://github.com/waynehacking8/nccl-collectives-bench/blob/38c093ed/results"
 _A100 = "https://github.com/yumibyte/CS244C-Research/blob/00e8182a/phase1-baseline/a100-8gpu-new"
-# Microseconds out of place by bytes.
+# Out-of-place times in microseconds, by message size in bytes.
 _TABLES: Mapping[str, tuple[str, int, bool, str, Mapping[int, float]]] = {
     "4 H100": (
         "NVLink 4", 4, False, f"{_H100}/quiet/all_reduce.txt",
@@ -89,8 +89,8 @@ def compare_tokens(
     """Compare times of a token.
 
     launch: as in `simulate_timeline`. base: as in `protocol_links`, of metaseq's all-reduces.
-    metaseq sums with NCCL. gpt-fast sums with kernels of one and two steps of its own and not with
-    NCCL (ENABLE_INTRA_NODE_COMM=1), which two_shot over `LINKS` stands for. Both ran more kernels
+    metaseq sums with NCCL. gpt-fast uses its own one-shot and two-shot kernels instead of NCCL
+    (ENABLE_INTRA_NODE_COMM=1); two_shot over `LINKS` stands in for them. Both ran more kernels
     than the fused ones of `decode_step`.
     """
     gpu, found = GPUS["A100 SXM"], []
@@ -123,7 +123,7 @@ def compare_all_reduces(
 ) -> tuple[Comparison, ...]:
     """Compare times of nccl-tests' all_reduce_perf with rings and the fastest protocol.
 
-    launch: seconds a launch; None takes that of `GPUS`. base: as in `protocol_links`.
+    launch: seconds per launch; None takes that of the H100 for both. base: as in `protocol_links`.
     """
     once, found = GPUS["H100 SXM"].launch if launch is None else launch, []
     for table, (link, ranks, graph, source, times) in _TABLES.items():

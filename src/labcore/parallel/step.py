@@ -116,8 +116,8 @@ class Kernel:
 
     flops: floating-point operations. weights: bytes of parameters read. inputs: bytes of
     activations and cache read. outputs: bytes written.
-    after: how many places earlier in the step the operations stand whose results it reads; what
-    lies before the first operation counts as done.
+    after: offsets back to the operations whose results it reads. An offset that reaches before the
+    first operation counts as done.
     """
 
     name: str
@@ -285,8 +285,8 @@ def decode_step(
     gate = product("gate, up", width, 2 * wide)
     between: tuple[Kernel, ...] = (norm,)
     if parallel_block:
-        # As far as from the MLP's start back to its norm is it from a norm back to the end of
-        # attention in the layer before.
+        # The MLP's start is as far from its norm as a norm is from the end of attention in the
+        # previous layer.
         back = len(mixed) + 1
         norm, gate, between = replace(norm, after=(1, back)), replace(gate, after=(back,)), ()
     fed = (gate, silu, product("down", wide, width), *summed)

@@ -5,10 +5,10 @@ on another. `step` defines how long each of them takes, and what each of them re
 
 A forked stream lets a collective run beside kernels: the communication stream waits for an event of
 the product (fork), and the computation waits for an event of the collective (join). Both also work
-without a graph; a capture turns the events into the graph's edges. Whether that hides anything
-depends on what lies between fork and join and reads nothing of the collective: nothing in a Llama's
-step as it is, the other rows with micro-batches, the MLP in a parallel block (see `step`), the next
-columns of the same product with `overlap`.
+without a graph; a capture turns the events into the graph's edges. A fork hides only
+work that doesn't read the collective's result. A plain Llama step has none. Micro-batches offer the
+other rows, a parallel block its MLP (see `step`), and `overlap` the next columns of the same
+product.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def simulate_timeline(
 
     Without a graph, the host launches one operation after another, `gpu.launch` seconds each, and
     never waits. A graph is one launch for all of them. An operation begins once it is launched and
-    `gpu.gap` after what it waits for has ended: the last operation on its stream, and all of those
-    before it.
+    `gpu.gap` after what it waits for has ended: every operation before it, unless overlap or forked
+    says otherwise. Each stream stays in order.
     algorithm: of the all-reduces, a key of `collectives.ALL_REDUCES`. link: as in
     `cost.all_reduce_seconds`, one link or one for each protocol.
     overlap: the number of chunks (True: CHUNKS) into which a product with weights and the
@@ -128,8 +128,7 @@ def simulate_timeline(
     the other down; a real collective takes memory bandwidth and some multiprocessors from the
     product beside it.
     forked: an operation doesn't wait for all of those before it, but for those that it reads, which
-    its `after` names. The streams stay in order. Events cost no more than a gap, and the host
-    nothing.
+    its `after` names. An event costs no time beyond the gap, and none on the host.
     launch: seconds, in place of `gpu.launch`.
     events: False leaves `Timeline.events` empty, if you only need totals.
     Raises ValueError for an unknown algorithm, for one that doesn't support the number of ranks,

@@ -1,8 +1,8 @@
-"""The bytes of both forms by two conventions: what programs request, and what comes from HBM.
+"""Count both forms' bytes in two ways: what programs request, and what moves to and from HBM.
 
 A program is what runs on one SM or CU at a time and computes one tile of a result. Each request for
-a tile counts in `requested_bytes`, although a cache may answer it. `hbm_bytes` has a model of that
-cache. Letters as in `counts`.
+a tile counts in `requested_bytes`, although a cache may answer it. `hbm_bytes` models that cache.
+Letters as in `counts`.
 """
 
 from __future__ import annotations

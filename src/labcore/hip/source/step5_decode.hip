@@ -1,11 +1,12 @@
-// Decode: each sequence has one query against all keys of its cache. Memory sets the time.
+// Decode: each sequence has one query against all keys of its cache. Memory should set
+// the time.
 //
 // The query heads that share a key head are the columns of one product, so each key is read once
 // for all of them. The product's other columns repeat the last head. A block has a piece of a
 // sequence's keys, and a wavefront a tile of the piece. No two wavefronts want the same tile, so
 // none passes through LDS. K lies in memory as the first product wants it. V does not: the second
-// product wants four keys of one column. But any columns of V may be the rows of its operand, so a
-// lane reads WIDE neighbors of each of four keys, and product u takes the u-th of each. As soon as
+// product wants four keys of one column. But it may take V's columns in any order, so a lane
+// reads WIDE neighbors of each of four keys, and product u takes the u-th of each. As soon as
 // a tile's keys or values have been used, the next tile's are on their way to the same registers.
 // attention_combine weights the pieces by their shares of the sum (flash decoding: Dao, Haziza,
 // Massa and Sizov, 2023, https://pytorch.org/blog/flash-decoding).
@@ -48,9 +49,9 @@ __device__ inline Vec<T, 4> four(const Vec<T, WIDE>& values, int h) {
   return some;
 }
 
-// Weights are at most 2^LIFT instead of 1. CDNA2 takes fp16 below 2^-14 for zero: so it loses
-// weights below 2^-29 of the row's largest. The division by `total` takes the factor out again.
-// bf16 has the room, and would not need it.
+// Weights are at most 2^LIFT instead of 1. CDNA2 takes fp16 below 2^-14 for zero, so only
+// weights below 2^-29 of the row's largest are lost. The division by `total` takes the factor out
+// again. bf16 has enough range without it.
 constexpr float LIFT = 15.0f;
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
@@ -86,7 +87,7 @@ __device__ inline void read_values(Global<const T> values, int tile, int end,
   keep_order();
 }
 
-// The first wavefront adds up what all have: the means, their scores' maximum, the sum of weights.
+// The first wavefront combines what all have: weighted sums of V, largest scores, sums of weights.
 template <int WAVES, int WIDE>
 __device__ inline void add_up(Vec<float, 4> (&mean)[WIDE], float& top, float& total,
                               float to_log2) {
