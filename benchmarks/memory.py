@@ -12,11 +12,9 @@ import itertools
 import math
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from benchmarks.attention import naive
 from benchmarks.runner import Measurement, case, exact, ratios, seen
@@ -36,7 +33,6 @@ from labcore.memory import (
     accumulation,
     distill,
     experts,
-    loading,
     offload,
     pipeline,
     precision,
@@ -72,10 +68,6 @@ class Sizes:
     pipelines: tuple[tuple[int, int], ...] = ((2, 2), (2, 4), (2, 8), (4, 4), (4, 8))
     digit_steps: int = 200
     sparse_steps: int = 150
-    samples: int = 512  # rows in files
-    per_file: int = 128
-    loaded: int = 16  # rows in a batch from files
-    free_s: float = 0.005  # a step's seconds while rows are loaded
     repetitions: int = 5
     model_lengths: tuple[int, ...] = (256, 512, 1024)  # of attention in a model
     layer_lengths: tuple[int, ...] = (1024, 2048, 4096)  # and in one layer
@@ -96,10 +88,6 @@ SMALL = Sizes(
     pipelines=((2, 2), (2, 4)),
     digit_steps=3,
     sparse_steps=2,
-    samples=20,
-    per_file=7,
-    loaded=3,
-    free_s=1e-4,
     repetitions=2,
     model_lengths=(9, 300),
     layer_lengths=(9, 500),
@@ -905,71 +893,6 @@ def price_of_experts(sizes: Sizes = FULL) -> list[Measurement]:
     paid = prices(variants, experts_way, size=sizes.small, watch=watch, **common)
     details: Settings = {**common, "even": 1 / EXPERTS}
     return paid + [seen(name, "share", samples, **details) for name, samples in found.items()]
-
-
-# Loading -----------------------------------------------------------------------------------------
-def written(rows: Tensor, folder: Path, per_file: int) -> dict[str, list[Path]]:
-    """Write the same rows in each format."""
-    alone = folder / "alone"
-    alone.mkdir()
-    paths = [alone / f"{number:08d}.bin" for number in range(len(rows))]
-    for path, row in zip(paths, rows.to(torch.uint8).numpy(), strict=True):
-        path.write_bytes(bytes(row))
-    return {"file a row": paths} | {
-        form: loading.write_rows(rows, folder / form, form=form, rows_per_file=per_file)
-        for form in ("webdataset", "tfrecord")
-    }
-
-
-def loader(form: str, paths: Sequence[Path], batch: int) -> DataLoader[Tensor]:
-    """Return a loader that reads in this process, with the files dropped from the page cache."""
-    for path in paths:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if form == "file a row":
-        return DataLoader(paths, batch_size=batch, collate_fn=read_rows)  # type: ignore[arg-type]
-    return DataLoader(memory.RecordFiles(paths), batch_size=batch)
-
-
-def read_rows(paths: Sequence[Path]) -> Tensor:
-    """Read a batch of rows, one file per row."""
-    return torch.stack([loading.token_row(path.read_bytes()) for path in paths])
-
-
-@case("price/loading", minutes=0.5, needs="cpu")
-def price_of_loading(sizes: Sizes = FULL) -> list[Measurement]:
-    """How long a loop waits for its rows, by file format, and with reading ahead."""
-
-    def step(_batch: Tensor) -> None:  # leaves the processor free, like a step on a GPU
-        time.sleep(sizes.free_s)
-
-    found: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        rows = batches(0, batch=sizes.samples, length=sizes.big["length"])(0)[0]
-        forms = written(rows, Path(folder), sizes.per_file)
-        for repetition in range(sizes.repetitions):
-            waited = {}
-            for form in list(forms)[:: 1 if repetition % 2 else -1]:
-                read = functools.partial(loader, form, forms[form], sizes.loaded)
-                asked = loading.stalls(read(), step)
-                ahead = loading.stalls(memory.prefetch(read()), step)
-                waited[form] = asked.waited
-                found.setdefault(f"share of waiting/{form}", []).append(asked.share)
-                found.setdefault(f"share of waiting, ahead/{form}", []).append(ahead.share)
-            for form in ("webdataset", "tfrecord"):
-                ratio = waited[form] / waited["file a row"]
-                found.setdefault(f"waiting over file a row/{form}", []).append(ratio)
-    details: Settings = {
-        "rows": sizes.samples,
-        "batch": sizes.loaded,
-        "a step": sizes.free_s,
-        "rows a file": sizes.per_file,
-    }
-    return [
-        seen(name, "share" if name.startswith("share") else "ratio", samples, **details)
-        for name, samples in found.items()
-    ]
 
 
 # Attention ---------------------------------------------------------------------------------------

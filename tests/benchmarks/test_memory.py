@@ -12,7 +12,7 @@ from benchmarks.memory import SMALL
 from benchmarks.runner import Measurement
 from labcore import memory
 from labcore.memory import accumulation, checkpointing, distill, experts, precision
-from labcore.memory.model import CONFIG, batches
+from labcore.memory.model import CONFIG
 from tests.benchmarks.measurements import asked, by_quantity
 
 
@@ -238,16 +238,6 @@ def test_contexts_are_rows_of_their_own_table() -> None:
     named = checked("sparse/SM3", cases.sparse_of_sm3(SMALL))
     losses = named["loss minus AdamW/SM3"].details["loss"]
     assert all(math.isfinite(x) for each in losses.values() for x in each)
-
-
-def test_every_form_of_the_data_has_the_same_rows(tmp_path) -> None:
-    rows = batches(0, batch=20, length=9)(0)[0]
-    for form, paths in cases.written(rows, tmp_path, per_file=7).items():
-        assert torch.equal(torch.cat(list(cases.loader(form, paths, batch=3))), rows)
-    named = checked("price/loading", cases.price_of_loading(SMALL))
-    assert all(len(item.samples) == 2 for item in named.values())
-    for form in ("webdataset", "tfrecord", "file a row"):
-        assert 0 < named[f"share of waiting/{form}"].samples[0] <= 1
 
 
 def test_the_seeds_are_not_those_that_chose_the_rates() -> None:

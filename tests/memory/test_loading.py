@@ -1,8 +1,4 @@
-"""Shards that webdataset reads alike, damage found where it is, and waits counted by a clock."""
-
-import itertools
-import random
-import threading
+"""Shards that webdataset reads alike, and damage found where it is."""
 
 import pytest
 import torch
@@ -11,11 +7,7 @@ from torch.utils.data import DataLoader
 
 from labcore.memory.loading import (
     RecordFiles,
-    measured_stalls,
-    predicted_wait,
-    prefetch,
     read_shard,
-    stalls,
     tar_bytes,
     token_row,
     write_rows,
@@ -205,130 +197,6 @@ def test_what_is_no_row_is_refused(rows, tmp_path) -> None:
         RecordFiles([], on_corrupt="ignore")
     with pytest.raises(ValueError, match="on_corrupt must be one of"):
         read_shard(tmp_path, on_corrupt="ignore")
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_a_thread_reads_ahead_and_no_further_than_it_may(depth) -> None:
-    began = [threading.Event() for _ in range(9)]
-    order: list[int] = []
-
-    def source():
-        for number in range(8):
-            order.append(number)
-            began[number].set()
-            yield number
-
-    ahead = prefetch(source(), depth=depth)
-    for number in range(8):
-        assert next(ahead) == number
-        # While the caller holds this one, the thread begins the next `depth`, and waits.
-        last = min(number + depth, 7)
-        assert began[last].wait(60)
-        assert len(order) <= last + 1
-    assert list(ahead) == [] and order == list(range(8))
-
-
-def test_an_error_of_the_source_comes_in_its_place() -> None:
-    def source():
-        yield from range(3)
-        raise CorruptRecord("the fourth")
-
-    ahead = prefetch(source(), depth=2)
-    assert list(itertools.islice(ahead, 3)) == [0, 1, 2]
-    with pytest.raises(CorruptRecord, match="the fourth"):
-        next(ahead)
-    with pytest.raises(ValueError, match="depth must be at least 1, got 0"):
-        prefetch([], depth=0)
-
-
-@pytest.mark.parametrize("taken", [0, 1, 4])
-def test_the_thread_ends_with_the_loop(taken) -> None:
-    before = set(threading.enumerate())
-    ahead = prefetch(itertools.count(), depth=3)
-    assert list(itertools.islice(ahead, taken)) == list(range(taken))
-    ahead.close()
-    assert set(threading.enumerate()) <= before  # an earlier test's may end meanwhile
-
-
-class Clock:
-    """Seconds that pass only where a test says so."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def passes(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def test_waits_and_work_are_told_apart(seed) -> None:
-    clock, dice = Clock(), random.Random(seed)
-    loads = [dice.randrange(1, 9) / 8 for _ in range(6)]  # eighths: sums are exact
-    steps = [dice.randrange(1, 9) / 8 for _ in range(6)]
-
-    def source():
-        for load, step in zip(loads, steps, strict=True):
-            clock.passes(load)
-            yield step
-        clock.passes(100)  # behind the last batch nobody waits for one
-
-    told = stalls(source(), clock.passes, clock=clock)
-    assert (told.waited, told.worked, told.first) == (sum(loads), sum(steps), loads[0])
-    assert told.batches == 6 and told.share == sum(loads) / (sum(loads) + sum(steps))
-    assert stalls([0.0], clock.passes, clock=clock).share == 0  # a clock that stood still
-    with pytest.raises(ValueError, match="stalls needs at least one batch, got none"):
-        stalls([], clock.passes)
-
-
-def simulated(load: float, step: float, batches: int, readers: int) -> float:
-    """Reader r reads batches r, r + readers, …, one by one; the loop takes them in turn."""
-    free, now, waited = [0.0] * readers, 0.0, 0.0
-    for number in range(batches):
-        reader = number % readers
-        free[reader] = arrival = free[reader] + load
-        waited += max(0.0, arrival - now)
-        now = max(arrival, now) + step
-        # A reader begins its next batch when this one is taken, if it is done before.
-        free[reader] = max(arrival, now - step)
-    return waited
-
-
-@pytest.mark.parametrize(("load", "step"), [(0.5, 0.25), (0.25, 0.5), (1.0, 0.25), (0.5, 0.0)])
-def test_the_waits_predicted_are_those_of_readers_in_turn(load, step) -> None:
-    for readers, batches in itertools.product((1, 2, 3), (1, 2, 5, 6)):
-        told = predicted_wait(load=load, step=step, batches=batches, readers=readers)
-        assert told == simulated(load, step, batches, readers)
-    assert predicted_wait(load=load, step=step, batches=7) == 7 * load
-
-
-def test_impossible_times_are_refused() -> None:
-    for wrong in ({"load": -1.0}, {"step": float("nan")}, {"batches": 0}, {"readers": -1}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
-            predicted_wait(**{"load": 1.0, "step": 1.0, "batches": 4, **wrong})
-
-
-@FORKS
-@pytest.mark.parametrize("how", [{}, {"thread": True}, {"workers": 1}], ids=str)
-def test_stalls_are_measured_on_real_files(how, rows, tmp_path) -> None:
-    paths = write_rows(rows, tmp_path / "rows", rows_per_file=12)
-    seen: list[torch.Tensor] = []
-    told = measured_stalls(paths, seen.append, batch=4, **how)
-    assert torch.equal(torch.cat(seen), rows)
-    assert told.batches == len(seen) == 6
-    assert 0 < told.first <= told.waited and 0 < told.share < 1
-
-
-def test_a_steps_error_ends_the_thread(rows, tmp_path) -> None:
-    paths = write_rows(rows, tmp_path / "rows", rows_per_file=12)
-    before = set(threading.enumerate())
-
-    def step(batch: torch.Tensor) -> None:
-        raise KeyError("the planted fault")
-
-    with pytest.raises(KeyError, match="planted") as caught:
-        measured_stalls(paths, step, batch=4, thread=True)
-    assert set(threading.enumerate()) <= before, caught  # whose traceback holds the loop
 
 
 def test_a_row_is_its_bytes() -> None:

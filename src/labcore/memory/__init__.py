@@ -7,7 +7,8 @@ from labcore.memory.accumulation import accumulate
 from labcore.memory.checkpointing import set_checkpointing
 from labcore.memory.distill import distillation_loss
 from labcore.memory.experts import SwitchMLP, balance_loss, with_experts
-from labcore.memory.loading import RecordFiles, prefetch
+from labcore.memory.linear_loss import linear_cross_entropy
+from labcore.memory.loading import RecordFiles
 from labcore.memory.offload import Offload, offloaded
 from labcore.memory.pipeline import Stage, train_stage
 from labcore.memory.quantize import INT4, INT8, QuantizedLinear, Scheme, convert
@@ -34,8 +35,8 @@ __all__ = [
     "distillation_loss",
     "divide",
     "estimate",
+    "linear_cross_entropy",
     "offloaded",
-    "prefetch",
     "set_checkpointing",
     "train_stage",
     "with_experts",

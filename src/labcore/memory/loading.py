@@ -1,28 +1,23 @@
-"""Reading training data from shards: read ahead of the step, skip damage, and count the waits.
+"""Training data in shards: webdataset's tar files or TFRecord files, with damage found or skipped.
 
-Rows are stored in webdataset shards (tar files) or TFRecord files. A loader that's slower than the
-step leaves the device waiting; reading ahead hides as much of the loading as a step takes.
+torch's DataLoader reads them ahead of the step, with `num_workers`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import queue
 import tarfile
-import threading
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
 
-from labcore.checks import non_negative, one_of, positive_int
+from labcore.checks import one_of, positive_int
 from labcore.memory.tfrecord import (
     CHOICES,
     CorruptRecord,
@@ -36,12 +31,7 @@ from labcore.shuffling import write_shards
 
 __all__ = [
     "RecordFiles",
-    "Stalls",
-    "measured_stalls",
-    "predicted_wait",
-    "prefetch",
     "read_shard",
-    "stalls",
     "tar_bytes",
     "token_row",
     "write_rows",
@@ -247,122 +237,3 @@ class RecordFiles(IterableDataset[Any]):
             read = read_shard if Path(path).suffix == ".tar" else read_tfrecord
             for record in read(path, on_corrupt=self.on_corrupt, report=self.report):
                 yield self.decode(record)
-
-
-def prefetch(source: Iterable[T], *, depth: int = 2) -> Generator[T, None, None]:
-    """Yield the items of `source` in order; a thread reads ahead while the caller works.
-
-    depth: the most items that are read or being read but not yet taken. An error in the source is
-    raised at its place. The thread ends with the loop, or with `.close()` after the item that it's
-    reading. Prefetching helps if reading waits (for a disk or a network) or releases the GIL;
-    Python code that computes needs a DataLoader's workers.
-    """
-    positive_int("depth", depth)
-    return _prefetched(source, depth)
-
-
-def _prefetched(source: Iterable[T], depth: int) -> Generator[T, None, None]:
-    ready: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
-    room, closed = threading.Semaphore(depth), threading.Event()
-
-    def fill() -> None:
-        try:
-            items = iter(source)
-            while room.acquire() and not closed.is_set():
-                ready.put((True, next(items)))
-        except BaseException as error:  # including StopIteration, the end
-            ready.put((False, error))
-
-    reader = threading.Thread(target=fill, daemon=True)
-    reader.start()
-    try:
-        while True:
-            more, item = ready.get()
-            if not more and isinstance(item, StopIteration):
-                return
-            if not more:
-                raise item
-            room.release()
-            yield item
-    finally:
-        closed.set()
-        room.release()
-        reader.join()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stalls:
-    """Where a loop's seconds went.
-
-    waited: for batches; `first` is the part for the first one. worked: in steps. batches: how many.
-    """
-
-    waited: float
-    worked: float
-    first: float
-    batches: int
-
-    @property
-    def share(self) -> float:
-        """The share of the time that the step waited for its data, from 0 to 1."""
-        return self.waited / (self.waited + self.worked or 1.0)
-
-
-def stalls(
-    batches: Iterable[T],
-    step: Callable[[T], object],
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Stalls:
-    """Run `step` on every batch, and measure the seconds that it waits for them.
-
-    A step on a GPU must end with a synchronization, or its time counts wherever the host waits.
-    Raises ValueError if there's no batch.
-    """
-    waits, worked, begin = [], 0.0, clock()
-    for batch in batches:
-        arrived = clock()
-        waits.append(arrived - begin)
-        step(batch)
-        begin = clock()
-        worked += begin - arrived
-    if not waits:
-        raise ValueError("stalls needs at least one batch, got none")
-    return Stalls(waited=sum(waits), worked=worked, first=waits[0], batches=len(waits))
-
-
-def predicted_wait(*, load: float, step: float, batches: int, readers: int = 0) -> float:
-    """Predict the seconds that a loop waits for `batches` batches.
-
-    load: seconds to read one batch; step: seconds of the caller's work on it. readers: 0 reads a
-    batch when it's requested. n threads or workers read ahead on their own cores, taking batches in
-    turn: the loop waits for the whole first batch. The next n batches are read at the same time,
-    and of each such group the loop waits for what n steps don't cover.
-    """
-    non_negative("load", load)
-    non_negative("step", step)
-    positive_int("batches", batches)
-    if not non_negative("readers", readers):
-        return batches * load
-    rounds = -(-batches // readers)
-    return load + (rounds - 1) * max(0.0, load - readers * step)
-
-
-def measured_stalls(
-    paths: Sequence[Path],
-    step: Callable[[Tensor], object],
-    *,
-    batch: int = 8,
-    workers: int = 0,
-    thread: bool = False,
-    decode: Callable[[Any], Any] = token_row,
-) -> Stalls:
-    """Run `step` on batches [batch, T] of the files' rows, and measure its waits.
-
-    workers: DataLoader processes that read ahead. thread: read ahead in a thread.
-    """
-    loader = DataLoader(RecordFiles(paths, decode), batch_size=batch, num_workers=workers)
-    if not thread:
-        return stalls(loader, step)
-    with contextlib.closing(prefetch(loader)) as ahead:  # an error in a step also ends the thread
-        return stalls(ahead, step)

@@ -13,9 +13,11 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -186,6 +188,20 @@ def quantize(weight: Tensor, scheme: Scheme) -> Quantized:
     return Quantized(codes=codes, scales=scales, lows=lows, scheme=scheme)
 
 
+class _Product(torch.autograd.Function):
+    """x [..., I] -> [..., O]. The backward dequantizes again, so no weight waits for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, layer.weight.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.layer.weight.to(grad.dtype), None
+
+
 class QuantizedLinear(nn.Module):
     """A linear layer that stores its weight as codes: x [..., I] -> [..., O].
 
@@ -219,7 +235,8 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., I] to [..., O], in the dtype of x."""
-        return F.linear(x, self.weight, self.bias)
+        product: Tensor = _Product.apply(x, self)
+        return product if self.bias is None else product + self.bias
 
     def extra_repr(self) -> str:
         """Return what `print` shows for the layer."""

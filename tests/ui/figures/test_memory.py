@@ -6,6 +6,7 @@ import random
 import plotly.graph_objects as go
 import pytest
 
+from labcore import records
 from labcore.memory import Breakdown, Moment, estimate
 from labcore.memory.accounting.prediction import DTYPES, OPTIMIZERS
 from labcore.ui import Choice, explore, twin
@@ -168,26 +169,6 @@ def test_a_long_timeline_keeps_its_highest_moment(seed: int) -> None:
     assert figure.data[0].x[-1] < len(steps)
 
 
-def test_modules_add_up_in_the_order_of_a_forward() -> None:
-    held = {
-        "lm_head": Breakdown(parameters=10**6),
-        "": Breakdown(activations=2 * 10**6),
-        "layers.10.mlp": Breakdown(parameters=10**6),
-        "layers.9.mlp.up_proj": Breakdown(parameters=10**6),
-        "layers.9.self_attn": Breakdown(parameters=2 * 10**6, activations=10**6),
-        "embed_tokens": Breakdown(parameters=5 * 10**6),
-    }
-    figure = figures.modules(held, title="By module")
-    shown = {bar.name: dict(zip(bar.y, bar.x, strict=True)) for bar in figure.data}
-    assert list(shown["parameters"]) == [
-        "embed_tokens", "layers.9", "layers.10", "lm_head", "loss, inputs"
-    ]  # fmt: skip
-    assert shown["parameters"]["layers.9"] == 3 and shown["activations"]["layers.9"] == 1
-    total = sum(sum(row.values()) for row in shown.values())
-    assert total == pytest.approx(sum(one.total for one in held.values()) / 1e6)
-    assert "layers.9 4 MB, layers.10 1 MB" in alt(figure)
-
-
 def test_stretches_set_what_was_held_beside_the_prediction() -> None:
     figure = figures.stretches({1: 4000.0, 2: 3000.0}, {2: 3100.0}, title="Blocks")
     line, dots = figure.data
@@ -196,13 +177,17 @@ def test_stretches_set_what_was_held_beside_the_prediction() -> None:
     assert "3 kB at 2" in alt(figure)
 
 
-def test_prices_have_bytes_and_times_over_plain() -> None:
-    rows = {"a": (0.5, [1.0, 1.2]), "b": (2.0, [0.5, 0.5, 0.5])}
-    figure = figures.prices(rows, title="Prices")
-    sizes, times = figure.data
-    assert list(sizes.x) == [0.5, 2.0] and list(sizes.y) == ["a", "b"]
-    assert list(times.x) == pytest.approx([1.1, 0.5])
-    # Student's t with one degree of freedom: 12.706 times 0.1.
-    assert times.error_x.array[0] == pytest.approx(1.2706, rel=1e-4)
-    assert times.error_x.array[1] == 0
-    assert "a: bytes 0.50, time 1.10; b: bytes 2.00, time 0.50" in alt(figure)
+def test_a_table_has_predictions_measurements_and_what_was_recorded() -> None:
+    shown = figures.compared({"half": (1e6, 2e6)})
+    assert shown.rows == [["half", "1", "2", "-50.0%"]]
+    price = figures.price("checkpointing", "every 1", "selective")
+    assert [row[0] for row in price.rows] == ["every layer recomputed", "selective"]
+    record = records.find("memory", "bytes/checkpointing", "peak over plain/every 1")
+    assert price.rows[0][3] == f"{record.p50:.3f}" and "[" in price.rows[0][4]
+    stages = figures.price("pipeline", "1f1b, stage 0", "1f1b, stage 1")
+    assert [row[0] for row in stages.rows] == ["1F1B, stage 0", "1F1B, stage 1"]
+    assert stages.rows[0][4] == stages.rows[1][4] != ""  # both stages have the pipeline's time
+    short = figures.summary({"checkpointing": ("every 1",), "quantization": ("int8",)})
+    assert short.rows[0][:4] == price.rows[0][:4] and "[" not in short.rows[0][4]
+    with pytest.raises(KeyError):
+        figures.price("checkpointing", "every 9")

@@ -12,7 +12,8 @@ from labcore.ui.figures.memory.calculator import (
     stacks,
     stages,
 )
-from labcore.ui.figures.memory.measured import modules, prices, stretches, timeline
+from labcore.ui.figures.memory.measured import stretches, timeline
+from labcore.ui.figures.memory.tables import compared, price, summary
 
 __all__ = [
     "CAPACITIES",
@@ -22,11 +23,12 @@ __all__ = [
     "MOMENTS_FORMULA",
     "OPTIMIZERS",
     "STAGES_FORMULA",
-    "modules",
+    "compared",
     "moments",
-    "prices",
+    "price",
     "stacks",
     "stages",
     "stretches",
+    "summary",
     "timeline",
 ]

@@ -7,14 +7,12 @@ from itertools import pairwise
 
 import plotly.graph_objects as go
 
-from labcore.claims import Measured
-from labcore.memory import Breakdown, Moment
+from labcore.memory import Moment
 from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.figures.memory.calculator import COLORS, in_bytes
-from labcore.ui.theme import PALETTE
 
-__all__ = ["modules", "prices", "stretches", "timeline"]
+__all__ = ["stretches", "timeline"]
 
 _MOST_POINTS = 250  # per timeline, because the page contains each of them five times
 
@@ -81,43 +79,6 @@ def timeline(moments: Sequence[Moment], *, title: str) -> go.Figure:
     return describe(figure, f"{title}. {'; '.join(words)}.")
 
 
-def modules(held: Mapping[str, Breakdown], *, title: str) -> go.Figure:
-    """Draw `Meter.by_module` as horizontal bars, with a layer's parts added up."""
-    rows: dict[str, dict[str, int]] = {}
-    for name, one in held.items():
-        path = name.split(".")
-        owner = ".".join(path[: 2 if path[0] == "layers" else 1]) or "loss, inputs"
-        row = rows.setdefault(owner, dict.fromkeys(COLORS, 0))
-        for part, size in one.parts().items():
-            row[part] += size
-    order = sorted(rows, key=_place)
-    figure = go.Figure()
-    for part, color in COLORS.items():
-        figure.add_bar(
-            y=order,
-            x=[rows[name][part] / 1e6 for name in order],
-            orientation="h",
-            name=part,
-            marker={"color": color},
-        )
-    figure.update_layout(
-        title=title,
-        barmode="stack",
-        xaxis={"title": "MB"},
-        yaxis={"type": "category", "autorange": "reversed"},
-        height=460,
-    )
-    words = ", ".join(f"{name} {in_bytes(sum(rows[name].values()))}" for name in order)
-    return describe(figure, f"{title}. {words}.")
-
-
-def _place(name: str) -> tuple[int, int]:
-    """Return a module's sort key, in the order of a forward."""
-    first, _, number = name.partition(".")
-    known = ("embed_tokens", "layers", "norm", "lm_head", "loss, inputs")
-    return known.index(first) if first in known else len(known), int(number or 0)
-
-
 def stretches(
     predicted: Mapping[int, float], measured: Mapping[int, float], *, title: str
 ) -> go.Figure:
@@ -139,48 +100,3 @@ def stretches(
     )
     words = ", ".join(f"{size / 1e3:.0f} kB at {x}" for x, size in measured.items())
     return describe(figure, f"{title}. Measured: {words}.")
-
-
-def prices(rows: Mapping[str, tuple[float, Sequence[float]]], *, title: str) -> go.Figure:
-    """Draw each method's bytes and time relative to plain training, on one logarithmic axis.
-
-    rows: method -> (bytes over plain, samples of time over plain, whose mean has its interval).
-    """
-    names = list(rows)
-    times = {name: Measured.of(samples) for name, (_, samples) in rows.items()}
-    shown = list(times.values())
-    figure = go.Figure()
-    figure.add_scatter(
-        x=[size for size, _ in rows.values()], y=names, mode="markers", name="bytes",
-        marker={"color": PALETTE["blue"], "size": 12},
-    )  # fmt: skip
-    figure.add_scatter(
-        x=[time.mean for time in shown],
-        y=names,
-        mode="markers",
-        name="time of a step",
-        marker={"color": PALETTE["vermillion"], "size": 11, "symbol": "x"},
-        error_x={
-            "array": [time.high - time.mean for time in shown],
-            "arrayminus": [time.mean - time.low for time in shown],
-            "thickness": 1.2,
-        },
-    )
-    figure.add_vline(x=1, line=draw.PREDICTED)
-    ticks = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
-    figure.update_layout(
-        title=title,
-        xaxis={
-            "title": "over plain training",
-            "type": "log",
-            "tickvals": ticks,
-            "ticktext": [f"{tick:g}" for tick in ticks],
-        },
-        yaxis={"autorange": "reversed"},
-        legend={"xref": "container"},  # no room on a phone beside the long names
-        height=140 + 30 * len(names),
-    )
-    words = "; ".join(
-        f"{name}: bytes {size:.2f}, time {times[name].mean:.2f}" for name, (size, _) in rows.items()
-    )
-    return describe(figure, f"{title}. {words}.")
