@@ -27,6 +27,7 @@ from benchmarks.attention import naive
 from benchmarks.runner import Measurement, case, exact, ratios, seen
 from labcore import memory, processes
 from labcore.attention import traffic
+from labcore.data import python_sources
 from labcore.memory import (
     Breakdown,
     Meter,
@@ -40,11 +41,24 @@ from labcore.memory import (
     zero,
 )
 from labcore.memory.accounting.part import parameter_shapes
-from labcore.memory.model import CONFIG, batches, fresh, held_out_loss, held_out_rows
+from labcore.memory.lora import add_lora
+from labcore.memory.model import (
+    CONFIG,
+    HELD_OUT_LENGTH,
+    HELD_OUT_ROWS,
+    MAX_BYTES,
+    batches,
+    fresh,
+    held_out_loss,
+    held_out_rows,
+)
 from labcore.memory.precision import RECIPES
+from labcore.memory.quantize import INT4
 from labcore.memory.trials import LEARNING_RATE
 from labcore.models import Llama, LlamaConfig, next_token_loss, train
 from labcore.models.llama import causal_attention
+from labcore.models.tokenizer import ByteTokenizer
+from labcore.models.training import windows
 from labcore.optim import SM3, Adafactor, AdamW8bit
 from labcore.timing import paired
 
@@ -62,6 +76,9 @@ class Sizes:
     half: Settings = field(default_factory=lambda: {"batch": 4, "length": 128})
     small: Settings = field(default_factory=lambda: {"batch": 4, "length": 64})  # of prices
     tiny: Settings = field(default_factory=lambda: {"batch": 2, "length": 32})
+    tuned: Settings = field(default_factory=lambda: {"batch": 8, "length": 128})
+    learned: int = 200  # steps before tuning
+    tuning: int = 60
     steps: int = 40
     same: int = 10  # steps of ways that compute the same as plain training, or are slow
     divided: int = 6  # timed steps of several processes
@@ -82,6 +99,9 @@ SMALL = Sizes(
     half={"batch": 4, "length": 5},
     small={"batch": 4, "length": 6},
     tiny={"batch": 1, "length": 3},
+    tuned={"batch": 2, "length": 5},
+    learned=2,
+    tuning=2,
     steps=2,
     same=2,
     divided=3,
@@ -893,6 +913,73 @@ def price_of_experts(sizes: Sizes = FULL) -> list[Measurement]:
     paid = prices(variants, experts_way, size=sizes.small, watch=watch, **common)
     details: Settings = {**common, "even": 1 / EXPERTS}
     return paid + [seen(name, "share", samples, **details) for name, samples in found.items()]
+
+
+# LoRA --------------------------------------------------------------------------------------------
+LORA: Settings = {"rank": 8, "alpha": 16.0}
+# By the held-out loss after tuning on seeds 100 and 101, from 0.0005, 0.002 and 0.008; 0.000125
+# too for all weights, whose best was the lowest.
+LORA_RATES = {"full": 5e-4, "LoRA": 2e-3, "QLoRA": 2e-3}
+
+
+@functools.cache
+def source_bytes(part: str) -> Tensor:
+    """Return source files of Python's library as byte tokens; the topic's model reads its prose."""
+    text = python_sources(part, max_bytes=MAX_BYTES[part]).text
+    return torch.tensor(ByteTokenizer().encode(text), dtype=torch.int64)
+
+
+@torch.no_grad()
+def source_loss(model: Llama) -> float:
+    """Return the loss in nats per byte on source files that no training reads."""
+    rows, _ = windows(source_bytes("held_out"), batch=HELD_OUT_ROWS, length=HELD_OUT_LENGTH)(0)
+    loss, count = next_token_loss(model, rows)
+    return loss.item() / count
+
+
+def adapted(model: Llama, name: str, seed: int) -> list[nn.Parameter]:
+    """Prepare `model` for one way of tuning, in place, and return what it trains."""
+    if name == "full":
+        return list(model.parameters())
+    scheme = INT4 if name == "QLoRA" else None
+    return add_lora(model, scheme=scheme, generator=torch.Generator().manual_seed(seed), **LORA)
+
+
+@case("bytes/lora", minutes=0.3)
+def bytes_of_lora(sizes: Sizes = FULL) -> list[Measurement]:
+    """Peaks of tuning few numbers beside weights that are frozen, and those in 4 bits."""
+    size = {**sizes.big, "batch": 1}
+    found = []
+    for name in ("LoRA", "QLoRA"):
+        model = fresh(0)
+        adapted(model, name, 0)
+        peak = metered(way(0, model=model, **size)).peak
+        found += against(name, peak, None, plain(**size), **size, **LORA)
+    return found
+
+
+@case("price/lora", minutes=4)
+def price_of_lora(sizes: Sizes = FULL) -> list[Measurement]:
+    """Held-out loss on source code, after the topic's model learned prose and was tuned on code."""
+    losses: dict[str, list[float]] = {}
+    for seed in sizes.few:
+        base = fresh(seed)
+        read = batches(seed, **sizes.tuned)
+        train(base, read, torch.optim.AdamW(base.parameters(), lr=LEARNING_RATE),
+              steps=sizes.learned, progress=False)  # fmt: skip
+        losses.setdefault("not tuned", []).append(source_loss(base))
+        code = windows(source_bytes("train"), seed=seed, **sizes.tuned)
+        for name, rate in LORA_RATES.items():
+            model = copy.deepcopy(base)
+            optimizer = torch.optim.AdamW(adapted(model, name, seed), lr=rate)
+            train(model, code, optimizer, steps=sizes.tuning, progress=False)
+            losses.setdefault(name, []).append(source_loss(model))
+    full = losses.pop("full")
+    details: Settings = {"seeds": list(sizes.few), "full loss": full, **LORA, **sizes.tuned}
+    return [
+        seen(f"loss minus full/{name}", "nats a byte", minus(mine, full), loss=mine, **details)
+        for name, mine in losses.items()
+    ]
 
 
 # Attention ---------------------------------------------------------------------------------------

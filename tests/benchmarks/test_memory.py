@@ -240,6 +240,15 @@ def test_contexts_are_rows_of_their_own_table() -> None:
     assert all(math.isfinite(x) for each in losses.values() for x in each)
 
 
+def test_lora_has_its_bytes_and_its_losses() -> None:
+    named = checked("bytes/lora", cases.bytes_of_lora(SMALL))
+    low, lower = (named[f"peak/{name}"].samples[0] for name in ("LoRA", "QLoRA"))
+    assert lower < low < cases.plain(**{**SMALL.big, "batch": 1})[0].total
+    named = checked("price/lora", cases.price_of_lora(SMALL))
+    assert set(named) == {f"loss minus full/{name}" for name in ("not tuned", "LoRA", "QLoRA")}
+    assert all(len(item.samples) == len(SMALL.few) for item in named.values())
+
+
 def test_the_seeds_are_not_those_that_chose_the_rates() -> None:
     assert not {100, 101} & set(cases.FULL.seeds)
     assert memory.estimate(CONFIG, batch=1, length=1).total > 0

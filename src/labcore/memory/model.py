@@ -18,7 +18,16 @@ from labcore.models.llama import Llama
 from labcore.models.tokenizer import ByteTokenizer
 from labcore.models.training import Batches, next_token_loss, windows
 
-__all__ = ["CONFIG", "batches", "fresh", "held_out_loss", "held_out_rows"]
+__all__ = [
+    "CONFIG",
+    "HELD_OUT_LENGTH",
+    "HELD_OUT_ROWS",
+    "MAX_BYTES",
+    "batches",
+    "fresh",
+    "held_out_loss",
+    "held_out_rows",
+]
 
 WIDTH = 192
 CONFIG = LlamaConfig(
