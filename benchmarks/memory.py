@@ -40,7 +40,7 @@ from labcore.memory import (
     quantize,
     zero,
 )
-from labcore.memory.accounting.part import parameter_shapes
+from labcore.memory.accounting.shapes import parameter_shapes
 from labcore.memory.lora import add_lora
 from labcore.memory.model import (
     CONFIG,

@@ -15,7 +15,7 @@ from tests.ui.figures.test_memory import CONTROLS
 pytestmark = pytest.mark.long
 
 FORMULAS = {
-    "moments": (memory.moments, memory.MOMENTS_FORMULA, CONTROLS["moments"]),
+    "film": (memory.film, memory.FILM_FORMULA, CONTROLS["film"]),
     "stages": (memory.stages, memory.STAGES_FORMULA, CONTROLS["stages"]),
 }
 COMPUTE = """([name, settings, data, frame]) => settings.map(chosen => {
@@ -26,15 +26,17 @@ COMPUTE = """([name, settings, data, frame]) => settings.map(chosen => {
 
 
 def numbers(frame: Any) -> list[float]:
-    """The heights of all bars, and where the axis ends."""
-    return [y for bar in frame["data"] for y in bar["y"]] + frame["layout"]["yaxis"]["range"]
+    """The heights of all bars or areas, their places, and where axis and lines are."""
+    found = [y for trace in frame["data"] for y in trace["y"]] + frame["layout"]["yaxis"]["range"]
+    found += [x for trace in frame["data"] for x in trace["x"] if not isinstance(x, str)]
+    return found + [one[key] for one in frame["layout"]["shapes"] for key in ("x0", "y0")]
 
 
 def words(frame: Any) -> Any:
-    """The title, and which lines and labels are shown."""
+    """The title, the names, and which lines and labels are shown."""
     layout = frame["layout"]
-    marks = [one["visible"] for one in (*layout["shapes"], *layout["annotations"])]
-    return layout["title"]["text"], marks
+    marks = [one.get("visible", True) for one in (*layout["shapes"], *layout["annotations"])]
+    return layout["title"]["text"], marks, [trace["name"] for trace in frame["data"]]
 
 
 @pytest.mark.parametrize("name", FORMULAS)

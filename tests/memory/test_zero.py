@@ -11,7 +11,7 @@ import torch
 from labcore import processes
 from labcore.device import seed_from_environment
 from labcore.memory import Breakdown, estimate, zero
-from labcore.memory.accounting.part import parameter_shapes
+from labcore.memory.accounting.shapes import parameter_shapes
 from labcore.memory.model import CONFIG, batches, fresh
 from labcore.memory.zero import ZeroRun, train_divided
 from labcore.models import Llama, next_token_loss, train

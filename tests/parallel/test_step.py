@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from labcore.memory.accounting.part import parameter_shapes
+from labcore.memory.accounting.shapes import parameter_shapes
 from labcore.models import LlamaConfig
 from labcore.parallel import cost, step, timeline
 from labcore.parallel.collectives import ALL_REDUCES

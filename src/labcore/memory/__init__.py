@@ -2,7 +2,7 @@
 
 from labcore.memory.accounting.breakdown import Breakdown
 from labcore.memory.accounting.meter import Meter, Moment
-from labcore.memory.accounting.prediction import estimate
+from labcore.memory.accounting.prediction import estimate, film
 from labcore.memory.accumulation import accumulate
 from labcore.memory.checkpointing import set_checkpointing
 from labcore.memory.distill import distillation_loss
@@ -35,6 +35,7 @@ __all__ = [
     "distillation_loss",
     "divide",
     "estimate",
+    "film",
     "linear_cross_entropy",
     "offloaded",
     "set_checkpointing",

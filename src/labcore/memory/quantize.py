@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from labcore.checks import finite, floating, one_of, positive_int
 from labcore.memory.accounting.breakdown import Breakdown
-from labcore.memory.accounting.part import parameter_shapes
+from labcore.memory.accounting.shapes import parameter_shapes
 from labcore.memory.model import held_out_loss, held_out_rows
 from labcore.models.config import LlamaConfig
 from labcore.models.llama import Llama

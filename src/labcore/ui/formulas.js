@@ -12,18 +12,21 @@ window.labcoreFormulas = (function () {
 
   function sum(parts) { return parts.reduce(function (one, other) { return one + other; }, 0); }
 
+  // float16 has the bytes of bfloat16.
+  function dtype(values) { return values.dtype === "float16" ? "bfloat16" : values.dtype; }
+
   // labcore.memory.estimate for one GPU of `devices`: the parts of the fullest point of a moment,
   // in the order of the bars.
   function fullest(values, data, moment, stage, devices) {
-    var own = data[values.model][values.dtype];
+    var own = data[values.model][dtype(values)];
     var tokens = values.batch * values.length;
     var optimizer = own.optimizers[values.optimizer];
     var points = moment === "step"
-      ? [[0, 8, own.weights, optimizer.workspace, 0, 0, 0, 0]]
+      ? [[0, 0, 0, 0, own.weights, 0, 8, optimizer.workspace, 0]]
       : own.points[values.checkpointing][moment];
     var found = points.map(function (point) {
-      var activations = point[0] + tokens * point[1], workspace = point[3] + tokens * point[4];
-      var weights = own.weights, gradients = point[2], done = point[5];
+      var activations = point[5] + tokens * point[6], workspace = point[7] + tokens * point[8];
+      var weights = own.weights, gradients = point[4], done = point[0];
       if (moment === "step" && stage >= 1) workspace /= devices;
       if (stage < 2 && devices > 1) gradients = weights;
       if (stage >= 2 && moment === "step") {
@@ -31,9 +34,9 @@ window.labcoreFormulas = (function () {
         gradients /= devices;
       } else if (stage >= 2) {
         var ahead = own.layers - done, outer = weights - own.layers * own.unit;
-        var gathered = stage === 2 ? ahead : Math.min(ahead, point[6]);
-        var copied = done > 0 || (moment === "forward" && stage === 2 && point[6] > 0) ? 1 : 0;
-        if (point[7]) {
+        var gathered = Math.min(ahead, stage === 2 ? point[2] : point[1]);
+        var copied = done > 0 || (moment === "forward" && stage === 2 && point[1] > 0) ? 1 : 0;
+        if (point[3]) {
           outer *= 2;
           gathered = Math.min(ahead, 2);
           copied = 0;
@@ -46,6 +49,19 @@ window.labcoreFormulas = (function () {
       return [weights, gradients, state, activations, workspace];
     });
     return found.reduce(function (one, other) { return sum(other) > sum(one) ? other : one; });
+  }
+
+  // Rows that were packed as [times, block, strides].
+  function unpacked(runs) {
+    var rows = [];
+    runs.forEach(function (run) {
+      for (var time = 0; time < run[0]; time += 1) {
+        run[1].forEach(function (row, place) {
+          rows.push(row.map(function (value, n) { return value + time * run[2][place][n]; }));
+        });
+      }
+    });
+    return rows;
   }
 
   function stacked(columns, capacities, frame) {
@@ -66,13 +82,51 @@ window.labcoreFormulas = (function () {
   }
 
   return {
-    memoryMoments: function (values, data, frame) {
-      var names = frame.data[0].x;
-      var totals = stacked(names.map(function (moment) {
-        return fullest(values, data.table, moment, 0, 1);
-      }), data.capacities, frame);
-      var most = Math.max.apply(null, totals);
-      frame.layout.title.text = "Peak: " + size(most) + ", in the " + names[totals.indexOf(most)];
+    // labcore.memory.film of one GPU.
+    memoryFilm: function (values, data, frame) {
+      var own = data.table[values.model][dtype(values)], tokens = values.batch * values.length;
+      var optimizer = own.optimizers[values.optimizer], capacity = data.cards[values.card];
+      function rest(name, gradients, workspace) {
+        return {name: name, held: [own.weights, gradients, optimizer.state,
+          8 * (tokens + values.batch), workspace]};
+      }
+      function run(moment) {
+        return unpacked(own.films[values.checkpointing][moment]).map(function (row) {
+          var place = data.places[row[0]], layer = row[1];
+          return {
+            name: moment + ", " + (layer ? "layer " + layer : place) +
+              (layer && place !== "layer" ? ": " + place : ""),
+            // A batch's rows have one token more each; the constants are those of one row.
+            held: [own.weights, row[6], optimizer.state,
+              row[2] + tokens * row[3] + 8 * (values.batch - 1), row[4] + tokens * row[5]]
+          };
+        });
+      }
+      var shown = [[0, rest("end", 0, 0)]];
+      [["forward", 0, 30], ["backward", 30, 60]].forEach(function (span) {
+        var own = run(span[0]);
+        own.forEach(function (scene, n) {
+          shown.push([span[1] + span[2] * (n + 1) / own.length, scene]);
+        });
+      });
+      var step = rest("step", own.weights, optimizer.workspace);
+      shown.push([92, step], [98, step], [100, rest("end", 0, 0)]);
+      var peak = Math.max.apply(null, shown.map(function (one) { return sum(one[1].held); }));
+      var before = shown.filter(function (one) { return one[0] <= values.moment + 1e-9; });
+      var at = before[before.length - 1], now = at[1];
+      var parts = ["parameters", "gradients", "optimizer", "activations", "workspace"];
+      frame.data.forEach(function (area, part) {
+        area.x = shown.map(function (one) { return one[0]; });
+        area.y = shown.map(function (one) { return one[1].held[part] / 1e9; });
+        area.name = parts[part] + " " + size(now.held[part]);
+      });
+      frame.layout.yaxis.range = [0, 1.1 * Math.max(peak, capacity) / 1e9];
+      var lines = frame.layout.shapes;
+      lines[0].y0 = lines[0].y1 = capacity / 1e9;
+      lines[1].x0 = lines[1].x1 = at[0];
+      frame.layout.title.text = "Peak " + size(peak) + " of " + size(capacity) + ": " +
+        (peak <= capacity ? "fits" : "does not fit") + "<br>" + now.name + ": " +
+        size(sum(now.held));
     },
     memoryStages: function (values, data, frame) {
       var totals = stacked([0, 1, 2, 3].map(function (stage) {

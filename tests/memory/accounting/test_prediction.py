@@ -1,8 +1,10 @@
 """What is predicted against what the meter counts, and against the numbers that papers print."""
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from labcore.memory import Breakdown, Meter, Stage, divide, estimate, set_checkpointing
-from labcore.memory.accounting.part import parameter_shapes
-from labcore.memory.accounting.prediction import MOMENTS
+from labcore.memory.accounting.prediction import DTYPES, MOMENTS, film
+from labcore.memory.accounting.shapes import parameter_shapes
 from labcore.memory.accounting.states import deepspeed_host, gpt_layer, model_states
 from labcore.memory.model import CONFIG
 from labcore.models import Llama, LlamaConfig
@@ -95,6 +97,90 @@ def test_it_agrees_with_what_is_recomputed(checkpointing, name: str, dtype: str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_it_agrees_for_every_optimizer(optimizer: str, dtype: str) -> None:
     agrees(config("biased"), batch=1, length=16, dtype=dtype, optimizer=optimizer)
+
+
+def settings_of_chance(chance: random.Random, layers: int) -> dict[str, object]:
+    """Settings that nobody chose."""
+    return {
+        "batch": chance.randint(1, 9),
+        "length": chance.choice([1, 3, 17, 64, 300, 2000]),
+        "dtype": chance.choice(DTYPES),
+        "optimizer": chance.choice(list(OPTIMIZERS)),
+        "checkpointing": chance.choice([None, 1, 2, 3, 4, "selective"]),
+        "zero_stage": chance.randint(0, 3),
+        "data_parallel": chance.choice([1, 2, 5]),
+        "tensor_parallel": chance.choice([1, 2]),
+        "pipeline_parallel": chance.choice([1, min(2, layers)]),
+        "device": chance.choice(["cpu", "gpu"]),
+    }
+
+
+def test_a_film_s_highest_scene_is_the_estimate(seed: int) -> None:
+    chance = random.Random(seed)
+    for case in range(100):
+        layers = chance.randint(1, 9)
+        shape = replace(drawn(seed + case), num_hidden_layers=layers)
+        settings = settings_of_chance(chance, layers)
+        scenes = film(shape, **settings)
+        peak = max((scene.held for scene in scenes), key=lambda held: held.total)
+        assert peak == estimate(shape, **settings), settings
+        order = [scene.moment for scene in scenes]
+        assert list(dict.fromkeys(order)) == [*MOMENTS, "end"] and order.count("end") == 1
+        if settings["pipeline_parallel"] == 1:
+            passed = [scene.layer for scene in scenes if scene.moment == "forward" and scene.layer]
+            assert passed == list(range(1, layers + 1))
+            for moment in MOMENTS:
+                highest = max(s.held.total for s in scenes if s.moment == moment)
+                assert highest == estimate(shape, moment=moment, **settings).total
+
+
+def by_layer(places: Iterator[tuple[str, int, Breakdown]], shape: LlamaConfig, width: int):
+    """Highest total of the last step by moment and layers begun (or, in a backward, finished)."""
+    unit = sum(math.prod(s) for k, s in parameter_shapes(shape).items() if "layers.0." in k)
+    outer = (shape.vocab_size + 1) * shape.hidden_size
+    found: dict[tuple[str, int], int] = {}
+    for moment, layer, held in places:
+        if moment == "backward":  # by gradients: what is recomputed runs outside of modules
+            layer = (held.gradients // width - outer) // unit
+        if moment in ("forward", "backward"):
+            key = moment, layer
+            found[key] = max(found.get(key, 0), held.total)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name, dtype, checkpointing",
+    [
+        ("grouped", "float32", None),
+        ("grouped", "bfloat16", None),
+        ("biased", "mixed", None),
+        ("biased", "float32", "selective"),
+        ("grouped", "bfloat16", 1),
+        ("biased", "float32", 2),
+    ],
+)
+def test_a_film_shows_what_the_meter_saw_layer_by_layer(name, dtype, checkpointing) -> None:
+    shape, told = config(name), {"dtype": dtype, "checkpointing": checkpointing}
+    meter = measured(shape, batch=3, length=40, **told)
+    begins = [
+        at
+        for at, (before, now) in enumerate(pairwise(meter.timeline), 1)
+        if now.phase == "forward" != before.phase
+    ]
+    seen = []
+    for moment in meter.timeline[begins[-1] :]:
+        path = moment.module.split(".")
+        layer = int(path[1]) + 1 if path[0] == "layers" else 0
+        seen.append((moment.phase, layer, moment.held))
+    scenes = film(shape, batch=3, length=40, **told)
+    width = 2 if dtype == "bfloat16" else 4
+    saw = by_layer(iter(seen), shape, width)
+    said = by_layer(((s.moment, s.layer, s.held) for s in scenes), shape, width)
+    if checkpointing == 2:  # the meter sees a segment as one module
+        saw.pop(("forward", 2)), said.pop(("forward", 2)), said.pop(("forward", 3))
+    assert len(said) >= 7
+    for key, total in said.items():
+        assert total == pytest.approx(saw[key], rel=0.05), key
 
 
 def test_it_agrees_on_shapes_that_nobody_chose(seed: int) -> None:

@@ -9,20 +9,23 @@ import pytest
 from labcore import records
 from labcore.memory import Breakdown, Moment, estimate
 from labcore.memory.accounting.prediction import DTYPES, OPTIMIZERS
-from labcore.ui import Choice, explore, twin
+from labcore.ui import Choice, IntSlider, explore, twin
 from labcore.ui.compact import dumps
 from labcore.ui.figures import memory as figures
+from labcore.ui.figures.memory.choices import in_bytes
 
 PARTS = tuple(figures.COLORS)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CONTROLS = {
-    "moments": {
+    "film": {
         "model": Choice(options=tuple(figures.MODELS), default="7B"),
+        "card": Choice(options=tuple(figures.CARDS), default="H100"),
         "length": Choice(options=LENGTHS, default=4096),
         "batch": Choice(options=(1, 2, 4, 8, 16)),
         "dtype": Choice(options=DTYPES, default="bfloat16"),
         "optimizer": Choice(options=OPTIMIZERS),
         "checkpointing": Choice(options=tuple(figures.CHECKPOINTING)),
+        "moment": IntSlider(low=0, high=100, default=50),
     },
     "stages": {
         "optimizer": Choice(options=OPTIMIZERS),
@@ -72,22 +75,40 @@ def test_a_stack_above_all_lines_has_them_all() -> None:
     assert "1 TB" in alt(figure) and figure.layout.yaxis.range[1] > 1000
 
 
-def test_moments_are_the_estimate_s_and_name_the_highest() -> None:
-    settings = {"length": 16384, "batch": 2, "dtype": "mixed", "optimizer": "lion"}
-    figure = figures.moments("1.1B", **settings, checkpointing="every 4 layers")
-    shown = heights(figure)
-    found = {
-        moment: estimate(
-            figures.MODELS["1.1B"], **settings, checkpointing=4, moment=moment, device="gpu"
-        )
-        for moment in ("forward", "backward", "step")
-    }
-    for moment, held in found.items():
-        assert {part: shown[part][moment] for part in PARTS} == pytest.approx(
-            {part: size / 1e9 for part, size in held.parts().items()}
-        )
-    highest = max(found, key=lambda moment: found[moment].total)
-    assert figure.layout.title.text.endswith(f"GB, in the {highest}")
+def test_a_film_s_top_is_the_estimate_and_its_cursor_reads_the_parts(seed: int) -> None:
+    pick = random.Random(seed)
+    chosen = {name: pick.choice(one.positions()) for name, one in CONTROLS["film"].items()}
+    figure = figures.film(**chosen)
+    settings = {key: chosen[key] for key in ("length", "batch", "dtype", "optimizer")}
+    told = estimate(
+        figures.MODELS[chosen["model"]],
+        **settings,
+        checkpointing=figures.CHECKPOINTING[chosen["checkpointing"]],
+        device="gpu",
+    )
+    totals = [sum(parts) for parts in zip(*(area.y for area in figure.data), strict=True)]
+    assert max(totals) == pytest.approx(told.total / 1e9)
+    memory = figures.CARDS[chosen["card"]].memory
+    assert ("fits" if told.total <= memory else "does not fit") in figure.layout.title.text
+    assert figure.layout.shapes[0].y0 == memory / 1e9
+    places = list(figure.data[0].x)
+    assert places == sorted(places) and (places[0], places[-1]) == (0, 100)
+    at = max(n for n, x in enumerate(places) if x <= chosen["moment"])
+    assert figure.layout.shapes[1].x0 == places[at]
+    read = [f"{area.name.split()[0]} {in_bytes(1e9 * area.y[at])}" for area in figure.data]
+    assert [area.name for area in figure.data] == read
+    assert all(part in alt(figure) for part in read)
+
+
+def test_a_film_names_where_its_cursor_stands() -> None:
+    def named(moment: float, **settings: str) -> str:
+        text = figures.film("1.1B", "A100", moment=moment, **settings).layout.title.text
+        return text.split("<br>")[1].rpartition(":")[0]
+
+    assert named(0) == named(100) == "end" and named(95) == "step"
+    assert named(30) == "forward, loss"
+    assert named(90) == "backward, embedding"
+    assert named(15) == named(15, checkpointing="selective") == "forward, layer 12"
 
 
 def test_stages_are_the_peaks_of_one_gpu_among_many() -> None:
@@ -116,8 +137,8 @@ def test_frames_share_traces_and_titles_fit_a_phone(name: str, seed: int) -> Non
     kinds = set()
     for point in [longest, *random.Random(seed).sample(points, 40)]:
         figure = draw(**point)
-        kinds.add(tuple((trace.name, trace.type) for trace in figure.data))
-        assert len(figure.layout.title.text) <= 48
+        kinds.add(tuple((trace.name.split()[0], trace.type) for trace in figure.data))
+        assert max(map(len, figure.layout.title.text.split("<br>"))) <= 48
         tallest = max(map(sum, zip(*(bar.y for bar in figure.data), strict=True)))
         assert tallest < figure.layout.yaxis.range[1]
     assert len(kinds) == 1

@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from labcore.checks import one_of, positive_int
+from labcore.memory.accounting import points
 from labcore.memory.accounting.breakdown import Breakdown
-from labcore.memory.accounting.part import Held, Part, parameter_shapes
+from labcore.memory.accounting.part import Part
+from labcore.memory.accounting.points import Held
 from labcore.memory.accounting.states import CONVENTIONS, STAGES, model_states
 from labcore.models.config import LlamaConfig
 
-__all__ = ["DTYPES", "MOMENTS", "OPTIMIZERS", "estimate", "parameter_shapes"]
+__all__ = ["DTYPES", "MOMENTS", "OPTIMIZERS", "Scene", "Settings", "estimate", "film"]
 
 DTYPES = ("float32", "bfloat16", "float16", "mixed")
 MOMENTS = ("forward", "backward", "step")
 OPTIMIZERS = ("adamw", "sgd", "lion", "adafactor", "sm3", "adamw8bit")
 
 
-def estimate(
-    config: LlamaConfig,
-    *,
-    batch: int,
-    length: int,
-    dtype: str = "float32",
-    optimizer: str = "adamw",
-    checkpointing: int | str | None = None,
-    zero_stage: int = 0,
-    data_parallel: int = 1,
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    convention: str = "exact",
-    moment: str = "peak",
-    device: str = "cpu",
-) -> Breakdown:
-    """Return the bytes on the fullest device at the peak of a training step of `Llama(config)`.
-
-    A step is `zero_grad()`, `next_token_loss`, backward, `step()`. Gradients are created in the
-    backward, so a peak at its start has none; `moment="step"` shows them all.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a step trains; the options of `estimate` and `film`.
 
     batch, length: rows, and predicted tokens per row, of one forward on one device.
     dtype: of weights, gradients and moments; "mixed" keeps these in float32 and computes products
@@ -57,7 +43,6 @@ def estimate(
     convention: "exact" counts what torch allocates here. "16" and "18" use the bytes per parameter
     of ZeRO and of DeepSpeed's estimators for weights, gradients and AdamW, all held at once, in a
     16-bit dtype.
-    moment: "peak", or the highest point of one of MOMENTS.
     device: "cpu" matches measurements by `Meter`; "gpu" follows torch's sources. There, flash
     attention doesn't copy its output, and the default implementation of an optimizer step (foreach)
     works on all weights at once, so AdamW's holds one more copy of them.
@@ -65,75 +50,148 @@ def estimate(
     Sources: Rajbhandari et al., 2019, arXiv 1910.02054 (stages, 16 bytes); Korthikanti et al.,
     2022, arXiv 2205.05198 (what tensor and pipeline parallelism divide).
     """
-    one_of("dtype", dtype, DTYPES)
-    one_of("optimizer", optimizer, OPTIMIZERS)
+
+    batch: int
+    length: int
+    dtype: str = "float32"
+    optimizer: str = "adamw"
+    checkpointing: int | str | None = None
+    zero_stage: int = 0
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    convention: str = "exact"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("optimizer", self.optimizer, OPTIMIZERS)
+        one_of("device", self.device, ("cpu", "gpu"))
+        one_of("zero_stage", self.zero_stage, STAGES)
+        one_of("convention", self.convention, ("exact", *CONVENTIONS))
+        if self.checkpointing is not None and self.checkpointing != "selective":
+            positive_int("checkpointing", self.checkpointing, "or None, or 'selective'")  # type: ignore[arg-type]
+        sizes = ("batch", "length", "data_parallel", "tensor_parallel", "pipeline_parallel")
+        for name in sizes:
+            positive_int(name, getattr(self, name))
+        narrow = self.dtype in ("bfloat16", "float16")
+        if self.convention != "exact" and (self.optimizer != "adamw" or not narrow):
+            raise ValueError(
+                f"convention={self.convention!r} counts AdamW in a 16-bit dtype, got optimizer="
+                f"{self.optimizer!r} and dtype={self.dtype!r}; pass dtype='bfloat16' and "
+                "optimizer='adamw'"
+            )
+
+    def parts(self, config: LlamaConfig) -> list[Part]:
+        """Return the devices' parts among which is the fullest: the first and the last stage."""
+        stages = self.pipeline_parallel
+        if stages > config.num_hidden_layers:
+            raise ValueError(
+                f"pipeline_parallel must be at most the number of layers, "
+                f"{config.num_hidden_layers}, got {stages}; each stage needs at least one layer"
+            )
+        fewest, more = divmod(config.num_hidden_layers, stages)
+        return [
+            Part(
+                config=config,
+                batch=self.batch,
+                length=self.length,
+                dtype=self.dtype,
+                optimizer=self.optimizer,
+                checkpointing=self.checkpointing,
+                shares=self.tensor_parallel,
+                layers=fewest + (stage < more),
+                embedding=stage == 0,
+                head=stage == stages - 1,
+                in_flight=stages - stage,
+                gpu=self.device == "gpu",
+            )
+            for stage in sorted({0, stages - 1})
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scene:
+    """What one device holds at one point of a step.
+
+    moment: one of MOMENTS, or "end". place: what runs. layer: its number from 1, 0 outside layers.
+    """
+
+    moment: str
+    place: str
+    layer: int
+    held: Breakdown
+
+    @property
+    def name(self) -> str:
+        """Where this is, such as "backward, layer 3: MLP"."""
+        if not self.layer:
+            return self.moment if self.moment in ("step", "end") else f"{self.moment}, {self.place}"
+        within = "" if self.place == "layer" else f": {self.place}"
+        return f"{self.moment}, layer {self.layer}{within}"
+
+
+def estimate(config: LlamaConfig, *, moment: str = "peak", **settings: Any) -> Breakdown:
+    """Return the bytes on the fullest device at the peak of a training step of `Llama(config)`.
+
+    A step is `zero_grad()`, `next_token_loss`, backward, `step()`. Gradients are created in the
+    backward, so a peak at its start has none; `moment="step"` shows them all. `film` returns the
+    whole step.
+    moment: "peak", or the highest point of one of MOMENTS.
+    settings: those of `Settings`; batch and length are required.
+    Raises ValueError or TypeError for settings that are invalid or don't fit together.
+    """
     one_of("moment", moment, ("peak", *MOMENTS))
-    one_of("device", device, ("cpu", "gpu"))
-    one_of("zero_stage", zero_stage, STAGES)
-    one_of("convention", convention, ("exact", *CONVENTIONS))
-    if checkpointing is not None and checkpointing != "selective":
-        positive_int("checkpointing", checkpointing, "or None, or 'selective'")  # type: ignore[arg-type]
-    sizes = {
-        "batch": batch,
-        "length": length,
-        "data_parallel": data_parallel,
-        "tensor_parallel": tensor_parallel,
-        "pipeline_parallel": pipeline_parallel,
+    told = Settings(**settings)
+    found = (
+        scene.held
+        for part in told.parts(config)
+        for scene in _scenes(part, told)
+        if scene.moment == moment or (moment == "peak" and scene.moment != "end")
+    )
+    return max(found, key=lambda held: held.total)
+
+
+def film(config: LlamaConfig, **settings: Any) -> list[Scene]:
+    """Return what the fullest device holds along a training step of `Llama(config)`, in order.
+
+    The highest scene is `estimate(config, **settings)`. Between two scenes a device holds less than
+    at the higher of them. The last scene, "end", is what stands when the step is over: weights,
+    optimizer state and the batch. Of a pipeline, it shows the micro-batch before which most wait.
+    settings: those of `Settings`; batch and length are required. Raises as `estimate` does.
+    """
+    told = Settings(**settings)
+    films = [list(_scenes(part, told)) for part in told.parts(config)]
+    return max(films, key=lambda scenes: max(scene.held.total for scene in scenes))
+
+
+def _scenes(part: Part, told: Settings) -> Iterator[Scene]:
+    """Yield the scenes of one device's step."""
+    end = Held(place="", activations=part.ids)
+    moments = {
+        "forward": points.forward(part),
+        "backward": points.backward(part),
+        "step": points.step(part),
+        "end": iter([end]),
     }
-    for name, size in sizes.items():
-        positive_int(name, size)
-    if convention != "exact" and (optimizer != "adamw" or dtype not in ("bfloat16", "float16")):
-        raise ValueError(
-            f"convention={convention!r} counts AdamW in a 16-bit dtype, got optimizer="
-            f"{optimizer!r} and dtype={dtype!r}; pass dtype='bfloat16' and optimizer='adamw'"
-        )
-    if pipeline_parallel > config.num_hidden_layers:
-        raise ValueError(
-            f"pipeline_parallel must be at most the number of layers, {config.num_hidden_layers}, "
-            f"got {pipeline_parallel}; each stage needs at least one layer"
-        )
-    last = pipeline_parallel - 1
-    fewest, more = divmod(config.num_hidden_layers, pipeline_parallel)
-    found: list[Breakdown] = []
-    for stage in {0, last}:  # those between hold less than the first
-        part = Part(
-            config=config,
-            batch=batch,
-            length=length,
-            dtype=dtype,
-            optimizer=optimizer,
-            checkpointing=checkpointing,
-            shares=tensor_parallel,
-            layers=fewest + (stage < more),
-            embedding=stage == 0,
-            head=stage == last,
-            in_flight=pipeline_parallel - stage,
-            gpu=device == "gpu",
-        )
-        for name in MOMENTS if moment == "peak" else (moment,):
-            found += _moment(part, name, convention, zero_stage, data_parallel)
-    return max(found, key=lambda breakdown: breakdown.total)
-
-
-def _moment(
-    part: Part, moment: str, convention: str, stage: int, devices: int
-) -> Iterator[Breakdown]:
-    """Yield every point of one of MOMENTS at which `part` may peak."""
-    points = {"forward": part.forward, "backward": part.backward, "step": part.step}[moment]()
-    # The activations of micro-batches that ran ahead wait for their backward.
-    waiting = (part.in_flight - 1) * part.kept if moment != "step" else 0
-    # On a CPU, stage 1 still steps whole parameters, one at a time.
-    divided = moment == "step" and (stage >= 2 or (stage == 1 and part.gpu))
-    for point in points:
-        held = replace(
-            point,
-            activations=point.activations + waiting,
-            workspace=point.workspace / (devices if divided else 1),
-        )
-        if convention == "exact":
-            yield _exact(part, held, moment, stage, devices)
-        else:
-            yield _counted(part, held, convention, stage, devices)
+    stage, devices = told.zero_stage, told.data_parallel
+    for moment, run in moments.items():
+        rests = moment in ("step", "end")
+        # The activations of micro-batches that ran ahead wait for their backward.
+        waiting = 0 if rests else (part.in_flight - 1) * part.kept
+        # On a CPU, stage 1 still steps whole parameters, one at a time.
+        divided = rests and (stage >= 2 or (stage == 1 and part.gpu))
+        for point in run:
+            held = replace(
+                point,
+                activations=point.activations + waiting,
+                workspace=point.workspace / (devices if divided else 1),
+            )
+            if told.convention == "exact":
+                found = _exact(part, held, moment, stage, devices)
+            else:
+                found = _counted(part, held, told.convention, stage, devices)
+            yield Scene(moment=moment, place=point.place, layer=point.layer, held=found)
 
 
 def _exact(part: Part, held: Held, moment: str, stage: int, devices: int) -> Breakdown:
@@ -150,7 +208,7 @@ def _exact(part: Part, held: Held, moment: str, stage: int, devices: int) -> Bre
         gradients = part.weights
     if stage >= 1:
         state /= devices
-    if stage >= 2 and moment == "step":
+    if stage >= 2 and moment in ("step", "end"):
         weights, gradients = weights / devices, gradients / devices
     elif stage >= 2:
         ahead = part.layers - held.done
@@ -158,7 +216,8 @@ def _exact(part: Part, held: Held, moment: str, stage: int, devices: int) -> Bre
         workspace += held.gradients - reduced  # a unit's are whole until they're reduced
         gradients = (part.weights if stand else reduced) / devices
         outer = part.weights - part.layers * part.unit
-        gathered = ahead if stage == 2 else min(ahead, held.gathered)
+        reached = part.layers if held.reached is None else held.reached
+        gathered = min(ahead, reached if stage == 2 else held.gathered)
         # Flat copies for the collectives: of the last unit gathered, or the last one reduced.
         copied = bool(held.done) or (moment == "forward" and stage == 2 and held.gathered > 0)
         if held.first:
@@ -170,7 +229,7 @@ def _exact(part: Part, held: Held, moment: str, stage: int, devices: int) -> Bre
         gradients=round(gradients),
         optimizer=round(state),
         activations=round(held.activations),
-        workspace=round(workspace + part.buffers()),
+        workspace=round(workspace + part.buffers),
     )
 
 

@@ -1,30 +1,29 @@
 """Figures for the chapter `memory`."""
 
-from labcore.ui.figures.memory.calculator import (
+from labcore.ui.figures.memory.calculator import STAGES_FORMULA, stacks, stages
+from labcore.ui.figures.memory.choices import (
     CAPACITIES,
+    CARDS,
     CHECKPOINTING,
     COLORS,
     MODELS,
-    MOMENTS_FORMULA,
     OPTIMIZERS,
-    STAGES_FORMULA,
-    moments,
-    stacks,
-    stages,
 )
+from labcore.ui.figures.memory.costs import compared, price, summary
+from labcore.ui.figures.memory.filmed import FILM_FORMULA, film
 from labcore.ui.figures.memory.measured import stretches, timeline
-from labcore.ui.figures.memory.tables import compared, price, summary
 
 __all__ = [
     "CAPACITIES",
+    "CARDS",
     "CHECKPOINTING",
     "COLORS",
+    "FILM_FORMULA",
     "MODELS",
-    "MOMENTS_FORMULA",
     "OPTIMIZERS",
     "STAGES_FORMULA",
     "compared",
-    "moments",
+    "film",
     "price",
     "stacks",
     "stages",

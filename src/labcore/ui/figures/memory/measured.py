@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from labcore.memory import Moment
 from labcore.ui import draw
 from labcore.ui.explorer import describe
-from labcore.ui.figures.memory.calculator import COLORS, in_bytes
+from labcore.ui.figures.memory.choices import COLORS, in_bytes
 
 __all__ = ["stretches", "timeline"]
 

@@ -1,86 +1,177 @@
-"""Tables of bytes, predicted and measured, and of what each method saves and costs."""
+"""What a page needs to repeat `memory.film` and `memory.estimate`: points of a step as numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from labcore import records
-from labcore.claims import Measured
-from labcore.records import Record
-from labcore.ui.intervals import number
-from labcore.ui.tables import Table, table
+import numpy as np
 
-__all__ = ["compared", "price", "summary"]
+from labcore.memory.accounting import points
+from labcore.memory.accounting.part import Part
+from labcore.memory.accounting.prediction import OPTIMIZERS, Settings
+from labcore.memory.accounting.stepping import step_bytes
+from labcore.ui.figures.memory.choices import CHECKPOINTING, MODELS
 
-_WORDS = {  # for the keys of records, word by word
-    "AdamW8bit": "8-bit AdamW",
-    "bfloat16": "bf16",
-    "checkpointing, accumulation": "recomputed, 4 parts",
-    "every 1": "every layer recomputed",
-    "every 2": "layers recomputed in twos",
-    "float16, scaled": "fp16, loss scaled",
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-}
-_COLUMNS = ("", "MB predicted", "MB measured", "bytes / plain", "time / plain", "loss − plain")
+__all__ = ["PLACES", "film_table", "peak_table"]
 
+PLACES = (
+    "embedding", "layer", "final norm", "head", "loss", "MLP", "second norm", "first norm",
+)  # fmt: skip
+RUNS = {"forward": points.forward, "backward": points.backward}
+DTYPES = ("float32", "mixed", "bfloat16")  # float16 has the bytes of bfloat16
+_PERIODS = range(1, 13)
+# Tokens, devices and stages among which a point must be the highest somewhere to be listed.
+_TOKENS = tuple(2**power for power in range(6, 21))
+_DEVICES = (1, 2, 4, 8, 16, 64)
 
-def compared(sizes: Mapping[str, tuple[float, float]], *, note: str = "") -> Table:
-    """Tabulate {name: (predicted bytes, measured bytes)} of a live run."""
-    rows = [
-        [name, number(said / 1e6), number(saw / 1e6), f"{100 * (said / saw - 1) + 0.0:+.1f}%"]
-        for name, (said, saw) in sizes.items()
-    ]
-    return table(("live", "MB predicted", "MB measured", "prediction off by"), rows, note=note)
+Row = tuple[int, ...]
 
 
-def price(method: str, *keys: str, note: str = "") -> Table:
-    """Tabulate the recorded bytes, time and held-out loss of variants of one method.
+@functools.cache
+def _part(model: str, dtype: str, length: int, **settings: Any) -> Part:
+    told = Settings(batch=1, length=length, dtype=dtype, device="gpu", **settings)
+    return told.parts(MODELS[model])[0]
 
-    method, keys: of the cases `bytes/method` and `price/method`. Raises KeyError without a record.
+
+def _pairs(
+    model: str, dtype: str, checkpointing: str, moment: str
+) -> Iterator[tuple[points.Held, Row, Row]]:
+    """Yield each point with its activations and its workspace as (constant, per token)."""
+    how = CHECKPOINTING[checkpointing]
+    one, two = (RUNS[moment](_part(model, dtype, n, checkpointing=how)) for n in (1, 2))
+    for a, b in zip(one, two, strict=True):
+        sizes = ((a.activations, b.activations), (a.workspace, b.workspace))
+        kept, work = ((round(2 * x - y), round(y - x)) for x, y in sizes)
+        yield a, kept, work
+
+
+def _minus(one: Row, other: Row) -> list[int]:
+    return [a - b for a, b in zip(one, other, strict=True)]
+
+
+def _repeats(rows: Sequence[Row], start: int, period: int) -> int:
+    """Return how often a block of `period` rows repeats from `start`, each time one stride on."""
+    block = rows[start : start + period]
+    after = rows[start + period : start + 2 * period]
+    if len(after) < period:
+        return 1
+    strides = [_minus(y, x) for x, y in zip(block, after, strict=True)]
+    times = 1
+    while True:
+        begin = start + times * period
+        there = rows[begin : begin + period]
+        told = [
+            tuple(a + times * s for a, s in zip(row, stride, strict=True))
+            for row, stride in zip(block, strides, strict=True)
+        ]
+        if list(there) != told or any(stride[0] for stride in strides):
+            return times
+        times += 1
+
+
+def _packed(rows: Sequence[Row]) -> list[Any]:
+    """Return rows as [times, block, strides], which is short because layers are alike."""
+    found, at = [], 0
+    while at < len(rows):
+        counts = {period: _repeats(rows, at, period) for period in _PERIODS}
+        period = max(counts, key=lambda one: (counts[one] > 1) * counts[one] * one)
+        times = counts[period]
+        block = rows[at : at + period]
+        after = rows[at + period : at + 2 * period] if times > 1 else block
+        strides = [_minus(y, x) for x, y in zip(block, after, strict=True)]
+        found.append([times, block, strides])
+        at += times * period
+    return found
+
+
+def _optimizers(part: Part) -> dict[str, dict[str, int]]:
+    found = {}
+    for name in OPTIMIZERS:
+        one = functools.partial(step_bytes, name, part.sizes, part.wide)
+        state = Settings(batch=1, length=1, dtype=part.dtype, optimizer=name).parts(part.config)
+        found[name] = {"state": state[0].state, "workspace": one(gpu=True)}
+    return found
+
+
+def film_table() -> dict[str, Any]:
+    """Return a film's rows by model, dtype and checkpointing, and what doesn't depend on these.
+
+    A row is a place's number, its layer, activations and workspace as constant and per token, and
+    gradients.
     """
-    rows = [_row(f"bytes/{method}", f"price/{method}", key) for key in keys]
-    first = records.find("memory", f"bytes/{method}", f"peak/{keys[0]}")
-    said = "Mean and 95% interval; loss in nats per byte. Recorded: "
-    return table(_COLUMNS, rows, note=f"{note} {said}{records.provenance(first)}.".strip())
+    table: dict[str, dict[str, Any]] = {}
+    for model, dtype in itertools.product(MODELS, DTYPES):
+        part = _part(model, dtype, 1)
+        films = {
+            how: {
+                moment: _packed(
+                    [
+                        (PLACES.index(at.place), at.layer, *kept, *work, round(at.gradients))
+                        for at, kept, work in _pairs(model, dtype, how, moment)
+                    ]
+                )
+                for moment in RUNS
+            }
+            for how in CHECKPOINTING
+        }
+        optimizers = _optimizers(part)
+        table.setdefault(model, {})[dtype] = {
+            "weights": part.weights, "optimizers": optimizers, "films": films,
+        }  # fmt: skip
+    return table
 
 
-def summary(methods: Mapping[str, Sequence[str]], *, note: str = "") -> Table:
-    """Tabulate the means of several methods: {method: keys} as for `price`."""
-    rows = [
-        [cell.partition(" [")[0] for cell in _row(f"bytes/{method}", f"price/{method}", key)]
-        for method, keys in methods.items()
-        for key in keys
-    ]
-    return table(_COLUMNS, rows, note=note)
+def _totals(rows: Any, part: Part, moment: str, *, tokens: int, stage: int, devices: int) -> Any:
+    """Return each row's bytes, but for what all rows of a moment share: float64 [rows]."""
+    done, gathered, reached, first, gradients = rows[:, :5].T
+    held = rows[:, 5] + tokens * rows[:, 6] + rows[:, 7] + tokens * rows[:, 8]
+    if stage < 2:
+        return held + (part.weights if devices > 1 else gradients)
+    ahead = part.layers - done
+    copied = (done > 0) | ((moment == "forward") & (stage == 2) & (gathered > 0))
+    units = np.where(first, 2, reached if stage == 2 else gathered)
+    units = np.minimum(ahead, units) + (copied & (first == 0))
+    outer = (part.weights - part.layers * part.unit) * (1 + first)
+    reduced = done * part.unit
+    return held + gradients - reduced + outer + part.unit * units + reduced / devices
 
 
-def _row(sizes: str, prices: str, key: str) -> list[str]:
-    """Return one row: bytes, and time and loss where they were measured."""
-    size, share = (records.find("memory", sizes, f"{what}/{key}") for what in _SIZES)
-    predicted = "".join(number(told / 1e6) for told in size.peers.get("predicted", ()))
-    whole = key.split(", stage")[0]  # a pipeline's stages have one time
-    costs = [_cost(prices, f"{what}/{whole}", digits) for what, digits in _PRICES.items()]
-    return [_named(key), predicted, number(size.p50 / 1e6), f"{share.p50:.3f}", *costs]
+def _summits(model: str, dtype: str, checkpointing: str, moment: str) -> list[list[int]]:
+    """Return the rows of a moment that are the highest for some batch, stage and devices."""
+    part = _part(model, dtype, 1)
+    listed = [
+        [
+            at.done, at.gathered, part.layers if at.reached is None else at.reached,
+            int(at.first), round(at.gradients), *kept, *work,
+        ]
+        for at, kept, work in _pairs(model, dtype, checkpointing, moment)
+    ]  # fmt: skip
+    rows = np.array(listed, dtype=np.float64)
+    highest = {
+        int(_totals(rows, part, moment, tokens=tokens, stage=stage, devices=devices).argmax())
+        for tokens, stage, devices in itertools.product(_TOKENS, (0, 2, 3), _DEVICES)
+    }
+    return [listed[at] for at in sorted(highest)]
 
 
-_SIZES = ("peak", "peak over plain")
-_PRICES = {"time over plain": 2, "loss minus plain": 4}
+def peak_table() -> dict[str, Any]:
+    """Return what `estimate` needs by model, dtype and checkpointing, on any number of GPUs.
 
-
-def _cost(case: str, quantity: str, digits: int) -> str:
-    try:
-        record: Record = records.find("memory", case, quantity)
-    except KeyError:
-        return ""
-    one = Measured.recorded(record)
-    mean, low, high = (
-        f"{round(x, digits) + 0.0:.{digits}f}" for x in (one.mean, one.low, one.high)
-    )
-    return mean if low == high else f"{mean} [{low}, {high}]"
-
-
-def _named(key: str) -> str:
-    for word, said in _WORDS.items():
-        key = key.replace(word, said)
-    return key
+    A row is the layers done, gathered and reached, whether it's the first, gradients, activations
+    and workspace as constant and per token.
+    """
+    table: dict[str, dict[str, Any]] = {}
+    for model, dtype in itertools.product(MODELS, DTYPES):
+        part = _part(model, dtype, 1)
+        summits = {
+            how: {moment: _summits(model, dtype, how, moment) for moment in RUNS}
+            for how in CHECKPOINTING
+        }
+        table.setdefault(model, {})[dtype] = {
+            "weights": part.weights, "unit": part.unit, "layers": part.layers,
+            "optimizers": _optimizers(part), "points": summits,
+        }  # fmt: skip
+    return table

@@ -1,0 +1,166 @@
+"""Where one device's step may peak: points in the order in which a step passes them.
+
+A layer's forward has one point, its backward three: in the MLP, in the norm before the MLP, and in
+the norm before attention. What lies between two points holds less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from labcore.memory.accounting.part import FLOAT, INDEX, Part
+from labcore.memory.accounting.stepping import step_bytes
+
+__all__ = ["Held", "backward", "forward", "step"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What is held at one point of a step, besides weights and optimizer state.
+
+    place: what runs. layer: its number from 1; 0 outside the layers.
+    """
+
+    place: str
+    activations: float
+    layer: int = 0
+    gradients: float = 0.0
+    workspace: float = 0.0
+    done: int = 0  # layers whose backward is over
+    gathered: int = 2  # layers whose weights FSDP2 has gathered: this one and the next
+    reached: int | None = None  # layers whose weights stage 2 has gathered; None: all
+    first: bool = False  # the first layer's forward, beside the flat copy of all other weights
+
+
+def forward(part: Part) -> Iterator[Held]:
+    """Yield the points of a forward, without the gradients of earlier micro-batches."""
+    yield Held(place="embedding", activations=part.inputs + part.stream, first=True)
+    yield from _stack_forward(part)
+    if part.head:
+        if not part.mixed and part.wide == 2:
+            below = part.kept - part.logits - part.tokens * INDEX - part.read(1)
+            yield Held(
+                place="final norm",
+                activations=below,
+                workspace=part.stream + part.norm_input,
+                gathered=1,
+            )
+        below = part.kept - part.logits - part.tokens * INDEX
+        yield Held(place="head", activations=below, workspace=part.logits, gathered=1)
+    cached = part.layers * part.casts if part.segments else 0  # otherwise part of `kept`
+    loss = part.logits if part.head else 0
+    place = "loss" if part.head else "end"
+    yield Held(place=place, activations=part.kept, workspace=loss + cached, gathered=0)
+
+
+def _stack_forward(part: Part) -> Iterator[Held]:
+    """Yield a point for each layer: at its end, or within it if nothing of it is kept."""
+    segments = part.segments or [1] * part.layers
+    each = part.segment if part.segments else part.layer
+    # While x + mlp(x) is computed, the product and the sum stand. The next norm keeps the sum and
+    # this layer's norms kept both inputs if those are float32; otherwise they stand beside copies.
+    waits = part.stream if part.wide == FLOAT else 0
+    adding = part.stream if part.wide == FLOAT else 4 * part.stream
+    layer = 0
+    for number, size in enumerate(segments, 1):
+        below = part.inputs + number * each
+        for _ in range(size):
+            layer += 1
+            if part.segments:
+                streams = 2 if size == 1 else 3  # one layer shares the segment's input
+                working = streams * part.stream + 2 * part.row
+                if part.checkpointing != "selective":
+                    working += max(3 * part.row, part.attention) - 2 * part.row
+                working, kept = working + layer * part.casts, below
+            else:
+                working, kept = adding, below + waits
+            yield Held(
+                place="layer",
+                layer=layer,
+                activations=kept,
+                workspace=working,
+                reached=min(layer + 1, part.layers),
+            )
+
+
+def backward(part: Part) -> Iterator[Held]:
+    """Yield the points of a backward: loss, final norm, each layer from the last, embedding."""
+    width, head = part.norm_input, 0
+    norm = 5 * width
+    if part.head:
+        below = part.kept - part.tokens * INDEX
+        yield Held(place="loss", activations=below, workspace=2 * part.logits, gathered=0)
+        head = (part.table + part.config.hidden_size) * part.wide
+        yield Held(
+            place="final norm",
+            activations=part.kept - part.top + width,
+            gradients=head,
+            workspace=norm,
+            gathered=0,
+        )
+    yield from _stack_backward(part, head)
+    if part.embedding:
+        workspace = part.stream
+        if part.config.tie_word_embeddings and part.head:  # two gradients and their sum
+            table = part.table * part.wide
+            workspace = max(part.stream, table) + table
+        yield Held(
+            place="embedding",
+            activations=part.ids,
+            gradients=part.weights,
+            workspace=workspace,
+            done=part.layers,
+        )
+
+
+def _stack_backward(part: Part, head: int) -> Iterator[Held]:
+    """Yield three points for each layer, from the last. head: gradients that exist before them."""
+    width, g = part.norm_input, part.wide
+    wider = part.stream if g < FLOAT else 0  # a norm's input in float32 is not the stream
+    down, mlp = part.elements("down_proj.weight"), part.elements("mlp.")
+    product = part.row + (2 * down if part.mixed else 0)  # what down_proj's backward frees
+    freed = 4 * part.row + part.norm(2) - width + (mlp * 2 if part.mixed else 0)
+    segments = part.segments or [1] * part.layers
+    each = part.segment if part.segments else part.layer
+    # A segment's backward begins with all of it recomputed, beside its input.
+    apart = wider + part.last_product if part.segments else 0
+    done = 0
+    for number in range(len(segments), 0, -1):
+        below = part.inputs + number * each
+        if part.segments:
+            below += segments[number - 1] * part.layer + apart - part.segment
+        for _ in range(segments[number - 1]):
+            layer, gradients = part.layers - done, head + done * part.unit
+            yield Held(
+                place="MLP",
+                activations=below - product,
+                gradients=gradients + down * g,
+                workspace=part.stream + 3 * part.row,
+                done=done,
+                layer=layer,
+            )
+            yield Held(
+                place="second norm",
+                activations=below - freed,
+                gradients=gradients + mlp * g,
+                workspace=5 * width + wider,
+                done=done,
+                layer=layer,
+            )
+            below -= part.layer
+            yield Held(
+                place="first norm",
+                activations=below - apart + width,
+                gradients=gradients + part.unit,
+                workspace=5 * width,
+                done=done,
+                layer=layer,
+            )
+            done += 1
+
+
+def step(part: Part) -> Iterator[Held]:
+    """Yield where the optimizer's step may peak."""
+    workspace = step_bytes(part.optimizer, part.sizes, part.wide, gpu=part.gpu)
+    yield Held(place="optimizer", activations=part.ids, gradients=part.weights, workspace=workspace)

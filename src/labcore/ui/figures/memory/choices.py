@@ -1,0 +1,59 @@
+"""What a reader of the memory figures can choose, and how bytes are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from labcore.attention.traffic import GPUS
+from labcore.models import LlamaConfig
+from labcore.ui.theme import PALETTE
+
+__all__ = ["CAPACITIES", "CARDS", "CHECKPOINTING", "COLORS", "MODELS", "OPTIMIZERS", "in_bytes"]
+
+COLORS = {
+    "parameters": PALETTE["gray"],
+    "gradients": PALETTE["sky"],
+    "optimizer": PALETTE["vermillion"],
+    "activations": PALETTE["blue"],
+    "workspace": PALETTE["orange"],
+}
+CAPACITIES = (16, 24, 80, 141)  # GB on the labels of common GPUs
+MODELS = {  # the shapes of TinyLlama and of Llama 2
+    name: LlamaConfig(
+        vocab_size=32000,
+        hidden_size=width,
+        intermediate_size=wide,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=4096,
+    )
+    for name, (width, wide, layers, heads, kv_heads) in {
+        "1.1B": (2048, 5632, 22, 32, 4),
+        "7B": (4096, 11008, 32, 32, 32),
+        "13B": (5120, 13824, 40, 40, 40),
+        "70B": (8192, 28672, 80, 64, 8),
+    }.items()
+}
+OPTIMIZERS = {
+    "adamw": "AdamW",
+    "sgd": "SGD",
+    "lion": "Lion",
+    "adafactor": "Adafactor",
+    "sm3": "SM3",
+    "adamw8bit": "AdamW, 8 bits",
+}
+CHECKPOINTING: Mapping[str, int | str | None] = {
+    "none": None,
+    "selective": "selective",
+    "every 4 layers": 4,
+    "every layer": 1,
+}
+CARDS = {name: GPUS[name] for name in ("T4", "RTX 4090", "A100", "H100", "H200")}
+
+
+def in_bytes(count: float) -> str:
+    """Format bytes with 3 digits and a unit."""
+    power = min(4, int(math.log10(max(count, 1)) // 3))
+    return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
