@@ -582,6 +582,41 @@ def resting(held: Breakdown) -> Breakdown:
     return replace(held, activations=0, workspace=0)
 
 
+def metered_rank(stage: int, *, batch: int, length: int) -> Breakdown:
+    """Return the peak of this rank's second and third step; batch: its own rows."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, optimizer = memory.divide(fresh(0), stage, torch.optim.AdamW, lr=LEARNING_RATE)
+    draw = batches(0, batch=batch * ranks, length=length)
+
+    def step(n: int) -> None:
+        optimizer.zero_grad()
+        mean_loss(model, draw(n)[0].tensor_split(ranks)[rank]).backward()  # type: ignore[arg-type]
+        optimizer.step()
+
+    step(0)  # makes the optimizer's state
+    with Meter(model, getattr(optimizer, "optim", optimizer)) as meter:
+        for n in (1, 2):
+            step(n)
+    return meter.peak
+
+
+@case("peak/zero", minutes=0.6)
+def peak_of_zero(sizes: Sizes = FULL) -> list[Measurement]:
+    """The peak of a whole step on the fuller of two ranks: of many tokens, and of few."""
+    found = []
+    for name, size in {"many tokens": sizes.big, "few tokens": {**sizes.small, "batch": 1}}.items():
+        for stage in (0, *STAGES):
+            each = processes.run(metered_rank, RANKS, stage, **size)
+            peak = max(each, key=lambda held: held.total)
+            told = memory.estimate(CONFIG, zero_stage=stage, data_parallel=RANKS, **size)
+            more: Settings = {"measured": peak.parts(), "predicted": told.parts(), **size}
+            found.append(
+                seen(f"whole step/stage {stage}, {name}", "bytes", [peak.total],
+                     peers={"predicted": [told.total]}, exact=True, **more)
+            )  # fmt: skip
+    return found
+
+
 @case("price/zero", minutes=1)
 def price_of_zero(sizes: Sizes = FULL) -> list[Measurement]:
     """Stages 1 to 3 over plain data parallelism in the same two processes."""

@@ -240,6 +240,16 @@ def test_contexts_are_rows_of_their_own_table() -> None:
     assert all(math.isfinite(x) for each in losses.values() for x in each)
 
 
+def test_the_peak_of_zero_is_predicted_for_each_stage() -> None:
+    named = checked("peak/zero", cases.peak_of_zero(SMALL))
+    assert len(named) == 8
+    tokens = [item for name, item in named.items() if name.endswith("many tokens")]
+    totals = [item.samples[0] for item in tokens]
+    assert totals == sorted(totals, reverse=True)
+    for item in tokens:
+        assert item.samples[0] == pytest.approx(item.peers["predicted"][0], rel=0.15)
+
+
 def test_lora_has_its_bytes_and_its_losses() -> None:
     named = checked("bytes/lora", cases.bytes_of_lora(SMALL))
     low, lower = (named[f"peak/{name}"].samples[0] for name in ("LoRA", "QLoRA"))

@@ -27,10 +27,10 @@ _COLUMNS = ("", "MB predicted", "MB measured", "bytes / plain", "time / plain", 
 
 def compared(sizes: Mapping[str, tuple[float, float]], *, note: str = "") -> Table:
     """Tabulate {name: (predicted bytes, measured bytes)} of a live run."""
-    rows = [
-        [name, number(said / 1e6), number(saw / 1e6), f"{100 * (said / saw - 1) + 0.0:+.1f}%"]
-        for name, (said, saw) in sizes.items()
-    ]
+    rows = []
+    for name, (said, saw) in sizes.items():
+        off = round(100 * (said / saw - 1), 1) + 0.0  # no "-0.0"
+        rows.append([name, number(said / 1e6), number(saw / 1e6), f"{off:+.1f}%"])
     return table(("live", "MB predicted", "MB measured", "prediction off by"), rows, note=note)
 
 
