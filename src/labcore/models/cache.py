@@ -13,10 +13,43 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from labcore.checks import positive_int
+from labcore.checks import one_of, positive_int
 from labcore.models.config import LlamaConfig
 
-__all__ = ["DenseCache", "KVCache", "StepCache", "tree_mask"]
+__all__ = ["KV_DTYPES", "DenseCache", "KVCache", "StepCache", "kv_bytes", "tree_mask"]
+
+KV_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "float8": torch.float8_e4m3fn,
+}
+CODES = (torch.int8, torch.float8_e4m3fn)
+SCALE = 4  # bytes of the float32 scale that the D codes of a key or a value share
+
+
+def kv_bytes(
+    config: LlamaConfig, tokens: int, *, dtype: str = "bfloat16", page: int = 1, devices: int = 1
+) -> int:
+    """Return the bytes that one request's keys and values take on each device.
+
+    They are 2 * layers * Hkv * D numbers per token. `tokens` is rounded up to whole pages of `page`
+    tokens; a contiguous reservation is one page of the maximum length.
+    dtype: a key of KV_DTYPES. "int8" and "float8" also store a float32 scale per key and value of
+    each head, as `attention.quantize_kv` returns.
+    devices: tensor parallelism divides the heads. It never splits one, so with more devices than
+    key and value heads each device holds one.
+    Raises ValueError or TypeError for invalid arguments.
+    """
+    one_of("dtype", dtype, KV_DTYPES)
+    for name, size in (("tokens", tokens), ("page", page), ("devices", devices)):
+        positive_int(name, size)
+    kept = KV_DTYPES[dtype]
+    slots = -(-tokens // page) * page
+    heads = -(-config.kv_heads // devices)
+    row = config.head_size * kept.itemsize + SCALE * (kept in CODES)
+    return 2 * config.num_hidden_layers * heads * row * slots
 
 
 class StepCache(Protocol):
