@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from labcore.attention import paged_attention
-from labcore.checks import positive_int
+from labcore.attention import paged_attention, quantize_kv
+from labcore.attention.kv_codes import check_readable
+from labcore.checks import one_of, positive_int
 from labcore.models import Llama, LlamaConfig, tree_mask
+from labcore.models.cache import CODES, KV_DTYPES
 from labcore.parallel.llama import local_config
 
 __all__ = ["PackedStep", "PagedCache", "Segment"]
@@ -59,7 +61,12 @@ class PagedCache:
     block_size: tokens per block. rows, max_blocks: the most rows of a decode graph, and the most
     blocks of a row in it.
 
+    dtype: of keys and values, the model's or a narrower one. torch.int8 and torch.float8_e4m3fn
+    store codes of `attention.quantize_kv`: tokens become codes as they are written, so whoever
+    reads them, in the same step or a later one, reads the same rounded numbers.
+
     keys, values: [P + 1, block_size, Hkv, D] per layer. Block P receives the tokens of idle rows.
+    scales: of codes, for keys and for values, float32 [P + 1, block_size, Hkv] per layer; or empty.
     For decode graphs, the cache is a `KVCache` of `rows` rows, filled by `bind`: lengths, int32
     [rows], and block_table, int32 [rows, max_blocks].
     Raises ValueError or TypeError for invalid arguments.
@@ -80,9 +87,14 @@ class PagedCache:
         self.block_size = positive_int("block_size", block_size)
         size = (num_blocks + 1, block_size, config.kv_heads, config.head_size)
         layers = range(config.num_hidden_layers)
+        codes = one_of("dtype", dtype, [*KV_DTYPES.values(), torch.float64]) in CODES
         with torch.inference_mode(False):  # or they couldn't be filled outside of it
             self.keys, self.values = (
                 tuple(torch.zeros(size, dtype=dtype, device=device) for _ in layers)
+                for _ in range(2)
+            )
+            self.scales = tuple(
+                tuple(torch.zeros(size[:3], device=device) for _ in layers if codes)
                 for _ in range(2)
             )
             self.lengths = torch.zeros(positive_int("rows", rows), dtype=torch.int32, device=device)
@@ -90,6 +102,7 @@ class PagedCache:
                 (rows, positive_int("max_blocks", max_blocks)), num_blocks
             )
         self.device = self.lengths.device
+        check_readable(self.keys[0])
 
     @classmethod
     def of(cls, llama: Llama, **options: Any) -> Self:
@@ -103,8 +116,40 @@ class PagedCache:
 
     def store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Write k, v [R, Hkv, D] to slots, int64 [R]. A slot is block * block_size + offset."""
-        for blocks, new in ((self.keys[layer], k), (self.values[layer], v)):
-            blocks.flatten(0, 1).index_copy_(0, slots, new.to(blocks.dtype))
+        for pool, scales, new in ((self.keys, self.scales[0], k), (self.values, self.scales[1], v)):
+            blocks = pool[layer]
+            if scales:
+                new, steps = quantize_kv(new, blocks.dtype)
+                scales[layer].flatten(0, 1).index_copy_(0, slots, steps)
+            _flat(blocks).index_copy_(0, slots, _bits(new.to(blocks.dtype)))
+
+    def read(
+        self, layer: int, q: Tensor, table: Tensor, totals: Tensor, tree: Tensor | None = None
+    ) -> Tensor:
+        """Attend with q [B, H, T, D] to the blocks in `table` by the paged kernel."""
+        pages = self.keys[layer], self.values[layer]
+        if not self.scales[0]:
+            heads = q.to(pages[0].dtype)
+            return paged_attention(heads, *pages, table, totals, tree=tree).to(q.dtype)
+        keys, values = (scales[layer] for scales in self.scales)
+        return paged_attention(
+            q, *pages, table, totals, key_scales=keys, value_scales=values, tree=tree
+        )
+
+    def gather(self, layer: int, source: Tensor | slice, dtype: torch.dtype) -> list[Tensor]:
+        """Return the keys and the values in the slots `source`, [slots, Hkv, D] in `dtype`."""
+        found = []
+        for pool, scales in ((self.keys, self.scales[0]), (self.values, self.scales[1])):
+            new = _at(_flat(pool[layer]), source).view(pool[layer].dtype).to(dtype)
+            if scales:
+                new = new * _at(scales[layer].flatten(0, 1), source).to(dtype)[..., None]
+            found.append(new)
+        return found
+
+    @property
+    def stored(self) -> list[Tensor]:
+        """All tensors of the pool: keys, values and scales, [P + 1, block_size, Hkv, ...] each."""
+        return [*self.keys, *self.values, *self.scales[0], *self.scales[1]]
 
     def slots(self, segment: Segment, places: Sequence[int]) -> list[int]:
         """Return the slots of a request's tokens at `places`."""
@@ -118,8 +163,8 @@ class PagedCache:
         source = self.slots(segment, [segment.start + node for node in nodes])
         into = self.slots(segment, range(segment.start, segment.start + len(nodes)))
         moved, places = (torch.tensor(given, device=self.device) for given in (source, into))
-        for blocks in (*self.keys, *self.values):
-            flat = blocks.flatten(0, 1)
+        for blocks in self.stored:
+            flat = _flat(blocks)
             flat.index_copy_(0, places, flat.index_select(0, moved))
 
     def device_table(self, rows: Sequence[Segment], width: int) -> Tensor:
@@ -169,8 +214,7 @@ class PagedCache:
     ) -> Tensor:
         """Attend with q [B, H, 1, D] to the rows, including what was just written."""
         totals = (self.lengths + counts).clamp(min=1)  # an idle row reads block P
-        pages = self.keys[layer], self.values[layer]
-        return paged_attention(q.to(pages[0].dtype), *pages, self.block_table, totals).to(q.dtype)
+        return self.read(layer, q, self.block_table, totals)
 
     def advance(self, counts: Tensor) -> None:
         """Count the written tokens: lengths += counts, integers [B]."""
@@ -270,19 +314,15 @@ class _GroupOnCpu:
         """Attend with q [B, T, Hkv, G, D]; the G heads of a key head become rows of one product."""
         shape = q.shape
         folded = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * T, D]
-        pages = self.cache.keys[layer], self.cache.values[layer]
-        k, v = (self._gathered(blocks).to(q.dtype) for blocks in pages)
+        k, v = (
+            found.unflatten(0, (self.rows, self.reach)).transpose(1, 2)  # [B, Hkv, S, D]
+            for found in self.cache.gather(layer, self.source, q.dtype)
+        )
         if self.mask is not None and self.mask.shape[2] not in (1, folded.shape[2]):
             self.mask = self.mask.repeat(1, 1, shape[3], 1)
         mask = None if self.mask is None else self.mask.to(q.dtype)
         mixed = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask)
         return mixed.unflatten(2, (shape[3], shape[1])).permute(0, 3, 1, 2, 4)
-
-    def _gathered(self, blocks: Tensor) -> Tensor:
-        """Return the rows' keys or values, [B, Hkv, S, D]."""
-        flat, source = blocks.flatten(0, 1), self.source
-        found = flat[source] if isinstance(source, slice) else flat.index_select(0, source)
-        return found.unflatten(0, (self.rows, self.reach)).transpose(1, 2)
 
 
 class _GroupOnGpu:
@@ -301,10 +341,23 @@ class _GroupOnGpu:
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attend with q [B, T, Hkv, G, D]."""
-        pages = self.cache.keys[layer], self.cache.values[layer]
-        heads = q.flatten(2, 3).transpose(1, 2).to(pages[0].dtype)  # [B, H, T, D]
-        mixed = paged_attention(heads, *pages, self.table, self.ends, tree=self.tree)
-        return mixed.to(q.dtype).transpose(1, 2).unflatten(2, q.shape[2:4])
+        heads = q.flatten(2, 3).transpose(1, 2)  # [B, H, T, D]
+        mixed = self.cache.read(layer, heads, self.table, self.ends, self.tree)
+        return mixed.transpose(1, 2).unflatten(2, q.shape[2:4])
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Return x, or the bytes of float8 numbers: torch moves those only as bytes on a CPU."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def _flat(blocks: Tensor) -> Tensor:
+    """Return the slots of a pool's blocks, [(P + 1) * block_size, ...], in the same memory."""
+    return _bits(blocks).flatten(0, 1)
+
+
+def _at(flat: Tensor, source: Tensor | slice) -> Tensor:
+    return flat[source] if isinstance(source, slice) else flat.index_select(0, source)
 
 
 def _check(segments: Sequence[Segment], block_size: int) -> None:

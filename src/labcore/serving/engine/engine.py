@@ -21,6 +21,7 @@ from labcore.decoding.requests import Plan
 from labcore.decoding.stops import TextDecoder
 from labcore.decoding.verify import LOSSLESS, VERIFIERS
 from labcore.models import Llama
+from labcore.models.cache import KV_DTYPES
 from labcore.serving.clock import Clock
 from labcore.serving.engine.blocks import BlockPool, blocks_for
 from labcore.serving.engine.cache import PagedCache
@@ -40,6 +41,8 @@ class Engine:
 
     tokenizer: with `decode`, for texts in the outputs and for stop texts; with `encode` too,
     prompts may be texts. num_blocks, block_size: the pool's blocks, and the tokens per block.
+    kv_dtype: of keys and values; "auto" is the model's. "int8" and "float8" store 8-bit codes with
+    scales, so that the same memory holds more blocks; outputs may differ a little.
     max_num_seqs, max_num_batched_tokens, chunk, policy, max_waiting, enable_prefix_caching: as in
     `Scheduler`. Under "static" too, a request's tokens and its end are reported at once; only its
     slot stays taken.
@@ -67,6 +70,7 @@ class Engine:
         *,
         num_blocks: int = 256,
         block_size: int = 16,
+        kv_dtype: str = "auto",
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 256,
         chunk: int | None = None,
@@ -107,8 +111,10 @@ class Engine:
             max_length=self.max_length,
             vocab_size=model.config.vocab_size,
         )
+        one_of("kv_dtype", kv_dtype, ("auto", *KV_DTYPES))
         cache = PagedCache.of(
             model,
+            dtype=KV_DTYPES.get(kv_dtype, model.embed_tokens.weight.dtype),
             num_blocks=num_blocks,
             block_size=block_size,
             rows=max_num_seqs,
