@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,7 @@ from labcore.memory import (
     zero,
 )
 from labcore.memory.accounting.shapes import parameter_shapes
+from labcore.memory.cache import kv_bytes
 from labcore.memory.lora import add_lora
 from labcore.memory.model import (
     CONFIG,
@@ -57,9 +59,12 @@ from labcore.memory.quantize import INT4
 from labcore.memory.trials import LEARNING_RATE
 from labcore.models import Llama, LlamaConfig, next_token_loss, train
 from labcore.models.llama import causal_attention
+from labcore.models.shipped import pretrained
 from labcore.models.tokenizer import ByteTokenizer
 from labcore.models.training import windows
 from labcore.optim import SM3, Adafactor, AdamW8bit
+from labcore.serving.simulation.workload import Workload, long_tail
+from labcore.studies.memory.cache import average_held, crowd, held_out_windows, loss_through_cache
 from labcore.timing import paired
 
 Settings = dict[str, Any]
@@ -89,6 +94,12 @@ class Sizes:
     model_lengths: tuple[int, ...] = (256, 512, 1024)  # of attention in a model
     layer_lengths: tuple[int, ...] = (1024, 2048, 4096)  # and in one layer
     asked: tuple[str, ...] | None = None  # keys of ASKED; None for all
+    lives: int = 16  # requests served, over those that run at once
+    young: int = 128  # steps before a crowd is counted
+    output: int = 256  # the longest
+    reserved: int = 4  # bf16 requests of maximum length that the KV cache's budget holds
+    windows: int = 16  # of held-out text, per seed
+    window: int = 256  # tokens
 
 
 FULL = Sizes()
@@ -112,6 +123,12 @@ SMALL = Sizes(
     model_lengths=(9, 300),
     layer_lengths=(9, 500),
     asked=("one row", "grouped, tied, 6 layers"),
+    lives=8,
+    young=2,
+    output=20,
+    reserved=5,
+    windows=2,
+    window=21,
 )
 
 # Learning rates were chosen on seeds 100 and 101, by the held-out loss after 40 steps: Adafactor's
@@ -1138,3 +1155,87 @@ def error_of_estimate(sizes: Sizes = FULL) -> list[Measurement]:
         found.append(seen(f"relative error/{name}", "share", [error], exact=True, **parts))
     largest = max(abs(item.samples[0]) for item in found)
     return [*found, exact("largest relative error", "share", largest)]
+
+
+# Serving -----------------------------------------------------------------------------------------
+PROMPTS = (16, 96)  # the shortest and longest
+LEAST = 8  # tokens of an output
+FEWER_HEADS = replace(CONFIG, num_key_value_heads=2)  # a third of CONFIG's
+POOLS: Mapping[str, tuple[LlamaConfig, str, int | None]] = {  # dtype, page; None: contiguous
+    "contiguous": (CONFIG, "bfloat16", None),
+    "pages of 256": (CONFIG, "bfloat16", 256),
+    "pages of 64": (CONFIG, "bfloat16", 64),
+    "pages of 16": (CONFIG, "bfloat16", 16),
+    "pages of 16, int8": (CONFIG, "int8", 16),
+    "pages of 16, float8": (CONFIG, "float8", 16),
+    "pages of 16, GQA": (FEWER_HEADS, "bfloat16", 16),
+    "pages of 16, GQA, int8": (FEWER_HEADS, "int8", 16),
+}
+
+
+def asking(n: int, seed: int, most: int) -> Workload:
+    """Return n waiting requests with outputs of 8 to `most` tokens, most of them short."""
+    dice = random.Random(f"prompts {seed}")
+    return Workload(
+        arrivals=(0.0,) * n,
+        prompts=tuple(dice.randint(*PROMPTS) for _ in range(n)),
+        outputs=long_tail(LEAST, n, seed, most=most),
+        max_tokens=most,
+        vocabulary=CONFIG.vocab_size,
+        seed=seed,
+    )
+
+
+@case("cache/requests", minutes=8, needs="cpu")
+def requests_at_once(sizes: Sizes = FULL) -> list[Measurement]:
+    """The requests that our engine runs at once in one budget of bytes, by how it keeps them."""
+    longest = PROMPTS[1] + sizes.output
+    budget = sizes.reserved * kv_bytes(CONFIG, longest)
+    found = []
+    for name, (config, dtype, page) in POOLS.items():
+        size, model = page or longest, Llama(config).eval()  # imposed lengths: any weights do
+        held = average_held(asking(500, 0, sizes.output), size)
+        token = kv_bytes(config, 1, dtype=dtype)
+        n = math.ceil(sizes.lives * max(sizes.reserved, budget / token / held))
+        seen_by_seed = [
+            crowd(
+                model, asking(n, seed, sizes.output), budget=budget, dtype=dtype, page=size,
+                longest=longest, warm_up=sizes.young,
+            )
+            for seed in sizes.few
+        ]  # fmt: skip
+        predicted = [one.predicted for one in seen_by_seed]
+        found += [
+            exact(f"bytes per token/{name}", "B", token, budget=budget, page=size),
+            seen(
+                f"requests at once/{name}", "requests", [one.measured for one in seen_by_seed],
+                peers={"predicted": predicted}, seeds=sizes.few, requests=n, budget=budget,
+                blocks=seen_by_seed[0].blocks, page=size, longest=longest,
+                preemptions=[one.preemptions for one in seen_by_seed],
+            ),
+            seen(
+                f"wasted/{name}", "share", [one.wasted for one in seen_by_seed], seeds=sizes.few,
+            ),
+        ]  # fmt: skip
+    return found
+
+
+@case("cache/loss", minutes=3, needs="cpu")
+def rounded_cache(sizes: Sizes = FULL) -> list[Measurement]:
+    """The held-out loss of the shipped model with a rounded KV cache, minus that with float32."""
+    model = pretrained("target")
+    rows = {seed: held_out_windows(sizes.windows, sizes.window, seed) for seed in sizes.seeds}
+    losses = {
+        dtype: [loss_through_cache(model, rows[seed], dtype) for seed in sizes.seeds]
+        for dtype in ("float32", "bfloat16", "int8", "float8")
+    }
+    plain = losses.pop("float32")
+    return [
+        seen(
+            f"loss minus float32/{dtype}", "nats per token",
+            [mine - other for mine, other in zip(loss, plain, strict=True)],
+            seeds=sizes.seeds, loss=loss, float32=plain, windows=sizes.windows,
+            tokens=sizes.window, bytes=kv_bytes(model.config, 1, dtype=dtype),
+        )
+        for dtype, loss in losses.items()
+    ]  # fmt: skip

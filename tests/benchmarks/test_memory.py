@@ -262,3 +262,34 @@ def test_lora_has_its_bytes_and_its_losses() -> None:
 def test_the_seeds_are_not_those_that_chose_the_rates() -> None:
     assert not {100, 101} & set(cases.FULL.seeds)
     assert memory.estimate(CONFIG, batch=1, length=1).total > 0
+
+
+def test_a_pool_runs_about_as_many_requests_as_the_lengths_predict() -> None:
+    found = by_quantity(cases.requests_at_once(SMALL))
+    crowds = {name: found[f"requests at once/{name}"] for name in cases.POOLS}
+    for name, item in crowds.items():
+        (measured,), (predicted,) = item.samples, item.peers["predicted"]
+        assert measured == pytest.approx(predicted, rel=0.15)
+        bytes_held = item.details["blocks"] * item.details["page"] * found[
+            f"bytes per token/{name}"
+        ].samples[0]  # fmt: skip
+        assert 0.8 * item.details["budget"] < bytes_held <= item.details["budget"] or (
+            name == "pages of 256"
+        )
+        assert 0 <= found[f"wasted/{name}"].samples[0] < 1
+    for more, less in (
+        ("pages of 16", "contiguous"),
+        ("pages of 16, int8", "pages of 16"),
+        ("pages of 16, GQA", "pages of 16, int8"),
+        ("pages of 16, GQA, int8", "pages of 16, GQA"),
+    ):
+        assert crowds[more].samples[0] > crowds[less].samples[0]
+
+
+def test_a_rounded_cache_is_compared_seed_by_seed() -> None:
+    found = by_quantity(cases.rounded_cache(SMALL))
+    assert set(found) == {f"loss minus float32/{kind}" for kind in ("bfloat16", "int8", "float8")}
+    for item in found.values():
+        pairs = zip(item.details["loss"], item.details["float32"], strict=True)
+        assert list(item.samples) == [mine - plain for mine, plain in pairs]
+        assert 0 < max(map(abs, item.samples)) < 0.2

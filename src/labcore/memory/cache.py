@@ -14,19 +14,9 @@ from labcore.memory.quantize import INT4, INT8, Scheme, quantized_bytes
 from labcore.models.cache import kv_bytes
 from labcore.models.config import LlamaConfig
 
-__all__ = ["WEIGHTS", "Room", "kv_bytes", "requests_at_once", "serving_room"]
+__all__ = ["WEIGHTS", "Room", "kv_bytes", "serving_room"]
 
 WEIGHTS: dict[str, Scheme | None] = {"bfloat16": None, "int8": INT8, "int4": INT4}
-
-
-def requests_at_once(slots: int, average: float, *, page: int, longest: int | None = None) -> float:
-    """Return how many requests of varied lengths a pool of `slots` tokens holds on average.
-
-    average: the mean number of tokens that a running request holds. Its last page is half empty on
-    average, so it takes about average + (page - 1) / 2 slots. longest: for a contiguous
-    reservation, the maximum length, which every request takes from the start.
-    """
-    return slots // longest if longest else slots / (average + (page - 1) / 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
