@@ -11,12 +11,14 @@ from labcore.ui import twin
 from labcore.ui.compact import plain
 from labcore.ui.figures import memory
 from tests.ui.figures.test_memory import CONTROLS
+from tests.ui.figures.test_memory_cache import REQUESTS
 
 pytestmark = pytest.mark.long
 
 FORMULAS = {
     "film": (memory.film, memory.FILM_FORMULA, CONTROLS["film"]),
     "stages": (memory.stages, memory.STAGES_FORMULA, CONTROLS["stages"]),
+    "requests": (memory.requests, memory.REQUESTS_FORMULA, REQUESTS),
 }
 COMPUTE = """([name, settings, data, frame]) => settings.map(chosen => {
     const copy = structuredClone(frame);
@@ -26,16 +28,19 @@ COMPUTE = """([name, settings, data, frame]) => settings.map(chosen => {
 
 
 def numbers(frame: Any) -> list[float]:
-    """The heights of all bars or areas, their places, and where axis and lines are."""
-    found = [y for trace in frame["data"] for y in trace["y"]] + frame["layout"]["yaxis"]["range"]
+    """All heights, 0 for none, their places, and where the axis and the lines are."""
+    found = [y or 0 for trace in frame["data"] for y in trace["y"]]
     found += [x for trace in frame["data"] for x in trace["x"] if not isinstance(x, str)]
-    return found + [one[key] for one in frame["layout"]["shapes"] for key in ("x0", "y0")]
+    lines = frame["layout"].get("shapes", ())
+    found += [one[key] for one in lines for key in ("x0", "y0")]
+    return found + list(frame["layout"]["yaxis"]["range"])
 
 
 def words(frame: Any) -> Any:
     """The title, the names, and which lines and labels are shown."""
     layout = frame["layout"]
-    marks = [one.get("visible", True) for one in (*layout["shapes"], *layout["annotations"])]
+    lines = (*layout.get("shapes", ()), *layout.get("annotations", ()))
+    marks = [one.get("visible", True) for one in lines]
     return layout["title"]["text"], marks, [trace["name"] for trace in frame["data"]]
 
 

@@ -81,6 +81,8 @@ window.labcoreFormulas = (function () {
     return totals;
   }
 
+  function grouped(count) { return count.toString().replace(/\B(?=(\d{3})+$)/g, ","); }
+
   return {
     // labcore.memory.film of one GPU.
     memoryFilm: function (values, data, frame) {
@@ -127,6 +129,28 @@ window.labcoreFormulas = (function () {
       frame.layout.title.text = "Peak " + size(peak) + " of " + size(capacity) + ": " +
         (peak <= capacity ? "fits" : "does not fit") + "<br>" + now.name + ": " +
         size(sum(now.held));
+    },
+    memoryRequests: function (values, data, frame) {
+      var own = data.models[values.model], devices = values.devices;
+      var heads = Math.ceil(own.heads[values.heads] / devices);
+      var row = own.size * data.bytes[values.kv] + data.scale[values.kv];
+      var weights = Math.ceil(own.weights[values.heads][values.weights] / devices);
+      var step = 6 * data.batched * (own.width + Math.ceil(own.wide / devices));
+      var room = Math.max(values.card * 1e9 - weights - step, 0);
+      function fit(tokens) {
+        var slots = Math.ceil(tokens / data.page) * data.page;
+        return Math.floor(room / (2 * own.layers * heads * row * slots)) || null;
+      }
+      var marked = Math.min(values.context, own.longest);
+      var most = fit(own.longest);
+      frame.data[0].y = data.contexts.map(function (x) { return x <= own.longest ? fit(x) : null; });
+      frame.data[1].y = data.contexts.map(function (x) { return x <= own.longest ? most : null; });
+      frame.data[2].x = [marked];
+      frame.data[2].y = [fit(marked)];
+      frame.layout.title.text = room === 0
+        ? "No room: the weights take " + size(weights) + " per GPU"
+        : grouped(fit(marked) || 0) + " requests of " + grouped(marked) + " tokens in " +
+          size(room);
     },
     memoryStages: function (values, data, frame) {
       var totals = stacked([0, 1, 2, 3].map(function (stage) {

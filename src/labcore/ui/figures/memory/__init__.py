@@ -1,5 +1,6 @@
 """Figures for the chapter `memory`."""
 
+from labcore.ui.figures.memory.cache import HEADS, MEMORIES, REQUESTS_FORMULA, SERVED, requests
 from labcore.ui.figures.memory.calculator import STAGES_FORMULA, stacks, stages
 from labcore.ui.figures.memory.choices import (
     CAPACITIES,
@@ -19,12 +20,17 @@ __all__ = [
     "CHECKPOINTING",
     "COLORS",
     "FILM_FORMULA",
+    "HEADS",
+    "MEMORIES",
     "MODELS",
     "OPTIMIZERS",
+    "REQUESTS_FORMULA",
+    "SERVED",
     "STAGES_FORMULA",
     "compared",
     "film",
     "price",
+    "requests",
     "stacks",
     "stages",
     "stretches",
