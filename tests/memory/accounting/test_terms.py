@@ -1,4 +1,4 @@
-"""A layer's terms against what the meter sees of it, and the paper's against a layer of its kind."""
+"""A layer's terms against the meter, and the paper's against a layer of its kind."""
 
 import math
 import random

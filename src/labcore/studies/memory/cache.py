@@ -89,7 +89,7 @@ def crowd(
         raise ValueError(f"requests must wait after {warm_up} steps, got none; serve more of them")
     shares, read = [], []
     for step in steps:
-        counts = {one.id: one.count for one in (*step.chunks, *step.decodes)}
+        counts = {one.id: one.count for one in (*step.chunks, *step.decodes)}  # type: ignore[attr-defined]
         lengths = [start + counts[id] for id, start in step.contexts.items()]
         held = sum(blocks_for(length, page) for length in lengths) * page
         shares.append(1 - sum(lengths) / held)

@@ -21,23 +21,23 @@ MEMORIES = (24, 80, 141, 192)  # GB on the labels of an RTX 4090, an H100, an H2
 HEADS = ("as published", "MHA", "MQA")
 PAGE, BATCHED = 16, 2048
 CONTEXTS = tuple(2**power for power in range(9, 18))
-_LLAMA3 = {"vocab_size": 128_256, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
 SERVED = {
     "Llama 2 7B": MODELS["7B"],
-    "Llama 3.1 8B": LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        **_LLAMA3,
-    ),
-    "Llama 3.1 70B": LlamaConfig(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        **_LLAMA3,
-    ),
+    **{
+        name: LlamaConfig(
+            vocab_size=128_256,
+            hidden_size=width,
+            intermediate_size=wide,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=8,
+            max_position_embeddings=131_072,
+        )
+        for name, (width, wide, layers, heads) in {
+            "Llama 3.1 8B": (4096, 14336, 32, 32),
+            "Llama 3.1 70B": (8192, 28672, 80, 64),
+        }.items()
+    },
 }
 
 
