@@ -27,6 +27,7 @@ from labcore.attention.configs import DESCRIBED, FORWARD, KEYS, QUERIES
 from labcore.attention.reference import masked_scores
 from labcore.attention.traffic import Shape
 from labcore.compile_only import TARGETS
+from labcore.compile_only.tiles import measure_tiles, measure_timeline
 from labcore.device import Backend, default_device, hardware
 from labcore.timing import Comparison, paired
 
@@ -63,6 +64,16 @@ SHOWN = (
 )
 
 
+GRID: dict[str, tuple[Any, ...]] = {  # tiles of the forward kernel to compile
+    "target": ("sm_80", "sm_90"),
+    "head_dim": (64, 128),
+    "rows": (64, 128, 256),
+    "columns": (32, 64, 128),
+    "stages": (2, 3),
+    "warps": (4, 8),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """How much the cases measure."""
@@ -77,12 +88,14 @@ class Sizes:
     cpu_gemm: int = 1024
     parity_length: int = 333
     cpu_decode: tuple[int, int, int, int, int, int] = (8, 8, 4, 64, 2048, 16)  # like DECODE's
+    every_tile: bool = True  # of GRID, or only the first
 
 
 FULL = Sizes()
 SMALL = Sizes(
     lengths=(64, 128), tokens=128, width=128, flex_lengths=(), cpu_lengths=(64, 128),
     cpu_rounds=3, cpu_gemm=64, parity_length=19, cpu_decode=(2, 4, 2, 16, 64, 16),
+    every_tile=False,
 )  # fmt: skip
 
 
@@ -780,3 +793,34 @@ def of_table(table: dict[str, Any]) -> Measurement:
         shown[name.replace("described_", "forward_")] = {t: row[t] for t in TARGETS if t in row}
     told = {"triton": table["triton"], "programs": len(kernels), "kernels": shown, "limits": limits}
     return exact("programs that spill", "programs", spilled, mode="compiled", **told)
+
+
+@case("compiled/tiles", minutes=6.0, needs="cpu")
+def compiled_tiles(sizes: Sizes = FULL) -> list[Measurement]:
+    """What the 16-bit forward kernel needs without a mask, compiled with tiles of GRID."""
+    grid = GRID if sizes.every_tile else {name: one[:1] for name, one in GRID.items()}
+    found = measure_tiles(grid)
+    fit = sum(
+        not need["spills"] and need["shared"] <= TARGETS[name.split()[0]].shared_limit
+        for name, need in found.items()
+        if "error" not in need
+    )
+    limits = {name: TARGETS[name].shared_limit for name in grid["target"]}
+    return [exact("tiles that fit", "programs", fit, mode="compiled", tiles=found, limits=limits)]
+
+
+@case("compiled/timeline", minutes=0.3, needs="cpu")
+def compiled_timeline() -> list[Measurement]:
+    """When the tensor cores and the softmax of our Hopper loop work, by the model of its code.
+
+    The number is the share of the time in which the tensor cores work, for two schedulers.
+    """
+    found = []
+    for head_dim in DESCRIBED:
+        told = measure_timeline(head_dim)
+        for scheduler, clocks in told["clocks"].items():
+            rows = told[scheduler]
+            share = sum(map(sum, rows["matrix"])) / len(rows["matrix"][0])
+            title = f"tensor cores at work/D {head_dim}, {scheduler}"
+            found.append(exact(title, "share", share, mode="compiled", clocks=clocks, rows=rows))
+    return found

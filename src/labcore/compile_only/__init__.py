@@ -83,17 +83,10 @@ def names(target: str, gated: bool = False) -> list[str]:
 
 
 def _compiled(name: str, target: str) -> dict[str, Any]:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from labcore.compile_only.launches import build, programs
 
-    from labcore.compile_only.launches import programs
-
-    program, gpu = programs(target)[name], TARGETS[target]
-    source = ASTSource(program.kernel, program.signature, program.constants, program.attributes)
-    device = GPUTarget(gpu.backend, gpu.arch, gpu.warp)
     try:
-        return needs(triton.compile(source, target=device, options=dict(program.options)))
+        return needs(build(programs(target)[name], target))
     except Exception as error:
         raise RuntimeError(f"{name} did not compile for {target}: {error}") from error
 

@@ -25,7 +25,7 @@ from labcore.compile_only.targets import TARGETS
 from labcore.optim import AdamW, AdamW8bit, Lion
 from labcore.optim.quantized import SMALLEST
 
-__all__ = ["Program", "launching", "programs"]
+__all__ = ["Program", "build", "launching", "programs"]
 
 Call: TypeAlias = Callable[[], object]
 
@@ -349,3 +349,15 @@ def programs(target: str, *, gated: bool = False) -> dict[str, Program]:
             if always or not gated:
                 call()
     return found
+
+
+def build(program: Program, target: str) -> Any:
+    """Compile a program as its launch on `target` would, and return Triton's compiled kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    gpu = TARGETS[target]
+    source = ASTSource(program.kernel, program.signature, program.constants, program.attributes)
+    device = GPUTarget(gpu.backend, gpu.arch, gpu.warp)
+    return triton.compile(source, target=device, options=dict(program.options))

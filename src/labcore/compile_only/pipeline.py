@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from labcore.compile_only.sass import Instruction, parsed, read, target, used, written
 
-__all__ = ["Loop", "blocks_per_sm", "inner_loop"]
+__all__ = ["Loop", "Span", "blocks_per_sm", "inner_loop", "timeline"]
 
 PARTS = 4  # of an SM
 REGISTERS, SHARED, WARPS = 65_536, 228 * 1024, 64  # of an SM
@@ -79,22 +79,24 @@ def blocks_per_sm(*, warps: int, registers: int, shared: int) -> int:
     return min(REGISTERS // of_a_block, SHARED // (shared + 1024), WARPS // warps)
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A unit works on a warp's instruction from clock `start` to clock `end`."""
+
+    warp: int
+    unit: str
+    start: float
+    end: float
+
+
 def inner_loop(sass: str, *, warps: int, blocks: int) -> Loop | None:
     """Walk a kernel's shortest loop with matrix products; None if there is none.
 
     sass: what `nvdisasm -c` prints. The shortest is the loop over tiles that need no mask.
     """
-    code, labels = parsed(sass)
-    bodies = [
-        code[labels[target(one)] : at + 1]
-        for at, one in enumerate(code)
-        # An unconditional jump back doesn't close a loop; it returns a warp from a wait for data.
-        if target(one) in labels and (one.guarded or one.operands[0] != "`")
-    ]
-    products = [body for body in bodies if any(_unit(one) == "matrix" for one in body)]
-    if not products:
+    body = _body(sass)
+    if not body:
         return None
-    body = [(one, _unit(one), _occupancy(one), read(one)) for one in min(products, key=len)]
     ahead, turns = (
         _Part(body, warps=warps // PARTS, blocks=blocks, fair=fair).clocks()
         for fair in (False, True)
@@ -104,6 +106,42 @@ def inner_loop(sass: str, *, warps: int, blocks: int) -> Loop | None:
     for unit in {unit for _, unit, _, _ in body} - {"issue"}:
         busy[unit] = round(sum(occupancy for _, of, occupancy, _ in body if of == unit) * every)
     return Loop(clocks=(ahead, turns), blocks=blocks, busy=dict(sorted(busy.items())))
+
+
+def timeline(
+    sass: str, *, warps: int, blocks: int, fair: bool, iterations: int = 2
+) -> tuple[float, list[Span]]:
+    """Return the clocks of some iterations of that loop in the steady state, and what ran in them.
+
+    fair: whether warps take turns. A span begins at 0 or later; warps are those of a quarter of an
+    SM. Raises ValueError for a kernel without such a loop.
+    """
+    body = _body(sass)
+    if not body:
+        raise ValueError("a timeline needs a loop with matrix products, got a kernel without one")
+    part = _Part(body, warps=warps // PARTS, blocks=blocks, fair=fair)
+    length = iterations * part.clocks()
+    first = min(one.start for one in part.spans if one.start >= part.settled)
+    spans = [
+        Span(one.warp, one.unit, one.start - first, min(one.end - first, length))
+        for one in part.spans
+        if first <= one.start < first + length
+    ]
+    return length, spans
+
+
+def _body(sass: str) -> list[Step]:
+    """Return the shortest loop with matrix products, or nothing."""
+    code, labels = parsed(sass)
+    bodies = [
+        code[labels[target(one)] : at + 1]
+        for at, one in enumerate(code)
+        # An unconditional jump back doesn't close a loop; it returns a warp from a wait for data.
+        if target(one) in labels and (one.guarded or one.operands[0] != "`")
+    ]
+    products = [body for body in bodies if any(_unit(one) == "matrix" for one in body)]
+    found = min(products, key=len, default=[])
+    return [(one, _unit(one), _occupancy(one), read(one)) for one in found]
 
 
 def _unit(one: Instruction) -> str:
@@ -146,10 +184,11 @@ class _Part:
         self.body, self.fair = body, fair
         self.warps = [_Warp(block=block) for block in range(blocks) for _ in range(warps)]
         self.free = dict.fromkeys(UNITS, 0.0)
+        self.spans: list[Span] = []
+        self.settled = 0.0  # when the steady state begins
 
     def clocks(self) -> int:
         """Walk all iterations and return the mean of those after the first ones."""
-        settled = 0.0
         each = len(self.body) * len(self.warps)
         for done in range(ROUNDS * each):
             # Tiles in flight, if nothing else, keep a warp from running an iteration ahead.
@@ -159,10 +198,10 @@ class _Part:
                 for n, warp in enumerate(self.warps)
                 if warp.at < limit
             )
-            self._run(self.warps[which], start)
+            self._run(which, start)
             if done == SETTLED * each:
-                settled = start
-        return round((start - settled) / (ROUNDS - SETTLED))
+                self.settled = start
+        return round((start - self.settled) / (ROUNDS - SETTLED))
 
     def _start(self, warp: _Warp) -> float:
         """Return the earliest clock at which a warp's next instruction can start."""
@@ -178,11 +217,13 @@ class _Part:
             return max([start, *(other.clock for other in block if other.at == warp.at)])
         return start if one.op.startswith("HGMMA") else max(start, self.free[unit])
 
-    def _run(self, warp: _Warp, start: float) -> None:
-        """Start a warp's next instruction."""
+    def _run(self, which: int, start: float) -> None:
+        """Start the next instruction of a warp, given by its number."""
+        warp = self.warps[which]
         one, unit, occupancy, _ = self.body[warp.at % len(self.body)]
         end = max(start, self.free[unit]) + occupancy  # HGMMAs wait in the matrix unit's queue
         self.free[unit] = end
+        self.spans.append(Span(which, unit, end - occupancy, end))
         self.free["issue"] = warp.clock = start + 1
         if one.op.startswith("HGMMA"):
             if "gsb0" in one.operands:

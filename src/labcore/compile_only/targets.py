@@ -13,7 +13,7 @@ from typing import Any
 from labcore.compile_only.hazards import pending_writes
 from labcore.compile_only.pipeline import blocks_per_sm, inner_loop
 
-__all__ = ["TARGETS", "Target", "needs"]
+__all__ = ["TARGETS", "Target", "machine_code", "needs"]
 
 KIB = 1024
 # PTX and AMD's assembly -> the unit that runs the instruction.
@@ -107,6 +107,14 @@ def _of_ptx(asm: Mapping[str, Any], metadata: Any) -> dict[str, Any]:
         "reuse": reuse,
         "loop": asdict(loop) if loop else None,
     }
+
+
+def machine_code(compiled: Any) -> str:
+    """Return a kernel's machine code for an NVIDIA GPU, as `nvdisasm -c` prints it."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        return _tool("nvdisasm", "-c", cubin).stdout
 
 
 def _tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
