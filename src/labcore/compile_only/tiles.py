@@ -68,7 +68,7 @@ def _tile(point: tuple[str, int, int, int, int, int]) -> dict[str, Any]:
     config = Config(m=rows, n=columns, stages=stages, warps=warps)
     try:
         need = needs(_built(target, head_dim, config))
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:100]}
     return {name: need[name] for name in KEPT}
 

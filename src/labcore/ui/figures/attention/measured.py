@@ -1,0 +1,158 @@
+"""What was counted, timed and compiled, by length and by kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import plotly.graph_objects as go
+
+from labcore.timing import quantiles
+from labcore.ui import draw
+from labcore.ui.explorer import describe
+from labcore.ui.figures.attention.blocks import size_of
+from labcore.ui.theme import PALETTE
+
+__all__ = ["memory", "rates", "resources"]
+
+COLORS = {
+    "naive": PALETTE["vermillion"],
+    "labcore": draw.OURS,
+    "flash": draw.OURS,
+    "SDPA FLASH": draw.PEER,
+}
+_SPARE = ("green", "purple", "sky")
+_LAW = {"dash": "dash", "width": 1.5}
+
+
+def _colors(names: Sequence[str]) -> dict[str, str]:
+    """Return a color for each name: that of the part before its comma, or the next unused one."""
+    spare = iter(_SPARE)
+    return {name: COLORS.get(name.split(",")[0]) or PALETTE[next(spare, "gray")] for name in names}
+
+
+def _lengths(values: Sequence[int]) -> dict[str, object]:
+    """Return a logarithmic axis with one tick per length."""
+    text = [f"{x // 1024}k" if x >= 1024 else str(x) for x in values]
+    return {"title": "tokens", "type": "log", "tickvals": list(values), "ticktext": text}
+
+
+def memory(
+    predicted: Mapping[str, Mapping[int, float]],
+    measured: Mapping[str, Mapping[int, float]],
+    *,
+    title: str,
+) -> go.Figure:
+    """Draw bytes by length on logarithmic axes: predictions as dashed lines, measurements as dots.
+
+    Both: form -> tokens -> bytes.
+    """
+    figure, words = go.Figure(), []
+    colors = _colors([*predicted, *measured])
+    for name, curve in predicted.items():
+        line = {"color": colors[name], **_LAW}
+        figure.add_scatter(
+            x=list(curve), y=list(curve.values()), mode="lines", name=f"{name}, model", line=line
+        )
+    for name, points in measured.items():
+        marker = {"color": colors[name], "size": 10}
+        figure.add_scatter(
+            x=list(points), y=list(points.values()), mode="markers", name=name, marker=marker
+        )
+        first, last = min(points), max(points)
+        words.append(
+            f"{name}: {size_of(points[first])} at {first} tokens, {size_of(points[last])} at {last}"
+        )
+    every = sorted({x for curve in (*predicted.values(), *measured.values()) for x in curve})
+    figure.update_layout(
+        title=title,
+        xaxis=_lengths(every),
+        yaxis={"title": "bytes", "type": "log", "dtick": 1, "exponentformat": "power"},
+        height=460,
+    )
+    return describe(figure, f"{title}. Measured: {'; '.join(words)}.")
+
+
+def rates(
+    curves: Mapping[str, Mapping[int, Sequence[float]]],
+    *,
+    unit: str,
+    title: str,
+    limits: Mapping[str, float] | None = None,
+) -> go.Figure:
+    """Draw median rates by length, with the 20th and 80th percentile for several samples.
+
+    curves: form -> tokens -> samples, in `unit`; limits: name -> a level, dashed.
+    """
+    figure, colors = go.Figure(), _colors(list(curves))
+    for name, by_length in curves.items():
+        spread = [quantiles(list(samples)) for samples in by_length.values()]
+        bars = {
+            "array": [high - middle for _, middle, high in spread],
+            "arrayminus": [middle - low for low, middle, _ in spread],
+            "thickness": 1.2,
+        }
+        figure.add_scatter(
+            x=list(by_length), y=[middle for _, middle, _ in spread], error_y=bars,
+            mode="lines+markers", name=name, line={"color": colors[name]},
+        )  # fmt: skip
+    every = sorted({x for by_length in curves.values() for x in by_length})
+    for (name, level), dash in zip((limits or {}).items(), ("dash", "dot"), strict=False):
+        line = {"color": PALETTE["gray"], "dash": dash, "width": 1.5}
+        ends = [every[0], every[-1]]
+        figure.add_scatter(x=ends, y=[level] * 2, mode="lines", name=name, line=line)
+    figure.update_layout(
+        title=title, xaxis=_lengths(every), yaxis={"title": unit, "rangemode": "tozero"}, height=460
+    )
+    words = "; ".join(
+        f"{name}: " + ", ".join(f"{median(samples):.3g} at {x}" for x, samples in by_length.items())
+        for name, by_length in curves.items()
+    )
+    words += "".join(f"; {name} {level:.3g}" for name, level in (limits or {}).items())
+    return describe(figure, f"{title}, in {unit}. {words}.")
+
+
+def resources(
+    kernels: Mapping[str, Mapping[str, Mapping[str, int]]], targets: Sequence[str], *, title: str
+) -> go.Figure:
+    """Draw each kernel's registers as compiled, also shown by color, and shared memory below.
+
+    kernels: name -> target -> registers, spills and shared, in bytes; targets: the columns.
+    """
+    cells, words = [], []
+    for name, row in kernels.items():
+        cells.append([_cell(row[target]) for target in targets])
+        shown = ", ".join(
+            f"{target} {row[target]['registers']}, {row[target]['spills']} spilled, "
+            f"{row[target]['shared'] // 1024} KiB"
+            for target in targets
+        )
+        words.append(f"{name}: {shown}")
+    figure = go.Figure(
+        {
+            "type": "heatmap",
+            "z": [[row[target]["registers"] for target in targets] for row in kernels.values()],
+            "x": list(targets),
+            "y": [name.replace(" ", "<br>") for name in kernels],
+            "text": cells,
+            "texttemplate": "%{text}",
+            "textfont": {"size": 9, "color": "#222832"},
+            "colorscale": [[0, "#eef4fb"], [1, "#86bde6"]],
+            "zmin": 0,
+            "zmax": 256,
+            "showscale": False,
+            "xgap": 2,
+            "ygap": 2,
+            "hoverinfo": "skip",
+        }
+    )
+    figure.update_layout(
+        title=title, xaxis={"tickangle": -60}, yaxis={"autorange": "reversed"}, height=500
+    )
+    return describe(figure, f"{title}. {'; '.join(words)}.")
+
+
+def _cell(need: Mapping[str, int]) -> str:
+    """Format registers, KiB of shared memory, and spills if there are any, for cells of 20 px."""
+    spilled = f"<br>{need['spills']} spilled" if need["spills"] else ""
+    return f"<b>{need['registers']}</b><br>{need['shared'] // 1024}{spilled}"
