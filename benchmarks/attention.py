@@ -803,7 +803,6 @@ def compiled_tiles(sizes: Sizes = FULL) -> list[Measurement]:
     fit = sum(
         not need["spills"] and need["shared"] <= TARGETS[name.split()[0]].shared_limit
         for name, need in found.items()
-        if "error" not in need
     )
     limits = {name: TARGETS[name].shared_limit for name in grid["target"]}
     return [exact("tiles that fit", "programs", fit, mode="compiled", tiles=found, limits=limits)]

@@ -92,10 +92,11 @@ class Span:
 def inner_loop(sass: str, *, warps: int, blocks: int) -> Loop | None:
     """Walk a kernel's shortest loop with matrix products; None if there is none.
 
-    sass: what `nvdisasm -c` prints. The shortest is the loop over tiles that need no mask.
+    sass: what `nvdisasm -c` prints. The shortest is the loop over tiles that need no mask. None,
+    too, if no block fits on an SM.
     """
     body = _body(sass)
-    if not body:
+    if not body or not blocks:
         return None
     ahead, turns = (
         _Part(body, warps=warps // PARTS, blocks=blocks, fair=fair).clocks()

@@ -160,6 +160,25 @@ window.labcoreFormulas = (function () {
       }), data.capacities, frame);
       frame.layout.title.text = "Per GPU: " + size(totals[0]) + " without ZeRO, " +
         size(Math.min.apply(null, totals)) + " at best";
+    },
+    attentionDesigner: function (values, data, frame) {
+      var need = data.tiles[[values.target, values.head_dim, values.rows, values.columns,
+        values.stages, values.warps].join(" ")];
+      var limit = data.limits[values.target], bar = frame.data[0];
+      function kib(bytes) { return Math.floor(bytes / 1024); }
+      function color(over) { return over ? "#D55E00" : "#0072B2"; }
+      bar.x = [100 * need.formula / limit, 100 * need.shared / limit,
+        need.spills ? 130 : 100 * need.registers / 255];
+      bar.text = [kib(need.formula) + " KiB", kib(need.shared) + " KiB",
+        need.spills ? "spill" : String(need.registers)];
+      bar.marker.color = [color(need.formula > limit), color(need.shared > limit),
+        color(need.spills)];
+      var room = kib(need.shared) + " of " + kib(limit) + " KiB";
+      frame.layout.title.text = need.shared > limit ? "Too large: " + room
+        : need.spills ? "Registers spill: " + need.spills.toLocaleString("en-US") + " bytes"
+          : "Fits: " + room + ", " + need.registers + " registers";
+      frame.layout.xaxis.title.text = "% of a block's or a thread's limit<br>asks for a byte per " +
+        values.rows + " FLOP;<br>HBM's rate: one per " + Math.round(data.needed[values.target]);
     }
   };
 })();

@@ -21,8 +21,9 @@ __all__ = ["DESIGNER_FORMULA", "designer", "grid", "rescalings", "size_of", "til
 
 _STATES = {"skipped": "#c4c9ce", "with a mask": PALETTE["orange"], "whole": PALETTE["blue"]}
 _CARDS = {"sm_80": "A100", "sm_90": "H100"}
-_FITS, _SPILLS, _OVER = PALETTE["blue"], PALETTE["orange"], PALETTE["vermillion"]
+_FITS, _OVER = PALETTE["blue"], PALETTE["vermillion"]
 _MOST = 255  # registers of a thread
+_SPILLED = 130.0  # percent drawn for registers that spill: how many they lack isn't known
 
 
 def size_of(count: float) -> str:
@@ -111,7 +112,7 @@ def grid() -> dict[str, Any]:
     """Return the record of compiled tiles, as JSON values: "tiles", "limits" and "needed".
 
     tiles: "target head_dim rows columns stages warps" -> registers, spills in bytes, shared memory
-    in bytes as compiled and by the formula; or "error". limits: the bytes of shared memory that a
+    in bytes as compiled and by the formula. limits: the bytes of shared memory that a
     block may use. needed: the FLOP per byte that keep the GPU's matrix units busy.
     """
     kept = records.find("attention", "compiled/tiles", "tiles that fit").details
@@ -142,47 +143,42 @@ def designer(
     table = grid()
     need = table["tiles"][f"{target} {head_dim} {rows} {columns} {stages} {warps}"]
     limit = table["limits"][target]
-    failed, kib = "error" in need, limit // 1024
-    shared, registers = (0, 0) if failed else (need["shared"], need["registers"])
-    spills = 0 if failed else need["spills"]
-    over = shared > limit
-    if failed:
-        title = "The compiler gives up on this tile"
-    elif over:
-        title = f"Too large: {shared // 1024} of {kib} KiB"
+    shared, formula, spills = need["shared"], need["formula"], need["spills"]
+    if shared > limit:
+        title = f"Too large: {shared // 1024} of {limit // 1024} KiB"
     elif spills:
-        title = f"Registers spill {spills:,} bytes per thread"
+        title = f"Registers spill: {spills:,} bytes"
     else:
-        title = f"Fits: {shared // 1024} of {kib} KiB, {registers} registers"
-    colors = [
-        _OVER if need["formula"] > limit else _FITS,
-        _OVER if over else _FITS,
-        _SPILLS if spills else _FITS,
-    ]
+        title = f"Fits: {shared // 1024} of {limit // 1024} KiB, {need['registers']} registers"
+    registers = 100.0 * need["registers"] / _MOST
     figure = go.Figure()
     figure.add_bar(
-        x=[100 * need["formula"] / limit, 100 * shared / limit, 100 * registers / _MOST],
-        y=["shared memory,<br>by the formula", "shared memory,<br>compiled", "registers"],
-        text=[f"{need['formula'] // 1024} KiB", f"{shared // 1024} KiB", f"{registers}"],
-        orientation="h", marker={"color": colors}, textposition="auto", hoverinfo="skip",
+        x=[100 * formula / limit, 100 * shared / limit, _SPILLED if spills else registers],
+        y=["SRAM, formula", "SRAM, compiled", "registers"],
+        text=[
+            *(f"{size // 1024} KiB" for size in (formula, shared)),
+            "spill" if spills else str(need["registers"]),
+        ],
+        marker={"color": [
+            _OVER if formula > limit else _FITS,
+            _OVER if shared > limit else _FITS,
+            _OVER if spills else _FITS,
+        ]},
+        orientation="h", textposition="auto", hoverinfo="skip",
     )  # fmt: skip
-    figure.add_scatter(
-        x=[100, 100], y=[-0.5, 2.5], mode="lines", line=draw.PREDICTED, hoverinfo="skip",
-        showlegend=False,
-    )  # fmt: skip
+    figure.add_vline(x=100, line=draw.PREDICTED)
+    needed = f"{table['needed'][target]:.0f}"
     figure.update_layout(
         title=title,
-        xaxis={"title": f"% of what {_told(table, target, rows)}", "range": [0, 175]},
+        xaxis={
+            "title": "% of a block's or a thread's limit<br>"
+            f"asks for a byte per {rows} FLOP;<br>HBM's rate: one per {needed}",
+            "range": [0, 175],
+        },
         yaxis={"autorange": "reversed"},
-        showlegend=False,
-        height=330,
+        height=340,
     )
     return figure
-
-
-def _told(table: dict[str, Any], target: str, rows: int) -> str:
-    needed = f"{table['needed'][target]:.0f}"
-    return f"a block may have<br>{rows} FLOP per byte requested; HBM alone needs {needed}"
 
 
 DESIGNER_FORMULA = Formula("attentionDesigner", grid)
