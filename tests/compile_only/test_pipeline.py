@@ -1,10 +1,11 @@
 """The clocks of a loop: hand-made bodies whose time is known, and laws for random ones."""
 
+import itertools
 import random
 
 import pytest
 
-from labcore.compile_only.pipeline import Loop, blocks_per_sm, inner_loop
+from labcore.compile_only.pipeline import Loop, blocks_per_sm, inner_loop, timeline
 from tests.compile_only.test_hazards import sass
 
 # 64 x 128 x 16: 64 clocks of a part's matrix unit. The left operand comes from registers.
@@ -112,3 +113,25 @@ def test_blocks_share_registers_and_memory() -> None:
     assert blocks_per_sm(warps=4, registers=129, shared=1024) == 3
     assert blocks_per_sm(warps=8, registers=40, shared=75 * 1024) == 3
     assert blocks_per_sm(warps=16, registers=32, shared=0) == 4
+
+
+def test_a_timeline_has_all_work_of_its_iterations() -> None:
+    code = sass(".L_x_1:", PRODUCT, WAIT, *EXPS, BACK, "EXIT ;")
+    for warps, fair in ((4, False), (8, False), (8, True)):
+        loop = inner_loop(code, warps=warps, blocks=1)
+        clocks, spans = timeline(code, warps=warps, blocks=1, fair=fair, iterations=3)
+        assert loop is not None and clocks == 3 * loop.clocks[fair]
+        assert min(span.start for span in spans) == 0
+        assert {span.warp for span in spans} == set(range(warps // 4))
+        for unit in ("matrix", "exp"):
+            work = sum(span.end - span.start for span in spans if span.unit == unit)
+            assert abs(work - 3 * loop.busy[unit]) <= loop.busy[unit] / 2  # at both ends
+            ends = sorted((one.start, one.end) for one in spans if one.unit == unit)
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))  # one at a time
+
+
+def test_a_kernel_without_a_loop_has_no_timeline_and_one_that_does_not_fit_no_clocks() -> None:
+    with pytest.raises(ValueError, match="a timeline needs a loop with matrix products"):
+        timeline(sass(PRODUCT, "EXIT ;"), warps=4, blocks=1, fair=False)
+    code = sass(".L_x_1:", PRODUCT, WAIT, BACK, "EXIT ;")
+    assert inner_loop(code, warps=4, blocks=0) is None

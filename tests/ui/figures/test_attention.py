@@ -7,9 +7,9 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from labcore.attention import traffic
+from labcore.attention import online, traffic
 from labcore.attention.pattern import Pattern, key_range, tile_mask
-from labcore.ui import Choice, Toggle, explore, twin
+from labcore.ui import Choice, IntSlider, Toggle, explore, twin
 from labcore.ui.figures import attention as figures
 
 BLOCKS, LENGTHS = (32, 64, 128, 256), (512, 1024, 2048, 4096)
@@ -18,10 +18,37 @@ TILES = {
     "length": Choice(options=LENGTHS, default=1024),
     "is_causal": Toggle(default=True),
 }
-INTENSITY = {
-    "gpu": Choice(options=tuple(traffic.GPUS), default="H100"),
-    "head_dim": Choice(options=(64, 128, 256), default=128),
+STEPS = {
+    "after": IntSlider(low=0, high=4, default=2),
+    "largest": Choice(options=(2.0, 5.0, 12.0, 100.0), default=5.0),
+    "width": Choice(options=(2, 4), default=2),
+    "conditional": Toggle(default=False),
 }
+MACHINE = {
+    "moment": IntSlider(low=0, high=15, default=0),
+    "form": Choice(options=figures.FORMS, default=figures.FORMS[0]),
+    "head_dim": Choice(options=(64, 128), default=128),
+}
+DESIGNER = {
+    "rows": Choice(options=(64, 128, 256), default=128),
+    "columns": Choice(options=(32, 64, 128), default=128),
+    "stages": Choice(options=(2, 3), default=2),
+    "warps": Choice(options=(4, 8), default=8),
+    "head_dim": Choice(options=(64, 128), default=128),
+    "target": Choice(options=("sm_80", "sm_90"), default="sm_90"),
+}
+
+
+@pytest.fixture
+def timelines() -> dict[str, dict]:
+    """Two groups of warps in turns: A multiplies for 20 bins, then B; each has 10 of softmax."""
+
+    def row(start: int, count: int) -> list[float]:
+        return [float(start <= at % 32 < start + count) for at in range(64)]
+
+    rows = {"matrix": [row(0, 12), row(12, 12)], "softmax": [row(20, 10), row(0, 10)]}
+    own = {"clocks": 1234, "rows": rows}
+    return {f"D {dim}, {name}": own for dim in (64, 128) for name in ("ahead", "turns")}
 
 
 @pytest.fixture
@@ -99,10 +126,12 @@ def test_rescalings_follow_the_harmonic_law(generator: torch.Generator) -> None:
     assert abs(figures.rescalings(rows, 1, 32, is_causal=False) - law) < 6 * spread
 
 
-def test_frames_share_traces_and_titles_fit_a_phone(data) -> None:
+def test_frames_share_traces_and_titles_fit_a_phone(data, timelines) -> None:
     for figure_fn, controls, given in (
         (figures.tiles, TILES, {"data": data}),
-        (figures.intensity, INTENSITY, {}),
+        (figures.steps, STEPS, {}),
+        (figures.machine, MACHINE, {"data": timelines}),
+        (figures.designer, DESIGNER, {}),
     ):
         kinds = set()
         (_, first), (_, second) = list(controls.items())[:2]
@@ -115,37 +144,125 @@ def test_frames_share_traces_and_titles_fit_a_phone(data) -> None:
         assert len(kinds) == 1
 
 
-def test_the_static_pages_carry_both_explorers(
-    data: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+def test_the_static_page_carries_every_frame(
+    data: torch.Tensor, timelines: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for controls in (TILES, INTENSITY):
-        first, second = list(controls.values())[:2]
-        assert len(first.positions()) * len(second.positions()) <= twin.MOST_FRAMES
+    for controls in (TILES, STEPS, MACHINE):
+        assert math.prod(len(one.positions()) for one in controls.values()) <= twin.MOST_FRAMES
     monkeypatch.setenv("LABCORE_BOOK", "1")
     explore(figures.tiles, alt="x", data=data, **TILES)
-    explore(figures.intensity, alt="x", **INTENSITY)
+    explore(figures.steps, alt="x", **STEPS)
+    explore(figures.machine, alt="x", data=timelines, **MACHINE)
+    explore(figures.designer, alt="x", formula=figures.DESIGNER_FORMULA, **DESIGNER)
 
 
-@pytest.mark.parametrize("gpu", traffic.GPUS)
-def test_the_ring_stands_on_the_curve_at_the_largest_tile(gpu: str) -> None:
-    for head_dim in (64, 128, 256):
-        figure = figures.intensity(gpu, head_dim)
-        curve = dict(zip(trace(figure, "tiles").x, trace(figure, "tiles").y, strict=True))
-        fits = traffic.largest_block(traffic.GPUS[gpu].sram, head_dim=head_dim, block_k=32)
-        for name in ("largest that fits", "our kernel's tile"):
-            (x,), (y,) = trace(figure, name).x, trace(figure, name).y
-            assert (x is None and y is None) or y == curve[x]
-            if name == "largest that fits":
-                assert x == (min(fits, 1024) or None)
-        assert (trace(figure, "our kernel's tile").x[0] is None) == (gpu == "T4")
-    needed = traffic.GPUS[gpu].matmul / traffic.GPUS[gpu].bandwidth
-    assert set(trace(figure, "needed").y) == {needed}
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 5.5, 1e9])
+@pytest.mark.parametrize("width", [1, 3, 4, 11])
+def test_a_walk_by_hand_ends_at_softmax_whatever_the_threshold(
+    width: int, threshold: float, generator: torch.Generator
+) -> None:
+    scores, values = torch.randn(2, 11, generator=generator, dtype=torch.float64) * 5
+    states = figures.walk(scores.tolist(), values.tolist(), width, threshold=threshold)
+    assert len(states) == -(-11 // width)
+    last = states[-1]
+    assert last.acc / last.total == pytest.approx(float(scores.softmax(0) @ values), rel=1e-12)
+    lse = last.top + math.log(last.total)
+    assert lse == pytest.approx(float(scores.logsumexp(0)), rel=1e-12)
+    tops = [one.top for one in states]
+    if threshold == 0:
+        state = online.start(torch.zeros(1, 1, dtype=torch.float64))
+        for first, one in zip(range(0, 11, width), states, strict=True):
+            tile = slice(first, first + width)
+            state = online.absorb(state, scores[None, tile].clone(), values[tile, None])
+            assert one.top == state.top.item()
+            assert one.total == pytest.approx(state.total.item(), rel=1e-12)
+            assert one.acc == pytest.approx(state.acc.item(), rel=1e-12)
+            assert one.grown == (one.factor < 1)
+    elif threshold == 1e9:
+        assert len(set(tops)) == 1 and all(one.factor == 1 for one in states)
+    else:  # m follows only a score that exceeds it by more
+        assert all(b == a or b > a + threshold for a, b in itertools.pairwise(tops))
 
 
-def test_the_intensity_of_a_tile_is_its_queries() -> None:
-    curve = trace(figures.intensity("H100", 128), "tiles")
-    for block, reached in list(zip(curve.x, curve.y, strict=True))[:4]:
-        assert 0.9 * block < reached <= block
+def test_the_row_by_hand_shows_its_factors_and_ends_at_softmax() -> None:
+    figure = figures.steps(4, 5.0, 2)
+    bars, line, cells, words = figure.data
+    assert list(bars.y) == [1, 3, 2, 0, 4, 2, 5, 1] and set(line.y) == {5.0}
+    assert [list(row) for row in cells.z][1] == [0, 0, 1, 1]
+    assert words.text[6] == words.text[7] == f"{math.exp(-1):.3g}"
+    scores = torch.tensor(bars.y, dtype=torch.float64)
+    exact = float(scores.softmax(0) @ torch.arange(1.0, 9, dtype=torch.float64))
+    assert f"Softmax: {exact:.4g}. m grew 2×, rescaled 2×" == figure.layout.title.text
+    assert words.text[-1] == f"{exact:.3g}"
+    lazy = figures.steps(4, 12.0, 2, True).layout.title.text
+    assert lazy.endswith("m grew 2×, rescaled 1×")
+    assert figures.steps(0).layout.title.text == "After 0 of 4 tiles"
+    assert figures.steps(4, 5.0, 4).data[3].text[2] == "·"
+
+
+def test_the_machine_shows_the_recorded_work_at_each_moment(timelines: dict) -> None:
+    figure = figures.machine(0, figures.FORMS[1], 128, data=timelines)
+    first, second, third = (one for one in figure.data if one.type == "heatmap")
+    names = list(figure.layout.yaxis2.ticktext)
+    rows = timelines["D 128, ahead"]["rows"]
+    assert [*first.z[names.index("copies")]] == [0.5] * 64
+    for trace_, letter, which in ((second, "A", 0), (third, "B", 1)):
+        assert [*trace_.z[names.index(f"products {letter}")]] == rows["matrix"][which]
+        assert [*trace_.z[names.index(f"softmax {letter}")]] == rows["softmax"][which]
+    assert figure.layout.title.text == "Tensor cores at work: 75% of the time"
+    assert "1,234 clocks" in figure.layout.xaxis2.title.text
+    (words,) = (one for one in figure.data if getattr(one, "mode", "") == "text")
+    assert list(words.text)[2:] == [
+        "<b>tensor cores</b><br>for A", "<b>warps A</b>: wait<br>m, ℓ, a",
+        "<b>warps B</b>: softmax<br>m, ℓ, a",
+    ]  # fmt: skip
+
+
+def test_ping_pong_puts_each_softmax_under_the_others_products(timelines: dict) -> None:
+    figure = figures.machine(0, figures.FORMS[3], 64, data=timelines)
+    _, a, b = (one for one in figure.data if one.type == "heatmap")
+    names = list(figure.layout.yaxis2.ticktext)
+    for mine, other in ((a, b), (b, a)):
+        letter, their = ("A", "B") if mine is a else ("B", "A")
+        softmax = mine.z[names.index(f"softmax {letter}")]
+        products = other.z[names.index(f"products {their}")]
+        assert sum(softmax) > 0 and all(x <= y for x, y in zip(softmax, products, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_three_lines_take_as_long_as_their_bytes(head_dim: int, timelines: dict) -> None:
+    figure = figures.machine(0, figures.FORMS[0], head_dim, data=timelines)
+    copies, a, _ = (one for one in figure.data if one.type == "heatmap")
+    names = list(figure.layout.yaxis2.ticktext)
+    assert set(copies.z[names.index("copies")]) == {1.0}  # HBM is the slowest part throughout
+    gpu = traffic.GPUS["H100"]
+    share = sum(a.z[names.index("products A")]) / 64
+    assert share == pytest.approx((4 * head_dim / gpu.matmul) / (8 / gpu.bandwidth), rel=0.05)
+
+
+def test_the_designer_shows_what_was_compiled_and_what_does_not_fit() -> None:
+    table = figures.grid()
+    positions = [control.positions() for control in DESIGNER.values()]
+    assert len(table["tiles"]) == math.prod(map(len, positions))
+    said = set()
+    for point in itertools.product(*positions):
+        chosen = dict(zip(DESIGNER, point, strict=True))
+        figure = figures.designer(**chosen)
+        key = " ".join(
+            str(chosen[name])
+            for name in ("target", "head_dim", "rows", "columns", "stages", "warps")
+        )
+        need, limit = table["tiles"][key], table["limits"][chosen["target"]]
+        title = figure.layout.title.text
+        said.add(title.split()[0])
+        fits = need["shared"] <= limit and not need["spills"]
+        assert title.startswith("Fits:") == fits
+        assert title.startswith("Too large:") == (need["shared"] > limit)
+        formula, shared, registers = figure.data[0].x
+        assert shared == pytest.approx(100 * need["shared"] / limit)
+        assert (registers > 100) == bool(need["spills"])
+        assert formula == pytest.approx(100 * need["formula"] / limit)
+    assert said == {"Fits:", "Too", "Registers"}
 
 
 def test_memory_shows_models_as_lines_and_measurements_as_dots() -> None:
@@ -156,16 +273,6 @@ def test_memory_shows_models_as_lines_and_measurements_as_dots() -> None:
     assert model.line.color == dots.marker.color != mine.marker.color
     assert list(figure.layout.xaxis.tickvals) == [256, 512]
     assert "naive: 1 MB at 256 tokens, 4 MB at 512; mine: 2.5 kB at 256" in alt(figure)
-
-
-def test_running_rings_the_tiles_that_bring_a_larger_score() -> None:
-    figure = figures.running([1.0, 3.0, 3.0, 4.0], [2.0, 1.5, 1.6, 1.2], exact=4.2, title="Row")
-    so_far, top, ring, exact = figure.data
-    assert list(ring.x) == [2, 4] and list(ring.y) == [3, 4]
-    assert so_far.y[0] == pytest.approx(1 + math.log(2))
-    assert list(top.y) == [1, 3, 3, 4] and set(exact.y) == {4.2}
-    assert "rescaled at tile 2, 4" in alt(figure)
-    assert "rescaled at tile none" in alt(figures.running([1.0], [1.0], exact=1.0, title="Row"))
 
 
 def test_rates_show_medians_with_their_spread_and_limits() -> None:
