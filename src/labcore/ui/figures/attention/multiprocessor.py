@@ -122,7 +122,8 @@ def _naive(head_dim: int) -> Rows:
     products, moved = 2 * head_dim / gpu.matmul, 2 / gpu.bandwidth  # per score, in 16 bits
     exponential = 1 / (gpu.exponentials * gpu.units * gpu.clock)
     parts = [(moved, products, 0.0), (2 * moved, 0.0, exponential), (moved, products, 0.0)]
-    ends, total = [], sum(max(part) for part in parts)
+    ends: list[float] = []
+    total = sum(max(part) for part in parts)
     for part in parts:
         ends.append((ends[-1] if ends else 0.0) + _BINS * max(part) / total)
     rows: Rows = {name: [] for name in _ROWS}
