@@ -177,8 +177,8 @@ window.labcoreFormulas = (function () {
       frame.layout.title.text = need.shared > limit ? "Too large: " + room
         : need.spills ? "Registers spill: " + need.spills.toLocaleString("en-US") + " bytes"
           : "Fits: " + room + ", " + need.registers + " registers";
-      frame.layout.xaxis.title.text = "% of a block's or a thread's limit<br>asks for a byte per " +
-        values.rows + " FLOP;<br>HBM's rate: one per " + Math.round(data.needed[values.target]);
+      frame.layout.xaxis.title.text = "% of the limit<br>requests a byte per " +
+        values.rows + " FLOP;<br>HBM delivers one per " + Math.round(data.needed[values.target]);
     }
   };
 })();

@@ -171,8 +171,8 @@ def designer(
     figure.update_layout(
         title=title,
         xaxis={
-            "title": "% of a block's or a thread's limit<br>"
-            f"asks for a byte per {rows} FLOP;<br>HBM's rate: one per {needed}",
+            "title": "% of the limit<br>"
+            f"requests a byte per {rows} FLOP;<br>HBM delivers one per {needed}",
             "range": [0, 175],
         },
         yaxis={"autorange": "reversed"},
