@@ -33,14 +33,14 @@ from labcore.parallel.collectives import (
     ring,
     ring_all_gather,
 )
-from labcore.parallel.cost import BACKEND, LINKS, Link, fit_alpha_beta, in_rounds, time_all_reduce
+from labcore.parallel.cost import BACKEND, Link, fit_alpha_beta, in_rounds, time_all_reduce
 from labcore.parallel.graphs import GraphedDecoder
 from labcore.parallel.greedy import Decoded, timed_decode
 from labcore.parallel.launch_time import LaunchSeconds, launch_seconds
 from labcore.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from labcore.parallel.llama import local_cache, parallelize
 from labcore.parallel.overlap import measure_overlap, overlapped_seconds
-from labcore.parallel.published import GPT_FAST, GPT_FAST_CONTEXT
+from labcore.parallel.protocols import protocol_links
 from labcore.parallel.regions import (
     copy_to_ranks,
     gather_from_ranks,
@@ -48,7 +48,7 @@ from labcore.parallel.regions import (
     rank_and_size,
     reduce_from_ranks,
 )
-from labcore.parallel.timeline import GPUS, MODELS, decode_step, held_bytes, simulate_timeline
+from labcore.parallel.timeline import GPUS, MODELS, decode_step, simulate_timeline
 from labcore.timing import measure
 
 TIMEOUT_S = 400.0
@@ -508,111 +508,65 @@ def overlap(sizes: Sizes = FULL) -> list[Measurement]:
 
 # On paper ----------------------------------------------------------------------------------------
 GPU, LINKED, CONTEXT = "H100 SXM", ("NVLink 4", "PCIe 5.0 x16"), 1024
-ON_PAPER, BATCHES, TOGETHER = ("7B", "70B"), (1, 64), 8
-MODES: Mapping[str, Mapping[str, Any]] = {
-    "eager": {},
-    "graph": {"graph": True},
-    "eager overlap": {"overlap": True},
-    "graph overlap": {"graph": True, "overlap": True},
+TOGETHER, ROWS_OF = 8, {"7B": (1,), "70B": (64, 1024)}
+# Seconds per launch on a GB200: of the driver alone, and through torch.compile's own launcher.
+# github.com/meta-pytorch/tritonbench, pull request 1017, April 2026.
+LAUNCHES = {"3 us": 3e-6, "9 us": 9e-6}
+# Three ways to give a communication stream something to run beside: (decode_step, simulate).
+FORKS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "4 chunks": ({}, {"overlap": 4}),
+    "2 micro-batches": ({"micro_batches": 2}, {"forked": True}),
+    "parallel block": ({"parallel_block": True}, {"forked": True}),
 }
-
-
 FREE = Link(name="free", alpha=0.0, beta=0.0, source="a wire that takes no time")
 
 
-def token_of(model: str, link: Link, batch: int, chunks: Sequence[int]) -> list[Measurement]:
-    """Simulate a token on TOGETHER GPUs in each mode, and the time that the wire adds.
+def token_of(model: str, link: str, batch: int) -> list[Measurement]:
+    """Simulate a token on TOGETHER GPUs, with the latencies and bandwidths of NCCL's protocols.
 
-    The wire's time is the total minus the time of the same operations, unchunked, on a free wire.
-    It includes the cost of overlap's chunks.
+    What a wire adds to a token is its time minus that of the same model, captured on one stream, on
+    a wire that takes no time. So weights that micro-batches read twice count as time added.
     """
-    ops = decode_step(MODELS[model], ranks=TOGETHER, batch=batch, context=CONTEXT)
-    gpu, at = GPUS[GPU], f"{model}, {link.name}, batch {batch}"
-    runs = {
-        name: simulate_timeline(ops, gpu, link, events=False, **how) for name, how in MODES.items()
-    }
-    free = {
-        name: simulate_timeline(ops, gpu, FREE, **MODES[name]).seconds
-        for name in ("eager", "graph")
-    }
-    adds = {name: run.seconds - free[name.split()[0]] for name, run in runs.items()}
-    chunked = {
-        n: simulate_timeline(ops, gpu, link, graph=True, overlap=n, events=False).seconds
-        for n in chunks
-    }
-    setting: dict[str, Any] = {
-        "gpus": TOGETHER,
-        "gpu": GPU,
-        "context": CONTEXT,
-        "algorithm": "ring",
-    }
-    found = [
-        simulated(
-            f"token seconds/{at}, {name}", "s", run.seconds, compute=run.compute, wire=run.wire,
-            exposed=run.exposed, host=run.host, launches=run.launches,
-            launch_bound=run.launch_bound, **setting,
+    gpu, wire, at = GPUS[GPU], protocol_links(link), f"{model}, {link}, batch {batch}"
+    setting = {"gpus": TOGETHER, "gpu": GPU, "context": CONTEXT, "algorithm": "ring"}
+    run = functools.partial(simulate_timeline, gpu=gpu, events=False)
+    step = functools.partial(
+        decode_step, MODELS[model], ranks=TOGETHER, batch=batch, context=CONTEXT
+    )
+    one = run(step(), link=wire, graph=True)
+    found = [simulated(f"wire share/{at}, graph", "share", one.wire_share, **setting)]
+    for name, launch in LAUNCHES.items():
+        eager, graph = (
+            run(step(), link=wire, graph=way, launch=launch).seconds for way in (False, True)
         )
-        for name, run in runs.items()
-    ]  # fmt: skip
-    setting |= {"seconds that the wire adds": adds, "seconds of a graph, by chunks": chunked}
-    faster, hidden = runs["eager"].seconds / runs["graph"].seconds, adds["graph"] / adds["eager"]
-    split, added = adds["graph overlap"] / adds["graph"], "seconds that the wire adds, graph"
-    return [
-        *found,
-        simulated(f"eager over graph/{at}", "ratio", faster, **setting),
-        simulated(f"wire share/{at}, graph", "share", runs["graph"].wire_share, **setting),
-        simulated(f"{added} over eager/{at}", "ratio", hidden, **setting),
-        simulated(f"{added} with overlap over graph/{at}", "ratio", split, **setting),
-    ]
+        seconds = {"eager": eager, "graph": graph}
+        over = f"eager over graph/{at}, {name} a launch"
+        found.append(simulated(over, "ratio", eager / graph, seconds=seconds, **setting))
+    for name, (shape, how) in FORKS.items():
+        if shape.get("micro_batches", 1) > batch:
+            continue
+        whole = step(parallel_block=shape.get("parallel_block", False))
+        free = run(whole, link=FREE, graph=True).seconds
+        plain = run(whole, link=wire, graph=True).seconds - free
+        ways = {
+            "graph": run(step(**shape), link=wire, graph=True, **how).seconds,
+            "eager": run(step(**shape), link=wire, **how).seconds,
+        }
+        details = {"one stream adds": plain, "free wire": free, "seconds": ways, **setting}
+        over = f"wire adds, forked over one stream/{at}, {name}"
+        found.append(simulated(over, "ratio", (ways["graph"] - free) / plain, **details))
+    return found
 
 
 @case("paper/token", minutes=0.05)
-def token(sizes: Sizes = FULL) -> list[Measurement]:
-    """Eight H100s according to their data sheets, and one of them even if the model doesn't fit."""
-    found, gpu = [], GPUS[GPU]
-    for model, batch in itertools.product(ON_PAPER, BATCHES):
-        for link in LINKED:
-            found += token_of(model, LINKS[link], batch, sizes.chunks)
-        fits = held_bytes(MODELS[model], batch=batch, context=CONTEXT) <= gpu.capacity
-        details: dict[str, Any] = {"gpu": GPU, "fits": fits, "context": CONTEXT}
-        ops = decode_step(MODELS[model], batch=batch, context=CONTEXT)
-        for name in ("eager", "graph"):
-            run = simulate_timeline(ops, gpu, FREE, **MODES[name])
-            at = f"token seconds/{model}, 1 GPU, batch {batch}, {name}"
-            found.append(simulated(at, "s", run.seconds, **details))
-    for model in ON_PAPER:
-        many, few = (len(decode_step(MODELS[model], ranks=n)) for n in (TOGETHER, 1))
-        at = f"launches over one rank's/{model}, {TOGETHER} GPUs"
-        found.append(simulated(at, "ratio", many / few, launches=many, alone=few))
-    return found
-
-
-SOURCE = (
-    "README of pytorch-labs/gpt-fast, tensor parallelism: Llama 2, batch 1, compiled with CUDA "
-    "graphs, ENABLE_INTRA_NODE_COMM=1 (one- and two-shot kernels), A100-80GB limited to 330 W, "
-    "which leaves a peak of about 1,700 GB/s, in a hybrid cube mesh, 5 tokens of a prompt"
-)
-
-
-@case("paper/published", minutes=0.02)
-def published() -> list[Measurement]:
-    """Simulated over published tokens per second: above 1, the data sheets promise more.
-
-    gpt-fast keeps the whole embedding and head on each GPU; the simulator splits them.
-    """
-    found, gpu, link = [], GPUS["A100 SXM"], LINKS["NVLink 3"]
-    for model, rates in GPT_FAST.items():
-        for gpus, rate in rates.items():
-            ops = decode_step(MODELS[model], ranks=gpus, batch=1, context=GPT_FAST_CONTEXT)
-            for algorithm in ("ring", "two_shot"):
-                run = simulate_timeline(ops, gpu, link, algorithm=algorithm, graph=True)
-                at = f"predicted over published/{model}, {gpus} GPUs, {algorithm}"
-                details: dict[str, Any] = {"predicted": 1 / run.seconds, "published": rate}
-                details |= {"gpu": gpu.name, "link": link.name, "context": GPT_FAST_CONTEXT}
-                details |= {"source": SOURCE, "exact": True}
-                over = [1 / run.seconds / rate]
-                found.append(seen(at, "ratio", over, mode="simulated", **details))
-    return found
+def token() -> list[Measurement]:
+    """Eight H100s by their data sheets and NCCL's table, replayed with and without a fork."""
+    return [
+        measured
+        for model, link in itertools.product(ROWS_OF, LINKED)
+        for batch in ROWS_OF[model]
+        for measured in token_of(model, link, batch)
+    ]
 
 
 # Graphs on a GPU ---------------------------------------------------------------------------------

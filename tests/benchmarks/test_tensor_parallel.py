@@ -147,51 +147,26 @@ def test_overlap_is_measured_and_predicted() -> None:
             assert predicted.samples == pytest.approx([(compute + wire) / pipeline])
 
 
-def test_a_graph_on_paper_only_removes_launches() -> None:
-    found = by_quantity(cases.token(SMALL))
+def test_a_fork_changes_what_the_wire_adds_and_a_graph_the_launches() -> None:
+    found = by_quantity(cases.token())
     assert asked("tensor_parallel", "paper/token") <= set(found)
     assert {item.mode for item in found.values()} == {"simulated"}
-    value = {name: item.samples[0] for name, item in found.items()}
-    for model in cases.ON_PAPER:
-        assert value[f"launches over one rank's/{model}, 8 GPUs"] > 1
-        for batch in cases.BATCHES:
-            for link in cases.LINKED:
-                at = f"{model}, {link}, batch {batch}"
-                eager, graph = (found[f"token seconds/{at}, {mode}"] for mode in ("eager", "graph"))
-                assert eager.details["wire"] == graph.details["wire"] > 0
-                assert graph.details["launches"] == 1 < eager.details["launches"]
-                ratio = value[f"eager over graph/{at}"]
-                assert ratio == eager.samples[0] / graph.samples[0] >= 1
-                # Without chunks nothing runs beside the wire, and a graph waits for all of it.
-                adds = found[f"seconds that the wire adds, graph over eager/{at}"]
-                told = adds.details["seconds that the wire adds"]
-                assert told["graph"] == pytest.approx(graph.details["wire"])
-                assert adds.samples == [told["graph"] / told["eager"]]
-                share = value[f"wire share/{at}, graph"]
-                assert share == pytest.approx(told["graph"] / graph.samples[0])
-                over = value[f"seconds that the wire adds, graph with overlap over graph/{at}"]
-                assert over == told["graph overlap"] / told["graph"]
-                chunked = adds.details["seconds of a graph, by chunks"]
-                assert chunked[1] == graph.samples[0]
-            assert (
-                value[f"token seconds/{model}, 1 GPU, batch {batch}, eager"]
-                >= value[f"token seconds/{model}, 1 GPU, batch {batch}, graph"]
-            )
-    assert found["token seconds/7B, 1 GPU, batch 1, graph"].details["fits"]
-    assert not found["token seconds/70B, 1 GPU, batch 1, graph"].details["fits"]
-
-
-def test_published_rates_stand_under_the_predicted_ones() -> None:
-    found = by_quantity(cases.published())
-    assert asked("tensor_parallel", "paper/published") <= set(found)
-    rates = {}
     for name, item in found.items():
-        both = item.details
-        assert item.samples == pytest.approx([both["predicted"] / both["published"]])
-        model, gpus, _ = name.removeprefix("predicted over published/").split(", ")
-        rates.setdefault(model, {})[gpus] = both["published"]
-    assert list(rates["7B"].values()) == [104.9, 168.84, 254.02, 328.43]
-    assert list(rates["70B"].values()) == [21.32, 38.01, 62.5]
+        (value,) = item.samples
+        if name.startswith("eager over graph"):
+            assert value == item.details["seconds"]["eager"] / item.details["seconds"]["graph"] >= 1
+            if "3 us" in name:
+                assert value <= found[name.replace("3 us", "9 us")].samples[0]
+        elif name.startswith("wire adds"):
+            both = item.details
+            assert value == pytest.approx(
+                (both["seconds"]["graph"] - both["free wire"]) / both["one stream adds"]
+            )
+            assert both["seconds"]["eager"] >= both["seconds"]["graph"]
+        else:
+            assert name.startswith("wire share") and 0 < value < 1
+    kinds = {name.split(", ")[-1] for name in found if "batch 1," in name}
+    assert "parallel block" in kinds and "2 micro-batches" not in kinds
 
 
 def steps_on_cpu(shapes: Mapping[str, Any]) -> dict[tuple[str, int], LaunchSeconds]:

@@ -12,6 +12,7 @@ from labcore.parallel.published import (
     Comparison,
     compare_all_reduces,
     compare_tokens,
+    wire_bounds,
 )
 
 
@@ -104,3 +105,13 @@ def test_the_assumptions_are_arguments(seed: int) -> None:
             elif "eager" not in name:
                 assert late[name].predicted > one.predicted
         assert any(slow[name].predicted > one.predicted for name, one in plain.items())
+
+
+def test_the_share_of_the_wire_is_bounded_from_both_sides() -> None:
+    named, bounds = by_name(compare_tokens()), wire_bounds()
+    assert len(bounds) == 1 + sum(len(rates) for rates in GPT_FAST.values()) - 1
+    for name, (least, most) in bounds.items():
+        assert 0 < least < 0.1 < 0.25 < most < 1  # so that a rule of a quarter can't be judged
+        one = named[name]
+        gaps = one.predicted - (least + 1 - most) * one.measured
+        assert 0 <= gaps < 0.1 * one.measured  # the prediction is wire, kernels and gaps

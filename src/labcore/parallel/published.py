@@ -26,6 +26,7 @@ __all__ = [
     "Comparison",
     "compare_all_reduces",
     "compare_tokens",
+    "wire_bounds",
 ]
 
 # OPT-175B (arXiv 2205.01068) has two matrices of 4 C in its MLP. Three of 8/3 C are as many bytes.
@@ -70,12 +71,16 @@ _FORCED = {"LL": 2741.05, "LL128": 1288.51, "Simple": 1181.52}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """A published time and the model's, in seconds. source: the measurement's address."""
+    """A published time and the model's, in seconds. source: the measurement's address.
+
+    nbytes: of an all-reduce's message; 0 for a token.
+    """
 
     name: str
     predicted: float
     measured: float
     source: str
+    nbytes: int = 0
 
     @property
     def residual(self) -> float:
@@ -136,6 +141,7 @@ def compare_all_reduces(
                     predicted=wire if graph else max(wire, ranks * once),
                     measured=microseconds * 1e-6,
                     source=source,
+                    nbytes=size,
                 )
             )
     for protocol, microseconds in _FORCED.items():
@@ -146,6 +152,32 @@ def compare_all_reduces(
                 predicted=all_reduce_seconds("ring", 4, size, forced),
                 measured=microseconds * 1e-6,
                 source=f"{_H100}/proto_sweep.txt",
+                nbytes=size,
             )
         )
     return tuple(found)
+
+
+def wire_bounds() -> dict[str, tuple[float, float]]:
+    """Return the least and the largest share of each published token that only the wire can take.
+
+    Keys are names of `compare_tokens`, of steps on several GPUs replayed as a graph without
+    overlap. The least share is the predicted time of the wire over the measured token; the largest
+    is what the predicted time of the kernels leaves. Both predictions are taken as lower bounds.
+    """
+    gpu, found = GPUS["A100 SXM"], {}
+    for one in compare_tokens():
+        model, gpus, way = one.name.split(", ")
+        ranks = int(gpus.split()[0])
+        if way == "eager" or ranks == 1:
+            continue
+        ours = model == "OPT-175B"
+        config = _OPT if ours else MODELS[model.split()[-1]]
+        context = _METASEQ_CONTEXT if ours else GPT_FAST_CONTEXT
+        run = simulate_timeline(
+            decode_step(config, ranks=ranks, context=context), gpu,
+            protocol_links("NVLink 3") if ours else LINKS["NVLink 3"],
+            algorithm="ring" if ours else "two_shot", graph=True, events=False,
+        )  # fmt: skip
+        found[one.name] = run.wire / one.measured, 1 - run.compute / one.measured
+    return found
