@@ -1,8 +1,6 @@
 """Figures for the chapter `tensor_parallel`."""
 
-from labcore.ui.figures.tensor_parallel.cost import fit_view, protocol_curves
-from labcore.ui.figures.tensor_parallel.published import residuals_view, tokens_by_gpus
-from labcore.ui.figures.tensor_parallel.ranges import added_view, gain_view
+from labcore.ui.figures.tensor_parallel.cost import SIZES, all_reduce_curves, fit_view
 from labcore.ui.figures.tensor_parallel.sketch import (
     ALGORITHMS,
     Message,
@@ -15,16 +13,13 @@ from labcore.ui.figures.tensor_parallel.timelines import BATCHES, share_by_batch
 __all__ = [
     "ALGORITHMS",
     "BATCHES",
+    "SIZES",
     "Message",
-    "added_view",
+    "all_reduce_curves",
     "fit_view",
-    "gain_view",
     "messages",
-    "protocol_curves",
-    "residuals_view",
     "share_by_batch",
     "split_picture",
     "steps_view",
     "timeline_view",
-    "tokens_by_gpus",
 ]

@@ -1,4 +1,4 @@
-"""The cost of all-reduces by their size: by protocol, and a fit to what was measured."""
+"""The cost of all-reduces by their size, from the alpha-beta model and measured."""
 
 from __future__ import annotations
 
@@ -9,16 +9,32 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from labcore.parallel.cost import AlphaBetaFit, all_reduce_seconds
-from labcore.parallel.protocols import protocol_links
+from labcore.parallel.cost import AlphaBetaFit, Link, all_reduce_seconds
 from labcore.timing import quantiles
 from labcore.ui import draw
 from labcore.ui.explorer import describe
+from labcore.ui.figures.tensor_parallel.sketch import ALGORITHMS
 from labcore.ui.theme import PALETTE
 
-__all__ = ["fit_view", "protocol_curves"]
+__all__ = ["SIZES", "all_reduce_curves", "fit_view"]
 
-_COLORS = {"LL": PALETTE["vermillion"], "LL128": PALETTE["orange"], "Simple": PALETTE["blue"]}
+SIZES = tuple(2**power for power in range(10, 27, 2))
+"""Sizes in bytes of the all-reduces that are drawn: 1 KiB to 64 MiB."""
+
+_COLORS = {
+    "ring": PALETTE["blue"],
+    "halving_doubling": PALETTE["orange"],
+    "one_shot": PALETTE["vermillion"],
+    "two_shot": PALETTE["green"],
+}
+_STROKES: Mapping[str, dict[str, Any]] = {  # overlapping curves all stay visible
+    "ring": {"width": 5.5},
+    "halving_doubling": {"width": 3.5},
+    "one_shot": {"width": 2},
+    "two_shot": {"width": 2, "dash": "dash"},
+}
+_REACH = (6e-8, 1.6)  # seconds, for links from 900 down to 1 GB/s
+_SYMBOLS = ("circle-open", "square-open", "diamond-open", "x", "triangle-up-open")
 
 
 def _size(nbytes: float) -> str:
@@ -27,52 +43,87 @@ def _size(nbytes: float) -> str:
     return f"{draw.digits(nbytes / 1024**power)} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def protocol_curves(
-    link: str, ranks: int, measured: Mapping[str, Mapping[int, float]]
+def all_reduce_curves(
+    ranks: int = 8,
+    alpha_us: float = 0.6,
+    gb_per_s: float = 450.0,
+    *,
+    data: Mapping[str, Mapping[int, Sequence[float]]] | None = None,
 ) -> go.Figure:
-    """Draw the seconds of a ring by its size under each of NCCL's protocols, by NCCL's own table.
+    """Draw the seconds of an all-reduce by its size, for each algorithm by the alpha-beta model.
 
-    link: a key of LINKS. measured: name -> bytes -> published seconds, drawn as dots.
+    ranks: N; halving_doubling has no curve unless it's a power of two. alpha_us: µs per step;
+    gb_per_s: GB/s per rank in one direction. data: name -> bytes -> samples of measured seconds. A
+    key of `ALL_REDUCES` is drawn in its color; "backend" or another name is gray. The time axis is
+    the same for every link, 60 ns to 1.6 s; data extends it to a decade more than needed.
     """
-    links, sizes = protocol_links(link), [2**power for power in range(10, 29)]
+    link = Link(name="chosen", alpha=alpha_us * 1e-6, beta=1e-9 / gb_per_s, source="chosen")
     figure = go.Figure()
-    curves = {
-        name: [all_reduce_seconds("ring", ranks, size, one) for size in sizes]
-        for name, one in links.items()
-    }
-    for name, seconds in curves.items():
+    curves: dict[str, list[float]] = {}
+    measured = {size: None for by_size in (data or {}).values() for size in by_size}
+    sizes = _sizes(min([*measured, SIZES[0]]))
+    nothing = [None] * len(sizes)
+    middles: list[float] = []
+    for name, color in _COLORS.items():
+        if name != "halving_doubling" or not ranks & (ranks - 1):
+            curves[name] = [all_reduce_seconds(name, ranks, size, link) for size in sizes]
         figure.add_scatter(
-            x=sizes, y=[1e6 * one for one in seconds], mode="lines", name=name,
-            line={"color": _COLORS[name], "width": 2},
+            x=sizes, y=[1e6 * one for one in curves[name]] if name in curves else nothing,
+            mode="lines", name=_words(name), line={"color": color, **_STROKES[name]},
         )  # fmt: skip
-    for (name, by_size), symbol in zip(measured.items(), ("circle-open", "diamond"), strict=False):
-        figure.add_scatter(
-            x=list(by_size), y=[1e6 * one for one in by_size.values()], mode="markers", name=name,
-            marker={"color": draw.MEASURED, "size": 9, "symbol": symbol},
-        )  # fmt: skip
-    fastest = [min(curves, key=lambda name: curves[name][at]) for at in range(len(sizes))]
-    changes = [
-        f"{now} from {_size(sizes[at + 1])}"
-        for at, (was, now) in enumerate(pairwise(fastest))
-        if was != now
+    title = _fastest(sizes, curves)
+    words = [
+        f"{_words(name)} {draw.seconds(y[0])} to {draw.seconds(y[-1])}"
+        for name, y in curves.items()
     ]
-    title = ", ".join([f"fastest: {fastest[0]}", *changes])
-    every = [one for seconds in curves.values() for one in seconds]
+    for at, (name, by_size) in enumerate((data or {}).items()):
+        rows = [quantiles(list(samples)) for samples in by_size.values()]
+        middles += [middle for _, middle, _ in rows]
+        figure.add_scatter(
+            x=list(by_size), y=[1e6 * middle for _, middle, _ in rows], mode="markers",
+            name=f"{_words(name)}, measured", error_y=_bars(rows),
+            marker={
+                "color": _COLORS.get(name, PALETTE["gray"]), "size": 10, "line": {"width": 2},
+                "symbol": _SYMBOLS[at % len(_SYMBOLS)],
+            },
+        )  # fmt: skip
+        words.append(f"{_words(name)} measured: " + ", ".join(
+            f"{_size(size)} {draw.seconds(middle)}"
+            for size, (_, middle, _) in zip(by_size, rows, strict=True)
+        ))  # fmt: skip
+    low, high = (min(middles) / 10, 10 * max(middles)) if middles else _REACH
     figure.update_layout(
         title=title,
         xaxis={"title": "size of the tensor", **_size_axis(sizes)},
-        yaxis={"title": "time", "type": "log", **_time_ticks(min(every), max(every), (1,))},
+        yaxis={
+            "title": "time", "type": "log", **_time_ticks(low, high, (1,)),
+            "range": [math.log10(1e6 * low), math.log10(1e6 * high)],
+        },
         height=444,
         legend={"xref": "container"},
     )  # fmt: skip
-    words = [f"{name} {draw.seconds(y[0])} to {draw.seconds(y[-1])}" for name, y in curves.items()]
-    words += [
-        f"{name}: " + ", ".join(
-            f"{_size(size)} {draw.seconds(one)}" for size, one in by_size.items()
-        )
-        for name, by_size in measured.items()
-    ]  # fmt: skip
-    return describe(figure, f"{link}, {ranks} ranks, {title}. {'; '.join(words)}.")
+    chosen = f"{ranks} ranks, {draw.digits(alpha_us)} µs, {draw.digits(gb_per_s)} GB/s"
+    return describe(figure, f"{chosen}, {title}. {'; '.join(words)}.")
+
+
+def _words(algorithm: str) -> str:
+    return ALGORITHMS.get(algorithm, algorithm)
+
+
+def _sizes(least: float) -> list[int]:
+    """Return powers of 4 from at most `least` bytes to the largest of SIZES."""
+    first = math.floor(math.log(max(least, 1), 4) + 1e-9)
+    return [4**power for power in range(first, round(math.log(SIZES[-1], 4)) + 1)]
+
+
+def _fastest(sizes: Sequence[int], curves: Mapping[str, Sequence[float]]) -> str:
+    """Return the fastest algorithm for the smallest size, and the first that overtakes it."""
+    best = [min((curve[at], name) for name, curve in curves.items())[1] for at in range(len(sizes))]
+    changes = [(sizes[at + 1], now) for at, (was, now) in enumerate(pairwise(best)) if was != now]
+    if not changes:
+        return f"fastest: {_words(best[0])} at every size"
+    size, name = changes[0]
+    return f"fastest: {_words(best[0])}, {_words(name)} from {_size(size)}"
 
 
 def _size_axis(sizes: Sequence[int]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from labcore.parallel.timeline import (
     held_bytes,
     simulate_timeline,
 )
-from labcore.studies.tensor_parallel.ranges import Range, share
 from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.figures.tensor_parallel.sketch import ALGORITHMS
@@ -41,8 +40,8 @@ _WHOLE = {"exponentformat": "none", "separatethousands": True}  # 10,000 us, not
 _WAYS = {
     "eager": (False, False),
     "graph": (True, False),
-    "eager, fork": (False, True),
-    "graph, fork": (True, True),
+    "eager, overlap": (False, True),
+    "graph, overlap": (True, True),
 }
 
 
@@ -54,7 +53,7 @@ def timeline_view(
     gpus: int = 8,
     graph: bool = False,
     batch: int = 1,
-    fork: bool = False,
+    overlap: bool = False,
     algorithm: str = "ring",
     link: str = "NVLink 4",
     model: str = "7B",
@@ -65,12 +64,11 @@ def timeline_view(
 ) -> go.Figure:
     """Draw one layer of a decode step on three streams, and below it a token's time in four ways.
 
-    gpus: 1, 2, 4, ..., which must divide the model's dimensions; batch: rows; graph, algorithm: as
-    in `simulate_timeline`. fork: the rows in two halves that take turns, with the all-reduces on a
-    forked stream; a batch that two doesn't divide stays whole. link, model, gpu: keys of LINKS,
-    MODELS and GPUS; context: tokens of a row in the cache. launch_us: microseconds a launch; None
-    takes the GPU's. base_us: microseconds that a collective costs once; None takes NCCL's figures.
-    Collectives run in the fastest of NCCL's protocols (`protocol_links`).
+    gpus: 1, 2, 4, ..., which must divide the model's dimensions; batch: rows; graph, overlap,
+    algorithm: as in `simulate_timeline`; link, model, gpu: keys of LINKS, MODELS and GPUS; context:
+    tokens of a row in the cache. launch_us: microseconds a launch; None takes the GPU's.
+    base_us: microseconds that a collective costs once, in the fastest of NCCL's protocols
+    (`protocol_links`); None takes the link of LINKS, which knows neither.
     The layer is the middle one, from its first kernel to that of the next; its time starts at 0.
     The bars below stack the parts of a token's time: kernels, what the wire adds to them, and the
     rest, in which the device waits. The chosen way is in bold.
@@ -78,22 +76,18 @@ def timeline_view(
     """
     config, machine = MODELS[model], GPUS[gpu]
     one_of("link", link, LINKS)
-    wire = protocol_links(link, base=None if base_us is None else base_us * 1e-6)
+    wire = LINKS[link] if base_us is None else protocol_links(link, base=base_us * 1e-6)
     launch = None if launch_us is None else launch_us * 1e-6
     shape: dict[str, Any] = {"ranks": gpus, "batch": batch, "context": context}
-    halves = 1 if batch % 2 else 2
-    plans = {
-        cut: decode_step(config, **shape, micro_batches=halves if cut else 1)
-        for cut in (False, True)
-    }
+    ops = decode_step(config, **shape)
     runs = {
         name: simulate_timeline(
-            plans[cut], machine, wire, algorithm=algorithm, graph=by_graph, forked=cut,
-            launch=launch, events=(by_graph, cut) == (graph, fork),
+            ops, machine, wire, algorithm=algorithm, graph=by_graph, overlap=cut, launch=launch,
+            events=(by_graph, cut) == (graph, overlap),
         )
         for name, (by_graph, cut) in _WAYS.items()
     }  # fmt: skip
-    chosen = next(name for name, way in _WAYS.items() if way == (graph, fork))
+    chosen = next(name for name, way in _WAYS.items() if way == (graph, overlap))
     run = runs[chosen]
     held = held_bytes(config, **shape)
     title = f"{draw.seconds(run.seconds)} per token, wire alone {run.wire_share:.0%}"
@@ -101,9 +95,7 @@ def timeline_view(
         f"{run.launches:,} launch{'' if run.launches == 1 else 'es'}, {held / 1e9:.3g} GB"
         f"{' of' if held <= machine.capacity else ', above'} {machine.capacity / 1e9:.3g} per GPU"
     )
-    begin, end, bars = _layer(
-        run, len(plans[fork]), config.num_hidden_layers, gpus, halves if fork else 1
-    )
+    begin, end, bars = _layer(run, len(ops), config.num_hidden_layers, gpus)
     wide = draw.ceiling((end - begin) * 1e6)
     figure = go.Figure(
         [
@@ -163,11 +155,10 @@ def _two_panels(
 
 
 def _layer(
-    run: Timeline, operations: int, layers: int, gpus: int, parts: int
+    run: Timeline, operations: int, layers: int, gpus: int
 ) -> tuple[float, float, list[Event]]:
     """Return where the middle layer begins and ends, and all bars that overlap it."""
-    outside = (2, 3) if gpus > 1 else (1, 2)  # operations before and after the layers
-    before, behind = (parts * one for one in outside)
+    before, behind = (2, 3) if gpus > 1 else (1, 2)  # operations outside the layers
     long = (operations - before - behind) // layers
     first = before + long * (layers // 2)
     device = [event for event in run.events if event.stream != "host"]
@@ -247,49 +238,50 @@ def _stacked(runs: Mapping[str, Timeline]) -> list[dict[str, Any]]:
 
 
 def share_by_batch(
-    model: str = "7B", link: str = "NVLink 4", algorithm: str = "ring", context: int = 1024
+    model: str = "7B",
+    link: str = "NVLink 4",
+    algorithm: str = "ring",
+    gpu: str = "H100 SXM",
+    context: int = 1024,
 ) -> go.Figure:
-    """Draw the share of a token's time in which only the wire works, by batch, for 2 to 16 H100.
+    """Draw the share of a token's time that collectives take, by batch, for 2 to 16 GPUs.
 
-    model, link: keys of MODELS and LINKS; algorithm: as in `simulate_timeline`; context: tokens of
-    a row in the cache. Steps are replayed as a graph on one stream. The bars span what is assumed
-    (`ranges.share`). A number of GPUs that doesn't divide the model has no curve. A hollow dot
-    marks a batch whose weights and cache exceed a GPU's memory.
+    model, link, gpu: keys of MODELS, LINKS and GPUS; algorithm: as in `simulate_timeline`; context:
+    tokens of a row in the cache. Steps are replayed as a graph without overlap, so launches hide
+    nothing. A number of GPUs that doesn't divide the model has no curve. A hollow dot marks a batch
+    whose weights and cache exceed a GPU's memory.
     """
     one_of("link", link, LINKS)
     traces, said, ones = [], [], []
     for gpus, color in zip((2, 4, 8, 16), ("blue", "green", "orange", "vermillion"), strict=True):
-        shares: dict[int, Range] = {}
+        shares: dict[int, float | None] = {}
         symbols = []
         for batch in BATCHES:
+            shape: dict[str, Any] = {"ranks": gpus, "batch": batch, "context": context}
             try:
-                shares[batch] = share(
-                    model, link, batch, algorithm=algorithm, gpus=gpus, context=context
-                )
+                ops = decode_step(MODELS[model], **shape)
             except ValueError:  # the dimensions don't divide
-                break
-            held = held_bytes(MODELS[model], ranks=gpus, batch=batch, context=context)
-            symbols.append("circle" if held <= GPUS["H100 SXM"].capacity else "circle-open")
-        found = list(shares.values())
+                shares[batch] = None
+                continue
+            fits = held_bytes(MODELS[model], **shape) <= GPUS[gpu].capacity
+            symbols.append("circle" if fits else "circle-open")
+            run = simulate_timeline(
+                ops, GPUS[gpu], LINKS[link], algorithm=algorithm, graph=True, events=False
+            )
+            shares[batch] = run.wire_share
         ink = {"color": PALETTE[color], "width": 2}
         traces.append(
             {
-                "type": "scatter", "x": list(shares), "y": [one.middle for one in found],
-                "error_y": {
-                    "array": [one.high - one.middle for one in found],
-                    "arrayminus": [one.middle - one.low for one in found],
-                    "thickness": 1.2, "width": 3,
-                },
+                "type": "scatter", "x": list(shares), "y": list(shares.values()),
                 "mode": "lines+markers", "name": _gpus(gpus), "line": ink,
                 "marker": {"size": 8, "symbol": symbols or "circle", "line": ink},
             }
         )  # fmt: skip
-        if found:
-            ones += [found[0].low, found[0].high]
-            said.append(
-                f"{_gpus(gpus)} {found[0].low:.0%} to {found[0].high:.0%} of a token of one row, "
-                f"{found[-1].low:.0%} to {found[-1].high:.0%} of {BATCHES[-1]}"
-            )
+        first, last = shares[BATCHES[0]], shares[BATCHES[-1]]
+        if first is not None and last is not None:
+            ones.append(first)
+            said.append(f"{_gpus(gpus)} {first:.0%} of a token of one row, {last:.0%} of "
+                        f"{BATCHES[-1]}")  # fmt: skip
     title = f"one row: the wire takes {min(ones):.0%} to {max(ones):.0%}"
     figure = go.Figure(
         traces,
@@ -308,6 +300,6 @@ def share_by_batch(
     )  # fmt: skip
     return describe(
         draw.named_at_ends(figure),
-        f"{model}, H100, {ALGORITHMS[algorithm]}, {link}, {context:,} tokens per row, "
+        f"{model}, {gpu}, {ALGORITHMS[algorithm]}, {link}, {context:,} tokens per row, "
         f"replayed as a graph: {'; '.join(said)}.",
     )
