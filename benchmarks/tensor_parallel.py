@@ -528,7 +528,9 @@ def token_of(model: str, link: str, batch: int) -> list[Measurement]:
     a wire that takes no time. So weights that micro-batches read twice count as time added.
     """
     gpu, wire, at = GPUS[GPU], protocol_links(link), f"{model}, {link}, batch {batch}"
-    setting = {"gpus": TOGETHER, "gpu": GPU, "context": CONTEXT, "algorithm": "ring"}
+    setting: dict[str, Any] = {
+        "gpus": TOGETHER, "gpu": GPU, "context": CONTEXT, "algorithm": "ring",
+    }  # fmt: skip
     run = functools.partial(simulate_timeline, gpu=gpu, events=False)
     step = functools.partial(
         decode_step, MODELS[model], ranks=TOGETHER, batch=batch, context=CONTEXT
