@@ -25,7 +25,7 @@ def capture_overlapped(
     """Capture `overlap.chunked_linear` as one CUDA graph with a forked communication stream.
 
     x: [M, F / N], this rank's columns of the input; weight: [F / N, C], its rows of the weight;
-    both on the current GPU. chunks: of x's rows. group: of the ranks, with NCCL.
+    both on the current GPU. chunks: of x's rows, at most M. group: of the ranks, with NCCL.
     warmup: runs before the capture, at least one.
     Returns the graph and its output [M, C]. To run it on new numbers, copy them into x and call
     `replay()`; the output is overwritten. Keep x, weight and the output as long as the graph.
@@ -33,7 +33,7 @@ def capture_overlapped(
     Source: "CUDA semantics", docs.pytorch.org; cross-stream dependencies in NVIDIA's CUDA
     Programming Guide.
     """
-    positive_int("chunks", chunks)
+    chunks = min(positive_int("chunks", chunks), len(x))
     positive_int("warmup", warmup)
     if not torch.cuda.is_available():
         raise RuntimeError("a capture must have a GPU, got none; use chunked_linear on a CPU")

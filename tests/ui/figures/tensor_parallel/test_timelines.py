@@ -39,12 +39,6 @@ CONTROLS = {
         "model": MODEL_CHOICE,
         "gpu": Choice(options=tuple(GPUS), default="H100 SXM"),
     },
-    "share_by_batch": {
-        "model": Choice(options=tuple(MODELS)),
-        "link": Choice(options=tuple(cost.LINKS)),
-        "algorithm": Choice(options=tuple(ALL_REDUCES)),
-        "gpu": Choice(options=tuple(GPUS), default="H100 SXM"),
-    },
     "all_reduce_curves": {
         "ranks": IntSlider(low=2, high=16, default=8),
         "alpha_us": LogSlider(low=0.1, high=1000, default=1, points=9),
@@ -253,32 +247,6 @@ def test_a_step_that_no_gpu_holds_is_told() -> None:
     )
     size = held_bytes(MODELS["7B"], ranks=2, batch=1024) / 1e9
     assert f"{size:.3g} GB, above 80 per GPU" in many and "7.01 GB of 80 per GPU" in few
-    figure = figures.share_by_batch("7B")
-    for gpus in (2, 4, 8, 16):
-        symbols = trace(figure, f"{gpus} GPUs").marker.symbol
-        for batch, symbol in zip(figures.BATCHES, symbols, strict=True):
-            fits = held_bytes(MODELS["7B"], ranks=gpus, batch=batch) <= GPUS["H100 SXM"].capacity
-            assert symbol == ("circle" if fits else "circle-open")
-    assert {*trace(figure, "2 GPUs").marker.symbol} == {"circle", "circle-open"}
-    assert "hollow: more than the GPUs hold" in figure.layout.xaxis.title.text
-    ones = [trace(figure, f"{gpus} GPUs").y[0] for gpus in (2, 4, 8, 16)]
-    assert f"{min(ones):.0%} to {max(ones):.0%}" in figure.layout.title.text
-
-
-def test_wire_share_is_simulated_or_none_for_indivisible_models() -> None:
-    figure = figures.share_by_batch("13B", "PCIe 4.0 x16", "one_shot", "A100 SXM", 300)
-    assert [item.name for item in figure.data] == ["2 GPUs", "4 GPUs", "8 GPUs", "16 GPUs"]
-    for gpus in (2, 4, 8):
-        line = trace(figure, f"{gpus} GPUs")
-        assert tuple(line.x) == figures.BATCHES
-        for batch, share in zip(line.x, line.y, strict=True):
-            ops = decode_step(MODELS["13B"], ranks=gpus, batch=batch, context=300)
-            run = simulate_timeline(
-                ops, GPUS["A100 SXM"], cost.LINKS["PCIe 4.0 x16"], algorithm="one_shot", graph=True
-            )
-            assert share == pytest.approx(run.wire / run.seconds)
-    assert set(trace(figure, "16 GPUs").y) == {None}  # 40 heads
-    assert "8 GPUs" in alt(figure) and "16 GPUs" not in alt(figure) and packed(figure) < 25_000
 
 
 def test_collectives_of_one_layer_are_two() -> None:

@@ -1,4 +1,4 @@
-"""The timeline of one token, and the share of it that the wire takes."""
+"""The timeline of one token."""
 
 from __future__ import annotations
 
@@ -21,13 +21,9 @@ from labcore.parallel.timeline import (
 )
 from labcore.ui import draw
 from labcore.ui.explorer import describe
-from labcore.ui.figures.tensor_parallel.sketch import ALGORITHMS
 from labcore.ui.theme import PALETTE
 
-__all__ = ["BATCHES", "share_by_batch", "timeline_view"]
-
-BATCHES = tuple(4**power for power in range(6))
-"""Batch sizes in rows for which the wire's share is drawn: 1 to 1024."""
+__all__ = ["timeline_view"]
 
 _STREAMS = {  # row, color and name in a timeline
     "host": (2, PALETTE["gray"], "launches"),
@@ -235,71 +231,3 @@ def _stacked(runs: Mapping[str, Timeline]) -> list[dict[str, Any]]:
         }
         for name, (seconds, color) in parts.items()
     ]  # fmt: skip
-
-
-def share_by_batch(
-    model: str = "7B",
-    link: str = "NVLink 4",
-    algorithm: str = "ring",
-    gpu: str = "H100 SXM",
-    context: int = 1024,
-) -> go.Figure:
-    """Draw the share of a token's time that collectives take, by batch, for 2 to 16 GPUs.
-
-    model, link, gpu: keys of MODELS, LINKS and GPUS; algorithm: as in `simulate_timeline`; context:
-    tokens of a row in the cache. Steps are replayed as a graph without overlap, so launches hide
-    nothing. A number of GPUs that doesn't divide the model has no curve. A hollow dot marks a batch
-    whose weights and cache exceed a GPU's memory.
-    """
-    one_of("link", link, LINKS)
-    traces, said, ones = [], [], []
-    for gpus, color in zip((2, 4, 8, 16), ("blue", "green", "orange", "vermillion"), strict=True):
-        shares: dict[int, float | None] = {}
-        symbols = []
-        for batch in BATCHES:
-            shape: dict[str, Any] = {"ranks": gpus, "batch": batch, "context": context}
-            try:
-                ops = decode_step(MODELS[model], **shape)
-            except ValueError:  # the dimensions don't divide
-                shares[batch] = None
-                continue
-            fits = held_bytes(MODELS[model], **shape) <= GPUS[gpu].capacity
-            symbols.append("circle" if fits else "circle-open")
-            run = simulate_timeline(
-                ops, GPUS[gpu], LINKS[link], algorithm=algorithm, graph=True, events=False
-            )
-            shares[batch] = run.wire_share
-        ink = {"color": PALETTE[color], "width": 2}
-        traces.append(
-            {
-                "type": "scatter", "x": list(shares), "y": list(shares.values()),
-                "mode": "lines+markers", "name": _gpus(gpus), "line": ink,
-                "marker": {"size": 8, "symbol": symbols or "circle", "line": ink},
-            }
-        )  # fmt: skip
-        first, last = shares[BATCHES[0]], shares[BATCHES[-1]]
-        if first is not None and last is not None:
-            ones.append(first)
-            said.append(f"{_gpus(gpus)} {first:.0%} of a token of one row, {last:.0%} of "
-                        f"{BATCHES[-1]}")  # fmt: skip
-    title = f"one row: the wire takes {min(ones):.0%} to {max(ones):.0%}"
-    figure = go.Figure(
-        traces,
-        {
-            "title": title,
-            "xaxis": {
-                "title": "batch (rows)<br>hollow: more than the GPUs hold", "type": "log",
-                "tickvals": list(BATCHES), "ticktext": [str(batch) for batch in BATCHES],
-            },
-            "yaxis": {
-                "title": "collectives, of a simulated token", "range": [0, 1], "tickformat": ".0%"
-            },
-            "height": 440,
-            "legend": {"xref": "container"},
-        },
-    )  # fmt: skip
-    return describe(
-        draw.named_at_ends(figure),
-        f"{model}, {gpu}, {ALGORITHMS[algorithm]}, {link}, {context:,} tokens per row, "
-        f"replayed as a graph: {'; '.join(said)}.",
-    )
