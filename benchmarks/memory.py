@@ -599,11 +599,11 @@ def resting(held: Breakdown) -> Breakdown:
     return replace(held, activations=0, workspace=0)
 
 
-def metered_rank(stage: int, *, batch: int, length: int) -> Breakdown:
+def metered_rank(seed: int, *, stage: int, batch: int, length: int) -> Breakdown:
     """Return the peak of this rank's second and third step; batch: its own rows."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model, optimizer = memory.divide(fresh(0), stage, torch.optim.AdamW, lr=LEARNING_RATE)
-    draw = batches(0, batch=batch * ranks, length=length)
+    model, optimizer = memory.divide(fresh(seed), stage, torch.optim.AdamW, lr=LEARNING_RATE)
+    draw = batches(seed, batch=batch * ranks, length=length)
 
     def step(n: int) -> None:
         optimizer.zero_grad()
@@ -620,17 +620,22 @@ def metered_rank(stage: int, *, batch: int, length: int) -> Breakdown:
 @case("peak/zero", minutes=0.6)
 def peak_of_zero(sizes: Sizes = FULL) -> list[Measurement]:
     """The peak of a whole step on the fuller of two ranks: of many tokens, and of few."""
+    tokens = {"many tokens": sizes.big, "few tokens": {**sizes.small, "batch": 1}}
+    settings: dict[str, Settings] = {
+        f"stage {stage}, {name}": {"stage": stage, **size}
+        for name, size in tokens.items()
+        for stage in (0, *STAGES)
+    }
+    ways = {name: functools.partial(metered_rank, **each) for name, each in settings.items()}
+    (ran,) = by_rank(RANKS, (0,), ways)
     found = []
-    for name, size in {"many tokens": sizes.big, "few tokens": {**sizes.small, "batch": 1}}.items():
-        for stage in (0, *STAGES):
-            each = processes.run(metered_rank, RANKS, stage, **size)
-            peak = max(each, key=lambda held: held.total)
-            told = memory.estimate(CONFIG, zero_stage=stage, data_parallel=RANKS, **size)
-            more: Settings = {"measured": peak.parts(), "predicted": told.parts(), **size}
-            found.append(
-                seen(f"whole step/stage {stage}, {name}", "bytes", [peak.total],
-                     peers={"predicted": [told.total]}, exact=True, **more)
-            )  # fmt: skip
+    for name, ranks in ran.items():
+        peak = max(ranks, key=lambda held: held.total)
+        size = {key: settings[name][key] for key in ("batch", "length")}
+        stage = settings[name]["stage"]
+        said = memory.estimate(CONFIG, zero_stage=stage, data_parallel=RANKS, **size)
+        more: Settings = {"held": peak.parts(), "estimated": said.parts(), **settings[name]}
+        found.append(exact(f"whole step/{name}", "bytes", peak.total, predicted=said.total, **more))
     return found
 
 
