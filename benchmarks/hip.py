@@ -1,7 +1,8 @@
 """Counts for the steps of the HIP port: nothing here is a time, and nothing runs on a GPU.
 
 The emulator's counters and errors are simulated. The resources are what compilers reported when the
-committed table was written. `python -m labcore.hip` times the steps on a GPU.
+committed table was written. `python -m labcore.hip` times the steps on a GPU. `port/others` counts
+in other people's code, which isn't part of this repository; see `others`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import functools
 import itertools
 import json
 import math
+import os
+import shlex
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +26,12 @@ from benchmarks.runner import Measurement, case, exact
 from labcore.hip import build, emulate, port
 from labcore.hip.compile import beside_triton
 from labcore.hip.mfma import INSTRUCTIONS
-from labcore.hip.occupancy import LIMITS, occupancy
+from labcore.hip.occupancy import occupancy
+from labcore.hip.survey import PROJECTS, Survey, survey
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 RESOURCES, TRITON = TESTS / "hip_resources.json", TESTS / "kernel_resources.json"
+COMPILED = ("gfx90a", "gfx942")
 LENGTH, HEADS = 256, 2  # the shape whose work is counted
 FORMATS = {"float16": torch.float16, "float32": torch.float32}
 AWKWARD = ((1, 1), (31, 63), (100, 129), (129, 31))  # queries, keys
@@ -169,27 +176,68 @@ def body(source: str, end: str) -> str:
     return source[source.index("constexpr int ROWS") : source.index(end)]
 
 
-@case("law/memory", minutes=0.5, needs="cpu")
-def memory() -> list[Measurement]:
-    """Count the global memory that a launch needs besides q, k, v and the output.
+def missing() -> str:
+    """Return what `port/others` needs before it can run here, or ""."""
+    if os.environ.get("LABCORE_CUDA_SOURCES"):
+        return ""
+    names = ", ".join(
+        f"{name} ({one.repository} at {one.commit})" for name, one in PROJECTS.items()
+    )
+    return f"LABCORE_CUDA_SOURCES must name a folder with the checkouts {names}"
 
-    The launches are checked: an access outside the arguments raises, so there is no workspace.
+
+@case("port/others", minutes=0.5, lacks=missing)
+def others() -> list[Measurement]:
+    """Count what two tools change in public attention kernels, and what stays.
+
+    LABCORE_CUDA_SOURCES: a folder with a checkout for each name in `PROJECTS`.
+    LABCORE_HIPIFY_CLANG: a command that takes a CUDA file and the file to write, and calls
+    hipify-clang with the include paths that it needs; without it, only PyTorch's hipify is counted.
     """
-    shorter, longer = 512, 2048
-    held, matrix = {}, {}
-    for n in (shorter, longer):
-        inputs = [x.half() for x in drawn(1, n, n, 64, seed=62)]
-        held[n] = emulate.forward(*inputs, step=4).lse.nbytes
-        matrix[n] = (inputs[0] @ inputs[1].mT).nbytes
-    growth = math.log(held[longer] / held[shorter]) / math.log(longer / shorter)
-    return [
-        exact("memory beside inputs and output, exponent", "power of T", growth, mode="simulated"),
-        *(
-            exact(f"memory, a matrix of scores over ours/{n} tokens", "ratio", matrix[n] / held[n],
-                  mode="simulated")
-            for n in held
-        ),
-    ]  # fmt: skip
+    if problem := missing():
+        raise RuntimeError(problem)
+    folder = Path(os.environ["LABCORE_CUDA_SOURCES"])
+    command = os.environ.get("LABCORE_HIPIFY_CLANG", "")
+    found = []
+    for name, project in PROJECTS.items():
+        told = {
+            "repository": project.repository,
+            "commit": project.commit,
+            "license": project.license,
+        }
+        done = survey(folder / name, project)
+        label = f"changed lines that hipify changes/{name}"
+        found.append(exact(label, "share", done.share, **told, **counted(done)))
+        if command:
+            done = survey(
+                folder / name, project, convert=functools.partial(by_clang, command=command)
+            )
+            label = f"files that hipify-clang takes/{name}"
+            taken = done.files - done.refused
+            found.append(exact(label, "files", taken, **told, **counted(done)))
+    return found
+
+
+def counted(done: Survey) -> dict[str, Any]:
+    """Return a survey's counts for a record's details."""
+    return {
+        "files": done.files,
+        "lines": done.lines,
+        "changed": done.changed,
+        "left": done.left,
+        "constructs": dict(done.constructs),
+    }
+
+
+def by_clang(file: Path, *, command: str) -> str:
+    """Return what hipify-clang makes of a file; raises RuntimeError if it writes nothing."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "out.hip"
+        call = [*shlex.split(command), str(file.resolve()), str(out)]
+        done = subprocess.run(call, capture_output=True, text=True, check=False)
+        if done.returncode or not out.exists():
+            raise RuntimeError(f"hipify-clang must write a file, got none: {done.stderr[-300:]}")
+        return out.read_text(encoding="utf-8")
 
 
 @case("compiled/resources", minutes=0.01)
@@ -203,7 +251,7 @@ def summarized(table: dict[str, Any], triton: dict[str, Any]) -> list[Measuremen
     """Summarize a table of the compile gate beside one of Triton's kernels."""
     count = functools.partial(exact, mode="compiled")
     found = []
-    for target in LIMITS:
+    for target in COMPILED:
         rows = {form: needs[target] for form, needs in table["forms"].items() if target in needs}
         tuned = [need for form, need in rows.items() if form.startswith(("step3", "step4"))]
         most = max(need["lds"] for need in rows.values())

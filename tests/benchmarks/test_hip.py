@@ -1,17 +1,21 @@
 """The cases run small: what is counted is what the emulator, the diff and the table say."""
 
 import json
+from pathlib import Path
+
+import pytest
 
 from benchmarks import hip as cases
 from benchmarks.runner import cases_of
 from labcore.hip.emulate import LaunchCounters
+from labcore.hip.survey import Project
 from tests.benchmarks.measurements import by_quantity
 
 
 def test_no_case_needs_a_gpu_and_none_records_a_time() -> None:
     assert {case.needs for case in cases_of("hip")} <= {"any", "cpu"}
     assert sum(case.minutes for case in cases_of("hip")) <= 5
-    for name in ("port/lines", "law/memory", "compiled/resources"):
+    for name in ("port/lines", "compiled/resources"):
         (case,) = (case for case in cases_of("hip") if case.name == name)
         assert not {item.unit for item in case.function()} & {"s", "ms", "us", "GFLOP/s"}
 
@@ -49,6 +53,32 @@ def test_hipify_changes_no_line_of_the_kernel_and_a_person_some() -> None:
     assert kernel.samples == [0] and kernel.details["by hand"] > 0
     hipify, hand = whole.details["by hipify"], whole.details["by hand"]
     assert whole.samples == [hipify / (hipify + hand)] and hand >= kernel.details["by hand"]
+
+
+def test_others_asks_for_the_checkouts_and_counts_with_both_tools(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("LABCORE_CUDA_SOURCES", raising=False)
+    (case,) = (case for case in cases_of("hip") if case.name == "port/others")
+    assert "karpathy/llm.c at f1e2ace" in case.lacks()
+    with pytest.raises(RuntimeError, match="LABCORE_CUDA_SOURCES must name a folder"):
+        case.function()
+    project = Project(repository="a/b", commit="1", license="MIT", files=("*.cu",))
+    monkeypatch.setattr(cases, "PROJECTS", {"own": project})
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "a.cu").write_text("  cudaFree(x);\nint i = lane % 32;\n")
+    (tmp_path / "own" / "b.cu").write_text("  cudaFree(y);\n")
+    monkeypatch.setenv("LABCORE_CUDA_SOURCES", str(tmp_path))
+    tool = tmp_path / "tool.sh"
+    tool.write_text('case $1 in *b.cu) exit 1;; esac; sed s/cuda/hip/ "$1" > "$2"')
+    monkeypatch.setenv("LABCORE_HIPIFY_CLANG", f"sh {tool}")
+    found = by_quantity(case.function())
+    by_regex = found["changed lines that hipify changes/own"]
+    assert by_regex.details["left"] == 1 and by_regex.details["changed"] >= 2
+    assert by_regex.details["license"] == "MIT" and by_regex.details["lines"] == 3
+    by_clang = found["files that hipify-clang takes/own"]
+    assert by_clang.samples == [1] and by_clang.details["files"] == 2
+    assert (by_clang.details["changed"], by_clang.details["lines"]) == (1, 2)
 
 
 def test_the_table_is_read_by_target() -> None:

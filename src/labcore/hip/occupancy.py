@@ -1,9 +1,10 @@
-"""How many waves a compute unit of CDNA2 or CDNA3 can hold at once, and what limits the number.
+"""How many waves a compute unit of CDNA2 to CDNA4 can hold at once, and what limits the number.
 
 A compute unit has four SIMDs. Each SIMD has room for eight waves and has 512 registers per lane,
-shared by vector and accumulation registers. The four SIMDs share 64 KiB of LDS. A workgroup runs
-entirely on one compute unit. These numbers are the same for CDNA2 (gfx90a) and CDNA3 (gfx942).
-Source: AMD, CDNA 2 and CDNA 3 instruction set architecture; LLVM, User Guide for AMDGPU Backend.
+shared by vector and accumulation registers. The four SIMDs share the LDS: 64 KiB in CDNA2 (gfx90a)
+and CDNA3 (gfx942), 160 KiB in CDNA4 (gfx950). A workgroup runs entirely on one compute unit.
+Sources: AMD, CDNA 2 and CDNA 3 instruction set architecture; ROCm, AMD GPU specifications (gfx950);
+LLVM, User Guide for AMDGPU Backend, and pull request 208046 (2026), which has gfx950's LDS step.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ class Limits:
     threads: int = 1024
 
 
-LIMITS: Mapping[str, Limits] = {"gfx90a": Limits(), "gfx942": Limits()}
+LIMITS: Mapping[str, Limits] = {
+    "gfx90a": Limits(),
+    "gfx942": Limits(),
+    "gfx950": Limits(lds=160 * 1024, lds_step=1280),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +70,7 @@ class Occupancy:
 def occupancy(
     arch: str, *, vgprs: int, agprs: int = 0, sgprs: int = 0, lds: int, threads: int
 ) -> Occupancy:
-    """Return how many waves fit on one SIMD of `arch` ("gfx90a", "gfx942"), and what limits them.
+    """Return how many waves fit on one SIMD of `arch`, a key of `LIMITS`, and what limits them.
 
     vgprs, agprs: vector and accumulation registers per lane, 0 to 256 each.
     sgprs: scalar registers per wave.

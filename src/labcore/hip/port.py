@@ -108,16 +108,20 @@ def original() -> str:
 
 
 def hipified(source: str | None = None) -> str:
-    """Rewrite `source` (default: the CUDA original) with PyTorch's hipify. Needs no GPU."""
+    """Rewrite `source` (default: the CUDA original) with PyTorch's hipify. Needs no GPU.
+
+    A source in which hipify finds nothing to change is returned as it is.
+    """
     from torch.utils.hipify import hipify_python
 
     with tempfile.TemporaryDirectory() as folder:
         cuda, out = Path(folder) / "cuda", Path(folder) / "hip"
         cuda.mkdir()
-        (cuda / "kernel.cu").write_text(original() if source is None else source, encoding="utf-8")
+        text = original() if source is None else source
+        (cuda / "kernel.cu").write_text(text, encoding="utf-8")
         quiet = io.StringIO()
         with contextlib.redirect_stderr(quiet), contextlib.redirect_stdout(quiet):
-            hipify_python.hipify(
+            results = hipify_python.hipify(
                 project_directory=str(cuda),
                 output_directory=str(out),
                 includes=[f"{out}/*"],
@@ -125,11 +129,14 @@ def hipified(source: str | None = None) -> str:
                 show_progress=False,
             )
         written = [path for path in out.iterdir() if path.suffix == ".hip"]
-        if not written:
-            raise RuntimeError(
-                f"hipify must write a .hip file, got none; its output: {quiet.getvalue()}"
-            )
-        return written[0].read_text(encoding="utf-8")
+        if written:
+            return written[0].read_text(encoding="utf-8")
+        result = results.get(str(out / "kernel.cu"))
+        if result is not None and "no changes" in result.status:
+            return text
+        raise RuntimeError(
+            f"hipify must write a .hip file, got none; its output: {quiet.getvalue()}"
+        )
 
 
 def diff(source: str | None = None) -> str:
