@@ -54,7 +54,7 @@ def test_a_survey_adds_up_and_a_refused_file_is_counted_as_that_alone(tmp_path: 
     found = survey(tmp_path, OWN, convert=convert)
     assert (found.files, found.refused, found.lines) == (3, 1, 3)
     assert (found.changed, found.left, found.share) == (1, 1, 0.5)
-    assert found.constructs == {name: 0 for name in module.LEFT} | {
+    assert found.constructs == dict.fromkeys(module.LEFT, 0) | {
         "CUTLASS, CuTe": 1,
         "a warp of 32": 1,
     }

@@ -1,4 +1,4 @@
-"""Count what a port of other people's CUDA leaves to do: lines a tool changes, constructs that stay.
+"""Count what a tool changes in other people's CUDA, and the constructs that stay.
 
 `PROJECTS` names public attention kernels. Their code isn't part of this package: `survey` reads a
 checkout, and only counts leave it.

@@ -2,8 +2,10 @@
 
 import plotly.graph_objects as go
 import pytest
+import torch
 
-from labcore.hip import mfma
+from labcore.attention import traffic
+from labcore.hip import load, mfma
 from labcore.hip.occupancy import occupancy
 from labcore.ui import Choice, IntSlider, explore, twin
 from labcore.ui.figures import hip as figures
@@ -13,7 +15,15 @@ LANES = {
     "instruction": Choice(options=tuple(mfma.INSTRUCTIONS), default="32x32x8_f16"),
     "lane": IntSlider(low=0, high=63, default=37),
 }
-BANKS = {"stride": IntSlider(low=32, high=80, default=64)}
+BANKS = {
+    "padding": Choice(options=(0, 1, 2, 4, 8, 16), default=0),
+    "width": Choice(options=(4, 8, 16), default=4),
+    "chip": Choice(options=("CDNA2, CDNA3", "CDNA4"), default="CDNA2, CDNA3"),
+}
+DECODE = {
+    "batch": Choice(options=(1, 4, 16, 64), default=1),
+    "context": Choice(options=(2048, 8192, 32768, 131072), default=8192),
+}
 RESIDENTS = {
     "registers": Choice(options=(64, 168, 256, 384, 512), default=168),
     "lds_kib": Choice(options=(8, 18, 35, 64), default=18),
@@ -49,16 +59,62 @@ def test_two_halves_share_a_register_and_results_do_not() -> None:
     assert singles.layout.title.text == "1 element per lane, in 1 register"
 
 
-def test_the_fullest_bank_sets_the_cycles() -> None:
-    for stride, cycles in ((64, 32), (33, 1), (48, 16), (36, 4), (34, 2)):
-        figure = figures.banks(stride)
-        assert sum(figure.data[0].y) == 32 and max(figure.data[0].y) == cycles
-        title = figure.layout.title.text
-        assert title == f"{cycles} cycle{'' if cycles == 1 else 's'} by the rule"
-        used = 32 - figure.data[0].y.count(0)
-        assert f"{stride} words apart use {used} of 32 banks: {title}" in figure.layout.meta["alt"]
-    assert "32 in the emulator" in figures.banks(64, data={64: 31}).layout.title.text
-    assert "emulator" not in figures.banks(65, data={64: 31}).layout.title.text
+COLUMN = """
+#include "portable.h"
+template <int N>
+__global__ void column(Global<float> y, int stride) {
+  SHARED(float, tile, 64 * 80);
+  for (int i = threadIdx.x; i < 64 * 80; i += 64) tile[i] = float(i);
+  __syncthreads();
+  y[threadIdx.x] = load<N>(tile, threadIdx.x * stride)[0];
+}
+ENTRY(bytes4, column<1>)
+ENTRY(bytes8, column<2>)
+ENTRY(bytes16, column<4>)
+"""
+
+
+@pytest.mark.parametrize("width", [4, 8, 16])
+def test_the_rule_for_banks_is_what_the_emulator_counts(width: int) -> None:
+    program = load(COLUMN)
+    for padding in (0, 1, 2, 4, 8, 16):
+        title = figures.banks(padding, width).layout.title.text
+        if 4 * padding % width:
+            assert title == f"rows aren't aligned to {width} bytes"
+            continue
+        lost = program.launch(
+            f"bytes{width}", grid=1, block=64, count=True,
+            arguments={"y": torch.zeros(64), "stride": 64 + padding},
+        ).lds_conflicts  # fmt: skip
+        groups = width // 2
+        assert title == f"{groups + lost} cycles, {groups} at best"
+        data = {(width, padding): lost}
+        emulated = figures.banks(padding, width, data=data).layout.title.text
+        assert emulated == f"{title}, {groups + lost} emulated"
+
+
+def test_groups_of_lanes_cover_the_wavefront_and_more_banks_serve_more_at_a_time() -> None:
+    for width in (4, 8, 16):
+        for count in (32, 64):
+            groups = figures.turns(width, count)
+            assert sorted(lane for group in groups for lane in group) == list(range(64))
+            assert {len(group) for group in groups} == {4 * count // width}
+    wide = figures.banks(0, 4, "CDNA4", data={(4, 0): 62})
+    assert wide.layout.title.text == "64 cycles, 1 at best" and len(wide.data[0].x) == 64
+    assert sum(figures.banks(1, 4).data[0].y) == 32 and max(figures.banks(1, 4).data[0].y) == 1
+
+
+def test_a_decode_step_is_bound_by_latency_until_its_pieces_fill_the_gpu() -> None:
+    few = figures.decode(1, 32768, 4, 1.0)
+    for curve in few.data:
+        assert curve.text[0] == "latency" and curve.text[-1] == "bandwidth"
+        assert curve.y[0] > 4 * min(curve.y)
+    assert "MI300X: " in few.layout.meta["alt"] and "H100: " in few.layout.meta["alt"]
+    shape = traffic.Shape(batch=1, heads=32, length=1, head_dim=128, kv_heads=8, key_length=32768)
+    moved = traffic.decode_bytes(shape, 64)
+    assert few.data[0].y[-1] == pytest.approx(1e6 * moved / traffic.GPUS["MI300X"].bandwidth)
+    assert few.data[0].y[0] == pytest.approx(traffic.decode_bytes(shape) / (8 * figures.IN_FLIGHT))
+    assert figures.decode(256, 8192, 512, 0.1).data[0].text[0] == "products"
 
 
 def test_residents_curve_is_the_model_and_the_ring_is_on_it() -> None:
@@ -88,8 +144,9 @@ def test_residents_curve_is_the_model_and_the_ring_is_on_it() -> None:
 def test_frames_share_traces_and_titles_fit_a_phone() -> None:
     for figure_fn, controls, given in (
         (figures.lanes, LANES, {}),
-        (figures.banks, BANKS, {"data": {64: 31}}),
+        (figures.banks, BANKS, {"data": {(16, 4): 30}}),
         (figures.residents, RESIDENTS, {"data": REPORTED}),
+        (figures.decode, DECODE, {}),
     ):
         kinds = set()
         names, found = list(controls)[:2], list(controls.values())[:2]
@@ -110,6 +167,7 @@ def test_the_static_page_carries_every_explorer(monkeypatch: pytest.MonkeyPatch)
     explore(figures.lanes, alt="x", **LANES)
     explore(figures.banks, alt="x", data={}, **BANKS)
     explore(figures.residents, alt="x", data=REPORTED, **RESIDENTS)
+    explore(figures.decode, alt="x", **DECODE)
 
 
 def test_work_leaves_out_what_was_not_done_and_says_it_in_words() -> None:

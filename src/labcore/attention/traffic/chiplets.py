@@ -1,8 +1,8 @@
 """Count what the L2 caches of a GPU made of several dies read from the cache that they share.
 
-On MI300X, 304 CUs are spread over eight dies (XCDs). Each die has an L2 of 4 MiB; behind them all is
-one Infinity Cache of 256 MiB, which `hbm_bytes` takes for the GPU's cache. Source: AMD, CDNA 3 white
-paper, 2023.
+On MI300X, 304 CUs are spread over eight dies (XCDs). Each die has an L2 of 4 MiB. All dies share an
+Infinity Cache of 256 MiB, which `hbm_bytes` takes for the GPU's cache.
+Source: AMD, CDNA 3 white paper, 2023.
 """
 
 from __future__ import annotations

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 
 import plotly.graph_objects as go
 
+from labcore.attention import traffic
 from labcore.hip.mfma import INSTRUCTIONS, Instruction, element
 from labcore.hip.occupancy import LIMITS, Occupancy, occupancy
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
-__all__ = ["banks", "lanes", "residents", "work"]
+__all__ = ["banks", "decode", "lanes", "residents", "work"]
 
-BANKS = 32  # 4 bytes each; 32 lanes that read 4 bytes each are served together
+BANKS = 32  # of 4 bytes each
+ROW = 64  # words of a row of the tile in `banks`, without padding
 _STEPS = ("vermillion", "orange", "blue", "green")
 _KIB = 1024
 _REGISTERS = tuple(range(16, 513, 8))
@@ -86,29 +88,70 @@ def lanes(instruction: str = "32x32x8_f16", matrix: str = "A", lane: int = 37) -
     )
 
 
-def banks(stride: int = 64, *, data: Mapping[int, int] | None = None) -> go.Figure:
-    """Draw how many of 32 lanes, each on a different row, one bank of LDS has to serve.
+def turns(width: int, banks: int) -> list[list[int]]:
+    """Return the groups of lanes that are served together when 64 lanes read `width` bytes each.
 
-    stride: 4-byte words between rows; data: stride -> cycles beyond the first that the emulator
-    counted for 32 lanes.
+    All banks give 4 bytes at a time, so a group has 4 * banks / width lanes. They are neighbors,
+    except for 16 bytes and 32 banks (see `source/cpu_check.h`).
     """
-    hits = [0] * BANKS
-    for row in range(BANKS):
-        hits[row * stride % BANKS] += 1
-    counted = "" if data is None or stride not in data else f", {1 + data[stride]} in the emulator"
-    title = f"{_many(max(hits), 'cycle')} by the rule{counted}"
+    count = 4 * banks // width
+    if width == 16 and banks == BANKS:
+        pairs = ((0, 20), (4, 16), (8, 28), (12, 24))
+        return [
+            [half + first + i for first in pair for i in range(4)]
+            for half in (0, 32)
+            for pair in pairs
+        ]
+    return [list(range(first, first + count)) for first in range(0, 64, count)]
+
+
+def banks(
+    padding: int = 0,
+    width: int = 4,
+    chip: str = "CDNA2, CDNA3",
+    *,
+    data: Mapping[tuple[int, int], int] | None = None,
+) -> go.Figure:
+    """Draw how often each bank of LDS is wanted when 64 lanes read down a column.
+
+    padding: 4-byte words after each row of 64; width: bytes per lane (4, 8, 16); chip: 32 banks, or
+    64 for "CDNA4". Lane l reads row l from its start. The bars are for the group of lanes that is
+    served first. data: (width, padding) -> cycles beyond one per group that the emulator counted.
+    """
+    count = 2 * BANKS if chip == "CDNA4" else BANKS
+    groups = turns(width, count)
+    cycles = []
+    shown = [0] * count
+    for at, group in enumerate(groups):
+        hits = [0] * count
+        for lane in group:
+            for word in range(width // 4):
+                hits[(lane * (ROW + padding) + word) % count] += 1
+        cycles.append(max(hits))
+        shown = hits if at == 0 else shown
+    counted = ""
+    if count == BANKS and data is not None and (width, padding) in data:
+        counted = f", {len(groups) + data[width, padding]} emulated"
+    title = f"{sum(cycles)} cycles, {len(groups)} at best{counted}"
+    if 4 * padding % width:
+        title = f"rows aren't aligned to {width} bytes"
     figure = go.Figure()
-    color = PALETTE["blue"] if max(hits) == 1 else PALETTE["vermillion"]
-    figure.add_bar(x=list(range(BANKS)), y=hits, marker={"color": color}, name="lanes")
+    free = sum(cycles) == len(groups) and 4 * padding % width == 0
+    color = PALETTE["blue" if free else "vermillion"]
+    figure.add_bar(x=list(range(count)), y=shown, marker={"color": color}, name="words")
     figure.update_layout(
         title=title,
-        xaxis={"title": "bank", "range": [-0.6, BANKS - 0.4]},
-        yaxis={"title": "lanes that want it", "range": [0, BANKS + 1]},
+        xaxis={"title": f"bank ({len(groups[0])} lanes at a time)", "range": [-0.6, count - 0.4]},
+        yaxis={"title": "words wanted from it", "range": [0, BANKS + 1]},
         height=364,
         showlegend=False,
     )
-    used = BANKS - hits.count(0)
-    return describe(figure, f"Rows {stride} words apart use {used} of {BANKS} banks: {title}.")
+    used = count - shown.count(0)
+    return describe(
+        figure,
+        f"{width} bytes per lane, rows of {ROW} words and {padding} of padding: {title}. "
+        f"{len(groups[0])} lanes are served together and use {used} of {count} banks.",
+    )
 
 
 def residents(
@@ -207,3 +250,52 @@ def work(counts: Mapping[str, Mapping[str, float]], *, title: str) -> go.Figure:
         height=460,
     )
     return describe(figure, f"{title}. {'; '.join(words)}.")
+
+
+# Bytes that one block of the decode kernel has on their way: 4 wavefronts, 64 lanes, 8 loads of 16.
+IN_FLIGHT = 4 * 64 * 8 * 16
+RESIDENT = 2  # such blocks on one unit
+_SPLITS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def decode(batch: int = 1, context: int = 8192, group: int = 4, latency: float = 1.0) -> go.Figure:
+    """Draw the time of one layer's decode step against the pieces a sequence is cut into.
+
+    8 key heads of 128 in 16 bits; group: query heads per key head; latency: of memory, in us.
+    The model: a step takes as long as its slowest part. Reading takes `decode_bytes` over the
+    memory's bandwidth, or over what the blocks that run at once keep in flight per `latency`; the
+    products take their FLOPs over the matrix units' peak.
+    """
+    figure, words = go.Figure(), []
+    shape = traffic.Shape(
+        batch=batch, heads=8 * group, length=1, head_dim=128, kv_heads=8, key_length=context
+    )
+    for name, color in (("MI300X", "vermillion"), ("H100", "blue")):
+        gpu = traffic.GPUS[name]
+        times, limits = [], []
+        for splits in _SPLITS:
+            moved = traffic.decode_bytes(shape, splits)
+            flight = min(8 * batch * splits, RESIDENT * gpu.units) * IN_FLIGHT
+            parts = {
+                "bandwidth": moved / gpu.bandwidth,
+                "latency": moved * latency * 1e-6 / flight,
+                "products": traffic.flops(shape) / gpu.matmul,
+            }
+            limits.append(max(parts, key=parts.__getitem__))
+            times.append(1e6 * max(parts.values()))
+        best = min(range(len(times)), key=times.__getitem__)
+        figure.add_scatter(
+            x=list(_SPLITS), y=times, text=limits, mode="lines+markers", name=name,
+            line={"color": PALETTE[color]}, hovertemplate="%{y:.1f} us, bound by %{text}",
+        )  # fmt: skip
+        words.append(
+            f"{name}: {times[0]:.1f} us with one piece (bound by {limits[0]}), at best "
+            f"{times[best]:.1f} us with {_SPLITS[best]} (bound by {limits[best]})"
+        )
+    figure.update_layout(
+        title="One layer's decode step, modeled",
+        xaxis={"title": "pieces per sequence", "type": "log", "tickvals": list(_SPLITS)},
+        yaxis={"title": "time (us)", "type": "log", "range": [0, 4.5]},
+        height=404,
+    )
+    return describe(figure, f"Modeled decode step. {'; '.join(words)}.")

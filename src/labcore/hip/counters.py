@@ -1,0 +1,82 @@
+"""rocprof's counters beside the emulator's: which count of a launch predicts which counter.
+
+Source: AMD, MI300 and MI200 series performance counters and metrics, ROCm 6.1 (2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ROCPROF", "Rocprof"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rocprof:
+    """A counter of rocprof.
+
+    counts: what it counts. field: the field of `LaunchCounters` that predicts it, "" if none does.
+    differs: where the two differ, or why the emulator has none.
+    """
+
+    name: str
+    counts: str
+    field: str
+    differs: str
+
+
+ROCPROF = (
+    Rocprof(
+        name="SQ_WAVES",
+        counts="wavefronts launched",
+        field="",
+        differs="known without a run: blocks times waves per block",
+    ),
+    Rocprof(
+        name="SQ_INSTS_LDS",
+        counts="LDS instructions",
+        field="lds_accesses",
+        differs="shuffles may count too; a compiler merges narrow accesses",
+    ),
+    Rocprof(
+        name="SQ_LDS_BANK_CONFLICT",
+        counts="cycles lost to bank conflicts",
+        field="lds_conflicts",
+        differs="as right as the published groups of lanes are",
+    ),
+    Rocprof(
+        name="SQ_INSTS_MFMA",
+        counts="matrix instructions",
+        field="mfma",
+        differs="should agree: one for each builtin in the source",
+    ),
+    Rocprof(
+        name="TCP_TOTAL_CACHE_ACCESSES",
+        counts="cache lines that the L1 caches look up",
+        field="transactions",
+        differs="the emulator counts segments of 64 bytes, a line of CDNA3 has 128",
+    ),
+    Rocprof(
+        name="TCC_HIT, TCC_MISS",
+        counts="requests that the L2 caches answer, or don't",
+        field="",
+        differs="the emulator has no caches",
+    ),
+    Rocprof(
+        name="FETCH_SIZE",
+        counts="KB that the L2 caches fetch",
+        field="",
+        differs="the model of caches predicts it; on MI300X the Infinity Cache may answer",
+    ),
+    Rocprof(
+        name="SQ_INSTS_VALU",
+        counts="vector instructions",
+        field="",
+        differs="only the compiled program has them",
+    ),
+    Rocprof(
+        name="SQ_BUSY_CYCLES",
+        counts="busy cycles",
+        field="",
+        differs="the emulator has no clock",
+    ),
+)
