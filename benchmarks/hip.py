@@ -7,7 +7,6 @@ in other people's code, which isn't part of this repository; see `others`.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import itertools
 import json
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.runner import Measurement, case, exact
-from labcore.hip import build, emulate, port
+from labcore.hip import build, emulate
 from labcore.hip.compile import beside_triton
 from labcore.hip.mfma import INSTRUCTIONS
 from labcore.hip.occupancy import occupancy
@@ -140,40 +139,6 @@ def largest_errors() -> list[Measurement]:
         label = f"error over plain torch's/step {step}, {name}"
         found.append(exact(label, "ratio", ours / plain, mode="simulated", **more))
     return found
-
-
-def changed(before: str, after: str) -> int:
-    """Return the number of lines of `after` that a diff against `before` adds."""
-    lines = difflib.ndiff(before.splitlines(), after.splitlines())
-    return sum(line.startswith("+ ") for line in lines)
-
-
-@case("port/lines", minutes=0.1)
-def lines() -> list[Measurement]:
-    """Count the lines that hipify changes in the CUDA original, and those left to a person."""
-    cuda, hip = port.original(), port.hipified()
-    mended = port.mend(hip)
-    kernel = "// Host memory in"
-    counts = {
-        "whole file": (changed(cuda, hip), changed(hip, mended)),
-        "kernel": (
-            # The includes and the two lines before them aren't part of the kernel.
-            changed(body(cuda, kernel), body(hip, kernel)),
-            changed(body(hip, kernel), body(mended, kernel)),
-        ),
-    }
-    total = len(cuda.splitlines())
-    found = []
-    for where, (by_hipify, by_hand) in counts.items():
-        details: dict[str, Any] = {"by hipify": by_hipify, "by hand": by_hand, "lines": total}
-        share = by_hipify / (by_hipify + by_hand)
-        found.append(exact(f"changed lines that hipify changes/{where}", "share", share, **details))
-    return found
-
-
-def body(source: str, end: str) -> str:
-    """Return the code that runs on the GPU: from the first constant to the host's part."""
-    return source[source.index("constexpr int ROWS") : source.index(end)]
 
 
 def missing() -> str:

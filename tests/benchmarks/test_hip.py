@@ -15,9 +15,8 @@ from tests.benchmarks.measurements import by_quantity
 def test_no_case_needs_a_gpu_and_none_records_a_time() -> None:
     assert {case.needs for case in cases_of("hip")} <= {"any", "cpu"}
     assert sum(case.minutes for case in cases_of("hip")) <= 5
-    for name in ("port/lines", "compiled/resources"):
-        (case,) = (case for case in cases_of("hip") if case.name == name)
-        assert not {item.unit for item in case.function()} & {"s", "ms", "us", "GFLOP/s"}
+    (case,) = (case for case in cases_of("hip") if case.name == "compiled/resources")
+    assert not {item.unit for item in case.function()} & {"s", "ms", "us", "GFLOP/s"}
 
 
 def test_a_ratio_is_the_earlier_step_over_the_later() -> None:
@@ -39,20 +38,6 @@ def test_a_ratio_is_the_earlier_step_over_the_later() -> None:
     for step in (3, 4):
         name = f"products on matrix cores, of those needed, step {step}/float16, D 64"
         assert found[name].samples == [1] and found[name].mode == "simulated"
-
-
-def test_changed_counts_new_lines() -> None:
-    assert cases.changed("a\nb\nc", "a\nB\nc\nd") == 2
-    assert cases.changed("a", "a") == 0
-
-
-def test_hipify_changes_no_line_of_the_kernel_and_a_person_some() -> None:
-    found = by_quantity(cases.lines())
-    kernel = found["changed lines that hipify changes/kernel"]
-    whole = found["changed lines that hipify changes/whole file"]
-    assert kernel.samples == [0] and kernel.details["by hand"] > 0
-    hipify, hand = whole.details["by hipify"], whole.details["by hand"]
-    assert whole.samples == [hipify / (hipify + hand)] and hand >= kernel.details["by hand"]
 
 
 def test_others_asks_for_the_checkouts_and_counts_with_both_tools(

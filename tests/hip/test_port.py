@@ -52,6 +52,17 @@ def test_hipify_leaves_all_five_assumptions_and_mend_leaves_none(hipified: str) 
     assert port.findings(port.mend(hipified)) == ()
 
 
+def test_hipify_changes_no_line_of_the_kernel(hipified: str) -> None:
+    def kernel(source: str) -> str:
+        return source[source.index("constexpr int ROWS") : source.index("// Host memory in")]
+
+    assert kernel(hipified) == kernel(port.original()) != kernel(port.mend(hipified))
+
+
+def test_a_source_without_cuda_names_comes_back_as_it_is() -> None:
+    assert port.hipified("int f() { return 1; }\n") == "int f() { return 1; }\n"
+
+
 def test_a_finding_names_the_line(hipified: str) -> None:
     lines = hipified.splitlines()
     for finding in port.findings(hipified):

@@ -25,7 +25,10 @@ from labcore.exercises.topics.hip import (
     HELD,
     MEND,
     PLACE_TILE,
+    WARPS,
+    WIDEN,
     emulated,
+    run_shares,
 )
 from labcore.exercises.topics.hip.banks import COLUMNS
 from labcore.exercises.topics.hip.clinic import LENGTHS, ROWS, TILE, Port
@@ -101,6 +104,31 @@ def test_the_right_model_is_sums_and_packed_values(seed: int) -> None:
 def test_the_broken_kernel_is_right_on_a_warp_of_32_lanes(seed: int) -> None:
     right = [MEND.model(data, "") for data in MEND.data(seed)]
     assert_same(launched(BROKEN, 32, seed), right)
+
+
+@pytest.mark.parametrize("fault", ["", *WIDEN.wrong])
+def test_the_models_of_any_width_are_what_the_emulator_computes(fault: str, seed: int) -> None:
+    text = (WIDEN.wrong[fault][0] if fault else WIDEN.reference)(WARPS)
+    for data in WIDEN.data(seed):
+        assert_same(WIDEN.launch(text, 0, data), WIDEN.model(data, fault))
+
+
+def test_the_kernel_for_warps_is_right_on_them_and_gives_odd_rows_a_neighbors_sum(
+    seed: int,
+) -> None:
+    values = torch.rand(4, 90, generator=torch.Generator().manual_seed(seed)) + 0.5
+    sums = values.sum(1, keepdim=True)
+    torch.testing.assert_close(run_shares(WARPS, values, wave=32), values / sums)
+    torch.testing.assert_close(run_shares(WARPS, values, wave=64), values / sums[[0, 0, 2, 2]])
+    for wave in (32, 64):
+        torch.testing.assert_close(
+            run_shares(WIDEN.reference(WARPS), values, wave=wave), values / sums
+        )
+    narrow = WARPS.replace("__shfl(sum, 0)", "__shfl(sum, 0, 32)").replace(
+        "__shfl_down(sum, step)", "__shfl_down(sum, step, 32)"
+    )
+    # Two rows per wavefront are right, too.
+    assert WIDEN.check(lambda source: source and narrow, seed=seed).passed
 
 
 KERNELS: dict[str, tuple[Callable[[str], Any], str, str]] = {
