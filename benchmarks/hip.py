@@ -165,7 +165,7 @@ def others() -> list[Measurement]:
     command = os.environ.get("LABCORE_HIPIFY_CLANG", "")
     found = []
     for name, project in PROJECTS.items():
-        told = {
+        told: dict[str, Any] = {
             "repository": project.repository,
             "commit": project.commit,
             "license": project.license,

@@ -166,6 +166,6 @@ WIDEN = KernelExercise(
         "did they get?",
         "Look for every number that is 32 or half of it, and ask whether it means the machine or "
         "the problem. All of them mean the machine here.",
-        '`source.replace("step = 16", "step = WAVE / 2")` begins the reduction at half a wavefront.',
+        '`source.replace("step = 16", "step = WAVE / 2")` begins the reduction at half a width.',
     ),
 )
