@@ -295,7 +295,7 @@ def decode(batch: int = 1, context: int = 8192, group: int = 4, latency: float =
     figure.update_layout(
         title="One layer's decode step, modeled",
         xaxis={"title": "pieces per sequence", "type": "log", "tickvals": list(_SPLITS)},
-        yaxis={"title": "time (us)", "type": "log", "range": [0, 4.5]},
+        yaxis={"title": "time (us)", "type": "log", "range": [0, 4.5], "dtick": 1},
         height=404,
     )
     return describe(figure, f"Modeled decode step. {'; '.join(words)}.")
