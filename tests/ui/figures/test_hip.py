@@ -99,6 +99,8 @@ def test_groups_of_lanes_cover_the_wavefront_and_more_banks_serve_more_at_a_time
             groups = figures.turns(width, count)
             assert sorted(lane for group in groups for lane in group) == list(range(64))
             assert {len(group) for group in groups} == {4 * count // width}
+    # AMD, Composable Kernel's page on bank conflicts: 16-byte reads, the first two groups.
+    assert figures.turns(16, 32)[:2] == [[0, 1, 2, 3, 20, 21, 22, 23], [4, 5, 6, 7, 16, 17, 18, 19]]
     wide = figures.banks(0, 4, "CDNA4", data={(4, 0): 62})
     assert wide.layout.title.text == "64 cycles, 1 at best" and len(wide.data[0].x) == 64
     assert sum(figures.banks(1, 4).data[0].y) == 32 and max(figures.banks(1, 4).data[0].y) == 1
