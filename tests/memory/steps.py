@@ -158,3 +158,25 @@ def measured(
         for _ in range(2):
             train_step(llama, steps, tokens, mixed=dtype == "mixed")
     return meter
+
+
+class Adapted(nn.Module):
+    """A frozen product and LoRA's two trained factors beside it."""
+
+    def __init__(self, frozen: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.frozen, kept = frozen, {"bias": False, "dtype": frozen.weight.dtype}
+        self.a = nn.Linear(frozen.in_features, rank, **kept)
+        self.b = nn.Linear(rank, frozen.out_features, **kept)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.b(self.a(x))
+
+
+def adapt(llama: Llama, rank: int) -> None:
+    """Freeze the model and put adapters beside all matrices of its layers."""
+    llama.requires_grad_(False)
+    for name, module in list(llama.layers.named_modules()):
+        if isinstance(module, nn.Linear):
+            owner, _, own = name.rpartition(".")
+            setattr(llama.layers.get_submodule(owner), own, Adapted(module, rank))

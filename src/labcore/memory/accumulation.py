@@ -8,7 +8,6 @@ loss. Here each part contributes a sum, divided by the number of tokens in the w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 
 from labcore.checks import positive_int
 from labcore.memory.accounting.breakdown import Breakdown
-from labcore.memory.accounting.prediction import MOMENTS, estimate
+from labcore.memory.accounting.prediction import estimate
 from labcore.memory.model import batches, fresh
 from labcore.memory.trials import Trial, adamw, trial
 from labcore.models.config import LlamaConfig
@@ -124,13 +123,7 @@ def estimate_accumulated(
     Raises ValueError or TypeError for more parts than rows, and as `estimate` does.
     """
     _fits(positive_int("batch", batch), parts)
-    rows = -(-batch // parts)
-    found = [
-        estimate(config, batch=rows, length=length, moment=moment, **options) for moment in MOMENTS
-    ]
-    if parts > 1:
-        found = [replace(one, gradients=found[-1].gradients) for one in found]  # the step has all
-    return max(found, key=lambda breakdown: breakdown.total)
+    return estimate(config, batch=batch, parts=parts, length=length, **options)
 
 
 def try_accumulation(

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import torch
 
-from labcore.memory.accounting.shapes import Shape, layer_shapes, share
+from labcore.memory.accounting.shapes import Shape, adapter_shapes, layer_shapes, share
 from labcore.memory.accounting.stepping import STATE, buffer_bytes
 from labcore.models.config import LlamaConfig
 
@@ -41,6 +41,11 @@ class Part:
     head: bool
     in_flight: int  # micro-batches whose activations are kept at a time
     gpu: bool
+    earlier: bool = False  # whether gradients of earlier micro-batches exist
+    fused: bool = False  # whether the optimizer's step is one kernel without temporaries
+    piece: int | None = None  # tokens whose logits exist at a time; None: all
+    offload: bool = False  # whether the optimizer's state stays in main memory between steps
+    rank: int = 0  # of LoRA's adapters, which alone are trained; 0: all weights are
 
     # Weights ----------------------------------------------------------------
 
@@ -67,7 +72,8 @@ class Part:
     @cached_property
     def layer_shapes(self) -> dict[str, Shape]:
         """The shapes of one layer's parameters, by name."""
-        return layer_shapes(self.config, self.shares)
+        whole = layer_shapes(self.config, self.shares)
+        return whole | adapter_shapes(whole, self.rank)
 
     @cached_property
     def shapes(self) -> list[Shape]:
@@ -81,19 +87,42 @@ class Part:
             found += [(config.hidden_size,), *[table] * (not tied)]
         return found
 
+    @cached_property
+    def trained_shapes(self) -> list[Shape]:
+        """The shapes of the parameters that are trained, in the order of the model."""
+        if not self.rank:
+            return self.shapes
+        layer = layer_shapes(self.config, self.shares)
+        return [*adapter_shapes(layer, self.rank).values()] * self.layers
+
     def elements(self, within: str = "") -> int:
         """Return the elements of one layer's parameters whose names contain `within`."""
         return sum(math.prod(shape) for name, shape in self.layer_shapes.items() if within in name)
 
+    def gradients(self, within: str = "") -> int:
+        """Return the bytes of the gradients of one layer's parameters whose names have `within`."""
+        adapters = (".A", ".B") if self.rank else ""
+        sizes = (
+            math.prod(shape)
+            for name, shape in self.layer_shapes.items()
+            if within in name and name.endswith(adapters)
+        )
+        return sum(sizes) * self.wide
+
     @cached_property
     def sizes(self) -> list[int]:
-        """The elements of each parameter, in the order of the model."""
-        return [math.prod(shape) for shape in self.shapes]
+        """The elements of each trained parameter, in the order of the model."""
+        return [math.prod(shape) for shape in self.trained_shapes]
+
+    @property
+    def trained(self) -> int:
+        """Bytes of the trained parameters, and of all gradients."""
+        return sum(self.sizes) * self.wide
 
     @cached_property
     def parameters(self) -> int:
         """Elements of all parameters."""
-        return sum(self.sizes)
+        return sum(map(math.prod, self.shapes))
 
     @cached_property
     def weights(self) -> int:
@@ -102,9 +131,17 @@ class Part:
 
     @cached_property
     def state(self) -> int:
-        """Bytes of the optimizer's state."""
-        bytes_of, counts = STATE[self.optimizer], Counter(self.shapes)
+        """Bytes of the optimizer's state between steps."""
+        if self.offload:
+            return 0
+        bytes_of, counts = STATE[self.optimizer], Counter(self.trained_shapes)
         return sum(bytes_of(shape, self.weight_dtype) * n for shape, n in counts.items())
+
+    @cached_property
+    def largest_state(self) -> int:
+        """Bytes of the largest state of one parameter."""
+        shapes = set(self.trained_shapes)
+        return max(STATE[self.optimizer](shape, self.weight_dtype) for shape in shapes)
 
     @cached_property
     def table(self) -> int:
@@ -114,7 +151,7 @@ class Part:
     @property
     def largest(self) -> int:
         """Elements of the largest parameter."""
-        return max(self.sizes)
+        return max(map(math.prod, self.shapes))
 
     @cached_property
     def unit(self) -> int:
@@ -140,8 +177,9 @@ class Part:
 
     @property
     def logits(self) -> int:
-        """The logits: [B, T, V] in float32."""
-        return self.tokens * share(self.config.vocab_size, self.shares) * FLOAT
+        """The logits that exist at a time: [B, T, V] in float32, or fewer tokens' of them."""
+        tokens = min(self.tokens, self.piece or self.tokens)
+        return tokens * share(self.config.vocab_size, self.shares) * FLOAT
 
     @cached_property
     def row(self) -> int:
@@ -163,8 +201,9 @@ class Part:
         return {
             f"{name}: input in fp32": self.norm_input,
             f"{name}: 1/rms": self.tokens * FLOAT,
-            f"{name}: normalized": self.stream,
-            f"{name}: output": self.read(products),
+            # Only the gradient of the norm's weight needs it.
+            f"{name}: normalized": 0 if self.rank else self.stream,
+            f"{name}: output": self.read(products) if products else 0,
         }
 
     def norm(self, products: int) -> int:
@@ -193,6 +232,7 @@ class Part:
             **self._norm("second norm", 2),
             **dict.fromkeys(("gate", "silu(gate)", "up", "silu(gate) * up"), self.row),
             "16-bit copies of the weights": self.casts,
+            "products with the adapters' A": 7 * self.tokens * self.rank * self.narrow,
         }
 
     @cached_property
@@ -204,6 +244,11 @@ class Part:
     def casts(self) -> int:
         """The 16-bit copies of a layer's matrices that autocast makes and products keep."""
         return self.elements("proj.weight") * self.narrow if self.mixed else 0
+
+    @property
+    def cached(self) -> int:
+        """What autocast keeps of `casts` until its region ends: copies of trained weights only."""
+        return 0 if self.rank else self.casts
 
     @cached_property
     def layer(self) -> int:
@@ -225,8 +270,12 @@ class Part:
         """What the final norm, the head and the loss keep."""
         if not self.head:
             return 0
+        # A frozen head keeps no input. In pieces, the loss computed the gradients already.
+        norm = self.norm(0 if self.rank or self.piece else 1)
+        if self.piece:
+            return norm + self.stream + (0 if self.rank else self.table * self.wide)
         cast = self.table * self.narrow if self.mixed else 0
-        return self.norm(1) + cast + self.logits + self.tokens * INDEX
+        return norm + cast + self.logits + self.tokens * INDEX
 
     @cached_property
     def segments(self) -> list[int]:

@@ -37,21 +37,25 @@ def forward(part: Part) -> Iterator[Held]:
     """Yield the points of a forward, without the gradients of earlier micro-batches."""
     yield Held(place="embedding", activations=part.inputs + part.stream, first=True)
     yield from _stack_forward(part)
+    cached = part.layers * part.cached if part.segments else 0  # otherwise part of `kept`
+    place, working = "end", 0
     if part.head:
-        if not part.mixed and part.wide == 2:
-            below = part.kept - part.logits - part.tokens * INDEX - part.read(1)
-            yield Held(
-                place="final norm",
-                activations=below,
-                workspace=part.stream + part.norm_input,
-                gathered=1,
-            )
-        below = part.kept - part.logits - part.tokens * INDEX
-        yield Held(place="head", activations=below, workspace=part.logits, gathered=1)
-    cached = part.layers * part.casts if part.segments else 0  # otherwise part of `kept`
-    loss = part.logits if part.head else 0
-    place = "loss" if part.head else "end"
-    yield Held(place=place, activations=part.kept, workspace=loss + cached, gathered=0)
+        place, working = "loss", part.logits
+        if part.piece:  # the norm's output, a piece's logits, and what one operation makes of them
+            working = 2 * part.logits + part.stream
+        else:
+            yield from _head(part)
+    yield Held(place=place, activations=part.kept, workspace=working + cached, gathered=0)
+
+
+def _head(part: Part) -> Iterator[Held]:
+    """Yield the points before the loss: the last norm and the product with the head."""
+    below = part.kept - part.logits - part.tokens * INDEX
+    if not part.mixed and part.wide == 2:
+        read = 0 if part.rank else part.read(1)
+        work = part.stream + part.norm_input
+        yield Held(place="final norm", activations=below - read, workspace=work, gathered=1)
+    yield Held(place="head", activations=below, workspace=part.logits, gathered=1)
 
 
 def _stack_forward(part: Part) -> Iterator[Held]:
@@ -72,7 +76,7 @@ def _stack_forward(part: Part) -> Iterator[Held]:
                 working = streams * part.stream + 2 * part.row
                 if part.checkpointing != "selective":
                     working += max(3 * part.row, part.attention) - 2 * part.row
-                working, kept = working + layer * part.casts, below
+                working, kept = working + layer * part.cached, below
             else:
                 working, kept = adding, below + waits
             yield Held(
@@ -89,9 +93,11 @@ def backward(part: Part) -> Iterator[Held]:
     width, head = part.norm_input, 0
     norm = 5 * width
     if part.head:
-        below = part.kept - part.tokens * INDEX
-        yield Held(place="loss", activations=below, workspace=2 * part.logits, gathered=0)
-        head = (part.table + part.config.hidden_size) * part.wide
+        if not part.piece:
+            below = part.kept - part.tokens * INDEX
+            yield Held(place="loss", activations=below, workspace=2 * part.logits, gathered=0)
+        if not part.rank:
+            head = (part.table + part.config.hidden_size) * part.wide
         yield Held(
             place="final norm",
             activations=part.kept - part.top + width,
@@ -100,7 +106,7 @@ def backward(part: Part) -> Iterator[Held]:
             gathered=0,
         )
     yield from _stack_backward(part, head)
-    if part.embedding:
+    if part.embedding and not part.rank:
         workspace = part.stream
         if part.config.tie_word_embeddings and part.head:  # two gradients and their sum
             table = part.table * part.wide
@@ -108,7 +114,7 @@ def backward(part: Part) -> Iterator[Held]:
         yield Held(
             place="embedding",
             activations=part.ids,
-            gradients=part.weights,
+            gradients=part.trained,
             workspace=workspace,
             done=part.layers,
         )
@@ -116,8 +122,8 @@ def backward(part: Part) -> Iterator[Held]:
 
 def _stack_backward(part: Part, head: int) -> Iterator[Held]:
     """Yield three points for each layer, from the last. head: gradients that exist before them."""
-    width, g = part.norm_input, part.wide
-    wider = part.stream if g < FLOAT else 0  # a norm's input in float32 is not the stream
+    width = part.norm_input
+    wider = part.stream if part.wide < FLOAT else 0  # a norm's input in float32 is not the stream
     down, mlp = part.elements("down_proj.weight"), part.elements("mlp.")
     product = part.row + (2 * down if part.mixed else 0)  # what down_proj's backward frees
     freed = 4 * part.row + part.norm(2) - width + (mlp * 2 if part.mixed else 0)
@@ -131,11 +137,11 @@ def _stack_backward(part: Part, head: int) -> Iterator[Held]:
         if part.segments:
             below += segments[number - 1] * part.layer + apart - part.segment
         for _ in range(segments[number - 1]):
-            layer, gradients = part.layers - done, head + done * part.unit
+            layer, gradients = part.layers - done, head + done * part.gradients()
             yield Held(
                 place="MLP",
                 activations=below - product,
-                gradients=gradients + down * g,
+                gradients=gradients + part.gradients("down_proj."),
                 workspace=part.stream + 3 * part.row,
                 done=done,
                 layer=layer,
@@ -143,7 +149,7 @@ def _stack_backward(part: Part, head: int) -> Iterator[Held]:
             yield Held(
                 place="second norm",
                 activations=below - freed,
-                gradients=gradients + mlp * g,
+                gradients=gradients + part.gradients("mlp."),
                 workspace=5 * width + wider,
                 done=done,
                 layer=layer,
@@ -152,7 +158,7 @@ def _stack_backward(part: Part, head: int) -> Iterator[Held]:
             yield Held(
                 place="first norm",
                 activations=below - apart + width,
-                gradients=gradients + part.unit,
+                gradients=gradients + part.gradients(),
                 workspace=5 * width,
                 done=done,
                 layer=layer,
@@ -162,5 +168,14 @@ def _stack_backward(part: Part, head: int) -> Iterator[Held]:
 
 def step(part: Part) -> Iterator[Held]:
     """Yield where the optimizer's step may peak."""
-    workspace = step_bytes(part.optimizer, part.sizes, part.wide, gpu=part.gpu)
-    yield Held(place="optimizer", activations=part.ids, gradients=part.weights, workspace=workspace)
+    sizes, largest = part.sizes, max(part.sizes)
+    if part.offload:  # one parameter at a time, whose state is here, with the next one's
+        sizes = [largest]
+    workspace = 0
+    if not part.fused:
+        workspace = step_bytes(part.optimizer, sizes, part.wide, gpu=part.gpu)
+    if part.offload:
+        workspace += 2 * part.largest_state
+    yield Held(
+        place="optimizer", activations=part.ids, gradients=part.trained, workspace=workspace
+    )

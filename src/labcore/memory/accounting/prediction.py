@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from labcore.checks import one_of, positive_int
+from labcore.checks import non_negative, one_of, positive_int
 from labcore.memory.accounting import points
 from labcore.memory.accounting.breakdown import Breakdown
 from labcore.memory.accounting.part import Part
@@ -43,6 +43,15 @@ class Settings:
     convention: "exact" counts what torch allocates here. "16" and "18" use the bytes per parameter
     of ZeRO and of DeepSpeed's estimators for weights, gradients and AdamW, all held at once, in a
     16-bit dtype.
+    parts: of the batch's rows, run one after another (gradient accumulation); from the second on,
+    all gradients exist.
+    fused: whether the optimizer's step is one kernel that keeps no temporaries, as torch's
+    `fused=True`, which AdamW and SGD have also on a CPU.
+    piece: tokens of which `loss_in_pieces` computes the logits at a time; None for all of them.
+    offload: keep the optimizer state in main memory; a step fetches one parameter's at a time, and
+    the next one's meanwhile.
+    rank: of LoRA's adapters beside each matrix of the layers, which alone are trained; 0 trains all
+    weights. A first layer keeps less than the others then, which isn't counted.
     device: "cpu" matches measurements by `Meter`; "gpu" follows torch's sources. There, flash
     attention doesn't copy its output, and the default implementation of an optimizer step (foreach)
     works on all weights at once, so AdamW's holds one more copy of them.
@@ -61,6 +70,11 @@ class Settings:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     convention: str = "exact"
+    parts: int = 1
+    fused: bool = False
+    piece: int | None = None
+    offload: bool = False
+    rank: int = 0
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -72,8 +86,19 @@ class Settings:
         if self.checkpointing is not None and self.checkpointing != "selective":
             positive_int("checkpointing", self.checkpointing, "or None, or 'selective'")  # type: ignore[arg-type]
         sizes = ("batch", "length", "data_parallel", "tensor_parallel", "pipeline_parallel")
-        for name in sizes:
+        for name in (*sizes, "parts", *(["piece"] if self.piece is not None else [])):
             positive_int(name, getattr(self, name))
+        if self.parts > self.batch:
+            raise ValueError(
+                f"parts must be at most the {self.batch} rows, got {self.parts}; pass fewer"
+            )
+        split = max(self.tensor_parallel, self.pipeline_parallel) > 1
+        if self.rank and (split or self.convention != "exact"):
+            raise ValueError(
+                f"rank={self.rank} is counted without tensor and pipeline parallelism and by "
+                "convention='exact'; leave these out"
+            )
+        non_negative("rank", self.rank, "pass a whole number")
         narrow = self.dtype in ("bfloat16", "float16")
         if self.convention != "exact" and (self.optimizer != "adamw" or not narrow):
             raise ValueError(
@@ -82,7 +107,7 @@ class Settings:
                 "optimizer='adamw'"
             )
 
-    def parts(self, config: LlamaConfig) -> list[Part]:
+    def ends(self, config: LlamaConfig) -> list[Part]:
         """Return the devices' parts among which is the fullest: the first and the last stage."""
         stages = self.pipeline_parallel
         if stages > config.num_hidden_layers:
@@ -94,7 +119,7 @@ class Settings:
         return [
             Part(
                 config=config,
-                batch=self.batch,
+                batch=-(-self.batch // self.parts),
                 length=self.length,
                 dtype=self.dtype,
                 optimizer=self.optimizer,
@@ -105,6 +130,11 @@ class Settings:
                 head=stage == stages - 1,
                 in_flight=stages - stage,
                 gpu=self.device == "gpu",
+                earlier=stages > 1 or self.parts > 1,
+                fused=self.fused,
+                piece=self.piece,
+                offload=self.offload,
+                rank=self.rank,
             )
             for stage in sorted({0, stages - 1})
         ]
@@ -145,7 +175,7 @@ def estimate(config: LlamaConfig, *, moment: str = "peak", **settings: Any) -> B
     told = Settings(**settings)
     found = (
         scene.held
-        for part in told.parts(config)
+        for part in told.ends(config)
         for scene in _scenes(part, told)
         if scene.moment == moment or (moment == "peak" and scene.moment != "end")
     )
@@ -161,7 +191,7 @@ def film(config: LlamaConfig, **settings: Any) -> list[Scene]:
     settings: those of `Settings`; batch and length are required. Raises as `estimate` does.
     """
     told = Settings(**settings)
-    films = [list(_scenes(part, told)) for part in told.parts(config)]
+    films = [list(_scenes(part, told)) for part in told.ends(config)]
     return max(films, key=lambda scenes: max(scene.held.total for scene in scenes))
 
 
@@ -201,20 +231,19 @@ def _exact(part: Part, held: Held, moment: str, stage: int, devices: int) -> Bre
     FSDP2's units are the layers, plus one for everything else, which stays gathered until the end
     of the backward.
     """
-    stand = not (part.embedding and part.head)  # a pipeline has gradients of earlier micro-batches
     weights, gradients, state = float(part.weights), held.gradients, float(part.state)
     workspace = held.workspace
-    if stand or (stage < 2 and devices > 1):
-        gradients = part.weights
+    if part.earlier or (stage < 2 and devices > 1):
+        gradients = part.trained
     if stage >= 1:
         state /= devices
     if stage >= 2 and moment in ("step", "end"):
         weights, gradients = weights / devices, gradients / devices
     elif stage >= 2:
         ahead = part.layers - held.done
-        reduced = held.done * part.unit
+        reduced = held.done * part.gradients()
         workspace += held.gradients - reduced  # a unit's are whole until they're reduced
-        gradients = (part.weights if stand else reduced) / devices
+        gradients = (part.trained if part.earlier else reduced) / devices
         outer = part.weights - part.layers * part.unit
         reached = part.layers if held.reached is None else held.reached
         gathered = min(ahead, reached if stage == 2 else held.gathered)

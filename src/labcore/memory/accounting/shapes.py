@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from labcore.models.config import LlamaConfig
 
-__all__ = ["Shape", "layer_shapes", "parameter_shapes", "share"]
+__all__ = ["Shape", "adapter_shapes", "layer_shapes", "parameter_shapes", "share"]
 
 Shape = tuple[int, ...]
 
@@ -31,6 +33,19 @@ def layer_shapes(config: LlamaConfig, shares: int = 1) -> dict[str, Shape]:
     shapes["mlp.gate_proj.weight"] = shapes["mlp.up_proj.weight"] = (wide, width)
     shapes["mlp.down_proj.weight"] = (width, wide)
     return shapes
+
+
+def adapter_shapes(layer: Mapping[str, Shape], rank: int) -> dict[str, Shape]:
+    """Return LoRA's two factors, A [rank, I] and B [O, rank], for each matrix [O, I] of a layer.
+
+    Source: Hu et al., 2021, arXiv 2106.09685.
+    """
+    found: dict[str, Shape] = {}
+    for name, shape in layer.items():
+        if len(shape) == 2 and rank:
+            stem = name.removesuffix("weight")
+            found |= {f"{stem}A": (rank, shape[1]), f"{stem}B": (shape[0], rank)}
+    return found
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, Shape]:

@@ -47,5 +47,5 @@ def layer_terms(config: LlamaConfig, **settings: Any) -> dict[str, int]:
     `estimate` counts their sum for each layer that isn't checkpointed. Terms of zero bytes are left
     out. settings: those of `Settings`; batch and length are required. Raises as `estimate` does.
     """
-    part = Settings(**settings).parts(config)[0]
+    part = Settings(**settings).ends(config)[0]
     return {name: size for name, size in part.terms.items() if size}

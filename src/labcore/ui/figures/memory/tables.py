@@ -33,7 +33,7 @@ Row = tuple[int, ...]
 @functools.cache
 def _part(model: str, dtype: str, length: int, **settings: Any) -> Part:
     told = Settings(batch=1, length=length, dtype=dtype, device="gpu", **settings)
-    return told.parts(MODELS[model])[0]
+    return told.ends(MODELS[model])[0]
 
 
 def _pairs(
@@ -91,7 +91,7 @@ def _optimizers(part: Part) -> dict[str, dict[str, int]]:
     found = {}
     for name in OPTIMIZERS:
         one = functools.partial(step_bytes, name, part.sizes, part.wide)
-        state = Settings(batch=1, length=1, dtype=part.dtype, optimizer=name).parts(part.config)
+        state = Settings(batch=1, length=1, dtype=part.dtype, optimizer=name).ends(part.config)
         found[name] = {"state": state[0].state, "workspace": one(gpu=True)}
     return found
 
