@@ -19,6 +19,7 @@ pytestmark = pytest.mark.long
 
 FORMULAS = {
     "film": (memory.film, memory.FILM_FORMULA, CONTROLS["film"]),
+    "levers": (memory.levers, memory.LEVERS_FORMULA, CONTROLS["levers"]),
     "stages": (memory.stages, memory.STAGES_FORMULA, CONTROLS["stages"]),
     "requests": (memory.requests, memory.REQUESTS_FORMULA, REQUESTS),
     "designer": (attention.designer, attention.DESIGNER_FORMULA, DESIGNER),

@@ -10,29 +10,32 @@ window.labcoreFormulas = (function () {
       ["B", "kB", "MB", "GB", "TB"][power];
   }
 
+  function seconds(value) {
+    var unit = value >= 1 ? 0 : value >= 1e-3 ? 1 : 2, scaled = value * [1, 1e3, 1e6][unit];
+    var shown = scaled < 999.5 ? String(Number(scaled.toPrecision(3))) : scaled.toFixed(0);
+    return shown + " " + ["s", "ms", "µs"][unit];
+  }
+
   function sum(parts) { return parts.reduce(function (one, other) { return one + other; }, 0); }
 
   // float16 has the bytes of bfloat16.
   function dtype(values) { return values.dtype === "float16" ? "bfloat16" : values.dtype; }
 
   // labcore.memory.estimate for one GPU of `devices`: the parts of the fullest point of a moment,
-  // in the order of the bars.
-  function fullest(values, data, moment, stage, devices) {
-    var own = data[values.model][dtype(values)];
-    var tokens = values.batch * values.length;
-    var optimizer = own.optimizers[values.optimizer];
+  // in the order of the bars. own: of one model and dtype. way: rows and tokens of a forward,
+  // checkpointing, optimizer state and its step's workspace, stage, devices, and whether gradients
+  // of earlier parts of the batch exist.
+  function fullest(own, way, moment) {
+    var stage = way.stage, devices = way.devices, tokens = way.rows * way.length;
     var points = moment === "step"
-      ? [[0, 0, 0, 0, own.weights, 0, 8, optimizer.workspace, 0]]
-      : own.points[values.checkpointing][moment];
+      ? [[0, 0, 0, 0, own.trained, 8 * way.rows, 8, way.workspace, 0]]
+      : own.points[way.checkpointing][moment];
     var found = points.map(function (point) {
       var activations = point[5] + tokens * point[6], workspace = point[7] + tokens * point[8];
       var weights = own.weights, gradients = point[4], done = point[0];
       if (moment === "step" && stage >= 1) workspace /= devices;
-      if (stage < 2 && devices > 1) gradients = weights;
-      if (stage >= 2 && moment === "step") {
-        weights /= devices;
-        gradients /= devices;
-      } else if (stage >= 2) {
+      var all = way.earlier || (stage < 2 && devices > 1);
+      if (stage >= 2 && moment !== "step") {
         var ahead = own.layers - done, outer = weights - own.layers * own.unit;
         var gathered = Math.min(ahead, stage === 2 ? point[2] : point[1]);
         var copied = done > 0 || (moment === "forward" && stage === 2 && point[1] > 0) ? 1 : 0;
@@ -41,14 +44,26 @@ window.labcoreFormulas = (function () {
           gathered = Math.min(ahead, 2);
           copied = 0;
         }
-        workspace += gradients - done * own.unit + outer + own.unit * (gathered + copied);
-        gradients = done * own.unit / devices;
-        weights /= devices;
+        workspace += gradients - done * own.reduced + outer + own.unit * (gathered + copied);
+        gradients = all ? own.trained : done * own.reduced;
+      } else if (all) {
+        gradients = own.trained;
       }
-      var state = optimizer.state / (stage >= 1 ? devices : 1);
-      return [weights, gradients, state, activations, workspace];
+      if (stage >= 2) {
+        weights /= devices;
+        gradients /= devices;
+      }
+      return [weights, gradients, way.state / (stage >= 1 ? devices : 1), activations, workspace];
     });
-    return found.reduce(function (one, other) { return sum(other) > sum(one) ? other : one; });
+    return found.reduce(higher);
+  }
+
+  function higher(one, other) { return sum(other) > sum(one) ? other : one; }
+
+  function peak(own, way) {
+    return ["forward", "backward", "step"].map(function (moment) {
+      return fullest(own, way, moment);
+    }).reduce(higher);
   }
 
   // Rows that were packed as [times, block, strides].
@@ -152,11 +167,81 @@ window.labcoreFormulas = (function () {
         : grouped(fit(marked) || 0) + " requests of " + grouped(marked) + " tokens in " +
           size(room);
     },
+    // labcore.memory.levers.plan after each lever.
+    memoryLevers: function (values, data, frame) {
+      var plain = {dtype: "float32", optimizer: "adamw", fused: false, checkpointing: "none",
+        parts: 1, pieces: false, zero_stage: 0, offload: false, adapters: false};
+      var parts = Math.min(values.parts, values.rows), card = data.cards[values.card];
+      var names = {
+        dtype: data.names.dtype[values.dtype], optimizer: data.names.optimizer[values.optimizer],
+        fused: "fused step",
+        checkpointing: values.checkpointing === "selective" ? "selective" : "recompute",
+        parts: parts + " parts", pieces: "no logits", zero_stage: "ZeRO " + values.zero_stage,
+        offload: "offload", adapters: "LoRA"
+      };
+      var labels = ["plain"], ways = [plain];
+      Object.keys(names).forEach(function (lever) {
+        var value = lever === "parts" ? parts : values[lever];
+        if (value === plain[lever]) return;
+        var now = Object.assign({}, ways[ways.length - 1]);
+        now[lever] = value;
+        ways.push(now);
+        labels.push("+ " + names[lever]);
+      });
+      var tokens = values.rows * values.length, work = data.work[values.model];
+      var attention = values.rows * work.pair * values.length * (values.length + 1) / 2;
+      var held = [], times = [];
+      ways.forEach(function (way) {
+        var kind = (way.pieces ? 1 : 0) + " " + (way.adapters ? 1 : 0);
+        var own = data.kinds[kind][values.model][way.dtype];
+        var optimizer = own.optimizers[way.optimizer];
+        held.push(peak(own, {
+          rows: Math.ceil(values.rows / way.parts), length: values.length,
+          checkpointing: way.checkpointing, state: way.offload ? 0 : optimizer.state,
+          workspace: way.offload ? (way.fused ? optimizer.both : optimizer.offload)
+            : (way.fused ? optimizer.fused : optimizer.workspace),
+          stage: way.zero_stage, devices: values.devices, earlier: way.parts > 1
+        }));
+        var adapters = way.adapters ? work.adapters : 0;
+        var stack = 2 * tokens * (work.matrices + adapters);
+        var rate = values.share * card.rates[way.dtype];
+        var share = way.zero_stage ? 1 / values.devices : 1;
+        var sent = way.zero_stage >= 2
+          ? way.parts * (own.trained + (way.zero_stage - 1) * own.weights) : 2 * own.trained;
+        times.push([
+          (2 * stack + 2 * tokens * (adapters || work.matrices) +
+            2 * tokens * work.head * (way.adapters ? 2 : 3) + 3.5 * attention) / rate,
+          way.checkpointing === "every layer" ? (stack + attention) / rate : 0,
+          share * (way.optimizer === "adamw" && !way.fused ? data.passes * own.trained
+            : 3 * own.trained + 2 * optimizer.state) / card.bandwidth,
+          way.offload ? share * optimizer.state / card.host : 0,
+          sent * (values.devices - 1) / values.devices / card.link
+        ]);
+      });
+      frame.data.forEach(function (bar, n) {
+        bar.y = labels;
+        bar.x = n < 5 ? held.map(function (one) { return one[n] / 1e9; })
+          : times.map(function (one) { return one[n - 5]; });
+      });
+      var tallest = Math.max.apply(null, held.map(sum)), end = sum(held[held.length - 1]);
+      frame.layout.xaxis.range = [0, 1.25 * Math.max(tallest, card.memory) / 1e9];
+      frame.layout.xaxis2.range = [0, 1.25 * Math.max.apply(null, times.map(sum))];
+      frame.data[4].text = held.map(sum).map(size);
+      frame.data[9].text = times.map(sum).map(seconds);
+      frame.layout.shapes[0].x0 = frame.layout.shapes[0].x1 = card.memory / 1e9;
+      frame.layout.title.text = "Peak " + size(end) + " of " + size(card.memory) + ": " +
+        (end <= card.memory ? "fits" : "does not fit") + "<br>" +
+        seconds(sum(times[times.length - 1])) + " per step by the roofline";
+    },
     memoryStages: function (values, data, frame) {
+      var own = data.table[values.model][dtype(values)];
+      var optimizer = own.optimizers[values.optimizer];
       var totals = stacked([0, 1, 2, 3].map(function (stage) {
-        return ["forward", "backward", "step"].map(function (moment) {
-          return fullest(values, data.table, moment, stage, values.devices);
-        }).reduce(function (one, other) { return sum(other) > sum(one) ? other : one; });
+        return peak(own, {
+          rows: values.batch, length: values.length, checkpointing: values.checkpointing,
+          state: optimizer.state, workspace: optimizer.workspace, stage: stage,
+          devices: values.devices, earlier: false
+        });
       }), data.capacities, frame);
       frame.layout.title.text = "Per GPU: " + size(totals[0]) + " without ZeRO, " +
         size(Math.min.apply(null, totals)) + " at best";

@@ -112,6 +112,9 @@ def settings_of_chance(chance: random.Random, layers: int) -> dict[str, object]:
         "tensor_parallel": chance.choice([1, 2]),
         "pipeline_parallel": chance.choice([1, min(2, layers)]),
         "device": chance.choice(["cpu", "gpu"]),
+        "piece": chance.choice([None, 16]),
+        "fused": chance.random() < 0.5,
+        "offload": chance.random() < 0.5,
     }
 
 
@@ -121,6 +124,9 @@ def test_a_film_s_highest_scene_is_the_estimate(seed: int) -> None:
         layers = chance.randint(1, 9)
         shape = replace(drawn(seed + case), num_hidden_layers=layers)
         settings = settings_of_chance(chance, layers)
+        if settings["tensor_parallel"] == settings["pipeline_parallel"] == 1:
+            settings["rank"] = chance.choice([0, 2])
+        settings["parts"] = chance.randint(1, settings["batch"])
         scenes = film(shape, **settings)
         peak = max((scene.held for scene in scenes), key=lambda held: held.total)
         assert peak == estimate(shape, **settings), settings

@@ -1,7 +1,8 @@
 """Where one device's step may peak: points in the order in which a step passes them.
 
 A layer's forward has one point, its backward three: in the MLP, in the norm before the MLP, and in
-the norm before attention. What lies between two points holds less.
+the norm before attention. What lies between two points holds less. From layer to layer the bytes
+grow or shrink evenly, so that `whole=False` leaves out all but the first and the last ones.
 """
 
 from __future__ import annotations
@@ -33,10 +34,16 @@ class Held:
     first: bool = False  # the first layer's forward, beside the flat copy of all other weights
 
 
-def forward(part: Part) -> Iterator[Held]:
+def _ends(count: int, whole: bool) -> list[int]:
+    """Return 0 to count - 1, or the first two and the last two."""
+    every = range(count)
+    return [*every] if whole else sorted({*every[:2], *every[-2:]})
+
+
+def forward(part: Part, whole: bool = True) -> Iterator[Held]:
     """Yield the points of a forward, without the gradients of earlier micro-batches."""
     yield Held(place="embedding", activations=part.inputs + part.stream, first=True)
-    yield from _stack_forward(part)
+    yield from _stack_forward(part, whole)
     cached = part.layers * part.cached if part.segments else 0  # otherwise part of `kept`
     place, working = "end", 0
     if part.head:
@@ -58,7 +65,7 @@ def _head(part: Part) -> Iterator[Held]:
     yield Held(place="head", activations=below, workspace=part.logits, gathered=1)
 
 
-def _stack_forward(part: Part) -> Iterator[Held]:
+def _stack_forward(part: Part, whole: bool) -> Iterator[Held]:
     """Yield a point for each layer: at its end, or within it if nothing of it is kept."""
     segments = part.segments or [1] * part.layers
     each = part.segment if part.segments else part.layer
@@ -66,11 +73,10 @@ def _stack_forward(part: Part) -> Iterator[Held]:
     # this layer's norms kept both inputs if those are float32; otherwise they stand beside copies.
     waits = part.stream if part.wide == FLOAT else 0
     adding = part.stream if part.wide == FLOAT else 4 * part.stream
-    layer = 0
-    for number, size in enumerate(segments, 1):
-        below = part.inputs + number * each
-        for _ in range(size):
-            layer += 1
+    for number in _ends(len(segments), whole):
+        below, size = part.inputs + (number + 1) * each, segments[number]
+        for within in _ends(size, whole):
+            layer = number * segments[0] + within + 1
             if part.segments:
                 streams = 2 if size == 1 else 3  # one layer shares the segment's input
                 working = streams * part.stream + 2 * part.row
@@ -88,7 +94,7 @@ def _stack_forward(part: Part) -> Iterator[Held]:
             )
 
 
-def backward(part: Part) -> Iterator[Held]:
+def backward(part: Part, whole: bool = True) -> Iterator[Held]:
     """Yield the points of a backward: loss, final norm, each layer from the last, embedding."""
     width, head = part.norm_input, 0
     norm = 5 * width
@@ -105,7 +111,7 @@ def backward(part: Part) -> Iterator[Held]:
             workspace=norm,
             gathered=0,
         )
-    yield from _stack_backward(part, head)
+    yield from _stack_backward(part, head, whole)
     if part.embedding and not part.rank:
         workspace = part.stream
         if part.config.tie_word_embeddings and part.head:  # two gradients and their sum
@@ -120,7 +126,7 @@ def backward(part: Part) -> Iterator[Held]:
         )
 
 
-def _stack_backward(part: Part, head: int) -> Iterator[Held]:
+def _stack_backward(part: Part, head: int, whole: bool) -> Iterator[Held]:
     """Yield three points for each layer, from the last. head: gradients that exist before them."""
     width = part.norm_input
     wider = part.stream if part.wide < FLOAT else 0  # a norm's input in float32 is not the stream
@@ -131,13 +137,15 @@ def _stack_backward(part: Part, head: int) -> Iterator[Held]:
     each = part.segment if part.segments else part.layer
     # A segment's backward begins with all of it recomputed, beside its input.
     apart = wider + part.last_product if part.segments else 0
-    done = 0
-    for number in range(len(segments), 0, -1):
-        below = part.inputs + number * each
+    for number in reversed(_ends(len(segments), whole)):
+        begins = part.inputs + (number + 1) * each
         if part.segments:
-            below += segments[number - 1] * part.layer + apart - part.segment
-        for _ in range(segments[number - 1]):
-            layer, gradients = part.layers - done, head + done * part.gradients()
+            begins += segments[number] * part.layer + apart - part.segment
+        for within in reversed(_ends(segments[number], whole)):
+            layer = number * segments[0] + within + 1
+            done = part.layers - layer
+            gradients = head + done * part.gradients()
+            below = begins - (segments[number] - 1 - within) * part.layer
             yield Held(
                 place="MLP",
                 activations=below - product,
@@ -154,16 +162,14 @@ def _stack_backward(part: Part, head: int) -> Iterator[Held]:
                 done=done,
                 layer=layer,
             )
-            below -= part.layer
             yield Held(
                 place="first norm",
-                activations=below - apart + width,
+                activations=below - part.layer - apart + width,
                 gradients=gradients + part.gradients(),
                 workspace=5 * width,
                 done=done,
                 layer=layer,
             )
-            done += 1
 
 
 def step(part: Part) -> Iterator[Held]:
@@ -176,6 +182,4 @@ def step(part: Part) -> Iterator[Held]:
         workspace = step_bytes(part.optimizer, sizes, part.wide, gpu=part.gpu)
     if part.offload:
         workspace += 2 * part.largest_state
-    yield Held(
-        place="optimizer", activations=part.ids, gradients=part.trained, workspace=workspace
-    )
+    yield Held(place="optimizer", activations=part.ids, gradients=part.trained, workspace=workspace)

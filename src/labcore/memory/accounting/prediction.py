@@ -176,7 +176,7 @@ def estimate(config: LlamaConfig, *, moment: str = "peak", **settings: Any) -> B
     found = (
         scene.held
         for part in told.ends(config)
-        for scene in _scenes(part, told)
+        for scene in _scenes(part, told, whole=False)
         if scene.moment == moment or (moment == "peak" and scene.moment != "end")
     )
     return max(found, key=lambda held: held.total)
@@ -191,16 +191,16 @@ def film(config: LlamaConfig, **settings: Any) -> list[Scene]:
     settings: those of `Settings`; batch and length are required. Raises as `estimate` does.
     """
     told = Settings(**settings)
-    films = [list(_scenes(part, told)) for part in told.ends(config)]
+    films = [list(_scenes(part, told, whole=True)) for part in told.ends(config)]
     return max(films, key=lambda scenes: max(scene.held.total for scene in scenes))
 
 
-def _scenes(part: Part, told: Settings) -> Iterator[Scene]:
-    """Yield the scenes of one device's step."""
+def _scenes(part: Part, told: Settings, *, whole: bool) -> Iterator[Scene]:
+    """Yield the scenes of one device's step, of all layers or of those that may hold most."""
     end = Held(place="", activations=part.ids)
     moments = {
-        "forward": points.forward(part),
-        "backward": points.backward(part),
+        "forward": points.forward(part, whole),
+        "backward": points.backward(part, whole),
         "step": points.step(part),
         "end": iter([end]),
     }

@@ -13,6 +13,7 @@ from labcore.ui.figures.memory.choices import (
 from labcore.ui.figures.memory.costs import compared, price, summary
 from labcore.ui.figures.memory.filmed import FILM_FORMULA, film
 from labcore.ui.figures.memory.measured import stretches, timeline
+from labcore.ui.figures.memory.stacking import LEVERS_FORMULA, PRECISIONS, WAYS, levers
 
 __all__ = [
     "CAPACITIES",
@@ -21,14 +22,18 @@ __all__ = [
     "COLORS",
     "FILM_FORMULA",
     "HEADS",
+    "LEVERS_FORMULA",
     "MEMORIES",
     "MODELS",
     "OPTIMIZERS",
+    "PRECISIONS",
     "REQUESTS_FORMULA",
     "SERVED",
     "STAGES_FORMULA",
+    "WAYS",
     "compared",
     "film",
+    "levers",
     "price",
     "requests",
     "stacks",

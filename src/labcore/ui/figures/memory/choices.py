@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 
 from labcore.attention.traffic import GPUS
+from labcore.memory.levers import Card
 from labcore.models import LlamaConfig
+from labcore.parallel.cost import LINKS
 from labcore.ui.theme import PALETTE
 
 __all__ = ["CAPACITIES", "CARDS", "CHECKPOINTING", "COLORS", "MODELS", "OPTIMIZERS", "in_bytes"]
@@ -50,7 +52,16 @@ CHECKPOINTING: Mapping[str, int | str | None] = {
     "every 4 layers": 4,
     "every layer": 1,
 }
-CARDS = {name: GPUS[name] for name in ("T4", "RTX 4090", "A100", "H100", "H200")}
+CARDS = {
+    name: Card(gpu=GPUS[name], link=LINKS[link].bandwidth, host=LINKS[host].bandwidth)
+    for name, link, host in (
+        ("RTX 4090", "PCIe 4.0 x16", "PCIe 4.0 x16"),
+        ("A100", "NVLink 3", "PCIe 4.0 x16"),
+        ("H100", "NVLink 4", "PCIe 5.0 x16"),
+        ("H200", "NVLink 4", "PCIe 5.0 x16"),
+    )
+}
+"""Cards with their links, by the data sheets that `GPUS` and `LINKS` name."""
 
 
 def in_bytes(count: float) -> str:

@@ -58,7 +58,7 @@ def film(
             checkpointing=CHECKPOINTING[checkpointing], device="gpu",
         )
     )  # fmt: skip
-    capacity, peak = CARDS[card].memory, max(scene.held.total for _, scene in shown)
+    capacity, peak = CARDS[card].gpu.memory, max(scene.held.total for _, scene in shown)
     at, now = [(x, scene) for x, scene in shown if x <= moment + 1e-9][-1]
     fits = "fits" if peak <= capacity else "does not fit"
     title = f"Peak {in_bytes(peak)} of {in_bytes(capacity)}: {fits}"
@@ -110,7 +110,7 @@ def _areas(
 
 
 def _film_data() -> dict[str, Any]:
-    memories = {name: card.memory for name, card in CARDS.items()}
+    memories = {name: card.gpu.memory for name, card in CARDS.items()}
     return {"table": film_table(), "cards": memories, "places": PLACES}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,10 @@ import numpy as np
 from labcore.memory.accounting import points
 from labcore.memory.accounting.part import Part
 from labcore.memory.accounting.prediction import OPTIMIZERS, Settings
-from labcore.memory.accounting.stepping import step_bytes
+from labcore.memory.levers import PIECE
 from labcore.ui.figures.memory.choices import CHECKPOINTING, MODELS
 
-__all__ = ["PLACES", "film_table", "peak_table"]
+__all__ = ["DTYPES", "PLACES", "film_table", "peak_table"]
 
 PLACES = (
     "embedding", "layer", "final norm", "head", "loss", "MLP", "second norm", "first norm",
@@ -25,7 +25,7 @@ DTYPES = ("float32", "mixed", "bfloat16")  # float16 has the bytes of bfloat16
 _PERIODS = range(1, 13)
 # Tokens, devices and stages among which a point must be the highest somewhere to be listed.
 _TOKENS = tuple(2**power for power in range(6, 21))
-_DEVICES = (1, 2, 4, 8, 16, 64)
+_DEVICES = (1, 2, 4, 8, 16, 64, 10**9)  # the last for gradients of earlier parts
 
 Row = tuple[int, ...]
 
@@ -37,14 +37,17 @@ def _part(model: str, dtype: str, length: int, **settings: Any) -> Part:
 
 
 def _pairs(
-    model: str, dtype: str, checkpointing: str, moment: str
+    model: str, dtype: str, checkpointing: str, moment: str, whole: bool, **settings: Any
 ) -> Iterator[tuple[points.Held, Row, Row]]:
     """Yield each point with its activations and its workspace as (constant, per token)."""
     how = CHECKPOINTING[checkpointing]
-    one, two = (RUNS[moment](_part(model, dtype, n, checkpointing=how)) for n in (1, 2))
+    one, two = (
+        RUNS[moment](_part(model, dtype, n * PIECE, checkpointing=how, **settings), whole)
+        for n in (1, 2)
+    )
     for a, b in zip(one, two, strict=True):
         sizes = ((a.activations, b.activations), (a.workspace, b.workspace))
-        kept, work = ((round(2 * x - y), round(y - x)) for x, y in sizes)
+        kept, work = ((round(2 * x - y), round((y - x) / PIECE)) for x, y in sizes)
         yield a, kept, work
 
 
@@ -87,12 +90,21 @@ def _packed(rows: Sequence[Row]) -> list[Any]:
     return found
 
 
-def _optimizers(part: Part) -> dict[str, dict[str, int]]:
+def _optimizers(model: str, dtype: str, **settings: Any) -> dict[str, dict[str, int]]:
+    """Return each optimizer's state and its step's workspace, plain and under the levers."""
     found = {}
     for name in OPTIMIZERS:
-        one = functools.partial(step_bytes, name, part.sizes, part.wide)
-        state = Settings(batch=1, length=1, dtype=part.dtype, optimizer=name).ends(part.config)
-        found[name] = {"state": state[0].state, "workspace": one(gpu=True)}
+        way = functools.partial(_part, model, dtype, 1, optimizer=name, **settings)
+        works = {
+            key: round(next(points.step(way(**levers))).workspace)
+            for key, levers in {
+                "workspace": {},
+                "fused": {"fused": True},
+                "offload": {"offload": True},
+                "both": {"fused": True, "offload": True},
+            }.items()
+        }
+        found[name] = {"state": way().state, **works}
     return found
 
 
@@ -110,68 +122,79 @@ def film_table() -> dict[str, Any]:
                 moment: _packed(
                     [
                         (PLACES.index(at.place), at.layer, *kept, *work, round(at.gradients))
-                        for at, kept, work in _pairs(model, dtype, how, moment)
+                        for at, kept, work in _pairs(model, dtype, how, moment, True)
                     ]
                 )
                 for moment in RUNS
             }
             for how in CHECKPOINTING
         }
-        optimizers = _optimizers(part)
+        optimizers = _optimizers(model, dtype)
         table.setdefault(model, {})[dtype] = {
             "weights": part.weights, "optimizers": optimizers, "films": films,
         }  # fmt: skip
     return table
 
 
-def _totals(rows: Any, part: Part, moment: str, *, tokens: int, stage: int, devices: int) -> Any:
-    """Return each row's bytes, but for what all rows of a moment share: float64 [rows]."""
-    done, gathered, reached, first, gradients = rows[:, :5].T
-    held = rows[:, 5] + tokens * rows[:, 6] + rows[:, 7] + tokens * rows[:, 8]
+def _totals(rows: Any, part: Part, moment: str, *, stage: int, devices: int) -> Any:
+    """Return each row's bytes, but for what all rows share: float64 [rows, _TOKENS]."""
+    done, gathered, reached, first, gradients, *held = rows.T[..., None]
+    total = held[0] + held[2] + np.array(_TOKENS) * (held[1] + held[3])
     if stage < 2:
-        return held + (part.weights if devices > 1 else gradients)
+        return total + (0 if devices > 1 else gradients)
     ahead = part.layers - done
     copied = (done > 0) | ((moment == "forward") & (stage == 2) & (gathered > 0))
     units = np.where(first, 2, reached if stage == 2 else gathered)
     units = np.minimum(ahead, units) + (copied & (first == 0))
     outer = (part.weights - part.layers * part.unit) * (1 + first)
-    reduced = done * part.unit
-    return held + gradients - reduced + outer + part.unit * units + reduced / devices
+    reduced = done * part.gradients()
+    return total + gradients - reduced + outer + part.unit * units + reduced / devices
 
 
-def _summits(model: str, dtype: str, checkpointing: str, moment: str) -> list[list[int]]:
+def _summits(
+    model: str, dtype: str, checkpointing: str, moment: str, **settings: Any
+) -> list[list[int]]:
     """Return the rows of a moment that are the highest for some batch, stage and devices."""
-    part = _part(model, dtype, 1)
+    part = _part(model, dtype, 1, **settings)
     listed = [
         [
             at.done, at.gathered, part.layers if at.reached is None else at.reached,
             int(at.first), round(at.gradients), *kept, *work,
         ]
-        for at, kept, work in _pairs(model, dtype, checkpointing, moment)
+        for at, kept, work in _pairs(model, dtype, checkpointing, moment, False, **settings)
     ]  # fmt: skip
     rows = np.array(listed, dtype=np.float64)
     highest = {
-        int(_totals(rows, part, moment, tokens=tokens, stage=stage, devices=devices).argmax())
-        for tokens, stage, devices in itertools.product(_TOKENS, (0, 2, 3), _DEVICES)
+        int(at)
+        for stage, devices in itertools.product((0, 2, 3), _DEVICES)
+        for at in _totals(rows, part, moment, stage=stage, devices=devices).argmax(0)
     }
     return [listed[at] for at in sorted(highest)]
 
 
-def peak_table() -> dict[str, Any]:
+def _peaks(model: str, dtype: str, ways: Iterable[str], **settings: Any) -> dict[str, Any]:
+    part = _part(model, dtype, 1, **settings)
+    return {
+        "weights": part.weights,
+        "trained": part.trained,
+        "unit": part.unit,
+        "reduced": part.gradients(),
+        "layers": part.layers,
+        "optimizers": _optimizers(model, dtype, **settings),
+        "points": {
+            how: {moment: _summits(model, dtype, how, moment, **settings) for moment in RUNS}
+            for how in ways
+        },
+    }
+
+
+def peak_table(ways: Iterable[str] = CHECKPOINTING, **settings: Any) -> dict[str, Any]:
     """Return what `estimate` needs by model, dtype and checkpointing, on any number of GPUs.
 
     A row is the layers done, gathered and reached, whether it's the first, gradients, activations
-    and workspace as constant and per token.
+    and workspace as constant and per token. ways: keys of CHECKPOINTING. settings: of `Settings`.
     """
-    table: dict[str, dict[str, Any]] = {}
-    for model, dtype in itertools.product(MODELS, DTYPES):
-        part = _part(model, dtype, 1)
-        summits = {
-            how: {moment: _summits(model, dtype, how, moment) for moment in RUNS}
-            for how in CHECKPOINTING
-        }
-        table.setdefault(model, {})[dtype] = {
-            "weights": part.weights, "unit": part.unit, "layers": part.layers,
-            "optimizers": _optimizers(part), "points": summits,
-        }  # fmt: skip
-    return table
+    return {
+        model: {dtype: _peaks(model, dtype, ways, **settings) for dtype in DTYPES}
+        for model in MODELS
+    }

@@ -1,0 +1,151 @@
+"""Levers that stack on one training run: what each does to a GPU's bytes and to a step's seconds.
+
+The bytes are `estimate`'s. The seconds are a roofline of five terms that don't overlap:
+
+- products: FLOPs of the matrix products and of causal attention, over a share of the card's peak. A
+  backward costs twice its forward, for frozen matrices once; attention's costs 2.5 times. The share
+  stands for everything that the products wait for, elementwise operations above all.
+- recomputed: the layers' forward again. Selective checkpointing recomputes no product.
+- optimizer step: bytes of one pass over weights, gradients and state, over the memory's bandwidth.
+  An AdamW that isn't fused reads or writes an array as large as the weights 20 times, by the
+  operations in torch's `_multi_tensor_adamw`; the others count as if they were fused.
+- PCIe: the state that an offload moves, up and down at the same time.
+- collectives: rings over a link. A gradient's all-reduce, or its reduce-scatter and the gathering
+  of weights, moves (N - 1) / N of the tensor once or twice. FSDP2 gathers and reduces for each
+  part of a batch, once at stage 2 and with a second gathering at stage 3.
+
+No kernel's launch, no wait for data and no fragmented memory is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from labcore.attention.traffic import Gpu, Shape, flops
+from labcore.checks import positive, positive_int
+from labcore.memory.accounting.breakdown import Breakdown
+from labcore.memory.accounting.prediction import Settings, estimate
+from labcore.models.config import LlamaConfig
+
+__all__ = ["CAUSES", "PIECE", "Card", "Levers", "Plan", "plan"]
+
+CAUSES = ("products", "recomputed", "optimizer step", "PCIe", "collectives")
+PIECE = 1024  # tokens whose logits exist at a time, with the lever `pieces`
+PASSES = 20  # over the weights, in an AdamW step that isn't fused
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """A GPU and its links. link: bytes/s to the other GPUs, one way; host: to main memory."""
+
+    gpu: Gpu
+    link: float
+    host: float
+
+    def rate(self, dtype: str) -> float:
+        """Return the peak FLOP/s of products in a dtype; float32 runs without tensor cores."""
+        if dtype == "float32":
+            return 2 * self.gpu.fp32 * self.gpu.units * self.gpu.clock
+        return self.gpu.matmul
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Levers:
+    """The methods that a run applies; the defaults are plain training. Names as in `Settings`.
+
+    pieces: whether the loss computes the logits of PIECE tokens at a time.
+    """
+
+    dtype: str = "float32"
+    optimizer: str = "adamw"
+    fused: bool = False
+    checkpointing: int | str | None = None
+    parts: int = 1
+    pieces: bool = False
+    zero_stage: int = 0
+    offload: bool = False
+    rank: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """held: bytes at the peak on one GPU. seconds: of a step, by CAUSES."""
+
+    held: Breakdown
+    seconds: Mapping[str, float]
+
+    @property
+    def step(self) -> float:
+        """Seconds per step, if nothing overlaps."""
+        return sum(self.seconds.values())
+
+
+def plan(
+    config: LlamaConfig,
+    card: Card,
+    levers: Levers,
+    *,
+    rows: int,
+    length: int,
+    devices: int = 1,
+    share: float = 0.5,
+) -> Plan:
+    """Return the peak bytes and the seconds of a step of `Llama(config)` with some levers.
+
+    rows, length: rows per step on each of `devices` GPUs, and predicted tokens per row. share: of
+    the card's peak that the products reach, above 0.
+    The module says what the seconds assume. Raises ValueError or TypeError as `estimate` does.
+    Sources: Rajbhandari et al., 2019, arXiv 1910.02054 (what the stages move); Williams et al.,
+    2009, Communications of the ACM 52 (the roofline).
+    """
+    positive("share", share, "pass a number up to 1")
+    settings = {
+        "batch": rows,
+        "length": length,
+        "dtype": levers.dtype,
+        "optimizer": levers.optimizer,
+        "fused": levers.fused,
+        "checkpointing": levers.checkpointing,
+        "parts": levers.parts,
+        "piece": PIECE if levers.pieces else None,
+        "zero_stage": levers.zero_stage,
+        "data_parallel": positive_int("devices", devices),
+        "offload": levers.offload,
+        "rank": levers.rank,
+        "device": "gpu",
+    }
+    held = estimate(config, **settings)
+    part = Settings(**{**settings, "offload": False}).ends(config)[0]
+    tokens = rows * length
+    attention = config.num_hidden_layers * flops(
+        Shape(
+            batch=rows, heads=config.num_attention_heads, length=length, head_dim=config.head_size,
+            is_causal=True,
+        )
+    )  # fmt: skip
+    layers, matrices = config.num_hidden_layers, part.elements("proj.weight")
+    adapters = part.gradients() / part.wide if levers.rank else 0
+    stack = 2 * tokens * layers * (matrices + adapters)
+    trained = 2 * tokens * layers * (adapters or matrices)
+    head = 2 * tokens * part.table
+    work = 2 * stack + trained + head * (2 if levers.rank else 3) + 3.5 * attention
+    again = stack + attention if isinstance(levers.checkpointing, int) else 0
+    rate = share * card.rate(levers.dtype)
+    own = 1 / devices if levers.zero_stage else 1.0  # of the state that a GPU steps
+    moved = 3 * part.trained + 2 * part.state
+    if levers.optimizer == "adamw" and not levers.fused:
+        moved = PASSES * part.trained
+    sent = part.trained * 2
+    if levers.zero_stage >= 2:
+        sent = levers.parts * (part.trained + (levers.zero_stage - 1) * part.weights)
+    return Plan(
+        held=held,
+        seconds={
+            "products": work / rate,
+            "recomputed": again / rate,
+            "optimizer step": own * moved / card.gpu.bandwidth,
+            "PCIe": own * part.state / card.host if levers.offload else 0.0,
+            "collectives": sent * (devices - 1) / devices / card.link,
+        },
+    )

@@ -1,0 +1,189 @@
+"""Levers that stack: a GPU's peak and a step's seconds as methods are applied one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import plotly.graph_objects as go
+
+from labcore.attention.traffic import Shape, flops
+from labcore.memory.accounting.prediction import Settings
+from labcore.memory.levers import CAUSES, PASSES, PIECE, Levers, Plan, plan
+from labcore.ui import draw
+from labcore.ui.explorer import describe
+from labcore.ui.figures.memory.choices import (
+    CARDS,
+    CHECKPOINTING,
+    COLORS,
+    MODELS,
+    OPTIMIZERS,
+    in_bytes,
+)
+from labcore.ui.figures.memory.tables import DTYPES, peak_table
+from labcore.ui.theme import PALETTE
+from labcore.ui.twin import Formula
+
+__all__ = ["LEVERS_FORMULA", "PRECISIONS", "RANK", "WAYS", "levers"]
+
+RANK = 16  # of LoRA's adapters
+PRECISIONS = {"float32": "fp32", "mixed": "autocast", "bfloat16": "bf16"}
+WAYS = ("none", "selective", "every layer")
+CAUSE_COLORS = dict(
+    zip(CAUSES, (PALETTE[c] for c in ("blue", "sky", "vermillion", "purple", "green")), strict=True)
+)
+PLAIN = Levers()
+
+
+def _applied(chosen: Levers, checkpointing: str) -> dict[str, Levers]:
+    """Return the levers after each that differs from plain training, by its name on the axis."""
+    names = {
+        "dtype": PRECISIONS[chosen.dtype],
+        "optimizer": OPTIMIZERS[chosen.optimizer],
+        "fused": "fused step",
+        "checkpointing": "selective" if checkpointing == "selective" else "recompute",
+        "parts": f"{chosen.parts} parts",
+        "pieces": "no logits",
+        "zero_stage": f"ZeRO {chosen.zero_stage}",
+        "offload": "offload",
+        "rank": "LoRA",
+    }
+    found, now = {"plain": PLAIN}, PLAIN
+    for field, name in names.items():
+        value = getattr(chosen, field)
+        if value != getattr(PLAIN, field):
+            now = replace(now, **{field: value})
+            found[f"+ {name}"] = now
+    return found
+
+
+def levers(
+    model: str = "7B",
+    card: str = "A100",
+    devices: int = 1,
+    rows: int = 4,
+    length: int = 4096,
+    dtype: str = "bfloat16",
+    optimizer: str = "adamw8bit",
+    fused: bool = False,
+    checkpointing: str = "every layer",
+    parts: int = 1,
+    pieces: bool = True,
+    zero_stage: int = 0,
+    offload: bool = False,
+    adapters: bool = False,
+    share: float = 0.5,
+) -> go.Figure:
+    """Draw the peak and the seconds per step of plain training, and after each lever, by `plan`.
+
+    model: a key of MODELS; card: of CARDS; checkpointing: of CHECKPOINTING. adapters: LoRA of RANK.
+    The levers are those of `Levers`, applied in this order: precision, optimizer, fused step,
+    checkpointing, accumulation, loss in pieces, ZeRO, offload, adapters. More parts than rows count
+    as one row each.
+    """
+    chosen = Levers(
+        dtype=dtype, optimizer=optimizer, fused=fused, checkpointing=CHECKPOINTING[checkpointing],
+        parts=min(parts, rows), pieces=pieces, zero_stage=zero_stage, offload=offload,
+        rank=RANK * adapters,
+    )  # fmt: skip
+    told: dict[str, Any] = {"rows": rows, "length": length, "devices": devices, "share": share}
+    plans = {
+        name: plan(MODELS[model], CARDS[card], one, **told)
+        for name, one in _applied(chosen, checkpointing).items()
+    }
+    last, capacity = [*plans.values()][-1], CARDS[card].gpu.memory
+    peak = last.held.total
+    fits = "fits" if peak <= capacity else "does not fit"
+    title = f"Peak {in_bytes(peak)} of {in_bytes(capacity)}: {fits}"
+    title += f"<br>{draw.seconds(last.step)} per step by the roofline"
+    words = "; ".join(
+        f"{name}: {in_bytes(one.held.total)}, {draw.seconds(one.step)}"
+        for name, one in plans.items()
+    )
+    figure = _bars(plans, title=title, capacity=capacity)
+    return describe(figure, f"{title}. {words}.".replace("<br>", ", "))
+
+
+def _bars(plans: Mapping[str, Plan], *, title: str, capacity: float) -> go.Figure:
+    names = list(plans)
+    tallest = max(one.held.total for one in plans.values())
+    longest = max(one.step for one in plans.values())
+
+    def bars(which: str, colors: Mapping[str, str], **place: str) -> list[dict[str, Any]]:
+        return [
+            {"type": "bar", "orientation": "h", "y": names, "name": name, "legendgroup": which,
+             "marker": {"color": color}, **place}
+            for name, color in colors.items()
+        ]  # fmt: skip
+
+    held = bars("bytes", COLORS)
+    for bar, part in zip(held, COLORS, strict=True):
+        bar["x"] = [one.held.parts()[part] / 1e9 for one in plans.values()]
+    time = bars("time", CAUSE_COLORS, xaxis="x2", yaxis="y2")
+    for bar, cause in zip(time, CAUSES, strict=True):
+        bar["x"] = [one.seconds[cause] for one in plans.values()]
+    outside = {"textposition": "outside", "cliponaxis": False, "constraintext": "none"}
+    held[-1] |= {"text": [in_bytes(one.held.total) for one in plans.values()], **outside}
+    time[-1] |= {"text": [draw.seconds(one.step) for one in plans.values()], **outside}
+    return go.Figure(
+        [*held, *time],
+        {
+            "title": {"text": title, "pad": {"t": 18}},
+            "barmode": "stack",
+            "xaxis": {"title": "GB at the peak", "anchor": "y",
+                      "range": [0, 1.25 * max(tallest, capacity) / 1e9]},
+            "xaxis2": {"title": "seconds per step", "anchor": "y2", "range": [0, 1.25 * longest]},
+            "yaxis": {"domain": [0.57, 1], "autorange": "reversed", "type": "category"},
+            "yaxis2": {"domain": [0, 0.43], "autorange": "reversed", "type": "category",
+                       "anchor": "x2"},
+            "shapes": [
+                {"type": "line", "x0": capacity / 1e9, "x1": capacity / 1e9, "yref": "y domain",
+                 "y0": 0, "y1": 1, "line": draw.PREDICTED}
+            ],
+            "height": 760,
+            "margin": {"t": 84},
+        },
+    )  # fmt: skip
+
+
+def _levers_data() -> dict[str, Any]:
+    def work(model: str) -> dict[str, float]:
+        config = MODELS[model]
+        told: dict[str, Any] = {"batch": 1, "length": 1, "device": "gpu", "dtype": "bfloat16"}
+        part = Settings(**told).ends(config)[0]
+        adapted = Settings(**told, rank=RANK).ends(config)[0]
+        pairs = flops(Shape(batch=1, heads=config.num_attention_heads, length=1,
+                            head_dim=config.head_size, is_causal=True))  # fmt: skip
+        layers = config.num_hidden_layers
+        return {
+            "matrices": layers * part.elements("proj.weight"),
+            "adapters": layers * adapted.gradients() / adapted.wide,
+            "head": part.table,
+            "pair": layers * pairs,
+        }
+
+    kinds = {
+        f"{pieces} {adapters}": peak_table(
+            WAYS, piece=PIECE if pieces else None, rank=RANK * adapters
+        )
+        for pieces in (0, 1)
+        for adapters in (0, 1)
+    }
+    cards = {
+        name: {
+            "memory": card.gpu.memory, "bandwidth": card.gpu.bandwidth, "link": card.link,
+            "host": card.host, "rates": {dtype: card.rate(dtype) for dtype in DTYPES},
+        }
+        for name, card in CARDS.items()
+    }  # fmt: skip
+    return {
+        "kinds": kinds,
+        "cards": cards,
+        "work": {model: work(model) for model in MODELS},
+        "names": {"dtype": PRECISIONS, "optimizer": OPTIMIZERS},
+        "passes": PASSES,
+    }
+
+
+LEVERS_FORMULA = Formula("memoryLevers", _levers_data)

@@ -1,0 +1,97 @@
+"""Plans: their bytes are the estimate's, and their seconds obey the laws of a roofline."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from labcore.attention.traffic import GPUS
+from labcore.memory import estimate
+from labcore.memory.levers import CAUSES, PIECE, Card, Levers, plan
+from labcore.models import Llama
+from tests.memory.steps import adapt, config, drawn
+
+CARD = Card(gpu=GPUS["A100"], link=300e9, host=32e9)
+
+
+def levers_of_chance(chance: random.Random) -> Levers:
+    return Levers(
+        dtype=chance.choice(["float32", "mixed", "bfloat16"]),
+        optimizer=chance.choice(["adamw", "adamw8bit", "lion", "adafactor", "sm3"]),
+        fused=chance.random() < 0.5,
+        checkpointing=chance.choice([None, "selective", 1]),
+        parts=chance.choice([1, 2, 4]),
+        pieces=chance.random() < 0.5,
+        zero_stage=chance.randint(0, 3),
+        offload=chance.random() < 0.5,
+        rank=chance.choice([0, 3]),
+    )
+
+
+def test_the_bytes_are_the_estimate_s_and_the_seconds_have_their_causes(seed: int) -> None:
+    chance = random.Random(seed)
+    for case in range(30):
+        shape, levers = drawn(seed + case), levers_of_chance(chance)
+        told = {"rows": 4, "length": chance.randint(1, 99), "devices": chance.choice([1, 3])}
+        found = plan(shape, CARD, levers, **told)
+        settings = {name: getattr(levers, name) for name in Levers.__slots__ if name != "pieces"}
+        assert found.held == estimate(
+            shape, batch=4, length=told["length"], data_parallel=told["devices"], device="gpu",
+            piece=PIECE if levers.pieces else None, **settings,
+        )  # fmt: skip
+        assert tuple(found.seconds) == CAUSES
+        assert found.step == pytest.approx(sum(found.seconds.values()))
+        assert (found.seconds["collectives"] == 0) == (told["devices"] == 1)
+        assert (found.seconds["PCIe"] == 0) == (not levers.offload)
+        assert (found.seconds["recomputed"] == 0) == (levers.checkpointing != 1)
+        # A card twice as fast in everything needs half the time.
+        gpu = replace(CARD.gpu, clock=2 * CARD.gpu.clock, matmul=2 * CARD.gpu.matmul,
+                      bandwidth=2 * CARD.gpu.bandwidth)  # fmt: skip
+        faster = Card(gpu=gpu, link=2 * CARD.link, host=2 * CARD.host)
+        assert plan(shape, faster, levers, **told).step == pytest.approx(found.step / 2)
+
+
+def test_the_products_are_six_flops_a_weight_and_token() -> None:
+    """And three for each of the attention's, per visible pair; 4 and 2 of 6 if all is frozen."""
+    shape, rows, length = config("grouped"), 3, 50
+    llama = Llama(shape)
+    matrices = [p for n, p in llama.named_parameters() if p.dim() == 2 and "embed" not in n]
+    pairs = length * (length + 1) // 2
+    attention = 4 * rows * shape.num_hidden_layers * 4 * 12 * pairs  # heads of 12
+    work = 6 * rows * length * sum(p.numel() for p in matrices) + 3.5 * attention
+    told = {"rows": rows, "length": length, "share": 0.25}
+    found = plan(shape, CARD, Levers(dtype="bfloat16"), **told)
+    assert found.seconds["products"] == pytest.approx(work / (0.25 * 312e12))
+    adapt(llama, 5)
+    trained = sum(p.numel() for p in llama.parameters() if p.requires_grad)
+    frozen = 4 * rows * length * sum(p.numel() for p in matrices) + 3.5 * attention
+    less = plan(shape, CARD, Levers(dtype="bfloat16", rank=5), **told).seconds["products"]
+    assert less == pytest.approx((frozen + 6 * rows * length * trained) / (0.25 * 312e12))
+
+
+def test_what_a_step_moves_is_counted_by_hand() -> None:
+    shape, told = config("biased"), {"rows": 4, "length": 9}
+    weights = sum(p.numel() for p in Llama(shape).parameters())
+    count = len(list(Llama(shape).parameters()))
+
+    def seconds(cause: str, devices: int = 1, **levers: object) -> float:
+        return plan(shape, CARD, Levers(**levers), **told, devices=devices).seconds[cause]
+
+    bandwidth = CARD.gpu.bandwidth
+    assert seconds("optimizer step") == pytest.approx(20 * 4 * weights / bandwidth)
+    state = 8 * weights + 4 * count
+    once = (12 * weights + 2 * state) / bandwidth
+    assert seconds("optimizer step", fused=True) == pytest.approx(once)
+    assert seconds("PCIe", offload=True) == pytest.approx(state / 32e9)
+    assert seconds("PCIe", 4, offload=True, zero_stage=1) == pytest.approx(state / 4 / 32e9)
+    ring = 4 * weights * 3 / 4 / 300e9
+    moved = {0: 2, 1: 2, 2: 2, 3: 3}  # the paper's: stage 3 moves half as much again
+    for stage, times in moved.items():
+        assert seconds("collectives", 4, zero_stage=stage) == pytest.approx(times * ring)
+    assert seconds("collectives", 4, zero_stage=3, parts=2) == pytest.approx(6 * ring)
+    assert seconds("collectives", 4, zero_stage=0, parts=2) == pytest.approx(2 * ring)
+
+
+def test_a_share_is_above_0() -> None:
+    with pytest.raises(ValueError, match="share must be"):
+        plan(config("tied"), CARD, Levers(), rows=1, length=1, share=0)
