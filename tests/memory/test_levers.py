@@ -62,6 +62,11 @@ def test_the_products_are_six_flops_a_weight_and_token() -> None:
     told = {"rows": rows, "length": length, "share": 0.25}
     found = plan(shape, CARD, Levers(dtype="bfloat16"), **told)
     assert found.seconds["products"] == pytest.approx(work / (0.25 * 312e12))
+    layers = sum(p.numel() for p in llama.layers.parameters() if p.dim() == 2)
+    again = plan(shape, CARD, Levers(dtype="bfloat16", checkpointing=1), **told)
+    assert again.seconds["products"] == found.seconds["products"]
+    once = (2 * rows * length * layers + attention) / (0.25 * 312e12)
+    assert again.seconds["recomputed"] == pytest.approx(once)
     adapt(llama, 5)
     trained = sum(p.numel() for p in llama.parameters() if p.requires_grad)
     frozen = 4 * rows * length * sum(p.numel() for p in matrices) + 3.5 * attention

@@ -60,4 +60,4 @@ def loss_in_pieces(hidden: Tensor, weight: Tensor, targets: Tensor, *, piece: in
     Raises ValueError for a piece below 1. Source: Hsu et al., 2024, arXiv 2410.10989.
     """
     positive_int("piece", piece)
-    return _Pieces.apply(hidden, weight, targets, piece)  # type: ignore[no-any-return]
+    return _Pieces.apply(hidden, weight, targets, piece)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from labcore.attention.traffic import Gpu, Shape, flops
 from labcore.checks import positive, positive_int
@@ -100,7 +101,7 @@ def plan(
     2009, Communications of the ACM 52 (the roofline).
     """
     positive("share", share, "pass a number up to 1")
-    settings = {
+    settings: dict[str, Any] = {
         "batch": rows,
         "length": length,
         "dtype": levers.dtype,
