@@ -7,7 +7,7 @@ import pytest
 
 from labcore.attention.traffic import GPUS
 from labcore.memory import estimate
-from labcore.memory.levers import CAUSES, PIECE, Card, Levers, plan
+from labcore.memory.levers import CAUSES, CHUNK, Card, Levers, plan
 from labcore.models import Llama
 from tests.memory.steps import adapt, config, drawn
 
@@ -21,7 +21,7 @@ def levers_of_chance(chance: random.Random) -> Levers:
         fused=chance.random() < 0.5,
         checkpointing=chance.choice([None, "selective", 1]),
         parts=chance.choice([1, 2, 4]),
-        pieces=chance.random() < 0.5,
+        no_logits=chance.random() < 0.5,
         zero_stage=chance.randint(0, 3),
         offload=chance.random() < 0.5,
         rank=chance.choice([0, 3]),
@@ -34,10 +34,10 @@ def test_the_bytes_are_the_estimate_s_and_the_seconds_have_their_causes(seed: in
         shape, levers = drawn(seed + case), levers_of_chance(chance)
         told = {"rows": 4, "length": chance.randint(1, 99), "devices": chance.choice([1, 3])}
         found = plan(shape, CARD, levers, **told)
-        settings = {name: getattr(levers, name) for name in Levers.__slots__ if name != "pieces"}
+        settings = {name: getattr(levers, name) for name in Levers.__slots__ if name != "no_logits"}
         assert found.held == estimate(
             shape, batch=4, length=told["length"], data_parallel=told["devices"], device="gpu",
-            piece=PIECE if levers.pieces else None, **settings,
+            chunk=CHUNK if levers.no_logits else None, **settings,
         )  # fmt: skip
         assert tuple(found.seconds) == CAUSES
         assert found.step == pytest.approx(sum(found.seconds.values()))

@@ -29,10 +29,10 @@ from labcore.memory.accounting.breakdown import Breakdown
 from labcore.memory.accounting.prediction import Settings, estimate
 from labcore.models.config import LlamaConfig
 
-__all__ = ["CAUSES", "PIECE", "Card", "Levers", "Plan", "plan"]
+__all__ = ["CAUSES", "CHUNK", "Card", "Levers", "Plan", "plan"]
 
 CAUSES = ("products", "recomputed", "optimizer step", "PCIe", "collectives")
-PIECE = 1024  # tokens whose logits exist at a time, with the lever `pieces`
+CHUNK = 1024  # tokens whose logits exist at a time, with the lever `no_logits`
 PASSES = 20  # over the weights, in an AdamW step that isn't fused
 
 
@@ -55,7 +55,7 @@ class Card:
 class Levers:
     """The methods that a run applies; the defaults are plain training. Names as in `Settings`.
 
-    pieces: whether the loss computes the logits of PIECE tokens at a time.
+    no_logits: whether the loss computes the logits of CHUNK tokens at a time.
     """
 
     dtype: str = "float32"
@@ -63,7 +63,7 @@ class Levers:
     fused: bool = False
     checkpointing: int | str | None = None
     parts: int = 1
-    pieces: bool = False
+    no_logits: bool = False
     zero_stage: int = 0
     offload: bool = False
     rank: int = 0
@@ -109,7 +109,7 @@ def plan(
         "fused": levers.fused,
         "checkpointing": levers.checkpointing,
         "parts": levers.parts,
-        "piece": PIECE if levers.pieces else None,
+        "chunk": CHUNK if levers.no_logits else None,
         "zero_stage": levers.zero_stage,
         "data_parallel": positive_int("devices", devices),
         "offload": levers.offload,

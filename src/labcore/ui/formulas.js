@@ -170,13 +170,13 @@ window.labcoreFormulas = (function () {
     // labcore.memory.levers.plan after each lever.
     memoryLevers: function (values, data, frame) {
       var plain = {dtype: "float32", optimizer: "adamw", fused: false, checkpointing: "none",
-        parts: 1, pieces: false, zero_stage: 0, offload: false, adapters: false};
+        parts: 1, no_logits: false, zero_stage: 0, offload: false, adapters: false};
       var parts = Math.min(values.parts, values.rows), card = data.cards[values.card];
       var names = {
         dtype: data.names.dtype[values.dtype], optimizer: data.names.optimizer[values.optimizer],
         fused: "fused step",
         checkpointing: values.checkpointing === "selective" ? "selective" : "recompute",
-        parts: parts + " parts", pieces: "no logits", zero_stage: "ZeRO " + values.zero_stage,
+        parts: parts + " parts", no_logits: "no logits", zero_stage: "ZeRO " + values.zero_stage,
         offload: "offload", adapters: "LoRA"
       };
       var labels = ["plain"], ways = [plain];
@@ -192,7 +192,7 @@ window.labcoreFormulas = (function () {
       var attention = values.rows * work.pair * values.length * (values.length + 1) / 2;
       var held = [], times = [];
       ways.forEach(function (way) {
-        var kind = (way.pieces ? 1 : 0) + " " + (way.adapters ? 1 : 0);
+        var kind = (way.no_logits ? 1 : 0) + " " + (way.adapters ? 1 : 0);
         var own = data.kinds[kind][values.model][way.dtype];
         var optimizer = own.optimizers[way.optimizer];
         held.push(peak(own, {

@@ -7,9 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from labcore.memory import Meter, accumulate, estimate, set_checkpointing
+from labcore.memory import (
+    Meter,
+    accumulate,
+    estimate,
+    linear_cross_entropy,
+    set_checkpointing,
+)
 from labcore.memory.accumulation import split_rows
-from labcore.memory.chunked import loss_in_pieces
 from labcore.models import Llama
 from tests.memory.steps import adapt, config, model, train_step
 
@@ -56,17 +61,17 @@ def test_parts_of_a_batch_hold_all_gradients(name: str, checkpointing: int | Non
         estimate(config(name), **{**told, "parts": 7})
 
 
-def in_pieces(llama: Llama, tokens: torch.Tensor, piece: int) -> torch.Tensor:
-    """The model's own forward, without the product with the head, and the loss in pieces."""
+def without_logits(llama: Llama, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
+    """The model's own forward, without the product with the head, and the loss in chunks."""
     weight = (llama.lm_head or llama.embed_tokens).weight
     llama.head = lambda hidden: hidden
     hidden = llama(tokens[:, :-1]).hidden.flatten(0, 1)
-    return loss_in_pieces(hidden, weight, tokens[:, 1:].flatten(), piece=piece)
+    return linear_cross_entropy(hidden, weight, tokens[:, 1:].flatten(), chunk=chunk)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [None, 1])
-def test_a_loss_in_pieces_holds_no_logits(dtype: str, checkpointing: int | None) -> None:
+def test_a_loss_in_chunks_holds_no_logits(dtype: str, checkpointing: int | None) -> None:
     shape = config("biased")  # its vocabulary is the widest
     llama = model(shape, dtype)
     set_checkpointing(llama, checkpointing)
@@ -75,12 +80,12 @@ def test_a_loss_in_pieces_holds_no_logits(dtype: str, checkpointing: int | None)
     with Meter(llama, optimizer) as meter:
         for _ in range(2):
             optimizer.zero_grad()
-            (in_pieces(llama, tokens, 16) / 123).backward()
+            (without_logits(llama, tokens, 16) / 123).backward()
             optimizer.step()
     told = {"batch": 3, "length": 41, "dtype": dtype, "checkpointing": checkpointing}
     for moment in ("forward", "backward", "peak"):
         saw = meter.peak if moment == "peak" else meter.phases[moment]
-        guess = estimate(shape, moment=moment, optimizer="sgd", piece=16, **told)
+        guess = estimate(shape, moment=moment, optimizer="sgd", chunk=16, **told)
         assert guess.total == pytest.approx(saw.total, rel=0.05), moment
     plain = estimate(shape, optimizer="sgd", **told)
     assert meter.peak.total < plain.total
@@ -152,21 +157,3 @@ def test_state_that_waits_elsewhere_is_here_for_two_parameters() -> None:
     told = estimate(shape, batch=1, length=5, fused=True, offload=True)
     assert told.optimizer == 0
     assert told.total == pytest.approx(meter.peak.total, rel=0.05)
-
-
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-5), (torch.float32, 1e-5)])
-def test_a_loss_in_pieces_is_the_loss(dtype: torch.dtype, tolerance: float, seed: int) -> None:
-    draw = torch.Generator().manual_seed(seed)
-    hidden, weight = (
-        torch.randn(n, 13, generator=draw, dtype=dtype).requires_grad_() for n in (29, 17)
-    )
-    targets = torch.randint(17, (29,), generator=draw)
-    targets[::5] = -100
-    found = loss_in_pieces(hidden, weight, targets, piece=8)
-    whole = nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="sum")
-    ours = torch.autograd.grad(3 * found, (hidden, weight))
-    theirs = torch.autograd.grad(3 * whole, (hidden, weight))
-    torch.testing.assert_close(found.to(dtype), whole, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
-    with pytest.raises(ValueError, match="piece must be at least 1"):
-        loss_in_pieces(hidden, weight, targets, piece=0)

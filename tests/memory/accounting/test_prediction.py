@@ -112,7 +112,7 @@ def settings_of_chance(chance: random.Random, layers: int) -> dict[str, object]:
         "tensor_parallel": chance.choice([1, 2]),
         "pipeline_parallel": chance.choice([1, min(2, layers)]),
         "device": chance.choice(["cpu", "gpu"]),
-        "piece": chance.choice([None, 16]),
+        "chunk": chance.choice([None, 16]),
         "fused": chance.random() < 0.5,
         "offload": chance.random() < 0.5,
     }

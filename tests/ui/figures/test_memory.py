@@ -37,7 +37,7 @@ CONTROLS = {
         "fused": Toggle(),
         "checkpointing": Choice(options=figures.WAYS, default="every layer"),
         "parts": Choice(options=(1, 2, 4, 8, 16)),
-        "pieces": Toggle(default=True),
+        "no_logits": Toggle(default=True),
         "zero_stage": Choice(options=(0, 1, 2, 3)),
         "offload": Toggle(),
         "adapters": Toggle(),
@@ -187,7 +187,7 @@ def test_levers_stack_to_the_estimate_with_all_of_them(seed: int) -> None:
         same = {key: chosen[key] for key in ("length", "dtype", "optimizer", "fused", "offload")}
         told = estimate(
             figures.MODELS[chosen["model"]], batch=chosen["rows"], device="gpu", **same,
-            parts=min(chosen["parts"], chosen["rows"]), piece=1024 if chosen["pieces"] else None,
+            parts=min(chosen["parts"], chosen["rows"]), chunk=1024 if chosen["no_logits"] else None,
             checkpointing=figures.CHECKPOINTING[chosen["checkpointing"]],
             zero_stage=chosen["zero_stage"], data_parallel=chosen["devices"],
             rank=16 * chosen["adapters"],

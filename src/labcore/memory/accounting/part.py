@@ -43,7 +43,7 @@ class Part:
     gpu: bool
     earlier: bool = False  # whether gradients of earlier micro-batches exist
     fused: bool = False  # whether the optimizer's step is one kernel without temporaries
-    piece: int | None = None  # tokens whose logits exist at a time; None: all
+    chunk: int | None = None  # tokens whose logits exist at a time; None: all
     offload: bool = False  # whether the optimizer's state stays in main memory between steps
     rank: int = 0  # of LoRA's adapters, which alone are trained; 0: all weights are
 
@@ -178,7 +178,7 @@ class Part:
     @property
     def logits(self) -> int:
         """The logits that exist at a time: [B, T, V] in float32, or fewer tokens' of them."""
-        tokens = min(self.tokens, self.piece or self.tokens)
+        tokens = min(self.tokens, self.chunk or self.tokens)
         return tokens * share(self.config.vocab_size, self.shares) * FLOAT
 
     @cached_property
@@ -270,9 +270,9 @@ class Part:
         """What the final norm, the head and the loss keep."""
         if not self.head:
             return 0
-        # A frozen head keeps no input. In pieces, the loss computed the gradients already.
-        norm = self.norm(0 if self.rank or self.piece else 1)
-        if self.piece:
+        # A frozen head keeps no input. In chunks, the loss computed the gradients already.
+        norm = self.norm(0 if self.rank or self.chunk else 1)
+        if self.chunk:
             return norm + self.stream + (0 if self.rank else self.table * self.wide)
         cast = self.table * self.narrow if self.mixed else 0
         return norm + cast + self.logits + self.tokens * INDEX

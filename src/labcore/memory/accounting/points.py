@@ -48,8 +48,11 @@ def forward(part: Part, whole: bool = True) -> Iterator[Held]:
     place, working = "end", 0
     if part.head:
         place, working = "loss", part.logits
-        if part.piece:  # the norm's output, a piece's logits, and what one operation makes of them
+        if part.chunk:  # the norm's output, a chunk's logits, and what one operation makes of them
             working = 2 * part.logits + part.stream
+            if part.wide == 2 and not part.rank:  # the head's gradient is summed in float32
+                summing = 3 * part.logits // 2 + part.stream + 4 * part.table
+                working = max(working + 2 * part.table, summing)
         else:
             yield from _head(part)
     yield Held(place=place, activations=part.kept, workspace=working + cached, gathered=0)
@@ -99,7 +102,7 @@ def backward(part: Part, whole: bool = True) -> Iterator[Held]:
     width, head = part.norm_input, 0
     norm = 5 * width
     if part.head:
-        if not part.piece:
+        if not part.chunk:
             below = part.kept - part.tokens * INDEX
             yield Held(place="loss", activations=below, workspace=2 * part.logits, gathered=0)
         if not part.rank:

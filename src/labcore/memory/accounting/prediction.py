@@ -47,7 +47,7 @@ class Settings:
     all gradients exist.
     fused: whether the optimizer's step is one kernel that keeps no temporaries, as torch's
     `fused=True`, which AdamW and SGD have also on a CPU.
-    piece: tokens of which `loss_in_pieces` computes the logits at a time; None for all of them.
+    chunk: tokens whose logits `linear_cross_entropy` has at a time; None for all logits at once.
     offload: keep the optimizer state in main memory; a step fetches one parameter's at a time, and
     the next one's meanwhile.
     rank: of LoRA's adapters beside each matrix of the layers, which alone are trained; 0 trains all
@@ -72,7 +72,7 @@ class Settings:
     convention: str = "exact"
     parts: int = 1
     fused: bool = False
-    piece: int | None = None
+    chunk: int | None = None
     offload: bool = False
     rank: int = 0
     device: str = "cpu"
@@ -86,7 +86,7 @@ class Settings:
         if self.checkpointing is not None and self.checkpointing != "selective":
             positive_int("checkpointing", self.checkpointing, "or None, or 'selective'")  # type: ignore[arg-type]
         sizes = ("batch", "length", "data_parallel", "tensor_parallel", "pipeline_parallel")
-        for name in (*sizes, "parts", *(["piece"] if self.piece is not None else [])):
+        for name in (*sizes, "parts", *(["chunk"] if self.chunk is not None else [])):
             positive_int(name, getattr(self, name))
         if self.parts > self.batch:
             raise ValueError(
@@ -132,7 +132,7 @@ class Settings:
                 gpu=self.device == "gpu",
                 earlier=stages > 1 or self.parts > 1,
                 fused=self.fused,
-                piece=self.piece,
+                chunk=self.chunk,
                 offload=self.offload,
                 rank=self.rank,
             )

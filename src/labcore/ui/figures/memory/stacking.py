@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from labcore.attention.traffic import Shape, flops
 from labcore.memory.accounting.prediction import Settings
-from labcore.memory.levers import CAUSES, PASSES, PIECE, Levers, Plan, plan
+from labcore.memory.levers import CAUSES, CHUNK, PASSES, Levers, Plan, plan
 from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.figures.memory.choices import (
@@ -44,7 +44,7 @@ def _applied(chosen: Levers, checkpointing: str) -> dict[str, Levers]:
         "fused": "fused step",
         "checkpointing": "selective" if checkpointing == "selective" else "recompute",
         "parts": f"{chosen.parts} parts",
-        "pieces": "no logits",
+        "no_logits": "no logits",
         "zero_stage": f"ZeRO {chosen.zero_stage}",
         "offload": "offload",
         "rank": "LoRA",
@@ -69,7 +69,7 @@ def levers(
     fused: bool = False,
     checkpointing: str = "every layer",
     parts: int = 1,
-    pieces: bool = True,
+    no_logits: bool = True,
     zero_stage: int = 0,
     offload: bool = False,
     adapters: bool = False,
@@ -79,12 +79,12 @@ def levers(
 
     model: a key of MODELS; card: of CARDS; checkpointing: of CHECKPOINTING. adapters: LoRA of RANK.
     The levers are those of `Levers`, applied in this order: precision, optimizer, fused step,
-    checkpointing, accumulation, loss in pieces, ZeRO, offload, adapters. More parts than rows count
-    as one row each.
+    checkpointing, accumulation, loss without logits, ZeRO, offload, adapters. More parts than rows
+    count as one row each.
     """
     chosen = Levers(
         dtype=dtype, optimizer=optimizer, fused=fused, checkpointing=CHECKPOINTING[checkpointing],
-        parts=min(parts, rows), pieces=pieces, zero_stage=zero_stage, offload=offload,
+        parts=min(parts, rows), no_logits=no_logits, zero_stage=zero_stage, offload=offload,
         rank=RANK * adapters,
     )  # fmt: skip
     told: dict[str, Any] = {"rows": rows, "length": length, "devices": devices, "share": share}
@@ -164,10 +164,10 @@ def _levers_data() -> dict[str, Any]:
         }
 
     kinds = {
-        f"{pieces} {adapters}": peak_table(
-            WAYS, piece=PIECE if pieces else None, rank=RANK * adapters
+        f"{no_logits} {adapters}": peak_table(
+            WAYS, chunk=CHUNK if no_logits else None, rank=RANK * adapters
         )
-        for pieces in (0, 1)
+        for no_logits in (0, 1)
         for adapters in (0, 1)
     }
     cards = {

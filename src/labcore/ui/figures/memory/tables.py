@@ -12,7 +12,7 @@ import numpy as np
 from labcore.memory.accounting import points
 from labcore.memory.accounting.part import Part
 from labcore.memory.accounting.prediction import OPTIMIZERS, Settings
-from labcore.memory.levers import PIECE
+from labcore.memory.levers import CHUNK
 from labcore.ui.figures.memory.choices import CHECKPOINTING, MODELS
 
 __all__ = ["DTYPES", "PLACES", "film_table", "peak_table"]
@@ -42,12 +42,12 @@ def _pairs(
     """Yield each point with its activations and its workspace as (constant, per token)."""
     how = CHECKPOINTING[checkpointing]
     one, two = (
-        RUNS[moment](_part(model, dtype, n * PIECE, checkpointing=how, **settings), whole)
+        RUNS[moment](_part(model, dtype, n * CHUNK, checkpointing=how, **settings), whole)
         for n in (1, 2)
     )
     for a, b in zip(one, two, strict=True):
         sizes = ((a.activations, b.activations), (a.workspace, b.workspace))
-        kept, work = ((round(2 * x - y), round((y - x) / PIECE)) for x, y in sizes)
+        kept, work = ((round(2 * x - y), round((y - x) / CHUNK)) for x, y in sizes)
         yield a, kept, work
 
 
