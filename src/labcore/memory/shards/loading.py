@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
 
 from labcore.checks import one_of, positive_int
-from labcore.memory.tfrecord import (
+from labcore.memory.shards.tfrecord import (
     CHOICES,
     CorruptRecord,
     Report,

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from labcore.memory.tfrecord import (
+from labcore.memory.shards.tfrecord import (
     CorruptRecord,
     crc32c,
     masked_crc32c,

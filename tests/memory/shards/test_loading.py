@@ -5,14 +5,14 @@ import torch
 import webdataset
 from torch.utils.data import DataLoader
 
-from labcore.memory.loading import (
+from labcore.memory.shards.loading import (
     RecordFiles,
     read_shard,
     tar_bytes,
     token_row,
     write_rows,
 )
-from labcore.memory.tfrecord import CorruptRecord, tfrecord_bytes
+from labcore.memory.shards.tfrecord import CorruptRecord, tfrecord_bytes
 from labcore.shuffling import write_shards
 
 BLOCK = 512
