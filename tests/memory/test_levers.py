@@ -4,14 +4,16 @@ import random
 from dataclasses import replace
 
 import pytest
+from torch.utils.flop_counter import FlopCounterMode
 
 from labcore.attention.traffic import GPUS
-from labcore.memory import estimate
+from labcore.memory import estimate, set_checkpointing
 from labcore.memory.levers import CAUSES, CHUNK, Card, Levers, plan
-from labcore.models import Llama
+from labcore.memory.model import CONFIG, batches, fresh
+from labcore.models import Llama, next_token_loss
 from tests.memory.steps import adapt, config, drawn
 
-CARD = Card(gpu=GPUS["A100"], link=300e9, host=32e9)
+CARD = Card(gpu=GPUS["A100"], link=300e9, network=50e9, host=32e9)
 
 
 def levers_of_chance(chance: random.Random) -> Levers:
@@ -47,7 +49,8 @@ def test_the_bytes_are_the_estimate_s_and_the_seconds_have_their_causes(seed: in
         # A card twice as fast in everything needs half the time.
         gpu = replace(CARD.gpu, clock=2 * CARD.gpu.clock, matmul=2 * CARD.gpu.matmul,
                       bandwidth=2 * CARD.gpu.bandwidth)  # fmt: skip
-        faster = Card(gpu=gpu, link=2 * CARD.link, host=2 * CARD.host)
+        links = {name: 2 * getattr(CARD, name) for name in ("link", "network", "host")}
+        faster = Card(gpu=gpu, **links)
         assert plan(shape, faster, levers, **told).step == pytest.approx(found.step / 2)
 
 
@@ -65,7 +68,8 @@ def test_the_products_are_six_flops_a_weight_and_token() -> None:
     layers = sum(p.numel() for p in llama.layers.parameters() if p.dim() == 2)
     again = plan(shape, CARD, Levers(dtype="bfloat16", checkpointing=1), **told)
     assert again.seconds["products"] == found.seconds["products"]
-    once = (2 * rows * length * layers + attention) / (0.25 * 312e12)
+    down = sum(layer.mlp.down_proj.weight.numel() for layer in llama.layers)
+    once = (2 * rows * length * (layers - down) + attention) / (0.25 * 312e12)
     assert again.seconds["recomputed"] == pytest.approx(once)
     adapt(llama, 5)
     trained = sum(p.numel() for p in llama.parameters() if p.requires_grad)
@@ -95,6 +99,29 @@ def test_what_a_step_moves_is_counted_by_hand() -> None:
         assert seconds("collectives", 4, zero_stage=stage) == pytest.approx(times * ring)
     assert seconds("collectives", 4, zero_stage=3, parts=2) == pytest.approx(6 * ring)
     assert seconds("collectives", 4, zero_stage=0, parts=2) == pytest.approx(2 * ring)
+    network = 4 * weights * 8 / 9 / 50e9  # the ninth GPU is in another server
+    assert seconds("collectives", 9) == pytest.approx(2 * network)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_recomputed_products_are_those_that_torch_runs_again(every: int, seed: int) -> None:
+    """Counted by torch; it stops before the last product of each segment."""
+    shape, rows, length = CONFIG, 2, 17
+    counts = {}
+    for how in (None, every):
+        llama, draw = fresh(seed), batches(seed, batch=rows, length=length)
+        set_checkpointing(llama, how)
+        with FlopCounterMode(display=False) as counter:
+            next_token_loss(llama, *draw(0))[0].backward()
+        products = counter.get_flop_counts()["Global"]
+        counts[how] = sum(n for op, n in products.items() if "attention" not in str(op))
+    told = {"rows": rows, "length": length, "share": 1.0}
+    found = plan(shape, CARD, Levers(dtype="bfloat16", checkpointing=every), **told)
+    pairs = length * (length + 1) // 2
+    heads, layers = shape.num_attention_heads, shape.num_hidden_layers
+    attention = 4 * rows * layers * heads * shape.head_size * pairs
+    again = found.seconds["recomputed"] * 312e12 - attention
+    assert again == pytest.approx(counts[every] - counts[None])
 
 
 def test_a_share_is_above_0() -> None:

@@ -1,18 +1,22 @@
 """Levers that stack on one training run: what each does to a GPU's bytes and to a step's seconds.
 
-The bytes are `estimate`'s. The seconds are a roofline of five terms that don't overlap:
+The bytes are `estimate`'s. The seconds are the sum of five terms, each at its limit by the data
+sheet, as if nothing overlapped:
 
 - products: FLOPs of the matrix products and of causal attention, over a share of the card's peak. A
   backward costs twice its forward, for frozen matrices once; attention's costs 2.5 times. The share
   stands for everything that the products wait for, elementwise operations above all.
-- recomputed: the layers' forward again. Selective checkpointing recomputes no product.
+- recomputed: the layers' forward again, but for each segment's last product (down_proj), whose
+  output no backward needs; torch stops before it. Adapters need it. Selective checkpointing
+  recomputes no product, and elementwise operations aren't counted.
 - optimizer step: bytes of one pass over weights, gradients and state, over the memory's bandwidth.
   An AdamW that isn't fused reads or writes an array as large as the weights 20 times, by the
   operations in torch's `_multi_tensor_adamw`; the others count as if they were fused.
 - PCIe: the state that an offload moves, up and down at the same time.
-- collectives: rings over a link. A gradient's all-reduce, or its reduce-scatter and the gathering
-  of weights, moves (N - 1) / N of the tensor once or twice. FSDP2 gathers and reduces for each
-  part of a batch, once at stage 2 and with a second gathering at stage 3.
+- collectives: rings over the links of a server of 8 GPUs, or over the network beyond. A gradient's
+  all-reduce, or its reduce-scatter and the gathering of weights, moves (N - 1) / N of the tensor
+  once or twice. FSDP2 gathers and reduces for each part of a batch, once at stage 2 and with a
+  second gathering at stage 3.
 
 No kernel's launch, no wait for data and no fragmented memory is counted.
 """
@@ -33,15 +37,20 @@ __all__ = ["CAUSES", "CHUNK", "Card", "Levers", "Plan", "plan"]
 
 CAUSES = ("products", "recomputed", "optimizer step", "PCIe", "collectives")
 CHUNK = 1024  # tokens whose logits exist at a time, with the lever `no_logits`
+SERVER = 8  # GPUs
 PASSES = 20  # over the weights, in an AdamW step that isn't fused
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """A GPU and its links. link: bytes/s to the other GPUs, one way; host: to main memory."""
+    """A GPU and its links, in bytes/s and one way.
+
+    link: to the GPUs of its server; network: to those of others; host: to main memory.
+    """
 
     gpu: Gpu
     link: float
+    network: float
     host: float
 
     def rate(self, dtype: str) -> float:
@@ -131,7 +140,11 @@ def plan(
     trained = 2 * tokens * layers * (adapters or matrices)
     head = 2 * tokens * part.table
     work = 2 * stack + trained + head * (2 if levers.rank else 3) + 3.5 * attention
-    again = stack + attention if isinstance(levers.checkpointing, int) else 0
+    again = 0.0
+    if isinstance(levers.checkpointing, int):
+        segments = -(-layers // levers.checkpointing)
+        last = 0 if levers.rank else part.elements("down_proj.weight")
+        again = stack + attention - 2 * tokens * segments * last
     rate = share * card.rate(levers.dtype)
     own = 1 / devices if levers.zero_stage else 1.0  # of the state that a GPU steps
     moved = 3 * part.trained + 2 * part.state
@@ -147,6 +160,9 @@ def plan(
             "recomputed": again / rate,
             "optimizer step": own * moved / card.gpu.bandwidth,
             "PCIe": own * part.state / card.host if levers.offload else 0.0,
-            "collectives": sent * (devices - 1) / devices / card.link,
+            "collectives": sent
+            * (devices - 1)
+            / devices
+            / (card.link if devices <= SERVER else min(card.link, card.network)),
         },
     )

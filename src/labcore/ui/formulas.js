@@ -211,11 +211,13 @@ window.labcoreFormulas = (function () {
         times.push([
           (2 * stack + 2 * tokens * (adapters || work.matrices) +
             2 * tokens * work.head * (way.adapters ? 2 : 3) + 3.5 * attention) / rate,
-          way.checkpointing === "every layer" ? (stack + attention) / rate : 0,
+          way.checkpointing === "every layer" 
+            ? (stack + attention - (way.adapters ? 0 : 2 * tokens * work.down)) / rate : 0,
           share * (way.optimizer === "adamw" && !way.fused ? data.passes * own.trained
             : 3 * own.trained + 2 * optimizer.state) / card.bandwidth,
           way.offload ? share * optimizer.state / card.host : 0,
-          sent * (values.devices - 1) / values.devices / card.link
+          sent * (values.devices - 1) / values.devices /
+            (values.devices <= data.server ? card.link : Math.min(card.link, card.network))
         ]);
       });
       frame.data.forEach(function (bar, n) {
@@ -231,7 +233,7 @@ window.labcoreFormulas = (function () {
       frame.layout.shapes[0].x0 = frame.layout.shapes[0].x1 = card.memory / 1e9;
       frame.layout.title.text = "Peak " + size(end) + " of " + size(card.memory) + ": " +
         (end <= card.memory ? "fits" : "does not fit") + "<br>" +
-        seconds(sum(times[times.length - 1])) + " per step by the roofline";
+        seconds(sum(times[times.length - 1])) + " per step if nothing overlaps";
     },
     memoryStages: function (values, data, frame) {
       var own = data.table[values.model][dtype(values)];

@@ -53,7 +53,12 @@ CHECKPOINTING: Mapping[str, int | str | None] = {
     "every layer": 1,
 }
 CARDS = {
-    name: Card(gpu=GPUS[name], link=LINKS[link].bandwidth, host=LINKS[host].bandwidth)
+    name: Card(
+        gpu=GPUS[name],
+        link=LINKS[link].bandwidth,
+        host=LINKS[host].bandwidth,
+        network=LINKS["InfiniBand 400 Gb/s"].bandwidth,
+    )
     for name, link, host in (
         ("RTX 4090", "PCIe 4.0 x16", "PCIe 4.0 x16"),
         ("A100", "NVLink 3", "PCIe 4.0 x16"),

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from labcore.attention.traffic import Shape, flops
 from labcore.memory.accounting.prediction import Settings
-from labcore.memory.levers import CAUSES, CHUNK, PASSES, Levers, Plan, plan
+from labcore.memory.levers import CAUSES, CHUNK, PASSES, SERVER, Levers, Plan, plan
 from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.figures.memory.choices import (
@@ -31,7 +31,11 @@ RANK = 16  # of LoRA's adapters
 PRECISIONS = {"float32": "fp32", "mixed": "autocast", "bfloat16": "bf16"}
 WAYS = ("none", "selective", "every layer")
 CAUSE_COLORS = dict(
-    zip(CAUSES, (PALETTE[c] for c in ("blue", "sky", "vermillion", "purple", "green")), strict=True)
+    zip(
+        CAUSES,
+        (PALETTE[c] for c in ("green", "purple", "vermillion", "gray", "orange")),
+        strict=True,
+    )
 )
 PLAIN = Levers()
 
@@ -96,7 +100,7 @@ def levers(
     peak = last.held.total
     fits = "fits" if peak <= capacity else "does not fit"
     title = f"Peak {in_bytes(peak)} of {in_bytes(capacity)}: {fits}"
-    title += f"<br>{draw.seconds(last.step)} per step by the roofline"
+    title += f"<br>{draw.seconds(last.step)} per step if nothing overlaps"
     words = "; ".join(
         f"{name}: {in_bytes(one.held.total)}, {draw.seconds(one.step)}"
         for name, one in plans.items()
@@ -158,6 +162,7 @@ def _levers_data() -> dict[str, Any]:
         layers = config.num_hidden_layers
         return {
             "matrices": layers * part.elements("proj.weight"),
+            "down": layers * part.elements("down_proj.weight"),
             "adapters": layers * adapted.gradients() / adapted.wide,
             "head": part.table,
             "pair": layers * pairs,
@@ -173,7 +178,8 @@ def _levers_data() -> dict[str, Any]:
     cards = {
         name: {
             "memory": card.gpu.memory, "bandwidth": card.gpu.bandwidth, "link": card.link,
-            "host": card.host, "rates": {dtype: card.rate(dtype) for dtype in DTYPES},
+            "network": card.network, "host": card.host,
+            "rates": {dtype: card.rate(dtype) for dtype in DTYPES},
         }
         for name, card in CARDS.items()
     }  # fmt: skip
@@ -183,6 +189,7 @@ def _levers_data() -> dict[str, Any]:
         "work": {model: work(model) for model in MODELS},
         "names": {"dtype": PRECISIONS, "optimizer": OPTIMIZERS},
         "passes": PASSES,
+        "server": SERVER,
     }
 
 
