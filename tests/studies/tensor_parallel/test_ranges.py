@@ -1,0 +1,59 @@
+"""The ranges hold every combination of what is assumed, and the ways cost what they cost."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from labcore.parallel.protocols import protocol_links
+from labcore.parallel.step import GPUS, MODELS, decode_step
+from labcore.parallel.timeline import simulate_timeline
+from labcore.studies.tensor_parallel import ranges
+
+
+def machine(reach: float, base: float, link: str):
+    sheet = GPUS["H100 SXM"]
+    gpu = replace(sheet, flops=reach * sheet.flops, bandwidth=reach * sheet.bandwidth)
+    table = protocol_links(link)
+    return gpu, {name: replace(one, base=base * one.base) for name, one in table.items()}
+
+
+def test_a_range_covers_any_reach_and_base_between_its_ends(seed: int) -> None:
+    dice = random.Random(seed)
+    model, link = dice.choice(("7B", "70B")), dice.choice(("NVLink 4", "PCIe 5.0 x16"))
+    batch, launch = dice.choice((1, 16, 64)), dice.uniform(0, 6e-5)
+    ops = decode_step(MODELS[model], ranks=8, batch=batch)
+    gpu, links = machine(dice.uniform(0.5, 1), dice.uniform(0, 2), link)
+    eager, graph = (
+        simulate_timeline(ops, gpu, links, graph=way, launch=launch) for way in (False, True)
+    )
+    share = ranges.share(model, link, batch)
+    assert share.low <= graph.wire_share <= share.high and share.low < share.middle < share.high
+    gain = ranges.gain(model, link, batch, launch)
+    assert gain.low - 1e-9 <= eager.seconds / graph.seconds <= gain.high + 1e-9
+
+
+def test_what_a_way_adds_is_compared_with_one_stream() -> None:
+    gpu, links = machine(0.75, 1.0, "NVLink 4")
+    free = {"free": replace(links["LL"], alpha=0.0, beta=0.0, base=0.0)}
+    for way, batch in (("two halves", 64), ("parallel block", 1)):
+        shaped, compared, how = ranges.WAYS[way]
+        ops, plain = (
+            decode_step(MODELS["7B"], ranks=8, batch=batch, **one) for one in (shaped, compared)
+        )
+        bare, one, forked = (
+            simulate_timeline(each, gpu, wire, graph=True, **more).seconds
+            for each, wire, more in ((plain, free, {}), (plain, links, {}), (ops, links, how))
+        )
+        found = ranges.added("7B", "NVLink 4", batch, way)
+        assert found.middle == pytest.approx((forked - bare) / (one - bare))
+    with pytest.raises(ValueError, match="way must be"):
+        ranges.added("7B", "NVLink 4", 2, "magic")
+    with pytest.raises(ValueError, match="multiple of micro_batches"):
+        ranges.added("7B", "NVLink 4", 1, "two halves")
+
+
+def test_pytorch_launches_several_operators_per_kernel() -> None:
+    assert 3 < ranges.operator_launch() / ranges.OPERATOR < 12
