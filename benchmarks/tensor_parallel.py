@@ -40,7 +40,6 @@ from labcore.parallel.launch_time import LaunchSeconds, launch_seconds
 from labcore.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from labcore.parallel.llama import local_cache, parallelize
 from labcore.parallel.overlap import measure_overlap, overlapped_seconds
-from labcore.parallel.protocols import protocol_links
 from labcore.parallel.regions import (
     copy_to_ranks,
     gather_from_ranks,
@@ -48,7 +47,7 @@ from labcore.parallel.regions import (
     rank_and_size,
     reduce_from_ranks,
 )
-from labcore.parallel.timeline import GPUS, MODELS, decode_step, simulate_timeline
+from labcore.studies.tensor_parallel import ranges
 from labcore.timing import measure
 
 TIMEOUT_S = 400.0
@@ -507,68 +506,60 @@ def overlap(sizes: Sizes = FULL) -> list[Measurement]:
 
 
 # On paper ----------------------------------------------------------------------------------------
-GPU, LINKED, CONTEXT = "H100 SXM", ("NVLink 4", "PCIe 5.0 x16"), 1024
-TOGETHER, ROWS_OF = 8, {"7B": (1,), "70B": (64, 1024)}
-# Seconds per launch on a GB200: of the driver alone, and through torch.compile's own launcher.
-# github.com/meta-pytorch/tritonbench, pull request 1017, April 2026.
-LAUNCHES = {"3 us": 3e-6, "9 us": 9e-6}
-# Three ways to give a communication stream something to run beside: (decode_step, simulate).
-FORKS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
-    "4 chunks": ({}, {"overlap": 4}),
-    "2 micro-batches": ({"micro_batches": 2}, {"forked": True}),
-    "parallel block": ({"parallel_block": True}, {"forked": True}),
-}
-FREE = Link(name="free", alpha=0.0, beta=0.0, source="a wire that takes no time")
+H100, INFERRED = "8 H100", "kernels at 50 to 100 % of peaks, NCCL's base at 0 to 2 times"
 
 
-def token_of(model: str, link: str, batch: int) -> list[Measurement]:
-    """Simulate a token on TOGETHER GPUs, with the latencies and bandwidths of NCCL's protocols.
+def range_of(name: str, unit: str, found: ranges.Range, **details: Any) -> list[Measurement]:
+    """Return both ends of a simulated range."""
+    details |= {"gpus": H100, "over": INFERRED, "middle": found.middle}
+    return [
+        simulated(f"{end}/{name}", unit, value, **details)
+        for end, value in (("smallest", found.low), ("largest", found.high))
+    ]
 
-    What a wire adds to a token is its time minus that of the same model, captured on one stream, on
-    a wire that takes no time. So weights that micro-batches read twice count as time added.
-    """
-    gpu, wire, at = GPUS[GPU], protocol_links(link), f"{model}, {link}, batch {batch}"
-    setting: dict[str, Any] = {
-        "gpus": TOGETHER, "gpu": GPU, "context": CONTEXT, "algorithm": "ring",
-    }  # fmt: skip
-    run = functools.partial(simulate_timeline, gpu=gpu, events=False)
-    step = functools.partial(
-        decode_step, MODELS[model], ranks=TOGETHER, batch=batch, context=CONTEXT
-    )
-    one = run(step(), link=wire, graph=True)
-    found = [simulated(f"wire share/{at}, graph", "share", one.wire_share, **setting)]
-    for name, launch in LAUNCHES.items():
-        eager, graph = (
-            run(step(), link=wire, graph=way, launch=launch).seconds for way in (False, True)
-        )
-        seconds = {"eager": eager, "graph": graph}
-        over = f"eager over graph/{at}, {name} a launch"
-        found.append(simulated(over, "ratio", eager / graph, seconds=seconds, **setting))
-    for name, (shape, how) in FORKS.items():
-        if shape.get("micro_batches", 1) > batch:
-            continue
-        whole = step(parallel_block=shape.get("parallel_block", False))
-        free = run(whole, link=FREE, graph=True).seconds
-        plain = run(whole, link=wire, graph=True).seconds - free
-        ways = {
-            "graph": run(step(**shape), link=wire, graph=True, **how).seconds,
-            "eager": run(step(**shape), link=wire, **how).seconds,
-        }
-        details = {"one stream adds": plain, "free wire": free, "seconds": ways, **setting}
-        over = f"wire adds, forked over one stream/{at}, {name}"
-        found.append(simulated(over, "ratio", (ways["graph"] - free) / plain, **details))
+
+@case("paper/share", minutes=0.02)
+def shares_of_the_wire() -> list[Measurement]:
+    """The share of a token's time in which only the wire works, as a graph."""
+    found = []
+    for model, link, batch, algorithm in (
+        ("7B", "NVLink 4", 1, "ring"),
+        ("70B", "NVLink 4", 1, "ring"),
+        ("70B", "NVLink 4", 64, "ring"),
+        ("70B", "PCIe 5.0 x16", 64, "ring"),
+        ("70B", "NVLink 4", 1, "one_shot"),
+    ):
+        share = ranges.share(model, link, batch, algorithm=algorithm)
+        found += range_of(f"{model}, {link}, batch {batch}, {algorithm}", "share", share)
     return found
 
 
-@case("paper/token", minutes=0.05)
-def token() -> list[Measurement]:
-    """Eight H100s by their data sheets and NCCL's table, replayed with and without a fork."""
-    return [
-        measured
-        for model, link in itertools.product(ROWS_OF, LINKED)
-        for batch in ROWS_OF[model]
-        for measured in token_of(model, link, batch)
-    ]
+@case("paper/hide", minutes=0.05)
+def hidden_by_a_fork() -> list[Measurement]:
+    """What the wire adds with a captured fork, over what it adds to a graph on one stream."""
+    found = []
+    for model, link, batch, way in (
+        ("70B", "NVLink 4", 64, "two halves"),
+        ("70B", "NVLink 4", 256, "two halves"),
+        ("70B", "PCIe 5.0 x16", 256, "two halves"),
+        ("7B", "NVLink 4", 1, "parallel block"),
+    ):
+        left = ranges.added(model, link, batch, way)
+        found += range_of(f"{model}, {link}, batch {batch}, {way}", "ratio", left)
+    return found
+
+
+@case("paper/graph", minutes=0.05)
+def gains_by_a_graph() -> list[Measurement]:
+    """A token's time launched one operation after another, over that as one graph."""
+    found = []
+    launches = {"bare launch": ranges.BARE_LAUNCH, "operators": ranges.operator_launch()}
+    for (model, batch), (host, launch) in itertools.product(
+        (("7B", 1), ("70B", 1), ("70B", 64)), launches.items()
+    ):
+        gain = ranges.gain(model, "NVLink 4", batch, launch)
+        found += range_of(f"{model}, batch {batch}, {host}", "ratio", gain, launch=launch)
+    return found
 
 
 # Graphs on a GPU ---------------------------------------------------------------------------------

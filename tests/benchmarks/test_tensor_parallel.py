@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -147,26 +147,22 @@ def test_overlap_is_measured_and_predicted() -> None:
             assert predicted.samples == pytest.approx([(compute + wire) / pipeline])
 
 
-def test_a_fork_changes_what_the_wire_adds_and_a_graph_the_launches() -> None:
-    found = by_quantity(cases.token())
-    assert asked("tensor_parallel", "paper/token") <= set(found)
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("share", cases.shares_of_the_wire),
+        ("hide", cases.hidden_by_a_fork),
+        ("graph", cases.gains_by_a_graph),
+    ],
+)
+def test_what_is_on_paper_has_two_ends(name: str, function: Callable[[], Any]) -> None:
+    found = by_quantity(function())
+    assert asked("tensor_parallel", f"paper/{name}") <= set(found)
     assert {item.mode for item in found.values()} == {"simulated"}
-    for name, item in found.items():
-        (value,) = item.samples
-        if name.startswith("eager over graph"):
-            assert value == item.details["seconds"]["eager"] / item.details["seconds"]["graph"] >= 1
-            if "3 us" in name:
-                assert value <= found[name.replace("3 us", "9 us")].samples[0]
-        elif name.startswith("wire adds"):
-            both = item.details
-            assert value == pytest.approx(
-                (both["seconds"]["graph"] - both["free wire"]) / both["one stream adds"]
-            )
-            assert both["seconds"]["eager"] >= both["seconds"]["graph"]
-        else:
-            assert name.startswith("wire share") and 0 < value < 1
-    kinds = {name.split(", ")[-1] for name in found if "batch 1," in name}
-    assert "parallel block" in kinds and "2 micro-batches" not in kinds
+    for quantity, item in found.items():
+        if quantity.startswith("smallest/"):
+            most = found[quantity.replace("smallest", "largest")]
+            assert item.samples[0] <= item.details["middle"] <= most.samples[0]
 
 
 def steps_on_cpu(shapes: Mapping[str, Any]) -> dict[tuple[str, int], LaunchSeconds]:
