@@ -41,7 +41,7 @@ def ranges_view(
     left = 0.0 if above else low / 1.2
     axis: dict[str, Any] = {"title": quantity, "zeroline": False}
     if above:
-        axis |= {"range": [0, 1], "tickformat": ".0%"}
+        axis |= {"range": [0, 1], "tickformat": ".0%", "dtick": 0.25}
     else:
         ticks = [one for one in _TICKS if left <= one <= 1.2 * high]
         axis |= {
@@ -67,7 +67,7 @@ def ranges_view(
         "xaxis": axis,
         "yaxis": {
             "range": [len(rows) - 0.4, -0.8], "showticklabels": False, "showgrid": False,
-            "zeroline": False,
+            "zeroline": False, "ticks": "",
         },
         "height": _AROUND + _ROW * len(rows),
         "legend": {"xref": "container"},
@@ -129,7 +129,7 @@ def gain_view(
         figure.add_vline(x=1e6 * at, line={"dash": "dot", "width": 1.5, "color": gray})
         figure.add_annotation(
             x=math.log10(1e6 * at), y=1, yref="paper", text=name, showarrow=False,
-            xanchor=anchor, yanchor="bottom",
+            xanchor=anchor, yanchor="top",
         )  # fmt: skip
     figure.add_hline(y=rule, line=_LINE)
     most = max(one.high for by_launch in gains.values() for one in by_launch.values())
