@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -23,16 +24,21 @@ def machine(reach: float, base: float, link: str):
 def test_a_range_covers_any_reach_and_base_between_its_ends(seed: int) -> None:
     dice = random.Random(seed)
     model, link = dice.choice(("7B", "70B")), dice.choice(("NVLink 4", "PCIe 5.0 x16"))
-    batch, launch = dice.choice((1, 16, 64)), dice.uniform(0, 6e-5)
+    batch, launch = dice.choice((1, 16, 64)), dice.uniform(3e-5, 6e-5)
     ops = decode_step(MODELS[model], ranks=8, batch=batch)
-    gpu, links = machine(dice.uniform(0.5, 1), dice.uniform(0, 2), link)
-    eager, graph = (
-        simulate_timeline(ops, gpu, links, graph=way, launch=launch) for way in (False, True)
-    )
     share = ranges.share(model, link, batch)
-    assert share.low <= graph.wire_share <= share.high and share.low < share.middle < share.high
     gain = ranges.gain(model, link, batch, launch)
-    assert gain.low - 1e-9 <= eager.seconds / graph.seconds <= gain.high + 1e-9
+    within = [(dice.uniform(0.5, 1), dice.uniform(0, 2)) for _ in range(4)]
+    for reach, base in [*itertools.product((0.5, 1), (0, 2)), *within]:  # corners, which are ends
+        gpu, links = machine(reach, base, link)
+        eager, graph = (
+            simulate_timeline(ops, gpu, links, graph=way, launch=launch) for way in (False, True)
+        )
+        plain = simulate_timeline(ops, gpu, links, graph=True)
+        assert share.low - 1e-9 <= plain.wire_share <= share.high + 1e-9
+        assert gain.low - 1e-9 <= eager.seconds / graph.seconds <= gain.high + 1e-9
+    for one in (share, gain):
+        assert one.low < one.middle < one.high
 
 
 def test_what_a_way_adds_is_compared_with_one_stream() -> None:
