@@ -12,9 +12,6 @@ import itertools
 import json
 import math
 import os
-import shlex
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,7 @@ from labcore.hip import build, emulate
 from labcore.hip.compile import beside_triton
 from labcore.hip.mfma import INSTRUCTIONS
 from labcore.hip.occupancy import occupancy
-from labcore.hip.survey import PROJECTS, Survey, survey
+from labcore.hip.survey import PROJECTS, survey
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 RESOURCES, TRITON = TESTS / "hip_resources.json", TESTS / "kernel_resources.json"
@@ -153,56 +150,29 @@ def missing() -> str:
 
 @case("port/others", minutes=0.5, lacks=missing)
 def others() -> list[Measurement]:
-    """Count what two tools change in public attention kernels, and what stays.
+    """Count what hipify changes in public attention kernels, and what stays.
 
     LABCORE_CUDA_SOURCES: a folder with a checkout for each name in `PROJECTS`.
-    LABCORE_HIPIFY_CLANG: a command that takes a CUDA file and the file to write, and calls
-    hipify-clang with the include paths that it needs; without it, only PyTorch's hipify is counted.
     """
     if problem := missing():
         raise RuntimeError(problem)
     folder = Path(os.environ["LABCORE_CUDA_SOURCES"])
-    command = os.environ.get("LABCORE_HIPIFY_CLANG", "")
     found = []
     for name, project in PROJECTS.items():
+        done = survey(folder / name, project)
         told: dict[str, Any] = {
             "repository": project.repository,
             "commit": project.commit,
             "license": project.license,
+            "files": {file: list(counts) for file, counts in done.files.items()},
+            "lines": done.lines,
+            "changed": done.changed,
+            "left": done.left,
+            "constructs": dict(done.constructs),
         }
-        done = survey(folder / name, project)
         label = f"changed lines that hipify changes/{name}"
-        found.append(exact(label, "share", done.share, **told, **counted(done)))
-        if command:
-            done = survey(
-                folder / name, project, convert=functools.partial(by_clang, command=command)
-            )
-            label = f"files that hipify-clang takes/{name}"
-            taken = done.files - done.refused
-            found.append(exact(label, "files", taken, **told, **counted(done)))
+        found.append(exact(label, "share", done.share, **told))
     return found
-
-
-def counted(done: Survey) -> dict[str, Any]:
-    """Return a survey's counts for a record's details."""
-    return {
-        "files": done.files,
-        "lines": done.lines,
-        "changed": done.changed,
-        "left": done.left,
-        "constructs": dict(done.constructs),
-    }
-
-
-def by_clang(file: Path, *, command: str) -> str:
-    """Return what hipify-clang makes of a file; raises RuntimeError if it writes nothing."""
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "out.hip"
-        call = [*shlex.split(command), str(file.resolve()), str(out)]
-        done = subprocess.run(call, capture_output=True, text=True, check=False)
-        if done.returncode or not out.exists():
-            raise RuntimeError(f"hipify-clang must write a file, got none: {done.stderr[-300:]}")
-        return out.read_text(encoding="utf-8")
 
 
 @case("compiled/resources", minutes=0.01)

@@ -40,26 +40,58 @@ def test_changed_counts_lines_of_the_result_without_the_note_and_blank_lines() -
     assert changed("a\nb\n", "a\n") == 0
 
 
-def test_a_survey_adds_up_and_a_refused_file_is_counted_as_that_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mask", "wrong"),
+    [
+        ("0xffffffff", True),
+        ("0xFFFFFFFFu", True),
+        ("uint32_t(-1)", True),
+        ("-1", True),
+        ("FULL_MASK", True),
+        ("shfl_mask(N)", True),
+        ("0xffffffffffffffff", False),
+        ("~0ULL", False),
+        ("-1L", False),
+        ("uint64_t(-1)", False),
+    ],
+)
+def test_a_mask_is_left_unless_it_is_spelled_with_64_bits(mask: str, *, wrong: bool) -> None:
+    for call in ("__shfl_xor_sync", "__ballot_sync", "__any_sync"):
+        assert left(f"x = {call}( {mask}, x);\n") == ({1: {"32-bit masks"}} if wrong else {})
+    assert left("bar.arrive_sync(threads, x); shfl_xor_sync(m[j], 1);\n") == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "auto t = make_tensor(p, s);",
+        "Tensor gQ = f(mQ);",
+        "auto g = local_tile(t, s, c);",
+        "auto p = thr_mma.partition_fragment_A(s);",
+        "using S = Shape<A, B>;",
+        "using M = TiledMMA<X>;",
+        "for (int i = 0; i < size<1>(t); ++i) {}",
+    ],
+)
+def test_a_file_that_opens_cute_has_its_names_unqualified(line: str) -> None:
+    opened = f"using namespace cute;\n{line}\n"
+    assert left(opened) == {1: {"CUTLASS, CuTe"}, 2: {"CUTLASS, CuTe"}}
+    assert left(f"// {opened}") == left(f"{line}\n") == {}
+
+
+def test_a_survey_adds_up_by_file(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.cu").write_text("  cudaFree(x);\nint i = j % 32; cute::copy(a);\n")
-    (tmp_path / "b.cu").write_text("bad\n" * 7)
     (tmp_path / "sub" / "c.h").write_text("int nothing;\n")
-
-    def convert(file: Path) -> str:
-        if file.name == "b.cu":
-            raise RuntimeError("no")
-        return file.read_text().replace("cuda", "hip")
-
-    found = survey(tmp_path, OWN, convert=convert)
-    assert (found.files, found.refused, found.lines) == (3, 1, 3)
-    assert (found.changed, found.left, found.share) == (1, 1, 0.5)
+    found = survey(tmp_path, OWN)
+    lines, altered, rest = found.files["a.cu"]
+    assert (lines, rest) == (2, 1) and altered >= 1 and found.files["sub/c.h"] == (1, 0, 0)
+    assert (found.lines, found.changed, found.left) == (3, altered, 1)
+    assert found.share == altered / (altered + 1)
     assert found.constructs == dict.fromkeys(module.LEFT, 0) | {
         "CUTLASS, CuTe": 1,
         "a warp of 32": 1,
     }
-    by_hipify = survey(tmp_path, OWN)
-    assert by_hipify.refused == 0 and by_hipify.lines == 10 and by_hipify.changed >= 1
 
 
 def test_a_folder_that_is_no_checkout_is_named(tmp_path: Path) -> None:

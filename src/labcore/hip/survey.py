@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,7 @@ PROJECTS: Mapping[str, Project] = {
         repository="karpathy/llm.c",
         commit="f1e2ace651495b74ae22d45d1723443fd00ecd3a",
         license="MIT",
-        files=("llmc/*.cuh",),
+        files=("llmc/attention.cuh", "dev/cuda/attention_*.cu"),
     ),
     "FasterTransformer": Project(
         repository="NVIDIA/FasterTransformer",
@@ -61,27 +61,36 @@ PROJECTS: Mapping[str, Project] = {
 
 # Constructs that no renaming carries to AMD, by their spelling.
 LEFT: Mapping[str, str] = {
-    "CUTLASS, CuTe": r"\b(?:cutlass|cute)(?:::|/)",
+    "CUTLASS, CuTe": r"\b(?:cutlass|cute)(?:::|/|;)",
     "tensor cores": r"\bnvcuda\b|\bwmma::|\bldmatrix|\bmma(?:_sync|::)",
     "asynchronous copies": r"\bcp_async|__pipeline_|\bcuda::(?:barrier|pipeline|memcpy_async|ptx)",
     "PTX": RULES["assembly"].pattern,
-    "32-bit masks": RULES["mask"].pattern,
+    # Any first argument but a number that is spelled with 64 bits.
+    "32-bit masks": r"\b__(?:shfl\w*|ballot|any|all|match_\w+|reduce_\w+)_sync\s*\("
+    r"(?!\s*(?:0x[0-9a-fA-F]{9,}|[~-]?\d\w*[lL]\b|u?int64_t\())",
     "32-bit votes": RULES["vote"].pattern,
     "a warp of 32": RULES["width"].pattern,
 }
+# CuTe's names in a file that opens its namespace, where they need no `cute::`.
+OPENED = re.compile(r"\busing\s+namespace\s+(?:cute|cutlass)\b")
+CUTE = (
+    r"\bmake_(?:tensor|layout|shape|stride|coord|tile|tiled_|identity_|fragment_|[sgr]mem_ptr|tma_)"
+    r"|\b(?:local_tile|local_partition|tile_to_shape|get_(?:thread_)?slice)\b"
+    r"|\b(?:partition|retile)_\w+|\b(?:Shape|Stride|Layout|Tensor|Tile|Int|size)<|\bTensor\s+\w+\s*="
+    r"|\b(?:TiledM[Mm][Aa]|TiledCopy|Copy_(?:Atom|Traits)|MMA_Atom|SM\d\d+_\w+)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
     """Counts over a project's files.
 
-    files: how many were read; refused: how many the tool gave up on, which aren't counted further.
-    lines: lines of the others. changed: lines that the tool changed. left: lines that still have a
-    construct of `LEFT`, each counted once. constructs: construct -> lines that have it.
+    files: file's path -> its lines, changed lines and lines left. lines: all lines. changed: lines
+    that the tool changed. left: lines that still have a construct of `LEFT`, each counted once.
+    constructs: construct -> lines that have it.
     """
 
-    files: int
-    refused: int
+    files: Mapping[str, tuple[int, int, int]]
     lines: int
     changed: int
     left: int
@@ -110,22 +119,18 @@ def left(source: str) -> dict[int, set[str]]:
     """Return line (from 1) -> the constructs of `LEFT` that begin on it; comments don't count."""
     code = COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), source)
     found: dict[int, set[str]] = {}
-    for name, pattern in LEFT.items():
+    opened = [("CUTLASS, CuTe", CUTE)] if OPENED.search(code) else []
+    for name, pattern in [*LEFT.items(), *opened]:
         for match in re.finditer(pattern, code):
             found.setdefault(code.count("\n", 0, match.start()) + 1, set()).add(name)
     return found
 
 
-def survey(
-    checkout: Path, project: Project, *, convert: Callable[[Path], str] | None = None
-) -> Survey:
-    """Convert each file of a project and count.
+def survey(checkout: Path, project: Project) -> Survey:
+    """Convert each file of a project with PyTorch's hipify and count.
 
-    checkout: the repository's folder. convert: file -> HIP source, by default PyTorch's hipify; it
-    raises RuntimeError for a file that it gives up on.
-    Raises FileNotFoundError if a pattern matches no file.
+    checkout: the repository's folder. Raises FileNotFoundError if a pattern matches no file.
     """
-    convert = convert or (lambda file: hipified(file.read_text(encoding="utf-8")))
     files: list[Path] = []
     for pattern in project.files:
         found = sorted(checkout.glob(pattern))
@@ -135,23 +140,18 @@ def survey(
                 f"it and check out {project.commit}"
             )
         files += found
-    refused = lines = altered = remaining = 0
+    rows: dict[str, tuple[int, int, int]] = {}
     constructs = Counter[str]()
     for file in files:
         source = file.read_text(encoding="utf-8")
-        try:
-            after = convert(file)
-        except RuntimeError:
-            refused += 1
-            continue
+        after = hipified(source)
         rest = left(after)
-        lines += len(source.splitlines())
-        altered += changed(source, after)
-        remaining += len(rest)
+        name = file.relative_to(checkout).as_posix()
+        rows[name] = len(source.splitlines()), changed(source, after), len(rest)
         constructs.update(name for names in rest.values() for name in names)
+    lines, altered, remaining = (sum(column) for column in zip(*rows.values(), strict=True))
     return Survey(
-        files=len(files),
-        refused=refused,
+        files=rows,
         lines=lines,
         changed=altered,
         left=remaining,
