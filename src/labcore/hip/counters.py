@@ -1,6 +1,6 @@
-"""rocprof's counters beside the emulator's: which count of a launch predicts which counter.
+"""rocprofv3's counters beside the emulator's: which count of a launch predicts which counter.
 
-Source: AMD, MI300 and MI200 series performance counters and metrics, ROCm 6.1 (2024).
+Source: AMD, MI300 and MI200 Series performance counters and metrics, ROCm 7.14.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["ROCPROF", "Rocprof"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rocprof:
-    """A counter of rocprof.
+    """A counter of rocprofv3.
 
     counts: what it counts. field: the field of `LaunchCounters` that predicts it, "" if none does.
     differs: where the two differ, or why the emulator has none.
@@ -27,15 +27,16 @@ class Rocprof:
 ROCPROF = (
     Rocprof(
         name="SQ_WAVES",
-        counts="wavefronts launched",
+        counts="wavefronts, new and restored",
         field="",
-        differs="known without a run: blocks times waves per block",
+        differs="known without a run: blocks times waves per block; preempted ones count again",
     ),
     Rocprof(
         name="SQ_INSTS_LDS",
         counts="LDS instructions",
         field="lds_accesses",
-        differs="shuffles may count too; a compiler merges narrow accesses",
+        differs="MI200 adds flat instructions, MI300 doesn't; shuffles may count too; a compiler "
+        "merges narrow accesses",
     ),
     Rocprof(
         name="SQ_LDS_BANK_CONFLICT",
@@ -50,13 +51,13 @@ ROCPROF = (
         differs="should agree: one for each builtin in the source",
     ),
     Rocprof(
-        name="TCP_TOTAL_CACHE_ACCESSES",
+        name="TCP_TOTAL_CACHE_ACCESSES_sum",
         counts="cache lines that the L1 caches look up",
         field="transactions",
         differs="the emulator counts segments of 64 bytes, a line of CDNA3 has 128",
     ),
     Rocprof(
-        name="TCC_HIT, TCC_MISS",
+        name="TCC_HIT_sum, TCC_MISS_sum",
         counts="requests that the L2 caches answer, or don't",
         field="",
         differs="the emulator has no caches",
@@ -69,9 +70,9 @@ ROCPROF = (
     ),
     Rocprof(
         name="SQ_INSTS_VALU",
-        counts="vector instructions",
+        counts="vector instructions, matrix instructions included",
         field="",
-        differs="only the compiled program has them",
+        differs="only the compiled program has them; subtract SQ_INSTS_MFMA",
     ),
     Rocprof(
         name="SQ_BUSY_CYCLES",

@@ -38,9 +38,9 @@ class Rule:
 RULES: Mapping[str, Rule] = {
     "mask": Rule(
         pattern=r"\b0x[fF]{8}[uUlL]*\b",
-        wrong="a mask of 32 lanes. Before HIP 7, __shfl_xor_sync and its kin exist only on request. "
-        "HIP 7 refuses a mask without 64 bits. A mask widened to 64 bits leaves out the lanes from "
-        "32 on.",
+        wrong="a mask of 32 lanes. Before HIP 7, __shfl_xor_sync and its kin exist only on "
+        "request. HIP 7 refuses a mask without 64 bits. A mask widened to 64 bits leaves out the "
+        "lanes from 32 on.",
         remedy="write __shfl_xor(x, step) without a mask: a wavefront runs in step",
         mends=((r"(__\w+)_sync\(0x[fF]{8}[uUlL]*, ", r"\1("),),
     ),

@@ -29,7 +29,7 @@ RESIDENTS = {
     "lds_kib": Choice(options=(8, 18, 35, 64), default=18),
     "waves": Choice(options=(1, 4, 16), default=4),
 }
-REPORTED = {"step4": {"registers": 160, "occupancy": 3}}
+REPORTED = {"step4": {"registers": 160, "occupancy": 3, "lds": 17_920, "threads": 256}}
 
 
 def trace(figure: go.Figure, name: str):
@@ -101,6 +101,9 @@ def test_groups_of_lanes_cover_the_wavefront_and_more_banks_serve_more_at_a_time
             assert {len(group) for group in groups} == {4 * count // width}
     # AMD, Composable Kernel's page on bank conflicts: 16-byte reads, the first two groups.
     assert figures.turns(16, 32)[:2] == [[0, 1, 2, 3, 20, 21, 22, 23], [4, 5, 6, 7, 16, 17, 18, 19]]
+    # Triton's pull request 11365: MI350's first group.
+    fours = [0, 1, 2, 3, 12, 13, 14, 15, 20, 21, 22, 23, 24, 25, 26, 27]
+    assert figures.turns(16, 64)[0] == fours
     wide = figures.banks(0, 4, "CDNA4", data={(4, 0): 62})
     assert wide.layout.title.text == "64 cycles, 1 at best" and len(wide.data[0].x) == 64
     assert sum(figures.banks(1, 4).data[0].y) == 32 and max(figures.banks(1, 4).data[0].y) == 1
@@ -116,6 +119,8 @@ def test_a_decode_step_is_bound_by_latency_until_its_pieces_fill_the_gpu() -> No
     moved = traffic.decode_bytes(shape, 64)
     assert few.data[0].y[-1] == pytest.approx(1e6 * moved / traffic.GPUS["MI300X"].bandwidth)
     assert few.data[0].y[0] == pytest.approx(traffic.decode_bytes(shape) / (8 * figures.IN_FLIGHT))
+    short = figures.decode(1, 2048, 4, 1.0)  # 32 passes of 64 keys: 64 pieces are 32 with work
+    assert all(curve.y[-1] == curve.y[-2] for curve in short.data)
     assert figures.decode(256, 8192, 512, 0.1).data[0].text[0] == "products"
 
 

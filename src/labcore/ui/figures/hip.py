@@ -92,15 +92,18 @@ def turns(width: int, banks: int) -> list[list[int]]:
     """Return the groups of lanes that are served together when 64 lanes read `width` bytes each.
 
     All banks give 4 bytes at a time, so a group has 4 * banks / width lanes. They are neighbors,
-    except for 16 bytes and 32 banks (see `source/cpu_check.h`).
+    except for 16 bytes (32 banks: see `source/cpu_check.h`; 64 banks:
+    https://github.com/triton-lang/triton/pull/11365).
     """
     count = 4 * banks // width
-    if width == 16 and banks == BANKS:
-        pairs = ((0, 20), (4, 16), (8, 28), (12, 24))
+    if width == 16:
+        fours: tuple[tuple[int, ...], ...] = ((0, 20), (4, 16), (8, 28), (12, 24))
+        if banks != BANKS:
+            fours = ((0, 12, 20, 24), (4, 8, 16, 28))
         return [
-            [half + first + i for first in pair for i in range(4)]
+            [half + first + i for first in group for i in range(4)]
             for half in (0, 32)
-            for pair in pairs
+            for group in fours
         ]
     return [list(range(first, first + count)) for first in range(0, 64, count)]
 
@@ -165,8 +168,8 @@ def residents(
     """Draw the waves that one SIMD holds, by the registers per lane, and what limits them.
 
     registers: per lane, vector and accumulation together, 16 to 512; lds_kib: KiB per workgroup;
-    waves: per workgroup; data: kernel -> registers and occupancy that a compiler reported, drawn as
-    diamonds.
+    waves: per workgroup; data: kernel -> registers, lds (bytes), threads and occupancy that a
+    compiler reported. Those with the chosen LDS, rounded up to KiB, and waves are diamonds.
     """
 
     def found(count: int) -> int:
@@ -187,7 +190,11 @@ def residents(
     figure.add_scatter(
         x=[registers], y=[here.waves_per_simd], mode="markers", name="chosen", marker=ring
     )
-    shown = data or {}
+    shown = {
+        kernel: need
+        for kernel, need in (data or {}).items()
+        if (-(-need["lds"] // _KIB), need["threads"]) == (lds_kib, waves * LIMITS[arch].wave)
+    }
     figure.add_scatter(
         x=[need["registers"] for need in shown.values()],
         y=[need["occupancy"] for need in shown.values()],
@@ -255,6 +262,7 @@ def work(counts: Mapping[str, Mapping[str, float]], *, title: str) -> go.Figure:
 # Bytes that one block of the decode kernel has on their way: 4 wavefronts, 64 lanes, 8 loads of 16.
 IN_FLIGHT = 4 * 64 * 8 * 16
 RESIDENT = 2  # such blocks on one unit
+PASS = 64  # keys that a block works on at once; a piece is a multiple
 _SPLITS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -264,7 +272,9 @@ def decode(batch: int = 1, context: int = 8192, group: int = 4, latency: float =
     8 key heads of 128 in 16 bits; group: query heads per key head; latency: of memory, in us.
     The model: a step takes as long as its slowest part. Reading takes `decode_bytes` over the
     memory's bandwidth, or over what the blocks that run at once keep in flight per `latency`; the
-    products take their FLOPs over the matrix units' peak.
+    products take their FLOPs over the matrix units' peak. A piece has a multiple of 64 keys, and
+    pieces without keys do nothing. Both GPUs run the same blocks at the same latency, and the
+    launch that combines the pieces costs only its bytes.
     """
     figure, words = go.Figure(), []
     shape = traffic.Shape(
@@ -274,8 +284,10 @@ def decode(batch: int = 1, context: int = 8192, group: int = 4, latency: float =
         gpu = traffic.GPUS[name]
         times, limits = [], []
         for splits in _SPLITS:
-            moved = traffic.decode_bytes(shape, splits)
-            flight = min(8 * batch * splits, RESIDENT * gpu.units) * IN_FLIGHT
+            each = -(-context // (splits * PASS)) * PASS
+            pieces = -(-context // each)
+            moved = traffic.decode_bytes(shape, pieces)
+            flight = min(8 * batch * pieces, RESIDENT * gpu.units) * IN_FLIGHT
             parts = {
                 "bandwidth": moved / gpu.bandwidth,
                 "latency": moved * latency * 1e-6 / flight,
