@@ -180,7 +180,7 @@ def residents(
     figure = go.Figure()
     figure.add_scatter(
         x=list(_REGISTERS), y=[found(count) for count in _REGISTERS], mode="lines",
-        name="waves on a SIMD", line={"color": PALETTE["blue"], "shape": "hv"},
+        name="waves on a SIMD", line={"color": PALETTE["blue"], "shape": "vh"},
     )  # fmt: skip
     figure.add_scatter(
         x=[_REGISTERS[0], _REGISTERS[-1]], y=[by_lds] * 2, mode="lines", name="allowed by LDS",
