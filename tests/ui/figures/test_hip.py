@@ -119,7 +119,7 @@ def test_a_decode_step_is_bound_by_latency_until_its_pieces_fill_the_gpu() -> No
     moved = traffic.decode_bytes(shape, 64)
     assert few.data[0].y[-1] == pytest.approx(1e6 * moved / traffic.GPUS["MI300X"].bandwidth)
     assert few.data[0].y[0] == pytest.approx(traffic.decode_bytes(shape) / (8 * figures.IN_FLIGHT))
-    short = figures.decode(1, 2048, 4, 1.0)  # 32 passes of 64 keys: 64 pieces are 32 with work
+    short = figures.decode(1, 2048, 4, 9.0)  # 32 passes of 64 keys: 64 pieces are 32 with work
     assert all(curve.y[-1] == curve.y[-2] for curve in short.data)
     assert figures.decode(256, 8192, 512, 0.1).data[0].text[0] == "products"
 
