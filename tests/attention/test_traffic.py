@@ -206,17 +206,26 @@ def test_a_decode_step_reads_the_cache_once() -> None:
     assert traffic.decode_bytes(shape, 8) == cache + vectors + 2 * 4 * 32 * 8 * 129 * 4
 
 
-@pytest.mark.parametrize(("head_dim", "together", "in_turn"), [(64, 688, 406), (128, 989, 576)])
-def test_hopper_is_bound_by_softmax_at_64_and_by_products_at_128(
+@pytest.mark.parametrize(("head_dim", "together", "in_turn"), [(64, 989, 495), (128, 989, 660)])
+def test_hoppers_softmax_takes_as_long_as_the_products_at_64_and_half_as_long_at_128(
     head_dim: int, together: int, in_turn: int
 ) -> None:
     shape = Shape(batch=4, heads=16, length=8192, head_dim=head_dim)
     found = roofline(shape, GPUS["H200"])
     assert found.flop_rate / 1e12 == pytest.approx(together, abs=1)
     assert found.serial_flop_rate / 1e12 == pytest.approx(in_turn, abs=1)
-    assert found.bound == ("softmax" if head_dim == 64 else "matmul")
+    assert found.bound == "matmul"
+    assert found.softmax == pytest.approx(found.matmul * 64 / head_dim, rel=1e-3)
     # At 1.83 GHz an SM does 4096 16-bit operations a clock: the peak again.
     assert pytest.approx(GPUS["H200"].matmul, rel=1e-3) == 132 * 4096 * 1.83e9
+
+
+def test_a_softmax_takes_the_longer_of_its_two_units_times() -> None:
+    shape = Shape(batch=1, heads=3, length=100, head_dim=64)
+    gpu, scores = GPUS["H100"], 3 * 100 * 100
+    slots = scores / (gpu.units * gpu.clock)
+    assert roofline(shape, gpu).softmax == pytest.approx(slots / 16)
+    assert roofline(shape, replace(gpu, fp32=32)).softmax == pytest.approx(slots * 3.5 / 32)
 
 
 def test_a_roofline_of_the_naive_form_is_memory() -> None:
