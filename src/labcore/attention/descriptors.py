@@ -3,8 +3,8 @@
 A descriptor holds the shape and strides of a tensor. The GPU's tensor memory accelerator (TMA)
 copies a whole tile by it, with zeros past the edge, so the loop over keys computes no address.
 The registers that this frees make room for tiles of 128 keys. A program stays on its multiprocessor
-and takes one block of queries after another. Letters are those of `forward`, but D is the padded
-head dimension, since a descriptor knows the true one.
+and takes one block of queries after another, by a fixed assignment. Letters are those of `forward`,
+but D is the padded head dimension, since a descriptor knows the true one.
 """
 
 from typing import Any
@@ -30,7 +30,8 @@ def place(item, blocks, section, all_heads, LONGEST_FIRST: tl.constexpr):
     """Return the block of queries and the head, counted over the batch, of an item of work.
 
     A section of heads comes before the next, so that its keys stay in the L2 cache. Within it,
-    every head's longest block comes first, and short ones fill the gaps at the end.
+    every head's longest block comes first. Program p takes items p, p + P, p + 2P and so on, so
+    the order doesn't even out the programs' work: see `traffic.busy_share`.
     """
     first = item // (section * blocks) * section
     count = tl.minimum(section, all_heads - first)

@@ -193,7 +193,7 @@ def forward_kernel(
     blocks = tl.cdiv(max_q, M)
     block = tl.program_id(0) % blocks
     if RIGHT:
-        block = blocks - 1 - block  # start the longest loops first, so short ones finish the launch
+        block = blocks - 1 - block  # each head's longest loops start first and its short ones last
     head = (tl.program_id(0) // blocks) % heads
     batch = tl.program_id(0) // blocks // heads
     q_first, q_len = sequence(batch, cu_q_ptr, q_len, VARLEN)

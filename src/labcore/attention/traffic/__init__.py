@@ -1,9 +1,10 @@
 """The cost of attention: FLOPs, exponentials, bytes moved and stored, and the time on a GPU.
 
-`counts` counts one form by its own convention, `caches` counts both forms by the same one, and
-`gpus` turns counts into times.
+`counts` counts one form by its own convention, `caches` counts both forms by the same one, `gpus`
+turns counts into times, and `balance` deals blocks out to programs.
 """
 
+from labcore.attention.traffic.balance import block_costs, busy_share
 from labcore.attention.traffic.caches import hbm_bytes, requested_bytes
 from labcore.attention.traffic.counts import (
     Direction,
@@ -30,6 +31,8 @@ __all__ = [
     "Gpu",
     "Roofline",
     "Shape",
+    "block_costs",
+    "busy_share",
     "compulsory_bytes",
     "decode_bytes",
     "exponentials",
