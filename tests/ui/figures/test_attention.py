@@ -209,7 +209,7 @@ def test_the_machine_shows_the_recorded_work_at_each_moment(timelines: dict) -> 
     for trace_, letter, which in ((second, "A", 0), (third, "B", 1)):
         assert [*trace_.z[names.index(f"products {letter}")]] == rows["matrix"][which]
         assert [*trace_.z[names.index(f"softmax {letter}")]] == rows["softmax"][which]
-    assert figure.layout.title.text == "Tensor cores at work: 75% of the time"
+    assert figure.layout.title.text == "Tensor cores at work: 75%, by a model"
     assert "1,234 clocks" in figure.layout.xaxis2.title.text
     (words,) = (one for one in figure.data if getattr(one, "mode", "") == "text")
     assert list(words.text)[2:] == [
@@ -220,6 +220,7 @@ def test_the_machine_shows_the_recorded_work_at_each_moment(timelines: dict) -> 
 
 def test_ping_pong_puts_each_softmax_under_the_others_products(timelines: dict) -> None:
     figure = figures.machine(0, figures.FORMS[3], 64, data=timelines)
+    assert figure.layout.title.text == "Tensor cores: ideal 100%, published 50%"
     _, a, b = (one for one in figure.data if one.type == "heatmap")
     names = list(figure.layout.yaxis2.ticktext)
     for mine, other in ((a, b), (b, a)):
@@ -284,12 +285,9 @@ def test_rates_show_medians_with_their_spread_and_limits() -> None:
     assert "labcore: 2 at 1024, 4 at 2048; peer: 3 at 1024; peak 20" in alt(figure)
 
 
-def test_resources_name_what_was_spilled() -> None:
-    need = {"registers": 255, "spills": 0, "shared": 65_536}
-    row = {"sm_80": need, "sm_90": {**need, "spills": 8}}
-    kernels = {"forward": row, "dq": row}
-    figure = figures.resources(kernels, ("sm_90", "sm_80"), title="Compiled")
-    (table,) = figure.data
-    assert list(table.x) == ["sm_90", "sm_80"] and list(table.y) == ["forward", "dq"]
-    assert list(table.text[0]) == ["<b>255</b><br>64<br>8 spilled", "<b>255</b><br>64"]
-    assert "forward: sm_90 255, 8 spilled, 64 KiB, sm_80 255, 0 spilled" in alt(figure)
+def test_no_curve_has_the_color_of_another_or_of_a_limit() -> None:
+    names = ("naive", "FlashAttention-2", "tutorial", "cuDNN", "FlashAttention-3", "labcore, H100")
+    curves = {name: {1024: [n]} for n, name in enumerate(names)}
+    figure = figures.rates(curves, unit="TFLOP/s", title="Speed", limits={"in turns": 20})
+    colors = [one.line.color for one in figure.data]
+    assert len(set(colors)) == len(colors) == len(names) + 1

@@ -7,7 +7,7 @@ from labcore.ui.figures.attention.blocks import (
     rescalings,
     tiles,
 )
-from labcore.ui.figures.attention.measured import memory, rates, resources
+from labcore.ui.figures.attention.measured import memory, rates
 from labcore.ui.figures.attention.multiprocessor import FORMS, machine
 from labcore.ui.figures.attention.softmax import steps, walk
 
@@ -20,7 +20,6 @@ __all__ = [
     "memory",
     "rates",
     "rescalings",
-    "resources",
     "steps",
     "tiles",
     "walk",

@@ -90,14 +90,6 @@ def tiles(
     for name, color in _STATES.items():  # a heatmap has no legend entries
         marker = {"symbol": "square", "size": 12, "color": color}
         figure.add_scatter(x=[None], y=[None], mode="markers", name=name, marker=marker)
-    first = [
-        middle for middle, row in zip(middles, _map(count, is_causal), strict=True) if row[0] == 2
-    ]
-    figure.add_scatter(
-        x=middles[:1] * len(first) or (None,), y=first or (None,), mode="markers",
-        name="masked by our kernel too", hoverinfo="skip", showlegend=bool(first),
-        marker={"symbol": "square", "size": min(12, 200 / count), "color": PALETTE["orange"]},
-    )  # fmt: skip
     figure.update_layout(
         title=title,
         xaxis={"title": f"keys<br>{notes}", "range": [0, length], "constrain": "domain"},

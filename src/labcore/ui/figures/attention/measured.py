@@ -1,4 +1,4 @@
-"""What was counted, timed and compiled, by length and by kernel."""
+"""What was counted and timed, by length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from labcore.ui.explorer import describe
 from labcore.ui.figures.attention.blocks import size_of
 from labcore.ui.theme import PALETTE
 
-__all__ = ["memory", "rates", "resources"]
+__all__ = ["memory", "rates"]
 
 COLORS = {
     "naive": PALETTE["vermillion"],
@@ -21,13 +21,14 @@ COLORS = {
     "flash": draw.OURS,
     "SDPA FLASH": draw.PEER,
 }
-_SPARE = ("green", "purple", "sky")
+_SPARE = ("green", "purple", "sky", "orange")
 _LAW = {"dash": "dash", "width": 1.5}
 
 
 def _colors(names: Sequence[str]) -> dict[str, str]:
     """Return a color for each name: that of the part before its comma, or the next unused one."""
-    spare = iter(_SPARE)
+    own = {COLORS.get(name.split(",")[0]) for name in names}
+    spare = (name for name in _SPARE if PALETTE[name] not in own)
     return {name: COLORS.get(name.split(",")[0]) or PALETTE[next(spare, "gray")] for name in names}
 
 
@@ -110,49 +111,3 @@ def rates(
     )
     words += "".join(f"; {name} {level:.3g}" for name, level in (limits or {}).items())
     return describe(figure, f"{title}, in {unit}. {words}.")
-
-
-def resources(
-    kernels: Mapping[str, Mapping[str, Mapping[str, int]]], targets: Sequence[str], *, title: str
-) -> go.Figure:
-    """Draw each kernel's registers as compiled, also shown by color, and shared memory below.
-
-    kernels: name -> target -> registers, spills and shared, in bytes; targets: the columns.
-    """
-    cells, words = [], []
-    for name, row in kernels.items():
-        cells.append([_cell(row[target]) for target in targets])
-        shown = ", ".join(
-            f"{target} {row[target]['registers']}, {row[target]['spills']} spilled, "
-            f"{row[target]['shared'] // 1024} KiB"
-            for target in targets
-        )
-        words.append(f"{name}: {shown}")
-    figure = go.Figure(
-        {
-            "type": "heatmap",
-            "z": [[row[target]["registers"] for target in targets] for row in kernels.values()],
-            "x": list(targets),
-            "y": [name.replace(" ", "<br>") for name in kernels],
-            "text": cells,
-            "texttemplate": "%{text}",
-            "textfont": {"size": 9, "color": "#222832"},
-            "colorscale": [[0, "#eef4fb"], [1, "#86bde6"]],
-            "zmin": 0,
-            "zmax": 256,
-            "showscale": False,
-            "xgap": 2,
-            "ygap": 2,
-            "hoverinfo": "skip",
-        }
-    )
-    figure.update_layout(
-        title=title, xaxis={"tickangle": -60}, yaxis={"autorange": "reversed"}, height=500
-    )
-    return describe(figure, f"{title}. {'; '.join(words)}.")
-
-
-def _cell(need: Mapping[str, int]) -> str:
-    """Format registers, KiB of shared memory, and spills if there are any, for cells of 20 px."""
-    spilled = f"<br>{need['spills']} spilled" if need["spills"] else ""
-    return f"<b>{need['registers']}</b><br>{need['shared'] // 1024}{spilled}"
