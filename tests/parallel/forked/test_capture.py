@@ -25,8 +25,8 @@ def edited(old: str, new: str) -> Callable[..., Any]:
     return scope["capture_overlapped"]
 
 
-def captured(old: str, new: str, seed: int, chunks: int) -> tuple[list[str], bool]:
-    """Rehearse on this rank; return the log and whether the sum is right."""
+def captured(old: str, new: str, seed: int, chunks: int) -> tuple[list[str], bool, list[int]]:
+    """Rehearse on this rank; return the log, whether a replay sums new numbers, and priorities."""
     rank, ranks = processes.rank_and_world()
     dice = torch.Generator().manual_seed(seed)
     x, weight = (torch.randn(*shape, generator=dice, dtype=torch.float64)
@@ -35,14 +35,16 @@ def captured(old: str, new: str, seed: int, chunks: int) -> tuple[list[str], boo
     made = edited(old, new) if old else capture_overlapped
     with Rehearsal() as stage:
         graph, out = made(*own, chunks, warmup=2)
+        own[0].mul_(3)
+        out.fill_(torch.nan)
         graph.replay()
-    return stage.log, torch.allclose(out, x @ weight)
+    return stage.log, torch.allclose(out, 3 * x @ weight), [one.priority for one in stage.streams]
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 3), (3, 2), (2, 40)])
 def test_the_wire_forks_and_joins(ranks: int, chunks: int, seed: int) -> None:
-    for log, right in processes.run(captured, ranks, "", "", seed, chunks):
-        assert right
+    for log, right, priorities in processes.run(captured, ranks, "", "", seed, chunks):
+        assert right and priorities == [0, 0, -1]  # default, main, wire
         chunks = min(chunks, ROWS)
         begin, end = log.index("capture begins"), log.index("capture ends")
         inside = log[begin + 1 : end]

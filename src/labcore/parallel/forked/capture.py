@@ -31,13 +31,14 @@ def capture_overlapped(
     `replay()`; the output is overwritten. Keep x, weight and the output as long as the graph.
     Raises RuntimeError without a GPU, and ValueError for chunks or warmup below 1.
     Source: "CUDA semantics", docs.pytorch.org; cross-stream dependencies in NVIDIA's CUDA
-    Programming Guide.
+    Programming Guide; the wire's priority as in TransformerEngine, pull request 1522.
     """
     chunks = min(positive_int("chunks", chunks), len(x))
     positive_int("warmup", warmup)
     if not torch.cuda.is_available():
         raise RuntimeError("a capture must have a GPU, got none; use chunked_linear on a CPU")
-    here, main, wire = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    here, main = torch.cuda.current_stream(), torch.cuda.Stream()
+    wire = torch.cuda.Stream(priority=-1)  # high: a product must not keep its blocks waiting
     out = x.new_empty(len(x), weight.shape[1])  # static: every replay writes here
 
     def step() -> None:

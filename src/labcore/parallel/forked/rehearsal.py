@@ -1,8 +1,10 @@
 """Rehearse a capture on a CPU: stand-ins for torch.cuda's streams, events and graphs check it.
 
-The operations run for real, one after another. The stand-ins follow which operations each stream
-has waited for, as a GPU would, and raise where its order would be wrong or its capture would break.
-They don't model time, memory pools, or NCCL.
+The operations run for real, one after another, in a capture too; a replay runs those of its capture
+again. The stand-ins follow which operations each stream has waited for, as a GPU would, and raise
+where its order would be wrong or its capture would break. They don't model time, memory pools, or
+NCCL, and they are stricter than torch in one thing: they refuse any allocation in a capture, where
+torch takes it from the graph's own pool.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["Rehearsal"]
@@ -23,8 +26,8 @@ _ALLOCATES = {"aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_str
 
 
 class _Stream:
-    def __init__(self, stage: Rehearsal, name: str) -> None:
-        self.stage, self.name = stage, name
+    def __init__(self, stage: Rehearsal, name: str, priority: int = 0) -> None:
+        self.stage, self.name, self.priority = stage, name, priority
         self.after: set[int] = set()  # operations that came before whatever this stream runs next
         stage.streams.append(self)
 
@@ -57,9 +60,15 @@ class _Event:
 class _Graph:
     def __init__(self, stage: Rehearsal) -> None:
         self.stage = stage
+        self.operations: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def replay(self) -> None:
         self.stage.log.append("replay")
+        with _disable_current_modes():
+            for func, args, kwargs in self.operations:
+                done = func(*args, **kwargs)
+                if func.namespace == "c10d":
+                    dist.Work.unbox(done[-1]).wait()
 
 
 class Rehearsal(TorchDispatchMode):
@@ -76,6 +85,7 @@ class Rehearsal(TorchDispatchMode):
         self.streams: list[_Stream] = []
         self.current = _Stream(self, "default")
         self._count, self._began = 0, -1  # operations; where the capture began, -1 outside
+        self._graph: _Graph | None = None  # under capture
         self._wrote: dict[int, int] = {}  # the last operation on each tensor, by address
         self._patches = contextlib.ExitStack()
 
@@ -83,7 +93,7 @@ class Rehearsal(TorchDispatchMode):
         stands = {
             "Event": lambda: _Event(self),
             "CUDAGraph": lambda: _Graph(self),
-            "Stream": lambda: _Stream(self, ("main", "wire")[min(len(self.streams), 2) - 1]),
+            "Stream": self._stream,
             "current_stream": lambda: self.current,
             "is_available": lambda: True,
             "graph": self._capture,
@@ -104,6 +114,9 @@ class Rehearsal(TorchDispatchMode):
         if self._began >= 0:
             raise RuntimeError(f"a capture must not wait for the device, got {what}")
 
+    def _stream(self, *, priority: int = 0) -> _Stream:
+        return _Stream(self, ("main", "wire")[min(len(self.streams), 2) - 1], priority)
+
     @contextlib.contextmanager
     def _on(self, stream: _Stream) -> Iterator[None]:
         before, self.current = self.current, stream
@@ -113,9 +126,9 @@ class Rehearsal(TorchDispatchMode):
             self.current = before
 
     @contextlib.contextmanager
-    def _capture(self, _graph: _Graph, *, stream: _Stream, **_how: Any) -> Iterator[None]:
+    def _capture(self, graph: _Graph, *, stream: _Stream, **_how: Any) -> Iterator[None]:
         self.log.append("capture begins")
-        self._began = self._count
+        self._began, self._graph, before = self._count, graph, dict(self._wrote)
         try:
             with self._on(stream):
                 yield
@@ -126,7 +139,8 @@ class Rehearsal(TorchDispatchMode):
                     f"{min(missing)} isn't; let the first stream wait for the others"
                 )
         finally:
-            self._began = -1
+            self._began, self._graph = -1, None
+            self._wrote = before  # on a GPU, nothing has run yet
         self.log.append("capture ends")
 
     def __torch_dispatch__(
@@ -142,6 +156,8 @@ class Rehearsal(TorchDispatchMode):
         self._launched(
             name, [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         )
+        if self._graph is not None:
+            self._graph.operations.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _launched(self, name: str, tensors: list[Tensor]) -> None:
