@@ -283,6 +283,17 @@ def test_overlap_hides_the_shorter_of_two_at_most(seed: int) -> None:
         )
 
 
+def test_a_wire_that_a_kernel_hides_is_not_exposed_by_rounding() -> None:
+    """A sum of parts may exceed the whole by a rounding error, and time can't be negative."""
+    gpu = GpuRates(name="x", flops=1e9, bandwidth=1, capacity=1, launch=3e-6, gap=0, source="")
+    link = cost.Link(name="x", alpha=1e-6, beta=1e-9, source="")
+    for size in range(1, 200):
+        work = Kernel(name="work", flops=1e6)
+        sums = Collective(name="sum", kind="all_reduce", ranks=3, nbytes=size, after=())
+        run = simulate_timeline((work, sums, sums, sums), gpu, link, forked=True)
+        assert 0 <= run.exposed == pytest.approx(0, abs=ATOL)
+
+
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8, 31])
 def test_overlap_of_one_product_is_the_pipeline_s_closed_form(chunks: int, seed: int) -> None:
     dice = random.Random(seed)

@@ -150,13 +150,14 @@ def simulate_timeline(
         busy[on_wire] += seconds
         spans.append((begin, free[on_wire]))
     compute, wire = busy
+    shared = _shared(plan, spans) if forked or chunks > 1 else 0.0
     launches = min(1, len(plan)) if graph else len(plan)
     return Timeline(
         events=_events(plan, spans, gpu.launch, graph) if events else (),
         seconds=max(*free, 0.0),
         compute=compute,
         wire=wire,
-        exposed=wire - (_shared(plan, spans) if forked or chunks > 1 else 0.0),
+        exposed=max(0.0, wire - shared),  # rounding may make the difference -1e-19
         host=launches * gpu.launch,
         launches=launches,
         operations=len(plan),
