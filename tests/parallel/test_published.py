@@ -44,12 +44,12 @@ def test_tokens_took_longer_than_predicted(start: str, end: str, low: float, hig
 
 
 def test_the_gain_by_a_graph_is_not_predicted() -> None:
-    """Measured: 1.4 times for OPT-175B, 4.2 for one GPU; predicted, with fused kernels: none."""
+    """Measured: 1.4 times for OPT-175B, 4.2 for one GPU; predicted, with fused kernels: little."""
     named = by_name(compare_tokens())
     for which, gain in (("OPT-175B, 8 A100", 1.44), ("Llama 2 7B, 1 A100", 4.2)):
         eager, graph = (named[f"{which}, {way}"] for way in ("eager", "graph"))
         assert eager.measured / graph.measured == pytest.approx(gain, rel=0.01)
-        assert 1 < eager.predicted / graph.predicted < 1.01
+        assert 1.01 < eager.predicted / graph.predicted < 1.1
 
 
 @pytest.mark.parametrize(

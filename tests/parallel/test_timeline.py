@@ -43,6 +43,7 @@ def some_gpu(dice: random.Random, **fixed: float) -> GpuRates:
         "capacity": 1e9,
         "launch": dice.uniform(1e-7, 2e-5),
         "gap": dice.uniform(0, 2e-6),
+        "eager_gap": dice.uniform(2e-6, 4e-6),
         **fixed,
     }
     return GpuRates(name="some", source="drawn", **values)
@@ -93,12 +94,16 @@ def alone(ops, gpu: GpuRates, link: cost.Link, algorithm: str) -> tuple[float, f
     return sum(kernels), sum(wires)
 
 
+def gap_of(gpu: GpuRates, graph: bool) -> float:
+    return gpu.gap if graph else gpu.eager_gap
+
+
 def check(run: Timeline, gpu: GpuRates, graph: bool) -> None:
     """What holds of every timeline: order in streams, launches before work, sums of the bars."""
     streams = {name: [e for e in run.events if e.stream == name] for name in
                ("host", "compute", "wire")}  # fmt: skip
     for name, bars in streams.items():
-        gap = 0.0 if name == "host" else gpu.gap
+        gap = 0.0 if name == "host" else gap_of(gpu, graph)
         for before, after in itertools.pairwise(bars):
             assert after.begin >= before.end + gap - ATOL
     device = [event for event in run.events if event.stream != "host"]
@@ -139,19 +144,20 @@ def test_nothing_runs_before_what_it_waits_for(seed: int) -> None:
         ops, gpu, link, how = some_ops(dice), some_gpu(dice), some_link(dice), settings(dice)
         run = simulate_timeline(ops, gpu, link, **how)
         device = [event for event in run.events if event.stream != "host"]
+        gap = gap_of(gpu, how["graph"])
         last = {at: max(e.end for e in device if e.at == at) for at in range(len(ops))}
         pieces = {at: [e for e in device if e.at == at] for at in range(len(ops))}
         for at, bars in pieces.items():
             product = at > 0 and len(pieces[at - 1]) > 1 and ops[at - 1].name[0] == "k"
             for number, event in enumerate(bars):
                 if product:  # a message leaves when its own part of the product is there
-                    assert event.begin >= pieces[at - 1][number].end + gpu.gap - ATOL
+                    assert event.begin >= pieces[at - 1][number].end + gap - ATOL
                 elif number == 0 and at:
                     reads = range(at)
                     if how["forked"]:
                         reads = [at - back for back in ops[at].after if back <= at]
                     for one in reads:
-                        assert event.begin >= last[one] + gpu.gap - ATOL
+                        assert event.begin >= last[one] + gap - ATOL
 
 
 def test_without_overlap_a_replayed_step_is_the_sum_of_its_parts(seed: int) -> None:
@@ -167,7 +173,10 @@ def test_without_overlap_a_replayed_step_is_the_sum_of_its_parts(seed: int) -> N
             assert replay.exposed == pytest.approx(replay.wire)
             eager = simulate_timeline(ops, gpu, link, algorithm=algorithm)
             assert eager.seconds >= replay.seconds - ATOL
-            assert eager.seconds >= max(len(ops) * gpu.launch, compute + wire) - ATOL
+            device = compute + wire + (len(ops) - 1) * gpu.eager_gap
+            assert eager.seconds >= max(len(ops) * gpu.launch, device) - ATOL
+            ahead = simulate_timeline(ops, gpu, link, algorithm=algorithm, launch=0.0)
+            assert ahead.seconds == pytest.approx(device)
 
 
 def test_an_operation_of_a_forked_stream_begins_as_soon_as_it_may(seed: int) -> None:
@@ -182,7 +191,8 @@ def test_an_operation_of_a_forked_stream_begins_as_soon_as_it_may(seed: int) -> 
             needed = [at - back for back in ops[at].after if back <= at]
             needed += [one for one in range(at) if bars[one].stream == bar.stream]
             launched = gpu.launch * (1 if graph else at + 1)
-            allowed = max([launched, *(bars[one].end + gpu.gap for one in needed)])
+            ready = (bars[one].end + gap_of(gpu, graph) for one in needed)
+            allowed = max([launched, *ready])
             assert bar.begin == pytest.approx(allowed, abs=ATOL)
         chain = simulate_timeline(ops, gpu, link, graph=graph)
         assert run.seconds <= chain.seconds + ATOL
@@ -260,7 +270,7 @@ def test_a_graph_changes_launches_and_never_the_wire(seed: int) -> None:
         assert replay.wire == eager.wire and replay.compute == eager.compute
         assert replay.operations == eager.operations == eager.launches
         assert replay.launches == 1 and replay.seconds <= eager.seconds + ATOL
-        gpu = dataclasses.replace(gpu, launch=0.0)
+        gpu = dataclasses.replace(gpu, launch=0.0, eager_gap=gpu.gap)
         eager, replay = (
             simulate_timeline(ops, gpu, link, **how, graph=way) for way in (False, True)
         )
@@ -285,7 +295,9 @@ def test_overlap_hides_the_shorter_of_two_at_most(seed: int) -> None:
 
 def test_a_wire_that_a_kernel_hides_is_not_exposed_by_rounding() -> None:
     """A sum of parts may exceed the whole by a rounding error, and time can't be negative."""
-    gpu = GpuRates(name="x", flops=1e9, bandwidth=1, capacity=1, launch=3e-6, gap=0, source="")
+    gpu = GpuRates(
+        name="x", flops=1e9, bandwidth=1, capacity=1, launch=3e-6, gap=0, eager_gap=0, source=""
+    )
     link = cost.Link(name="x", alpha=1e-6, beta=1e-9, source="")
     for size in range(1, 200):
         work = Kernel(name="work", flops=1e6)
@@ -313,7 +325,9 @@ def test_each_chunk_pays_the_latency_and_reads_its_inputs_again() -> None:
     product = Kernel(name="o", flops=6e6, weights=3000, inputs=90, outputs=60)
     assert product.chunk(3) == Kernel(name="o", flops=2e6, weights=1000, inputs=90, outputs=20)
     message = Collective(name="sum", kind="all_reduce", ranks=4, nbytes=3000)
-    gpu = GpuRates(name="x", flops=1e12, bandwidth=1e9, capacity=1, launch=0, gap=0, source="")
+    gpu = GpuRates(
+        name="x", flops=1e12, bandwidth=1e9, capacity=1, launch=0, gap=0, eager_gap=0, source=""
+    )
     link = cost.Link(name="x", alpha=1e-6, beta=1e-9, source="")
     whole, cut = (simulate_timeline((product, message), gpu, link, overlap=n) for n in (1, 3))
     assert cut.operations == 3 * whole.operations == 6
@@ -339,6 +353,7 @@ def test_time_grows_with_launch_alpha_beta_and_slower_peaks(seed: int) -> None:
         for worse in (
             (dataclasses.replace(gpu, launch=factor * gpu.launch), link),
             (dataclasses.replace(gpu, gap=factor * gpu.gap), link),
+            (dataclasses.replace(gpu, eager_gap=factor * gpu.eager_gap), link),
             (dataclasses.replace(gpu, flops=gpu.flops / factor), link),
             (dataclasses.replace(gpu, bandwidth=gpu.bandwidth / factor), link),
             (gpu, dataclasses.replace(link, alpha=factor * link.alpha)),

@@ -42,7 +42,8 @@ class GpuRates:
 
     flops: dense 16-bit FLOP/s with float32 accumulation; bandwidth: bytes/s of its memory;
     capacity: bytes of its memory; launch: host seconds per launch, of a kernel or of a whole graph;
-    gap: seconds from the end of a kernel to the start of the next one, if that is already launched.
+    gap: seconds from the end of a kernel to the start of the next one in a graph. eager_gap: the
+    same between kernels that the host launched one by one, ahead of the device.
     Raises ValueError for numbers that no GPU can have.
     """
 
@@ -52,27 +53,29 @@ class GpuRates:
     capacity: float
     launch: float
     gap: float
+    eager_gap: float
     source: str
 
     def __post_init__(self) -> None:
         for name in ("flops", "bandwidth", "capacity"):
             positive(name, getattr(self, name))
-        for name in ("launch", "gap"):
+        for name in ("launch", "gap", "eager_gap"):
             non_negative(name, getattr(self, name))
 
 
-# Neither is on a data sheet. Gray, "Getting started with CUDA graphs", NVIDIA, 2019: a kernel of
-# 2.9 us takes 3.4 us in a graph's replay and 3.8 us if launches run ahead of it; we use one gap for
-# both. A bare launch takes the host 2 to 3 us. Through a torch operator, dispatch and Python add
-# to it; we use 5 us.
+# None of these is on a data sheet. Gray, "Getting started with CUDA graphs", NVIDIA, 2019: a kernel
+# of 2.9 us takes 3.4 us in a graph's replay and 3.8 us if launches run ahead of it. The first
+# difference includes a share of the graph's launch, and in the second the host may have been the
+# slower, so both are upper bounds of a gap. The launch is assumed: Gray's took the host less than
+# 3.8 us, and through a torch operator, dispatch and Python add to it.
 _LAUNCH = 5e-6
-_GAP = 0.5e-6
+_GAP, _EAGER_GAP = 0.5e-6, 0.9e-6
 
 
 def _gpu(name: str, flops: float, bandwidth: float, capacity: float, source: str) -> GpuRates:
     return GpuRates(
         name=name, flops=flops, bandwidth=bandwidth, capacity=capacity, launch=_LAUNCH, gap=_GAP,
-        source=source,
+        eager_gap=_EAGER_GAP, source=source,
     )  # fmt: skip
 
 
@@ -86,7 +89,7 @@ GPUS: Mapping[str, GpuRates] = {
         _gpu("H200", 989.4e12, 4800e9, 141e9, f"NVIDIA H200 SXM, data sheet, 2023, {_HALF}"),
     )
 }
-"""GPUs by name: data-sheet peaks, with 5 us per launch and a gap of 0.5 us for all of them."""
+"""GPUs by name: data-sheet peaks, with 5 us per launch and gaps of 0.5 and 0.9 us for all."""
 
 MODELS: Mapping[str, LlamaConfig] = {
     name: LlamaConfig(

@@ -118,8 +118,9 @@ def simulate_timeline(
 
     Without a graph, the host launches one operation after another, `gpu.launch` seconds each, and
     never waits. A graph is one launch for all of them. An operation begins once it is launched and
-    `gpu.gap` after what it waits for has ended: every operation before it, unless overlap or forked
-    says otherwise. Each stream stays in order.
+    a gap after what it waits for has ended: every operation before it, unless overlap or forked
+    says otherwise. The gap is `gpu.gap` in a graph, else `gpu.eager_gap`. Each stream stays in
+    order.
     algorithm: of the all-reduces, a key of `collectives.ALL_REDUCES`. link: as in
     `cost.all_reduce_seconds`, one link or one for each protocol.
     overlap: the number of chunks (True: CHUNKS) into which a product with weights and the
@@ -140,9 +141,9 @@ def simulate_timeline(
     chunks = _chunks(overlap)
     plan = _plan(ops, gpu, link, algorithm, chunks, forked)
     spans: list[tuple[float, float]] = []
-    free = [-gpu.gap, -gpu.gap]  # when the last kernel and the last collective end
-    busy = [0.0, 0.0]
-    first, later, gap = gpu.launch, 0.0 if graph else gpu.launch, gpu.gap
+    first, later = gpu.launch, 0.0 if graph else gpu.launch
+    gap = gpu.gap if graph else gpu.eager_gap
+    free, busy = [-gap, -gap], [0.0, 0.0]  # when the last kernel and collective end; seconds of all
     for number, (_, _, seconds, on_wire, waits) in enumerate(plan):
         ready = max(free[on_wire], *(spans[one][1] for one in waits), -gap)
         begin = max(first + number * later, ready + gap)
