@@ -16,7 +16,12 @@ from labcore.ui.theme import PALETTE
 __all__ = ["gain_view", "ranges_view"]
 
 _ROW, _AROUND = 46, 150  # pixels: of a range, and around all of them
-_HOLDS, _FAILS, _EXPLORED = PALETTE["blue"], PALETTE["vermillion"], PALETTE["gray"]
+_KINDS = {
+    "holds": PALETTE["blue"],
+    "undecided": PALETTE["orange"],
+    "does not hold": PALETTE["vermillion"],
+    "explored, not judged": PALETTE["gray"],
+}
 _LINE, _SHADE = {"dash": "dash", "width": 2, "color": PALETTE["gray"]}, "rgba(0,158,115,0.13)"
 _TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
@@ -31,8 +36,8 @@ def ranges_view(
 ) -> go.Figure:
     """Draw ranges as bars, the values in their middles as dots, and the rule as a line.
 
-    judged: by name; a bar holds if all of it is on the shaded side of the rule. explored: ranges
-    without a verdict. above: the rule is a least value on a linear axis from 0 to 1; else it is a
+    judged: by name; a bar holds if all of it is on the shaded side of the rule, and is undecided if
+    the rule cuts it. explored: ranges without a verdict. above: the rule is a least value on a linear axis from 0 to 1; else it is a
     largest value on a logarithmic axis. quantity: the axis's title.
     """
     rows = [(name, one, True) for name, one in judged.items()]
@@ -49,8 +54,7 @@ def ranges_view(
             "tickvals": ticks, "ticktext": [f"{one:g}" for one in ticks],
         }  # fmt: skip
     traces, words = [], []
-    kinds = {"holds": _HOLDS, "does not hold": _FAILS, "explored, not judged": _EXPLORED}
-    for kind, color in kinds.items():
+    for kind, color in _KINDS.items():
         here = [at for at, row in enumerate(rows) if _kind(row[1], row[2], rule, above) == kind]
         if here:
             traces += _bars([(at, rows[at][1]) for at in here], kind, color)
@@ -81,7 +85,10 @@ def ranges_view(
 def _kind(one: Range, judged: bool, rule: float, above: bool) -> str:
     if not judged:
         return "explored, not judged"
-    return "holds" if (one.low >= rule if above else one.high <= rule) else "does not hold"
+    sure, never = (
+        (one.low >= rule, one.high < rule) if above else (one.high <= rule, one.low > rule)
+    )
+    return "holds" if sure else "does not hold" if never else "undecided"
 
 
 def _bars(rows: Sequence[tuple[int, Range]], kind: str, color: str) -> list[dict[str, Any]]:
