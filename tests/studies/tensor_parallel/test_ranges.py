@@ -39,6 +39,22 @@ def test_a_range_covers_any_reach_and_base_between_its_ends(seed: int) -> None:
         assert gain.low - 1e-9 <= eager.seconds / graph.seconds <= gain.high + 1e-9
     for one in (share, gain):
         assert one.low < one.middle < one.high
+    fewer = ranges.share(model, link, batch, bases=(1.0, 2.0))
+    assert share.low < fewer.low < fewer.middle == share.middle < fewer.high == share.high
+
+
+def test_a_rule_that_cuts_a_range_leaves_it_undecided(seed: int) -> None:
+    dice = random.Random(seed)
+    low, middle, high = sorted(dice.uniform(0, 1) for _ in range(3))
+    one = ranges.Range(low=low, middle=middle, high=high)
+    for rule, least, most in (
+        (low, "holds", "undecided"),
+        (middle, "undecided", "undecided"),
+        (high, "undecided", "holds"),
+        (low - 0.1, "holds", "does not hold"),
+        (high + 0.1, "does not hold", "holds"),
+    ):
+        assert (one.verdict(rule, above=True), one.verdict(rule, above=False)) == (least, most)
 
 
 def test_what_a_way_adds_is_compared_with_one_stream() -> None:

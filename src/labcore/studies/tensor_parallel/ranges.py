@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,6 +75,14 @@ class Range:
     middle: float
     high: float
 
+    def verdict(self, rule: float, *, above: bool) -> str:
+        """Return "holds", "does not hold", or "undecided" if the rule cuts the range.
+
+        above: whether the rule is a least value, and not a largest one.
+        """
+        ends = [end >= rule if above else end <= rule for end in (self.low, self.high)]
+        return "holds" if all(ends) else "undecided" if any(ends) else "does not hold"
+
 
 @functools.cache
 def operator_launch() -> float:
@@ -88,10 +96,14 @@ def operator_launch() -> float:
     return OPERATOR * operators / len(decode_step(model.config))
 
 
-def _over(measure: Callable[[GpuRates, Mapping[str, Link]], float], link: str) -> Range:
+def _over(
+    measure: Callable[[GpuRates, Mapping[str, Link]], float],
+    link: str,
+    bases: Sequence[float] = BASES,
+) -> Range:
     sheet, table = GPUS["H100 SXM"], protocol_links(link)
     found = {}
-    for reach, base in itertools.product(REACHES, BASES):
+    for reach, base in itertools.product(REACHES, bases):
         gpu = replace(sheet, flops=reach * sheet.flops, bandwidth=reach * sheet.bandwidth)
         links = {name: replace(one, base=base * one.base) for name, one in table.items()}
         found[reach, base] = measure(gpu, links)
@@ -99,11 +111,18 @@ def _over(measure: Callable[[GpuRates, Mapping[str, Link]], float], link: str) -
     return Range(low=min(values), middle=found[0.75, 1.0], high=max(values))
 
 
-def share(model: str, link: str, batch: int, *, algorithm: str = "ring") -> Range:
+def share(
+    model: str,
+    link: str,
+    batch: int,
+    *,
+    algorithm: str = "ring",
+    bases: Sequence[float] = BASES,
+) -> Range:
     """Return the share of a token's time in which only the wire works, replayed as a graph.
 
     Eight H100, 1,024 tokens of each row in the cache. model, link: keys of MODELS and LINKS.
-    batch: rows.
+    batch: rows. bases: NCCL's latency per call over its own figures; 1 must be among them.
     """
     ops = decode_step(MODELS[model], ranks=_TOGETHER, batch=batch, context=_CONTEXT)
 
@@ -111,7 +130,7 @@ def share(model: str, link: str, batch: int, *, algorithm: str = "ring") -> Rang
         run = simulate_timeline(ops, gpu, links, algorithm=algorithm, graph=True, events=False)
         return run.wire_share
 
-    return _over(measure, link)
+    return _over(measure, link, bases)
 
 
 def gain(model: str, link: str, batch: int, launch: float) -> Range:

@@ -26,6 +26,7 @@ from labcore.ui.figures.tensor_parallel import timelines
 from tests.ui.figures.drawn import packed
 
 LETTERS_OF_A_PHONE = 41
+LETTERS_BELOW_BARS = 26  # below an axis that begins right of the longest way's name
 MOST_BYTES = 120_000  # of a page's frames and picture
 MODEL_CHOICE = Choice(options=("7B", "8B", "70B"))
 CONTROLS = {
@@ -211,7 +212,9 @@ def test_a_token_s_time_is_stacked_for_all_four_ways() -> None:
     assert figure.layout.yaxis2.ticktext[3] == "<b>graph, overlap</b>"
     assert figure.layout.yaxis2.ticktext[0] == "eager"
     held = held_bytes(MODELS["70B"], ranks=8)
-    assert f"<br>1 launch, {held / 1e9:.3g} GB of 80 per GPU" in figure.layout.xaxis2.title.text
+    assert f"<br>1 launch,<br>{held / 1e9:.3g} GB of 80 per GPU" in figure.layout.xaxis2.title.text
+    lines = figure.layout.xaxis2.title.text.split("<br>") + [figure.layout.xaxis.title.text]
+    assert max(map(len, lines)) <= LETTERS_BELOW_BARS
     title = figure.layout.title.text
     assert title == f"{draw.seconds(run.seconds)} per token, wire alone {run.wire_share:.0%}"
     assert f"70B, 8 GPUs, batch 1, graph, overlap: {title}" in alt(figure)

@@ -22,7 +22,7 @@ _KINDS = {
     "does not hold": PALETTE["vermillion"],
     "explored, not judged": PALETTE["gray"],
 }
-_LINE, _SHADE = {"dash": "dash", "width": 2, "color": PALETTE["gray"]}, "rgba(0,158,115,0.13)"
+_RULE, _SHADE = {"width": 2, "color": PALETTE["gray"]}, "rgba(0,158,115,0.13)"
 _TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
@@ -37,8 +37,9 @@ def ranges_view(
     """Draw ranges as bars, the values in their middles as dots, and the rule as a line.
 
     judged: by name; a bar holds if all of it is on the shaded side of the rule, and is undecided if
-    the rule cuts it. explored: ranges without a verdict. above: the rule is a least value on a linear axis from 0 to 1; else it is a
-    largest value on a logarithmic axis. quantity: the axis's title.
+    the rule cuts it. explored: ranges without a verdict. above: the rule is a least value on a
+    linear axis from 0 to 1; else it is a largest value on a logarithmic axis. quantity: the axis's
+    title.
     """
     rows = [(name, one, True) for name, one in judged.items()]
     rows += [(name, one, False) for name, one in (explored or {}).items()]
@@ -74,21 +75,20 @@ def ranges_view(
             "zeroline": False, "ticks": "",
         },
         "height": _AROUND + _ROW * len(rows),
+        "margin": {"r": 28},  # room for half of "100%"
         "legend": {"xref": "container"},
     })  # fmt: skip
-    figure.add_vline(x=rule, line=_LINE)
+    for at in range(len(rows)):  # beside the bars alone, so that it doesn't cross their names
+        figure.add_shape(
+            type="line", x0=rule, x1=rule, y0=at - 0.15, y1=at + 0.35, line=_RULE, layer="below"
+        )  # fmt: skip
     edge = 1.0 if above else left
     figure.add_vrect(x0=rule, x1=edge, fillcolor=_SHADE, line_width=0, layer="below")
     return describe(figure, f"{quantity}. The rule: {rule:g}. {'; '.join(words)}.")
 
 
 def _kind(one: Range, judged: bool, rule: float, above: bool) -> str:
-    if not judged:
-        return "explored, not judged"
-    sure, never = (
-        (one.low >= rule, one.high < rule) if above else (one.high <= rule, one.low > rule)
-    )
-    return "holds" if sure else "does not hold" if never else "undecided"
+    return one.verdict(rule, above=above) if judged else "explored, not judged"
 
 
 def _bars(rows: Sequence[tuple[int, Range]], kind: str, color: str) -> list[dict[str, Any]]:
@@ -138,7 +138,7 @@ def gain_view(
             x=math.log10(1e6 * at), y=1, yref="paper", text=name, showarrow=False,
             xanchor=anchor, yanchor="top",
         )  # fmt: skip
-    figure.add_hline(y=rule, line=_LINE)
+    figure.add_hline(y=rule, line=_RULE | {"dash": "dash"})
     most = max(one.high for by_launch in gains.values() for one in by_launch.values())
     figure.add_hrect(y0=rule, y1=1.1 * most, fillcolor=_SHADE, line_width=0, layer="below")
     ticks = [at for at in (1, 2, 5, 10, 20, 50, 100) if any(1e6 * x >= at for x in marks.values())]

@@ -31,7 +31,7 @@ _STREAMS = {  # row, color and name in a timeline
     "wire": (0, PALETTE["vermillion"], "collectives"),
 }
 _HALF = 0.36  # half a bar's height, in rows
-_LETTER = 0.022  # a letter's width on a phone, as a share of the axis
+_LETTER = 0.026  # a letter's width on a phone, as a share of the axis
 _WHOLE = {"exponentformat": "none", "separatethousands": True}  # 10,000 us, not 10k us
 _WAYS = {
     "eager": (False, False),
@@ -88,7 +88,7 @@ def timeline_view(
     held = held_bytes(config, **shape)
     title = f"{draw.seconds(run.seconds)} per token, wire alone {run.wire_share:.0%}"
     notes = (
-        f"{run.launches:,} launch{'' if run.launches == 1 else 'es'}, {held / 1e9:.3g} GB"
+        f"{run.launches:,} launch{'' if run.launches == 1 else 'es'},<br>{held / 1e9:.3g} GB"
         f"{' of' if held <= machine.capacity else ', above'} {machine.capacity / 1e9:.3g} per GPU"
     )
     begin, end, bars = _layer(run, len(ops), config.num_hidden_layers, gpus)
@@ -111,7 +111,7 @@ def timeline_view(
     )
     return describe(
         figure,
-        f"{model}, {_gpus(gpus)}, batch {batch}, {chosen}: {title}, {notes}. "
+        f"{model}, {_gpus(gpus)}, batch {batch}, {chosen}: {title}, {notes.replace('<br>', ' ')}. "
         f"A token's time, {words}.",
     )
 
@@ -126,7 +126,7 @@ def _two_panels(
     return {
         "barmode": "stack",
         "xaxis": {
-            "anchor": "y", "range": [0, wide], "title": "time of one layer (µs), simulated",
+            "anchor": "y", "range": [0, wide], "title": "one layer (µs), simulated",
             "zeroline": False, **_WHOLE,
         },
         "yaxis": {
@@ -135,7 +135,7 @@ def _two_panels(
             "showgrid": False,
         },
         "xaxis2": {
-            "anchor": "y2", "title": f"time per token (ms), simulated<br>{notes}",
+            "anchor": "y2", "title": f"one token (ms), simulated<br>{notes}",
             "rangemode": "tozero",
             "range": [0, 1.04e3 * max(one.seconds for one in runs.values())], **_WHOLE,
         },
