@@ -12,6 +12,7 @@ from labcore.parallel.published import (
     Comparison,
     compare_all_reduces,
     compare_tokens,
+    published_bases,
     wire_bounds,
 )
 
@@ -115,3 +116,11 @@ def test_the_share_of_the_wire_is_bounded_from_both_sides() -> None:
         one = named[name]
         gaps = one.predicted - (least + 1 - most) * one.measured
         assert 0 <= gaps < 0.1 * one.measured  # the prediction is wire, kernels and gaps
+
+
+def test_published_latencies_ask_for_a_base_of_one_to_two_times_nccl_s_own() -> None:
+    found = published_bases()
+    assert len(found) == 6 and 1 < min(found.values()) < max(found.values()) < 2
+    # The 4 H100 of nccl-tests: six steps of LL, a base, and bytes that take 0.09 us.
+    base = (15.46 - 6 * 0.6 - 0.09) / 6.6
+    assert found["4 H100, graph, 8,192 bytes"] == pytest.approx(base, rel=0.01)

@@ -26,6 +26,7 @@ __all__ = [
     "Comparison",
     "compare_all_reduces",
     "compare_tokens",
+    "published_bases",
     "wire_bounds",
 ]
 
@@ -67,6 +68,18 @@ _TABLES: Mapping[str, tuple[str, int, bool, str, Mapping[int, float]]] = {
 }  # fmt: skip
 # Microseconds of 2**28 bytes on 4 H100 with the protocol given.
 _FORCED = {"LL": 2741.05, "LL128": 1288.51, "Simple": 1181.52}
+# NCCL's small all-reduces in microseconds: GPUs, source, and times by bytes. SGLang's table, of
+# graphs, doesn't give the number of GPUs; we take eight.
+_SMALL: Mapping[str, tuple[int, str, Mapping[int, float]]] = {
+    "4 H100, graph": (4, f"{_H100}/symmetric/all_reduce_reg0_graph1.txt", {2**13: 15.46}),
+    "8 H100": (
+        8, "https://github.com/ByteDance-Seed/Triton-distributed/issues/57",
+        {2**7: 19.19, 2**10: 19.50, 2**14: 20.71},
+    ),
+    "SGLang, graph": (
+        8, "https://github.com/sgl-project/sglang/pull/10571", {2**11: 16.4637, 2**12: 18.583},
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +169,23 @@ def compare_all_reduces(
             )
         )
     return tuple(found)
+
+
+def published_bases() -> dict[str, float]:
+    """Return NCCL's base, over its own figure, at which the model gives published small times.
+
+    Rings over NVLink 4 with the fastest protocol. Keys name the table and the bytes.
+    """
+    found = {}
+    for table, (ranks, _, times) in _SMALL.items():
+        for size, microseconds in times.items():
+            without, own = (
+                all_reduce_seconds("ring", ranks, size, protocol_links("NVLink 4", **base))
+                for base in ({"base": 0.0}, {})
+            )
+            name = f"{table}, {size:,} bytes"
+            found[name] = (microseconds * 1e-6 - without) / (own - without)
+    return found
 
 
 def wire_bounds() -> dict[str, tuple[float, float]]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from labcore import claims, records
 from labcore.parallel.protocols import protocol_links
 from labcore.parallel.step import GPUS, MODELS, decode_step
 from labcore.parallel.timeline import simulate_timeline
@@ -79,3 +80,22 @@ def test_what_a_way_adds_is_compared_with_one_stream() -> None:
 
 def test_pytorch_launches_several_operators_per_kernel() -> None:
     assert 3 < ranges.operator_launch() / ranges.OPERATOR < 12
+
+
+@pytest.mark.parametrize("name", ["share", "hide", "graph_speed"])
+def test_the_card_names_the_parts_that_the_recorded_ranges_leave_undecided(name: str) -> None:
+    one = claims.claim(f"tensor_parallel.{name}")
+    undecided = []
+    for part in one.parts:
+        if part.rule is not None:
+            _, setting = part.quantity.split("/")
+            low, high = (
+                records.find(one.slug, part.case, f"{end}/{setting}").p50
+                for end in ("smallest", "largest")
+            )
+            above = part.rule.at_least is not None
+            rule = float(part.rule.at_least if above else part.rule.at_most)
+            verdict = ranges.Range(low=low, middle=low, high=high).verdict(rule, above=above)
+            undecided += [part.name] if verdict == "undecided" else []
+    assert undecided
+    assert f"counted as not holding: {'; '.join(undecided)}." in one.note

@@ -213,7 +213,7 @@ def test_a_token_s_time_is_stacked_for_all_four_ways() -> None:
     assert figure.layout.yaxis2.ticktext[0] == "eager"
     held = held_bytes(MODELS["70B"], ranks=8)
     assert f"<br>1 launch,<br>{held / 1e9:.3g} GB of 80 per GPU" in figure.layout.xaxis2.title.text
-    lines = figure.layout.xaxis2.title.text.split("<br>") + [figure.layout.xaxis.title.text]
+    lines = [*figure.layout.xaxis2.title.text.split("<br>"), figure.layout.xaxis.title.text]
     assert max(map(len, lines)) <= LETTERS_BELOW_BARS
     title = figure.layout.title.text
     assert title == f"{draw.seconds(run.seconds)} per token, wire alone {run.wire_share:.0%}"
