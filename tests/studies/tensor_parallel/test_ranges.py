@@ -99,3 +99,29 @@ def test_the_card_names_the_parts_that_the_recorded_ranges_leave_undecided(name:
             undecided += [part.name] if verdict == "undecided" else []
     assert undecided
     assert f"counted as not holding: {'; '.join(undecided)}." in one.note
+
+
+def test_published_latencies_decide_two_settings_and_change_no_other_verdict() -> None:
+    """The chapter says so of bases from once to twice NCCL's own."""
+    later = {"bases": (1.0, 2.0)}
+    for link, batch, way in (
+        ("NVLink 4", 64, "two halves"),
+        ("NVLink 4", 256, "two halves"),
+        ("PCIe 5.0 x16", 256, "two halves"),
+        ("NVLink 4", 1, "parallel block"),
+    ):
+        model = "7B" if way == "parallel block" else "70B"
+        both = (ranges.added(model, link, batch, way, **more) for more in ({}, later))
+        assert len({one.verdict(0.5, above=False) for one in both}) == 1
+    for model, batch, committed in (
+        ("7B", 1, "undecided"),
+        ("70B", 1, "does not hold"),
+        ("70B", 64, "does not hold"),
+    ):
+        first, then = (
+            ranges.gain(model, "NVLink 4", batch, ranges.BARE_LAUNCH, **more).verdict(
+                1.1, above=True
+            )
+            for more in ({}, later)
+        )
+        assert (first, then) == (committed, "does not hold")

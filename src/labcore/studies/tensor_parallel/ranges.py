@@ -99,7 +99,7 @@ def operator_launch() -> float:
 def _over(
     measure: Callable[[GpuRates, Mapping[str, Link]], float],
     link: str,
-    bases: Sequence[float] = BASES,
+    bases: Sequence[float],
 ) -> Range:
     sheet, table = GPUS["H100 SXM"], protocol_links(link)
     found = {}
@@ -133,8 +133,13 @@ def share(
     return _over(measure, link, bases)
 
 
-def gain(model: str, link: str, batch: int, launch: float) -> Range:
-    """Return a token's time eager over that as one graph. launch: host seconds per launch."""
+def gain(
+    model: str, link: str, batch: int, launch: float, *, bases: Sequence[float] = BASES
+) -> Range:
+    """Return a token's time eager over that as one graph.
+
+    launch: host seconds per launch. bases: as in `share`.
+    """
     ops = decode_step(MODELS[model], ranks=_TOGETHER, batch=batch, context=_CONTEXT)
 
     def measure(gpu: GpuRates, links: Mapping[str, Link]) -> float:
@@ -144,14 +149,14 @@ def gain(model: str, link: str, batch: int, launch: float) -> Range:
         )
         return eager / graph
 
-    return _over(measure, link)
+    return _over(measure, link, bases)
 
 
-def added(model: str, link: str, batch: int, way: str) -> Range:
+def added(model: str, link: str, batch: int, way: str, *, bases: Sequence[float] = BASES) -> Range:
     """Return what the wire adds to a graph with one of WAYS, over what it adds on one stream.
 
     Added is a token's time minus that on a wire that takes none. What the way itself costs, such as
-    reading the weights once for each half, counts too: above 1, it loses.
+    reading the weights once for each half, counts too: above 1, it loses. bases: as in `share`.
     Raises ValueError for another way, or for rows that it can't divide.
     """
     shaped, compared, run = WAYS[one_of("way", way, WAYS)]
@@ -166,4 +171,4 @@ def added(model: str, link: str, batch: int, way: str) -> Range:
         one_stream = seconds(plain, link=links).seconds
         return (seconds(ops, link=links, **run).seconds - free) / (one_stream - free)
 
-    return _over(measure, link)
+    return _over(measure, link, bases)
