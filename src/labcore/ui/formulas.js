@@ -163,7 +163,7 @@ window.labcoreFormulas = (function () {
       frame.data[2].x = [marked];
       frame.data[2].y = [fit(marked)];
       frame.layout.title.text = room === 0
-        ? "No room: the weights take " + size(weights) + " per GPU"
+        ? "No room: " + size(weights) + " of weights, " + values.card + " GB per GPU"
         : grouped(fit(marked) || 0) + " requests of " + grouped(marked) + " tokens in " +
           size(room);
     },

@@ -69,7 +69,9 @@ def test_contexts_end_at_the_models_longest() -> None:
 def test_weights_that_do_not_fit_serve_nobody() -> None:
     pages, reserved, figure = drawn(model="Llama 3.1 70B", card=80)
     assert not any(pages.values()) and not any(reserved.values())
-    assert figure.layout.title.text == "No room: the weights take 141 GB per GPU"
+    assert figure.layout.title.text == "No room: 141 GB of weights, 80 GB per GPU"
+    larger = drawn(model="Llama 3.1 70B", card=141)[2].layout.title.text
+    assert larger == "No room: 141 GB of weights, 141 GB per GPU"  # a larger card shows
 
 
 def test_titles_fit_a_phone_and_lines_their_axis(seed: int) -> None:

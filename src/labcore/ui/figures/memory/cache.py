@@ -81,7 +81,7 @@ def requests(
     )  # fmt: skip
     title = f"{room.requests:,} requests of {marked:,} tokens in {in_bytes(room.cache)}"
     if not room.cache:
-        title = f"No room: the weights take {in_bytes(room.weights)} per GPU"
+        title = f"No room: {in_bytes(room.weights)} of weights, {card} GB per GPU"
     return go.Figure(
         [
             {
