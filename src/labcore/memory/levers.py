@@ -8,11 +8,13 @@ sheet, as if nothing overlapped:
   stands for everything that the products wait for, elementwise operations above all.
 - recomputed: the layers' forward again, but for each segment's last product (down_proj), whose
   output no backward needs; torch stops before it. Adapters need it. Selective checkpointing
-  recomputes no product, and elementwise operations aren't counted.
+  recomputes no product and no attention. It takes the bytes of norms, rotary embedding, SwiGLU and
+  a residual sum, each as one kernel that reads its inputs and writes its output once.
 - optimizer step: bytes of one pass over weights, gradients and state, over the memory's bandwidth.
   An AdamW that isn't fused reads or writes an array as large as the weights 20 times, by the
-  operations in torch's `_multi_tensor_adamw`; the others count as if they were fused.
-- PCIe: the state that an offload moves, up and down at the same time.
+  operations in torch's `_multi_tensor_adamw`; the others count as if they were fused. Offloaded,
+  the step runs on the CPU, fused, at the bandwidth of main memory, which a server's GPUs share.
+- PCIe: what ZeRO-Offload moves, gradients down and then updated weights up.
 - collectives: rings over the links of a server of 8 GPUs, or over the network beyond. A gradient's
   all-reduce, or its reduce-scatter and the gathering of weights, moves (N - 1) / N of the tensor
   once or twice. FSDP2 gathers and reduces for each part of a batch, once at stage 2 and with a
@@ -30,14 +32,16 @@ from typing import Any
 from labcore.attention.traffic import Gpu, Shape, flops
 from labcore.checks import positive, positive_int
 from labcore.memory.accounting.breakdown import Breakdown
+from labcore.memory.accounting.part import Part
 from labcore.memory.accounting.prediction import Settings, estimate
 from labcore.models.config import LlamaConfig
 
-__all__ = ["CAUSES", "CHUNK", "Card", "Levers", "Plan", "plan"]
+__all__ = ["CAUSES", "CHUNK", "Card", "Levers", "Plan", "elementwise_bytes", "plan"]
 
 CAUSES = ("products", "recomputed", "optimizer step", "PCIe", "collectives")
 CHUNK = 1024  # tokens whose logits exist at a time, with the lever `no_logits`
 SERVER = 8  # GPUs
+MAIN = 2 * 8 * 38.4e9  # bytes/s of main memory: two sockets, 8 channels of DDR5-4800 (DGX H100)
 PASSES = 20  # over the weights, in an AdamW step that isn't fused
 
 
@@ -45,19 +49,19 @@ PASSES = 20  # over the weights, in an AdamW step that isn't fused
 class Card:
     """A GPU and its links, in bytes/s and one way.
 
-    link: to the GPUs of its server; network: to those of others; host: to main memory.
+    fp32: FLOP/s without tensor cores. link: to the GPUs of its server; network: to those of others;
+    host: to main memory.
     """
 
     gpu: Gpu
+    fp32: float
     link: float
     network: float
     host: float
 
     def rate(self, dtype: str) -> float:
         """Return the peak FLOP/s of products in a dtype; float32 runs without tensor cores."""
-        if dtype == "float32":
-            return 2 * self.gpu.fp32 * self.gpu.units * self.gpu.clock
-        return self.gpu.matmul
+        return self.fp32 if dtype == "float32" else self.gpu.matmul
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +95,14 @@ class Plan:
         return sum(self.seconds.values())
 
 
+def elementwise_bytes(part: Part) -> int:
+    """Return the bytes per token that selective recomputation reads and writes in all layers."""
+    config = part.config
+    heads = (config.num_attention_heads + config.kv_heads) * config.head_size
+    norms_and_sum = 7 * config.hidden_size * part.wide
+    return part.layers * (norms_and_sum + (2 * heads + 3 * config.intermediate_size) * part.narrow)
+
+
 def plan(
     config: LlamaConfig,
     card: Card,
@@ -107,7 +119,7 @@ def plan(
     the card's peak that the products reach, above 0.
     The module says what the seconds assume. Raises ValueError or TypeError as `estimate` does.
     Sources: Rajbhandari et al., 2019, arXiv 1910.02054 (what the stages move); Williams et al.,
-    2009, Communications of the ACM 52 (the roofline).
+    2009, Communications of the ACM 52 (the roofline); Ren et al., 2021, arXiv 2101.06840 (offload).
     """
     positive("share", share, "pass a number up to 1")
     settings: dict[str, Any] = {
@@ -146,10 +158,16 @@ def plan(
         last = 0 if levers.rank else part.elements("down_proj.weight")
         again = stack + attention - 2 * tokens * segments * last
     rate = share * card.rate(levers.dtype)
+    recomputed = again / rate
+    if levers.checkpointing == "selective":
+        recomputed = tokens * elementwise_bytes(part) / card.gpu.bandwidth
     own = 1 / devices if levers.zero_stage else 1.0  # of the state that a GPU steps
     moved = 3 * part.trained + 2 * part.state
-    if levers.optimizer == "adamw" and not levers.fused:
+    if levers.optimizer == "adamw" and not levers.fused and not levers.offload:
         moved = PASSES * part.trained
+    stepping = moved / card.gpu.bandwidth
+    if levers.offload:
+        stepping = moved * min(devices, SERVER) / MAIN
     sent = part.trained * 2
     if levers.zero_stage >= 2:
         sent = levers.parts * (part.trained + (levers.zero_stage - 1) * part.weights)
@@ -157,9 +175,9 @@ def plan(
         held=held,
         seconds={
             "products": work / rate,
-            "recomputed": again / rate,
-            "optimizer step": own * moved / card.gpu.bandwidth,
-            "PCIe": own * part.state / card.host if levers.offload else 0.0,
+            "recomputed": recomputed,
+            "optimizer step": own * stepping,
+            "PCIe": own * 2 * part.trained / card.host if levers.offload else 0.0,
             "collectives": sent
             * (devices - 1)
             / devices

@@ -198,24 +198,27 @@ window.labcoreFormulas = (function () {
         held.push(peak(own, {
           rows: Math.ceil(values.rows / way.parts), length: values.length,
           checkpointing: way.checkpointing, state: way.offload ? 0 : optimizer.state,
-          workspace: way.offload ? (way.fused ? optimizer.both : optimizer.offload)
-            : (way.fused ? optimizer.fused : optimizer.workspace),
+          workspace: way.offload ? 0 : way.fused ? optimizer.fused : optimizer.workspace,
           stage: way.zero_stage, devices: values.devices, earlier: way.parts > 1
         }));
         var adapters = way.adapters ? work.adapters : 0;
         var stack = 2 * tokens * (work.matrices + adapters);
         var rate = values.share * card.rates[way.dtype];
         var share = way.zero_stage ? 1 / values.devices : 1;
+        var once = 3 * own.trained + 2 * optimizer.state;
         var sent = way.zero_stage >= 2
           ? way.parts * (own.trained + (way.zero_stage - 1) * own.weights) : 2 * own.trained;
         times.push([
           (2 * stack + 2 * tokens * (adapters || work.matrices) +
             2 * tokens * work.head * (way.adapters ? 2 : 3) + 3.5 * attention) / rate,
-          way.checkpointing === "every layer" 
-            ? (stack + attention - (way.adapters ? 0 : 2 * tokens * work.down)) / rate : 0,
-          share * (way.optimizer === "adamw" && !way.fused ? data.passes * own.trained
-            : 3 * own.trained + 2 * optimizer.state) / card.bandwidth,
-          way.offload ? share * optimizer.state / card.host : 0,
+          way.checkpointing === "every layer"
+            ? (stack + attention - (way.adapters ? 0 : 2 * tokens * work.down)) / rate
+            : way.checkpointing === "selective"
+              ? tokens * work.elementwise[way.dtype] / card.bandwidth : 0,
+          share * (way.offload ? once * Math.min(values.devices, data.server) / data.main
+            : (way.optimizer === "adamw" && !way.fused ? data.passes * own.trained : once)
+              / card.bandwidth),
+          way.offload ? share * 2 * own.trained / card.host : 0,
           sent * (values.devices - 1) / values.devices /
             (values.devices <= data.server ? card.link : Math.min(card.link, card.network))
         ]);

@@ -44,7 +44,7 @@ class Part:
     earlier: bool = False  # whether gradients of earlier micro-batches exist
     fused: bool = False  # whether the optimizer's step is one kernel without temporaries
     chunk: int | None = None  # tokens whose logits exist at a time; None: all
-    offload: bool = False  # whether the optimizer's state stays in main memory between steps
+    offload: bool = False  # whether the optimizer's state stays and its step runs in main memory
     rank: int = 0  # of LoRA's adapters, which alone are trained; 0: all weights are
 
     # Weights ----------------------------------------------------------------
@@ -136,12 +136,6 @@ class Part:
             return 0
         bytes_of, counts = STATE[self.optimizer], Counter(self.trained_shapes)
         return sum(bytes_of(shape, self.weight_dtype) * n for shape, n in counts.items())
-
-    @cached_property
-    def largest_state(self) -> int:
-        """Bytes of the largest state of one parameter."""
-        shapes = set(self.trained_shapes)
-        return max(STATE[self.optimizer](shape, self.weight_dtype) for shape in shapes)
 
     @cached_property
     def table(self) -> int:

@@ -177,12 +177,7 @@ def _stack_backward(part: Part, head: int, whole: bool) -> Iterator[Held]:
 
 def step(part: Part) -> Iterator[Held]:
     """Yield where the optimizer's step may peak."""
-    sizes, largest = part.sizes, max(part.sizes)
-    if part.offload:  # one parameter at a time, whose state is here, with the next one's
-        sizes = [largest]
     workspace = 0
-    if not part.fused:
-        workspace = step_bytes(part.optimizer, sizes, part.wide, gpu=part.gpu)
-    if part.offload:
-        workspace += 2 * part.largest_state
+    if not part.fused and not part.offload:  # offloaded, the CPU computes it
+        workspace = step_bytes(part.optimizer, part.sizes, part.wide, gpu=part.gpu)
     yield Held(place="optimizer", activations=part.ids, gradients=part.trained, workspace=workspace)

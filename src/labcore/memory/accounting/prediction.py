@@ -48,8 +48,8 @@ class Settings:
     fused: whether the optimizer's step is one kernel that keeps no temporaries, as torch's
     `fused=True`, which AdamW and SGD have also on a CPU.
     chunk: tokens whose logits `linear_cross_entropy` has at a time; None for all logits at once.
-    offload: keep the optimizer state in main memory; a step fetches one parameter's at a time, and
-    the next one's meanwhile.
+    offload: keep the optimizer state in main memory, where the CPU steps. Gradients count until the
+    step, though ZeRO-Offload drops each one once it was sent.
     rank: of LoRA's adapters beside each matrix of the layers, which alone are trained; 0 trains all
     weights. A first layer keeps less than the others then, which isn't counted.
     device: "cpu" matches measurements by `Meter`; "gpu" follows torch's sources. There, flash

@@ -55,15 +55,16 @@ CHECKPOINTING: Mapping[str, int | str | None] = {
 CARDS = {
     name: Card(
         gpu=GPUS[name],
+        fp32=fp32,
         link=LINKS[link].bandwidth,
         host=LINKS[host].bandwidth,
         network=LINKS["InfiniBand 400 Gb/s"].bandwidth,
     )
-    for name, link, host in (
-        ("RTX 4090", "PCIe 4.0 x16", "PCIe 4.0 x16"),
-        ("A100", "NVLink 3", "PCIe 4.0 x16"),
-        ("H100", "NVLink 4", "PCIe 5.0 x16"),
-        ("H200", "NVLink 4", "PCIe 5.0 x16"),
+    for name, fp32, link, host in (
+        ("RTX 4090", 82.6e12, "PCIe 4.0 x16", "PCIe 4.0 x16"),
+        ("A100", 19.5e12, "NVLink 3", "PCIe 4.0 x16"),
+        ("H100", 67e12, "NVLink 4", "PCIe 5.0 x16"),
+        ("H200", 67e12, "NVLink 4", "PCIe 5.0 x16"),
     )
 }
 """Cards with their links, by the data sheets that `GPUS` and `LINKS` name."""

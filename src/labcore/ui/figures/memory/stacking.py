@@ -10,7 +10,17 @@ import plotly.graph_objects as go
 
 from labcore.attention.traffic import Shape, flops
 from labcore.memory.accounting.prediction import Settings
-from labcore.memory.levers import CAUSES, CHUNK, PASSES, SERVER, Levers, Plan, plan
+from labcore.memory.levers import (
+    CAUSES,
+    CHUNK,
+    MAIN,
+    PASSES,
+    SERVER,
+    Levers,
+    Plan,
+    elementwise_bytes,
+    plan,
+)
 from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.figures.memory.choices import (
@@ -152,7 +162,7 @@ def _bars(plans: Mapping[str, Plan], *, title: str, capacity: float) -> go.Figur
 
 
 def _levers_data() -> dict[str, Any]:
-    def work(model: str) -> dict[str, float]:
+    def work(model: str) -> dict[str, Any]:
         config = MODELS[model]
         told: dict[str, Any] = {"batch": 1, "length": 1, "device": "gpu", "dtype": "bfloat16"}
         part = Settings(**told).ends(config)[0]
@@ -166,6 +176,10 @@ def _levers_data() -> dict[str, Any]:
             "adapters": layers * adapted.gradients() / adapted.wide,
             "head": part.table,
             "pair": layers * pairs,
+            "elementwise": {
+                dtype: elementwise_bytes(Settings(**{**told, "dtype": dtype}).ends(config)[0])
+                for dtype in DTYPES
+            },
         }
 
     kinds = {
@@ -190,6 +204,7 @@ def _levers_data() -> dict[str, Any]:
         "names": {"dtype": PRECISIONS, "optimizer": OPTIMIZERS},
         "passes": PASSES,
         "server": SERVER,
+        "main": MAIN,
     }
 
 

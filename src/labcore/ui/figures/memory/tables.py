@@ -100,8 +100,6 @@ def _optimizers(model: str, dtype: str, **settings: Any) -> dict[str, dict[str, 
             for key, levers in {
                 "workspace": {},
                 "fused": {"fused": True},
-                "offload": {"offload": True},
-                "both": {"fused": True, "offload": True},
             }.items()
         }
         found[name] = {"state": way().state, **works}
