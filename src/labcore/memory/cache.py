@@ -56,8 +56,8 @@ def serving_room(
     batched_tokens: the most tokens of one forward. At its peak, in an MLP, it holds 16-bit numbers
     for each of them: the residual stream, the layer's input and its norm (3 C), and the MLP's
     gate, up and product (3 I).
-    A server needs some memory for other things: CUDA's context, the allocator's reserve, graphs and
-    logits. Pass a smaller `card` to leave it out.
+    A server keeps some memory for other things: CUDA's context, the allocator's fragments, graphs
+    and logits. Pass the `card` without that reserve.
     Raises ValueError or TypeError for invalid arguments.
     """
     one_of("weights", weights, WEIGHTS)

@@ -151,7 +151,8 @@ window.labcoreFormulas = (function () {
       var row = own.size * data.bytes[values.kv] + data.scale[values.kv];
       var weights = Math.ceil(own.weights[values.heads][values.weights] / devices);
       var step = 6 * data.batched * (own.width + Math.ceil(own.wide / devices));
-      var room = Math.max(values.card * 1e9 - weights - step, 0);
+      var usable = values.card * 1e7 * (100 - values.reserve);
+      var room = Math.max(usable - weights - step, 0);
       function fit(tokens) {
         var slots = Math.ceil(tokens / data.page) * data.page;
         return Math.floor(room / (2 * own.layers * heads * row * slots)) || null;
@@ -163,7 +164,7 @@ window.labcoreFormulas = (function () {
       frame.data[2].x = [marked];
       frame.data[2].y = [fit(marked)];
       frame.layout.title.text = room === 0
-        ? "No room: " + size(weights) + " of weights, " + values.card + " GB per GPU"
+        ? "No room: " + size(weights) + " of weights, " + size(usable) + " per GPU"
         : grouped(fit(marked) || 0) + " requests of " + grouped(marked) + " tokens in " +
           size(room);
     },

@@ -9,12 +9,13 @@ import pytest
 
 from labcore.memory.cache import WEIGHTS, kv_bytes, serving_room
 from labcore.models.cache import KV_DTYPES
-from labcore.ui import Choice, explore, twin
+from labcore.ui import Choice, IntSlider, explore, twin
 from labcore.ui.compact import dumps
 from labcore.ui.figures import memory as figures
 
 CONTEXTS = tuple(2**power for power in range(9, 18))
 REQUESTS = {
+    "reserve": IntSlider(low=0, high=30, default=8),
     "model": Choice(options=tuple(figures.SERVED), default="Llama 3.1 8B"),
     "card": Choice(options=figures.MEMORIES, default=80),
     "devices": Choice(options=(1, 2, 4, 8)),
@@ -38,15 +39,14 @@ def drawn(**settings: object) -> tuple[dict[int, float | None], dict[int, float 
 
 def test_requests_are_those_of_the_room() -> None:
     config = figures.SERVED["Llama 3.1 8B"]
-    pages, reserved, figure = drawn(kv="int8", card=24, weights="int4", context=4096)
+    pages, reserved, figure = drawn(kv="int8", card=24, weights="int4", context=4096, reserve=25)
+    usable = 18 * 10**9
     for tokens, count in pages.items():
-        room = serving_room(
-            config, 24 * 10**9, context=tokens, kv="int8", weights="int4", page=16
-        )  # fmt: skip
+        room = serving_room(config, usable, context=tokens, kv="int8", weights="int4", page=16)
         assert count == (room.requests or None)
-    longest = serving_room(config, 24 * 10**9, context=131_072, kv="int8", weights="int4")
+    longest = serving_room(config, usable, context=131_072, kv="int8", weights="int4")
     assert set(reserved.values()) == {longest.requests}
-    room = serving_room(config, 24 * 10**9, context=4096, kv="int8", weights="int4")
+    room = serving_room(config, usable, context=4096, kv="int8", weights="int4")
     assert figure.layout.title.text.startswith(f"{room.requests} requests of 4,096 tokens in ")
     assert figure.data[2].x == (4096,) and figure.data[2].y == (room.requests,)
 
@@ -69,9 +69,9 @@ def test_contexts_end_at_the_models_longest() -> None:
 def test_weights_that_do_not_fit_serve_nobody() -> None:
     pages, reserved, figure = drawn(model="Llama 3.1 70B", card=80)
     assert not any(pages.values()) and not any(reserved.values())
-    assert figure.layout.title.text == "No room: 141 GB of weights, 80 GB per GPU"
+    assert figure.layout.title.text == "No room: 141 GB of weights, 73.6 GB per GPU"
     larger = drawn(model="Llama 3.1 70B", card=141)[2].layout.title.text
-    assert larger == "No room: 141 GB of weights, 141 GB per GPU"  # a larger card shows
+    assert larger == "No room: 141 GB of weights, 130 GB per GPU"  # a larger card shows
 
 
 def test_titles_fit_a_phone_and_lines_their_axis(seed: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from labcore.memory.cache import WEIGHTS, serving_room
+from labcore.memory.cache import WEIGHTS, Room, serving_room
 from labcore.models import LlamaConfig
 from labcore.models.cache import CODES, KV_DTYPES, SCALE
 from labcore.ui import draw
@@ -55,33 +55,38 @@ def requests(
     kv: str = "bfloat16",
     heads: str = "as published",
     context: int = 8192,
+    reserve: int = 8,
 ) -> go.Figure:
     """Draw how many requests fit at the same time against the tokens that each holds.
 
     model: a key of SERVED. card: GB of each GPU. devices: GPUs that share the model by tensor
     parallelism. weights, kv: as in `serving_room`. heads: one of HEADS; "MHA" has a key head per
     query head and "MQA" one for all. context: the tokens marked, at most the model's longest.
+    reserve: percent of each GPU that the server leaves free; vLLM's default, a
+    `gpu_memory_utilization` of 0.92, leaves 8.
     The dashed line is a server that reserves the model's longest context for every request.
     """
     config = _with_heads(model, heads)
     longest = config.max_position_embeddings
 
-    def fit(tokens: int) -> int:
-        return serving_room(
-            config, card * 10**9, context=tokens, kv=kv, page=PAGE, weights=weights,
-            devices=devices, batched_tokens=BATCHED,
-        ).requests  # fmt: skip
+    usable = card * 10**7 * (100 - reserve)
 
-    counts = [fit(tokens) or None if tokens <= longest else None for tokens in CONTEXTS]
-    reserved = [fit(longest) or None if tokens <= longest else None for tokens in CONTEXTS]
+    def divided(tokens: int) -> Room:
+        return serving_room(
+            config, usable, context=tokens, kv=kv, page=PAGE, weights=weights, devices=devices,
+            batched_tokens=BATCHED,
+        )  # fmt: skip
+
+    def fit(tokens: int) -> int | None:
+        return divided(tokens).requests or None
+
+    counts = [fit(tokens) if tokens <= longest else None for tokens in CONTEXTS]
+    reserved = [fit(longest) if tokens <= longest else None for tokens in CONTEXTS]
     marked = min(context, longest)
-    room = serving_room(
-        config, card * 10**9, context=marked, kv=kv, page=PAGE, weights=weights, devices=devices,
-        batched_tokens=BATCHED,
-    )  # fmt: skip
+    room = divided(marked)
     title = f"{room.requests:,} requests of {marked:,} tokens in {in_bytes(room.cache)}"
     if not room.cache:
-        title = f"No room: {in_bytes(room.weights)} of weights, {card} GB per GPU"
+        title = f"No room: {in_bytes(room.weights)} of weights, {in_bytes(usable)} per GPU"
     return go.Figure(
         [
             {
