@@ -224,20 +224,37 @@ window.labcoreFormulas = (function () {
             (values.devices <= data.server ? card.link : Math.min(card.link, card.network))
         ]);
       });
+      var end = sum(held[held.length - 1]), step = sum(times[times.length - 1]);
+      var limits = [data.cut * Math.max(end, card.memory), data.cut * step];
+      var bars = [held, times].map(function (all, n) {
+        return all.map(function (parts) {
+          var left = limits[n];
+          return parts.map(function (part) {
+            var shown = Math.min(part, left);
+            left -= shown;
+            return shown;
+          });
+        });
+      });
       frame.data.forEach(function (bar, n) {
         bar.y = labels;
-        bar.x = n < 5 ? held.map(function (one) { return one[n] / 1e9; })
-          : times.map(function (one) { return one[n - 5]; });
+        bar.x = n < 5 ? bars[0].map(function (one) { return one[n] / 1e9; })
+          : bars[1].map(function (one) { return one[n - 5]; });
       });
-      var tallest = Math.max.apply(null, held.map(sum)), end = sum(held[held.length - 1]);
-      frame.layout.xaxis.range = [0, 1.25 * Math.max(tallest, card.memory) / 1e9];
-      frame.layout.xaxis2.range = [0, 1.25 * Math.max.apply(null, times.map(sum))];
-      frame.data[4].text = held.map(sum).map(size);
-      frame.data[9].text = times.map(sum).map(seconds);
+      var longest = bars.map(function (all) { return Math.max.apply(null, all.map(sum)); });
+      frame.layout.xaxis.range = [0, 1.3 * Math.max(longest[0], card.memory) / 1e9];
+      frame.layout.xaxis2.range = [0, 1.3 * longest[1]];
+      [[4, held, size], [9, times, seconds]].forEach(function (told, n) {
+        frame.data[told[0]].text = told[1].map(sum).map(function (total) {
+          return (total > limits[n] ? "» " : "") + told[2](total);
+        });
+      });
       frame.layout.shapes[0].x0 = frame.layout.shapes[0].x1 = card.memory / 1e9;
+      frame.layout.annotations[0].x = card.memory / 1e9;
+      frame.layout.annotations[0].text = size(card.memory) + " card";
       frame.layout.title.text = "Peak " + size(end) + " of " + size(card.memory) + ": " +
         (end <= card.memory ? "fits" : "does not fit") + "<br>" +
-        seconds(sum(times[times.length - 1])) + " per step if nothing overlaps";
+        seconds(step) + " per step if nothing overlaps";
     },
     memoryStages: function (values, data, frame) {
       var own = data.table[values.model][dtype(values)];

@@ -198,8 +198,12 @@ def test_levers_stack_to_the_estimate_with_all_of_them(seed: int) -> None:
             figures.MODELS[chosen["model"]], batch=chosen["rows"], length=chosen["length"],
             data_parallel=chosen["devices"], device="gpu",
         )  # fmt: skip
-        assert bars[0] == pytest.approx(plain.total / 1e9)
         memory = figures.CARDS[chosen["card"]].gpu.memory
+        limit = 2.5 * max(told.total, memory)  # longer bars are cut, and say so
+        assert bars[0] == pytest.approx(min(plain.total, limit) / 1e9)
+        mark = "» " if plain.total > limit else ""
+        assert figure.data[4].text[0] == mark + in_bytes(plain.total)
+        assert figure.layout.annotations[0].text == f"{in_bytes(memory)} card"
         said = figure.layout.title.text
         assert ("does not fit" not in said) == (told.total <= memory)
         assert figure.layout.shapes[0].x0 == memory / 1e9

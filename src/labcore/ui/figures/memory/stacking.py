@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +48,7 @@ CAUSE_COLORS = dict(
     )
 )
 PLAIN = Levers()
+CUT = 2.5
 
 
 def _applied(chosen: Levers, checkpointing: str) -> dict[str, Levers]:
@@ -92,6 +93,7 @@ def levers(
     """Draw the peak and the seconds per step of plain training, and after each lever, by `plan`.
 
     model: a key of MODELS; card: of CARDS; checkpointing: of CHECKPOINTING. adapters: LoRA of RANK.
+    A bar more than CUT times as long as the last, or as the card's memory, is cut and marked ».
     The levers are those of `Levers`, applied in this order: precision, optimizer, fused step,
     checkpointing, accumulation, loss without logits, ZeRO, offload, adapters. More parts than rows
     count as one row each.
@@ -119,10 +121,25 @@ def levers(
     return describe(figure, f"{title}. {words}.".replace("<br>", ", "))
 
 
+def _cut(
+    bars: Sequence[Mapping[str, float]], limit: float
+) -> tuple[dict[str, list[float]], list[float], list[str]]:
+    """Return each part's lengths, no bar longer than `limit`, the totals, and marks of the cut."""
+    shown: dict[str, list[float]] = {part: [] for part in bars[0]}
+    for bar in bars:
+        left = limit
+        for part, size in bar.items():
+            shown[part].append(min(size, left))
+            left -= shown[part][-1]
+    totals = [sum(bar.values()) for bar in bars]
+    return shown, totals, ["» " if total > limit else "" for total in totals]
+
+
 def _bars(plans: Mapping[str, Plan], *, title: str, capacity: float) -> go.Figure:
-    names = list(plans)
-    tallest = max(one.held.total for one in plans.values())
-    longest = max(one.step for one in plans.values())
+    names, last = list(plans), [*plans.values()][-1]
+    most, longest = CUT * max(last.held.total, capacity), CUT * last.step
+    sizes, totals, over = _cut([one.held.parts() for one in plans.values()], most)
+    causes, steps, later = _cut([one.seconds for one in plans.values()], longest)
 
     def bars(which: str, colors: Mapping[str, str], **place: str) -> list[dict[str, Any]]:
         return [
@@ -133,21 +150,25 @@ def _bars(plans: Mapping[str, Plan], *, title: str, capacity: float) -> go.Figur
 
     held = bars("bytes", COLORS)
     for bar, part in zip(held, COLORS, strict=True):
-        bar["x"] = [one.held.parts()[part] / 1e9 for one in plans.values()]
+        bar["x"] = [size / 1e9 for size in sizes[part]]
     time = bars("time", CAUSE_COLORS, xaxis="x2", yaxis="y2")
     for bar, cause in zip(time, CAUSES, strict=True):
-        bar["x"] = [one.seconds[cause] for one in plans.values()]
+        bar["x"] = causes[cause]
     outside = {"textposition": "outside", "cliponaxis": False, "constraintext": "none"}
-    held[-1] |= {"text": [in_bytes(one.held.total) for one in plans.values()], **outside}
-    time[-1] |= {"text": [draw.seconds(one.step) for one in plans.values()], **outside}
+    held[-1] |= {"text": [m + in_bytes(x) for m, x in zip(over, totals, strict=True)], **outside}
+    time[-1] |= {
+        "text": [m + draw.seconds(x) for m, x in zip(later, steps, strict=True)],
+        **outside,
+    }
     return go.Figure(
         [*held, *time],
         {
             "title": {"text": title, "pad": {"t": 18}},
             "barmode": "stack",
             "xaxis": {"title": "GB at the peak", "anchor": "y",
-                      "range": [0, 1.25 * max(tallest, capacity) / 1e9]},
-            "xaxis2": {"title": "seconds per step", "anchor": "y2", "range": [0, 1.25 * longest]},
+                      "range": [0, 1.3 * max(min(max(totals), most), capacity) / 1e9]},
+            "xaxis2": {"title": "seconds per step", "anchor": "y2",
+                       "range": [0, 1.3 * min(max(steps), longest)]},
             "yaxis": {"domain": [0.57, 1], "autorange": "reversed", "type": "category"},
             "yaxis2": {"domain": [0, 0.43], "autorange": "reversed", "type": "category",
                        "anchor": "x2"},
@@ -155,8 +176,12 @@ def _bars(plans: Mapping[str, Plan], *, title: str, capacity: float) -> go.Figur
                 {"type": "line", "x0": capacity / 1e9, "x1": capacity / 1e9, "yref": "y domain",
                  "y0": 0, "y1": 1, "line": draw.PREDICTED}
             ],
+            "annotations": [
+                {"x": capacity / 1e9, "y": 1, "yref": "y domain", "yanchor": "bottom",
+                 "text": f"{in_bytes(capacity)} card", "showarrow": False}
+            ],
             "height": 760,
-            "margin": {"t": 84},
+            "margin": {"t": 100},
         },
     )  # fmt: skip
 
@@ -205,6 +230,7 @@ def _levers_data() -> dict[str, Any]:
         "passes": PASSES,
         "server": SERVER,
         "main": MAIN,
+        "cut": CUT,
     }
 
 
