@@ -255,6 +255,8 @@ def test_stretches_set_what_was_held_beside_the_prediction() -> None:
 def test_a_table_has_predictions_measurements_and_what_was_recorded() -> None:
     shown = figures.compared({"half": (1e6, 2e6)})
     assert shown.rows == [["half", "1", "2", "-50.0%"]]
+    near = figures.compared({"same": (1e6, 1e6), "near": (1e6, 1e6 + 9)})
+    assert [row[3] for row in near.rows] == ["exact", "under 0.1%"]
     price = figures.price("checkpointing", "every 1", "selective")
     assert [row[0] for row in price.rows] == ["every layer recomputed", "selective"]
     record = records.find("memory", "bytes/checkpointing", "peak over plain/every 1")
@@ -263,6 +265,7 @@ def test_a_table_has_predictions_measurements_and_what_was_recorded() -> None:
     assert [row[0] for row in stages.rows] == ["1F1B, stage 0", "1F1B, stage 1"]
     assert stages.rows[0][4] == stages.rows[1][4] != ""  # both stages have the pipeline's time
     short = figures.summary({"checkpointing": ("every 1",), "quantization": ("int8",)})
-    assert short.rows[0][:4] == price.rows[0][:4] and "[" not in short.rows[0][4]
+    assert short.rows[0][:4] == price.rows[0][:4]
+    assert short.rows[0][4] == price.rows[0][5].partition(" [")[0] and len(short.rows[0]) == 5
     with pytest.raises(KeyError):
         figures.price("checkpointing", "every 9")

@@ -1,6 +1,6 @@
 """Figures for the chapter `memory`."""
 
-from labcore.ui.figures.memory.cache import HEADS, MEMORIES, REQUESTS_FORMULA, SERVED, requests
+from labcore.ui.figures.memory.cache import HEADS, MEMORIES, REQUESTS_FORMULA, requests
 from labcore.ui.figures.memory.calculator import STAGES_FORMULA, stacks, stages
 from labcore.ui.figures.memory.choices import (
     CAPACITIES,
@@ -9,6 +9,7 @@ from labcore.ui.figures.memory.choices import (
     COLORS,
     MODELS,
     OPTIMIZERS,
+    SERVED,
 )
 from labcore.ui.figures.memory.costs import compared, price, summary
 from labcore.ui.figures.memory.filmed import FILM_FORMULA, film

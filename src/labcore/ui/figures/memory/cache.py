@@ -11,34 +11,16 @@ from labcore.memory.cache import WEIGHTS, Room, serving_room
 from labcore.models import LlamaConfig
 from labcore.models.cache import CODES, KV_DTYPES, SCALE
 from labcore.ui import draw
-from labcore.ui.figures.memory.calculator import MODELS, in_bytes
+from labcore.ui.figures.memory.choices import SERVED, in_bytes
 from labcore.ui.theme import PALETTE
 from labcore.ui.twin import Formula
 
-__all__ = ["HEADS", "MEMORIES", "REQUESTS_FORMULA", "SERVED", "requests"]
+__all__ = ["HEADS", "MEMORIES", "REQUESTS_FORMULA", "requests"]
 
 MEMORIES = (24, 80, 141, 192)  # GB on the labels of an RTX 4090, an H100, an H200 and an MI300X
 HEADS = ("as published", "MHA", "MQA")
 PAGE, BATCHED = 16, 2048
 CONTEXTS = tuple(2**power for power in range(9, 18))
-SERVED = {
-    "Llama 2 7B": MODELS["7B"],
-    **{
-        name: LlamaConfig(
-            vocab_size=128_256,
-            hidden_size=width,
-            intermediate_size=wide,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=8,
-            max_position_embeddings=131_072,
-        )
-        for name, (width, wide, layers, heads) in {
-            "Llama 3.1 8B": (4096, 14336, 32, 32),
-            "Llama 3.1 70B": (8192, 28672, 80, 64),
-        }.items()
-    },
-}
 
 
 def _with_heads(model: str, heads: str) -> LlamaConfig:

@@ -11,7 +11,17 @@ from labcore.models import LlamaConfig
 from labcore.parallel.cost import LINKS
 from labcore.ui.theme import PALETTE
 
-__all__ = ["CAPACITIES", "CARDS", "CHECKPOINTING", "COLORS", "MODELS", "OPTIMIZERS", "in_bytes"]
+__all__ = [
+    "CAPACITIES",
+    "CARDS",
+    "CHECKPOINTING",
+    "COLORS",
+    "MODELS",
+    "OPTIMIZERS",
+    "SERVED",
+    "in_bytes",
+    "verdict",
+]
 
 COLORS = {
     "parameters": PALETTE["gray"],
@@ -21,22 +31,34 @@ COLORS = {
     "workspace": PALETTE["orange"],
 }
 CAPACITIES = (16, 24, 80, 141)  # GB on the labels of common GPUs
-MODELS = {  # the shapes of TinyLlama and of Llama 2
-    name: LlamaConfig(
-        vocab_size=32000,
+
+
+def _llama(
+    width: int, wide: int, layers: int, heads: int, kv_heads: int, *, words: int, longest: int
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=words,
         hidden_size=width,
         intermediate_size=wide,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=4096,
+        max_position_embeddings=longest,
     )
-    for name, (width, wide, layers, heads, kv_heads) in {
-        "1.1B": (2048, 5632, 22, 32, 4),
-        "7B": (4096, 11008, 32, 32, 32),
-        "13B": (5120, 13824, 40, 40, 40),
-        "70B": (8192, 28672, 80, 64, 8),
-    }.items()
+
+
+_SECOND = {"words": 32_000, "longest": 4096}
+_THIRD = {"words": 128_256, "longest": 131_072}
+MODELS = {  # the shapes of TinyLlama and of Llama 2
+    "1.1B": _llama(2048, 5632, 22, 32, 4, **_SECOND),
+    "7B": _llama(4096, 11008, 32, 32, 32, **_SECOND),
+    "13B": _llama(5120, 13824, 40, 40, 40, **_SECOND),
+    "70B": _llama(8192, 28672, 80, 64, 8, **_SECOND),
+}
+SERVED = {
+    "Llama 2 7B": MODELS["7B"],
+    "Llama 3.1 8B": _llama(4096, 14336, 32, 32, 8, **_THIRD),
+    "Llama 3.1 70B": _llama(8192, 28672, 80, 64, 8, **_THIRD),
 }
 OPTIMIZERS = {
     "adamw": "AdamW",
@@ -74,3 +96,9 @@ def in_bytes(count: float) -> str:
     """Format bytes with 3 digits and a unit."""
     power = min(4, int(math.log10(max(count, 1)) // 3))
     return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def verdict(peak: float, capacity: float) -> str:
+    """Say whether a peak fits into a card, both in bytes."""
+    fits = "fits" if peak <= capacity else "does not fit"
+    return f"Peak {in_bytes(peak)} of {in_bytes(capacity)}: {fits}"

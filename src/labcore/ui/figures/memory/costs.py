@@ -29,8 +29,10 @@ def compared(sizes: Mapping[str, tuple[float, float]], *, note: str = "") -> Tab
     """Tabulate {name: (predicted bytes, measured bytes)} of a live run."""
     rows = []
     for name, (said, saw) in sizes.items():
-        off = round(100 * (said / saw - 1), 1) + 0.0  # no "-0.0"
-        rows.append([name, number(said / 1e6), number(saw / 1e6), f"{off:+.1f}%"])
+        off = 100 * (said / saw - 1)
+        gap = f"{off:+.1f}%" if abs(off) >= 0.05 else "under 0.1%"
+        gap = "exact" if said == saw else gap
+        rows.append([name, number(said / 1e6), number(saw / 1e6), gap])
     return table(("live", "MB predicted", "MB measured", "prediction off by"), rows, note=note)
 
 
@@ -46,13 +48,13 @@ def price(method: str, *keys: str, note: str = "") -> Table:
 
 
 def summary(methods: Mapping[str, Sequence[str]], *, note: str = "") -> Table:
-    """Tabulate the means of several methods: {method: keys} as for `price`."""
-    rows = [
-        [cell.partition(" [")[0] for cell in _row(f"bytes/{method}", f"price/{method}", key)]
-        for method, keys in methods.items()
-        for key in keys
-    ]
-    return table(_COLUMNS, rows, note=note)
+    """Tabulate bytes and mean losses of several methods: {method: keys} as for `price`."""
+    rows = []
+    for method, keys in methods.items():
+        for key in keys:
+            *sizes, _, loss = _row(f"bytes/{method}", f"price/{method}", key)
+            rows.append([*sizes, loss.partition(" [")[0]])
+    return table((*_COLUMNS[:4], _COLUMNS[5]), rows, note=note)
 
 
 def _row(sizes: str, prices: str, key: str) -> list[str]:

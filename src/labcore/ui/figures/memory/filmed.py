@@ -11,7 +11,14 @@ from labcore.memory.accounting.prediction import Scene
 from labcore.memory.accounting.prediction import film as scenes_of
 from labcore.ui import draw
 from labcore.ui.explorer import describe
-from labcore.ui.figures.memory.choices import CARDS, CHECKPOINTING, COLORS, MODELS, in_bytes
+from labcore.ui.figures.memory.choices import (
+    CARDS,
+    CHECKPOINTING,
+    COLORS,
+    MODELS,
+    in_bytes,
+    verdict,
+)
 from labcore.ui.figures.memory.tables import PLACES, film_table
 from labcore.ui.twin import Formula
 
@@ -60,8 +67,7 @@ def film(
     )  # fmt: skip
     capacity, peak = CARDS[card].gpu.memory, max(scene.held.total for _, scene in shown)
     at, now = [(x, scene) for x, scene in shown if x <= moment + 1e-9][-1]
-    fits = "fits" if peak <= capacity else "does not fit"
-    title = f"Peak {in_bytes(peak)} of {in_bytes(capacity)}: {fits}"
+    title = verdict(peak, capacity)
     cursor = f"{now.name}: {in_bytes(now.held.total)}"
     figure = _areas(shown, now, title=f"{title}<br>{cursor}", capacity=capacity, at=at)
     parts = ", ".join(f"{part} {in_bytes(size)}" for part, size in now.held.parts().items())

@@ -30,6 +30,7 @@ from labcore.ui.figures.memory.choices import (
     MODELS,
     OPTIMIZERS,
     in_bytes,
+    verdict,
 )
 from labcore.ui.figures.memory.tables import DTYPES, peak_table
 from labcore.ui.theme import PALETTE
@@ -109,9 +110,7 @@ def levers(
         for name, one in _applied(chosen, checkpointing).items()
     }
     last, capacity = [*plans.values()][-1], CARDS[card].gpu.memory
-    peak = last.held.total
-    fits = "fits" if peak <= capacity else "does not fit"
-    title = f"Peak {in_bytes(peak)} of {in_bytes(capacity)}: {fits}"
+    title = verdict(last.held.total, capacity)
     title += f"<br>{draw.seconds(last.step)} per step if nothing overlaps"
     words = "; ".join(
         f"{name}: {in_bytes(one.held.total)}, {draw.seconds(one.step)}"
