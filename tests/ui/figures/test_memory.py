@@ -255,8 +255,10 @@ def test_stretches_set_what_was_held_beside_the_prediction() -> None:
 def test_a_table_has_predictions_measurements_and_what_was_recorded() -> None:
     shown = figures.compared({"half": (1e6, 2e6)})
     assert shown.rows == [["half", "1", "2", "-50.0%"]]
-    near = figures.compared({"same": (1e6, 1e6), "near": (1e6, 1e6 + 9)})
-    assert [row[3] for row in near.rows] == ["exact", "under 0.1%"]
+    near = figures.compared({"same": (1e6, 1e6), "near": (1e6, 1e6 + 9)}, note="So.")
+    assert near.rows == [["same", "1"], ["near", "1"]]
+    assert near.note == "All predictions are within 0.05%. So."
+    assert figures.compared({"a": (8, 8)}).note == "The prediction is exact to the byte."
     price = figures.price("checkpointing", "every 1", "selective")
     assert [row[0] for row in price.rows] == ["every layer recomputed", "selective"]
     record = records.find("memory", "bytes/checkpointing", "peak over plain/every 1")

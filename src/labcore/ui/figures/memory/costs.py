@@ -26,14 +26,22 @@ _COLUMNS = ("", "MB predicted", "MB measured", "bytes / plain", "time / plain", 
 
 
 def compared(sizes: Mapping[str, tuple[float, float]], *, note: str = "") -> Table:
-    """Tabulate {name: (predicted bytes, measured bytes)} of a live run."""
-    rows = []
-    for name, (said, saw) in sizes.items():
-        off = 100 * (said / saw - 1)
-        gap = f"{off:+.1f}%" if abs(off) >= 0.05 else "under 0.1%"
-        gap = "exact" if said == saw else gap
-        rows.append([name, number(said / 1e6), number(saw / 1e6), gap])
-    return table(("live", "MB predicted", "MB measured", "prediction off by"), rows, note=note)
+    """Tabulate {name: (predicted bytes, measured bytes)} of a live run.
+
+    Where all predictions round to the measurements, a sentence of the note says it for all.
+    """
+    rows = [
+        [name, number(said / 1e6), number(saw / 1e6), f"{100 * (said / saw - 1):+.1f}%"]
+        for name, (said, saw) in sizes.items()
+    ]
+    if any(abs(said / saw - 1) >= 0.0005 for said, saw in sizes.values()):
+        return table(("live", "MB predicted", "MB measured", "prediction off by"), rows, note=note)
+    exact = all(said == saw for said, saw in sizes.values())
+    close = "exact to the byte" if exact else "within 0.05%"
+    told = f"{'The prediction is' if len(rows) == 1 else 'All predictions are'} {close}."
+    return table(
+        ("live", "MB measured"), [[row[0], row[2]] for row in rows], note=f"{told} {note}".strip()
+    )
 
 
 def price(method: str, *keys: str, note: str = "") -> Table:
