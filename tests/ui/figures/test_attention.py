@@ -198,6 +198,10 @@ def test_the_row_by_hand_shows_its_factors_and_ends_at_softmax() -> None:
     assert lazy.endswith("m grew 2×, rescaled 1×")
     assert figures.steps(0).layout.title.text == "After 0 of 4 tiles"
     assert figures.steps(4, 5.0, 4).data[3].text[2] == "·"
+    # The chapter starts at the first, and moving each control once leads to the second.
+    for start in ({}, {"after": 4, "largest": 8.0, "width": 4}):
+        usual, rare = (figures.steps(**start, conditional=rule).data for rule in (False, True))
+        assert usual[1].y != rare[1].y and usual[2].z != rare[2].z
 
 
 def test_the_machine_shows_the_recorded_work_at_each_moment(timelines: dict) -> None:

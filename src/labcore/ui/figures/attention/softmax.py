@@ -61,7 +61,7 @@ def walk(
 
 
 def steps(
-    after: int = 2, largest: float = 5.0, width: int = 2, conditional: bool = False
+    after: int = 3, largest: float = 5.0, width: int = 2, conditional: bool = False
 ) -> go.Figure:
     """Draw the row with the tiles seen so far, and m, the factor, the sum and the output of each.
 
