@@ -168,6 +168,7 @@ def others() -> list[Measurement]:
             "lines": done.lines,
             "changed": done.changed,
             "left": done.left,
+            "device": dict(zip(("lines", "changed", "left"), done.device, strict=True)),
             "constructs": dict(done.constructs),
         }
         label = f"changed lines that hipify changes/{name}"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from labcore.hip import survey as module
-from labcore.hip.survey import PROJECTS, Project, changed, left, survey
+from labcore.hip.survey import PROJECTS, Project, changed, device, left, survey
 
 OWN = Project(repository="a/b", commit="1", license="MIT", files=("*.cu", "sub/*.h"))
 
@@ -79,6 +79,23 @@ def test_a_file_that_opens_cute_has_its_names_unqualified(line: str) -> None:
     assert left(f"// {opened}") == left(f"{line}\n") == {}
 
 
+def test_the_lines_for_the_gpu_are_whole_functions_and_no_declaration_macro_or_host_code() -> None:
+    source = """#define MARK __device__
+__device__ float later(float x);
+int host() { return 1; }
+// __global__ void none() {}
+template <int N>
+__global__ void __launch_bounds__(N) kernel(float* y) {
+  if (N % 32) { y[0] = 1; }
+}
+struct Plain { CUTE_HOST_DEVICE int one() const { return 1; }
+  int two; };
+void run() { kernel<1><<<1, 1>>>(y); }
+"""
+    assert device(source) == {6, 7, 8, 9}
+    assert device("int host() { return 32; }\n") == set()
+
+
 def test_a_survey_adds_up_by_file(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.cu").write_text("  cudaFree(x);\nint i = j % 32; cute::copy(a);\n")
@@ -87,7 +104,10 @@ def test_a_survey_adds_up_by_file(tmp_path: Path) -> None:
     lines, altered, rest = found.files["a.cu"]
     assert (lines, rest) == (2, 1) and altered >= 1 and found.files["sub/c.h"] == (1, 0, 0)
     assert (found.lines, found.changed, found.left) == (3, altered, 1)
-    assert found.share == altered / (altered + 1)
+    assert found.share == altered / (altered + 1) and found.device == (0, 0, 0)
+    kernel = "__global__ void k() {\n  int i = j % 32;\n}\nint h = j / 32;\n"
+    (tmp_path / "sub" / "c.h").write_text(kernel)
+    assert survey(tmp_path, OWN).device == (3, 0, 1)
     assert found.constructs == dict.fromkeys(module.LEFT, 0) | {
         "CUTLASS, CuTe": 1,
         "a warp of 32": 1,
