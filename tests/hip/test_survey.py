@@ -81,8 +81,8 @@ def test_a_file_that_opens_cute_has_its_names_unqualified(line: str) -> None:
 
 def test_the_lines_for_the_gpu_are_whole_functions_and_no_declaration_macro_or_host_code() -> None:
     source = """#define MARK __device__
-__device__ float later(float x);
 int host() { return 1; }
+__device__ float later(float x);
 // __global__ void none() {}
 template <int N>
 __global__ void __launch_bounds__(N) kernel(float* y) {
