@@ -53,7 +53,7 @@ def lanes(instruction: str = "32x32x8_f16", matrix: str = "A", lane: int = 37) -
     figure = go.Figure(
         {
             "type": "heatmap", "z": items, "customdata": owner, "text": owner,
-            "texttemplate": "%{text}" if rows * columns <= 256 else "",
+            "texttemplate": "%{text}" if max(rows, columns) <= 16 else "",
             "textfont": {"size": 9}, "zmin": 0, "zmax": max(15, held - 1),
             "colorscale": [[0, "#e7f1fa"], [1, "#5a9fd4"]], "showscale": False,
             "xgap": 1, "ygap": 1,
@@ -76,7 +76,12 @@ def lanes(instruction: str = "32x32x8_f16", matrix: str = "A", lane: int = 37) -
     figure.update_layout(
         title=f"{_many(held, 'element')} per lane, in {_many(registers, 'register')}",
         xaxis={"title": "column", "range": [-0.5, columns - 0.5], "constrain": "domain"},
-        yaxis={"title": "row", "range": [rows - 0.5, -0.5], "scaleanchor": "x"},
+        yaxis={
+            "title": "row",
+            "range": [rows - 0.5, -0.5],
+            "scaleanchor": "x",
+            "constrain": "domain",
+        },
         height=464,
         showlegend=False,
     )

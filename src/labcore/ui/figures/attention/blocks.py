@@ -93,7 +93,7 @@ def tiles(
     figure.update_layout(
         title=title,
         xaxis={"title": f"keys<br>{notes}", "range": [0, length], "constrain": "domain"},
-        yaxis={"title": "queries", "range": [length, 0], "scaleanchor": "x"},
+        yaxis={"title": "queries", "range": [length, 0], "scaleanchor": "x", "constrain": "domain"},
         height=500,
     )
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -33,9 +34,14 @@ def _colors(names: Sequence[str]) -> dict[str, str]:
 
 
 def _lengths(values: Sequence[int]) -> dict[str, object]:
-    """Return a logarithmic axis with one tick per length."""
+    """Return a logarithmic axis with one tick per length, and room at both ends."""
     text = [f"{x // 1024}k" if x >= 1024 else str(x) for x in values]
-    return {"title": "tokens", "type": "log", "tickvals": list(values), "ticktext": text}
+    first, last = math.log10(values[0]), math.log10(values[-1])
+    room = 0.06 * (last - first)
+    return {
+        "title": "tokens", "type": "log", "tickvals": list(values), "ticktext": text,
+        "range": [first - room, last + room],
+    }  # fmt: skip
 
 
 def memory(
