@@ -31,7 +31,7 @@ COMPILED = ("gfx90a", "gfx942")
 LENGTH, HEADS = 256, 2  # the shape whose work is counted
 FORMATS = {"float16": torch.float16, "float32": torch.float32}
 AWKWARD = ((1, 1), (31, 63), (100, 129), (129, 31))  # queries, keys
-COUNTERS = ("transactions", "bytes", "lds_accesses", "lds_conflicts", "barriers", "mfma")
+COUNTERS = tuple(emulate.LaunchCounters.__dataclass_fields__)
 # The matrix instruction of a step, by number format and head dimension.
 PRODUCTS = {
     (3, "float16", 64): "16x16x16_f16",
@@ -82,12 +82,12 @@ def compared(counts: dict[int, emulate.LaunchCounters], name: str, dim: int) -> 
 
     conflicts = counts[4].lds_conflicts / counts[4].lds_accesses
     found = [
-        ratio("transactions", "transactions", 1, 2),
-        ratio("transactions", "transactions", 2, 3),
-        ratio("transactions", "transactions", 3, 4),
-        ratio("transactions", "transactions", 1, 4),
-        ratio("LDS accesses", "lds_accesses", 2, 3),
-        ratio("LDS accesses", "lds_accesses", 3, 4),
+        ratio("transactions, as compiled", "merged_transactions", 1, 2),
+        ratio("transactions, as compiled", "merged_transactions", 2, 3),
+        ratio("transactions, as compiled", "merged_transactions", 3, 4),
+        ratio("transactions, as written", "transactions", 1, 2),
+        ratio("LDS accesses, as compiled", "merged_lds", 2, 3),
+        ratio("LDS accesses, as compiled", "merged_lds", 3, 4),
         exact(f"LDS conflicts an access, step 4/{at}", "cycles", conflicts, mode="simulated"),
     ]
     needed = 4 * HEADS * LENGTH * LENGTH * dim

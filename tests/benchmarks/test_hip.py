@@ -23,17 +23,19 @@ def test_a_ratio_is_the_earlier_step_over_the_later() -> None:
     zero = dict.fromkeys(LaunchCounters.__dataclass_fields__, 0)
     needed = 4 * cases.HEADS * cases.LENGTH**2 * 64
     counts = {
-        step: LaunchCounters(**{**zero, "transactions": 60 // step, "lds_accesses": 12 * step})
+        step: LaunchCounters(**{**zero, "merged_transactions": 60 // step, "merged_lds": 12 * step,
+                          "transactions": 90 // step**2})
         for step in (1, 2)
     }
     counts |= {
-        step: LaunchCounters(**{**zero, "transactions": 10, "lds_accesses": 4, "lds_conflicts": 2,
+        step: LaunchCounters(**{**zero, "merged_lds": 4, "lds_accesses": 4, "lds_conflicts": 2,
                           "mfma": needed // flops})
         for step, flops in ((3, 2 * 16**3), (4, 2 * 32 * 32 * 8))
     }  # fmt: skip
     found = by_quantity(cases.compared(counts, "float16", 64))
-    assert found["transactions, step 1 over step 2/float16, D 64"].samples == [2]
-    assert found["LDS accesses, step 2 over step 3/float16, D 64"].samples == [6]
+    assert found["transactions, as compiled, step 1 over step 2/float16, D 64"].samples == [2]
+    assert found["transactions, as written, step 1 over step 2/float16, D 64"].samples == [90 / 22]
+    assert found["LDS accesses, as compiled, step 2 over step 3/float16, D 64"].samples == [6]
     assert found["LDS conflicts an access, step 4/float16, D 64"].samples == [0.5]
     for step in (3, 4):
         name = f"products on matrix cores, of those needed, step {step}/float16, D 64"

@@ -221,3 +221,23 @@ __global__ void update(Global<float> y) {
   y[threadIdx.x] *= 2.0f;
 }
 ENTRY(update_, update)
+
+// Each lane reads the same 32 numbers, `gap` apart.
+__global__ void run(Global<const float> x, Global<float> y, int start, int gap) {
+  float sum = 0.0f;
+  for (int i = 0; i < 32; ++i) sum += x[start + i * gap];
+  y[threadIdx.x] = sum;
+}
+ENTRY(run_, run)
+
+// Two reads of LDS, `far` apart, and in each lane further apart by `spread` times its number.
+__global__ void pair(Global<float> y, int far, int spread, int barrier) {
+  SHARED(float, tile, 128);
+  float sum = 0.0f;
+  for (int i = 0; i < 2; ++i) {
+    sum += tile[i * (far + spread * int(threadIdx.x))];
+    if (barrier) __syncthreads();
+  }
+  y[threadIdx.x] = sum;
+}
+ENTRY(pair_, pair)

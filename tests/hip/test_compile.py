@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from labcore.hip import __main__ as command
 from labcore.hip import compile as hip
+from labcore.hip import emulate
 from labcore.hip.build import DECODE, SOURCE, STEPS
 from tests.hip.compilers import need
 
@@ -97,6 +99,40 @@ def test_decode_has_the_next_tile_on_its_way(name: str, tmp_path: Path) -> None:
         assert len(re.findall(r"\bglobal_load_dwordx4\b", loop)) == 8
         assert loop.count("global_load_") == 8 and "scratch_" not in loop
         assert min(int(left) for left in re.findall(r"vmcnt\((\d+)\)", loop)) == 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("step", STEPS)
+def test_the_emulator_merges_accesses_as_the_compiler_does(
+    step: int, dim: int, tmp_path: Path, generator
+) -> None:
+    """One more tile costs a wave the loads of the loop, and LDS the stores that fill a tile."""
+    need("gfx942")
+    target, out = hip.TARGETS["gfx942"], tmp_path / "out"
+    source = SOURCE / f"{STEPS[step]}.hip"
+    done = hip.call([target.program, *target.arguments, f"-I{SOURCE}", source, "-o", out])
+    assert done.returncode == 0, done.stderr
+    kernel = re.search(
+        rf"\n_Z\w*forwardIDF16_Li{dim}ELb0E.*?\.Lfunc_end", out.read_text(), re.DOTALL
+    )
+    assert kernel is not None
+    loop = next(block for block in re.split(r"\n\.LBB", kernel[0]) if "v_exp_f32" in block)
+    loads = len(re.findall(r"\b(?:global_load|ds_read)", loop))
+    tile = 1 if step == 1 else 64 if (step, dim) == (4, 64) else 32
+    shapes = [(1, 1, n, dim) for n in (128, tile, 2 * tile)]
+    query, few, many = (torch.randn(shape, generator=generator).half() for shape in shapes)
+    field = "merged_transactions" if step == 1 else "merged_lds"
+    one, two = (
+        getattr(emulate.forward(query, x, x, step=step, count=True).counters, field)
+        for x in (few, many)
+    )
+    # Blocks of 128 queries, but 64 in step 3 at D = 64.
+    waves = {1: 2, 2: 2, 3: 128 * 4 // (64 if dim == 64 else 128), 4: 4}[step]
+    # Stores of a wave: steps 2 and 3 fill a tile of K and of V by 64 halves a time; step 4 has
+    # half of its waves store 4 vectors of K and the other half 4 pairs of V.
+    fill = {1: 0, 2: tile * dim // 64, 3: 2 * tile * dim // 256, 4: 4}[step]
+    assert two - one == waves * (loads * (tile if step == 2 else 1) + fill)
 
 
 def needs(**changes: int) -> hip.Resources:

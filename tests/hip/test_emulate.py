@@ -363,6 +363,26 @@ def test_a_vector_is_one_instruction() -> None:
     assert (counters.transactions, counters.bytes) == (16, 64 * 16)
 
 
+@pytest.mark.parametrize(
+    ("start", "gap", "instructions"),
+    [(0, 1, 8), (4, 1, 8), (2, 1, 9), (1, 1, 10), (0, 2, 32), (0, 0, 32)],
+)
+def test_neighbors_in_every_lane_are_merged_up_to_16_aligned_bytes(start, gap, instructions) -> None:
+    x, y = torch.zeros(128), torch.empty(64)
+    counters = counted("run_", x=x, y=y, start=start, gap=gap)
+    assert counters.transactions == 32 + 4
+    assert counters.merged_transactions == instructions + 4
+    assert counters.merged_lines == instructions + 2
+
+
+def test_lds_accesses_at_one_distance_are_pairs_until_a_barrier() -> None:
+    y = torch.empty(64)
+    for far, barrier, expected in ((5, 0, 1), (5, 1, 2), (64, 0, 1)):
+        counters = counted("pair_", y=y, far=far, spread=0, barrier=barrier)
+        assert (counters.lds_accesses, counters.merged_lds) == (2, expected), (far, barrier)
+    assert counted("pair_", y=y, far=5, spread=1, barrier=0).merged_lds == 2
+
+
 def test_an_update_reads_and_writes() -> None:
     y = torch.arange(64.0)
     counters = counted("update_", y=y)

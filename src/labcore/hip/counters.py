@@ -34,9 +34,8 @@ ROCPROF = (
     Rocprof(
         name="SQ_INSTS_LDS",
         counts="LDS instructions",
-        field="lds_accesses",
-        differs="MI200 adds flat instructions, MI300 doesn't; shuffles may count too; a compiler "
-        "merges narrow accesses",
+        field="merged_lds",
+        differs="MI200 adds flat instructions, MI300 doesn't; shuffles count too and are added here",
     ),
     Rocprof(
         name="SQ_LDS_BANK_CONFLICT",
@@ -53,8 +52,8 @@ ROCPROF = (
     Rocprof(
         name="TCP_TOTAL_CACHE_ACCESSES_sum",
         counts="cache lines that the L1 caches look up",
-        field="transactions",
-        differs="the emulator counts segments of 64 bytes, a line of CDNA3 has 128",
+        field="merged_lines",
+        differs="a line of CDNA3 has 128 bytes; lines of MI200 have 64, so expect more there",
     ),
     Rocprof(
         name="TCC_HIT_sum, TCC_MISS_sum",

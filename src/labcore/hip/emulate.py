@@ -40,8 +40,6 @@ class EmulationError(RuntimeError):
 class LaunchCounters:
     """Counts for a launch, treating each access in the source as one instruction of a wavefront.
 
-    A GPU may do less, because a compiler can merge several narrow instructions into a wide one.
-
     lds_accesses: LDS instructions.
     lds_conflicts: their cycles beyond those of conflict-free accesses.
     transactions: distinct 64-byte segments of global memory, summed over instructions; caches
@@ -49,6 +47,13 @@ class LaunchCounters:
     bytes: bytes of global memory that lanes requested.
     barriers: barriers, counted once per block.
     mfma: matrix instructions.
+
+    A compiler merges narrow accesses to neighbors into one of up to 16 bytes, and LDS accesses of 4
+    or 8 bytes into pairs. By these rules:
+
+    merged_lds: LDS instructions, without shuffles.
+    merged_transactions, merged_lines: distinct segments of 64 and of 128 bytes; the latter are the
+    cache lines of CDNA3.
     """
 
     lds_accesses: int
@@ -57,6 +62,9 @@ class LaunchCounters:
     bytes: int
     barriers: int
     mfma: int
+    merged_lds: int
+    merged_transactions: int
+    merged_lines: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -4,8 +4,8 @@
 // another here, so accesses are kept until the wave meets (a barrier, or an operation that all its
 // lanes take part in) and are then put together: the n-th access of each lane on one line, to one
 // array, in one direction, is one instruction. Where lanes diverge between two such meetings and
-// come to a line in different turns of a loop, this pairs turns that the hardware would not. And a
-// compiler may make one wide instruction of narrow accesses to neighbours, which here stay apart.
+// come to a line in different turns of a loop, this pairs turns that the hardware would not.
+// A compiler makes one wide instruction of narrow accesses to neighbors: `merged_…` count those.
 #pragma once
 
 namespace cpu {
@@ -35,10 +35,6 @@ using Visits = std::array<std::vector<std::size_t>, WAVE>;
 
 inline std::array<std::map<Site, Visits>, MOST_THREADS / WAVE> sites;  // of each wave
 
-inline void forget_accesses() {
-  for (auto& wave : sites) wave.clear();
-}
-
 inline void count_access(const Array& array, const void* address, std::size_t bytes, bool writes,
                          int line) {
   const std::size_t offset = static_cast<const unsigned char*>(address) - array.base;
@@ -48,6 +44,7 @@ inline void count_access(const Array& array, const void* address, std::size_t by
 
 constexpr int BANKS = 32;           // of 4 bytes: LDS of CDNA2 and CDNA3
 constexpr std::size_t SEGMENT = 64;  // bytes of a global transaction
+constexpr std::size_t LINE = 128;    // bytes of a line of CDNA3's L1 cache
 
 // The turn in which a lane's access is served; the lanes of one turn can be in each other's way.
 // 128 bytes a cycle are 32 lanes of 4 bytes, 16 of 8 or 8 of 16. These are neighbours, but for
@@ -86,18 +83,80 @@ inline void count_lds(const Visits& visits, std::size_t visit, const Site& site)
   }
 }
 
-// One global instruction: the distinct segments that its lanes touch, and the bytes they asked for.
-inline void count_global(const Visits& visits, std::size_t visit, const Site& site) {
-  std::vector<std::size_t> segments;
-  for (int lane = 0; lane < WAVE; ++lane) {
-    if (visits[lane].size() <= visit) continue;
-    const std::size_t first = visits[lane][visit];
-    for (std::size_t s = first / SEGMENT; s * SEGMENT < first + site.bytes; ++s)
-      segments.push_back(s);
-    machine.report->bytes += site.bytes;
+// One global instruction of `bytes` a lane: the distinct segments of `size` bytes that it touches.
+inline std::size_t segments(const Visits& visits, std::size_t visit, std::size_t bytes,
+                            std::size_t size) {
+  std::vector<std::size_t> found;
+  for (const auto& lane : visits) {
+    if (lane.size() <= visit) continue;
+    for (std::size_t s = lane[visit] / size; s * size < lane[visit] + bytes; ++s)
+      found.push_back(s);
   }
-  std::sort(segments.begin(), segments.end());
-  machine.report->transactions += std::unique(segments.begin(), segments.end()) - segments.begin();
+  std::sort(found.begin(), found.end());
+  return std::unique(found.begin(), found.end()) - found.begin();
+}
+
+// How many accesses from `visit` on a compiler makes one of: neighbors in every lane, together 16
+// aligned bytes at most.
+inline std::size_t merged(const Visits& visits, std::size_t visit, std::size_t bytes) {
+  for (std::size_t size = 16; size > bytes; size /= 2) {
+    bool fits = true;
+    for (const auto& lane : visits)
+      for (std::size_t i = 0; fits && lane.size() > visit && i < size / bytes; ++i)
+        fits = lane.size() > visit + i && lane[visit] % size == 0 &&
+               lane[visit + i] == lane[visit] + i * bytes;
+    if (fits) return size / bytes;
+  }
+  return 1;
+}
+
+// Narrow accesses to LDS that can still become half of a ds_read2 or ds_write2: the bytes of each,
+// no bytes if there are none, and where each lane is, -1 if it isn't there. The other half may
+// come after a meeting of the wave, but not after a barrier.
+struct Narrow {
+  std::int64_t span = 0;
+  std::size_t bytes = 0;
+  std::array<long, WAVE> at = {};
+
+  // Both halves have the same lanes and are equally far apart in each.
+  bool takes(const Narrow& other) const {
+    long apart = 0;
+    bool same = span == other.span && bytes && bytes == other.bytes;
+    for (int lane = 0, first = 1; same && lane < WAVE; ++lane) {
+      same = (at[lane] < 0) == (other.at[lane] < 0);
+      if (at[lane] < 0) continue;
+      same = same && (first || other.at[lane] - at[lane] == apart);
+      apart = other.at[lane] - at[lane];
+      first = 0;
+    }
+    return same;
+  }
+};
+inline std::array<std::map<Site, Narrow>, MOST_THREADS / WAVE> halves;  // of each wave
+
+// The same accesses at the widths that a compiler makes of them. tests/hip/test_compile.py holds
+// the rules against the assembly of the steps.
+inline void count_merged(const Visits& visits, std::size_t most, const Site& site, Narrow& half) {
+  for (std::size_t visit = 0, run; visit < most; visit += run) {
+    run = merged(visits, visit, site.bytes);
+    const std::size_t bytes = run * site.bytes;
+    if (!site.array->lds) {
+      machine.report->merged_transactions += segments(visits, visit, bytes, SEGMENT);
+      machine.report->merged_lines += segments(visits, visit, bytes, LINE);
+      continue;
+    }
+    Narrow now{machine.span, bytes == 4 || bytes == 8 ? bytes : 0};
+    for (int lane = 0; lane < WAVE; ++lane)
+      now.at[lane] = visits[lane].size() > visit ? long(visits[lane][visit]) : -1;
+    const bool closes = half.takes(now);
+    machine.report->merged_lds += !closes;
+    half = closes ? Narrow{} : now;
+  }
+}
+
+inline void forget_accesses() {
+  for (auto& wave : sites) wave.clear();
+  for (auto& wave : halves) wave.clear();
 }
 
 // The wave has met: what its lanes have done since the last time are whole instructions.
@@ -105,9 +164,16 @@ inline void instructions_end(int wave) {
   if (!machine.report->counting) return;
   for (auto& [site, visits] : sites[wave]) {
     std::size_t most = 0;
-    for (const auto& lane : visits) most = std::max(most, lane.size());
+    for (const auto& lane : visits) {
+      most = std::max(most, lane.size());
+      if (!site.array->lds) machine.report->bytes += lane.size() * site.bytes;
+    }
     for (std::size_t visit = 0; visit < most; ++visit)
-      site.array->lds ? count_lds(visits, visit, site) : count_global(visits, visit, site);
+      if (site.array->lds)
+        count_lds(visits, visit, site);
+      else
+        machine.report->transactions += segments(visits, visit, site.bytes, SEGMENT);
+    count_merged(visits, most, site, halves[wave][site]);
     for (auto& lane : visits) lane.clear();
   }
 }

@@ -52,6 +52,7 @@ constexpr std::size_t DEPOSIT = 256;      // bytes that a lane may hand to its w
 struct Report {
   std::int64_t counting;  // asked by the host: whether to count
   std::int64_t lds_accesses, lds_conflicts, transactions, bytes, barriers, mfma;
+  std::int64_t merged_lds, merged_transactions, merged_lines;
   char message[512];
 };
 
