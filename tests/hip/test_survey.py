@@ -16,9 +16,7 @@ OWN = Project(repository="a/b", commit="1", license="MIT", files=("*.cu", "sub/*
         ("#include <cute/tensor.hpp>", "CUTLASS, CuTe"),
         ("cutlass::half_t x;", "CUTLASS, CuTe"),
         ("using namespace nvcuda;", "tensor cores"),
-        ("mma::mma_sync_m16n16k16_row_col_f16f16f32(a, b, c);", "tensor cores"),
-        ("ldmatrix_m8n8x4(r, p);", "tensor cores"),
-        ("cp_async::commit_group();", "asynchronous copies"),
+        ("wmma::mma_sync(c, a, b, c);", "tensor cores"),
         ("cuda::barrier<cuda::thread_scope_block> b;", "asynchronous copies"),
         ('asm volatile("membar.gl;");', "PTX"),
         ("x += __shfl_xor_sync(0xffffffff, x, 1);", "32-bit masks"),
@@ -32,6 +30,23 @@ def test_a_construct_is_found_by_its_spelling_and_not_in_comments(
     assert construct in left(f"int a;\n{line}\n")[2]
     assert left(f"// {line}\n/* {line} */\n") == {}
     assert left("int width = x / 320; execute::run(); y = recute / 2;\n") == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '#include "../cp_async.cuh"',
+        "cp_async::commit_group();",
+        "mma::mma_sync_m16n16k16_row_col_f16f16f32(a, b, c);",
+        "ldmatrix_m8n8x4(r, p);",
+        "const int Bc = 32;",
+        "#define TILE_ROWS 32",
+    ],
+)
+def test_a_call_of_a_wrapper_and_the_size_of_a_tile_are_not_left(line: str) -> None:
+    assert left(f"{line}\n") == {}
+    for width in ("constexpr uint32_t WARP_SIZE = 32;", "#define WARP_SIZE 32"):
+        assert left(f"{line}\n{width}\n") == {2: {"a warp of 32"}}
 
 
 def test_changed_counts_lines_of_the_result_without_the_note_and_blank_lines() -> None:

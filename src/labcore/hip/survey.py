@@ -49,7 +49,11 @@ PROJECTS: Mapping[str, Project] = {
         repository="flashinfer-ai/flashinfer",
         commit="fb28d7242b3506a2348265962041acc1fb56cca4",
         license="Apache-2.0",
-        files=("include/flashinfer/attention/*.cuh",),
+        # The kernels, and the headers that wrap PTX for them.
+        files=(
+            "include/flashinfer/attention/*.cuh",
+            *(f"include/flashinfer/{name}.cuh" for name in ("cp_async", "math", "mma")),
+        ),
     ),
     "flash-attention": Project(
         repository="Dao-AILab/flash-attention",
@@ -59,17 +63,20 @@ PROJECTS: Mapping[str, Project] = {
     ),
 }
 
-# Constructs that no renaming carries to AMD, by their spelling.
+# Constructs that no renaming carries to AMD, by their spelling. Calls of a project's own wrappers
+# aren't among them: a port keeps or renames the calls and writes the wrapper anew, which is PTX.
 LEFT: Mapping[str, str] = {
     "CUTLASS, CuTe": r"\b(?:cutlass|cute)(?:::|/|;)",
-    "tensor cores": r"\bnvcuda\b|\bwmma::|\bldmatrix|\bmma(?:_sync|::)",
-    "asynchronous copies": r"\bcp_async|__pipeline_|\bcuda::(?:barrier|pipeline|memcpy_async|ptx)",
+    "tensor cores": r"\bnvcuda\b|\bwmma::",
+    "asynchronous copies": r"__pipeline_|\bcuda::(?:barrier|pipeline|memcpy_async|ptx)",
     "PTX": RULES["assembly"].pattern,
     # Any first argument but a number that is spelled with 64 bits.
     "32-bit masks": r"\b__(?:shfl\w*|ballot|any|all|match_\w+|reduce_\w+)_sync\s*\("
     r"(?!\s*(?:0x[0-9a-fA-F]{9,}|[~-]?\d\w*[lL]\b|u?int64_t\())",
     "32-bit votes": RULES["vote"].pattern,
-    "a warp of 32": RULES["width"].pattern,
+    # A constant is a warp's width if its name says so; others of 32 are sizes of tiles.
+    "a warp of 32": r"(?!(?:const(?:expr)?|#define)\s(?![^=\n]*(?i:warp|lane)))(?:"
+    rf"{RULES['width'].pattern})",
 }
 # CuTe's names in a file that opens its namespace, where they need no `cute::`.
 OPENED = re.compile(r"\busing\s+namespace\s+(?:cute|cutlass)\b")
