@@ -23,8 +23,14 @@ def test_a_ratio_is_the_earlier_step_over_the_later() -> None:
     zero = dict.fromkeys(LaunchCounters.__dataclass_fields__, 0)
     needed = 4 * cases.HEADS * cases.LENGTH**2 * 64
     counts = {
-        step: LaunchCounters(**{**zero, "merged_transactions": 60 // step, "merged_lds": 12 * step,
-                          "transactions": 90 // step**2})
+        step: LaunchCounters(
+            **{
+                **zero,
+                "merged_transactions": 60 // step,
+                "merged_lds": 12 * step,
+                "transactions": 90 // step**2,
+            }
+        )
         for step in (1, 2)
     }
     counts |= {

@@ -367,7 +367,9 @@ def test_a_vector_is_one_instruction() -> None:
     ("start", "gap", "instructions"),
     [(0, 1, 8), (4, 1, 8), (2, 1, 9), (1, 1, 10), (0, 2, 32), (0, 0, 32)],
 )
-def test_neighbors_in_every_lane_are_merged_up_to_16_aligned_bytes(start, gap, instructions) -> None:
+def test_neighbors_in_every_lane_are_merged_up_to_16_aligned_bytes(
+    start: int, gap: int, instructions: int
+) -> None:
     x, y = torch.zeros(128), torch.empty(64)
     counters = counted("run_", x=x, y=y, start=start, gap=gap)
     assert counters.transactions == 32 + 4

@@ -35,7 +35,7 @@ ROCPROF = (
         name="SQ_INSTS_LDS",
         counts="LDS instructions",
         field="merged_lds",
-        differs="MI200 adds flat instructions, MI300 doesn't; shuffles count too and are added here",
+        differs="MI200 adds flat instructions, MI300 doesn't; shuffles count, and are added here",
     ),
     Rocprof(
         name="SQ_LDS_BANK_CONFLICT",
