@@ -87,7 +87,7 @@ def test_the_rule_for_banks_is_what_the_emulator_counts(width: int) -> None:
             arguments={"y": torch.zeros(64), "stride": 64 + padding},
         ).lds_conflicts  # fmt: skip
         groups = width // 2
-        assert title == f"{groups + lost} cycles, {groups} at best"
+        assert title == f"{groups + lost} bank cycles, {groups} at best"
         data = {(width, padding): lost}
         emulated = figures.banks(padding, width, data=data).layout.title.text
         assert emulated == f"{title}, {groups + lost} emulated"
@@ -105,7 +105,7 @@ def test_groups_of_lanes_cover_the_wavefront_and_more_banks_serve_more_at_a_time
     fours = [0, 1, 2, 3, 12, 13, 14, 15, 20, 21, 22, 23, 24, 25, 26, 27]
     assert figures.turns(16, 64)[0] == fours
     wide = figures.banks(0, 4, "CDNA4", data={(4, 0): 62})
-    assert wide.layout.title.text == "64 cycles, 1 at best" and len(wide.data[0].x) == 64
+    assert wide.layout.title.text == "64 bank cycles, 1 at best" and len(wide.data[0].x) == 64
     assert sum(figures.banks(1, 4).data[0].y) == 32 and max(figures.banks(1, 4).data[0].y) == 1
 
 

@@ -50,8 +50,8 @@ constexpr std::size_t LINE = 128;    // bytes of a line of CDNA3's L1 cache
 // 128 bytes a cycle are 32 lanes of 4 bytes, 16 of 8 or 8 of 16. These are neighbours, but for
 // 16-byte reads: lanes 0-3 go with 20-23, 4-7 with 16-19, 8-11 with 28-31, 12-15 with 24-27, and
 // so on from lane 32. Sources: for 16 bytes AMD's Composable Kernel documentation ("Understanding
-// AMD GPU LDS and Bank Conflicts"), for 4 and 8 bytes AMD's OpenCL programming guide for GCN, which
-// checks half wavefronts, and quarters of 8-byte accesses; no newer page says it for CDNA.
+// AMD GPU LDS and Bank Conflicts"), for all widths "AMDGPU Kernel Optimization Guide" (2025) in
+// nod-ai/amd-shark-ai. A bank cycle isn't a wavefront's: a port hands over 64 bytes a cycle.
 inline int turn_of(int lane, std::size_t bytes, bool writes) {
   if (bytes <= 4) return lane / 32;
   if (bytes <= 8) return lane / 16;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import plotly.graph_objects as go
@@ -140,7 +141,7 @@ def banks(
     counted = ""
     if count == BANKS and data is not None and (width, padding) in data:
         counted = f", {len(groups) + data[width, padding]} emulated"
-    title = f"{sum(cycles)} cycles, {len(groups)} at best{counted}"
+    title = f"{sum(cycles)} bank cycles, {len(groups)} at best{counted}"
     if 4 * padding % width:
         title = f"rows aren't aligned to {width} bytes"
     figure = go.Figure()
@@ -309,10 +310,12 @@ def decode(batch: int = 1, context: int = 8192, group: int = 4, latency: float =
             f"{name}: {times[0]:.1f} us with one piece (bound by {limits[0]}), at best "
             f"{times[best]:.1f} us with {_SPLITS[best]} (bound by {limits[best]})"
         )
+    shown = [time for curve in figure.data for time in curve.y]
+    decades = [math.floor(math.log10(min(shown))), math.ceil(math.log10(max(shown)))]
     figure.update_layout(
         title="One layer's decode step, modeled",
         xaxis={"title": "pieces per sequence", "type": "log", "tickvals": list(_SPLITS)},
-        yaxis={"title": "time (us)", "type": "log", "range": [0, 4.5], "dtick": 1},
+        yaxis={"title": "time (us)", "type": "log", "range": decades, "dtick": 1},
         height=404,
     )
     return describe(figure, f"Modeled decode step. {'; '.join(words)}.")
