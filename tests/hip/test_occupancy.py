@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from labcore.hip import compile as hip
-from labcore.hip.occupancy import LIMITS, Occupancy, occupancy, tile
+from labcore.hip.occupancy import LIMITS, Occupancy, occupancy
 from tests.hip.compilers import need
 
 TABLE = Path(__file__).parent.parent / "hip_resources.json"
@@ -203,59 +203,3 @@ def test_prediction_agrees_with_every_report_in_the_table() -> None:
             assert as_reported(target, found, has["threads"], has["lds"]) == has["occupancy"], form
             compared += 1
     assert compared >= 2
-
-
-def test_a_tile_predicts_what_the_compilers_give_step_4() -> None:
-    forms = json.loads(TABLE.read_text(encoding="utf-8"))["forms"]
-    tuned = [(form, targets) for form, targets in forms.items() if form.startswith("step4_")]
-    assert tuned
-    for form, targets in tuned:
-        dtype, dim, _ = form.split("/")[1].split("-")
-        for target in COMPILED:
-            has = targets[target]
-            waves = has["threads"] // 64
-            predicted = [
-                tile(
-                    target,
-                    queries=32 * waves,
-                    keys=keys,
-                    head_dim=int(dim[1:]),
-                    waves=waves,
-                    dtype_bytes=int(dtype[-2:]) // 8,
-                )
-                for keys in (16, 32, 64, 128)
-            ]
-            (fits,) = (found for found in predicted if found.lds == has["lds"])
-            assert 0.8 < hip.registers(has) / fits.registers < 1.25, (form, target)
-            assert fits.spilled == 0
-
-
-def test_a_tile_grows_with_each_of_its_sides() -> None:
-    def at(**sides: int):
-        shape = {"queries": 128, "keys": 32, "head_dim": 64, "waves": 4, **sides}
-        return tile("gfx942", **shape)
-
-    assert at(stages=2).lds == 2 * at().lds
-    assert at(keys=64).lds > at().lds and at(keys=64).registers > at().registers
-    assert at(queries=256).registers > at().registers and at(queries=256).lds == at().lds
-    assert at(queries=128, waves=2).registers > at().registers
-    large = at(queries=512, keys=128, head_dim=256)
-    assert large.spilled > 0 and large.occupancy.groups == 0
-    assert at(keys=128, head_dim=128).occupancy.bound_by == ("lds",)
-
-
-@pytest.mark.parametrize(
-    ("sides", "sentence"),
-    [
-        ({"queries": 100}, "queries / waves must be .* 16, .* got 25"),
-        ({"queries": 130}, "queries / waves must be .* 16, .* got 32.5"),
-        ({"keys": 40}, "keys must be .* 16, .* got 40"),
-        ({"head_dim": 0}, "head_dim must be .* 16, .* got 0"),
-        ({"stages": 0}, "stages must be at least 1"),
-        ({"dtype_bytes": 1}, "dtype_bytes must be one of 2, 4"),
-    ],
-)
-def test_a_tile_that_no_matrix_instruction_makes_up_is_refused(sides, sentence: str) -> None:
-    shape = {"queries": 128, "keys": 32, "head_dim": 64, "waves": 4, **sides}
-    with pytest.raises(ValueError, match=sentence):
-        tile("gfx942", **shape)

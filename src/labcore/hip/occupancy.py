@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from labcore.checks import one_of, positive_int
 
-__all__ = ["LIMITS", "Limits", "Occupancy", "Tile", "occupancy", "tile"]
+__all__ = ["LIMITS", "Limits", "Occupancy", "occupancy"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,80 +112,6 @@ def occupancy(
         waves=groups * group,
         allowed=allowed,
         bound_by=tuple(name for name, waves in allowed.items() if waves == fewest),
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tile:
-    """The resources of an attention tile.
-
-    lds: bytes per workgroup. registers: estimated number per lane. spilled: how many of those
-    exceed what a lane can have. occupancy: the resulting occupancy.
-    """
-
-    lds: int
-    registers: int
-    spilled: int
-    occupancy: Occupancy
-
-
-# Addresses, bounds, the softmax's statistics and values in flight between LDS and the matrix cores.
-# This is about what compilers use for step 4 beyond the registers that can be counted.
-OTHER_REGISTERS = 60
-
-
-def tile(
-    arch: str,
-    *,
-    queries: int,
-    keys: int,
-    head_dim: int,
-    waves: int,
-    stages: int = 1,
-    dtype_bytes: int = 2,
-) -> Tile:
-    """Return LDS, registers and occupancy of a forward block with the layout of step 4.
-
-    queries, keys: rows of the block's two tiles. waves: how many waves share the queries. stages:
-    tiles of keys and values in LDS at once. dtype_bytes: 2 or 4.
-    LDS holds K with 16 bytes of padding per row, and V transposed with 4 padding elements per row.
-    Registers hold the queries and the incoming keys and values in their dtype, scores and output in
-    fp32, and OTHER_REGISTERS. For step 4, the compilers are within 25 % of the estimate.
-    Raises ValueError for a tile that isn't made of 16-row matrix instructions.
-    """
-    one_of("dtype_bytes", dtype_bytes, (2, 4))
-    for name, value in (("waves", waves), ("stages", stages)):
-        positive_int(name, value)
-    for name, value in (
-        ("queries / waves", queries // waves if queries % waves == 0 else 0),
-        ("keys", keys),
-        ("head_dim", head_dim),
-    ):
-        if value < 16 or value % 16:
-            raise ValueError(
-                f"{name} must be a positive multiple of 16, the rows of a matrix instruction, got "
-                f"{queries / waves if name == 'queries / waves' else value:g}"
-            )
-    lanes = LIMITS[one_of("arch", arch, LIMITS)].wave
-    rows = queries // waves
-    padded = keys * (head_dim + 16 // dtype_bytes) + head_dim * (keys + 4)
-    fp32 = rows * (head_dim + keys) // lanes
-    moved = (rows * head_dim + 2 * keys * head_dim // waves) * dtype_bytes // (4 * lanes)
-    registers = fp32 + moved + OTHER_REGISTERS
-    limits = LIMITS[arch]
-    vgprs = min(registers, limits.lane_registers)
-    lds = stages * dtype_bytes * padded
-    return Tile(
-        lds=lds,
-        registers=registers,
-        spilled=max(0, registers - limits.registers),
-        occupancy=occupancy(
-            arch,
-            vgprs=vgprs,
-            agprs=min(registers - vgprs, limits.lane_registers),
-            lds=lds,
-            threads=waves * lanes,
-        ),
     )
 
 
