@@ -44,14 +44,27 @@ def test_16_bits_are_within_twice_the_error_of_plain_torch(generator) -> None:
 
 
 @needs_interpreter
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("fit", [0, 1, 2, 100])
-def test_heads_are_taken_in_sections(fit: int, generator, monkeypatch) -> None:
+def test_heads_are_taken_in_sections(fit: int, is_causal: bool, generator, monkeypatch) -> None:
     """However many heads' keys fit into the cache, each block is computed once."""
     monkeypatch.setattr(descriptors, "CACHED", fit * 2 * 50 * 16 * 4)
     leaves = draw(generator, batch=3, heads=6, kv_heads=3, q_len=70, k_len=50, dtype=torch.float32)
-    pattern = Pattern(scale=0.25, is_causal=True)
+    pattern = Pattern(scale=0.25, is_causal=is_causal)
     _, out, _ = exact(*leaves, pattern)
     assert error(run(leaves, pattern)[0], out) < 2e-6
+
+
+def test_a_causal_mask_gives_each_block_a_program(monkeypatch) -> None:
+    """Blocks of different lengths are dealt out by the GPU, equal ones by a fixed assignment."""
+    launched: list[int] = []
+    monkeypatch.setattr(
+        descriptors, "launch", lambda _, programs, *__, **___: launched.append(programs)
+    )
+    q = torch.zeros(2, 3, 70, 16)
+    for pattern in (Pattern(scale=1.0, is_causal=True), Pattern(scale=1.0)):
+        described_forward(q, q, q, q, q[..., 0], pattern=pattern, config=SMALL)
+    assert launched == [2 * 3 * 3, 4]
 
 
 def test_a_section_has_no_more_heads_than_there_are(monkeypatch) -> None:

@@ -43,13 +43,13 @@ def test_the_defaults_are_the_kernels() -> None:
     assert {(one.m, one.n) for one in configs.DESCRIBED.values()} == {(128, 128)}
 
 
-def test_three_ways_by_hand() -> None:
+def test_both_ways_by_hand() -> None:
     costs = [4, 3, 2, 1]
     assert busy_share(costs, 2, "fixed") == 10 / (2 * 6)  # 4 + 2 and 3 + 1
-    assert busy_share(costs, 2, "snake") == 1.0  # 4 + 1 and 3 + 2
+    assert busy_share(costs, 2, "next") == 1.0  # 4 + 1 and 3 + 2
     assert busy_share([1, 5, 1, 1, 1], 2, "next") == 9 / (2 * 5)
     assert busy_share([1, 5, 1, 1, 1], 2, "fixed") == 9 / (2 * 6)
-    for dealt in ("fixed", "snake", "next"):
+    for dealt in ("fixed", "next"):
         assert busy_share([3] * 7, 7, dealt) == 1.0
         assert busy_share([3] * 8, 7, dealt) == 8 / 14
 
@@ -61,7 +61,7 @@ def test_the_next_free_program_is_never_idle_while_blocks_wait(seed: int) -> Non
         costs = [draw.randint(1, 50) for _ in range(count)]
         last = sum(costs) / (programs * busy_share(costs, programs, "next"))
         assert last <= sum(costs) / programs + max(costs)
-        for dealt in ("fixed", "snake", "next"):
+        for dealt in ("fixed", "next"):
             assert 0 < busy_share(costs, programs, dealt) <= 1
 
 
@@ -71,9 +71,8 @@ def test_a_causal_mask_leaves_a_fixed_assignment_behind_the_other() -> None:
         costs = block_costs(
             Shape(batch=1, heads=heads, length=length, head_dim=128, is_causal=True)
         )
-        fixed, snake, free = (busy_share(costs, 132, how) for how in ("fixed", "snake", "next"))
+        fixed, free = (busy_share(costs, 132, how) for how in ("fixed", "next"))
         assert fixed < 0.87 and free > 0.96
-        assert (snake > fixed) == (length == 2048)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -2,9 +2,11 @@
 
 A descriptor holds the shape and strides of a tensor. The GPU's tensor memory accelerator (TMA)
 copies a whole tile by it, with zeros past the edge, so the loop over keys computes no address.
-The registers that this frees make room for tiles of 128 keys. A program stays on its multiprocessor
-and takes one block of queries after another, by a fixed assignment. Letters are those of `forward`,
-but D is the padded head dimension, since a descriptor knows the true one.
+The registers that this frees make room for tiles of 128 keys. Without a mask, a program stays on
+its multiprocessor and takes one block of queries after another, by a fixed assignment. Under a
+causal mask blocks take different times, so each gets a program of its own, and the GPU gives the
+next one to a multiprocessor that is free. Letters are those of `forward`, but D is the padded head
+dimension, since a descriptor knows the true one.
 """
 
 from typing import Any
@@ -30,8 +32,8 @@ def place(item, blocks, section, all_heads, LONGEST_FIRST: tl.constexpr):
     """Return the block of queries and the head, counted over the batch, of an item of work.
 
     A section of heads comes before the next, so that its keys stay in the L2 cache. Within it,
-    every head's longest block comes first. Program p takes items p, p + P, p + 2P and so on, so
-    the order doesn't even out the programs' work: see `traffic.busy_share`.
+    every head's longest block comes first. Of P programs, program p takes items p, p + P, p + 2P
+    and so on. That evens out the work of blocks that take the same time: see `traffic.busy_share`.
     """
     first = item // (section * blocks) * section
     count = tl.minimum(section, all_heads - first)
@@ -152,8 +154,11 @@ def described_forward(
     config = config or DESCRIBED[max(64, columns)]
     group, tiles = heads // kv_heads, triton.cdiv(q_len, config.m) * batch * heads
     fit = CACHED // (2 * k_len * columns * k.element_size())
+    causal = pattern.right is not None
     programs = 4  # for the interpreter
-    if q.is_cuda:
+    if causal:
+        programs = tiles
+    elif q.is_cuda:
         programs = torch.cuda.get_device_properties(q.device).multi_processor_count
 
     def described(x: Tensor, rows: int) -> Any:
@@ -177,6 +182,6 @@ def described_forward(
         shift=pattern.shift(q_len, k_len),
         scale2=LOG2E * pattern.scale,
         D=columns,
-        CAUSAL=pattern.right is not None,
+        CAUSAL=causal,
         **config.options(),
     )

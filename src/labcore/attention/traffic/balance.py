@@ -1,4 +1,4 @@
-"""The share of time in which the programs of a persistent kernel have a block to work on."""
+"""The share of time in which a GPU's multiprocessors have a block to work on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from labcore.checks import one_of, positive_int
 
 __all__ = ["Dealt", "block_costs", "busy_share"]
 
-Dealt = Literal["fixed", "snake", "next"]
+Dealt = Literal["fixed", "next"]
 
 
 def block_costs(
@@ -36,17 +36,16 @@ def busy_share(costs: list[int], programs: int, dealt: Dealt) -> float:
     """Return the work over the time of all programs until the last one ends.
 
     costs: the time of each block, in the order in which blocks are dealt out.
-    dealt: "fixed" gives block i to program i mod P, as our kernel does. "snake" does the same, but
-    every other round runs backward. "next" gives each block to the first program that is free, as
-    an atomic counter does.
+    dealt: "fixed" gives block i to program i mod P, as a persistent kernel does. "next" gives each
+    block to the first that is free, as a GPU does with programs of one block each. Our kernel is
+    persistent without a mask, and isn't under a causal one.
     """
-    one_of("dealt", dealt, ("fixed", "snake", "next"))
+    one_of("dealt", dealt, ("fixed", "next"))
     positive_int("programs", programs)
     loads = [0] * programs
     for at, cost in enumerate(costs):
         if dealt == "next":
             heapq.heapreplace(loads, loads[0] + cost)
         else:
-            turn, program = divmod(at, programs)
-            loads[-1 - program if dealt == "snake" and turn % 2 else program] += cost
+            loads[at % programs] += cost
     return sum(costs) / (programs * max(loads))
