@@ -6,7 +6,7 @@ import pytest
 
 from labcore import claims, records
 from labcore.claims import Measured
-from labcore.ui import recorded, takeaway, verdicts
+from labcore.ui import predict, recorded, takeaway, verdicts
 from labcore.ui.cards import BADGES
 
 
@@ -93,3 +93,12 @@ def test_a_takeaway_is_a_sentence() -> None:
     for empty in ("", " \n", None):
         with pytest.raises(ValueError, match="text must be a sentence"):
             takeaway(empty)  # type: ignore[arg-type]
+
+
+def test_a_takeaway_that_answers_a_question_is_folded_until_there_is_a_guess() -> None:
+    guess = predict("How many?")
+    folded = html(takeaway("Seven.", after=guess))
+    assert re.search("<details><summary>[^<]+</summary>Seven.</details>", folded)
+    guess.record(8)
+    for shown in (takeaway("Seven.", after=guess), takeaway("Seven.")):
+        assert "Seven." in html(shown) and "details" not in html(shown).partition("</style>")[2]
