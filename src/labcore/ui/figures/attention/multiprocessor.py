@@ -16,8 +16,8 @@ __all__ = ["FORMS", "MOMENTS", "machine"]
 
 FORMS = ("three lines", "ours, warps run ahead", "ours, warps take turns", "FA3's ping-pong")
 MOMENTS = 16
-# TFLOP/s on an H100 SXM at 16k tokens without a mask, by head dimension: FlashAttention-3's paper,
-# 2024, arXiv 2407.08608.
+# TFLOP/s on an H100 SXM in fp16 at 16k tokens without a mask, by head dimension: the preprint of
+# FlashAttention-3, July 2024, arXiv 2407.08608.
 PUBLISHED = {64: 497, 128: 648}
 _BINS = 64
 _ROWS = ("softmax B", "softmax A", "products B", "products A", "copies")  # from the bottom
