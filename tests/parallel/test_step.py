@@ -163,6 +163,24 @@ def test_operations_read_what_a_layer_gives_them(ranks: int, parallel_block: boo
         assert op.name not in chain or names == [chain[op.name]]
 
 
+def test_one_sum_adds_both_outputs_of_a_parallel_block_before_the_wire() -> None:
+    two, one = (
+        decode_step(SMALL, ranks=4, batch=3, parallel_block=True, one_sum=way)
+        for way in (False, True)
+    )
+    assert [len(named(ops, "all-reduce")) for ops in (two, one)] == [7, 4]  # of 3 layers
+    read = [[one[at - back].name for back in op.after if back <= at] for at, op in enumerate(one)]
+    reads = {op.name: names for op, names in zip(one, read, strict=True)}  # of the last layer
+    assert reads["down"] == ["silu", "o"] and reads["all-reduce"] == ["down"]
+    assert reads["gate, up"] == reads["qkv"] == ["norm"] and reads["norm"] == ["all-reduce"]
+    more = named(one, "down")[0].inputs - named(two, "down")[0].inputs
+    assert more == named(two, "o")[0].outputs
+    for name in ("qkv", "attention", "o", "silu"):
+        assert named(one, name) == named(two, name)
+    with pytest.raises(ValueError, match="one_sum needs parallel_block"):
+        decode_step(SMALL, ranks=2, one_sum=True)
+
+
 def test_kv_heads_fewer_than_ranks_are_copied() -> None:
     four, eight = (named(decode_step(SMALL, ranks=n), "qkv")[0] for n in (4, 8))
     # 2 of 8 query heads and one key and value head each, then one of each.

@@ -64,3 +64,10 @@ def test_words_escape_and_say_the_interval() -> None:
     assert "&lt;b&gt;" in drawn([Row(name="<b>", measured=one)])
     with pytest.raises(ValueError, match="at least one row"):
         drawn([])
+
+
+def test_only_a_number_with_an_interval_is_called_a_mean() -> None:
+    exact, spread = Measured.exactly(0.5), Measured(mean=0.5, low=0.4, high=0.6, n=3)
+    assert "<small>value</small>" in drawn([Row(name="x", measured=exact)], unit="ratio")
+    both = drawn([Row(name="x", measured=exact), Row(name="y", measured=spread)], unit="ms")
+    assert "<small>mean [95% interval], ms</small>" in both

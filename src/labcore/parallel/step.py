@@ -222,6 +222,7 @@ def decode_step(
     dtype_bytes: int = 2,
     micro_batches: int = 1,
     parallel_block: bool = False,
+    one_sum: bool = False,
 ) -> tuple[Kernel | Collective, ...]:
     """List what each of N ranks does for one token of each of B rows, in order.
 
@@ -239,7 +240,10 @@ def decode_step(
     goes as far as its next collective.
     parallel_block: attention and the MLP read the same norm, which is the only one of a layer. It
     isn't a Llama any more.
-    Raises ValueError with the name of a dimension that ranks or micro_batches doesn't divide.
+    one_sum: a parallel block's down adds attention's partial output to its own, so that one
+    all-reduce sums both (as in vLLM's Falcon).
+    Raises ValueError with the name of a dimension that ranks or micro_batches doesn't divide, and
+    for one_sum without parallel_block.
     """
     if positive_int("micro_batches", micro_batches) > 1:
         if batch % micro_batches:
@@ -248,9 +252,13 @@ def decode_step(
             )
         part = decode_step(
             config, ranks=ranks, batch=batch // micro_batches, context=context,
-            dtype_bytes=dtype_bytes, parallel_block=parallel_block,
+            dtype_bytes=dtype_bytes, parallel_block=parallel_block, one_sum=one_sum,
         )  # fmt: skip
         return _in_turns(part, micro_batches)
+    if one_sum and not parallel_block:
+        raise ValueError(
+            "one_sum needs parallel_block, because in a Llama's layer the MLP reads attention's sum"
+        )
     for name, value in (("ranks", ranks), ("batch", batch), ("context", context)):
         positive_int(name, value)
     size, width = positive_int("dtype_bytes", dtype_bytes), config.hidden_size
@@ -283,16 +291,19 @@ def decode_step(
         product("qkv", width, heads, bias=heads if config.qkv_bias else 0),
         _attention(batch, context, queries, keys, size),
         product("o", queries, width, bias=width if config.output_bias else 0),
-        *summed,
+        *(() if one_sum else summed),
     )
-    gate = product("gate, up", width, 2 * wide)
+    gate, down = product("gate, up", width, 2 * wide), product("down", wide, width)
     between: tuple[Kernel, ...] = (norm,)
     if parallel_block:
         # The MLP's start is as far from its norm as a norm is from the end of attention in the
         # previous layer.
         back = len(mixed) + 1
         norm, gate, between = replace(norm, after=(1, back)), replace(gate, after=(back,)), ()
-    fed = (gate, silu, product("down", wide, width), *summed)
+    if one_sum:
+        norm = replace(norm, after=(1,))
+        down = replace(down, inputs=down.inputs + hidden, after=(1, 3))  # silu, and attention's o
+    fed = (gate, silu, down, *summed)
     layer = (norm, *mixed, *between, *fed)
     return (
         Kernel(name="embedding", flops=0, inputs=hidden, outputs=hidden),

@@ -66,7 +66,9 @@ def drawn(rows: Sequence[Row], *, unit: str = "", rule: Rule | None = None) -> s
         f'<span class="tick" style="left:{place(tick):.1f}%">{number(tick)}</span>'
         for tick in ticks
     )
-    heading = "mean [95% interval]" + (f", {unit}" if unit and not _is_ratio(unit) else "")
+    spread = any(row.measured.low < row.measured.high for row in rows)
+    heading = "mean [95% interval]" if spread else "value"
+    heading += f", {unit}" if unit and not _is_ratio(unit) else ""
     judged = any(row.verdict for row in rows)
     body = "".join(_row(row, place) for row in rows)
     columns = '<col class="name"><col class="drawing"><col class="value">'

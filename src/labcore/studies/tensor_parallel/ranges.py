@@ -55,10 +55,11 @@ back, through that backend's C++ dispatcher to CUDA.
 WAYS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]] = {
     "two halves": ({"micro_batches": 2}, {}, {"forked": True}),
     "parallel block": ({"parallel_block": True}, {"parallel_block": True}, {"forked": True}),
+    "one sum": ({"parallel_block": True, "one_sum": True}, {"parallel_block": True}, {}),
     "four chunks": ({}, {}, {"overlap": 4}),
 }
-"""Ways to hide the wire: arguments of `decode_step`, those of what it is compared with on one
-stream, and arguments of `simulate_timeline`."""
+"""Ways to hide or save the wire: arguments of `decode_step`, those of what it is compared with on
+one stream, and arguments of `simulate_timeline`. "one sum" needs no fork: it drops a sum."""
 
 _TOGETHER, _CONTEXT = 8, 1024  # GPUs, and tokens of each row in the cache
 _FREE = Link(name="free", alpha=0.0, beta=0.0, source="a wire that takes no time")

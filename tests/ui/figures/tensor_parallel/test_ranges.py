@@ -45,10 +45,12 @@ def test_a_bar_holds_if_all_of_it_is_on_the_rules_side(above: bool, seed: int) -
     assert [ends[at][2] for at in (8, 9)] == ["explored, not judged"] * 2
     (shade,) = (one for one in figure.layout.shapes if one.type == "rect")
     assert shade.x0 == rule and (shade.x1 > rule) == above
-    names = figure.data[-1].y  # the rule's line stops before them
     lines = [one for one in figure.layout.shapes if one.type == "line"]
-    for at, (line, name) in enumerate(zip(lines, names, strict=True)):
-        assert line.x0 == line.x1 == rule and name + 0.2 < line.y0 < at < line.y1
+    labels = figure.layout.annotations
+    assert [one.text for one in labels] == [*judged, *explored]
+    for at, (line, label) in enumerate(zip(lines, labels, strict=True)):
+        assert (label.x, label.xref, label.xanchor) == (0, "paper", "left")  # always on the figure
+        assert line.x0 == line.x1 == rule and label.y + 0.2 < line.y0 < at < line.y1
     assert len(figure.layout.title.text) <= LETTERS_OF_A_PHONE
 
 

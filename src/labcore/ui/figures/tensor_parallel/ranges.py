@@ -62,11 +62,6 @@ def ranges_view(
         for at in here:
             name, one, _ = rows[at]
             words.append(f"{name}: {one.low:.2f} to {one.high:.2f}, {kind}")
-    traces.append({
-        "type": "scatter", "x": [left] * len(rows), "y": [at - 0.38 for at in range(len(rows))],
-        "mode": "text", "text": [name for name, _, _ in rows], "textposition": "middle right",
-        "showlegend": False, "hoverinfo": "skip", "cliponaxis": False,
-    })  # fmt: skip
     figure = go.Figure(traces, {
         "title": f"the rule: at {'least' if above else 'most'} {rule:g}",
         "xaxis": axis,
@@ -78,8 +73,12 @@ def ranges_view(
         "margin": {"r": 28},  # room for half of "100%"
         "legend": {"xref": "container"},
     })  # fmt: skip
-    for at in range(len(rows)):  # beside the bars alone, so that it doesn't cross their names
-        figure.add_shape(
+    for at, (name, _, _) in enumerate(rows):
+        figure.add_annotation(  # not a point at the axis's end, which rounding may put outside
+            x=0, xref="paper", y=at - 0.38, text=name, showarrow=False, xanchor="left",
+            yanchor="middle",
+        )  # fmt: skip
+        figure.add_shape(  # beside the bar alone, so that it doesn't cross the name
             type="line", x0=rule, x1=rule, y0=at - 0.15, y1=at + 0.35, line=_RULE, layer="below"
         )  # fmt: skip
     edge = 1.0 if above else left
