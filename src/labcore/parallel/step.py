@@ -241,7 +241,8 @@ def decode_step(
     parallel_block: attention and the MLP read the same norm, which is the only one of a layer. It
     isn't a Llama any more.
     one_sum: a parallel block's down adds attention's partial output to its own, so that one
-    all-reduce sums both (as in vLLM's Falcon).
+    all-reduce sums both (as in vLLM's Falcon). Reading that output isn't counted, neither here nor
+    in the norm of a block with two sums.
     Raises ValueError with the name of a dimension that ranks or micro_batches doesn't divide, and
     for one_sum without parallel_block.
     """
@@ -302,7 +303,7 @@ def decode_step(
         norm, gate, between = replace(norm, after=(1, back)), replace(gate, after=(back,)), ()
     if one_sum:
         norm = replace(norm, after=(1,))
-        down = replace(down, inputs=down.inputs + hidden, after=(1, 3))  # silu, and attention's o
+        down = replace(down, after=(1, 3))  # silu, and attention's o
     fed = (gate, silu, down, *summed)
     layer = (norm, *mixed, *between, *fed)
     return (
