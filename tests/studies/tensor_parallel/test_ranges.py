@@ -141,7 +141,7 @@ def test_published_latencies_decide_two_settings_and_change_no_other_verdict() -
 
 
 def test_a_graph_launched_node_by_node_costs_more_than_it_saves() -> None:
-    """The chapter says so of a published microsecond per node, and of a 7B step on bare launches."""
+    """The chapter says so of a 7B step on bare launches, at a published microsecond per node."""
     ops = decode_step(MODELS["7B"], ranks=8)
     for reach, base in itertools.product((0.5, 1), (0, 2)):
         gpu, links = machine(reach, base, "NVLink 4")
