@@ -108,8 +108,9 @@ def compare_tokens(
 
     launch: as in `simulate_timeline`. base: as in `protocol_links`, of metaseq's all-reduces.
     metaseq sums with NCCL. gpt-fast uses its own one-shot and two-shot kernels instead of NCCL
-    (ENABLE_INTRA_NODE_COMM=1); two_shot over `LINKS` stands in for them. Both ran more kernels
-    than the fused ones of `decode_step`.
+    (ENABLE_INTRA_NODE_COMM=1); two_shot over `LINKS` stands in for them, although its GPUs form a
+    hybrid cube mesh, without links between all pairs. Both ran more kernels than the fused ones of
+    `decode_step`.
     """
     gpu, found = GPUS["A100 SXM"], []
     links = protocol_links("NVLink 3", base=base)
