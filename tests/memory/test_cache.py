@@ -63,6 +63,10 @@ def test_the_room_is_what_weights_and_a_step_leave(weights: str) -> None:
         with torch.device("meta"):
             model = Llama(LLAMA_3_8B)
         assert room.weights == 2 * sum(x.numel() for x in model.parameters())
+    if weights == "int4":  # AWQ's layout, by hand: eight codes a word, per 128 an fp16 and 4 bits
+        layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+        codes = 32 * (layer // 2 + layer // 128 * 5 // 2)
+        assert room.weights == codes + 2 * (2 * 128256 * 4096 + 65 * 4096)
     four = serving_room(LLAMA_3_8B, 80 * 10**9, context=8000, weights=weights, devices=4)
     assert four.weights == -(-room.weights // 4) and four.request < room.request
 

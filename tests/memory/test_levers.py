@@ -8,12 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labcore.attention.traffic import GPUS
 from labcore.memory import estimate, set_checkpointing
-from labcore.memory.levers import CAUSES, CHUNK, MAIN, Card, Levers, plan
+from labcore.memory.levers import CAUSES, CHUNK, Card, Levers, plan
 from labcore.memory.model import CONFIG, batches, fresh
 from labcore.models import Llama, next_token_loss
 from tests.memory.steps import adapt, config, drawn
 
-CARD = Card(gpu=GPUS["A100"], fp32=19.5e12, link=300e9, network=50e9, host=32e9)
+CARD = Card(gpu=GPUS["A100"], fp32=19.5e12, link=300e9, network=50e9, host=32e9, main=400e9)
 
 
 def levers_of_chance(chance: random.Random) -> Levers:
@@ -48,10 +48,10 @@ def test_the_bytes_are_the_estimate_s_and_the_seconds_have_their_causes(seed: in
         assert (found.seconds["recomputed"] == 0) == (levers.checkpointing is None)
         # A card twice as fast in everything needs half the time.
         gpu = replace(CARD.gpu, matmul=2 * CARD.gpu.matmul, bandwidth=2 * CARD.gpu.bandwidth)
-        rates = {name: 2 * getattr(CARD, name) for name in ("fp32", "link", "network", "host")}
-        on_cpu = found.seconds["optimizer step"] * levers.offload
+        links = ("fp32", "link", "network", "host", "main")
+        rates = {name: 2 * getattr(CARD, name) for name in links}
         faster = plan(shape, Card(gpu=gpu, **rates), levers, **told)
-        assert faster.step == pytest.approx((found.step + on_cpu) / 2)
+        assert faster.step == pytest.approx(found.step / 2)
 
 
 def test_the_products_are_six_flops_a_weight_and_token() -> None:
@@ -94,7 +94,8 @@ def test_what_a_step_moves_is_counted_by_hand() -> None:
     # Offloaded: gradients down, weights up, and the step in main memory, which 8 GPUs share.
     assert seconds("PCIe", offload=True) == pytest.approx(2 * 4 * weights / 32e9)
     assert seconds("PCIe", 4, offload=True, zero_stage=1) == pytest.approx(2 * weights / 32e9)
-    on_cpu = (12 * weights + 2 * state) / MAIN
+    assert seconds("PCIe", offload=True, parts=4) == pytest.approx(5 * 4 * weights / 32e9)
+    on_cpu = (12 * weights + 2 * state) / 400e9
     for devices, stage, times in ((1, 0, 1), (4, 0, 4), (4, 1, 1), (16, 1, 1 / 2)):
         found = seconds("optimizer step", devices, offload=True, zero_stage=stage)
         assert found == pytest.approx(times * on_cpu)

@@ -19,7 +19,9 @@ def step_in_backward(
     optimizer: makes the optimizer of one parameter. With an optimizer whose update of a parameter
     depends on no other parameter, the numbers equal those of the usual loop. Nothing that needs all
     gradients at once can work: clipping by the global norm, gradients added up over several
-    backwards, a loss scaler that skips steps.
+    backwards, a loss scaler that skips steps. Nor can several replicas: under
+    DistributedDataParallel the hook sees the gradient before it's averaged, no error is raised, and
+    the replicas drift apart.
     Returns the optimizers, for schedules and checkpoints, and the hooks, whose `remove()` ends it.
     Raises ValueError for a model without trainable parameters.
     Source: torch's tutorial "How to save memory by fusing the optimizer step into the backward

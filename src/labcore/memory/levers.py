@@ -14,7 +14,7 @@ sheet, as if nothing overlapped:
   An AdamW that isn't fused reads or writes an array as large as the weights 20 times, by the
   operations in torch's `_multi_tensor_adamw`; the others count as if they were fused. Offloaded,
   the step runs on the CPU, fused, at the bandwidth of main memory, which a server's GPUs share.
-- PCIe: what ZeRO-Offload moves, gradients down and then updated weights up.
+- PCIe: what ZeRO-Offload moves, each part's gradients down, and updated weights up once.
 - collectives: rings over the links of a server of 8 GPUs, or over the network beyond. A gradient's
   all-reduce, or its reduce-scatter and the gathering of weights, moves (N - 1) / N of the tensor
   once or twice. FSDP2 gathers and reduces for each part of a batch, once at stage 2 and with a
@@ -41,7 +41,6 @@ __all__ = ["CAUSES", "CHUNK", "Card", "Levers", "Plan", "elementwise_bytes", "pl
 CAUSES = ("products", "recomputed", "optimizer step", "PCIe", "collectives")
 CHUNK = 1024  # tokens whose logits exist at a time, with the lever `no_logits`
 SERVER = 8  # GPUs
-MAIN = 2 * 8 * 38.4e9  # bytes/s of main memory: two sockets, 8 channels of DDR5-4800 (DGX H100)
 PASSES = 20  # over the weights, in an AdamW step that isn't fused
 
 
@@ -50,7 +49,7 @@ class Card:
     """A GPU and its links, in bytes/s and one way.
 
     fp32: FLOP/s without tensor cores. link: to the GPUs of its server; network: to those of others;
-    host: to main memory.
+    host: to main memory, whose own rate is `main`.
     """
 
     gpu: Gpu
@@ -58,6 +57,7 @@ class Card:
     link: float
     network: float
     host: float
+    main: float
 
     def rate(self, dtype: str) -> float:
         """Return the peak FLOP/s of products in a dtype; float32 runs without tensor cores."""
@@ -167,7 +167,7 @@ def plan(
         moved = PASSES * part.trained
     stepping = moved / card.gpu.bandwidth
     if levers.offload:
-        stepping = moved * min(devices, SERVER) / MAIN
+        stepping = moved * min(devices, SERVER) / card.main
     sent = part.trained * 2
     if levers.zero_stage >= 2:
         sent = levers.parts * (part.trained + (levers.zero_stage - 1) * part.weights)
@@ -177,7 +177,7 @@ def plan(
             "products": work / rate,
             "recomputed": recomputed,
             "optimizer step": own * stepping,
-            "PCIe": own * 2 * part.trained / card.host if levers.offload else 0.0,
+            "PCIe": own * (levers.parts + 1) * part.trained / card.host if levers.offload else 0.0,
             "collectives": sent
             * (devices - 1)
             / devices

@@ -23,18 +23,19 @@ window.labcoreFormulas = (function () {
 
   // labcore.memory.estimate for one GPU of `devices`: the parts of the fullest point of a moment,
   // in the order of the bars. own: of one model and dtype. way: rows and tokens of a forward,
-  // checkpointing, optimizer state and its step's workspace, stage, devices, and whether gradients
-  // of earlier parts of the batch exist.
+  // checkpointing, optimizer state and its step's workspace, stage, devices, whether gradients of
+  // earlier parts of the batch exist, and whether each goes to main memory once it's complete.
   function fullest(own, way, moment) {
     var stage = way.stage, devices = way.devices, tokens = way.rows * way.length;
     var points = moment === "step"
-      ? [[0, 0, 0, 0, own.trained, 8 * way.rows, 8, way.workspace, 0]]
+      ? [[0, 0, 0, 0, own.trained, own.trained, 8 * way.rows, 8, way.workspace, 0]]
       : own.points[way.checkpointing][moment];
     var found = points.map(function (point) {
-      var activations = point[5] + tokens * point[6], workspace = point[7] + tokens * point[8];
+      var activations = point[6] + tokens * point[7], workspace = point[8] + tokens * point[9];
       var weights = own.weights, gradients = point[4], done = point[0];
       if (moment === "step" && stage >= 1) workspace /= devices;
-      var all = way.earlier || (stage < 2 && devices > 1);
+      var gone = way.offload ? point[5] : done * own.reduced;
+      var all = !way.offload && (way.earlier || (stage < 2 && devices > 1));
       if (stage >= 2 && moment !== "step") {
         var ahead = own.layers - done, outer = weights - own.layers * own.unit;
         var gathered = Math.min(ahead, stage === 2 ? point[2] : point[1]);
@@ -44,8 +45,10 @@ window.labcoreFormulas = (function () {
           gathered = Math.min(ahead, 2);
           copied = 0;
         }
-        workspace += gradients - done * own.reduced + outer + own.unit * (gathered + copied);
-        gradients = all ? own.trained : done * own.reduced;
+        workspace += gradients - gone + outer + own.unit * (gathered + copied);
+        gradients = way.offload ? 0 : all ? own.trained : gone;
+      } else if (way.offload) {
+        gradients -= gone;
       } else if (all) {
         gradients = own.trained;
       }
@@ -200,7 +203,8 @@ window.labcoreFormulas = (function () {
           rows: Math.ceil(values.rows / way.parts), length: values.length,
           checkpointing: way.checkpointing, state: way.offload ? 0 : optimizer.state,
           workspace: way.offload ? 0 : way.fused ? optimizer.fused : optimizer.workspace,
-          stage: way.zero_stage, devices: values.devices, earlier: way.parts > 1
+          stage: way.zero_stage, devices: values.devices, earlier: way.parts > 1,
+          offload: way.offload
         }));
         var adapters = way.adapters ? work.adapters : 0;
         var stack = 2 * tokens * (work.matrices + adapters);
@@ -216,10 +220,10 @@ window.labcoreFormulas = (function () {
             ? (stack + attention - (way.adapters ? 0 : 2 * tokens * work.down)) / rate
             : way.checkpointing === "selective"
               ? tokens * work.elementwise[way.dtype] / card.bandwidth : 0,
-          share * (way.offload ? once * Math.min(values.devices, data.server) / data.main
+          share * (way.offload ? once * Math.min(values.devices, data.server) / card.main
             : (way.optimizer === "adamw" && !way.fused ? data.passes * own.trained : once)
               / card.bandwidth),
-          way.offload ? share * 2 * own.trained / card.host : 0,
+          way.offload ? share * (way.parts + 1) * own.trained / card.host : 0,
           sent * (values.devices - 1) / values.devices /
             (values.devices <= data.server ? card.link : Math.min(card.link, card.network))
         ]);

@@ -27,6 +27,7 @@ class Held:
     activations: float
     layer: int = 0
     gradients: float = 0.0
+    sent: float = 0.0  # of the gradients: those that offload has moved away by then
     workspace: float = 0.0
     done: int = 0  # layers whose backward is over
     gathered: int = 2  # layers whose weights FSDP2 has gathered: this one and the next
@@ -124,9 +125,16 @@ def backward(part: Part, whole: bool = True) -> Iterator[Held]:
             place="embedding",
             activations=part.ids,
             gradients=part.trained,
+            sent=_sent_head(part, head) + part.layers * part.gradients(),
             workspace=workspace,
             done=part.layers,
         )
+
+
+def _sent_head(part: Part, head: int) -> int:
+    """Return what of the head's gradients is complete before the layers: a tied table's isn't."""
+    tied = part.config.tie_word_embeddings and part.embedding
+    return head and head - tied * part.table * part.wide
 
 
 def _stack_backward(part: Part, head: int, whole: bool) -> Iterator[Held]:
@@ -148,11 +156,13 @@ def _stack_backward(part: Part, head: int, whole: bool) -> Iterator[Held]:
             layer = number * segments[0] + within + 1
             done = part.layers - layer
             gradients = head + done * part.gradients()
+            sent = _sent_head(part, head) + done * part.gradients()
             below = begins - (segments[number] - 1 - within) * part.layer
             yield Held(
                 place="MLP",
                 activations=below - product,
                 gradients=gradients + part.gradients("down_proj."),
+                sent=sent,
                 workspace=part.stream + 3 * part.row,
                 done=done,
                 layer=layer,
@@ -161,6 +171,7 @@ def _stack_backward(part: Part, head: int, whole: bool) -> Iterator[Held]:
                 place="second norm",
                 activations=below - freed,
                 gradients=gradients + part.gradients("mlp."),
+                sent=sent,
                 workspace=5 * width + wider,
                 done=done,
                 layer=layer,
@@ -169,6 +180,7 @@ def _stack_backward(part: Part, head: int, whole: bool) -> Iterator[Held]:
                 place="first norm",
                 activations=below - part.layer - apart + width,
                 gradients=gradients + part.gradients(),
+                sent=sent,
                 workspace=5 * width,
                 done=done,
                 layer=layer,
@@ -180,4 +192,10 @@ def step(part: Part) -> Iterator[Held]:
     workspace = 0
     if not part.fused and not part.offload:  # offloaded, the CPU computes it
         workspace = step_bytes(part.optimizer, part.sizes, part.wide, gpu=part.gpu)
-    yield Held(place="optimizer", activations=part.ids, gradients=part.trained, workspace=workspace)
+    yield Held(
+        place="optimizer",
+        activations=part.ids,
+        gradients=part.trained,
+        sent=part.trained,
+        workspace=workspace,
+    )

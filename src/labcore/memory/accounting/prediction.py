@@ -48,8 +48,9 @@ class Settings:
     fused: whether the optimizer's step is one kernel that keeps no temporaries, as torch's
     `fused=True`, which AdamW and SGD have also on a CPU.
     chunk: tokens whose logits `linear_cross_entropy` has at a time; None for all logits at once.
-    offload: keep the optimizer state in main memory, where the CPU steps. Gradients count until the
-    step, though ZeRO-Offload drops each one once it was sent.
+    offload: keep the optimizer state in main memory, where the CPU steps. Gradients leave the GPU
+    with their layer's backward, as in ZeRO-Offload; a tied head's wait for the embedding's. Weights
+    stay.
     rank: of LoRA's adapters beside each matrix of the layers, which alone are trained; 0 trains all
     weights. A first layer keeps less than the others then, which isn't counted.
     device: "cpu" matches measurements by `Meter`; "gpu" follows torch's sources. There, flash
@@ -57,7 +58,8 @@ class Settings:
     works on all weights at once, so AdamW's holds one more copy of them.
     Raises ValueError or TypeError for settings that are invalid or don't fit together.
     Sources: Rajbhandari et al., 2019, arXiv 1910.02054 (stages, 16 bytes); Korthikanti et al.,
-    2022, arXiv 2205.05198 (what tensor and pipeline parallelism divide).
+    2022, arXiv 2205.05198 (what tensor and pipeline parallelism divide); Ren et al., 2021, arXiv
+    2101.06840 (offload).
     """
 
     batch: int
@@ -229,11 +231,13 @@ def _exact(part: Part, held: Held, moment: str, stage: int, devices: int) -> Bre
 
     DistributedDataParallel (stages 0 and 1) reserves room for all gradients from its first step.
     FSDP2's units are the layers, plus one for everything else, which stays gathered until the end
-    of the backward.
+    of the backward. With offload, only gradients of the layer at work are here.
     """
     weights, gradients, state = float(part.weights), held.gradients, float(part.state)
     workspace = held.workspace
-    if part.earlier or (stage < 2 and devices > 1):
+    if part.offload:
+        gradients -= held.sent
+    elif part.earlier or (stage < 2 and devices > 1):
         gradients = part.trained
     if stage >= 1:
         state /= devices
@@ -241,9 +245,10 @@ def _exact(part: Part, held: Held, moment: str, stage: int, devices: int) -> Bre
         weights, gradients = weights / devices, gradients / devices
     elif stage >= 2:
         ahead = part.layers - held.done
-        reduced = held.done * part.gradients()
+        reduced = held.sent if part.offload else held.done * part.gradients()
         workspace += held.gradients - reduced  # a unit's are whole until they're reduced
-        gradients = (part.trained if part.earlier else reduced) / devices
+        kept = part.trained if part.earlier else reduced
+        gradients = 0 if part.offload else kept / devices
         outer = part.weights - part.layers * part.unit
         reached = part.layers if held.reached is None else held.reached
         gathered = min(ahead, reached if stage == 2 else held.gathered)

@@ -80,16 +80,22 @@ CARDS = {
         fp32=fp32,
         link=LINKS[link].bandwidth,
         host=LINKS[host].bandwidth,
-        network=LINKS["InfiniBand 400 Gb/s"].bandwidth,
+        network=network * 1e9 / 8,
+        main=channels * transfers * 8e6,
     )
-    for name, fp32, link, host in (
-        ("RTX 4090", 82.6e12, "PCIe 4.0 x16", "PCIe 4.0 x16"),
-        ("A100", 19.5e12, "NVLink 3", "PCIe 4.0 x16"),
-        ("H100", 67e12, "NVLink 4", "PCIe 5.0 x16"),
-        ("H200", 67e12, "NVLink 4", "PCIe 5.0 x16"),
+    for name, fp32, link, host, network, channels, transfers in (
+        ("RTX 4090", 82.6e12, "PCIe 4.0 x16", "PCIe 4.0 x16", 200, 2, 5600),
+        ("A100", 19.5e12, "NVLink 3", "PCIe 4.0 x16", 200, 16, 3200),
+        ("H100", 67e12, "NVLink 4", "PCIe 5.0 x16", 400, 16, 4800),
+        ("H200", 67e12, "NVLink 4", "PCIe 5.0 x16", 400, 16, 4800),
     )
 }
-"""Cards with their links, by the data sheets that `GPUS` and `LINKS` name."""
+"""Cards with their links, by the data sheets that `GPUS` and `LINKS` name.
+
+The servers are DGX A100, H100 and H200: Gb/s of the network per GPU, then channels of main memory,
+8 per socket, and millions of transfers of 8 bytes per second. The RTX 4090 is in a desktop with two
+channels of DDR5-5600, and has the network of the A100.
+"""
 
 
 def in_bytes(count: float) -> str:

@@ -13,7 +13,6 @@ from labcore.memory.accounting.prediction import Settings
 from labcore.memory.levers import (
     CAUSES,
     CHUNK,
-    MAIN,
     PASSES,
     SERVER,
     Levers,
@@ -216,7 +215,7 @@ def _levers_data() -> dict[str, Any]:
     cards = {
         name: {
             "memory": card.gpu.memory, "bandwidth": card.gpu.bandwidth, "link": card.link,
-            "network": card.network, "host": card.host,
+            "network": card.network, "host": card.host, "main": card.main,
             "rates": {dtype: card.rate(dtype) for dtype in DTYPES},
         }
         for name, card in CARDS.items()
@@ -228,7 +227,6 @@ def _levers_data() -> dict[str, Any]:
         "names": {"dtype": PRECISIONS, "optimizer": OPTIMIZERS},
         "passes": PASSES,
         "server": SERVER,
-        "main": MAIN,
         "cut": CUT,
     }
 

@@ -134,19 +134,20 @@ def film_table() -> dict[str, Any]:
     return table
 
 
-def _totals(rows: Any, part: Part, moment: str, *, stage: int, devices: int) -> Any:
+def _totals(rows: Any, part: Part, moment: str, *, stage: int, devices: int, offload: bool) -> Any:
     """Return each row's bytes, but for what all rows share: float64 [rows, _TOKENS]."""
-    done, gathered, reached, first, gradients, *held = rows.T[..., None]
+    done, gathered, reached, first, gradients, sent, *held = rows.T[..., None]
     total = held[0] + held[2] + np.array(_TOKENS) * (held[1] + held[3])
     if stage < 2:
-        return total + (0 if devices > 1 else gradients)
+        return total + (gradients - sent if offload else 0 if devices > 1 else gradients)
     ahead = part.layers - done
     copied = (done > 0) | ((moment == "forward") & (stage == 2) & (gathered > 0))
     units = np.where(first, 2, reached if stage == 2 else gathered)
     units = np.minimum(ahead, units) + (copied & (first == 0))
     outer = (part.weights - part.layers * part.unit) * (1 + first)
-    reduced = done * part.gradients()
-    return total + gradients - reduced + outer + part.unit * units + reduced / devices
+    reduced = sent if offload else done * part.gradients()
+    kept = 0 if offload else reduced / devices
+    return total + gradients - reduced + outer + part.unit * units + kept
 
 
 def _summits(
@@ -157,15 +158,17 @@ def _summits(
     listed = [
         [
             at.done, at.gathered, part.layers if at.reached is None else at.reached,
-            int(at.first), round(at.gradients), *kept, *work,
+            int(at.first), round(at.gradients), round(at.sent), *kept, *work,
         ]
         for at, kept, work in _pairs(model, dtype, checkpointing, moment, False, **settings)
     ]  # fmt: skip
     rows = np.array(listed, dtype=np.float64)
     highest = {
         int(at)
-        for stage, devices in itertools.product((0, 2, 3), _DEVICES)
-        for at in _totals(rows, part, moment, stage=stage, devices=devices).argmax(0)
+        for stage, devices, offload in itertools.product((0, 2, 3), _DEVICES, (False, True))
+        for at in _totals(rows, part, moment, stage=stage, devices=devices, offload=offload).argmax(
+            0
+        )
     }
     return [listed[at] for at in sorted(highest)]
 
@@ -189,8 +192,9 @@ def _peaks(model: str, dtype: str, ways: Iterable[str], **settings: Any) -> dict
 def peak_table(ways: Iterable[str] = CHECKPOINTING, **settings: Any) -> dict[str, Any]:
     """Return what `estimate` needs by model, dtype and checkpointing, on any number of GPUs.
 
-    A row is the layers done, gathered and reached, whether it's the first, gradients, activations
-    and workspace as constant and per token. ways: keys of CHECKPOINTING. settings: of `Settings`.
+    A row is the layers done, gathered and reached, whether it's the first, gradients, those sent
+    with offload, activations and workspace as constant and per token. ways: keys of CHECKPOINTING.
+    settings: of `Settings`.
     """
     return {
         model: {dtype: _peaks(model, dtype, ways, **settings) for dtype in DTYPES}
