@@ -1,5 +1,6 @@
 """The chapter's figures show the bytes that they are given or that `estimate` says, and say so."""
 
+import functools
 import random
 
 import plotly.graph_objects as go
@@ -266,8 +267,13 @@ def test_a_table_has_predictions_measurements_and_what_was_recorded() -> None:
     stages = figures.price("pipeline", "1f1b, stage 0", "1f1b, stage 1")
     assert [row[0] for row in stages.rows] == ["1F1B, stage 0", "1F1B, stage 1"]
     assert stages.rows[0][4] == stages.rows[1][4] != ""  # both stages have the pipeline's time
-    short = figures.summary({"checkpointing": ("every 1",), "quantization": ("int8",)})
-    assert short.rows[0][:4] == price.rows[0][:4]
-    assert short.rows[0][4] == price.rows[0][5].partition(" [")[0] and len(short.rows[0]) == 5
+    short = figures.summary(
+        {"optimizers": {"SM3": {"optimizer": "sm3"}}, "quantization": {"int8": None}}
+    )
+    sm3 = figures.price("optimizers", "SM3").rows[0]
+    seven = functools.partial(estimate, figures.MODELS["7B"], batch=1, length=4096, device="gpu")
+    share = seven(optimizer="sm3").total / seven().total
+    assert short.rows[0] == [sm3[0], *sm3[2:4], f"{share:.3f}", sm3[5].partition(" [")[0]]
+    assert short.rows[1][3] == ""
     with pytest.raises(KeyError):
         figures.price("checkpointing", "every 9")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Mapping
+from typing import Any
 
 from labcore import records
 from labcore.claims import Measured
+from labcore.memory import estimate
 from labcore.records import Record
+from labcore.ui.figures.memory.choices import MODELS
 from labcore.ui.intervals import number
 from labcore.ui.tables import Table, table
 
@@ -55,14 +59,20 @@ def price(method: str, *keys: str, note: str = "") -> Table:
     return table(_COLUMNS, rows, note=f"{note} {said}{records.provenance(first)}.".strip())
 
 
-def summary(methods: Mapping[str, Sequence[str]], *, note: str = "") -> Table:
-    """Tabulate bytes and mean losses of several methods: {method: keys} as for `price`."""
+def summary(methods: Mapping[str, Mapping[str, Mapping[str, Any] | None]]) -> Table:
+    """Tabulate bytes and mean losses of several methods: {method: {key: settings}}.
+
+    method, key: as for `price`. settings: of `estimate`, for the share that the method leaves of a
+    7B's peak on a GPU; None if `estimate` doesn't count it.
+    """
+    large = functools.partial(estimate, MODELS["7B"], batch=4, length=1024, device="gpu")
     rows = []
     for method, keys in methods.items():
-        for key in keys:
-            *sizes, _, loss = _row(f"bytes/{method}", f"price/{method}", key)
-            rows.append([*sizes, loss.partition(" [")[0]])
-    return table((*_COLUMNS[:4], _COLUMNS[5]), rows, note=note)
+        for key, settings in keys.items():
+            name, _, *sizes, _, loss = _row(f"bytes/{method}", f"price/{method}", key)
+            over = "" if settings is None else f"{large(**settings).total / large().total:.3f}"
+            rows.append([name, *sizes, over, loss.partition(" [")[0]])
+    return table(("", *_COLUMNS[2:4], "7B: bytes / plain", _COLUMNS[5]), rows)
 
 
 def _row(sizes: str, prices: str, key: str) -> list[str]:
