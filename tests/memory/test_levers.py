@@ -17,6 +17,7 @@ CARD = Card(gpu=GPUS["A100"], fp32=19.5e12, link=300e9, network=50e9, host=32e9,
 
 
 def levers_of_chance(chance: random.Random) -> Levers:
+    rank = chance.choice([0, 3])
     return Levers(
         dtype=chance.choice(["float32", "mixed", "bfloat16"]),
         optimizer=chance.choice(["adamw", "adamw8bit", "lion", "adafactor", "sm3"]),
@@ -26,7 +27,8 @@ def levers_of_chance(chance: random.Random) -> Levers:
         no_logits=chance.random() < 0.5,
         zero_stage=chance.randint(0, 3),
         offload=chance.random() < 0.5,
-        rank=chance.choice([0, 3]),
+        rank=rank,
+        bits=chance.choice([0, 4.5]) if rank else 0,
     )
 
 

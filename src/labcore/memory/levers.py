@@ -20,7 +20,7 @@ sheet, as if nothing overlapped:
   once or twice. FSDP2 gathers and reduces for each part of a batch, once at stage 2 and with a
   second gathering at stage 3.
 
-No kernel's launch, no wait for data and no fragmented memory is counted.
+No kernel's launch, no dequantization, no wait for data and no fragmented memory is counted.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Levers:
     zero_stage: int = 0
     offload: bool = False
     rank: int = 0
+    bits: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +136,7 @@ def plan(
         "data_parallel": positive_int("devices", devices),
         "offload": levers.offload,
         "rank": levers.rank,
+        "bits": levers.bits,
         "device": "gpu",
     }
     held = estimate(config, **settings)

@@ -174,18 +174,20 @@ window.labcoreFormulas = (function () {
     // labcore.memory.levers.plan after each lever.
     memoryLevers: function (values, data, frame) {
       var plain = {dtype: "float32", optimizer: "adamw", fused: false, checkpointing: "none",
-        parts: 1, no_logits: false, zero_stage: 0, offload: false, adapters: false};
+        parts: 1, no_logits: false, zero_stage: 0, offload: false, adapters: false, coded: false};
       var parts = Math.min(values.parts, values.rows), card = data.cards[values.card];
       var names = {
         dtype: data.names.dtype[values.dtype], optimizer: data.names.optimizer[values.optimizer],
         fused: "fused step",
         checkpointing: values.checkpointing === "selective" ? "selective" : "recompute",
         parts: parts + " parts", no_logits: "no logits", zero_stage: "ZeRO " + values.zero_stage,
-        offload: "offload", adapters: "LoRA"
+        offload: "offload", adapters: "LoRA", coded: "4-bit base"
       };
       var labels = ["plain"], ways = [plain];
       Object.keys(names).forEach(function (lever) {
-        var value = lever === "parts" ? parts : values[lever];
+        var value = {parts: parts, adapters: values.adapters !== "none",
+          coded: values.adapters === "QLoRA"}[lever];
+        if (value === undefined) value = values[lever];
         if (value === plain[lever]) return;
         var now = Object.assign({}, ways[ways.length - 1]);
         now[lever] = value;
@@ -196,7 +198,7 @@ window.labcoreFormulas = (function () {
       var attention = values.rows * work.pair * values.length * (values.length + 1) / 2;
       var held = [], times = [];
       ways.forEach(function (way) {
-        var kind = (way.no_logits ? 1 : 0) + " " + (way.adapters ? 1 : 0);
+        var kind = (way.no_logits ? 1 : 0) + " " + (way.coded ? 2 : way.adapters ? 1 : 0);
         var own = data.kinds[kind][values.model][way.dtype];
         var optimizer = own.optimizers[way.optimizer];
         held.push(peak(own, {

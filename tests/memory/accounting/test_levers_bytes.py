@@ -16,8 +16,9 @@ from labcore.memory import (
     set_checkpointing,
 )
 from labcore.memory.accumulation import split_rows
+from labcore.memory.quantize import QuantizedLinear, Scheme
 from labcore.models import Llama, LlamaConfig
-from tests.memory.steps import adapt, config, model, train_step
+from tests.memory.steps import Adapted, adapt, config, model, train_step
 
 SHAPES = ["grouped", "biased"]
 
@@ -114,6 +115,35 @@ def test_adapters_alone_have_gradients_and_state(name, dtype, checkpointing) -> 
         saw = meter.peak if moment == "peak" else meter.phases[moment]
         guess = estimate(shape, moment=moment, **told)
         assert guess.total == pytest.approx(saw.total, rel=0.1), moment
+
+
+@pytest.mark.parametrize("checkpointing", [None, 1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["grouped", "tied"])
+def test_a_coded_base_takes_its_bits_and_one_matrix_of_workspace(name, dtype, checkpointing):
+    shape, rank = config(name), 3
+    llama = model(shape, dtype)
+    adapt(llama, rank)
+    for module in llama.modules():
+        if isinstance(module, Adapted):  # 4 + 32 / 16 bits
+            module.frozen = QuantizedLinear(module.frozen, Scheme(bits=4, group_size=16))
+    trained = [p for p in llama.parameters() if p.requires_grad]
+    set_checkpointing(llama, checkpointing)
+    optimizer = torch.optim.AdamW(trained)
+    tokens = torch.randint(8, (3, 302))
+    with Meter(llama, optimizer) as meter:
+        for _ in range(2):
+            train_step(llama, optimizer, tokens)
+    told = {"batch": 3, "length": 301, "dtype": dtype, "checkpointing": checkpointing}
+    told |= {"rank": rank, "bits": 6.0}
+    step = estimate(shape, moment="step", **told)
+    for part in ("parameters", "gradients", "optimizer"):
+        assert getattr(step, part) == getattr(meter.most, part), part
+    assert estimate(shape, **told).total == pytest.approx(meter.peak.total, rel=0.1)
+    whole = estimate(shape, **told | {"bits": 0})
+    assert whole.total > estimate(shape, **told).total
+    with pytest.raises(ValueError, match="needs a rank above 0"):
+        estimate(shape, batch=1, length=1, bits=4)
 
 
 class Elsewhere:

@@ -46,6 +46,7 @@ class Part:
     chunk: int | None = None  # tokens whose logits exist at a time; None: all
     offload: bool = False  # whether the optimizer's state stays and its step runs in main memory
     rank: int = 0  # of LoRA's adapters, which alone are trained; 0: all weights are
+    bits: float = 0.0  # per weight of the layers' frozen matrices, stored as codes; 0: not coded
 
     # Weights ----------------------------------------------------------------
 
@@ -127,7 +128,19 @@ class Part:
     @cached_property
     def weights(self) -> int:
         """Bytes of the parameters."""
-        return self.parameters * self.wide
+        return self.parameters * self.wide - self.layers * self.spared
+
+    @cached_property
+    def spared(self) -> int:
+        """Bytes by which the codes of a layer's matrices are smaller than its matrices."""
+        coded = self.elements("proj.weight") if self.bits else 0
+        return round(coded * (self.wide - self.bits / 8))
+
+    @property
+    def dequantized(self) -> int:
+        """Bytes of the largest coded matrix, which exists while its product is computed."""
+        largest = max(math.prod(shape) for shape in self.layer_shapes.values())
+        return largest * self.narrow if self.bits else 0
 
     @cached_property
     def state(self) -> int:
@@ -150,7 +163,7 @@ class Part:
     @cached_property
     def unit(self) -> int:
         """Bytes of one layer's weights."""
-        return self.elements() * self.wide
+        return self.elements() * self.wide - self.spared
 
     @cached_property
     def buffers(self) -> int:
@@ -237,7 +250,8 @@ class Part:
     @cached_property
     def casts(self) -> int:
         """The 16-bit copies of a layer's matrices that autocast makes and products keep."""
-        return self.elements("proj.weight") * self.narrow if self.mixed else 0
+        kept = self.mixed and not self.bits  # a coded matrix is dequantized again instead
+        return self.elements("proj.weight") * self.narrow if kept else 0
 
     @property
     def cached(self) -> int:

@@ -93,7 +93,7 @@ def _stack_forward(part: Part, whole: bool) -> Iterator[Held]:
                 place="layer",
                 layer=layer,
                 activations=kept,
-                workspace=working,
+                workspace=working + part.dequantized,
                 reached=min(layer + 1, part.layers),
             )
 
@@ -142,8 +142,8 @@ def _stack_backward(part: Part, head: int, whole: bool) -> Iterator[Held]:
     width = part.norm_input
     wider = part.stream if part.wide < FLOAT else 0  # a norm's input in float32 is not the stream
     down, mlp = part.elements("down_proj.weight"), part.elements("mlp.")
-    product = part.row + (2 * down if part.mixed else 0)  # what down_proj's backward frees
-    freed = 4 * part.row + part.norm(2) - width + (mlp * 2 if part.mixed else 0)
+    product = part.row + (2 * down if part.casts else 0)  # what down_proj's backward frees
+    freed = 4 * part.row + part.norm(2) - width + (mlp * 2 if part.casts else 0)
     segments = part.segments or [1] * part.layers
     each = part.segment if part.segments else part.layer
     # A segment's backward begins with all of it recomputed, beside its input.
@@ -163,7 +163,7 @@ def _stack_backward(part: Part, head: int, whole: bool) -> Iterator[Held]:
                 activations=below - product,
                 gradients=gradients + part.gradients("down_proj."),
                 sent=sent,
-                workspace=part.stream + 3 * part.row,
+                workspace=part.stream + 3 * part.row + part.dequantized,
                 done=done,
                 layer=layer,
             )

@@ -53,6 +53,8 @@ class Settings:
     stay.
     rank: of LoRA's adapters beside each matrix of the layers, which alone are trained; 0 trains all
     weights. A first layer keeps less than the others then, which isn't counted.
+    bits: with a rank, bits per weight of the layers' matrices with their scales, if they are stored
+    as codes and dequantized one at a time (QLoRA); 0 keeps them in their dtype.
     device: "cpu" matches measurements by `Meter`; "gpu" follows torch's sources. There, flash
     attention doesn't copy its output, and the default implementation of an optimizer step (foreach)
     works on all weights at once, so AdamW's holds one more copy of them.
@@ -77,6 +79,7 @@ class Settings:
     chunk: int | None = None
     offload: bool = False
     rank: int = 0
+    bits: float = 0.0
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -101,6 +104,12 @@ class Settings:
                 "convention='exact'; leave these out"
             )
         non_negative("rank", self.rank, "pass a whole number")
+        if self.bits and not self.rank:
+            raise ValueError(
+                f"bits={self.bits} stores frozen weights as codes, which needs a rank above 0, got "
+                f"rank={self.rank}; pass the rank of the adapters"
+            )
+        non_negative("bits", self.bits)
         narrow = self.dtype in ("bfloat16", "float16")
         if self.convention != "exact" and (self.optimizer != "adamw" or not narrow):
             raise ValueError(
@@ -137,6 +146,7 @@ class Settings:
                 chunk=self.chunk,
                 offload=self.offload,
                 rank=self.rank,
+                bits=self.bits,
             )
             for stage in sorted({0, stages - 1})
         ]

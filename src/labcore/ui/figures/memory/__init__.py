@@ -14,9 +14,10 @@ from labcore.ui.figures.memory.choices import (
 from labcore.ui.figures.memory.costs import compared, price, summary
 from labcore.ui.figures.memory.filmed import FILM_FORMULA, film
 from labcore.ui.figures.memory.measured import stretches, timeline
-from labcore.ui.figures.memory.stacking import LEVERS_FORMULA, PRECISIONS, WAYS, levers
+from labcore.ui.figures.memory.stacking import ADAPTERS, LEVERS_FORMULA, PRECISIONS, WAYS, levers
 
 __all__ = [
+    "ADAPTERS",
     "CAPACITIES",
     "CARDS",
     "CHECKPOINTING",

@@ -35,9 +35,15 @@ from labcore.ui.figures.memory.tables import DTYPES, peak_table
 from labcore.ui.theme import PALETTE
 from labcore.ui.twin import Formula
 
-__all__ = ["LEVERS_FORMULA", "PRECISIONS", "RANK", "WAYS", "levers"]
+__all__ = ["ADAPTERS", "LEVERS_FORMULA", "PRECISIONS", "WAYS", "levers"]
 
-RANK = 16  # of LoRA's adapters
+# QLoRA's codes: 4 bits, and per 64 weights a scale of 8 bits, of which 256 share one in fp32.
+_RANK, _BITS = 16, 4 + 8 / 64 + 32 / (64 * 256)
+ADAPTERS: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "LoRA": {"rank": _RANK},
+    "QLoRA": {"rank": _RANK, "bits": _BITS},
+}
 PRECISIONS = {"float32": "fp32", "mixed": "autocast", "bfloat16": "bf16"}
 WAYS = ("none", "selective", "every layer")
 CAUSE_COLORS = dict(
@@ -63,6 +69,7 @@ def _applied(chosen: Levers, checkpointing: str) -> dict[str, Levers]:
         "zero_stage": f"ZeRO {chosen.zero_stage}",
         "offload": "offload",
         "rank": "LoRA",
+        "bits": "4-bit base",
     }
     found, now = {"plain": PLAIN}, PLAIN
     for field, name in names.items():
@@ -87,21 +94,21 @@ def levers(
     no_logits: bool = True,
     zero_stage: int = 0,
     offload: bool = False,
-    adapters: bool = False,
+    adapters: str = "none",
     share: float = 0.5,
 ) -> go.Figure:
     """Draw the peak and the seconds per step of plain training, and after each lever, by `plan`.
 
-    model: a key of MODELS; card: of CARDS; checkpointing: of CHECKPOINTING. adapters: LoRA of RANK.
+    model: a key of MODELS; card: of CARDS; checkpointing: of CHECKPOINTING. adapters: of ADAPTERS.
     A bar more than CUT times as long as the last, or as the card's memory, is cut and marked ».
     The levers are those of `Levers`, applied in this order: precision, optimizer, fused step,
-    checkpointing, accumulation, loss without logits, ZeRO, offload, adapters. More parts than rows
-    count as one row each.
+    checkpointing, accumulation, loss without logits, ZeRO, offload, adapters, codes of their base.
+    More parts than rows count as one row each.
     """
     chosen = Levers(
         dtype=dtype, optimizer=optimizer, fused=fused, checkpointing=CHECKPOINTING[checkpointing],
         parts=min(parts, rows), no_logits=no_logits, zero_stage=zero_stage, offload=offload,
-        rank=RANK * adapters,
+        **ADAPTERS[adapters],
     )  # fmt: skip
     told: dict[str, Any] = {"rows": rows, "length": length, "devices": devices, "share": share}
     plans = {
@@ -189,7 +196,7 @@ def _levers_data() -> dict[str, Any]:
         config = MODELS[model]
         told: dict[str, Any] = {"batch": 1, "length": 1, "device": "gpu", "dtype": "bfloat16"}
         part = Settings(**told).ends(config)[0]
-        adapted = Settings(**told, rank=RANK).ends(config)[0]
+        adapted = Settings(**told, rank=_RANK).ends(config)[0]
         pairs = flops(Shape(batch=1, heads=config.num_attention_heads, length=1,
                             head_dim=config.head_size, is_causal=True))  # fmt: skip
         layers = config.num_hidden_layers
@@ -206,11 +213,9 @@ def _levers_data() -> dict[str, Any]:
         }
 
     kinds = {
-        f"{no_logits} {adapters}": peak_table(
-            WAYS, chunk=CHUNK if no_logits else None, rank=RANK * adapters
-        )
+        f"{no_logits} {number}": peak_table(WAYS, chunk=CHUNK if no_logits else None, **settings)
         for no_logits in (0, 1)
-        for adapters in (0, 1)
+        for number, settings in enumerate(ADAPTERS.values())
     }
     cards = {
         name: {
