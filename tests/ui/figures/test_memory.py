@@ -7,6 +7,7 @@ import plotly.graph_objects as go
 import pytest
 
 from labcore import records
+from labcore.claims import Measured
 from labcore.memory import Breakdown, Moment, estimate
 from labcore.memory.accounting.prediction import DTYPES, OPTIMIZERS
 from labcore.ui import Choice, IntSlider, Slider, Toggle, explore, twin
@@ -260,20 +261,23 @@ def test_a_table_has_predictions_measurements_and_what_was_recorded() -> None:
     assert near.rows == [["same", "1"], ["near", "1"]]
     assert near.note == "All predictions are within 0.05%. So."
     assert figures.compared({"a": (8, 8)}).note == "The prediction is exact to the byte."
-    price = figures.price("checkpointing", "every 1", "selective")
-    assert [row[0] for row in price.rows] == ["every layer recomputed", "selective"]
-    record = records.find("memory", "bytes/checkpointing", "peak over plain/every 1")
-    assert price.rows[0][3] == f"{record.p50:.3f}" and "[" in price.rows[0][4]
-    stages = figures.price("pipeline", "1f1b, stage 0", "1f1b, stage 1")
-    assert [row[0] for row in stages.rows] == ["1F1B, stage 0", "1F1B, stage 1"]
-    assert stages.rows[0][4] == stages.rows[1][4] != ""  # both stages have the pipeline's time
-    short = figures.summary(
-        {"optimizers": {"SM3": {"optimizer": "sm3"}}, "quantization": {"int8": None}}
+
+
+def test_the_summary_sets_a_7b_beside_what_was_recorded() -> None:
+    shown = figures.summary(
+        {"pipeline": {"1f1b, stage 0": {"optimizer": "sm3"}}, "lora": {"LoRA": None}}
     )
-    sm3 = figures.price("optimizers", "SM3").rows[0]
+    size, share = (
+        records.find("memory", "bytes/pipeline", f"{what}/1f1b, stage 0").p50
+        for what in ("peak", "peak over plain")
+    )
     seven = functools.partial(estimate, figures.MODELS["7B"], batch=1, length=4096, device="gpu")
-    share = seven(optimizer="sm3").total / seven().total
-    assert short.rows[0] == [sm3[0], *sm3[2:4], f"{share:.3f}", sm3[5].partition(" [")[0]]
-    assert short.rows[1][3] == ""
+    left = seven(optimizer="sm3").total / seven().total
+    name, mb, over, large, loss = shown.rows[0]
+    assert name == "1F1B, stage 0" and float(mb) == pytest.approx(size / 1e6, rel=0.01)
+    assert (over, large) == (f"{share:.3f}", f"{left:.3f}")
+    exact = records.find("memory", "price/pipeline", "loss minus plain/1f1b")
+    assert float(loss) == pytest.approx(Measured.recorded(exact).mean, abs=1e-4)
+    assert shown.rows[1][3:] == ["", ""]  # neither counted nor measured against plain
     with pytest.raises(KeyError):
-        figures.price("checkpointing", "every 9")
+        figures.summary({"checkpointing": {"every 9": None}})

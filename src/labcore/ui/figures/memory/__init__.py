@@ -11,7 +11,7 @@ from labcore.ui.figures.memory.choices import (
     OPTIMIZERS,
     SERVED,
 )
-from labcore.ui.figures.memory.costs import compared, price, summary
+from labcore.ui.figures.memory.costs import compared, summary
 from labcore.ui.figures.memory.filmed import FILM_FORMULA, film
 from labcore.ui.figures.memory.measured import stretches, timeline
 from labcore.ui.figures.memory.stacking import ADAPTERS, LEVERS_FORMULA, PRECISIONS, WAYS, levers
@@ -36,7 +36,6 @@ __all__ = [
     "compared",
     "film",
     "levers",
-    "price",
     "requests",
     "stacks",
     "stages",

@@ -1,4 +1,4 @@
-"""Tables of bytes, predicted and measured, and of what each method saves and costs."""
+"""Tables of bytes, predicted and measured, and of what each method saves."""
 
 from __future__ import annotations
 
@@ -9,24 +9,19 @@ from typing import Any
 from labcore import records
 from labcore.claims import Measured
 from labcore.memory import estimate
-from labcore.records import Record
 from labcore.ui.figures.memory.choices import MODELS
 from labcore.ui.intervals import number
 from labcore.ui.tables import Table, table
 
-__all__ = ["compared", "price", "summary"]
+__all__ = ["compared", "summary"]
 
 _WORDS = {  # for the keys of records, word by word
     "AdamW8bit": "8-bit AdamW",
     "bfloat16": "bf16",
-    "checkpointing, accumulation": "recomputed, 4 parts",
     "every 1": "every layer recomputed",
-    "every 2": "layers recomputed in twos",
-    "float16, scaled": "fp16, loss scaled",
     "gpipe": "GPipe",
     "1f1b": "1F1B",
 }
-_COLUMNS = ("", "MB predicted", "MB measured", "bytes / plain", "time / plain", "loss − plain")
 
 
 def compared(sizes: Mapping[str, tuple[float, float]], *, note: str = "") -> Table:
@@ -48,56 +43,34 @@ def compared(sizes: Mapping[str, tuple[float, float]], *, note: str = "") -> Tab
     )
 
 
-def price(method: str, *keys: str, note: str = "") -> Table:
-    """Tabulate the recorded bytes, time and held-out loss of variants of one method.
-
-    method, keys: of the cases `bytes/method` and `price/method`. Raises KeyError without a record.
-    """
-    rows = [_row(f"bytes/{method}", f"price/{method}", key) for key in keys]
-    first = records.find("memory", f"bytes/{method}", f"peak/{keys[0]}")
-    said = "Mean and 95% interval; loss in nats per byte. Recorded: "
-    return table(_COLUMNS, rows, note=f"{note} {said}{records.provenance(first)}.".strip())
-
-
 def summary(methods: Mapping[str, Mapping[str, Mapping[str, Any] | None]]) -> Table:
     """Tabulate bytes and mean losses of several methods: {method: {key: settings}}.
 
-    method, key: as for `price`. settings: of `estimate`, for the share that the method leaves of a
-    7B's peak on a GPU; None if `estimate` doesn't count it.
+    method, key: of the cases `bytes/method` and `price/method`. settings: of `estimate`, for the
+    share that the method leaves of a 7B's peak on a GPU; None if `estimate` doesn't count it.
+    Raises KeyError without a record of the bytes.
     """
     large = functools.partial(estimate, MODELS["7B"], batch=4, length=1024, device="gpu")
     rows = []
     for method, keys in methods.items():
         for key, settings in keys.items():
-            name, _, *sizes, _, loss = _row(f"bytes/{method}", f"price/{method}", key)
+            size, share = (
+                records.find("memory", f"bytes/{method}", f"{what}/{key}").p50
+                for what in ("peak", "peak over plain")
+            )
             over = "" if settings is None else f"{large(**settings).total / large().total:.3f}"
-            rows.append([name, *sizes, over, loss.partition(" [")[0]])
-    return table(("", *_COLUMNS[2:4], "7B: bytes / plain", _COLUMNS[5]), rows)
+            rows.append([_named(key), number(size / 1e6), f"{share:.3f}", over, _loss(method, key)])
+    return table(("", "MB measured", "bytes / plain", "7B: bytes / plain", "loss − plain"), rows)
 
 
-def _row(sizes: str, prices: str, key: str) -> list[str]:
-    """Return one row: bytes, and time and loss where they were measured."""
-    size, share = (records.find("memory", sizes, f"{what}/{key}") for what in _SIZES)
-    predicted = "".join(number(told / 1e6) for told in size.peers.get("predicted", ()))
-    whole = key.split(", stage")[0]  # a pipeline's stages have one time
-    costs = [_cost(prices, f"{what}/{whole}", digits) for what, digits in _PRICES.items()]
-    return [_named(key), predicted, number(size.p50 / 1e6), f"{share.p50:.3f}", *costs]
-
-
-_SIZES = ("peak", "peak over plain")
-_PRICES = {"time over plain": 2, "loss minus plain": 4}
-
-
-def _cost(case: str, quantity: str, digits: int) -> str:
+def _loss(method: str, key: str) -> str:
+    """Return the mean held-out loss minus plain training's, "" where it wasn't measured."""
+    whole = key.split(", stage")[0]  # a pipeline's stages have one loss
     try:
-        record: Record = records.find("memory", case, quantity)
+        record = records.find("memory", f"price/{method}", f"loss minus plain/{whole}")
     except KeyError:
         return ""
-    one = Measured.recorded(record)
-    mean, low, high = (
-        f"{round(x, digits) + 0.0:.{digits}f}" for x in (one.mean, one.low, one.high)
-    )
-    return mean if low == high else f"{mean} [{low}, {high}]"
+    return f"{round(Measured.recorded(record).mean, 4) + 0.0:.4f}"
 
 
 def _named(key: str) -> str:
