@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from benchmarks.runner import Measurement, case, exact, ratios, seen
 from labcore.decoding.audit import near_tie_audit
@@ -56,6 +57,7 @@ WITHIN = 0.15  # tolerance between a measured speedup and its prediction
 TEMPERATURES, SEEDS = (0.0, 0.5, 1.0), (0, 1)
 KINDS = ("copy", "code", "prose")
 VOCABULARY = 4  # of the random models whose distributions are enumerated
+SIBLINGS = 4  # tokens on one level of a tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -787,50 +789,98 @@ def distributions(sizes: Sizes, temperature: float, seed: int) -> list[tuple[Ten
     return found
 
 
-def typical_law(rule: TypicalAcceptance, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distribution [T, V] of a token drafted from q, and P(accepted) [T].
+def typical_law(
+    rule: TypicalAcceptance, p: Tensor, drafts: Tensor, *, following: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the distribution [T, V] of the next token, and P(a drafted token is accepted) [T].
 
-    Typical acceptance keeps the token if it is typical; otherwise a token from p replaces it.
+    p: [T, V]. drafts: q [T, V] if one token is drawn from it, or the tokens themselves, int64
+    [T, K], which nobody draws: siblings, of which the first typical one is accepted. following:
+    the distribution [T, V] of the token that replaces an untypical draft; None means p.
     """
-    taken = q * (p > rule.bound(p)[:, None])
+    bound = rule.bound(p)[:, None]
+    if drafts.is_floating_point():
+        taken = drafts * (p > bound)
+    else:
+        typical = p.gather(1, drafts) > bound
+        first = drafts.gather(1, typical.int().argmax(-1, keepdim=True))
+        taken = torch.zeros_like(p).scatter_(1, first, typical.any(-1, keepdim=True).to(p.dtype))
     accepted = taken.sum(-1)
-    return taken + (1 - accepted)[:, None] * p, accepted
+    return taken + (1 - accepted)[:, None] * (p if following is None else following), accepted
+
+
+def drafts_of(q: Tensor) -> dict[str, Tensor]:
+    """Return the kinds of drafts that both rules judge, from q [T, V]; see `typical_law`."""
+    likeliest = q.topk(SIBLINGS).indices
+    return {
+        "drawn from q": q,
+        "the argmax of q": likeliest[:, :1],
+        f"the top {SIBLINGS} of q": likeliest,
+    }
+
+
+def lossless_acceptance(p: Tensor, drafts: Tensor) -> float:
+    """Return P(a drafted token is accepted) by rejection sampling; arguments as in `typical_law`.
+
+    A token that nobody draws is accepted with its own probability, and so is the next sibling.
+    """
+    kept = torch.minimum(p, drafts) if drafts.is_floating_point() else p.gather(1, drafts)
+    return float(kept.sum(-1).mean())
 
 
 @case("typical", minutes=1)
 def typical(sizes: Sizes = FULL) -> list[Measurement]:
-    """Distance of typical acceptance's output distribution from the target's, and its gains."""
+    """What typical acceptance gains over rejection sampling and how far its output moves.
+
+    Medusa's drafts are the heads' likeliest tokens, which nobody draws, and rejection sampling
+    accepts fewer of those than of drawn ones. So both kinds are judged.
+    """
     found = []
     for temperature in filter(None, TEMPERATURES):
         every = [distributions(sizes, temperature, seed) for seed in range(sizes.worlds)]
         # fp32 rows sum to 1 only to seven digits, which would look like a bias.
         wide = [[torch.cat(x).double() for x in zip(*one, strict=True)] for one in every]
         pairs = [[x / x.sum(-1, keepdim=True) for x in one] for one in wide]
-        lossless = [float(torch.minimum(p, q).sum(-1).mean()) for p, q in pairs]
         p, q = pairs[0]
         kept = max(one_token(p[i], q[i]).distance(p[i]) for i in range(0, len(p), 16))
-        for threshold in sizes.thresholds:
-            laws = [typical_law(TypicalAcceptance(threshold=threshold), p, q) for p, q in pairs]
-            at = f"temperature {temperature:g}, threshold {threshold:g}"
-            distance = [
-                float((law - p).abs().sum(-1).mean() / 2)
-                for (law, _), (p, _) in zip(laws, pairs, strict=True)
-            ]
-            entropy = [
-                float((torch.special.entr(law).sum(-1) - torch.special.entr(p).sum(-1)).mean())
-                for (law, _), (p, _) in zip(laws, pairs, strict=True)
-            ]
-            accepted = [float(share.mean()) for _, share in laws]
-            more = [a - b for a, b in zip(accepted, lossless, strict=True)]
-            told: dict[str, Any] = {"largest of rejection sampling": kept, "tokens": len(p)}
-            peer = {"rejection sampling": lossless}
-            found += [
-                seen(f"total variation a token/{at}", "probability", distance, **told),
-                seen(f"P(accepted)/{at}", "probability", accepted, peers=peer),
-                seen(f"P(accepted) minus rejection sampling's/{at}", "probability", more),
-                seen(f"entropy gained/{at}", "nats", entropy),
-            ]
+        told = {"largest of rejection sampling": kept, "tokens": len(p)}
+        for threshold, name in itertools.product(sizes.thresholds, drafts_of(q)):
+            rule = TypicalAcceptance(threshold=threshold)
+            judged = [(p, drafts_of(q)[name]) for p, q in pairs]
+            at = f"{name}, temperature {temperature:g}, threshold {threshold:g}"
+            found += typical_numbers(rule, judged, at, told)
     return found + enumerated(sizes.tables)
+
+
+def typical_numbers(
+    rule: TypicalAcceptance,
+    judged: Sequence[tuple[Tensor, Tensor]],
+    at: str,
+    told: Mapping[str, Any],
+) -> list[Measurement]:
+    """Return acceptance and distance for one kind of drafts; judged: p and drafts, by seed."""
+    lossless = [lossless_acceptance(*one) for one in judged]
+    laws = [typical_law(rule, *one) for one in judged]
+    accepted = [float(share.mean()) for _, share in laws]
+    away = [variation(law, p) for (law, _), (p, _) in zip(laws, judged, strict=True)]
+    greedy = [F.one_hot(p.argmax(-1), p.shape[-1]).to(p.dtype) for p, _ in judged]
+    as_medusa = [
+        variation(typical_law(rule, p, drafts, following=best)[0], p)
+        for (p, drafts), best in zip(judged, greedy, strict=True)
+    ]
+    more = [a - b for a, b in zip(accepted, lossless, strict=True)]
+    unit, peer = "probability", {"rejection sampling": lossless}
+    best = {"next token by argmax": as_medusa}
+    return [
+        seen(f"P(accepted)/{at}", unit, accepted, peers=peer, **told),
+        seen(f"P(accepted) minus rejection sampling's/{at}", "difference", more, **told),
+        seen(f"total variation per token/{at}", unit, away, peers=best, **told),
+    ]
+
+
+def variation(law: Tensor, p: Tensor) -> float:
+    """Return the mean total variation of two distributions [T, V] over T."""
+    return float((law - p).abs().sum(-1).mean() / 2)
 
 
 @case("exact", minutes=0.5)

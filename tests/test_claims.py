@@ -38,6 +38,20 @@ def test_on_logarithms_twice_and_half_are_as_far_from_one(seed):
         Measured.of([1.0], scale="logarithmic")
 
 
+def test_the_interval_of_a_probability_stays_one(seed):
+    dice = random.Random(seed)
+    for n in (1, 2, 5):
+        samples = [1 - dice.random() ** 4 for _ in range(n)]
+        plain, cut = Measured.of(samples), Measured.of(samples, scale="probability")
+        assert (cut.mean, cut.n) == (plain.mean, n)
+        assert (cut.low, cut.high) == (max(plain.low, 0), min(plain.high, 1))
+    inside = [0.5, 0.5001, 0.4999]
+    assert Measured.of(inside, scale="probability") == Measured.of(inside)
+    for wrong in (-0.1, 1.1):
+        with pytest.raises(ValueError, match="from 0 to 1"):
+            Measured.of([0.5, wrong], scale="probability")
+
+
 def test_one_sample_says_nothing_about_its_spread():
     m = Measured.of([1.0])
     assert (m.low, m.high) == (-math.inf, math.inf)

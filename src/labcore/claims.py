@@ -55,7 +55,7 @@ UNTESTED: dict[str, Verdict] = {
 }
 """Keys of a part that no record decides; each holds the reason."""
 
-Scale = Literal["linear", "log"]
+Scale = Literal["linear", "log", "probability"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +86,11 @@ class Measured:
         """Compute the mean of independent samples and its 95% confidence interval (Student's t).
 
         scale: "log" computes both from the logarithms, which gives the geometric mean. Use it for
-        ratios, where 2 and 1/2 are equally far from 1. A single sample has an infinite interval.
-        Raises ValueError if there are no samples, or if a sample is not above 0 with "log".
+        ratios, where 2 and 1/2 are equally far from 1. "probability" cuts the interval to what a
+        probability can be, 0 to 1, which can't lose the true value. Otherwise, a single sample has
+        an infinite interval.
+        Raises ValueError if there are no samples, or if a sample is not above 0 with "log" or not
+        from 0 to 1 with "probability".
         """
         if not samples:
             raise ValueError("Measured.of needs at least one sample, got none")
@@ -103,6 +106,15 @@ class Measured:
                 for one in (found.mean, found.low, found.high)
             )
             return cls(mean=mean, low=low, high=high, n=found.n)
+        if scale == "probability":
+            if not 0 <= min(samples) <= max(samples) <= 1:
+                raise ValueError(
+                    'samples must be from 0 to 1 for scale "probability", got '
+                    f'{min(samples)} to {max(samples)}; use scale "linear"'
+                )
+            found = cls.of(samples)
+            low, high = max(found.low, 0.0), min(found.high, 1.0)
+            return cls(mean=found.mean, low=low, high=high, n=found.n)
         mean, n = fmean(samples), len(samples)
         if n == 1:
             return cls(mean=mean, low=-math.inf, high=math.inf, n=1)

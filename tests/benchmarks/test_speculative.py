@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from benchmarks.runner import Measurement, cases_of
 from labcore.decoding.contract import Accepted, Draft
 from labcore.decoding.ngram import NGram
 from labcore.decoding.theory import exact, speedup
-from labcore.decoding.verify import TypicalAcceptance
+from labcore.decoding.verify import TypicalAcceptance, rejection_sampling
 from labcore.models import Llama, LlamaConfig
 from labcore.models.shipped import shipped_tokenizer
 from tests.benchmarks.measurements import by_quantity
@@ -227,19 +228,43 @@ def test_the_gate_trades_drafted_tokens_for_time() -> None:
 def test_the_law_of_typical_acceptance_is_the_enumerated_one(seed: int) -> None:
     p, q = (exact.random_table(5, 2 * seed + i) for i in range(2))
     rule = TypicalAcceptance(threshold=0.2)
-    law = exact.output_law(rule, p, exact.chain_proposal(q, 1), 1)
-    found, accepted = cases.typical_law(rule, p(())[None], q(())[None])
-    torch.testing.assert_close(found[0], law)
-    reached = exact.expected_acceptance(rule, p, exact.chain_proposal(q, 1))
-    assert float(accepted) == pytest.approx(sum(reached))
+    row, likeliest = p(())[None], q(()).argsort(descending=True)[None]
+    for drafts, proposed in (
+        (q(())[None], exact.chain_proposal(q, 1)),
+        (likeliest[:, :1], exact.chain_proposal(q, 1, drawn=False)),
+        (likeliest[:, :3], exact.proposal(q, (-1, -1, -1))),
+    ):
+        found, accepted = cases.typical_law(rule, row, drafts)
+        torch.testing.assert_close(found[0], exact.output_law(rule, p, proposed, 1))
+        reached = exact.expected_acceptance(rule, p, proposed)
+        assert float(accepted) == pytest.approx(sum(reached))
+        kept = sum(exact.expected_acceptance(rejection_sampling, p, proposed))
+        assert cases.lossless_acceptance(row, drafts) == pytest.approx(kept)
+
+
+def test_an_untypical_draft_is_replaced_by_a_draw_or_by_the_argmax() -> None:
+    p = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
+    rule = TypicalAcceptance(threshold=0.2, alpha=9.0)
+    best = torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64)
+    for drafted, drawn, by_argmax in (
+        ([3], p[0], best[0]),
+        ([3, 1, 0], torch.tensor([0.0, 1, 0, 0]), torch.tensor([0.0, 1, 0, 0])),
+    ):
+        drafts = torch.tensor([drafted])
+        assert torch.equal(cases.typical_law(rule, p, drafts)[0][0], drawn.double())
+        found = cases.typical_law(rule, p, drafts, following=best)[0][0]
+        assert torch.equal(found, by_argmax.double())
 
 
 def test_typical_acceptance_is_biased_unlike_rejection_sampling() -> None:
     found = case("typical")
-    for temperature in ("0.5", "1"):
-        at = f"temperature {temperature}, threshold 0.09"
-        item = found[f"total variation a token/{at}"]
+    for temperature, drafts in itertools.product(
+        ("0.5", "1"), ("drawn from q", "the argmax of q", "the top 4 of q")
+    ):
+        at = f"{drafts}, temperature {temperature}, threshold 0.09"
+        item = found[f"total variation per token/{at}"]
         assert min(item.samples) > item.details["largest of rejection sampling"] + 1e-6
+        assert max(*item.samples, *item.peers["next token by argmax"]) <= 1
         assert item.details["largest of rejection sampling"] < 1e-9
         accepted = found[f"P(accepted)/{at}"]
         assert found[f"P(accepted) minus rejection sampling's/{at}"].samples == pytest.approx(
