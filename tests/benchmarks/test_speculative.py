@@ -13,7 +13,7 @@ from benchmarks.runner import Measurement, cases_of
 from labcore.decoding.contract import Accepted, Draft
 from labcore.decoding.ngram import NGram
 from labcore.decoding.theory import exact, speedup
-from labcore.decoding.verify import TypicalAcceptance, rejection_sampling
+from labcore.decoding.verify import VERIFIERS, TypicalAcceptance, rejection_sampling
 from labcore.models import Llama, LlamaConfig
 from labcore.models.shipped import shipped_tokenizer
 from tests.benchmarks.measurements import by_quantity
@@ -64,6 +64,7 @@ def test_what_is_timed_runs_on_a_cpu_and_takes_minutes() -> None:
     assert {name.split("/")[0] for name in every} == {
         *timed,
         "acceptance",
+        "block",
         "exact",
         "ngram",
         "typical",
@@ -277,9 +278,32 @@ def test_typical_acceptance_is_biased_unlike_rejection_sampling() -> None:
 
 def test_every_outcome_of_every_case_is_added_up() -> None:
     found = case("exact", replace(cases.SMALL, worlds=1))
-    for name in ("rejection", "sample_and_compare"):
+    for name in ("rejection", "block", "sample_and_compare"):
         assert max(found[f"total variation/{name}"].samples) < 1e-9
     assert min(found["total variation/typical"].samples) > 0.01
+
+
+def test_the_acceptance_of_a_block_is_its_mean_over_drafts(seed: int) -> None:
+    p, q = (exact.random_table(4, 2 * seed + i) for i in range(2))
+    propose = exact.chain_proposal(q, 2)
+    mean = {"rejection": 0.0, "block": 0.0}
+    for draft, chance in exact.outcomes(lambda draws: propose((), draws)):
+        x, y = draft.tokens.tolist()
+        found = cases.acceptance_of(torch.stack([p(()), p((x,)), p((x, y))]), draft)
+        assert found["block"] >= found["rejection"]
+        mean = {name: mean[name] + chance * found[name] for name in mean}
+    for name, accepted in mean.items():
+        expected = sum(exact.expected_acceptance(VERIFIERS[name], p, propose))
+        assert accepted == pytest.approx(expected)
+
+
+def test_blocks_never_accept_fewer_of_the_same_drafts() -> None:
+    found = case("block")
+    for kind, temperature in itertools.product(("code", "prose"), ("0.5", "1")):
+        at = f"{kind}, temperature {temperature}, 3 drafted"
+        gain = found[f"tokens per step over rejection sampling's/{at}"].samples
+        assert min(gain) > 1 - 1e-9 and max(gain) > 1
+        assert all(1 <= x <= 4 for x in found[f"tokens per step/{at}"].samples)
 
 
 def test_the_largest_gap_of_an_output_is_recorded() -> None:

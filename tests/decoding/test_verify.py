@@ -18,6 +18,7 @@ from labcore.decoding.verify import (
     LOSSLESS,
     VERIFIERS,
     TypicalAcceptance,
+    block_verification,
     check_draft,
     greedy_match,
     rejection_sampling,
@@ -31,6 +32,7 @@ SETTINGS: dict[str, tuple[Verifier, tuple[int, ...], tuple[int, ...] | None]] = 
     "drawn chain, rejection": (rejection_sampling, (-1, 0), ()),
     "one-hot chain, rejection": (rejection_sampling, (-1, 0), None),
     "mixed tree, rejection": (rejection_sampling, (-1, -1, 1), (0,)),
+    "drawn chain, block": (block_verification, (-1, 0), ()),
     "drawn tree, comparison": (sample_and_compare, (-1, -1, 0), ()),
 }
 TESTS = len(SETTINGS) + 1
@@ -114,7 +116,7 @@ def test_greedy_takes_the_first_of_equals_and_any_branch() -> None:
     assert said.path == (1, 2) and said.next_token == 0 and said.draws == ()
 
 
-@pytest.mark.parametrize("name", ["rejection", "sample_and_compare", "typical"])
+@pytest.mark.parametrize("name", ["rejection", "block", "sample_and_compare", "typical"])
 def test_decision_repeats_from_its_seed_and_records_its_draws(name: str, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     for N in (0, 1, 5):
@@ -129,6 +131,7 @@ def test_decision_repeats_from_its_seed_and_records_its_draws(name: str, seed: i
         judged = min(len(first.path) + 1, N)
         expected = {
             "rejection": judged + 1,
+            "block": N - len(first.path) + bool(first.path) + 1,
             "sample_and_compare": len(first.path) + 1,
             "typical": 1,
         }

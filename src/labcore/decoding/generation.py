@@ -19,12 +19,7 @@ from labcore.decoding.draft_model import DraftModel
 from labcore.decoding.requests import Plan, Request
 from labcore.decoding.stops import TextDecoder
 from labcore.decoding.trace import Statistics, Trace, step_of
-from labcore.decoding.verify import (
-    VERIFIERS,
-    greedy_match,
-    rejection_sampling,
-    sample_and_compare,
-)
+from labcore.decoding.verify import LOSSLESS, VERIFIERS, greedy_match
 from labcore.models import pad_rows
 
 __all__ = ["Generation", "generate", "stream"]
@@ -322,7 +317,7 @@ def _checked_prompts(prompts: Sequence[Sequence[int]], vocab: int) -> list[list[
 
 def _verifier_for(sampling: SamplingConfig, chosen: Verifier) -> Verifier:
     """Return greedy match, which draws nothing, for lossless rules at temperature 0."""
-    exact = chosen is rejection_sampling or chosen is sample_and_compare
+    exact = any(chosen is VERIFIERS[name] for name in LOSSLESS)
     return greedy_match if sampling.temperature == 0 and exact else chosen
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labcore.decoding.contract import Verifier
+from labcore.decoding.contract import Draft, Verifier
 from labcore.decoding.draws import Drawing
 from labcore.decoding.theory.exact import (
     cases,
@@ -22,13 +22,14 @@ from labcore.decoding.theory.exact import (
 )
 from labcore.decoding.verify import (
     TypicalAcceptance,
+    block_verification,
     greedy_match,
     rejection_sampling,
     sample_and_compare,
 )
 
 EXACT = 1e-6
-SAMPLED = [rejection_sampling, sample_and_compare]
+SAMPLED = [rejection_sampling, sample_and_compare, block_verification]
 
 
 @pytest.mark.parametrize("verify", SAMPLED)
@@ -79,7 +80,8 @@ def test_float32_tables_are_exact_to_their_rounding(seed: int) -> None:
 def test_acceptance_is_the_sum_of_minima_or_of_products(V: int, seed: int) -> None:
     p, q = random_table(V, seed), random_table(V, seed + 1)
     propose = chain_proposal(q, 1)
-    lossless, compared = (expected_acceptance(verify, p, propose)[0] for verify in SAMPLED)
+    lossless, compared, block = (expected_acceptance(rule, p, propose)[0] for rule in SAMPLED)
+    assert block == pytest.approx(lossless, abs=1e-12)
     assert lossless == pytest.approx(torch.minimum(p(()), q(())).sum().item(), abs=1e-12)
     assert compared == pytest.approx((p(()) * q(())).sum().item(), abs=1e-12)
     assert compared <= lossless
@@ -90,6 +92,90 @@ def test_acceptance_is_the_sum_of_minima_or_of_products(V: int, seed: int) -> No
     assert expected_acceptance(rejection_sampling, p, chain_proposal(q, 2))[1] == pytest.approx(
         float(both), abs=1e-12
     )
+
+
+def rounding(V: int, N: int) -> float:
+    """The error of a step's law in fp64, in total variation.
+
+    On a path, each of N + 1 rows takes at most 16 V roundings, each of relative size 2**-53. A
+    difference p - q may lose digits, but its error is small beside p, and so beside the law.
+    """
+    return 16 * V * (N + 1) * 2.0**-53
+
+
+TREES = [(-1, 0, 1), (-1, -1, 0), (-1, -1, 1), (-1, 0, 0, 1), (-1, 0, 0, 2)]
+
+
+@pytest.mark.parametrize("parents", TREES)
+@pytest.mark.parametrize("certain", [None, (), (1,)])
+def test_blocks_are_exact_up_to_the_rounding_of_fp64(
+    parents: tuple[int, ...], certain: tuple[int, ...] | None, seed: int
+) -> None:
+    p, q = random_table(3, 2 * seed), random_table(3, 2 * seed + 1)
+    law = step_law(block_verification, p, proposal(q, parents, certain), 4)
+    assert total_variation(law, target_law(p, 4)) < rounding(3, len(parents))
+
+
+def test_blocks_are_exact_even_if_tokens_decide_the_length(seed: int) -> None:
+    """As with `confidence` or a `Gated` drafter: the draft ends after its first token 0 or 2."""
+    p, q = random_table(3, 2 * seed), random_table(3, 2 * seed + 1)
+
+    def propose(context: tuple[int, ...], draws: Drawing) -> Draft:
+        tokens: list[int] = []
+        rows = []
+        while len(tokens) < 3 and not set(tokens) & {0, 2}:
+            rows.append(q((*context, *tokens)))
+            tokens.append(draws.token(rows[-1]))
+        return Draft.chain(tokens, torch.stack(rows))
+
+    law = step_law(block_verification, p, propose, 4)
+    assert total_variation(law, target_law(p, 4)) < rounding(3, 3)
+
+
+def test_blocks_never_accept_fewer_than_tokens_one_by_one(seed: int) -> None:
+    """On chains, and on trees in which no later sibling has the deeper branch."""
+    more = 0
+    for parents in ((-1, 0), (-1, 0, 1), (-1, -1, 0), (-1, 0, 0, 1)):
+        for turn in range(4):
+            p, q = (random_table(3, 100 * seed + 2 * turn + i) for i in range(2))
+            for certain in ((), None):
+                propose = proposal(q, parents, certain)
+                by_block, by_token = (
+                    expected_acceptance(rule, p, propose)
+                    for rule in (block_verification, rejection_sampling)
+                )
+                tolerance = rounding(3, len(parents))
+                assert sum(by_block) > sum(by_token) - len(parents) * tolerance
+                more += sum(by_block) > sum(by_token) + 1e-3
+                if certain is None and parents[-1] == len(parents) - 2:
+                    # A chain that isn't drawn has nothing to make up for.
+                    assert by_block == pytest.approx(by_token, abs=tolerance)
+    assert more > 8
+
+
+def test_a_late_deep_branch_may_cost_blocks_some_tokens() -> None:
+    """Node 0 has the children 1 and 2, and only 2 has descendants; these tables are fixed."""
+    propose = proposal(random_table(2, 23), (-1, 0, 0, 2, 3), ())
+    by_block, by_token = (
+        sum(expected_acceptance(rule, random_table(2, 22), propose))
+        for rule in (block_verification, rejection_sampling)
+    )
+    assert by_block < by_token - 0.05
+
+
+@pytest.mark.parametrize("V", [2, 7])
+def test_acceptance_of_a_block_is_the_weight_of_its_prefixes(V: int, seed: int) -> None:
+    """P(at least i accepted) = E[w_i], with w_i = min(1, w_(i-1) p / q): Sun et al., 2024."""
+    p, q = random_table(V, 2 * seed), random_table(V, 2 * seed + 1)
+    found = expected_acceptance(block_verification, p, chain_proposal(q, 2))
+    expected = [0.0, 0.0]
+    for x in range(V):
+        first = min(1.0, float(p(())[x] / q(())[x]))
+        expected[0] += float(q(())[x]) * first
+        for y in range(V):
+            second = min(1.0, first * float(p((x,))[y] / q((x,))[y]))
+            expected[1] += float(q(())[x] * q((x,))[y]) * second
+    assert found == pytest.approx(expected, abs=1e-12)
 
 
 def test_typical_acceptance_is_biased_except_at_temperature_zero(seed: int) -> None:
