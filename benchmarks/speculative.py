@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.runner import Measurement, case, exact, ratios, seen
+from labcore.data import installed_prompts, installed_sources
 from labcore.decoding.audit import near_tie_audit
 from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig
 from labcore.decoding.draft_model import DraftModel
@@ -37,7 +38,13 @@ from labcore.decoding.trace import Statistics
 from labcore.decoding.verify import VERIFIERS, TypicalAcceptance, rejection_sampling
 from labcore.models import DenseCache, Llama, Tokenizer, save_pretrained
 from labcore.models.fused import FusedLlama
-from labcore.models.shipped import pretrained, prompts, shipped_tokenizer
+from labcore.models.shipped import (
+    bits_per_byte,
+    held_out,
+    pretrained,
+    prompts,
+    shipped_tokenizer,
+)
 from labcore.timing import paired
 
 CONSTANT = 4  # the draft length that is compared with transformers'
@@ -55,6 +62,7 @@ BARS = {
 }
 WITHIN = 0.15  # tolerance between a measured speedup and its prediction
 TEMPERATURES, SEEDS = (0.0, 0.5, 1.0), (0, 1)
+THIRD_PARTY = "third-party code"
 KINDS = ("copy", "code", "prose")
 VOCABULARY = 4  # of the random models whose distributions are enumerated
 SIBLINGS = 4  # tokens on one level of a tree
@@ -77,6 +85,7 @@ class Sizes:
     contexts: tuple[int, ...] = (64, 512)  # tokens before it
     lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)  # draft lengths whose acceptance is counted
     bursty: int = 4  # the one of which P(accepted | the one before) is counted
+    read: int = 200_000  # the most characters of a text whose bits are counted
     maxima: tuple[int, ...] = (1, 2, 3, 5)  # longest n of a lookup
     slacks: tuple[int, ...] = (0, 1, 2, 3)
     thresholds: tuple[float, ...] = (0.03, 0.09, 0.3)
@@ -88,8 +97,8 @@ class Sizes:
 FULL = Sizes()
 SMALL = Sizes(
     prompts=2, tokens=12, rounds=2, short=6, long=16, drafts=(1, 4), ngrams=(2,), adaptive=4,
-    cost_prompts=2, forwards=(1, 2), contexts=(4,), lengths=(1, 3), bursty=3, maxima=(1, 3),
-    slacks=(0, 1), thresholds=(0.09,), blocks=(3,), tables=2,
+    cost_prompts=2, forwards=(1, 2), contexts=(4,), lengths=(1, 3), bursty=3,
+    read=300, maxima=(1, 3), slacks=(0, 1), thresholds=(0.09,), blocks=(3,), tables=2,
 )  # fmt: skip
 
 PLAIN, PEER = "labcore plain", "transformers plain"
@@ -126,8 +135,16 @@ def shipped() -> Pair:
 
 def rows(kind: str, length: int, count: int) -> list[list[int]]:
     """Return the last `length` tokens of the first `count` prompts of a kind."""
-    every = [shipped().tokenizer.encode(text) for text in prompts(kind)]
-    return [tokens[-length:] for tokens in every[:count]]
+    texts = installed_prompts(count) if kind == THIRD_PARTY else prompts(kind)[:count]
+    return [shipped().tokenizer.encode(text)[-length:] for text in texts]
+
+
+def origin(kind: str) -> dict[str, Any]:
+    """Return where prompts of a kind come from, for a record's details."""
+    if kind != THIRD_PARTY:
+        return {"kind of prompts": kind}
+    files = [f"{x.package} {x.version}, {x.file}, {x.sha256}" for x in installed_sources()]
+    return {"kind of prompts": kind, "package, file and SHA-256": files}
 
 
 def settings(tokens: int, temperature: float = 0.0, seed: int = 0) -> SamplingConfig:
@@ -293,7 +310,7 @@ def decoding(kind: str, length: int, sizes: Sizes, *, drafts: bool) -> list[Meas
     details = {
         **refuse_wrong(outputs, given),
         "tokens of each prompt": [len(prompt) for prompt in given],
-        "kind of prompts": kind,
+        **origin(kind),
         "tokens of each output": sizes.tokens,
         "weights packed in fp16": shipped().fast_target.packed,
         "dtype": "float32",
@@ -361,6 +378,18 @@ def decoding_short(sizes: Sizes = FULL) -> list[Measurement]:
 def decoding_long(sizes: Sizes = FULL) -> list[Measurement]:
     """N-gram with more text to look up."""
     return decoding("long_code", sizes.long, sizes, drafts=False)
+
+
+@case("decoding/64 tokens of third-party code", minutes=6, needs="cpu")
+def decoding_third_party(sizes: Sizes = FULL) -> list[Measurement]:
+    """The same as after short prompts, on packages that no model of this course has seen."""
+    return decoding(THIRD_PARTY, sizes.short, sizes, drafts=True)
+
+
+@case("decoding/512 tokens of third-party code", minutes=4, needs="cpu")
+def decoding_third_party_long(sizes: Sizes = FULL) -> list[Measurement]:
+    """The same as after long prompts."""
+    return decoding(THIRD_PARTY, sizes.long, sizes, drafts=False)
 
 
 class Metered:
@@ -697,6 +726,39 @@ def acceptance(sizes: Sizes = FULL) -> list[Measurement]:
             if samples := finite(pair[place] for pair in after):
                 quantity = f"P(accepted) behind {before} one/temperature {temperature:g}"
                 found.append(seen(quantity, "probability", samples, drafted=sizes.bursty))
+    return found
+
+
+@case("texts", minutes=3)
+def texts(sizes: Sizes = FULL) -> list[Measurement]:
+    """How hard each text is for the target, and what is accepted after it, by draft and n-gram."""
+    pair, found = shipped(), []
+    read = {"held-out code": held_out("code"), "held-out prose": held_out("prose")}
+    read |= {f"{x.file} of {x.package} {x.version}": x.text for x in installed_sources()}
+    for name, text in read.items():
+        head = text[: sizes.read]
+        bits = bits_per_byte(pair.target, head, pair.tokenizer)
+        found.append(exact(f"bits per byte/{name}", "bits", bits, characters=len(head)))
+    small = pair.fast_draft
+    ways: dict[str, Callable[[], Proposer]] = {
+        f"draft {CONSTANT}": functools.partial(DraftModel, small, gamma=CONSTANT),
+        f"n-gram {CONSTANT}": functools.partial(NGram, MAXIMUM, 1, gamma=CONSTANT),
+    }
+    asked = itertools.product(("code", THIRD_PARTY), TEMPERATURES, ways.items())
+    for kind, temperature, (name, way) in asked:
+        given = rows(kind, sizes.short, sizes.prompts)
+        counts = [
+            Statistics.total(outcomes_of(way(), given, sizes.tokens, temperature, seed)[0])
+            for seed in seeds_for(temperature)
+        ]
+        at, told = f"{name}, {kind}, temperature {temperature:g}", origin(kind)
+        for quantity, unit, samples in (
+            ("alpha", "probability", [one.alpha for one in counts]),
+            ("accepted of drafted", "share", [one.acceptance_rate for one in counts]),
+            ("tokens per step", "tokens", [one.tokens_per_step for one in counts]),
+        ):
+            if samples := finite(samples):
+                found.append(seen(f"{quantity}/{at}", unit, samples, **told))
     return found
 
 

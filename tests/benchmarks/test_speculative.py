@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 import torch
 
 from benchmarks import speculative as cases
 from benchmarks.runner import Measurement, cases_of
+from labcore.data import installed_sources
 from labcore.decoding.contract import Accepted, Draft
 from labcore.decoding.ngram import NGram
 from labcore.decoding.theory import exact, speedup
@@ -67,6 +69,7 @@ def test_what_is_timed_runs_on_a_cpu_and_takes_minutes() -> None:
         "block",
         "exact",
         "ngram",
+        "texts",
         "typical",
     }
     assert all((one.needs == "cpu") == name.startswith(timed) for name, one in every.items())
@@ -202,6 +205,20 @@ def test_acceptance_has_every_length_and_temperature(monkeypatch: pytest.MonkeyP
     for name, item in found.items():
         if name.startswith("alpha"):
             assert min(item.samples) > 0.97, name
+
+
+def test_third_party_code_is_named_by_version_and_hash() -> None:
+    found = case("texts", replace(cases.SMALL, tokens=24))
+    bits = {name: item for name, item in found.items() if name.startswith("bits per byte/")}
+    assert len(bits) == 2 + len(installed_sources())
+    assert any(f"click/core.py of click {version('click')}" in name for name in bits)
+    for temperature, kind in itertools.product(("0", "0.5", "1"), ("code", cases.THIRD_PARTY)):
+        at = f"draft 4, {kind}, temperature {temperature}"
+        item = found[f"tokens per step/{at}"]
+        assert all(1 <= sample <= 5 for sample in item.samples)
+        assert min(found[f"alpha/{at}"].samples) >= 0
+        files = item.details.get("package, file and SHA-256", [])
+        assert len(files) == (len(installed_sources()) if kind == cases.THIRD_PARTY else 0)
 
 
 def test_the_lookup_is_counted_by_its_options() -> None:

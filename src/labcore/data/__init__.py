@@ -1,14 +1,26 @@
 """Real data that every machine has: handwritten digits, and Python's standard library.
 
 Nothing is downloaded. The digits ship with scikit-learn. Text and source code come from the
-standard library of the running Python, so results on them state its version.
+standard library of the running Python, and from a few installed packages, so results on them state
+the versions.
 """
 
 from labcore.checks import one_of
 from labcore.data.handwritten import Digits, digits
+from labcore.data.installed import InstalledSource, installed_prompts, installed_sources
 from labcore.data.python import Text, python_sources, python_text
 
-__all__ = ["Digits", "Text", "digits", "load", "python_sources", "python_text"]
+__all__ = [
+    "Digits",
+    "InstalledSource",
+    "Text",
+    "digits",
+    "installed_prompts",
+    "installed_sources",
+    "load",
+    "python_sources",
+    "python_text",
+]
 
 _BY_NAME = {"digits": digits, "python_sources": python_sources, "python_text": python_text}
 
