@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 
@@ -9,8 +10,13 @@ import pytest
 import torch
 import transformers
 
+from labcore.decoding.contract import SamplingConfig
 from labcore.decoding.decoders import LlamaDecoder, TransformersDecoder, as_decoder
+from labcore.decoding.generation import generate, stream
+from labcore.decoding.medusa import FusedHeads, Medusa, MedusaHeads, chain_tree
+from labcore.decoding.proposers import Adaptive, DraftModel, Gated, NGram
 from labcore.models import save_pretrained
+from labcore.models.fused import FusedLlama
 from tests.models.shapes import CONFIGS, model_of, tokens_of
 
 # transformers computes norms and softmax in fp32 in double models too; a wrong slot costs 0.01 or
@@ -125,6 +131,48 @@ def test_any_causal_model_of_transformers_can_be_rolled_back(name: str, seed: in
 def test_what_a_decoder_already_is_stays(generator: torch.Generator) -> None:
     decoder = as_decoder(model_of(CONFIGS["plain"], generator))
     assert as_decoder(decoder) is decoder
+
+
+def test_a_llama_runs_in_its_fused_form_wherever_it_has_one(generator: torch.Generator) -> None:
+    model = model_of(CONFIGS["grouped"], generator)
+    assert as_decoder(model) is as_decoder(model) and isinstance(as_decoder(model), FusedLlama)
+    assert isinstance(as_decoder(model.double()), LlamaDecoder)
+    hook = model.float().layers[0].register_forward_hook(lambda *_: None)
+    assert isinstance(as_decoder(model), LlamaDecoder)
+    hook.remove()
+    assert isinstance(as_decoder(model.train()), FusedLlama)
+
+
+def test_generation_follows_training(seed: int, generator: torch.Generator) -> None:
+    """Tokens, drafts and streams are those of the weights at their start."""
+    model = model_of(CONFIGS["grouped"], generator)
+    sampling, prompt = SamplingConfig(max_tokens=12), [1, 2, 3]
+    heads = MedusaHeads(model, heads=2, layers=1)
+    medusa = Medusa(heads, chain_tree(2))
+    alone, *inner = (DraftModel(model, gamma=3) for _ in range(3))
+    proposers = alone, Adaptive(inner[0]), Gated(inner[1], NGram())
+    optimizer = torch.optim.SGD([*model.parameters(), *heads.parameters()], lr=0.3)
+    seen = set()
+    for _ in range(4):
+        plain = generate(LlamaDecoder(copy.deepcopy(model)), [prompt], sampling).tokens[0]
+        assert generate(model, [prompt], sampling).tokens == [plain]
+        assert [t for block in stream(model, prompt, sampling) for t in block] == plain
+        for proposer in proposers:
+            told = generate(model, [prompt], sampling, proposer=proposer)
+            # The target drafts for itself, so all is accepted: an old form's drafts would not be.
+            assert told.tokens == [plain] and told.statistics.accepted == told.statistics.drafted
+        assert generate(model, [prompt], sampling, proposer=medusa).tokens == [plain]
+        hidden = torch.randn(1, model.config.hidden_size, generator=generator)
+        torch.testing.assert_close(medusa.heads(hidden), heads(hidden), rtol=1e-4, atol=1e-4)
+        assert isinstance(medusa.heads, FusedHeads)
+        seen.add(tuple(plain))
+        said = torch.randint(37, (1, 20), generator=generator)
+        out = model(said)
+        loss = torch.nn.functional.cross_entropy(out.logits[0, :-1], said[0, 1:])
+        (loss + heads(out.hidden.detach()).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(seen) > 1
 
 
 def test_trees_go_through_llama_and_are_refused_by_transformers(

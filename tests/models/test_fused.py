@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from labcore.models import DenseCache, Llama, LlamaConfig, fused, packed
-from labcore.models.fused import FusedCache, FusedLlama
+from labcore.models.fused import FusedLlama
+from labcore.models.fused_cache import FusedCache
 from tests.models.shapes import CONFIGS, model_of, tokens_of
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

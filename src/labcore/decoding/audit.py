@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from labcore.checks import non_negative
-from labcore.decoding.decoders import as_decoder
+from labcore.decoding.contract import Decoder
+from labcore.decoding.decoders import LlamaDecoder, as_decoder
+from labcore.models import Llama
 
 __all__ = ["Audit", "Difference", "near_tie_audit"]
 
@@ -56,11 +58,13 @@ def near_tie_audit(
     almost equal logits may swap. From there on the outputs differ, although both are greedy. So
     each token is judged after the output's own prefix: it must be the argmax there, or at most
     `gap` nats less likely.
-    model: anything that `as_decoder` accepts. prompt, tokens: ints; the prompt has at least one.
+    model: anything that `as_decoder` accepts; a `Llama` judges with its modules, not in its fused
+    form. prompt, tokens: ints; the prompt has at least one.
     Raises ValueError without a prompt, and for tokens outside the vocabulary.
     """
     non_negative("gap", gap)
-    decoder = as_decoder(model)
+    # The fused form must not be its own judge.
+    decoder: Decoder = LlamaDecoder(model) if isinstance(model, Llama) else as_decoder(model)
     read, said = [int(token) for token in prompt], [int(token) for token in tokens]
     if not read:
         raise ValueError("prompt must hold at least one token, got none; begin with a BOS")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from labcore.checks import positive_int
 from labcore.decoding.contract import Decoder
 from labcore.models import DenseCache, KVCache, Llama, LlamaOutput
+from labcore.models.forms import fused_form
 
 __all__ = ["LlamaDecoder", "TransformersCache", "TransformersDecoder", "as_decoder"]
 
@@ -22,10 +23,12 @@ def as_decoder(model: Any) -> Decoder:
     """Return the decoder of a model.
 
     model: a `Llama`, a causal language model of transformers, or a decoder, which is returned as it
-    is. Raises TypeError for anything else.
+    is. A `Llama` becomes its `FusedLlama`, with the weights that it has now, wherever `fused_form`
+    gives one; `LlamaDecoder(model)` runs the modules themselves.
+    Raises TypeError for anything else.
     """
     if isinstance(model, Llama):
-        return LlamaDecoder(model)
+        return fused_form(model) or LlamaDecoder(model)
     if hasattr(model, "new_cache"):
         return cast(Decoder, model)
     if isinstance(model, nn.Module) and hasattr(model, "prepare_inputs_for_generation"):

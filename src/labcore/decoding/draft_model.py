@@ -44,7 +44,7 @@ class DraftModel:
     """
 
     def __init__(self, model: Any, *, gamma: int = 4) -> None:
-        self.decoder = as_decoder(model)
+        self._model, self.decoder = model, as_decoder(model)
         self.gamma = positive_int("gamma", gamma)
         self._ends = frozenset(self.decoder.eos_token_ids)
         self._cache: Any = None
@@ -55,6 +55,11 @@ class DraftModel:
     def lengths(self) -> list[int]:
         """The number of tokens in each row of the cache."""
         return [len(held) for held in self._held]
+
+    def reset(self) -> None:
+        """Start over, with the weights that the model has now; `generate` begins with it."""
+        self.decoder = as_decoder(self._model)
+        self._cache, self._held = None, []
 
     def propose(
         self,

@@ -102,6 +102,11 @@ class Adaptive:
         self._contexts: list[list[int]] = []
         self._depths: list[int] = []  # of the drafts that commit expects
 
+    def reset(self) -> None:
+        """Start over, and the proposer too."""
+        self._contexts, self.lengths, self._depths = [], [], []
+        _reset(self.proposer)
+
     def propose(
         self,
         contexts: Sequence[Sequence[int]],
@@ -152,6 +157,12 @@ class Adaptive:
                 self.lengths[row] = self.start
 
 
+def _reset(proposer: Any) -> None:
+    reset = getattr(proposer, "reset", None)
+    if callable(reset):
+        reset()
+
+
 def _depth(draft: Draft) -> int:
     """Return the number of tokens on the longest path of a draft."""
     depths: list[int] = []
@@ -188,6 +199,11 @@ class Gated:
         self.ngram, self.slack, self.gamma = ngram, slack, int(drafter.gamma)
         self.confirmed: list[list[bool]] = []
         self._rows: list[NGramIndex] = []
+
+    def reset(self) -> None:
+        """Start over, and the drafter too."""
+        self._rows = []
+        _reset(self.drafter)
 
     def propose(
         self,

@@ -1,7 +1,7 @@
 """The same Llama for fast CPU decoding of a few rows, with fused matrices and a sliced KV cache.
 
 Letters: B rows, T tokens of a forward, R = B * T, C hidden_size, H attention heads, Hkv key and
-value heads, G = H / Hkv, D head_dim, V vocab_size, N nodes of a tree, S capacity.
+value heads, G = H / Hkv, D head_dim, V vocab_size, N nodes of a tree.
 
 Several things make a step fast. There is one product for q, k and v, and one for gate and up.
 Weights are packed in fp16 if that's lossless. Rotary embedding is one complex product. Keys and
@@ -11,102 +11,19 @@ values are appended with one copy per layer and attended to as views.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from labcore.checks import positive_int
 from labcore.models.cache import tree_mask
-from labcore.models.config import LlamaConfig
+from labcore.models.fused_cache import FusedCache, StoredLayer
 from labcore.models.llama import Llama, LlamaOutput, inverse_frequencies
 from labcore.models.packed import PackedMatrix, packing_works
 
-__all__ = ["FusedCache", "FusedLlama"]
-
-
-class _Stored(NamedTuple):
-    """Views of one layer's keys and values, made once to save time in each step."""
-
-    rows: Tensor  # [2, Hkv, B, S, D]
-    slots: Tensor  # [2, Hkv, B * S, D]
-    keys: Tensor  # [B, Hkv, S, D]
-    values: Tensor
-
-
-class FusedCache:
-    """A KV cache for B rows, created by `FusedLlama.new_cache`: [2, Hkv, B, S, D] per layer.
-
-    lengths: int32 [B], the number of tokens in each row; every forward reads it again.
-    """
-
-    @torch.inference_mode()
-    def __init__(self, config: LlamaConfig, *, batch: int, capacity: int) -> None:
-        self.capacity = positive_int("capacity", capacity)
-        size = (2, config.kv_heads, positive_int("batch", batch), capacity, config.head_size)
-        rectangles = [torch.zeros(size) for _ in range(config.num_hidden_layers)]
-        self._layers = [_Stored(x, x.flatten(2, 3), *x.transpose(1, 2)) for x in rectangles]
-        with torch.inference_mode(False):  # a caller may change them outside of inference mode
-            self.lengths = torch.zeros(batch, dtype=torch.int32)
-        self._starts = [0] * batch  # lengths before the last forward
-        self._counts = [0] * batch  # tokens of the last forward
-
-    def truncate(self, lengths: Tensor) -> None:
-        """Drop all tokens of row b after its first lengths[b]; a shorter row doesn't change.
-
-        lengths: integers [B]. Raises ValueError for another shape.
-        """
-        if lengths.shape != self.lengths.shape:
-            raise ValueError(
-                f"lengths must have shape {tuple(self.lengths.shape)}, got {tuple(lengths.shape)}"
-            )
-        pairs = zip(self.lengths.tolist(), lengths.tolist(), strict=True)
-        self._set([min(length, max(int(kept), 0)) for length, kept in pairs])
-
-    @torch.inference_mode()
-    def keep(self, row: int, slots: Tensor | Sequence[int]) -> None:
-        """Keep only the tokens at `slots` of a row's last forward, moved next to the prefix.
-
-        slots: integers [K], indices in that forward (a tree's nodes), in the order to keep.
-        The row's length becomes its length before the forward plus K.
-        Raises ValueError for an index at which that forward stored no token.
-        """
-        places = slots.tolist() if isinstance(slots, Tensor) else list(slots)
-        start, count = self._starts[row], self._counts[row]
-        if any(not 0 <= place < count for place in places):
-            raise ValueError(
-                f"slots must be indices of the {count} tokens that the last forward stored for row "
-                f"{row}, got {places}"
-            )
-        if places != list(range(len(places))):  # an accepted chain is already in place
-            index = torch.tensor(places) + start
-            for layer in self._layers:
-                of_row = layer.rows[:, :, row]
-                of_row[:, :, start : start + len(places)] = of_row.index_select(2, index)
-        self.lengths[row] = start + len(places)
-
-    def _begin(self, counts: list[int]) -> list[int]:
-        """Return the rows' lengths before a forward. Raises ValueError if tokens don't fit."""
-        starts: list[int] = self.lengths.tolist()
-        longest = max(start + count for start, count in zip(starts, counts, strict=True))
-        if longest > self.capacity:
-            raise ValueError(
-                f"a row must hold at most {self.capacity} tokens, got {longest}; create the cache "
-                "with a larger capacity or truncate it"
-            )
-        return starts
-
-    def _advance(self, starts: list[int], counts: list[int]) -> None:
-        self._starts, self._counts = starts, counts
-        self._set([start + count for start, count in zip(starts, counts, strict=True)])
-
-    def _set(self, lengths: list[int]) -> None:
-        if len(lengths) == 1:  # saves creating a tensor
-            self.lengths.fill_(lengths[0])
-        else:
-            self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+__all__ = ["FusedLlama"]
 
 
 class _Layer:
@@ -218,13 +135,13 @@ class FusedLlama:
             valid = [width] * batch if tree is None else (tree != -2).sum(1).tolist()
         if min(valid) < 0 or max(valid) > width:
             raise ValueError(f"counts must be between 0 and {width} tokens, got {valid}")
-        starts = cache._begin(valid)
+        starts = cache.begin(valid)
         step = _Step(self, starts, valid, width, cache.capacity, tree)
-        stored = cache._layers
+        stored = cache.layers
         out = self._rows(
             tokens.reshape(-1), step.turns, lambda layer, qkv: step.attend(qkv, stored[layer])
         )
-        cache._advance(starts, valid)
+        cache.advance(starts, valid)
         return LlamaOutput(
             logits=out.logits.view(batch, width, -1), hidden=out.hidden.view(batch, width, -1)
         )
@@ -335,7 +252,7 @@ class _Step:
         related = tree_mask(tree).gather(2, nodes) & (ahead < self.width)
         return related | (ahead < 0) | (tree == -2)[:, :, None]  # keeps results at padding finite
 
-    def attend(self, qkv: Tensor, stored: _Stored) -> Tensor:
+    def attend(self, qkv: Tensor, stored: StoredLayer) -> Tensor:
         """Store and attend, with rotated qkv [R, (H + 2 Hkv) D]; return [R, H D]."""
         rows, kv, size, split = qkv.shape[0], self.kv, self.size, self.split
         new = qkv[:, split:].view(rows, 2, kv, size).permute(1, 2, 0, 3)  # [2, Hkv, R, D]

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from labcore.decoding.medusa.heads import MedusaHeads
+from labcore.models.forms import MOST_WEIGHTS, SharedForms, why_not_fused
 from labcore.models.packed import PackedMatrix, packing_works
 
-__all__ = ["FusedHeads"]
+__all__ = ["FusedHeads", "fused_heads"]
 
 
 class FusedHeads:
@@ -90,6 +91,19 @@ class FusedHeads:
         if logits is None:
             raise RuntimeError("heads must have a projection, got none")
         return logits.view(heads, rows, -1)
+
+
+_FUSED: SharedForms[MedusaHeads, FusedHeads] = SharedForms(FusedHeads)
+
+
+def fused_heads(heads: MedusaHeads) -> FusedHeads | None:
+    """Return the fused form of heads as they are now, by the rule of `fused_form`, or None."""
+    shared = heads.backbone_projection
+    weights = sum(parameter.numel() for parameter in heads.parameters())
+    movable = shared.device.type == "cpu" and shared.dtype == torch.float32
+    if not movable or why_not_fused(heads, MedusaHeads) or weights > MOST_WEIGHTS:
+        return None
+    return _FUSED.of(heads, [shared])
 
 
 def _product(matrix: PackedMatrix, x: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from labcore.decoding.contract import Accepted, Draft, SamplingConfig
+from labcore.decoding.medusa.fused import fused_heads
+from labcore.decoding.medusa.heads import MedusaHeads
 from labcore.decoding.medusa.trees import Tree
 from labcore.decoding.rows import check_rows
 from labcore.models import LlamaConfig
@@ -44,8 +46,9 @@ class Medusa:
     """Drafts a tree of the heads' most likely tokens, the same tree in every step.
 
     heads: `MedusaHeads` or `FusedHeads` of the target, with `heads` and `config`; on the device of
-    its hidden states. tree: which ranks of which heads; head 0 predicts the token after the last
-    one in the context. gamma: the tree's levels, the longest path of a draft.
+    its hidden states. `MedusaHeads` run as `FusedHeads` wherever `fused_heads` gives them.
+    tree: which ranks of which heads; head 0 predicts the token after the last one in the context.
+    gamma: the tree's levels, the longest path of a draft.
     Nothing is drawn, so q is None at every temperature, and lossless verifiers stay lossless: a
     rejected child's token is removed from p before the next child is tried.
     Raises ValueError for a tree with more levels than heads or ranks beyond the vocabulary.
@@ -63,8 +66,15 @@ class Medusa:
             raise ValueError(
                 f"ranks must lie below {vocab}, the vocabulary's size, got {self._ranks - 1}"
             )
-        self.heads, self.tree, self.gamma = heads, tree, tree.depth
+        self._given, self.tree, self.gamma = heads, tree, tree.depth
+        self.reset()
         self._cuts = [self._cut(depth) for depth in range(tree.depth + 1)]
+
+    def reset(self) -> None:
+        """Take the weights that the heads have now; `generate` begins with it."""
+        given = self._given
+        fused = fused_heads(given) if isinstance(given, MedusaHeads) else None
+        self.heads: _Heads = fused or given
 
     def _cut(self, depth: int) -> _Cut:
         tree = self.tree.cut(depth)

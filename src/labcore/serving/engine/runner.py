@@ -9,19 +9,14 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from labcore.models import KVCache, Llama
-from labcore.models.fused import FusedLlama
+from labcore.models.forms import MOST_WEIGHTS, fused_form, why_not_fused
 from labcore.parallel import GraphedDecoder
 from labcore.serving.engine.cache import PackedStep, PagedCache, Segment
 
-__all__ = ["Runner", "why_not_fused"]
-
-MOST_WEIGHTS = 2**28
-"""The most weights of a model that are copied unless asked for: 1 GiB in fp32."""
-
-_PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList)
+__all__ = ["Runner"]
 
 
 class Runner:
@@ -55,11 +50,10 @@ class Runner:
             raise ValueError(
                 f"fused must be False for this model, got True: {reason}; leave it out"
             )
-        if fused is None:
-            weights = sum(parameter.numel() for parameter in model.parameters())
-            fused = not reason and weights <= MOST_WEIGHTS
         self.model, self.cache = model, cache
-        self.fused = FusedLlama(model) if fused else None
+        self.fused = None
+        if not reason and fused is not False:
+            self.fused = fused_form(model, most=None if fused else MOST_WEIGHTS)
         self._graphed: GraphedDecoder | None = None
         if graphs:
             rows = len(cache.lengths)
@@ -101,19 +95,3 @@ class Runner:
         """Destroy the graphs, before a process group that they use."""
         if self._graphed is not None:
             self._graphed.close()
-
-
-def why_not_fused(model: Llama) -> str:
-    """Return why a model has no fused form, or "".
-
-    It must be whole, in fp32 on the CPU, and unchanged: without hooks or replaced modules.
-    """
-    for parameter in model.parameters():
-        if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
-            return f"it's on {parameter.device} in {parameter.dtype}, not on the CPU in float32"
-    for name, module in model.named_modules():
-        if type(module) not in _PLAIN and type(module).__module__ != Llama.__module__:
-            return f"{name} is a {type(module).__name__}"
-        if module._forward_hooks or module._forward_pre_hooks:
-            return f"{name or 'the model'} has hooks"
-    return ""
