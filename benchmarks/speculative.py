@@ -31,6 +31,7 @@ from labcore.decoding.generation import generate, stream
 from labcore.decoding.ngram import NGram
 from labcore.decoding.proposers import Adaptive, Gated
 from labcore.decoding.sampling import probabilities
+from labcore.decoding.suffix import Suffix
 from labcore.decoding.theory import exact as enumeration
 from labcore.decoding.theory import speedup
 from labcore.decoding.theory.overlap import one_token
@@ -86,6 +87,7 @@ class Sizes:
     lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)  # draft lengths whose acceptance is counted
     bursty: int = 4  # the one of which P(accepted | the one before) is counted
     read: int = 200_000  # the most characters of a text whose bits are counted
+    outputs: int = 4  # of the same prompt, for a memory
     maxima: tuple[int, ...] = (1, 2, 3, 5)  # longest n of a lookup
     slacks: tuple[int, ...] = (0, 1, 2, 3)
     thresholds: tuple[float, ...] = (0.03, 0.09, 0.3)
@@ -98,7 +100,7 @@ FULL = Sizes()
 SMALL = Sizes(
     prompts=2, tokens=12, rounds=2, short=6, long=16, drafts=(1, 4), ngrams=(2,), adaptive=4,
     cost_prompts=2, forwards=(1, 2), contexts=(4,), lengths=(1, 3), bursty=3,
-    read=300, maxima=(1, 3), slacks=(0, 1), thresholds=(0.09,), blocks=(3,), tables=2,
+    read=300, outputs=2, maxima=(1, 3), slacks=(0, 1), thresholds=(0.09,), blocks=(3,), tables=2,
 )  # fmt: skip
 
 PLAIN, PEER = "labcore plain", "transformers plain"
@@ -198,6 +200,11 @@ def draft_models(sizes: Sizes) -> dict[str, Proposer]:
 def ngrams(sizes: Sizes) -> dict[str, Proposer]:
     """Return n-gram proposers."""
     return {f"n-gram {n}": NGram(MAXIMUM, 1, gamma=n) for n in sizes.ngrams}
+
+
+def suffixes(sizes: Sizes) -> dict[str, Proposer]:
+    """Return suffix decoding without a memory, because each round decodes the same prompts."""
+    return {f"suffix {sizes.adaptive}": Suffix(gamma=sizes.adaptive, memory=0)}
 
 
 def peers(model: Any, sizes: Sizes, *, drafts: bool) -> dict[str, Decode]:
@@ -301,7 +308,7 @@ def decoding(kind: str, length: int, sizes: Sizes, *, drafts: bool) -> list[Meas
     """Time every way in the same rounds, then return the ratios with targets."""
     given = rows(kind, length, sizes.prompts)
     model = of_transformers(shipped().target)
-    proposers = {**(draft_models(sizes) if drafts else {}), **ngrams(sizes)}
+    proposers = {**(draft_models(sizes) if drafts else {}), **ngrams(sizes), **suffixes(sizes)}
     calls = {PLAIN: ours(None, sizes.tokens)}
     calls |= {f"labcore {n}": ours(p, sizes.tokens) for n, p in proposers.items()}
     others = peers(model, sizes, drafts=drafts)
@@ -362,6 +369,8 @@ def speed_ratios(
         found.append(over("draft over transformers' assisted", *pair, suffix=f" of {CONSTANT}"))
         found.append(over("best draft over plain", best("draft"), PLAIN))
     found.append(over("best n-gram over plain", best("n-gram"), PLAIN))
+    found.append(over("suffix over plain", best("suffix"), PLAIN))
+    found.append(over("suffix over best n-gram", best("suffix"), best("n-gram")))
     for n in lookups:
         pair = (f"labcore n-gram {n}", f"transformers lookup {n}")
         found.append(over("n-gram over transformers' lookup", *pair, suffix=f" of {n}"))
@@ -577,6 +586,7 @@ def predicted(
         "drafted a step": drafted[0],
         "v of its steps": statistics.median(verifying),
         "cost of drafting a step": statistics.median(drafting),
+        "seconds per drafted token": rounds[0].drafting / max(1, sum(rounds[0].sizes)),
     }
     tokens_a_step = [x.tokens / x.steps for x in rounds]
 
@@ -595,7 +605,8 @@ def predicted(
 @case("cost/64 tokens of code", minutes=2.5, needs="cpu")
 def cost_short(sizes: Sizes = FULL) -> list[Measurement]:
     """Costs and predictions for drafts of all lengths."""
-    return costs("code", sizes.short, {**draft_models(sizes), **ngrams(sizes)}, sizes)
+    ways = {**draft_models(sizes), **ngrams(sizes), **suffixes(sizes)}
+    return costs("code", sizes.short, ways, sizes)
 
 
 @case("cost/64 tokens of prose", minutes=1, needs="cpu")
@@ -605,14 +616,22 @@ def cost_prose(sizes: Sizes = FULL) -> list[Measurement]:
     ways: dict[str, Proposer] = {
         f"draft {CONSTANT}": DraftModel(small, gamma=CONSTANT),
         f"n-gram {CONSTANT}": NGram(MAXIMUM, 1, gamma=CONSTANT),
+        **suffixes(sizes),
     }
     return costs("prose", sizes.short, ways, sizes)
 
 
 @case("cost/512 tokens of code", minutes=1.5, needs="cpu")
 def cost_long(sizes: Sizes = FULL) -> list[Measurement]:
-    """The same for n-grams after long prompts."""
-    return costs("long_code", sizes.long, ngrams(sizes), sizes)
+    """The same for lookups after long prompts."""
+    return costs("long_code", sizes.long, {**ngrams(sizes), **suffixes(sizes)}, sizes)
+
+
+@case("cost/64 tokens of third-party code", minutes=2.5, needs="cpu")
+def cost_third_party(sizes: Sizes = FULL) -> list[Measurement]:
+    """The same as after code, on packages that no model of this course has seen."""
+    ways = {**draft_models(sizes), **ngrams(sizes), **suffixes(sizes)}
+    return costs(THIRD_PARTY, sizes.short, ways, sizes)
 
 
 @case("cost/forwards", minutes=0.5, needs="cpu")
@@ -729,6 +748,50 @@ def acceptance(sizes: Sizes = FULL) -> list[Measurement]:
     return found
 
 
+LOOKUPS: dict[str, Callable[[Sizes], Proposer]] = {
+    "n-gram 4": lambda sizes: NGram(MAXIMUM, 1, gamma=4),  # noqa: ARG005
+    "n-gram 8": lambda sizes: NGram(MAXIMUM, 1, gamma=sizes.adaptive),
+    "suffix 8": lambda sizes: Suffix(gamma=sizes.adaptive, memory=0),
+    "suffix tree 8": lambda sizes: Suffix(gamma=sizes.adaptive, memory=0, tree=True),
+}
+
+
+@case("suffix", minutes=4)
+def suffix(sizes: Sizes = FULL) -> list[Measurement]:
+    """Suffix decoding beside n-grams, by text; and with a memory, on one prompt's many outputs."""
+    every = (
+        *(("code", sizes.short), ("long_code", sizes.long), ("copy", sizes.long)),
+        *(("prose", sizes.short), (THIRD_PARTY, sizes.short), (THIRD_PARTY, sizes.long)),
+    )
+    found = []
+    for (kind, length), (name, way) in itertools.product(every, LOOKUPS.items()):
+        counts = outcomes_of(way(sizes), rows(kind, length, sizes.prompts), sizes.tokens)[0]
+        at, total = f"{name}, {length} tokens of {kind}", Statistics.total(counts)
+        told = {**plain_numbers(total), **origin(kind)}
+        per_step = [one.tokens_per_step for one in counts]
+        found += [
+            seen(f"tokens per step/{at}", "tokens", per_step, **told),
+            exact(f"drafted per step/{at}", "tokens", total.drafted / total.steps, **told),
+        ]
+        if total.drafted:
+            found.append(exact(f"accepted of drafted/{at}", "share", total.acceptance_rate, **told))
+    return found + remembered(sizes)
+
+
+def remembered(sizes: Sizes) -> list[Measurement]:
+    """Return tokens per step of each further output of the same prompts, which the memory helps."""
+    found, given = [], rows("code", sizes.short, sizes.prompts)
+    for temperature in filter(None, TEMPERATURES):
+        ways = {"memory": Suffix(gamma=sizes.adaptive)}
+        ways["no memory"] = Suffix(gamma=sizes.adaptive, memory=0)
+        for turn, (name, way) in itertools.product(range(sizes.outputs), ways.items()):
+            counts = outcomes_of(way, given, sizes.tokens, temperature, turn)[0]
+            at = f"{name}, temperature {temperature:g}, output {turn + 1} of a prompt"
+            per_step = [one.tokens_per_step for one in counts]
+            found.append(seen(f"tokens per step/{at}", "tokens", per_step))
+    return found
+
+
 @case("texts", minutes=3)
 def texts(sizes: Sizes = FULL) -> list[Measurement]:
     """How hard each text is for the target, and what is accepted after it, by draft and n-gram."""
@@ -743,6 +806,7 @@ def texts(sizes: Sizes = FULL) -> list[Measurement]:
     ways: dict[str, Callable[[], Proposer]] = {
         f"draft {CONSTANT}": functools.partial(DraftModel, small, gamma=CONSTANT),
         f"n-gram {CONSTANT}": functools.partial(NGram, MAXIMUM, 1, gamma=CONSTANT),
+        f"suffix {sizes.adaptive}": functools.partial(Suffix, gamma=sizes.adaptive, memory=0),
     }
     asked = itertools.product(("code", THIRD_PARTY), TEMPERATURES, ways.items())
     for kind, temperature, (name, way) in asked:

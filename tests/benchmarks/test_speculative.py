@@ -69,6 +69,7 @@ def test_what_is_timed_runs_on_a_cpu_and_takes_minutes() -> None:
         "block",
         "exact",
         "ngram",
+        "suffix",
         "texts",
         "typical",
     }
@@ -84,6 +85,7 @@ def test_every_way_is_timed_on_the_same_prompts() -> None:
             for name in ("draft 1", "draft 4", "draft adaptive", "draft confident")
         ),
         "labcore n-gram 2",
+        "labcore suffix 4",
         "transformers plain",
         "transformers assisted 4",
         "transformers lookup 2",
@@ -113,7 +115,10 @@ def test_every_way_is_timed_on_the_same_prompts() -> None:
 def test_behind_long_prompts_only_lookups_are_timed() -> None:
     found = case("decoding/512 tokens of code")
     speeds = found["tokens a second/16 tokens of long_code"]
-    assert set(speeds.peers) == {"labcore n-gram 2", "transformers plain", "transformers lookup 2"}
+    ways = {"labcore n-gram 2", "labcore suffix 4", "transformers plain", "transformers lookup 2"}
+    assert set(speeds.peers) == ways
+    best = found["suffix over best n-gram/16 tokens of long_code"]
+    assert best.details["of"] == "labcore suffix 4" and best.details["over"] == "labcore n-gram 2"
     assert found["best n-gram over plain/16 tokens of long_code"].details["bar"] == 1.1
 
 
@@ -150,16 +155,21 @@ def test_the_prediction_is_tokens_over_verification_and_drafting() -> None:
     assert ratio.samples == pytest.approx([2 / cost / (8 / 12)])
 
 
-@pytest.mark.parametrize("name", ["cost/64 tokens of code", "cost/512 tokens of code"])
-def test_costs_are_those_of_every_length(name: str) -> None:
-    found = case(name)
-    short = "64" in name
-    at = "6 tokens of code" if short else "16 tokens of long_code"
-    longest = 4 if short else 2
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("cost/64 tokens of code", "6 tokens of code"),
+        ("cost/64 tokens of third-party code", "6 tokens of third-party code"),
+        ("cost/512 tokens of code", "16 tokens of long_code"),
+    ],
+)
+def test_costs_are_those_of_every_length(name: str, at: str) -> None:
+    found, short, longest = case(name), "64" in name, 4
     v = [f"v/{size} tokens behind {at}" for size in range(2, longest + 2)]
     ways = ["draft 1", "draft 4", "draft adaptive", "draft confident"] if short else []
     kinds = ("c", "speed-up", "tokens a step over speed-up", "speed-up, predicted over measured")
-    assert set(found) == {*v, *(f"{k}/{w}, {at}" for k in kinds for w in [*ways, "n-gram 2"])}
+    ways += ["n-gram 2", "suffix 4"]
+    assert set(found) == {*v, *(f"{k}/{w}, {at}" for k in kinds for w in ways)}
     assert all(len(item.samples) == 2 and min(item.samples) > 0 for item in found.values())
 
 
@@ -205,6 +215,18 @@ def test_acceptance_has_every_length_and_temperature(monkeypatch: pytest.MonkeyP
     for name, item in found.items():
         if name.startswith("alpha"):
             assert min(item.samples) > 0.97, name
+
+
+def test_a_suffix_is_counted_beside_ngrams_and_with_its_memory() -> None:
+    found = case("suffix", replace(cases.SMALL, tokens=24))
+    for name, kind in itertools.product(cases.LOOKUPS, ("long_code", cases.THIRD_PARTY)):
+        at = f"{name}, 16 tokens of {kind}"
+        most = 5 if name == "n-gram 4" else 1 + cases.SMALL.adaptive
+        assert all(1 <= sample <= most for sample in found[f"tokens per step/{at}"].samples)
+        assert found[f"drafted per step/{at}"].samples[0] >= 0
+    for way, turn in itertools.product(("memory", "no memory"), (1, 2)):
+        at = f"{way}, temperature 1, output {turn} of a prompt"
+        assert min(found[f"tokens per step/{at}"].samples) >= 1
 
 
 def test_third_party_code_is_named_by_version_and_hash() -> None:
