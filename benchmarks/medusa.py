@@ -39,6 +39,7 @@ from labcore.decoding.medusa.training import (
     head_accuracies,
     hidden_states,
     label_ranks,
+    live_states,
     medusa_loss,
     train_heads,
     training_bytes,
@@ -57,6 +58,7 @@ from labcore.decoding.verify import VERIFIERS, TypicalAcceptance
 from labcore.memory import Meter, estimate
 from labcore.models import Llama, LlamaConfig, bits_per_byte, held_out
 from labcore.optim import AdamW
+from labcore.studies.medusa import Trained, mix, predictions, train_both
 from labcore.timing import paired
 
 PAIRS = ((2, 1),)  # widths of the one dense tree of at most five rows
@@ -1011,4 +1013,98 @@ def backbone_after_training(sizes: Sizes) -> list[Measurement]:
         details = {**told, "before": first, "after": then}
         what = "bits a byte of the backbone, after minus before"
         found.append(exact(f"{what}/held-out {kind}", "bits a byte", then - first, **details))
+    return found
+
+
+# Predictions -------------------------------------------------------------------------------------
+FASTEST = 1e-3  # the heads' learning rate in `unfrozen`, fixed beforehand, as are the next two
+SLOWER = 0.25  # the backbone's, over that
+PARTS = 8  # of a judged text, for the interval
+
+
+@case("mixture", minutes=0.5)
+def mixture(sizes: Sizes = FULL) -> list[Measurement]:
+    """Whether the heads' earlier predictions of a token improve the backbone's own.
+
+    The mixture's weights are tuned on the first half of a held-out text, judged on the second.
+    """
+    heads, target, found = trained(), speculative.shipped().target, []
+    for kind in KINDS:
+        text = encoded(held_out(kind))
+        length = min(sizes.window, len(text) // 4)
+        chances = predictions(target, heads, text, length=length)
+        tuned, judged = chances.tensor_split(2)
+        parts = [mix(tuned, part) for part in judged.tensor_split(min(PARTS, len(judged)))]
+        at = f"held-out {kind}"
+        weights: dict[str, Any] = {"weights, the backbone's first": list(parts[0].weights)}
+        found += [
+            seen(f"nats per token, backbone alone/{at}", "nats", [x.alone for x in parts]),
+            seen(
+                f"nats per token, mixed minus alone/{at}",
+                "nats",
+                [x.mixed - x.alone for x in parts],
+                **weights,
+            ),
+            exact(f"the backbone's weight/{at}", "share", parts[0].weights[0], **weights),
+        ]
+    return found
+
+
+@case("unfrozen", minutes=5)
+def unfrozen(sizes: Sizes = FULL) -> list[Measurement]:
+    """What the shipped heads gain if the backbone is trained on with them, and what it becomes.
+
+    Both forms train for the same steps on the same batches, from the shipped weights.
+    """
+    pair, heads = speculative.shipped(), trained()
+    ahead, rows = heads.heads + 1, sizes.steps * sizes.rows
+    row = list(slice_of_corpus(rows * sizes.window + ahead, sizes.pieces))
+    states = live_states(pair.target, row, length=sizes.window, ahead=ahead)
+    settings: dict[str, Any] = {
+        "steps": sizes.steps,
+        "rows per step": sizes.rows,
+        "rate": FASTEST,
+    }
+    gains: dict[str, list[float]] = {}
+    for seed in sizes.seeds:
+        numbers = []
+        for slower in (None, SLOWER):
+            both = train_both(
+                pair.target,
+                heads,
+                states,
+                steps=sizes.steps,
+                batch=sizes.rows,
+                rate=FASTEST,
+                slower=slower,
+                seed=seed,
+            )
+            numbers.append(after_training(both, sizes))
+        for name, frozen in numbers[0].items():
+            gains.setdefault(name, []).append(numbers[1][name] - frozen)
+            gains.setdefault(f"{name}, frozen", []).append(frozen)
+    return [
+        seen(
+            name if name.endswith("frozen") else f"{name}, unfrozen minus frozen",
+            "bits per byte" if name.startswith("bits") else "share",
+            samples,
+            **settings,
+        )
+        for name, samples in gains.items()
+    ]
+
+
+def after_training(both: Trained, sizes: Sizes) -> dict[str, float]:
+    """Return the heads' top-1 on held-out texts and the backbone's bits per byte there."""
+    found: dict[str, float] = {}
+    for kind in KINDS:
+        text = encoded(held_out(kind))
+        length = min(sizes.window, len(text) // 2)
+        ahead = both.heads.heads + 1
+        judged = hidden_states(both.backbone, text, length=length, ahead=ahead)
+        shares = head_accuracies(both.heads, judged, top=TOP)
+        for i in range(both.heads.heads):
+            found[f"top-1 of head {i}/held-out {kind}"] = float(shares[i, 0])
+        bits = bits_per_byte(both.backbone, held_out(kind), speculative.shipped().tokenizer)
+        found[f"bits per byte of the backbone/held-out {kind}"] = bits
     return found

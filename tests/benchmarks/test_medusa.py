@@ -60,6 +60,7 @@ def test_what_is_timed_runs_on_a_cpu_and_takes_minutes() -> None:
         "training",
     }
     counted = {"trees/tokens", "accuracy", "projections", "typical", "exact", "layers"}
+    counted |= {"mixture", "unfrozen"}
     assert set(every) - timed == counted
 
 
@@ -292,3 +293,26 @@ def test_heads_change_neither_outputs_nor_backbone() -> None:
 
 def test_chains_have_their_own_names() -> None:
     assert cases.chains((2,)) == {"chain 2": chain_tree(2)}
+
+
+def test_a_mixture_is_judged_on_another_half_of_each_text() -> None:
+    found = case("mixture")
+    for kind in cases.KINDS:
+        alone = found[f"nats per token, backbone alone/held-out {kind}"]
+        more = found[f"nats per token, mixed minus alone/held-out {kind}"]
+        assert len(alone.samples) == len(more.samples) == cases.PARTS
+        weights = more.details["weights, the backbone's first"]
+        assert len(weights) == 1 + HEADS.heads and sum(weights) == pytest.approx(1)
+        assert found[f"the backbone's weight/held-out {kind}"].samples == [weights[0]]
+
+
+def test_the_unfrozen_backbone_is_compared_with_the_frozen_one() -> None:
+    found = case("unfrozen")
+    for kind in cases.KINDS:
+        frozen = found[f"bits per byte of the backbone/held-out {kind}, frozen"]
+        assert len(set(frozen.samples)) == 1  # no seed changes a frozen backbone
+        moved = found[f"bits per byte of the backbone/held-out {kind}, unfrozen minus frozen"]
+        assert all(moved.samples)
+        for i in range(HEADS.heads):
+            share = found[f"top-1 of head {i}/held-out {kind}, frozen"]
+            assert all(0 <= one <= 1 for one in share.samples)
