@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from labcore.ui import Choice, Control, IntSlider, LogSlider, Slider, Toggle
+from labcore.ui import Choice, Control, IntSlider, LogSlider, Nodes, Slider, Toggle
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,10 @@ from labcore.ui import Choice, Control, IntSlider, LogSlider, Slider, Toggle
         (lambda: Choice(options={"a": "one", "b": "one"}), ValueError, "must differ"),
         (lambda: Choice(options=("lion", "adamw"), default="loin"), ValueError, "mean 'lion'"),
         (lambda: Toggle(default=1), TypeError, "True or False"),
+        (lambda: Nodes(parents=()), ValueError, "earlier node"),
+        (lambda: Nodes(parents=(-1, 1)), ValueError, "earlier node"),
+        (lambda: Nodes(parents=(-1,), names=("a", "b")), ValueError, "1 nodes, got 2"),
+        (lambda: Nodes(parents=(-1, 0), default=(2,)), ValueError, "from 0 to 1, got 2"),
     ],
 )
 def test_a_wrong_control_says_the_rule_and_what_came(make, error, said):
@@ -91,3 +95,21 @@ def test_values_read_well():
         isinstance(c, Control)
         for c in (Slider(low=0, high=1, default=0), Choice(options=(1, 2)), Toggle())
     )
+
+
+def test_a_chosen_node_comes_with_its_ancestors_and_goes_with_what_is_below(seed):
+    draw = random.Random(seed)
+    parents = [draw.randrange(-1, node) if node else -1 for node in range(30)]
+    nodes, value = Nodes(parents=parents), ()
+    for _ in range(300):
+        node = draw.randrange(30)
+        before, value = set(value), nodes.toggled(value, node)
+        assert value == nodes.check("nodes", value) and (node in value) is (node not in before)
+        changed = set(value) ^ before
+        for other in changed:  # one line of ancestors came, or one subtree went
+            high, low = max(node, other), min(node, other)
+            while high > low:
+                high = parents[high]
+            assert high == low
+    assert nodes.check("nodes", [29]) == nodes.toggled((), 29)
+    assert nodes.positions()[7] == tuple(range(7)) and nodes.text(value).endswith(" of 30")

@@ -6,11 +6,13 @@ import numpy as np
 import plotly.graph_objects as go
 import plotly.io as pio
 import pytest
+from plotly import callbacks
 
 from labcore.ui import (
     Choice,
     IntSlider,
     LogSlider,
+    Nodes,
     Question,
     Slider,
     Toggle,
@@ -84,6 +86,31 @@ def test_each_control_moves_the_figure_in_place():
     shows(view, lr=0.5, n=1, kind="bar", grid=False)
     assert view.figure is shown
     assert view.message.value == ""
+
+
+def test_a_click_puts_a_node_into_the_tree_and_takes_it_out():
+    def drawn(tree):
+        points = {"x": [0, 1, 2, 3], "y": [0, 1, 2, 3], "customdata": [-1, 0, 1, 2]}
+        chosen = go.Scatter(**points, meta="tree", text=[str(at in tree) for at in range(-1, 3)])
+        return go.Figure([go.Scatter(x=[0, 1], y=[1, 0]), chosen])
+
+    nodes = Nodes(parents=(-1, 0, 1), default=(0,))
+    view = explore(drawn, alt="A tree.", tree=nodes).live
+    points = view.figure.data[1]
+
+    def click(*at):
+        points._dispatch_on_click(
+            callbacks.Points(point_inds=list(at), trace_index=1), callbacks.InputDeviceState()
+        )
+
+    click(3)  # the third node, two levels down
+    assert view.values()["tree"] == (0, 1, 2) and points.text == ("False", "True", "True", "True")
+    click(2)
+    assert view.values()["tree"] == (0,) and points.text == ("False", "True", "False", "False")
+    click(0)  # the root is not a node
+    assert view.values()["tree"] == (0,) and view.message.value == ""
+    view.inputs["tree"].value = (2,)  # from the list: the ancestors come with it
+    assert view.values()["tree"] == (0, 1, 2)
 
 
 def test_what_the_reader_did_to_the_figure_stays():

@@ -4,7 +4,17 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from labcore.ui import Choice, IntSlider, LogSlider, Slider, Toggle, describe, explore, twin
+from labcore.ui import (
+    Choice,
+    IntSlider,
+    LogSlider,
+    Nodes,
+    Slider,
+    Toggle,
+    describe,
+    explore,
+    twin,
+)
 from labcore.ui.compact import dumps
 from tests.ui.test_compact import restored
 
@@ -65,6 +75,25 @@ def test_the_grid_is_small_ordered_and_holds_defaults_and_ends(controls):
 def test_a_control_that_would_not_move_is_refused(controls, got):
     with pytest.raises(ValueError, match=got):
         twin.grid(controls)
+
+
+def test_nodes_of_a_tree_need_a_formula(book):
+    nodes = Nodes(parents=(-1, 0, 0), default=(2,), names=("a", "b", "c"), label="tree")
+    with pytest.raises(ValueError, match="a chooses nodes of a tree, which needs a formula"):
+        explore(lambda a: go.Figure(), alt="x", a=nodes)
+    formula = twin.Formula("none", lambda: {})
+    shown = explore(lambda a: go.Figure(), alt="x", formula=formula, a=nodes)
+    packed = shown._repr_mimebundle_()[twin.MIME]
+    assert packed["controls"] == [
+        {
+            "name": "a",
+            "label": "tree",
+            "kind": "nodes",
+            "values": ["a", "b", "c"],
+            "start": [0, 2],
+            "parents": [-1, 0, 0],
+        }
+    ]
 
 
 def frames_of(packed, index=0):

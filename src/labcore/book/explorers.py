@@ -149,6 +149,8 @@ def drawn_markup(uid: str, key: str, packed: dict[str, Any]) -> str:
 
 
 def _control(uid: str, control: dict[str, Any]) -> str:
+    if control["kind"] == "nodes":
+        return _nodes(uid, control)
     label, start = html.escape(control["label"]), control["start"]
     head = f'<div class="twin-control"><label for="{uid}">{label}</label>'
     if control["kind"] == "select":
@@ -165,6 +167,21 @@ def _control(uid: str, control: dict[str, Any]) -> str:
         f'{head}<input type="range" id="{uid}" min="0" max="{len(control["values"]) - 1}" step="1" '
         f'value="{start}" aria-valuetext="{shown}" autocomplete="off">'
         f'<output for="{uid}" aria-live="off">{shown}</output></div>'
+    )
+
+
+def _nodes(uid: str, control: dict[str, Any]) -> str:
+    """Checkboxes for a tree's nodes, folded: a reader clicks the figure, or opens and uses them."""
+    boxes = "".join(
+        f'<label for="{uid}-{node}"><input type="checkbox" id="{uid}-{node}" value="{node}" '
+        f'autocomplete="off"{" checked" if node in control["start"] else ""}>'
+        f"{html.escape(name)}</label>"
+        for node, name in enumerate(control["values"])
+    )
+    return (
+        f'<details class="twin-control twin-nodes"><summary>{html.escape(control["label"])}: '
+        f"<output>{len(control['start'])} of {len(control['values'])}</output></summary>"
+        f'<fieldset aria-label="{html.escape(control["label"])}">{boxes}</fieldset></details>'
     )
 
 

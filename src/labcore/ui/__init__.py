@@ -11,7 +11,7 @@ except ImportError as missing:  # pragma: no cover - needs an environment withou
 from labcore.ui import hosts, theme
 from labcore.ui.boxes import takeaway
 from labcore.ui.cards import verdicts
-from labcore.ui.controls import Choice, Control, IntSlider, LogSlider, Slider, Toggle
+from labcore.ui.controls import Choice, Control, IntSlider, LogSlider, Nodes, Slider, Toggle
 from labcore.ui.explorer import Explorer, describe, explore
 from labcore.ui.prediction import Prediction, Reveal, predict
 from labcore.ui.questions import Question, Quiz, quiz
@@ -25,6 +25,7 @@ __all__ = [
     "Explorer",
     "IntSlider",
     "LogSlider",
+    "Nodes",
     "Prediction",
     "Question",
     "Quiz",

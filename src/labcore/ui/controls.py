@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from labcore.checks import one_of
 
-__all__ = ["Choice", "Control", "IntSlider", "LogSlider", "Slider", "Toggle"]
+__all__ = ["Choice", "Control", "IntSlider", "LogSlider", "Nodes", "Slider", "Toggle"]
 
 _MOST_POSITIONS = 100_000  # with more, a slider has no visible steps
 
@@ -281,3 +281,69 @@ class Toggle:
     def text(self, value: Any) -> str:
         """Return "on" or "off"."""
         return "on" if value else "off"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nodes:
+    """Some nodes of a tree, each with its parent. A reader clicks nodes into and out of it.
+
+    parents: each node's parent, an earlier node, or -1. default: the nodes chosen at first. names:
+    what a reader sees of each node; None uses numbers. In the figure, the nodes are the points of
+    the trace whose `meta` is the argument's name; their `customdata` are their numbers, and
+    negative numbers are not nodes. The static page needs a formula.
+    Raises ValueError for no nodes, a parent that isn't earlier, and other numbers of names.
+    """
+
+    parents: Sequence[int]
+    default: Sequence[int] = ()
+    names: Sequence[str] | None = None
+    label: str | None = None
+    unit: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        if not self.parents or any(not -1 <= up < node for node, up in enumerate(self.parents)):
+            raise ValueError(
+                "Nodes: parents must hold -1 or an earlier node for each node, got "
+                f"{list(self.parents)}"
+            )
+        if self.names is not None and len(self.names) != len(self.parents):
+            raise ValueError(
+                f"Nodes: names must have one entry for each of the {len(self.parents)} nodes, got "
+                f"{len(self.names)}"
+            )
+        object.__setattr__(self, "default", self.check("Nodes: default", self.default))
+
+    def positions(self) -> tuple[tuple[int, ...], ...]:
+        """Return the first n nodes for each n from 0 up; other trees can be chosen too."""
+        return tuple(tuple(range(count)) for count in range(len(self.parents) + 1))
+
+    def check(self, name: str, value: Any) -> tuple[int, ...]:
+        """Return the nodes of `value` and all their ancestors; ValueError for another number."""
+        found: set[int] = set()
+        for node in value:
+            if node not in range(len(self.parents)):
+                raise ValueError(
+                    f"{name} must hold nodes from 0 to {len(self.parents) - 1}, got {node!r}"
+                )
+            at = int(node)
+            while at >= 0 and at not in found:
+                found.add(at)
+                at = self.parents[at]
+        return tuple(sorted(found))
+
+    def toggled(self, value: Sequence[int], node: int) -> tuple[int, ...]:
+        """Return `value` with `node` and its ancestors, or without it and all nodes below it."""
+        if node not in value:
+            return self.check("node", (*value, node))
+        gone = {node}
+        gone |= {at for at in value if self._below(at, node)}
+        return tuple(at for at in value if at not in gone)
+
+    def _below(self, node: int, above: int) -> bool:
+        while node > above:
+            node = self.parents[node]
+        return node == above
+
+    def text(self, value: Any) -> str:
+        """Return how many nodes are chosen."""
+        return f"{len(value)} of {len(self.parents)}"

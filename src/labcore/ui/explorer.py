@@ -98,7 +98,7 @@ class Explorer(Displayed):
         for name, control in self.controls.items():
             if not isinstance(control, Control):
                 raise TypeError(
-                    f"{name} must be a Slider, IntSlider, LogSlider, Choice or Toggle, "
+                    f"{name} must be a Slider, IntSlider, LogSlider, Choice, Toggle or Nodes, "
                     f"got {control!r}"
                 )
         given = {**self.controls, **self._extra}

@@ -14,7 +14,7 @@ import ipywidgets as widgets
 import numpy as np
 import plotly.graph_objects as go
 
-from labcore.ui.controls import Choice, Control, IntSlider, LogSlider, Slider, Toggle
+from labcore.ui.controls import Choice, Control, IntSlider, LogSlider, Nodes, Slider, Toggle
 from labcore.ui.figure_widget import WholeFigure
 
 __all__ = ["LiveView", "update_in_place"]
@@ -61,6 +61,10 @@ def _input(name: str, control: Control, letters: int) -> widgets.Widget:
         return widgets.Dropdown(options=options, **common)
     if isinstance(control, Toggle):
         return widgets.Checkbox(**common)
+    if isinstance(control, Nodes):
+        names = control.names or [str(node) for node in range(len(control.parents))]
+        options = [(f"{node}: {name}", node) for node, name in enumerate(names)]
+        return widgets.SelectMultiple(options=options, rows=4, **common)
     raise TypeError(f"{name}: no widget for {type(control).__name__}")
 
 
@@ -137,12 +141,27 @@ class LiveView:
             '<label>computing <progress aria-label="computing"></progress></label>',
             layout={"display": "none"},
         )
+        for name, control in controls.items():
+            if isinstance(control, Nodes):
+                self._click(name, control)
         description = widgets.HTML(f'<div style="{_HIDDEN}">{html.escape(alt)}</div>')
         for widget in self.inputs.values():
             widget.observe(self._request, names="value")
         self.box = widgets.VBox(
             [*self.inputs.values(), self.progress, self.message, self.figure, description]
         )
+
+    def _click(self, name: str, nodes: Nodes) -> None:
+        """Let a click on a node's point put the node into the tree or take it out."""
+
+        def clicked(trace: Any, points: Any, _state: Any) -> None:
+            for at in points.point_inds:
+                if (node := int(trace.customdata[at])) >= 0:
+                    self.inputs[name].value = nodes.toggled(self.values()[name], node)
+
+        for trace in self.figure.data:
+            if trace.meta == name:
+                trace.on_click(clicked)
 
     def values(self) -> dict[str, Any]:
         """Return the current value of every control."""

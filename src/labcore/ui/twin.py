@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 
 from labcore.ui import theme
 from labcore.ui.compact import dumps, plain, pool
-from labcore.ui.controls import Choice, Control, LogSlider, Toggle
+from labcore.ui.controls import Choice, Control, LogSlider, Nodes, Toggle
 
 __all__ = [
     "FORMULAS",
@@ -75,8 +75,11 @@ def grid(controls: Mapping[str, Control]) -> dict[str, list[Any]]:
 
     Choices and toggles keep every option, and sliders share the rest, the first of equal ones the
     most. Raises ValueError for more than MOST_CONTROLS controls, and if a slider would keep fewer
-    than three positions.
+    than three positions, and for `Nodes`, of which there are too many sets.
     """
+    for name, control in controls.items():
+        if isinstance(control, Nodes):
+            raise ValueError(f"{name} chooses nodes of a tree, which needs a formula; got none")
     counts = {name: len(control.positions()) for name, control in controls.items()}
     sliders = {n: counts[n] for n, c in controls.items() if not isinstance(c, (Choice, Toggle))}
     while math.prod(counts.values()) > MOST_FRAMES or len(counts) > MOST_CONTROLS:
@@ -92,12 +95,23 @@ def grid(controls: Mapping[str, Control]) -> dict[str, list[Any]]:
 
 
 def _values(control: Control, count: int) -> list[Any]:
-    if isinstance(control, (Choice, Toggle)):
+    if isinstance(control, (Choice, Toggle, Nodes)):
         return list(control.positions())
     return _thinned(control, count)
 
 
 def _described(name: str, control: Control, values: list[Any]) -> dict[str, Any]:
+    label = control.label or name.replace("_", " ")
+    if isinstance(control, Nodes):
+        names = control.names or [str(node) for node in range(len(control.parents))]
+        return {
+            "name": name,
+            "label": label,
+            "kind": "nodes",
+            "values": list(names),
+            "start": list(control.default),
+            "parents": list(control.parents),
+        }
     kind = "range"
     if isinstance(control, Toggle):
         kind = "toggle"
@@ -105,7 +119,7 @@ def _described(name: str, control: Control, values: list[Any]) -> dict[str, Any]
         kind = "select"
     return {
         "name": name,
-        "label": control.label or name.replace("_", " "),
+        "label": label,
         "kind": kind,
         "values": [control.text(value) for value in values],
         "start": values.index(control.default),

@@ -74,11 +74,21 @@
     this.key = element.dataset.twin;
     this.across = packed.formula ? packed.controls.length : ACROSS;
     this.plot = element.querySelector(".twin-plot");
-    this.inputs = Array.from(element.querySelectorAll(".twin-control :is(input, select)"));
+    // One input for each control; checkboxes for the nodes of a tree.
+    this.inputs = Array.from(element.querySelectorAll(".twin-control"), function (control) {
+      var found = Array.from(control.querySelectorAll("input, select"));
+      return control.matches(".twin-nodes") ? found : found[0];
+    });
     this.width = null; // at which it was drawn
     var twin = this;
-    this.inputs.forEach(function (input) {
-      input.addEventListener("input", function () { twin.moved(); twin.prefetch(); });
+    this.inputs.forEach(function (input, number) {
+      [].concat(input).forEach(function (one) {
+        one.addEventListener("input", function () {
+          if (Array.isArray(input)) twin.tidy(number, Number(one.value));
+          twin.moved();
+          twin.prefetch();
+        });
+      });
     });
     // The width decides on the title's lines, so a change of it draws anew.
     new ResizeObserver(function () {
@@ -94,6 +104,31 @@
   Twin.prototype.position = function (number) {
     var input = this.inputs[number];
     return input.type === "checkbox" ? Number(input.checked) : Number(input.value);
+  };
+
+  // Once a node of a tree was switched: its ancestors come with it, what lies below goes with it.
+  Twin.prototype.tidy = function (number, node) {
+    var boxes = this.inputs[number], parents = this.packed.controls[number].parents;
+    if (boxes[node].checked) {
+      for (var up = node; up >= 0; up = parents[up]) boxes[up].checked = true;
+    } else {
+      boxes.forEach(function (box, below) {
+        if (parents[below] >= 0 && !boxes[parents[below]].checked) box.checked = false;
+      });
+    }
+  };
+
+  // Points of the trace whose `meta` is the control's name are the nodes of its tree.
+  Twin.prototype.listen = function () {
+    var twin = this;
+    this.packed.controls.forEach(function (control, number) {
+      if (control.kind !== "nodes") return;
+      twin.plot.on("plotly_click", function (event) {
+        var point = event.points[0];
+        if (point.data.meta !== control.name || !(point.customdata >= 0)) return;
+        twin.inputs[number][point.customdata].click();
+      });
+    });
   };
 
   // The index that controls `from` to `to` choose, in row-major order; `shifted` moves one of them.
@@ -139,7 +174,10 @@
     if (formula) {
       var chosen = {};
       this.packed.controls.forEach(function (control, number) {
-        chosen[control.name] = formula.values[control.name][twin.position(number)];
+        chosen[control.name] = control.kind === "nodes"
+          ? twin.inputs[number].filter(function (box) { return box.checked; })
+            .map(function (box) { return Number(box.value); })
+          : formula.values[control.name][twin.position(number)];
       });
       window.labcoreFormulas[formula.name](chosen, formula.data, frame);
     }
@@ -153,8 +191,13 @@
 
   Twin.prototype.say = function () {
     this.packed.controls.forEach(function (control, number) {
-      if (control.kind !== "range") return;
       var input = this.inputs[number];
+      if (control.kind === "nodes") {
+        var chosen = input.filter(function (box) { return box.checked; }).length;
+        input[0].closest("details").querySelector("output").textContent =
+          chosen + " of " + input.length;
+      }
+      if (control.kind !== "range") return;
       var text = control.values[this.position(number)];
       input.setAttribute("aria-valuetext", text);
       input.nextElementSibling.textContent = text;
@@ -186,7 +229,9 @@
     } else {
       layout.margin = Object.assign({t: 16}, layout.margin);
     }
-    return Plotly.react(this.plot, frame.data, layout, {responsive: true, displayModeBar: false});
+    var first = !this.plot.on;
+    Plotly.react(this.plot, frame.data, layout, {responsive: true, displayModeBar: false});
+    if (first) this.listen();
   };
 
   function start() {
