@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,6 +29,10 @@ from labcore.decoding.audit import near_tie_audit
 from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig
 from labcore.decoding.draft_model import DraftModel
 from labcore.decoding.generation import generate, stream
+from labcore.decoding.medusa.fused import FusedHeads
+from labcore.decoding.medusa.proposer import Medusa
+from labcore.decoding.medusa.shipped import pretrained_heads
+from labcore.decoding.medusa.trees import Tree, chain_tree
 from labcore.decoding.ngram import NGram
 from labcore.decoding.proposers import Adaptive, Gated
 from labcore.decoding.sampling import probabilities
@@ -46,6 +51,7 @@ from labcore.models.shipped import (
     prompts,
     shipped_tokenizer,
 )
+from labcore.serving.engine.engine import Engine
 from labcore.timing import paired
 
 CONSTANT = 4  # the draft length that is compared with transformers'
@@ -87,6 +93,10 @@ class Sizes:
     lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)  # draft lengths whose acceptance is counted
     bursty: int = 4  # the one of which P(accepted | the one before) is counted
     read: int = 200_000  # the most characters of a text whose bits are counted
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16)  # rows
+    batch_tokens: int = 64  # of each output in a batch
+    batch_rounds: int = 3
+    wrong: tuple[int, ...] = (1, 2, 4, 8)  # lengths of wrong drafts in a batch
     outputs: int = 4  # of the same prompt, for a memory
     maxima: tuple[int, ...] = (1, 2, 3, 5)  # longest n of a lookup
     slacks: tuple[int, ...] = (0, 1, 2, 3)
@@ -100,7 +110,8 @@ FULL = Sizes()
 SMALL = Sizes(
     prompts=2, tokens=12, rounds=2, short=6, long=16, drafts=(1, 4), ngrams=(2,), adaptive=4,
     cost_prompts=2, forwards=(1, 2), contexts=(4,), lengths=(1, 3), bursty=3,
-    read=300, outputs=2, maxima=(1, 3), slacks=(0, 1), thresholds=(0.09,), blocks=(3,), tables=2,
+    read=300, batches=(1, 3), batch_tokens=12, batch_rounds=2, wrong=(1, 4), outputs=2,
+    maxima=(1, 3), slacks=(0, 1), thresholds=(0.09,), blocks=(3,), tables=2,
 )  # fmt: skip
 
 PLAIN, PEER = "labcore plain", "transformers plain"
@@ -406,6 +417,7 @@ class Metered:
 
     def __init__(self, inner: Proposer) -> None:
         self.inner = inner
+        self.reads_hidden = getattr(inner, "reads_hidden", True)
         self.forget()
 
     def forget(self) -> None:
@@ -1098,3 +1110,185 @@ def enumerated(tables: int) -> list[Measurement]:
         told: dict[str, Any] = {"largest of rejection sampling": left, "exact": True}
         found.append(seen(quantity, "probability", biases, **told))
     return found
+
+
+# Batches in the engine ---------------------------------------------------------------------------
+@functools.cache
+def shipped_heads() -> FusedHeads:
+    """Return the Medusa heads of this course."""
+    return FusedHeads(pretrained_heads(shipped().target))
+
+
+BATCHED: dict[str, Callable[[], Proposer]] = {
+    "n-gram 2": lambda: NGram(MAXIMUM, 1, gamma=2),
+    "n-gram 4": lambda: NGram(MAXIMUM, 1, gamma=4),
+    "suffix 8": lambda: Suffix(gamma=8, memory=0),
+    "draft 2": lambda: DraftModel(shipped().fast_draft, gamma=2),
+    "draft 4": lambda: DraftModel(shipped().fast_draft, gamma=4),
+    "Medusa chain 2": lambda: Medusa(shipped_heads(), chain_tree(2)),
+    "Medusa tree 4": lambda: Medusa(shipped_heads(), Tree(((0,), (0, 0), (0, 0, 0), (1,)))),
+}
+"""What is compared in batches."""
+
+
+class Wrongs:
+    """Free chains of `length` tokens for the rows of a batch, whose first token is always wrong.
+
+    said: the target's output after each prompt.
+    """
+
+    def __init__(self, said: Mapping[tuple[int, ...], list[int]], length: int) -> None:
+        self.texts = [[*prompt, *output] for prompt, output in said.items()]
+        self.length = length
+
+    def propose(
+        self,
+        contexts: Sequence[Sequence[int]],
+        samplings: Sequence[SamplingConfig],  # noqa: ARG002 - part of the protocol
+        max_tokens: Sequence[int],
+        generators: Sequence[torch.Generator],  # noqa: ARG002
+        *,
+        hidden: Tensor | None = None,  # noqa: ARG002
+    ) -> list[Draft]:
+        """Return chains that repeat the vocabulary neighbor of the right token."""
+        drafts = []
+        for context, most in zip(contexts, max_tokens, strict=True):
+            size, row = len(context), list(context)
+            right = [text[size] for text in self.texts if text[:size] == row and size < len(text)]
+            wrong = (right[0] + 1) % shipped().fast_target.vocab_size if most and right else 0
+            drafts.append(Draft.chain([wrong] * (min(self.length, most) if right else 0)))
+        return drafts
+
+    def commit(self, accepted: Sequence[Accepted]) -> None:
+        """Do nothing."""
+
+
+@dataclass(kw_only=True)
+class Full:
+    """The steps of an engine in which all of its rows decoded, and nothing else happened."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    drafting: float = 0.0
+    drafted: list[float] = field(default_factory=list)  # per row, in each step
+
+    @property
+    def step(self) -> float:
+        """Seconds per step."""
+        return self.seconds / self.steps
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+class Batch:
+    """An engine with `rows` slots, which stay full as long as requests wait."""
+
+    def __init__(self, rows: int, proposer: Proposer | None) -> None:
+        self.rows = rows
+        self.meter = None if proposer is None else Metered(proposer)
+        self.engine = Engine(
+            shipped().target,
+            num_blocks=16 * rows + 16,
+            max_num_seqs=rows,
+            enable_prefix_caching=False,
+            proposer=self.meter,
+        )
+
+    def serve(self, given: Sequence[list[int]], tokens: int) -> tuple[list[list[int]], Full]:
+        """Return the outputs of requests that all come at once, and the full steps."""
+        engine, full = self.engine, Full()
+        said: dict[str, list[int]] = {}
+        for prompt in given:
+            said[engine.submit(prompt, settings(tokens))] = []
+        while not engine.idle:
+            before = 0.0 if self.meter is None else self.meter.seconds
+            for news in engine.step():
+                said[news.id] += news.tokens
+            (record,) = engine.trace[-1:]
+            if len(record.decodes) < self.rows or record.chunks:
+                continue
+            full.seconds += record.seconds
+            full.tokens += record.emitted
+            full.steps += 1
+            full.drafting += 0.0 if self.meter is None else self.meter.seconds - before
+            full.drafted.append(record.drafted / self.rows)
+        return list(said.values()), full
+
+
+def requests(sizes: Sizes) -> list[list[int]]:
+    """Return prompts of this course and of third-party code in turn."""
+    every = (rows(kind, sizes.short, sizes.prompts) for kind in ("code", THIRD_PARTY))
+    return [prompt for pair in zip(*every, strict=True) for prompt in pair]
+
+
+@case("batch", minutes=12, needs="cpu")
+def batch(sizes: Sizes = FULL) -> list[Measurement]:
+    """Every method in the engine at several batch sizes: speed, tokens per step, and costs."""
+    return [one for rows in sizes.batches for one in batch_of(rows, sizes)]
+
+
+def batch_of(rows: int, sizes: Sizes) -> list[Measurement]:
+    """Measure each method while `rows` requests decode together, and predict its speed-up.
+
+    v(n) is a step that reads n tokens per row, of which all but one are wrong, over a plain step of
+    as many rows. The prediction is tokens per step and row / (v + drafting cost), with v between
+    the measured n on a line.
+    """
+    given, tokens = requests(sizes), sizes.batch_tokens
+    said = Batch(rows, None).serve(given, tokens)[0]
+    known = {tuple(prompt): output for prompt, output in zip(given, said, strict=True)}
+    ways: dict[str, Proposer | None] = {PLAIN: None, **{n: make() for n, make in BATCHED.items()}}
+    ways |= {f"v {size}": Wrongs(known, size) for size in sizes.wrong}
+    engines = {name: Batch(rows, way) for name, way in ways.items()}
+    runs: dict[str, list[Full]] = {name: [] for name in ways}
+    outputs, dice = {}, random.Random(rows)
+    for turn in range(-1, sizes.batch_rounds):  # the first turn warms up
+        for name in dice.sample(list(ways), len(ways)):
+            outputs[name], full = engines[name].serve(given, tokens)
+            if turn >= 0:
+                runs[name].append(full)
+    plain = [one.step for one in runs[PLAIN]]
+    costs = {1: [1.0] * len(plain)}
+    for size in sizes.wrong:
+        full = runs[f"v {size}"]
+        costs[size + 1] = ratios([one.step for one in full], plain)
+    told = {**refuse_wrong(outputs, given), "seconds of a plain step": plain}
+    speeds, at = [one.speed for one in runs[PLAIN]], f"{rows} rows"
+    gap = told["largest gap, nats"]
+    found = [
+        exact(f"largest gap of an output/{at}", "nats", gap, **told),
+        seen(f"tokens per second/plain, {at}", "tokens/s", speeds, **told),
+        *(seen(f"v/{n} tokens per row, {at}", "plain steps", costs[n], **told) for n in costs),
+    ]
+    for name in BATCHED:
+        found += batch_numbers(runs[name], runs[PLAIN], costs, f"{name}, {at}")
+    return found
+
+
+def batch_numbers(
+    runs: Sequence[Full], plain: Sequence[Full], costs: Mapping[int, Sequence[float]], at: str
+) -> list[Measurement]:
+    """Return a method's speed-up, measured and predicted, and what it's made of, by round."""
+    sizes, predicted, drafting = sorted(costs), [], []
+    for turn, (run, base) in enumerate(zip(runs, plain, strict=True)):
+        known = [costs[n][turn] for n in sizes]
+        read = [1 + drafted for drafted in run.drafted]
+        verifying = float(numpy.interp(read, sizes, known).mean())
+        drafting.append(run.drafting / run.steps / base.step)
+        tokens = run.tokens / run.steps / (base.tokens / base.steps)
+        predicted.append(tokens / (verifying + drafting[-1]))
+    rows = plain[0].tokens / plain[0].steps
+    told = {"steps": runs[0].steps, "drafted per step and row": statistics.fmean(runs[0].drafted)}
+    per_step = [run.tokens / run.steps / rows for run in runs]
+    speedups = ratios([one.speed for one in runs], [one.speed for one in plain])
+    over = ratios(predicted, speedups)
+    return [
+        seen(f"tokens per step and row/{at}", "tokens", per_step, **told),
+        seen(f"drafting per step/{at}", "plain steps", drafting, **told),
+        seen(f"speed-up/{at}", "ratio", speedups, peers={"predicted": predicted}, **told),
+        seen(f"speed-up, predicted over measured/{at}", "ratio", over, within=WITHIN),
+    ]

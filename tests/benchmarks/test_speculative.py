@@ -13,6 +13,8 @@ from benchmarks import speculative as cases
 from benchmarks.runner import Measurement, cases_of
 from labcore.data import installed_sources
 from labcore.decoding.contract import Accepted, Draft
+from labcore.decoding.medusa.fused import FusedHeads
+from labcore.decoding.medusa.heads import MedusaHeads
 from labcore.decoding.ngram import NGram
 from labcore.decoding.theory import exact, speedup
 from labcore.decoding.verify import VERIFIERS, TypicalAcceptance, rejection_sampling
@@ -61,11 +63,12 @@ def case(name: str, sizes: cases.Sizes = cases.SMALL) -> dict[str, Measurement]:
 
 def test_what_is_timed_runs_on_a_cpu_and_takes_minutes() -> None:
     every = {one.name: one for one in cases_of("speculative")}
-    assert all(one.minutes <= 6 for one in every.values())
-    timed = ("decoding", "cost", "gate")
+    assert all(one.minutes <= 12 for one in every.values())
+    timed = ("decoding", "cost", "gate", "batch")
     assert {name.split("/")[0] for name in every} == {
         *timed,
         "acceptance",
+        "batch",
         "block",
         "exact",
         "ngram",
@@ -313,6 +316,37 @@ def test_typical_acceptance_is_biased_unlike_rejection_sampling() -> None:
     for gamma in (1, 2, 3):
         item = found[f"total variation/{gamma} drafted, 4 tokens in all"]
         assert max(item.samples) > 0.01 > 1e-9 > item.details["largest of rejection sampling"]
+
+
+def test_every_method_runs_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = MedusaHeads(PAIR.target, heads=3, layers=1, projection="tied")
+    monkeypatch.setattr(cases, "shipped_heads", lambda: FusedHeads(heads.eval()))
+    found = case("batch")
+    for rows, name in itertools.product((1, 3), cases.BATCHED):
+        at = f"{name}, {rows} rows"
+        per_step = found[f"tokens per step and row/{at}"].samples
+        assert len(set(per_step)) == 1, "a count, so each round gives the same"
+        assert 1 <= per_step[0] <= 9
+        speed, told = found[f"speed-up/{at}"], found[f"speed-up, predicted over measured/{at}"]
+        assert told.samples == pytest.approx(
+            [a / b for a, b in zip(speed.peers["predicted"], speed.samples, strict=True)]
+        )
+    for rows in (1, 3):
+        gap = found[f"largest gap of an output/{rows} rows"]
+        assert gap.samples[0] <= cases.GAP
+        assert set(gap.details["identical to plain"]) >= {cases.PLAIN, *cases.BATCHED, "v 4"}
+        assert found[f"v/1 tokens per row, {rows} rows"].samples == [1, 1]
+
+
+def test_wrong_drafts_in_a_batch_are_never_accepted() -> None:
+    given = cases.requests(replace(cases.SMALL, prompts=3))
+    said, _ = cases.Batch(3, None).serve(given, 8)
+    known = {tuple(prompt): output for prompt, output in zip(given, said, strict=True)}
+    batch = cases.Batch(3, cases.Wrongs(known, 2))
+    outputs, full = batch.serve(given, 8)
+    assert outputs == said
+    assert full.steps and full.tokens == 3 * full.steps and max(full.drafted) == 2
+    assert not sum(record.accepted for record in batch.engine.trace)
 
 
 def test_every_outcome_of_every_case_is_added_up() -> None:

@@ -99,6 +99,8 @@ class NGram:
     Source: Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding.
     """
 
+    reads_hidden = False
+
     def __init__(
         self,
         maximum: int = 3,

@@ -170,6 +170,8 @@ class Suffix:
     Source: Oliaro et al., SuffixDecoding, 2024, arXiv:2411.04975.
     """
 
+    reads_hidden = False
+
     def __init__(
         self,
         *,

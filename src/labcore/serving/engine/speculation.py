@@ -27,7 +27,7 @@ class Speculation:
 
     proposer: "ngram", a `Proposer`, or None, which drafts nothing. slots: B, at least as many as
     requests run. max_length: the most tokens of a request. vocab_size: the model's.
-    reads_hidden: whether the proposer may read hidden states.
+    reads_hidden: whether the proposer may read hidden states; one without this attribute may.
     Raises ValueError or TypeError for anything else in place of a proposer.
     """
 
@@ -43,7 +43,7 @@ class Speculation:
         if callable(reset):
             reset()
         self.proposer: Proposer | None = chosen
-        self.reads_hidden = chosen is not None and not isinstance(chosen, NGram)
+        self.reads_hidden = chosen is not None and getattr(chosen, "reads_hidden", True)
         self._max_length, self._vocab_size = max_length, vocab_size
         self._holders: list[Entry | None] = [None] * slots
         self._resting = torch.Generator()
