@@ -1254,8 +1254,8 @@ def batch_of(rows: int, sizes: Sizes) -> list[Measurement]:
     plain = [one.step for one in runs[PLAIN]]
     costs = {1: [1.0] * len(plain)}
     for size in sizes.wrong:
-        full = runs[f"v {size}"]
-        costs[size + 1] = ratios([one.step for one in full], plain)
+        steps = [one.step for one in runs[f"v {size}"]]
+        costs[size + 1] = ratios(steps, plain)
     told = {**refuse_wrong(outputs, given), "seconds of a plain step": plain}
     speeds, at = [one.speed for one in runs[PLAIN]], f"{rows} rows"
     gap = told["largest gap, nats"]
@@ -1282,7 +1282,10 @@ def batch_numbers(
         tokens = run.tokens / run.steps / (base.tokens / base.steps)
         predicted.append(tokens / (verifying + drafting[-1]))
     rows = plain[0].tokens / plain[0].steps
-    told = {"steps": runs[0].steps, "drafted per step and row": statistics.fmean(runs[0].drafted)}
+    told: dict[str, Any] = {
+        "steps": runs[0].steps,
+        "drafted per step and row": statistics.fmean(runs[0].drafted),
+    }
     per_step = [run.tokens / run.steps / rows for run in runs]
     speedups = ratios([one.speed for one in runs], [one.speed for one in plain])
     over = ratios(predicted, speedups)
