@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import tempfile
 import threading
 import time
@@ -37,13 +38,14 @@ from labcore.serving.engine.blocks import BlockPool
 from labcore.serving.engine.engine import Engine
 from labcore.serving.engine.request import Request
 from labcore.serving.engine.scheduler import Scheduler
+from labcore.serving.metrics import RequestMetrics
 from labcore.serving.simulation.costs import CostModel, fit_costs
 from labcore.serving.simulation.replay import Replay, replay
 from labcore.serving.simulation.router import ROUTERS, route_requests
 from labcore.serving.simulation.simulate import Run, bootstrap, simulate
 from labcore.serving.simulation.workload import Workload, fixed, long_tail, poisson
 from labcore.serving.triton import environment as triton_environment
-from labcore.serving.triton.client import engine_stream, generate_stream
+from labcore.serving.triton.client import engine_stream, examples, generate_stream
 from labcore.serving.triton.server import TritonServer
 
 # What all cases share ----------------------------------------------------------------------------
@@ -76,7 +78,7 @@ class Sizes:
     crowd_lengths: tuple[int, int] = (10, 102)
     crowd_budget: int = 1638
     crowd_seeds: tuple[int, ...] = (100, 101)
-    load_seeds: tuple[int, ...] = tuple(range(90, 98))
+    load_seeds: tuple[int, ...] = tuple(range(120, 128))
     load_requests: int = 64
     rate_seeds: tuple[int, ...] = (30, 31, 32)
     # Each round: the seed of the run used for the fit, and the seed of the predicted runs.
@@ -107,6 +109,7 @@ class Sizes:
     stream_rounds: int = 5
     starts: int = 2
     kills: int = 3
+    told_tokens: int = 12
     routed_requests: int = 400
     group_prefix: int = 192
     routed_seeds: tuple[int, ...] = (80, 81, 82, 83, 84)
@@ -123,7 +126,8 @@ SMALL = Sizes(
     chunks=(4, 60), long_prompt=60, decoding=2, before=2, chunk_rounds=2, kinds=("code",),
     draft_prompts=3, draft_tokens=12, draft_rounds=2, system=20, own=(2, 5), sharing=6,
     shared_output=3, shared_seeds=(15, 16), equal_requests=5, streams=(2,), stream_tokens=3,
-    stream_rounds=2, starts=1, kills=1, routed_requests=40, group_prefix=20, routed_seeds=(17, 18),
+    stream_rounds=2, starts=1, kills=1, told_tokens=3, routed_requests=40,
+    group_prefix=20, routed_seeds=(17, 18),
 )  # fmt: skip
 
 
@@ -537,9 +541,9 @@ def arriving(sizes: Sizes, seed: int, rate: float) -> Workload:
     return workload(sizes, sizes.load_requests, seed, poisson(rate, sizes.load_requests, seed))
 
 
-@case("load", minutes=6.2, needs="cpu")
+@case("load", minutes=7, needs="cpu")
 def load(sizes: Sizes = FULL) -> list[Measurement]:
-    """Poisson arrivals in real time: a request's waiting times under each policy and load."""
+    """Poisson arrivals in real time: a request's times under each policy and load, and alone."""
     engines = {policy: engine(sizes, policy) for policy in POLICIES}
     rates = served_rate(engines[OURS], sizes)
     rate = statistics.median(rates)
@@ -550,6 +554,8 @@ def load(sizes: Sizes = FULL) -> list[Measurement]:
         given = arriving(sizes, seed, share * rate)
         for policy in shuffled(engines, "load", name, seed):
             runs.setdefault((policy, name), []).append(replay(engines[policy], given))
+    alone = [alone_times(engines[OURS], workload(sizes, sizes.load_requests, seed))
+             for seed in sizes.load_seeds]  # fmt: skip
     details = setting(
         sizes,
         *(workload(sizes, sizes.load_requests, seed) for seed in sizes.load_seeds),
@@ -563,13 +569,79 @@ def load(sizes: Sizes = FULL) -> list[Measurement]:
             "arrivals": [poisson(share * rate, sizes.load_requests, s) for s in sizes.load_seeds]
         }
         found += told_of_load(name, by_policy, {"rate": share * rate, **arrivals})
+        found += told_of_own_times(name, by_policy, alone)
     return found
+
+
+WHOLE = f"{STATIC}, returned whole"  # answers that come when their whole batch has ended
+OWN = "latency over its time alone"
+
+
+def alone_times(one: Engine, given: Workload) -> list[float]:
+    """Return the seconds that each request takes, from arrival to end, on an idle engine."""
+    told = []
+    for request in given.requests():
+        run = replay(one, [replace(request, arrival=0.0)], lengths=given.lengths)
+        told += values(run, "e2e")
+    return told
+
+
+def returned_whole(run: Run) -> list[float]:
+    """Return each request's seconds from arrival to the end of its static batch."""
+    told = [0.0] * len(run.metrics)
+    batch: list[int] = []
+    end = 0.0  # of the batch
+    for place in sorted(range(len(told)), key=lambda at: admitted_at(run.metrics[at])):
+        one = run.metrics[place]
+        if admitted_at(one) >= end:
+            batch = []
+        batch.append(place)
+        end = max(run.metrics[at].arrival + (run.metrics[at].e2e or 0.0) for at in batch)
+        for at in batch:
+            told[at] = end - run.metrics[at].arrival
+    return told
+
+
+def admitted_at(one: RequestMetrics) -> float:
+    """Return when a request left the queue, in seconds from the start of the run."""
+    return one.arrival + (one.queue or 0.0)
+
+
+def told_of_own_times(
+    name: str, runs: Mapping[str, Sequence[Run]], alone: Sequence[Sequence[float]]
+) -> list[Measurement]:
+    """Return what each policy makes of a request's time, over what the request takes alone."""
+    times = {policy: [values(run, "e2e") for run in each] for policy, each in runs.items()}
+    times[WHOLE] = [returned_whole(run) for run in runs[STATIC]]
+    waits = {policy: [values(run, "queue") for run in each] for policy, each in runs.items()}
+    far, middle = (
+        {
+            policy: [quantile(ratios(*pair), at) for pair in zip(each, alone, strict=True)]
+            for policy, each in times.items()
+        }
+        for at in (0.99, 0.5)
+    )
+    queue = {
+        policy: [statistics.fmean(ratios(*pair)) for pair in zip(each, alone, strict=True)]
+        for policy, each in waits.items()
+    }
+    less = [a - b for a, b in zip(queue[STATIC], queue[OURS], strict=True)]
+    return [
+        *(
+            seen(f"{OWN} p99, {one} over {OURS}/{name}", "ratio", ratios(far[one], far[OURS]))
+            for one in (WHOLE, STATIC)
+        ),
+        seen(f"queue over its time alone, {STATIC} less {OURS}/{name}", "own times", less),
+        beside(f"{OWN} p50/{name}", "own times", middle),
+        beside(f"{OWN} p99/{name}", "own times", far),
+        beside(f"queue over its time alone/{name}", "own times", queue),
+    ]
 
 
 def told_of_load(
     name: str, runs: Mapping[str, Sequence[Run]], details: dict[str, Any]
 ) -> list[Measurement]:
-    """Return the three ratios of the claims, and all times, with a sample per seed."""
+    """Return the ratio of the claim, and all times, with a sample per seed."""
     told: dict[str, dict[str, list[float]]] = {}
     for policy, each in runs.items():
         for what in TIMES:
@@ -577,20 +649,13 @@ def told_of_load(
             told.setdefault(f"{what} p50", {})[policy] = [quantile(x, 0.5) for x in found]
             told.setdefault(f"{what} p99", {})[policy] = [quantile(x, 0.99) for x in found]
             told.setdefault(f"{what} mean", {})[policy] = [statistics.fmean(x) for x in found]
-        median, far = (told[f"normalised latency {at}"][policy] for at in ("p50", "p99"))
-        told.setdefault("latency spread", {})[policy] = ratios(far, median)
         speeds = [run.tokens_per_second for run in each]
         told.setdefault("tokens a second", {})[policy] = speeds
-    spread, queue = told["latency spread"], told["queue mean"]
     middle = told["normalised latency p50"]
-    over = {
-        f"latency spread, {STATIC} over {OURS}": ratios(spread[STATIC], spread[OURS]),
-        f"queue seconds, {STATIC} over {OURS}": ratios(queue[STATIC], queue[OURS]),
-        f"normalised latency p50, {OURS} over {STATIC}": ratios(middle[OURS], middle[STATIC]),
-    }
-    units = {"latency spread": "ratio", "tokens a second": "tokens/s"}
+    over = ratios(middle[OURS], middle[STATIC])
+    units = {"tokens a second": "tokens/s"}
     return [
-        *(seen(f"{what}/{name}", "ratio", samples, **details) for what, samples in over.items()),
+        seen(f"normalised latency p50, {OURS} over {STATIC}/{name}", "ratio", over, **details),
         *(
             beside(f"{what}/{name}", units.get(what, "s"), samples)
             for what, samples in told.items()
@@ -1064,6 +1129,31 @@ def server(sizes: Sizes = FULL) -> list[Measurement]:
         *found,
         *(seen(f"seconds until healthy/{name}", "s", x, **details) for name, x in killed.items()),
     ]
+
+
+@case("transcript", minutes=0.2, lacks=lacks_server)
+def transcript(sizes: Sizes = FULL) -> list[Measurement]:
+    """A request to the server by curl, as the chapter prints it, and the events that came back."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        TritonServer(
+            Path(folder), environment=ENVIRONMENT, engine_options=["--threads", "1"]
+        ) as one,
+    ):  # fmt: skip
+        command = examples(one.addresses).split("curl -s ")[0].strip()
+        command = command.replace('"max_tokens": 24', f'"max_tokens": {sizes.told_tokens}')
+        done = subprocess.run(
+            ["bash", "-c", f"{command} -w 'HTTP %{{http_code}}'"],
+            capture_output=True, text=True, timeout=PATIENCE_S, check=True,
+        )  # fmt: skip
+        port = str(one.addresses.http)
+    lines = [line for line in done.stdout.splitlines() if line]
+    events = [line for line in lines if line.startswith("data:")]
+    details = {
+        "exact": True, "server": triton_environment.SERVER_VERSION, "lines": lines,
+        "command": command.replace(port, "8000"),
+    }  # fmt: skip
+    return [seen("events of a streamed answer", "events", [len(events)], **details)]
 
 
 def overheads(one: TritonServer, sizes: Sizes) -> list[Measurement]:

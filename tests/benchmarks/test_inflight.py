@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import threading
@@ -20,17 +21,20 @@ from tests.benchmarks.measurements import asked, by_quantity
 
 NAMES = (
     "peers", "crowd", "load", "simulator", "pressure", "chunks", "speculation", "prefixes",
-    "equal", "server", "replicas",
+    "equal", "server", "transcript", "replicas",
 )  # fmt: skip
 
 
-def test_all_take_eighteen_minutes_and_have_their_names() -> None:
+def test_all_take_twenty_minutes_and_have_their_names() -> None:
     every = {one.name: one for one in cases_of("inflight")}
     assert set(every) == set(NAMES)
-    assert sum(one.minutes for one in every.values()) <= 18
-    assert {name for name, one in every.items() if one.needs == "any"} == {"equal", "replicas"}
-    assert every["server"].lacks is cases.lacks_server
-    assert all(one.lacks() == "" for name, one in every.items() if name != "server")
+    assert sum(one.minutes for one in every.values()) <= 20
+    assert {name for name, one in every.items() if one.needs == "any"} == {
+        "equal", "transcript", "replicas",
+    }  # fmt: skip
+    behind = ("server", "transcript")
+    assert all(every[name].lacks is cases.lacks_server for name in behind)
+    assert all(one.lacks() == "" for name, one in every.items() if name not in behind)
 
 
 def test_workload_is_chosen_beforehand_and_hides_its_lengths() -> None:
@@ -139,31 +143,41 @@ def test_how_many_run_at_once_is_counted_at_every_beginning(seed: int) -> None:
 
 def test_arrivals_are_measured_under_every_load() -> None:
     found = by_quantity(cases.load(SMALL))
-    ratios = (
-        "latency spread, static over guaranteed_no_evict",
-        "queue seconds, static over guaranteed_no_evict",
-        "normalised latency p50, guaranteed_no_evict over static",
-    )
+    over = "normalised latency p50, guaranteed_no_evict over static"
     raw = [f"{what} {at}" for what in cases.TIMES for at in ("p50", "p99")]
-    names = [f"{what}/{load}" for what in (*ratios, *raw) for load in cases.LOADS]
-    needs("load", found, *names)
+    needs("load", found, *(f"{what}/{load}" for what in (over, *raw) for load in cases.LOADS))
     rate = statistics.median(found["requests a second, all waiting/guaranteed_no_evict"].samples)
     for load, share in cases.LOADS.items():
-        spread, queue, middle = (found[f"{what}/{load}"] for what in ratios)
-        assert spread.details["rate"] == pytest.approx(share * rate)
-        for arrivals in spread.details["arrivals"]:
+        middle, near = (found[f"{what}/{load}"] for what in (over, "normalised latency p50"))
+        assert middle.details["rate"] == pytest.approx(share * rate)
+        for arrivals in middle.details["arrivals"]:
             assert len(arrivals) == 9 and all(a <= b for a, b in pairwise(arrivals))
-        for item in (spread, queue, middle):
-            assert len(item.samples) == 2 and min(item.samples) > 0
-        far, near = (found[f"normalised latency {at}/{load}"] for at in ("p99", "p50"))
-        ours = [a / b for a, b in zip(far.samples, near.samples, strict=True)]
-        static = [
-            a / b for a, b in zip(far.peers["static"], near.peers["static"], strict=True)
-        ]  # fmt: skip
-        assert spread.samples == pytest.approx([a / b for a, b in zip(static, ours, strict=True)])
         assert middle.samples == [
             a / b for a, b in zip(near.samples, near.peers["static"], strict=True)
         ]
+        far, queue = (
+            found[f"{what}/{load}"]
+            for what in ("latency over its time alone p99", "queue over its time alone")
+        )
+        whole = far.peers[cases.WHOLE]
+        assert len(whole) == 2 and min(far.samples) > 0
+        assert all(a >= b for a, b in zip(whole, far.peers["static"], strict=True))
+        ratio = found[f"latency over its time alone p99, {cases.WHOLE} over {cases.OURS}/{load}"]
+        assert ratio.samples == [a / b for a, b in zip(whole, far.samples, strict=True)]
+        less = found[f"queue over its time alone, static less guaranteed_no_evict/{load}"]
+        pairs = zip(queue.peers["static"], queue.samples, strict=True)
+        assert less.samples == [a - b for a, b in pairs]
+
+
+def test_a_batch_that_returns_whole_makes_all_wait_for_its_last() -> None:
+    def one(arrival: float, queue: float, e2e: float) -> Any:
+        return SimpleNamespace(arrival=arrival, queue=queue, e2e=e2e)
+
+    # The first two run from 1 to 5 and 3; the other two are admitted at 5 and end at 6 and 9.
+    run = SimpleNamespace(
+        metrics=[one(0.0, 1.0, 5.0), one(1.0, 0.0, 2.0), one(2.0, 3.0, 4.0), one(4.0, 1.0, 5.0)]
+    )
+    assert cases.returned_whole(run) == [5.0, 4.0, 7.0, 5.0]  # type: ignore[arg-type]
 
 
 def test_a_fitted_simulator_predicts_every_load_and_policy() -> None:
@@ -276,6 +290,17 @@ def test_a_process_that_is_gone_is_said_to_be() -> None:
     one = SimpleNamespace(pids=lambda: {"stub": None})
     with pytest.raises(RuntimeError, match="the server's stub must be running"):
         cases.healthy_again(one, "stub")  # type: ignore[arg-type]
+
+
+def test_the_transcript_is_what_the_page_tells_readers_to_type() -> None:
+    if lack := cases.lacks_server():
+        pytest.skip(lack)
+    (told,) = cases.transcript(SMALL)
+    command, lines = told.details["command"], told.details["lines"]
+    assert command.startswith("curl -sN http://127.0.0.1:8000/v2/models/lm/generate_stream")
+    assert told.samples == [3] and lines[-1] == "HTTP 200"
+    texts = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert [one["finish_reason"] for one in texts] == ["", "", "length"]
 
 
 def test_the_real_server_is_started_asked_and_killed() -> None:
