@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from labcore.ui import twin
+from labcore.ui import Nodes, twin
 from labcore.ui.compact import plain
-from labcore.ui.figures import attention, memory
+from labcore.ui.figures import attention, medusa, memory
+from tests.ui.figures.medusa import test_trees as trees
 from tests.ui.figures.test_attention import DESIGNER
 from tests.ui.figures.test_memory import CONTROLS
 from tests.ui.figures.test_memory_cache import REQUESTS
@@ -24,6 +26,27 @@ FORMULAS = {
     "requests": (memory.requests, memory.REQUESTS_FORMULA, REQUESTS),
     "designer": (attention.designer, attention.DESIGNER_FORMULA, DESIGNER),
 }
+DRAWN = ("medusa tree", "medusa speed")  # of data that a chapter measures
+
+
+def case(name: str, seed: int) -> tuple[Callable[..., Any], twin.Formula, dict[str, Any]]:
+    """A figure function, its formula and its controls."""
+    if name not in DRAWN:
+        return FORMULAS[name]
+    tree = name == DRAWN[0]
+    data = trees.guesses(seed) if tree else trees.sweep(seed)
+    function = medusa.tree_picker if tree else medusa.speed_by_tree
+    controls = trees.picked(data) if tree else trees.SWEPT
+    return functools.partial(function, data=data), data.formula(), controls
+
+
+def value(control: Any, pick: random.Random) -> Any:
+    """Any value of a control; of a tree, any nodes."""
+    if isinstance(control, Nodes):
+        return control.check("nodes", [pick.randrange(len(control.parents)) for _ in range(5)])
+    return pick.choice(control.positions())
+
+
 COMPUTE = """([name, settings, data, frame]) => settings.map(chosen => {
     const copy = structuredClone(frame);
     labcoreFormulas[name](chosen, data, copy);
@@ -54,17 +77,17 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", [*FORMULAS, *DRAWN])
 def test_the_page_and_python_agree(name: str, watch: Any, seed: int) -> None:
-    draw, formula, controls = FORMULAS[name]
+    draw, formula, controls = case(name, seed)
     pick = random.Random(seed)
     settings = [
-        {key: pick.choice(control.positions()) for key, control in controls.items()}
-        for _ in range(200)
+        {key: value(control, pick) for key, control in controls.items()} for _ in range(200)
     ]
     watched = watch()
     watched.page.add_script_tag(path=twin.FORMULAS)
-    told = [formula.name, settings, formula.data(), plain(draw().to_dict())]
+    first = draw(**{key: control.default for key, control in controls.items()})
+    told = [formula.name, settings, formula.data(), plain(first.to_dict())]
     for chosen, computed in zip(settings, watched.page.evaluate(COMPUTE, told), strict=True):
         drawn = plain(draw(**chosen).to_dict())
         assert words(computed) == words(drawn), chosen

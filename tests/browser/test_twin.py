@@ -57,6 +57,29 @@ ui.quiz([ui.Question("Which keeps one buffer?", ("AdamW", "Lion"), 1, "Only the 
 """,
     "from labcore import checks\nui.show_source(checks.one_of, docstring=False)",
 ]
+TREE = """\
+from labcore.decoding.medusa import Tree
+from labcore.ui import Choice, LogSlider, explore
+from labcore.ui.figures import medusa as figures
+
+data = figures.Guesses(
+    tree=Tree(((0,), (1,), (0, 0), (0, 1))),
+    accuracies={"0": [[0.5, 0.2], [0.4, 0.1]], "0.7": [[0.4, 0.1], [0.3, 0.1]]},
+    ranks={warmth: [[[0, 1], [1, 0], [0, 0], [0, 0]]] for warmth in ("0", "0.7")},
+    costs=[1, 1.1, 1.2, 1.3, 1.4],
+    drafting=[0, 0.1, 0.2],
+)
+explore(
+    figures.tree_picker,
+    alt="A tree.",
+    data=data,
+    formula=data.formula(),
+    nodes=data.nodes((0, 1, 3)),
+    temperature=Choice(options=("0", "0.7")),
+    ridge=LogSlider(low=8, high=512, default=300),
+    batch=Choice(options=(1, 8)),
+)
+"""
 CONF = """\
 project = "mini"
 extensions = ["myst_nb", "labcore.book.explorers"]
@@ -226,6 +249,28 @@ def test_paper_has_every_figure(watch: Any, site: Path) -> None:
     page.locator(".main-svg").first.wait_for()
     page.pdf()
     assert page.locator(".twin-plot:not(:has(.main-svg))").count() == 0
+
+
+def test_a_click_on_a_node_puts_it_into_the_tree(watch: Any, tmp_path: Path) -> None:
+    done = build(tmp_path / "book", [TREE])
+    assert done.returncode == 0, done.stderr
+    watched = watch()
+    page = watched.page
+    page.goto((tmp_path / "book" / "_build" / "part" / "mini.html").as_uri())
+    page.locator(".main-svg").first.wait_for()
+    told = page.locator(".twin-nodes output")
+    title = "() => document.querySelector('.js-plotly-plot').layout.title.text"
+    first = page.evaluate(title)
+    assert told.inner_text() == "3 of 4"
+    nodes = page.locator(".js-plotly-plot .scatterlayer .trace").last.locator("path.point")
+    nodes.nth(1).click(force=True)  # the first row is the first node: all below it goes too
+    page.wait_for_function(f"t => ({title})() !== t", arg=first)
+    assert told.inner_text() == "1 of 4"
+    page.locator(".twin-nodes summary").press("Enter")
+    page.get_by_label("0·1").press("Space")  # its ancestor comes with it
+    page.wait_for_function("() => document.querySelector('.twin-nodes output').textContent[0] > 2")
+    assert told.inner_text() == "3 of 4" and page.get_by_label("0", exact=True).is_checked()
+    watched.calm()
 
 
 def test_two_figures_are_never_drawn_in_one_frame(opened: Any) -> None:

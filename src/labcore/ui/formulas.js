@@ -101,6 +101,35 @@ window.labcoreFormulas = (function () {
 
   function grouped(count) { return count.toString().replace(/\B(?=(\d{3})+$)/g, ","); }
 
+  function hundredths(value) { return (value + 1e-9).toFixed(2); }
+
+  // labcore.ui.figures.medusa.step_cost: a 7B's step over `rows` tokens, in plain passes.
+  function medusaCost(rows, heads, values, share) {
+    var batch = values.batch, ridge = values.ridge;
+    return Math.max(1, batch * rows / ridge) / Math.max(1, batch / ridge) + share * heads;
+  }
+
+  // What a tree of the chosen nodes would have done to known texts: how many steps, and how often
+  // each node was accepted. A text is a string of ranks for each position.
+  function medusaReplay(chosen, data, texts) {
+    var below = {}, counts = data.parents.map(function () { return 0; }), steps = 0;
+    chosen.forEach(function (node) { below[data.parents[node] + " " + data.ranks[node]] = node; });
+    texts.forEach(function (text) {
+      for (var place = 0; place < text.length; place += 1) {
+        var row = text[place], node = -1;
+        for (var head = 0; head < row.length; head += 1) {
+          var next = below[node + " " + row[head]];
+          if (next === undefined) break;
+          node = next;
+          counts[node] += 1;
+          place += 1;
+        }
+        steps += 1;
+      }
+    });
+    return counts.map(function (count) { return count / steps; });
+  }
+
   return {
     // labcore.memory.film of one GPU.
     memoryFilm: function (values, data, frame) {
@@ -274,6 +303,76 @@ window.labcoreFormulas = (function () {
       }), data.capacities, frame);
       frame.layout.title.text = "Per GPU: " + size(totals[0]) + " without ZeRO, " +
         size(Math.min.apply(null, totals)) + " at best";
+    },
+    medusaTree: function (values, data, frame) {
+      var chosen = values.nodes, chances = data.chances[values.temperature];
+      var shares = medusaReplay(chosen, data, data.texts[values.temperature]);
+      var inside = data.parents.map(function () { return false; }), depths = [];
+      chosen.forEach(function (node) { inside[node] = true; });
+      data.parents.forEach(function (up) { depths.push(up < 0 ? 0 : depths[up] + 1); });
+      function total(of) { return 1 + sum(chosen.map(function (node) { return of[node]; })); }
+      var heads = Math.max.apply(null, [0].concat(chosen.map(function (node) {
+        return depths[node] + 1;
+      })));
+      var here = data.costs[chosen.length] + data.drafting[heads], replayed = total(shares);
+      var there = medusaCost(chosen.length + 1, heads, values, data.share);
+      var rows = {"-1": [-1, -1]};
+      data.order.forEach(function (node, row) { rows[node] = [depths[node], row]; });
+      [false, true].forEach(function (chosenOnes, n) {
+        var x = [], y = [];
+        data.order.forEach(function (node) {
+          if (inside[node] !== chosenOnes) return;
+          var from = rows[data.parents[node]], to = rows[node];
+          x.push(from[0], from[0], to[0], null);
+          y.push(from[1], to[1], to[1], null);
+        });
+        frame.data[n].x = x;
+        frame.data[n].y = y;
+      });
+      function percent(share) { return (100 * share + 1e-9).toFixed(0); }
+      var nodes = frame.data[2], marker = nodes.marker;
+      nodes.text = ["the text so far"].concat(data.order.map(function (node) {
+        return inside[node]
+          ? "<b>" + data.ranks[node] + "</b>  " + percent(chances[node]) + "/" +
+            percent(shares[node]) + " %"
+          : data.ranks[node] + "  " + percent(chances[node]) + " %";
+      }));
+      marker.symbol = ["circle"].concat(data.order.map(function (node) {
+        return inside[node] ? "circle" : "circle-open";
+      }));
+      marker.color = [1].concat(data.order.map(function (node) { return Math.sqrt(chances[node]); }));
+      marker.opacity = [1].concat(data.order.map(function (node) { return inside[node] ? 1 : 0.55; }));
+      frame.data[3].x = [total(chances), replayed, replayed / here, replayed / there];
+      frame.data[3].text = frame.data[3].x.map(hundredths);
+      frame.layout.title.text = hundredths(replayed) + " tokens per step, " +
+        hundredths(replayed / there) + "x plain";
+    },
+    medusaSpeed: function (values, data, frame) {
+      var rows = data.curves[[values.heads, values.branching, values.temperature].join(" ")];
+      var sizes = rows.map(function (row, n) { return n + 1; });
+      var at = Math.min(values.nodes, rows.length);
+      function column(n) { return rows.map(function (row) { return row[n]; }); }
+      var middle = column(1);
+      var costs = [
+        sizes.map(function (n) { return data.costs[n] + data.drafting[values.heads]; }),
+        sizes.map(function (n) { return medusaCost(n + 1, values.heads, values, data.share); })
+      ];
+      var fast = costs.map(function (each) {
+        return middle.map(function (y, n) { return y / each[n]; });
+      });
+      [[0, column(0)], [1, middle], [3, costs[0]], [4, costs[1]], [6, fast[0]],
+        [7, fast[1]]].forEach(function (line) {
+        frame.data[line[0]].x = sizes;
+        frame.data[line[0]].y = line[1];
+      });
+      frame.data[1].error_y.array = rows.map(function (row) { return row[3] - row[1]; });
+      frame.data[1].error_y.arrayminus = rows.map(function (row) { return row[1] - row[2]; });
+      [[2, middle], [5, costs[1]], [8, fast[1]]].forEach(function (ring) {
+        frame.data[ring[0]].x = [at];
+        frame.data[ring[0]].y = [ring[1][at - 1]];
+      });
+      frame.layout.title.text = at + " node" + (at === 1 ? "" : "s") + ": " +
+        hundredths(fast[0][at - 1]) + "x on this CPU, " + hundredths(fast[1][at - 1]) + "x there";
     },
     attentionDesigner: function (values, data, frame) {
       var need = data.tiles[[values.target, values.head_dim, values.rows, values.columns,

@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-import re
 import string
 
 import plotly.graph_objects as go
@@ -18,8 +17,6 @@ from labcore.decoding.medusa.trees import (
     sparse_tree,
 )
 from labcore.timing import quantiles
-from labcore.ui import Choice, IntSlider, explore, twin
-from labcore.ui.compact import dumps
 from labcore.ui.figures.medusa import heads as figures
 from labcore.ui.figures.medusa import tree as trees
 from tests.ui.figures.drawn import packed
@@ -128,79 +125,6 @@ def test_peers_stand_on_one_axis_from_plain_on() -> None:
     assert "tokens per step: plain 1.00, chain 1.80, sparse 2.20" in alt(figure) and small(figure)
 
 
-# Tokens by tree.
-
-
-def swept(accuracies: torch.Tensor, most: int = 31) -> figures.TreeSweep:
-    tokens = {}
-    for heads, branching in itertools.product((1, 2, 4), (1, 3)):
-        whole = sum(branching**level for level in range(1, heads + 1))
-        for nodes in range(1, min(whole, most) + 1):
-            tree = sparse_tree(accuracies[:heads], nodes, branching=branching)
-            expected = expected_tokens(tree, accuracies)
-            for warmth in TEMPERATURES:
-                middle = 1 + 0.9 * (expected - 1)
-                found = (middle, middle - 0.05, middle + 0.03) if nodes % 3 == 1 else None
-                tokens[heads, branching, nodes, warmth] = (expected, found)
-    return figures.TreeSweep(
-        tokens=tokens, costs={2: 1.1, 5: 1.4, 32: 3.0}, draft_cost={1: 0.1, 2: 0.15, 4: 0.3}
-    )
-
-
-def test_tokens_by_tree_divides_tokens_by_what_a_step_costs(accuracies) -> None:
-    data = swept(accuracies)
-    figure = figures.tokens_by_tree(7, 4, 3, "0", data=data)
-    sizes = range(1, 32)
-    cost = {n: data.step_cost(4, n) for n in sizes}
-    assert cost[1] == pytest.approx(1.4) and cost[4] == pytest.approx(1.7)
-    assert cost[2] == pytest.approx(1.1 + 0.1 + 0.3)  # a third of the way from 2 to 5
-    above = trace(figure, "expected")
-    assert list(above.x) == list(sizes)
-    assert list(above.y) == [data.tokens[4, 3, n, "0"][0] for n in sizes]
-    shown = trace(figure, "measured")
-    found = {n: data.tokens[4, 3, n, "0"][1] for n in sizes if n % 3 == 1}
-    assert dict(zip(shown.x, shown.y, strict=True)) == {n: one[0] for n, one in found.items()}
-    assert list(shown.error_y.arrayminus) == pytest.approx([0.05] * len(found))
-    assert list(shown.error_y.array) == pytest.approx([0.03] * len(found))
-    speed = trace(figure, "speed, expected")
-    assert list(speed.y) == pytest.approx(
-        [y / cost[n] for n, y in zip(sizes, above.y, strict=True)]
-    )
-    fast = trace(figure, "speed, measured tokens")
-    assert list(fast.y) == pytest.approx([one[0] / cost[n] for n, one in found.items()])
-    assert list(trace(figure, "if every forward cost 1").y) == list(above.y)
-    ring = trace(figure, "chosen tree")
-    assert (ring.x[0], ring.y[0]) == (7, pytest.approx(found[7][0] / cost[7]))
-    told = f"{ring.y[0]:.2f}x plain: {found[7][0]:.2f} measured at cost {cost[7]:.2f}"
-    assert figure.layout.title.text == told
-    assert alt(figure) == f"7 nodes: {told}, {above.y[6]:.2f} tokens per step expected."
-    assert small(figure)
-
-
-def test_whole_tree_caps_budgets_and_gaps_show_expected_tokens(
-    accuracies,
-) -> None:
-    data = swept(accuracies)
-    assert trace(figures.tokens_by_tree(20, 1, 3, "1", data=data), "chosen tree").x[0] == 3
-    figure = figures.tokens_by_tree(5, 4, 3, "1", data=data)
-    title = figure.layout.title.text
-    assert "measured" not in title and "expected" in title
-    expected = data.tokens[4, 3, 5, "1"][0]
-    assert trace(figure, "chosen tree").y[0] == pytest.approx(expected / data.step_cost(4, 5))
-
-
-def test_the_sweep_says_what_it_lacks(accuracies) -> None:
-    data = swept(accuracies)
-    with pytest.raises(ValueError, match="trees of 3 heads"):
-        figures.tokens_by_tree(5, 3, 3, "0", data=data)
-    with pytest.raises(ValueError, match="costs must reach 33 tokens"):
-        data.step_cost(4, 32)
-    with pytest.raises(ValueError, match="draft_cost must have 3 heads"):
-        data.step_cost(3, 4)
-    flat = figures.TreeSweep(tokens=data.tokens, costs={5: 2.0}, draft_cost=0.25)
-    assert flat.step_cost(9, 2) == pytest.approx(1.75)  # 1 is known: v(1) = 1
-
-
 # The tree.
 
 
@@ -288,98 +212,3 @@ def test_lists_of_another_length_and_no_nodes_are_refused(accuracies) -> None:
             trees.tree_view(tree, *given)
     with pytest.raises(ValueError, match="nodes of the tree"):
         trees.tree_view(chain_tree(1).cut(0), [])
-
-
-def grown(accuracies) -> dict:
-    data = {}
-    for heads, branching, warmth in itertools.product((2, 4), (2, 3), TEMPERATURES):
-        most = min(15, sum(branching**level for level in range(1, heads + 1)))
-        tree = sparse_tree(accuracies[:heads], most, branching=branching)
-        chances = node_chances(tree, accuracies)
-        data[heads, branching, warmth] = trees.TreeRun(
-            tree=tree, chances=chances, measured=chances if warmth == "0" else None
-        )
-    return data
-
-
-def test_the_explorer_shows_the_tree_of_each_budget(accuracies) -> None:
-    data = grown(accuracies)
-    for nodes in (1, 5, 15):
-        figure = trees.tree_explorer(nodes, 4, 3, "0", data=data)
-        tree = sparse_tree(accuracies, nodes, branching=3)
-        assert sorted(drawn(figure).values()) == list(range(-1, nodes))
-        order = [int(text) for text in figure.layout.yaxis.ticktext]
-        assert torch.equal(torch.tensor(trace(figure, "mask").z) > 0, tree.mask()[order][:, order])
-        told = figure.layout.title.text
-        assert f"{expected_tokens(tree, accuracies):.2f} tokens/step expected" in told
-    assert "6 nodes" in alt(trees.tree_explorer(15, 2, 2, "1", data=data))
-    for nodes, heads, branching in itertools.product((1, 3, 7, 15), (2, 4), (2, 3)):
-        figure = trees.tree_explorer(nodes, heads, branching, "0", data=data)
-        told = figure.layout.xaxis.title.text
-        assert told in alt(figure)
-        used = {len(c) - 1 for c in data[heads, branching, "0"].tree.choices[:nodes]}
-        idle = [str(head) for head in range(heads) if head not in used]
-        found = re.fullmatch(r"head \((.+) unused\)", told)
-        named = found.group(1).split(" to ") if found else []
-        assert found or told == "head"
-        assert named == (idle if len(idle) < 3 else [idle[0], idle[-1]]), told
-    with pytest.raises(ValueError, match="data must have the tree of 3 heads"):
-        trees.tree_explorer(4, 3, 3, "0", data=data)
-
-
-# Explorers.
-
-
-def explorers(accuracies) -> dict:
-    return {
-        "tokens": (
-            figures.tokens_by_tree,
-            swept(accuracies),
-            {
-                "nodes": IntSlider(low=1, high=31, default=8, step=3),
-                "branching": Choice(options=(1, 3), default=3),
-                "heads": Choice(options=(1, 2, 4), default=4),
-                "temperature": Choice(options=TEMPERATURES),
-            },
-        ),
-        "tree": (
-            trees.tree_explorer,
-            grown(accuracies),
-            {
-                "nodes": IntSlider(low=1, high=15, default=8, step=7),
-                "heads": Choice(options=(2, 4), default=4),
-                "branching": Choice(options=(2, 3), default=3),
-                "temperature": Choice(options=TEMPERATURES),
-            },
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", ["tokens", "tree"])
-def test_frames_share_traces_and_axes_and_titles_fit_a_phone(name: str, accuracies) -> None:
-    function, data, controls = explorers(accuracies)[name]
-    kinds = set()
-    for point in itertools.product(*(control.positions() for control in controls.values())):
-        figure = function(**dict(zip(controls, point, strict=True)), data=data)
-        layout = figure.layout
-        kinds.add(
-            (
-                tuple((item.type, item.name) for item in figure.data),
-                *(layout[axis].range for axis in ("xaxis", "yaxis", "xaxis2", "yaxis2")),
-                layout.height,
-            )
-        )
-        lines = layout.title.text.split("<br>")
-        assert len(lines) == 1 and max(map(len, lines)) <= LETTERS_OF_A_PHONE, lines
-    assert len(kinds) == 1
-
-
-@pytest.mark.parametrize("name", ["tokens", "tree"])
-def test_the_static_page_carries_both_explorers(name: str, accuracies, monkeypatch) -> None:
-    function, data, controls = explorers(accuracies)[name]
-    monkeypatch.setenv("LABCORE_BOOK", "1")
-    shown = explore(function, alt="x", data=data, **controls)
-    packed = shown._repr_mimebundle_()[twin.MIME]
-    assert sum(len(one["frames"]) for one in packed["slices"]) <= twin.MOST_FRAMES
-    assert [control["name"] for control in packed["controls"]] == list(controls)
-    assert len(dumps(twin.first_slice(packed))) < 250_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import plotly.graph_objects as go
@@ -14,7 +13,7 @@ from labcore.ui import draw
 from labcore.ui.explorer import describe
 from labcore.ui.theme import PALETTE
 
-__all__ = ["TreeRun", "tree_explorer", "tree_view", "where_the_heads_sit"]
+__all__ = ["branches", "tree_view", "where_the_heads_sit"]
 
 _KINDS = {
     "read": PALETTE["gray"],
@@ -159,7 +158,7 @@ def where_the_heads_sit(heads: int = 4, projection: str = "tied") -> go.Figure:
     )
 
 
-def _order(parents: Sequence[int]) -> list[int]:
+def branches(parents: Sequence[int]) -> list[int]:
     """Return the nodes branch by branch: each parent, then all nodes below its first child, etc."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
@@ -191,15 +190,13 @@ def tree_view(
     tokens: Sequence[str] | None = None,
     *,
     title: str | None = None,
-    room: int | None = None,
 ) -> go.Figure:
     """Draw a tree of candidates, one node per row, and beside it which nodes each node sees.
 
     chances: each node's probability of acceptance, shown by its color; measured: how often each was
     accepted; both [N] and written after the node, in percent. tokens: the nodes' texts; by default
     their ranks. Rows go branch by branch under the root; their numbers are the nodes' places in the
-    draft. room: nodes to leave space for, so that figures of several trees have the same size.
-    Raises ValueError if the lengths differ.
+    draft. Raises ValueError if the lengths differ.
     """
     size = positive_int("nodes of the tree", len(tree.parents))
     for name, values in (("chances", chances), ("measured", measured), ("tokens", tokens)):
@@ -208,9 +205,7 @@ def tree_view(
                 f"{name} must have one entry for each of the {size} nodes, got {len(values)}"
             )
     told = _told(chances, measured)
-    figure = _drawn(
-        tree, size, chances, measured, tokens, title or told, max(room or 1, size), None
-    )
+    figure = _drawn(tree, chances, measured, tokens, title or told)
     edges = ", ".join(
         f"{node} after {'the root' if parent < 0 else parent} ({chances[node]:.1%}"
         + ("" if measured is None else f", measured {measured[node]:.1%}")
@@ -226,74 +221,17 @@ def _told(chances: Sequence[float], measured: Sequence[float] | None) -> str:
     return title if measured is None else f"{title}, {1 + math.fsum(measured):.2f} measured"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TreeRun:
-    """A tree with each node's chance and how often it was accepted, or None if not measured."""
-
-    tree: TreeLike
-    chances: Sequence[float]
-    measured: Sequence[float] | None = None
-
-
-def tree_explorer(
-    nodes: int = 8,
-    heads: int = 4,
-    branching: int = 4,
-    temperature: str = "0",
-    *,
-    data: Mapping[tuple[int, int, str], TreeRun],
-) -> go.Figure:
-    """Draw the first `nodes` nodes of a tree like `tree_view`, or all of them if there are fewer.
-
-    The axis of the heads names those whose candidates aren't used.
-    data: (heads, branching, temperature) -> the largest tree of `sparse_tree`, whose first n nodes
-    are the tree for a budget of n. Whether a node is accepted doesn't depend on what else is tried,
-    so shares measured with the largest tree also hold for smaller ones, as far as both see the same
-    contexts.
-    Raises ValueError for a tree that isn't in data.
-    """
-    key = (heads, branching, temperature)
-    if key not in data:
-        raise ValueError(
-            f"data must have the tree of {heads} heads, {branching} ranks and temperature "
-            f"{temperature!r}, got {list(data)}"
-        )
-    run = data[key]
-    size = min(nodes, len(run.tree.parents))
-    chances = run.chances[:size]
-    measured = None if run.measured is None else run.measured[:size]
-    room = max(len(one.tree.parents) for one in data.values())
-    deepest = max(len(choice) for one in data.values() for choice in one.tree.choices)
-    title = _told(chances, measured)
-    figure = _drawn(run.tree, size, chances, measured, None, title, room, deepest)
-    heading = f"head{_idle(run.tree.choices[:size], heads)}"
-    figure.layout.xaxis.title.text = heading
-    drawn = f"{size} {'node' if size == 1 else 'nodes'}"
-    return describe(figure, f"{drawn} by {heading}: {title}.")
-
-
-def _idle(choices: Sequence[tuple[int, ...]], heads: int) -> str:
-    """Name the heads without a candidate: the last ones, because nodes grow from the root."""
-    first = max(map(len, choices))
-    if first == heads:
-        return ""
-    names = f"{first}" if first == heads - 1 else f"{first} to {heads - 1}"
-    return f" ({names} unused)"
-
-
 def _drawn(
     tree: TreeLike,
-    size: int,
     chances: Sequence[float],
     measured: Sequence[float] | None,
     tokens: Sequence[str] | None,
     title: str,
-    room: int,
-    deepest: int | None,
 ) -> go.Figure:
-    parents, choices = tree.parents[:size], tree.choices[:size]
-    order = _order(parents)
-    deep = deepest or max((len(choice) for choice in choices), default=1)
+    parents, choices = tree.parents, tree.choices
+    room = len(parents)
+    order = branches(parents)
+    deep = max((len(choice) for choice in choices), default=1)
     places: dict[int, tuple[int, int]] = {-1: (-1, -1)}  # node -> depth and row
     places |= {node: (len(choices[node]) - 1, row) for row, node in enumerate(order)}
     down = {"range": [room - 0.4, -1.6], "zeroline": False, "showgrid": False}
@@ -320,13 +258,13 @@ def _drawn(
                 "showgrid": False,
             },
             "yaxis": {
-                **down, "anchor": "x", "title": "node", "tickvals": list(range(size)),
+                **down, "anchor": "x", "title": "node", "tickvals": list(range(room)),
                 "ticktext": [str(node) for node in order], "tickfont": {"size": 11},
             },
             "xaxis2": {
                 "domain": [0.6, 1], "anchor": "y2", "range": [-0.5, room - 0.5],
                 "title": "sees node",
-                "tickvals": list(range(size)) if few else [],
+                "tickvals": list(range(room)) if few else [],
                 "ticktext": [str(node) for node in order] if few else [], "tickangle": 0,
                 "tickfont": {"size": 11}, "zeroline": False, "showgrid": False,
             },
