@@ -11,8 +11,9 @@ import pytest
 
 from labcore.ui import Nodes, twin
 from labcore.ui.compact import plain
-from labcore.ui.figures import attention, medusa, memory
+from labcore.ui.figures import attention, medusa, memory, speculative
 from tests.ui.figures.medusa import test_trees as trees
+from tests.ui.figures.speculative.test_batches import BATCHES, MEASURED
 from tests.ui.figures.test_attention import DESIGNER
 from tests.ui.figures.test_memory import CONTROLS
 from tests.ui.figures.test_memory_cache import REQUESTS
@@ -25,6 +26,11 @@ FORMULAS = {
     "stages": (memory.stages, memory.STAGES_FORMULA, CONTROLS["stages"]),
     "requests": (memory.requests, memory.REQUESTS_FORMULA, REQUESTS),
     "designer": (attention.designer, attention.DESIGNER_FORMULA, DESIGNER),
+    "batches": (
+        functools.partial(speculative.gain_by_batch, data=MEASURED),
+        speculative.gain_formula(MEASURED),
+        BATCHES,
+    ),
 }
 DRAWN = ("medusa tree", "medusa speed")  # of data that a chapter measures
 

@@ -374,6 +374,43 @@ window.labcoreFormulas = (function () {
       frame.layout.title.text = at + " node" + (at === 1 ? "" : "s") + ": " +
         hundredths(fast[0][at - 1]) + "x on this CPU, " + hundredths(fast[1][at - 1]) + "x there";
     },
+    // Speed over plain decoding by batch size: labcore.decoding.theory.speedup.Roofline.
+    speculativeBatches: function (values, data, frame) {
+      var model = data.models[values.model];
+      var place = Math.round(Math.log2(values.batch)), rows = data.batches[place];
+      var length = Math.round(values.context), gained = 0;
+      for (var i = 0; i <= values.gamma; i += 1) gained += Math.pow(values.alpha, i);
+      function gain(cost) { return gained / (cost + values.draft_cost * values.gamma); }
+      function seconds(gpu, tokens, batch) {
+        return Math.max(2 * model.weights * tokens * batch / gpu[0], 2 * model.weights / gpu[1]) +
+          Math.max(model.attention * length * tokens * batch / gpu[0],
+            model.cache * length * batch / gpu[1]);
+      }
+      function measured(tokens) {
+        var high = data.measured.findIndex(function (pair) { return pair[0] >= tokens; });
+        if (high < 0) return null;
+        var above = data.measured[high], below = data.measured[Math.max(high - 1, 0)];
+        return above[0] === tokens ? above[1] : below[1] +
+          (above[1] - below[1]) * (tokens - below[0]) / (above[0] - below[0]);
+      }
+      data.gpus.forEach(function (gpu, n) {
+        frame.data[n + 1].y = data.batches.map(function (batch) {
+          return 2 * model.weights + batch * values.context * model.cache > data.room ? null
+            : gain(seconds(gpu, values.gamma + 1, batch) / seconds(gpu, 1, batch));
+        });
+      });
+      frame.data[3].y = data.batches.map(function (batch) {
+        var cost = measured(batch * (values.gamma + 1));
+        return cost === null ? null : gain(cost / measured(batch));
+      });
+      var here = [1, 2, 3].map(function (n) { return frame.data[n].y[place]; });
+      frame.data[4].x = [rows, rows, rows];
+      frame.data[4].y = here;
+      function told(value) { return value === null ? "none" : value.toFixed(2) + "x"; }
+      frame.layout.title.text = "Batch " + rows + ": H100 " + told(here[0]) + ", A100 " +
+        told(here[1]);
+      frame.layout.yaxis.range = [0, Math.max(2, 1.1 * gained)];
+    },
     attentionDesigner: function (values, data, frame) {
       var need = data.tiles[[values.target, values.head_dim, values.rows, values.columns,
         values.stages, values.warps].join(" ")];

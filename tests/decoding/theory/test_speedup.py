@@ -7,6 +7,8 @@ import random
 import pytest
 
 from labcore.decoding.theory import speedup as laws
+from labcore.models import Llama
+from labcore.models.config import LlamaConfig
 
 
 @pytest.fixture
@@ -71,12 +73,34 @@ def test_the_best_length_beats_all_others(chance: random.Random) -> None:
     assert laws.best_length(0, costs, 0.1) == 0
 
 
+SMALL = LlamaConfig(
+    vocab_size=11, hidden_size=12, intermediate_size=20, num_hidden_layers=3,
+    num_attention_heads=6, num_key_value_heads=2, head_dim=4,
+)  # fmt: skip
+
+
+def test_a_roofline_counts_the_weights_of_the_products_and_the_cache_of_a_token() -> None:
+    model = Llama(SMALL)
+    roof = laws.Roofline.of(SMALL, flops=1.0, bandwidth=1.0)
+    matrices = {n: w for n, w in model.named_parameters() if w.dim() == 2 and "embed" not in n}
+    assert roof.weights == sum(weight.numel() for weight in matrices.values())
+    assert roof.cache == 2 * 2 * 3 * 2 * 4  # keys and values, 2 bytes, layers, heads, head_dim
+    assert roof.attention == 4 * 3 * 6 * 4  # two products of 2 FLOP per number of a query
+
+
 def test_cost_is_flat_until_computing_takes_longer_than_reading() -> None:
-    assert [laws.roofline_cost(k) for k in (1, 5, 9)] == [1, 1, 1]
-    assert [laws.roofline_cost(k, batch=600) for k in (1, 5, 9)] == [1, 5, 9]
-    assert laws.roofline_cost(4, batch=100, ridge=200) == 2
-    costs = [laws.roofline_cost(5, batch=batch) for batch in (1, 32, 64, 128, 256, 512)]
+    roof = laws.Roofline(flops=300.0, bandwidth=1.0, weights=7.0, cache=0.0, attention=0.0)
+    assert [roof.cost(k) for k in (1, 5, 9)] == [1, 1, 1]
+    assert [roof.cost(k, batch=600) for k in (1, 5, 9)] == pytest.approx([1, 5, 9])
+    costs = [roof.cost(5, batch=batch) for batch in (1, 32, 64, 128, 256, 512)]
     assert costs == sorted(costs)
+
+
+def test_a_long_context_keeps_a_full_batch_bound_by_memory() -> None:
+    roof = laws.Roofline(flops=300.0, bandwidth=1.0, weights=1000.0, cache=4.0, attention=4.0)
+    costs = [roof.cost(5, batch=512, context=length) for length in (0, 100, 1000, 10_000)]
+    assert costs == sorted(costs, reverse=True) and costs[0] == pytest.approx(5)
+    assert costs[-1] < 1.2
 
 
 def test_a_public_log_reads_as_a_burst() -> None:
@@ -167,6 +191,7 @@ def test_bursts_shorten_steps_at_the_same_acceptance(chance: random.Random) -> N
         (lambda: laws.judged([3], [2]), "must accept 0 to all 2"),
         (lambda: laws.expected_tokens_of([0.5, 1.5]), r"conditionals\[1\]"),
         (lambda: laws.bursty_tokens(0.5, 2, 3), "after_rejected must be"),
+        (lambda: laws.Roofline.of(SMALL, flops=0.0, bandwidth=1.0), "flops must be"),
     ],
 )
 def test_what_is_no_probability_or_length_is_refused(call, words: str) -> None:

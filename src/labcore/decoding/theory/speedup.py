@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from labcore.checks import non_negative, positive, positive_int
+from labcore.models.config import LlamaConfig
 
 __all__ = [
-    "RIDGE",
+    "Roofline",
     "acceptance_after",
     "best_length",
     "bursty_tokens",
@@ -24,13 +26,11 @@ __all__ = [
     "expected_tokens",
     "expected_tokens_of",
     "judged",
-    "roofline_cost",
     "speedup",
 ]
 
-RIDGE = 300
-"""Tokens per forward at which an H100 computes in 16 bits for as long as it reads weights:
-990 TFLOP/s over 3.35 TB/s, 2 FLOP and 2 bytes per weight."""
+HALF = 2
+"""Bytes per weight and per number in the KV cache."""
 
 
 def _probability(name: str, value: float) -> float:
@@ -91,17 +91,54 @@ def best_length(
     return max(range(most + 1), key=gain)
 
 
-def roofline_cost(tokens: int, *, batch: int = 1, ridge: float = RIDGE) -> float:
-    """Return v(tokens) if a forward takes the longer of reading the weights and computing.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roofline:
+    """A model's forward on a device that is kept busy at its published peaks.
 
-    tokens: per row and forward; batch: rows per forward; ridge: tokens per forward at which both
-    take equally long. The cost is flat for one row and linear for a batch of `ridge` rows or more.
-    Attention is left out.
+    flops: FLOP/s; bandwidth: bytes/s. weights: parameters in matrix products, read once per forward
+    and used once per token. cache: bytes of keys and values per token of context, read once per
+    row and forward, however many tokens the row has. attention: FLOP per token and token of its
+    context. The products take the longer of reading and computing, and so does attention, one after
+    the other. Launches and collectives are left out, so times are lower bounds. N devices that
+    share the work evenly have the same ratios.
+    Source: Williams, Waterman and Patterson, 2009; Chen et al., MagicDec, arXiv 2408.11049.
     """
-    positive_int("tokens", tokens)
-    positive_int("batch", batch)
-    positive("ridge", ridge)
-    return max(1.0, batch * tokens / ridge) / max(1.0, batch / ridge)
+
+    flops: float
+    bandwidth: float
+    weights: float
+    cache: float
+    attention: float
+
+    @classmethod
+    def of(cls, config: LlamaConfig, *, flops: float, bandwidth: float) -> Roofline:
+        """Return the roofline of a Llama in 16 bits; its embedding is a lookup and not counted."""
+        width, layers = config.hidden_size, config.num_hidden_layers
+        queries = config.num_attention_heads * config.head_size
+        keys = config.kv_heads * config.head_size
+        block = width * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+        return cls(
+            flops=positive("flops", flops),
+            bandwidth=positive("bandwidth", bandwidth),
+            weights=layers * block + width * config.vocab_size,
+            cache=2 * HALF * layers * keys,
+            attention=4 * layers * queries,
+        )
+
+    def seconds(self, tokens: int, *, batch: int = 1, context: int = 0) -> float:
+        """Return the time of a forward over `batch` rows, each with `tokens` new tokens."""
+        rows = positive_int("tokens", tokens) * positive_int("batch", batch)
+        length = _length("context", context)
+        products = max(2 * self.weights * rows / self.flops, HALF * self.weights / self.bandwidth)
+        return products + max(
+            self.attention * length * rows / self.flops,
+            self.cache * length * batch / self.bandwidth,
+        )
+
+    def cost(self, tokens: int, *, batch: int = 1, context: int = 0) -> float:
+        """Return v(tokens): a forward over so many tokens per row in forwards over one per row."""
+        one = self.seconds(1, batch=batch, context=context)
+        return self.seconds(tokens, batch=batch, context=context) / one
 
 
 def conditionals(accepted: Sequence[float], tried: float | Sequence[float] = 1.0) -> list[float]:

@@ -7,16 +7,10 @@ import pytest
 import torch
 
 from labcore.decoding.theory import overlap
-from labcore.decoding.theory.speedup import best_length, roofline_cost, speedup
 from labcore.ui import Choice, Slider, explore, twin
 from labcore.ui.figures.speculative import gains as figures
 
-MEASURED = (1.0, 1.08, 1.17, 1.26, 1.35, 1.4, 1.45, 1.49, 1.53)
 CONTROLS = {
-    "speedup_explorer": {
-        "alpha": Slider(low=0.05, high=0.95, step=0.05, default=0.7),
-        "draft_cost": Choice(options=(0.0, 0.05, 0.1, 0.2, 0.35, 0.5), default=0.1),
-    },
     "exactness": {
         "toward_p": Slider(low=0.0, high=1.0, step=0.05, default=0.0),
         "rule": Choice(options=overlap.RULES),
@@ -38,32 +32,9 @@ def trace(figure: go.Figure, name: str):
     return next(item for item in figure.data if item.name == name)
 
 
-def test_explorer_draws_three_machines_and_rings_best_lengths() -> None:
-    figure = figures.speedup_explorer(0.8, 0.1, data=MEASURED)
-    machines = {
-        "measured here": MEASURED,
-        "one row on a GPU": [1.0] * 9,
-        "large batch on a GPU": list(range(1, 10)),
-    }
-    rings = dict(zip(trace(figure, "best length").x, trace(figure, "best length").y, strict=True))
-    for name, costs in machines.items():
-        assert list(trace(figure, name).y) == pytest.approx(
-            [speedup(0.8, g, verify_cost=costs[g], draft_cost=0.1) for g in range(9)]
-        )
-        best = best_length(0.8, costs, 0.1)
-        assert rings[best] == pytest.approx(trace(figure, name).y[best])
-    best = best_length(0.8, MEASURED, 0.1)
-    told = f"measured here: {max(trace(figure, 'measured here').y):.2f}x at length {best}"
-    assert figure.layout.title.text == told and told in alt(figure)
-    assert "one row on a GPU: " in alt(figure)
-    assert "large batch on a GPU: no draft pays" in alt(figure)
-    assert roofline_cost(1, batch=figures.BATCH) == 1
-
-
 def frames(name: str, rows) -> list[go.Figure]:
-    data = MEASURED if name == "speedup_explorer" else rows
     points = itertools.product(*(control.positions() for control in CONTROLS[name].values()))
-    return [getattr(figures, name)(*point, data=data) for point in points]
+    return [getattr(figures, name)(*point, data=rows) for point in points]
 
 
 @pytest.mark.parametrize("name", CONTROLS)
@@ -82,7 +53,7 @@ def test_frames_share_traces_and_axes_and_titles_fit_a_phone(name, rows) -> None
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_the_static_page_moves_both_controls(name, rows, monkeypatch) -> None:
-    controls, data = CONTROLS[name], MEASURED if name == "speedup_explorer" else rows
+    controls, data = CONTROLS[name], rows
     count = 1
     for control in controls.values():
         count *= len(control.positions())

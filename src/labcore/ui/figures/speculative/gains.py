@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from labcore.decoding.theory import overlap
-from labcore.decoding.theory.speedup import RIDGE, best_length, roofline_cost, speedup
 from labcore.ui import draw
 from labcore.ui.controls import Choice, Slider
 from labcore.ui.explorer import Explorer, describe, explore
@@ -25,11 +23,7 @@ __all__ = [
     "ngram_options",
     "opening",
     "predictions",
-    "speedup_explorer",
 ]
-
-_TICKS = (0.25, 0.5, 1, 2, 4, 8, 16)
-BATCH = 2 * RIDGE  # rows on the machine that is always compute-bound
 
 
 def acceptance_by_length(
@@ -77,79 +71,6 @@ def acceptance_by_length(
         height=460,
     )
     return describe(figure, f"{title}. {'; '.join(words)}.")
-
-
-def _machines(measured: Sequence[float]) -> dict[str, Sequence[float]]:
-    """Return v(1), v(2), ... of three machines."""
-    tokens = range(1, len(measured) + 1)
-    return {
-        "one row on a GPU": [roofline_cost(k) for k in tokens],
-        "measured here": measured,
-        "large batch on a GPU": [roofline_cost(k, batch=BATCH) for k in tokens],
-    }
-
-
-def speedup_explorer(
-    alpha: float = 0.7, draft_cost: float = 0.1, *, data: Sequence[float]
-) -> go.Figure:
-    """Draw the speedup by draft length on three machines; a ring marks the best of each.
-
-    alpha: P(a drafted token is accepted | those before it are); draft_cost: the cost of a drafted
-    token in target forwards; data: v(1), v(2), ..., the measured time of a forward over so many
-    tokens, in one-token forwards. The other two machines are always memory-bound (v = 1) or always
-    compute-bound (v = k). Speedups below a quarter aren't shown.
-    """
-    figure = go.Figure()
-    lengths = list(range(len(data)))
-    figure.add_scatter(
-        x=[0, lengths[-1]],
-        y=[1, 1],
-        mode="lines",
-        line=draw.PREDICTED,
-        showlegend=False,
-        hoverinfo="skip",
-    )
-    colors = ("green", "vermillion", "blue")
-    best: dict[str, tuple[int, float]] = {}
-    for (name, costs), color in zip(_machines(data).items(), colors, strict=True):
-        gains = [
-            speedup(alpha, gamma, verify_cost=costs[gamma], draft_cost=draft_cost)
-            for gamma in lengths
-        ]
-        at = best_length(alpha, costs, draft_cost)
-        best[name] = (at, gains[at])
-        figure.add_scatter(
-            x=lengths, y=gains, mode="lines+markers", name=name, marker={"size": 6},
-            line={"color": PALETTE[color]},
-        )  # fmt: skip
-    figure.add_scatter(
-        x=[at for at, _ in best.values()], y=[gain for _, gain in best.values()],
-        mode="markers", name="best length",
-        marker={
-            "symbol": "circle-open", "size": 18, "color": PALETTE["gray"], "line": {"width": 3}
-        },
-    )  # fmt: skip
-    said = {
-        name: f"{name}: {gain:.2f}x at length {at}" if at else f"{name}: no draft pays"
-        for name, (at, gain) in best.items()
-    }
-    figure.update_layout(
-        title=said["measured here"],
-        xaxis={"title": "drafted tokens per step", "range": [-0.4, lengths[-1] + 0.4], "dtick": 1},
-        yaxis={
-            "title": "speed over plain decoding",
-            "type": "log",
-            "range": [math.log10(0.24), math.log10(1.1 * max(8, len(data)))],
-            "tickvals": _TICKS,
-            "ticktext": [f"{tick:g}" for tick in _TICKS],
-        },
-        height=444,
-    )
-    return describe(
-        figure,
-        f"Best speed over plain decoding at alpha {alpha:g} and a draft cost of {draft_cost:g}: "
-        f"{'; '.join(said.values())}.",
-    )
 
 
 def costs(v: Mapping[int, Sequence[float]], *, title: str) -> go.Figure:

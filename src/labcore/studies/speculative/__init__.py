@@ -1,0 +1,1 @@
+"""The speculative chapter's experiments: who guessed each token, and what a pass is made of."""
