@@ -125,6 +125,11 @@ class Roofline:
             attention=4 * layers * queries,
         )
 
+    @classmethod
+    def at_ridge(cls, ridge: float) -> Roofline:
+        """Return a forward without attention; `ridge` tokens take as long to compute as to read."""
+        return cls(flops=positive("ridge", ridge), bandwidth=1, weights=1, cache=0, attention=0)
+
     def seconds(self, tokens: int, *, batch: int = 1, context: int = 0) -> float:
         """Return the time of a forward over `batch` rows, each with `tokens` new tokens."""
         rows = positive_int("tokens", tokens) * positive_int("batch", batch)

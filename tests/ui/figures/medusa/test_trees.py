@@ -17,7 +17,7 @@ from labcore.decoding.medusa import (
     replay_text,
     sparse_tree,
 )
-from labcore.decoding.theory.speedup import roofline_cost
+from labcore.decoding.theory.speedup import Roofline
 from labcore.ui import Choice, IntSlider, LogSlider, explore, twin
 from labcore.ui.compact import dumps
 from labcore.ui.figures import medusa as figures
@@ -99,7 +99,7 @@ def test_the_picker_shows_what_the_library_computes(seed: int) -> None:
         paths = [path for one in data.ranks[warmth] for path in replay_text(tree, one)]
         tokens = 1 + sum(map(len, paths)) / len(paths)
         expected = expected_tokens(tree, data.accuracies[warmth])
-        there = roofline_cost(tree.size + 1, batch=batch, ridge=ridge)
+        there = Roofline.at_ridge(ridge).cost(tree.size + 1, batch=batch)
         there += figures.HEAD_SHARE * tree.depth
         here = V[tree.size] + DRAFTING[tree.depth]
         bars = figure.data[3]
@@ -147,7 +147,7 @@ def test_the_sweep_divides_tokens_by_what_a_step_costs(seed: int) -> None:
         heads = chosen["heads"]
         here = [V[n + 1] + DRAFTING[heads] for n in range(len(rows))]
         there = [
-            roofline_cost(n + 2, batch=chosen["batch"], ridge=chosen["ridge"])
+            Roofline.at_ridge(chosen["ridge"]).cost(n + 2, batch=chosen["batch"])
             + figures.HEAD_SHARE * heads
             for n in range(len(rows))
         ]

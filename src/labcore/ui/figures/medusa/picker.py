@@ -11,7 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from labcore.decoding.medusa import Tree, node_chances, replay_text
-from labcore.decoding.theory.speedup import roofline_cost
+from labcore.decoding.theory.speedup import Roofline
 from labcore.ui import draw
 from labcore.ui.controls import Nodes
 from labcore.ui.explorer import describe
@@ -79,8 +79,8 @@ class Guesses:
 
 
 def step_cost(rows: int, heads: int, *, ridge: float, batch: int) -> float:
-    """Return the time of a 7B's step in plain passes: `roofline_cost` and the heads' bytes."""
-    return roofline_cost(rows, batch=batch, ridge=ridge) + HEAD_SHARE * heads
+    """Return the time of a 7B's step in plain passes: `Roofline.cost` and the heads' bytes."""
+    return Roofline.at_ridge(ridge).cost(rows, batch=batch) + HEAD_SHARE * heads
 
 
 def hundredths(value: float) -> str:
@@ -100,7 +100,7 @@ def tree_picker(
 
     nodes: the chosen ones, as numbers in data.tree. Each node says how often it's right if heads
     were independent, and the share of replayed steps that accepted it. ridge, batch: of the chosen
-    machine, as in `roofline_cost`.
+    machine, as in `Roofline.at_ridge`.
     """
     tree = Tree(tuple(data.tree.choices[node] for node in nodes))
     chances = node_chances(data.tree, data.accuracies[temperature])

@@ -75,7 +75,7 @@ def speed_by_tree(
     """Draw tokens per step by the nodes of a tree, the step's cost on two machines, and the speed.
 
     nodes: the budget, marked; a tree with fewer nodes also serves larger budgets. ridge, batch: of
-    the chosen machine, as in `roofline_cost`. heads, branching, temperature: as in the keys of
+    the chosen machine, as in `Roofline.at_ridge`. heads, branching, temperature: as in the keys of
     data.tokens. Both speeds are replayed tokens over the step's cost in plain passes.
     """
     rows = data.curve(heads, branching, temperature)
