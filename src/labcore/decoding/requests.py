@@ -136,6 +136,20 @@ class Plan:
         self.check_path(verdict.path)
         return p, verdict
 
+    def match(self, best: Sequence[int]) -> Accepted:
+        """Return what `greedy_match` decides, without the target's p.
+
+        best: the most likely token after the row's last one and after each drafted one.
+        """
+        parents = range(-1, self.size - 1) if self.parents is None else self.parents
+        path: list[int] = []
+        node = -1
+        for child in range(self.size):  # a child comes after its parent
+            if parents[child] == node and self.tokens[child] == best[node + 1]:
+                node = child
+                path.append(child)
+        return Accepted(tuple(path), best[node + 1])
+
     def settle(self, verdict: Accepted, row: Request, ends: frozenset[int]) -> Settled:
         """Add the accepted tokens and the next one to the row, up to where its output ends."""
         block = [*(self.tokens[node] for node in verdict.path), int(verdict.next_token)]

@@ -5,7 +5,7 @@ Letters: N tokens whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -99,8 +99,8 @@ class Step:
             last = 0
             try:
                 if _draws(one):
-                    rows = logits[row : row + count]
-                    last = self._draw(one.id, draft, segment, rows, greedy[row])
+                    rows, likeliest = logits[row : row + count], greedy[row : row + count]
+                    last = self._draw(one.id, draft, segment, rows, likeliest)
                 else:
                     self.results[one.id] = StepResult()
             except Exception as problem:
@@ -120,16 +120,18 @@ class Step:
             parents=parents,
         )
 
-    def _draw(self, id: str, draft: Plan, segment: Segment, logits: Tensor, best: int) -> int:
+    def _draw(
+        self, id: str, draft: Plan, segment: Segment, logits: Tensor, best: Sequence[int]
+    ) -> int:
         """Add the next tokens to a request; return which of the tokens read is the last to stay.
 
-        logits: [N, V], after the newest token and each drafted one. best: the most likely token
-        after the newest, or -1. What can fail comes first, so a request that fails gets nothing.
+        logits: [N, V], after the newest token and each drafted one. best: the most likely tokens
+        there, or -1. What can fail comes first, so a request that fails gets nothing.
         """
         entry, row = self.entries[id], self.entries[id].row
         greedy = row.sampling.temperature == 0
-        if greedy and row.sampling.repetition_penalty == 1 and not draft.size and best >= 0:
-            verdict = Accepted((), best)
+        if greedy and row.sampling.repetition_penalty == 1 and min(best) >= 0:
+            verdict = draft.match(best)
         else:
             verdict = draft.verify(logits, row, greedy_match if greedy else self.verifier)[1]
         settled = draft.settle(verdict, row, self.ends)
