@@ -1227,17 +1227,22 @@ def requests(sizes: Sizes) -> list[list[int]]:
 
 @case("batch", minutes=12, needs="cpu")
 def batch(sizes: Sizes = FULL) -> list[Measurement]:
-    """Every method in the engine at several batch sizes: speed, tokens per step, and costs."""
-    return [one for rows in sizes.batches for one in batch_of(rows, sizes)]
-
-
-def batch_of(rows: int, sizes: Sizes) -> list[Measurement]:
-    """Measure each method while `rows` requests decode together, and predict its speed-up.
+    """Every method in the engine at several batch sizes: speed, tokens per step, and costs.
 
     v(n) is a step that reads n tokens per row, of which all but one are wrong, over a plain step of
-    as many rows. The prediction is tokens per step and row / (v + drafting cost), with v between
-    the measured n on a line.
+    as many rows. A method's speed-up is tokens per step and row / (v + drafting cost): predicted
+    once with the measured v, on lines between the measured n, and once with a roofline's.
     """
+    timed = {rows: serve_all(rows, sizes) for rows in sizes.batches}
+    roof = fitted({rows: runs for rows, (runs, _) in timed.items()}, sizes)
+    found = []
+    for rows, (runs, told) in timed.items():
+        found += batch_numbers(rows, runs, told, roof, sizes)
+    return found
+
+
+def serve_all(rows: int, sizes: Sizes) -> tuple[dict[str, list[Full]], dict[str, Any]]:
+    """Serve the same requests by every way, in shuffled rounds; return full steps and details."""
     given, tokens = requests(sizes), sizes.batch_tokens
     said = Batch(rows, None).serve(given, tokens)[0]
     known = {tuple(prompt): output for prompt, output in zip(given, said, strict=True)}
@@ -1251,47 +1256,93 @@ def batch_of(rows: int, sizes: Sizes) -> list[Measurement]:
             outputs[name], full = engines[name].serve(given, tokens)
             if turn >= 0:
                 runs[name].append(full)
-    plain = [one.step for one in runs[PLAIN]]
-    costs = {1: [1.0] * len(plain)}
-    for size in sizes.wrong:
-        steps = [one.step for one in runs[f"v {size}"]]
-        costs[size + 1] = ratios(steps, plain)
-    told = {**refuse_wrong(outputs, given), "seconds of a plain step": plain}
-    speeds, at = [one.speed for one in runs[PLAIN]], f"{rows} rows"
-    gap = told["largest gap, nats"]
-    found = [
-        exact(f"largest gap of an output/{at}", "nats", gap, **told),
-        seen(f"tokens per second/plain, {at}", "tokens/s", speeds, **told),
-        *(seen(f"v/{n} tokens per row, {at}", "plain steps", costs[n], **told) for n in costs),
-    ]
-    for name in BATCHED:
-        found += batch_numbers(runs[name], runs[PLAIN], costs, f"{name}, {at}")
-    return found
+    return runs, refuse_wrong(outputs, given)
+
+
+def fitted(timed: Mapping[int, Mapping[str, Sequence[Full]]], sizes: Sizes) -> speedup.Roofline:
+    """Return a roofline through two measured steps: the one with fewest tokens and with most.
+
+    The first is taken to be bound by memory and the second by arithmetic. So it describes this
+    model in this engine, with all that a step costs, and not the processor.
+    """
+    fewest, most, widest = min(timed), max(timed), max(sizes.wrong)
+    least = statistics.median(one.step for one in timed[fewest][PLAIN])
+    largest = statistics.median(one.step for one in timed[most][f"v {widest}"])
+    of = functools.partial(speedup.Roofline.of, shipped().target.config)
+    context = sizes.short + sizes.batch_tokens // 2
+    read = of(flops=1e30, bandwidth=1.0).seconds(1, batch=fewest, context=context)
+    computed = of(flops=1.0, bandwidth=1e30).seconds(widest + 1, batch=most, context=context)
+    return of(flops=computed / largest, bandwidth=read / least)
 
 
 def batch_numbers(
-    runs: Sequence[Full], plain: Sequence[Full], costs: Mapping[int, Sequence[float]], at: str
+    rows: int,
+    runs: Mapping[str, Sequence[Full]],
+    told: Mapping[str, Any],
+    roof: speedup.Roofline,
+    sizes: Sizes,
 ) -> list[Measurement]:
-    """Return a method's speed-up, measured and predicted, and what it's made of, by round."""
-    sizes, predicted, drafting = sorted(costs), [], []
-    for turn, (run, base) in enumerate(zip(runs, plain, strict=True)):
-        known = [costs[n][turn] for n in sizes]
-        read = [1 + drafted for drafted in run.drafted]
-        verifying = float(numpy.interp(read, sizes, known).mean())
-        drafting.append(run.drafting / run.steps / base.step)
-        tokens = run.tokens / run.steps / (base.tokens / base.steps)
-        predicted.append(tokens / (verifying + drafting[-1]))
+    """Return the numbers of one batch size, round by round."""
+    plain, at = runs[PLAIN], f"{rows} rows"
+    context = sizes.short + sizes.batch_tokens // 2
+    widths = [1, *(size + 1 for size in sizes.wrong)]
+    lines = {n: roof.cost(n, batch=rows, context=context) for n in range(1, widths[-1] + 1)}
+    measured = {1: [1.0] * len(plain)}
+    for size in sizes.wrong:
+        steps = [one.step for one in runs[f"v {size}"]]
+        measured[size + 1] = ratios(steps, [one.step for one in plain])
+    details: dict[str, Any] = {**told, "seconds of a plain step": [one.step for one in plain]}
+    gap = told["largest gap, nats"]
+    found = [
+        exact(f"largest gap of an output/{at}", "nats", gap, **details),
+        seen(f"tokens per second/plain, {at}", "tokens/s", [x.speed for x in plain], **details),
+    ]
+    for n in widths:
+        quantity, peer = f"v/{n} tokens per row, {at}", {"roofline": [lines[n]]}
+        found.append(seen(quantity, "plain steps", measured[n], peers=peer, **details))
+    for name in BATCHED:
+        costs = [{n: measured[n][turn] for n in widths} for turn in range(len(plain))]
+        found += method_numbers(runs[name], plain, costs, lines, f"{name}, {at}")
+    return found
+
+
+def method_numbers(
+    runs: Sequence[Full],
+    plain: Sequence[Full],
+    measured: Sequence[Mapping[int, float]],
+    lines: Mapping[int, float],
+    at: str,
+) -> list[Measurement]:
+    """Return a method's speed-up, measured and predicted, and what it's made of, by round.
+
+    measured: v by tokens per row, for each round. lines: the same by the roofline.
+    """
     rows = plain[0].tokens / plain[0].steps
+    per_step = [run.tokens / run.steps / rows for run in runs]
+    drafting = [run.drafting / run.steps / base.step for run, base in zip(runs, plain, strict=True)]
+    predicted = [
+        tokens / (cost_of_steps(run, costs) + cost)
+        for run, tokens, cost, costs in zip(runs, per_step, drafting, measured, strict=True)
+    ]
+    by_roofline = [
+        tokens / (cost_of_steps(run, lines) + cost)
+        for run, tokens, cost in zip(runs, per_step, drafting, strict=True)
+    ]
+    speedups = ratios([one.speed for one in runs], [one.speed for one in plain])
+    peers, over = {"predicted": predicted, "roofline": by_roofline}, ratios(predicted, speedups)
     told: dict[str, Any] = {
         "steps": runs[0].steps,
         "drafted per step and row": statistics.fmean(runs[0].drafted),
     }
-    per_step = [run.tokens / run.steps / rows for run in runs]
-    speedups = ratios([one.speed for one in runs], [one.speed for one in plain])
-    over = ratios(predicted, speedups)
     return [
         seen(f"tokens per step and row/{at}", "tokens", per_step, **told),
         seen(f"drafting per step/{at}", "plain steps", drafting, **told),
-        seen(f"speed-up/{at}", "ratio", speedups, peers={"predicted": predicted}, **told),
+        seen(f"speed-up/{at}", "ratio", speedups, peers=peers, **told),
         seen(f"speed-up, predicted over measured/{at}", "ratio", over, within=WITHIN),
     ]
+
+
+def cost_of_steps(run: Full, v: Mapping[int, float]) -> float:
+    """Return the mean cost of a run's steps in plain steps, with v on lines between its places."""
+    read = [1 + drafted for drafted in run.drafted]
+    return float(numpy.interp(read, list(v), list(v.values())).mean())

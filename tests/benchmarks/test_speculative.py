@@ -338,6 +338,22 @@ def test_every_method_runs_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found[f"v/1 tokens per row, {rows} rows"].samples == [1, 1]
 
 
+def test_a_roofline_goes_through_its_two_steps() -> None:
+    timed = {
+        1: {cases.PLAIN: [cases.Full(seconds=4.0, steps=2)]},
+        16: {"v 8": [cases.Full(seconds=60.0, steps=2)]},
+    }
+    roof = cases.fitted(timed, cases.FULL)
+    context = cases.FULL.short + cases.FULL.batch_tokens // 2
+    assert roof.seconds(1, batch=1, context=context) == pytest.approx(2)
+    assert roof.seconds(9, batch=16, context=context) == pytest.approx(30)
+
+
+def test_steps_cost_what_lies_between_the_measured_widths() -> None:
+    run = cases.Full(drafted=[0.0, 1.0, 3.0])
+    assert cases.cost_of_steps(run, {1: 1.0, 2: 1.5, 5: 3.0}) == pytest.approx((1 + 1.5 + 2.5) / 3)
+
+
 def test_wrong_drafts_in_a_batch_are_never_accepted() -> None:
     given = cases.requests(replace(cases.SMALL, prompts=3))
     said, _ = cases.Batch(3, None).serve(given, 8)
