@@ -621,7 +621,7 @@ def cost_short(sizes: Sizes = FULL) -> list[Measurement]:
     return costs("code", sizes.short, ways, sizes)
 
 
-@case("cost/64 tokens of prose", minutes=1, needs="cpu")
+@case("cost/64 tokens of prose", minutes=2, needs="cpu")
 def cost_prose(sizes: Sizes = FULL) -> list[Measurement]:
     """The same after prose, for one draft length each."""
     small = shipped().fast_draft

@@ -1,17 +1,18 @@
 """Speculative decoding, several tokens from one forward: proposers, verifiers, generation."""
 
 from labcore.decoding.audit import near_tie_audit
-from labcore.decoding.contract import Accepted, Decoder, Draft, Proposer, SamplingConfig, Verifier
+from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig, Verifier
 from labcore.decoding.generation import Generation, generate, stream
 from labcore.decoding.proposers import Adaptive, DraftModel, Gated, NGram, NoProposer
 from labcore.decoding.sampling import probabilities
+from labcore.decoding.suffix import Suffix
 from labcore.decoding.theory import exact, overlap, speedup
 from labcore.decoding.verify import (
     VERIFIERS,
     TypicalAcceptance,
+    block_verification,
     greedy_match,
     rejection_sampling,
-    residual,
     sample_and_compare,
 )
 
@@ -19,7 +20,6 @@ __all__ = [
     "VERIFIERS",
     "Accepted",
     "Adaptive",
-    "Decoder",
     "Draft",
     "DraftModel",
     "Gated",
@@ -28,8 +28,10 @@ __all__ = [
     "NoProposer",
     "Proposer",
     "SamplingConfig",
+    "Suffix",
     "TypicalAcceptance",
     "Verifier",
+    "block_verification",
     "exact",
     "generate",
     "greedy_match",
@@ -37,7 +39,6 @@ __all__ = [
     "overlap",
     "probabilities",
     "rejection_sampling",
-    "residual",
     "sample_and_compare",
     "speedup",
     "stream",
