@@ -91,7 +91,7 @@ def test_lengths_show_measured_dots_over_the_law() -> None:
     assert list(dots.y) == [1.6, 2.3] and dots.mode == "markers"
     assert dots.error_y.array[0] == pytest.approx(0.06)
     assert law.line.dash == "dash" and law.line.color == dots.marker.color
-    assert "greedy: 1.60 (law 1.60) at 1, 2.30 (law 2.40) at 4; T = 1: 2.50" in alt(figure)
+    assert "greedy: 1.60 (formula 1.60) at 1, 2.30 (formula 2.40) at 4; T = 1: 2.50" in alt(figure)
     assert list(figure.layout.xaxis.tickvals) == [1, 4]
 
 

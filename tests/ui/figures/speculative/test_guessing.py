@@ -68,6 +68,7 @@ def test_the_forty_are_drawn_alike_and_fit_a_phone() -> None:
             figure = figures.guessed_by(name, guesser, temperature, data=data)
             kinds.add(tuple((item.type, item.name) for item in figure.data))
             heights.add(figure.layout.height)
+            assert max(y for item in figure.data for y in item.y) < figures.ROWS, name
             assert len(figure.layout.title.text) <= 44
     assert len(kinds) == len(heights) == 1
 

@@ -56,7 +56,7 @@ def acceptance_by_length(
         words.append(
             f"{name}: "
             + ", ".join(
-                f"{y:.2f}" + (f" (law {law[x]:.2f})" if x in law else "") + f" at {x}"
+                f"{y:.2f}" + (f" (formula {law[x]:.2f})" if x in law else "") + f" at {x}"
                 for x, y in zip(by_length, middles, strict=True)
             )
         )
