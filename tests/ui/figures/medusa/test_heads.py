@@ -125,6 +125,16 @@ def test_peers_stand_on_one_axis_from_plain_on() -> None:
     assert "tokens per step: plain 1.00, chain 1.80, sparse 2.20" in alt(figure) and small(figure)
 
 
+def test_requests_are_drawn_with_their_prediction() -> None:
+    speeds = {"a model": {1: 1.2, 8: 1.1, 64: 0.7}, "another": {1: 1.1, 16: 0.9}}
+    figure = figures.speed_by_requests(speeds, predicted={"by formula": {1: 1.2, 64: 1.1}})
+    for name, points in {**speeds, "by formula": {1: 1.2, 64: 1.1}}.items():
+        line = trace(figure, name)
+        assert dict(zip(line.x, line.y, strict=True)) == points
+    assert list(figure.layout.xaxis.tickvals) == [1, 8, 16, 64]
+    assert "another: 1 1.10, 16 0.90" in alt(figure) and small(figure)
+
+
 # The tree.
 
 

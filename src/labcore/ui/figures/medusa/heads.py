@@ -146,7 +146,7 @@ def against_peers(
 
 
 def speed_by_requests(
-    speeds: Mapping[str, Mapping[int, float]], *, predicted: Mapping[str, Mapping[int, float]] = {}
+    speeds: Mapping[str, Mapping[int, float]], *, predicted: Mapping[str, Mapping[int, float]]
 ) -> go.Figure:
     """Draw the speed over plain decoding by the number of requests that are decoded at once.
 
