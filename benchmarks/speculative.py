@@ -639,6 +639,12 @@ def cost_long(sizes: Sizes = FULL) -> list[Measurement]:
     return costs("long_code", sizes.long, {**ngrams(sizes), **suffixes(sizes)}, sizes)
 
 
+@case("cost/512 tokens of copy", minutes=1.5, needs="cpu")
+def cost_copy(sizes: Sizes = FULL) -> list[Measurement]:
+    """The same for lookups where the output repeats the prompt."""
+    return costs("copy", sizes.long, {**ngrams(sizes), **suffixes(sizes)}, sizes)
+
+
 @case("cost/64 tokens of third-party code", minutes=2.5, needs="cpu")
 def cost_third_party(sizes: Sizes = FULL) -> list[Measurement]:
     """The same as after code, on packages that no model of this course has seen."""

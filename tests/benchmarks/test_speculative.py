@@ -164,6 +164,7 @@ def test_the_prediction_is_tokens_over_verification_and_drafting() -> None:
         ("cost/64 tokens of code", "6 tokens of code"),
         ("cost/64 tokens of third-party code", "6 tokens of third-party code"),
         ("cost/512 tokens of code", "16 tokens of long_code"),
+        ("cost/512 tokens of copy", "16 tokens of copy"),
     ],
 )
 def test_costs_are_those_of_every_length(name: str, at: str) -> None:
