@@ -1,7 +1,7 @@
 """Speculative decoding, several tokens from one forward: proposers, verifiers, generation."""
 
 from labcore.decoding.audit import near_tie_audit
-from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig, Verifier
+from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig
 from labcore.decoding.generation import Generation, generate, stream
 from labcore.decoding.proposers import Adaptive, DraftModel, Gated, NGram, NoProposer
 from labcore.decoding.sampling import probabilities
@@ -13,6 +13,7 @@ from labcore.decoding.verify import (
     block_verification,
     greedy_match,
     rejection_sampling,
+    residual,
     sample_and_compare,
 )
 
@@ -30,7 +31,6 @@ __all__ = [
     "SamplingConfig",
     "Suffix",
     "TypicalAcceptance",
-    "Verifier",
     "block_verification",
     "exact",
     "generate",
@@ -39,6 +39,7 @@ __all__ = [
     "overlap",
     "probabilities",
     "rejection_sampling",
+    "residual",
     "sample_and_compare",
     "speedup",
     "stream",
