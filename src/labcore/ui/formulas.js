@@ -343,6 +343,7 @@ window.labcoreFormulas = (function () {
       marker.color = [1].concat(data.order.map(function (node) { return Math.sqrt(chances[node]); }));
       marker.opacity = [1].concat(data.order.map(function (node) { return inside[node] ? 1 : 0.55; }));
       frame.data[3].x = [total(chances), replayed, replayed / here, replayed / there];
+      frame.data[3].y[3] = "at ridge " + (values.ridge + 1e-9).toFixed(0);
       frame.data[3].text = frame.data[3].x.map(hundredths);
       frame.layout.title.text = hundredths(replayed) + " tokens per step, " +
         hundredths(replayed / there) + "x plain";

@@ -44,6 +44,8 @@ def test_a_frozen_backbone_has_no_gradients_and_stored_states_no_backbone(seed) 
     assert both.flops > frozen.flops == stored.flops  # read once, storing saves no operation
     again = costs.training_cost(config, 2, costs.WAYS[2], readings=4)
     assert again.flops < stored.flops
+    unstored = costs.training_cost(config, 2, costs.WAYS[1], readings=4)
+    assert unstored.flops == frozen.flops  # per reading: nothing is saved by reading more often
     # After many readings only the heads' own work is left.
     endless = costs.training_cost(config, 2, costs.WAYS[2], readings=10**9)
     assert endless.flops == pytest.approx(6 * trained, rel=1e-5)

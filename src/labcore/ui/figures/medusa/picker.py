@@ -24,7 +24,7 @@ __all__ = ["HEAD_SHARE", "Guesses", "hundredths", "step_cost", "tree_picker"]
 HEAD_SHARE = 0.022
 """Bytes of one head with a matrix of its own over those of Llama 2 7B: 148 M of 6.74 B weights."""
 _CHANCE = [[0, "#E69F00"], [1, "#D55E00"]]
-_BARS = ("expected", "replayed", "speed here", "speed there")
+_BARS = ("expected", "replayed", "speed here")  # and that on the chosen machine
 _COLORS = (PALETTE["gray"], draw.MEASURED, draw.OURS, PALETTE["green"])
 _TOP = 3.2  # of the bars' axis
 
@@ -114,7 +114,7 @@ def tree_picker(
     values = (expected, replayed, replayed / here, replayed / there)
     title = f"{hundredths(replayed)} tokens per step, {hundredths(replayed / there)}x plain"
     figure = go.Figure(
-        [*_tree_traces(data.tree, nodes, chances, shares), *_bars(values)],
+        [*_tree_traces(data.tree, nodes, chances, shares), *_bars(values, ridge)],
         {
             "title": title,
             "showlegend": False,
@@ -155,9 +155,10 @@ def _axes(tree: Tree) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _bars(values: Sequence[float]) -> list[dict[str, Any]]:
+def _bars(values: Sequence[float], ridge: float) -> list[dict[str, Any]]:
+    names = [*_BARS, f"at ridge {ridge + 1e-9:.0f}"]
     return [{
-        "type": "bar", "orientation": "h", "x": list(values), "y": list(_BARS), "xaxis": "x2",
+        "type": "bar", "orientation": "h", "x": list(values), "y": names, "xaxis": "x2",
         "yaxis": "y2", "marker": {"color": list(_COLORS)}, "hoverinfo": "none",
         "width": 0.7, "text": [hundredths(value) for value in values], "textposition": "outside",
         "cliponaxis": False,
