@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import random
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -115,6 +116,7 @@ class Sizes:
     repeats: tuple[int, ...] = (0, 1, 2)
     worlds: int = 5  # seeds of enumerated models
     trial: int = 10  # training steps in `layers`
+    at_once: tuple[int, ...] = (1, 4, 8, 16)  # requests
 
 
 FULL = Sizes()
@@ -123,6 +125,7 @@ SMALL = Sizes(
     chains=(2, 4), few=(2, 3), budgets=(2, 6), dense=((2,), (2, 1, 1, 1)), held_out=2,
     calibration=3, contexts=(4,), costed=(3,), window=16, steps=2, rows=2, warmup=1, seeds=(0, 1),
     pieces=2, batch=2, length=8, timed=2, typical=(3,), repeats=(0, 1), worlds=2, trial=2,
+    at_once=(1, 3),
 )  # fmt: skip
 
 
@@ -1013,6 +1016,39 @@ def backbone_after_training(sizes: Sizes) -> list[Measurement]:
         details = {**told, "before": first, "after": then}
         what = "bits a byte of the backbone, after minus before"
         found.append(exact(f"{what}/held-out {kind}", "bits a byte", then - first, **details))
+    return found
+
+
+# Requests at once --------------------------------------------------------------------------------
+@case("requests", minutes=3, needs="cpu")
+def requests(sizes: Sizes = FULL) -> list[Measurement]:
+    """Tokens per second of an engine whose slots stay full, with two small trees and without."""
+    trees: dict[str, Proposer | None] = {**proposers(sparse((2, FEWEST), sizes))}
+    given, found = speculative.requests(speculative.Sizes(prompts=sizes.prompts)), []
+    for rows in sizes.at_once:
+        engines = {
+            name: speculative.Batch(rows, way) for name, way in ({PLAIN: None} | trees).items()
+        }
+        runs: dict[str, list[speculative.Full]] = {name: [] for name in engines}
+        outputs, dice = {}, random.Random(rows)
+        for turn in range(-1, sizes.rounds):  # the first turn warms up
+            for name in dice.sample(list(engines), len(engines)):
+                outputs[name], full = engines[name].serve(given, sizes.tokens)
+                if turn >= 0:
+                    runs[name].append(full)
+        proved, at = speculative.refuse_wrong(outputs, given), f"{rows} at once"
+        plain = [one.speed for one in runs[PLAIN]]
+        found += [
+            exact(f"largest gap of an output/{at}", "nats", proved["largest gap, nats"], **proved),
+            seen(f"tokens per second/plain, {at}", "tokens/s", plain),
+        ]
+        for name in trees:
+            steps = [one.tokens / one.steps / rows for one in runs[name]]
+            speeds = ratios([one.speed for one in runs[name]], plain)
+            found += [
+                seen(f"tokens per step and row/{name}, {at}", "tokens", steps),
+                seen(f"speed-up/{name}, {at}", "ratio", speeds),
+            ]
     return found
 
 

@@ -58,6 +58,7 @@ def test_what_is_timed_runs_on_a_cpu_and_takes_minutes() -> None:
         "cost/64 tokens of code",
         "cost/heads",
         "training",
+        "requests",
     }
     counted = {"trees/tokens", "accuracy", "projections", "typical", "exact", "layers"}
     counted |= {"mixture", "unfrozen"}
@@ -316,3 +317,15 @@ def test_the_unfrozen_backbone_is_compared_with_the_frozen_one() -> None:
         for i in range(HEADS.heads):
             share = found[f"top-1 of head {i}/held-out {kind}, frozen"]
             assert all(0 <= one <= 1 for one in share.samples)
+
+
+def test_requests_at_once_are_decoded_with_each_tree_and_without() -> None:
+    found = case("requests")
+    for rows in cases.SMALL.at_once:
+        at = f"{rows} at once"
+        assert found[f"largest gap of an output/{at}"].samples[0] <= speculative.GAP
+        assert len(found[f"tokens per second/plain, {at}"].samples) == cases.SMALL.rounds
+        for name in ("sparse 2", f"sparse {cases.FEWEST}"):
+            (steps, *rest) = found[f"tokens per step and row/{name}, {at}"].samples
+            assert 1 <= steps <= 5 and len(set(rest)) <= 1  # counts are the same in every round
+            assert min(found[f"speed-up/{name}, {at}"].samples) > 0

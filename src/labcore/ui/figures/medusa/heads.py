@@ -60,7 +60,7 @@ def accuracy_by_distance(
     figure.update_layout(
         title=title,
         xaxis={
-            "title": "places after the last token read",
+            "title": "positions after the last token read",
             "tickvals": places,
             "ticktext": [f"{place}<br>head {place - 2}" for place in places],
             "range": [1.7, most + 1.3],
