@@ -11,7 +11,8 @@ import pytest
 
 from labcore.ui import Nodes, twin
 from labcore.ui.compact import plain
-from labcore.ui.figures import attention, medusa, memory, speculative
+from labcore.ui.figures import attention, inflight, medusa, memory, speculative
+from tests.ui.figures.inflight.test_rivals import RIVALS
 from tests.ui.figures.medusa import test_trees as trees
 from tests.ui.figures.speculative.test_batches import BATCHES, MEASURED
 from tests.ui.figures.test_attention import DESIGNER
@@ -25,6 +26,7 @@ FORMULAS = {
     "levers": (memory.levers, memory.LEVERS_FORMULA, CONTROLS["levers"]),
     "stages": (memory.stages, memory.STAGES_FORMULA, CONTROLS["stages"]),
     "requests": (memory.requests, memory.REQUESTS_FORMULA, REQUESTS),
+    "rivals": (inflight.two_policies, inflight.RIVALS_FORMULA, RIVALS),
     "designer": (attention.designer, attention.DESIGNER_FORMULA, DESIGNER),
     "batches": (
         functools.partial(speculative.gain_by_batch, data=MEASURED),

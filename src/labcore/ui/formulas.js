@@ -430,6 +430,32 @@ window.labcoreFormulas = (function () {
           : "Fits: " + room + ", " + need.registers + " registers";
       frame.layout.xaxis.title.text = "% of the limit<br>requests a byte per " +
         values.rows + " FLOP;<br>HBM delivers one per " + Math.round(data.needed[values.target]);
+    },
+    // Two runs of labcore.studies.inflight.rivals: five kinds of bars and the blocks held, for each.
+    inflightRivals: function (values, data, frame) {
+      var setting = [values.load, values.pool, values.budget,
+        Math.min(values.chunk, values.budget)].join(" ");
+      var wide = data.widths[setting];
+      ["", 2, 3, 4].forEach(function (end) { frame.layout["xaxis" + end].range = [0, wide]; });
+      [values.first, values.second].forEach(function (name, n) {
+        var run = data.runs[name + " " + setting], held = run[1];
+        for (var kind = 0; kind < 5; kind += 1) {
+          var x = [], y = [];
+          run[0].forEach(function (bar) {
+            if (bar[0] !== kind) return;
+            x.push(bar[2] / 1e4, bar[3] / 1e4, null);
+            y.push(bar[1] + 1, bar[1] + 1, null);
+          });
+          frame.data[6 * n + kind].x = x.length ? x : [null];
+          frame.data[6 * n + kind].y = x.length ? y : [null];
+        }
+        frame.data[6 * n + 5].x = held.map(function (one) { return one[0] / 1e4; })
+          .concat(run[2] / 1e4);
+        frame.data[6 * n + 5].y = held.concat([held[held.length - 1]])
+          .map(function (one) { return one[1]; });
+        frame.layout["yaxis" + (2 + 2 * n)].range = [0, values.pool];
+        frame.layout.annotations[n].text = run[3];
+      });
     }
   };
 })();

@@ -6,19 +6,14 @@ A run of `simulate` and one of a real engine give the same format.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from labcore.checks import positive_int
-from labcore.serving.metrics import StepRecord, summary
-from labcore.serving.simulation.simulate import CACHED, FREE, Run
+from labcore.serving.metrics import summary
+from labcore.serving.simulation.simulate import Run
 from labcore.studies.inflight.gantt import Span, timeline
 
-__all__ = ["PROMISED", "Bar", "Scene", "StepParts", "scene", "step_parts"]
-
-PROMISED = -4
-"""In a scene's block map: a free block that is reserved for a running request."""
+__all__ = ["Bar", "Scene", "scene"]
 
 _DIGITS = 4
 _GAP = 0.005  # bars closer together than this fraction of the run's time are merged
@@ -44,12 +39,10 @@ class Scene:
     """A run as a figure shows it. Times are in seconds from the first arrival.
 
     bars: the bars of the rows. queue: the bars of waiting requests. arrivals, ends: of each
-    request. slots: rows. num_blocks: of the pool. seconds: time to the last end. blocks: for each
-    block, its state in each of several equal intervals of that time: FREE, PROMISED, CACHED,
-    SHARED, or the number of a request; empty if the run kept no map. tokens_per_second: output
-    tokens per second. p50, p99: of the seconds from arrival to end. shares: the fraction of the
-    rows' time for each kind of bar and for "empty". preemptions: over all requests. recomputed:
-    tokens read again.
+    request. slots: rows. seconds: time to the last end. tokens_per_second: output tokens per
+    second. p50, p99: of the seconds from arrival to end. shares: the fraction of the rows' time
+    for each kind of bar and for "empty". preemptions: over all requests. recomputed: tokens read
+    again.
     """
 
     bars: tuple[Bar, ...]
@@ -57,9 +50,7 @@ class Scene:
     arrivals: tuple[float, ...]
     ends: tuple[float, ...]
     slots: int
-    num_blocks: int
     seconds: float
-    blocks: tuple[tuple[int, ...], ...]
     tokens_per_second: float
     p50: float
     p99: float
@@ -81,14 +72,11 @@ class Scene:
         return tuple(told)
 
 
-def scene(run: Run, *, columns: int = 72, bars: Sequence[Span] | None = None) -> Scene:
-    """Return a run as a figure shows it. columns: intervals of time in the block map.
-
-    bars: the run's timeline; None computes it.
+def scene(run: Run, *, bars: Sequence[Span] | None = None) -> Scene:
+    """Return a run as a figure shows it. bars: the run's timeline; None computes it.
 
     Raises ValueError if the run has no requests or no time passed.
     """
-    positive_int("columns", columns)
     if not run.metrics or not run.seconds > 0:
         raise ValueError(
             f"a scene needs a run with requests that takes time, got {len(run.metrics)} requests "
@@ -106,9 +94,7 @@ def scene(run: Run, *, columns: int = 72, bars: Sequence[Span] | None = None) ->
         arrivals=tuple(_short(one.arrival - run.begin) for one in run.metrics),
         ends=tuple(_short(one.arrival + (one.e2e or 0.0) - run.begin) for one in run.metrics),
         slots=run.slots,
-        num_blocks=run.num_blocks,
         seconds=_short(run.seconds),
-        blocks=_map(run, columns),
         tokens_per_second=_short(run.tokens_per_second),
         p50=_short(times["p50"]),
         p99=_short(times["p99"]),
@@ -159,116 +145,3 @@ def _shares(run: Run, bars: Sequence[Span]) -> dict[str, float]:
     whole = run.slots * run.seconds
     told = {kind: time / whole for kind, time in held.items()}
     return {**told, "empty": max(1 - math.fsum(told.values()), 0.0)}
-
-
-def _map(run: Run, columns: int) -> tuple[tuple[int, ...], ...]:
-    """Return the state of each block in the middle of each interval of time."""
-    if not run.blocks:
-        return ()
-    begins = [step.at for step in run.steps]
-    promised = run.promised or (0,) * len(run.blocks)
-    made = []
-    for column in range(columns):
-        time = run.begin + (column + 0.5) / columns * run.seconds
-        at = bisect_right(begins, time) - 1
-        if at < 0:
-            made.append((FREE,) * run.num_blocks)
-            continue
-        following = begins[at + 1] if at + 1 < len(begins) else run.end
-        resting = time > begins[at] + run.steps[at].seconds + _GAP * run.seconds < following
-        made.append(_column(run.blocks[at], promised[at], at_rest=resting))
-    return tuple(zip(*made, strict=True))
-
-
-def _column(blocks: Sequence[int], promised: int, *, at_rest: bool) -> tuple[int, ...]:
-    """Return a step's blocks, with the last free ones marked PROMISED; at rest none is held."""
-    if at_rest:
-        return tuple(one if one in (FREE, CACHED) else FREE for one in blocks)
-    told = list(blocks)
-    for place in reversed(range(len(told))):
-        if promised and told[place] in (FREE, CACHED):
-            told[place] = PROMISED
-            promised -= 1
-    return tuple(told)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepParts:
-    """How one step used its budget.
-
-    step: its number. at, seconds: when it began and how long it took. decodes: tokens of the
-    decoding requests, one entry each. chunks: (number of the request, tokens read) for each prompt.
-    left: (number of the request, tokens left to read) for each of those prompts that isn't
-    finished. waiting: requests in the queue after the step. budget: maximum tokens per step. free,
-    held, cached: blocks after the step.
-    """
-
-    step: int
-    at: float
-    seconds: float
-    decodes: tuple[int, ...]
-    chunks: tuple[tuple[int, int], ...]
-    left: tuple[tuple[int, int], ...]
-    waiting: int
-    budget: int
-    free: int
-    held: int
-    cached: int
-
-
-def step_parts(
-    steps: Sequence[StepRecord], budget: int, *, first: int = 0, most: int = 60
-) -> list[StepParts]:
-    """Return a trace's steps as plain numbers, with requests numbered by their first chunks.
-
-    budget: maximum tokens per step. first: number of steps to skip. most: maximum steps returned.
-    Raises ValueError if no step is left.
-    """
-    positive_int("budget", budget)
-    positive_int("most", most)
-    numbers: dict[str, int] = {}
-    for record in steps:
-        for chunk in record.chunks:
-            numbers.setdefault(chunk.id, len(numbers))
-    left = _left(steps)
-    begin = steps[0].at if steps else 0.0
-    told = [
-        StepParts(
-            step=record.step,
-            at=_short(record.at - begin),
-            seconds=_short(record.seconds),
-            decodes=tuple(1 + one.drafted for one in record.decodes),
-            chunks=tuple((numbers[one.id], one.count) for one in record.chunks),
-            left=tuple(
-                (numbers[one.id], left[place][one.id])
-                for one in record.chunks
-                if left[place][one.id]
-            ),
-            waiting=record.waiting,
-            budget=budget,
-            free=record.free,
-            held=record.held,
-            cached=record.cached,
-        )
-        for place, record in enumerate(steps)
-    ][first : first + most]
-    if not told:
-        raise ValueError(
-            f"a trace must have more steps than the {first} to skip, got {len(steps)}; skip fewer"
-        )
-    return told
-
-
-def _left(steps: Sequence[StepRecord]) -> list[dict[str, int]]:
-    """Return, for each step, how many tokens each of its prompts has left after it, by id."""
-    behind: dict[str, int] = {}
-    told: list[dict[str, int]] = []
-    for record in reversed(steps):
-        here = {}
-        for chunk in record.chunks:
-            here[chunk.id] = 0 if chunk.last else behind.get(chunk.id, 0)
-            behind[chunk.id] = here[chunk.id] + chunk.count
-        for id in record.preempted:  # it starts over: later chunks belong to a new prefill
-            behind.pop(id, None)
-        told.append(here)
-    return told[::-1]

@@ -1,25 +1,17 @@
 """Figures for the chapter `inflight`."""
 
-from labcore.ui.figures.inflight.batches import timeline, two_batches
-from labcore.ui.figures.inflight.load import (
-    POLICIES,
-    ROUTERS,
-    TIMES,
-    latency_curves,
-    replicas,
-    simulated_against_measured,
-)
-from labcore.ui.figures.inflight.step import anatomy, chunk_gaps
+from labcore.ui.figures.inflight.batches import two_batches
+from labcore.ui.figures.inflight.goodput import goodput_curves
+from labcore.ui.figures.inflight.packed import LAYOUTS, packed_mask, prefix_tree
+from labcore.ui.figures.inflight.rivals import POLICIES, RIVALS_FORMULA, two_policies
 
 __all__ = [
+    "LAYOUTS",
     "POLICIES",
-    "ROUTERS",
-    "TIMES",
-    "anatomy",
-    "chunk_gaps",
-    "latency_curves",
-    "replicas",
-    "simulated_against_measured",
-    "timeline",
+    "RIVALS_FORMULA",
+    "goodput_curves",
+    "packed_mask",
+    "prefix_tree",
     "two_batches",
+    "two_policies",
 ]

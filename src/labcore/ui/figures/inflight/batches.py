@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
 
-from labcore.checks import one_of
-from labcore.serving.simulation.simulate import CACHED, FREE, SHARED
-from labcore.studies.inflight.scenes import PROMISED, Bar, Scene
+from labcore.studies.inflight.scenes import Bar, Scene
 from labcore.ui import draw
 from labcore.ui.explorer import describe
-from labcore.ui.figures.inflight.load import POLICIES
 from labcore.ui.theme import PALETTE
 
-__all__ = ["timeline", "two_batches"]
+__all__ = ["KINDS", "two_batches"]
 
-_KINDS = {
+KINDS = {
     "prefill": ("prefill", PALETTE["orange"]),
     "decode": ("decode", PALETTE["blue"]),
     "recompute": ("read again", PALETTE["vermillion"]),
@@ -26,72 +23,7 @@ _KINDS = {
     "idle": ("ended, row held", "#a7adb4"),
 }
 _WAIT = "#7d6b91"
-# Tones of the requests that hold blocks; neighbors differ, and no bar uses these colors.
-_TONES = ("#5f93bd", "#9bc4a8", "#8f82b5", "#8fb8d8", "#5f9c83", "#b9a9d6")
-_PROMISE, _SHARED, _CACHED = "rgba(230,159,0,0.3)", "#6c757d", "#c6cbd0"
 _LETTER = 0.026  # a digit's width on a phone, as a share of the time axis
-
-
-def timeline(
-    policy: str = "static",
-    rate: float = 0.9,
-    mix: str = "long tail",
-    pool: int = 24,
-    *,
-    data: Mapping[tuple[str, float, str, int], Scene],
-) -> go.Figure:
-    """Draw what each row of the batch does, how many requests wait, and who holds the blocks.
-
-    data: scenes by (policy, rate, mix, pool), such as `scenarios.grid()`; the other arguments
-    choose one. All policies share their axes for the same rate, mix and pool. The number on a bar
-    is the request's. Each request's blocks have one tone; promised blocks are marked on the last
-    free ones.
-    Raises ValueError for a combination that isn't in the data.
-    """
-    one_of("policy, rate, mix and pool", (policy, rate, mix, pool), data)
-    now = data[policy, rate, mix, pool]
-    peers = [one for key, one in data.items() if key[1:] == (rate, mix, pool)]
-    wide = draw.ceiling(max(one.seconds for one in peers))
-    longest = max((count for one in peers for _, count in one.waiting), default=0)
-    held = now.shares.get("idle", 0.0)
-    title = f"{now.tokens_per_second:.0f} tokens/s; ended requests hold {held:.0%}"
-    figure = go.Figure(
-        [
-            *_rows(now.bars, 18),
-            _numbers(now.bars, wide),
-            _queue_line(now, wide),
-            _block_map(now, wide),
-            *_keys(now),
-        ],
-        {
-            "title": title,
-            "xaxis": {**_time_axis(wide), "anchor": "y", "showticklabels": False},
-            "yaxis": {**_row_axis(now.slots), "domain": [0.56, 1], "anchor": "x"},
-            "xaxis2": {**_time_axis(wide), "anchor": "y2", "showticklabels": False},
-            "yaxis2": {
-                "domain": [0.4, 0.52], "anchor": "x2", "title": "waiting", "nticks": 3,
-                "range": [0, max(longest, 1) * 1.1], "zeroline": False,
-            },
-            "xaxis3": {
-                **_time_axis(wide), "anchor": "y3", "title": "time (s)",
-            },
-            "yaxis3": {
-                "domain": [0, 0.36], "anchor": "x3", "title": "blocks", "showgrid": False,
-                "range": [-0.5, now.num_blocks - 0.5], "zeroline": False, "nticks": 4,
-            },
-            "height": 644,
-            "legend": {"xref": "container"},
-        },
-    )  # fmt: skip
-    words = ", ".join(f"{_KINDS[k][0]} {now.shares[k]:.0%}" for k in _KINDS if k in now.shares)
-    return describe(
-        figure,
-        f"{POLICIES[policy]}, {rate:g} of capacity: {title}, p50 {draw.seconds(now.p50)}, "
-        f"p99 {draw.seconds(now.p99)}. Lengths {mix}, {pool} blocks, {now.slots} rows. Of the "
-        f"rows' time: {words}, empty {now.shares['empty']:.0%}. At most "
-        f"{max((count for _, count in now.waiting), default=0)} requests wait; "
-        f"{now.preemptions} preemptions, {now.recomputed} tokens read again.",
-    )
 
 
 def _time_axis(wide: float) -> dict[str, Any]:
@@ -111,7 +43,7 @@ def _rows(
     """Return bars as thick lines, one trace per kind; keys: whether they appear in the legend."""
     given = list(bars)
     made = []
-    for kind, (name, color) in _KINDS.items():
+    for kind, (name, color) in KINDS.items():
         x: list[float | None] = []
         y: list[float | None] = []
         for bar in given:
@@ -139,68 +71,13 @@ def _numbers(bars: Sequence[Bar], wide: float, *, panel: str = "") -> dict[str, 
         x.append((bar.begin + bar.end) / 2)
         y.append(bar.slot + 1)
         words.append(told if bar.kind == "decode" and _LETTER * wide * len(told) <= long else "")
-        hover.append(f"request {told}: {_KINDS[bar.kind][0]}, {draw.seconds(long)}")
+        hover.append(f"request {told}: {KINDS[bar.kind][0]}, {draw.seconds(long)}")
     return {
         "type": "scatter", "x": x, "y": y, "mode": "text", "text": words, "hovertext": hover,
         "hoverinfo": "text", "showlegend": False, "textposition": "middle center",
         "textfont": {"size": 11, "color": "#ffffff"}, "name": "request",
         "xaxis": f"x{panel}", "yaxis": f"y{panel}",
     }  # fmt: skip
-
-
-def _queue_line(now: Scene, wide: float) -> dict[str, Any]:
-    """Return the number of waiting requests as a step line."""
-    times = [time for time, _ in now.waiting]
-    counts = [count for _, count in now.waiting]
-    return {
-        "type": "scatter", "x": [*times, wide], "y": [*counts, counts[-1]], "mode": "lines",
-        "line": {"shape": "hv", "width": 1.5, "color": _WAIT}, "fill": "tozeroy",
-        "fillcolor": "rgba(125,107,145,0.35)", "name": "waiting", "showlegend": False,
-        "xaxis": "x2", "yaxis": "y2",
-    }  # fmt: skip
-
-
-def _block_map(now: Scene, wide: float) -> dict[str, Any]:
-    """Return blocks over time: nothing if they're free, else the tone of their request."""
-    special = {PROMISED: 0, CACHED: 1, SHARED: 2}
-    colors = [_PROMISE, _CACHED, _SHARED, *_TONES]
-    z = [
-        [
-            None if one == FREE else special.get(one, len(special) + one % len(_TONES))
-            for one in row
-        ]
-        for row in now.blocks
-    ]  # fmt: skip
-    scale: list[list[Any]] = []
-    for at, color in enumerate(colors):
-        scale += [[at / len(colors), color], [(at + 1) / len(colors), color]]
-    columns = len(z[0]) if z else 0
-    step = now.seconds / columns if columns else wide
-    return {
-        "type": "heatmap", "x": [(at + 0.5) * step for at in range(columns)],
-        "y": list(range(len(z))), "z": z, "zmin": -0.5, "zmax": len(colors) - 0.5,
-        "colorscale": scale, "showscale": False, "hoverinfo": "skip", "name": "blocks",
-        "ygap": 1, "xaxis": "x3", "yaxis": "y3",
-    }  # fmt: skip
-
-
-def _keys(now: Scene) -> list[dict[str, Any]]:
-    """Return legend entries for the tones of the block map."""
-    codes = {code for row in now.blocks for code in row}
-    wanted = [("blocks of one request", _TONES[0]), ("promised block", _PROMISE)]
-    if CACHED in codes:
-        wanted.append(("cached block", _CACHED))
-    if SHARED in codes:
-        wanted.append(("shared block", _SHARED))
-    return [
-        {
-            "type": "scatter", "x": [None], "y": [None], "mode": "markers", "name": name,
-            "marker": {"symbol": "square", "size": 12, "color": color, "opacity": 1},
-            "showlegend": name != "promised block" or PROMISED in codes,
-            "xaxis": "x3", "yaxis": "y3",
-        }
-        for name, color in wanted
-    ]  # fmt: skip
 
 
 def two_batches(

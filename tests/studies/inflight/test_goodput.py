@@ -1,0 +1,38 @@
+"""Goodput counts requests that meet both limits, and separation has its own limits."""
+
+from __future__ import annotations
+
+import random
+
+from labcore.serving.metrics import goodput
+from labcore.studies.inflight import goodput as study
+from labcore.studies.inflight.goodput import Times, attained, best
+
+
+def test_attainment_counts_those_that_meet_both(seed: int) -> None:
+    chance = random.Random(seed)
+    pairs = [(chance.random(), chance.random()) for _ in range(50)]
+    times = Times(*map(tuple, zip(*pairs, strict=True)))
+    for limits in ((0.5, 0.5), (1.0, 0.2), (0.0, 1.0)):
+        met = sum(a <= limits[0] and b <= limits[1] for a, b in pairs)
+        assert attained(times, ttft=limits[0], tpot=limits[1]) == met / 50
+
+
+def test_goodput_ends_at_the_first_load_that_misses_the_goal() -> None:
+    good, bad = Times((0.1,) * 10, (0.1,) * 10), Times((0.1,) * 8 + (9.0, 9.0), (0.1,) * 10)
+    assert best({1: good, 2: good, 3: bad, 4: good}, ttft=1, tpot=1) == 2
+    assert best({1: bad}, ttft=1, tpot=1) == 0
+
+
+def test_a_run_has_the_times_of_its_requests() -> None:
+    """The share of a light run is what the server's own goodput says."""
+    run = study._run("together, whole prompts", 128, 2, 0.0, study.COST)
+    assert len(run.ttft) == len(run.tpot) == 60 and min(run.ttft) > 0
+    assert attained(run, ttft=10, tpot=10) == 1
+    assert goodput([], ttft=1, tpot=1) == 0
+
+
+def test_a_dear_transfer_costs_time_between_tokens() -> None:
+    near, far = (study._run("apart", 512, 4, seconds, study.COST) for seconds in (0.0, 1e-4))
+    assert near.ttft == far.ttft
+    assert sum(far.tpot) > sum(near.tpot)
