@@ -1149,7 +1149,7 @@ def transcript(sizes: Sizes = FULL) -> list[Measurement]:
         port = str(one.addresses.http)
     lines = [line for line in done.stdout.splitlines() if line]
     events = [line for line in lines if line.startswith("data:")]
-    details = {
+    details: dict[str, Any] = {
         "exact": True, "server": triton_environment.SERVER_VERSION, "lines": lines,
         "command": command.replace(port, "8000"),
     }  # fmt: skip

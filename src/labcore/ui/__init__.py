@@ -16,7 +16,7 @@ from labcore.ui.explorer import Explorer, describe, explore
 from labcore.ui.prediction import Prediction, Reveal, predict
 from labcore.ui.questions import Question, Quiz, quiz
 from labcore.ui.recordings import recorded
-from labcore.ui.source import Source, show_source
+from labcore.ui.source import Source, show_file, show_source
 from labcore.ui.tables import Table, table
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "predict",
     "quiz",
     "recorded",
+    "show_file",
     "show_source",
     "table",
     "takeaway",

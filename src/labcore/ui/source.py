@@ -14,8 +14,9 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 from labcore import device
+from labcore.checks import one_of
 
-__all__ = ["Source", "show_source"]
+__all__ = ["Source", "show_file", "show_source"]
 
 _PACKAGE = "labcore"
 
@@ -41,6 +42,41 @@ def show_source(*objects: Any, docstring: bool = True) -> Source:
     if not objects:
         raise ValueError("show_source needs a function or class of labcore, got nothing")
     return Source(*objects, docstring=docstring)
+
+
+def show_file(path: Path, *names: str) -> Source:
+    """Show a file of labcore that another program reads, or only some of its Python functions.
+
+    path: such as the configuration that the Triton Inference Server loads. names: functions or
+    methods in it, such as "Model.execute", shown without docstrings; none means the whole file.
+    Raises ValueError for a file outside labcore, or without such a function.
+    """
+    package = Path(__import__(_PACKAGE).__file__ or "").parent
+    if not path.is_relative_to(package):
+        raise ValueError(f"show_file shows only labcore's files, got {path}; pass one of them")
+    shown, text = f"src/{_PACKAGE}/{path.relative_to(package).as_posix()}", path.read_text("utf-8")
+    source = Source()
+    if not names:
+        source.parts = ((path.name, shown, 1, text.rstrip()),)
+        return source
+    found = {}
+    for node in ast.walk(ast.parse(text)):
+        inside = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        for one in (
+            getattr(node, "body", ()) if isinstance(node, (ast.Module, ast.ClassDef)) else ()
+        ):
+            if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                found[inside + one.name] = one
+    source.parts = tuple(
+        (
+            name, shown, (node := found[one_of("name", name, found)]).lineno,
+            _without_docstrings(textwrap.dedent("".join(
+                text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno]
+            )).rstrip()),
+        )
+        for name in names
+    )  # fmt: skip
+    return source
 
 
 class Source:
