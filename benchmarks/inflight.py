@@ -550,12 +550,13 @@ def load(sizes: Sizes = FULL) -> list[Measurement]:
     for policy in (STATIC, GREEDY):
         replay(engines[policy], workload(sizes, sizes.load_requests, sizes.rate_seeds[0]))
     runs: dict[tuple[str, str], list[Replay]] = {}
-    for seed, (name, share) in itertools.product(sizes.load_seeds, LOADS.items()):
-        given = arriving(sizes, seed, share * rate)
-        for policy in shuffled(engines, "load", name, seed):
-            runs.setdefault((policy, name), []).append(replay(engines[policy], given))
-    alone = [alone_times(engines[OURS], workload(sizes, sizes.load_requests, seed))
-             for seed in sizes.load_seeds]  # fmt: skip
+    alone = []
+    for seed in sizes.load_seeds:
+        for name, share in LOADS.items():
+            given = arriving(sizes, seed, share * rate)
+            for policy in shuffled(engines, "load", name, seed):
+                runs.setdefault((policy, name), []).append(replay(engines[policy], given))
+        alone.append(alone_times(engines[OURS], workload(sizes, sizes.load_requests, seed)))
     details = setting(
         sizes,
         *(workload(sizes, sizes.load_requests, seed) for seed in sizes.load_seeds),

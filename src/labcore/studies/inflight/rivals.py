@@ -7,7 +7,7 @@ start.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, product
 
@@ -44,6 +44,8 @@ _PAGE, _REQUESTS, _LONG, _MOST = 16, 24, 160, 64
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rival:
     """What one policy made of the requests. Times are in seconds from the first arrival.
+
+    Those of bars, blocks and the end are rounded to 0.1 ms.
 
     bars: what each row did. held: (time, blocks held from then on). seconds: to the last end.
     tokens_per_second: of the outputs. ttft: the 99th percentile. gap: the longest time between two
@@ -106,11 +108,13 @@ def rival(policy: str, load: float, pool: int, budget: int, chunk: int) -> Rival
     held = [(0.0, 0)]
     for step in run.steps:
         if step.held != held[-1][1]:
-            held.append((float(f"{step.at - run.begin:.4g}"), step.held))
+            held.append((round(step.at - run.begin, 4), step.held))
     return Rival(
-        bars=shown.bars,
+        bars=tuple(
+            replace(one, begin=round(one.begin, 4), end=round(one.end, 4)) for one in shown.bars
+        ),
         held=tuple(held),
-        seconds=shown.seconds,
+        seconds=round(shown.seconds, 4),
         tokens_per_second=run.tokens_per_second,
         ttft=float(numpy.quantile([one.ttft for one in run.metrics], 0.99)),
         gap=_longest_gap(run),
