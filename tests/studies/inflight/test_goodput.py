@@ -36,3 +36,22 @@ def test_a_dear_transfer_costs_time_between_tokens() -> None:
     near, far = (study._run("apart", 512, 4, seconds, study.COST) for seconds in (0.0, 1e-4))
     assert near.ttft == far.ttft
     assert sum(far.tpot) > sum(near.tpot)
+
+
+def test_separation_gains_and_loses_where_the_chapter_says() -> None:
+    data = study.sweep()
+
+    def goodputs(prompt: int, ttft: float, tpot: float, transfer: int) -> list[float]:
+        limits = {"ttft": ttft, "tpot": tpot}
+        return [best(data[way, prompt, transfer], **limits) for way in study.WAYS]
+
+    for tpot in (0.008, 0.012):
+        *together, apart = goodputs(512, 1.0, tpot, 10)
+        *_, far = goodputs(512, 1.0, tpot, 100)
+        assert apart > max(together) and far <= apart / 2
+    *together, apart = goodputs(512, 0.3, 0.02, 10)
+    assert apart < max(together)
+    for ttft in (0.3, 1.0):
+        for tpot in (0.008, 0.012, 0.02):
+            *together, apart = goodputs(128, ttft, tpot, 10)
+            assert apart <= min(together)

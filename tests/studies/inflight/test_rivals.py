@@ -26,5 +26,14 @@ def test_every_setting_is_served_by_every_policy() -> None:
     for policy in POLICIES:
         small, large = (runs[policy, 1.2, 84, 192, chunk].gap for chunk in (16, 192))
         assert small < large
+    # What the chapter's text says that a reader sees.
+    promised, greedy = (runs[policy, 1.2, 16, 64, 64] for policy in [*POLICIES][1:])
+    assert greedy.gap > 24 * promised.gap and greedy.seconds < promised.seconds
+    for load, budget, chunk in ((0.8, 64, 64), (1.2, 192, 16)):
+        first, second = (runs[policy, load, 84, budget, chunk] for policy in [*POLICIES][1:])
+        assert first == second
+    by_budget = [runs["guaranteed_no_evict", 1.2, 84, size, size] for size in study.BUDGETS]
+    assert sorted(by_budget, key=lambda run: -run.ttft) == by_budget
+    assert sorted(by_budget, key=lambda run: run.gap) == by_budget
     with pytest.raises(ValueError, match="pool must be at least 14"):
         study.rival("static", 0.8, 13, 64, 64)
