@@ -407,7 +407,7 @@ window.labcoreFormulas = (function () {
       var here = [1, 2, 3].map(function (n) { return frame.data[n].y[place]; });
       frame.data[4].x = [rows, rows, rows];
       frame.data[4].y = here;
-      function told(value) { return value === null ? "none" : value.toFixed(2) + "x"; }
+      function told(value) { return value === null ? "none" : (value + 1e-9).toFixed(2) + "x"; }
       frame.layout.title.text = "Batch " + rows + ": H100 " + told(here[0]) + ", A100 " +
         told(here[1]);
       frame.layout.yaxis.range = [0, Math.max(2, 1.1 * gained)];

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -23,7 +22,7 @@ _EVICTING = 1 << 28  # bytes written between passes, several times a large cache
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassTimes:
-    """Seconds, medians over rounds.
+    """Seconds, the fastest of all rounds, because other programs can only make a round slower.
 
     warm: a forward over one token after another. evicted: the same after other data has filled the
     caches. reading: reading as many bytes as the weights have, once, from memory. hollow: a forward
@@ -58,29 +57,27 @@ def pass_times(model: Llama, *, bytes_per_weight: int = 2, rounds: int = 15) -> 
         found["reading"].append(_timed(weights.sum))
         hollow()
         found["hollow"].append(_timed(hollow))
-    middle = {name: statistics.median(times) for name, times in found.items()}
-    return PassTimes(weight_bytes=size, **middle)
+    return PassTimes(weight_bytes=size, **{name: min(times) for name, times in found.items()})
 
 
 def forward_costs(
     model: Any, sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64), *, rounds: int = 15
 ) -> dict[int, float]:
-    """Return the median time of one forward over so many tokens, in forwards over one token.
+    """Return the time of one forward over so many tokens, in forwards over one token.
 
-    The sizes take turns, and each is compared with the one-token forward of its own round. No size
-    is cheaper than a smaller one: what noise there is gets flattened.
+    The sizes take turns, and the fastest round of each counts. No size is cheaper than a smaller
+    one: what noise is left gets flattened.
     """
     positive_int("rounds", rounds)
     runs = {size: _forward(model, size) for size in sizes}
     found: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(rounds):
-        runs[sizes[0]]()
-        times = {size: _timed(run) for size, run in runs.items()}
-        for size, seconds in times.items():
-            found[size].append(seconds / times[sizes[0]])
+        for size, run in runs.items():
+            run()
+            found[size].append(_timed(run))
     costs, least = {}, 1.0
     for size in sizes:
-        least = max(least, statistics.median(found[size]))
+        least = max(least, min(found[size]) / min(found[sizes[0]]))
         costs[size] = least
     return costs
 

@@ -65,7 +65,8 @@ def gain_by_batch(
         marker={"size": 13, "color": [PALETTE[_COLORS[name]] for name in here],
                 "line": {"width": 2, "color": PALETTE["gray"]}},
     )  # fmt: skip
-    told = {name: "none" if y is None else f"{y:.2f}x" for name, y in here.items()}
+    # A half rounds up, as on the page.
+    told = {name: "none" if y is None else f"{y + 1e-9:.2f}x" for name, y in here.items()}
     figure.update_layout(
         title=f"Batch {rows}: H100 {told['H100']}, A100 {told['A100']}",
         xaxis={
