@@ -32,7 +32,7 @@ def test_the_tree_has_every_beginning_once(seed: int) -> None:
 
 
 def test_blocks_find_what_the_scheduler_finds(seed: int) -> None:
-    prompts = some_prompts(seed)
+    prompts = [*some_prompts(seed), *[[1, 0, 1, 1, 0, 0]] * 2]  # the last token is always read
     scheduler = Scheduler(BlockPool(200, 3))
     cached = []
     for number, prompt in enumerate(prompts):
