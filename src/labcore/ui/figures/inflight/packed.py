@@ -30,7 +30,7 @@ def _step(held: int, chunk: int) -> Packed:
 def packed_mask(layout: str = "packed", chunk: int = 4, held: int = 5) -> go.Figure:
     """Draw who reads what in a step of three requests, packed or padded to a rectangle.
 
-    A holds `held` tokens and writes one, B holds 2 and writes one, and C reads the first `chunk`
+    A holds `held` tokens and decodes, B holds 2 and decodes, and C reads the first `chunk`
     tokens of its prompt. Each row of the picture is a row of the linear layers' matrix, and each
     column a key. Packed, the mask is the one that the engine's attention was measured to have.
     Raises ValueError for another layout.
@@ -76,7 +76,7 @@ def packed_mask(layout: str = "packed", chunk: int = 4, held: int = 5) -> go.Fig
                 "height": 480, "margin": {"t": 64}, "legend": {"xref": "container"},
             },
         ),
-        f"{layout}: A and B write a token each, C reads {chunk} tokens: {len(rows)} rows go "
+        f"{layout}: A and B decode, C reads {chunk} tokens: {len(rows)} rows go "
         f"through the linear layers, and attention computes {computed} pairs of query and key, "
         f"{wasted} of them for nothing.",
     )  # fmt: skip
@@ -96,7 +96,7 @@ def _cells(
 
 
 def _legend(*, padded: bool) -> list[dict[str, Any]]:
-    kinds = [("A writes", _COLORS[0]), ("B writes", _COLORS[1]), ("C reads", _COLORS[2])]
+    kinds = [("A decodes", _COLORS[0]), ("B decodes", _COLORS[1]), ("C reads", _COLORS[2])]
     return [
         {
             "type": "scatter", "x": [None], "y": [None], "mode": "markers", "name": name,
