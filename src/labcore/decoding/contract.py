@@ -98,7 +98,13 @@ Verifier = Callable[[Tensor, Draft, Any], Accepted]
 
 
 class Proposer(Protocol):
-    """Guesses the target's next tokens."""
+    """Guesses the target's next tokens.
+
+    Some proposers also have `reset()`, which a new generation calls, and some have
+    `observe(row, start, hidden)`, which brings the target's states: after each forward, those of
+    the tokens that stay, hidden [n, C] at positions start .. start + n - 1 of the row. What a row
+    brought before from start on no longer counts; n is 0 where another request takes the row.
+    """
 
     def propose(
         self,

@@ -187,6 +187,7 @@ class _Run:
         self._roll_back(plans, kept)
         if self.proposer is not None:
             self._hidden = _last_of(hidden, kept)
+            self._observe(hidden, [length - 1 for length in before], kept)
             self.proposer.commit(accepted)
         if self.trace is not None:
             self._note(plans, decided, before)
@@ -207,6 +208,19 @@ class _Run:
             picked = hidden[torch.arange(len(heads), device=hidden.device), last]
             # 0 where nothing was read yet, because values at padding are arbitrary.
             self._hidden = torch.where(counts[:, None] > 0, picked, torch.zeros_like(picked))
+            self._observe(hidden, [0] * len(heads), [list(range(len(head))) for head in heads])
+
+    def _observe(
+        self, hidden: Tensor | None, starts: Sequence[int], kept: Sequence[Sequence[int]]
+    ) -> None:
+        """Give a proposer that observes the states of the tokens that each row keeps."""
+        observe = getattr(self.proposer, "observe", None)
+        if hidden is None or not callable(observe):
+            return
+        for row, (start, slots) in enumerate(zip(starts, kept, strict=True)):
+            if slots:
+                chain = slots[-1] == len(slots) - 1
+                observe(row, start, hidden[row, : len(slots)] if chain else hidden[row, slots])
 
     def _propose(self) -> list[Plan | None]:
         """Return the draft of each row, or None for a finished row."""

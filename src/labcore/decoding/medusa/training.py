@@ -11,12 +11,12 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
@@ -28,6 +28,7 @@ from labcore.optim import AdamW
 __all__ = [
     "HeadsCurve",
     "HiddenStates",
+    "fit",
     "head_accuracies",
     "hidden_states",
     "label_ranks",
@@ -176,36 +177,74 @@ def train_heads(
     it exists, training resumes from it, to the bit as if it had never stopped.
     Raises ValueError for fewer rows than a batch, and for a checkpoint of other heads.
     """
+
+    def loss_of(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        one_by_one = (heads.head(i, hidden) for i in range(heads.heads))
+        return medusa_loss(one_by_one, tokens, decay=decay)
+
+    return fit(
+        heads,
+        states,
+        loss_of,
+        steps=steps,
+        batch=batch,
+        rate=rate,
+        warmup=warmup,
+        seed=seed,
+        checkpoint=checkpoint,
+        save_every=save_every,
+        progress=progress,
+    )
+
+
+def fit(
+    module: nn.Module,
+    states: HiddenStates,
+    loss_of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    *,
+    steps: int,
+    batch: int,
+    rate: float,
+    warmup: int,
+    seed: int,
+    checkpoint: str | Path | None,
+    save_every: int = 200,
+    progress: bool = True,
+) -> HeadsCurve:
+    """Train a module beside a frozen backbone in place; `train_heads` says how.
+
+    loss_of: maps hidden [B, T, C] in the module's dtype and tokens [B, T + A] to the loss and its
+    parts [K], one of which `HeadsCurve.per_head` gets for each step.
+    """
     positive_int("steps", steps)
     if positive_int("batch", batch) > len(states):
         raise ValueError(
             f"states must have at least the {batch} rows of a batch, got {len(states)}"
         )
-    optimizer = AdamW(heads.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = AdamW(module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     curve, path = HeadsCurve(), None if checkpoint is None else Path(checkpoint)
     if path is not None and path.exists():
-        curve = _resume(path, heads, optimizer)
-    heads.train()
+        curve = _resume(path, module, optimizer)
+    module.train()
     done = len(curve.losses)
-    dtype, device = heads.backbone_projection.dtype, heads.backbone_projection.device
+    first = next(module.parameters())
     with tqdm(total=steps, initial=min(done, steps), disable=not progress, unit="step") as bar:
         for step in range(done, steps):
             for group in optimizer.param_groups:
                 group["lr"] = rate * _schedule(step, steps, warmup)
             hidden, tokens = states.rows(_rows_of(step, batch, len(states), seed))
-            hidden, tokens = hidden.to(device, dtype), tokens.to(device)
+            hidden, tokens = hidden.to(first.device, first.dtype), tokens.to(first.device)
             optimizer.zero_grad(set_to_none=True)
-            one_by_one = (heads.head(i, hidden) for i in range(heads.heads))
-            loss, each = medusa_loss(one_by_one, tokens, decay=decay)
+            loss, each = loss_of(hidden, tokens)
             loss.backward()
             optimizer.step()
             curve.losses.append(float(loss.detach()))
             curve.per_head.append(each.tolist())
             if path is not None and ((step + 1) % save_every == 0 or step + 1 == steps):
-                _save(path, heads, optimizer, curve)
+                _save(path, module, optimizer, curve)
             bar.set_postfix(loss=f"{curve.losses[-1]:.3f}", refresh=False)
             bar.update()
-    heads.eval()
+    module.eval()
     return curve
 
 
@@ -343,7 +382,7 @@ def _schedule(step: int, steps: int, warmup: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * min(done, 1.0))
 
 
-def _save(path: Path, heads: MedusaHeads, optimizer: AdamW, curve: HeadsCurve) -> None:
+def _save(path: Path, heads: nn.Module, optimizer: AdamW, curve: HeadsCurve) -> None:
     """Write a temporary file and move it: a kill leaves the previous checkpoint or this one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.part")
@@ -354,7 +393,7 @@ def _save(path: Path, heads: MedusaHeads, optimizer: AdamW, curve: HeadsCurve) -
     os.replace(beside, path)
 
 
-def _resume(path: Path, heads: MedusaHeads, optimizer: AdamW) -> HeadsCurve:
+def _resume(path: Path, heads: nn.Module, optimizer: AdamW) -> HeadsCurve:
     told = torch.load(path, map_location="cpu", weights_only=True)
     shapes = {name: tensor.shape for name, tensor in heads.state_dict().items()}
     if {name: tensor.shape for name, tensor in told["heads"].items()} != shapes:

@@ -28,6 +28,7 @@ class Speculation:
     proposer: "ngram", a `Proposer`, or None, which drafts nothing. slots: B, at least as many as
     requests run. max_length: the most tokens of a request. vocab_size: the model's.
     reads_hidden: whether the proposer may read hidden states; one without this attribute may.
+    observes: whether it needs those of all tokens.
     Raises ValueError or TypeError for anything else in place of a proposer.
     """
 
@@ -44,6 +45,7 @@ class Speculation:
             reset()
         self.proposer: Proposer | None = chosen
         self.reads_hidden = chosen is not None and getattr(chosen, "reads_hidden", True)
+        self.observes = callable(getattr(chosen, "observe", None))
         self._max_length, self._vocab_size = max_length, vocab_size
         self._holders: list[Entry | None] = [None] * slots
         self._resting = torch.Generator()
@@ -109,11 +111,25 @@ class Speculation:
             self._failed = {one.id: problem for one in self._asked.values()}
         self._asked = {}
 
-    def remember(self, entry: Entry, hidden: Tensor) -> None:
-        """Keep the hidden state [C] at the last token of a request that was read."""
+    def remember(self, entry: Entry, start: int, hidden: Tensor) -> None:
+        """Keep the hidden state at the last token of a request that was read and stays.
+
+        hidden: [n, C], at the last n of those tokens, the first of them at position start.
+        """
         if self._hidden is None:
-            self._hidden = hidden.new_zeros(len(self._holders), len(hidden))
-        self._hidden[self._slot(entry)] = hidden
+            self._hidden = hidden.new_zeros(len(self._holders), hidden.shape[1])
+        slot = self._slot(entry)
+        self._hidden[slot] = hidden[-1]
+        self._observe(entry, slot, start, hidden)
+
+    def _observe(self, entry: Entry, slot: int, start: int, hidden: Tensor) -> None:
+        """Let the proposer see states; like in `commit`, its error waits for the next draft."""
+        if self.observes:
+            proposer: Any = self.proposer
+            try:
+                proposer.observe(slot, start, hidden)
+            except Exception as problem:
+                self._failed[entry.id] = problem
 
     def _slot(self, entry: Entry) -> int:
         """Return the slot of a running request: its last one, or that of one that doesn't run."""
@@ -124,6 +140,8 @@ class Speculation:
                 if one is None or one.state.status != "running"
             )
             self._holders[entry.slot] = entry
+            if self._hidden is not None:
+                self._observe(entry, entry.slot, 0, self._hidden[:0])
         return entry.slot
 
     def _room(self, entry: Entry) -> int:

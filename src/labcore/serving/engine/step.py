@@ -83,8 +83,11 @@ class Step:
             if one.drafted < draft.size:  # the first nodes stay, whatever their tokens
                 draft = Plan(draft.draft, draft.size, one.drafted)
             reading.append((one, draft, self._segment(one, draft)))
-            # The proposer may need the last hidden state of a chunk that draws nothing.
-            wanted.append(draft.size + 1 if _draws(one) else int(self.speculation.reads_hidden))
+            if self.speculation.observes:
+                wanted.append(one.count + draft.size)
+            else:
+                # The proposer may need the last hidden state of a chunk that draws nothing.
+                wanted.append(draft.size + 1 if _draws(one) else int(self.speculation.reads_hidden))
         if not reading:
             return
         # In a static batch, the rows of ended requests are still computed.
@@ -96,18 +99,23 @@ class Step:
         greedy = torch.where(largest.isfinite(), best, -1).tolist()
         row = 0
         for (one, draft, segment), count in zip(reading, wanted, strict=True):
-            last = 0
+            lead, slots = 0, list(range(count))
             try:
                 if _draws(one):
-                    rows, likeliest = logits[row : row + count], greedy[row : row + count]
-                    last = self._draw(one.id, draft, segment, rows, likeliest)
+                    lead = count - draft.size - 1  # tokens before the newest
+                    rows = logits[row + lead : row + count]
+                    likeliest = greedy[row + lead : row + count]
+                    slots = self._draw(one.id, draft, segment, rows, likeliest)
                 else:
                     self.results[one.id] = StepResult()
             except Exception as problem:
                 self._fail(one.id, problem)
             else:
                 if self.speculation.reads_hidden and hidden is not None:
-                    self.speculation.remember(self.entries[one.id], hidden[row + last])
+                    places = [*range(lead), *(lead + slot for slot in slots)]
+                    start = one.start + one.count - (count - draft.size)
+                    states = hidden[row : row + count][places]
+                    self.speculation.remember(self.entries[one.id], start, states)
             row += count
 
     def _segment(self, one: Chunk | Decode, draft: Plan) -> Segment:
@@ -122,8 +130,8 @@ class Step:
 
     def _draw(
         self, id: str, draft: Plan, segment: Segment, logits: Tensor, best: Sequence[int]
-    ) -> int:
-        """Add the next tokens to a request; return which of the tokens read is the last to stay.
+    ) -> list[int]:
+        """Add the next tokens to a request; return which of the tokens from the newest on stay.
 
         logits: [N, V], after the newest token and each drafted one. best: the most likely tokens
         there, or -1. What can fail comes first, so a request that fails gets nothing.
@@ -142,7 +150,7 @@ class Step:
             self.news.append(news)
         self.results[id] = StepResult(tuple(settled.tokens), row.finish)
         self._verdicts[id] = settled.accepted
-        return slots[-1]
+        return slots
 
 
 def _draws(one: Chunk | Decode) -> bool:

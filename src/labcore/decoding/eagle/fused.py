@@ -1,0 +1,213 @@
+"""The head for fast drafting on a CPU: fused matrices, and a whole round of drafting in one call.
+
+Letters: R pairs of a pass, C hidden_size, H attention heads, Hkv key and value heads, G = H / Hkv,
+D head_dim, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from labcore.decoding.eagle.head import EagleHead
+from labcore.decoding.eagle.trees import Costs, Grown
+from labcore.models.forms import SharedForms
+from labcore.models.llama import inverse_frequencies
+from labcore.models.packed import PackedMatrix, packing_works
+
+__all__ = ["FusedEagle", "Memory", "fused_eagle"]
+
+
+@dataclass(slots=True)
+class Memory:
+    """What the head has read of one row.
+
+    stored: keys and values [2, Hkv, S, D]; the first `length` slots hold pairs with states of the
+    backbone, and a draft overwrites those after them. feature: [1, C], at the last pair; None if
+    there is no pair.
+    """
+
+    stored: Tensor
+    length: int = 0
+    feature: Tensor | None = field(default=None, repr=False)
+
+
+class FusedEagle:
+    """An `EagleHead` for drafting on a CPU, with the same features up to fp32 rounding.
+
+    head: fp32 on the CPU, like its backbone; later changes to it have no effect. packed: whether
+    products use fp16 weights, which needs FBGEMM and weights that fp16 represents without loss.
+    Raises TypeError for another dtype, ValueError for another device.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, head: EagleHead) -> None:
+        for tensor in (head.backbone_projection, *head.parameters()):
+            if tensor.device.type != "cpu":
+                raise ValueError(
+                    f"a FusedEagle runs on the CPU, got {tensor.device}; move backbone and head "
+                    "with .cpu()"
+                )
+            if tensor.dtype != torch.float32:
+                raise TypeError(
+                    f"a FusedEagle computes in torch.float32, got {tensor.dtype}; convert backbone "
+                    "and head with .float()"
+                )
+        self.config = config = head.config
+        self._kv, self._size = config.kv_heads, config.head_size
+        self._queries = config.num_attention_heads * config.head_size
+        # Inside a head, pair (i, i + D / 2) becomes adjacent, as a complex number. Query heads are
+        # ordered by their index in the group first, so attention's output needs no rearranging.
+        pairs = torch.arange(self._size).view(2, -1).T.flatten()
+        order = torch.arange(config.num_attention_heads).view(self._kv, -1).T.flatten()
+        every = torch.arange(self._queries).view(-1, self._size)
+        parts = (
+            head.q_proj.weight[every[order][:, pairs].flatten()],
+            head.k_proj.weight[every[: self._kv][:, pairs].flatten()],
+            head.v_proj.weight,
+        )
+        self._embedded = F.linear(head.token_table, head.from_token.weight)
+        self._hidden = PackedMatrix(head.from_hidden.weight)
+        self._qkv = PackedMatrix(torch.cat(parts))
+        self._out = PackedMatrix(head.o_proj.weight[:, every[order].flatten()])
+        self._gate_up = PackedMatrix(torch.cat((head.gate_proj.weight, head.up_proj.weight)))
+        self._down = PackedMatrix(head.down_proj.weight)
+        self._head = PackedMatrix(head.backbone_projection)
+        root = math.sqrt(config.hidden_size)
+        self._before_attention = head.before_attention.weight * (root / self._qkv.scale)
+        self._before_mlp = head.before_mlp.weight * (root / self._gate_up.scale)
+        self._last = head.norm.weight * root
+        self._floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps))
+        self._frequencies = inverse_frequencies(config)
+        self._turns = torch.empty(0, 0, dtype=torch.complex64)
+        matrices = (self._hidden, self._qkv, self._out, self._gate_up, self._down, self._head)
+        self.packed = packing_works() and all(matrix.fits() for matrix in matrices)
+        if self.packed:
+            for matrix in matrices:
+                matrix.pack()
+
+    def new_memory(self) -> Memory:
+        """Return the memory of a row of which nothing was read."""
+        return Memory(torch.empty(2, self._kv, 0, self._size))
+
+    @torch.inference_mode()
+    def read(self, memory: Memory, hidden: Tensor, tokens: Sequence[int]) -> None:
+        """Add pairs: the backbone's states fp32 [R, C], and the token after each of them."""
+        start, count = memory.length, len(tokens)
+        self._make_room(memory, start + count)
+        mask = None
+        if count > 1:
+            seen = torch.ones(count, start + count, dtype=torch.bool).tril(start)
+            mask = _additive(seen, self._queries // (self._kv * self._size))
+        turns = self._turns_up_to(start + count)[start:]
+        given = torch.tensor(tokens)
+        features = self._pass(hidden, given, turns[:count], memory.stored, start, mask)
+        memory.length, memory.feature = start + count, features[-1:]
+
+    @torch.inference_mode()
+    def draft(self, memory: Memory, costs: Costs, *, depth: int, sharpness: float) -> Grown:
+        """Return the candidates that follow a row's last pair, with how sure the head is of each.
+
+        depth: the most levels, at least 1. sharpness: multiplies the logits for the confidences.
+        A level's candidates are expanded while `costs` says that another level pays.
+        Raises ValueError if nothing was read.
+        """
+        if memory.feature is None:
+            raise ValueError("memory must hold a pair, got an empty one; read the row first")
+        sharp = sharpness / self._head.scale
+        start, groups = memory.length, self._queries // (self._kv * self._size)
+        self._make_room(memory, start + costs.beam * depth)
+        turns = self._turns_up_to(start + depth)
+        grown, features, ends = Grown(), memory.feature, [-1]
+        slots: list[int] = []  # the expanded candidates in the order of their slots
+        while True:
+            chances = (self._head(features) * sharp).softmax(-1)
+            best = chances.topk(costs.ranks, dim=-1)
+            grown.add(ends, best.values.tolist(), best.indices.tolist())
+            level = len(grown.levels)
+            ends = costs.expanded(grown) if level < depth else []
+            if not ends:
+                return grown
+            rows, before = len(ends), len(slots)
+            slots += ends
+            mask = None
+            if len(slots) > level:  # some slot isn't an ancestor
+                kin = torch.tensor([[slot in grown.way(node) for slot in slots] for node in ends])
+                seen = torch.ones(rows, start + len(slots), dtype=torch.bool)
+                seen[:, start:] = kin
+                mask = _additive(seen, groups)
+            from_rows = [grown.row_of(node) for node in ends]
+            features = self._pass(
+                features[from_rows] if from_rows != list(range(len(features))) else features,
+                torch.tensor([grown.tokens[node] for node in ends]),
+                turns[start + level - 1].expand(rows, -1),
+                memory.stored,
+                start + before,
+                mask,
+            )
+
+    def _pass(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        turns: Tensor,
+        stored: Tensor,
+        start: int,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """Return features [R, C] of pairs, whose keys and values go to the slots from start on."""
+        rows, end = len(tokens), start + len(tokens)
+        x = self._hidden(hidden).mul_(1 / self._hidden.scale).add_(self._embedded[tokens])
+        qkv = self._qkv(self._normed(x, self._before_attention))
+        qkv.view(torch.complex64).mul_(turns)
+        new = qkv[:, self._queries :].view(rows, 2, self._kv, self._size).permute(1, 2, 0, 3)
+        stored[:, :, start:end] = new
+        q = qkv[:, : self._queries].view(rows, -1, self._kv, self._size).permute(2, 0, 1, 3)
+        k, v = stored[:, None, :, :end]
+        mixed = F.scaled_dot_product_attention(q.reshape(1, self._kv, -1, self._size), k, v, mask)
+        mixed = mixed[0].transpose(0, 1).reshape(rows, -1)
+        x.add_(self._out(mixed), alpha=1 / self._out.scale)
+        gate, up = self._gate_up(self._normed(x, self._before_mlp)).chunk(2, dim=1)
+        x.add_(self._down(F.silu(gate) * up), alpha=1 / self._down.scale)
+        return self._normed(x, self._last)
+
+    def _normed(self, x: Tensor, gain: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x.div(torch.hypot(length, self._floor)).mul_(gain)
+
+    def _make_room(self, memory: Memory, slots: int) -> None:
+        """Make a longer rectangle if fewer slots are there; what was read stays."""
+        if slots > memory.stored.shape[2]:
+            longer = memory.stored.new_zeros(2, self._kv, max(2 * slots, 256), self._size)
+            longer[:, :, : memory.length] = memory.stored[:, :, : memory.length]
+            memory.stored = longer
+
+    def _turns_up_to(self, positions: int) -> Tensor:
+        """Return cos + i sin for at least `positions`, 1 for values: [.., (H + 2 Hkv) D / 2]."""
+        if positions > self._turns.shape[0]:
+            longer = max(2 * positions, 512)
+            angles = torch.arange(longer).float()[:, None] * self._frequencies
+            turning = self.config.num_attention_heads + self._kv
+            turns = torch.complex(angles.cos(), angles.sin()).repeat(1, turning)
+            ones = torch.ones(longer, self._kv * self._frequencies.numel())
+            self._turns = torch.cat((turns, ones), 1)
+        return self._turns
+
+
+def _additive(seen: Tensor, groups: int) -> Tensor:
+    """Return 0 where seen [R, S] and -inf elsewhere, each row once per query of its group."""
+    mask = torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
+    return mask.repeat_interleave(groups, 0)
+
+
+_FUSED: SharedForms[EagleHead, FusedEagle] = SharedForms(FusedEagle)
+
+
+def fused_eagle(head: EagleHead) -> FusedEagle:
+    """Return the fused form of a head as it is now, shared while its weights stay the same."""
+    return _FUSED.of(head, [head.backbone_projection, head.backbone_embedding])
