@@ -29,6 +29,8 @@ from labcore.attention import traffic
 from labcore.data import python_sources
 from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig
 from labcore.decoding.draft_model import DraftModel
+from labcore.decoding.eagle.proposer import Eagle
+from labcore.decoding.eagle.shipped import pretrained_eagle
 from labcore.decoding.generation import generate
 from labcore.decoding.medusa.fused import FusedHeads
 from labcore.decoding.medusa.heads import PROJECTIONS, MedusaHeads, save_heads
@@ -68,6 +70,8 @@ TOP = 10  # ranks
 # the same rounds owes part of its lead to noise.
 NAMED, RACES = "Medusa sparse 2", 3
 BARS = {"Medusa over plain": 1.1, "most tokens a step of Medusa": 1.6}
+EAGLE = "EAGLE-like head"
+EAGLE_BARS = {"held-out code": 1.5, "prose": 1.0}  # over plain
 TEMPERATURES, THRESHOLDS = (0.0, 0.7, 1.0), (0.09, 0.3)
 RATE = 4e-3  # for `projections`; chosen on seed 100 from 0.001 and 0.004
 FEWEST = 4  # the tree budget if only one is used
@@ -971,6 +975,65 @@ def every_outcome(sizes: Sizes = FULL) -> list[Measurement]:
         ]
         told = {**about(tree), "tokens in all": VOCABULARY, "exact": True}
         found.append(seen(f"total variation/{name}, {rule}", "probability", samples, **told))
+    return found
+
+
+# The EAGLE-like head ------------------------------------------------------------------------------
+def eagle_prompts(sizes: Sizes) -> dict[str, list[list[int]]]:
+    """Return prompts of `short` tokens by kind."""
+    return {
+        "code": prompts("code", sizes),
+        "held-out code": held_out_rows("code", sizes),
+        "prose": held_out_rows("prose", sizes),
+        speculative.THIRD_PARTY: prompts(speculative.THIRD_PARTY, sizes),
+    }
+
+
+def eagle_ways(sizes: Sizes) -> dict[str, Proposer]:
+    """Return the head with the settings that it ships with, and two Medusa trees beside it."""
+    trees = sparse((2, FEWEST), sizes)
+    named = {f"Medusa {name}": proposer for name, proposer in proposers(trees).items()}
+    return {EAGLE: Eagle(pretrained_eagle(speculative.shipped().target)), **named}
+
+
+@case("eagle/tokens", minutes=2)
+def tokens_of_eagle(sizes: Sizes = FULL) -> list[Measurement]:
+    """Count tokens per step on each kind of prompts; temperatures as in `TEMPERATURES`."""
+    found, ways = [], eagle_ways(sizes)
+    for kind, given in eagle_prompts(sizes).items():
+        for temperature in TEMPERATURES:
+            for name, proposer in ways.items():
+                per_row = counts_of(proposer, given, sizes.tokens, temperature)
+                total = Statistics.total(per_row)
+                steps = [row.tokens_per_step for row in per_row]
+                told = {
+                    **speculative.plain_numbers(total),
+                    "drafted per step": total.drafted / total.steps,
+                }
+                at = f"{kind}, temperature {temperature}"
+                found.append(seen(f"tokens per step of {name}/{at}", "tokens", steps, **told))
+    return found
+
+
+@case("eagle/speed", minutes=5, needs="cpu")
+def speed_of_eagle(sizes: Sizes = FULL) -> list[Measurement]:
+    """Race the head against plain decoding and Medusa on each kind of prompts, greedily."""
+    found, ways = [], eagle_ways(sizes)
+    calls = {PLAIN: speculative.ours(None, sizes.tokens)}
+    calls |= {name: speculative.ours(proposer, sizes.tokens) for name, proposer in ways.items()}
+    for kind, given in eagle_prompts(sizes).items():
+        outputs = {name: [call(prompt) for prompt in given] for name, call in calls.items()}
+        details = speculative.refuse_wrong(outputs, given)
+        tokens = {name: sum(map(len, said)) for name, said in outputs.items()}
+        speeds = speculative.race(calls, given, tokens, sizes.rounds)
+        others = {name: samples for name, samples in speeds.items() if name != PLAIN}
+        quantity = f"tokens a second/{kind}"
+        found.append(seen(quantity, "tokens/s", speeds[PLAIN], peers=others, **details))
+        for name, samples in others.items():
+            bar = EAGLE_BARS.get(kind) if name == EAGLE else None
+            told = details if bar is None else {**details, "bar": bar}
+            shares = ratios(samples, speeds[PLAIN])
+            found.append(seen(f"{name} over plain/{kind}", "ratio", shares, **told))
     return found
 
 

@@ -26,17 +26,20 @@ def grown_at_random(draw: random.Random, levels: int = 3, ranks: int = 2) -> Gro
 
 def test_the_best_nodes_are_the_best_of_all_subsets(seed: int) -> None:
     draw = random.Random(seed)
-    sizes = set()
+    kinds = set()
     for _ in range(40):
         grown = grown_at_random(draw)
         rows = sorted(draw.sample(range(2, 9), 3))
         steps = itertools.accumulate(draw.random() / 3 for _ in rows)
         forward = ((1, 1.0), *((row, 1 + step) for row, step in zip(rows, steps, strict=True)))
-        costs = Costs(forward=forward, worth=draw.uniform(0.8, 2))
+        costs = Costs(forward=forward, worth=draw.uniform(0.5, 2), branching=draw.random() / 3)
 
         def value(nodes, grown=grown, costs=costs) -> float:
             sure = sum(grown.confidence[node] for node in nodes)
-            return sure - costs.worth * costs.of_rows(len(nodes) + 1)
+            cost = costs.of_rows(len(nodes) + 1)
+            if len({grown.parents[node] for node in nodes}) < len(nodes):
+                cost += costs.branching
+            return sure - costs.worth * cost
 
         found = costs.best(grown)
         whole = [
@@ -47,8 +50,8 @@ def test_the_best_nodes_are_the_best_of_all_subsets(seed: int) -> None:
         ]
         assert tuple(sorted(found)) in whole
         assert value(found) == pytest.approx(max(map(value, whole)))
-        sizes.add(len(found))
-    assert len(sizes) > 2
+        kinds.add((len(found) > 1, len({grown.parents[node] for node in found}) < len(found)))
+    assert kinds == {(False, False), (True, False), (True, True)}
 
 
 def test_drafts_keep_each_nodes_path(seed: int) -> None:
@@ -76,7 +79,7 @@ def test_costs_are_interpolated_and_end() -> None:
     assert Costs(forward=((1, 1.0),)).best(grown) == []
     # The rows cost 0.25 each: 0.08 tokens pay below 0.32 tokens per unit, 0.9 below 3.6.
     for worth, nodes in ((0.3, [0, 1]), (0.34, [0]), (3.5, [0]), (3.7, [])):
-        assert Costs(forward=some, worth=worth).best(grown) == nodes, worth
+        assert Costs(forward=some, worth=worth, branching=0).best(grown) == nodes, worth
 
 
 def test_only_the_surest_of_the_last_level_go_on() -> None:

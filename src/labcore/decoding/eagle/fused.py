@@ -162,7 +162,8 @@ class FusedEagle:
     ) -> Tensor:
         """Return features [R, C] of pairs, whose keys and values go to the slots from start on."""
         rows, end = len(tokens), start + len(tokens)
-        x = self._hidden(hidden).mul_(1 / self._hidden.scale).add_(self._embedded[tokens])
+        x = F.embedding(tokens, self._embedded)
+        x.add_(self._hidden(hidden), alpha=1 / self._hidden.scale)
         qkv = self._qkv(self._normed(x, self._before_attention))
         qkv.view(torch.complex64).mul_(turns)
         new = qkv[:, self._queries :].view(rows, 2, self._kv, self._size).permute(1, 2, 0, 3)

@@ -145,7 +145,7 @@ def export_eagle(
     backbone = pretrained("target")
     stored = load_eagle(folder, backbone)
     greedy, warm = (_own_part(kept, turn) for turn in (0, 1))
-    stored.sharpness = round(fitted_sharpness(stored, greedy), 2)
+    stored.sharpness = fitted_sharpness(stored, greedy)
     save_eagle(stored.to(torch.bfloat16), folder)
     stored = load_eagle(folder, backbone)
     count = sum(p.numel() for p in stored.parameters())

@@ -18,7 +18,7 @@ from labcore.decoding.medusa.training import HeadsCurve, HiddenStates, fit
 __all__ = ["eagle_accuracies", "eagle_loss", "fitted_sharpness", "train_eagle"]
 
 _ROWS = 8  # rows of one pass
-_SHARPNESS = [0.5 + 0.05 * step for step in range(71)]
+_SHARPNESS = [round(0.5 + 0.1 * step, 1) for step in range(36)]
 
 
 def eagle_loss(

@@ -86,7 +86,8 @@ class Costs:
     """What a draft costs, in target forwards of one token, and so what is drafted.
 
     forward: pairs of rows and the cost of a forward of so many, from (1, 1) on; in between it's
-    interpolated, and beyond the last pair nothing is drafted. worth: the expected tokens that one
+    interpolated, and beyond the last pair nothing is drafted. branching: added to that for a draft
+    that isn't a chain, whose forward makes a mask. worth: the expected tokens that one
     unit of cost must bring, the speed-up that is within reach. go_on: the least confidence of a
     candidate that is expanded. beam: the most candidates that are expanded in a level. ranks:
     children of each.
@@ -96,9 +97,10 @@ class Costs:
     forward: tuple[tuple[int, float], ...] = (
         (1, 1.0), (2, 1.12), (3, 1.13), (5, 1.30), (8, 1.39), (16, 1.94)
     )  # fmt: skip
-    worth: float = 1.3
-    go_on: float = 0.3
-    beam: int = 2
+    branching: float = 0.1
+    worth: float = 1.2
+    go_on: float = 0.5
+    beam: int = 1
     ranks: int = 3
 
     def __post_init__(self) -> None:
@@ -132,11 +134,19 @@ class Costs:
         best reachable ratio w of tokens to cost (Dinkelbach, 1967, "On nonlinear fractional
         programming").
         """
-        ranked = grown.ranked()
-        most, kept, total = -self.worth * self.of_rows(1), 0, 0.0
-        for count, node in enumerate(ranked[: self.forward[-1][0] - 1], 1):
-            total += grown.confidence[node]
-            value = total - self.worth * self.of_rows(count + 1)
+        best: list[int] = []
+        most, limit = -self.worth * self.of_rows(1), self.forward[-1][0] - 1
+        for node in range(len(grown.tokens)):  # the chain that ends there
+            chain = grown.way(node)
+            value = sum(grown.confidence[one] for one in chain)
+            value -= self.worth * self.of_rows(len(chain) + 1)
             if value > most:
-                most, kept = value, count
-        return ranked[:kept]
+                most, best = value, chain
+        # A set that branches is best if it holds the surest candidates.
+        ranked, total = grown.ranked()[:limit], 0.0
+        for count, node in enumerate(ranked, 1):
+            total += grown.confidence[node]
+            value = total - self.worth * (self.of_rows(count + 1) + self.branching)
+            if value > most:
+                most, best = value, ranked[:count]
+        return best
