@@ -10,6 +10,7 @@ import torch
 from benchmarks import medusa as cases
 from benchmarks import speculative
 from benchmarks.runner import Measurement, cases_of
+from labcore.decoding.eagle.head import EagleHead
 from labcore.decoding.medusa.heads import PROJECTIONS, MedusaHeads
 from labcore.decoding.medusa.training import hidden_states, train_heads
 from labcore.decoding.medusa.trees import Tree, chain_tree
@@ -35,6 +36,7 @@ HEADS = small_heads()
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculative, "shipped", lambda: PAIR)
     monkeypatch.setattr(cases, "trained", lambda: HEADS)
+    monkeypatch.setattr(cases, "pretrained_eagle", EagleHead)
     # Else the sources of the whole library are read.
     text = cases.held_out("code")
     texts = type("Text", (), {"text": text})
@@ -329,3 +331,19 @@ def test_requests_at_once_are_decoded_with_each_tree_and_without() -> None:
             (steps, *rest) = found[f"tokens per step and row/{name}, {at}"].samples
             assert 1 <= steps <= 5 and len(set(rest)) <= 1  # counts are the same in every round
             assert min(found[f"speed-up/{name}, {at}"].samples) > 0
+
+
+def test_the_eagle_like_head_is_compared_on_every_kind() -> None:
+    kinds = ("code", "held-out code", "prose", speculative.THIRD_PARTY)
+    counted = by_quantity(cases.tokens_of_eagle(cases.SMALL))
+    raced = by_quantity(cases.speed_of_eagle(cases.SMALL))
+    for kind in kinds:
+        for temperature in cases.TEMPERATURES:
+            for name in (cases.EAGLE, "Medusa sparse 2", "Medusa sparse 4"):
+                at = f"tokens per step of {name}/{kind}, temperature {temperature}"
+                assert min(counted[at].samples) >= 1
+        found = raced[f"{cases.EAGLE} over plain/{kind}"]
+        assert found.details.get("bar") == cases.EAGLE_BARS.get(kind)
+        assert set(raced[f"tokens a second/{kind}"].peers) == {
+            cases.EAGLE, "Medusa sparse 2", "Medusa sparse 4",
+        }  # fmt: skip
