@@ -7,7 +7,8 @@ import random
 import torch
 
 from labcore.serving.engine.engine import Engine
-from tests.serving.test_speculation import OPTIONS, Oracle, known_of
+from labcore.serving.engine.speculation import Speculation
+from tests.serving.test_speculation import OPTIONS, Oracle, decoding, known_of
 from tests.serving.tiny import BYTES, alone, mixed, nothing_left, run, tiny
 
 
@@ -16,7 +17,7 @@ class Observes(Oracle):
 
     def __init__(self, model, known, chance: random.Random) -> None:
         super().__init__(known, chance)
-        self.model, self.compared, self.restarts, self.prefixes = model, 0, 0, 0
+        self.model, self.compared = model, 0
         self.rows: dict[int, tuple[int, torch.Tensor]] = {}  # first position and states
 
     def observe(self, row: int, start: int, hidden: torch.Tensor) -> None:
@@ -24,8 +25,6 @@ class Observes(Oracle):
             self.rows.pop(row, None)
             return
         first, states = self.rows.get(row, (start, hidden[:0]))
-        self.restarts += start < first + len(states)
-        self.prefixes += row not in self.rows and start > 0
         assert first <= start <= first + len(states), "a gap, or a start before what is known"
         self.rows[row] = first, torch.cat((states[: start - first], hidden))
 
@@ -84,3 +83,30 @@ def test_an_error_ends_the_request_that_was_observed(seed: int) -> None:
         else:
             assert heard.tokens[name] == reference.tokens[0]
     nothing_left(engine)
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.noted: list[tuple[int, int, int]] = []
+
+    def propose(self, contexts, samplings, max_tokens, generators, *, hidden=None):
+        raise NotImplementedError
+
+    def commit(self, accepted) -> None:
+        pass
+
+    def observe(self, row: int, start: int, hidden: torch.Tensor) -> None:
+        self.noted.append((row, start, len(hidden)))
+
+
+def test_a_slot_that_changes_hands_is_observed_anew() -> None:
+    """Else a request whose prefix was cached would go on from another's states."""
+    notes = Notes()
+    speculation = Speculation(notes, slots=1, max_length=20, vocab_size=9)
+    first, second = decoding("first"), decoding("second")
+    first.state.status, second.state.status = "running", "waiting"
+    speculation.remember(first, 0, torch.ones(2, 3))
+    speculation.remember(first, 2, torch.ones(1, 3))
+    first.state.status, second.state.status = "waiting", "running"
+    speculation.remember(second, 3, torch.ones(1, 3))
+    assert notes.noted[-4:] == [(0, 0, 2), (0, 2, 1), (0, 0, 0), (0, 3, 1)]

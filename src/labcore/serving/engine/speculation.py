@@ -114,7 +114,8 @@ class Speculation:
     def remember(self, entry: Entry, start: int, hidden: Tensor) -> None:
         """Keep the hidden state at the last token of a request that was read and stays.
 
-        hidden: [n, C], at the last n of those tokens, the first of them at position start.
+        hidden: [n, C], at the last n of those tokens. start: the position of the first token that
+        the forward read; with a proposer that observes, hidden has the states of all of them.
         """
         if self._hidden is None:
             self._hidden = hidden.new_zeros(len(self._holders), hidden.shape[1])

@@ -113,9 +113,8 @@ class Step:
             else:
                 if self.speculation.reads_hidden and hidden is not None:
                     places = [*range(lead), *(lead + slot for slot in slots)]
-                    start = one.start + one.count - (count - draft.size)
                     states = hidden[row : row + count][places]
-                    self.speculation.remember(self.entries[one.id], start, states)
+                    self.speculation.remember(self.entries[one.id], one.start, states)
             row += count
 
     def _segment(self, one: Chunk | Decode, draft: Plan) -> Segment:
