@@ -183,18 +183,10 @@ def train_heads(
         return medusa_loss(one_by_one, tokens, decay=decay)
 
     return fit(
-        heads,
-        states,
-        loss_of,
-        steps=steps,
-        batch=batch,
-        rate=rate,
-        warmup=warmup,
-        seed=seed,
-        checkpoint=checkpoint,
-        save_every=save_every,
-        progress=progress,
-    )
+        heads, states, loss_of,
+        steps=steps, batch=batch, rate=rate, warmup=warmup, seed=seed,
+        checkpoint=checkpoint, save_every=save_every, progress=progress,
+    )  # fmt: skip
 
 
 def fit(
