@@ -9,10 +9,11 @@ import pytest
 import torch
 import transformers
 
-from labcore.decoding.decoders import as_decoder
+from labcore.decoding.decoders import LlamaDecoder, as_decoder
 from labcore.decoding.proposers import DraftModel, Gated, NGram
 from labcore.decoding.sampling import probabilities
 from labcore.models import Llama, save_pretrained
+from labcore.models.fused import FusedLlama
 from tests.decoding.histories import CONFIG, GREEDY, SAMPLINGS, history, on, one, same
 from tests.models.shapes import model_of
 
@@ -167,3 +168,38 @@ def test_a_draft_model_of_transformers_drafts_what_ours_does(
         # Its norms are in fp32, so a token may differ, and with it what follows; the first q not.
         ours = one(DraftModel(model.double(), gamma=1), row, sampling, seed=step)
         torch.testing.assert_close(draft.q[:1], ours.q, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "penalty", "sampled", "all"])
+def test_one_call_per_round_drafts_what_steps_draft(sampling, seed: int) -> None:
+    """A decoder without `greedy` goes step by step; rollbacks and full accepts alternate."""
+    draw = random.Random(seed)
+    model = model_of(CONFIG, torch.Generator().manual_seed(seed))
+    rounds = DraftModel(model, gamma=4, confidence=0.3)
+    steps = DraftModel(LlamaDecoder(model), gamma=4, confidence=0.3)
+    calls = []
+    greedy = FusedLlama.greedy
+
+    def counted(self, tokens, count, cache, least):
+        calls.append(count)
+        return greedy(self, tokens, count, cache, least)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedLlama, "greedy", counted)
+        rounds.reset()
+        row, lengths = [1, 2, 3], set()
+        for step in range(12):
+            found = one(rounds, row, sampling, seed=step)
+            expected = one(steps, row, sampling, seed=step)
+            assert found.tokens.tolist() == expected.tokens.tolist()
+            assert rounds.lengths == steps.lengths
+            said = found.tokens.tolist()
+            lengths.add(len(said))
+            row = [*row, *said[: draw.randrange(len(said) + 1)], draw.randrange(7)]
+    plain = sampling.temperature == 0 and sampling.repetition_penalty == 1
+    assert len(calls) == (12 if plain else 0) and len(lengths) > 1
+
+
+def test_a_confidence_that_is_no_probability_is_refused(model: Llama) -> None:
+    with pytest.raises(ValueError, match="confidence must be at least 0 and below 1, got 1"):
+        DraftModel(model, confidence=1)

@@ -15,6 +15,8 @@ import torch
 import transformers
 
 from labcore.models import (
+    Curve,
+    Llama,
     LlamaConfig,
     Tokenizer,
     bits_per_byte,
@@ -25,9 +27,11 @@ from labcore.models import (
     shipped_tokenizer,
     shipping,
 )
+from labcore.models.distilling import OwnWords
 from labcore.models.recipes import (
     END_OF_TEXT,
     RECIPES,
+    DistillRecipe,
     ModelRecipe,
     corpus,
     learn_tokenizer,
@@ -161,6 +165,37 @@ def test_a_broken_off_training_goes_on_and_is_exported_when_done(
         assert told["bits_per_byte"] == pytest.approx(found, abs=1e-3)
         assert told["sha256"] in (place / "README.md").read_text("utf-8")
     loads_in_transformers(place, text, tokenizer)
+
+
+def test_a_distilled_model_learns_twice_and_its_card_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: None
+) -> None:
+    words = OwnWords(rows=66, prompt=4, width=20, kept=2)
+    lessons = DistillRecipe(
+        words=words, steps=9, batch=4, warmup=2, long_steps=5, long_batch=2, long_length=40
+    )
+    recipe = dataclasses.replace(TINY, steps=20, distilled=lessons)
+    target = Llama(TINY.config, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setitem(RECIPES, "draft", recipe)
+    monkeypatch.setattr(shipping, "pretrained", lambda name: target)
+    monkeypatch.setattr(shipping, "PROMPTS", ["code"])
+    model, curve = shipping.trained("draft", tmp_path, progress=False)
+    assert curve.tokens == [2 * 19 + 2 * 40] * 5
+    short = Curve(**torch.load(tmp_path / "draft_short.pt", weights_only=True)["curve"])
+    assert short.tokens == [4 * 19] * 9
+    place = shipping.export("draft", tmp_path, commit=COMMIT)
+    for mine, other in zip(from_pretrained(place).parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, other.bfloat16())
+    told = json.loads((place / "card.json").read_text("utf-8"))
+    assert told["training"]["tokens"] == 20 * 48
+    assert told["distillation"]["tokens"] == 9 * 76 + 5 * 118
+    shares = told["distillation"]["acceptance"]
+    assert {"prompts, code", "held-out code", "held-out prose"} < set(shares)
+    assert all(0 <= share <= 1 for share in shares.values())
+    assert "### Acceptance" in (place / "README.md").read_text("utf-8")
+    (tmp_path / "draft_long.pt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds no draft_long\.pt"):
+        shipping.export("draft", tmp_path, commit=COMMIT)
 
 
 def loads_in_transformers(place: Path, text: str, tokenizer: Tokenizer) -> None:

@@ -33,23 +33,25 @@ class DraftModel:
     """Drafts token by token with a small model, one forward per token.
 
     model: anything that `as_decoder` accepts, with the target's tokens. gamma: the most tokens in a
-    draft, which ends earlier after an end-of-sequence token.
+    draft, which ends earlier after an end-of-sequence token, and after a token that the model gave
+    a probability below `confidence`: unlikely guesses cost more than they give.
     Each row has its own KV cache. Before drafting, the cache is cut back to the prefix that it
     shares with the context, and the rest of the context is read. After a rejection this drops the
     wrong tokens; after a full accept it reads the last drafted token, which was never fed; for a
     new request it starts over. Nothing depends on how many tokens were accepted.
     Tokens are drawn from q by the row's own generator; q is after penalty, temperature, top-k and
-    top-p. At temperature 0 the token is the argmax and q is None.
+    top-p. At temperature 0 the token is the argmax and q is None. A decoder with `greedy`, such as
+    a `FusedLlama`, drafts all tokens of a single greedy row in one call.
     Source: Leviathan, Kalman and Matias, arXiv:2211.17192; Chen et al., arXiv:2302.01318.
     """
 
-    def __init__(self, model: Any, *, gamma: int = 4) -> None:
-        self._model, self.decoder = model, as_decoder(model)
+    def __init__(self, model: Any, *, gamma: int = 4, confidence: float = 0.0) -> None:
+        if not 0 <= confidence < 1:
+            raise ValueError(f"confidence must be at least 0 and below 1, got {confidence}")
+        self._model, self.confidence = model, confidence
         self.gamma = positive_int("gamma", gamma)
-        self._ends = frozenset(self.decoder.eos_token_ids)
-        self._cache: Any = None
         self._capacity = 0
-        self._held: list[list[int]] = []  # the tokens of each row of the cache
+        self.reset()
 
     @property
     def lengths(self) -> list[int]:
@@ -59,7 +61,10 @@ class DraftModel:
     def reset(self) -> None:
         """Start over, with the weights that the model has now; `generate` begins with it."""
         self.decoder = as_decoder(self._model)
-        self._cache, self._held = None, []
+        self._ends = frozenset(self.decoder.eos_token_ids)
+        self._greedy: Any = getattr(self.decoder, "greedy", None)
+        self._cache: Any = None
+        self._held: list[list[int]] = []  # the tokens of each row of the cache
 
     def propose(
         self,
@@ -88,9 +93,13 @@ class DraftModel:
         """
         check_rows(contexts, samplings, max_tokens, generators)
         limits = [min(self.gamma, most) for most in max_tokens]
+        rest = self._follow(contexts, samplings, [row for row, most in enumerate(limits) if most])
+        if go_on is always and self._greedy is not None and len(limits) == 1 and rest:
+            plain = samplings[0].temperature == 0 and samplings[0].repetition_penalty == 1
+            if plain:
+                return [Draft.chain(self._round(rest[0], limits[0]))]
         tokens: list[list[int]] = [[] for _ in limits]
         q: list[list[Tensor]] = [[] for _ in limits]
-        rest = self._follow(contexts, samplings, [row for row, most in enumerate(limits) if most])
         while rest:
             logits = self._read(rest)
             greedy = _argmax(logits, samplings, rest)
@@ -104,7 +113,9 @@ class DraftModel:
                 if weights is not None:
                     q[row].append(weights)
                 tokens[row].append(token)
-                more = go_on(row, token, partial(_confidence, logits, row, token, weights))
+                confidence = partial(_confidence, logits, row, token, weights)
+                more = go_on(row, token, confidence)
+                more = more and (not self.confidence or confidence() >= self.confidence)
                 if more and len(tokens[row]) < limits[row] and token not in self._ends:
                     rest[row] = [token]
         return [
@@ -143,6 +154,12 @@ class DraftModel:
         if cut:
             self._cache.truncate(torch.tensor(self.lengths, dtype=torch.int32))
         return rest
+
+    def _round(self, rest: list[int], count: int) -> list[int]:
+        """Read the only row's tokens and draft greedily, all in one call of the decoder."""
+        drafted: list[int] = self._greedy(rest, count, self._cache, self.confidence)
+        self._held[0] += [*rest, *drafted[:-1]]
+        return drafted
 
     def _read(self, rest: Mapping[int, list[int]]) -> Tensor:
         """Feed tokens to some rows; return logits [B, V] after the last of each of those rows."""

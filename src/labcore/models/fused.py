@@ -11,8 +11,7 @@ values are appended with one copy per layer and attended to as views.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,50 +19,13 @@ from torch.nn import functional as F
 
 from labcore.models.cache import tree_mask
 from labcore.models.fused_cache import FusedCache, StoredLayer
+from labcore.models.fused_layer import FusedLayer, normed_gain
 from labcore.models.llama import Llama, LlamaOutput, inverse_frequencies
 from labcore.models.packed import PackedMatrix, packing_works
 
 __all__ = ["FusedLlama"]
 
-
-class _Layer:
-    """One block's weights. Each norm's gain also divides by the scale of the matrix after it."""
-
-    def __init__(self, model: Llama, index: int) -> None:
-        config = model.config
-        source: Any = model.layers[index]
-        heads, kv, size = config.num_attention_heads, config.kv_heads, config.head_size
-        attention, mlp = source.self_attn, source.mlp
-        # Inside a head, pair (i, i + D / 2) becomes adjacent, as a complex number. Query heads are
-        # ordered by their index in the group first, so attention's output needs no rearranging.
-        pairs = torch.arange(size).view(2, size // 2).T.flatten()
-        order = torch.arange(heads).view(kv, heads // kv).T.flatten()
-        every = torch.arange(heads * size).view(heads, size)
-        queries, keys = every[order][:, pairs].flatten(), every[:kv][:, pairs].flatten()
-        rows = (
-            (attention.q_proj, queries),
-            (attention.k_proj, keys),
-            (attention.v_proj, slice(None)),
-        )
-        biases = [projection.bias[chosen] for projection, chosen in rows if config.qkv_bias]
-        self.qkv = PackedMatrix(
-            torch.cat([projection.weight[chosen] for projection, chosen in rows]),
-            torch.cat(biases) if biases else None,
-        )
-        self.out = PackedMatrix(attention.o_proj.weight[:, every[order].flatten()])
-        self.out_bias = attention.o_proj.bias.clone() if config.output_bias else None
-        self.gate_up = PackedMatrix(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
-        self.down = PackedMatrix(mlp.down_proj.weight)
-        self.before_attention = _gain(source.input_layernorm.weight, self.qkv.scale)
-        self.before_mlp = _gain(source.post_attention_layernorm.weight, self.gate_up.scale)
-
-    def matrices(self) -> tuple[PackedMatrix, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
-
-
-def _gain(weight: Tensor, scale: float) -> Tensor:
-    """Return the factors for a unit-length vector that apply RMSNorm and undo a matrix's scale."""
-    return weight * (math.sqrt(weight.numel()) / scale)
+_FEW = 3  # more tokens are read by a forward
 
 
 class FusedLlama:
@@ -92,15 +54,16 @@ class FusedLlama:
         self.vocab_size, self.eos_token_ids = config.vocab_size, config.eos_token_ids
         self.device = torch.device("cpu")
         self._embedding = model.embed_tokens.weight.clone()
-        self._layers = [_Layer(model, index) for index in range(config.num_hidden_layers)]
+        self._layers = [FusedLayer(model, index) for index in range(config.num_hidden_layers)]
         self._head = PackedMatrix((model.lm_head or model.embed_tokens).weight)
-        self._last_gain = _gain(model.norm.weight, 1.0)
+        self._last_gain = normed_gain(model.norm.weight, 1.0)
         # rms(x)**2 + eps = (|x|**2 + C eps) / C
         self._floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps))
         self._frequencies = inverse_frequencies(config)
         # One number per position and pair of each head; it's 1 for values, which don't rotate.
         self._heads = config.num_attention_heads + config.kv_heads, config.kv_heads
         self._turns = torch.empty(0, 0, dtype=torch.complex64)
+        self._first: Tensor | None = None  # what `greedy` looks up
         matrices = [m for layer in self._layers for m in layer.matrices()] + [self._head]
         self.packed = packing_works() and all(matrix.fits() for matrix in matrices)
         if self.packed:
@@ -189,6 +152,72 @@ class FusedLlama:
         logits = self._head(hidden * (1 / self._head.scale))
         return LlamaOutput(logits=logits, hidden=hidden)
 
+    @torch.inference_mode()
+    def greedy(
+        self, tokens: Sequence[int], count: int, cache: FusedCache, least: float = 0.0
+    ) -> list[int]:
+        """Read tokens, then say at most `count`: each is the likeliest after those before it.
+
+        All in one call, and with fewer operations than forwards take. Before the rotation, a
+        token's queries, keys and values in the first layer depend on nothing else, so they are
+        looked up in a table [V, (H + 2 Hkv) D].
+        cache: of one row; afterwards it holds the tokens and what was said, without the last one.
+        least: a token of a smaller probability is the last, as is an end-of-sequence token.
+        Raises ValueError for no tokens, a count below 1, a cache of several rows or a full row.
+        """
+        if not tokens or count < 1 or len(cache.lengths) != 1:
+            raise ValueError(
+                "greedy needs a token, a count of at least 1 and a cache of one row, got "
+                f"{len(tokens)} tokens, a count of {count} and {len(cache.lengths)} rows"
+            )
+        if len(tokens) > _FEW:
+            self(torch.tensor([tokens[:-1]]), cache=cache)
+            tokens = tokens[-1:]
+        (start,) = cache.begin([len(tokens) + count - 1])
+        reach = start + len(tokens) + count - 1
+        step, said = _Single(self, self._turns_up_to(reach), cache), list[int]()
+        for place, token in enumerate(tokens[:-1], start):
+            self._through(step, token, place)
+        token = tokens[-1]
+        for place in range(start + len(tokens) - 1, reach):
+            token, sure = self._likeliest(self._through(step, token, place), least)
+            said.append(token)
+            if not sure or token in self.eos_token_ids:
+                break
+        cache.advance([start], [len(tokens) + len(said) - 1])
+        return said
+
+    def _through(self, step: _Single, token: int, place: int) -> Tensor:
+        """Read a token of a single row at a place; return x [1, C] before the last norm."""
+        x = self._embedding[token : token + 1]
+        for index, layer in enumerate(self._layers):
+            if index:
+                qkv = layer.qkv(self._normed(x, layer.before_attention)).view(torch.complex64)[0]
+            else:
+                qkv, x = self._looked_up(token), x.clone()
+            layer.out.add_to(x, step.attend(qkv, index, place))
+            if layer.out_bias is not None:
+                x.add_(layer.out_bias)
+            gate, up = layer.gate_up(self._normed(x, layer.before_mlp)).chunk(2, dim=1)
+            layer.down.add_to(x, F.silu(gate).mul_(up))
+        return x
+
+    def _likeliest(self, x: Tensor, least: float) -> tuple[int, bool]:
+        """Return the argmax after x [1, C], and whether its probability is at least `least`."""
+        if not least:  # no argmax depends on the norm's length
+            return int(self._head(x.mul_(self._last_gain)).argmax()), True
+        logits = self._head(self._normed(x, self._last_gain)).mul_(1 / self._head.scale)
+        chance, token = logits.softmax(-1).max(-1)
+        return int(token), float(chance) >= least
+
+    def _looked_up(self, token: int) -> Tensor:
+        """Return the first layer's qkv of a token: [(H + 2 Hkv) D / 2], complex."""
+        if self._first is None:
+            layer = self._layers[0]
+            every = self._normed(self._embedding, layer.before_attention)
+            self._first = layer.qkv(every).view(torch.complex64)
+        return self._first[token]
+
     def _normed(self, x: Tensor, gain: Tensor) -> Tensor:
         """Apply RMSNorm to x [R, C] in four calls; PyTorch's takes twice as long on a CPU."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -274,6 +303,30 @@ class _Step:
             v = stored.values.narrow(2, 0, self.reach)
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
         return mixed.transpose(1, 2).reshape(rows, split)
+
+
+class _Single:
+    """The data that the steps of one row share in `greedy`, and its attention."""
+
+    def __init__(self, model: FusedLlama, turns: Tensor, cache: FusedCache) -> None:
+        config = model.config
+        kv, size = config.kv_heads, config.head_size
+        self.turns, self.layers = turns, cache.layers
+        self.turned = torch.empty_like(turns[0])
+        self.split = config.num_attention_heads * size
+        flat = self.turned.view(torch.float32)
+        self.queries = flat[: self.split].view(1, -1, kv, size).transpose(1, 2)
+        self.new = flat[self.split :].view(2, kv, size)
+
+    def attend(self, qkv: Tensor, layer: int, place: int) -> Tensor:
+        """Rotate, store and attend, with complex qkv [(H + 2 Hkv) D / 2]; return [1, H D]."""
+        stored = self.layers[layer]
+        torch.mul(qkv, self.turns[place], out=self.turned)
+        stored.slots.select(2, place).copy_(self.new)
+        k = stored.keys.narrow(2, 0, place + 1)
+        v = stored.values.narrow(2, 0, place + 1)
+        mixed = F.scaled_dot_product_attention(self.queries, k, v)
+        return mixed.transpose(1, 2).reshape(1, self.split)
 
 
 class _Index:

@@ -53,6 +53,13 @@ class PackedMatrix:
         product: Tensor = self._product(x, self._packed)
         return product
 
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        """Add x @ weight.T, without scale and bias, to total [R, outputs] in place."""
+        if self._packed is None or x.shape[0] < self._fewest:
+            total.addmm_(x, self.weight.t(), alpha=1 / self.scale)
+        else:
+            total.add_(self._product(x, self._packed), alpha=1 / self.scale)
+
 
 def packing_works() -> bool:
     """Return whether this PyTorch build can multiply by fp16 weights (FBGEMM) on this CPU."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tokenizers
@@ -16,6 +16,7 @@ from torch import Tensor
 from labcore.checks import positive_int
 from labcore.data import python_sources, python_text
 from labcore.models.config import LlamaConfig
+from labcore.models.distilling import OwnWords
 from labcore.models.tokenizer import Tokenizer
 from labcore.models.training import Batches, windows
 
@@ -24,6 +25,7 @@ __all__ = [
     "END_OF_TEXT_ID",
     "RECIPES",
     "VOCABULARY",
+    "DistillRecipe",
     "ModelRecipe",
     "corpus",
     "learn_tokenizer",
@@ -36,6 +38,37 @@ END_OF_TEXT_ID = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DistillRecipe:
+    """A training on the target's own words, toward the target's whole distribution at each token.
+
+    steps: optimizer steps, each with `batch` rows of `words`. rate, warmup: as in `ModelRecipe`,
+    with the same decay and clipping.
+    long_steps: steps after them, at `long_rate`, each with half as many rows of `words` and with
+    `long_batch` rows of `long_length` tokens of the corpus. They keep the positions that own words
+    don't reach.
+    """
+
+    words: OwnWords = field(default_factory=OwnWords)
+    steps: int = 1_600
+    batch: int = 16
+    rate: float = 2e-3
+    warmup: int = 50
+    long_steps: int = 400
+    long_batch: int = 2
+    long_length: int = 1024
+    long_rate: float = 1e-3
+    seed: int = 4
+
+    def schedule(self, step: int) -> float:
+        """Return the factor of the learning rate at a step, counted from 0."""
+        return _warm_cosine(step, self.steps, self.warmup)
+
+    def long_schedule(self, step: int) -> float:
+        """Return the factor of `long_rate` at one of the last steps, counted from 0."""
+        return _warm_cosine(step, self.long_steps, self.warmup)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelRecipe:
     """The configuration of a shipped model and its training.
 
@@ -45,6 +78,7 @@ class ModelRecipe:
     rate: AdamW's peak learning rate, reached after `warmup` steps and followed by a cosine decay to
     a tenth.
     decay: AdamW's weight decay. clip: largest global norm of the gradients.
+    distilled: a second training, on the shipped target's distribution; None means no other.
     """
 
     config: LlamaConfig
@@ -58,6 +92,7 @@ class ModelRecipe:
     decay: float = 0.1
     clip: float = 1.0
     seed: int
+    distilled: DistillRecipe | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "length", "long_length", "warmup"):
@@ -79,10 +114,7 @@ class ModelRecipe:
 
     def schedule(self, step: int) -> float:
         """Return the factor of the learning rate at a step, counted from 0."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        done = (step - self.warmup) / max(self.steps - self.warmup, 1)
-        return 0.55 + 0.45 * math.cos(math.pi * min(done, 1.0))
+        return _warm_cosine(step, self.steps, self.warmup)
 
     def batches(self, tokens: Sequence[int] | Tensor) -> Batches:
         """Return a function from batch number n to the batch; tokens: integers [N]."""
@@ -91,6 +123,13 @@ class ModelRecipe:
         long = windows(tokens, batch=rows, length=self.long_length, seed=self.seed)
         first_long = self.steps - self.long_steps
         return lambda n: short(n) if n < first_long else long(n)
+
+
+def _warm_cosine(step: int, steps: int, warmup: int) -> float:
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(steps - warmup, 1)
+    return 0.55 + 0.45 * math.cos(math.pi * min(done, 1.0))
 
 
 def _shape(**told: int) -> LlamaConfig:
@@ -130,6 +169,7 @@ RECIPES = {
         long_steps=732,
         rate=4e-3,
         seed=2,
+        distilled=DistillRecipe(),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Training the heads: labels, states on disk, the frozen backbone, going on after a kill."""
+"""Training the heads: labels, the frozen backbone, going on after a kill."""
 
 from __future__ import annotations
 
@@ -41,61 +41,6 @@ def test_the_loss_is_that_of_a_loop_over_every_place(generator) -> None:
 def test_too_few_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="ahead=5"):
         medusa_loss(torch.zeros(4, 1, 6, 3), torch.zeros(1, 10, dtype=torch.int64))
-
-
-def test_states_are_those_of_each_row_by_itself(generator) -> None:
-    backbone, tokens = backbone_of(generator), text(generator, 151)
-    states = hidden_states(backbone, tokens, length=13, ahead=5)
-    assert len(states) == (151 - 5) // 13
-    for row in (0, 4, len(states) - 1):
-        read = tokens[row * 13 : row * 13 + 13]
-        hidden, found = states.rows(torch.tensor([row]))
-        assert found[0].tolist() == tokens[row * 13 : row * 13 + 18].tolist()
-        wanted = backbone(read[None]).hidden.to(torch.bfloat16)
-        torch.testing.assert_close(hidden, wanted, atol=0.02, rtol=0.01)
-    live = training.live_states(backbone, tokens, length=13, ahead=5)
-    index = torch.tensor([3, 1])
-    for one, two in zip(live.rows(index), states.rows(index), strict=True):
-        torch.testing.assert_close(one, two, atol=0.02, rtol=0.01)
-
-
-def test_state_file_is_used_only_for_the_same_text_and_weights(generator, tmp_path) -> None:
-    backbone, tokens, path = backbone_of(generator), text(generator), tmp_path / "deep" / "states"
-    made = hidden_states(backbone, tokens, length=16, path=path)
-    assert path.stat().st_size == 2 * made.hidden.numel()
-    again = medusa.training._mapped(path, tuple(made.hidden.shape))
-    again[0, 0, 0] = 99  # a mark that survives only if nothing is computed anew
-    del again
-    assert hidden_states(backbone, tokens, length=16, path=path).hidden[0, 0, 0] == 99
-    other = tokens.clone()
-    other[-1] = (other[-1] + 1) % 37
-    rows = medusa.training._in_rows(other, 16, 5)
-    if not torch.equal(rows, made.tokens):
-        assert hidden_states(backbone, other, length=16, path=path).hidden[0, 0, 0] != 99
-    hidden_states(backbone, tokens, length=16, path=path).hidden[0, 0, 0] = 99
-    with torch.no_grad():
-        backbone.norm.weight[0] += 1
-    assert hidden_states(backbone, tokens, length=16, path=path).hidden[0, 0, 0] != 99
-
-
-def test_states_that_were_broken_off_are_made_anew(generator, tmp_path) -> None:
-    backbone, tokens, path = backbone_of(generator), text(generator), tmp_path / "states"
-    whole = hidden_states(backbone, tokens, length=16, path=path).hidden.clone()
-    (tmp_path / "states.json").unlink()
-    path.write_bytes(b"\0" * 64)
-    assert torch.equal(hidden_states(backbone, tokens, length=16, path=path).hidden, whole)
-
-
-def test_a_full_disk_is_told_before_anything_is_computed(generator, tmp_path, monkeypatch) -> None:
-    usage = type("Usage", (), {"free": 10})
-    monkeypatch.setattr(medusa.training.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(OSError, match="live_states"):
-        hidden_states(backbone_of(generator), text(generator), length=16, path=tmp_path / "x")
-
-
-def test_a_short_text_is_refused(generator) -> None:
-    with pytest.raises(ValueError, match=r"tokens must be .* 16 \+ 5 tokens.* got \(20,\)"):
-        hidden_states(backbone_of(generator), list(range(20)), length=16)
 
 
 def test_training_leaves_the_backbone_and_lowers_every_loss(generator) -> None:
@@ -159,13 +104,6 @@ def test_a_training_that_was_broken_off_goes_on_to_the_bit(generator, tmp_path) 
             checkpoint=file,
             **told,
         )
-
-
-def test_each_row_comes_once_before_any_comes_again() -> None:
-    rows = [medusa.training._rows_of(step, 4, 10, 3).tolist() for step in range(5)]
-    flat = [row for step in rows for row in step]
-    assert sorted(flat[:10]) == list(range(10)) and sorted(flat[10:]) == list(range(10))
-    assert flat[:10] != flat[10:]
 
 
 def test_accuracies_count_places_by_rank(generator) -> None:

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from labcore.decoding.medusa.heads import MedusaHeads, load_heads, save_heads
 from labcore.decoding.medusa.training import (
@@ -24,7 +22,8 @@ from labcore.decoding.medusa.training import (
     train_heads,
 )
 from labcore.models import Llama, held_out, held_out_sha256, pretrained, shipped_tokenizer
-from labcore.models.fused import FusedLlama
+from labcore.models.distilling import OwnWords
+from labcore.models.distilling import own_words as continued
 from labcore.models.recipes import corpus, tokens_of
 
 __all__ = [
@@ -40,7 +39,6 @@ __all__ = [
 FILES = Path(__file__).parent / "files"
 _TARGET = FILES.parents[2] / "models" / "files" / "target" / "model.safetensors"
 _HELD_OUT = ("code", "prose")
-_AT_ONCE = 64  # rows that the backbone continues together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +157,6 @@ def trained_heads(
     return heads, curves, kept
 
 
-@torch.inference_mode()
 def own_words(
     backbone: Llama,
     corpus_tokens: Tensor,
@@ -172,30 +169,15 @@ def own_words(
 
     corpus_tokens: integers [N]. path: the file that has the texts, or will.
     """
-    if path.is_file():
-        return load_file(path)["tokens"].long()
-    generator = torch.Generator().manual_seed(recipe.seed)
-    starts = torch.randint(
-        len(corpus_tokens) - recipe.prompt, (recipe.rows, 1), generator=generator
+    asked = OwnWords(
+        rows=recipe.rows,
+        prompt=recipe.prompt,
+        width=recipe.length + recipe.ahead,
+        temperature=recipe.temperature,
+        seed=recipe.seed,
+        kept=recipe.calibration,
     )
-    beginnings = corpus_tokens[starts + torch.arange(recipe.prompt)]
-    fast, width = FusedLlama(backbone), recipe.length + recipe.ahead
-    greedy = torch.arange(_AT_ONCE)[:, None] % 2 == 0
-    every = []
-    for rows in tqdm(beginnings.split(_AT_ONCE), disable=not progress, unit="batch"):
-        text, cache = rows, fast.new_cache(len(rows), width)
-        last = rows
-        while text.shape[1] < width:
-            logits = fast(last, cache=cache).logits[:, -1]
-            warm = (logits / recipe.temperature).softmax(-1)
-            drawn = torch.multinomial(warm, 1, generator=generator)
-            last = torch.where(greedy[: len(rows)], logits.argmax(-1, keepdim=True), drawn)
-            text = torch.cat((text, last), 1)
-        every.append(text)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found = torch.cat(every)
-    save_file({"tokens": found.int()}, path)
-    return found
+    return continued(backbone, corpus_tokens, path, asked, progress=progress)
 
 
 def export_heads(
