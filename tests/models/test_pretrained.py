@@ -87,6 +87,13 @@ def test_a_card_says_where_a_model_comes_from(name: str) -> None:
     assert told["training"]["tokens"] == recipe.tokens
     for kind in ("code", "prose"):
         assert told["held_out"][kind]["sha256"] == held_out_sha256(kind)
+    lessons = recipe.distilled
+    assert ("distillation" in told) == (lessons is not None)
+    if lessons is not None:
+        short = lessons.batch * (lessons.words.width - 1)
+        long = short // 2 + lessons.long_batch * lessons.long_length
+        tokens = lessons.steps * short + lessons.long_steps * long
+        assert told["distillation"]["tokens"] == tokens
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from labcore.models import (
     prompts,
     shipped_tokenizer,
 )
+from labcore.models.distilling import greedy_agreement
 
 TOKENIZER = shipped_tokenizer()
 END = 0
@@ -74,6 +75,16 @@ def test_cards_are_right_and_the_target_needs_a_tenth_bit_less(
     text = held_out(kind)
     measured = {name: bits_per_byte(model, text, TOKENIZER) for name, model in models.items()}
     assert measured == pytest.approx(told, abs=0.005)
+
+
+def test_the_cards_acceptance_is_that_of_the_shipped_weights(models: dict[str, Llama]) -> None:
+    told = card("draft")["distillation"]["acceptance"]
+    for kind in ("code", "prose"):
+        rows = [TOKENIZER.encode(text) for text in prompts(kind)]
+        found = greedy_agreement(models["target"], models["draft"], rows)
+        assert found == pytest.approx(told[f"prompts, {kind}"], abs=0.02)
+        assert found >= 0.6  # 0.60 on code and 0.50 on prose before the distillation
+    assert min(told.values()) >= 0.5
 
 
 @torch.inference_mode()
