@@ -9,7 +9,7 @@ import torch
 
 from labcore.decoding import SamplingConfig, generate, medusa, near_tie_audit
 from labcore.decoding.medusa import shipped
-from labcore.models import held_out, held_out_sha256, pretrained, shipped_tokenizer
+from labcore.models import distilling, held_out, held_out_sha256, pretrained, shipped_tokenizer
 from labcore.models.fused import FusedLlama
 from tests.decoding.medusa.test_heads import backbone_of
 
@@ -72,7 +72,7 @@ def test_accuracy_falls_with_distance_and_rank(heads) -> None:
 def test_own_words_are_the_backbones_and_are_made_once(generator, tmp_path, monkeypatch) -> None:
     backbone = backbone_of(generator, num_attention_heads=4, num_key_value_heads=2, hidden_size=24)
     recipe = shipped.HeadsRecipe(rows=5, prompt=3, length=9, ahead=4)
-    monkeypatch.setattr(shipped, "_AT_ONCE", 3)
+    monkeypatch.setattr(distilling, "_AT_ONCE", 3)
     corpus = torch.randint(37, (50,), generator=generator)
     file = tmp_path / "words" / "own.safetensors"
     found = shipped.own_words(backbone, corpus, file, recipe, progress=False)
