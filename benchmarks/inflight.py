@@ -1132,6 +1132,9 @@ def server(sizes: Sizes = FULL) -> list[Measurement]:
     ]
 
 
+SHOWN = r"def area(width, height):\n"
+
+
 @case("transcript", minutes=0.2, lacks=lacks_server)
 def transcript(sizes: Sizes = FULL) -> list[Measurement]:
     """A request to the server by curl, as the chapter prints it, and the events that came back."""
@@ -1143,12 +1146,14 @@ def transcript(sizes: Sizes = FULL) -> list[Measurement]:
     ):  # fmt: skip
         command = examples(one.addresses).split("curl -s ")[0].strip()
         command = command.replace('"max_tokens": 24', f'"max_tokens": {sizes.told_tokens}')
+        command = command.replace(SHOWN, "for i in range(")  # the answer is one readable line
+        command += " \\\n  -w 'HTTP %{http_code}\\n'"
         done = subprocess.run(
-            ["bash", "-c", f"{command} -w 'HTTP %{{http_code}}'"],
+            ["bash", "-c", command],
             capture_output=True, text=True, timeout=PATIENCE_S, check=True,
         )  # fmt: skip
         port = str(one.addresses.http)
-    lines = [line for line in done.stdout.splitlines() if line]
+    lines = done.stdout.splitlines()
     events = [line for line in lines if line.startswith("data:")]
     details: dict[str, Any] = {
         "exact": True, "server": triton_environment.SERVER_VERSION, "lines": lines,

@@ -299,7 +299,9 @@ def test_the_transcript_is_what_the_page_tells_readers_to_type() -> None:
     command, lines = told.details["command"], told.details["lines"]
     assert command.startswith("curl -sN http://127.0.0.1:8000/v2/models/lm/generate_stream")
     assert told.samples == [3] and lines[-1] == "HTTP 200"
-    texts = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert lines[1::2] == [""] * 3 and command.endswith(r"-w 'HTTP %{http_code}\n'")
+    assert "for i in range(" in command
+    texts = [json.loads(line.removeprefix("data: ")) for line in lines[:-1:2]]
     assert [one["finish_reason"] for one in texts] == ["", "", "length"]
 
 

@@ -3,7 +3,7 @@
 A request holds whole blocks, scattered over the pool and listed in its block table. It wastes less
 than one block, and requests with the same prefix share that prefix's blocks (Kwon et al., 2023,
 arXiv 2309.06180). A step's tokens, chunks of prompts and decodes alike, are concatenated: linear
-layers see one matrix, and attention runs per request over its own blocks (selective batching: Yu et
+layers see one matrix, and in attention each request sees its own blocks (selective batching: Yu et
 al., Orca, OSDI 2022).
 
 Letters: R tokens of a step, B rows of a group, T tokens per row, P blocks of `block_size` tokens,
@@ -228,9 +228,10 @@ class PagedCache:
 class PackedStep:
     """The tokens of one step, concatenated: a `KVCache` with one row, for one forward.
 
-    Segments with equally many tokens form a group, whose attention is one call. Padding is never
-    computed, and a request reads only its own tokens: nothing that others left in a block, not even
-    NaN, can reach it.
+    Segments with equally many tokens form a group, whose attention is one call. Linear layers see
+    no padding. On a CPU a group's keys are padded to its longest context and masked; the GPU's
+    kernel reads each row's own keys. A request reads only its own tokens: nothing that others left
+    in a block, not even NaN, can reach it.
 
     tokens, positions: int64 [R], on the cache's device. spans: the place of each segment's tokens
     in them, in the order in which the segments were given.
@@ -280,7 +281,7 @@ class PackedStep:
         return mixed.transpose(1, 2).flatten(1)
 
     def mix(self, layer: int, q: Tensor) -> Tensor:
-        """Attend per request, with q [R, Hkv, G, D] to [R, Hkv, G, D]."""
+        """Attend, group by group, with q [R, Hkv, G, D] to [R, Hkv, G, D]."""
         parts, begin = [], 0
         for group in self._groups:
             end = begin + group.rows * group.width

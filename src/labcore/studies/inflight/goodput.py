@@ -1,4 +1,4 @@
-"""Prompts and outputs on the same replicas, or apart: who keeps his promises at which load."""
+"""Prompts and outputs on the same replicas, or apart: which keeps its promises at which load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAYS = ("together, whole prompts", "together, chunks of 64", "apart")
 PROMPTS = (128, 512)
 """Mean tokens of a prompt; outputs have 32 on average."""
 
-RATES = (2, 4, 6, 8, 12, 16, 24)
+RATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Requests per second at both replicas together."""
 
 TRANSFERS = (10, 100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,8 +31,21 @@ class Packed:
 
     @property
     def pairs(self) -> int:
-        """How many pairs of a query and a key attention computes."""
+        """How many pairs of a query and a key the step needs: those that the mask lets through."""
         return sum(map(sum, self.mask))
+
+    @property
+    def computed(self) -> int:
+        """How many pairs the engine computes on a CPU.
+
+        Requests that read equally many tokens share one product, whose keys are padded to the
+        longest of them and masked.
+        """
+        reads, held = (Counter(who for who, _ in places) for places in (self.rows, self.keys))
+        groups: dict[int, list[int]] = {}
+        for who, width in reads.items():
+            groups.setdefault(width, []).append(held[who])
+        return sum(width * len(ends) * max(ends) for width, ends in groups.items())
 
 
 def pack(requests: Sequence[tuple[int, int]], *, block_size: int = 4) -> Packed:

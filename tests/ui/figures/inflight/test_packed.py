@@ -54,7 +54,7 @@ def test_goodput_is_read_off_the_shares() -> None:
     }
     figure = figures.goodput_curves(512, 1.0, 12, 10, data=data)
     assert [tuple(one.y) for one in figure.data[:3]] == [(100, 0), (100, 0), (100, 100)]
-    assert figure.layout.title.text.endswith("whole 2, chunks 2, apart 8")
+    assert figure.layout.title.text.endswith("whole 2, chunks 2, apart at least 8")
     assert "0, chunks 0" in figures.goodput_curves(512, 0.05, 12, 10, data=data).layout.title.text
     with pytest.raises(ValueError, match="prompt and transfer"):
         figures.goodput_curves(7, data=data)

@@ -46,9 +46,12 @@ def goodput_curves(
             }
         )  # fmt: skip
     rates = list(data[WAYS[0], prompt, transfer])
-    words = "; ".join(f"{way}: {rate:g} per second" for way, rate, _ in told)
+    most = {
+        rate: f"at least {rate:g}" if rate == rates[-1] else f"{rate:g}" for rate in (0, *rates)
+    }
+    words = "; ".join(f"{way}: {most[rate]} per second" for way, rate, _ in told)
     title = "Goodput, requests per second:<br>" + ", ".join(
-        f"{word} {rate:g}"
+        f"{word} {most[rate]}"
         for word, (_, rate, _) in zip(("whole", "chunks", "apart"), told, strict=True)
     )
     return describe(
@@ -63,7 +66,10 @@ def goodput_curves(
             ],
             {
                 "title": title,
-                "xaxis": {"title": "requests per second", "nticks": 7, "range": [1, 25]},
+                "xaxis": {
+                    "title": "requests per second", "type": "log", "tickvals": rates,
+                    "ticktext": [f"{rate:g}" for rate in rates], "tickangle": 0,
+                },
                 "yaxis": {"title": "% that meet both limits", "range": [-3, 103]},
                 "height": 440, "margin": {"t": 64}, "legend": {"xref": "container"},
             },

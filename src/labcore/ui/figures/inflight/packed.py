@@ -46,7 +46,7 @@ def packed_mask(layout: str = "packed", chunk: int = 4, held: int = 5) -> go.Fig
             [who if seen else None for seen in line]
             for (who, _), line in zip(step.rows, step.mask, strict=True)
         ]
-        computed, wasted = step.pairs, 0
+        computed, wasted, own = step.pairs, 0, step.computed
     else:
         rows, z, wasted = [], [], 0
         keys = [str(at + 1) for at in range(widest)]
@@ -57,9 +57,11 @@ def packed_mask(layout: str = "packed", chunk: int = 4, held: int = 5) -> go.Fig
                 line = [who if real and key <= begin + at else len(sizes) for key in range(widest)]
                 wasted += line.count(len(sizes))
                 z.append([*line])
-        computed = len(rows) * widest
-    title = f"{len(rows)} rows; {computed} pairs of query and key"
-    title += f",<br>{wasted} of them for nothing" if wasted else "<br>and none for nothing"
+        computed = own = len(rows) * widest
+    title = f"{len(rows)} rows; {computed} pairs of query and key,<br>"
+    title += (
+        f"{wasted} of them for nothing" if wasted else f"all needed; our CPU form computes {own}"
+    )
     return describe(
         go.Figure(
             [_cells(z, rows, keys), *_legend(padded=layout == "padded")],
@@ -77,8 +79,8 @@ def packed_mask(layout: str = "packed", chunk: int = 4, held: int = 5) -> go.Fig
             },
         ),
         f"{layout}: A and B decode, C reads {chunk} tokens: {len(rows)} rows go "
-        f"through the linear layers, and attention computes {computed} pairs of query and key, "
-        f"{wasted} of them for nothing.",
+        f"through the linear layers, and attention has {computed} pairs of query and key, "
+        f"{wasted} of them for nothing. Our CPU form computes {own}.",
     )  # fmt: skip
 
 
