@@ -1,6 +1,7 @@
 """Figures for the chapter `inflight`."""
 
 from labcore.ui.figures.inflight.batches import two_batches
+from labcore.ui.figures.inflight.budget import step_times
 from labcore.ui.figures.inflight.goodput import goodput_curves
 from labcore.ui.figures.inflight.packed import LAYOUTS, packed_mask, prefix_tree
 from labcore.ui.figures.inflight.rivals import POLICIES, RIVALS_FORMULA, two_policies
@@ -12,6 +13,7 @@ __all__ = [
     "goodput_curves",
     "packed_mask",
     "prefix_tree",
+    "step_times",
     "two_batches",
     "two_policies",
 ]
