@@ -51,7 +51,7 @@ class Engine:
     proposer: "ngram", a `Proposer` that no one else uses, or None, which drafts nothing. verifier:
     the name of a lossless one. "sample_and_compare" draws one number per token, so the output is
     that of the request alone, whatever is drafted. "rejection" accepts more of a draft model's
-    tokens, "block" more still, and their outputs have the same distribution.
+    tokens, "block" more still on chains, and their outputs have the same distribution.
     graphs, fused: as in `Runner`. clock: for arrivals and deadlines. eos_token_ids: None means the
     model's; () ends no output early. keep: how many records of steps and of requests are kept.
 
