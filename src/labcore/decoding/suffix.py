@@ -141,10 +141,10 @@ class SuffixIndex:
                 score -= chance
                 tokens.append(token)
                 parents.append(parent)
+            if not tree:  # its siblings
+                heap.clear()
             if level == depth:
                 continue
-            if not tree:
-                heap.clear()
             following = self._next[state]
             total = sum(self._count[child] for child in following.values())
             for token, child in following.items():
