@@ -16,7 +16,8 @@ from labcore.checks import one_of
 from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig, Verifier
 from labcore.decoding.decoders import as_decoder
 from labcore.decoding.draft_model import DraftModel
-from labcore.decoding.requests import Plan, Request
+from labcore.decoding.requests import Plan, Request, likeliest
+from labcore.decoding.sampling import tree_probabilities
 from labcore.decoding.stops import TextDecoder
 from labcore.decoding.trace import Statistics, Trace, step_of
 from labcore.decoding.verify import LOSSLESS, VERIFIERS, greedy_match
@@ -168,20 +169,24 @@ class _Run:
             self._read_prompts()
         plans = self._propose()
         logits, hidden = self._read(plans)
+        best = likeliest(logits)
         before = [len(context) for context in self.contexts]
-        decided: list[tuple[Tensor, Accepted] | None] = []
+        verdicts: list[Accepted] = []
         kept: list[list[int]] = []  # the forward's nodes that stay in the cache
         accepted: list[Accepted] = []
         for place, (row, plan) in enumerate(zip(self.rows, plans, strict=True)):
             if plan is None:
-                decided.append(None)
+                verdicts.append(_FINISHED)
                 kept.append([])
                 accepted.append(_FINISHED)
                 continue
-            p, verdict = plan.verify(logits[place, : plan.size + 1], row, self.verifiers[place])
+            read = plan.size + 1
+            verdict = plan.verify(
+                logits[place, :read], best[place][:read], row, self.verifiers[place]
+            )
             row.tally.add(row.emitted, plan.parents, plan.size, verdict.path)
             settled = plan.settle(verdict, row, self.ends)
-            decided.append((p, verdict))
+            verdicts.append(verdict)
             kept.append(settled.slots)
             accepted.append(settled.accepted)
         self._roll_back(plans, kept)
@@ -190,7 +195,7 @@ class _Run:
             self._observe(hidden, [length - 1 for length in before], kept)
             self.proposer.commit(accepted)
         if self.trace is not None:
-            self._note(plans, decided, before)
+            self._note(self.trace, plans, logits, verdicts, before)
 
     def _read_prompts(self) -> None:
         """Read all tokens of the prompts except the last, which the first step reads."""
@@ -285,28 +290,34 @@ class _Run:
 
     def _note(
         self,
+        trace: Trace,
         plans: Sequence[Plan | None],
-        decided: Sequence[tuple[Tensor, Accepted] | None],
+        logits: Tensor,
+        verdicts: Sequence[Accepted],
         before: Sequence[int],
     ) -> None:
         """Add this step to the trace."""
         target = self._cache.lengths.tolist()
         drafts = _cache_lengths(self.proposer)
-        for place, (plan, judged) in enumerate(zip(plans, decided, strict=True)):
-            if plan is None or judged is None or self.trace is None:
+        for place, (plan, verdict) in enumerate(zip(plans, verdicts, strict=True)):
+            if plan is None:
                 continue
+            context = self.contexts[place]
+            prefix, tokens = context[: before[place]], context[before[place] :]
             step = step_of(
-                judged[0],
+                tree_probabilities(
+                    logits[place, : plan.size + 1], plan.draft, prefix, self.samplings[place]
+                ),
                 plan.draft,
-                judged[1],
+                verdict,
                 row=place,
                 context=before[place],
-                tokens=self.contexts[place][before[place] :],
+                tokens=tokens,
                 target_length=target[place],
                 # Rejected tokens leave the draft's cache with the next draft at the latest.
                 draft_length=None if drafts is None else min(drafts[place], target[place]),
             )
-            self.trace.steps.append(step)
+            trace.steps.append(step)
 
 
 def _checked_prompts(prompts: Sequence[Sequence[int]], vocab: int) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,9 @@ from labcore.decoding.contract import Accepted, Draft, SamplingConfig, Verifier
 from labcore.decoding.sampling import tree_probabilities
 from labcore.decoding.stops import StopTexts, TextDecoder
 from labcore.decoding.trace import Tally
+from labcore.decoding.verify import greedy_match
 
-__all__ = ["Plan", "Request", "Settled"]
+__all__ = ["Plan", "Request", "Settled", "likeliest"]
 
 
 class Settled(NamedTuple):
@@ -125,22 +126,26 @@ class Plan:
             )
         self.parents = None if chain else parents
 
-    def verify(self, logits: Tensor, row: Request, verifier: Verifier) -> tuple[Tensor, Accepted]:
-        """Return the target's p, fp32 [N + 1, V], and the verdict on the draft.
+    def verify(
+        self, logits: Tensor, best: Sequence[int], row: Request, verifier: Verifier
+    ) -> Accepted:
+        """Return the verdict on the draft.
 
-        logits: [N + 1, V], after the row's last token and after each drafted one.
+        logits: [N + 1, V], after the row's last token and after each drafted one. best: the most
+        likely token at each of them, or -1; see `likeliest`.
         Raises what the verifier raises, and ValueError for a path that it can't accept.
         """
-        p = tree_probabilities(logits, self.draft, row.context, row.sampling)
+        sampling = row.sampling
+        plain = sampling.temperature == 0 and sampling.repetition_penalty == 1
+        if verifier is greedy_match and plain and min(best) >= 0:
+            return self._match(best)
+        p = tree_probabilities(logits, self.draft, row.context, sampling)
         verdict = verifier(p, self.draft, row.generator)
         self.check_path(verdict.path)
-        return p, verdict
+        return verdict
 
-    def match(self, best: Sequence[int]) -> Accepted:
-        """Return what `greedy_match` decides, without the target's p.
-
-        best: the most likely token after the row's last one and after each drafted one.
-        """
+    def _match(self, best: Sequence[int]) -> Accepted:
+        """Return what `greedy_match` decides, without the target's p."""
         parents = range(-1, self.size - 1) if self.parents is None else self.parents
         path: list[int] = []
         node = -1
@@ -173,6 +178,16 @@ class Plan:
                 f"a verifier's path must go from parent to child, got {tuple(path)}; accept no "
                 "token after a rejected one"
             )
+
+
+def likeliest(logits: Tensor) -> list[Any]:
+    """Return the token of the largest of logits [..., V], or -1 where that isn't finite.
+
+    All rows are read from the device at once.
+    """
+    largest, best = logits.max(-1)
+    tokens: list[Any] = torch.where(largest.isfinite(), best, -1).tolist()
+    return tokens
 
 
 def _depth(parents: Sequence[int]) -> int:

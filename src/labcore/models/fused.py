@@ -259,27 +259,31 @@ class _Step:
         self.index = None if batch == 1 else _Index(starts, counts, width, capacity)
         self.mask: Tensor | None = None
         turns = model._turns_up_to(max(starts) + width)
-        if tree is None and batch == 1:
+        related = None if tree is None else tree_mask(tree)
+        if related is None and batch == 1:
             self.turns = turns[self.first : self.first + width]
         else:
             before = torch.tensor(starts)[:, None]
-            related = None if tree is None else tree_mask(tree)
             after = torch.arange(width) if related is None else related.sum(-1) - 1
             self.turns = turns[(before + after).view(-1)]
         if self.fresh or (tree is None and width == 1 and len(set(starts)) == 1):
             return
-        seen = self._seen(torch.tensor(starts)[:, None, None], tree)
-        mask = torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
+        if related is not None and batch == 1 and self.count == width:
+            mask = torch.zeros(1, width, self.reach)
+            mask[:, :, self.first :].masked_fill_(~related, -math.inf)
+        else:
+            seen = self._seen(torch.tensor(starts)[:, None, None], tree, related)
+            mask = torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
         self.mask = mask.repeat_interleave(self.group, 1)[:, None]  # [B, 1, T * G, reach]
 
-    def _seen(self, starts: Tensor, tree: Tensor | None) -> Tensor:
+    def _seen(self, starts: Tensor, tree: Tensor | None, related: Tensor | None) -> Tensor:
         """Return which slots each query sees: bool [B, T, reach]. starts: [B, 1, 1]."""
         ahead = torch.arange(self.reach) - starts  # index in this forward, < 0 before it
-        if tree is None:
+        if tree is None or related is None:
             return ahead <= torch.arange(self.width)[:, None]
         nodes = ahead.clamp(0, self.width - 1).expand(-1, self.width, -1)
-        related = tree_mask(tree).gather(2, nodes) & (ahead < self.width)
-        return related | (ahead < 0) | (tree == -2)[:, :, None]  # keeps results at padding finite
+        own = related.gather(2, nodes) & (ahead < self.width)
+        return own | (ahead < 0) | (tree == -2)[:, :, None]  # keeps results at padding finite
 
     def attend(self, qkv: Tensor, stored: StoredLayer) -> Tensor:
         """Store and attend, with rotated qkv [R, (H + 2 Hkv) D]; return [R, H D]."""

@@ -211,4 +211,5 @@ _FUSED: SharedForms[EagleHead, FusedEagle] = SharedForms(FusedEagle)
 
 def fused_eagle(head: EagleHead) -> FusedEagle:
     """Return the fused form of a head as it is now, shared while its weights stay the same."""
-    return _FUSED.of(head, [head.backbone_projection, head.backbone_embedding])
+    others = head.backbone_projection, head.backbone_embedding  # often the same
+    return _FUSED.of(head, list({one.data_ptr(): one for one in others}.values()))

@@ -136,12 +136,14 @@ class Costs:
         """
         best: list[int] = []
         most, limit = -self.worth * self.of_rows(1), self.forward[-1][0] - 1
-        for node in range(len(grown.tokens)):  # the chain that ends there
-            chain = grown.way(node)
-            value = sum(grown.confidence[one] for one in chain)
-            value -= self.worth * self.of_rows(len(chain) + 1)
+        expected: list[float] = []  # tokens of the chain that ends at each candidate
+        depths: list[int] = []
+        for node, (parent, chance) in enumerate(zip(grown.parents, grown.confidence, strict=True)):
+            expected.append(chance + (expected[parent] if parent >= 0 else 0.0))
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+            value = expected[node] - self.worth * self.of_rows(depths[node] + 1)
             if value > most:
-                most, best = value, chain
+                most, best = value, grown.way(node)
         # A set that branches is best if it holds the surest candidates.
         ranked, total = grown.ranked()[:limit], 0.0
         for count, node in enumerate(ranked, 1):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from labcore.decoding.contract import Accepted, Draft, Verifier
-from labcore.decoding.requests import Plan
+from labcore.decoding.requests import Plan, likeliest
 from labcore.decoding.verify import greedy_match
 from labcore.serving.engine.cache import Segment
 from labcore.serving.engine.outputs import Entry, Output
@@ -94,9 +94,7 @@ class Step:
         idle = [_IDLE] * self.plan.rests
         segments = [segment for _, _, segment in reading]
         logits, hidden = self.runner.run([*segments, *idle], [*wanted, *[0] * len(idle)])
-        largest, best = logits.max(-1)
-        # One look at the device for all greedy requests; -1 where the logits aren't finite.
-        greedy = torch.where(largest.isfinite(), best, -1).tolist()
+        best = likeliest(logits)
         row = 0
         for (one, draft, segment), count in zip(reading, wanted, strict=True):
             lead, slots = 0, list(range(count))
@@ -104,8 +102,8 @@ class Step:
                 if _draws(one):
                     lead = count - draft.size - 1  # tokens before the newest
                     rows = logits[row + lead : row + count]
-                    likeliest = greedy[row + lead : row + count]
-                    slots = self._draw(one.id, draft, segment, rows, likeliest)
+                    tokens = best[row + lead : row + count]
+                    slots = self._draw(one.id, draft, segment, rows, tokens)
                 else:
                     self.results[one.id] = StepResult()
             except Exception as problem:
@@ -132,15 +130,12 @@ class Step:
     ) -> list[int]:
         """Add the next tokens to a request; return which of the tokens from the newest on stay.
 
-        logits: [N, V], after the newest token and each drafted one. best: the most likely tokens
-        there, or -1. What can fail comes first, so a request that fails gets nothing.
+        logits, best: as in `Plan.verify`. What can fail comes first, so a request that fails gets
+        nothing.
         """
         entry, row = self.entries[id], self.entries[id].row
-        greedy = row.sampling.temperature == 0
-        if greedy and row.sampling.repetition_penalty == 1 and min(best) >= 0:
-            verdict = draft.match(best)
-        else:
-            verdict = draft.verify(logits, row, greedy_match if greedy else self.verifier)[1]
+        verifier = self.verifier if row.sampling.temperature else greedy_match
+        verdict = draft.verify(logits, best, row, verifier)
         settled = draft.settle(verdict, row, self.ends)
         slots = settled.slots
         if slots[-1] != len(slots) - 1:  # a path of a tree with gaps
