@@ -183,6 +183,8 @@ def test_a_chapter_is_typeset_whole_and_each_control_moves_its_figure_by_keyboar
     assert twins.count() > 0
     for number in range(twins.count()):
         twin = twins.nth(number)
+        for folded in twin.locator(".twin-nodes summary").all():
+            folded.press("Enter")
         for control in twin.locator(".twin-control :is(input, select)").all():
             print(number, control.get_attribute("id"))
             before = twin.evaluate(DRAWN)

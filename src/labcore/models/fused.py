@@ -10,8 +10,10 @@ values are appended with one copy per layer and attended to as views.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +21,8 @@ from torch.nn import functional as F
 
 from labcore.models.cache import tree_mask
 from labcore.models.fused_cache import FusedCache, StoredLayer
-from labcore.models.fused_layer import FusedLayer, normed_gain
-from labcore.models.llama import Llama, LlamaOutput, inverse_frequencies
+from labcore.models.fused_layer import FusedLayer, Norm, Turns
+from labcore.models.llama import Llama, LlamaOutput
 from labcore.models.packed import PackedMatrix, packing_works
 
 __all__ = ["FusedLlama"]
@@ -54,15 +56,16 @@ class FusedLlama:
         self.vocab_size, self.eos_token_ids = config.vocab_size, config.eos_token_ids
         self.device = torch.device("cpu")
         self._embedding = model.embed_tokens.weight.clone()
-        self._layers = [FusedLayer(model, index) for index in range(config.num_hidden_layers)]
+        blocks: list[Any] = list(model.layers)
+        self._layers = [
+            FusedLayer(
+                config, one.self_attn, one.mlp, one.input_layernorm, one.post_attention_layernorm
+            )
+            for one in blocks
+        ]
         self._head = PackedMatrix((model.lm_head or model.embed_tokens).weight)
-        self._last_gain = normed_gain(model.norm.weight, 1.0)
-        # rms(x)**2 + eps = (|x|**2 + C eps) / C
-        self._floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps))
-        self._frequencies = inverse_frequencies(config)
-        # One number per position and pair of each head; it's 1 for values, which don't rotate.
-        self._heads = config.num_attention_heads + config.kv_heads, config.kv_heads
-        self._turns = torch.empty(0, 0, dtype=torch.complex64)
+        self._last = Norm(model.norm, config)
+        self._turns = Turns(config)
         self._first: Tensor | None = None  # what `greedy` looks up
         matrices = [m for layer in self._layers for m in layer.matrices()] + [self._head]
         self.packed = packing_works() and all(matrix.fits() for matrix in matrices)
@@ -126,7 +129,7 @@ class FusedLlama:
         form stored are not for the other. logits_at: integers [N], the rows whose logits and hidden
         are returned; None means all.
         """
-        turns = self._turns_up_to(reach).index_select(0, positions)
+        turns = self._turns.up_to(reach).index_select(0, positions)
         return self._rows(tokens, turns, attend, logits_at)
 
     def _rows(
@@ -138,17 +141,10 @@ class FusedLlama:
     ) -> LlamaOutput:
         x = F.embedding(tokens, self._embedding)  # [R, C]
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(self._normed(x, layer.before_attention))
-            qkv.view(torch.complex64).mul_(turns)
-            x.add_(layer.out(attend(index, qkv)), alpha=1 / layer.out.scale)
-            if layer.out_bias is not None:
-                x.add_(layer.out_bias)
-            gate_up = layer.gate_up(self._normed(x, layer.before_mlp))
-            gate, up = gate_up.chunk(2, dim=1)
-            x.add_(layer.down(F.silu(gate) * up), alpha=1 / layer.down.scale)
+            layer(x, turns, functools.partial(attend, index))
         if logits_at is not None:
             x = x.index_select(0, logits_at)
-        hidden = self._normed(x, self._last_gain)
+        hidden = self._last(x)
         logits = self._head(hidden * (1 / self._head.scale))
         return LlamaOutput(logits=logits, hidden=hidden)
 
@@ -175,7 +171,7 @@ class FusedLlama:
             tokens = tokens[-1:]
         (start,) = cache.begin([len(tokens) + count - 1])
         reach = start + len(tokens) + count - 1
-        step, said = _Single(self, self._turns_up_to(reach), cache), list[int]()
+        step, said = _Single(self, self._turns.up_to(reach), cache), list[int]()
         for place, token in enumerate(tokens[:-1], start):
             self._through(step, token, place)
         token = tokens[-1]
@@ -192,21 +188,21 @@ class FusedLlama:
         x = self._embedding[token : token + 1]
         for index, layer in enumerate(self._layers):
             if index:
-                qkv = layer.qkv(self._normed(x, layer.before_attention)).view(torch.complex64)[0]
+                qkv = layer.qkv(layer.before_attention(x)).view(torch.complex64)[0]
             else:
                 qkv, x = self._looked_up(token), x.clone()
             layer.out.add_to(x, step.attend(qkv, index, place))
             if layer.out_bias is not None:
                 x.add_(layer.out_bias)
-            gate, up = layer.gate_up(self._normed(x, layer.before_mlp)).chunk(2, dim=1)
+            gate, up = layer.gate_up(layer.before_mlp(x)).chunk(2, dim=1)
             layer.down.add_to(x, F.silu(gate).mul_(up))
         return x
 
     def _likeliest(self, x: Tensor, least: float) -> tuple[int, bool]:
         """Return the argmax after x [1, C], and whether its probability is at least `least`."""
         if not least:  # no argmax depends on the norm's length
-            return int(self._head(x.mul_(self._last_gain)).argmax()), True
-        logits = self._head(self._normed(x, self._last_gain)).mul_(1 / self._head.scale)
+            return int(self._head(x.mul_(self._last.gain)).argmax()), True
+        logits = self._head(self._last(x)).mul_(1 / self._head.scale)
         chance, token = logits.softmax(-1).max(-1)
         return int(token), float(chance) >= least
 
@@ -214,25 +210,9 @@ class FusedLlama:
         """Return the first layer's qkv of a token: [(H + 2 Hkv) D / 2], complex."""
         if self._first is None:
             layer = self._layers[0]
-            every = self._normed(self._embedding, layer.before_attention)
+            every = layer.before_attention(self._embedding)
             self._first = layer.qkv(every).view(torch.complex64)
         return self._first[token]
-
-    def _normed(self, x: Tensor, gain: Tensor) -> Tensor:
-        """Apply RMSNorm to x [R, C] in four calls; PyTorch's takes twice as long on a CPU."""
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x.div(torch.hypot(length, self._floor)).mul_(gain)
-
-    def _turns_up_to(self, positions: int) -> Tensor:
-        """Return cos + i sin of each angle for at least `positions`: [.., (H + 2 Hkv) D / 2]."""
-        if positions > self._turns.shape[0]:
-            longer = max(positions, 2 * self._turns.shape[0], 256)
-            angles = torch.arange(longer).float()[:, None] * self._frequencies
-            turning, still = self._heads
-            turns = torch.complex(angles.cos(), angles.sin()).repeat(1, turning)
-            ones = torch.ones(longer, still * self._frequencies.numel())
-            self._turns = torch.cat((turns, ones), 1)
-        return self._turns
 
 
 class _Step:
@@ -258,7 +238,7 @@ class _Step:
         self.fresh = tree is None and width > 1 and not any(starts)
         self.index = None if batch == 1 else _Index(starts, counts, width, capacity)
         self.mask: Tensor | None = None
-        turns = model._turns_up_to(max(starts) + width)
+        turns = model._turns.up_to(max(starts) + width)
         related = None if tree is None else tree_mask(tree)
         if related is None and batch == 1:
             self.turns = turns[self.first : self.first + width]

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from labcore.decoding.eagle.head import EagleHead
 from labcore.decoding.eagle.trees import Costs, Grown
 from labcore.models.forms import SharedForms
-from labcore.models.llama import inverse_frequencies
+from labcore.models.fused_layer import FusedLayer, Norm, Turns
 from labcore.models.packed import PackedMatrix, packing_works
 
 __all__ = ["FusedEagle", "Memory", "fused_eagle"]
@@ -61,31 +61,13 @@ class FusedEagle:
         self.config = config = head.config
         self._kv, self._size = config.kv_heads, config.head_size
         self._queries = config.num_attention_heads * config.head_size
-        # Inside a head, pair (i, i + D / 2) becomes adjacent, as a complex number. Query heads are
-        # ordered by their index in the group first, so attention's output needs no rearranging.
-        pairs = torch.arange(self._size).view(2, -1).T.flatten()
-        order = torch.arange(config.num_attention_heads).view(self._kv, -1).T.flatten()
-        every = torch.arange(self._queries).view(-1, self._size)
-        parts = (
-            head.q_proj.weight[every[order][:, pairs].flatten()],
-            head.k_proj.weight[every[: self._kv][:, pairs].flatten()],
-            head.v_proj.weight,
-        )
         self._embedded = F.linear(head.token_table, head.from_token.weight)
         self._hidden = PackedMatrix(head.from_hidden.weight)
-        self._qkv = PackedMatrix(torch.cat(parts))
-        self._out = PackedMatrix(head.o_proj.weight[:, every[order].flatten()])
-        self._gate_up = PackedMatrix(torch.cat((head.gate_proj.weight, head.up_proj.weight)))
-        self._down = PackedMatrix(head.down_proj.weight)
+        self._layer = FusedLayer(config, head, head, head.before_attention, head.before_mlp)
         self._head = PackedMatrix(head.backbone_projection)
-        root = math.sqrt(config.hidden_size)
-        self._before_attention = head.before_attention.weight * (root / self._qkv.scale)
-        self._before_mlp = head.before_mlp.weight * (root / self._gate_up.scale)
-        self._last = head.norm.weight * root
-        self._floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps))
-        self._frequencies = inverse_frequencies(config)
-        self._turns = torch.empty(0, 0, dtype=torch.complex64)
-        matrices = (self._hidden, self._qkv, self._out, self._gate_up, self._down, self._head)
+        self._last = Norm(head.norm, config)
+        self._turns = Turns(config)
+        matrices = (self._hidden, *self._layer.matrices(), self._head)
         self.packed = packing_works() and all(matrix.fits() for matrix in matrices)
         if self.packed:
             for matrix in matrices:
@@ -104,7 +86,7 @@ class FusedEagle:
         if count > 1:
             seen = torch.ones(count, start + count, dtype=torch.bool).tril(start)
             mask = _additive(seen, self._queries // (self._kv * self._size))
-        turns = self._turns_up_to(start + count)[start:]
+        turns = self._turns.up_to(start + count)[start:]
         given = torch.tensor(tokens)
         features = self._pass(hidden, given, turns[:count], memory.stored, start, mask)
         memory.length, memory.feature = start + count, features[-1:]
@@ -122,7 +104,7 @@ class FusedEagle:
         sharp = sharpness / self._head.scale
         start, groups = memory.length, self._queries // (self._kv * self._size)
         self._make_room(memory, start + costs.beam * depth)
-        turns = self._turns_up_to(start + depth)
+        turns = self._turns.up_to(start + depth)
         grown, features, ends = Grown(), memory.feature, [-1]
         slots: list[int] = []  # the expanded candidates in the order of their slots
         while True:
@@ -162,24 +144,20 @@ class FusedEagle:
     ) -> Tensor:
         """Return features [R, C] of pairs, whose keys and values go to the slots from start on."""
         rows, end = len(tokens), start + len(tokens)
+
+        def attend(qkv: Tensor) -> Tensor:
+            new = qkv[:, self._queries :].view(rows, 2, self._kv, self._size).permute(1, 2, 0, 3)
+            stored[:, :, start:end] = new
+            q = qkv[:, : self._queries].view(rows, -1, self._kv, self._size).permute(2, 0, 1, 3)
+            q = q.reshape(1, self._kv, -1, self._size)
+            k, v = stored[:, None, :, :end]
+            mixed = F.scaled_dot_product_attention(q, k, v, mask)
+            return mixed[0].transpose(0, 1).reshape(rows, -1)
+
         x = F.embedding(tokens, self._embedded)
         x.add_(self._hidden(hidden), alpha=1 / self._hidden.scale)
-        qkv = self._qkv(self._normed(x, self._before_attention))
-        qkv.view(torch.complex64).mul_(turns)
-        new = qkv[:, self._queries :].view(rows, 2, self._kv, self._size).permute(1, 2, 0, 3)
-        stored[:, :, start:end] = new
-        q = qkv[:, : self._queries].view(rows, -1, self._kv, self._size).permute(2, 0, 1, 3)
-        k, v = stored[:, None, :, :end]
-        mixed = F.scaled_dot_product_attention(q.reshape(1, self._kv, -1, self._size), k, v, mask)
-        mixed = mixed[0].transpose(0, 1).reshape(rows, -1)
-        x.add_(self._out(mixed), alpha=1 / self._out.scale)
-        gate, up = self._gate_up(self._normed(x, self._before_mlp)).chunk(2, dim=1)
-        x.add_(self._down(F.silu(gate) * up), alpha=1 / self._down.scale)
-        return self._normed(x, self._last)
-
-    def _normed(self, x: Tensor, gain: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x.div(torch.hypot(length, self._floor)).mul_(gain)
+        self._layer(x, turns, attend)
+        return self._last(x)
 
     def _make_room(self, memory: Memory, slots: int) -> None:
         """Make a longer rectangle if fewer slots are there; what was read stays."""
@@ -187,17 +165,6 @@ class FusedEagle:
             longer = memory.stored.new_zeros(2, self._kv, max(2 * slots, 256), self._size)
             longer[:, :, : memory.length] = memory.stored[:, :, : memory.length]
             memory.stored = longer
-
-    def _turns_up_to(self, positions: int) -> Tensor:
-        """Return cos + i sin for at least `positions`, 1 for values: [.., (H + 2 Hkv) D / 2]."""
-        if positions > self._turns.shape[0]:
-            longer = max(2 * positions, 512)
-            angles = torch.arange(longer).float()[:, None] * self._frequencies
-            turning = self.config.num_attention_heads + self._kv
-            turns = torch.complex(angles.cos(), angles.sin()).repeat(1, turning)
-            ones = torch.ones(longer, self._kv * self._frequencies.numel())
-            self._turns = torch.cat((turns, ones), 1)
-        return self._turns
 
 
 def _additive(seen: Tensor, groups: int) -> Tensor:
