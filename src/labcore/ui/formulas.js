@@ -109,6 +109,8 @@ window.labcoreFormulas = (function () {
     return Math.max(1, batch * rows / ridge) / Math.max(1, batch / ridge) + share * heads;
   }
 
+  function requests(batch) { return batch + " request" + (batch === 1 ? "" : "s"); }
+
   // What a tree of the chosen nodes would have done to known texts: how many steps, and how often
   // each node was accepted. A text is a string of ranks for each position.
   function medusaReplay(chosen, data, texts) {
@@ -346,7 +348,7 @@ window.labcoreFormulas = (function () {
       frame.data[3].y[3] = "at ridge " + (values.ridge + 1e-9).toFixed(0);
       frame.data[3].text = frame.data[3].x.map(hundredths);
       frame.layout.title.text = hundredths(replayed) + " tokens per step, " +
-        hundredths(replayed / there) + "x plain";
+        hundredths(replayed / there) + "x plain for " + requests(values.batch);
     },
     medusaSpeed: function (values, data, frame) {
       var rows = data.curves[[values.heads, values.branching, values.temperature].join(" ")];
@@ -373,7 +375,8 @@ window.labcoreFormulas = (function () {
         frame.data[ring[0]].y = [ring[1][at - 1]];
       });
       frame.layout.title.text = at + " node" + (at === 1 ? "" : "s") + ": " +
-        hundredths(fast[0][at - 1]) + "x on this CPU, " + hundredths(fast[1][at - 1]) + "x there";
+        hundredths(fast[0][at - 1]) + "x on this CPU, " + hundredths(fast[1][at - 1]) + "x for " +
+        requests(values.batch) + " at ridge " + (values.ridge + 1e-9).toFixed(0);
     },
     // Speed over plain decoding by batch size: labcore.decoding.theory.speedup.Roofline.
     speculativeBatches: function (values, data, frame) {

@@ -88,6 +88,11 @@ def hundredths(value: float) -> str:
     return f"{value + 1e-9:.2f}"
 
 
+def requests(batch: int) -> str:
+    """Return "1 request" or "4 requests"."""
+    return f"{batch} request{'' if batch == 1 else 's'}"
+
+
 def tree_picker(
     nodes: Sequence[int] = (),
     temperature: str = "0",
@@ -112,7 +117,8 @@ def tree_picker(
     here = data.costs[tree.size] + data.drafting[tree.depth]
     there = step_cost(tree.size + 1, tree.depth, ridge=ridge, batch=batch)
     values = (expected, replayed, replayed / here, replayed / there)
-    title = f"{hundredths(replayed)} tokens per step, {hundredths(replayed / there)}x plain"
+    title = f"{hundredths(replayed)} tokens per step, {hundredths(replayed / there)}x plain for "
+    title += requests(batch)
     figure = go.Figure(
         [*_tree_traces(data.tree, nodes, chances, shares), *_bars(values, ridge)],
         {

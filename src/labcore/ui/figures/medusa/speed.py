@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from labcore.ui import draw
 from labcore.ui.explorer import describe
-from labcore.ui.figures.medusa.picker import HEAD_SHARE, hundredths, step_cost
+from labcore.ui.figures.medusa.picker import HEAD_SHARE, hundredths, requests, step_cost
 from labcore.ui.theme import PALETTE
 from labcore.ui.twin import Formula
 
@@ -102,7 +102,7 @@ def speed_by_tree(
         _ring(at, fast[1][at - 1], "3"),
     ]
     told = f"{at} node{'' if at == 1 else 's'}: {hundredths(fast[0][at - 1])}x on this CPU, "
-    told += f"{hundredths(fast[1][at - 1])}x there"
+    told += f"{hundredths(fast[1][at - 1])}x for {requests(batch)} at ridge {ridge + 1e-9:.0f}"
     figure = go.Figure(traces, {"title": told, "height": 640, **_axes(data)})
     return describe(
         figure,

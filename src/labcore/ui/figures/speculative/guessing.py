@@ -45,7 +45,9 @@ def guessed_by(
 
     data: prompt -> "<guesser>, <temperature>" -> continuation, as `guesses.forty` returns it.
     """
-    return guessed(data[prompt][f"{guesser}, {temperature:g}"], rows=ROWS)
+    figure = guessed(data[prompt][f"{guesser}, {temperature:g}"], rows=ROWS)
+    figure.layout.title.text = f"{guesser[0].upper()}{guesser[1:]}: {figure.layout.title.text}"
+    return figure
 
 
 def guessed(written: Written, *, rows: int = 0) -> go.Figure:
@@ -59,7 +61,7 @@ def guessed(written: Written, *, rows: int = 0) -> go.Figure:
         _bars(cells, "y"),
         {
             **_LAYOUT,
-            "title": f"{tokens} tokens in {steps} passes: {tokens / steps:.2f} per pass",
+            "title": f"{tokens} tokens in {steps} passes, {tokens / steps:.2f} per pass",
             "yaxis": {"visible": False, "range": [lines, -0.6]},
             "height": 130 + 24 * lines,
         },
