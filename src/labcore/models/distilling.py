@@ -22,9 +22,10 @@ from labcore.models.fused import FusedLlama
 from labcore.models.llama import Llama
 from labcore.models.states import HiddenStates, rows_of_step
 
-__all__ = ["Distillation", "OwnWords", "greedy_agreement", "own_words"]
+__all__ = ["Distillation", "OwnWords", "greedy_agreement", "own_part", "own_words"]
 
 _AT_ONCE = 64  # rows that are continued together
+_READ = 32  # rows whose states are computed together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +74,16 @@ def own_words(
     found = torch.cat(every)
     save_file({"tokens": found.int()}, path)
     return found
+
+
+def own_part(kept: HiddenStates, turn: int, recipe: OwnWords) -> HiddenStates:
+    """Return what the model itself wrote, with its states: without prompts, of every other row.
+
+    turn: 0 for the greedy rows, 1 for those at the recipe's temperature.
+    """
+    index, first = torch.arange(turn, len(kept), 2), recipe.prompt - 1
+    states = torch.cat([kept.rows(rows)[0] for rows in index.split(_READ)])
+    return HiddenStates(kept.tokens[index, first:], states[:, first:], kept.ahead)
 
 
 class Distillation:

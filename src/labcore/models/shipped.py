@@ -1,4 +1,4 @@
-"""The two shipped models, their tokenizer, and the texts to evaluate them.
+"""The two shipped models, their tokenizer and cards, and the texts to evaluate them.
 
 The files are in `files/` next to this module. Held-out texts and prompts were written for this
 course, after the corpus. These files are never edited; a new text gets a new number in its name.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,14 @@ from labcore.models.tokenizer import Tokenizer
 __all__ = [
     "bits_per_byte",
     "card",
+    "card_table",
     "held_out",
     "held_out_sha256",
     "pretrained",
     "prompts",
+    "read_card",
     "shipped_tokenizer",
+    "write_card",
 ]
 
 FILES = Path(__file__).parent / "files"
@@ -64,8 +68,25 @@ def card(name: str) -> dict[str, Any]:
 
     README.md in the model's folder has the same content. Raises the same errors as `pretrained`.
     """
-    told: dict[str, Any] = json.loads((_folder(name) / "card.json").read_text("utf-8"))
+    return read_card(_folder(name))
+
+
+def read_card(folder: Path) -> dict[str, Any]:
+    """Return the card in a folder of shipped files."""
+    told: dict[str, Any] = json.loads((folder / "card.json").read_text("utf-8"))
     return told
+
+
+def write_card(folder: Path, told: Mapping[str, Any], text: str) -> None:
+    """Write a card as card.json, and as the text of README.md."""
+    (folder / "card.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def card_table(told: Mapping[str, Any], what: str = "what", value: str = "value") -> str:
+    """Return keys and values as a Markdown table with two columns."""
+    rows = [f"| {key} | {one} |" for key, one in told.items()]
+    return "\n".join([f"| {what} | {value} |", "|---|---|", *rows])
 
 
 def held_out(kind: str) -> str:

@@ -33,10 +33,12 @@ from labcore.models.shipped import (
     HELD_OUT,
     PROMPTS,
     bits_per_byte,
+    card_table,
     held_out,
     held_out_sha256,
     pretrained,
     prompts,
+    write_card,
 )
 from labcore.models.states import HiddenStates, hidden_states, live_states
 from labcore.models.tokenizer import Tokenizer
@@ -206,8 +208,7 @@ def export(name: str, folder: Path, *, commit: str) -> Path:
     told = _card(name, place, curve, commit)
     if later:
         told["distillation"] = _distillation(name, place, later)
-    (place / "README.md").write_text(_as_text(told), encoding="utf-8")
-    _write_json(place / "card.json", told)
+    write_card(place, told, _as_text(told))
     return place
 
 
@@ -386,8 +387,7 @@ def _distilled_text(told: Mapping[str, Any] | None) -> list[str]:
 
 
 def _rows(told: Mapping[str, Any]) -> str:
-    lines = [f"| {key.replace('_', ' ')} | {value} |" for key, value in told.items()]
-    return "\n".join(["| what | value |", "|---|---|", *lines])
+    return card_table({key.replace("_", " "): value for key, value in told.items()})
 
 
 def _write_json(path: Path, told: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 import pytest
 import torch
@@ -79,3 +80,14 @@ def test_training_by_a_recipe_writes_what_is_shipped(tmp_path, monkeypatch, gene
     again, _, _ = shipped.trained_eagle(tmp_path, recipe, progress=False)  # resumes at the end
     for one, two in zip(head.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, two)
+    place = tmp_path / "head"
+    shipped.export_eagle(head, curves, kept, place, commit="0123456", recipe=recipe)
+    card, told = json.loads((place / "card.json").read_text("utf-8")), eagle_card()
+    assert [*card] == [*told] and card["accuracies"].keys() == told["accuracies"].keys()
+    assert card["tokens"] == [2 * 2 * shipped.WORDS.length, 2 * shipped.WORDS.length]
+    assert (card["commit"], card["target_sha256"]) == ("0123456", told["target_sha256"])
+    mine, theirs = (
+        [line for line in (one / "README.md").read_text("utf-8").splitlines() if line[:1] != "|"]
+        for one in (place, shipped.FILES)
+    )
+    assert mine == theirs  # all but the tables

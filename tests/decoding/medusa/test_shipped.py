@@ -9,9 +9,8 @@ import torch
 
 from labcore.decoding import SamplingConfig, generate, medusa, near_tie_audit
 from labcore.decoding.medusa import shipped
-from labcore.models import distilling, held_out, held_out_sha256, pretrained, shipped_tokenizer
+from labcore.models import held_out, held_out_sha256, pretrained, shipped_tokenizer
 from labcore.models.fused import FusedLlama
-from tests.decoding.medusa.test_heads import backbone_of
 
 TOKENIZER = shipped_tokenizer()
 
@@ -48,7 +47,7 @@ def test_the_cards_accuracies_are_those_of_the_stored_heads(target, heads) -> No
 
 def test_four_nodes_yield_what_the_course_needs_on_unseen_code(target, heads) -> None:
     """At least 1.6 tokens a step, and greedy output is the target's own."""
-    tree = medusa.sparse_tree(medusa.heads_card()["accuracies"][shipped.OWN_WORDS[0]], 4)
+    tree = medusa.sparse_tree(medusa.heads_card()["accuracies"]["own words, greedy"], 4)
     tokens = TOKENIZER.encode(held_out("code"))
     step = (len(tokens) - 64) // 31  # outputs differ much: many beginnings, all over the text
     given = [tokens[start : start + 64] for start in range(0, len(tokens) - 63, step)]
@@ -62,30 +61,11 @@ def test_four_nodes_yield_what_the_course_needs_on_unseen_code(target, heads) ->
 
 
 def test_accuracy_falls_with_distance_and_rank(heads) -> None:
-    for name in shipped.OWN_WORDS:
+    for name in ("own words, greedy", "own words, temperature 0.7"):
         table = torch.tensor(medusa.heads_card()["accuracies"][name])
         assert table.shape == (heads.heads, 10)
         assert (table[:-1, 0] > table[1:, 0]).all()
         assert (table[:, 0] > 2 * table[:, 1]).all()
-
-
-def test_own_words_are_the_backbones_and_are_made_once(generator, tmp_path, monkeypatch) -> None:
-    backbone = backbone_of(generator, num_attention_heads=4, num_key_value_heads=2, hidden_size=24)
-    recipe = shipped.HeadsRecipe(rows=5, prompt=3, length=9, ahead=4)
-    monkeypatch.setattr(distilling, "_AT_ONCE", 3)
-    corpus = torch.randint(37, (50,), generator=generator)
-    file = tmp_path / "words" / "own.safetensors"
-    found = shipped.own_words(backbone, corpus, file, recipe, progress=False)
-    assert found.shape == (5, 13)
-    windows = corpus.unfold(0, 3, 1).tolist()
-    assert all(row[:3].tolist() in windows for row in found)
-    asked = SamplingConfig(max_tokens=10)
-    for row in (0, 2, 3):  # of each batch every other row is greedy, from its first on
-        said = found[row].tolist()
-        assert near_tie_audit(backbone, said[:3], said[3:], gap=1e-4).passed
-        assert len(generate(backbone, [said[:3]], asked).tokens[0]) == 10
-    again = shipped.own_words(backbone, corpus.flip(0), file, recipe, progress=False)
-    assert torch.equal(found, again)
 
 
 def test_missing_files_are_told_with_the_command(monkeypatch, tmp_path, target) -> None:

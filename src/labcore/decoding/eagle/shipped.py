@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from labcore.decoding.cards import card_of_heads, readme_of_heads
 from labcore.decoding.eagle.head import EagleHead, load_eagle, save_eagle
 from labcore.decoding.eagle.training import eagle_accuracies, fitted_sharpness, train_eagle
 from labcore.decoding.medusa.shipped import RECIPE as WORDS
-from labcore.decoding.medusa.shipped import own_words
-from labcore.decoding.medusa.training import HeadsCurve, HiddenStates, hidden_states, live_states
-from labcore.models import Llama, held_out, held_out_sha256, pretrained, shipped_tokenizer
+from labcore.decoding.medusa.training import HeadsCurve, HiddenStates, live_states
+from labcore.models import Llama, pretrained, shipped_tokenizer
+from labcore.models.distilling import own_part, own_words
 from labcore.models.recipes import corpus, tokens_of
+from labcore.models.shipped import read_card, write_card
 
 __all__ = [
     "RECIPE",
@@ -30,8 +29,6 @@ __all__ = [
 ]
 
 FILES = Path(__file__).parent / "files"
-_TARGET = FILES.parents[2] / "models" / "files" / "target" / "model.safetensors"
-_HELD_OUT = ("code", "prose")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +81,7 @@ def eagle_card() -> dict[str, Any]:
     the target's own words that were kept from training and on the held-out texts. README.md next to
     the weights says the same.
     """
-    told: dict[str, Any] = json.loads((FILES / "card.json").read_text("utf-8"))
-    return told
+    return read_card(FILES)
 
 
 def trained_eagle(
@@ -97,9 +93,8 @@ def trained_eagle(
     """
     backbone = pretrained("target")
     own = folder / "own_words.safetensors"
-    words = own_words(
-        backbone, tokens_of(corpus(), shipped_tokenizer()), own, WORDS, progress=progress
-    )
+    text = tokens_of(corpus(), shipped_tokenizer())
+    words = own_words(backbone, text, own, WORDS.own_words, progress=progress)
     head, split = EagleHead(backbone), len(words) - recipe.calibration
     states = live_states(backbone, words[:split], length=WORDS.length, ahead=WORDS.ahead)
     curves = []
@@ -144,81 +139,27 @@ def export_eagle(
     save_eagle(head.to(torch.bfloat16), folder)
     backbone = pretrained("target")
     stored = load_eagle(folder, backbone)
-    greedy, warm = (_own_part(kept, turn) for turn in (0, 1))
-    stored.sharpness = fitted_sharpness(stored, greedy)
+    stored.sharpness = fitted_sharpness(stored, own_part(kept, 0, WORDS.own_words))
     save_eagle(stored.to(torch.bfloat16), folder)
     stored = load_eagle(folder, backbone)
-    count = sum(p.numel() for p in stored.parameters())
-    told = {
-        "about": "An EAGLE-like head for the target of the course: one decoder layer that drafts "
+    told = card_of_heads(
+        stored,
+        [curve.per_head for curve in curves],
+        lambda states: [round(one, 4) for one in eagle_accuracies(stored, states)],
+        kept,
+        WORDS.own_words,
+        about="An EAGLE-like head for the target of the course: one decoder layer that drafts "
         "from the target's states and its own features, and leaves the target as it is.",
-        "license": "BSD-3-Clause",
-        "commit": commit,
-        "parameters": count,
-        "bytes": 2 * count,
-        "data": "the target's own words after beginnings out of its corpus",
-        "recipe": asdict(recipe),
-        "tokens": [len(curve.losses) * recipe.batch * WORDS.length for curve in curves],
-        "last_losses_nats_per_token": [_mean(curve.per_head[-50:]) for curve in curves],
-        "sharpness": stored.sharpness,
-        "accuracies": {
-            "own words, greedy": _rounded(eagle_accuracies(stored, greedy)),
-            f"own words, temperature {WORDS.temperature}": _rounded(eagle_accuracies(stored, warm)),
-            **{
-                kind: _rounded(eagle_accuracies(stored, _held_out(backbone, kind)))
-                for kind in _HELD_OUT
-            },
-        },
-        "target_sha256": hashlib.sha256(_TARGET.read_bytes()).hexdigest(),
-        "held_out_sha256": {kind: held_out_sha256(kind) for kind in _HELD_OUT},
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    text = json.dumps(told, indent=2) + "\n"
-    (folder / "card.json").write_text(text, encoding="utf-8")
-    (folder / "README.md").write_text(_as_text(told), encoding="utf-8")
-
-
-def _own_part(kept: HiddenStates, turn: int) -> HiddenStates:
-    """Return what the backbone itself wrote, for every other text."""
-    rows = kept.tokens[turn::2]
-    hidden, first = HiddenStates(rows, None, kept.ahead, kept.backbone), WORDS.prompt - 1
-    states = torch.cat([hidden.rows(index)[0] for index in torch.arange(len(rows)).split(32)])
-    return HiddenStates(rows[:, first:], states[:, first:], kept.ahead)
-
-
-def _held_out(backbone: Llama, kind: str) -> HiddenStates:
-    return hidden_states(backbone, shipped_tokenizer().encode(held_out(kind)))
-
-
-def _rounded(shares: Sequence[float]) -> list[float]:
-    return [round(one, 4) for one in shares]
-
-
-def _mean(per_step: list[list[float]]) -> list[float]:
-    return _rounded(torch.tensor(per_step).mean(0).tolist())
-
-
-def _as_text(told: Mapping[str, Any]) -> str:
-    """Return the card as Markdown, with the header that model hubs read."""
-    plain = {key: value for key, value in told.items() if not isinstance(value, dict)}
-    table = "| what | value |\n|---|---|"
-    parts = [
-        "---\nlicense: bsd-3-clause\nlanguage: en\n---",
-        f"# An EAGLE-like head for labcore target\n\n{told['about']}",
-        "\n".join(
-            [table, *(f"| {key.replace('_', ' ')} | {value} |" for key, value in plain.items())]
-        ),
-        "## Recipe\n\n"
-        + "\n".join([table, *(f"| {key} | {value} |" for key, value in told["recipe"].items())]),
-        "## Top-1 accuracy of each step\n\nShares of positions at which the head's likeliest token "
-        "is the text's. Step s has the head's own features in place of the last s states.\n\n"
-        + "\n".join(
-            ["| text | steps |\n|---|---|"]
-            + [
-                f"| {kind} | {', '.join(f'{share:.3f}' for share in shares)} |"
-                for kind, shares in told["accuracies"].items()
-            ]
-        ),
-    ]
-    return "\n\n".join(parts) + "\n"
+        data="the target's own words after beginnings out of its corpus",
+        commit=commit,
+        recipe=recipe,
+        sharpness=stored.sharpness,
+    )
+    text = readme_of_heads(
+        told,
+        title="An EAGLE-like head",
+        each="step",
+        shares="Shares of positions at which the head's likeliest token is the text's. Step s has "
+        "the head's own features in place of the last s states.",
+    )
+    write_card(folder, told, text)
