@@ -446,32 +446,6 @@ def forward(model: Any, cache: Any, tokens: Tensor, tree: Tensor | None, before:
 
 
 # Costs -------------------------------------------------------------------------------------------
-class WrongTree(Wrong):
-    """Free trees of one shape, whose first tokens are always wrong."""
-
-    def __init__(self, text: list[int], tree: Tree) -> None:
-        super().__init__(text, tree.depth)
-        self.ranks = tree.ranks
-        self.parents = torch.tensor(tree.parents, dtype=torch.int32)
-
-    def propose(
-        self,
-        contexts: Sequence[Sequence[int]],
-        samplings: Sequence[SamplingConfig],  # noqa: ARG002 - part of the protocol
-        max_tokens: Sequence[int],
-        generators: Sequence[torch.Generator],  # noqa: ARG002
-        *,
-        hidden: Tensor | None = None,  # noqa: ARG002
-    ) -> list[Draft]:
-        """Return the tree, filled with vocabulary neighbors of the right token."""
-        (context,), (most,) = contexts, max_tokens
-        if len(context) >= len(self.text) or most < self.length:
-            return [Draft.chain([])]
-        vocab, right = speculative.shipped().fast_target.vocab_size, self.text[len(context)]
-        tokens = [(right + 1 + rank) % vocab for rank in self.ranks]
-        return [Draft(torch.tensor(tokens), self.parents)]
-
-
 @case("cost/64 tokens of code", minutes=3, needs="cpu")
 def costs(sizes: Sizes = FULL) -> list[Measurement]:
     """v of each tree, c of its drafts, and tokens per step / (v + c) compared with the speedup."""
@@ -485,7 +459,7 @@ def costs(sizes: Sizes = FULL) -> list[Measurement]:
     ways = {PLAIN: speculative.always(None)}
     for name, tree in trees.items():
         ways[name] = speculative.always(drafts[name])
-        ways[f"v {name}"] = lambda place, tree=tree: WrongTree(texts[place], tree)  # type: ignore[misc]
+        ways[f"v {name}"] = lambda place, tree=tree: Wrong([texts[place]], tree)  # type: ignore[misc]
     rounds = speculative.steady(ways, given, sizes.tokens, sizes.rounds)
     plain = [x.step for x in rounds[PLAIN]]
     at, found = f"{sizes.short} tokens of code", []
@@ -1092,7 +1066,7 @@ def requests(sizes: Sizes = FULL) -> list[Measurement]:
         engines = {
             name: speculative.Batch(rows, way) for name, way in ({PLAIN: None} | trees).items()
         }
-        runs: dict[str, list[speculative.Full]] = {name: [] for name in engines}
+        runs: dict[str, list[speculative.Steady]] = {name: [] for name in engines}
         outputs, dice = {}, random.Random(rows)
         for turn in range(-1, sizes.rounds):  # the first turn warms up
             for name in dice.sample(list(engines), len(engines)):

@@ -452,13 +452,16 @@ class Metered:
 
 
 class Wrong:
-    """Free drafts of a fixed length, whose first token is always wrong.
+    """Free drafts of one shape, whose first tokens are always wrong.
 
-    text: the prompt and the target's output.
+    texts: prompts, each with the target's output.
     """
 
-    def __init__(self, text: list[int], length: int) -> None:
-        self.text, self.length = text, length
+    def __init__(self, texts: Sequence[list[int]], tree: Tree) -> None:
+        self.texts, self.depth = texts, tree.depth
+        cuts = [tree.cut(depth) for depth in range(tree.depth + 1)]
+        self.ranks = [torch.tensor(cut.ranks, dtype=torch.int64) for cut in cuts]
+        self.parents = [torch.tensor(cut.parents, dtype=torch.int32) for cut in cuts]
 
     def propose(
         self,
@@ -469,12 +472,15 @@ class Wrong:
         *,
         hidden: Tensor | None = None,  # noqa: ARG002
     ) -> list[Draft]:
-        """Return a chain that repeats the vocabulary neighbor of the right token."""
-        (context,), (most,) = contexts, max_tokens
-        if len(context) >= len(self.text):
-            return [Draft.chain([])]
-        other = (self.text[len(context)] + 1) % shipped().fast_target.vocab_size
-        return [Draft.chain([other] * min(self.length, most))]
+        """Return trees that are filled with vocabulary neighbors of the right token."""
+        drafts, vocab = [], shipped().fast_target.vocab_size
+        for context, most in zip(contexts, max_tokens, strict=True):
+            size, row = len(context), list(context)
+            right = [text[size] for text in self.texts if size < len(text) and text[:size] == row]
+            depth = min(self.depth, most) if right else 0
+            tokens = (self.ranks[depth] + 1 + right[0]) % vocab if right else self.ranks[0]
+            drafts.append(Draft(tokens, self.parents[depth]))
+        return drafts
 
     def commit(self, accepted: Sequence[Accepted]) -> None:
         """Do nothing."""
@@ -482,22 +488,27 @@ class Wrong:
 
 @dataclass(kw_only=True)
 class Steady:
-    """The steps of some outputs after the first, which excludes the prompts' forwards."""
+    """Steps of some outputs in which all rows decoded, so without the prompts' forwards."""
 
     seconds: float = 0.0
     tokens: int = 0
     steps: int = 0
     drafting: float = 0.0
-    sizes: list[int] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)  # drafted per row, in each step
 
     @property
     def step(self) -> float:
         """Seconds per step."""
         return self.seconds / self.steps
 
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
     def run(self, prompt: list[int], proposer: Proposer | None, tokens: int) -> None:
         """Add one output; with wrong drafts, only the steps that have room for a whole draft."""
-        room = tokens - 1 - proposer.length if isinstance(proposer, Wrong) else None
+        room = tokens - 1 - proposer.depth if isinstance(proposer, Wrong) else None
         meter = None if proposer is None else Metered(proposer)
         blocks = stream(shipped().fast_target, prompt, settings(tokens), proposer=meter)
         next(blocks)
@@ -544,7 +555,7 @@ def costs(kind: str, length: int, proposers: Mapping[str, Any], sizes: Sizes) ->
     longest = max(proposer.gamma for proposer in proposers.values())
     ways: dict[str, Callable[[int], Proposer | None]] = {PLAIN: always(None)}
     for size in range(1, longest + 1):
-        ways[f"v {size}"] = lambda place, size=size: Wrong(texts[place], size)  # type: ignore[misc]
+        ways[f"v {size}"] = lambda place, size=size: Wrong([texts[place]], chain_tree(size))  # type: ignore[misc]
     ways |= {name: always(proposer) for name, proposer in proposers.items()}
     rounds = steady(ways, given, sizes.tokens, sizes.rounds)
     at = f"{length} tokens of {kind}"
@@ -587,7 +598,7 @@ def predicted(
     drafting = [x.drafting / x.steps / t for x, t in zip(rounds, one, strict=True)]
     drafted = [max(1, sum(x.sizes)) / x.steps for x in rounds]
     verifying = [
-        statistics.fmean(v[size][turn] for size in x.sizes) for turn, x in enumerate(rounds)
+        statistics.fmean(v[int(size)][turn] for size in x.sizes) for turn, x in enumerate(rounds)
     ]
     measured = [x.tokens / x.seconds * t for x, t in zip(rounds, one, strict=True)]
     expected = [
@@ -1137,59 +1148,6 @@ BATCHED: dict[str, Callable[[], Proposer]] = {
 """What is compared in batches."""
 
 
-class Wrongs:
-    """Free chains of `length` tokens for the rows of a batch, whose first token is always wrong.
-
-    said: the target's output after each prompt.
-    """
-
-    def __init__(self, said: Mapping[tuple[int, ...], list[int]], length: int) -> None:
-        self.texts = [[*prompt, *output] for prompt, output in said.items()]
-        self.length = length
-
-    def propose(
-        self,
-        contexts: Sequence[Sequence[int]],
-        samplings: Sequence[SamplingConfig],  # noqa: ARG002 - part of the protocol
-        max_tokens: Sequence[int],
-        generators: Sequence[torch.Generator],  # noqa: ARG002
-        *,
-        hidden: Tensor | None = None,  # noqa: ARG002
-    ) -> list[Draft]:
-        """Return chains that repeat the vocabulary neighbor of the right token."""
-        drafts = []
-        for context, most in zip(contexts, max_tokens, strict=True):
-            size, row = len(context), list(context)
-            right = [text[size] for text in self.texts if text[:size] == row and size < len(text)]
-            wrong = (right[0] + 1) % shipped().fast_target.vocab_size if most and right else 0
-            drafts.append(Draft.chain([wrong] * (min(self.length, most) if right else 0)))
-        return drafts
-
-    def commit(self, accepted: Sequence[Accepted]) -> None:
-        """Do nothing."""
-
-
-@dataclass(kw_only=True)
-class Full:
-    """The steps of an engine in which all of its rows decoded, and nothing else happened."""
-
-    seconds: float = 0.0
-    tokens: int = 0
-    steps: int = 0
-    drafting: float = 0.0
-    drafted: list[float] = field(default_factory=list)  # per row, in each step
-
-    @property
-    def step(self) -> float:
-        """Seconds per step."""
-        return self.seconds / self.steps
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
-
-
 class Batch:
     """An engine with `rows` slots, which stay full as long as requests wait."""
 
@@ -1204,9 +1162,9 @@ class Batch:
             proposer=self.meter,
         )
 
-    def serve(self, given: Sequence[list[int]], tokens: int) -> tuple[list[list[int]], Full]:
+    def serve(self, given: Sequence[list[int]], tokens: int) -> tuple[list[list[int]], Steady]:
         """Return the outputs of requests that all come at once, and the full steps."""
-        engine, full = self.engine, Full()
+        engine, full = self.engine, Steady()
         said: dict[str, list[int]] = {}
         for prompt in given:
             said[engine.submit(prompt, settings(tokens))] = []
@@ -1221,7 +1179,7 @@ class Batch:
             full.tokens += record.emitted
             full.steps += 1
             full.drafting += 0.0 if self.meter is None else self.meter.seconds - before
-            full.drafted.append(record.drafted / self.rows)
+            full.sizes.append(record.drafted / self.rows)
         return list(said.values()), full
 
 
@@ -1247,15 +1205,15 @@ def batch(sizes: Sizes = FULL) -> list[Measurement]:
     return found
 
 
-def serve_all(rows: int, sizes: Sizes) -> tuple[dict[str, list[Full]], dict[str, Any]]:
+def serve_all(rows: int, sizes: Sizes) -> tuple[dict[str, list[Steady]], dict[str, Any]]:
     """Serve the same requests by every way, in shuffled rounds; return full steps and details."""
     given, tokens = requests(sizes), sizes.batch_tokens
     said = Batch(rows, None).serve(given, tokens)[0]
-    known = {tuple(prompt): output for prompt, output in zip(given, said, strict=True)}
+    known = [prompt + output for prompt, output in zip(given, said, strict=True)]
     ways: dict[str, Proposer | None] = {PLAIN: None, **{n: make() for n, make in BATCHED.items()}}
-    ways |= {f"v {size}": Wrongs(known, size) for size in sizes.wrong}
+    ways |= {f"v {size}": Wrong(known, chain_tree(size)) for size in sizes.wrong}
     engines = {name: Batch(rows, way) for name, way in ways.items()}
-    runs: dict[str, list[Full]] = {name: [] for name in ways}
+    runs: dict[str, list[Steady]] = {name: [] for name in ways}
     outputs, dice = {}, random.Random(rows)
     for turn in range(-1, sizes.batch_rounds):  # the first turn warms up
         for name in dice.sample(list(ways), len(ways)):
@@ -1265,7 +1223,7 @@ def serve_all(rows: int, sizes: Sizes) -> tuple[dict[str, list[Full]], dict[str,
     return runs, refuse_wrong(outputs, given)
 
 
-def fitted(timed: Mapping[int, Mapping[str, Sequence[Full]]], sizes: Sizes) -> speedup.Roofline:
+def fitted(timed: Mapping[int, Mapping[str, Sequence[Steady]]], sizes: Sizes) -> speedup.Roofline:
     """Return a roofline through two measured steps: the one with fewest tokens and with most.
 
     The first is taken to be bound by memory and the second by arithmetic. So it describes this
@@ -1283,7 +1241,7 @@ def fitted(timed: Mapping[int, Mapping[str, Sequence[Full]]], sizes: Sizes) -> s
 
 def batch_numbers(
     rows: int,
-    runs: Mapping[str, Sequence[Full]],
+    runs: Mapping[str, Sequence[Steady]],
     told: Mapping[str, Any],
     roof: speedup.Roofline,
     sizes: Sizes,
@@ -1313,8 +1271,8 @@ def batch_numbers(
 
 
 def method_numbers(
-    runs: Sequence[Full],
-    plain: Sequence[Full],
+    runs: Sequence[Steady],
+    plain: Sequence[Steady],
     measured: Sequence[Mapping[int, float]],
     lines: Mapping[int, float],
     at: str,
@@ -1338,7 +1296,7 @@ def method_numbers(
     peers, over = {"predicted": predicted, "roofline": by_roofline}, ratios(predicted, speedups)
     told: dict[str, Any] = {
         "steps": runs[0].steps,
-        "drafted per step and row": statistics.fmean(runs[0].drafted),
+        "drafted per step and row": statistics.fmean(runs[0].sizes),
     }
     return [
         seen(f"tokens per step and row/{at}", "tokens", per_step, **told),
@@ -1348,7 +1306,7 @@ def method_numbers(
     ]
 
 
-def cost_of_steps(run: Full, v: Mapping[int, float]) -> float:
+def cost_of_steps(run: Steady, v: Mapping[int, float]) -> float:
     """Return the mean cost of a run's steps in plain steps, with v on lines between its places."""
-    read = [1 + drafted for drafted in run.drafted]
+    read = [1 + drafted for drafted in run.sizes]
     return float(numpy.interp(read, list(v), list(v.values())).mean())

@@ -152,7 +152,7 @@ def test_wrong_trees_cost_a_step_each_and_bring_nothing() -> None:
     text = prompt + speculative.ours(None, 16)(prompt)
     tree = Tree(((0,), (1,), (0, 0)))
     run = speculative.Steady()
-    run.run(prompt, cases.WrongTree(text, tree), 16)
+    run.run(prompt, speculative.Wrong([text], tree), 16)
     assert run.tokens == run.steps == 16 - 1 - 2 and run.sizes == [3] * run.steps
 
 

@@ -15,6 +15,7 @@ from labcore.data import installed_sources
 from labcore.decoding.contract import Accepted, Draft
 from labcore.decoding.medusa.fused import FusedHeads
 from labcore.decoding.medusa.heads import MedusaHeads
+from labcore.decoding.medusa.trees import chain_tree
 from labcore.decoding.ngram import NGram
 from labcore.decoding.theory import exact, speedup
 from labcore.decoding.verify import VERIFIERS, TypicalAcceptance, rejection_sampling
@@ -141,7 +142,7 @@ def test_wrong_drafts_cost_a_step_each_and_bring_nothing() -> None:
     (prompt,) = cases.rows("code", 6, count=1)
     text = prompt + cases.ours(None, 12)(prompt)
     run = cases.Steady()
-    run.run(prompt, cases.Wrong(text, 3), 12)
+    run.run(prompt, cases.Wrong([text], chain_tree(3)), 12)
     assert run.tokens == run.steps == 12 - 1 - 3 and run.sizes == [3] * run.steps
     run = cases.Steady()
     run.run(prompt, None, 12)
@@ -341,8 +342,8 @@ def test_every_method_runs_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_roofline_goes_through_its_two_steps() -> None:
     timed = {
-        1: {cases.PLAIN: [cases.Full(seconds=4.0, steps=2)]},
-        16: {"v 8": [cases.Full(seconds=60.0, steps=2)]},
+        1: {cases.PLAIN: [cases.Steady(seconds=4.0, steps=2)]},
+        16: {"v 8": [cases.Steady(seconds=60.0, steps=2)]},
     }
     roof = cases.fitted(timed, cases.FULL)
     context = cases.FULL.short + cases.FULL.batch_tokens // 2
@@ -351,18 +352,18 @@ def test_a_roofline_goes_through_its_two_steps() -> None:
 
 
 def test_steps_cost_what_lies_between_the_measured_widths() -> None:
-    run = cases.Full(drafted=[0.0, 1.0, 3.0])
+    run = cases.Steady(sizes=[0.0, 1.0, 3.0])
     assert cases.cost_of_steps(run, {1: 1.0, 2: 1.5, 5: 3.0}) == pytest.approx((1 + 1.5 + 2.5) / 3)
 
 
 def test_wrong_drafts_in_a_batch_are_never_accepted() -> None:
     given = cases.requests(replace(cases.SMALL, prompts=3))
     said, _ = cases.Batch(3, None).serve(given, 8)
-    known = {tuple(prompt): output for prompt, output in zip(given, said, strict=True)}
-    batch = cases.Batch(3, cases.Wrongs(known, 2))
+    known = [prompt + output for prompt, output in zip(given, said, strict=True)]
+    batch = cases.Batch(3, cases.Wrong(known, chain_tree(2)))
     outputs, full = batch.serve(given, 8)
     assert outputs == said
-    assert full.steps and full.tokens == 3 * full.steps and max(full.drafted) == 2
+    assert full.steps and full.tokens == 3 * full.steps and max(full.sizes) == 2
     assert not sum(record.accepted for record in batch.engine.trace)
 
 
