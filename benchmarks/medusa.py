@@ -60,6 +60,7 @@ from labcore.decoding.trace import Statistics
 from labcore.decoding.verify import VERIFIERS, TypicalAcceptance
 from labcore.memory import Meter, estimate
 from labcore.models import Llama, LlamaConfig, bits_per_byte, held_out
+from labcore.models.fused import FusedLlama
 from labcore.optim import AdamW
 from labcore.studies.medusa import Trained, mix, predictions, train_both
 from labcore.timing import paired
@@ -140,12 +141,6 @@ def trained() -> MedusaHeads:
     return pretrained_heads(speculative.shipped().target)
 
 
-@functools.cache
-def fused(heads: MedusaHeads) -> FusedHeads:
-    """Return the fused version of the heads, which is timed."""
-    return FusedHeads(heads)
-
-
 def like(shape: MedusaHeads, backbone: Llama, **other: Any) -> MedusaHeads:
     """Return new heads of the same shape, except for what is named."""
     names = ("heads", "layers", "projection", "rank")
@@ -177,7 +172,7 @@ def prompts(kind: str, sizes: Sizes) -> list[list[int]]:
 def said(given: Sequence[list[int]], tokens: int, temperature: float = 0.0) -> list[list[int]]:
     """Return the target's own output for each prompt."""
     asked = [speculative.settings(tokens, temperature, place) for place in range(len(given))]
-    return generate(speculative.shipped().fast_target, list(given), asked).tokens
+    return generate(speculative.shipped().target, list(given), asked).tokens
 
 
 @torch.inference_mode()
@@ -253,7 +248,7 @@ def small_trees(sizes: Sizes) -> dict[str, Tree]:
 
 def proposers(trees: Mapping[str, Tree]) -> dict[str, Proposer]:
     """Return proposers with the shipped heads."""
-    return {name: Medusa(fused(trained()), tree) for name, tree in trees.items()}
+    return {name: Medusa(trained(), tree) for name, tree in trees.items()}
 
 
 def about(tree: Tree) -> dict[str, Any]:
@@ -284,7 +279,7 @@ def counts_of(
 ) -> list[Statistics]:
     """Return the counts of drafted and accepted tokens, row by row."""
     asked = [speculative.settings(tokens, temperature, 1000 * seed + n) for n in range(len(given))]
-    model = speculative.shipped().fast_target
+    model = speculative.shipped().target
     return generate(model, list(given), asked, proposer=proposer, verifier=verifier).per_row
 
 
@@ -300,8 +295,9 @@ def decoding(given: Sequence[list[int]], at: str, sizes: Sizes) -> list[Measurem
     ways: dict[str, Proposer] = {
         f"n-gram {n}": NGram(speculative.MAXIMUM, 1, gamma=n) for n in sizes.ngrams
     }
-    small = speculative.shipped().fast_draft
+    small = speculative.shipped().draft
     ways |= {f"draft {n}": DraftModel(small, gamma=n) for n in sizes.drafts}
+    ways["draft model"] = speculative.draft_model()
     ways |= proposers(trees)
     calls = {PLAIN: speculative.ours(None, sizes.tokens)}
     calls |= {name: speculative.ours(proposer, sizes.tokens) for name, proposer in ways.items()}
@@ -311,8 +307,8 @@ def decoding(given: Sequence[list[int]], at: str, sizes: Sizes) -> list[Measurem
         **provenance(sizes),
         "tokens of each prompt": [len(prompt) for prompt in given],
         "tokens of each output": sizes.tokens,
-        "weights packed in fp16": speculative.shipped().fast_target.packed,
-        "heads packed in fp16": fused(trained()).packed,
+        "weights packed in fp16": speculative.packed(),
+        "heads packed in fp16": FusedHeads(trained()).packed,
         "dtype": "float32",
     }
     tokens = {name: sum(map(len, found)) for name, found in outputs.items()}
@@ -409,7 +405,7 @@ def tokens_of_trees(sizes: Sizes = FULL) -> list[Measurement]:
 @case("trees/forwards", minutes=1, needs="cpu")
 def forwards_of_trees(sizes: Sizes = FULL) -> list[Measurement]:
     """v: the target's forward over a tree and the token before it, relative to one token."""
-    target, found = speculative.shipped().fast_target, []
+    target, found = FusedLlama(speculative.shipped().target), []
     every = sorted({*sizes.few, *sizes.budgets})
     trees = {n: next(iter(sparse([n], sizes).values())) for n in every}
     for context in sizes.contexts:
@@ -488,13 +484,14 @@ def cost_of_heads(sizes: Sizes = FULL) -> list[Measurement]:
     """
     pair, found = speculative.shipped(), []
     (context, *_), shape = sizes.contexts, trained()
+    target = FusedLlama(pair.target)
     chance = torch.Generator().manual_seed(0)
-    prompt = torch.randint(pair.fast_target.vocab_size, (1, context), generator=chance)
-    cache = pair.fast_target.new_cache(1, context + 1)
-    hidden = pair.fast_target(prompt, cache=cache).hidden[:, -1]
+    prompt = torch.randint(target.vocab_size, (1, context), generator=chance)
+    cache = target.new_cache(1, context + 1)
+    hidden = target(prompt, cache=cache).hidden[:, -1]
     last, before = prompt[:, -1:], torch.tensor([context])
     calls: dict[str, Callable[[], object]] = {
-        "plain": functools.partial(forward, pair.fast_target, cache, last, None, before)
+        "plain": functools.partial(forward, target, cache, last, None, before)
     }
     every = list(itertools.product(PROJECTIONS, range(1, shape.heads + 1)))
     packed = {}
@@ -652,7 +649,7 @@ def judge(
     for heads, table in zip(every, shares, strict=True):
         ((_, tree),) = sparse([FEWEST], sizes, heads.eval()).items()
         expected.append(expected_tokens(tree, table))
-        proposer = Medusa(FusedHeads(heads), tree)
+        proposer = Medusa(heads, tree)
         measured.append(tokens_per_step(proposer, given, sizes.tokens))
     at = f"{name}, sparse {FEWEST}"
     return [

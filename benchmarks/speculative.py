@@ -27,9 +27,10 @@ from benchmarks.runner import Measurement, case, exact, ratios, seen
 from labcore.data import installed_prompts, installed_sources
 from labcore.decoding.audit import near_tie_audit
 from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig
+from labcore.decoding.decoders import as_decoder
 from labcore.decoding.draft_model import DraftModel
 from labcore.decoding.generation import generate, stream
-from labcore.decoding.medusa.fused import FusedHeads
+from labcore.decoding.medusa.heads import MedusaHeads
 from labcore.decoding.medusa.proposer import Medusa
 from labcore.decoding.medusa.shipped import pretrained_heads
 from labcore.decoding.medusa.trees import Tree, chain_tree
@@ -120,30 +121,29 @@ Decode = Callable[[list[int]], list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Target and draft: the models, and their fused versions, which are timed."""
+    """Target and draft."""
 
     target: Llama
     draft: Llama
     tokenizer: Tokenizer
-    fast_target: FusedLlama
-    fast_draft: FusedLlama
-
-    @classmethod
-    def of(cls, target: Llama, draft: Llama, tokenizer: Tokenizer) -> Pair:
-        """Return the pair with its fused versions."""
-        return cls(
-            target=target,
-            draft=draft,
-            tokenizer=tokenizer,
-            fast_target=FusedLlama(target),
-            fast_draft=FusedLlama(draft),
-        )
 
 
 @functools.cache
 def shipped() -> Pair:
     """Return the models of this course."""
-    return Pair.of(pretrained("target"), pretrained("draft"), shipped_tokenizer())
+    return Pair(
+        target=pretrained("target"), draft=pretrained("draft"), tokenizer=shipped_tokenizer()
+    )
+
+
+def packed() -> bool:
+    """Return whether the target's fused form, which `generate` chooses, reads weights in fp16."""
+    return FusedLlama(shipped().target).packed
+
+
+def draft_model() -> DraftModel:
+    """Return drafts by the draft model as one would use them: while it's confident."""
+    return DraftModel(shipped().draft, gamma=6, confidence=CONFIDENCE)
 
 
 def rows(kind: str, length: int, count: int) -> list[list[int]]:
@@ -167,7 +167,8 @@ def settings(tokens: int, temperature: float = 0.0, seed: int = 0) -> SamplingCo
 
 def ours(proposer: Proposer | None, tokens: int) -> Decode:
     """Return greedy decoding by labcore, one prompt at a time."""
-    target = shipped().fast_target
+    # Chosen once: to see whether a Llama has changed takes as long as several tokens.
+    target = as_decoder(shipped().target)
 
     def decode(prompt: list[int]) -> list[int]:
         return generate(target, [prompt], settings(tokens), proposer=proposer).tokens[0]
@@ -199,13 +200,11 @@ def theirs(model: Any, tokens: int, **options: Any) -> Decode:
 
 
 def draft_models(sizes: Sizes) -> dict[str, Proposer]:
-    """Return draft-model proposers with constant lengths and with lengths that adapt."""
-    small = shipped().fast_draft
+    """Return the draft model, and beside it drafts of constant lengths and one that adapts."""
+    small = shipped().draft
     found: dict[str, Proposer] = {f"draft {n}": DraftModel(small, gamma=n) for n in sizes.drafts}
-    for name, confidence in (("draft adaptive", 0.0), ("draft confident", CONFIDENCE)):
-        longest = DraftModel(small, gamma=sizes.adaptive)
-        found[name] = Adaptive(longest, start=2, confidence=confidence)
-    return found
+    found["draft adaptive"] = Adaptive(DraftModel(small, gamma=sizes.adaptive), start=2)
+    return found | {"draft model": draft_model()}
 
 
 def ngrams(sizes: Sizes) -> dict[str, Proposer]:
@@ -260,7 +259,7 @@ def refuse_wrong(
 
 def counted(proposer: Proposer | None, given: Sequence[list[int]], tokens: int) -> Statistics:
     """Return the counts of a proposer's drafted and accepted tokens in greedy decoding."""
-    target = shipped().fast_target
+    target = shipped().target
     return generate(target, list(given), settings(tokens), proposer=proposer).statistics
 
 
@@ -330,7 +329,7 @@ def decoding(kind: str, length: int, sizes: Sizes, *, drafts: bool) -> list[Meas
         "tokens of each prompt": [len(prompt) for prompt in given],
         **origin(kind),
         "tokens of each output": sizes.tokens,
-        "weights packed in fp16": shipped().fast_target.packed,
+        "weights packed in fp16": packed(),
         "dtype": "float32",
     }
     tokens = {name: sum(map(len, found)) for name, found in outputs.items()}
@@ -473,7 +472,7 @@ class Wrong:
         hidden: Tensor | None = None,  # noqa: ARG002
     ) -> list[Draft]:
         """Return trees that are filled with vocabulary neighbors of the right token."""
-        drafts, vocab = [], shipped().fast_target.vocab_size
+        drafts, vocab = [], shipped().target.config.vocab_size
         for context, most in zip(contexts, max_tokens, strict=True):
             size, row = len(context), list(context)
             right = [text[size] for text in self.texts if size < len(text) and text[:size] == row]
@@ -510,7 +509,7 @@ class Steady:
         """Add one output; with wrong drafts, only the steps that have room for a whole draft."""
         room = tokens - 1 - proposer.depth if isinstance(proposer, Wrong) else None
         meter = None if proposer is None else Metered(proposer)
-        blocks = stream(shipped().fast_target, prompt, settings(tokens), proposer=meter)
+        blocks = stream(shipped().target, prompt, settings(tokens), proposer=meter)
         next(blocks)
         if meter is not None:
             meter.forget()
@@ -561,7 +560,7 @@ def costs(kind: str, length: int, proposers: Mapping[str, Any], sizes: Sizes) ->
     at = f"{length} tokens of {kind}"
     one = [x.step for x in rounds[PLAIN]]
     table = {n: verification(rounds[f"v {n}"], one) for n in range(1, longest + 1)}
-    told: dict[str, Any] = {"seconds of a plain step": one, "packed": shipped().fast_target.packed}
+    told: dict[str, Any] = {"seconds of a plain step": one, "packed": packed()}
     found = [
         seen(f"v/{size + 1} tokens behind {at}", "plain steps", samples, **told)
         for size, samples in table.items()
@@ -634,10 +633,10 @@ def cost_short(sizes: Sizes = FULL) -> list[Measurement]:
 
 @case("cost/64 tokens of prose", minutes=2, needs="cpu")
 def cost_prose(sizes: Sizes = FULL) -> list[Measurement]:
-    """The same after prose, for one draft length each."""
-    small = shipped().fast_draft
+    """The same after prose, for the draft model and one draft length each."""
     ways: dict[str, Proposer] = {
-        f"draft {CONSTANT}": DraftModel(small, gamma=CONSTANT),
+        "draft model": draft_model(),
+        f"draft {CONSTANT}": DraftModel(shipped().draft, gamma=CONSTANT),
         f"n-gram {CONSTANT}": NGram(MAXIMUM, 1, gamma=CONSTANT),
         **suffixes(sizes),
     }
@@ -667,14 +666,15 @@ def cost_third_party(sizes: Sizes = FULL) -> list[Measurement]:
 def forwards(sizes: Sizes = FULL) -> list[Measurement]:
     """v of the forward alone: with packed weights, and with torch's linear layers."""
     pair, found = shipped(), []
+    fast, small = FusedLlama(pair.target), FusedLlama(pair.draft)
     for context in sizes.contexts:
         chance = torch.Generator().manual_seed(0)
-        prompt = torch.randint(pair.fast_target.vocab_size, (1, context), generator=chance)
+        prompt = torch.randint(fast.vocab_size, (1, context), generator=chance)
         room = context + max(sizes.forwards)
         forms: dict[str, tuple[Any, Any]] = {
-            "labcore": (pair.fast_target, pair.fast_target.new_cache(1, room)),
+            "labcore": (fast, fast.new_cache(1, room)),
             "Llama": (pair.target, DenseCache(pair.target.config, batch=1, capacity=room)),
-            "draft": (pair.fast_draft, pair.fast_draft.new_cache(1, room)),
+            "draft": (small, small.new_cache(1, room)),
         }
         calls = {}
         with torch.inference_mode():
@@ -685,13 +685,13 @@ def forwards(sizes: Sizes = FULL) -> list[Measurement]:
                     calls[name, width] = functools.partial(forward, model, cache, tokens, before)
             named = {f"{name} {width}": call for (name, width), call in calls.items()}
             comparison = paired(named, rounds=10 * sizes.rounds)
-        unit, packed = "forwards over one token", pair.fast_target.packed
+        unit = "forwards over one token"
         for width in sizes.forwards:
             if width > 1:
                 quantity = f"forward over {width} tokens/{context} before"
                 samples = comparison.ratios(f"labcore {width}", "labcore 1")
                 peer = {"Llama": comparison.ratios(f"Llama {width}", "Llama 1")}
-                found.append(seen(quantity, unit, samples, peers=peer, packed=packed))
+                found.append(seen(quantity, unit, samples, peers=peer, packed=fast.packed))
         for what, name in (("forward of the draft", "draft 1"), ("forward of Llama", "Llama 1")):
             samples = comparison.ratios(name, "labcore 1")
             found.append(seen(f"{what}/{context} before", "forwards of the target", samples))
@@ -714,7 +714,7 @@ def outcomes_of(
     """Return the counts and outcomes of each row of a batch, with a separate seed per row."""
     meter = Metered(proposer)
     asked = [settings(tokens, temperature, 1000 * seed + place) for place in range(len(given))]
-    done = generate(shipped().fast_target, list(given), asked, proposer=meter)
+    done = generate(shipped().target, list(given), asked, proposer=meter)
     return done.per_row, meter.outcomes()
 
 
@@ -731,7 +731,7 @@ def finite(samples: Iterable[float]) -> list[float]:
 @case("acceptance", minutes=2)
 def acceptance(sizes: Sizes = FULL) -> list[Measurement]:
     """Acceptance and tokens per step by draft length and temperature, against closed forms."""
-    small, found = shipped().fast_draft, []
+    small, found = shipped().draft, []
     asked = (rows("code", sizes.short, sizes.prompts), sizes.tokens)
     for temperature in TEMPERATURES:
         after: list[tuple[float, float]] = []
@@ -831,7 +831,7 @@ def texts(sizes: Sizes = FULL) -> list[Measurement]:
         head = text[: sizes.read]
         bits = bits_per_byte(pair.target, head, pair.tokenizer)
         found.append(exact(f"bits per byte/{name}", "bits", bits, characters=len(head)))
-    small = pair.fast_draft
+    small = pair.draft
     ways: dict[str, Callable[[], Proposer]] = {
         f"draft {CONSTANT}": functools.partial(DraftModel, small, gamma=CONSTANT),
         f"n-gram {CONSTANT}": functools.partial(NGram, MAXIMUM, 1, gamma=CONSTANT),
@@ -899,12 +899,11 @@ GATE_COUNTS: dict[str, tuple[str, Callable[[Statistics], float]]] = {
 @case("gate", minutes=3, needs="cpu")
 def gate(sizes: Sizes = FULL) -> list[Measurement]:
     """Drafts that continue while n-grams confirm them: the gain of each extra unconfirmed token."""
-    small, found = shipped().fast_draft, []
+    found = []
     ways: dict[str, Proposer] = {
-        f"slack {slack}": Gated(DraftModel(small, gamma=sizes.adaptive), NGram(MAXIMUM, 1), slack)
-        for slack in sizes.slacks
+        f"slack {slack}": Gated(draft_model(), NGram(MAXIMUM, 1), slack) for slack in sizes.slacks
     }
-    ways["no gate"] = DraftModel(small, gamma=sizes.adaptive)
+    ways["no gate"] = draft_model()
     ways["n-gram alone"] = NGram(MAXIMUM, 1, gamma=sizes.adaptive)
     timed = {name: always(proposer) for name, proposer in {PLAIN: None, **ways}.items()}
     for kind in ("long_code", "prose"):
@@ -935,7 +934,7 @@ def distributions(sizes: Sizes, temperature: float, seed: int) -> list[tuple[Ten
     pair, found = shipped(), []
     for place, prompt in enumerate(rows("code", sizes.short, sizes.prompts)):
         asked = settings(sizes.tokens, temperature, 1000 * seed + place)
-        said = generate(pair.fast_target, [prompt], asked)
+        said = generate(pair.target, [prompt], asked)
         text = torch.tensor([prompt + said.tokens[0]])
         p, q = (
             probabilities(model(text).logits[0, len(prompt) - 1 : -1], asked)
@@ -1088,7 +1087,7 @@ class Judged:
 @case("block", minutes=2)
 def block(sizes: Sizes = FULL) -> list[Measurement]:
     """Tokens per step by block verification and by rejection sampling, on the same drafts."""
-    small, found = shipped().fast_draft, []
+    small, found = shipped().draft, []
     every = itertools.product(filter(None, TEMPERATURES), sizes.blocks)
     for (temperature, gamma), kind in itertools.product(every, ("code", "prose")):
         given, runs = rows(kind, sizes.short, sizes.prompts), []
@@ -1097,7 +1096,7 @@ def block(sizes: Sizes = FULL) -> list[Measurement]:
             asked = [settings(sizes.tokens, temperature, one) for one in seeds]
             runs.append(Judged())
             way = DraftModel(small, gamma=gamma)
-            generate(shipped().fast_target, given, asked, proposer=way, verifier=runs[-1])
+            generate(shipped().target, given, asked, proposer=way, verifier=runs[-1])
         by_token, by_block = (
             [1 + statistics.fmean(one[rule] for one in run.expected) for run in runs]
             for rule in ("rejection", "block")
@@ -1131,17 +1130,16 @@ def enumerated(tables: int) -> list[Measurement]:
 
 # Batches in the engine ---------------------------------------------------------------------------
 @functools.cache
-def shipped_heads() -> FusedHeads:
+def shipped_heads() -> MedusaHeads:
     """Return the Medusa heads of this course."""
-    return FusedHeads(pretrained_heads(shipped().target))
+    return pretrained_heads(shipped().target)
 
 
 BATCHED: dict[str, Callable[[], Proposer]] = {
     "n-gram 2": lambda: NGram(MAXIMUM, 1, gamma=2),
     "n-gram 4": lambda: NGram(MAXIMUM, 1, gamma=4),
     "suffix 8": lambda: Suffix(gamma=8, memory=0),
-    "draft 2": lambda: DraftModel(shipped().fast_draft, gamma=2),
-    "draft 4": lambda: DraftModel(shipped().fast_draft, gamma=4),
+    "draft model": draft_model,
     "Medusa chain 2": lambda: Medusa(shipped_heads(), chain_tree(2)),
     "Medusa tree 4": lambda: Medusa(shipped_heads(), Tree(((0,), (0, 0), (0, 0, 0), (1,)))),
 }

@@ -80,7 +80,7 @@ def test_every_way_is_timed_on_the_same_prompts(kind: str) -> None:
     found, at = case(f"decoding/64 tokens of {kind}"), f"6 tokens of {kind}"
     speeds = found[f"tokens a second/{at}"]
     trees = {f"Medusa {name}" for name in ("chain 2", "dense 4", "sparse 2", "sparse 3")}
-    ways = {"n-gram 2", "draft 2", *trees}
+    ways = {"n-gram 2", "draft 2", "draft model", *trees}
     assert set(speeds.peers) == ways
     assert all(len(samples) == 2 for samples in (speeds.samples, *speeds.peers.values()))
     assert set(speeds.details["identical to plain"].values()) == {2}

@@ -13,7 +13,6 @@ from benchmarks import speculative as cases
 from benchmarks.runner import Measurement, cases_of
 from labcore.data import installed_sources
 from labcore.decoding.contract import Accepted, Draft
-from labcore.decoding.medusa.fused import FusedHeads
 from labcore.decoding.medusa.heads import MedusaHeads
 from labcore.decoding.medusa.trees import chain_tree
 from labcore.decoding.ngram import NGram
@@ -45,8 +44,9 @@ def random_pair(seed: int = 0) -> cases.Pair:
     with torch.no_grad():
         for weight in draft.parameters():
             weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.03)
-    models = (model.bfloat16().float().eval() for model in (target, draft))
-    return cases.Pair.of(*models, shipped_tokenizer())
+    for model in (target, draft):
+        model.bfloat16().float().eval()
+    return cases.Pair(target=target, draft=draft, tokenizer=shipped_tokenizer())
 
 
 PAIR = random_pair()
@@ -84,10 +84,7 @@ def test_every_way_is_timed_on_the_same_prompts() -> None:
     found = case("decoding/64 tokens of code")
     speeds = found["tokens a second/6 tokens of code"]
     ways = {
-        *(
-            f"labcore {name}"
-            for name in ("draft 1", "draft 4", "draft adaptive", "draft confident")
-        ),
+        *(f"labcore {name}" for name in ("draft 1", "draft 4", "draft adaptive", "draft model")),
         "labcore n-gram 2",
         "labcore suffix 4",
         "transformers plain",
@@ -169,9 +166,10 @@ def test_the_prediction_is_tokens_over_verification_and_drafting() -> None:
     ],
 )
 def test_costs_are_those_of_every_length(name: str, at: str) -> None:
-    found, short, longest = case(name), "64" in name, 4
+    found, short = case(name), "64" in name
+    longest = cases.draft_model().gamma if short else cases.SMALL.adaptive
     v = [f"v/{size} tokens behind {at}" for size in range(2, longest + 2)]
-    ways = ["draft 1", "draft 4", "draft adaptive", "draft confident"] if short else []
+    ways = ["draft 1", "draft 4", "draft adaptive", "draft model"] if short else []
     kinds = ("c", "speed-up", "tokens a step over speed-up", "speed-up, predicted over measured")
     ways += ["n-gram 2", "suffix 4"]
     assert set(found) == {*v, *(f"{k}/{w}, {at}" for k in kinds for w in ways)}
@@ -214,7 +212,7 @@ def test_acceptance_has_every_length_and_temperature(monkeypatch: pytest.MonkeyP
                 speedup.expected_tokens(alpha.details["alpha"], gamma)
             )
     # A draft that is the target is always right.
-    same = cases.Pair.of(PAIR.target, PAIR.target, PAIR.tokenizer)
+    same = replace(PAIR, draft=PAIR.target)
     monkeypatch.setattr(cases, "shipped", lambda: same)
     found = case("acceptance")
     for name, item in found.items():
@@ -322,7 +320,7 @@ def test_typical_acceptance_is_biased_unlike_rejection_sampling() -> None:
 
 def test_every_method_runs_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = MedusaHeads(PAIR.target, heads=3, layers=1, projection="tied")
-    monkeypatch.setattr(cases, "shipped_heads", lambda: FusedHeads(heads.eval()))
+    monkeypatch.setattr(cases, "shipped_heads", lambda: heads.eval())
     found = case("batch")
     for rows, name in itertools.product((1, 3), cases.BATCHED):
         at = f"{name}, {rows} rows"
