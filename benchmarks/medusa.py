@@ -120,7 +120,6 @@ class Sizes:
     typical: tuple[int, ...] = (4, 16)  # nodes
     repeats: tuple[int, ...] = (0, 1, 2)
     worlds: int = 5  # seeds of enumerated models
-    trial: int = 10  # training steps in `layers`
     at_once: tuple[int, ...] = (1, 4, 8, 16)  # requests
 
 
@@ -129,8 +128,7 @@ SMALL = Sizes(
     prompts=2, tokens=16, rounds=2, short=6, cost_prompts=2, drafts=(2,), ngrams=(2,),
     chains=(2, 4), few=(2, 3), budgets=(2, 6), dense=((2,), (2, 1, 1, 1)), held_out=2,
     calibration=3, contexts=(4,), costed=(3,), window=16, steps=2, rows=2, warmup=1, seeds=(0, 1),
-    pieces=2, batch=2, length=8, timed=2, typical=(3,), repeats=(0, 1), worlds=2, trial=2,
-    at_once=(1, 3),
+    pieces=2, batch=2, length=8, timed=2, typical=(3,), repeats=(0, 1), worlds=2, at_once=(1, 3),
 )  # fmt: skip
 
 
@@ -1005,51 +1003,6 @@ def speed_of_eagle(sizes: Sizes = FULL) -> list[Measurement]:
             told = details if bar is None else {**details, "bar": bar}
             shares = ratios(samples, speeds[PLAIN])
             found.append(seen(f"{name} over plain/{kind}", "ratio", shares, **told))
-    return found
-
-
-@case("layers", minutes=1.5)
-def layers(sizes: Sizes = FULL) -> list[Measurement]:
-    """Whether heads change the outputs, or the backbone's weights and bits per byte."""
-    ways, found = proposers(sparse((FEWEST, max(sizes.budgets)), sizes)), []
-    plain = speculative.ours(None, sizes.tokens)
-    for kind, given in {
-        "code": prompts("code", sizes),
-        "prose": prompts("prose", sizes),
-        "held-out code": held_out_rows("code", sizes),
-    }.items():
-        outputs = [plain(prompt) for prompt in given]
-        for name, proposer in ways.items():
-            decode = speculative.ours(proposer, sizes.tokens)
-            mine = [decode(prompt) for prompt in given]
-            proved = speculative.refuse_wrong({PLAIN: outputs, name: mine}, given)
-            share, gap = proved["identical to plain"][name] / len(given), "largest gap, nats"
-            found += [
-                exact(f"identical outputs/{kind}, {name}", "share", share, **proved),
-                exact(f"largest gap/{kind}, {name}", "nats", proved[gap], **proved),
-            ]
-    return found + backbone_after_training(sizes)
-
-
-def backbone_after_training(sizes: Sizes) -> list[Measurement]:
-    """Compare the backbone's weights and bits per byte before and after training its heads."""
-    pair, found = speculative.shipped(), []
-    before = {name: tensor.clone() for name, tensor in pair.target.state_dict().items()}
-    bits = {kind: bits_per_byte(pair.target, held_out(kind), pair.tokenizer) for kind in KINDS}
-    heads = like(trained(), pair.target)
-    states = states_of_corpus(sizes.rows * sizes.trial, sizes.window, heads.heads, sizes.pieces)
-    curve = train_heads(
-        heads, states, steps=sizes.trial, batch=sizes.rows, warmup=1, progress=False
-    )
-    after = pair.target.state_dict()
-    changed = sum(int((after[name] != tensor).sum()) for name, tensor in before.items())
-    told: dict[str, Any] = {"steps": sizes.trial, "loss": [curve.losses[0], curve.losses[-1]]}
-    found.append(exact("weights of the backbone that changed", "weights", changed, **told))
-    for kind, first in bits.items():
-        then = bits_per_byte(pair.target, held_out(kind), pair.tokenizer)
-        details = {**told, "before": first, "after": then}
-        what = "bits a byte of the backbone, after minus before"
-        found.append(exact(f"{what}/held-out {kind}", "bits a byte", then - first, **details))
     return found
 
 
