@@ -86,6 +86,25 @@ def test_numbers_that_are_no_recipe_are_refused(change: dict[str, int], named: s
         dataclasses.replace(TINY, **change)
 
 
+@pytest.mark.parametrize(
+    ("kind", "change", "named"),
+    [
+        (DistillRecipe, {"long_steps": 0}, "long_steps"),
+        (DistillRecipe, {"long_rate": 0.0}, "long_rate"),
+        (DistillRecipe, {"batch": 1}, "batch must be at least 2"),
+        (OwnWords, {"rows": 0}, "rows"),
+        (OwnWords, {"temperature": 0.0}, "temperature"),
+        (OwnWords, {"prompt": 8, "width": 8}, "width must exceed the 8"),
+        (OwnWords, {"rows": 5, "kept": 5}, "kept must be 0 to 4"),
+    ],
+)
+def test_numbers_that_are_no_distillation_are_refused(
+    kind: type[DistillRecipe | OwnWords], change: dict[str, float], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        kind(**change)
+
+
 def test_corpus_is_large_and_holds_no_held_out_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
+from labcore.checks import positive, positive_int
 from labcore.models.fused import FusedLlama
 from labcore.models.llama import Llama
 from labcore.models.states import HiddenStates, rows_of_step
@@ -42,6 +43,17 @@ class OwnWords:
     temperature: float = 0.7
     seed: int = 3
     kept: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "prompt", "width"):
+            positive_int(name, getattr(self, name))
+        positive("temperature", self.temperature)
+        if self.width <= self.prompt:
+            raise ValueError(
+                f"width must exceed the {self.prompt} tokens of a prompt, got {self.width}"
+            )
+        if not 0 <= self.kept < self.rows:
+            raise ValueError(f"kept must be 0 to {self.rows - 1} of the rows, got {self.kept}")
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from labcore.checks import positive_int
+from labcore.checks import positive, positive_int
 from labcore.data import python_sources, python_text
 from labcore.models.config import LlamaConfig
 from labcore.models.distilling import OwnWords
@@ -58,6 +58,16 @@ class DistillRecipe:
     long_length: int = 1024
     long_rate: float = 1e-3
     seed: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "warmup", "long_steps", "long_batch", "long_length"):
+            positive_int(name, getattr(self, name))
+        for name in ("rate", "long_rate"):
+            positive(name, getattr(self, name))
+        if self.batch < 2:
+            raise ValueError(
+                f"batch must be at least 2, because the long steps halve it, got {self.batch}"
+            )
 
     def schedule(self, step: int) -> float:
         """Return the factor of the learning rate at a step, counted from 0."""
