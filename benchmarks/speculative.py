@@ -29,6 +29,8 @@ from labcore.decoding.audit import near_tie_audit
 from labcore.decoding.contract import Accepted, Draft, Proposer, SamplingConfig
 from labcore.decoding.decoders import as_decoder
 from labcore.decoding.draft_model import DraftModel
+from labcore.decoding.eagle.proposer import Eagle
+from labcore.decoding.eagle.shipped import pretrained_eagle
 from labcore.decoding.generation import generate, stream
 from labcore.decoding.medusa.heads import MedusaHeads
 from labcore.decoding.medusa.proposer import Medusa
@@ -417,6 +419,8 @@ class Metered:
     def __init__(self, inner: Proposer) -> None:
         self.inner = inner
         self.reads_hidden = getattr(inner, "reads_hidden", True)
+        if hasattr(inner, "observe"):  # whoever asks sees whether this proposer does
+            self.observe = functools.partial(self._timed, inner.observe)
         self.forget()
 
     def forget(self) -> None:
@@ -427,18 +431,20 @@ class Metered:
 
     def propose(self, *arguments: Any, **options: Any) -> list[Draft]:
         """Call the inner proposer."""
-        begin = time.perf_counter()
-        drafts = self.inner.propose(*arguments, **options)
-        self.seconds += time.perf_counter() - begin
+        drafts: list[Draft] = self._timed(self.inner.propose, *arguments, **options)
         self.sizes.append([len(draft) for draft in drafts])
         return drafts
 
     def commit(self, accepted: Sequence[Accepted]) -> None:
         """Call the inner proposer."""
-        begin = time.perf_counter()
-        self.inner.commit(accepted)
-        self.seconds += time.perf_counter() - begin
+        self._timed(self.inner.commit, accepted)
         self.accepted.append([len(one.path) for one in accepted])
+
+    def _timed(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        found = call(*arguments, **options)
+        self.seconds += time.perf_counter() - begin
+        return found
 
     def outcomes(self) -> list[list[bool]]:
         """Return, for each row, which judged tokens were accepted, without the row's last step."""
@@ -1142,6 +1148,7 @@ BATCHED: dict[str, Callable[[], Proposer]] = {
     "draft model": draft_model,
     "Medusa chain 2": lambda: Medusa(shipped_heads(), chain_tree(2)),
     "Medusa tree 4": lambda: Medusa(shipped_heads(), Tree(((0,), (0, 0), (0, 0, 0), (1,)))),
+    "EAGLE-like head": lambda: Eagle(pretrained_eagle(shipped().target)),
 }
 """What is compared in batches."""
 

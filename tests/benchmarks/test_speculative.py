@@ -13,6 +13,7 @@ from benchmarks import speculative as cases
 from benchmarks.runner import Measurement, cases_of
 from labcore.data import installed_sources
 from labcore.decoding.contract import Accepted, Draft
+from labcore.decoding.eagle.head import EagleHead
 from labcore.decoding.medusa.heads import MedusaHeads
 from labcore.decoding.medusa.trees import chain_tree
 from labcore.decoding.ngram import NGram
@@ -20,6 +21,7 @@ from labcore.decoding.theory import exact, speedup
 from labcore.decoding.verify import VERIFIERS, TypicalAcceptance, rejection_sampling
 from labcore.models import Llama, LlamaConfig
 from labcore.models.shipped import shipped_tokenizer
+from labcore.serving.engine.engine import Engine
 from tests.benchmarks.measurements import by_quantity
 
 CONFIG = LlamaConfig(
@@ -198,6 +200,30 @@ def test_outcomes_leave_out_the_step_that_ended_the_row() -> None:
     assert isinstance(drafts[0], Draft) and meter.sizes == [[2]] and meter.accepted == [[1]]
 
 
+class Watching(NGram):
+    """Notes which states it observes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads_hidden, self.seen = True, []
+
+    def observe(self, row: int, start: int, hidden: torch.Tensor) -> None:
+        self.seen.append((row, start, len(hidden)))
+
+
+def test_a_metered_proposer_observes_what_it_would_observe_alone() -> None:
+    alone, metered = Watching(), Watching()
+    for one, proposer in ((alone, alone), (metered, cases.Metered(metered))):
+        cases.counted(proposer, cases.rows("code", 6, count=2), 12)
+        batch = Engine(PAIR.target, num_blocks=32, max_num_seqs=2, proposer=proposer)
+        batch.submit([1, 2, 1, 2], cases.settings(6))
+        while not batch.idle:
+            batch.step()
+        assert one.seen
+    assert metered.seen == alone.seen
+    assert not hasattr(cases.Metered(NGram()), "observe")
+
+
 def test_acceptance_has_every_length_and_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     found = case("acceptance")
     for temperature in ("0", "0.5", "1"):
@@ -321,6 +347,7 @@ def test_typical_acceptance_is_biased_unlike_rejection_sampling() -> None:
 def test_every_method_runs_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = MedusaHeads(PAIR.target, heads=3, layers=1, projection="tied")
     monkeypatch.setattr(cases, "shipped_heads", lambda: heads.eval())
+    monkeypatch.setattr(cases, "pretrained_eagle", EagleHead)
     found = case("batch")
     for rows, name in itertools.product((1, 3), cases.BATCHED):
         at = f"{name}, {rows} rows"
