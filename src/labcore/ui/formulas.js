@@ -104,12 +104,14 @@ window.labcoreFormulas = (function () {
   function hundredths(value) { return (value + 1e-9).toFixed(2); }
 
   // labcore.ui.figures.medusa.step_cost: a 7B's step over `rows` tokens, in plain passes.
+  function medusaMachine(values) {
+    return "ridge " + (values.ridge + 1e-9).toFixed(0) + ", batch " + values.batch;
+  }
+
   function medusaCost(rows, heads, values, share) {
     var batch = values.batch, ridge = values.ridge;
     return Math.max(1, batch * rows / ridge) / Math.max(1, batch / ridge) + share * heads;
   }
-
-  function requests(batch) { return batch + " request" + (batch === 1 ? "" : "s"); }
 
   // What a tree of the chosen nodes would have done to known texts: how many steps, and how often
   // each node was accepted. A text is a string of ranks for each position.
@@ -345,10 +347,10 @@ window.labcoreFormulas = (function () {
       marker.color = [1].concat(data.order.map(function (node) { return Math.sqrt(chances[node]); }));
       marker.opacity = [1].concat(data.order.map(function (node) { return inside[node] ? 1 : 0.55; }));
       frame.data[3].x = [total(chances), replayed, replayed / here, replayed / there];
-      frame.data[3].y[3] = "at ridge " + (values.ridge + 1e-9).toFixed(0);
+      frame.data[3].y[3] = medusaMachine(values);
       frame.data[3].text = frame.data[3].x.map(hundredths);
       frame.layout.title.text = hundredths(replayed) + " tokens per step, " +
-        hundredths(replayed / there) + "x plain for " + requests(values.batch);
+        hundredths(replayed / there) + "x plain";
     },
     medusaSpeed: function (values, data, frame) {
       var rows = data.curves[[values.heads, values.branching, values.temperature].join(" ")];
@@ -368,6 +370,7 @@ window.labcoreFormulas = (function () {
         frame.data[line[0]].x = sizes;
         frame.data[line[0]].y = line[1];
       });
+      frame.data[4].name = medusaMachine(values) + ", by formula";
       frame.data[1].error_y.array = rows.map(function (row) { return row[3] - row[1]; });
       frame.data[1].error_y.arrayminus = rows.map(function (row) { return row[1] - row[2]; });
       [[2, middle], [5, costs[1]], [8, fast[1]]].forEach(function (ring) {
@@ -375,8 +378,7 @@ window.labcoreFormulas = (function () {
         frame.data[ring[0]].y = [ring[1][at - 1]];
       });
       frame.layout.title.text = at + " node" + (at === 1 ? "" : "s") + ": " +
-        hundredths(fast[0][at - 1]) + "x on this CPU, " + hundredths(fast[1][at - 1]) + "x for " +
-        requests(values.batch) + " at ridge " + (values.ridge + 1e-9).toFixed(0);
+        hundredths(fast[0][at - 1]) + "x on this CPU, " + hundredths(fast[1][at - 1]) + "x there";
     },
     // Speed over plain decoding by batch size: labcore.decoding.theory.speedup.Roofline.
     speculativeBatches: function (values, data, frame) {

@@ -46,7 +46,7 @@ def test_a_step_ends_with_a_token_of_the_target_and_the_last_may_not(seed: int) 
     written = some(seed)
     steps = written.who.count("t") + 1
     assert figures.guessed(written).layout.title.text == (
-        f"{len(written.who)} tokens in {steps} passes, {len(written.who) / steps:.2f} per pass"
+        f"{len(written.who)} tokens in {steps} passes: {len(written.who) / steps:.2f} per pass"
     )
     before = 0
     for passes in range(1, steps + 1):

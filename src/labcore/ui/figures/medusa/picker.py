@@ -88,9 +88,9 @@ def hundredths(value: float) -> str:
     return f"{value + 1e-9:.2f}"
 
 
-def requests(batch: int) -> str:
-    """Return "1 request" or "4 requests"."""
-    return f"{batch} request{'' if batch == 1 else 's'}"
+def machine(ridge: float, batch: int) -> str:
+    """Return the name of a chosen machine and batch; a half rounds up, as on the page."""
+    return f"ridge {ridge + 1e-9:.0f}, batch {batch}"
 
 
 def tree_picker(
@@ -117,10 +117,9 @@ def tree_picker(
     here = data.costs[tree.size] + data.drafting[tree.depth]
     there = step_cost(tree.size + 1, tree.depth, ridge=ridge, batch=batch)
     values = (expected, replayed, replayed / here, replayed / there)
-    title = f"{hundredths(replayed)} tokens per step, {hundredths(replayed / there)}x plain for "
-    title += requests(batch)
+    title = f"{hundredths(replayed)} tokens per step, {hundredths(replayed / there)}x plain"
     figure = go.Figure(
-        [*_tree_traces(data.tree, nodes, chances, shares), *_bars(values, ridge)],
+        [*_tree_traces(data.tree, nodes, chances, shares), *_bars(values, machine(ridge, batch))],
         {
             "title": title,
             "showlegend": False,
@@ -161,8 +160,8 @@ def _axes(tree: Tree) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _bars(values: Sequence[float], ridge: float) -> list[dict[str, Any]]:
-    names = [*_BARS, f"at ridge {ridge + 1e-9:.0f}"]
+def _bars(values: Sequence[float], machine: str) -> list[dict[str, Any]]:
+    names = [*_BARS, machine]
     return [{
         "type": "bar", "orientation": "h", "x": list(values), "y": names, "xaxis": "x2",
         "yaxis": "y2", "marker": {"color": list(_COLORS)}, "hoverinfo": "none",

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from labcore.ui import draw
 from labcore.ui.explorer import describe
-from labcore.ui.figures.medusa.picker import HEAD_SHARE, hundredths, requests, step_cost
+from labcore.ui.figures.medusa.picker import HEAD_SHARE, hundredths, machine, step_cost
 from labcore.ui.theme import PALETTE
 from labcore.ui.twin import Formula
 
@@ -95,14 +95,14 @@ def speed_by_tree(
         {**_line("replayed", sizes, middle, {"color": draw.MEASURED}, ""), "error_y": spread},
         _ring(at, middle[at - 1], ""),
         _line("this CPU, measured", sizes, here, _HERE, "2"),
-        _line("chosen machine, by formula", sizes, there, _THERE, "2"),
+        _line(f"{machine(ridge, batch)}, by formula", sizes, there, _THERE, "2"),
         _ring(at, there[at - 1], "2"),
         _line("", sizes, fast[0], _HERE, "3", showlegend=False),
         _line("", sizes, fast[1], _THERE, "3", showlegend=False),
         _ring(at, fast[1][at - 1], "3"),
     ]
     told = f"{at} node{'' if at == 1 else 's'}: {hundredths(fast[0][at - 1])}x on this CPU, "
-    told += f"{hundredths(fast[1][at - 1])}x for {requests(batch)} at ridge {ridge + 1e-9:.0f}"
+    told += f"{hundredths(fast[1][at - 1])}x there"
     figure = go.Figure(traces, {"title": told, "height": 640, **_axes(data)})
     return describe(
         figure,

@@ -45,8 +45,10 @@ def guessed_by(
 
     data: prompt -> "<guesser>, <temperature>" -> continuation, as `guesses.forty` returns it.
     """
-    figure = guessed(data[prompt][f"{guesser}, {temperature:g}"], rows=ROWS)
-    figure.layout.title.text = f"{guesser[0].upper()}{guesser[1:]}: {figure.layout.title.text}"
+    written = data[prompt][f"{guesser}, {temperature:g}"]
+    figure, per_pass = guessed(written, rows=ROWS), len(written.who) / _steps(written.who)
+    name = guesser[0].upper() + guesser[1:]
+    figure.layout.title.text = f"{name}: {per_pass:.2f} tokens per pass"
     return figure
 
 
@@ -61,7 +63,7 @@ def guessed(written: Written, *, rows: int = 0) -> go.Figure:
         _bars(cells, "y"),
         {
             **_LAYOUT,
-            "title": f"{tokens} tokens in {steps} passes, {tokens / steps:.2f} per pass",
+            "title": f"{tokens} tokens in {steps} passes: {tokens / steps:.2f} per pass",
             "yaxis": {"visible": False, "range": [lines, -0.6]},
             "height": 130 + 24 * lines,
         },
