@@ -78,7 +78,7 @@ class Sizes:
     crowd_lengths: tuple[int, int] = (10, 102)
     crowd_budget: int = 1638
     crowd_seeds: tuple[int, ...] = (100, 101)
-    load_seeds: tuple[int, ...] = tuple(range(120, 128))
+    load_seeds: tuple[int, ...] = tuple(range(130, 138))
     load_requests: int = 64
     rate_seeds: tuple[int, ...] = (30, 31, 32)
     # Each round: the seed of the run used for the fit, and the seed of the predicted runs.
@@ -626,13 +626,17 @@ def told_of_own_times(
         policy: [statistics.fmean(ratios(*pair)) for pair in zip(each, alone, strict=True)]
         for policy, each in waits.items()
     }
-    less = [a - b for a, b in zip(queue[STATIC], queue[OURS], strict=True)]
+    door = {policy: [1 + mean for mean in means] for policy, means in queue.items()}
     return [
         *(
             seen(f"{OWN} p99, {one} over {OURS}/{name}", "ratio", ratios(far[one], far[OURS]))
             for one in (WHOLE, STATIC)
         ),
-        seen(f"queue over its time alone, {STATIC} less {OURS}/{name}", "own times", less),
+        seen(
+            f"queue and time alone over its time alone, {STATIC} over {OURS}/{name}",
+            "ratio",
+            ratios(door[STATIC], door[OURS]),
+        ),
         beside(f"{OWN} p50/{name}", "own times", middle),
         beside(f"{OWN} p99/{name}", "own times", far),
         beside(f"queue over its time alone/{name}", "own times", queue),
