@@ -246,7 +246,7 @@ def test_the_audit_counts_what_differs(seed: int) -> None:
 
 RULES: dict[str, tuple[str, Exercise, str]] = {
     "lenience-test": ("count_accepted", COUNT_ACCEPTED, "strict, whatever"),
-    "siblings-test": ("next_law", NEXT_LAW, "changes nothing with you"),
+    "siblings-test": ("next_law", NEXT_LAW, "ignore `others`"),
     "trees-test": ("after_block", AFTER_BLOCK, "whatever the parents are"),
     "rows-test": ("best_length", BEST_LENGTH, "whatever `rows` is"),
 }

@@ -1,4 +1,4 @@
-"""How many drafted tokens a target keeps, from logits and given uniform numbers."""
+"""How many drafted tokens a target accepts, from logits and given uniform draws."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["COUNT_ACCEPTED", "NOBODYS", "TEMPERATURES", "clear_of_ties"]
 NOBODYS = 0.8
 TEMPERATURES = (0.6, 0.7, 1.25, 1.4)
 CASES = 20
-LEAST = 1e-4  # the smallest distance between a uniform number and its ratio
+LEAST = 1e-4  # the smallest distance between a uniform draw and its ratio
 
 
 def count_accepted(
@@ -29,8 +29,8 @@ def count_accepted(
     del lenience
     p = (target / temperature).softmax(-1)
     q = (draft / temperature).softmax(-1)
-    places = torch.arange(len(tokens))
-    ratios = p[places, tokens] / q[places, tokens]
+    positions = torch.arange(len(tokens))
+    ratios = p[positions, tokens] / q[positions, tokens]
     accepted = u < ratios
     # The running product is 0 from the first rejection on.
     return int(accepted.long().cumprod(0).sum())
@@ -49,17 +49,17 @@ def clear_of_ties(case: Mapping[str, Any], temperature: float, lenience: float =
     return bool(((gaps > LEAST) | (ratios == 0)).all())
 
 
-def _case(draw: torch.Generator, place: int) -> dict[str, Tensor]:
-    """A draft that resembles the target. Every fourth target rules out a drafted token."""
-    drafted, vocab = 5 + place % 4, 6 + place % 3
+def _case(draw: torch.Generator, number: int) -> dict[str, Tensor]:
+    """A draft that resembles the target. Every fourth target excludes a drafted token."""
+    drafted, vocab = 5 + number % 4, 6 + number % 3
     target = 1.8 * torch.randn(drafted + 1, vocab, generator=draw, dtype=torch.float64)
     noise = torch.randn(drafted, vocab, generator=draw, dtype=torch.float64)
     draft = target[:-1] + 0.8 * noise
     tokens = torch.multinomial((1.2 * draft).softmax(-1), 1, generator=draw)[:, 0]
     u = torch.rand(drafted, generator=draw, dtype=torch.float64)
-    if place % 4 == 3:
-        # The target's top-k leaves a drafted token out, and its uniform number is 0.
-        out = 1 + place % 3
+    if number % 4 == 3:
+        # The target's top-k excludes a drafted token, and its draw is 0.
+        out = 1 + number % 3
         target[out, tokens[out]] = -torch.inf
         u[out] = 0.0
         u[:out] *= 0.2
@@ -68,11 +68,11 @@ def _case(draw: torch.Generator, place: int) -> dict[str, Tensor]:
 
 @functools.cache
 def _drawn(seed: int) -> tuple[dict[str, Tensor], ...]:
-    """Cases that tell all answers apart at the temperature of every student."""
+    """Cases that distinguish all answers at every student's temperature."""
     draw = torch.Generator().manual_seed(seed)
     functions = [count_accepted, *(fn for fn, _ in COUNT_ACCEPTED.wrong.values())]
     while True:
-        cases = tuple(_case(draw, place) for place in range(CASES))
+        cases = tuple(_case(draw, number) for number in range(CASES))
         if all(_telling(functions, cases, temperature) for temperature in (NOBODYS, *TEMPERATURES)):
             return cases
 
@@ -103,58 +103,59 @@ def _own_temperature(student: int) -> Mapping[str, Any]:
 
 _MISTAKES = [
     Mistake("at most", ("u < ratios", "u <= ratios"),
-            "A token that the target gives no probability gets through with you when its uniform "
-            "number is 0. Numbers from [0, 1) do contain the 0."),
+            "You accept a token to which the target gives no probability if its draw is 0. Draws "
+            "from [0, 1) can be 0."),
     Mistake("upside down",
-            ("p[places, tokens] / q[places, tokens]", "q[places, tokens] / p[places, tokens]"),
-            "You divide the draft's probability by the target's. A token that the target likes "
-            "more than the draft does is then the one that is thrown away."),
+            ("p[positions, tokens] / q[positions, tokens]",
+             "q[positions, tokens] / p[positions, tokens]"),
+            "You divide the draft's probability by the target's. You then reject the tokens that "
+            "the target likes more than the draft does."),
     Mistake("past the first rejection", (".long().cumprod(0)", ""),
-            "You count accepted tokens behind a rejected one. They continue a text that is not "
-            "going to be written."),
+            "You count accepted tokens after a rejected one. They continue a text that won't be "
+            "written."),
     Mistake("to the last acceptance",
-            ("accepted.long().cumprod(0).sum()", "max([0, *accepted * (places + 1)])"),
-            "You count up to the last token that would be accepted, with the rejected ones before "
-            "it. What stands behind a rejected token continues another text."),
+            ("accepted.long().cumprod(0).sum()", "max([0, *accepted * (positions + 1)])"),
+            "You count up to the last token that passes, including the rejected ones before it. "
+            "What follows a rejected token continues a different text."),
     Mistake("rejected one counted", (".sum()", ".sum().add(1).clamp(max=len(u))"),
             "You count the rejected token too."),
     Mistake("greedy", ("u < ratios", "target[:-1].argmax(-1) == tokens"),
-            "You accept a token if it is the target's likeliest. That is the rule for greedy "
-            "output; of a sampled one it makes a greedy one."),
+            "You accept a token if it is the target's most likely one. That rule is for greedy "
+            "output; it makes sampled output greedy."),
     Mistake("larger accepts", ("u < ratios", "u > ratios"),
-            "You accept where the draw is above the ratio, so that what the target likes least "
-            "gets through most often."),
-    Mistake("p alone", (" / q[places, tokens]", ""),
-            "You compare the draw with the target's probability alone. It counts how often the "
-            "draft proposes the token: one that the draft proposes rarely must not be rejected as "
-            "well."),
+            "You accept a token if the draw is above the ratio. The tokens that the target likes "
+            "least then pass most often."),
+    Mistake("p alone", (" / q[positions, tokens]", ""),
+            "You compare the draw with the target's probability alone. The rule also depends on "
+            "how often the draft proposes the token: a rarely proposed token must not be rejected "
+            "as well."),
     Mistake("no draw", ("u < ratios", "ratios >= 1"),
-            "You accept exactly the tokens that the target likes at least as much as the draft "
-            "does, whatever the draw is. The others then never come, though some of them should."),
+            "You ignore the draw and accept exactly the tokens that the target likes at least as "
+            "much as the draft does. The others then never pass, though some of them should."),
     Mistake("one draw for all", ("u < ratios", "u[:1] < ratios"),
-            "Your tokens share the first draw. Each decision needs a number of its own, or they "
-            "depend on each other."),
-    Mistake("row behind", ("p[places, tokens]", "p[places + 1, tokens]"),
-            "You judge each token by the row behind it: that is what follows the token, not what "
-            "the target thought of it."),
+            "All your tokens share the first draw. Each decision needs its own draw, or the "
+            "decisions depend on each other."),
+    Mistake("next row", ("p[positions, tokens]", "p[positions + 1, tokens]"),
+            "You judge each token by the next row. That row predicts what follows the token, not "
+            "the token itself."),
     Mistake("logarithm", ("u < ratios", "u < ratios.log()"),
-            "You compare the draw with the logarithm of the ratio, which is below 0 wherever the "
+            "You compare the draw with the logarithm of the ratio, which is negative wherever the "
             "ratio is below 1."),
     Mistake("overlap",
-            ("p[places, tokens] / q[places, tokens]", "torch.minimum(p[:-1], q).sum(-1)"),
-            "You compare the draw with what the two distributions have in common. That is how "
-            "often a token is accepted on average; this token has a ratio of its own."),
+            ("p[positions, tokens] / q[positions, tokens]", "torch.minimum(p[:-1], q).sum(-1)"),
+            "You compare the draw with the overlap of the two distributions. That is the "
+            "acceptance rate averaged over all tokens; each token has its own ratio."),
     Mistake("temperature on p alone", ("draft / temperature", "draft"),
-            "The temperature changes your target's probabilities and not your draft's. The tokens "
-            "were drawn from a draft with the temperature."),
+            "You apply the temperature to the target but not to the draft. The tokens were drawn "
+            "from the draft at this temperature."),
     Mistake("temperature on q alone", ("target / temperature", "target"),
-            "The temperature changes your draft's probabilities and not your target's. The text is "
-            "to come from a target with the temperature."),
+            "You apply the temperature to the draft but not to the target. The text should follow "
+            "the target at this temperature."),
     Mistake("no temperature", ("del lenience", "temperature = 1.0"),
             "Your probabilities are those of temperature 1."),
     Mistake("temperature multiplied", ("del lenience", "temperature = 1 / temperature"),
-            "You multiply the logits by the temperature, so that a high one makes the likely "
-            "tokens likelier."),
+            "You multiply the logits by the temperature, so a high temperature makes likely "
+            "tokens even likelier."),
 ]  # fmt: skip
 
 COUNT_ACCEPTED = Exercise(
@@ -165,12 +166,12 @@ COUNT_ACCEPTED = Exercise(
     mistakes=_MISTAKES,
     cases=_cases,
     variant=_own_temperature,
-    explanation="A token x that the draft proposes with probability q(x) and that passes with "
-    "min(1, p(x) / q(x)) comes out with min(p(x), q(x)): never more often than the target wants, "
-    "and the rest is made up by the residual. A draw below the ratio passes, so that a ratio of 0 "
-    "never does and a ratio of 1 always does, as the draws are in [0, 1). The minimum with 1 is "
-    "in the proof and not in the program: no draw is above 1. What follows a rejected token was "
-    "drafted for another text. This reference knows no lenience.",
+    explanation="A token x that the draft proposes with probability q(x) and that is accepted with "
+    "probability min(1, p(x) / q(x)) appears with probability min(p(x), q(x)): never more often "
+    "than under the target. The residual adds the rest. A draw below the ratio passes, and the "
+    "draws are in [0, 1), so a ratio of 0 never passes and a ratio of 1 always does. The minimum "
+    "with 1 is needed in the proof but not in the program, because every draw is below 1. What "
+    "follows a rejected token was drafted for a different text. This reference ignores lenience.",
     hints=(
         "In the example, change the first draw from 0.3 to 0.6. How many tokens are accepted now? "
         "Then ask whether a token whose target logit is −inf can pass if its draw is 0.",

@@ -25,10 +25,10 @@ SEED = 8
 class Engine:
     """One decoder. Each flag is a fault, except the last, which is a number format.
 
-    softmaxed: the residual goes through a softmax. hole: after a full acceptance the draft model
-    does not read the last token that it drafted. unlike: the temperature is for the target alone.
-    past_end: a finished request goes on, and its tokens count. narrow: the target computes in
-    bfloat16, and a forward over several tokens adds up in another order than one over one token.
+    softmaxed: the residual goes through a softmax. hole: after a full acceptance, the draft model
+    does not read the last token that it drafted. unlike: only the target uses the temperature.
+    past_end: a finished request keeps running, and its tokens count. narrow: the target computes in
+    bfloat16, where a forward over several tokens sums in a different order than one over one token.
     """
 
     softmaxed: bool = False
@@ -42,9 +42,9 @@ class Engine:
 class Log:
     """What is measured in each block; tensors are [BLOCKS].
 
-    accepted: share of the drafted tokens that the log counts. distance: total variation between the
-    delivered tokens and the plain target's distributions at their places, both averaged.
-    delivered: tokens per request for which the block is computed.
+    accepted: share of the drafted tokens that the log counts as accepted. distance: total variation
+    between the delivered tokens and the plain target's distributions at their positions, both
+    averaged. delivered: tokens per request for which the block is computed.
     differing: share of requests whose greedy output differs from plain greedy decoding so far.
     gap: the largest distance between the logits of the two tokens at a request's first difference,
     0.0 if no request differs.
@@ -83,8 +83,8 @@ def _added(products: Tensor, parts: int) -> Tensor:
     total = torch.zeros_like(products[..., 0, :])
     for part in products.chunk(parts, dim=-2):
         running = torch.zeros_like(total)
-        for place in part.unbind(-2):
-            running = running + place
+        for term in part.unbind(-2):
+            running = running + term
         total = total + running
     return total
 
@@ -106,8 +106,8 @@ def _starts() -> tuple[Tensor, Tensor]:
     return pair, torch.randint(0, PHASES, (REQUESTS,), generator=draw)
 
 
-def _look(table: Tensor, text: list[Tensor], place: Tensor) -> Tensor:
-    return table[text[-2], text[-1], place % PHASES]
+def _look(table: Tensor, text: list[Tensor], position: Tensor) -> Tensor:
+    return table[text[-2], text[-1], position % PHASES]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,32 +125,33 @@ class _Run:
     def __init__(self, engine: Engine, temperature: float) -> None:
         self.engine, self.temperature = engine, temperature
         self.draw = torch.Generator().manual_seed(SEED + 2)
-        pair, self.place = _starts()
+        pair, self.position = _starts()
         self.text = [*pair.unbind(1)]
-        self.lost = torch.zeros_like(self.place)  # tokens that the draft model never read
+        self.lost = torch.zeros_like(self.position)  # tokens that the draft model never read
         target, one, many, self.draft = tables()
         self.plain, self.target = (one, many) if engine.narrow else (target, target)
 
     def block(self) -> _Block:
         """Draft and judge a block, and drop what was rejected."""
         warm = 1.0 if self.engine.unlike else self.temperature
-        text, place = [*self.text], self.place
+        text, position = [*self.text], self.position
         p, q, plain = [], [], []
         for step in range(GAMMA + 1):
-            p.append(_probabilities(_look(self.target, text, place), self.temperature))
+            p.append(_probabilities(_look(self.target, text, position), self.temperature))
             plain.append(p[-1])
             if self.engine.narrow:
-                plain[-1] = _probabilities(_look(self.plain, text, place), self.temperature)
+                plain[-1] = _probabilities(_look(self.plain, text, position), self.temperature)
             if step < GAMMA:
-                q.append(_probabilities(_look(self.draft, text, place - self.lost), warm))
+                logits = _look(self.draft, text, position - self.lost)
+                q.append(_probabilities(logits, warm))
                 text.append(_drawn(q[-1], self.draw))
-                place = place + 1
+                position = position + 1
         drafted = torch.stack(text[2:], 1)
         count, last = self._judge(torch.stack(p, 1), torch.stack(q, 1), drafted)
         tokens = torch.cat((drafted, last[:, None]), 1).scatter(1, count[:, None], last[:, None])
         both = torch.cat((torch.stack(self.text, 1), tokens), 1)
         self.text = [both.gather(1, (count + back)[:, None])[:, 0] for back in (1, 2)]
-        self.place = self.place + count + 1
+        self.position = self.position + count + 1
         if self.engine.hole:
             self.lost = self.lost + (count == GAMMA).long()
         return _Block(tokens=tokens, count=count, p=torch.stack(plain, 1))
@@ -176,15 +177,15 @@ def run(engine: Engine) -> Log:
     """Run BLOCKS blocks of REQUESTS requests, once sampled and once greedy."""
     requests = _Run(engine, TEMPERATURE)
     alive = torch.ones(REQUESTS, dtype=torch.bool)
-    places = torch.arange(GAMMA + 1)
+    offsets = torch.arange(GAMMA + 1)
     columns: dict[str, list[Tensor]] = {"accepted": [], "distance": [], "delivered": []}
     for _ in range(BLOCKS):
         block = requests.block()
-        inside = places <= block.count[:, None]
+        inside = offsets <= block.count[:, None]
         ends = (block.tokens == END) & inside
-        first = torch.where(ends, places, GAMMA + 1).amin(1)
-        mine = inside & (places <= first[:, None]) & alive[:, None]
-        accepted = mine & (places < block.count[:, None])
+        first = torch.where(ends, offsets, GAMMA + 1).amin(1)
+        mine = inside & (offsets <= first[:, None]) & alive[:, None]
+        accepted = mine & (offsets < block.count[:, None])
         computed = alive.sum()
         total = accepted.sum()
         if engine.past_end:
@@ -210,10 +211,10 @@ def _greedy(engine: Engine) -> tuple[Tensor, float]:
     shares, gap = [], 0.0
     for _ in range(BLOCKS):
         block = requests.block()
-        for place in range(GAMMA + 1):
-            going = place <= block.count
-            logits = _look(plain.plain, plain.text, plain.place)
-            token = block.tokens[:, place]
+        for offset in range(GAMMA + 1):
+            going = offset <= block.count
+            logits = _look(plain.plain, plain.text, plain.position)
+            token = block.tokens[:, offset]
             new = going & ~differs & (token != logits.argmax(-1))
             if new.any():
                 chosen = logits.gather(1, token[:, None])[:, 0]
@@ -222,6 +223,6 @@ def _greedy(engine: Engine) -> tuple[Tensor, float]:
             # The comparison is with the plain target's choice after the text so far.
             pair = zip((plain.text[1], token), plain.text, strict=True)
             plain.text = [torch.where(going, new_one, old) for new_one, old in pair]
-            plain.place = plain.place + going
+            plain.position = plain.position + going
         shares.append(differs.float().mean())
     return torch.stack(shares), gap

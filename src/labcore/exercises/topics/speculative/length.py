@@ -11,8 +11,8 @@ from labcore.exercises.mistakes import Mistake
 
 __all__ = ["BEST_LENGTH"]
 
-DRAFT_TIMES = (0.9, 1.1, 1.3, 1.5)  # of students; without a number it is 1.0
-BURSTS = 0.85  # chance that the text stays as easy or hard as it is
+DRAFT_TIMES = (0.9, 1.1, 1.3, 1.5)  # one per student; 1.0 without a student number
+BURSTS = 0.85  # probability that the text stays easy or stays hard
 _Log = Sequence[tuple[int, int]]
 
 
@@ -40,7 +40,7 @@ def best_length(
 def simulated_log(chance: random.Random, easy: float, hard: float, longest: int) -> _Log:
     """(drafted, accepted) of 60 blocks in a text with easy and hard stretches.
 
-    As in some engines, drafts get longer after a success and shorter after a failure.
+    As in some engines, drafts get longer after a full acceptance and shorter after a rejection.
     """
     log, length, at_ease = [], longest, True
     for _ in range(60):
@@ -77,7 +77,7 @@ def _cases(seed: int) -> list[dict[str, Any]]:
         log = simulated_log(chance, easy, hard, longest)
         cases.append({"log": log, "times": _times(chance, plain, slope, longest + 2), "rows": 1})
     cases[1]["log"] += [(0, 0)] * 5  # blocks without a draft
-    # One token pays and four do not, for every seed: the longest draft is not always best.
+    # With every seed, one token pays and four don't: the longest draft isn't always best.
     log = [(4, 1)] * 40 + [(4, 0)] * 8 + [(4, 4)] * 4
     chance.shuffle(log)
     cases.append({"log": log, "times": _times(chance, 10.0, 2.0, 6), "rows": 1})
@@ -91,62 +91,65 @@ def _own_time(student: int) -> Mapping[str, Any]:
 
 _MISTAKES = [
     Mistake("width ignored", ("times[length + 1]", "times[1]"),
-            "Your target takes as long for a block as for one token. The times say what each "
+            "Your target takes as long for a block as for one token. `times` says what each "
             "further token costs."),
     Mistake("one row short", ("times[length + 1]", "times[length]"),
-            "Your target reads as many tokens as were drafted. It reads the one before them too."),
+            "Your target reads only as many tokens as were drafted. It also reads the token before "
+            "them."),
     Mistake("times added up", ("times[length + 1]", "(length + 1) * times[1]"),
-            "You add up forwards over one token each. The target reads a block at once: that is "
-            "what makes it pay."),
+            "You add up forwards over one token each. The target reads a block in one forward; "
+            "that is why drafting pays."),
     Mistake("bonus forgotten", ("expected = reached = 1.0", "expected, reached = 0.0, 1.0"),
-            "You count the accepted tokens alone. Each block brings one token more."),
+            "You count only the accepted tokens. Each block delivers one more."),
     Mistake("shares multiplied",
             ("/ len(judged)", "/ sum(drafted >= length for drafted, _ in log)"),
-            "You multiply shares of all drafts that were long enough. They already contain the "
-            "rejections before, so these count several times."),
+            "You multiply shares of all drafts that were long enough. Those shares already include "
+            "the earlier rejections, so you count these several times."),
     Mistake("shares of long drafts",
             [("*= rate", "= rate"),
              ("/ len(judged)", "/ sum(drafted >= length for drafted, _ in log)")],
-            "Of the drafts that were long enough you take the share accepted so far. Long drafts "
-            "were made where the text was easy; take what was accepted of what was judged at each "
-            "place, and multiply."),
+            "You take the share of long enough drafts that were accepted up to each position. Long "
+            "drafts were made where the text was easy. Take the share accepted among the tokens "
+            "judged at each position, and multiply these shares."),
     Mistake("short ones rejected", [("*= rate", "= rate"), ("/ len(judged)", "/ len(log)")],
-            "A draft that ended counts as one that was rejected there. It says nothing about the "
-            "places behind its end."),
+            "You treat a draft that ended early as if it were rejected at the next position. It "
+            "says nothing about the positions after its end."),
     Mistake("one rate",
             ("sum(accepted >= length for accepted in judged) / len(judged)",
              "sum(a for _, a in log) / sum(min(d, a + 1) for d, a in log)"),
-            "You use one rate for all places. In this log it depends on the place."),
+            "You use one rate for all positions. In this log, the rate depends on the position."),
     Mistake("share of the drafted",
             ("sum(accepted >= length for accepted in judged) / len(judged)",
              "sum(a for _, a in log) / sum(d for d, _ in log)"),
-            "You take accepted by drafted as the rate at each place. It also counts tokens behind "
-            "a rejection, which nobody judged."),
+            "You divide all accepted tokens by all drafted ones and use that as the rate at each "
+            "position. It also counts tokens after a rejection, which were never judged."),
     Mistake("first rate for all",
             ("sum(accepted >= length for accepted in judged) / len(judged)",
              "sum(a > 0 for _, a in log) / sum(d > 0 for d, _ in log)"),
-            "You take the first place's rate for all. A text with easy stretches has other rates "
-            "behind an acceptance."),
+            "You use the first position's rate for all. In a text with easy stretches, the rate is "
+            "different after an acceptance."),
     Mistake("conditionals added", ("+= reached", "+= rate"),
-            "You add up the rates of the places. The second token counts only where the first was "
+            "You add up the rates of the positions. The second token counts only if the first was "
             "accepted too."),
     Mistake("whole or nothing", ("expected += reached", "expected = 1 + length * reached"),
-            "You count a block only if its draft is accepted as a whole. What was accepted before "
-            "the first rejection counts too."),
+            "You count a block only if its whole draft was accepted. The tokens accepted before "
+            "the first rejection count too."),
     Mistake("drafting free", (" + length * draft_time", ""), "Your drafts cost no time."),
     Mistake("one draft a block", ("length * draft_time", "draft_time"),
-            "You count one forward of the draft model a block. It drafts one token after another."),
+            "You count one forward of the draft model per block. It needs one forward per drafted "
+            "token."),
     Mistake("one draft more", ("length * draft_time", "(length + 1) * draft_time"),
             "You count one forward of the draft model more than there are drafted tokens."),
     Mistake("most tokens", ("speedup > fastest", "reached > 0"),
-            "You choose the length with the most tokens a block. That is always the longest; the "
+            "You choose the length with the most tokens per block. That is always the longest; the "
             "time of a block grows too."),
     Mistake("never none", ("fastest = 0, 1.0", "fastest = 1, 0.0"),
-            "You always draft. There is a target in the cases for which nothing pays."),
-    Mistake("tokens a millisecond",
+            "You always draft. For one target in the cases, no draft pays."),
+    Mistake("tokens per millisecond",
             [("fastest = 0, 1.0", "fastest = 0, 1 / times[1]"),
              ("expected * times[1]", "expected")],
-            "You return tokens a millisecond. Divide by those of plain decoding."),
+            "You return tokens per millisecond. Divide by the tokens per millisecond of plain "
+            "decoding."),
 ]  # fmt: skip
 
 BEST_LENGTH = Exercise(
@@ -159,23 +162,23 @@ BEST_LENGTH = Exercise(
     variant=_own_time,
     returns=("length", "speed-up"),
     rtol=1e-9,
-    explanation="What is known of a place is known from the drafts that came so far: the rates "
-    "multiply to the chance of getting there, and the chances add up to the accepted tokens. For "
-    "drafts that end early this is the Kaplan-Meier estimator of survival. With one rate a for all "
-    "places the sum is (1 − a^(γ+1)) / (1 − a). In a text with easy and hard stretches that is "
-    "wrong, since a token is accepted more often behind an accepted one. All lengths are tried: "
-    "stopping at the first that pays less than the one before could miss a better one. This "
-    "reference knows one row.",
+    explanation="Only drafts that reached a position say anything about it. The rates multiply to "
+    "the probability of getting that far, and these probabilities add up to the expected number of "
+    "accepted tokens. For drafts that end early, this is the Kaplan-Meier estimator of survival. "
+    "With one rate a for all positions, the sum is (1 − a^(γ+1)) / (1 − a). That is wrong in a "
+    "text with easy and hard stretches, where a token is accepted more often after an accepted "
+    "one. Try all lengths: if you stop at the first one that is worse than the one before, you may "
+    "miss a better one. This reference handles one row.",
     hints=(
-        "Which of the four blocks in the example tell you something about place 2, and why do the "
-        "others not? Then name every forward that a block with γ drafted tokens needs.",
-        "The chance at a place is a share of the blocks in which that place was judged. A block "
-        "brings 1 token and, for each place of its draft, the product of the chances up to that "
-        "place. Divide this sum by the time of the block, with target and draft model together, "
-        "and compare it with 1 token in `times[1]`. Try every length, 0 included.",
-        "`judged = [a for d, a in log if d >= place and a >= place - 1]` holds the accepted "
-        "tokens of each block that was judged at `place`. The chance there is the share of "
-        "`judged` with `a >= place`, and the first place with an empty `judged` ends the search. "
-        "A draft of `place` tokens costs `times[place + 1] + place * draft_time`.",
+        "Which of the four blocks in the example tell you something about position 2, and why do "
+        "the others not? Then name every forward that a block with γ drafted tokens needs.",
+        "The chance at a position is a share of the blocks in which that position was judged. A "
+        "block brings 1 token and, for each position of its draft, the product of the chances up "
+        "to that position. Divide this sum by the time of the block, with target and draft model "
+        "together, and compare it with 1 token in `times[1]`. Try every length, 0 included.",
+        "`judged = [a for d, a in log if d >= i and a >= i - 1]` holds the accepted tokens of "
+        "each block that was judged at position `i`. The chance there is the share of `judged` "
+        "with `a >= i`, and the first position with an empty `judged` ends the search. A draft "
+        "of `i` tokens costs `times[i + 1] + i * draft_time`.",
     ),
 )

@@ -25,7 +25,7 @@ def next_law(p: Tensor, q: Tensor, tokens: Tensor, accepted: int, others: Tensor
 
 
 def _cases(seed: int) -> list[dict[str, Any]]:
-    """Various numbers of accepted tokens, a target that rules a token out, and p equal to q."""
+    """Various numbers of accepted tokens, a target that excludes a token, and p equal to q."""
     draw = torch.Generator().manual_seed(seed)
     cases: list[dict[str, Any]] = []
     for drafted, accepted in ((3, 0), (4, 1), (4, 3), (3, 3), (1, 1), (5, 2), (3, 1)):
@@ -49,54 +49,58 @@ def _cases(seed: int) -> list[dict[str, Any]]:
 
 _MISTAKES = [
     Mistake("softmaxed", ("left / total if total > 0 else mine.clone()", "left.softmax(-1)"),
-            "You take the softmax of what is left. Numbers from 0 to 1 become nearly equal "
-            "chances, and tokens of which nothing is left come too."),
+            "You take the softmax of the residual. It turns numbers between 0 and 1 into nearly "
+            "equal probabilities, so even tokens with no residual can come."),
     Mistake("softmaxed difference",
             ("left / total if total > 0 else mine.clone()", "(mine - theirs).softmax(-1)"),
-            "You take the softmax of the difference. It is positive everywhere, so that tokens "
-            "come that the draft has had more than enough of."),
-    Mistake("not normalised", ("left / total if", "left if"),
-            "What you return does not add up to 1."),
+            "You take the softmax of the difference. It is positive everywhere, so tokens that the "
+            "draft already proposes too often come again."),
+    Mistake("not normalized", ("left / total if", "left if"),
+            "Your result does not add up to 1."),
     Mistake("absolute", ("clamp(min=0)", "abs()"),
-            "You take the size of the difference. Tokens that the draft proposed too often are "
-            "then proposed once more."),
+            "You take the absolute value of the difference. Tokens that the draft proposed too "
+            "often then come even more often."),
     Mistake("p again", ("(mine - theirs).clamp(min=0)", "mine"),
-            "After a rejection you draw from the target's whole distribution. Tokens that the "
-            "draft proposes too often then come too often in the text."),
+            "After a rejection, you draw from the target's whole distribution. Tokens that the "
+            "draft proposes too often are then too frequent in the text."),
     Mistake("token removed",
             [("del tokens, others", "del others"),
              ("(mine - theirs).clamp(min=0)", "mine.index_fill(0, tokens[accepted], 0)")],
-            "You take the rejected token out of the target's distribution. That is right for a "
-            "draft that was looked up; this one was drawn, and the others' shares change too."),
+            "You remove the rejected token from the target's distribution. That is right for a "
+            "draft that was looked up. This one was sampled, so the other tokens' probabilities "
+            "change too."),
     Mistake("other way round", ("mine - theirs", "theirs - mine"),
-            "You keep what the draft has more of. That is what was thrown away."),
+            "You keep the part where the draft has more than the target. That is the part that "
+            "was rejected."),
     Mistake("p where larger", ("(mine - theirs).clamp(min=0)", "mine * (mine > theirs)"),
-            "You keep the tokens that the target likes more, with their whole probability. A part "
-            "of it has come already, by acceptance."),
+            "You keep the whole probability of the tokens that the target likes more. Acceptance "
+            "has already delivered part of it."),
     Mistake("p without q", ("(mine - theirs).clamp(min=0)", "mine * (1 - theirs)"),
-            "You multiply by the draft's chance of another token. What the draft has delivered is "
-            "subtracted, token by token."),
+            "You multiply by the draft's probability of any other token. Subtract instead, token "
+            "by token, what the draft has delivered."),
     Mistake("draft again", ("(mine - theirs).clamp(min=0)", "theirs"),
-            "After a rejection you draw from the draft once more, and nobody judges it."),
+            "After a rejection, you draw from the draft again, and the target never judges that "
+            "token."),
     Mistake("bonus from the draft", ("return p[accepted]", "return q[-1]"),
-            "When all are accepted your bonus comes from the draft's last row, which belongs to "
-            "the token before, and from the wrong model."),
+            "If all tokens are accepted, your bonus token comes from the draft's last row: the "
+            "wrong model, and the position before the right one."),
     Mistake("bonus a row early", ("return p[accepted]", "return p[-2]"),
-            "When all are accepted your bonus comes from the row of the last drafted token. Behind "
-            "it stands one more row."),
+            "If all tokens are accepted, your bonus token comes from the row of the last drafted "
+            "token. There is one more row after it."),
     Mistake("residual for the bonus", ("return p[accepted].clone()", "accepted = -1"),
-            "When all are accepted you subtract the draft's last row. Nothing was proposed behind "
-            "the last drafted token, so nothing is to be made up for."),
-    Mistake("row behind", ("= p[accepted]", "= p[accepted + 1]"),
-            "After a rejection you take the target's row behind the rejected token."),
+            "If all tokens are accepted, you subtract the draft's last row. Nothing was proposed "
+            "after the last drafted token, so there is nothing to make up for."),
+    Mistake("next row", ("= p[accepted]", "= p[accepted + 1]"),
+            "After a rejection, you take the target's row for the position after the rejected "
+            "token."),
     Mistake("first row", ("= p[accepted], q[accepted]", "= p[0], q[0]"),
             "You take the first rows, whatever was accepted."),
     Mistake("last row", ("= p[accepted]", "= p[-1]"),
-            "After a rejection you take the target's last row, which follows a token that is not "
-            "there any more."),
+            "After a rejection, you take the target's last row, which follows a token that is no "
+            "longer in the text."),
     Mistake("zero by zero", (" if total > 0 else mine.clone()", ""),
-            "Where nothing is left your result is 0/0. Rounding can reject a token of two equal "
-            "rows, and a text must go on."),
+            "If nothing is left, your result is 0/0. Rounding can cause a rejection between two "
+            "equal rows, and the text must still continue."),
 ]  # fmt: skip
 
 NEXT_LAW = Exercise(
@@ -108,12 +112,13 @@ NEXT_LAW = Exercise(
     cases=_cases,
     rtol=1e-9,
     atol=1e-12,
-    explanation="Of p(x) the acceptance has delivered min(p(x), q(x)). What is missing is "
-    "max(p(x) − q(x), 0), and its sum is exactly the chance of a rejection, so dividing by the sum "
-    "gives a distribution, and both ways together give p(x). The rejected token needs no care: it "
-    "can be rejected only where q is larger, and there nothing is left. A softmax in place of the "
-    "division was a fault of the transformers library (pull request 28508): texts looked plausible "
-    "and came from another distribution. This reference knows one draft a place.",
+    explanation="Acceptance has delivered min(p(x), q(x)) of p(x). What is missing is "
+    "max(p(x) − q(x), 0). Its sum is exactly the probability of a rejection, so dividing by the "
+    "sum gives a distribution, and the two parts together give p(x). The rejected token needs no "
+    "special care: it can be rejected only where q is larger, and there the residual is 0. A "
+    "softmax instead of the division was a bug in the transformers library (pull request 28508): "
+    "the texts looked plausible but came from another distribution. This reference handles one "
+    "draft per position.",
     hints=(
         "For each of the three tokens in the example, compare how often acceptance delivers it "
         "with how often the target wants it. Then ask which row of `p` you need if all N tokens "

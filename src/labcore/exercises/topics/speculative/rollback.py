@@ -23,7 +23,7 @@ def after_block(
     next_tokens: Sequence[int],
     parents: None,
 ) -> list[_Row]:
-    """For each row: slots of this block that target and draft keep, and what each reads next."""
+    """For each row: this block's slots that each cache keeps, and what each model reads next."""
     del parents
     rows = []
     for context, had, drafted, path, new in zip(
@@ -40,7 +40,7 @@ def after_block(
 
 
 def _cases(seed: int) -> list[dict[str, Any]]:
-    """Each kind of row alone, ragged batches, rows without a draft, and draft models that lag."""
+    """Each kind of row alone, ragged batches, rows without a draft, and lagging draft models."""
     chance = random.Random(seed)
     plans = [
         [(3, 1, 1)],
@@ -56,7 +56,7 @@ def _cases(seed: int) -> list[dict[str, Any]]:
 
 
 def _case(chance: random.Random, plan: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
-    """plan: for each row, tokens drafted, accepted, and missing in the draft's cache."""
+    """plan: for each row, the tokens drafted, accepted, and missing from the draft's cache."""
     case: dict[str, Any] = {
         name: [] for name in ("contexts", "cached", "drafts", "paths", "next_tokens")
     }
@@ -73,65 +73,66 @@ def _case(chance: random.Random, plan: Sequence[tuple[int, int, int]]) -> dict[s
 
 _MISTAKES = [
     Mistake("hole not read", ("text[draft:]", "[new] if drafted else text[draft:]"),
-            "After a full acceptance your draft model goes on with the next token alone. It never "
-            "read the last token that it drafted: that place stays empty for the whole request."),
+            "After a full acceptance, your draft model reads only the next token. It has never "
+            "read the last token that it drafted, so that position stays empty for the rest of "
+            "the request."),
     Mistake("only the new one read", ("text[draft:]", "[new]"),
-            "Your draft model always reads the next token alone. Compare what its cache holds with "
-            "the text: there are rows in which more is lacking."),
+            "Your draft model always reads only the next token. Compare its cache with the text: "
+            "in some rows, more is missing."),
     Mistake("both alike", ("min(target, written)", "target if drafted else had"),
-            "Your draft model's cache is made as long as the target's. After a full acceptance "
-            "that keeps a slot that nobody has written."),
+            "You make the draft model's cache as long as the target's. After a full acceptance, "
+            "that keeps a slot that was never written."),
     Mistake("trimmed alike", ("min(target, written)", "max(target - 1, had) if drafted else had"),
-            "You cut as many slots from the draft's cache as from the target's. The draft model "
-            "has written one less, so it loses an accepted token with every rejection."),
+            "You remove as many slots from the draft's cache as from the target's. The draft model "
+            "has written one slot less, so it loses an accepted token with every rejection."),
     Mistake("always a hole", ("min(target,", "min(target - (accepted > 0),"),
             "Your draft model reads the last accepted token again in every row. It lacks that "
-            "token only where it was the last one drafted."),
+            "token only if it was the last one drafted."),
     Mistake("rejected one kept",
             [("- 1, target)", "- 1, min(target + 1, known + len(drafted)))"),
              ("had, draft)", "had, min(draft + 1, written))")],
-            "The slot of the rejected token stays in your caches, and everything that follows "
+            "You keep the slot of the rejected token in both caches, and everything that follows "
             "attends to it."),
     Mistake("everything kept",
             [("- 1, target)", "- 1, known + len(drafted))"), ("had, draft)", "had, written)")],
-            "Your caches keep what was rejected."),
+            "Your caches keep the rejected tokens."),
     Mistake("nothing kept",
             [("target = known + accepted", "target = known - 1"), ("min(target, written)", "had")],
-            "You throw away the whole block. What was accepted stands in both caches as it would "
-            "after plain decoding, and reading it again is the work that was to be saved."),
+            "You discard the whole block. The accepted tokens are in both caches exactly as after "
+            "plain decoding, and reading them again is the work that drafting should save."),
     Mistake("next token counted",
             [("- 1, target)", "- 1, target + 1)"),
              ("had, draft)", "had, draft + (draft == target))")],
-            "You count the next token as cached. It was chosen from the last row of logits and "
-            "nobody has read it."),
+            "You count the next token as cached. It was chosen from the last row of logits, and "
+            "neither model has read it."),
     Mistake("pending one forgotten", ("known - 1, target", "known, target"),
-            "Of the target's slots you leave out the first of this block: the last token of the "
+            "You leave out the target's first slot of this block. It holds the last token of the "
             "context, which the target read along with the draft."),
     Mistake("last one dropped", ("        kept", "        target -= accepted > 0\n        kept"),
-            "You drop the last accepted token from the target's cache and read it again. That is "
-            "right, and a token of work lost in every block."),
+            "You drop the last accepted token from the target's cache and read it again. The text "
+            "stays right, but every block wastes the work of one token."),
     Mistake("last one read again", ("text[target:]", "text[target - (accepted > 0) :]"),
-            "The target's cache keeps the last accepted token and reads it once more: it then "
-            "stands there twice."),
+            "The target keeps the last accepted token in its cache and also reads it again, so "
+            "the cache then holds it twice."),
     Mistake("nothing drafted, all read", ("else had", "else known"),
-            "Where nothing was drafted the draft model did not run. Your bookkeeping says that it "
-            "has read the context."),
+            "If nothing was drafted, the draft model did not run. Your answer assumes that it has "
+            "read the whole context."),
     Mistake("old hole forgotten", ("range(had,", "range(known - 1 if drafted else had,"),
-            "Your draft model's slots begin with the last token of the context. In some rows it "
-            "lacked more than that and has read it in this block."),
+            "Your draft model's slots begin with the last token of the context. In some rows, its "
+            "cache lacked more than that token, and it read the missing ones in this block."),
     Mistake("cached ignored",
             ("known, accepted = len(context), len(path)",
              "known, accepted, had = len(context), len(path), len(context) - 1"),
-            "You assume that both caches held all of the context but its last token. In some rows "
-            "the draft model's cache held less: `cached` says how much."),
+            "You assume that both caches held everything but the last token of the context. In "
+            "some rows, the draft model's cache held less; `cached` gives the number."),
     Mistake("shortest row for all",
             [("len(path)", "min(map(len, paths))"),
              ("*drafted[:accepted], new]", "*[*drafted[: len(path)], new][: accepted + 1]]")],
-            "You cut all rows back to the one with the fewest accepted tokens. Rows have lengths "
-            "of their own."),
+            "You cut all rows back to the one with the fewest accepted tokens. Each row has its "
+            "own length."),
     Mistake("fullness by the longest draft", ("len(drafted) - 1", "max(map(len, drafts)) - 1"),
-            "Whether a draft was accepted as a whole is measured by the longest draft of the "
-            "batch. A shorter one may be accepted as a whole too."),
+            "You decide whether a draft was fully accepted by the longest draft of the batch. A "
+            "shorter draft can be fully accepted too."),
 ]  # fmt: skip
 
 AFTER_BLOCK = Exercise(
@@ -141,13 +142,13 @@ AFTER_BLOCK = Exercise(
     reference=after_block,
     mistakes=_MISTAKES,
     cases=_cases,
-    explanation="A cache may hold what has been read and still stands in the text. The target has "
-    "read the whole draft, so it loses what was rejected; the draft model has not read the last "
-    "token that it drafted, so it loses one less, and after a full acceptance nothing, while one "
-    "token is lacking. An engine that always reads one token next leaves a hole there: nothing "
-    "fails, the output stays right, and drafts get worse until the request ends (vLLM issues 5765 "
-    "and 9730, TensorRT-LLM 5285). Counting what is cached and reading what is lacking, as here, "
-    "has no special case. This reference knows chains.",
+    explanation="A cache may keep what its model has read and what is still part of the text. The "
+    "target has read the whole draft, so it drops the rejected tokens. The draft model has not "
+    "read the last token that it drafted, so it drops one slot less; after a full acceptance it "
+    "drops nothing and lacks one token. An engine in which each model always reads one token next "
+    "leaves a hole there. Nothing fails and the output stays right, but drafts get worse until the "
+    "request ends (vLLM issues 5765 and 9730, TensorRT-LLM 5285). If you count what is cached and "
+    "read what is missing, as here, there is no special case. This reference handles chains only.",
     hints=(
         "For one request, list the tokens that each model has read by the end of the block. Which "
         "drafted token did the draft model never read? And what did it read if nothing was "
@@ -159,6 +160,6 @@ AFTER_BLOCK = Exercise(
         "`have = min(known + len(paths[b]), known + len(drafts[b]) - 1) if drafts[b] else "
         "cached[b]` is the draft model's count after the block, where `known` is "
         "`len(contexts[b])`. It keeps the slots from `cached[b]` to `have - 1` and reads the text "
-        "from place `have` on.",
+        "from position `have` on.",
     ),
 )
