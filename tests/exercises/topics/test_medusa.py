@@ -302,7 +302,7 @@ def test_the_audit_counts_what_differs(seed: int) -> None:
     for label, name in names.items():
         silent = "module" in name or "labels" in name or "state" in name
         assert ("none of" in words[label]) == silent
-        assert ("more behind it" in words[label]) == ("not cut" in name)
+        assert ("followed by more tokens" in words[label]) == ("not cut" in name)
         assert ("none from plain decoding by its" in words[label]) == ("trained too" in name)
 
 

@@ -1,4 +1,4 @@
-"""Move the accepted path of a tree together in the cache."""
+"""Compact the cache to the accepted path of a tree."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _Answer = tuple[Tensor, Tensor]
 def compact(
     cache: Tensor, lengths: Tensor, nodes: Tensor, paths: _Paths, table: Tensor | None
 ) -> _Answer:
-    """Return the cache with only the text's tokens, side by side, and the new lengths [B]."""
+    """Return the cache with only the text's tokens, without gaps, and the new lengths [B]."""
     del nodes, table
     after, kept = torch.zeros_like(cache), []
     for b, path in enumerate(paths):
-        start = int(lengths[b]) + 1  # the root is text as well
+        start = int(lengths[b]) + 1  # the root is text too
         slots = [*range(start), *(start + node for node in path)]
         after[:, b, : len(slots)] = cache[:, b, slots]
         kept.append(len(slots))
@@ -80,55 +80,55 @@ def _cases(seed: int) -> list[dict[str, Any]]:
 _MISTAKES = [
     Mistake("off by the root",
             ("[*range(start), *(start + node for node in path)]", "[*range(cache.shape[2])]\n"
-             "        for place, node in enumerate(path):\n"
-             "            slots[start + place] = slots[start + node - 1]\n"
+             "        for depth, node in enumerate(path):\n"
+             "            slots[start + depth] = slots[start + node - 1]\n"
              "        del slots[start + len(path) :]"),
-            "Of each accepted node you keep the slot before it. The forward has written the root "
-            "first, and the numbers of the nodes do not count it."),
+            "For each accepted node, you keep the slot before it. The forward wrote the root "
+            "first, and the indices of the nodes don't count it."),
     Mistake("root overwritten", ("*range(start)", "*range(start - 1)"),
-            "Your first accepted node takes the root's slot. The root was the context's last token "
-            "and is text as well."),
+            "Your first accepted node overwrites the root's slot. The root was the context's last "
+            "token and is text too."),
     Mistake("root not counted", ("append(len(slots))", "append(len(slots) - 1)"),
-            "Your slots are right, and each length is one too small: the forward has also read the "
+            "Your slots are right, but each length is one too small: the forward also read the "
             "context's last token."),
     Mistake("next token counted", ("append(len(slots))", "append(len(slots) + 1)"),
-            "You count the token that was chosen behind the path. Nobody has read it, and its slot "
-            "is empty."),
+            "You count the token that was chosen after the path. It has not been read, and its "
+            "slot is empty."),
     Mistake("not moved", ("start), *(start + node for node in path)", "start + len(path))"),
-            "You set the lengths and move nothing. That keeps the tree's first nodes, whichever "
+            "You set the lengths but move nothing. That keeps the tree's first nodes, whichever "
             "were accepted."),
     Mistake("whole tree kept",
             [("del nodes, table", "del table"),
              ("start), *(start + node for node in path)", "start + int(nodes[b]))")],
             "Your cache keeps the whole tree, as if all of it had become text."),
     Mistake("last one dropped", ("in path)", "in path[:-1])"),
-            "Your cache lacks the last accepted node of each path. The target has read it, and "
+            "Your cache lacks the last accepted node of each path. The target has read it and "
             "would have to read it again."),
     Mistake("path's end alone", ("in path)", "in path[-1:])"),
-            "You keep the last node of a path, and not those that lead to it."),
+            "You keep only the last node of a path, without the nodes that lead to it."),
     Mistake("from the last one on",
             ("[*range(start), *(start + node for node in path)]", "[*range(cache.shape[2])]\n"
-             "        for place, node in reversed([*enumerate(path)]):\n"
-             "            slots[start + place] = slots[start + node]\n"
+             "        for depth, node in reversed([*enumerate(path)]):\n"
+             "            slots[start + depth] = slots[start + node]\n"
              "        del slots[start + len(path) :]"),
-            "You move in place and begin with the last node. It may land on the slot of one that "
-            "has not been moved yet."),
+            "You move in place and start with the last node. It may overwrite a node that has not "
+            "been moved yet."),
     Mistake("rejected ones left", ("torch.zeros_like(cache)", "cache.clone()"),
-            "Behind your new lengths rejected tokens are left over."),
+            "Rejected tokens remain after your new lengths."),
     Mistake("one layer",
             ("        kept",
              "        after[1:, b, : len(slots)] = cache[1:, b, : len(slots)]\n        kept"),
-            "You move the slots of the first layer only. A token has keys in each of them."),
+            "You move the slots of the first layer only. A token has keys in every layer."),
     Mistake("first row's path",
             [("del nodes, table", "del table"), ("in path)", "in paths[0] if node < nodes[b])")],
             "You use the first row's path for all rows."),
     Mistake("shortest path for all", ("in path)", "in path[: min(map(len, paths))])"),
-            "All of your rows keep as many nodes as the one with the shortest path."),
+            "All of your rows keep only as many nodes as the row with the shortest path."),
     Mistake("longest row's start",
             ("        after[", "        if lengths[b] < lengths.max():\n"
              "            slots = [*range(len(slots))]\n        after["),
-            "Your slots are right in the longest row. In the others the forward has begun at a "
-            "slot of their own."),
+            "Your slots are right only in the longest row. In each row, the forward started at "
+            "that row's own length."),
 ]  # fmt: skip
 
 COMPACT = Exercise(
@@ -139,20 +139,19 @@ COMPACT = Exercise(
     mistakes=_MISTAKES,
     cases=_cases,
     returns=("cache", "lengths"),
-    explanation="What a row keeps is the prefix, the root, and the slots root + 1 + node of its "
-    "path, in this order. The next token has not been read and gets its slot in the next forward. "
-    "A gather into new memory has no order to get wrong. In place, as an engine does it, the "
-    "slots must be moved from the first to the last: a path's numbers rise, so a node only ever "
-    "moves to the left, onto a slot whose own node has been moved or rejected. Keys that carry "
-    "rotary positions may be moved, as the position was that of the depth and not that of the "
-    "slot. This reference knows no pages.",
+    explanation="A row keeps the prefix, the root, and the slots root + 1 + node of its path, in "
+    "this order. The next token has not been read and gets its slot in the next forward. If you "
+    "gather into new memory, the order of the moves can't go wrong. In place, as an engine does "
+    "it, move the slots from first to last: indices rise along a path, so a node only moves left, "
+    "to a slot whose own node has been moved or rejected. Keys with rotary embeddings may be moved "
+    "because the node's position came from its depth, not from its slot. This reference has no "
+    "pages.",
     hints=(
         "For the example, write down the slots of the root and of node 0. Then list the slots of "
         "all tokens that stay.",
         "Each request keeps its old tokens, the root, and the accepted nodes, in this order. Copy "
         "their slots, in every layer, to the first slots of a cache that is full of zeros. The "
-        "new length is the number of copied slots, so it counts the root and does not count the "
-        "next token.",
+        "new length is the number of copied slots, so it counts the root but not the next token.",
         "`slots = [*range(start), *(start + node for node in paths[b])]`, with `start = "
         "int(lengths[b]) + 1`, lists what request b keeps. `cache[:, b, slots]` reads these slots "
         "in all layers.",

@@ -1,6 +1,6 @@
-"""Train Medusa heads on the texts of a small backbone, and let the backbone judge their drafts.
+"""Train Medusa heads on the texts of a small backbone, and let the backbone verify their drafts.
 
-The backbone is one layer of attention whose weights fall by a constant factor per place. Its
+The backbone is one layer of attention whose weights fall by a constant factor per position. Its
 logits at a node need only a sum over what the node sees, so all requests run side by side.
 """
 
@@ -24,7 +24,7 @@ CHECKPOINTS, EVERY = 7, 40  # the first one precedes training; EVERY is in steps
 REQUESTS, PROMPT, LIMIT = 250, 4, 20
 PARENTS = (-1, -1, 0, 0, 1, 2, 4)  # of the nodes; (0), (1), (0, 0), (0, 1), (1, 0), ...
 RANKS = (0, 1, 0, 1, 0, 0, 0)
-FADING = 0.5  # the factor of attention per place
+FADING = 0.5  # the factor of attention per position
 TEXTS, LENGTH, BATCH, RATE = 500, 20, 24, 5e-3
 SEED = 91
 
@@ -77,7 +77,7 @@ class _Backbone:
         return self.own, self.past, self.inner, self.out
 
     def hidden(self, token: Tensor, mixed: Tensor) -> Tensor:
-        """Return the state [..., C] at `token` [...]; `mixed` [..., C] sums up those before."""
+        """Return the state [..., C] at `token` [...]; `mixed` [..., C] sums up earlier tokens."""
         one = torch.tanh(self.own[token] + mixed)
         return one + torch.tanh(one @ self.inner)
 
@@ -86,8 +86,8 @@ class _Backbone:
 
     def states(self, tokens: Tensor) -> Tensor:
         """Return the states [B, T, C] of texts [B, T]."""
-        places = torch.arange(tokens.shape[1])
-        gaps = (places[:, None] - places).clamp(min=0)
+        positions = torch.arange(tokens.shape[1])
+        gaps = (positions[:, None] - positions).clamp(min=0)
         weights = torch.where(gaps > 0, FADING**gaps, 0.0)
         return self.hidden(tokens, weights @ self.past[tokens])
 
@@ -127,7 +127,7 @@ def _texts() -> Tensor:
 
 
 def _labels(tokens: Tensor, first: int) -> Tensor:
-    """Label [HEADS, B, T]: head i has the token `first` + i places on, none after an end."""
+    """Label [HEADS, B, T]: head i gets the token `first` + i positions ahead, none after an end."""
     ended = (tokens == END).cumsum(1) > 0
     open_text = torch.cat((torch.zeros_like(ended[:, :1]), ended[:, :-1]), 1)
     valid = tokens.masked_fill(open_text, NOTHING)
@@ -150,10 +150,10 @@ class _Checkpoint:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [HEADS, ..., V] of states [..., C]."""
-        return _said(hidden, self.block, self.out)
+        return _head_logits(hidden, self.block, self.out)
 
 
-def _said(hidden: Tensor, block: Tensor, out: Tensor) -> Tensor:
+def _head_logits(hidden: Tensor, block: Tensor, out: Tensor) -> Tensor:
     flat = hidden.reshape(-1, WIDTH)
     inner = flat + F.silu(flat @ block)  # [HEADS, rows, C]
     return (inner @ out.mT).view(HEADS, *hidden.shape[:-1], VOCAB) + _bias()
@@ -167,7 +167,7 @@ def training(shared: bool, early: bool, thawed: bool) -> tuple[_Checkpoint, ...]
     block = torch.zeros(count, WIDTH, WIDTH, requires_grad=True)
     out = start.out.expand(count, VOCAB, WIDTH).clone().requires_grad_()
     backbone, trained = start, [block, out]
-    if thawed:  # The heads bring an `out` of their own.
+    if thawed:  # The heads have their own `out`.
         own, past, inner = (one.clone().requires_grad_() for one in start.weights()[:3])
         backbone = _Backbone(own=own, past=past, inner=inner, out=start.out)
         trained += own, past, inner
@@ -175,19 +175,19 @@ def training(shared: bool, early: bool, thawed: bool) -> tuple[_Checkpoint, ...]
     seen, held = _texts().chunk(2)
     frozen = start.states(seen)
     first = 1 if early else 2
-    labels, asked = _labels(seen, first), _labels(held, first)
+    labels, held_labels = _labels(seen, first), _labels(held, first)
     found = []
     for step in range((CHECKPOINTS - 1) * EVERY + 1):
         if step % EVERY == 0:
-            found.append(_checkpoint(backbone, block, out, held, asked))
+            found.append(_checkpoint(backbone, block, out, held, held_labels))
         rows = torch.randint(TEXTS, (BATCH,), generator=draw)
-        said = _said(
+        logits = _head_logits(
             backbone.states(seen[rows]) if thawed else frozen[rows],
             block.expand(HEADS, -1, -1),
             out.expand(HEADS, -1, -1),
         )
         loss = sum(
-            0.8**head * F.cross_entropy(said[head].flatten(0, 1), labels[head, rows].flatten())
+            0.8**head * F.cross_entropy(logits[head].flatten(0, 1), labels[head, rows].flatten())
             for head in range(HEADS)
         )
         grads = torch.autograd.grad(torch.as_tensor(loss), trained)
@@ -199,14 +199,14 @@ def training(shared: bool, early: bool, thawed: bool) -> tuple[_Checkpoint, ...]
 
 @torch.no_grad()
 def _checkpoint(
-    backbone: _Backbone, block: Tensor, out: Tensor, held: Tensor, asked: Tensor
+    backbone: _Backbone, block: Tensor, out: Tensor, held: Tensor, labels: Tensor
 ) -> _Checkpoint:
     own, past, inner, last = (one.detach().clone() for one in backbone.weights())
     block = block.detach().expand(HEADS, -1, -1).clone()
     out = out.detach().expand(HEADS, -1, -1).clone()
     copied = _Backbone(own=own, past=past, inner=inner, out=last)
-    best = _said(copied.states(held), block, out).argmax(-1)
-    hits = [(best[i] == asked[i])[asked[i] != NOTHING].float().mean() for i in range(HEADS)]
+    best = _head_logits(copied.states(held), block, out).argmax(-1)
+    hits = [(best[i] == labels[i])[labels[i] != NOTHING].float().mean() for i in range(HEADS)]
     return _Checkpoint(backbone=copied, block=block, out=out, hits=torch.stack(hits))
 
 
@@ -244,7 +244,7 @@ def _plain(backbone: _Backbone) -> Tensor:
 
 
 def _read(backbone: _Backbone) -> tuple[Tensor, Tensor]:
-    """Return the prompts' last tokens, still unread, and the sum that the earlier tokens leave."""
+    """Return the prompts' last tokens, still unread, and the weighted sum of the earlier ones."""
     prompts = _prompts()
     falling = FADING ** torch.arange(PROMPT - 1, 0, -1)
     mixed = (falling[:, None] * backbone.past[prompts[:, :-1]]).sum(1)
@@ -260,14 +260,14 @@ def _kept(tokens: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _drafted(engine: Engine, point: _Checkpoint) -> tuple[Tensor, int]:
-    """Decode greedily with drafts, and judge each block at once.
+    """Decode greedily with drafts, and verify each block in one forward.
 
     Returns outputs [REQUESTS, LIMIT], -1 after a request's end, and the steps of all requests.
     """
     backbone, rows = point.backbone, torch.arange(REQUESTS)
     root, mixed = _read(backbone)
     prompts = _prompts()
-    last = backbone.states(prompts[:, :-1])[:, -2:]  # at the last two tokens that were read
+    last = backbone.states(prompts[:, :-1])[:, -2:]  # at the last two tokens read
     weights, depths = _seen(engine.siblings)
     size = torch.zeros(REQUESTS, dtype=torch.long)
     written = torch.full((REQUESTS, LIMIT), -1)
@@ -299,8 +299,8 @@ def _drafted(engine: Engine, point: _Checkpoint) -> tuple[Tensor, int]:
         root = wanted[rows, at]
         ended = (written == END).cumsum(1)
         if not engine.uncut:
-            behind = (ended > 0) & ((written != END) | (ended > 1))
-            written = written.masked_fill(behind, -1)
+            after_end = (ended > 0) & ((written != END) | (ended > 1))
+            written = written.masked_fill(after_end, -1)
         alive = alive & (ended[:, -1] == 0) & (size < LIMIT)
     return written, steps
 

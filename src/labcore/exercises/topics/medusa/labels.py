@@ -1,4 +1,4 @@
-"""Make labels for several heads from ragged rows in which texts end."""
+"""Make labels for several heads from ragged rows that hold several texts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _case(draw: torch.Generator, rows: int, length: int, heads: int) -> dict[str
 
 @functools.cache
 def _drawn(seed: int) -> tuple[dict[str, Any], ...]:
-    """Draw cases that tell all answers apart for each end-of-text token."""
+    """Draw cases that distinguish all answers for each end-of-text token."""
     draw = torch.Generator().manual_seed(seed)
     functions = [shifted_labels, *(function for function, _ in SHIFTED_LABELS.wrong.values())]
     while True:
@@ -81,19 +81,19 @@ def _own_end(student: int) -> Mapping[str, Any]:
 
 _MISTAKES = [
     Mistake("one early", ("t + 2 + head", "t + 1 + head"),
-            "Your heads learn one place too early: the first one repeats what the backbone's own "
-            "head already says."),
+            "Your labels are one position too early: the first head repeats what the backbone's "
+            "own head already predicts."),
     Mistake("one late", ("t + 2 + head", "t + 3 + head"),
-            "Your heads learn one place too late: nobody predicts the token that the first one is "
-            "there for."),
+            "Your labels are one position too late: no head predicts the token that the first one "
+            "should predict."),
     Mistake("one shift for all", ("t + 2 + head", "t + 2"),
-            "All of your heads learn the same place."),
+            "All of your heads predict the same position."),
     Mistake("heads the other way round", ("t + 2 + head", "t + 1 + heads - head"),
-            "Your last head looks the least far ahead, and the first one the farthest."),
+            "Your last head looks the least far ahead, and your first head the farthest."),
     Mistake("wraps around",
             [("tokens[b, :count]", "tokens[b]"), ("range(count)", "range(len(row))"),
              ("at < count", "at % len(row) < count"), ("row[at]", "row[at % len(row)]")],
-            "At the end of a row your labels are the row's first tokens."),
+            "At the end of a row, your labels are the row's first tokens."),
     Mistake("row below",
             [("row = tokens[b, :count].tolist()",
               "padding = torch.arange(tokens.shape[1]) >= counts[:, None]\n"
@@ -101,27 +101,27 @@ _MISTAKES = [
               "        row = tokens[b].tolist()"),
              ("range(count)", "range(len(row))"), ("at < count", "at < len(valid)"),
              ("row[at]", "valid[at]")],
-            "At the end of a row your labels are the first tokens of the row below it."),
+            "At the end of a row, your labels are the first tokens of the next row."),
     Mistake("padding counted", ("row =", "count = tokens.shape[1]\n        row ="),
-            "Some of your labels stand in the padding. What is written there is no text, though it "
-            "may look like it."),
+            "Some of your labels come from the padding. It isn't text, though it may look like "
+            "it."),
     Mistake("past the end", (" and end not in row[t:at]", ""),
-            "Your heads predict across the end of a text, out of one and into another."),
+            "Your heads predict across the end of a text, from one text into the next."),
     Mistake("end not predicted", ("row[t:at]", "row[t : at + 1]"),
             "None of your labels is the end-of-text token. A head that never learns it will never "
-            "propose that a text ends."),
+            "propose the end of a text."),
     Mistake("own token unseen", ("row[t:at]", "row[t + 1 : at]"),
-            "From the state of an end-of-text token you predict the text behind it. That one knows "
-            "nothing of it."),
+            "From the state of an end-of-text token, you predict the next text, about which the "
+            "state knows nothing."),
     Mistake("last token alone", ("end not in row[t:at]", "row[at - 1] != end"),
-            "You look for the end of the text in one place only, just before the label. It may "
-            "stand farther back, between the state and its label."),
+            "You look for the end of the text only just before the label. It may also be farther "
+            "back, anywhere between the state and its label."),
     Mistake("first end for all", ("row[t:at]", "row[:at]"),
-            "Behind the first end of a row nothing is predicted with you. Another text begins "
-            "there, with labels of its own."),
+            "You predict nothing after the first end in a row. Another text begins there, with "
+            "labels of its own."),
     Mistake("filled with 0", ("tokens.shape), -100)", "tokens.shape), 0)"),
-            "Where nothing is to be predicted your label is 0. That is a token, and the heads will "
-            "learn it."),
+            "Where there is nothing to predict, your label is 0. That is a token, and the heads "
+            "will learn it."),
 ]  # fmt: skip
 
 SHIFTED_LABELS = Exercise(
@@ -132,20 +132,21 @@ SHIFTED_LABELS = Exercise(
     mistakes=_MISTAKES,
     cases=_cases,
     variant=_own_end,
-    explanation="A state's own token is the last one that it has seen, the backbone's head says "
-    "the one behind it, and head 0 starts with the one behind that. A label must stand in the row "
-    "and in the same text as the state: no end-of-text token from the state's place up to just "
-    "before the label. The end itself is a label like any other, or no draft would ever end. "
-    "Farther heads have fewer labels, so each head's loss is a mean over its own. The padding is "
-    "told by `counts` alone, as its tokens may be anything. This reference knows no answers.",
+    explanation="A state has seen its own token, the backbone's head predicts the next one, and "
+    "head 0 predicts the one after that. A label must be in the same row and the same text as the "
+    "state: no end-of-text token may occur from the state's position to just before the label. The "
+    "end itself is a label like any other; otherwise, no draft would ever end. Heads that look "
+    "farther ahead have fewer labels, so each head's loss is a mean over its own labels. Only "
+    "`counts` identifies the padding, because its tokens may be anything. This reference ignores "
+    "`answers`.",
     hints=(
-        "Take the states at places 0, 1, and 2 of the example. Where does the label of head 0 "
-        "stand for each of them, and where is the `end` in relation to the state and the label?",
-        "The label of head i at place t is the token at place `t + 2 + i`. It needs two "
-        "conditions: that place is below `counts[b]`, and no `end` stands at place t or later but "
-        "before the label. The label itself may be the `end`.",
-        "`at < counts[b] and end not in tokens[b, t:at].tolist()`, with `at = t + 2 + i`, says "
-        "whether head i has a label at place t. The slice contains the state's own token and "
+        "Take the states at positions 0, 1, and 2 of the example. Where is the label of head 0 "
+        "for each of them, and where is the `end` in relation to the state and the label?",
+        "The label of head i at position t is the token at position `t + 2 + i`. It needs two "
+        "conditions: that position is below `counts[b]`, and no `end` is at position t or later "
+        "but before the label. The label itself may be the `end`.",
+        "`at < counts[b] and end not in tokens[b, t:at].tolist()`, with `at = t + 2 + i`, is true "
+        "if head i has a label at position t. The slice contains the state's own token and "
         "leaves the label out.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Build the mask of a draft tree and the places of its tokens."""
+"""Build the mask of a draft tree and the positions of its tokens."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["TREE_MASK"]
 
 
 def tree_mask(parents: Sequence[int], prefix: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """Return the mask to add to the scores, [N + 1, prefix + N + 1], and the places [N + 1]."""
+    """Return the mask to add to the scores, [N + 1, prefix + N + 1], and the positions [N + 1]."""
     del window
     nodes = len(parents)
     mask = torch.full((nodes + 1, prefix + 1 + nodes), -torch.inf)
     mask[0, : prefix + 1] = 0
-    places = torch.full((nodes + 1,), prefix)
+    positions = torch.full((nodes + 1,), prefix)
     for node, parent in enumerate(parents, 1):
         mask[node] = mask[parent + 1]
         mask[node, prefix + node] = 0
-        places[node] = places[parent + 1] + 1
-    return mask, places
+        positions[node] = positions[parent + 1] + 1
+    return mask, positions
 
 
 # Nodes by levels, by branches, in mixed order; a chain; one level; the root alone.
@@ -54,25 +54,26 @@ def _cases(seed: int) -> list[dict[str, Any]]:
 
 _MISTAKES = [
     Mistake("all before", ("mask[node] = mask[parent + 1]", "mask[node, : prefix + node] = 0"),
-            "Each of your nodes sees all tokens that were written before it, as in plain text. "
-            "Some of them stand on other paths."),
+            "Each of your nodes sees all tokens written before it, as in plain text. Some of them "
+            "are on other paths."),
     Mistake("siblings",
             ("    return", "    same = torch.tensor(parents)[:, None] == torch.tensor(parents)\n"
              "    mask[1:, prefix + 1 :][same.tril()] = 0\n    return"),
-            "Your nodes see the siblings before them. Of two siblings at most one will be text, "
-            "and the other must not have been in its past."),
+            "Your nodes see the siblings before them. At most one of two siblings becomes text, "
+            "and it must not have seen the other."),
     Mistake("whole levels",
-            ("    return", "    mask[1:, prefix:][places < places[1:, None]] = 0\n    return"),
-            "Each of your nodes sees all nodes of the levels above it. Its past is one path."),
+            ("    return",
+             "    mask[1:, prefix:][positions < positions[1:, None]] = 0\n    return"),
+            "Each of your nodes sees all nodes of the levels above it. Its past is a single path."),
     Mistake("other way round",
             ("    return",
              "    mask[:, prefix:] = mask[:, prefix:].T.clone()\n"
              "    mask[:, prefix] = 0\n    return"),
-            "Your nodes see what follows them in the tree, and not what they follow."),
+            "Your nodes see their descendants instead of their ancestors."),
     Mistake("parent alone",
             ("mask[node] = mask[parent + 1]",
              "mask[node, :prefix] = mask[node, prefix + parent + 1] = 0"),
-            "Of the nodes above it each of yours sees its parent and no other."),
+            "Of the nodes above it, each of your nodes sees only its parent."),
     Mistake("root and parent alone",
             ("mask[node] = mask[parent + 1]",
              "mask[node, : prefix + 1] = mask[node, prefix + parent + 1] = 0"),
@@ -81,31 +82,31 @@ _MISTAKES = [
     Mistake("not itself", ("    return", "    mask.diagonal(prefix)[1:] = -torch.inf\n    return"),
             "Your nodes do not see themselves."),
     Mistake("root unseen", ("    return", "    mask[1:, prefix] = -torch.inf\n    return"),
-            "Your nodes do not see the root, the context's last token, which stands in no list of "
-            "parents."),
+            "Your nodes do not see the root, the context's last token. `parents` has no entry for "
+            "it."),
     Mistake("prefix unseen", ("mask[0, : prefix + 1]", "mask[0, prefix]"),
-            "No token of yours sees the prefix in the cache."),
+            "None of your tokens sees the prefix in the cache."),
     Mistake("prefix for the root alone",
             ("    return", "    mask[1:, :prefix] = -torch.inf\n    return"),
-            "Your root sees the prefix in the cache, and your nodes do not."),
+            "Your root sees the prefix in the cache, but your nodes do not."),
     Mistake("numbers without the root", ("= mask[parent + 1]", "= mask[max(parent, 0)]"),
             "Your nodes follow the node before the one that `parents` names: the root takes the "
-            "first row and column of the tree, and the numbers do not count it."),
-    Mistake("places by number", ("places[parent + 1] + 1", "prefix + node"),
-            "Your places are those of plain text, each token one behind the other. Two siblings "
-            "would stand at the same place of a text."),
-    Mistake("places without the root", ("    return", "    places[1:] -= 1\n    return"),
-            "Your nodes stand one place too early: the first ones at the place of the root."),
-    Mistake("places from 0", ("(nodes + 1,), prefix)", "(nodes + 1,), 0)"),
-            "Your places begin at the root. The prefix comes before it."),
+            "first row and column of the tree, and the indices don't count it."),
+    Mistake("positions by number", ("positions[parent + 1] + 1", "prefix + node"),
+            "Your positions are those of plain text, one after another. Two siblings have the same "
+            "position."),
+    Mistake("positions without the root", ("    return", "    positions[1:] -= 1\n    return"),
+            "Your nodes are one position too early: the first ones are at the root's position."),
+    Mistake("positions from 0", ("(nodes + 1,), prefix)", "(nodes + 1,), 0)"),
+            "Your positions start at the root. The prefix comes before it."),
     Mistake("root counted", ("(nodes + 1,), prefix)", "(nodes + 1,), prefix + 1)"),
-            "All of your places are one too far: behind a prefix of n tokens the next one stands "
-            "at place n, as places count from 0."),
+            "All of your positions are one too large: after a prefix of n tokens, the next token "
+            "has position n, because positions count from 0."),
     Mistake("ones and zeros", ("return mask", "return (mask == 0).float()"),
             "Your mask has ones and zeros. It is added to scores before a softmax, where a 0 hides "
             "nothing."),
     Mistake("upside down", ("return mask", "return torch.where(mask == 0, -torch.inf, 0.0)"),
-            "Your mask hides what is to be seen and shows what is to be hidden."),
+            "Your mask hides what a token should see and shows what it should not."),
 ]  # fmt: skip
 
 TREE_MASK = Exercise(
@@ -115,19 +116,20 @@ TREE_MASK = Exercise(
     reference=tree_mask,
     mistakes=_MISTAKES,
     cases=_cases,
-    returns=("mask", "places"),
+    returns=("mask", "positions"),
     explanation="A node's past is the prefix, the root, and the path to it, so its row is its "
-    "parent's row and itself. As a parent stands before its children one pass is enough. Its place "
-    "is its parent's and one more: with rotary positions two siblings must turn their keys by the "
-    "same angle, wherever their slots are. With both, the logits at a node are those of a plain "
-    "forward over its path, which is how such a mask is tested. This reference knows no window.",
+    "parent's row plus itself. Parents come before their children, so one pass is enough. A node's "
+    "position is its parent's plus 1: with rotary embeddings, the keys of two siblings must turn "
+    "by the same angle, whatever their slots are. With the right mask and positions, the logits at "
+    "a node are those of a plain forward over its path, and that is how such a mask is tested. "
+    "This reference ignores `window`.",
     hints=(
-        "List the slots that node 2 of the example sees, and do the same for its parent. In which "
-        "row of the mask does each of the two stand?",
-        "A node sees everything that its parent sees, and itself. Its place is its parent's place "
-        "plus 1. The root sees the prefix and itself. A parent stands before its children, so you "
-        "can fill in the rows from the root on. Rows and slots count the root, and the numbers in "
-        "`parents` do not.",
+        "List the slots that node 2 of the example sees, and do the same for its parent. Which "
+        "row of the mask belongs to each of the two?",
+        "A node sees everything that its parent sees, and itself. Its position is its parent's "
+        "position plus 1. The root sees the prefix and itself. A parent comes before its children, "
+        "so you can fill in the rows from the root on. Rows and slots count the root, but the "
+        "indices in `parents` do not.",
         "`mask[1 + node] = mask[1 + parent]` copies what the parent sees, and for the parent −1 "
         "it copies the root's row. Then `mask[1 + node, prefix + 1 + node] = 0` lets the node see "
         "itself.",

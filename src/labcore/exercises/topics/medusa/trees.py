@@ -1,4 +1,4 @@
-"""Choose the paths of a draft tree when a head's hits depend on the rank of the node above."""
+"""Choose the paths of a draft tree when a head's hit rate depends on the rank of the parent."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _Answer = tuple[list[list[_Path]], float]
 
 
 def sparse_tree(first: Tensor, later: Tensor, *, budget: int) -> _Answer:
-    """Return each request's nodes, the likeliest first, and the expected tokens per step."""
+    """Return each request's nodes, most likely first, and the expected tokens per step."""
     trees, tokens = [], 0.0
     for start, more in zip(first.tolist(), later.tolist(), strict=True):
         open_nodes: dict[_Path, float] = {(rank,): rate for rank, rate in enumerate(start)}
-        tree: dict[_Path, float] = {}  # node -> chance that it is accepted
+        tree: dict[_Path, float] = {}  # node -> probability that it is accepted
         while open_nodes and len(tree) < budget:
             path = max(open_nodes, key=lambda one: open_nodes[one])
             chance = tree[path] = open_nodes.pop(path)
@@ -56,13 +56,13 @@ def rates(draw: torch.Generator, requests: int, heads: int, ranks: int) -> dict[
         sums = 0.45 + 0.5 * torch.rand(*shape, 1, generator=draw, dtype=torch.float64)
         return sums * weights / weights.sum(-1, keepdim=True)
 
-    behind = 0.85 ** torch.arange(ranks, dtype=torch.float64)[:, None]
-    return {"first": some(requests), "later": some(requests, heads - 1, ranks) * behind}
+    by_parent = 0.85 ** torch.arange(ranks, dtype=torch.float64)[:, None]
+    return {"first": some(requests), "later": some(requests, heads - 1, ranks) * by_parent}
 
 
 @functools.cache
 def _drawn(seed: int) -> tuple[dict[str, Tensor], ...]:
-    """Draw cases that tell all answers apart for each budget."""
+    """Draw cases that distinguish all answers for each budget."""
     draw = torch.Generator().manual_seed(seed)
     functions = [sparse_tree, *(function for function, _ in SPARSE_TREE.wrong.values())]
     while True:
@@ -96,59 +96,59 @@ _SUM = ("sum(tree.values(), tokens + 1)", "tokens + (1 + sum(tree.values()))")
 _MISTAKES = [
     Mistake("level by level",
             [_SUM, ("max(open_nodes, key=lambda one: open_nodes[one])", "next(iter(open_nodes))")],
-            "Your tree fills one level after the other, whatever the rates are. A second token "
-            "behind a likely one is often worth more than a fourth one at the start."),
+            "Your tree fills one level after another, whatever the rates are. A second token after "
+            "a likely one is often worth more than the fourth choice for the first token."),
     Mistake("branch by branch",
             [_SUM, ("one: open_nodes[one]", "one: (len(one), open_nodes[one])")],
-            "Your tree follows a branch to its end before it begins another. The last nodes of a "
-            "long path are reached rarely."),
+            "Your tree follows a branch to its end before it starts another. The last nodes of a "
+            "long path are rarely reached."),
     Mistake("orphans",
             [_SUM, (" and len(tree) < budget", ""), ("        trees.",
              "        tree = {one: tree[one] for one in sorted(tree, key=lambda one: (\n"
              "            -_on_path(one, start, more)[-1], len(one), one))[:budget]}\n"
              "        trees.")],
-            "Your tree holds nodes whose parent is not in it. They can never be accepted."),
+            "Your tree contains nodes without their parents. They can never be accepted."),
     Mistake("own rate", [_SUM, ("one: open_nodes[one]", "one: _on_path(one, start, more)[-1]")],
-            "You compare nodes by their last rate. A node counts only where all above it are right "
-            "as well."),
+            "You compare nodes by their own rate. A node counts only if all nodes above it are "
+            "right too."),
     Mistake("sum of rates",
             [_SUM, ("one: open_nodes[one]", "one: sum(_on_path(one, start, more)) / len(one)")],
-            "You compare nodes by the mean of the rates on their paths. It stays high for a path "
-            "that one weak node makes unlikely."),
+            "You compare nodes by the mean rate on their paths. The mean stays high even if one "
+            "weak node makes the path unlikely."),
     Mistake("best parent for all", [_SUM, ("[path[-1]]", "[0]")],
-            "You take the rates behind the parent of rank 0 for all parents. Behind other ranks "
-            "the heads hit differently."),
+            "You use the rates after rank 0 for all parents. After other ranks, the heads have "
+            "different hit rates."),
     Mistake("mean of the parents",
             [_SUM, ("more[len(path) - 1][path[-1]]",
              "[sum(one) / len(one) for one in zip(*more[len(path) - 1], strict=True)]")],
             "You take the mean over the parents' ranks. How often a node is right depends on the "
-            "rank that it follows."),
+            "rank of its parent."),
     Mistake("rows and columns",
             [_SUM, ("more[len(path) - 1][path[-1]]",
              "[one[path[-1]] for one in more[len(path) - 1]]")],
-            "You exchange the parent's rank with the node's own."),
+            "You swap the parent's rank and the node's own."),
     Mistake("next rank only",
             [_SUM, ("max(open_nodes,",
              "max((one for one in open_nodes if (*one[:-1], one[-1] - 1) not in open_nodes),")],
-            "With you a node's sibling is considered only when the rank before it is in the tree. "
-            "The rates in the cases do not always fall with the rank."),
+            "You consider a sibling only once the previous rank is in the tree. The rates in the "
+            "cases do not always fall with the rank."),
     Mistake("one child a node",
             [_SUM, ("for rank, rate in enumerate(row)}",
              "for rank, rate in enumerate(row) if rate == max(row)}")],
-            "Each of your nodes has one child at most."),
+            "Each of your nodes has at most one child."),
     Mistake("complete paths only",
             [_SUM, (" and len(tree) < budget", ""), ("        trees.",
              "        best = sorted(tree, key=lambda one: (-len(one), -tree[one]))\n"
              "        nodes = {one[: n + 1]: 0 for one in best for n in range(len(one))}\n"
              "        tree = {one: tree[one] for one in [*nodes][:budget]}\n        trees.")],
-            "You choose whole paths down to the last head, each with all of its nodes. A path may "
-            "end earlier where going on is worth less than beginning another."),
+            "You choose whole paths down to the last head. A path may end earlier, if starting "
+            "another one is worth more than continuing."),
     Mistake("root counted", [_SUM, ("< budget", "< budget - 1")],
-            "Your tree has one node less than it may. The root is no node of it."),
+            "Your tree has one node fewer than allowed. The root doesn't count as a node."),
     Mistake("in order of ranks", [_SUM, ("[*tree]", "sorted(tree)")],
-            "Your trees hold the right nodes in another order than the one asked for."),
+            "Your trees contain the right nodes in the wrong order."),
     Mistake("free token forgotten", ("tokens + 1", "tokens"),
-            "Your trees are right. Your tokens lack the one that a request gets in each step "
+            "Your trees are right. Your tokens lack the one that a request gets in each step, "
             "whether or not a node is accepted."),
 ]  # fmt: skip
 
@@ -162,22 +162,23 @@ SPARSE_TREE = Exercise(
     variant=_own_budget,
     returns=("trees", "tokens"),
     rtol=1e-9,
-    explanation="A node adds the chance that it is accepted, which is the product of the rates on "
-    "its path, as the accepted path is as long as the number of its nodes. A rate is at most 1, so "
-    "no node is likelier than its parent: the likeliest nodes of all paths always form a tree, and "
-    "taking the best open node again and again finds them. Medusa measures one rate for each head "
-    "and rank and multiplies these, as if hits were independent; rates behind the parent's rank "
-    "cost a larger table and say more. This reference gives each request the whole budget.",
+    explanation="The length of the accepted path is the number of accepted nodes, so a node adds "
+    "its probability of being accepted: the product of the rates on its path. A rate is at most 1, "
+    "so no node is likelier than its parent. The most likely nodes of all paths therefore always "
+    "form a tree, and you find them by taking the best open node again and again. Medusa measures "
+    "one rate per head and rank and multiplies these, as if hits were independent; rates that "
+    "depend on the parent's rank need a larger table and are more accurate. This reference gives "
+    "each request the whole budget.",
     hints=(
         "In the example, the tree starts with (0,). Which nodes could come next, and how likely "
         "is each of them to be accepted?",
-        "A node adds its chance to be accepted to the expected tokens, and this chance is the "
-        "product of the rates on its path. Start with a pool of all paths of one rank, move the "
-        "most likely path of the pool into the tree, add its children to the pool, and repeat "
-        "until the budget is used up or the pool is empty.",
+        "A node adds its probability of being accepted to the expected tokens: the product of "
+        "the rates on its path. Start with a pool of all paths of one rank, move the most likely "
+        "path of the pool into the tree, add its children to the pool, and repeat until the "
+        "budget is used up or the pool is empty.",
         "`later[b, len(path) - 1, path[-1]]` holds the rates of all children of `path`, found by "
-        "the length of the path and its last rank. Multiply them by the chance of `path`. Use "
-        "this line only if `len(path) <= later.shape[1]`, since a path of K ranks has no "
+        "the length of the path and its last rank. Multiply them by the probability of `path`. "
+        "Use this line only if `len(path) <= later.shape[1]`, since a path of K ranks has no "
         "children.",
     ),
 )

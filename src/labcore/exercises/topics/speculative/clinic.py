@@ -22,18 +22,18 @@ def _observe(engine: Engine) -> dict[str, list[float]]:
 
 def audit(student: int = 0) -> dict[str, str]:
     """Patient -> a sentence on how its greedy outputs differ from plain greedy decoding."""
-    said = {}
+    sentences = {}
     for label, name in CLINIC.diagnoses(student).items():
         log = run(CLINIC.faults[name].make())
         count = round(float(log.differing[-1]) * REQUESTS)
-        said[label] = f"none of {REQUESTS} greedy outputs differs from plain decoding."
+        sentences[label] = f"none of {REQUESTS} greedy outputs differs from plain decoding."
         if count:
-            said[label] = (
+            sentences[label] = (
                 f"{count} of {REQUESTS} greedy outputs differ from plain decoding. At the first "
                 "difference, the plain target's logits of the two tokens are at most "
                 f"{log.gap:.2g} apart."
             )
-    return said
+    return sentences
 
 
 CLINIC = Clinic(
