@@ -91,18 +91,18 @@ def test_the_patients_show_what_their_symptoms_say() -> None:
     assert len(healthy.server.outputs) == 91 and sum(preempted(healthy)) > 5
     for name, log in {**logs, "healthy": healthy}.items():
         assert len(log.steps) == STEPS
-        assert (share(log) < 0.9) == (name == "blocks are known before they are written")
+        assert (share(log) < 0.9) == (name == "blocks are shared before they are written")
         last = log.steps[-1]
         if not last.running and not last.waiting:
             assert (last.spare < pages) == (name == "a request leaves a block behind")
     clinging = preempted(logs["a victim keeps its blocks"])
     assert sum(clinging) > 2 * sum(preempted(healthy)) and max(clinging) > max(preempted(healthy))
-    batched = [step.running for step in logs["ended rows keep their slots"].steps]
+    batched = [step.running for step in logs["ended requests keep their slots"].steps]
     assert batched.count(1) > 3 * [step.running for step in healthy.steps].count(1)
     leaky = logs["a request leaves a block behind"].steps
     assert not leaky[-1].running and leaky[-1].spare < pages / 4
     first: dict[str, int] = {}
-    undated = logs["deadlines are not looked at in the queue"]
+    undated = logs["deadlines are ignored in the queue"]
     for at, step in enumerate(undated.steps):
         for name in step.admitted:
             first.setdefault(name, at)
@@ -114,7 +114,7 @@ def test_the_report_says_what_became_of_requests(seed: int) -> None:
     words, names = report(seed), CLINIC.diagnoses(seed)
     assert words.keys() == names.keys()
     for label, name in names.items():
-        undated = "not looked at" in name
+        undated = "ignored" in name
         queued, late = re.findall(r", (\d+) had never .* (\d+) were first", words[label])[0]
         assert (queued == "0") == undated
         assert (int(late) > 10) == undated and (late != "0") == undated
@@ -125,7 +125,7 @@ def test_the_text_has_the_clinic_s_numbers() -> None:
     assert f"a server of {engine.slots} slots and {engine.pages} blocks of {engine.page}" in text
     assert f"{REQUESTS} requests come in bursts of {BURST}" in text
     assert f"the same {BEGINNING} tokens" in text and f"each of {STEPS} steps" in text
-    assert f"at most {engine.budget} tokens a step, {engine.chunk} of one prompt" in text
+    assert f"at most {engine.budget} tokens per step, {engine.chunk} of one prompt" in text
     assert "Of the healthy server's requests, 91" in text
 
 

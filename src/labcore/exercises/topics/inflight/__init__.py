@@ -1,4 +1,4 @@
-"""Provide exercises on in-flight batching, from admission to a clinic of servers."""
+"""Exercises on in-flight batching, from admission to a clinic of servers."""
 
 from labcore.exercises.topics.inflight.admission import ADMIT
 from labcore.exercises.topics.inflight.chunking import CHUNK

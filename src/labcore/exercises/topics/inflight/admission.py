@@ -28,7 +28,7 @@ def admit(
     *,
     spare: int,
 ) -> list[int]:
-    """Return the places in `waiting` of the requests that enter before the next step."""
+    """Return the indices in `waiting` of the requests admitted before the next step."""
     del families
 
     def longest(prompt: int, most: int) -> int:
@@ -36,17 +36,17 @@ def admit(
 
     room = free - sum(longest(prompt, most) - held for prompt, most, held, _ in running)
     taken: list[int] = []
-    for place, (prompt, most, _) in enumerate(waiting):
+    for index, (prompt, most, _) in enumerate(waiting):
         room -= longest(prompt, most)
         least = spare if running or taken else 0
         if len(running) + len(taken) == slots or room < least:
             break
-        taken.append(place)
+        taken.append(index)
     return taken
 
 
 def _lengths(chance: random.Random, page: int) -> tuple[int, int]:
-    """Draw a prompt length and an output limit that often just fill a block, or need one more."""
+    """Draw a prompt length and an output limit that often just fill a block or just overflow it."""
     prompt = chance.randint(1, 5 * page)
     most = chance.randint(1, 5 * page)
     if chance.random() < 0.5:
@@ -57,7 +57,7 @@ def _lengths(chance: random.Random, page: int) -> tuple[int, int]:
 def some_queue(
     chance: random.Random, families: Mapping[str, int] | None = None, *, rows: int = 4
 ) -> dict[str, Any]:
-    """Draw up to `rows` running requests, a longer queue, and a pool that is nearly promised."""
+    """Draw up to `rows` running requests, a longer queue, and an almost fully promised pool."""
     page = chance.choice((8, 12, 16, 24, 32))
     names = ["", *(families or {})]
     running = []
@@ -105,49 +105,48 @@ ADMIT = Exercise(
         Mistake(
             "rounded down",
             ("-(-(prompt + most - 1) // page)", "(prompt + most - 1) // page"),
-            "You round blocks down. The tokens that are left over need a block as well, even if it "
-            "is not filled.",
+            "You round the number of blocks down. The remaining tokens need a block too, even if "
+            "they don't fill it.",
         ),
         Mistake(
             "prompt alone",
             ("room -= longest(prompt, most)", "room -= longest(prompt, 1)"),
-            "You look at a waiting request's prompt. It is let in for good, with all that it may "
-            "still say.",
+            "You count only a waiting request's prompt. The server never preempts it, so it "
+            "needs room for everything it may still generate.",
         ),
         Mistake(
             "promises forgotten",
             ("in running)", "in ())"),
-            "You count what is free. Some of it belongs to requests that run and have not asked "
-            "for it yet.",
+            "You count all free blocks. Some of them are promised to running requests that have "
+            "not needed them yet.",
         ),
         Mistake(
             "held ones promised again",
             (" - held", ""),
-            "You take what the running need from what is free. A part of it they hold already, and "
-            "it is not free.",
+            "You subtract the total need of the running requests from the free blocks. They "
+            "already hold part of it, and that part is not free.",
         ),
         Mistake(
             "last token stored",
             ("prompt + most - 1", "prompt + most"),
-            "With you a request needs room for one token more than it does: what is drawn last is "
-            "read by nobody.",
+            "You reserve room for one token too many: the last token is drawn but never read.",
         ),
         Mistake(
             "spare forgotten",
             ("spare if running or taken else 0", "0"),
-            "You give away the last block. Look for what has to be left.",
+            "You give away the last block. An admission must leave some blocks.",
         ),
         Mistake(
             "spare always",
             (" if running or taken else 0", ""),
-            "Your first request has to leave spare blocks although nobody runs. A large one would "
-            "wait forever beside an empty pool.",
+            "Your first request must leave spare blocks even if nothing runs. A large request "
+            "would wait forever next to an empty pool.",
         ),
         Mistake(
             "first batch spares none",
             (" or taken", ""),
-            "On an idle server you let all newcomers take the spare blocks. Only the first one "
-            "may. Once it is admitted, the server is no longer idle.",
+            "On an idle server, you let all new requests take the spare blocks. Only the first "
+            "one may. Once it is admitted, the server is no longer idle.",
         ),
         Mistake(
             "head passed over",
@@ -155,8 +154,8 @@ ADMIT = Exercise(
                 "            break",
                 "            room += longest(prompt, most)\n            continue",
             ),
-            "Where the next one does not fit you take a later one. A large request could then wait "
-            "for as long as small ones come.",
+            "If the next request doesn't fit, you admit a later one. A large request could then "
+            "wait as long as small ones keep coming.",
         ),
         Mistake(
             "slots unseen",
@@ -165,14 +164,14 @@ ADMIT = Exercise(
         ),
         Mistake(
             "each by itself",
-            ("taken.append(place)", "taken.append(place)\n        room += longest(prompt, most)"),
-            "Each of your requests fits beside those that run. They also have to fit beside each "
-            "other.",
+            ("taken.append(index)", "taken.append(index)\n        room += longest(prompt, most)"),
+            "Each of your requests fits beside the running ones. The admitted requests must also "
+            "fit together.",
         ),
         Mistake(
-            "one a step",
+            "one per step",
             ("return taken", "return taken[:1]"),
-            "You stop behind the first one that you admit.",
+            "You stop after the first request that you admit.",
         ),
         Mistake(
             "tokens added up",
@@ -182,20 +181,20 @@ ADMIT = Exercise(
                 (" - held", " - held * page"),
                 ("spare if", "spare * page if"),
             ],
-            "You add up tokens and divide at the end. Blocks are not shared out: each request has "
-            "a last one of its own.",
+            "You add up tokens and divide at the end. Requests don't share blocks here, so each "
+            "one rounds up separately.",
         ),
     ],
     cases=_cases,
     variant=_own_spare,
-    explanation="A request that may never be sent out again has to be let in with room for the "
-    "longest it may become, prompt + max_tokens − 1 tokens, since the last token is drawn and "
-    "never read. What the running were promised counts in the same way; only what they hold of it "
-    "has left the free blocks already. Each request is rounded up by itself, as no block has two "
-    "owners. The queue stops at the first that does not fit: it waits for a bounded time, because "
-    "the running end, and nobody takes its place. The price is that most promises are never "
-    "called in, so blocks stand empty for outputs that end early. This reference shares no "
-    "prefixes.",
+    explanation="A request that is never preempted must be admitted with room for the longest that "
+    "it may become: prompt + max_tokens − 1 tokens, because the last token is drawn but never "
+    "read. What the running requests were promised is counted the same way, except that the blocks "
+    "that they hold have already left the free ones. Each request is rounded up separately, "
+    "because no block has two owners. The queue stops at the first request that doesn't fit. Its "
+    "wait is bounded, because the running requests end and nobody overtakes it. The price is that "
+    "most promises are never used, so blocks stay empty for outputs that end early. This reference "
+    "shares no prefixes.",
     hints=(
         "In the example, how many blocks are neither held nor promised before anybody is "
         "admitted? Then work it again with nobody running: how many blocks must the first request "
@@ -208,6 +207,6 @@ ADMIT = Exercise(
         "`room = free - sum(-(-(prompt + most - 1) // page) - held for prompt, most, held, _ in "
         "running)` is the number of blocks that nobody holds or was promised, where `most` is "
         "`max_tokens`. An admission must leave `spare if running or taken else 0` of them, where "
-        "`taken` lists the places admitted so far.",
+        "`taken` lists the indices admitted so far.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Read prompts in chunks beside outputs, under one budget of tokens per step."""
+"""Read prompts in chunks alongside outputs, under one token budget per step."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ _Answer = tuple[list[list[int]], list[int]]
 def in_chunks(
     requests: _Requests, steps: int, budget: int, least: int, equal: bool, *, chunk: int
 ) -> _Answer:
-    """Return the tokens that each request reads per step, and the steps of the first tokens."""
+    """Return the tokens that each request reads per step, and the step of each first token."""
     del equal
     read, first = [0] * len(requests), [-1] * len(requests)
     trace = []
     for step in range(steps):
         row, left = [0] * len(requests), budget
-        for place, (_, prompt, output) in enumerate(requests):
-            if prompt <= read[place] < prompt + output - 1:
-                row[place] = 1
+        for index, (_, prompt, output) in enumerate(requests):
+            if prompt <= read[index] < prompt + output - 1:
+                row[index] = 1
                 left -= 1
-        for place, (arrival, prompt, _) in enumerate(requests):
-            lacking = prompt - read[place]
+        for index, (arrival, prompt, _) in enumerate(requests):
+            lacking = prompt - read[index]
             if arrival > step or lacking <= 0:
                 continue
             count = min(lacking, chunk, left)
             if count < min(lacking, least):
                 break
-            row[place] = count
+            row[index] = count
             left -= count
-        for place, (_, prompt, _) in enumerate(requests):
-            read[place] += row[place]
-            if row[place] and read[place] == prompt:
-                first[place] = step
+        for index, (_, prompt, _) in enumerate(requests):
+            read[index] += row[index]
+            if row[index] and read[index] == prompt:
+                first[index] = step
         trace.append(row)
     return trace, first
 
@@ -93,46 +93,45 @@ CHUNK = Exercise(
             [
                 ("                left -= 1\n", ""),
                 (
-                    "            read[place] += row[place]\n",
-                    "            if read[place] >= prompt:\n"
-                    "                row[place] = min(row[place], left)\n"
-                    "                left -= row[place]\n"
-                    "            read[place] += row[place]\n",
+                    "            read[index] += row[index]\n",
+                    "            if read[index] >= prompt:\n"
+                    "                row[index] = min(row[index], left)\n"
+                    "                left -= row[index]\n"
+                    "            read[index] += row[index]\n",
                 ),
             ],
-            "You read prompts first and outputs with what is left. A long prompt then stops all "
-            "outputs for as long as it lasts.",
+            "You read prompts first and outputs with what is left. A long prompt then stalls all "
+            "outputs until it is read.",
         ),
         Mistake(
             "cap unseen",
             ("min(lacking, chunk, left)", "min(lacking, left)"),
-            "Your prompts take as much as the budget has. Look for what one of them may take at "
-            "most.",
+            "Your prompts take the whole remaining budget. There is a limit on what one prompt "
+            "may take.",
         ),
         Mistake(
             "no token of the last chunk",
-            [("output - 1", "output"), ("read[place] == prompt", "read[place] == prompt + 1")],
-            "Behind its last chunk your request says nothing, and begins with the next step. The "
-            "chunk has read the last token of the prompt, and what it computes there is the next "
-            "one.",
+            [("output - 1", "output"), ("read[index] == prompt", "read[index] == prompt + 1")],
+            "Your request produces nothing after its last chunk and starts its output one step "
+            "late. That chunk reads the prompt's last token, and the model computes the first "
+            "output token from it.",
         ),
         Mistake(
             "token of every chunk",
             [
                 (
-                    "read[place] < prompt + output - 1",
-                    "read[place] and sum(past[place] > 0 for past in trace) < output",
+                    "read[index] < prompt + output - 1",
+                    "read[index] and sum(past[index] > 0 for past in trace) < output",
                 ),
-                ("read[place] == prompt", "first[place] < 0"),
+                ("read[index] == prompt", "first[index] < 0"),
             ],
-            "Your request says something behind each chunk. What it computes in the middle of its "
-            "prompt is known already.",
+            "Your request produces a token after every chunk. In the middle of the prompt, the "
+            "next token is already known.",
         ),
         Mistake(
             "outputs for nothing",
             ("                left -= 1\n", ""),
-            "Your outputs take no part in the budget, so that a step reads more tokens than it "
-            "may.",
+            "Your outputs take nothing from the budget, so a step reads more tokens than it may.",
         ),
         Mistake(
             "last chunk over budget",
@@ -140,54 +139,55 @@ CHUNK = Exercise(
                 ("min(lacking, chunk, left)", "min(lacking, chunk)"),
                 ("count < min(lacking, least)", "left <= 0"),
             ],
-            "Your last chunk of a step is as long as the cap allows, even where the budget ends "
-            "before.",
+            "The last chunk of your step is as long as `chunk` allows, even if less of the "
+            "budget is left.",
         ),
         Mistake(
             "scraps read",
             ("count < min(lacking, least)", "count < 1"),
-            "You read chunks that are shorter than they may be.",
+            "You read chunks that are shorter than allowed.",
         ),
         Mistake(
             "short rest withheld",
             ("min(lacking, least)", "least"),
-            "Your prompt waits when little of it is left. There is nothing more to wait for.",
+            "Your prompt waits if it lacks only a few tokens. A chunk that finishes its prompt "
+            "may be short.",
         ),
         Mistake(
             "short rest needs more",
             ("count < min(lacking, least)", "left < least"),
-            "Where less than `least` of the budget is left, you read no prompt. One that lacks "
-            "only a few tokens may still fit.",
+            "If less than `least` of the budget is left, you read no prompt. One that lacks only "
+            "a few tokens may still fit.",
         ),
         Mistake(
             "overtaken",
             ("break", "continue"),
-            "Where a prompt's chunk would be too short you go on to the next prompt. It overtakes, "
+            "If a prompt's chunk would be too short, you go on to the next prompt. It overtakes, "
             "and may do so in every step.",
         ),
         Mistake(
-            "one prompt a step",
+            "one prompt per step",
             ("left -= count", "break"),
-            "You read one prompt a step, even where the budget has room for more.",
+            "You read one prompt per step, even if the budget has room for more.",
         ),
         Mistake(
             "last token read",
             ("output - 1", "output"),
-            "Your requests read the token that they said last. Nobody asks what comes behind it.",
+            "Your requests also read their last output token. Nothing is generated after it.",
         ),
         Mistake(
             "output in the same step",
             [
                 ("(_, prompt, _)", "(_, prompt, output)"),
                 (
-                    "first[place] = step",
-                    "first[place] = step\n"
-                    "                row[place] += output > 1\n"
-                    "                read[place] += output > 1",
+                    "first[index] = step",
+                    "first[index] = step\n"
+                    "                row[index] += output > 1\n"
+                    "                read[index] += output > 1",
                 ),
             ],
-            "Your request reads the end of its prompt and its first output token in one step. That "
-            "token is known when the step is over.",
+            "Your request reads the end of its prompt and its first output token in the same "
+            "step. That token is known only when the step is over.",
         ),
         Mistake(
             "shortest first",
@@ -196,30 +196,30 @@ CHUNK = Exercise(
                 "(arrival, prompt, _) in sorted("
                 "enumerate(requests), key=lambda one: one[1][1] - read[one[0]])",
             ),
-            "You read the prompt first that lacks least. The order is that of the list.",
+            "You read the prompt that lacks the fewest tokens first. Follow the order of the list.",
         ),
     ],
     cases=_cases,
     variant=_own_chunk,
     returns=("tokens read", "steps of the first tokens"),
-    explanation="An output that runs takes one token of the budget in every step, before anything "
-    "else: so its time a token depends on the budget and not on the prompts that arrive. What is "
-    "left goes to prompts in the order of arrival. The cap keeps one of them from taking all of "
-    "it, and the least length keeps a step from launching work for a handful of tokens; a "
-    "prompt's rest may be as short as it is. The chunk that ends a prompt reads its last token, "
-    "and the logits there are those of the first output token, so a request reads prompt + output "
-    "− 1 tokens in all. With three prompts of 800, a budget of 1,024 and chunks of 400 this is the "
-    "trace that vLLM's own test of its scheduler expects. This reference reads in order.",
+    explanation="A running output takes one token of every step's budget before anything else, so "
+    "its time per token depends on the budget and not on the prompts that arrive. The rest goes to "
+    "prompts in order of arrival. The cap keeps one prompt from taking all of it, and the least "
+    "length keeps a step from launching work for a handful of tokens; only the end of a prompt may "
+    "be shorter. The chunk that finishes a prompt reads its last token, and the logits there give "
+    "the first output token, so a request reads prompt + output − 1 tokens in all. With three "
+    "prompts of 800 tokens, a budget of 1,024, and chunks of 400, this is the trace that vLLM's "
+    "own scheduler test expects. This reference reads in order.",
     hints=(
         "How many tokens does a request with 800 prompt tokens and 4 output tokens read in all? "
         "Then ask what a prompt does that lacks 10 tokens when `least` is 64.",
         "One number per request is enough: the tokens that it has read. While the number is below "
         "the prompt's length, the request is reading its prompt. From there on it reads 1 token "
-        "per step, until it has read prompt + output − 1 tokens. In each step outputs take their "
+        "per step, until it has read prompt + output − 1 tokens. In each step, outputs take their "
         "tokens off the budget first, and prompts share the rest in order. Add the tokens of the "
         "step to these numbers only when the step is planned.",
         "`if count < min(lacking, least): break`, with `count = min(lacking, chunk, left)`, stops "
-        "all further prompts where a chunk would be too short. `lacking` is what the prompt has "
+        "all further prompts if a chunk would be too short. `lacking` is what the prompt has "
         "not read, and `left` is the budget that remains. A prompt that lacks fewer than `least` "
         "tokens still reads them if the budget allows.",
     ),

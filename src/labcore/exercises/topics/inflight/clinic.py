@@ -1,4 +1,4 @@
-"""Diagnose five faulty servers that batch in flight by their pools and their clients."""
+"""Diagnose five faulty servers with in-flight batching from their curves."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _curves(engine: Engine) -> dict[str, list[float]]:
         "free blocks": [],
         "running requests": [],
         "preemptions so far": [],
-        "outputs as alone": [],
+        "correct outputs": [],
     }
     right = ended = preempted = 0
     truth = {job.id: alone(job) for job in jobs()}
@@ -80,8 +80,8 @@ def _curves(engine: Engine) -> dict[str, list[float]]:
 
 
 def report(student: int = 0) -> dict[str, str]:
-    """Return a sentence per patient that tells how its requests ended."""
-    said = {}
+    """Patient -> a sentence on how its requests ended."""
+    sentences = {}
     deadlines = {job.id: job.deadline for job in jobs()}
     for label, name in CLINIC.diagnoses(student).items():
         log = observe(CLINIC.faults[name].make())
@@ -92,12 +92,12 @@ def report(student: int = 0) -> dict[str, str]:
         expired = [one for step in log.steps for one in step.expired]
         queued = sum(one not in first for one in expired)
         late = sum(first[one] >= deadlines[one] for one in expired if one in first)
-        said[label] = (
+        sentences[label] = (
             f"{len(log.server.outputs)} requests finished, and {len(expired)} were cut off by "
             f"their deadline. Of these {len(expired)}, {queued} had never been admitted, and "
             f"{late} were first admitted after their deadline."
         )
-    return said
+    return sentences
 
 
 CLINIC = Clinic(
@@ -107,43 +107,44 @@ CLINIC = Clinic(
     faults={
         "a request leaves a block behind": Fault(
             make=functools.partial(Engine, leaky=True),
-            symptom="free blocks get fewer from burst to burst, until too few are left for anyone "
-            "and requests run into their deadlines in the queue. When all have gone, blocks are "
-            "missing. The outputs that come are right.",
+            symptom="the number of free blocks falls from burst to burst, until too few are left "
+            "for anyone and requests reach their deadlines in the queue. When all requests are "
+            "gone, blocks are missing. The outputs that finish are right.",
         ),
-        "blocks are known before they are written": Fault(
+        "blocks are shared before they are written": Fault(
             make=functools.partial(Engine, early=True),
             symptom="some outputs are wrong, from the first burst on, and nothing else is worse "
-            "than in the healthy server: those who come together share a beginning that one of "
-            "them is still reading, and read in it what stood there before.",
+            "than in the healthy server. Requests that arrive together share a prefix that one of "
+            "them is still reading, so the others read the blocks' old contents.",
         ),
         "a victim keeps its blocks": Fault(
             make=functools.partial(Engine, clinging=True),
             symptom="preemptions come several at a time and far more often than in the healthy "
-            "server, and each time most of the running are gone: what a victim has stays taken, so "
-            "that the next one must go as well. When all have ended, all blocks are free.",
+            "server, and each time most of the running requests are gone: a victim's blocks stay "
+            "taken, so the next request must go too. When all requests have ended, all blocks are "
+            "free.",
         ),
-        "ended rows keep their slots": Fault(
+        "ended requests keep their slots": Fault(
             make=functools.partial(Engine, batched=True),
-            symptom="running requests fall one by one, often to a single one, and only then rise "
-            "again at once. Few are preempted, and many run into their deadlines in the queue "
-            "while slots stand idle.",
+            symptom="running requests fall one by one, often down to a single one, and only then "
+            "rise again all at once. Few are preempted, and many reach their deadlines in the "
+            "queue while slots are idle.",
         ),
-        "deadlines are not looked at in the queue": Fault(
+        "deadlines are ignored in the queue": Fault(
             make=functools.partial(Engine, undated=True),
             symptom="the curves are nearly those of the healthy server. But no request ends in the "
-            "queue: those whose time is over are admitted, read a chunk for nobody, and end with "
-            "their next step.",
+            "queue: those whose deadline has passed are admitted, read a chunk for nobody, and end "
+            "in their next step.",
         ),
     },
     observe=_curves,
     axis=range(STEPS),
-    explanation="A count of blocks is the quickest test of a pool: when nobody runs, all of them "
-    "are free or cached, and one block a request is lost long before anybody misses it. Outputs "
-    "are compared with those of the request alone, since a server that shares what is not written "
-    "is as fast as a sound one and never fails. Preemptions are to be counted with what they "
-    "brought: a victim that frees nothing costs its work and calls for the next. The number of "
-    "running requests tells iteration-level scheduling from a static batch at a glance. And a "
-    "deadline is to be looked at wherever a request may wait, or the server works hardest, in "
-    "its worst hour, for clients that have gone.",
+    explanation="Counting blocks is the quickest test of a pool: when nothing runs, every block is "
+    "free or cached. A leak of one block per request shows there long before anybody notices it. "
+    "Compare outputs with those of the request alone, because a server that shares unwritten "
+    "blocks is as fast as a sound one and never fails. Count preemptions together with what they "
+    "freed: a victim that frees nothing loses its work and forces the next preemption. The number "
+    "of running requests separates iteration-level scheduling from a static batch at a glance. And "
+    "check deadlines wherever a request may wait; otherwise, the server works hardest, in its "
+    "worst hour, for clients that have left.",
 )

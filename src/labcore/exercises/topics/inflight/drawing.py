@@ -1,4 +1,4 @@
-"""Draw cases that tell every two answers apart."""
+"""Draw cases that distinguish every two answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def separating(
 
     No two of `answers` agree in all returned cases, whichever of `variants` (more keyword
     arguments) is used. So bad luck never makes a mistake look like the right answer or like
-    another mistake. Raises RuntimeError when two answers stay alike.
+    another mistake. Raises RuntimeError if two answers agree in all cases drawn.
     """
     pairs = itertools.combinations(range(len(answers)), 2)
     alike = {(*pair, number) for pair in pairs for number in range(len(variants))}
@@ -48,26 +48,26 @@ def separating(
         if not alike and len(cases) >= least:
             return cases
         case = draw()
-        told = _told_apart(case, answers, variants, alike)
-        if told or len(cases) < least:
+        separated = _separated(case, answers, variants, alike)
+        if separated or len(cases) < least:
             cases.append(case)
-        alike -= told
-    raise RuntimeError(f"cases must tell all answers apart, and {sorted(alike)[:3]} stay alike")
+        alike -= separated
+    raise RuntimeError(f"cases must distinguish all answers, but {sorted(alike)[:3]} agree")
 
 
-def _told_apart(
+def _separated(
     case: Mapping[str, Any],
     answers: Sequence[Callable[..., Any]],
     variants: Sequence[Mapping[str, Any]],
     alike: set[tuple[int, int, int]],
 ) -> set[tuple[int, int, int]]:
-    """Return the triples (answer, answer, variant) of `alike` that this case tells apart."""
+    """Return the triples (answer, answer, variant) of `alike` that this case separates."""
     given: dict[tuple[int, int], Any] = {}
     for one, other, number in alike:
-        for place in (one, other):
-            if (place, number) not in given:
+        for answer in (one, other):
+            if (answer, number) not in given:
                 arguments = copy.deepcopy({**case, **variants[number]})
-                given[place, number] = answers[place](**arguments)
+                given[answer, number] = answers[answer](**arguments)
     return {
         (one, other, number)
         for one, other, number in alike

@@ -23,7 +23,7 @@ POLICIES = ("static", "half batch", "no evict", "max utilization", "prefill firs
 class Job:
     """Describe a request.
 
-    arrival, deadline: steps. output: its length in tokens. most: the length that it may reach.
+    arrival, deadline: steps. output: its length in tokens. most: its largest allowed length.
     """
 
     id: str
@@ -59,7 +59,7 @@ class Engine:
 
     @property
     def promises(self) -> bool:
-        """Tell whether the server admits a request only with room for its longest output."""
+        """Return whether admission needs room for a request's longest output."""
         return self.policy != "max utilization"
 
 
@@ -74,7 +74,7 @@ class _Row:
     preempted: bool = False
 
     @property
-    def place(self) -> tuple[int, int]:
+    def priority(self) -> tuple[int, int]:
         return self.job.arrival, self.order
 
     @property
@@ -86,7 +86,7 @@ class _Row:
         return self.missing == 1 and len(self.tokens) > len(self.job.prompt)
 
     @property
-    def said(self) -> tuple[int, ...]:
+    def output(self) -> tuple[int, ...]:
         return tuple(self.tokens[len(self.job.prompt) :])
 
 
@@ -136,7 +136,7 @@ class Server:
 
     @property
     def busy(self) -> bool:
-        """Tell whether a job is unfinished."""
+        """Return whether a job is unfinished."""
         return bool(self._coming or self.waiting or self.running)
 
     def step(self) -> Step:
@@ -160,7 +160,7 @@ class Server:
         ended = [row for row in prompts_first if self._read(row, shares[row])]
         reads = {row.job.id: count for row, count in shares.items()}
         for row in ended:
-            self.outputs[row.job.id] = row.said
+            self.outputs[row.job.id] = row.output
             self._end(row)
         self._settle()
         self._now += 1
@@ -176,7 +176,7 @@ class Server:
         )
 
     def _queue(self, row: _Row) -> None:
-        insort(self.waiting, row, key=lambda one: (not one.preempted, one.place))
+        insort(self.waiting, row, key=lambda one: (not one.preempted, one.priority))
 
     def _expire(self) -> list[_Row]:
         found = [row for row in self.running if row.job.deadline <= self._now]
@@ -220,7 +220,7 @@ class Server:
             useful = [row for row in self.running if any(map(self._own, row.blocks))]
             if not useful:
                 break
-            victim = max(useful, key=lambda row: row.place)
+            victim = max(useful, key=lambda row: row.priority)
             self.running.remove(victim)
             if not self.engine.clinging:
                 self.pool.release(victim.blocks)
@@ -275,7 +275,7 @@ class Server:
             row.blocks += self.pool.allocate(self._lacking(row))
             if engine.early:
                 self._register(row, len(row.tokens) // engine.page)
-            insort(self.running, row, key=lambda one: one.place)
+            insort(self.running, row, key=lambda one: one.priority)
             admitted.append(row)
             left = self._chunks([row], shares, left)
         return admitted
@@ -288,16 +288,16 @@ class Server:
 
     def _register(self, row: _Row, full: int) -> None:
         digests = chain_hashes(row.tokens, self.engine.page)
-        for place in range(row.known, full):
-            if self.pool.digest(row.blocks[place]) is None:
-                self.pool.register(row.blocks[place], digests[place])
+        for index in range(row.known, full):
+            if self.pool.digest(row.blocks[index]) is None:
+                self.pool.register(row.blocks[index], digests[index])
         row.known = max(row.known, full)
 
     def _read(self, row: _Row, count: int) -> bool:
-        """Write `count` tokens, draw the next one, and tell whether the output is complete."""
+        """Write `count` tokens, draw the next one, and return whether the output is complete."""
         page = self.engine.page
-        for place in range(row.computed, row.computed + count):
-            self.memory[row.blocks[place // page] * page + place % page] = row.tokens[place]
+        for at in range(row.computed, row.computed + count):
+            self.memory[row.blocks[at // page] * page + at % page] = row.tokens[at]
         row.computed += count
         if self.engine.sharing:
             self._register(row, row.computed // page)
@@ -305,7 +305,7 @@ class Server:
             return False
         slots = [row.blocks[at // page] * page + at % page for at in range(row.computed)]
         row.tokens.append(_next([self.memory[slot] for slot in slots]))
-        return len(row.said) == row.job.output
+        return len(row.output) == row.job.output
 
 
 def _decodes(row: _Row) -> bool:

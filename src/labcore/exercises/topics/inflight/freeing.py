@@ -34,12 +34,12 @@ def cancel(
     free, cached = list(free), list(cached)
     for name in ids:
         blocks = left.pop(name, [])
-        for place in reversed(range(len(blocks))):
-            block = blocks[place]
+        for index in reversed(range(len(blocks))):
+            block = blocks[index]
             references[block] -= 1
             if references[block] > 0:
                 continue
-            if digests[block] and (place + 1) * page <= computed[name]:
+            if digests[block] and (index + 1) * page <= computed[name]:
                 cached.append(block)
             else:
                 digests[block] = ""
@@ -52,7 +52,7 @@ def _digest(chance: random.Random) -> str:
 
 
 def some_pool(chance: random.Random, *, limited: bool = False) -> dict[str, Any]:
-    """Draw requests in the middle of a step, some with a common prefix, and whom to cancel."""
+    """Draw requests in the middle of a step, some with a common prefix, and the ids to cancel."""
     page = chance.choice((4, 8, 16))
     count = chance.randint(26, 34)
     numbers = chance.sample(range(count), count)
@@ -66,12 +66,12 @@ def some_pool(chance: random.Random, *, limited: bool = False) -> dict[str, Any]
             full = computed[other] // page
             shared = tables[other][: chance.randint(0, full)]
         tokens = len(shared) * page + chance.randint(0, 3 * page)
-        under_way = tokens + chance.choice((1, 1, chance.randint(1, 2 * page)))
-        own = [numbers.pop() for _ in range(-(-under_way // page) - len(shared))]
+        planned = tokens + chance.choice((1, 1, chance.randint(1, 2 * page)))
+        own = [numbers.pop() for _ in range(-(-planned // page) - len(shared))]
         tables[name], computed[name] = [*shared, *own], tokens
-        for place, block in enumerate(tables[name]):
+        for index, block in enumerate(tables[name]):
             references[block] += 1
-            filled = (place + 1) * page <= under_way
+            filled = (index + 1) * page <= planned
             if block in own and filled and chance.random() < 0.8:
                 digests[block] = _digest(chance)
     cached = [numbers.pop() for _ in range(chance.randint(1, 3))]
@@ -112,8 +112,8 @@ CANCEL = Exercise(
         Mistake(
             "shared ones freed",
             ("references[block] -= 1", "references[block] = 0"),
-            "You free blocks that others still read. Somebody else's tokens will be written over "
-            "them.",
+            "You free blocks that other requests still read. Somebody else's tokens will "
+            "overwrite them.",
         ),
         Mistake(
             "shared ones kept",
@@ -121,56 +121,55 @@ CANCEL = Exercise(
                 "                continue",
                 "                references[block] += 1\n                continue",
             ),
-            "You leave shared blocks as they are. One who held them has gone, and their count does "
-            "not know it: they are never free again.",
+            "You leave shared blocks unchanged. One of their holders is gone, but the count "
+            "still includes it, so they never become free.",
         ),
         Mistake(
             "given back twice",
             ("left.pop(name, [])", "left.pop(name, tables.get(name, []))"),
-            "A request that is cancelled twice gives its blocks back twice. The second time they "
-            "may belong to others, or stand in the free list already.",
+            "A request that is canceled twice gives its blocks back twice. By then, they may "
+            "belong to others or already be in the free list.",
         ),
         Mistake(
             "full ones alone",
             ("left.pop(name, [])", "left.pop(name, [])[: computed.get(name, 0) // page]"),
-            "You give back full blocks. The last one, which is filled in part, stays behind with "
-            "every request.",
+            "You give back only full blocks. Every request then keeps its last, partly filled "
+            "block.",
         ),
         Mistake(
             "written ones alone",
             ("left.pop(name, [])", "left.pop(name, [])[: -(-computed.get(name, 0) // page)]"),
-            "You give back blocks with tokens in them. The step under way has taken one more for "
-            "some requests, and it stays behind.",
+            "You give back only blocks with tokens in them. For some requests, the current step "
+            "has taken one more block, which is then lost.",
         ),
         Mistake(
             "unwritten ones cached",
-            (" and (place + 1) * page <= computed[name]", ""),
-            "You keep every block that has a digest. Some have one for tokens that are not there: "
-            "whoever finds them reads what stood there before.",
+            (" and (index + 1) * page <= computed[name]", ""),
+            "You cache every block that has a digest. Some digests stand for tokens that were "
+            "never written: whoever finds such a block reads its old contents.",
         ),
         Mistake(
             "begun ones cached",
-            ("(place + 1) * page <= computed[name]", "place * page < computed[name]"),
-            "You keep blocks with a digest that are filled in part. Their digest is that of a full "
-            "one.",
+            ("(index + 1) * page <= computed[name]", "index * page < computed[name]"),
+            "You cache partly filled blocks that have a digest. A digest stands for a full block.",
         ),
         Mistake(
             "nothing cached",
-            ("(place + 1) * page <= computed[name]", "False"),
-            "You free all blocks that nobody holds. Full ones with a digest are worth something to "
-            "the next request with this beginning.",
+            ("(index + 1) * page <= computed[name]", "False"),
+            "You free every block that nobody holds. A full block with a digest is useful to the "
+            "next request with the same beginning.",
         ),
         Mistake(
             "beginning first",
             ("reversed(range(len(blocks)))", "range(len(blocks))"),
-            "You give back a table from its beginning, so that the beginning of a prefix is "
-            "evicted first. What is left of it can then not be found.",
+            "You give back a table from its beginning, so the beginning of a prefix is evicted "
+            "first. The rest of it can't be found without the beginning.",
         ),
         Mistake(
             "first to be evicted",
             ("cached.append(block)", "cached.insert(0, block)"),
-            "What you give back stands at that end of the cached list where the blocks stand that "
-            "nobody has wanted for longest.",
+            "You put returned blocks at the wrong end of the cached list, where the blocks that "
+            "have waited longest are.",
         ),
         Mistake(
             "digest of an empty one",
@@ -180,14 +179,14 @@ CANCEL = Exercise(
     ],
     cases=_cases,
     returns=("tables", "references", "digests", "free blocks", "cached blocks"),
-    explanation="Every entry of a table is one reference, whatever is in the block: full, filled "
-    "in part, or taken for the step under way. Giving all of them back once, and the table with "
-    "them, is the whole rule, and a second cancellation finds no table. Only who gives back the "
-    "last reference decides what becomes of a block. One that is full and known by a digest may "
-    "be read by a later request, so it waits in the cache; the end of a prefix goes in first, as "
-    "it is of no use without the beginning. A digest that was given for tokens to come must not "
-    "outlive the step that was to write them: the block looks like any other cached one and holds "
-    "somebody else's past. This reference has no limit for the cache.",
+    explanation="Every entry of a table is one reference, whether the block is full, partly "
+    "filled, or taken for the current step. Give each of them back once and drop the table; a "
+    "second cancellation then finds no table. Only the last reference decides what becomes of a "
+    "block. If it is full and has a digest, a later request may read it, so it goes to the cache. "
+    "The end of a prefix goes in first, because it is useless without the beginning. A digest "
+    "assigned for tokens to come must not outlive the step that was to write them: the block would "
+    "look like any other cached one but hold somebody else's tokens. This reference has no limit "
+    "for the cache.",
     hints=(
         "In the example, why does block 2 become free although it has a digest? And why does "
         "block 5 stay where it is when a is canceled?",
@@ -195,8 +194,8 @@ CANCEL = Exercise(
         "by 1, from the end to the beginning. Only a block whose count reaches 0 moves. It goes "
         "to the end of the cached list if it has a digest and all of its slots are written. "
         "Otherwise it becomes free and loses its digest.",
-        "`digests[block] and (place + 1) * page <= computed[name]` says whether the block at "
-        "`place` of a table is cached once nobody holds it. On a copy `left` of the tables, "
+        "`digests[block] and (index + 1) * page <= computed[name]` says whether the block at "
+        "`index` of a table is cached once nobody holds it. On a copy `left` of the tables, "
         "`left.pop(name, [])` makes a second cancellation do nothing.",
     ),
 )

@@ -16,7 +16,7 @@ __all__ = ["LATENCY", "NOBODYS", "PERCENTS", "some_replicas"]
 
 NOBODYS = 90
 PERCENTS = (75, 80, 85, 95)  # for numbered students
-BETWEEN = 0.000_176  # s; keeps every time away from a goal, where rounding would decide
+BETWEEN = 0.000_176  # s; keeps every time away from the goal, where rounding would decide
 _Step = tuple[float, float, Sequence[str], Mapping[str, int]]
 _Replicas = Sequence[tuple[Mapping[str, float], Sequence[_Step]]]
 
@@ -24,7 +24,7 @@ _Replicas = Sequence[tuple[Mapping[str, float], Sequence[_Step]]]
 def latencies(
     replicas: _Replicas, goal: tuple[float, float] | None, *, percent: int
 ) -> tuple[float, float, float]:
-    """Return the percentiles of TTFT, TPOT and the time in the queue, in seconds."""
+    """Return the percentiles of TTFT, TPOT, and the time in the queue, in seconds."""
     del goal
     ttft, tpot, queue = [], [], []
     for arrivals, steps in replicas:
@@ -59,7 +59,7 @@ def _by_replica(join: Callable[[Iterable[float]], float]) -> Callable[..., tuple
 
 
 def _replica(chance: random.Random, slow: float) -> tuple[dict[str, float], list[_Step]]:
-    """Draw a trace with four slots: some requests lose their slot, and some never get one."""
+    """Draw a trace with four slots; some requests lose their slot, and some never get one."""
     count = chance.randint(9, 16)
     arrivals = {f"r{n}": round(chance.uniform(0, 2.0), 3) for n in range(count)}
     queue = sorted(arrivals, key=lambda name: arrivals[name])
@@ -80,7 +80,7 @@ def _replica(chance: random.Random, slow: float) -> tuple[dict[str, float], list
             if reading[name]:
                 reading[name] -= 1
                 continue
-            started = any(name in said for *_, said in steps)
+            started = any(name in earlier for *_, earlier in steps)
             tokens[name] = min(chance.choice((1, 1, 1, 2, 4)) if started else 1, left[name])
             left[name] -= tokens[name]
             if not left[name]:
@@ -96,7 +96,7 @@ def _replica(chance: random.Random, slow: float) -> tuple[dict[str, float], list
 
 
 def some_replicas(chance: random.Random, *, goal: bool = False) -> dict[str, Any]:
-    """Draw one to three replicas, of which some are slow; ids are unique within a replica."""
+    """Draw one to three replicas, some of them slow; ids are unique within a replica."""
     replicas = [
         _replica(chance, chance.choice((1.0, 1.0, 2.5))) for _ in range(chance.randint(1, 3))
     ]
@@ -109,7 +109,7 @@ def some_replicas(chance: random.Random, *, goal: bool = False) -> dict[str, Any
 
 
 def _measured(chance: random.Random) -> dict[str, Any]:
-    """Draw replicas that each have all three times, since some mistakes judge each by itself."""
+    """Draw replicas that each have all three times, because some mistakes need them."""
     while True:
         case = some_replicas(chance)
         try:
@@ -142,19 +142,18 @@ LATENCY = Exercise(
         Mistake(
             "divided by all tokens",
             ("(count - 1)", "count"),
-            "Your TPOT divides by the number of tokens. Between the first and the last one there "
-            "is one gap less.",
+            "Your TPOT divides by the number of tokens. There is one gap fewer between the first "
+            "and the last token.",
         ),
         Mistake(
             "steps for tokens",
             ("(count - 1)", "max(len(ends) - 1, 1)"),
-            "Your TPOT counts steps. Some of them bring a request several tokens.",
+            "Your TPOT counts steps. Some steps bring a request several tokens.",
         ),
         Mistake(
             "whole time",
             ("(ends[-1] - ends[0]) / (count - 1)", "(ends[-1] - arrival) / count"),
-            "Your TPOT begins with the arrival. The time before the first token has a name of its "
-            "own.",
+            "Your TPOT starts at the arrival. The time before the first token is the TTFT.",
         ),
         Mistake(
             "gaps of all",
@@ -168,51 +167,50 @@ LATENCY = Exercise(
         Mistake(
             "one token counted",
             [("count > 1", "count"), ("(count - 1)", "max(count - 1, 1)")],
-            "With you a request of one token has a TPOT. It has no time between tokens.",
+            "You compute a TPOT for requests with one token. They have no time between tokens.",
         ),
         Mistake(
             "from admission",
             ("ends[0] - arrival", "ends[0] - admitted[0]"),
-            "Your TTFT begins when a request gets a slot. Its client has waited longer.",
+            "Your TTFT starts when a request gets a slot. Its client has waited longer.",
         ),
         Mistake(
-            "begin of the step",
+            "beginning of the step",
             (
                 "ends[0] - arrival",
                 "next(begin for begin, *_, tokens in steps if name in tokens) - arrival",
             ),
-            "Your TTFT ends when the step begins that computes the first token. The client has it "
-            "when the step is over.",
+            "Your TTFT ends when the step that computes the first token begins. The client gets "
+            "the token when the step is over.",
         ),
         Mistake(
             "last admission",
             ("admitted[0]", "admitted[-1]"),
-            "Your queue ends with the last admission. Some requests lost their place and came in a "
-            "second time.",
+            "Your queue time ends with the last admission. Some requests were preempted and "
+            "admitted a second time.",
         ),
         Mistake(
             "end of the step",
             ("[begin for begin, _, names", "[end for _, end, names"),
-            "Your queue ends with the step that a request came in with. It has a slot from the "
-            "beginning of it.",
+            "Your queue time ends with the step that admits the request. It has its slot from "
+            "the beginning of that step.",
         ),
         Mistake(
             "never admitted counted",
             ("if name in names]", "if name in names] or [arrival]"),
-            "Requests that were never admitted have a time in the queue with you, and the best one "
-            "of all.",
+            "You give requests that were never admitted a queue time, and the best one of all.",
         ),
         Mistake(
             "mean of percentiles",
             _by_replica(statistics.fmean),
-            "You take the percentile of each replica and then their mean. Nobody's waiting time is "
+            "You take each replica's percentile and then their mean. No client's waiting time is "
             "such a mean.",
         ),
         Mistake(
             "slowest replica",
             _by_replica(max),
-            "You take the percentile of each replica and then the largest. A client may be sent to "
-            "any of them.",
+            "You take each replica's percentile and then the largest. A client may be sent to "
+            "any of the replicas.",
         ),
         Mistake(
             "interpolated",
@@ -220,13 +218,13 @@ LATENCY = Exercise(
                 ("del goal", "import numpy"),
                 ("sorted(values)[rank - 1]", "float(numpy.percentile(values, percent))"),
             ],
-            "You return a number between two waiting times. Asked for is one that somebody has "
-            "waited.",
+            "You return a number between two waiting times. The nearest rank is a time that "
+            "somebody actually waited.",
         ),
         Mistake(
             "rank rounded down",
             ("math.ceil(len(values) * percent / 100)", "max(len(values) * percent // 100, 1)"),
-            "Fewer requests than asked for have waited as long as your number or less.",
+            "Too few requests waited as long as your number or less.",
         ),
         Mistake(
             "rank one too high",
@@ -234,30 +232,30 @@ LATENCY = Exercise(
                 "math.ceil(len(values) * percent / 100)",
                 "min(int(len(values) * percent / 100) + 1, len(values))",
             ),
-            "Where `percent` % of the number of values is a whole number, you return the value "
+            "If `percent` % of the number of values is a whole number, you return the value "
             "after the right one. Of ten values in order, the ninth is the 90th percentile.",
         ),
         Mistake(
             "mean",
             ("sorted(values)[rank - 1]", "math.fsum(values) / len(values)"),
-            "You return means. The few that wait long are what a percentile is for.",
+            "You return means. A percentile is meant to show the few that wait long.",
         ),
     ],
     cases=_cases,
     variant=_own_percent,
     returns=("TTFT", "TPOT", "time in the queue"),
     explanation="A client's clock starts when the request is sent and knows nothing of slots and "
-    "steps: the first token comes at the end of a step, and n tokens have n − 1 gaps between "
-    "them, whether they come one by one or several at once. A request has one TTFT and at most "
-    "one TPOT, so that a long output does not count more than a short one. A percentile is a "
-    "place in the order of all requests together, and the replicas' own percentiles do not say "
-    "where it is: a replica that is slow for everybody may hold all of the slowest tenth. By the "
-    "nearest rank it is a time that somebody has waited; interpolated ones differ little once "
-    "there are many requests. With fewer than 100 of them a 99th percentile is the slowest. This "
-    "reference knows no goal.",
+    "steps: the first token comes at the end of a step, and n tokens have n − 1 gaps between them, "
+    "whether they come one by one or several at once. A request has one TTFT and at most one TPOT, "
+    "so a long output doesn't count more than a short one. A percentile is a rank among all "
+    "requests together, and the replicas' own percentiles don't determine it: a single slow "
+    "replica may hold all of the slowest tenth. By the nearest rank, it is a time that somebody "
+    "actually waited; interpolated percentiles differ little once there are many requests. With "
+    "fewer than 100 requests, the 99th percentile is the slowest one. This reference handles no "
+    "goal.",
     hints=(
         "List the tokens of the example one by one, each with the second at which it came. How "
-        "many gaps lie between them? Then ask which requests have no TTFT, no TPOT, or no time in "
+        "many gaps are between them? Then ask which requests have no TTFT, no TPOT, or no time in "
         "the queue.",
         "For each request of each replica, find when the first step that admitted it begins, when "
         "each step that brought it tokens ends, and how many tokens it got in all. Its TPOT is "

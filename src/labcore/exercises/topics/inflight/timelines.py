@@ -18,7 +18,7 @@ _Timeline = Sequence[tuple[Sequence[str], Mapping[str, int], Sequence[str]]]
 
 
 def policy_of(timeline: _Timeline, prompts: Mapping[str, int], slots: int, half: bool) -> str:
-    """Return the name of the policy that admitted, read and preempted in this way."""
+    """Return the name of the policy that made this timeline."""
     del slots, half
     times = [name for names, _, _ in timeline for name in names]
     if len(times) > len(set(times)):
@@ -71,7 +71,7 @@ def some_timeline(chance: random.Random, policy: str, *, slots: int = 0) -> dict
 
 
 def _one(chance: random.Random) -> dict[str, Any]:
-    """Draw a timeline that shows the mark of its policy."""
+    """Draw a timeline that identifies its policy."""
     policy = chance.choice(NAMES)
     while True:
         case = some_timeline(chance, policy)
@@ -95,8 +95,8 @@ POLICY = Exercise(
         Mistake(
             "waiting for a chunk",
             ("read >= prompts[name] and ", ""),
-            "You take for a stalled output what is a prompt that has not been read: where the "
-            "budget is spent its next chunk waits a step, whatever the policy is.",
+            "You mistake a prompt that is not fully read for a stalled output. When the budget "
+            "is used up, a prompt's next chunk waits for a step under every policy.",
         ),
         Mistake(
             "prompts alone",
@@ -104,8 +104,8 @@ POLICY = Exercise(
                 "read >= prompts[name] and name not in reads",
                 "reads and all(running[one] < prompts[one] for one in reads)",
             ),
-            "You look for steps that read prompts alone. Where nobody has said anything yet, such "
-            "a step holds nobody up.",
+            "You look for steps that read only prompts. If no output has started yet, such a "
+            "step stalls nobody.",
         ),
         Mistake(
             "ended a step later",
@@ -114,20 +114,20 @@ POLICY = Exercise(
                 ("    running: dict[str, int] = {}", "    running, late = {}, []"),
                 ("        for name in ended:", "        late = ended\n        for name in ended:"),
             ],
-            "With you a request still runs in the step behind its last one. Its slot is free then, "
-            "and an admission is beside nobody.",
+            "You count a request as running in the step after its last one. Its slot is free by "
+            "then, and an admission is not beside it.",
         ),
         Mistake(
             "second admission alone",
             ("any(beside)", "any(beside[1:2])"),
-            "You look at two admissions. An idle server has nobody to admit beside, whatever the "
-            "policy is.",
+            "You look at the first two admissions only. On an idle server, there is no running "
+            "request to be admitted beside, whatever the policy is.",
         ),
         Mistake(
             "several at once",
             ("any(beside)", "max(len(names) for names, _, _ in timeline) == 1"),
-            "You take requests that come in together for a static batch. A burst of arrivals does "
-            "the same.",
+            "You take requests that are admitted together for a static batch. A burst of "
+            "arrivals looks the same.",
         ),
         Mistake(
             "all slots at once",
@@ -135,8 +135,8 @@ POLICY = Exercise(
                 ("del slots, half", "del half"),
                 ("any(beside)", "max(len(names) for names, _, _ in timeline) < slots"),
             ],
-            "You recognize a static batch by its size. The last one need not be full, and a server "
-            "that was idle fills its slots in one step.",
+            "You recognize a static batch by its size. Its last batch need not be full, and "
+            "under any policy an idle server can fill its slots in one step.",
         ),
         Mistake(
             "outputs beside prompts",
@@ -145,8 +145,8 @@ POLICY = Exercise(
                 "outputs = [name for name in reads if running.get(name, 0) >= prompts[name]]\n"
                 "        beside.append(0 < len(outputs) < len(reads))",
             ),
-            "You take steps that read prompts beside outputs for admissions. In a static batch, "
-            "too, one prompt may be read before another.",
+            "You take steps that read prompts alongside outputs for admissions. In a static "
+            "batch, too, one prompt may be finished before another.",
         ),
         Mistake(
             "second time unseen",
@@ -157,34 +157,33 @@ POLICY = Exercise(
                     "running = dict.fromkeys(admitted, 0) | running",
                 ),
             ],
-            "You see a request stand still that had lost its place. Look how it comes back.",
+            "You see a stalled output where a request was preempted. Look at how it comes back.",
         ),
         Mistake(
             "every gap a preemption",
             ("prefill first", "max utilization"),
-            "You see a preemption where a request only stands still. It keeps its place, and goes "
-            "on where it was.",
+            "You see a preemption where a request only stalls. It keeps its slot and continues "
+            "where it stopped.",
         ),
     ],
     cases=_cases,
-    explanation="Each policy is known by what another one never does, and it takes one such moment "
-    "to rule the others out. A request that is admitted twice has lost its blocks between: only "
-    "preemption does that. One that has begun its output, keeps its slot and reads nothing was "
-    "passed over for a prompt; under one token budget outputs come first, and only prompts wait. "
-    "An admission beside a running request is what a static batch never has. The converse of each "
-    "proves nothing: a quiet hour shows no preemption, no stall, and admissions to an empty server "
-    "only, under every policy. The timelines here are long enough to show what they must. This "
-    "reference knows four policies.",
+    explanation="Each policy does something that the others never do, and one such moment rules "
+    "the others out. A request that is admitted twice has lost its blocks in between, and only "
+    "preemption does that. A request that has started its output, keeps its slot, and reads "
+    "nothing was passed over for a prompt; under the other policies outputs come first, and only "
+    "prompts wait. A static batch never has an admission beside a running request. The absence of "
+    "such a moment proves nothing: in a quiet hour, every policy shows no preemption, no stall, "
+    "and only admissions to an empty server. The timelines here are long enough to show what they "
+    "must. This reference knows four policies.",
     hints=(
-        "For each pair of policies, write down a moment that tells the two apart. Two things look "
-        "alike and differ: a prompt that waits for its next chunk, and an output that stands "
-        "still.",
+        "For each pair of policies, write down a moment that separates the two. Two things look "
+        "alike but differ: a prompt that waits for its next chunk, and an output that stalls.",
         "A request that is admitted twice means max utilization, so look for this first. Then go "
         "through the steps with the running requests and what each has read. One that has read "
         "its whole prompt and reads nothing in a step means prefill first. If there is neither, "
         "an admission while others run means no evict, and its absence means static.",
-        "`read >= prompts[name] and name not in reads` finds an output that stands still, where "
-        "`read` is what a running request has read before this step. See who runs before you add "
+        "`read >= prompts[name] and name not in reads` finds a stalled output, where `read` is "
+        "what a running request has read before this step. See who runs before you add "
         "`admitted`, and remove `ended` at the end of the step.",
     ),
 )
