@@ -77,7 +77,7 @@ def test_acceptance_and_residual_together_give_the_target(seed: int) -> None:
     p[0, 2] = 0
     p[0] /= p[0].sum()
     fine = torch.linspace(0, 1, 801, dtype=torch.float64)[:-1] + 1 / 1600
-    law, rejected = torch.zeros(7, dtype=torch.float64), 0.0
+    distribution, rejected = torch.zeros(7, dtype=torch.float64), 0.0
     for token in range(7):
         passed = sum(
             COUNT_ACCEPTED.reference(
@@ -86,35 +86,35 @@ def test_acceptance_and_residual_together_give_the_target(seed: int) -> None:
             for u in fine
         ) / len(fine)
         assert passed == pytest.approx(min(1, (p[0, token] / q[0, token]).item()), abs=2e-3)
-        law[token] += q[0, token] * passed
+        distribution[token] += q[0, token] * passed
         rejected += q[0, token].item() * (1 - passed)
-    law += rejected * NEXT_LAW.reference(p, q[:1], torch.tensor([0]), 0, None)
-    assert_close(law, p[0], rtol=0, atol=5e-3)
+    distribution += rejected * NEXT_LAW.reference(p, q[:1], torch.tensor([0]), 0, None)
+    assert_close(distribution, p[0], rtol=0, atol=5e-3)
 
 
 def test_siblings_one_after_the_other_give_the_target(seed: int) -> None:
     """The notebook's rule for trees is exact: enumerated over two drafts for one place."""
     draw = torch.Generator().manual_seed(seed)
-    law_of = solved("speculative")["next_law"]
+    distribution_of = solved("speculative")["next_law"]
     p = torch.randn(2, 5, generator=draw, dtype=torch.float64).softmax(-1)
     q, other = torch.randn(2, 1, 5, generator=draw, dtype=torch.float64).softmax(-1)
     zero = torch.tensor([0])
-    left = law_of(p, q, zero, 0, None)
+    left = distribution_of(p, q, zero, 0, None)
     first = torch.minimum(p[0], q[0])
     second = torch.minimum(left, other[0])
-    last = law_of(p, q, zero, 0, other)
+    last = distribution_of(p, q, zero, 0, other)
     miss = 1 - first.sum()
     assert_close(first + miss * (second + (1 - second.sum()) * last), p[0])
 
 
-def test_the_text_s_example_of_what_comes_behind() -> None:
+def test_the_text_s_example_of_the_next_token() -> None:
     p = torch.tensor([[0.5, 0.3, 0.2], [1, 0, 0]], dtype=torch.float64)
     q = torch.tensor([[0.1, 0.8, 0.1]], dtype=torch.float64)
     right = torch.tensor([0.8, 0, 0.2], dtype=torch.float64)
     assert_close(NEXT_LAW.reference(p, q, torch.tensor([1]), 0, None), right)
     more = torch.tensor([[0.5, 0.1, 0.4]], dtype=torch.float64)
-    law_of = solved("speculative")["next_law"]
-    assert law_of(p, q, torch.tensor([1]), 0, more).tolist() == [1, 0, 0]
+    distribution_of = solved("speculative")["next_law"]
+    assert distribution_of(p, q, torch.tensor([1]), 0, more).tolist() == [1, 0, 0]
 
 
 # Rollback ----------------------------------------------------------------------------------------
@@ -196,8 +196,8 @@ def test_one_target_wants_no_draft_and_others_do(seed: int) -> None:
 def test_the_tables_end_only_once() -> None:
     target, one, many, draft = tables()
     for table in (target, one, many, draft):
-        behind = table[:, END].softmax(-1)
-        assert (behind[..., END] == 1).all()
+        after_end = table[:, END].softmax(-1)
+        assert (after_end[..., END] == 1).all()
     assert (one != many).any() and (one - many).abs().nan_to_num().max() < 0.1
     assert (one - target).abs().nan_to_num().max() < 0.1
 

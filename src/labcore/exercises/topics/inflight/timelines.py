@@ -120,8 +120,8 @@ POLICY = Exercise(
         Mistake(
             "second admission alone",
             ("any(beside)", "any(beside[1:2])"),
-            "You look at the first two admissions only. On an idle server, there is no running "
-            "request to be admitted beside, whatever the policy is.",
+            "You look at the second admission only. The server may be idle then, whatever the "
+            "policy is.",
         ),
         Mistake(
             "several at once",
@@ -167,14 +167,14 @@ POLICY = Exercise(
         ),
     ],
     cases=_cases,
-    explanation="Each policy does something that the others never do, and one such moment rules "
-    "the others out. A request that is admitted twice has lost its blocks in between, and only "
-    "preemption does that. A request that has started its output, keeps its slot, and reads "
-    "nothing was passed over for a prompt; under the other policies outputs come first, and only "
-    "prompts wait. A static batch never has an admission beside a running request. The absence of "
-    "such a moment proves nothing: in a quiet hour, every policy shows no preemption, no stall, "
-    "and only admissions to an empty server. The timelines here are long enough to show what they "
-    "must. This reference knows four policies.",
+    explanation="Look for moments that a policy never has, because one such moment rules it out. A "
+    "request that is admitted twice has lost its blocks in between, and only preemption does that. "
+    "A request that has started its output, keeps its slot, and reads nothing was passed over for "
+    "a prompt; under the other policies outputs come first, and only prompts wait. A static batch "
+    "never has an admission beside a running request. The absence of such a moment proves nothing: "
+    "in a quiet hour, every policy shows no preemption, no stall, and only admissions to an empty "
+    "server. The timelines here are long enough to show what they must. This reference handles "
+    "four policies.",
     hints=(
         "For each pair of policies, write down a moment that separates the two. Two things look "
         "alike but differ: a prompt that waits for its next chunk, and an output that stalls.",

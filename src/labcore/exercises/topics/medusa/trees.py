@@ -132,7 +132,7 @@ _MISTAKES = [
              "max((one for one in open_nodes if (*one[:-1], one[-1] - 1) not in open_nodes),")],
             "You consider a sibling only once the previous rank is in the tree. The rates in the "
             "cases do not always fall with the rank."),
-    Mistake("one child a node",
+    Mistake("one child per node",
             [_SUM, ("for rank, rate in enumerate(row)}",
              "for rank, rate in enumerate(row) if rate == max(row)}")],
             "Each of your nodes has at most one child."),

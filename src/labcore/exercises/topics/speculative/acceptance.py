@@ -126,9 +126,8 @@ _MISTAKES = [
             "You accept a token if the draw is above the ratio. The tokens that the target likes "
             "least then pass most often."),
     Mistake("p alone", (" / q[positions, tokens]", ""),
-            "You compare the draw with the target's probability alone. The rule also depends on "
-            "how often the draft proposes the token: a rarely proposed token must not be rejected "
-            "as well."),
+            "You compare the draw with the target's probability alone. The draft's probability "
+            "matters too: a token that the draft rarely proposes must not also be rejected often."),
     Mistake("no draw", ("u < ratios", "ratios >= 1"),
             "You ignore the draw and accept exactly the tokens that the target likes at least as "
             "much as the draft does. The others then never pass, though some of them should."),

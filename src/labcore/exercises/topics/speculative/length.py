@@ -135,7 +135,7 @@ _MISTAKES = [
             "You count a block only if its whole draft was accepted. The tokens accepted before "
             "the first rejection count too."),
     Mistake("drafting free", (" + length * draft_time", ""), "Your drafts cost no time."),
-    Mistake("one draft a block", ("length * draft_time", "draft_time"),
+    Mistake("one draft per block", ("length * draft_time", "draft_time"),
             "You count one forward of the draft model per block. It needs one forward per drafted "
             "token."),
     Mistake("one draft more", ("length * draft_time", "(length + 1) * draft_time"),
@@ -165,10 +165,10 @@ BEST_LENGTH = Exercise(
     explanation="Only drafts that reached a position say anything about it. The rates multiply to "
     "the probability of getting that far, and these probabilities add up to the expected number of "
     "accepted tokens. For drafts that end early, this is the Kaplan-Meier estimator of survival. "
-    "With one rate a for all positions, the sum is (1 − a^(γ+1)) / (1 − a). That is wrong in a "
-    "text with easy and hard stretches, where a token is accepted more often after an accepted "
-    "one. Try all lengths: if you stop at the first one that is worse than the one before, you may "
-    "miss a better one. This reference handles one row.",
+    "With one rate a for all positions, a block delivers (1 − a^(γ+1)) / (1 − a) tokens. That is "
+    "wrong in a text with easy and hard stretches, where a token is accepted more often after an "
+    "accepted one. Try all lengths: if you stop at the first one that is worse than the one "
+    "before, you may miss a better one. This reference handles one row.",
     hints=(
         "Which of the four blocks in the example tell you something about position 2, and why do "
         "the others not? Then name every forward that a block with γ drafted tokens needs.",

@@ -50,11 +50,11 @@ def _cases(seed: int) -> list[dict[str, Any]]:
 _MISTAKES = [
     Mistake("softmaxed", ("left / total if total > 0 else mine.clone()", "left.softmax(-1)"),
             "You take the softmax of the residual. It turns numbers between 0 and 1 into nearly "
-            "equal probabilities, so even tokens with no residual can come."),
+            "equal probabilities, so even tokens with no residual can be drawn."),
     Mistake("softmaxed difference",
             ("left / total if total > 0 else mine.clone()", "(mine - theirs).softmax(-1)"),
             "You take the softmax of the difference. It is positive everywhere, so tokens that the "
-            "draft already proposes too often come again."),
+            "draft already proposes too often are drawn again."),
     Mistake("not normalized", ("left / total if", "left if"),
             "Your result does not add up to 1."),
     Mistake("absolute", ("clamp(min=0)", "abs()"),

@@ -84,7 +84,7 @@ _MISTAKES = [
             "that keeps a slot that was never written."),
     Mistake("trimmed alike", ("min(target, written)", "max(target - 1, had) if drafted else had"),
             "You remove as many slots from the draft's cache as from the target's. The draft model "
-            "has written one slot less, so it loses an accepted token with every rejection."),
+            "has written one slot fewer, so it loses an accepted token with every rejection."),
     Mistake("always a hole", ("min(target,", "min(target - (accepted > 0),"),
             "Your draft model reads the last accepted token again in every row. It lacks that "
             "token only if it was the last one drafted."),
@@ -142,13 +142,14 @@ AFTER_BLOCK = Exercise(
     reference=after_block,
     mistakes=_MISTAKES,
     cases=_cases,
-    explanation="A cache may keep what its model has read and what is still part of the text. The "
-    "target has read the whole draft, so it drops the rejected tokens. The draft model has not "
-    "read the last token that it drafted, so it drops one slot less; after a full acceptance it "
-    "drops nothing and lacks one token. An engine in which each model always reads one token next "
-    "leaves a hole there. Nothing fails and the output stays right, but drafts get worse until the "
-    "request ends (vLLM issues 5765 and 9730, TensorRT-LLM 5285). If you count what is cached and "
-    "read what is missing, as here, there is no special case. This reference handles chains only.",
+    explanation="A cache may keep a token only if its model has read it and it is still part of "
+    "the text. The target has read the whole draft, so it drops the rejected tokens. The draft "
+    "model has not read the last token that it drafted, so it drops one slot fewer; after a full "
+    "acceptance it drops nothing and lacks one token. An engine in which each model always reads "
+    "one token next leaves a hole there. Nothing fails and the output stays right, but drafts get "
+    "worse until the request ends (vLLM issues 5765 and 9730, TensorRT-LLM 5285). If you count "
+    "what is cached and read what is missing, as here, there is no special case. This reference "
+    "handles chains only.",
     hints=(
         "For one request, list the tokens that each model has read by the end of the block. Which "
         "drafted token did the draft model never read? And what did it read if nothing was "
