@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 import random
 import statistics
 import tempfile
@@ -59,10 +60,11 @@ from labcore.decoding.theory import exact as enumeration
 from labcore.decoding.trace import Statistics
 from labcore.decoding.verify import VERIFIERS, TypicalAcceptance
 from labcore.memory import Meter, estimate
-from labcore.models import Llama, LlamaConfig, bits_per_byte, held_out
+from labcore.models import Llama, LlamaConfig, bits_per_byte, held_out, windows
 from labcore.models.fused import FusedLlama
+from labcore.models.recipes import RECIPES, corpus, tokens_of
 from labcore.optim import AdamW
-from labcore.studies.medusa import Trained, mix, predictions, train_both
+from labcore.studies.medusa import Trained, mix, predictions, train_both, train_new
 from labcore.timing import paired
 
 PAIRS = ((2, 1),)  # widths of the one dense tree of at most five rows
@@ -1130,4 +1132,45 @@ def after_training(both: Trained, sizes: Sizes) -> dict[str, float]:
             found[f"top-1 of head {i}/held-out {kind}"] = float(shares[i, 0])
         bits = bits_per_byte(both.backbone, held_out(kind), speculative.shipped().tokenizer)
         found[f"bits per byte of the backbone/held-out {kind}"] = bits
+    return found
+
+
+# Multi-token prediction --------------------------------------------------------------------------
+GUESSED = 3  # tokens after the next: four in all, as Gloeckle et al. recommend
+LONGER = 3  # times `steps` and `warmup`, because the model starts from nothing
+
+
+@case("mtp", minutes=5)
+def multi_token_prediction(sizes: Sizes = FULL) -> list[Measurement]:
+    """A model trained from scratch with its heads, and one alone that gets its heads afterward.
+
+    Both read the same batches, from the same first weights. Rate, decay, clipping and schedule are
+    those of the shipped draft; the heads' rate is the same, and that of `projections`.
+    """
+    pair, length = speculative.shipped(), sizes.length
+    recipe = replace(
+        RECIPES["draft"], config=replace(pair.draft.config, max_position_embeddings=length),
+        steps=LONGER * sizes.steps, warmup=LONGER * sizes.warmup, batch=sizes.rows, length=length,
+        long_steps=0, long_length=length,
+    )  # fmt: skip
+    text, count = tokens_of(corpus(), pair.tokenizer), recipe.steps * recipe.batch
+    rows, _ = windows(text, batch=count, length=length + GUESSED)(0)  # each is read once
+    trained_in = functools.partial(train_new, rows, recipe, heads=GUESSED)
+    judged_in = replace(sizes, window=length)
+    ways = [
+        [after_training(trained_in(joint=way, seed=seed), judged_in) for seed in sizes.seeds]
+        for way in (True, False)
+    ]
+    told = {name: getattr(recipe, name) for name in ("steps", "batch", "length", "rate", "warmup")}
+    found = []
+    for name in ways[0][0]:
+        what, kind = name.split("/held-out ")
+        form, unit, scale = "frozen", "share", 1.0
+        if what.startswith("bits"):
+            scale = math.log(2) * len(held_out(kind).encode()) / len(encoded(held_out(kind)))
+            what, form, unit = "nats per token of the model", "alone", "nats"
+        joint, apart = ([scale * one[name] for one in way] for way in ways)
+        gains = [a - b for a, b in zip(joint, apart, strict=True)]
+        for samples, of in ((apart, form), (gains, f"joint minus {form}")):
+            found.append(seen(f"{what}/held-out {kind}, {of}", unit, samples, **told))
     return found

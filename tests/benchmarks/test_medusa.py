@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -41,6 +42,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     text = cases.held_out("code")
     texts = type("Text", (), {"text": text})
     monkeypatch.setattr(cases, "python_sources", lambda *_, **__: texts)
+    monkeypatch.setattr(cases, "corpus", lambda: [text])
     monkeypatch.setattr(cases, "held_out", lambda kind: text[:1500] + kind)
 
 
@@ -64,7 +66,7 @@ def test_what_is_timed_runs_on_a_cpu_and_takes_minutes() -> None:
         "eagle/speed",
     }
     counted = {"trees/tokens", "accuracy", "projections", "typical", "exact"}
-    counted |= {"mixture", "unfrozen", "eagle/tokens"}
+    counted |= {"mixture", "unfrozen", "mtp", "eagle/tokens"}
     assert set(every) - timed == counted
 
 
@@ -308,6 +310,19 @@ def test_the_unfrozen_backbone_is_compared_with_the_frozen_one() -> None:
         for i in range(HEADS.heads):
             share = found[f"top-1 of head {i}/held-out {kind}, frozen"]
             assert all(0 <= one <= 1 for one in share.samples)
+
+
+def test_a_model_trained_with_heads_is_compared_with_one_trained_alone() -> None:
+    found = case("mtp")
+    for kind in cases.KINDS:
+        at = f"nats per token of the model/held-out {kind}"
+        # Few steps teach little: a token still costs about what a uniform guess does.
+        assert found[f"{at}, alone"].samples == pytest.approx([math.log(2048)] * 2, rel=0.3)
+        assert all(found[f"{at}, joint minus alone"].samples)
+        for i in range(cases.GUESSED):
+            at = f"top-1 of head {i}/held-out {kind}"
+            assert all(0 <= one <= 1 for one in found[f"{at}, frozen"].samples)
+            assert all(-1 <= one <= 1 for one in found[f"{at}, joint minus frozen"].samples)
 
 
 def test_requests_at_once_are_decoded_with_each_tree_and_without() -> None:

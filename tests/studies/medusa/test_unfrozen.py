@@ -1,11 +1,15 @@
 """Training backbone and heads together, against the frozen form on the same batches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
-from labcore.decoding.medusa import HiddenStates, MedusaHeads, hidden_states
+from labcore.decoding.medusa import HiddenStates, MedusaHeads, hidden_states, medusa_loss, training
 from labcore.models import Llama, LlamaConfig
-from labcore.studies.medusa import train_both
+from labcore.models.recipes import RECIPES
+from labcore.studies.medusa import train_both, train_new, unfrozen
 
 
 @pytest.fixture
@@ -52,3 +56,34 @@ def test_the_losses_fall_together_and_the_same_seed_repeats(given) -> None:
     ]
     assert runs[0].losses == runs[1].losses
     assert sum(runs[0].losses[-5:]) < sum(runs[0].losses[:5])
+
+
+def test_joint_and_separate_training_start_alike_and_read_the_same(given, monkeypatch) -> None:
+    backbone, _, states = given
+    seen = []
+
+    def watched(logits, tokens, *, decay):
+        every = list(logits)
+        seen.append((tokens, len(every), every[0].detach()))
+        total, each = medusa_loss(every, tokens, decay=decay)
+        assert total.item() == pytest.approx(each.sum().item())  # equal weights
+        return total, each
+
+    for module in (unfrozen, training):
+        monkeypatch.setattr(module, "medusa_loss", watched)
+    recipe = replace(
+        RECIPES["draft"], config=backbone.config, steps=4, warmup=1, batch=3, length=8,
+        long_steps=0, long_length=8,
+    )  # fmt: skip
+    rows = states.tokens[:, :11]
+    joint, alone = (train_new(rows, recipe, heads=2, joint=way, seed=3) for way in (True, False))
+    together, apart, after = seen[:4], seen[4:8], seen[8:]
+    assert [count for _, count, _ in seen] == [3] * 4 + [1] * 4 + [2] * 4
+    for (both, *_), (one, *_), (heads, *_) in zip(together, apart, after, strict=True):
+        assert torch.equal(both, one) and torch.equal(both[:, 1:], heads)
+    assert torch.equal(together[0][2], apart[0][2])
+    assert joint.losses[0] > alone.losses[0]  # a sum of more losses
+    first = cross_entropy(apart[0][2].flatten(0, 1), after[0][0][:, 1:9].flatten())
+    assert alone.losses[0] == pytest.approx(first.item())  # of the next tokens
+    # The later heads start as the trained model's own predictions, of states in bf16.
+    assert torch.allclose(after[0][2], alone.backbone(after[0][0][:, :8]).logits, atol=0.03)

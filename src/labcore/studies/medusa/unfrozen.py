@@ -1,4 +1,4 @@
-"""Training the backbone together with its heads, which Medusa's authors call Medusa-2."""
+"""Training a backbone with its heads: Medusa-2 or, from scratch, multi-token prediction."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import copy
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from labcore.decoding.medusa import HiddenStates, MedusaHeads, medusa_loss
-from labcore.models import Llama
+from labcore.decoding.medusa import HiddenStates, MedusaHeads, medusa_loss, train_heads
+from labcore.models import Llama, train
+from labcore.models.recipes import ModelRecipe
+from labcore.models.states import hidden_states, rows_of_step
 from labcore.optim import AdamW
+from labcore.studies.language.bench import OPTIMIZERS, clip_to
 
-__all__ = ["Trained", "train_both"]
+__all__ = ["Trained", "train_both", "train_new"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,3 +78,41 @@ def train_both(
         optimizer.step()
         losses.append(float(loss.detach()))
     return Trained(backbone=base.eval(), heads=own.eval(), losses=losses)
+
+
+def train_new(rows: Tensor, recipe: ModelRecipe, *, heads: int, joint: bool, seed: int) -> Trained:
+    """Train a new model of a recipe on rows of a text, and K heads with it or after it.
+
+    rows: int64 [rows, length + K + 1]. joint: the loss is the sum of the model's and each head's.
+    Otherwise the model is trained alone, and then the heads on its frozen states for as many steps.
+    The first weights and each step's rows depend only on seed, so both forms have the same.
+    Source: Gloeckle et al., 2024, arXiv 2404.19737, whose heads are transformer layers that share
+    the model's projection. These are Medusa's, with their own.
+    """
+    model = Llama(recipe.config, generator=torch.Generator().manual_seed(seed))
+    own, ahead = MedusaHeads(model, heads=heads), heads + 1
+    optimizer = OPTIMIZERS["AdamW"](model, lr=recipe.rate, decay=recipe.decay)
+    if joint:
+        optimizer.add_param_group({"params": [*own.parameters()], "weight_decay": 0.0})
+
+    def loss(model: Llama, tokens: Tensor, _: Tensor | None) -> tuple[Tensor, int]:
+        out = model(tokens[:, :-ahead])
+        guesses = [own.head(i, out.hidden) for i in range(heads if joint else 0)]
+        # One more token in front makes the model itself the first head.
+        total = medusa_loss([out.logits, *guesses], F.pad(tokens, (1, 0)), decay=1.0)[0]
+        count = tokens[:, 1:].numel()  # `train` divides by it
+        return total * count, count
+
+    curve = train(
+        model, lambda n: (rows[rows_of_step(n, recipe.batch, len(rows), seed)], None), optimizer,
+        steps=recipe.steps, loss=loss, clip=clip_to(recipe.clip), schedule=recipe.schedule,
+        progress=False,
+    )  # fmt: skip
+    if not joint:
+        own = MedusaHeads(model, heads=heads)
+        states = hidden_states(model, rows, length=recipe.length, ahead=ahead)
+        train_heads(
+            own, states, steps=recipe.steps, batch=recipe.batch, rate=recipe.rate,
+            warmup=recipe.warmup, decay=1.0, seed=seed, progress=False,
+        )  # fmt: skip
+    return Trained(backbone=model.eval(), heads=own.eval(), losses=curve.losses)
