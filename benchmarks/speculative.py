@@ -70,6 +70,7 @@ BARS = {
     ("n-gram over transformers' lookup", "long_code"): 1.5,
     ("best n-gram over plain", "long_code"): 1.1,
 }
+SHARES, GUESSES = (0.2, 0.4, 0.6, 0.8), 4  # of right guesses, and guesses per step
 WITHIN = 0.15  # tolerance between a measured speedup and its prediction
 TEMPERATURES, SEEDS = (0.0, 0.5, 1.0), (0, 1)
 THIRD_PARTY = "third-party code"
@@ -491,6 +492,38 @@ class Wrong:
         """Do nothing."""
 
 
+class Spoiled:
+    """Free chains of the right tokens, each replaced by a wrong one by chance.
+
+    texts: prompts, each with the target's output. share: the probability that a token stays right.
+    """
+
+    def __init__(self, texts: Sequence[list[int]], length: int, share: float) -> None:
+        self.texts, self.length, self.share = texts, length, share
+
+    def propose(
+        self,
+        contexts: Sequence[Sequence[int]],
+        samplings: Sequence[SamplingConfig],  # noqa: ARG002 - part of the protocol
+        max_tokens: Sequence[int],
+        generators: Sequence[torch.Generator],  # noqa: ARG002
+        *,
+        hidden: Tensor | None = None,  # noqa: ARG002
+    ) -> list[Draft]:
+        """Return the output's next tokens, spoiled alike whenever a context comes again."""
+        drafts, vocab = [], shipped().target.config.vocab_size
+        for context, most in zip(contexts, max_tokens, strict=True):
+            size, row = len(context), list(context)
+            known = next(text for text in self.texts if text[:size] == row)
+            dice = random.Random(str(row))
+            right = known[size : size + min(self.length, most)]
+            drafts.append(Draft.chain([(t + (dice.random() >= self.share)) % vocab for t in right]))
+        return drafts
+
+    def commit(self, accepted: Sequence[Accepted]) -> None:
+        """Do nothing."""
+
+
 @dataclass(kw_only=True)
 class Steady:
     """Steps of some outputs in which all rows decoded, so without the prompts' forwards."""
@@ -732,6 +765,26 @@ def seeds_for(temperature: float) -> tuple[int, ...]:
 def finite(samples: Iterable[float]) -> list[float]:
     """Drop undefined fractions (NaN)."""
     return [sample for sample in samples if not math.isnan(sample)]
+
+
+@case("share", minutes=2, needs="cpu")
+def share(sizes: Sizes = FULL) -> list[Measurement]:
+    """Speed by the share of guesses that pass: four free guesses per step, spoiled by chance."""
+    given, plain = rows("code", sizes.short, sizes.prompts), ours(None, sizes.tokens)
+    texts = [prompt + plain(prompt) for prompt in given]
+    proposers = {one: Spoiled(texts, GUESSES, one) for one in SHARES}
+    ways = {PLAIN: always(None), **{str(one): always(way) for one, way in proposers.items()}}
+    rounds = steady(ways, given, sizes.tokens, sizes.rounds)
+    speed = {name: [run.speed for run in every] for name, every in rounds.items()}
+    found = []
+    for one, way in proposers.items():
+        told = plain_numbers(counted(way, given, sizes.tokens))
+        samples = ratios(speed[str(one)], speed[PLAIN])
+        found.append(seen(f"speed-up/{one} of the guesses right", "ratio", samples, **told))
+    for few, many in itertools.pairwise(map(str, SHARES)):
+        quantity = f"speed, {many} of the guesses right over {few}"
+        found.append(seen(quantity, "ratio", ratios(speed[many], speed[few])))
+    return found
 
 
 @case("acceptance", minutes=2)

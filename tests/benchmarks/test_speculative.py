@@ -148,6 +148,29 @@ def test_wrong_drafts_cost_a_step_each_and_bring_nothing() -> None:
     assert run.tokens == run.steps == 11 and run.sizes == [0] * 11 and run.drafting == 0
 
 
+def test_spoiled_drafts_are_right_as_often_as_asked() -> None:
+    prompt, length, share = [1, 2], 400, 0.7
+    text = [*prompt, *range(500, 900)]
+    right = 0
+    for size in range(2, length - 4, 4):
+        way, ask = cases.Spoiled([text], 4, share), cases.settings(9)
+        drafts = [way.propose([text[:size]], [ask], [4], [])[0].tokens.tolist() for _ in range(2)]
+        assert drafts[0] == drafts[1] and len(drafts[0]) == 4
+        right += sum(a == b for a, b in zip(drafts[0], text[size:], strict=False))
+    assert abs(right / 396 - share) < 0.12  # five standard deviations
+
+
+def test_more_right_guesses_settle_more_tokens() -> None:
+    found = case("share")
+    steps = [found[f"speed-up/{share} of the guesses right"].details for share in cases.SHARES]
+    assert [one["tokens a step"] for one in steps] == sorted(one["tokens a step"] for one in steps)
+    assert steps[-1]["tokens a step"] > steps[0]["tokens a step"] >= 1
+    for few, many in itertools.pairwise(cases.SHARES):
+        faster = found[f"speed, {many} of the guesses right over {few}"].samples
+        a, b = (found[f"speed-up/{share} of the guesses right"].samples for share in (few, many))
+        assert faster == pytest.approx([y / x for x, y in zip(a, b, strict=True)])
+
+
 def test_the_prediction_is_tokens_over_verification_and_drafting() -> None:
     round_ = cases.Steady(seconds=6.0, tokens=8, steps=4, drafting=1.0, sizes=[0, 2, 2, 2])
     _, speed, alone, ratio = cases.predicted("x", [round_], [0.5], {0: [1.0], 2: [1.4]}, "here")
