@@ -67,7 +67,7 @@ def case(name: str, sizes: cases.Sizes = cases.SMALL) -> dict[str, Measurement]:
 def test_what_is_timed_runs_on_a_cpu_and_takes_minutes() -> None:
     every = {one.name: one for one in cases_of("speculative")}
     assert all(one.minutes <= 12 for one in every.values())
-    timed = ("decoding", "cost", "gate", "batch")
+    timed = ("decoding", "cost", "gate", "batch", "share")
     assert {name.split("/")[0] for name in every} == {
         *timed,
         "acceptance",
