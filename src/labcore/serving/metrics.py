@@ -177,8 +177,9 @@ def goodput(metrics: Iterable[RequestMetrics], *, ttft: float, tpot: float) -> f
     """Return the completed requests per second that met both bounds, in seconds.
 
     The time runs from the first arrival to the last end; if no time passed, the result is NaN. A
-    request of one token has no tpot and meets that bound.
-    Source: Zhong et al., DistServe, OSDI 2024, arXiv 2401.09670.
+    request of one token has no tpot and meets that bound. This is what one run achieved; the
+    goodput of DistServe is the highest load per GPU at which 90% meet the bounds (Zhong et al.,
+    OSDI 2024, arXiv 2401.09670).
     """
     given = [one for one in metrics if one.e2e is not None]
     good = [

@@ -25,8 +25,9 @@ class StepWork:
     """The amount of work in a step.
 
     forwards: 1, or 0 for a step that reads nothing. prefill: tokens of the chunks. decode: tokens
-    of the decodes, including drafted ones. context: cached tokens that the rows read, summed over
-    rows, including the step's own tokens.
+    of the decodes, including drafted ones. context: the tokens in the cache, summed over requests,
+    including the step's own. A chunk's context counts once here, though each of its tokens reads
+    it: the cost of loading keys, not of the pairs that attention computes.
     """
 
     forwards: int = 0
@@ -62,7 +63,7 @@ class CostModel:
 
     base: seconds per forward, however small. per_prefill_token: seconds per prompt token.
     per_decode_row: seconds per token of a decode, including drafted ones. per_context_token:
-    seconds per cached token that a row reads.
+    seconds per token of `StepWork.context`.
     Raises ValueError if a time is negative, or if all are 0: time would not advance.
     """
 

@@ -50,13 +50,12 @@ class Run:
     """What a simulated server did.
 
     metrics: one entry per request, in order of arrival; times in seconds. steps: all steps in
-    order. spans: the bars of a timeline, see `Span`. blocks: for each step, the state of the pool's
-    blocks while it ran: FREE, CACHED, SHARED by several requests, or the index in `metrics` of the
-    request that holds the block; empty unless requested. promised: for each step, the number of
-    free blocks that are reserved because running requests may still need them; kept with `blocks`.
-    num_blocks: of the pool. slots: rows of the batch. batches: whether ended requests keep their
-    slots until the whole batch ends. begin, end: the times of the first arrival and of the last
-    end.
+    order. blocks: for each step, the state of the pool's blocks while it ran: FREE, CACHED, SHARED
+    by several requests, or the index in `metrics` of the request that holds the block; empty unless
+    requested. promised: for each step, the number of free blocks that are reserved because running
+    requests may still need them; kept with `blocks`. num_blocks: of the pool. slots: rows of the
+    batch. batches: whether ended requests keep their slots until the whole batch ends. begin, end:
+    the times of the first arrival and of the last end.
     """
 
     metrics: tuple[RequestMetrics, ...]
@@ -107,8 +106,8 @@ class Simulator:
 
     scheduler: a new one, with an empty pool. cost: the cost model of its steps. lengths: output
     tokens of each request, by id; the default is max_tokens. residuals: relative deviations of a
-    step's time from the cost model's, such as `Fit.residuals`; every step draws one, with `seed`.
-    There are none by default. blocks: whether to keep the block map of every step.
+    step's time from the cost model's, such as `CostFit.residuals`; every step draws one, with
+    `seed`. There are none by default. blocks: whether to keep the block map of every step.
     Raises ValueError for a length below 1, or a residual that would turn time back.
     """
 

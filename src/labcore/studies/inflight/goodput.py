@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,9 +46,13 @@ class Times:
 
     @classmethod
     def of(cls, metrics: Sequence[RequestMetrics]) -> Times:
-        """Return the times of requests that all ended; a single token counts as no time."""
+        """Return the times of requests; without a first token, one meets no limit.
+
+        A single token has no time after it, and meets that limit.
+        """
         return cls(
-            tuple(one.ttft or 0.0 for one in metrics), tuple(one.tpot or 0.0 for one in metrics)
+            tuple(math.inf if one.ttft is None else one.ttft for one in metrics),
+            tuple(one.tpot or 0.0 for one in metrics),
         )
 
 
@@ -94,7 +99,8 @@ def attained(times: Times, *, ttft: float, tpot: float) -> float:
 def best(by_rate: Mapping[float, Times], *, ttft: float, tpot: float) -> float:
     """Return the goodput: the highest rate up to which GOAL of the requests met both limits; or 0.
 
-    Source: Zhong et al., DistServe, OSDI 2024, arXiv 2401.09670.
+    Both replicas count as one server; DistServe divides by the number of GPUs (Zhong et al., OSDI
+    2024, arXiv 2401.09670).
     """
     kept = 0.0
     for rate in sorted(by_rate):

@@ -11,19 +11,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, product
 
-import numpy
-
 from labcore.serving.engine.blocks import BlockPool, blocks_for
 from labcore.serving.engine.scheduler import POLICIES, Scheduler
 from labcore.serving.simulation.costs import CostModel
-from labcore.serving.simulation.simulate import Run, simulate
+from labcore.serving.simulation.simulate import FREE, Run, simulate
 from labcore.serving.simulation.workload import Workload, lognormal, long_tail, poisson
 from labcore.studies.inflight.scenes import Bar, scene
 
 __all__ = ["BUDGETS", "CHUNKS", "COST", "LOADS", "POOLS", "ROWS", "Rival", "rival", "rivals"]
 
-COST = CostModel(base=4e-3, per_prefill_token=1e-4, per_decode_row=4e-4, per_context_token=1e-6)
-"""A made-up machine: 4 ms per forward, 0.1 ms per prompt token, 0.4 ms per row that decodes."""
+COST = CostModel(base=4e-3, per_prefill_token=1e-4, per_decode_row=4e-4)
+"""A made-up machine: 4 ms per forward, 0.1 ms per prompt token, 0.4 ms per request that decodes."""
 
 LOADS = (0.5, 0.8, 1.2)
 """Arrivals per second, as fractions of the capacity."""
@@ -48,9 +46,9 @@ class Rival:
     Those of bars, blocks and the end are rounded to 0.1 ms.
 
     bars: what each row did. held: (time, blocks held from then on). seconds: to the last end.
-    tokens_per_second: of the outputs. ttft: the 99th percentile. gap: the longest time between two
-    tokens of one output. idle: the share of decode rows computed for ended requests. again: tokens
-    read again after a preemption.
+    tokens_per_second: of the outputs. ttft: the longest time to a first token. gap: the longest
+    time between two tokens of one output. idle: the share of decode rows computed for ended
+    requests. again: tokens read again after a preemption.
     """
 
     bars: tuple[Bar, ...]
@@ -82,7 +80,7 @@ def _served(policy: str, work: Workload, pool: int, budget: int, chunk: int) -> 
             max_num_batched_tokens=budget, chunk=chunk, enable_prefix_caching=False,
         )  # fmt: skip
 
-    return simulate(work, scheduler, COST)
+    return simulate(work, scheduler, COST, blocks=True)
 
 
 @lru_cache(maxsize=1)
@@ -106,9 +104,10 @@ def rival(policy: str, load: float, pool: int, budget: int, chunk: int) -> Rival
     run = _served(policy, _work(load, _capacity()), pool, budget, chunk)
     shown = scene(run)
     held = [(0.0, 0)]
-    for step in run.steps:
-        if step.held != held[-1][1]:
-            held.append((round(step.at - run.begin, 4), step.held))
+    for step, blocks in zip(run.steps, run.blocks, strict=True):
+        count = sum(block != FREE for block in blocks)  # while the step runs
+        if count != held[-1][1]:
+            held.append((round(step.at - run.begin, 4), count))
     return Rival(
         bars=tuple(
             replace(one, begin=round(one.begin, 4), end=round(one.end, 4)) for one in shown.bars
@@ -116,7 +115,7 @@ def rival(policy: str, load: float, pool: int, budget: int, chunk: int) -> Rival
         held=tuple(held),
         seconds=round(shown.seconds, 4),
         tokens_per_second=run.tokens_per_second,
-        ttft=float(numpy.quantile([one.ttft for one in run.metrics], 0.99)),
+        ttft=max(one.ttft for one in run.metrics if one.ttft is not None),
         gap=_longest_gap(run),
         idle=run.wasted,
         again=shown.recomputed,

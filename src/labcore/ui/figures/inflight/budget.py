@@ -53,7 +53,7 @@ def step_times(roof: Roofline, loads: Sequence[tuple[int, int]], limit: float) -
         go.Figure(
             lines,
             {
-                "title": f"Flat up to about {knee(roof):.0f} tokens,<br>then in proportion",
+                "title": f"Flat up to about {knee(roof):.0f} tokens,<br>then every token counts",
                 "xaxis": {
                     "title": "tokens per step", "type": "log", "tickvals": [1, 8, 64, 512, 4096],
                 },

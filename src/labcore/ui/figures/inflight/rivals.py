@@ -65,8 +65,8 @@ def two_policies(
 def _told(name: str, run: Rival) -> str:
     """Return what stands above a panel."""
     return (
-        f"<b>{name}</b>: {run.tokens_per_second:.0f} tokens/s<br>first token p99 "
-        f"{draw.seconds(run.ttft)}, longest gap {draw.seconds(run.gap)}"
+        f"<b>{name}</b>: {run.tokens_per_second:.0f} tokens/s<br>worst first token "
+        f"{draw.seconds(run.ttft)}, worst gap {draw.seconds(run.gap)}"
     )
 
 
