@@ -1,7 +1,8 @@
 """How long a step takes by its number of tokens, and the largest budget within a limit.
 
 Times are lower bounds from a roofline: products read all weights once and compute per token, and
-each row that decodes reads its own keys and values. The attention of a prompt's chunk is left out.
+each request that decodes reads its own keys and values. The attention of a prompt's chunk is left
+out.
 """
 
 from __future__ import annotations

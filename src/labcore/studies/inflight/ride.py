@@ -17,15 +17,16 @@ _BLOCK = 16
 
 
 def ride(
-    llama: Llama, *, decodes: int, chunk: int, context: int = 128, rounds: int = 15
+    llama: Llama, *, decodes: int, chunk: int, held: int = 0, context: int = 128, rounds: int = 15
 ) -> dict[str, float]:
     """Return median seconds of three forwards: "decodes", "chunk" and "together".
 
-    decodes: rows that write a token after `context` others. chunk: tokens of a new prompt. The
-    three forwards run in turns, so that a change of the machine's speed reaches all of them.
+    decodes: requests that write a token after `context` others. chunk: tokens of a prompt of which
+    `held` were read before. The three forwards run in turns, so that a change of the machine's
+    speed reaches all of them.
     """
     each = blocks_for(context + 1, _BLOCK)
-    own = blocks_for(positive_int("chunk", chunk), _BLOCK)
+    own = blocks_for(held + positive_int("chunk", chunk), _BLOCK)
     cache = PagedCache.of(
         llama, num_blocks=positive_int("decodes", decodes) * each + own, block_size=_BLOCK,
         rows=decodes + 1, max_blocks=max(each, own),
@@ -35,7 +36,7 @@ def ride(
         for at in range(decodes)
     ]
     prompt = Segment(
-        blocks=range(decodes * each, decodes * each + own), start=0, tokens=range(chunk)
+        blocks=range(decodes * each, decodes * each + own), start=held, tokens=range(chunk)
     )
     runner = Runner(llama, cache)
     steps = {"decodes": rows, "chunk": [prompt], "together": [*rows, prompt]}

@@ -1,4 +1,4 @@
-"""How unequal rows share one forward, and which beginnings of prompts are read once."""
+"""How unequal requests share one forward, and which beginnings of prompts are read once."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def packed_mask(layout: str = "packed", chunk: int = 4, held: int = 5) -> go.Fig
     """Draw who reads what in a step of three requests, packed or padded to a rectangle.
 
     A holds `held` tokens and decodes, B holds 2 and decodes, and C reads the first `chunk`
-    tokens of its prompt. Each row of the picture is a row of the linear layers' matrix, and each
-    column a key. Packed, the mask is the one that the engine's attention was measured to have.
+    tokens of its prompt. Each row of the picture is a token of the step, and each column a key.
+    Packed, the mask is the one that the engine's attention was measured to have.
     Raises ValueError for another layout.
     """
     one_of("layout", layout, LAYOUTS)
@@ -58,7 +58,7 @@ def packed_mask(layout: str = "packed", chunk: int = 4, held: int = 5) -> go.Fig
                 wasted += line.count(len(sizes))
                 z.append([*line])
         computed = own = len(rows) * widest
-    title = f"{len(rows)} rows; {computed} pairs of query and key,<br>"
+    title = f"{len(rows)} tokens; {computed} pairs of query and key,<br>"
     title += (
         f"{wasted} of them for nothing" if wasted else f"all needed; our CPU form computes {own}"
     )
@@ -72,13 +72,13 @@ def packed_mask(layout: str = "packed", chunk: int = 4, held: int = 5) -> go.Fig
                     "showgrid": False, "tickangle": 0, "nticks": 14,
                 },
                 "yaxis": {
-                    "title": "rows of the step", "autorange": "reversed", "type": "category",
+                    "title": "tokens of the step", "autorange": "reversed", "type": "category",
                     "showgrid": False,
                 },
                 "height": 480, "margin": {"t": 64}, "legend": {"xref": "container"},
             },
         ),
-        f"{layout}: A and B decode, C reads {chunk} tokens: {len(rows)} rows go "
+        f"{layout}: A and B decode, C reads {chunk} tokens: {len(rows)} go "
         f"through the linear layers, and attention has {computed} pairs of query and key, "
         f"{wasted} of them for nothing. Our CPU form computes {own}.",
     )  # fmt: skip
