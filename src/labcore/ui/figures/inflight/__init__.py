@@ -5,6 +5,7 @@ from labcore.ui.figures.inflight.budget import step_times
 from labcore.ui.figures.inflight.goodput import goodput_curves
 from labcore.ui.figures.inflight.packed import LAYOUTS, packed_mask, prefix_tree
 from labcore.ui.figures.inflight.rivals import POLICIES, RIVALS_FORMULA, two_policies
+from labcore.ui.figures.inflight.slack import unused_rows
 
 __all__ = [
     "LAYOUTS",
@@ -16,4 +17,5 @@ __all__ = [
     "step_times",
     "two_batches",
     "two_policies",
+    "unused_rows",
 ]
