@@ -34,14 +34,15 @@ def goodput_curves(
     one_of("prompt and transfer", (prompt, transfer), sorted({key[1:] for key in data}))
     limits = {"ttft": ttft, "tpot": 1e-3 * tpot_ms}
     lines, told = [], []
-    for way, color in zip(WAYS, _COLORS, strict=True):
+    names = [*WAYS[:-1], f"{WAYS[-1]}, {transfer} µs per token"]
+    for way, name, color in zip(WAYS, names, _COLORS, strict=True):
         by_rate = data[way, prompt, transfer]
         shares = [attained(times, **limits) for times in by_rate.values()]
         told.append((way, best(by_rate, **limits), shares))
         lines.append(
             {
                 "type": "scatter", "x": list(by_rate), "y": [100 * one for one in shares],
-                "mode": "lines+markers", "name": way,
+                "mode": "lines+markers", "name": name,
                 "line": {"color": color, "width": 3}, "marker": {"size": 8, "color": color},
             }
         )  # fmt: skip
@@ -50,7 +51,7 @@ def goodput_curves(
         rate: f"at least {rate:g}" if rate == rates[-1] else f"{rate:g}" for rate in (0, *rates)
     }
     words = "; ".join(f"{way}: {most[rate]} per second" for way, rate, _ in told)
-    title = "Goodput, requests per second:<br>" + ", ".join(
+    title = f"Per s, TTFT ≤ {ttft:g} s, TPOT ≤ {tpot_ms} ms:<br>" + ", ".join(
         f"{word} {most[rate]}"
         for word, (_, rate, _) in zip(("whole", "chunks", "apart"), told, strict=True)
     )
