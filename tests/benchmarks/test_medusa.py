@@ -53,8 +53,8 @@ def case(name: str, sizes: cases.Sizes = cases.SMALL) -> dict[str, Measurement]:
 
 def test_what_is_timed_runs_on_a_cpu_and_takes_minutes() -> None:
     every = {one.name: one for one in cases_of("medusa")}
-    assert all(one.minutes <= 6 for one in every.values())
     timed = {name for name, one in every.items() if one.needs == "cpu"}
+    assert all(one.minutes <= (6 if name in timed else 20) for name, one in every.items())
     assert timed == {
         "decoding/64 tokens of code",
         "decoding/64 tokens of held-out code",
