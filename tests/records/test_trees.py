@@ -164,3 +164,29 @@ def test_a_module_that_is_passed_on_counts_as_a_whole(described: Describe) -> No
 def test_a_definition_inside_a_function_is_found_by_the_function(described: Describe) -> None:
     nested = "def f(n):\n    def _(): return n + N\n    return _\nN = 1\nf(3)\n"
     assert described(nested) != described(nested.replace("N = 1", "N = 2"))
+
+
+@pytest.mark.parametrize(
+    ("body", "counts"),
+    [
+        ("def f():\n    N = 1\n    return N\n", False),
+        ("def f(N): return N\n", False),
+        ("def f(*N, **other): return N\n", False),
+        ("def f(): return [N for N in (1, 2) if N]\n", False),
+        ("def f(): return (lambda N: N)(1)\n", False),
+        ("def f():\n    N = 1\n    def g(): return N\n    return g\n", False),
+        ("def f():\n    def N(): return 1\n    return N()\n", False),
+        ("def f(N=N): return N\n", True),
+        ("def f(n: N): return n\n", True),
+        ("def f(): return [N for N in N]\n", True),
+        ("def f(): return {n: N for n in (1, 2)}\n", True),
+        ("def f():\n    global N\n    N = N + 1\n    return N\n", True),
+        ("def f():\n    def g(N): return N\n    return g(N)\n", True),
+        ("def f(n): return n.N + N\n", True),
+        ("class A:\n    N = 1\n    def g(self): return N\ndef f(): return A().g()\n", True),
+    ],
+)
+def test_a_functions_own_name_is_no_definition(
+    described: Describe, body: str, counts: bool
+) -> None:
+    assert (described(body + "N = 1\n") != described(body + "N = 2\n")) == counts

@@ -15,6 +15,8 @@ from typing import Any
 
 __all__ = ["Statement", "statements"]
 
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 # Fields that only some Python versions have, or that follow from the rest of the tree.
 SKIPPED = {"ctx", "kind", "type_comment", "type_ignores", "type_params"}
 
@@ -125,7 +127,7 @@ def _is_face(node: ast.stmt) -> bool:
 
 def _binds(node: ast.AST) -> frozenset[str]:
     """Return the names that a statement binds outside of its functions and comprehensions."""
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return frozenset({node.name})
     if isinstance(node, ast.comprehension | ast.Lambda):
         return frozenset()
@@ -134,18 +136,55 @@ def _binds(node: ast.AST) -> frozenset[str]:
     return frozenset[str]().union(*map(_binds, ast.iter_child_nodes(node)))
 
 
-def _uses(node: ast.AST, imported: dict[str, str]) -> Iterator[str]:
-    """Yield the names that a tree reads, those of labcore as dotted as they stand there."""
+def _parts(node: ast.AST) -> tuple[list[ast.AST], list[ast.AST]]:
+    """Return the children that are read outside of a node, and those that see its own names.
+
+    Outside are a function's defaults and annotations, and what a comprehension goes through.
+    """
+    if isinstance(node, COMPREHENSIONS):
+        told = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        tests = [test for one in node.generators for test in one.ifs]
+        return [one.iter for one in node.generators], [*told, *tests]
+    children = [*ast.iter_child_nodes(node)]
+    if not isinstance(node, FUNCTIONS):
+        return children, []
+    inside: list[ast.AST] = [*node.body] if isinstance(node.body, list) else [node.body]
+    return [child for child in children if child not in inside], inside
+
+
+def _own(node: ast.AST) -> frozenset[str]:
+    """Return the names that a function or comprehension has for itself."""
+    if isinstance(node, COMPREHENSIONS):
+        return frozenset[str]().union(*(_binds(one.target) for one in node.generators))
+    if not isinstance(node, FUNCTIONS):
+        return frozenset()
+    inside = [*ast.walk(node)]
+    given = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
+    shared = {name for one in inside if isinstance(one, ast.Global) for name in one.names}
+    return frozenset(given).union(*map(_binds, _parts(node)[1])) - shared
+
+
+def _uses(
+    node: ast.AST, imported: dict[str, str], hidden: frozenset[str] = frozenset()
+) -> Iterator[str]:
+    """Yield the names that a tree reads, those of labcore as dotted as they stand there.
+
+    hidden: names that a function around the tree has for itself.
+    """
     parts: list[str] = []
     root = node
     while isinstance(root, ast.Attribute):
         parts.append(root.attr)
         root = root.value
     if isinstance(root, ast.Name):
-        yield ".".join([imported.get(root.id, root.id), *reversed(parts)])
-    else:
-        for child in ast.iter_child_nodes(node):
-            yield from _uses(child, imported)
+        if root.id not in hidden:
+            yield ".".join([imported.get(root.id, root.id), *reversed(parts)])
+        return
+    outside, inside = _parts(node)
+    for child in outside:
+        yield from _uses(child, imported, hidden)
+    for child in inside:
+        yield from _uses(child, imported, hidden | _own(node))
 
 
 def statements(code: str, is_module: Callable[[str], bool]) -> tuple[Statement, ...]:
