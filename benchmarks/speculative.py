@@ -72,7 +72,7 @@ BARS = {
 }
 SHARES, GUESSES = (0.2, 0.4, 0.6, 0.8), 4  # of right guesses, and guesses per step
 WITHIN = 0.15  # tolerance between a measured speedup and its prediction
-TEMPERATURES, SEEDS = (0.0, 0.5, 1.0), (0, 1)
+TEMPERATURES, SEEDS = (0.0, 0.5, 1.0), (0, 1, 2, 3, 4)
 THIRD_PARTY = "third-party code"
 KINDS = ("copy", "code", "prose")
 VOCABULARY = 4  # of the random models whose distributions are enumerated
