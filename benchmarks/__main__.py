@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from benchmarks import runner
+from benchmarks.confirm import confirm
 from labcore import records
 from labcore.device import badge, hardware
 
@@ -28,6 +29,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--merge", type=Path, metavar="FOLDER", help="merge another folder's records, and stop"
+    )
+    parser.add_argument(
+        "--confirm",
+        metavar="COMMIT",
+        help="keep stale records of counted cases whose numbers are still that commit's, and stop",
     )
     parser.add_argument("--stale", action="store_true", help="list records older than their code")
     parser.add_argument(
@@ -90,7 +96,11 @@ def main(arguments: list[str] | None = None) -> int:
             for record in filter(records.is_stale, records.load()):
                 print(" · ".join(record.key))
             return 0
-        cases = _chosen(args.slugs, args.case, args.save or records.FOLDER, gpu=args.gpu)
+        slugs = args.slugs or (runner.slugs() if args.confirm else [])
+        cases = _chosen(slugs, args.case, args.save or records.FOLDER, gpu=args.gpu)
+        if args.confirm:
+            confirm(cases, args.confirm, args.save or records.FOLDER)
+            return 0
     except (ValueError, OSError) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
