@@ -53,13 +53,18 @@ def test_only_counted_cases_with_equal_numbers_are_kept(
 ) -> None:
     cases = [
         runner.Case(slug="lion", name=name, minutes=1, needs=needs, function=list)
-        for name, needs in (("same", "any"), ("moved", "any"), ("timed", "cpu"), ("new", "any"))
+        for name, needs in (
+            *(("broken", "any"), ("same", "any"), ("moved", "any")),
+            *(("timed", "cpu"), ("new", "any")),
+        )
     ]
-    records.save([record(one.name) for one in cases[:3]], tmp_path)
+    records.save([record(one.name) for one in cases[:4]], tmp_path)
     ran = []
 
     def numbers_in(tree: Path, slug: str, name: str) -> dict[str, Any]:
         ran.append((tree, name))
+        if name == "broken":
+            raise RuntimeError("failed in then: no luck")
         if tree == Path("then"):
             return told()
         return told(NEW, **({"steps": ["steps", [4.0], {}]} if name == "moved" else {}))
@@ -67,11 +72,13 @@ def test_only_counted_cases_with_equal_numbers_are_kept(
     monkeypatch.setattr(confirm, "checkout", lambda commit: contextlib.nullcontext(Path(commit)))
     monkeypatch.setattr(confirm, "numbers_in", numbers_in)
     confirm.confirm(cases, "then", tmp_path)
-    assert ran == [(at, name) for name in ("same", "moved") for at in (Path("then"), confirm.ROOT)]
+    both = [(at, name) for name in ("same", "moved") for at in (Path("then"), confirm.ROOT)]
+    assert ran == [(Path("then"), "broken"), *both]
     sources = {one.case: dict(one.source) for one in records.load(folder=tmp_path)}
-    assert sources == {"same": NEW, "moved": OLD, "timed": OLD}
+    assert sources == {"broken": OLD, "same": NEW, "moved": OLD, "timed": OLD}
     said = capsys.readouterr().out.splitlines()
     assert said == [
+        "lion/broken: failed in then: no luck",
         "lion/same: confirmed",
         "lion/moved: differs in 'steps'",
         "lion/timed: is timed: run it again",
@@ -83,7 +90,7 @@ def test_a_case_is_run_by_the_checkout_that_is_named() -> None:
     file = confirm.ROOT / "benchmarks" / "attention.py"
     assert found["source"] == hashes.describe(file, found["source"]["function"], gpu=False)
     assert all(samples for _, samples, _ in found["numbers"].values())
-    with pytest.raises(RuntimeError, match="attention/law/longest failed in"):
+    with pytest.raises(RuntimeError, match="failed in"):
         confirm.numbers_in(Path(__file__).parent, "attention", "law/longest")
 
 
