@@ -16,6 +16,7 @@ from labcore.book import (
     docstrings,
     explorers,
     foot,
+    kernels,
     ledger,
     links,
     llms,
@@ -30,17 +31,9 @@ from labcore.course.address import parse_address
 __all__ = ["connect"]
 
 
-def prepare_kernels() -> None:
-    """Tells the notebooks' kernels that they run for a static page."""
-    os.environ["LABCORE_BOOK"] = "1"
-    os.environ["NO_COLOR"] = "1"
-    # Otherwise Jupyter's debugger warns about Python's frozen modules in every kernel.
-    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-
-
 def configure(app: Sphinx, config: Config) -> None:
     """Applies the address from `_config.yml`; without one, pages do not link to the repository."""
-    prepare_kernels()
+    os.environ.update(kernels.QUIET)  # also for a notebook that myst-nb runs itself
     options = config.html_theme_options
     try:
         address = parse_address(options.get("repository_url") or "")
@@ -68,6 +61,7 @@ def connect(app: Sphinx) -> dict[str, Any]:
     links.setup(app)
     app.connect("config-inited", configure)
     app.connect("env-get-outdated", runs.forget_changed)
+    app.connect("env-before-read-docs", runs.run_missing)
     app.connect("doctree-read", vendor.drop_widget_state)
     app.connect("doctree-read", chapter.drop_marks)
     app.connect("doctree-read", chapter.join_folds)

@@ -20,14 +20,16 @@ from typing import Any
 import nbformat
 from docutils import nodes
 from jupyter_cache import get_cache
+from jupyter_cache.base import CacheBundleIn
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
 import labcore
 from labcore import device
+from labcore.book import kernels
 from labcore.records import hashes
 
-__all__ = ["forget_changed", "open_cache", "remember_run", "run_key", "run_line"]
+__all__ = ["forget_changed", "open_cache", "remember_run", "run_key", "run_line", "run_missing"]
 
 PACKAGE = Path(labcore.__file__).parent
 # Not data: code is hashed separately, and how pages look does not change results.
@@ -105,6 +107,31 @@ def forget_changed(
             _drop_execution(memory.parent, path)
             again.append(name)
     return again
+
+
+def run_missing(_app: Sphinx, env: BuildEnvironment, names: list[str]) -> None:
+    """Before reading: runs the notebooks that the cache lacks, some at a time.
+
+    One that fails is left to myst-nb, which runs it again and reports its error.
+    """
+    memory = _memory(env)
+    if memory is None:
+        return
+    settings: Any = vars(env)["mystnb_config"]
+    with open_cache(memory.parent) as cache:
+        missing = []
+        for path in (path for name, path in _notebooks(env).items() if name in names):
+            if any(path.match(pattern) for pattern in settings.execution_excludepatterns):
+                continue
+            try:
+                cache.match_cache_notebook(nbformat.read(path, as_version=4))
+            except KeyError:
+                missing.append(path)
+        for path, ran in kernels.run_all(missing, seconds=settings.execution_timeout):
+            if not isinstance(ran, Exception):
+                cache.cache_notebook_bundle(
+                    CacheBundleIn(ran, str(path)), check_validity=False, overwrite=True
+                )
 
 
 def remember_run(app: Sphinx, _doctree: nodes.document) -> None:

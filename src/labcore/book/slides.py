@@ -9,21 +9,18 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import re
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import nbformat
-from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbconvert import SlidesExporter
 
-from labcore.book import contents, explorers, foot, runs, vendor
+from labcore.book import contents, explorers, foot, kernels, runs, vendor
 from labcore.book.slide_outline import PLOTLY_MIME, TWIN_MIME, Slide, outline
 from labcore.ui import hosts, twin
 from labcore.ui.compact import dumps
@@ -87,16 +84,13 @@ def executed(root: Path, path: Path) -> dict[str, Any]:
                 return kept.merge_match_into_notebook(notebook)[1]
     except (OSError, KeyError, ValueError, AttributeError):
         pass  # no usable cache, so run
-    quiet = {"LABCORE_BOOK": "1", "NO_COLOR": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": folder}})
-        try:
-            return client.execute(env=os.environ | quiet)
-        except CellExecutionError as problem:
-            raise RuntimeError(
-                f"{path.stem}: a cell ended with {problem.ename}: {problem.evalue}; fix the "
-                "chapter, then make its slides again"
-            ) from problem
+    try:
+        return kernels.run(path, seconds=120)
+    except CellExecutionError as problem:
+        raise RuntimeError(
+            f"{path.stem}: a cell ended with {problem.ename}: {problem.evalue}; fix the "
+            "chapter, then make its slides again"
+        ) from problem
 
 
 @dataclass(frozen=True, slots=True)
