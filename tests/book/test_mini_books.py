@@ -63,6 +63,7 @@ ipywidgets.IntSlider(description='live')"""
     # In both states: the download, the hidden place of the local server's button, the foot.
     assert "../_sources/book/one.ipynb" in links
     assert '<div id="labcore-run" hidden data-notebook="book/one.ipynb"></div>' in text
+    assert "Executing notebook" not in build.log  # myst-nb found what `kernels` had run
     assert "commit unknown" in text and f"labcore {labcore.__version__}" in text
     assert "This page ran on" in text and "ran 42 True" in text
     assert "widget-state" not in text and "require" not in text

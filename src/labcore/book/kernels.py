@@ -38,6 +38,7 @@ def run(path: Path, *, seconds: int, threads: int | None = None) -> nbformat.Not
         client = NotebookClient(
             notebook,
             timeout=seconds,
+            record_timing=False,  # jupyter-cache would take the times for other cells
             config=Config({"KernelManager": settings}),
             resources={"metadata": {"path": folder}},
         )
