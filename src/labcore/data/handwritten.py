@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import numpy as np
-import sklearn
 import torch
-from sklearn.datasets import load_digits
 
 from labcore.checks import one_of
 
@@ -42,6 +41,8 @@ class Digits:
 
 @functools.cache
 def _raw() -> tuple[torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits  # here, because it takes a second to import
+
     bunch = load_digits()
     pixels = torch.from_numpy(np.ascontiguousarray(bunch.data)) / 16.0
     return pixels, torch.from_numpy(np.ascontiguousarray(bunch.target)).long()
@@ -72,5 +73,5 @@ def digits(
         train_y=labels[:cut].clone(),
         test_x=pixels[cut:].clone(),
         test_y=labels[cut:].clone(),
-        version=f"scikit-learn {sklearn.__version__}",
+        version=f"scikit-learn {version('scikit-learn')}",
     )

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import webdataset
-from webdataset.tariterators import group_by_keys, tar_file_expander
-
 from labcore.checks import positive_int
 
 __all__ = ["TarShard", "read_shards", "write_shards"]
@@ -35,6 +32,8 @@ class TarShard:
         return self.rows
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        from webdataset.tariterators import group_by_keys, tar_file_expander
+
         with self.path.open("rb") as stream:
             source = {"url": str(self.path), "stream": stream}
             yield from group_by_keys(tar_file_expander([source]))
@@ -68,6 +67,8 @@ def write_shards(
     Raises ValueError for no samples, a key with a dot, a repeated key, or a folder that already has
     such shards.
     """
+    import webdataset  # here, because it takes a second to import
+
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     positive_int("rows_per_shard", rows_per_shard)

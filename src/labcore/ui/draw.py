@@ -10,7 +10,6 @@ from statistics import mean, stdev
 from typing import Any
 
 import plotly.graph_objects as go
-from scipy.optimize import isotonic_regression
 
 from labcore.timing import quantiles
 from labcore.ui.theme import HEIGHT, PALETTE
@@ -206,6 +205,8 @@ def _span(lines: Sequence[Any], *, log: bool) -> tuple[float, float]:
 
 def _apart(pixels: Sequence[float]) -> list[float]:
     """Return the places nearest to `pixels`, in their order, that are at least ROW apart."""
+    from scipy.optimize import isotonic_regression  # here, because it is slow to import
+
     order = sorted(range(len(pixels)), key=pixels.__getitem__)
     near = isotonic_regression([pixels[at] - ROW * rank for rank, at in enumerate(order)]).x
     places = [0.0] * len(pixels)

@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
-from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
 
 from labcore.checks import one_of, positive_int
 from labcore.memory.shards.tfrecord import (
@@ -96,6 +95,8 @@ def _next_header(file: BinaryIO, at: int) -> tuple[int | None, bool]:
 
 def _walk(path: Path) -> _Walk:
     """Read every header of a tar file. tarfile itself treats a damaged one as the file's end."""
+    from webdataset.tariterators import base_plus_ext  # here, because it takes a second to import
+
     found, size = _Walk(), path.stat().st_size
     start = at = 0
 
@@ -147,6 +148,8 @@ def read_shard(
 
 
 def _samples(path: Path, on_corrupt: str, report: Report) -> Iterator[dict[str, Any]]:
+    from webdataset.tariterators import group_by_keys, tar_file_expander
+
     walk = _walk(path)
     for problem in walk.problems:
         refuse_or_report(problem, on_corrupt, report)
