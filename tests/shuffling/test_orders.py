@@ -222,6 +222,8 @@ def test_state_of_another_order_is_refused_with_its_differences() -> None:
         (lambda: BufferShuffle(3, buffer_size=2, initial=0), ValueError, "initial"),
         (lambda: BlockShuffle(3, blocks=0), ValueError, "blocks"),
         (lambda: ShardInterleave(3, ways=0), ValueError, "ways"),
+        (lambda: ShardInterleave(8, ways=3), ValueError, "one shard of 8 rows"),
+        (lambda: ShardInterleave([8], ways=3), ValueError, "length of each shard"),
         (lambda: shards_of(3, 0), ValueError, "size"),
         (lambda: FullShuffle(3).set_epoch(-1), ValueError, "epoch"),
     ],

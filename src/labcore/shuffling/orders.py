@@ -268,6 +268,7 @@ class ShardInterleave(Order):
 
     The shards are in a new random order each epoch. buffer_size: the size of a buffer after them,
     as in BufferShuffle (1: none), which also breaks up the fixed turns.
+    Raises ValueError for one shard without a buffer, whose order would never change.
     """
 
     shuffle_shards = True
@@ -278,6 +279,12 @@ class ShardInterleave(Order):
         super().__init__(rows, **common)
         self.ways = positive_int("ways", ways)
         self.buffer_size = positive_int("buffer_size", buffer_size)
+        if self.buffer_size == len(self.shards) == 1:
+            raise ValueError(
+                "shards are interleaved, not shuffled inside, so one shard without a buffer keeps "
+                f"its order, got one shard of {self.rows} rows; pass the length of each shard, or "
+                "a buffer_size"
+            )
 
     def _settings(self) -> dict[str, Any]:
         return {"ways": self.ways, "buffer_size": self.buffer_size}
