@@ -99,7 +99,7 @@ class Sizes:
     read: int = 200_000  # the most characters of a text whose bits are counted
     batches: tuple[int, ...] = (1, 2, 4, 8, 16)  # rows
     batch_tokens: int = 64  # of each output in a batch
-    batch_rounds: int = 3
+    batch_rounds: int = 7
     wrong: tuple[int, ...] = (1, 2, 4, 8)  # lengths of wrong drafts in a batch
     outputs: int = 4  # of the same prompt, for a memory
     maxima: tuple[int, ...] = (1, 2, 3, 5)  # longest n of a lookup
@@ -457,71 +457,72 @@ class Metered:
         return found
 
 
-class Wrong:
-    """Free drafts of one shape, whose first tokens are always wrong.
+class Free:
+    """Drafts that cost no model's pass, because the target's outputs are known.
 
-    texts: prompts, each with the target's output.
+    texts: prompts, each with the target's output. A subclass drafts one row at a time.
     """
 
+    def __init__(self, texts: Sequence[list[int]]) -> None:
+        self.texts, self.vocab = texts, shipped().target.config.vocab_size
+
+    def draft(self, row: list[int], most: int) -> Draft:
+        """Return a draft after `row` of depth at most `most`."""
+        raise NotImplementedError
+
+    def propose(
+        self,
+        contexts: Sequence[Sequence[int]],
+        samplings: Sequence[SamplingConfig],  # noqa: ARG002 - part of the protocol
+        max_tokens: Sequence[int],
+        generators: Sequence[torch.Generator],  # noqa: ARG002
+        *,
+        hidden: Tensor | None = None,  # noqa: ARG002
+    ) -> list[Draft]:
+        """Return a draft per row."""
+        pairs = zip(contexts, max_tokens, strict=True)
+        return [self.draft(list(context), most) for context, most in pairs]
+
+    def commit(self, accepted: Sequence[Accepted]) -> None:
+        """Do nothing."""
+
+
+class Wrong(Free):
+    """Trees of one shape whose first tokens are always wrong: neighbors of the right one."""
+
     def __init__(self, texts: Sequence[list[int]], tree: Tree) -> None:
-        self.texts, self.depth = texts, tree.depth
+        super().__init__(texts)
+        self.depth = tree.depth
         cuts = [tree.cut(depth) for depth in range(tree.depth + 1)]
         self.ranks = [torch.tensor(cut.ranks, dtype=torch.int64) for cut in cuts]
         self.parents = [torch.tensor(cut.parents, dtype=torch.int32) for cut in cuts]
 
-    def propose(
-        self,
-        contexts: Sequence[Sequence[int]],
-        samplings: Sequence[SamplingConfig],  # noqa: ARG002 - part of the protocol
-        max_tokens: Sequence[int],
-        generators: Sequence[torch.Generator],  # noqa: ARG002
-        *,
-        hidden: Tensor | None = None,  # noqa: ARG002
-    ) -> list[Draft]:
-        """Return trees that are filled with vocabulary neighbors of the right token."""
-        drafts, vocab = [], shipped().target.config.vocab_size
-        for context, most in zip(contexts, max_tokens, strict=True):
-            size, row = len(context), list(context)
-            right = [text[size] for text in self.texts if size < len(text) and text[:size] == row]
-            depth = min(self.depth, most) if right else 0
-            tokens = (self.ranks[depth] + 1 + right[0]) % vocab if right else self.ranks[0]
-            drafts.append(Draft(tokens, self.parents[depth]))
-        return drafts
-
-    def commit(self, accepted: Sequence[Accepted]) -> None:
-        """Do nothing."""
+    def draft(self, row: list[int], most: int) -> Draft:
+        """Return the tree, or an empty one behind the end of the known output."""
+        size = len(row)
+        right = [text[size] for text in self.texts if size < len(text) and text[:size] == row]
+        depth = min(self.depth, most) if right else 0
+        tokens = (self.ranks[depth] + 1 + right[0]) % self.vocab if right else self.ranks[0]
+        return Draft(tokens, self.parents[depth])
 
 
-class Spoiled:
-    """Free chains of the right tokens, each replaced by a wrong one by chance.
+class Spoiled(Free):
+    """Chains of the right tokens, each replaced by a wrong one by chance.
 
-    texts: prompts, each with the target's output. share: the probability that a token stays right.
+    share: the probability that a token stays right.
     """
 
     def __init__(self, texts: Sequence[list[int]], length: int, share: float) -> None:
-        self.texts, self.length, self.share = texts, length, share
+        super().__init__(texts)
+        self.length, self.share = length, share
 
-    def propose(
-        self,
-        contexts: Sequence[Sequence[int]],
-        samplings: Sequence[SamplingConfig],  # noqa: ARG002 - part of the protocol
-        max_tokens: Sequence[int],
-        generators: Sequence[torch.Generator],  # noqa: ARG002
-        *,
-        hidden: Tensor | None = None,  # noqa: ARG002
-    ) -> list[Draft]:
+    def draft(self, row: list[int], most: int) -> Draft:
         """Return the output's next tokens, spoiled alike whenever a context comes again."""
-        drafts, vocab = [], shipped().target.config.vocab_size
-        for context, most in zip(contexts, max_tokens, strict=True):
-            size, row = len(context), list(context)
-            known = next(text for text in self.texts if text[:size] == row)
-            dice = random.Random(str(row))
-            right = known[size : size + min(self.length, most)]
-            drafts.append(Draft.chain([(t + (dice.random() >= self.share)) % vocab for t in right]))
-        return drafts
-
-    def commit(self, accepted: Sequence[Accepted]) -> None:
-        """Do nothing."""
+        size = len(row)
+        known = next(text for text in self.texts if text[:size] == row)
+        dice = random.Random(str(row))
+        right = known[size : size + min(self.length, most)]
+        return Draft.chain([(t + (dice.random() >= self.share)) % self.vocab for t in right])
 
 
 @dataclass(kw_only=True)

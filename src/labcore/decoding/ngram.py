@@ -81,7 +81,8 @@ class NGramIndex:
                 continue
             ends = self._ends.get(tuple(self.tokens[length - size :]))
             if ends:
-                return self.tokens[ends[self._taken] :][:count]
+                start = ends[self._taken]
+                return self.tokens[start : start + count]
         return []
 
 
