@@ -27,5 +27,5 @@ def test_every_claim_and_chapter_lookup_names_a_case(slug: str) -> None:
     assert asked <= {(of, case.name) for of in {of for of, _ in asked} for case in cases_of(of)}
 
 
-def test_only_the_language_model_is_a_benchmark_without_a_chapter() -> None:
-    assert set(slugs()) - set(CHAPTERS) == {"language"}
+def test_two_benchmarks_are_of_no_single_chapter() -> None:
+    assert set(slugs()) - set(CHAPTERS) == {"course", "language"}
