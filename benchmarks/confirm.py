@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +98,9 @@ def confirm(cases: list[runner.Case], commit: str, folder: Path = records.FOLDER
             why = "is timed: run it again"
             if case.needs == "any":
                 try:
-                    before, after = (numbers_in(at, case.slug, case.name) for at in (tree, ROOT))
+                    of = functools.partial(numbers_in, slug=case.slug, name=case.name)
+                    with ThreadPoolExecutor(2) as pool:
+                        before, after = pool.map(of, (tree, ROOT))
                     why = verdict(kept, before, after)
                 except RuntimeError as error:  # one broken case must not cost the others theirs
                     why = str(error)
