@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import runner
+from benchmarks import page, runner
 from benchmarks.confirm import confirm
 from labcore import records
 from labcore.device import badge, hardware
@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="COMMIT",
         help="keep stale records of counted cases whose numbers are still that commit's, and stop",
     )
+    parser.add_argument("--page", action="store_true", help="write benchmarks/README.md, and stop")
     parser.add_argument("--stale", action="store_true", help="list records older than their code")
     parser.add_argument(
         "--gpu", action="store_true", help="only cases that need a GPU, the most telling first"
@@ -91,6 +92,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.merge:
             print(f"merged {records.merge(args.merge)} records")
+            return 0
+        if args.page:
+            page.PAGE.write_text(page.text(), encoding="utf-8")
             return 0
         if args.stale:
             for record in filter(records.is_stale, records.load()):

@@ -20,7 +20,7 @@ from labcore.records import Record, hashes
 __all__ = ["Case", "Measurement", "case", "cases_of", "exact", "ratios", "run", "seen", "slugs"]
 
 FOLDER = Path(__file__).resolve().parent
-_NOT_SLUGS = {"__init__", "__main__", "confirm", "runner"}
+_NOT_SLUGS = {"__init__", "__main__", "confirm", "page", "runner"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

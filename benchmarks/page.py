@@ -1,0 +1,120 @@
+"""The page `README.md` beside this file: the aims on a CPU, and what the records say.
+
+`python -m benchmarks --page` writes it from the records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from labcore import records
+from labcore.claims import Measured
+
+__all__ = ["AIMS", "PAGE", "Aim", "text"]
+
+PAGE = Path(__file__).resolve().parent / "README.md"
+HEAD = """\
+# Against its peers, on a CPU
+
+`python -m benchmarks --page` writes this page from the records. Each row was measured in one run on
+one thread, in which ours and the peer took turns. A ratio is ours over the peer's, the mean of its
+rounds with the 95 % interval of that mean. "Aim" is the ratio that the course wants to reach, at
+most for times and at least for speeds.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Aim:
+    """A row: where its records are, and what to reach.
+
+    slug, case: of the benchmark. ratio: the quantity that is to reach `most` or `least`. values:
+    the quantity with ours and, among its peers, the peer's; "" where there is no peer.
+    """
+
+    what: str
+    slug: str
+    case: str
+    ratio: str
+    values: str = ""
+    peer: str = ""
+    most: float | None = None
+    least: float | None = None
+
+    def aim(self) -> str:
+        """The aim in words."""
+        return f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
+
+    def row(self) -> list[str]:
+        """The cells of the row. Raises KeyError if a record is missing."""
+        found = records.find(self.slug, self.case, self.ratio, kind="cpu")
+        told = Measured.recorded(found)
+        spread = f" [{told.low:.2f}, {told.high:.2f}]" if told.n > 1 else ""
+        unit = "" if found.unit == "ratio" else f" {found.unit}"
+        ours = peer = ""
+        if self.values:
+            both = records.find(self.slug, self.case, self.values, kind="cpu")
+            ours = f"{both.p50:.3g} {both.unit}"
+            peer = f"{median(both.peers[self.peer]):.3g} {both.unit}, {self.peer}"
+        return [
+            self.what,
+            ours,
+            peer,
+            f"{told.mean:.2f}{unit}{spread}",
+            self.aim() + unit,
+            f"{found.hardware['name']}, {found.hardware['cores']} cores",
+            found.date[:10],
+        ]
+
+
+def _step(what: str, ours: str, peer: str, most: float, size: str = "quarter-gpt2") -> Aim:
+    return Aim(
+        what=what,
+        slug="lion",
+        case=f"step-time/{size}",
+        ratio=f"{ours} over {peer}",
+        values=f"{ours} step",
+        peer=peer,
+        most=most,
+    )
+
+
+def _attention(tokens: int) -> Aim:
+    return Aim(
+        what=f"attention forward, causal, {tokens:,} tokens",
+        slug="attention",
+        case="cpu/forward",
+        ratio=f"forward speed over SDPA FLASH/causal, {tokens} tokens",
+        values=f"forward/causal, {tokens} tokens",
+        peer="SDPA FLASH",
+        least=0.8,
+    )
+
+
+def _clip(what: str, case: str, most: float) -> Aim:
+    return Aim(
+        what=what,
+        slug="clipping",
+        case=f"clip-time/{case}",
+        ratio="labcore over torch foreach",
+        values="clip_by_global_norm",
+        peer="torch foreach",
+        most=most,
+    )
+
+
+AIMS = (
+    _step("Lion's step", "Lion", "torch AdamW fused", 0.75),
+    _step("AdamW's step", "AdamW", "torch AdamW fused", 1.0),
+    _clip("clipping that clips", "clipping", 0.9),
+    _clip("clipping that doesn't", "not-clipping", 0.45),
+    *map(_attention, (512, 1024, 2048, 4096)),
+)
+
+
+def text() -> str:
+    """The page, in Markdown."""
+    names = ["what", "ours", "peer", "ratio", "aim", "machine", "measured"]
+    rows = [names, ["---"] * len(names), *(aim.row() for aim in AIMS)]
+    return HEAD + "\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"
