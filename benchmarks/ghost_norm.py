@@ -24,7 +24,7 @@ from labcore.studies.ghost_norm import (
     large_batches,
     sweeps,
 )
-from labcore.studies.ghost_norm.large_batches import LARGE, SMALL, Regime, TrainedNetwork
+from labcore.studies.ghost_norm.large_batches import LARGE, Regime, TrainedNetwork
 from labcore.studies.language import bench
 from labcore.studies.language.results import best
 from labcore.studies.language.tuning import REPORT_SEEDS, train_setting
@@ -50,7 +50,7 @@ class Sizes:
 
 
 FULL = Sizes()
-SHORT = Sizes(
+SMALL = Sizes(
     seeds=(0, 1),
     tuning_seeds=(900, 901),
     digits_seeds=(0, 1),
@@ -148,8 +148,10 @@ def equal(sizes: Sizes = FULL) -> list[Measurement]:  # noqa: ARG001
     for kind in comparisons.NORMS:
         for loss in sweeps.LOSSES:
             updates = comparisons.costs(kind, loss)[LARGE]
-            over = f"ratio, batch {LARGE} over {SMALL}/{kind}, to training loss {loss:g}"
-            rows = [LARGE / SMALL * each for each in updates]
+            over = (
+                f"ratio, batch {LARGE} over {large_batches.SMALL}/{kind}, to training loss {loss:g}"
+            )
+            rows = [LARGE / large_batches.SMALL * each for each in updates]
             found += [seen(f"updates {over}", "ratio", updates)]
             found += [seen(f"rows {over}", "ratio", rows)]
     return found
@@ -182,14 +184,14 @@ def digits(sizes: Sizes = FULL) -> list[Measurement]:
 def gradient_variance(sizes: Sizes = FULL) -> list[Measurement]:
     """Variance of a batch's gradient by batch size, compared with 1/B."""
     rows_in_all = large_batches.SOURCES["MNIST-1D"].rows
-    predicted = gradients.predict_gradient_variance(1.0, SMALL, [LARGE], rows_in_all)
-    small, large = (gradients.BATCHES.index(batch) for batch in (SMALL, LARGE))
+    predicted = gradients.predict_gradient_variance(1.0, large_batches.SMALL, [LARGE], rows_in_all)
+    small, large = (gradients.BATCHES.index(batch) for batch in (large_batches.SMALL, LARGE))
     found = []
     for name in gradients.KINDS:
         rows = [gradients.relative_variance(name, seed, draws=sizes.draws) for seed in sizes.seeds]
         found.append(
             seen(
-                f"variance ratio, batch {LARGE} over {SMALL}/{name}",
+                f"variance ratio, batch {LARGE} over {large_batches.SMALL}/{name}",
                 "ratio",
                 [row[large] / row[small] for row in rows],
                 predicted=predicted,
@@ -234,16 +236,16 @@ def throughput(sizes: Sizes = FULL) -> list[Measurement]:
         for name, regime in regimes.items()
     ]
     whole, ghosts = (
-        [each.ratio(name, f"batch {SMALL}") for each in timed]
+        [each.ratio(name, f"batch {large_batches.SMALL}") for each in timed]
         for name in (f"batch {LARGE}", "ghosts")
     )
-    times = {"of an epoch": [ratio * SMALL / LARGE for ratio in whole]}
+    times = {"of an epoch": [ratio * large_batches.SMALL / LARGE for ratio in whole]}
     for name, updates in comparisons.updates().items():
         step = ghosts if name == comparisons.GHOSTS_GOAL else whole
         # A repetition of the timing for each seed of the training.
         times[name] = [a * b for a, b in zip(step, updates, strict=False)]
     return found + [
-        seen(f"time ratio, batch {LARGE} over {SMALL}/{name}", "ratio", samples)
+        seen(f"time ratio, batch {LARGE} over {large_batches.SMALL}/{name}", "ratio", samples)
         for name, samples in times.items()
     ]
 

@@ -1,5 +1,7 @@
 """What holds for the benchmarks of every chapter: each case that is asked for exists."""
 
+import importlib
+import inspect
 import json
 import re
 from pathlib import Path
@@ -29,3 +31,14 @@ def test_every_claim_and_chapter_lookup_names_a_case(slug: str) -> None:
 
 def test_two_benchmarks_are_of_no_single_chapter() -> None:
     assert set(slugs()) - set(CHAPTERS) == {"course", "language"}
+
+
+@pytest.mark.parametrize("slug", slugs())
+def test_cases_with_sizes_have_small_ones_to_be_confirmed_at(slug: str) -> None:
+    kinds = {
+        type(sizes.default)
+        for case in cases_of(slug)
+        if (sizes := inspect.signature(case.function).parameters.get("sizes"))
+    }
+    small = getattr(importlib.import_module(f"benchmarks.{slug}"), "SMALL", None)
+    assert kinds <= {type(small)}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import ghost_norm as cases
-from benchmarks.ghost_norm import SHORT
+from benchmarks.ghost_norm import SMALL
 from benchmarks.runner import Measurement, cases_of
 from labcore.models import Llama, LlamaConfig
 from labcore.studies.ghost_norm import comparisons, gradients, large_batches, sweeps
@@ -22,7 +22,7 @@ TEXT = {"tokens": 32_768}
 
 def run(name: str, **sizes: object) -> dict[str, Measurement]:
     (case,) = (case for case in cases_of("ghost_norm") if case.name == name)
-    return by_quantity(case.function(replace(SHORT, **sizes)))
+    return by_quantity(case.function(replace(SMALL, **sizes)))
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_length_is_a_run_for_each_seed(few: None) -> None:
             assert f"lengths/{kind}, batch {batch}/{epochs} epochs" in names
     item = run("lengths/ghosts of 32, batch 512/20 epochs")["accuracy"]
     regime = sweeps.regime("ghosts of 32", 512, 0.1, epochs=1)
-    runs = large_batches.train(regime, SHORT.seeds)
+    runs = large_batches.train(regime, SMALL.seeds)
     assert item.samples == [each.accuracy for each in runs]
     assert item.details["training loss"] == [each.end.training_loss for each in runs]
     fresh = run("fresh/batch norm, batch 512/10 epochs", epochs=2)["accuracy"]
@@ -80,11 +80,11 @@ def test_digits_are_tuned_and_then_compared_seed_by_seed(monkeypatch: pytest.Mon
     monkeypatch.setattr(sweeps, "DIGITS_RATES", (0.1, 1e-6))
     found = run("digits/all images")
     assert asked("ghost_norm", "digits/all images") <= set(found)
-    for name, regime in SHORT.digits.items():
+    for name, regime in SMALL.digits.items():
         item = found[f"accuracy/{name}"]
         grid = {float(rate): fmean(each) for rate, each in item.details["validation"].items()}
         assert item.details["lr"] == max(grid, key=grid.__getitem__)
-        runs = large_batches.train(replace(regime, lr=item.details["lr"]), SHORT.digits_seeds)
+        runs = large_batches.train(replace(regime, lr=item.details["lr"]), SMALL.digits_seeds)
         assert item.samples == [each.accuracy for each in runs]
     for name, (mine, other) in sweeps.DIGITS_PAIRS.items():
         pairs = zip(
@@ -99,7 +99,7 @@ def test_variance_has_a_row_for_each_seed(few: None) -> None:
     for name in gradients.KINDS:
         details = found[f"variance ratio, batch 512 over 32/{name}"].details
         assert details["predicted"] == pytest.approx([1536 / 2016 / 16])
-        assert len(details["variance"]) == len(SHORT.seeds)
+        assert len(details["variance"]) == len(SMALL.seeds)
 
 
 def test_times_are_ratios_within_a_repetition(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
