@@ -160,7 +160,8 @@ class _Normalize(torch.autograd.Function):
             mean = part.sum(dims, keepdim=True)
             share = mean.numel() / part.numel()  # torch's mean divides, which is slower
             mean.mul_(share)
-            var = torch.sub(part, mean, out=to).square_().sum(dims, keepdim=True).mul_(share)
+            squares = torch.ops.aten.mse_loss.out(part, mean, 0, out=to)  # (part − mean)², at once
+            var = squares.sum(dims, keepdim=True).mul_(share)
             inverse = (var + eps).rsqrt_()
             scale = inverse if factor is None else inverse * factor
             if offset is None:
