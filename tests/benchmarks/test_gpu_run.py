@@ -12,6 +12,7 @@ from benchmarks import __main__ as command
 from benchmarks import attention, lion, runner
 from labcore import device, records
 from labcore.optim import fused, quantized
+from tests.optim.lists import use_triton
 
 
 @pytest.fixture
@@ -31,6 +32,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(attention, "DECODE", small)
     steps = lion.gpu_steps
     monkeypatch.setattr(lion, "gpu_steps", lambda elements: steps(min(elements, 50_000)))
+    use_triton(monkeypatch)
     with torch.compiler.set_stance("force_eager"):  # torchao would compile its step, for minutes
         yield
 
@@ -85,6 +87,7 @@ def test_nothing_is_timed_after_a_parity_that_fails(stand_in, monkeypatch, tmp_p
 @pytest.mark.skipif(not device.interpreting(), reason="needs Triton's interpreter")
 def test_fused_steps_err_no_more_than_unfused_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lion, "default_device", lambda: torch.device("cpu"))
+    use_triton(monkeypatch)
     found = lion.parity(elements=20_000)
     assert [item.quantity.split()[0] for item in found] == ["Lion", "AdamW", "AdamW8bit"]
     assert all(item.samples[0] <= 2 for item in found)
@@ -97,6 +100,7 @@ def test_fused_steps_err_no_more_than_unfused_ones(monkeypatch: pytest.MonkeyPat
 )
 def test_a_fused_step_that_errs_is_refused(kind, module, name, monkeypatch) -> None:
     monkeypatch.setattr(lion, "default_device", lambda: torch.device("cpu"))
+    use_triton(monkeypatch)
     step = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *x, lr, **y: step(*x, lr=1.01 * lr, **y))
     with pytest.raises(RuntimeError, match=f"^{kind}'s fused error must be at most twice"):

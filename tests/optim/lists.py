@@ -1,11 +1,32 @@
 """Parameter lists with awkward shapes and strides, and runs over them."""
 
+import os
+import shutil
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from labcore import device
+from labcore.optim import elementwise
+
+# A test's `path`: `fused` as on a CPU, and as on a GPU, in Triton's interpreter.
+COMPILED, TRITON = {"fused": True}, {"fused": True}
 SHAPES = ((3, 5), (70_001,), (), (1,), (0,), (17, 3, 5, 5), (300, 301))
+
+
+def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `fused` run the kernels on CPU tensors too, or skip the test."""
+    if not device.interpreting():
+        pytest.skip("needs Triton's interpreter, which a machine with a GPU lacks")
+    monkeypatch.setattr(elementwise, "by_triton", lambda _: True)
+
+
+def needs_compiler() -> None:
+    """Skip the test on a user's machine without a C++ compiler."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None and "CI" not in os.environ:
+        pytest.skip("needs a C++ compiler: apt install g++")
 
 
 def awkward(

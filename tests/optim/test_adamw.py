@@ -5,7 +5,16 @@ import torch
 
 from labcore.optim import AdamW
 from labcore.optim.rules import adamw
-from tests.optim.lists import SHAPES, awkward, largest_difference, run, states, train
+from tests.optim.lists import (
+    COMPILED,
+    SHAPES,
+    TRITON,
+    awkward,
+    largest_difference,
+    run,
+    states,
+    train,
+)
 
 PATHS = [{"foreach": False}, {"foreach": True}]
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
@@ -22,7 +31,7 @@ def test_parity_with_torch_over_50_steps_in_float64(path, maximize, decay, seed:
     assert largest_difference(ours, peers) < 1e-12
 
 
-@pytest.mark.parametrize("path", [*PATHS, {"fused": True}])
+@pytest.mark.parametrize("path", [*PATHS, COMPILED, TRITON])
 def test_parity_with_torch_over_50_steps_in_float32(path, seed: int) -> None:
     shapes = [(4001,), (13, 7)]
     ours, peers = awkward(torch.float32, seed, shapes), awkward(torch.float32, seed, shapes)
@@ -53,7 +62,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda c: "-".join(map(str, c.values())))
-@pytest.mark.parametrize("path", [*PATHS, {"fused": True}])
+@pytest.mark.parametrize("path", [*PATHS, COMPILED, TRITON])
 def test_every_epsilon_choice_is_its_rule(choice, path, seed: int) -> None:
     dtype = torch.float32 if "fused" in path else torch.float64
     tolerance = 5e-6 if "fused" in path else 1e-12

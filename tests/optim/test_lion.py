@@ -7,7 +7,7 @@ from lion_pytorch.lion_pytorch import Lion as PeerLoop
 
 from labcore.optim import Lion
 from labcore.optim.rules import lion
-from tests.optim.lists import awkward, largest_difference, run
+from tests.optim.lists import COMPILED, TRITON, awkward, largest_difference, run
 
 PATHS = [{"foreach": False}, {"foreach": True}]
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
@@ -22,7 +22,7 @@ def test_parity_with_lion_pytorch_over_50_steps_in_float64(path, decay: float, s
     assert largest_difference(ours, peers) < 1e-12
 
 
-@pytest.mark.parametrize("path", [*PATHS, {"fused": True}])
+@pytest.mark.parametrize("path", [*PATHS, COMPILED, TRITON])
 def test_parity_in_float32_except_where_the_sign_is_in_doubt(path, seed: int) -> None:
     shapes = [(4001,), (13, 7)]
     ours, peers = awkward(torch.float32, seed, shapes), awkward(torch.float32, seed, shapes)
@@ -50,7 +50,7 @@ def test_parity_in_float32_except_where_the_sign_is_in_doubt(path, seed: int) ->
     assert sum(int(skip.sum()) for skip in doubtful) <= 6
 
 
-@pytest.mark.parametrize("path", [*PATHS, {"fused": True}])
+@pytest.mark.parametrize("path", [*PATHS, COMPILED, TRITON])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("size", [5, 70_000])
 def test_a_gradient_that_is_not_finite_shows_in_its_weight_alone(path, bad, size: int) -> None:

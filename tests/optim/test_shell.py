@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from labcore.optim import SM3, Adafactor, AdamW, AdamW8bit, Lion
-from tests.optim.lists import awkward, far, largest_difference, run, states, train
+from tests.optim.lists import COMPILED, TRITON, awkward, far, largest_difference, run, states, train
 
 BOTH = pytest.mark.parametrize("cls", [Lion, AdamW])
-PATHS = pytest.mark.parametrize("path", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+PATHS = pytest.mark.parametrize("path", [{"foreach": False}, {"foreach": True}, COMPILED, TRITON])
 EVERY = (Lion, AdamW, Adafactor, SM3, AdamW8bit)
 ALL = pytest.mark.parametrize("cls", EVERY)
 ALL_PATHS = pytest.mark.parametrize(
     ("cls", "path"),
     [
         *((cls, {"foreach": choice}) for cls in EVERY[:4] for choice in (False, True)),
-        *((cls, {"fused": True}) for cls in EVERY[:2]),
+        *((cls, path) for cls in EVERY[:2] for path in (COMPILED, TRITON)),
         (AdamW8bit, {}),
     ],
     ids=str,

@@ -22,7 +22,7 @@ from labcore import device
 from labcore.attention import Pattern, flash_attention, flash_attention_varlen, paged_attention
 from labcore.attention.configs import kind_for
 from labcore.compile_only.targets import TARGETS
-from labcore.optim import AdamW, AdamW8bit, Lion
+from labcore.optim import AdamW, AdamW8bit, Lion, elementwise
 from labcore.optim.quantized import SMALLEST
 
 __all__ = ["Program", "build", "launching", "programs"]
@@ -334,6 +334,7 @@ def launching(target: str) -> Iterator[dict[str, Program]]:
             stack.enter_context(mock.patch.object(module, "kind_of", return_value=kind))
         for module in (device, library, paged):
             stack.enter_context(mock.patch.object(module, "choose_backend", return_value="triton"))
+        stack.enter_context(mock.patch.object(elementwise, "by_triton", return_value=True))
         stack.enter_context(mock.patch.object(knobs.runtime, "jit_cache_hook", keep))
         yield found
 

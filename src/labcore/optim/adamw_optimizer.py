@@ -9,7 +9,7 @@ from torch import Tensor
 
 from labcore import checks
 from labcore.optim import fused, rules
-from labcore.optim.chunked import Chunk
+from labcore.optim.chunked import Chunk, Flat
 from labcore.optim.elementwise import ElementwiseShell
 from labcore.optim.shell import Item, is_plain
 
@@ -43,7 +43,10 @@ class AdamW(ElementwiseShell):
         eps_root: at least 0, in units of the gradient squared; only for "outside".
         state_dtype: torch.float32, bfloat16 or float16; None for the parameter's dtype, but float32
             for a float16 parameter.
-        maximize, foreach, fused, capturable, master_weights, stochastic_rounding, generator,
+        fused: as in `Lion`, but not for "atan2". On a CPU, where parameter, gradient and state have
+            one dtype and eps is outside the root without eps_root, it is torch's own fused form,
+            which is compiled already.
+        maximize, foreach, capturable, master_weights, stochastic_rounding, generator,
             nonfinite: as in `Lion`. capturable also keeps `step` on the device.
 
     Errors: ValueError and TypeError for settings, RuntimeError for sparse gradients.
@@ -53,6 +56,7 @@ class AdamW(ElementwiseShell):
     rule = staticmethod(rules.adamw)
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     counts_steps: ClassVar[bool] = True
+    choices: ClassVar[tuple[str, ...]] = ("eps_mode", "eps_root")
     neutral: ClassVar[dict[str, Any]] = {
         **ElementwiseShell.neutral,
         "eps_mode": "outside",
@@ -188,6 +192,28 @@ class AdamW(ElementwiseShell):
         if hyper["weight_decay"]:
             torch._foreach_mul_(params, 1 - lr * hyper["weight_decay"])
         torch._foreach_add_(params, updates)
+        return True
+
+    def _whole(self, group: dict[str, Any], flats: list[Flat], step: float) -> bool:
+        """Update by torch's fused form where it is the same rule, and otherwise as compiled."""
+        params, grads, states = zip(*flats, strict=True)
+        dtypes = {value.dtype for value in (grads[0], *states[0].values())}
+        plain = group["eps_mode"] == "outside" and not group["eps_root"]
+        if not plain or group["stochastic_rounding"] or dtypes != {params[0].dtype}:
+            return super()._whole(group, flats, step)
+        hyper = self._hyperparameters(group)
+        torch._fused_adamw_(
+            params,
+            grads,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [torch.tensor(step + 1)] * len(params),
+            amsgrad=False,
+            maximize=group["maximize"],
+            **{name: hyper[name] for name in ("lr", "beta1", "beta2", "eps", "weight_decay")},
+        )
+        torch.autograd.graph.increment_version(params)  # autograd does not see this change
         return True
 
     def _fused(self, group: dict[str, Any], items: list[Item]) -> None:

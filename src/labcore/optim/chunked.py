@@ -5,7 +5,8 @@ tensor is processed in pieces of `CHUNK` elements with one scratch buffer. Small
 gathered into one flat bucket, where a thousand of them cost a few operations, not a few thousand.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -22,6 +23,23 @@ Chunk: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor, ...], Tensor, float],
 ByRule: TypeAlias = Callable[[Tensor, Tensor, State, float], None]
 # (param, new value in the computing dtype): rounds the value into the parameter
 Store: TypeAlias = Callable[[Tensor, Tensor], None]
+Flat: TypeAlias = tuple[Tensor, Tensor, State]  # contiguous vectors
+# (tensors of equal dtypes, steps before this one): one compiled pass, or False if it cannot
+Whole: TypeAlias = Callable[[list[Flat], float], bool]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """How to update tensors: by `whole` if it is given and can, or else in pieces by `chunk`.
+
+    `by_rule` takes its place if there is no `chunk`, or if strides differ.
+    """
+
+    whole: Whole | None
+    chunk: Chunk | None
+    by_rule: ByRule
+    store: Store
+    maximize: bool
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -67,10 +85,10 @@ class ChunkedStep:
             return False
         return all(cohort.in_step() for cohort in self._cohorts)
 
-    def step(self, chunk: Chunk | None, by_rule: ByRule, store: Store, *, maximize: bool) -> None:
-        """Update all parameters by `chunk`, or by `by_rule` if it is None or strides differ."""
+    def step(self, update: Update) -> None:
+        """Update all parameters."""
         for cohort in self._cohorts:
-            cohort.step(chunk, by_rule, store, maximize)
+            cohort.step(update)
 
 
 class _Cohort:
@@ -101,57 +119,45 @@ class _Cohort:
         low, high = self._steps.aminmax()
         return bool(low == high)
 
-    def step(self, chunk: Chunk | None, by_rule: ByRule, store: Store, maximize: bool) -> None:
+    def step(self, update: Update) -> None:
         count = 0.0
         if self._steps is not None:
             count = float(self._steps[0])
             self._steps += 1
-        for param, state in self._big:
-            if param.grad is not None:
-                arrays = {name: _real(value) for name, value in _arrays(state).items()}
-                weight, grad = _real(param), _real(param.grad)
-                self._one(weight, grad, arrays, count, chunk, by_rule, store, maximize)
+        flats = self._flats(update, count)
+        if update.whole is not None:
+            whole = list(flats)
+            flats = iter([] if not whole or update.whole(whole, count) else whole)
+        for param, grad, state in flats:
+            self._walk(param, grad, state, count, update)
         if self._bucket is not None:
-            bucket = self._bucket
-            bucket.gather()
-            flat = bucket.param, bucket.grad, bucket.state
-            self._walk(*flat, count, chunk, by_rule, store, maximize)
-            bucket.scatter()
+            self._bucket.scatter()
 
-    def _one(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: State,
-        count: float,
-        chunk: Chunk | None,
-        by_rule: ByRule,
-        store: Store,
-        maximize: bool,
-    ) -> None:
-        if not is_dense(param) or any(v.stride() != param.stride() for v in state.values()):
-            by_rule(param, grad, state, count)  # param.data now has another layout
-            return
-        if grad.stride() != param.stride():
-            grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-        flat = {name: _flat(value) for name, value in state.items()}
-        self._walk(_flat(param), _flat(grad), flat, count, chunk, by_rule, store, maximize)
+    def _flats(self, update: Update, count: float) -> Iterator[Flat]:
+        """Yield the tensors as vectors; update those whose strides differ from their state's."""
+        for param, state in self._big:
+            if param.grad is None:
+                continue
+            weight, grad = _real(param), _real(param.grad)
+            arrays = {name: _real(value) for name, value in _arrays(state).items()}
+            strides = weight.stride()
+            if not is_dense(weight) or any(v.stride() != strides for v in arrays.values()):
+                update.by_rule(weight, grad, arrays, count)  # param.data now has another layout
+                continue
+            if grad.stride() != strides:
+                grad = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
+            yield _flat(weight), _flat(grad), {n: _flat(value) for n, value in arrays.items()}
+        if self._bucket is not None:
+            self._bucket.gather()
+            yield self._bucket.param, self._bucket.grad, self._bucket.state
 
     def _walk(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: State,
-        count: float,
-        chunk: Chunk | None,
-        by_rule: ByRule,
-        store: Store,
-        maximize: bool,
+        self, param: Tensor, grad: Tensor, state: State, count: float, update: Update
     ) -> None:
         pieces = [param.split(CHUNK), grad.split(CHUNK), *(v.split(CHUNK) for v in state.values())]
-        if chunk is None:
+        if update.chunk is None:
             for p, g, *values in zip(*pieces, strict=True):
-                by_rule(p, g, dict(zip(state, values, strict=True)), count)
+                update.by_rule(p, g, dict(zip(state, values, strict=True)), count)
             return
         scratch, negated = self._scratch
         for p, g, *values in zip(*pieces, strict=True):
@@ -162,15 +168,15 @@ class _Cohort:
                 p = arrays.pop("master", p).to(scratch.dtype)
                 moments = tuple(moment.to(scratch.dtype) for moment in arrays.values())
                 g = g.to(scratch.dtype)
-            if maximize:  # not in place, because the gradient belongs to the caller
+            if update.maximize:  # not in place, because the gradient belongs to the caller
                 g = torch.neg(g, out=negated[:n])
-            chunk(p, g, moments, scratch[:n], count)
+            update.chunk(p, g, moments, scratch[:n], count)
             if self._mixed:
                 for moment, new in zip(arrays.values(), moments, strict=True):
                     if new is not moment:
                         moment.copy_(new)
                 if p is not kept:
-                    store(kept, p)
+                    update.store(kept, p)
 
 
 class _Bucket:

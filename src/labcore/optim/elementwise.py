@@ -1,7 +1,8 @@
 """The base class of Lion and AdamW, which treat each element of a tensor by itself.
 
 So a step may cut tensors into pieces and join small ones: `foreach` is chunks on a CPU and torch's
-`_foreach` operations on a GPU, and `fused` is one Triton launch per device and dtype.
+`_foreach` operations on a GPU, and `fused` is one compiled pass on a CPU and one Triton launch per
+device and dtype on a GPU.
 """
 
 import functools
@@ -12,11 +13,20 @@ import torch
 from torch import Tensor
 
 from labcore import checks, device
-from labcore.optim.chunked import Chunk, ChunkedStep
+from labcore.optim.chunked import Chunk, ChunkedStep, Flat, Update
+from labcore.optim.compiled import apply_compiled
 from labcore.optim.fused import Tables
 from labcore.optim.shell import Item, Layout, Shell, check_betas
 
 STATE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+
+
+def by_triton(param: Tensor) -> bool:
+    """Return whether `fused` updates this parameter by Triton: not on a CPU.
+
+    Tests replace this function to run the kernels in Triton's interpreter.
+    """
+    return param.device.type != "cpu"
 
 
 class ElementwiseShell(Shell):
@@ -27,6 +37,7 @@ class ElementwiseShell(Shell):
 
     moments: ClassVar[tuple[str, ...]]
     counts_steps: ClassVar[bool]
+    choices: ClassVar[tuple[str, ...]] = ()  # hyperparameters by which the rule branches
     neutral: ClassVar[dict[str, Any]] = {
         **Shell.neutral,
         "fused": None,
@@ -100,10 +111,11 @@ class ElementwiseShell(Shell):
                 "a captured fused step would always replay the same seed, got "
                 "stochastic_rounding=True; use foreach=True, or master_weights=True"
             )
-        try:
-            device.choose_backend("triton", param, op=type(self).__name__)
-        except ValueError as error:
-            raise ValueError(f"fused=True cannot run; use fused=False: {error}") from None
+        if by_triton(param):
+            try:
+                device.choose_backend("triton", param, op=type(self).__name__)
+            except ValueError as error:
+                raise ValueError(f"fused=True cannot run; use fused=False: {error}") from None
 
     def _state_dtype(self, group: dict[str, Any], param: Tensor) -> torch.dtype:
         """Return the dtype of a parameter's moments."""
@@ -124,8 +136,9 @@ class ElementwiseShell(Shell):
 
     def _update(self, index: int, group: dict[str, Any], items: list[Item]) -> None:
         if group["fused"]:
-            self._fused(group, _real_items(items))
-            return
+            if launched := [item for item in items if by_triton(item[0])]:
+                self._fused(group, launched)
+            items = [item for item in items if not by_triton(item[0])]
         if group["foreach"] is not False:
             if all(param.device.type == "cpu" for param, _, _ in items):
                 self._chunked(index, group, items)
@@ -141,10 +154,27 @@ class ElementwiseShell(Shell):
         if plan is None or not plan.fits(params, states):
             plan = self._plans[index] = ChunkedStep(params, states)
         plan.step(
-            self.cpu_update(group),
-            functools.partial(self._apply, group),
-            functools.partial(self._store, group),
+            Update(
+                whole=functools.partial(self._whole, group) if group["fused"] else None,
+                chunk=self.cpu_update(group),
+                by_rule=functools.partial(self._apply, group),
+                store=functools.partial(self._store, group),
+                maximize=group["maximize"],
+            )
+        )
+
+    def _whole(self, group: dict[str, Any], flats: list[Flat], step: float) -> bool:
+        """Update vectors of equal dtypes in one compiled pass, or return False to use pieces."""
+        if group["stochastic_rounding"] and flats[0][0].dtype == torch.bfloat16:
+            return False  # drawing the random bits takes most of the time
+        counted = {"step": step} if self.counts_steps else {}
+        return apply_compiled(
+            type(self).rule,
+            flats,
             maximize=group["maximize"],
+            choices=self.choices,
+            **counted,
+            **self._hyperparameters(group),
         )
 
 

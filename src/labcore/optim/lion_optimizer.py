@@ -34,8 +34,11 @@ class Lion(ElementwiseShell):
         maximize: maximize the objective. The gradient itself never changes.
         foreach: None or True uses chunks on a CPU and torch's _foreach operations on a GPU. False
             uses a plain loop.
-        fused: True uses one Triton launch per device and dtype (on a CPU, only in Triton's
-            interpreter).
+        fused: True updates all weights in one compiled pass, in float32. On a GPU it is one Triton
+            launch per device and dtype. On a CPU it is C++ that `torch.compile` makes: a process's
+            first step takes some 20 seconds for it, or 8 if inductor has it in its cache on disk.
+            Without a C++ compiler, a warning says so, and the step runs as with fused=False. So
+            does stochastic rounding, where drawing the bits takes most of the time.
         capturable: True never reads lr and betas on the host if they are tensors, for CUDA graphs.
         state_dtype: torch.float32, bfloat16 or float16; None for the parameter's dtype.
         master_weights: keep a float32 copy of bfloat16 and float16 parameters in the state.

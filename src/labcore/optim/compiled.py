@@ -1,0 +1,105 @@
+"""A rule compiled to one pass over memory: what `fused=True` runs on a CPU.
+
+`torch.compile` makes C++ of `precision.apply_rule`, vectorized, and parallel over torch's threads.
+Each combination of rule, settings and dtypes is compiled once per process, for vectors of any
+length above one, when a step first needs it. Inductor keeps the result in its cache on disk.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from labcore.optim.precision import Rule, apply_rule
+
+Flat: TypeAlias = tuple[Tensor, Tensor, dict[str, Tensor]]  # contiguous vectors
+# A call updates so many tensors. Each call costs some 50 µs, as the tensors before it have swept
+# Python out of the cache, and each tensor more makes the compiler work longer.
+GROUP = 8
+OPTIONS: dict[str, Any] = {
+    "cpp.dynamic_threads": True,  # the number of threads is torch's at each call, not today's
+    "size_asserts": False,
+    # Otherwise, inductor computes beta^t, which is one number, again for each element.
+    "realize_opcount_threshold": 3,
+}
+
+
+def apply_compiled(
+    rule: Rule,
+    flats: Sequence[Flat],
+    *,
+    maximize: bool,
+    choices: tuple[str, ...],
+    **hyperparameters: Any,
+) -> bool:
+    """Do what `apply_rule` does to each of `flats`, or return False if it cannot be compiled.
+
+    All have the same dtypes and names of state. choices: the names of the hyperparameters that are
+    compiled in, because the rule branches on them.
+    """
+    param, grad, state = flats[0]
+    fixed = tuple((name, hyperparameters[name]) for name in choices)
+    numbers = tuple(name for name in hyperparameters if name not in choices)
+    dtypes = (param.dtype, grad.dtype, *(value.dtype for value in state.values()))
+    compiled = _compiled(rule, tuple(state), dtypes, maximize, numbers, fixed, GROUP)
+    if compiled is None:
+        return False
+    run, fillers = compiled
+    values = torch.tensor([hyperparameters[name] for name in numbers], dtype=torch.float64)
+    for param, grad, state in flats:
+        if param.numel() == 1:  # compiled code works for any other length
+            apply_rule(rule, param, grad, state, maximize=maximize, **hyperparameters)
+    vectors = [[p, g, *state.values()] for p, g, state in flats if p.numel() > 1]
+    for start in range(0, len(vectors), GROUP):
+        group = vectors[start : start + GROUP]
+        run(group + fillers[len(group) :], values)
+    return True
+
+
+@functools.cache
+def _compiled(
+    rule: Rule,
+    names: tuple[str, ...],
+    dtypes: tuple[torch.dtype, ...],
+    maximize: bool,
+    numbers: tuple[str, ...],
+    fixed: tuple[tuple[str, Any], ...],
+    group: int,
+) -> tuple[Callable[..., None], list[list[Tensor]]] | None:
+    """Compile a step of `group` tensors, and return it with tensors to fill up a smaller group.
+
+    Where that fails, as it does without a compiler, warn and return None.
+    """
+
+    def step(vectors: list[list[Tensor]], values: Tensor) -> None:
+        hyperparameters = dict(zip(numbers, values.unbind(), strict=True)) | dict(fixed)
+        for param, grad, *state in vectors:
+            arrays = dict(zip(names, state, strict=True))
+            apply_rule(rule, param, grad, arrays, maximize=maximize, **hyperparameters)
+
+    # Different lengths, as the compiler takes equal ones for one and the same.
+    examples, fillers = (
+        [[torch.zeros(length + k, dtype=dtype) for dtype in dtypes] for k in range(group)]
+        for length in (100, 200)
+    )
+    values = torch.zeros(len(numbers), dtype=torch.float64)
+    settings = {"enable_aot_compile": True, "specialize_float": True}
+    try:
+        with torch.no_grad(), torch._dynamo.config.patch(settings):
+            lazy: Any = torch.compile(step, fullgraph=True, dynamic=True, options=OPTIONS)
+            run = lazy.aot_compile(((examples, values), {}))
+            run(fillers, values)  # refused if it was compiled for the examples' lengths alone
+    except (OSError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        warnings.warn(
+            "fused=True on a CPU needs a C++ compiler that torch.compile can use, and runs "
+            f"as fused=False without one: {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    run.disable_guard_check()  # which takes a third of a call
+    return run, fillers
