@@ -26,10 +26,22 @@ from labcore.timing import Comparison, paired
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
 WIDTH, VOCABULARY, POSITIONS, LAYERS = 384, 25_600, 512, 12
 REPETITIONS = 8
-# The targets of the chunked and bucketed implementations: (name, peer) -> list -> ratio.
+FUSED = "torch AdamW fused"
+# The targets of our implementations: (name, peer) -> list -> ratio.
 BARS = {
     ("Lion", "lion-pytorch foreach"): {"quarter-gpt2": 0.65, "thousand": 0.95},
     ("AdamW", "torch AdamW foreach"): {"quarter-gpt2": 0.75, "thousand": 0.9},
+    ("Lion fused", FUSED): {"quarter-gpt2": 0.75},
+    ("AdamW fused", FUSED): {"quarter-gpt2": 1.0},
+}
+# Each of ours must take these steps before it is timed. Lion's rule is itself equal to lion-pytorch
+# but where the blend is nearly 0: there, the sign of a fused step is the rule's.
+RULE = "Lion's rule"
+SAME_STEPS = {
+    "Lion": "lion-pytorch foreach",
+    "Lion fused": RULE,
+    "AdamW": "torch AdamW foreach",
+    "AdamW fused": FUSED,
 }
 
 
@@ -71,10 +83,12 @@ def makers() -> dict[str, Make]:
     """Return our optimizers and the peers, each with weight decay and its usual learning rate."""
     return {
         "Lion": lambda p: Lion(p, lr=1e-4, weight_decay=0.1),
+        "Lion fused": lambda p: Lion(p, lr=1e-4, weight_decay=0.1, fused=True),
         "lion-pytorch foreach": lambda p: PeerLion(p, lr=1e-4, weight_decay=0.1),
         "AdamW": lambda p: AdamW(p, lr=1e-3, weight_decay=0.01),
+        "AdamW fused": lambda p: AdamW(p, lr=1e-3, weight_decay=0.01, fused=True),
         "torch AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
-        "torch AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+        FUSED: lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
     }
 
 
@@ -107,8 +121,9 @@ def largest_difference(shapes: Sequence[tuple[int, ...]], ours: Make, peer: Make
 
 def _equal_or_refuse(shapes: Sequence[tuple[int, ...]]) -> dict[str, float]:
     gaps = {}
-    for ours, peer in BARS:
-        gap = largest_difference(shapes, makers()[ours], makers()[peer])
+    known = makers() | {RULE: lambda p: Lion(p, lr=1e-4, weight_decay=0.1, foreach=False)}
+    for ours, peer in SAME_STEPS.items():
+        gap = largest_difference(shapes, known[ours], known[peer])
         if not gap <= 1e-7:
             raise RuntimeError(
                 f"{ours} and {peer} must agree to 1e-7 before they are timed, got {gap}"
@@ -127,7 +142,7 @@ def _ratios(comparisons: Sequence[Comparison], name: str, reference: str) -> lis
 
 
 def step_times(name: str) -> list[Measurement]:
-    """Time all five on the same tensors in the same rounds; refuse to time wrong results."""
+    """Time all on the same tensors in the same rounds; refuse to time wrong results."""
     shapes = LISTS[name]
     gaps = _equal_or_refuse(shapes)
     comparisons = []
@@ -146,10 +161,9 @@ def step_times(name: str) -> list[Measurement]:
             peers={other: times for other, times in peers.items() if other != title},
             **details,
         )
-        for title in ("Lion", "AdamW")
+        for title in SAME_STEPS
     ]
-    pairs = [*BARS, ("AdamW", "torch AdamW fused"), ("Lion", "AdamW")]
-    pairs.append(("Lion", "torch AdamW fused"))
+    pairs = [*BARS, ("AdamW", FUSED), ("Lion", "AdamW"), ("Lion", FUSED)]
     for ours, peer in pairs:
         bar = BARS.get((ours, peer), {}).get(name)
         more = {**details, "bar": bar} if bar else details
@@ -220,7 +234,7 @@ def gpu_steps(elements: int) -> list[Measurement]:
         "AdamW": AdamW(params, lr=1e-3, weight_decay=0.01, fused=True),
         "AdamW8bit": AdamW8bit(params, lr=1e-3, weight_decay=0.01, fused=True),
         **peers_8bit,
-        "torch AdamW fused": torch.optim.AdamW(params, lr=1e-3, fused=True),
+        FUSED: torch.optim.AdamW(params, lr=1e-3, fused=True),
     }
     source = torch.empty(4 * elements, dtype=torch.uint8, device=default_device())
     target = torch.empty_like(source)
@@ -243,7 +257,7 @@ def gpu_steps(elements: int) -> list[Measurement]:
         ratio = _ratios(comparisons, "copy", title)
         share = [r * moved[title] / moved["copy"] for r in ratio]
         ours = _milliseconds(comparisons, title)
-        fused = _ratios(comparisons, title, "torch AdamW fused")
+        fused = _ratios(comparisons, title, FUSED)
         found += [
             seen(f"{title} fused step", "ms", ours, peers=times, **details),
             seen(f"{title} over torch AdamW fused", "ratio", fused, **details, bar=1.0),
@@ -337,8 +351,7 @@ def digits_bf16(sizes: Sizes = FULL) -> list[Measurement]:
     return found
 
 
-FUSED = "torch AdamW fused"
-STEPPED = ("AdamW", "Lion", "Muon", FUSED)
+STEPPED = ("AdamW", "Lion", "Lion fused", "Muon", FUSED)
 
 
 def _step_times(batch: int, repetitions: int, names: Sequence[str] = STEPPED) -> list[Measurement]:
@@ -351,17 +364,25 @@ def _step_times(batch: int, repetitions: int, names: Sequence[str] = STEPPED) ->
         seen("AdamW", "s/step", [ms / 1e3 for ms in _milliseconds(comparisons, "AdamW")]),
         *(
             seen(f"{one} over {other}", "ratio", _ratios(comparisons, one, other))
-            for one, other in (("Lion", "AdamW"), ("Muon", "AdamW"), ("Lion", FUSED))
+            for one, other in (
+                ("Lion", "AdamW"),
+                ("Muon", "AdamW"),
+                ("Lion", FUSED),
+                ("Lion fused", FUSED),
+            )
             if {one, other} <= set(names)
         ),
     ]
 
 
 def _fused(own: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return torch's fused AdamW with the groups and settings of our AdamW."""
+    """Return our fused Lion for our Lion, or torch's fused AdamW for our AdamW, set up alike."""
     names = ("params", "lr", "betas", "eps", "weight_decay")
-    groups = [{name: group[name] for name in names} for group in own.param_groups]
-    return torch.optim.AdamW(groups, fused=True)
+    groups = [
+        {name: value for name, value in group.items() if name in names}
+        for group in own.param_groups
+    ]
+    return (Lion if isinstance(own, Lion) else torch.optim.AdamW)(groups, fused=True)
 
 
 def _language_step(optimizer: str, batch: int, seed: int) -> Callable[[], Any]:
@@ -369,12 +390,13 @@ def _language_step(optimizer: str, batch: int, seed: int) -> Callable[[], Any]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(bench.CONFIG.vocab_size, (100_000,), generator=generator)
     model = bench.language_model(seed)
-    own = bench.OPTIMIZERS["AdamW" if optimizer == FUSED else optimizer](model, lr=1e-3, decay=0.1)
+    unfused = {FUSED: "AdamW", "Lion fused": "Lion"}.get(optimizer)
+    own = bench.OPTIMIZERS[unfused or optimizer](model, lr=1e-3, decay=0.1)
     return functools.partial(
         train,
         model,
         windows(tokens, batch=bench.ROWS, length=bench.LENGTH),
-        own if optimizer != FUSED else _fused(own),
+        _fused(own) if unfused else own,
         steps=1,
         accumulate=batch // (bench.ROWS * bench.LENGTH),
         clip=bench.clip_to(1.0),
