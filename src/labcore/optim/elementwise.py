@@ -139,6 +139,8 @@ class ElementwiseShell(Shell):
             if launched := [item for item in items if by_triton(item[0])]:
                 self._fused(group, launched)
             items = [item for item in items if not by_triton(item[0])]
+            if not items:  # what follows reads a learning rate on the host
+                return
         if group["foreach"] is not False:
             if all(param.device.type == "cpu" for param, _, _ in items):
                 self._chunked(index, group, items)
