@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.runner import Measurement, case, seen
-from labcore.norm import GhostBatchNorm1d
+from labcore.norm import GhostBatchNorm1d, GhostBatchNorm2d
 from labcore.studies.ghost_norm import (
     comparisons,
     gradients,
@@ -342,50 +343,59 @@ def _layer_gap(ours: nn.Module, peer: nn.Module, x: Tensor, above: Tensor) -> fl
     return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
 
 
-def _layers(ghost: int) -> dict[str, nn.Module]:
-    """Return our layer, the plain one, and the ghost peer."""
-    return {
-        "GhostBatchNorm1d": GhostBatchNorm1d(256, ghost_size=ghost, momentum=0.01),
-        "BatchNorm1d": nn.BatchNorm1d(256),
-        "TabNet's GBN": TabNetGBN(256, virtual_batch_size=ghost, momentum=0.01),
-    }
-
-
-@case("layer-time/1d", minutes=0.2, needs="cpu")
+@case("layer-time/1d", minutes=0.4, needs="cpu")
 def layer_times(sizes: Sizes = FULL) -> list[Measurement]:
     """Forward and backward over [1024, 256], with all layers on the same tensors."""
-    shape = (1024, 256)
     found = []
     for ghost in GHOSTS:
-        generator = torch.Generator().manual_seed(ghost)
-        gaps, timed = [], []
-        for seed in range(sizes.repetitions):
-            made = _layers(ghost)
-            ours, plain, peer = made
-            x = torch.randn(shape, generator=generator).requires_grad_()
-            above = torch.randn(shape, generator=generator)
-            gaps.append(_layer_gap(made[ours], made[peer], x, above))
+        settings: dict[str, Any] = {"momentum": 0.01}
+        made = {
+            "GhostBatchNorm1d": GhostBatchNorm1d(256, ghost_size=ghost, **settings),
+            "GhostBatchNorm1d fused": GhostBatchNorm1d(
+                256, ghost_size=ghost, fused=True, **settings
+            ),
+            "TabNet's GBN": TabNetGBN(256, virtual_batch_size=ghost, **settings),
+            "BatchNorm1d": nn.BatchNorm1d(256),
+        }
+        found += _layer_times((1024, 256), ghost, made, sizes)
+    return found
+
+
+@case("layer-time/2d", minutes=0.4, needs="cpu")
+def layer_times_2d(sizes: Sizes = FULL) -> list[Measurement]:
+    """Forward and backward over [128, 64, 16, 16], with all layers on the same tensors."""
+    made = {
+        "GhostBatchNorm2d": GhostBatchNorm2d(64, ghost_size=32),
+        "GhostBatchNorm2d fused": GhostBatchNorm2d(64, ghost_size=32, fused=True),
+        "BatchNorm2d": nn.BatchNorm2d(64),
+    }
+    return _layer_times((128, 64, 16, 16), 32, made, sizes)
+
+
+def _layer_times(
+    shape: tuple[int, ...], ghost: int, made: Mapping[str, nn.Module], sizes: Sizes
+) -> list[Measurement]:
+    """Time both passes of layers, ours first and torch's last, of which all but that must agree."""
+    generator = torch.Generator().manual_seed(ghost)
+    ours, fused, *others = made
+    gaps, timed = [], []
+    for seed in range(sizes.repetitions):
+        x = torch.randn(shape, generator=generator).requires_grad_()
+        above = torch.randn(shape, generator=generator)
+        for other in (fused, *others[:-1]):
+            one, two = (copy.deepcopy(made[name]) for name in (ours, other))
+            gaps.append(_layer_gap(one, two, x, above))
             if not gaps[-1] <= 1e-4:
-                raise RuntimeError(f"{ours} and {peer} must agree to 1e-4, got {gaps[-1]}")
-            passes = {name: _pass(layer, x, above) for name, layer in made.items()}
-            timed.append(paired(passes, rounds=40, warmup=3, seed=seed))
-        times = {
-            name: [1e3 * s for each in timed for s in each.timings[name].samples] for name in made
-        }
-        details: dict[str, Any] = {
-            "shape": shape,
-            "ghost": ghost,
-            "largest gap": max(gaps),
-        }
-        peers = {name: times[name] for name in (plain, peer)}
-        found.append(seen(f"{ours}/ghosts of {ghost}", "ms", times[ours], peers=peers, **details))
-        found += [
-            seen(
-                f"{ours} over {other}/ghosts of {ghost}",
-                "ratio",
-                [each.ratio(ours, other) for each in timed],
-                **details,
-            )
-            for other in (plain, peer)
-        ]
+                raise RuntimeError(f"{ours} and {other} must agree to 1e-4, got {gaps[-1]}")
+        passes = {name: _pass(layer, x, above) for name, layer in made.items()}
+        timed.append(paired(passes, rounds=40, warmup=3, seed=seed))
+    times = {name: [1e3 * s for each in timed for s in each.timings[name].samples] for name in made}
+    details: dict[str, Any] = {"shape": shape, "ghost": ghost, "largest gap": max(gaps)}
+    found = []
+    for mine in (ours, fused):
+        peers = {name: times[name] for name in others}
+        found.append(seen(f"{mine}/ghosts of {ghost}", "ms", times[mine], peers=peers, **details))
+        for other in others:
+            ratio = [each.ratio(mine, other) for each in timed]
+            found.append(seen(f"{mine} over {other}/ghosts of {ghost}", "ratio", ratio, **details))
     return found

@@ -22,7 +22,11 @@ _KINDS: dict[type[nn.Module], type[_Ghost]] = {
 
 
 def convert_ghost_batchnorm(
-    model: nn.Module, ghost_size: int, *, running: Running = "sequential"
+    model: nn.Module,
+    ghost_size: int,
+    *,
+    running: Running = "sequential",
+    fused: bool = False,
 ) -> nn.Module:
     """Replace every BatchNorm layer of `model` by ghost batch normalization, in place.
 
@@ -34,7 +38,7 @@ def convert_ghost_batchnorm(
     Returns `model`, or a new layer if `model` is itself a BatchNorm, as torch's
     `convert_sync_batchnorm` does. Convert before `torch.compile` and DistributedDataParallel.
 
-    ghost_size, running: as for GhostBatchNorm1d.
+    ghost_size, running, fused: as for GhostBatchNorm1d.
     Raises TypeError, before replacing any layer, for a subclass of BatchNorm that would lose its
     own behavior (SyncBatchNorm, a lazy layer, a parametrized layer).
     """
@@ -46,7 +50,7 @@ def convert_ghost_batchnorm(
         if layer in made:
             continue
         if type(layer) in _KINDS:
-            made[layer] = _ghosts_of(layer, ghost_size, running)
+            made[layer] = _ghosts_of(layer, ghost_size, running, fused)
         elif isinstance(layer, nn.modules.batchnorm._BatchNorm):
             raise TypeError(
                 f"only torch's BatchNorm1d, 2d and 3d can be converted, got {type(layer).__name__} "
@@ -58,7 +62,7 @@ def convert_ghost_batchnorm(
     return made.get(model, model)
 
 
-def _ghosts_of(layer: nn.Module, ghost_size: int, running: Running) -> _Ghost:
+def _ghosts_of(layer: nn.Module, ghost_size: int, running: Running, fused: bool) -> _Ghost:
     kind = _KINDS[type(layer)]
     ghost = kind.__new__(kind)
     vars(ghost).update(vars(layer))
@@ -67,4 +71,5 @@ def _ghosts_of(layer: nn.Module, ghost_size: int, running: Running) -> _Ghost:
     ghost._buffers = layer._buffers.copy()
     ghost.ghost_size = ghost_size
     ghost.running = running
+    ghost.fused = fused
     return ghost

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from labcore.checks import floating, one_of, positive_int
+from labcore.norm.compiled import Averages
 from labcore.norm.ghosts import POLICIES, Running, blend, running_step, split
 from labcore.norm.normalize import Moments, normalize
 
@@ -16,6 +17,8 @@ __all__ = ["GhostBatchNorm1d", "GhostBatchNorm2d", "GhostBatchNorm3d"]
 
 class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Base class of the three layers; see GhostBatchNorm1d."""
+
+    fused = False  # of a layer that an earlier version pickled
 
     def __init__(
         self,
@@ -30,11 +33,13 @@ class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
         ghost_size: int,
         running: Running = "sequential",
         bias: bool = True,
+        fused: bool = False,
     ) -> None:
         self.ghost_size = positive_int(
             "ghost_size", ghost_size, "pass the number of rows per ghost"
         )
         self.running = one_of("running", running, POLICIES)
+        self.fused = fused
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
@@ -70,18 +75,43 @@ class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
             x = x.to(dtype)
             weight = None if weight is None else weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        out, moments = normalize(x, ghosts, larger, weight, bias, self.eps)
-        if self.training and self.track_running_stats:
+        tracks = self.training and self.track_running_stats
+        averages = self._averages(ghosts, dtype) if self.fused and tracks else None
+        out, moments = normalize(
+            x, ghosts, larger, weight, bias, self.eps, fused=self.fused, averages=averages
+        )
+        if moments is None:
+            self._count(ghosts)
+        elif tracks:
             self._track(moments)
         return out.to(input.dtype)
+
+    def _averages(self, ghosts: int, dtype: torch.dtype) -> Averages | None:
+        """Return what the compiled pass can update: not "pooled", nor equal weights of all."""
+        mean, var, factor = self.running_mean, self.running_var, self.momentum
+        if mean is None or var is None or factor is None or self.running == "pooled":
+            return None
+        if mean.dtype != dtype or var.dtype != dtype:
+            return None
+        if self.running == "mean":
+            return Averages(mean, var, 1 - factor, (factor / ghosts,) * ghosts)
+        factor = factor / ghosts if self.running == "divided" else factor
+        weights = tuple(factor * (1 - factor) ** left for left in range(ghosts - 1, -1, -1))
+        return Averages(mean, var, (1 - factor) ** ghosts, weights)
+
+    def _count(self, ghosts: int) -> int:
+        """Count the updates of a batch, and return their number."""
+        updates = ghosts if self.running in ("sequential", "divided") else 1
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(updates)
+        return updates
 
     def _track(self, moments: Moments) -> None:
         mean, var, tracked = self.running_mean, self.running_var, self.num_batches_tracked
         if mean is None or var is None or tracked is None:
             return
         rows = running_step(self.running, *moments)
-        updates = rows[0].shape[0]
-        tracked.add_(updates)
+        updates = self._count(moments.mean.shape[0])
         factor = self.momentum
         if factor is not None and self.running == "divided":
             factor = factor / updates
@@ -89,7 +119,9 @@ class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def extra_repr(self) -> str:
         """Return torch's settings, followed by the ghost settings."""
-        return f"{super().extra_repr()}, ghost_size={self.ghost_size}, running={self.running!r}"
+        fused = ", fused=True" if self.fused else ""
+        ghosts = f"ghost_size={self.ghost_size}, running={self.running!r}{fused}"
+        return f"{super().extra_repr()}, {ghosts}"
 
 
 class GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d):
@@ -135,6 +167,9 @@ class GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d):
         num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in torch.
         ghost_size: rows per ghost, at least 1.
         running: "sequential", "pooled", "mean" or "divided".
+        fused: on a CPU, run each pass as one compiled function, where the ghosts have one size. The
+            first call compiles for some ten seconds, or one if inductor's cache has the code. Sums
+            are rounded in another order. Without a C++ compiler, or elsewhere, it changes nothing.
 
     Errors: ValueError and TypeError for bad settings, a wrong number of dimensions or a wrong
     dtype; RuntimeError for a wrong number of channels.

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from labcore.norm import compiled
+
 __all__ = ["Moments", "normalize", "plain"]
 
 # Elements that go through all operations together: 1 MB in float32 fits a CPU's cache.
@@ -23,9 +25,21 @@ class Moments(NamedTuple):
 
 
 def normalize(
-    x: Tensor, ghosts: int, larger: int, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Moments]:
-    """Compute what `plain` does, but on a CPU with fewer passes over memory."""
+    x: Tensor,
+    ghosts: int,
+    larger: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    fused: bool = False,
+    averages: compiled.Averages | None = None,
+) -> tuple[Tensor, Moments | None]:
+    """Compute what `plain` does, but on a CPU with fewer passes over memory.
+
+    fused: compile both passes there, where the ghosts have one size. averages: what the compiled
+    pass shall then update. The moments are None if it did.
+    """
     # A compiler fuses `plain`, and torch.func cannot look into the fast implementation.
     if (
         x.device.type != "cpu"
@@ -36,7 +50,15 @@ def normalize(
     if not (x.is_contiguous() or x.movedim(1, -1).is_contiguous()):
         x = x.contiguous()
     moments: list[Tensor] = []
-    out = _Normalize.apply(x, weight, bias, eps, ghosts, larger, moments)
+    if fused and not larger:
+        cut = _Cut.whole(x, ghosts)
+        (part,) = cut.of_batch(x)
+        if found := compiled.passes(part, weight, bias, averages):
+            out = _Compiled.apply(x, weight, bias, eps, cut, found, averages, moments)
+            if averages is not None:
+                return out, None
+    if not moments:
+        out = _Normalize.apply(x, weight, bias, eps, ghosts, larger, moments)
     mean, var = moments
     return out, Moments(mean, var, _count(x, ghosts, larger))
 
@@ -99,16 +121,23 @@ class _Cut(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, ghosts: int, larger: int) -> _Cut:
         batch, channels = x.shape[:2]
-        area = x.numel() // (batch * channels) if x.is_contiguous() else 1
         together = max(1, PIECE * ghosts // x.numel())
         if together >= ghosts and not larger:
-            return cls([batch], [ghosts], channels, area)
+            return cls.whole(x, ghosts)
+        area = x.numel() // (batch * channels) if x.is_contiguous() else 1
         sizes, numbers = [], []
         for number, size in ((larger, batch // ghosts + 1), (ghosts - larger, batch // ghosts)):
             for start in range(0, number, together):
                 numbers.append(min(together, number - start))
                 sizes.append(numbers[-1] * size)
         return cls(sizes, numbers, channels, area)
+
+    @classmethod
+    def whole(cls, x: Tensor, ghosts: int) -> _Cut:
+        """Return the cut of x into one piece of all ghosts, which have the same size."""
+        batch, channels = x.shape[:2]
+        area = x.numel() // (batch * channels) if x.is_contiguous() else 1
+        return cls([batch], [ghosts], channels, area)
 
     def of_batch(self, x: Tensor) -> list[Tensor]:
         """Return the pieces of a tensor with x's shape and strides."""
@@ -119,6 +148,12 @@ class _Cut(NamedTuple):
             return [x.view(self.ghosts[0], -1, *shape)]
         parts = zip(x.split(self.rows), self.ghosts, strict=True)
         return [part.view(number, -1, *shape) for part, number in parts]
+
+    def like(self, piece: Tensor, x: Tensor) -> Tensor:
+        """Return a whole piece in x's shape."""
+        if self.area > 1 or x.dim() == 2:
+            return piece.view(x.shape)
+        return piece.view(x.movedim(1, -1).shape).movedim(-1, 1)
 
     def of_ghosts(self, moment: Tensor) -> Sequence[Tensor]:
         """Return the pieces of a tensor [ghosts, 1, channels] or [ghosts, 1, channels, 1]."""
@@ -222,6 +257,57 @@ class _Normalize(torch.autograd.Function):
         )
 
 
+class _Compiled(torch.autograd.Function):
+    """`_Normalize` of ghosts of one size by `compiled`, as one piece."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        cut: _Cut,
+        passes: compiled.Passes,
+        averages: compiled.Averages | None,
+        moments: list[Tensor],
+    ) -> Tensor:
+        ctx.eps, ctx.ghosts, ctx.larger = eps, cut.ghosts[0], 0
+        ctx.cut, ctx.passes = cut, passes
+        (part,) = cut.of_batch(x)
+        values = x.numel() // (ctx.ghosts * cut.channels)
+        keep = 0.0 if averages is None else averages.keep
+        ctx.numbers = compiled.constants(eps, 1 / values, values / (values - 1), keep)
+        kept: tuple[Tensor, ...] = ()
+        if averages is not None:
+            kept = averages.mean, averages.var, compiled.constants(*averages.weights)
+        factor, offset = cut.to_broadcast(weight), cut.to_broadcast(bias)
+        made, mean, var, inverse = passes.forward(part, factor, offset, ctx.numbers, kept)
+        moments += [mean.view(ctx.ghosts, -1), var.view(ctx.ghosts, -1)]
+        ctx.save_for_backward(x, weight, mean, inverse)
+        return cut.like(made, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight, mean, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: mean and inverse depend on x.
+            return _differentiable(ctx, x, weight, grad)
+        if grad.stride() != x.stride():
+            grad = torch.empty_like(x).copy_(grad)
+        (part,), (above,) = ctx.cut.of_batch(x), ctx.cut.of_batch(grad)
+        found = ctx.passes.backward(
+            part, above, ctx.cut.to_broadcast(weight), mean, inverse, ctx.numbers
+        )
+        asked = zip(found, ctx.needs_input_grad, strict=False)
+        into, dot, total = [each if needed else None for each, needed in asked]
+        return (
+            None if into is None else ctx.cut.like(into, x),
+            None if dot is None else dot.flatten(),
+            None if total is None else total.flatten(),
+            *[None] * 5,
+        )
+
+
 def _differentiable(ctx: Any, x: Tensor, weight: Tensor | None, grad: Tensor) -> tuple[Any, ...]:
     """Compute the backward pass in a form that can be differentiated again."""
     bias = x.new_zeros(x.shape[1], requires_grad=True)  # Its value affects no gradient.
@@ -231,4 +317,4 @@ def _differentiable(ctx: Any, x: Tensor, weight: Tensor | None, grad: Tensor) ->
     }
     found = torch.autograd.grad(out, list(asked.values()), grad, create_graph=True)
     grads = dict(zip(asked, found, strict=True))
-    return tuple(grads.get(i) for i in range(7))
+    return tuple(grads.get(i) for i in range(len(ctx.needs_input_grad)))

@@ -6,25 +6,19 @@ length above one, when a step first needs it. Inductor keeps the result in its c
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from labcore.compiling import ahead
 from labcore.optim.precision import Rule, apply_rule
 
 Flat: TypeAlias = tuple[Tensor, Tensor, dict[str, Tensor]]  # contiguous vectors
-# A call updates so many tensors. Each call costs some 50 µs, as the tensors before it have swept
+# A call updates so many tensors. Each call costs some 80 µs, as the tensors before it have swept
 # Python out of the cache, and each tensor more makes the compiler work longer.
 GROUP = 8
-OPTIONS: dict[str, Any] = {
-    "cpp.dynamic_threads": True,  # the number of threads is torch's at each call, not today's
-    "size_asserts": False,
-    # Otherwise, inductor computes beta^t, which is one number, again for each element.
-    "realize_opcount_threshold": 3,
-}
 
 
 def apply_compiled(
@@ -71,7 +65,7 @@ def _compiled(
 ) -> tuple[Callable[..., None], list[list[Tensor]]] | None:
     """Compile a step of `group` tensors, and return it with tensors to fill up a smaller group.
 
-    Where that fails, as it does without a compiler, warn and return None.
+    Return None where it cannot be compiled.
     """
 
     def step(vectors: list[list[Tensor]], values: Tensor) -> None:
@@ -86,20 +80,6 @@ def _compiled(
         for length in (100, 200)
     )
     values = torch.zeros(len(numbers), dtype=torch.float64)
-    settings = {"enable_aot_compile": True, "specialize_float": True}
-    try:
-        with torch.no_grad(), torch._dynamo.config.patch(settings):
-            lazy: Any = torch.compile(step, fullgraph=True, dynamic=True, options=OPTIONS)
-            run = lazy.aot_compile(((examples, values), {}))
-            run(fillers, values)  # refused if it was compiled for the examples' lengths alone
-    except (OSError, RuntimeError) as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        warnings.warn(
-            "fused=True on a CPU needs a C++ compiler that torch.compile can use, and runs "
-            f"as fused=False without one: {reason}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
-    run.disable_guard_check()  # which takes a third of a call
-    return run, fillers
+    # Otherwise, inductor computes beta^t, which is one number, again for each element.
+    run = ahead(step, (examples, values), (fillers, values), realize_opcount_threshold=3)
+    return None if run is None else (run, fillers)

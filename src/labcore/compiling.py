@@ -1,0 +1,59 @@
+"""Compile a function for a CPU ahead of its calls, by torch.compile, where a compiler works."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["ahead"]
+
+OPTIONS: dict[str, Any] = {
+    "cpp.dynamic_threads": True,  # the number of threads is torch's at each call, not today's
+    "size_asserts": False,
+}
+
+
+def ahead(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    others: tuple[Any, ...],
+    **options: Any,
+) -> Callable[..., Any] | None:
+    """Return `function` as C++ made by inductor, or None with a warning where that fails.
+
+    The compiled function takes tensors like those in `arguments`, each dimension of any length
+    above one, and does not check them: to check takes a third of a short call. Inductor keeps what
+    it compiled in its cache on disk.
+
+    arguments, others: examples of the arguments, with other lengths in all dimensions that vary,
+    and no tensor twice. `others` are called once. options: inductor's.
+    Raises ValueError for a tensor that is there twice: the compiled code would always take one
+    argument for both.
+    """
+    tensors = [id(one) for one in tree_leaves(others) if isinstance(one, torch.Tensor)]
+    if len(set(tensors)) < len(tensors):
+        raise ValueError("no tensor may be there twice in `others`; make one for each argument")
+    settings = {"enable_aot_compile": True, "specialize_float": True}
+    try:
+        with torch.no_grad(), torch._dynamo.config.patch(settings):
+            lazy: Any = torch.compile(
+                function, fullgraph=True, dynamic=True, options=OPTIONS | options
+            )
+            run = lazy.aot_compile((arguments, {}))
+            run(*others)  # refused if it was compiled for the first lengths alone
+    except (OSError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        warnings.warn(
+            "fused=True on a CPU needs a C++ compiler that torch.compile can use, and runs "
+            f"as fused=False without one: {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    run.disable_guard_check()
+    compiled: Callable[..., Any] = run
+    return compiled

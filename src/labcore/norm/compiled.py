@@ -1,0 +1,117 @@
+"""Both passes of ghost normalization as compiled code: what `fused=True` runs on a CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from labcore.compiling import ahead
+
+__all__ = ["Averages", "Passes", "constants", "passes"]
+
+
+class Passes(NamedTuple):
+    """The compiled passes; see `_passes` for what they take and return."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+class Averages(NamedTuple):
+    """Running averages that the forward pass updates: keep · average + Σ weight · statistic.
+
+    mean, var: [channels]. weights: a float for each ghost.
+    """
+
+    mean: Tensor
+    var: Tensor
+    keep: float
+    weights: tuple[float, ...]
+
+
+def passes(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, averages: Averages | None
+) -> Passes | None:
+    """Return the passes for x: [ghosts, values, channels] or [ghosts, rows, channels, area].
+
+    None if x is no plain tensor, has a dimension of length one, or cannot be compiled for.
+    """
+    if type(x) is not Tensor or 1 in x.shape:
+        return None
+    return _passes(x.dim(), x.dtype, weight is not None, bias is not None, averages is not None)
+
+
+@functools.lru_cache(maxsize=256)
+def constants(*numbers: float) -> Tensor:
+    """Return numbers as a tensor, which is not to be changed."""
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+@functools.cache
+def _passes(
+    dims: int, dtype: torch.dtype, has_weight: bool, has_bias: bool, tracks: bool
+) -> Passes | None:
+    """Compile both passes.
+
+    A parameter is [channels] or [channels, 1]. numbers: eps, 1 / n with n values per channel of a
+    ghost, n / (n - 1), and the averages' `keep`. averages: mean, variance and `weights`, or none.
+    """
+    over = (1,) if dims == 3 else (1, 3)
+
+    def forward(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        numbers: Tensor,
+        averages: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        eps, share, unbiased, keep = numbers.unbind()
+        mean = x.sum(over, keepdim=True) * share
+        centered = x - mean
+        var = centered.square().sum(over, keepdim=True) * share
+        inverse = torch.rsqrt(var + eps)
+        if tracks:
+            weights = averages[2].to(dtype)[:, None]
+            found = mean.flatten(1), var.flatten(1) * unbiased
+            for average, each in zip(averages, found, strict=False):
+                average.mul_(keep).add_((weights * each).sum(0))
+        out = centered * (inverse if weight is None else inverse * weight)
+        return out if bias is None else out + bias, mean, var, inverse
+
+    def backward(
+        x: Tensor,
+        grad: Tensor,
+        weight: Tensor | None,
+        mean: Tensor,
+        inverse: Tensor,
+        numbers: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        share = numbers[1]
+        normal = (x - mean) * inverse
+        total = grad.sum(over, keepdim=True)
+        dot = (grad * normal).sum(over, keepdim=True)
+        scale = inverse if weight is None else inverse * weight
+        return scale * (grad - (total + normal * dot) * share), dot.sum((0, 1)), total.sum((0, 1))
+
+    def examples(length: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        shape = (length, length + 1, length + 2, length + 3)[:dims]
+        x, grad = (torch.zeros(shape, dtype=dtype) for _ in range(2))
+        mean, inverse = (one.sum(over, keepdim=True) for one in (x, grad))
+        weight, bias = (
+            torch.zeros(shape[2], *[1] * (dims - 3), dtype=dtype) if there else None
+            for there in (has_weight, has_bias)
+        )
+        numbers = torch.ones(4, dtype=torch.float64)
+        averages = [torch.zeros(shape[2], dtype=dtype) for _ in range(2)]
+        weights = torch.zeros(length, dtype=torch.float64)
+        kept = (*averages, weights) if tracks else ()
+        return (x, weight, bias, numbers, kept), (x, grad, weight, mean, inverse, numbers)
+
+    (fore, back), (more_fore, more_back) = examples(5), examples(11)  # none as long as `numbers`
+    first = ahead(forward, fore, more_fore)
+    second = None if first is None else ahead(backward, back, more_back)
+    return None if first is None or second is None else Passes(first, second)
