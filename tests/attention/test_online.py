@@ -21,7 +21,8 @@ from tests.attention.cases import BANDS, LENGTHS, draw, draw_tree, error, exact,
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> int:
     """Tiles of 32 by 32, so that short lengths need many."""
-    monkeypatch.setattr(online, "SIDES", (32, 32))
+    monkeypatch.setattr(online, "ROWS", 32)
+    monkeypatch.setattr(online, "KEYS", 32)
     return 32
 
 
@@ -44,9 +45,11 @@ def test_any_cut_of_the_keys_gives_softmax(size: int, generator: torch.Generator
     scores[:, 3] = -torch.inf
     scores[:, 4] = scores[:, 4].sort().values  # a new largest score at every step
     values = torch.randn(3, 100, 8, generator=generator, dtype=torch.float64)
-    state = online.start(values[:, :5])
+    state = None
     for i in range(0, 100, size):
-        state = online.absorb(state, scores[..., i : i + size].clone(), values[:, i : i + size])
+        part = slice(i, i + size)
+        state = online.absorb(state, scores[..., part] * online.LOG2E, values[:, part])
+    assert state is not None
     out, lse = online.finish(state)
     expected = scores.softmax(-1).nan_to_num(0) @ values
     assert error(out, expected) < 1e-12
@@ -235,21 +238,35 @@ def test_no_tensor_grows_with_the_square_of_the_length(generator: torch.Generato
         with Largest() as seen:
             both_ways(q, k, v, pattern, generator)
         found[length] = seen.elements
-    assert found == dict.fromkeys(found, online.SIDES[1] ** 2)
+    assert found == dict.fromkeys(found, online.TILE)
     with Largest() as seen:  # the same measure sees the scores of the form that keeps them
         safe_attention(q, k, v, pattern=pattern)
     assert seen.elements == 1024**2
 
 
-@pytest.mark.parametrize("heads", [1, 8, 32, 64, 1000])
-def test_a_tile_of_many_heads_stays_in_the_cache(heads: int) -> None:
-    query = torch.empty(heads, 1, 300, 1)
-    sides = {rows.stop - rows.start for rows, _ in online._tiles(Pattern(scale=1.0), query, query)}
-    side = max(sides)
-    low, high = online.SIDES
-    assert low <= side <= high
-    assert side == low or heads * side * side <= online.TILE
-    assert side == high or heads * (2 * side) ** 2 > online.TILE
+@pytest.mark.parametrize("length", [3, 300, 700])
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads"), [(1, 1, 1), (3, 5, 5), (40, 6, 2), (2, 600, 1)]
+)
+def test_a_tile_has_all_heads_that_fit_in_the_cache(
+    batch: int, heads: int, kv_heads: int, length: int
+) -> None:
+    query, key = (torch.zeros(batch, n, length, 1) for n in (heads, kv_heads))
+    parts = list(online._parts(Pattern(scale=1.0), query, key, None, None))
+    for pattern, at_q, at_k in parts:
+        query[at_q] += 1
+        key[at_k] += 1
+        q, k = query[at_q], key[at_k].flatten(0, 1)
+        scores = [
+            (rows.stop - rows.start) * (span.stop - span.start) * q.shape[0] * q.shape[1]
+            for rows, spans in online._tiles(pattern, q, k)
+            for span in spans
+        ]
+        assert max(scores) <= online.TILE or len(k) == 1
+    assert bool((query == 1).all() and (key == 1).all())  # each head is in one part
+    rows = min(length, max(1, online.ROWS // (heads // kv_heads))) * heads // kv_heads
+    whole = batch * kv_heads * rows * min(length, online.KEYS)
+    assert (len(parts) == 1) == (whole <= online.TILE or batch * kv_heads == 1)
 
 
 @pytest.mark.parametrize("band", [b for b in BANDS if b], ids=str)
@@ -257,13 +274,13 @@ def test_tiles_that_nothing_sees_are_not_computed(
     band: dict, small_tiles: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[tuple[int, int]] = []
-    original = online._scores
+    original = online.base_2_scores
 
-    def counted(rows, keys, pattern):
-        computed.append((rows.shape[2], keys.shape[2]))
-        return original(rows, keys, pattern)
+    def counted(rows, keys, *others):
+        computed.append((rows.shape[1], keys.shape[1]))
+        return original(rows, keys, *others)
 
-    monkeypatch.setattr(online, "_scores", counted)
+    monkeypatch.setattr(online, "base_2_scores", counted)
     q, k, v = draw(generator, batch=1, heads=1, q_len=200, k_len=257, dim=4)
     pattern = Pattern(scale=1.0, **band)
     seen = allowed(pattern, 200, 257)[0, 0]

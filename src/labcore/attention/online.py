@@ -1,44 +1,52 @@
 """Online softmax and tiled attention in plain PyTorch, with O(T + S) memory besides the inputs.
 
 See `pattern` for the dimension letters. G = H / Hkv query heads share a key head. The R rows of a
-tile are the queries of all of them, which makes every product one batched matrix product over
-B * Hkv.
+tile are the queries of all of them, which makes every product one batched matrix product over key
+heads. Scores are in base 2: exp(s) is 2^(s * log2(e)), and the factor is part of the scale. On a
+CPU, torch.exp takes far longer than torch.exp2 where its result underflows.
 Source: Milakov and Gimelshein, 2018, arXiv 1805.02867; Dao, 2023, arXiv 2307.08691.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from labcore.attention.layout import new_heads, new_lse
-from labcore.attention.pattern import Pattern, key_range, tile_mask
+from labcore.attention.pattern import Pattern, key_range, masked_keys, tile_mask
 
 __all__ = [
+    "KEYS",
     "Running",
     "absorb",
+    "base_2_scores",
     "finish",
     "merge_states",
-    "start",
     "tiled_backward",
     "tiled_forward",
 ]
 
-# Scores of one tile over all rows and heads: 2 MiB in fp32, small compared to a CPU's last-level
-# cache. A tile's side is a power of two within SIDES.
-TILE = 1 << 19
-SIDES = (32, 256)
+LOG2E = math.log2(math.e)
+# Queries, keys and scores of a tile, at most. In fp32 the scores take 1 MiB, which fits into a
+# core's L2 cache; smaller tiles cost more in Python's loop than they save.
+ROWS, KEYS, TILE = 256, 512, 1 << 18
+
+Index = tuple[slice, slice, slice]
 
 
 class Running(NamedTuple):
     """Softmax-weighted sums over the keys so far.
 
-    top: the largest score, [..., R].
-    total: the sum of exp(score - top), [..., R].
-    acc: the sum of exp(score - top) * value, [..., R, D].
+    top: the largest score, in base 2, [..., R, 1].
+    total: the sum of 2^(score - top), [..., R, 1].
+    acc: the sum of 2^(score - top) * value, [..., R, D].
     """
 
     top: Tensor
@@ -46,32 +54,31 @@ class Running(NamedTuple):
     acc: Tensor
 
 
-def start(rows: Tensor) -> Running:
-    """Return the sums over no keys, in the shape and dtype of the queries, rows [..., R, D]."""
-    top = rows.new_full(rows.shape[:-1], -torch.inf)
-    return Running(top, torch.zeros_like(top), torch.zeros_like(rows))
+def absorb(state: Running | None, scores: Tensor, values: Tensor) -> Running:
+    """Add keys to the sums, which are None before the first ones.
 
-
-def absorb(state: Running, scores: Tensor, values: Tensor) -> Running:
-    """Add keys to the sums: scores [..., R, S], which are overwritten, and values [..., S, D].
-
-    A new largest score rescales the earlier sums; -inf marks a key that isn't seen.
+    scores: [..., R, S] in base 2, which are overwritten; -inf marks a key that isn't seen.
+    values: [..., S, D]. A new largest score rescales the earlier sums.
     """
-    top = torch.maximum(state.top, scores.amax(-1))
-    shift = top.masked_fill(top == -torch.inf, 0)  # -inf - -inf would be NaN
-    weights = scores.sub_(shift[..., None]).exp_()
-    rescale = (state.top - shift).exp_()
-    total = state.total * rescale + weights.sum(-1)
-    acc = state.acc.mul_(rescale[..., None]).add_(weights @ values)
+    top = scores.amax(-1, keepdim=True)
+    if state is None:
+        top.clamp_(min=torch.finfo(top.dtype).min)  # -inf - -inf would be NaN
+    else:
+        top = torch.maximum(state.top, top)
+    weights = scores.sub_(top).exp2_()
+    total, acc = weights.sum(-1, keepdim=True), weights @ values
+    if state is not None:
+        rescale = (state.top - top).exp2_()
+        total.addcmul_(state.total, rescale)
+        acc.addcmul_(state.acc, rescale)
     return Running(top, total, acc)
 
 
 def finish(state: Running) -> tuple[Tensor, Tensor]:
     """Return out [..., R, D] and lse [..., R]; zeros and -inf for a row that saw no key."""
-    total = state.total.masked_fill(state.total == 0, 1)
-    return state.acc / total[..., None], torch.where(
-        state.total == 0, state.top, state.top + total.log()
-    )
+    lse = state.total.log().add_(state.top, alpha=1 / LOG2E)
+    # The largest score's own weight is 1, so only a row that saw no key has a smaller total.
+    return state.acc.div_(state.total.clamp(min=1)), lse.squeeze(-1)
 
 
 def merge_states(
@@ -110,19 +117,21 @@ def tiled_forward(
     Arithmetic and lse are in at least fp32. Tiles that no query sees are skipped. For gradients,
     call `tiled_backward`.
     """
-    out, lse = new_heads(query), new_lse(query)
-    for queries, keys in _sequences(query, key, cu_q, cu_k):
-        q, q_out, q_lse = query[:, :, queries], out[:, :, queries], lse[:, :, queries]
-        k, v = (x[:, :, keys].to(lse.dtype).contiguous() for x in (key, value))
-        for rows, spans in _tiles(pattern, q, k):
-            q_tile = _rows(q, rows, k) * pattern.scale
-            state = start(q_tile)
+    out, lse = new_heads(query).zero_(), new_lse(query).fill_(-torch.inf)
+    room = lse.new_empty(TILE)
+    for part, at_q, at_k in _parts(pattern, query, key, cu_q, cu_k):
+        q, q_out, q_lse = query[at_q], out[at_q], lse[at_q]
+        k, v = (x[at_k].flatten(0, 1).to(lse.dtype) for x in (key, value))
+        for rows, spans in _tiles(part, q, k):
+            q_tile = _rows(q, rows, k)
+            state = None
             for span in spans:
-                scores = _scores(q_tile, k[:, :, span], pattern)
-                _hide(scores, pattern, rows, span, q, k)
-                state = absorb(state, scores, v[:, :, span])
-            for whole, tile in zip((q_out, q_lse), finish(state), strict=True):
-                whole[:, :, rows] = tile.reshape(whole[:, :, rows].shape)
+                scores = base_2_scores(q_tile, k[:, span], part, room)
+                _hide(scores, part, rows, span, q, k)
+                state = absorb(state, scores, v[:, span])
+            for whole, tile in zip((q_out, q_lse), finish(state) if state else (), strict=False):
+                place = whole[:, :, rows]
+                place.copy_(tile.view(place.shape))
     return out, lse
 
 
@@ -149,28 +158,30 @@ def tiled_backward(
     # A row's sum of weight * its gradient equals sum(out * grad_out); lse depends on all weights.
     mean = (grad_out.to(lse.dtype) * out).sum(-1)
     mean = mean if grad_lse is None else mean - grad_lse
-    lse = lse.masked_fill(lse == -torch.inf, 0)
-    for queries, keys in _sequences(query, key, cu_q, cu_k):
-        q, dy, q_lse, q_mean = (x[:, :, queries] for x in (query, grad_out, lse, mean))
-        k, v = (x[:, :, keys].to(lse.dtype).contiguous() for x in (key, value))
-        dq, dk, dv = grads[0][:, :, queries], torch.zeros_like(k), torch.zeros_like(v)
-        for rows, spans in _tiles(pattern, q, k):
-            q_tile, dy_tile = _rows(q, rows, k) * pattern.scale, _rows(dy, rows, k)
+    lse = lse.masked_fill(lse == -torch.inf, 0) * LOG2E
+    rooms = lse.new_empty(TILE), lse.new_empty(TILE)
+    for part, at_q, at_k in _parts(pattern, query, key, cu_q, cu_k):
+        q, dy, q_lse, q_mean, dq = (x[at_q] for x in (query, grad_out, lse, mean, grads[0]))
+        k, v = (x[at_k].flatten(0, 1).to(lse.dtype) for x in (key, value))
+        dk, dv = (x.new_zeros(x.shape) for x in (k, v))
+        for rows, spans in _tiles(part, q, k):
+            q_tile, dy_tile = _rows(q, rows, k), _rows(dy, rows, k)
             lse_tile, mean_tile = (_rows(x[..., None], rows, k) for x in (q_lse, q_mean))
-            dq_tile = torch.zeros_like(q_tile)
+            dq_tile = q_tile.new_zeros(q_tile.shape)
             for span in spans:
-                scores = _scores(q_tile, k[:, :, span], pattern)
-                slope = _slope(scores, pattern)
-                _hide(scores, pattern, rows, span, q, k)
-                weights = scores.sub_(lse_tile).exp_()
-                dv[:, :, span] += weights.mT @ dy_tile
-                ds = (dy_tile @ v[:, :, span].mT).sub_(mean_tile).mul_(weights)
+                scores = base_2_scores(q_tile, k[:, span], part, rooms[0])
+                slope = _slope(scores, part)
+                _hide(scores, part, rows, span, q, k)
+                weights = scores.sub_(lse_tile).exp2_()
+                dv[:, span].baddbmm_(weights.mT, dy_tile)
+                ds = torch.bmm(dy_tile, v[:, span].mT, out=rooms[1].resize_(weights.shape))
+                ds.sub_(mean_tile).mul_(weights)
                 ds = ds if slope is None else ds.mul_(slope)
-                dq_tile += ds @ k[:, :, span]
-                dk[:, :, span] += ds.mT @ q_tile
-            dq_tile *= pattern.scale
-            dq[:, :, rows] = dq_tile.reshape(dq[:, :, rows].shape)
-        grads[1][:, :, keys], grads[2][:, :, keys] = dk, dv
+                dq_tile.baddbmm_(ds, k[:, span])
+                dk[:, span].baddbmm_(ds.mT, q_tile)
+            dq[:, :, rows] = dq_tile.mul_(part.scale).view(dq[:, :, rows].shape)
+        for whole, found in zip(grads[1:], (dk.mul_(part.scale), dv), strict=True):
+            whole[at_k] = found.view(whole[at_k].shape)
     return grads
 
 
@@ -186,45 +197,99 @@ def _sequences(
         yield slice(at_q[i], at_q[i + 1]), slice(at_k[i], at_k[i + 1])
 
 
+def _parts(
+    pattern: Pattern, query: Tensor, key: Tensor, cu_q: Tensor | None, cu_k: Tensor | None
+) -> Iterator[tuple[Pattern, Index, Index]]:
+    """Cut the sequences, and the heads if they exceed a tile, into parts that need no other.
+
+    Yields each part's pattern, its place in the query and its place in key and value.
+    """
+    batch, heads = key.shape[:2]
+    group = query.shape[1] // heads
+    for queries, keys in _sequences(query, key, cu_q, cu_k):
+        rows = min(queries.stop - queries.start, _side(group))
+        scores = group * rows * min(keys.stop - keys.start, KEYS)
+        fit = max(1, TILE // max(1, scores))  # key heads
+        step = max(1, fit // heads)
+        for b, h in itertools.product(range(0, batch, step), range(0, heads, fit)):
+            some = slice(b, b + step)
+            tree = None if pattern.tree is None else pattern.tree[some]
+            at_q = some, slice(h * group, (h + fit) * group), queries
+            yield replace(pattern, tree=tree), at_q, (some, slice(h, h + fit), keys)
+
+
+def _side(group: int) -> int:
+    """Return how many queries make the rows of a tile."""
+    return max(1, ROWS // group)
+
+
 def _tiles(pattern: Pattern, query: Tensor, key: Tensor) -> Iterator[tuple[slice, list[slice]]]:
     """Yield blocks of queries, each with the blocks of keys that some of its queries may see."""
-    batch, per_batch, q_len, _ = query.shape
-    heads, k_len = batch * per_batch, key.shape[2]
-    side = SIDES[1]
-    while side > SIDES[0] and heads * side * side > TILE:
-        side //= 2
+    q_len, k_len = query.shape[2], key.shape[1]
+    side = _side(query.shape[0] * query.shape[1] // key.shape[0])
     for first in range(0, q_len, side):
         rows = slice(first, min(first + side, q_len))
         keys = key_range(pattern, rows.start, rows.stop, q_len, k_len)
-        yield rows, [slice(j, min(j + side, keys.stop)) for j in keys[::side]]
+        yield rows, [slice(j, min(j + KEYS, keys.stop)) for j in keys[::KEYS]]
 
 
 def _rows(x: Tensor, rows: slice, key: Tensor) -> Tensor:
-    """Return `rows` of x [B, H, T, D], with heads that share a key as rows: [B, Hkv, R, D]."""
-    grouped = x[:, :, rows].to(key.dtype).unflatten(1, (key.shape[1], -1))
-    return grouped.flatten(2, 3).contiguous()
+    """Return `rows` of x [B, H, T, D], with heads that share a key as rows: [B * Hkv, R, D]."""
+    return x[:, :, rows].reshape(key.shape[0], -1, x.shape[-1]).to(key.dtype)
 
 
-def _scores(rows: Tensor, keys: Tensor, pattern: Pattern) -> Tensor:
-    """Return capped but unmasked scores [B, Hkv, R, S] of rows that are already scaled."""
-    scores = rows @ keys.mT
+def base_2_scores(
+    rows: Tensor, keys: Tensor, pattern: Pattern, room: Tensor | None = None
+) -> Tensor:
+    """Return capped but unmasked scores in base 2, [B * Hkv, R, S], written into `room`."""
+    room = rows.new_empty(0) if room is None else room
+    scores = room.resize_(*rows.shape[:2], keys.shape[1])
     if pattern.softcap is None:
-        return scores
-    return scores.div_(pattern.softcap).tanh_().mul_(pattern.softcap)
+        return scores.baddbmm_(rows, keys.mT, beta=0, alpha=pattern.scale * LOG2E)
+    scores.baddbmm_(rows, keys.mT, beta=0, alpha=pattern.scale / pattern.softcap)
+    return scores.tanh_().mul_(pattern.softcap * LOG2E)
 
 
 def _slope(scores: Tensor, pattern: Pattern) -> Tensor | None:
     """Return the derivative of the capped scores by the uncapped ones; None means 1."""
     if pattern.softcap is None:
         return None
-    return (scores / pattern.softcap).square_().neg_().add_(1)
+    return (scores / (pattern.softcap * LOG2E)).square_().neg_().add_(1)
 
 
 def _hide(
     scores: Tensor, pattern: Pattern, rows: slice, span: slice, query: Tensor, key: Tensor
 ) -> None:
     """Write -inf where a row of the tile doesn't see a key."""
-    mask = tile_mask(pattern, rows, span, query.shape[2], key.shape[2], device=query.device)
-    if mask is not None:
-        heads = scores.view(*query.shape[:2], -1, scores.shape[-1])  # [B, H, T, S]
-        heads.masked_fill_(~mask, -torch.inf)
+    q_len, k_len = query.shape[2], key.shape[1]
+    keys = masked_keys(pattern, rows, span, q_len, k_len)
+    if keys.start == keys.stop:
+        return
+    heads = scores.view(len(query), -1, rows.stop - rows.start, scores.shape[2])  # [B, H, T, S]
+    some = heads[..., keys.start - span.start : keys.stop - span.start]
+    if pattern.tree is None:
+        first = keys.start - rows.start - pattern.shift(q_len, k_len)
+        size = *some.shape[2:], some.dtype, some.device
+        some.add_(_band(pattern.left, pattern.right, first, *size))
+    elif (seen := tile_mask(pattern, rows, keys, q_len, k_len)) is not None:
+        some.masked_fill_(~seen, -torch.inf)
+
+
+@functools.lru_cache(maxsize=16)
+def _band(
+    left: int | None,
+    right: int | None,
+    first: int,
+    rows: int,
+    keys: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Return 0 where query i, whose diagonal is i, sees key first + j, and -inf elsewhere.
+
+    Tiles at the same place beside the diagonal share it.
+    """
+    band, place = Pattern(scale=1.0, window=(left, right)), slice(first, first + keys)
+    seen = tile_mask(band, slice(0, rows), place, rows, keys, device=device)
+    hidden = torch.zeros(rows, keys, dtype=dtype, device=device)
+    return hidden if seen is None else hidden.masked_fill_(~seen[0, 0], -torch.inf)

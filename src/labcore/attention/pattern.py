@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Pattern", "allowed", "ancestors", "key_range", "tile_mask", "tree_bits"]
+__all__ = ["Pattern", "allowed", "ancestors", "key_range", "masked_keys", "tile_mask", "tree_bits"]
 
 WORD = 32  # bits of one int32 of `tree_bits`
 FAR = 1 << 30  # longer than any sequence; a position plus a smaller bound still fits in int32
@@ -140,6 +140,23 @@ def key_range(pattern: Pattern, first: int, stop: int, q_len: int, k_len: int) -
     return range(begin, max(begin, end)) if stop > first else range(0)
 
 
+def masked_keys(pattern: Pattern, queries: slice, keys: slice, q_len: int, k_len: int) -> slice:
+    """Return the part of `keys` outside of which each query surely sees each key, maybe empty.
+
+    Inside a band, most tiles need no mask. A tree's tiles always do, because only the device knows
+    whether the tree holds padding.
+    """
+    if pattern.tree is not None:
+        return keys
+    shift = pattern.shift(q_len, k_len)
+    first, last = queries.start + shift, queries.stop - 1 + shift  # the outer rows' diagonals
+    begin = keys.stop if pattern.right is None else max(keys.start, first + pattern.right + 1)
+    end = keys.start if pattern.left is None else min(keys.stop, last - pattern.left)
+    if begin < keys.stop and end > keys.start:
+        return keys  # both ends of the band cross this tile
+    return slice(begin, keys.stop) if begin < keys.stop else slice(keys.start, max(keys.start, end))
+
+
 def tile_mask(
     pattern: Pattern,
     queries: slice,
@@ -149,16 +166,8 @@ def tile_mask(
     *,
     device: torch.device | None = None,
 ) -> Tensor | None:
-    """Return `allowed` for one tile, broadcastable, or None if each query surely sees each key.
-
-    Inside a band, most tiles need no mask. A tree's tiles always get one, because only the device
-    knows whether the tree holds padding.
-    """
-    if pattern.tree is None:
-        shift = pattern.shift(q_len, k_len)
-        first, last = queries.start + shift, queries.stop - 1 + shift  # the outer rows' diagonals
-        starts_inside = pattern.left is None or keys.start >= last - pattern.left
-        ends_inside = pattern.right is None or keys.stop - 1 <= first + pattern.right
-        if starts_inside and ends_inside:
-            return None
+    """Return `allowed` for one tile, broadcastable, or None if `masked_keys` is empty."""
+    hidden = masked_keys(pattern, queries, keys, q_len, k_len)
+    if hidden.start == hidden.stop:
+        return None
     return _seen(pattern, queries, keys, q_len, k_len, device)

@@ -170,11 +170,12 @@ def test_a_walk_by_hand_ends_at_softmax_whatever_the_threshold(
     assert lse == pytest.approx(float(scores.logsumexp(0)), rel=1e-12)
     tops = [one.top for one in states]
     if threshold == 0:
-        state = online.start(torch.zeros(1, 1, dtype=torch.float64))
+        state = None
         for first, one in zip(range(0, 11, width), states, strict=True):
             tile = slice(first, first + width)
-            state = online.absorb(state, scores[None, tile].clone(), values[tile, None])
-            assert one.top == state.top.item()
+            base_2 = scores[None, tile] * online.LOG2E
+            state = online.absorb(state, base_2, values[tile, None])
+            assert one.top * online.LOG2E == pytest.approx(state.top.item(), rel=1e-12)
             assert one.total == pytest.approx(state.total.item(), rel=1e-12)
             assert one.acc == pytest.approx(state.acc.item(), rel=1e-12)
             assert one.grown == (one.factor < 1)
