@@ -146,7 +146,6 @@ def test_the_torch_form_asks_for_no_other_device(tree, generator) -> None:
         pattern=Pattern(scale=0.25, is_causal=tree is None, bottom_right=True, tree=tree),
         counts=None,
         scales=None,
-        splits=1,
     )
     wanted = call()
     with torch.device("meta"):  # what is made without a device would go there

@@ -6,9 +6,8 @@ sequence, D head dimension, P pages of `page` keys each.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from labcore.attention.arguments import (
 )
 from labcore.attention.kv_codes import check_codes, check_readable
 from labcore.attention.layout import new_heads, new_lse
-from labcore.attention.online import merge_states
+from labcore.attention.online import KEYS, Running, base_2_scores, finish
 from labcore.attention.pattern import Pattern, allowed
 from labcore.checks import floating, positive_int
 from labcore.device import Backend, choose_backend
@@ -71,8 +70,8 @@ def paged_attention(
     later key.
     tree: parents, int32 [B, T]. A query sees the keys before the queries, its ancestors and itself.
     A parent is an earlier query, -1 for a child of the prefix or -2 for padding, which gets zeros.
-    splits: how many pieces to cut each sequence into, which run in parallel; the default depends on
-    the device.
+    splits: how many pieces the kernels cut each sequence into, which run in parallel; the default
+    depends on the device.
 
     Returns out [B, H, T, D] in query's dtype and, with return_lse, the natural log-sum-exp of each
     query's scores, fp32 [B, H, T] (fp64 for fp64 inputs), -inf for a query that sees no key. No
@@ -164,9 +163,7 @@ def _paged_attention(
     # Autocast must not change the precision of the products.
     with torch.autocast(query.device.type, enabled=False):
         if form == "torch":
-            return _torch_form(
-                *tensors, pattern=pattern, counts=counts, scales=scales, splits=splits or 1
-            )
+            return _torch_form(*tensors, pattern=pattern, counts=counts, scales=scales)
         from labcore.attention.decode import split_decode
 
         check_readable(key_pages)
@@ -199,17 +196,19 @@ def _torch_form(
     pattern: Pattern,
     counts: Tensor | None,
     scales: tuple[Tensor, Tensor] | None,
-    splits: int,
 ) -> tuple[Tensor, Tensor]:
     """Compute the kernels' results one sequence at a time; the host reads lengths and counts."""
     out, lse = new_heads(query).zero_(), new_lse(query).fill_(-torch.inf)
-    page, kv_heads = key_pages.shape[1:3]
-    room = block_table.shape[1] * page
+    most, room = block_table.shape[1] * key_pages.shape[1], key_pages.new_empty(0)
+    pools = [
+        _Pool(pages, steps, room)
+        for pages, steps in zip((key_pages, value_pages), scales or (None, None), strict=True)
+    ]
     asked = [query.shape[2]] * len(lengths) if counts is None else counts.tolist()
     for row, (length, count) in enumerate(zip(lengths.tolist(), asked, strict=True)):
-        if not 0 <= length <= room:
+        if not 0 <= length <= most:
             raise ValueError(
-                f"lengths must be between 0 and the {room} keys that a row of block_table has "
+                f"lengths must be between 0 and the {most} keys that a row of block_table has "
                 f"pages for, got {length} in row {row}; give the sequence more pages"
             )
         if not 0 <= count <= query.shape[2]:
@@ -219,63 +218,64 @@ def _torch_form(
             )
         if length == 0 or count == 0:
             continue
-        first = 0 if pattern.left is None else max(0, length - count - pattern.left)
-        pages = block_table[row, first // page : -(-length // page)]
-        held = slice(first % page, length - first // page * page)
-        keys, values = (
-            x[pages].to(lse.dtype).flatten(0, 1)[held].transpose(0, 1)
-            for x in (key_pages, value_pages)
-        )
-        if scales is not None:
-            key_steps, value_steps = (x[pages].flatten(0, 1)[held].mT[..., None] for x in scales)
-            keys, values = keys * key_steps, values * value_steps
-        # [Hkv, G * count, D]: query heads that share a key head become rows of one product.
-        rows = query[row, :, :count].reshape(kv_heads, -1, query.shape[3]).to(lse.dtype)
-        seen = _seen(pattern, row, count, length, keys)
-        if pattern.tree is not None and seen is not None:
-            values = values.masked_fill(~seen.any(0)[:, None], 0)  # padding may hold anything
-        size = -(-keys.shape[1] // splits)
-        pieces = [
-            _piece(
-                rows,
-                keys[:, i : i + size],
-                values[:, i : i + size],
-                pattern,
-                None if seen is None else seen[:, i : i + size],
-            )
-            for i in range(0, keys.shape[1], size)
-        ]
-        row_out, row_lse = functools.reduce(lambda a, b: merge_states(*a, *b), pieces)
+        tree = None if pattern.tree is None else pattern.tree[row : row + 1, :count]
+        one = replace(pattern, tree=tree)
+        row_out, row_lse = _sequence(query[row, :, :count], pools, block_table[row], length, one)
         out[row, :, :count] = row_out.view(query.shape[1], count, -1)
         lse[row, :, :count] = row_lse.view(query.shape[1], count)
     return out, lse
 
 
-def _seen(pattern: Pattern, row: int, count: int, length: int, keys: Tensor) -> Tensor | None:
-    """Return which of the last keys, `keys` [Hkv, S, D], each query sees: bool [count, S].
+class _Pool(NamedTuple):
+    """Pages of keys or values, and room that both share for a copy that fits into a cache."""
 
-    Returns None if each query sees all of them.
-    """
-    if count == 1 and pattern.tree is None:
-        return None
-    if pattern.tree is not None:
-        pattern = replace(pattern, tree=pattern.tree[row : row + 1, :count])
-    seen = allowed(pattern, count, max(length, count), device=keys.device)
-    return seen[0, 0, :, -keys.shape[1] :]
+    pages: Tensor
+    scales: Tensor | None
+    room: Tensor
+
+    def read(self, pages: Tensor, held: slice, dtype: torch.dtype) -> Tensor:
+        """Return the slots `held` of some pages, [Hkv, S, D], valid until the next read."""
+        room = self.room.resize_(len(pages), *self.pages.shape[1:])
+        found = torch.index_select(self.pages, 0, pages, out=room).to(dtype)
+        if self.scales is not None:
+            found = found * self.scales[pages][..., None]
+        return found.flatten(0, 1)[held].transpose(0, 1)
 
 
-def _piece(
-    rows: Tensor, keys: Tensor, values: Tensor, pattern: Pattern, seen: Tensor | None
+def _sequence(
+    query: Tensor, pools: list[_Pool], table: Tensor, length: int, pattern: Pattern
 ) -> tuple[Tensor, Tensor]:
-    """Attend from rows [Hkv, G * count, D] to some keys [Hkv, S, D]; return out and lse."""
-    scores = (rows @ keys.mT).mul_(pattern.scale)
-    if pattern.softcap is not None:
-        scores.div_(pattern.softcap).tanh_().mul_(pattern.softcap)
-    if seen is not None:
-        scores.unflatten(1, (-1, len(seen))).masked_fill_(~seen, -torch.inf)
-    lse = scores.logsumexp(-1)
-    shift = lse.masked_fill(lse == -torch.inf, 0)  # a row that sees none of the keys gets zeros
-    return scores.sub_(shift[..., None]).exp_() @ values, lse
+    """Attend from the last queries [H, T, D] of one sequence to its keys, some pages at a time.
+
+    Returns out [Hkv, G * T, D] and lse [Hkv, G * T].
+    """
+    page, kv_heads, dim = pools[0].pages.shape[1:]
+    count, dtype = query.shape[1], torch.promote_types(query.dtype, torch.float32)
+    first = 0 if pattern.left is None else max(0, length - count - pattern.left)
+    size = max(1, KEYS // page) * page
+    parts = []
+    for begin in range(first // page * page, length, size):
+        stop = min(begin + size, length)
+        pages = table[begin // page : -(-stop // page)]
+        parts.append((pages, slice(max(first, begin) - begin, stop - begin), dtype))
+    # Query heads that share a key head become rows of one product.
+    rows = query.reshape(kv_heads, -1, dim).to(dtype)
+    read = (base_2_scores(rows, pools[0].read(*part), pattern) for part in parts)
+    scores, seen = torch.cat(list(read), dim=-1), None
+    if count > 1 or pattern.tree is not None:
+        seen = allowed(pattern, count, max(length, count), device=query.device)[0, 0]
+        seen = seen[:, first - length :]
+        scores.view(kv_heads, -1, *seen.shape).masked_fill_(~seen, -torch.inf)
+    top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
+    weights = scores.sub_(top).exp2_()
+    acc, at = torch.zeros_like(rows), 0
+    for part in parts:
+        values = pools[1].read(*part)
+        keys = slice(at, at := at + values.shape[1])
+        if pattern.tree is not None and seen is not None:  # padding may hold anything
+            values = values.masked_fill(~seen[:, keys].any(0)[:, None], 0)
+        acc.baddbmm_(weights[..., keys], values)
+    return finish(Running(top, weights.sum(-1, keepdim=True), acc))
 
 
 def _splits(query: Tensor, key_pages: Tensor, block_table: Tensor) -> int:
