@@ -17,6 +17,7 @@ from labcore.decoding.proposers import Adaptive, DraftModel, NGram
 from labcore.decoding.sampling import probabilities
 from labcore.decoding.verify import greedy_match
 from labcore.models import Llama, LlamaConfig, save_pretrained
+from labcore.models.fused import FusedLlama
 from tests.decoding.toys import Guess, Toy, plain
 from tests.models.shapes import CONFIGS, model_of
 
@@ -25,6 +26,34 @@ def prompts_of(batch: int, vocab: int, generator: torch.Generator) -> list[list[
     """Rows of 1 to 7 tokens."""
     sizes = torch.randint(1, 8, (batch,), generator=generator).tolist()
     return [torch.randint(vocab, (size,), generator=generator).tolist() for size in sizes]
+
+
+def test_a_plain_row_is_one_call_of_the_decoder(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(CONFIGS["grouped"], generator)
+    calls: list[int] = []
+    original = FusedLlama.greedy
+
+    def counted(self: FusedLlama, tokens: list[int], count: int, *others: object) -> list[int]:
+        calls.append(count)
+        return original(self, tokens, count, *others)
+
+    monkeypatch.setattr(FusedLlama, "greedy", counted)
+    sampling = SamplingConfig(max_tokens=9)
+    for prompt in ([5], [5, 6, 7]):
+        found = generate(model, [prompt], sampling)
+        steps = generate(model, [prompt], sampling, trace=True)
+        assert (found.tokens, found.finish) == (steps.tokens, steps.finish)
+        assert found.statistics == steps.statistics
+    assert calls == [9, 9]  # not with a trace of each step
+    model.config = replace(model.config, eos_token_ids=(found.tokens[0][4],))
+    ended = generate(FusedLlama(model), [prompt], sampling)
+    assert ended.finish == ["eos"] and ended.tokens[0] == found.tokens[0][: len(ended.tokens[0])]
+    generate(model, [prompt, prompt], sampling)
+    generate(model, [prompt], SamplingConfig(max_tokens=9, repetition_penalty=1.1))
+    generate(model, [prompt], SamplingConfig(max_tokens=9, temperature=0.5))
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "greedy", "sample_and_compare", greedy_match])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from labcore.decoding import SamplingConfig, generate
 from labcore.models.fused import FusedLlama
 from tests.models.shapes import CONFIGS, model_of
 
@@ -87,3 +88,20 @@ def test_rounds_that_do_not_fit_are_refused(generator: torch.Generator) -> None:
     with pytest.raises(ValueError, match="at most 9 tokens, got 10"):
         one.greedy([1] * 8, 3, one.new_cache(1, 9))
     assert len(one.greedy([1] * 7, 3, one.new_cache(1, 9))) == 3
+
+
+@pytest.mark.parametrize("least", [0.0, 0.1])
+def test_no_token_is_said_from_logits_that_are_not_finite(
+    least: float, generator: torch.Generator
+) -> None:
+    model = model_of(CONFIGS["grouped"], generator)
+    one = FusedLlama(model)
+    whole = one.greedy([1, 2], 9, one.new_cache(1, 10))
+    place = next(n for n, token in enumerate(whole) if token not in {1, 2, *whole[:n]})
+    with torch.no_grad():  # reading it breaks what comes after it
+        model.embed_tokens.weight[whole[place]] = torch.nan
+    one, cache = FusedLlama(model), FusedLlama(model).new_cache(1, 10)
+    said = one.greedy([1, 2], 9, cache, least and 1e-9)
+    assert len(said) <= place + 1 and cache.lengths.tolist() == [1 + len(said)]
+    with pytest.raises(ValueError, match="finite largest value"):
+        generate(model, [[1, 2]], SamplingConfig(max_tokens=9))

@@ -158,7 +158,7 @@ class DraftModel:
     def _round(self, rest: list[int], count: int) -> list[int]:
         """Read the only row's tokens and draft greedily, all in one call of the decoder."""
         drafted: list[int] = self._greedy(rest, count, self._cache, self.confidence)
-        self._held[0] += [*rest, *drafted[:-1]]
+        self._held[0] += [*rest, *drafted][:-1]
         return drafted
 
     def _read(self, rest: Mapping[int, list[int]]) -> Tensor:

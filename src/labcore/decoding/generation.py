@@ -76,6 +76,7 @@ def generate(
     """
     run = _Run(model, prompts, sampling, proposer, verifier, tokenizer, capacity)
     run.trace = Trace() if trace else None
+    run.say()
     while not run.done:
         run.step()
     per_row = [row.tally.statistics(row.kept) for row in run.rows]
@@ -161,6 +162,24 @@ class _Run:
     @property
     def done(self) -> bool:
         return all(row.finish for row in self.rows)
+
+    @torch.inference_mode()
+    def say(self) -> None:
+        """Decode a single row in one call, where the decoder can and each token is the likeliest.
+
+        The rest is left to `step`, and so is a row whose logits aren't finite.
+        """
+        greedy, row = getattr(self.decoder, "greedy", None), self.rows[0]
+        if greedy is None or self.proposer is not None or self.trace is not None:
+            return
+        if len(self.rows) > 1 or row.stops is not None or row.sampling.repetition_penalty != 1:
+            return
+        if self.verifiers[0] is not greedy_match or row.sampling.temperature != 0:
+            return
+        self._read_prompts()
+        for token in greedy(row.context[-1:], row.sampling.max_tokens, self._cache):
+            row.tally.add(row.emitted, None, 0, ())
+            row.take([token], self.ends)
 
     @torch.inference_mode()
     def step(self) -> None:

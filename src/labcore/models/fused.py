@@ -158,7 +158,8 @@ class FusedLlama:
         token's queries, keys and values in the first layer depend on nothing else, so they are
         looked up in a table [V, (H + 2 Hkv) D].
         cache: of one row; afterwards it holds the tokens and what was said, without the last one.
-        least: a token of a smaller probability is the last, as is an end-of-sequence token.
+        least: a token of a smaller probability is the last, as is an end-of-sequence token. It
+        ends before a token whose logits aren't finite.
         Raises ValueError for no tokens, a count below 1, a cache of several rows or a full row.
         """
         if not tokens or count < 1 or len(cache.lengths) != 1:
@@ -177,6 +178,8 @@ class FusedLlama:
         token = tokens[-1]
         for place in range(start + len(tokens) - 1, reach):
             token, sure = self._likeliest(self._through(step, token, place), least)
+            if token < 0:
+                break
             said.append(token)
             if not sure or token in self.eos_token_ids:
                 break
@@ -199,12 +202,16 @@ class FusedLlama:
         return x
 
     def _likeliest(self, x: Tensor, least: float) -> tuple[int, bool]:
-        """Return the argmax after x [1, C], and whether its probability is at least `least`."""
+        """Return the argmax after x [1, C], and whether its probability is at least `least`.
+
+        -1 if it isn't finite.
+        """
         if not least:  # no argmax depends on the norm's length
-            return int(self._head(x.mul_(self._last.gain)).argmax()), True
+            largest, token = self._head(x.mul_(self._last.gain)).max(-1)
+            return int(token) if math.isfinite(float(largest)) else -1, True
         logits = self._head(self._last(x)).mul_(1 / self._head.scale)
         chance, token = logits.softmax(-1).max(-1)
-        return int(token), float(chance) >= least
+        return int(token) if math.isfinite(float(chance)) else -1, float(chance) >= least
 
     def _looked_up(self, token: int) -> Tensor:
         """Return the first layer's qkv of a token: [(H + 2 Hkv) D / 2], complex."""
