@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from labcore.decoding import SamplingConfig, generate
+from labcore.models import fused
 from labcore.models.fused import FusedLlama
 from tests.models.shapes import CONFIGS, model_of
 
@@ -22,12 +23,18 @@ def stepwise(decoder: FusedLlama, tokens: list[int], count: int, cache) -> list[
     return found
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize(("layers", "table"), [(1, 0), (1, fused.TABLE), (3, fused.TABLE)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_round_is_greedy_decoding(
-    name: str, layers: int, seed: int, generator: torch.Generator
+    name: str,
+    layers: int,
+    table: int,
+    seed: int,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rounds of any length after any rollback; both caches then hold the same keys and values."""
+    monkeypatch.setattr(fused, "TABLE", table)
     draw, config = random.Random(seed), replace(CONFIGS[name], num_hidden_layers=layers)
     model = model_of(config, generator).bfloat16().float()
     one = FusedLlama(model)

@@ -28,6 +28,7 @@ from labcore.models.packed import PackedMatrix, packing_works
 __all__ = ["FusedLlama"]
 
 _FEW = 3  # more tokens are read by a forward
+TABLE = 1 << 24  # 64 MB
 
 
 class FusedLlama:
@@ -67,6 +68,8 @@ class FusedLlama:
         self._last = Norm(model.norm, config)
         self._turns = Turns(config)
         self._first: Tensor | None = None  # what `greedy` looks up
+        width = (config.num_attention_heads + 2 * config.kv_heads) * config.head_size
+        self._small = config.vocab_size * width <= TABLE
         matrices = [m for layer in self._layers for m in layer.matrices()] + [self._head]
         self.packed = packing_works() and all(matrix.fits() for matrix in matrices)
         if self.packed:
@@ -156,7 +159,7 @@ class FusedLlama:
 
         All in one call, and with fewer operations than forwards take. Before the rotation, a
         token's queries, keys and values in the first layer depend on nothing else, so they are
-        looked up in a table [V, (H + 2 Hkv) D].
+        looked up in a table [V, (H + 2 Hkv) D], if that has at most TABLE numbers.
         cache: of one row; afterwards it holds the tokens and what was said, without the last one.
         least: a token of a smaller probability is the last, as is an end-of-sequence token. It
         ends before a token whose logits aren't finite.
@@ -188,12 +191,12 @@ class FusedLlama:
 
     def _through(self, step: _Single, token: int, place: int) -> Tensor:
         """Read a token of a single row at a place; return x [1, C] before the last norm."""
-        x = self._embedding[token : token + 1]
+        x = self._embedding[token : token + 1].clone()
         for index, layer in enumerate(self._layers):
-            if index:
+            if index or not self._small:
                 qkv = layer.qkv(layer.before_attention(x)).view(torch.complex64)[0]
             else:
-                qkv, x = self._looked_up(token), x.clone()
+                qkv = self._looked_up(token)
             layer.out.add_to(x, step.attend(qkv, index, place))
             if layer.out_bias is not None:
                 x.add_(layer.out_bias)
