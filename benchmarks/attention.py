@@ -33,6 +33,7 @@ from labcore.timing import Comparison, paired
 
 Call = Callable[[], Any]
 OURS, FLASH, NAIVE = "labcore", "SDPA FLASH", "naive"
+WHOLE = "SDPA, whole rows"
 GEMM, ROUNDS, INNER = 8192, 9, 10  # INNER calls between two events: the queue hides launch costs
 # Target speedup over SDPA FLASH for 4k tokens or more: (direction, D, causal).
 BARS = {
@@ -603,7 +604,7 @@ def decode(
     attend = functools.partial(F.scaled_dot_product_attention, enable_gqa=heads != kv_heads)
     calls: dict[str, Call] = {
         OURS: functools.partial(paged_attention, query, key_pages, value_pages, table, lengths),
-        "SDPA, whole rows": functools.partial(attend, query, whole_keys, whole_values),
+        WHOLE: functools.partial(attend, query, whole_keys, whole_values),
         "copy": functools.partial(target.copy_, source),
     }
     gap = float(
@@ -635,6 +636,7 @@ def decode(
     return [
         seen("decode step", "us", times[OURS], peers=others, **details),
         seen("share of copy bandwidth", "ratio", shares, **details, **bar),
+        seen(f"speed over {WHOLE}", "ratio", comparison.ratios(WHOLE, OURS), **details),
     ]
 
 

@@ -128,6 +128,9 @@ def test_allocations_are_counted_while_they_live() -> None:
 def test_decode_is_held_against_a_copy_of_as_many_bytes() -> None:
     found = by_quantity(cases.cpu_decode(SMALL))
     step, share = found["decode step"], found["share of copy bandwidth"]
+    speed = found["speed over SDPA, whole rows"].samples
+    pairs = zip(step.peers["SDPA, whole rows"], step.samples, strict=True)
+    assert speed == pytest.approx([theirs / ours for theirs, ours in pairs])
     assert set(step.peers) == {"SDPA, whole rows", "copy"}
     shape = traffic.Shape(
         batch=2, heads=4, kv_heads=2, length=1, key_length=64, head_dim=16, dtype_bytes=4
