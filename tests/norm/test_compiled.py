@@ -127,6 +127,22 @@ def test_half_precision_and_any_number_of_threads(generator, taken) -> None:
         assert all(torch.equal(value, end[name]) for name, value in ends[0].items())
 
 
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+def test_what_compiled_code_would_misread_is_left_to_the_other_form(
+    name: str, generator, taken
+) -> None:
+    settings = {"ghost_size": 4, "dtype": torch.float64}
+    ours = affine(GhostBatchNorm1d(5, fused=True, **settings), generator)
+    theirs = GhostBatchNorm1d(5, **settings)
+    theirs.load_state_dict(ours.state_dict())
+    strided = torch.stack([getattr(ours, name).detach()] * 2, dim=1)[:, 0]
+    made = nn.Parameter(strided) if name in ("weight", "bias") else strided
+    setattr(ours, name, made)
+    x, above = draw((12, 5), generator), torch.randn((12, 5), generator=generator).double()
+    agree(passed(ours, ours, x, above), passed(theirs, theirs, x, above))
+    assert taken == [False] and not getattr(ours, name).is_contiguous()
+
+
 def test_a_converted_model_and_older_layers(generator, taken) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
     convert_ghost_batchnorm(model, 4, fused=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from labcore.compiling import ahead
 
@@ -38,11 +38,18 @@ def passes(
 ) -> Passes | None:
     """Return the passes for x: [ghosts, values, channels] or [ghosts, rows, channels, area].
 
-    None if x is no plain tensor, has a dimension of length one, or cannot be compiled for.
+    None for what compiled code, which checks nothing, would misread, and where nothing compiles.
     """
-    if type(x) is not Tensor or 1 in x.shape:
+    given = (x, weight, bias, *(averages[:2] if averages else ()))
+    if 1 in x.shape or not all(_alike(one, x) for one in given if one is not None):
         return None
     return _passes(x.dim(), x.dtype, weight is not None, bias is not None, averages is not None)
+
+
+def _alike(one: Tensor, x: Tensor) -> bool:
+    """Return whether a tensor is a dense plain one of x's dtype in memory."""
+    plain = type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu"
+    return plain and one.is_contiguous() and one.dtype == x.dtype
 
 
 @functools.lru_cache(maxsize=256)
