@@ -171,6 +171,20 @@ def test_stochastic_rounding_stays_with_the_pieces(seed: int, taken) -> None:
     assert not taken
 
 
+def test_a_subclass_of_tensor_is_not_read_as_plain_memory(seed: int, taken) -> None:
+    class Own(Tensor):
+        pass
+
+    ends = []
+    for fused in (None, True):
+        generator = torch.Generator().manual_seed(seed)
+        param = torch.nn.Parameter(torch.randn(SMALL, generator=generator))
+        param.grad = torch.randn(SMALL, generator=generator).as_subclass(Own)
+        Lion([param], fused=fused).step()
+        ends.append([param])
+    assert far(*ends, ULP[F32]) == 0 and taken == ["none"]
+
+
 def test_without_a_compiler_it_says_so_and_runs_all_the_same(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

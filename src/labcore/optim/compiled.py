@@ -34,6 +34,9 @@ def apply_compiled(
     All have the same dtypes and names of state. choices: the names of the hyperparameters that are
     compiled in, because the rule branches on them.
     """
+    vectors = [[param, grad, *state.values()] for param, grad, state in flats]
+    if any(type(one) is not Tensor for vector in vectors for one in vector):
+        return False  # compiled code would take a DTensor's memory for the whole
     param, grad, state = flats[0]
     fixed = tuple((name, hyperparameters[name]) for name in choices)
     numbers = tuple(name for name in hyperparameters if name not in choices)
@@ -46,7 +49,7 @@ def apply_compiled(
     for param, grad, state in flats:
         if param.numel() == 1:  # compiled code works for any other length
             apply_rule(rule, param, grad, state, maximize=maximize, **hyperparameters)
-    vectors = [[p, g, *state.values()] for p, g, state in flats if p.numel() > 1]
+    vectors = [vector for vector in vectors if vector[0].numel() > 1]
     for start in range(0, len(vectors), GROUP):
         group = vectors[start : start + GROUP]
         run(group + fillers[len(group) :], values)
