@@ -80,6 +80,9 @@ def crowd(seed: int) -> tuple[list[Asked], list[Generation]]:
     # One that repeats itself and stays, so that some draft is accepted.
     again = (chance.choice(texts)[:11] * 7)[:LONGEST]
     asked.append(Asked(again, SamplingConfig(max_tokens=MOST), 0, None, None))
+    # One whose deadline passes at once and one that leaves at once; few seeds draw none.
+    for patience, leaves in ((0.0, None), (None, 0.0)):
+        asked.append(Asked(texts[0][:9], SamplingConfig(max_tokens=MOST), 0, patience, leaves))
     with torch.inference_mode():
         return asked, alone(model, [(one.prompt, one.sampling) for one in asked], tokenizer)
 
