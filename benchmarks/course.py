@@ -89,7 +89,7 @@ def book(sizes: Sizes = FULL) -> list[Measurement]:
                 stderr=subprocess.DEVNULL,
             )
             found.append(time.perf_counter() - begin)
-    return [seen("strict build from nothing", "s", found, cores=os.cpu_count(), bar=360.0)]
+    return [seen("strict build from nothing", "s", found, threads=os.cpu_count(), bar=360.0)]
 
 
 def _lacks() -> str:
@@ -124,7 +124,7 @@ def start(sizes: Sizes = FULL) -> list[Measurement]:
                 finally:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(running.pid, signal.SIGTERM)
-    return [seen("make course to JupyterLab", "s", found, cores=os.cpu_count(), bar=90.0)]
+    return [seen("make course to JupyterLab", "s", found, threads=os.cpu_count(), bar=90.0)]
 
 
 def _wait(address: str, running: subprocess.Popen[bytes], seconds: float = 900.0) -> None:

@@ -19,9 +19,9 @@ HEAD = """\
 # Against its peers, on a CPU
 
 `python -m benchmarks --page` writes this page from the records. Each row was measured in one run on
-one thread, in which ours and the peer took turns. A ratio is ours over the peer's, the mean of its
-rounds with the 95 % interval of that mean. "Aim" is the ratio that the course wants to reach, at
-most for times and at least for speeds.
+one thread, in which ours and the peer took turns. A ratio is the mean of its rounds, with the 95 %
+interval of that mean. It is our time over the peer's where the aim says "at most", and our speed
+over the peer's where it says "at least".
 """
 
 

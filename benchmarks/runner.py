@@ -162,7 +162,7 @@ def run(case: Case) -> list[Record]:
             source=code,
             mode=item.mode,
             peers={name: tuple(xs) for name, xs in item.peers.items()},
-            details={**item.details, "threads": 1},
+            details={"threads": 1, **item.details},
         )
         for item in measurements
     ]

@@ -45,7 +45,7 @@ def ahead(
             )
             run = lazy.aot_compile((arguments, {}))
             run(*others)  # refused if it was compiled for the first lengths alone
-    except (OSError, RuntimeError) as error:
+    except (AttributeError, OSError, RuntimeError) as error:  # the first: compiling is off
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         warnings.warn(
             "fused=True on a CPU needs a C++ compiler that torch.compile can use, and runs "

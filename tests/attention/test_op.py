@@ -186,6 +186,18 @@ def test_the_lse_is_differentiable_so_parts_merge_in_training(generator: torch.G
     assert max(error(a, b) for a, b in pairs) < 1e-12
 
 
+@pytest.mark.parametrize("score", [math.nan, math.inf, 3e38])
+def test_a_key_that_is_not_seen_may_hold_anything(score: float, generator: torch.Generator) -> None:
+    query, key, value = (torch.randn(1, 2, 700, 8, generator=generator) for _ in range(3))
+    for window, at in (((None, 0), 699), ((3, 0), 0)):
+        clean = flash_attention(query, key, value, window=window)
+        changed = key.clone()
+        changed[0, 0, at] = score
+        rows = slice(0, 699) if at else slice(4, 700)
+        found = flash_attention(query, changed, value, window=window)
+        assert torch.equal(found[:, :, rows], clean[:, :, rows])
+
+
 def test_rows_that_see_nothing(generator: torch.Generator) -> None:
     q, k, v = draw(generator, q_len=9, k_len=4)
     out, lse = causal(q, k, v, causal_alignment="bottom_right", return_lse=True)

@@ -127,6 +127,27 @@ def test_half_precision_and_any_number_of_threads(generator, taken) -> None:
         assert all(torch.equal(value, end[name]) for name, value in ends[0].items())
 
 
+@pytest.mark.parametrize("shape", [(12, 5), (12, 5, 3), (12, 5, 3, 2)])
+def test_its_output_may_be_changed_in_place(shape, generator, taken) -> None:
+    layer = GHOST[max(1, len(shape) - 2)](5, ghost_size=4, fused=True)
+    for memory_format in [torch.contiguous_format, torch.channels_last][: len(shape) // 2]:
+        x = draw(shape, generator, torch.float32).contiguous(memory_format=memory_format)
+        x.requires_grad_()
+        (layer(x).relu_() + 1).sum().backward()
+        assert x.grad is not None
+    assert set(taken) == {True}
+
+
+def test_exported_it_takes_any_number_of_ghosts(generator, taken) -> None:
+    layer = GhostBatchNorm1d(5, ghost_size=4, fused=True)
+    batch = 4 * torch.export.Dim("ghosts", min=3, max=1000)
+    example = (torch.randn(16, 5, generator=generator),)
+    program = torch.export.export(layer, example, dynamic_shapes=({0: batch},)).module()
+    x = torch.randn(24, 5, generator=generator)
+    torch.testing.assert_close(program(x), layer(x))
+    assert taken == [True]  # of the layer itself
+
+
 @pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
 def test_what_compiled_code_would_misread_is_left_to_the_other_form(
     name: str, generator, taken

@@ -171,6 +171,23 @@ def test_stochastic_rounding_stays_with_the_pieces(seed: int, taken) -> None:
     assert not taken
 
 
+@BOTH
+def test_it_needs_no_foreach_and_counts_steps_exactly(cls, seed: int, taken) -> None:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        param = torch.nn.Parameter(torch.ones(SMALL, dtype=F32))
+        optimizer = cls([param], lr=1e-3, fused=True, foreach=False)
+        for _ in range(300):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(default)
+    assert set(taken) == {COMPILED if cls is Lion else FUSED}
+    if cls is AdamW:
+        assert optimizer.state[param]["step"] == 300  # bfloat16 would stop at 256
+
+
 def test_a_subclass_of_tensor_is_not_read_as_plain_memory(seed: int, taken) -> None:
     class Own(Tensor):
         pass
@@ -185,8 +202,10 @@ def test_a_subclass_of_tensor_is_not_read_as_plain_memory(seed: int, taken) -> N
     assert far(*ends, ULP[F32]) == 0 and taken == ["none"]
 
 
-def test_without_a_compiler_it_says_so_and_runs_all_the_same(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
+@pytest.mark.parametrize("lack", [{"CXX": "no-such-compiler"}, {"TORCHDYNAMO_DISABLE": "1"}])
+def test_without_a_compiler_it_says_so_and_runs_all_the_same(lack, tmp_path, monkeypatch) -> None:
+    for name, value in lack.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     program = (
         "import sys, torch\nfrom labcore.optim import Lion\n"

@@ -49,20 +49,20 @@ def passes(
 def _alike(one: Tensor, x: Tensor) -> bool:
     """Return whether a tensor is a dense plain one of x's dtype in memory."""
     plain = type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu"
-    return plain and one.is_contiguous() and one.dtype == x.dtype
+    return plain and one.is_contiguous() and one.dtype == x.dtype and not one.is_neg()
 
 
 @functools.lru_cache(maxsize=256)
 def constants(*numbers: float) -> Tensor:
     """Return numbers as a tensor, which is not to be changed."""
-    return torch.tensor(numbers, dtype=torch.float64)
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
 @functools.cache
 def _passes(
     dims: int, dtype: torch.dtype, has_weight: bool, has_bias: bool, tracks: bool
 ) -> Passes | None:
-    """Compile both passes.
+    """Compile both passes. Each writes what has x's shape to `to`.
 
     A parameter is [channels] or [channels, 1]. numbers: eps, 1 / n with n values per channel of a
     ghost, n / (n - 1), and the averages' `keep`. averages: mean, variance and `weights`, or none.
@@ -71,6 +71,7 @@ def _passes(
 
     def forward(
         x: Tensor,
+        to: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         numbers: Tensor,
@@ -87,36 +88,40 @@ def _passes(
             for average, each in zip(averages, found, strict=False):
                 average.mul_(keep).add_((weights * each).sum(0))
         out = centered * (inverse if weight is None else inverse * weight)
-        return out if bias is None else out + bias, mean, var, inverse
+        to.copy_(out if bias is None else out + bias)
+        return mean, var, inverse
 
     def backward(
         x: Tensor,
         grad: Tensor,
+        to: Tensor,
         weight: Tensor | None,
         mean: Tensor,
         inverse: Tensor,
         numbers: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         share = numbers[1]
         normal = (x - mean) * inverse
         total = grad.sum(over, keepdim=True)
         dot = (grad * normal).sum(over, keepdim=True)
         scale = inverse if weight is None else inverse * weight
-        return scale * (grad - (total + normal * dot) * share), dot.sum((0, 1)), total.sum((0, 1))
+        to.copy_(scale * (grad - (total + normal * dot) * share))
+        return dot.sum((0, 1)), total.sum((0, 1))
 
     def examples(length: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         shape = (length, length + 1, length + 2, length + 3)[:dims]
-        x, grad = (torch.zeros(shape, dtype=dtype) for _ in range(2))
+        zeros = functools.partial(torch.zeros, dtype=dtype, device="cpu")
+        x, grad, to, into = (zeros(shape) for _ in range(4))
         mean, inverse = (one.sum(over, keepdim=True) for one in (x, grad))
         weight, bias = (
-            torch.zeros(shape[2], *[1] * (dims - 3), dtype=dtype) if there else None
+            zeros(shape[2], *[1] * (dims - 3)) if there else None
             for there in (has_weight, has_bias)
         )
-        numbers = torch.ones(4, dtype=torch.float64)
-        averages = [torch.zeros(shape[2], dtype=dtype) for _ in range(2)]
-        weights = torch.zeros(length, dtype=torch.float64)
-        kept = (*averages, weights) if tracks else ()
-        return (x, weight, bias, numbers, kept), (x, grad, weight, mean, inverse, numbers)
+        numbers = torch.ones(4, dtype=torch.float64, device="cpu")
+        weights = torch.zeros(length, dtype=torch.float64, device="cpu")
+        kept = (zeros(shape[2]), zeros(shape[2]), weights) if tracks else ()
+        back = x, grad, into, weight, mean, inverse, numbers
+        return (x, to, weight, bias, numbers, kept), back
 
     (fore, back), (more_fore, more_back) = examples(5), examples(11)  # none as long as `numbers`
     first = ahead(forward, fore, more_fore)

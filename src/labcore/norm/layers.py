@@ -76,9 +76,11 @@ class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
             weight = None if weight is None else weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         tracks = self.training and self.track_running_stats
-        averages = self._averages(ghosts, dtype) if self.fused and tracks else None
+        # A compiler would take the number of ghosts for a constant.
+        fused = self.fused and not torch.compiler.is_compiling()
+        averages = self._averages(ghosts, dtype) if fused and tracks else None
         out, moments = normalize(
-            x, ghosts, larger, weight, bias, self.eps, fused=self.fused, averages=averages
+            x, ghosts, larger, weight, bias, self.eps, fused=fused, averages=averages
         )
         if moments is None:
             self._count(ghosts)

@@ -149,12 +149,6 @@ class _Cut(NamedTuple):
         parts = zip(x.split(self.rows), self.ghosts, strict=True)
         return [part.view(number, -1, *shape) for part, number in parts]
 
-    def like(self, piece: Tensor, x: Tensor) -> Tensor:
-        """Return a whole piece in x's shape."""
-        if self.area > 1 or x.dim() == 2:
-            return piece.view(x.shape)
-        return piece.view(x.movedim(1, -1).shape).movedim(-1, 1)
-
     def of_ghosts(self, moment: Tensor) -> Sequence[Tensor]:
         """Return the pieces of a tensor [ghosts, 1, channels] or [ghosts, 1, channels, 1]."""
         return moment.split(self.ghosts) if len(self.ghosts) > 1 else [moment]
@@ -274,7 +268,8 @@ class _Compiled(torch.autograd.Function):
     ) -> Tensor:
         ctx.eps, ctx.ghosts, ctx.larger = eps, cut.ghosts[0], 0
         ctx.cut, ctx.passes = cut, passes
-        (part,) = cut.of_batch(x)
+        out = torch.empty_like(x)  # not a view, which could not be changed in place
+        (part,), (to,) = cut.of_batch(x), cut.of_batch(out)
         values = x.numel() // (ctx.ghosts * cut.channels)
         keep = 0.0 if averages is None else averages.keep
         ctx.numbers = compiled.constants(eps, 1 / values, values / (values - 1), keep)
@@ -282,10 +277,10 @@ class _Compiled(torch.autograd.Function):
         if averages is not None:
             kept = averages.mean, averages.var, compiled.constants(*averages.weights)
         factor, offset = cut.to_broadcast(weight), cut.to_broadcast(bias)
-        made, mean, var, inverse = passes.forward(part, factor, offset, ctx.numbers, kept)
+        mean, var, inverse = passes.forward(part, to, factor, offset, ctx.numbers, kept)
         moments += [mean.view(ctx.ghosts, -1), var.view(ctx.ghosts, -1)]
         ctx.save_for_backward(x, weight, mean, inverse)
-        return cut.like(made, x)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -294,16 +289,14 @@ class _Compiled(torch.autograd.Function):
             return _differentiable(ctx, x, weight, grad)
         if grad.stride() != x.stride():
             grad = torch.empty_like(x).copy_(grad)
-        (part,), (above,) = ctx.cut.of_batch(x), ctx.cut.of_batch(grad)
-        found = ctx.passes.backward(
-            part, above, ctx.cut.to_broadcast(weight), mean, inverse, ctx.numbers
-        )
-        asked = zip(found, ctx.needs_input_grad, strict=False)
-        into, dot, total = [each if needed else None for each, needed in asked]
+        into = torch.empty_like(x)
+        (part,), (above,), (to,) = map(ctx.cut.of_batch, (x, grad, into))
+        factor = ctx.cut.to_broadcast(weight)
+        dot, total = ctx.passes.backward(part, above, to, factor, mean, inverse, ctx.numbers)
         return (
-            None if into is None else ctx.cut.like(into, x),
-            None if dot is None else dot.flatten(),
-            None if total is None else total.flatten(),
+            into,
+            dot.flatten() if ctx.needs_input_grad[1] else None,
+            total.flatten() if ctx.needs_input_grad[2] else None,
             *[None] * 5,
         )
 

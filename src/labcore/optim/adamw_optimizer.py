@@ -208,7 +208,7 @@ class AdamW(ElementwiseShell):
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
-            [torch.tensor(step + 1)] * len(params),
+            [torch.tensor(step + 1, dtype=torch.float32)] * len(params),
             amsgrad=False,
             maximize=group["maximize"],
             **{name: hyper[name] for name in ("lr", "beta1", "beta2", "eps", "weight_decay")},

@@ -97,7 +97,7 @@ class _Cohort:
     def __init__(self, params: list[Tensor], states: list[State]) -> None:
         self._steps: Tensor | None = None
         if "step" in states[0]:
-            self._steps = torch.full((len(params),), float(states[0]["step"]))
+            self._steps = torch.full((len(params),), float(states[0]["step"]), dtype=torch.float32)
             for state, count in zip(states, self._steps.unbind(), strict=True):
                 state["step"] = count
         pairs = list(zip(params, states, strict=True))

@@ -35,7 +35,7 @@ def apply_compiled(
     compiled in, because the rule branches on them.
     """
     vectors = [[param, grad, *state.values()] for param, grad, state in flats]
-    if any(type(one) is not Tensor for vector in vectors for one in vector):
+    if any(type(one) is not Tensor or one.is_neg() for vector in vectors for one in vector):
         return False  # compiled code would take a DTensor's memory for the whole
     param, grad, state = flats[0]
     fixed = tuple((name, hyperparameters[name]) for name in choices)
@@ -79,10 +79,13 @@ def _compiled(
 
     # Different lengths, as the compiler takes equal ones for one and the same.
     examples, fillers = (
-        [[torch.zeros(length + k, dtype=dtype) for dtype in dtypes] for k in range(group)]
+        [
+            [torch.zeros(length + k, dtype=dtype, device="cpu") for dtype in dtypes]
+            for k in range(group)
+        ]
         for length in (100, 200)
     )
-    values = torch.zeros(len(numbers), dtype=torch.float64)
+    values = torch.zeros(len(numbers), dtype=torch.float64, device="cpu")
     # Otherwise, inductor computes beta^t, which is one number, again for each element.
     run = ahead(step, (examples, values), (fillers, values), realize_opcount_threshold=3)
     return None if run is None else (run, fillers)

@@ -141,7 +141,7 @@ class ElementwiseShell(Shell):
             items = [item for item in items if not by_triton(item[0])]
             if not items:  # what follows reads a learning rate on the host
                 return
-        if group["foreach"] is not False:
+        if group["fused"] or group["foreach"] is not False:
             if all(param.device.type == "cpu" for param, _, _ in items):
                 self._chunked(index, group, items)
                 return
