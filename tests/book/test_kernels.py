@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
 from labcore.book import kernels
 from tests.book.mini import notebook
@@ -19,6 +19,11 @@ from ipykernel.connect import get_connection_info
 told = get_connection_info(unpack=True)
 print(json.dumps([told["transport"], os.listdir(), os.environ["LABCORE_BOOK"],
                   os.environ["OMP_NUM_THREADS"]]))"""
+# The result leaves the kernel five seconds after the cell has ended.
+LATE = """import sys, time
+sys.stdout.flush_timeout = sys.stderr.flush_timeout = 0.1
+get_ipython().kernel.iopub_thread.schedule(lambda: time.sleep(5))
+"late\""""
 # Ends only if the other runs at the same time.
 MEET = """import pathlib, time
 folder = pathlib.Path({folder!r})
@@ -42,6 +47,16 @@ def test_a_kernel_has_a_private_socket_and_an_empty_folder(
     # What a person has set is kept.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert json.loads(kernels.run(path, seconds=60, threads=3).cells[1].outputs[0].text)[3] == "1"
+
+
+def test_an_output_that_comes_late_is_kept_and_one_that_never_comes_is_an_error(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "late.ipynb"
+    notebook(path, LATE)
+    assert kernels.run(path, seconds=60).cells[1].outputs[0].data["text/plain"] == "'late'"
+    with pytest.raises(CellTimeoutError):
+        kernels.run(path, seconds=2)
 
 
 def test_notebooks_run_at_the_same_time_and_one_that_fails_harms_none(
