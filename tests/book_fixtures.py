@@ -10,8 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import nbformat
 import pytest
 from filelock import FileLock
+
+from labcore.book.runs import open_cache
 
 ROOT = Path(__file__).resolve().parent.parent
 STRICT = ("-W", "-n", "--keep-going")
@@ -51,6 +54,14 @@ def _run(command: list[str], source: Path, html: Path, environment: dict[str, st
         timeout=1800,
     )
     return Build(done.returncode, done.stdout, html)
+
+
+def executed(html: Path, notebook: Path) -> nbformat.NotebookNode:
+    """A notebook with the outputs that a build of the pages in `html` has cached of it."""
+    with open_cache(html.parent / ".jupyter_cache") as cache:
+        ran = cache.merge_match_into_notebook(nbformat.read(notebook, as_version=4))[1]
+    assert any(cell.get("outputs") for cell in ran.cells), f"{notebook} printed nothing"
+    return ran
 
 
 def _once(

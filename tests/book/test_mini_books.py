@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import labcore
 from tests.book import html_checks
 from tests.book.mini import mini_book, notebook, write_toc
-from tests.book_fixtures import build_book
+from tests.book_fixtures import build_book, executed
 
 pytestmark = pytest.mark.long
 ADDRESS = "https://github.com/someone/course"
@@ -84,14 +83,10 @@ def test_an_address_that_is_none_stops_the_build_with_a_sentence(tmp_path: Path)
     assert build.status != 0 and "https://<host>/<owner>/<name>" in build.log
 
 
-def _run_times(html: Path) -> dict[str, float]:
+def _run_times(html: Path, folder: Path) -> dict[str, float]:
     """When each notebook of the mini book ran, as it printed itself."""
-    folder = html.parent / "jupyter_execute" / "book"
-    times = {}
-    for path in sorted(folder.glob("*.ipynb")):
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        times[path.stem] = float("".join(cells[1]["outputs"][0]["text"]))
-    return times
+    paths = (folder / "book").glob("*.ipynb")
+    return {path.stem: float(executed(html, path).cells[1].outputs[0].text) for path in paths}
 
 
 def test_notebook_reruns_only_when_its_imports_or_data_change(tmp_path: Path) -> None:
@@ -109,7 +104,7 @@ def test_notebook_reruns_only_when_its_imports_or_data_change(tmp_path: Path) ->
     def build() -> dict[str, float]:
         done = build_book(folder, out, **environment)
         assert done.status == 0, done.log
-        return _run_times(done.html)
+        return _run_times(done.html, folder)
 
     first = build()
     assert build() == first

@@ -12,7 +12,7 @@ import pytest
 
 from labcore.book import slides
 from labcore.ui import Choice, Slider, explore
-from tests.book_fixtures import ROOT
+from tests.book_fixtures import ROOT, executed
 from tests.browser.conftest import DRAWN, wait_for_another
 
 pytestmark = pytest.mark.long
@@ -130,9 +130,8 @@ def test_the_speaker_sees_what_the_slide_leaves_out(watch: Any, tmp_path: Path) 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_a_chapters_deck(watch: Any, book_html: Path, tmp_path: Path, chapter: str) -> None:
-    ran = book_html.parent / "jupyter_execute" / "book" / f"{chapter}.ipynb"
-    notebook = nbformat.read(ran, as_version=4)
-    address = save(notebook, ROOT / "book" / f"{chapter}.ipynb", tmp_path)
+    source = ROOT / "book" / f"{chapter}.ipynb"
+    address = save(executed(book_html, source), source, tmp_path)
     watched = watch(**STAGE)
     page = watched.page
     page.goto(address)
