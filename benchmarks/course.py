@@ -35,7 +35,7 @@ print(time.perf_counter() - begin)"""
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """faces: the modules to import. rounds: how often. books, starts: how many of each."""
+    """faces: the public modules to import, each `rounds` times. books, starts: how many to time."""
 
     faces: tuple[str, ...] = FACES
     rounds: int = 5

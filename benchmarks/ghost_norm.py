@@ -375,7 +375,7 @@ def layer_times_2d(sizes: Sizes = FULL) -> list[Measurement]:
 def _layer_times(
     shape: tuple[int, ...], ghost: int, made: Mapping[str, nn.Module], sizes: Sizes
 ) -> list[Measurement]:
-    """Time both passes of layers, ours first and torch's last, of which all but that must agree."""
+    """Time both passes of each layer: ours first, torch's last; all but torch's must agree."""
     generator = torch.Generator().manual_seed(ghost)
     ours, fused, *others = made
     gaps, timed = [], []

@@ -34,8 +34,8 @@ BARS = {
     ("Lion fused", FUSED): {"quarter-gpt2": 0.75},
     ("AdamW fused", FUSED): {"quarter-gpt2": 1.0},
 }
-# Each of ours must take these steps before it is timed. Lion's rule is itself equal to lion-pytorch
-# but where the blend is nearly 0: there, the sign of a fused step is the rule's.
+# Before one of ours is timed, its steps must equal those named here. For fused Lion it is the
+# rule, because rounding can flip the sign in lion-pytorch where the blend is nearly 0.
 RULE = "Lion's rule"
 SAME_STEPS = {
     "Lion": "lion-pytorch foreach",
@@ -376,7 +376,7 @@ def _step_times(batch: int, repetitions: int, names: Sequence[str] = STEPPED) ->
 
 
 def _fused(own: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return our fused Lion for our Lion, or torch's fused AdamW for our AdamW, set up alike."""
+    """Return our fused Lion for our Lion, or torch's fused AdamW for ours, with its settings."""
     names = ("params", "lr", "betas", "eps", "weight_decay")
     groups = [
         {name: value for name, value in group.items() if name in names}

@@ -16,12 +16,13 @@ __all__ = ["AIMS", "PAGE", "Aim", "text"]
 
 PAGE = Path(__file__).resolve().parent / "README.md"
 HEAD = """\
-# Against its peers, on a CPU
+# labcore beside other libraries, on a CPU
 
-`python -m benchmarks --page` writes this page from the records. Each row was measured in one run on
-one thread, in which ours and the peer took turns. A ratio is the mean of its rounds, with the 95 %
-interval of that mean. It is our time over the peer's where the aim says "at most", and our speed
-over the peer's where it says "at least".
+`python -m benchmarks --page` writes this page from the records. In each row, labcore and one peer
+took turns in a single run on one thread. The columns "labcore" and "peer" are medians. The ratio is
+a mean over repetitions, with its 95% interval. Where the aim says "at most", it is labcore's time
+over the peer's; where it says "at least", it is labcore's speed over the peer's. A date in
+parentheses means that the code has changed since.
 """
 
 
@@ -58,8 +59,8 @@ class Aim:
         ours = peer = ""
         if self.values:
             both = records.find(self.slug, self.case, self.values, kind="cpu")
-            ours = f"{both.p50:.3g} {both.unit}"
-            peer = f"{median(both.peers[self.peer]):.3g} {both.unit}, {self.peer}"
+            ours = _amount(both.p50, both.unit)
+            peer = f"{_amount(median(both.peers[self.peer]), both.unit)}, {self.peer}"
         return [
             self.what,
             ours,
@@ -67,8 +68,13 @@ class Aim:
             f"{told.mean:.2f}{unit}{spread}",
             self.aim() + unit,
             f"{found.hardware['name']}, {found.hardware['cores']} cores",
-            found.date[:10],
+            f"({found.date[:10]})" if records.is_stale(found) else found.date[:10],
         ]
+
+
+def _amount(value: float, unit: str) -> str:
+    """A number and its unit, with microseconds as milliseconds."""
+    return f"{value / 1000:.3g} ms" if unit == "us" else f"{value:.3g} {unit}"
 
 
 def _step(what: str, ours: str, peer: str, most: float, size: str = "quarter-gpt2") -> Aim:
@@ -157,6 +163,6 @@ AIMS = (
 
 def text() -> str:
     """The page, in Markdown."""
-    names = ["what", "ours", "peer", "ratio", "aim", "machine", "measured"]
+    names = ["what", "labcore", "peer", "ratio", "aim", "machine", "measured"]
     rows = [names, ["---"] * len(names), *(aim.row() for aim in AIMS)]
     return HEAD + "\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"

@@ -498,7 +498,7 @@ class Wrong(Free):
         self.parents = [torch.tensor(cut.parents, dtype=torch.int32) for cut in cuts]
 
     def draft(self, row: list[int], most: int) -> Draft:
-        """Return the tree, or an empty one behind the end of the known output."""
+        """Return the tree, or an empty one past the end of the known output."""
         size = len(row)
         right = [text[size] for text in self.texts if size < len(text) and text[:size] == row]
         depth = min(self.depth, most) if right else 0
@@ -517,7 +517,7 @@ class Spoiled(Free):
         self.length, self.share = length, share
 
     def draft(self, row: list[int], most: int) -> Draft:
-        """Return the output's next tokens, spoiled alike whenever a context comes again."""
+        """Return the output's next tokens, spoiled in the same way when a context recurs."""
         size = len(row)
         known = next(text for text in self.texts if text[:size] == row)
         dice = random.Random(str(row))

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["ahead"]
 
 OPTIONS: dict[str, Any] = {
-    "cpp.dynamic_threads": True,  # the number of threads is torch's at each call, not today's
+    "cpp.dynamic_threads": True,  # the number of threads is torch's at each call
     "size_asserts": False,
 }
 
@@ -26,13 +26,13 @@ def ahead(
     """Return `function` as C++ made by inductor, or None with a warning where that fails.
 
     The compiled function takes tensors like those in `arguments`, each dimension of any length
-    above one, and does not check them: to check takes a third of a short call. Inductor keeps what
+    above one, and doesn't check them: that would take a third of a short call. Inductor keeps what
     it compiled in its cache on disk.
 
     arguments, others: examples of the arguments, with other lengths in all dimensions that vary,
-    and no tensor twice. `others` are called once. options: inductor's.
-    Raises ValueError for a tensor that is there twice: the compiled code would always take one
-    argument for both.
+    and no tensor twice. `function` is run once on `others`. options: inductor's.
+    Raises ValueError if a tensor appears twice in `others`: the compiled code would then use one
+    tensor for both arguments in every call.
     """
     tensors = [id(one) for one in tree_leaves(others) if isinstance(one, torch.Tensor)]
     if len(set(tensors)) < len(tensors):

@@ -34,8 +34,8 @@ __all__ = [
 ]
 
 LOG2E = math.log2(math.e)
-# Queries, keys and scores of a tile, at most. In fp32 the scores take 1 MiB, which fits into a
-# core's L2 cache; smaller tiles cost more in Python's loop than they save.
+# Queries, keys and scores of a tile, at most. In fp32 the scores take 1 MiB, which fits into the
+# L2 cache of many server cores; smaller tiles cost more in Python's loop than they save.
 ROWS, KEYS, TILE = 256, 512, 1 << 18
 
 Index = tuple[slice, slice, slice]
@@ -55,7 +55,7 @@ class Running(NamedTuple):
 
 
 def absorb(state: Running | None, scores: Tensor, values: Tensor) -> Running:
-    """Add keys to the sums, which are None before the first ones.
+    """Add keys to the sums; `state` is None before the first ones.
 
     scores: [..., R, S] in base 2, which are overwritten; -inf marks a key that isn't seen.
     values: [..., S, D]. A new largest score rescales the earlier sums.
@@ -200,7 +200,7 @@ def _sequences(
 def _parts(
     pattern: Pattern, query: Tensor, key: Tensor, cu_q: Tensor | None, cu_k: Tensor | None
 ) -> Iterator[tuple[Pattern, Index, Index]]:
-    """Cut the sequences, and the heads if they exceed a tile, into parts that need no other.
+    """Cut the work into independent parts: by sequence, and by heads where they exceed a tile.
 
     Yields each part's pattern, its place in the query and its place in key and value.
     """
@@ -271,7 +271,7 @@ def _hide(
         first = keys.start - rows.start - pattern.shift(q_len, k_len)
         size = *some.shape[2:], some.dtype, some.device
         keep, put = _band(pattern.left, pattern.right, first, *size)
-        # By bits: four times as fast as masked_fill_, and NaN is hidden, which a sum would not do.
+        # Bitwise operations are faster than masked_fill_, and hide a NaN, which adding -inf keeps.
         some.view(keep.dtype).bitwise_and_(keep).bitwise_or_(put)
     elif (seen := tile_mask(pattern, rows, keys, q_len, k_len)) is not None:
         some.masked_fill_(~seen, -torch.inf)
@@ -289,8 +289,8 @@ def _band(
 ) -> tuple[Tensor, Tensor]:
     """Return which bits of a score to keep and which to put instead: -inf where it isn't seen.
 
-    Query i's diagonal is i, and key j is first + j. Tiles at the same place beside the diagonal
-    share both.
+    Row i's diagonal is key i; column j is key first + j. Tiles at the same distance from the
+    diagonal share both tensors.
     """
     band, place = Pattern(scale=1.0, window=(left, right)), slice(first, first + keys)
     seen = tile_mask(band, slice(0, rows), place, rows, keys, device=device)

@@ -141,10 +141,10 @@ def key_range(pattern: Pattern, first: int, stop: int, q_len: int, k_len: int) -
 
 
 def masked_keys(pattern: Pattern, queries: slice, keys: slice, q_len: int, k_len: int) -> slice:
-    """Return the part of `keys` outside of which each query surely sees each key, maybe empty.
+    """Return the part of `keys` that needs a mask; every query sees every key outside it.
 
-    Inside a band, most tiles need no mask. A tree's tiles always do, because only the device knows
-    whether the tree holds padding.
+    Inside a band, most tiles need no mask. A tree's tiles always need one, because only the device
+    knows whether the tree holds padding.
     """
     if pattern.tree is not None:
         return keys

@@ -41,7 +41,7 @@ def run(path: Path, *, seconds: int, threads: int | None = None) -> nbformat.Not
             # By default, what comes more than 4 s after its cell ended is lost without an error.
             iopub_timeout=seconds,
             raise_on_iopub_timeout=True,
-            record_timing=False,  # jupyter-cache would take the times for other cells
+            record_timing=False,  # with times, jupyter-cache would not recognize the cells
             config=Config({"KernelManager": settings}),
             resources={"metadata": {"path": folder}},
         )

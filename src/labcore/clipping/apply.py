@@ -27,7 +27,7 @@ def settled(
     fine = torch.isfinite(norms)
     finite = fine.all()
     if nonfinite == "raise" or (nonfinite == "zero" and found.readable):
-        # Meta tensors have no numbers to judge. Otherwise, this reads one; what follows is rare.
+        # Meta tensors have no numbers to judge. Otherwise, this line reads one; the rest is rare.
         if finite.is_meta or finite:
             return norms, finite
         good = [bool(units.all()) for units in fine.split(sizes)]

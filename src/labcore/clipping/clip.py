@@ -44,7 +44,7 @@ def clip_by_global_norm(
     norm_type: the order of the norm, above 0; infinity is the largest absolute element.
     nonfinite: what to do about NaN and infinite elements.
         "raise": raise a RuntimeError that names the parameters, and change nothing. Only this
-        policy costs a host synchronization on a GPU. Meta tensors, without numbers, pass.
+        policy costs a host synchronization on a GPU. Meta tensors have no numbers and pass.
         "skip": set all gradients and coefficients to 0. Momentum and weight decay still move the
         weights, so read `finite` if that matters.
         "zero": set these elements to 0, then measure and clip the rest (three passes on a GPU).

@@ -165,7 +165,7 @@ class _Run:
 
     @torch.inference_mode()
     def say(self) -> None:
-        """Decode a single row in one call, where the decoder can and each token is the likeliest.
+        """Decode in one call if there is one row, decoding is greedy, and the decoder can.
 
         The rest is left to `step`, and so is a row whose logits aren't finite.
         """

@@ -161,8 +161,8 @@ class FusedLlama:
         token's queries, keys and values in the first layer depend on nothing else, so they are
         looked up in a table [V, (H + 2 Hkv) D], if that has at most TABLE numbers.
         cache: of one row; afterwards it holds the tokens and what was said, without the last one.
-        least: a token of a smaller probability is the last, as is an end-of-sequence token. It
-        ends before a token whose logits aren't finite.
+        least: generation ends after a token of a smaller probability, after an end-of-sequence
+        token, and before a token whose logits aren't finite.
         Raises ValueError for no tokens, a count below 1, a cache of several rows or a full row.
         """
         if not tokens or count < 1 or len(cache.lengths) != 1:
@@ -207,7 +207,7 @@ class FusedLlama:
     def _likeliest(self, x: Tensor, least: float) -> tuple[int, bool]:
         """Return the argmax after x [1, C], and whether its probability is at least `least`.
 
-        -1 if it isn't finite.
+        The token is -1 if the largest logit isn't finite.
         """
         if not least:  # no argmax depends on the norm's length
             largest, token = self._head(x.mul_(self._last.gain)).max(-1)

@@ -38,7 +38,8 @@ def passes(
 ) -> Passes | None:
     """Return the passes for x: [ghosts, values, channels] or [ghosts, rows, channels, area].
 
-    None for what compiled code, which checks nothing, would misread, and where nothing compiles.
+    None where nothing compiles, and for tensors that compiled code, which checks nothing, would
+    misread.
     """
     given = (x, weight, bias, *(averages[:2] if averages else ()))
     if 1 in x.shape or not all(_alike(one, x) for one in given if one is not None):
@@ -47,7 +48,7 @@ def passes(
 
 
 def _alike(one: Tensor, x: Tensor) -> bool:
-    """Return whether a tensor is a dense plain one of x's dtype in memory."""
+    """Return whether a tensor is an ordinary contiguous one of x's dtype on the CPU."""
     plain = type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu"
     return plain and one.is_contiguous() and one.dtype == x.dtype and not one.is_neg()
 
@@ -62,7 +63,7 @@ def constants(*numbers: float) -> Tensor:
 def _passes(
     dims: int, dtype: torch.dtype, has_weight: bool, has_bias: bool, tracks: bool
 ) -> Passes | None:
-    """Compile both passes. Each writes what has x's shape to `to`.
+    """Compile both passes. Each writes its result of x's shape to `to`.
 
     A parameter is [channels] or [channels, 1]. numbers: eps, 1 / n with n values per channel of a
     ghost, n / (n - 1), and the averages' `keep`. averages: mean, variance and `weights`, or none.
@@ -123,7 +124,7 @@ def _passes(
         back = x, grad, into, weight, mean, inverse, numbers
         return (x, to, weight, bias, numbers, kept), back
 
-    (fore, back), (more_fore, more_back) = examples(5), examples(11)  # none as long as `numbers`
+    (fore, back), (more_fore, more_back) = examples(5), examples(11)  # 4 would be tied to `numbers`
     first = ahead(forward, fore, more_fore)
     second = None if first is None else ahead(backward, back, more_back)
     return None if first is None or second is None else Passes(first, second)

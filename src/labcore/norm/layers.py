@@ -18,7 +18,7 @@ __all__ = ["GhostBatchNorm1d", "GhostBatchNorm2d", "GhostBatchNorm3d"]
 class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Base class of the three layers; see GhostBatchNorm1d."""
 
-    fused = False  # of a layer that an earlier version pickled
+    fused = False  # for layers that an earlier version pickled
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
         return out.to(input.dtype)
 
     def _averages(self, ghosts: int, dtype: torch.dtype) -> Averages | None:
-        """Return what the compiled pass can update: not "pooled", nor equal weights of all."""
+        """Return the averages that the compiled pass updates; None leaves them to `_track`."""
         mean, var, factor = self.running_mean, self.running_var, self.momentum
         if mean is None or var is None or factor is None or self.running == "pooled":
             return None
@@ -170,8 +170,10 @@ class GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d):
         ghost_size: rows per ghost, at least 1.
         running: "sequential", "pooled", "mean" or "divided".
         fused: on a CPU, run each pass as one compiled function, where the ghosts have one size. The
-            first call compiles for some ten seconds, or one if inductor's cache has the code. Sums
-            are rounded in another order. Without a C++ compiler, or elsewhere, it changes nothing.
+            first call takes seconds longer, and fewer if inductor finds the code in its cache on
+            disk. Sums are added in another order, so results differ by rounding. Without a C++
+            compiler, the layer warns and runs as with fused=False, as it does on other devices
+            without a warning.
 
     Errors: ValueError and TypeError for bad settings, a wrong number of dimensions or a wrong
     dtype; RuntimeError for a wrong number of channels.

@@ -38,7 +38,7 @@ def normalize(
     """Compute what `plain` does, but on a CPU with fewer passes over memory.
 
     fused: compile both passes there, where the ghosts have one size. averages: what the compiled
-    pass shall then update. The moments are None if it did.
+    pass is to update; if it does, the returned moments are None.
     """
     # A compiler fuses `plain`, and torch.func cannot look into the fast implementation.
     if (
@@ -252,7 +252,7 @@ class _Normalize(torch.autograd.Function):
 
 
 class _Compiled(torch.autograd.Function):
-    """`_Normalize` of ghosts of one size by `compiled`, as one piece."""
+    """`_Normalize` for ghosts of one size, by the compiled passes on the whole batch at once."""
 
     @staticmethod
     def forward(

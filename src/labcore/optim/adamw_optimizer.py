@@ -43,9 +43,9 @@ class AdamW(ElementwiseShell):
         eps_root: at least 0, in units of the gradient squared; only for "outside".
         state_dtype: torch.float32, bfloat16 or float16; None for the parameter's dtype, but float32
             for a float16 parameter.
-        fused: as in `Lion`, but not for "atan2". On a CPU, where parameter, gradient and state have
-            one dtype and eps is outside the root without eps_root, it is torch's own fused form,
-            which is compiled already.
+        fused: as in `Lion`, but not for "atan2". On a CPU, torch's own compiled form is
+            used if parameter, gradient and state share a dtype, eps_mode is "outside", eps_root is
+            0, and rounding isn't stochastic.
         maximize, foreach, capturable, master_weights, stochastic_rounding, generator,
             nonfinite: as in `Lion`. capturable also keeps `step` on the device.
 

@@ -1,6 +1,6 @@
 """A rule compiled to one pass over memory: what `fused=True` runs on a CPU.
 
-`torch.compile` makes C++ of `precision.apply_rule`, vectorized, and parallel over torch's threads.
+`torch.compile` generates vectorized C++ from `precision.apply_rule`, parallel over torch's threads.
 Each combination of rule, settings and dtypes is compiled once per process, for vectors of any
 length above one, when a step first needs it. Inductor keeps the result in its cache on disk.
 """
@@ -16,8 +16,8 @@ from labcore.compiling import ahead
 from labcore.optim.precision import Rule, apply_rule
 
 Flat: TypeAlias = tuple[Tensor, Tensor, dict[str, Tensor]]  # contiguous vectors
-# A call updates so many tensors. Each call costs some 80 µs, as the tensors before it have swept
-# Python out of the cache, and each tensor more makes the compiler work longer.
+# How many tensors a call updates. A call costs some 80 µs, because those before it have pushed
+# Python out of the cache, but each tensor more lengthens compilation.
 GROUP = 8
 
 
@@ -36,7 +36,7 @@ def apply_compiled(
     """
     vectors = [[param, grad, *state.values()] for param, grad, state in flats]
     if any(type(one) is not Tensor or one.is_neg() for vector in vectors for one in vector):
-        return False  # compiled code would take a DTensor's memory for the whole
+        return False  # compiled code would mistake a DTensor's part for the whole
     param, grad, state = flats[0]
     fixed = tuple((name, hyperparameters[name]) for name in choices)
     numbers = tuple(name for name in hyperparameters if name not in choices)
@@ -77,7 +77,7 @@ def _compiled(
             arrays = dict(zip(names, state, strict=True))
             apply_rule(rule, param, grad, arrays, maximize=maximize, **hyperparameters)
 
-    # Different lengths, as the compiler takes equal ones for one and the same.
+    # Different lengths, because the compiler takes equal ones for the same variable.
     examples, fillers = (
         [
             [torch.zeros(length + k, dtype=dtype, device="cpu") for dtype in dtypes]

@@ -24,7 +24,7 @@ STATE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 def by_triton(param: Tensor) -> bool:
     """Return whether `fused` updates this parameter by Triton: not on a CPU.
 
-    Tests replace this function to run the kernels in Triton's interpreter.
+    `compile_only` and tests replace this function to reach the kernels without a GPU.
     """
     return param.device.type != "cpu"
 
@@ -37,7 +37,7 @@ class ElementwiseShell(Shell):
 
     moments: ClassVar[tuple[str, ...]]
     counts_steps: ClassVar[bool]
-    choices: ClassVar[tuple[str, ...]] = ()  # hyperparameters by which the rule branches
+    choices: ClassVar[tuple[str, ...]] = ()  # hyperparameters that the rule branches on
     neutral: ClassVar[dict[str, Any]] = {
         **Shell.neutral,
         "fused": None,

@@ -34,11 +34,12 @@ class Lion(ElementwiseShell):
         maximize: maximize the objective. The gradient itself never changes.
         foreach: None or True uses chunks on a CPU and torch's _foreach operations on a GPU. False
             uses a plain loop.
-        fused: True updates all weights in one compiled pass, in float32. On a GPU it is one Triton
-            launch per device and dtype. On a CPU it is C++ that `torch.compile` makes: a process's
-            first step takes some 20 seconds for it, or 8 if inductor has it in its cache on disk.
-            Without a C++ compiler, a warning says so, and the step runs as with fused=False. So
-            does stochastic rounding, where drawing the bits takes most of the time.
+        fused: True updates each weight in a single compiled pass, in float32. On a GPU, this is one
+            Triton launch per device and dtype. On a CPU, it is C++ that `torch.compile` generates:
+            a process's first step takes seconds longer, and fewer if inductor finds the code in its
+            cache on disk. Without a C++ compiler, the optimizer warns and steps as with
+            fused=False; so do bfloat16 parameters with stochastic rounding on a CPU, because
+            drawing the bits takes most of the time.
         capturable: True never reads lr and betas on the host if they are tensors, for CUDA graphs.
         state_dtype: torch.float32, bfloat16 or float16; None for the parameter's dtype.
         master_weights: keep a float32 copy of bfloat16 and float16 parameters in the state.
