@@ -22,7 +22,7 @@ HEAD = """\
 took turns in a single run on one thread. The columns "labcore" and "peer" are medians. The ratio is
 a mean over repetitions, with its 95% interval. Where the aim says "at most", it is labcore's time
 over the peer's; where it says "at least", it is labcore's speed over the peer's. A date in
-parentheses means that the code has changed since.
+parentheses means that the code has changed since. The last rows are times, without a peer.
 """
 
 
@@ -30,8 +30,9 @@ parentheses means that the code has changed since.
 class Aim:
     """A row: where its records are, and what to reach.
 
-    slug, case: of the benchmark. ratio: the quantity that is to reach `most` or `least`. values:
-    the quantity with ours and, among its peers, the peer's; "" where there is no peer.
+    slug, case: of the benchmark. ratio: the quantity that is to reach `most` or `least`; it may be
+    a time. values: the quantity with ours and, among its peers, the peer's; "" where there is no
+    peer.
     """
 
     what: str
@@ -137,6 +138,10 @@ def _decode(kind: str, least: float) -> Aim:
     )
 
 
+def _course(what: str, case: str, seconds: str, most: float) -> Aim:
+    return Aim(what=what, slug="course", case=case, ratio=seconds, most=most)
+
+
 AIMS = (
     _step("Lion's step, fused", "Lion fused", "torch AdamW fused", 0.75),
     _step("AdamW's step, fused", "AdamW fused", "torch AdamW fused", 1.0),
@@ -158,6 +163,17 @@ AIMS = (
         least=0.9,
     ),
     _decode("64 tokens of code", 3.5),
+    *(
+        _course(
+            f"import of labcore{name} after torch",
+            "import",
+            f"import beyond torch's/labcore{name}",
+            0.3,
+        )
+        for name in (".memory", ".serving", ".ui")
+    ),
+    _course("`make course` to JupyterLab, warm cache", "start", "make course to JupyterLab", 90),
+    _course("the book, cold", "book", "strict build from nothing", 360),
 )
 
 
