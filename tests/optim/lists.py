@@ -60,6 +60,21 @@ def run(
     return optimizer
 
 
+def nothing_outside(
+    make: Callable[[list[Tensor]], torch.optim.Optimizer], sizes: Sequence[int], seed: int
+) -> None:
+    """Step vectors that lie between NaNs, and check that these are still there."""
+    generator = torch.Generator().manual_seed(seed)
+    rooms = [torch.full((size + 64,), torch.nan) for size in sizes]
+    for room in rooms:
+        room[32:-32] = torch.randn(len(room) - 64, generator=generator)
+    params = [room[32:-32].requires_grad_() for room in rooms]
+    run(params, make, seed=seed, steps=2)
+    for room, param in zip(rooms, params, strict=True):
+        assert room[:32].isnan().all() and room[-32:].isnan().all()
+        assert param.isfinite().all()
+
+
 def train(
     params: list[Tensor],
     optimizer: torch.optim.Optimizer,

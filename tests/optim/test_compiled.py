@@ -1,6 +1,5 @@
 """The fused path of a CPU: one compiled pass, right for any list, the same as the rule."""
 
-import math
 import subprocess
 import sys
 
@@ -10,7 +9,15 @@ from torch import Tensor
 
 from labcore.optim import AdamW, Lion, compiled, elementwise
 from labcore.optim.chunked import SMALL
-from tests.optim.lists import awkward, far, largest_difference, needs_compiler, run, states
+from tests.optim.lists import (
+    awkward,
+    far,
+    largest_difference,
+    needs_compiler,
+    nothing_outside,
+    run,
+    states,
+)
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 # As in test_fused: weights and moments are below 8.
@@ -98,17 +105,9 @@ def test_fused_is_the_loop(cls, dtype, choice, form: str, seed: int, taken) -> N
 
 @BOTH
 def test_nothing_is_written_outside_the_tensors(cls, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    guarded, params = [], []
-    for size in (1, 31, 1000, SMALL, SMALL + 5, SMALL + 31):
-        room = torch.full((size + 64,), math.nan)
-        room[32:-32] = torch.randn(size, generator=generator)
-        guarded.append(room)
-        params.append(room[32:-32].requires_grad_())
-    run(params, lambda p: cls(p, fused=True), seed=seed, steps=2)
-    for room, param in zip(guarded, params, strict=True):
-        assert room[:32].isnan().all() and room[-32:].isnan().all()
-        assert param.isfinite().all()
+    nothing_outside(
+        lambda params: cls(params, fused=True), (1, 31, 1000, SMALL, SMALL + 5, SMALL + 31), seed
+    )
 
 
 @pytest.mark.parametrize("shapes", [[()], [(1,), (0,)], [(0,)], [(SMALL,), ()]], ids=str)
