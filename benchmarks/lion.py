@@ -34,8 +34,8 @@ BARS = {
     ("Lion fused", FUSED): {"quarter-gpt2": 0.75},
     ("AdamW fused", FUSED): {"quarter-gpt2": 1.0},
 }
-# Before one of ours is timed, its steps must equal those named here. For fused Lion it is the
-# rule, because rounding can flip the sign in lion-pytorch where the blend is nearly 0.
+# Before one of ours is timed, its steps must equal those of the optimizer named here. Fused
+# Lion is compared with the rule: rounding can flip lion-pytorch's sign where the blend is near 0.
 RULE = "Lion's rule"
 SAME_STEPS = {
     "Lion": "lion-pytorch foreach",

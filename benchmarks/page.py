@@ -18,11 +18,12 @@ PAGE = Path(__file__).resolve().parent / "README.md"
 HEAD = """\
 # labcore beside other libraries, on a CPU
 
-`python -m benchmarks --page` writes this page from the records. In each row, labcore and one peer
-took turns in a single run on one thread. The columns "labcore" and "peer" are medians. The ratio is
-a mean over repetitions, with its 95% interval. Where the aim says "at most", it is labcore's time
-over the peer's; where it says "at least", it is labcore's speed over the peer's. A date in
-parentheses means that the code has changed since. The last rows are times, without a peer.
+`python -m benchmarks --page` writes this page from the records. In each row with a peer,
+labcore and the peer took turns in a single run on one thread. The columns "labcore" and "peer" are
+medians. The ratio is a mean over repetitions, with its 95% interval. Where the aim says "at most",
+it is labcore's time over the peer's; where it says "at least", it is labcore's speed over the
+peer's. The last rows have no peer: their "ratio" is a time, with an interval if it was measured
+more than once. A date in parentheses means that the code has changed since.
 """
 
 

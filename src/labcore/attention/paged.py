@@ -70,8 +70,8 @@ def paged_attention(
     later key.
     tree: parents, int32 [B, T]. A query sees the keys before the queries, its ancestors and itself.
     A parent is an earlier query, -1 for a child of the prefix or -2 for padding, which gets zeros.
-    splits: the kernels cut each sequence into so many pieces and run them in parallel; the default
-    depends on the device, and the PyTorch form ignores it.
+    splits: the kernels cut each sequence into this many pieces and run them in parallel; the
+    default depends on the device, and the PyTorch form ignores it.
 
     Returns out [B, H, T, D] in query's dtype and, with return_lse, the natural log-sum-exp of each
     query's scores, fp32 [B, H, T] (fp64 for fp64 inputs), -inf for a query that sees no key. No

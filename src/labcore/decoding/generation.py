@@ -165,7 +165,7 @@ class _Run:
 
     @torch.inference_mode()
     def say(self) -> None:
-        """Decode in one call if there is one row, decoding is greedy, and the decoder can.
+        """Decode one row in one call: greedily, without proposer, trace, stop texts or penalty.
 
         The rest is left to `step`, and so is a row whose logits aren't finite.
         """

@@ -170,10 +170,10 @@ class GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d):
         ghost_size: rows per ghost, at least 1.
         running: "sequential", "pooled", "mean" or "divided".
         fused: on a CPU, run each pass as one compiled function, where the ghosts have one size. The
-            first call takes seconds longer, and fewer if inductor finds the code in its cache on
-            disk. Sums are added in another order, so results differ by rounding. Without a C++
-            compiler, the layer warns and runs as with fused=False, as it does on other devices
-            without a warning.
+            first call takes several seconds longer, or less if inductor finds the code in its cache
+            on disk. Sums are added in another order, so results differ by rounding. Without a C++
+            compiler, the layer warns and runs as with fused=False. On other devices it runs as with
+            fused=False, without a warning.
 
     Errors: ValueError and TypeError for bad settings, a wrong number of dimensions or a wrong
     dtype; RuntimeError for a wrong number of channels.

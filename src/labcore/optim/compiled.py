@@ -16,8 +16,8 @@ from labcore.compiling import ahead
 from labcore.optim.precision import Rule, apply_rule
 
 Flat: TypeAlias = tuple[Tensor, Tensor, dict[str, Tensor]]  # contiguous vectors
-# How many tensors a call updates. A call costs some 80 µs, because those before it have pushed
-# Python out of the cache, but each tensor more lengthens compilation.
+# How many tensors a call updates. A call costs some 80 µs, because the tensors updated before
+# it have pushed Python out of the cache; but each additional tensor lengthens compilation.
 GROUP = 8
 
 

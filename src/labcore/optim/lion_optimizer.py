@@ -36,8 +36,8 @@ class Lion(ElementwiseShell):
             uses a plain loop.
         fused: True updates each weight in a single compiled pass, in float32. On a GPU, this is one
             Triton launch per device and dtype. On a CPU, it is C++ that `torch.compile` generates:
-            a process's first step takes seconds longer, and fewer if inductor finds the code in its
-            cache on disk. Without a C++ compiler, the optimizer warns and steps as with
+            a process's first step takes several seconds longer, or less if inductor finds the code
+            in its cache on disk. Without a C++ compiler, the optimizer warns and steps as with
             fused=False; so do bfloat16 parameters with stochastic rounding on a CPU, because
             drawing the bits takes most of the time.
         capturable: True never reads lr and betas on the host if they are tensors, for CUDA graphs.
