@@ -14,10 +14,10 @@ import pytest
 
 from labcore.decoding import SamplingConfig
 from labcore.exercises import Exercise
+from labcore.exercises.drawing import separating
 from labcore.exercises.topics.inflight import ADMIT, CANCEL, CHUNK, LATENCY, POLICY
 from labcore.exercises.topics.inflight.admission import some_queue
 from labcore.exercises.topics.inflight.chunking import some_prompts
-from labcore.exercises.topics.inflight.drawing import separating
 from labcore.exercises.topics.inflight.freeing import some_pool
 from labcore.exercises.topics.inflight.latency import some_replicas
 from labcore.exercises.topics.inflight.timelines import NAMES, some_timeline

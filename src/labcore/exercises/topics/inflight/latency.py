@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from labcore.exercises.core import Exercise
+from labcore.exercises.drawing import kept, separating
 from labcore.exercises.mistakes import Mistake
-from labcore.exercises.topics.inflight.drawing import kept, separating
 
 __all__ = ["LATENCY", "NOBODYS", "PERCENTS", "some_replicas"]
 
