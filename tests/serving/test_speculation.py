@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,14 +43,17 @@ class Oracle:
         self.sizes = [len(draft) for draft in drafts]
         return drafts
 
-    def _tree(self, context: list[int], most: int) -> Draft:
+    def _rest(self, context: list[int]) -> list[int]:
         whole = next(
             [*prompt, *said]
             for prompt, said in self.known.items()
             if context[: len(prompt)] == list(prompt)
             and [*prompt, *said][: len(context)] == context
         )
-        rest = whole[len(context) :][: min(most, 3)]
+        return whole[len(context) :]
+
+    def _tree(self, context: list[int], most: int) -> Draft:
+        rest = self._rest(context)[: min(most, 3)]
         tokens, parents, parent = [], [], -1
         for right in rest:
             siblings = [self.chance.randrange(256) for _ in range(self.chance.randrange(3))]
@@ -95,6 +99,46 @@ def test_trees_are_verified_and_their_paths_kept(seed: int, policy: str) -> None
     assert gaps, "no path had a gap, so that keeping one was never tried"
     assert sum(len(one.path) for _, rows in oracle.told for one in rows) == told.accepted
     nothing_left(engine)
+
+
+class Evens(Oracle):
+    """Guesses right what comes at even places, and wrong what comes at odd ones."""
+
+    def _tree(self, context: list[int], most: int) -> Draft:
+        right = self._rest(context)[0]
+        return Draft.chain([(right + len(context) % 2) % BYTES.vocab_size])
+
+
+@pytest.mark.parametrize("tight", [True, False])
+def test_outputs_say_which_tokens_a_draft_had_guessed(seed: int, tight: bool) -> None:
+    model, chance = tiny(seed), random.Random(seed)
+    several = enumerate(mixed(chance, 12, longest=59, most=40))
+    asked = [([place, *prompt], one) for place, (prompt, one) in several]  # all unlike
+    references = alone(model, asked)
+    evens = Evens(known_of(asked, references), chance)
+    if not tight:  # what a stop text takes back has no mark either
+        asked[::2] = [
+            (prompt, replace(one, stop=(said.texts[0][-2:] or "none",)))
+            for (prompt, one), said in zip(asked[::2], references[::2], strict=True)
+        ]
+    room = {"num_blocks": 13} if tight else {"num_blocks": 60, "max_num_batched_tokens": 400}
+    engine = Engine(model, BYTES, policy="max_utilization", proposer=evens, **{**OPTIONS, **room})
+    names = [engine.submit(*one) for one in asked]
+    heard = run(engine)
+    assert (engine.stats().preemptions > 0) == tight
+    for name, (prompt, one), reference in zip(names, asked, alone(model, asked), strict=True):
+        assert heard.tokens[name] == reference.tokens[0]
+        # The first token follows the prompt, and nothing is drafted where one token is left.
+        places = range(len(prompt), len(prompt) + len(reference.tokens[0]))
+        wanted = [
+            place % 2 == 0 and 0 < place - len(prompt) < one.max_tokens - 1 for place in places
+        ]
+        found = heard.guessed[name]
+        if tight:  # not all was drafted
+            assert not any(mark and not right for mark, right in zip(found, wanted, strict=True))
+        else:
+            assert found == wanted
+    assert sum(map(sum, heard.guessed.values())) > 20
 
 
 class Looks(Oracle):

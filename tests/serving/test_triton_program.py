@@ -19,7 +19,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from labcore.decoding import SamplingConfig, generate
-from labcore.models import pretrained, shipped_tokenizer
+from labcore.models import pretrained, save_pretrained, shipped_tokenizer
+from labcore.models.recipes import END_OF_TEXT
 from labcore.serving.triton.client import (
     Addresses,
     ServerError,
@@ -94,10 +95,9 @@ def held(at: Addresses) -> Any:
     return shown['labcore_engine{value="held"}'] if shown[ENGINE_PID] else None
 
 
-def text_of(prompt: str, count: int) -> str:
-    model, tokenizer = pretrained("target"), shipped_tokenizer()
-    ids = [tokenizer.encode(prompt)]
-    alone = generate(model, ids, SamplingConfig(max_tokens=count), tokenizer=tokenizer)
+def text_of(prompt: str, count: int, model: str = "target") -> str:
+    tokenizer, sampling = shipped_tokenizer(), SamplingConfig(max_tokens=count)
+    alone = generate(pretrained(model), [tokenizer.encode(prompt)], sampling, tokenizer=tokenizer)
     return (alone.texts or [""])[0]
 
 
@@ -198,6 +198,22 @@ def test_a_killed_parent_ends_all_and_the_next_start_cleans_up(tmp_path: Path) -
         assert other.poll() is None
         other.kill()
     assert not regions(folder)
+
+
+def test_an_exported_model_is_served(tmp_path: Path) -> None:
+    """`make server MODEL=<folder>`, of a model that the capstone exported."""
+    need_server()
+    folder, model, tokenizer = tmp_path / "model", pretrained("draft"), shipped_tokenizer()
+    folder.mkdir()
+    save_pretrained(model, folder)
+    tokenizer.save(folder, end=END_OF_TEXT, length=model.config.max_position_embeddings)
+    with program(tmp_path / "s", "--model", str(folder)) as started:
+        assert "ready" in greeting(started)
+        parts = generate_stream(addresses(tmp_path / "s"), PROMPT, max_tokens=12, timeout=FAULT_S)
+        said = "".join(part.text for part in parts)
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(FAULT_S) == 0
+    assert said == text_of(PROMPT, 12, model="draft")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

@@ -79,6 +79,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
+        self.guessed: dict[str, list[bool]] = {}
         self.text: dict[str, str] = {}
         self.finish: dict[str, str] = {}
         self.reason: dict[str, str] = {}
@@ -87,7 +88,9 @@ class Heard:
         for output in outputs:
             assert output.id not in self.finish, "an output came after the last one"
             assert output.tokens or output.text or output.finish, "an output says nothing"
+            assert len(output.guessed) == len(output.tokens)
             self.tokens.setdefault(output.id, []).extend(output.tokens)
+            self.guessed.setdefault(output.id, []).extend(output.guessed)
             self.text[output.id] = self.text.get(output.id, "") + output.text
             if output.finish:
                 self.finish[output.id], self.reason[output.id] = output.finish, output.reason

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +23,6 @@ from labcore.models.llama import Llama
 from labcore.models.recipes import (
     END_OF_TEXT,
     RECIPES,
-    ModelRecipe,
     corpus,
     learn_tokenizer,
     tokens_of,
@@ -196,7 +194,8 @@ def export(name: str, folder: Path, *, commit: str) -> Path:
     place = folder / name
     save_pretrained(model.to(torch.bfloat16), place)
     (place / "model.safetensors").chmod(0o644)  # safetensors makes it readable by the owner only
-    _write_tokenizer(folder / "tokenizer.json", place, recipe)
+    length = recipe.config.max_position_embeddings
+    Tokenizer.from_pretrained(folder / "tokenizer.json").save(place, end=END_OF_TEXT, length=length)
     _write_json(
         place / "generation_config.json",
         {
@@ -234,21 +233,6 @@ def _finished(name: str, folder: Path, part: str = "") -> tuple[Llama, Curve]:
     model = Llama(recipe.config)
     model.load_state_dict(told["model"])
     return model.eval(), curve
-
-
-def _write_tokenizer(file: Path, place: Path, recipe: ModelRecipe) -> None:
-    shutil.copyfile(file, place / "tokenizer.json")
-    _write_json(
-        place / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": END_OF_TEXT,
-            "eos_token": END_OF_TEXT,
-            "pad_token": END_OF_TEXT,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": recipe.config.max_position_embeddings,
-        },
-    )
 
 
 def _card(name: str, place: Path, curve: Curve, commit: str) -> dict[str, Any]:

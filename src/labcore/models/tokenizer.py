@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,6 +72,21 @@ class Tokenizer:
                 "vocabulary may be padded beyond its tokenizer's"
             )
         return str(self._inner.decode(list(tokens), skip_special_tokens=not special))
+
+    def save(self, folder: str | Path, *, end: str, length: int) -> None:
+        """Write tokenizer.json, and tokenizer_config.json as transformers reads it.
+
+        end: the token that ends a text, and begins and pads one. length: of the model's context.
+        """
+        self._inner.save(str(Path(folder) / "tokenizer.json"))
+        told = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{f"{role}_token": end for role in ("bos", "eos", "pad")},
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": length,
+        }
+        text = json.dumps(told, indent=2) + "\n"
+        (Path(folder) / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
     def id_of(self, token: str) -> int:
         """Return a token's id, given its spelling in the file. Raises KeyError if it's unknown."""

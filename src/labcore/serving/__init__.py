@@ -1,8 +1,8 @@
 """In-flight batching: requests, a scheduler, a paged cache, an engine, servers in front of it.
 
 The folders: `engine` holds the scheduler, the cache and the engine, `simulation` simulated servers
-and their load, and `triton` an engine in a process of its own behind NVIDIA's Triton Inference
-Server.
+and their load, `http` a server of OpenAI's completions and of a page, and `triton` an engine in a
+process of its own behind NVIDIA's Triton Inference Server.
 """
 
 from labcore.serving.engine.blocks import BlockPool

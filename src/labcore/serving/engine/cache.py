@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from labcore.attention import paged_attention, quantize_kv
 from labcore.attention.kv_codes import check_readable
 from labcore.checks import one_of, positive_int
+from labcore.device import Backend
 from labcore.models import Llama, LlamaConfig, tree_mask
 from labcore.models.cache import CODES, KV_DTYPES
 from labcore.parallel.llama import local_config
@@ -61,6 +62,7 @@ class PagedCache:
     block_size: tokens per block. rows, max_blocks: the most rows of a decode graph, and the most
     blocks of a row in it.
 
+    backend: of `paged_attention`, on a GPU and in decode graphs.
     dtype: of keys and values, the model's or a narrower one. torch.int8 and torch.float8_e4m3fn
     store codes of `attention.quantize_kv`: tokens become codes as they are written, so whoever
     reads them, in the same step or a later one, reads the same rounded numbers.
@@ -82,6 +84,7 @@ class PagedCache:
         max_blocks: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        backend: Backend = "auto",
     ) -> None:
         self.num_blocks = positive_int("num_blocks", num_blocks)
         self.block_size = positive_int("block_size", block_size)
@@ -101,7 +104,7 @@ class PagedCache:
             self.block_table = self.lengths.new_full(
                 (rows, positive_int("max_blocks", max_blocks)), num_blocks
             )
-        self.device = self.lengths.device
+        self.device, self.backend = self.lengths.device, backend
         check_readable(self.keys[0])
 
     @classmethod
@@ -130,10 +133,18 @@ class PagedCache:
         pages = self.keys[layer], self.values[layer]
         if not self.scales[0]:
             heads = q.to(pages[0].dtype)
-            return paged_attention(heads, *pages, table, totals, tree=tree).to(q.dtype)
+            out = paged_attention(heads, *pages, table, totals, tree=tree, backend=self.backend)
+            return out.to(q.dtype)
         keys, values = (scales[layer] for scales in self.scales)
         return paged_attention(
-            q, *pages, table, totals, key_scales=keys, value_scales=values, tree=tree
+            q,
+            *pages,
+            table,
+            totals,
+            key_scales=keys,
+            value_scales=values,
+            tree=tree,
+            backend=self.backend,
         )
 
     def gather(self, layer: int, source: Tensor | slice, dtype: torch.dtype) -> list[Tensor]:

@@ -20,6 +20,7 @@ from labcore.decoding.contract import Proposer, SamplingConfig
 from labcore.decoding.requests import Plan
 from labcore.decoding.stops import TextDecoder
 from labcore.decoding.verify import LOSSLESS, VERIFIERS
+from labcore.device import Backend
 from labcore.models import Llama
 from labcore.models.cache import KV_DTYPES
 from labcore.serving.clock import Clock
@@ -52,8 +53,9 @@ class Engine:
     the name of a lossless one. "sample_and_compare" draws one number per token, so the output is
     that of the request alone, whatever is drafted. "rejection" accepts more of a draft model's
     tokens, "block" more still on chains, and their outputs have the same distribution.
-    graphs, fused: as in `Runner`. clock: for arrivals and deadlines. eos_token_ids: None means the
-    model's; () ends no output early. keep: how many records of steps and of requests are kept.
+    graphs, fused: as in `Runner`. attention: on a GPU, the backend of `paged_attention`. clock:
+    for arrivals and deadlines. eos_token_ids: None means the model's; () ends no output early.
+    keep: how many records of steps and of requests are kept.
 
     pool, scheduler: to be inspected. counters: what was counted so far. An output doesn't depend on
     other requests, because each request draws from its own generator, seeded by its SamplingConfig.
@@ -82,6 +84,7 @@ class Engine:
         verifier: str = "sample_and_compare",
         graphs: bool | None = None,
         fused: bool | None = None,
+        attention: Backend = "auto",
         clock: Clock | None = None,
         eos_token_ids: Sequence[int] | None = None,
         keep: int = 10_000,
@@ -119,6 +122,7 @@ class Engine:
             block_size=block_size,
             rows=max_num_seqs,
             max_blocks=blocks_for(self.max_length, block_size),
+            backend=attention,
         )
         hidden = self.speculation.reads_hidden
         self.runner = Runner(model, cache, graphs=graphs, fused=fused, hidden=hidden)

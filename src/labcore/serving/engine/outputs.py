@@ -30,12 +30,14 @@ class Output:
     id: the request's. tokens, text: the new ones; without a tokenizer, the text is "". What may be
     the beginning of a stop text, or of a character, is held back until that's known. So all outputs
     of a request add up to what `labcore.decoding.generate` returns for it alone.
+    guessed: of each of the tokens, whether a draft had guessed it.
     finish: in the last output "eos", "stop", "length", "cancelled", "deadline" or "error"; "" in
     all others. reason: a sentence if the finish needs one.
     """
 
     id: str
     tokens: tuple[int, ...] = ()
+    guessed: tuple[bool, ...] = ()
     text: str = ""
     finish: str = ""
     reason: str = ""
@@ -115,8 +117,9 @@ class Entry:
     """A request in an engine.
 
     state: what the scheduler knows, set when the scheduler has taken the request. row: its context,
-    generator and stop texts, as decoding keeps them. drafting: the generator of its drafts. slot:
-    its last row at the proposer, or None. ends_after: as in `labcore.decoding.requests.Request`.
+    generator and stop texts, as decoding keeps them. guessed: as in `Output`, of all tokens so far.
+    drafting: the generator of its drafts. slot: its last row at the proposer, or None. ends_after:
+    as in `labcore.decoding.requests.Request`.
     """
 
     state: State
@@ -127,6 +130,7 @@ class Entry:
         self.request, self._ends_after = request, ends_after
         self.tokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self.row = self._row()
+        self.guessed: list[bool] = []
         seed = (request.sampling.seed ^ _DRAFTING) & (2**64 - 1)
         self.drafting = torch.Generator().manual_seed(seed)
         self.slot: int | None = None
@@ -157,12 +161,13 @@ class Entry:
         if self.tokenizer is not None:
             text = self.row.text(self.tokenizer).rstrip(_BROKEN)
             text = text if stops is None else stops.certain(text)
-        fresh, added = tuple(tokens[self._tokens : ready]), text[self._characters :]
-        if not (fresh or added):
+        fresh, added = slice(self._tokens, ready), text[self._characters :]
+        if not (tokens[fresh] or added):
             return None
         self._tokens = max(self._tokens, ready)
         self._characters = max(self._characters, len(text))
-        return Output(id=self.id, tokens=fresh, text=added)
+        guessed = tuple(self.guessed[fresh])
+        return Output(id=self.id, tokens=tuple(tokens[fresh]), guessed=guessed, text=added)
 
     def last_news(self) -> Output:
         """Return what is new in the output of a request that ended."""
@@ -177,9 +182,11 @@ class Entry:
         if self.tokenizer is not None:
             with suppress(Exception):  # a token without a text may be what ended the request
                 text = self.row.text(self.tokenizer)
+        output = self.row.output()
         return Output(
             id=self.id,
-            tokens=tuple(self.row.output()[tokens:]),
+            tokens=tuple(output[tokens:]),
+            guessed=tuple(self.guessed[tokens : len(output)]),
             text=text[characters:],
             finish=self.state.finish,
             reason=self.state.reason,

@@ -137,7 +137,8 @@ class Step:
         verifier = self.verifier if row.sampling.temperature else greedy_match
         verdict = draft.verify(logits, best, row, verifier)
         settled = draft.settle(verdict, row, self.ends)
-        slots = settled.slots
+        slots, count = settled.slots, len(settled.tokens)
+        entry.guessed += [place < len(verdict.path) for place in range(count)]
         if slots[-1] != len(slots) - 1:  # a path of a tree with gaps
             self.runner.cache.keep(segment, slots)
         if not row.finish and (news := entry.news()):
