@@ -72,7 +72,7 @@ soak: setup  ## what `make test` runs small: 100,000 scheduler steps, 2,000 requ
 		tests/serving/test_scheduler_stateful.py tests/serving/test_soak.py \
 		tests/grading/test_generated_class.py tests/exercises/test_every_exercise.py tests/test_chapters.py
 
-server: .venv-triton  ## NVIDIA's Triton Inference Server with the shipped model, on loopback
+server: .venv-triton  ## NVIDIA's Triton Inference Server on loopback, with the shipped model or MODEL=<folder>
 	@exec $(BIN)/python -m labcore.serving.triton.server start --model "$(or $(MODEL),target)"
 
 server-stop:  ## stops it

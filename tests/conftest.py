@@ -33,7 +33,10 @@ NEEDS_LINUX = {
         *("serving/test_triton_environment.py", "serving/test_triton_process.py"),
     ),
     "children of the fork server need Linux": ("processes/test_run.py", "processes/test_worker.py"),
-    "signals of a terminal are tested on Linux": ("course/test_server.py",),
+    "signals of a terminal are tested on Linux": (
+        "capstone/test_project.py",
+        "course/test_server.py",
+    ),
     "it takes from Linux what other systems lack": ("test_other_systems.py",),
 }
 

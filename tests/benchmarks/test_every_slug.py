@@ -29,8 +29,8 @@ def test_every_claim_and_chapter_lookup_names_a_case(slug: str) -> None:
     assert asked <= {(of, case.name) for of in {of for of, _ in asked} for case in cases_of(of)}
 
 
-def test_two_benchmarks_are_of_no_single_chapter() -> None:
-    assert set(slugs()) - set(CHAPTERS) == {"course", "language"}
+def test_three_benchmarks_are_of_no_single_article() -> None:
+    assert set(slugs()) - set(CHAPTERS) == {"capstone", "course", "language"}
 
 
 @pytest.mark.parametrize("slug", slugs())

@@ -13,6 +13,7 @@ from labcore.book.teaching.units import read_course
 from labcore.exercises.topics import (
     adamw_epsilon,
     attention,
+    capstone,
     clipping,
     ghost_norm,
     hip,
@@ -196,6 +197,22 @@ def of_inflight() -> Numbers:
     }
 
 
+def of_capstone() -> Numbers:
+    speed, hour, letters = 5e11, 3600, 2_000_000
+    weights = (speed * hour / 120) ** 0.5
+    shapes = [(64, 2, 400_000), (128, 4, round(weights))]
+    case = {"speed": speed, "seconds": hour, "batch": 1000, "length": 0, "shapes": shapes}
+    width, steps = capstone.CHOOSE.reference(**case, corpus=letters, epochs=4)
+    assert width == 64 and steps * 1000 == 20 * 400_000
+    return {
+        "read them {:.0f} times": 20 * weights / letters,
+        "readings are {:.0f} million": steps / 1000,
+        "enough for {:,} weights": steps * 1000 // 20,
+        "trained in {:.0f} s": 6 * 400_000 * steps * 1000 / speed,
+        "more text: {:.0f} million": 20 * weights / 4 / 1e6,
+    }
+
+
 COMPUTED: dict[str, Callable[[], Numbers]] = {
     "lion": of_lion,
     "adamw_epsilon": of_adamw_epsilon,
@@ -208,6 +225,7 @@ COMPUTED: dict[str, Callable[[], Numbers]] = {
     "medusa": of_medusa,
     "tensor_parallel": of_tensor_parallel,
     "inflight": of_inflight,
+    "capstone": of_capstone,
 }
 
 

@@ -173,10 +173,10 @@ def test_a_lab_without_a_decision_is_named() -> None:
         units._decision("lion", cells, ["a", "b", "c"])
 
 
-def test_the_plans_are_a_workshop_five_days_and_twelve_weeks(course: Course) -> None:
+def test_the_plans_are_a_workshop_five_days_and_thirteen_weeks(course: Course) -> None:
     found = read_plans(ROOT, course)
     lengths = {name: [one.minutes for one in plan.sessions] for name, plan in found.items()}
-    assert lengths == {"workshop": [180], "days": [360] * 5, "term": [90] * 12}
+    assert lengths == {"workshop": [180], "days": [360] * 5, "term": [90] * 13}
     assert sorted(found["term"].chapters) == sorted(course)
     due = [slug for one in found["term"].sessions for slug in one.due]
     assert sorted([*due, *found["term"].last(course)]) == sorted(course)

@@ -37,7 +37,7 @@ __all__ = [
 Check = TypeVar("Check", bound=Callable[..., Outcome])
 UNJUDGED = ("missing", "refused", "unavailable")  # kinds of outcome that are no attempt
 # What the labs' import cells bring; another module's name may be the student's own variable.
-MODULES = ("dataclasses", "itertools", "math", "random", "torch")
+MODULES = ("dataclasses", "itertools", "math", "random", "statistics", "torch")
 switched_off: set[str] = set()  # topics whose solutions a release doesn't show
 
 

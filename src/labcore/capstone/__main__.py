@@ -1,0 +1,170 @@
+"""Train, speed up, export and serve a language model of your own: `python -m labcore.capstone`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from labcore.capstone.draft import PLAIN, Speed, prompts_of, speeds
+from labcore.capstone.plan import Choices, held, predicted
+from labcore.capstone.project import Project
+from labcore.capstone.scaling import scaling_law
+from labcore.capstone.training import Moment, Run
+from labcore.checks import positive
+from labcore.decoding import Proposer
+from labcore.decoding.eagle import Eagle, EagleHead
+from labcore.device import default_device
+from labcore.serving import Engine
+from labcore.serving.http import Server
+
+TOLD_EVERY = 5.0  # seconds
+MIB = 1 << 20
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; return 0, 2 for what can't be done, and 130 if it was interrupted."""
+    told = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may have any characters
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        if not 0 <= told.port < 2**16:
+            raise ValueError(f"port must be from 0 to 65535, got {told.port}")
+        project = Project.open(
+            told.folder,
+            minutes=told.minutes,
+            text=told.text,
+            choices=Choices(
+                optimizer=told.optimizer,
+                eps=told.eps,
+                clip=told.clip or None,
+                shuffle=not told.in_order,
+                spike=told.spike,
+                seed=told.seed,
+            ),
+            memory=told.memory and int(positive("memory", told.memory) * MIB),
+        )
+        run, head, found = _made(project)
+        if told.serve:
+            _serve(project, run, head, found, told)
+    except (OSError, ValueError) as problem:
+        sys.stderr.write(f"{problem}\n")
+        return 2
+    except KeyboardInterrupt:
+        say("Stopped. The same command goes on from here.")
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m labcore.capstone", description=__doc__)
+    add = parser.add_argument
+    add("folder", type=Path, help="where the model is made; an interrupted one goes on")
+    add("--minutes", type=float, default=10.0, help="for everything up to the export")
+    add("--text", default="python", help="python, an installed package, or a folder of text files")
+    add("--optimizer", default="AdamW", choices=["AdamW", "Lion"])
+    add("--eps", type=float, default=1e-8, help="AdamW's")
+    add("--clip", type=float, default=1.0, help="norm of the gradients; 0 for no limit")
+    add("--in-order", action="store_true", help="read the text in order, not at random")
+    add("--spike", action="store_true", help="plant noise in the data, to be found")
+    add("--seed", type=int, default=0)
+    add("--memory", type=float, metavar="MIB", help="what training may hold")
+    add("--serve", action="store_true", help="serve the model on this machine when it is made")
+    add("--no-graphs", action="store_true", help="on a GPU, serve without CUDA graphs")
+    add("--attention", default="auto", choices=["auto", "torch"], help="torch: without kernels")
+    add("--port", type=int, default=0, help="of the server; the default takes a free one")
+    return parser
+
+
+def say(text: str) -> None:
+    """Write a line at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _made(project: Project) -> tuple[Run, EagleHead, dict[str, Speed]]:
+    """Make the model, telling of each decision and what was measured."""
+    plan, text = project.plan, project.text
+    say(f"Text: {text.name}, {len(text.train):,} tokens in {len(text.files):,} files")
+    say(
+        f"Plan: {plan.weights:,} weights ({plan.config.num_hidden_layers} layers of width "
+        f"{plan.config.hidden_size}) read {plan.tokens:,} tokens in {plan.steps:,} steps, so each "
+        f"token of the text {plan.tokens / len(text.train):.1f} times"
+    )
+    expected = scaling_law()(plan.weights, plan.tokens)
+    say(f"Expected, if it were Python's library: {expected:.2f} bits per byte of held-out text")
+    planned, taken = (one(plan, project.choices).total / MIB for one in (predicted, held))
+    say(f"Memory of a step: {planned:.0f} MiB predicted, {taken:.0f} MiB measured")
+    run = project.train(_Progress(plan.steps))
+    for spike in run.spikes:
+        (file, rows), *_ = spike.provenance.items()
+        say(
+            f"Spike at step {spike.step + 1}: loss {spike.loss:.2f} after {spike.baseline:.2f}; "
+            f"{rows} of {sum(spike.provenance.values())} rows came from {file}"
+        )
+    bits = project.bits_per_byte(run.model)
+    say(f"Held-out text: {bits:.2f} bits per byte, {bits / expected:.0%} of what was expected")
+    head = project.draft(run.model)
+    found = speeds(run.model, head, prompts_of(text))
+    for name, one in found.items():
+        say(
+            f"Decoding, {name}: {one.tokens_per_second:.0f} tokens per second, "
+            f"{one.over_plain:.2f} times plain, {one.per_step:.2f} tokens per step, "
+            f"{one.same:.0%} of the texts the same"
+        )
+    measured = {
+        "bits per byte of held-out text, expected": round(expected, 3),
+        "bits per byte of held-out text": round(bits, 3),
+        "memory of a step, predicted, MiB": round(planned, 1),
+        "memory of a step, measured, MiB": round(taken, 1),
+    }
+    say(f"Exported to {project.export(run, found, measured)}")
+    return run, head, found
+
+
+class _Progress:
+    """Tells of a step now and then."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.told = steps, 0.0
+
+    def __call__(self, moment: Moment) -> None:
+        now = time.monotonic()
+        if now - self.told > TOLD_EVERY or moment.step + 1 == self.steps:
+            self.told = now
+            say(
+                f"Step {moment.step + 1:,} of {self.steps:,}: loss {moment.loss:.3f}, "
+                f"norm {moment.norm:.2f}, {moment.seconds:.2f} s"
+            )
+
+
+def _serve(
+    project: Project, run: Run, head: EagleHead, found: dict[str, Speed], told: argparse.Namespace
+) -> None:
+    text, device = project.text, default_device()
+    proposers: dict[str, str | Proposer | None] = {PLAIN: None, "n-grams": "ngram"}
+    if device.type == "cpu":
+        proposers["EAGLE"] = Eagle(head)
+    else:  # the speeds are a CPU's, and graphs need plain steps
+        proposers = {PLAIN: None}
+    fastest = max(proposers, key=lambda name: found[name].tokens_per_second)
+    engine = Engine(
+        run.model.to(device),
+        text.tokenizer,
+        proposer=proposers[fastest],
+        graphs=False if told.no_graphs else None,
+        attention=told.attention,
+    )
+    (start,) = prompts_of(text, count=1, length=32)
+    name, prompt = project.folder.resolve().name, text.tokenizer.decode(start)
+    server = Server(engine=engine, name=name, port=told.port, prompt=prompt)
+    lines = f"Serving with {fastest}: {server.address}\n\n{server.example}\n\nCtrl-C stops it."
+    asyncio.run(server.run(lambda: say(lines)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

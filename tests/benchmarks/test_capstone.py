@@ -1,0 +1,36 @@
+"""The cases run small: what the page draws and compares is there."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import capstone as cases
+from benchmarks.capstone import SMALL
+from labcore.capstone import ScalingLaw
+from labcore.capstone.live import recorded_curves
+from tests.benchmarks.measurements import by_quantity
+
+
+def test_runs_of_a_width_are_told_with_their_sizes() -> None:
+    found = cases.losses_of(64, SMALL.counts, SMALL.bytes)
+    assert [one.details["tokens"] for one in found] == list(SMALL.counts)
+    assert all(one.details["weights"] > 200_000 and 3 < one.samples[0] < 9 for one in found)
+
+
+def test_a_whole_run_is_told_with_its_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    law = ScalingLaw(floor=1.0, by_weights=50.0, by_tokens=50.0, worst=0.1)
+    monkeypatch.setattr(cases, "scaling_law", lambda: law)
+    found = by_quantity(cases.whole_run(SMALL))
+    told = found["held-out text"].details
+    assert len(told["losses"]) == len(told["norms"]) == len(told["seconds"]) > 3
+    assert found["held-out text"].peers["predicted"] == [law(told["weights"], told["tokens"])]
+    predicted = found["memory of a step"].peers["predicted"][0]
+    assert found["memory of a step"].samples[0] == pytest.approx(predicted, rel=0.1)
+    assert found["same tokens as transformers"].samples[0] > 0.5
+    assert {"decoding/plain", "decoding/n-grams", "decoding/EAGLE", "time"} < set(found)
+
+
+def test_the_recorded_curves_are_whole() -> None:
+    curves = recorded_curves("dial/10 minutes")
+    assert curves.steps == len(curves.bits) == len(curves.norms) == len(curves.seconds) > 1_000
+    assert curves.bits[-1] == pytest.approx(curves.expected, rel=0.2)
