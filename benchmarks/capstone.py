@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from benchmarks.runner import Measurement, case, exact, seen
 from labcore.capstone import (
     Choices,
+    Corpus,
     Moment,
     Plan,
     Project,
     Speed,
-    Text,
     batch_for,
     held,
     predicted,
@@ -139,7 +139,7 @@ def _decoding(name: str, speed: Speed) -> Measurement:
     return seen(f"decoding/{name}", "tokens per second", [speed.tokens_per_second], **told)
 
 
-def _sample(model: Llama, text: Text) -> str:
+def _sample(model: Llama, text: Corpus) -> str:
     """Return what the model writes after the beginning of a function, drawn at temperature 0.8."""
     start = "def read(self, path):\n"
     drawn = SamplingConfig(max_tokens=120, temperature=0.8, seed=0)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from labcore.capstone.corpus import Corpus, read_text
 from labcore.capstone.plan import Plan, shape
-from labcore.capstone.texts import Text, read_text
 
 # After each word, the next one is nearly always the same: a model soon has no ties to break.
 WORDS = ("a", "line", "of", "the", "text", "that", "small", "models", "learn", "in", "seconds")
@@ -29,7 +29,7 @@ def write_texts(folder: Path, *, files: int = 40, size: int = 8_000, seed: int =
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+def text(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return read_text(str(write_texts(tmp_path_factory.mktemp("texts") / "mine")))
 
 

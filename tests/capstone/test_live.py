@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from labcore.capstone import Choices, Moment, Plan, ScalingLaw, Text
+from labcore.capstone import Choices, Corpus, Moment, Plan, ScalingLaw
 from labcore.capstone import live as drawing
 from labcore.capstone.project import Project
 
@@ -31,7 +31,7 @@ class Shown:
 
 
 def test_steps_are_drawn_as_they_end(
-    text: Text, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: Corpus, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown, clock = Shown(), itertools.count()
     monkeypatch.setattr(drawing, "display", shown.display)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from labcore.capstone.corpus import Corpus
 from labcore.capstone.plan import Choices, Plan
-from labcore.capstone.texts import Text
 from labcore.capstone.training import PLANTED, Moment, train_model
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Lion"])
-def test_the_loss_falls(text: Text, plan: Plan, optimizer: str) -> None:
+def test_the_loss_falls(text: Corpus, plan: Plan, optimizer: str) -> None:
     told: list[Moment] = []
     run = train_model(text, plan, Choices(optimizer=optimizer), watch=told.append)
     assert [one.step for one in told] == list(range(plan.steps))
@@ -31,7 +31,7 @@ class Killed(Exception):
 
 @pytest.mark.parametrize("at", [1, 17, 39])
 def test_a_killed_training_goes_on_to_the_same_bits(
-    text: Text, plan: Plan, tmp_path: Path, at: int
+    text: Corpus, plan: Plan, tmp_path: Path, at: int
 ) -> None:
     plan = dataclasses.replace(plan, seconds=6.0)  # a checkpoint every five steps
     choices = Choices(spike=True)
@@ -53,7 +53,7 @@ def test_a_killed_training_goes_on_to_the_same_bits(
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_planted_noise_is_found_and_traced(text: Text, plan: Plan, shuffle: bool) -> None:
+def test_planted_noise_is_found_and_traced(text: Corpus, plan: Plan, shuffle: bool) -> None:
     plan = dataclasses.replace(plan, steps=120)
     found = train_model(text, plan, Choices(spike=True, shuffle=shuffle)).spikes
     assert [one.step for one in found] == [72]
@@ -61,7 +61,9 @@ def test_planted_noise_is_found_and_traced(text: Text, plan: Plan, shuffle: bool
 
 
 @pytest.mark.parametrize("levers", [{"rows": 1, "accumulate": 8}, {"checkpointing": 1}])
-def test_levers_leave_the_training_as_it_is(text: Text, plan: Plan, levers: dict[str, int]) -> None:
+def test_levers_leave_the_training_as_it_is(
+    text: Corpus, plan: Plan, levers: dict[str, int]
+) -> None:
     plan = dataclasses.replace(plan, steps=4)
     other = dataclasses.replace(plan, **levers)
     one, two = (train_model(text, each, Choices()) for each in (plan, other))
@@ -69,7 +71,7 @@ def test_levers_leave_the_training_as_it_is(text: Text, plan: Plan, levers: dict
     assert type(two.model.layers) is type(one.model.layers)
 
 
-def test_rows_in_order_come_from_one_file_and_at_random_from_many(text: Text, plan: Plan) -> None:
+def test_rows_in_order_come_from_one_file_and_at_random_from_many(text: Corpus, plan: Plan) -> None:
     from labcore.capstone.training import _Rows
 
     ordered, drawn = (_Rows(text, plan, Choices(shuffle=one)) for one in (False, True))
@@ -79,7 +81,7 @@ def test_rows_in_order_come_from_one_file_and_at_random_from_many(text: Text, pl
     assert rows.shape == (4, 17) and counts is None and torch.equal(rows, drawn(5)[0])
 
 
-def test_another_plan_does_not_resume(text: Text, plan: Plan, tmp_path: Path) -> None:
+def test_another_plan_does_not_resume(text: Corpus, plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "training.pt"
     train_model(text, plan, Choices(), checkpoint=path)
     with pytest.raises(ValueError, match="accumulate must be 2"):

@@ -3,6 +3,7 @@
 Glue over the course's own parts. `python -m labcore.capstone FOLDER` does all of it.
 """
 
+from labcore.capstone.corpus import Corpus, read_text
 from labcore.capstone.draft import Speed, prompts_of, speeds, train_draft
 from labcore.capstone.plan import (
     WIDTHS,
@@ -19,19 +20,18 @@ from labcore.capstone.plan import (
 )
 from labcore.capstone.project import Project
 from labcore.capstone.scaling import ScalingLaw, recorded_runs, scaling_law
-from labcore.capstone.texts import Text, read_text
 from labcore.capstone.training import Moment, Run, train_model
 
 __all__ = [
     "WIDTHS",
     "Choices",
+    "Corpus",
     "Moment",
     "Plan",
     "Project",
     "Run",
     "ScalingLaw",
     "Speed",
-    "Text",
     "batch_for",
     "held",
     "levers",

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from labcore.capstone.texts import Text
+from labcore.capstone.corpus import Corpus
 from labcore.checks import positive
 from labcore.decoding import Generation, NGram, Proposer, SamplingConfig, generate
 from labcore.decoding.eagle import Eagle, EagleHead, fitted_sharpness, train_eagle
@@ -42,7 +42,7 @@ class Speed:
     same: float
 
 
-def steps_within(model: Llama, text: Text, *, seconds: float) -> int:
+def steps_within(model: Llama, text: Corpus, *, seconds: float) -> int:
     """Return how many steps of `train_draft` take about so many seconds."""
     head = EagleHead(model)
     once = measure(lambda: _train(head, model, text.train, steps=TRIED), repeats=3, warmup=1)
@@ -50,7 +50,7 @@ def steps_within(model: Llama, text: Text, *, seconds: float) -> int:
 
 
 def train_draft(
-    model: Llama, text: Text, *, steps: int, checkpoint: str | Path | None = None
+    model: Llama, text: Corpus, *, steps: int, checkpoint: str | Path | None = None
 ) -> EagleHead:
     """Train an EAGLE-like head on the frozen model, or go on from a checkpoint."""
     head = EagleHead(model)
@@ -81,7 +81,7 @@ def _train(
     )
 
 
-def prompts_of(text: Text, *, count: int = 4, length: int = 64, seed: int = 0) -> list[list[int]]:
+def prompts_of(text: Corpus, *, count: int = 4, length: int = 64, seed: int = 0) -> list[list[int]]:
     """Return prompts from the held-out files, at places that the seed draws."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text.held_out) - length, (count,), generator=generator)

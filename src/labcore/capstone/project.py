@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 import labcore
+from labcore.capstone.corpus import Corpus, read_text
 from labcore.capstone.draft import Speed, steps_within, train_draft
 from labcore.capstone.plan import LENGTH, Choices, Plan, make_plan
-from labcore.capstone.texts import Text, read_text
 from labcore.capstone.training import Moment, Run, train_model
 from labcore.checks import positive
 from labcore.decoding.eagle import EagleHead
@@ -51,7 +51,7 @@ class Project:
 
     folder: Path
     asked: dict[str, Any]
-    text: Text
+    text: Corpus
     plan: Plan
     choices: Choices
     ends: float | None = None
@@ -174,7 +174,7 @@ def _resumed(folder: Path, asked: Mapping[str, Any]) -> Plan:
     return Plan(**{**told["plan"], "config": config})
 
 
-def _save(text: Text, folder: Path) -> None:
+def _save(text: Corpus, folder: Path) -> None:
     """Keep the text as it was read: its files may change before the model is finished."""
     names = ("name", "train", "held_out", "files", "starts")
     buffer = io.BytesIO()
@@ -183,9 +183,9 @@ def _save(text: Text, folder: Path) -> None:
     text.tokenizer.save(folder, end=END_OF_TEXT, length=LENGTH)
 
 
-def _load(folder: Path) -> Text:
+def _load(folder: Path) -> Corpus:
     told = torch.load(folder / "text.pt", weights_only=True)
-    return Text(tokenizer=Tokenizer.from_pretrained(folder), **told)
+    return Corpus(tokenizer=Tokenizer.from_pretrained(folder), **told)
 
 
 def _whole(path: Path, told: Mapping[str, Any] | bytes) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from labcore.capstone.corpus import Corpus
 from labcore.capstone.plan import Choices, Plan, model_of, optimizer_of
-from labcore.capstone.texts import Text
 from labcore.clipping import clip_by_global_norm
 from labcore.memory import set_checkpointing
 from labcore.models import Curve, Llama, next_token_loss, train
@@ -54,7 +54,7 @@ class Run:
 class _Rows:
     """Numbered batches of a text, with the place of each row."""
 
-    def __init__(self, text: Text, plan: Plan, choices: Choices) -> None:
+    def __init__(self, text: Corpus, plan: Plan, choices: Choices) -> None:
         self.text, self.plan, self.choices = text, plan, choices
         first = int(PLANTED_AT * plan.steps)
         self.planted = range(first, first + PLANTED_STEPS if choices.spike else first)
@@ -112,7 +112,7 @@ class _Watched:
 
 
 def train_model(
-    text: Text,
+    text: Corpus,
     plan: Plan,
     choices: Choices,
     *,

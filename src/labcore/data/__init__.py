@@ -2,10 +2,11 @@
 
 Nothing is downloaded. The digits ship with scikit-learn. Text and source code come from the
 standard library of the running Python, and from a few installed packages, so results on them state
-the versions.
+the versions; or from a folder of one's own.
 """
 
 from labcore.checks import one_of
+from labcore.data.files import hold_out, read_files
 from labcore.data.handwritten import Digits, digits
 from labcore.data.installed import InstalledSource, installed_prompts, installed_sources
 from labcore.data.python import Text, python_sources, python_text
@@ -15,11 +16,13 @@ __all__ = [
     "InstalledSource",
     "Text",
     "digits",
+    "hold_out",
     "installed_prompts",
     "installed_sources",
     "load",
     "python_sources",
     "python_text",
+    "read_files",
 ]
 
 _BY_NAME = {"digits": digits, "python_sources": python_sources, "python_text": python_text}

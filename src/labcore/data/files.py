@@ -1,69 +1,37 @@
-"""The text that a reader's model learns: Python's own, a package's, or a folder of one's own."""
+"""Files of text: a folder's, an installed package's, or those of Python's library.
+
+Which files are read, in what order, and which are held out depends on their names alone.
+"""
 
 from __future__ import annotations
 
 import codecs
 import hashlib
 import importlib.util
-import itertools
 import os
 import platform
 import sysconfig
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from labcore.checks import positive_int
-from labcore.models import Tokenizer, shipped_tokenizer
-from labcore.models.recipes import END_OF_TEXT_ID, learn_tokenizer
 
-__all__ = ["Text", "read_text"]
+__all__ = ["hold_out", "read_files"]
 
 SUFFIXES = (".md", ".py", ".rst", ".tex", ".txt")
 NO_TEXT = {"__pycache__", "build", "dist", "node_modules", "site-packages", "test", "tests", "venv"}
 SMALLEST = 200_000  # bytes; less is known by heart within a minute
 HELD_OUT = 10  # one file in so many
-LEARNED = 2_000_000  # characters that a tokenizer is learned from
 DECODER = codecs.getincrementaldecoder("utf-8-sig")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Text:
-    """Whole files as tokens.
-
-    name: where it comes from. tokenizer: learned from the text, or the shipped one for Python.
-    train, held_out: int64 [N], each file followed by end of text. files: the names of those in
-    `train`. starts: where each begins, int64 [files].
-    """
-
-    name: str
-    tokenizer: Tokenizer = field(repr=False)
-    train: Tensor = field(repr=False)
-    held_out: Tensor = field(repr=False)
-    files: tuple[str, ...] = field(repr=False)
-    starts: Tensor = field(repr=False)
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes of the held-out text over its tokens."""
-        return len(self.tokenizer.decode(self.held_out.tolist()).encode()) / len(self.held_out)
-
-    def file_of(self, place: int) -> str:
-        """Return the name of the file that token number `place` of `train` comes from."""
-        return self.files[int(torch.searchsorted(self.starts, place, right=True)) - 1]
-
-
-def read_text(source: str = "python", *, max_bytes: int = 20_000_000) -> Text:
-    """Read and tokenize a text.
+def read_files(source: str, *, max_bytes: int) -> tuple[str, dict[str, str]]:
+    """Return what to call a source, and its files' names and texts in a fixed random order.
 
     source: "python", for the library of the running Python; the name of an installed package, for
     its files; or a folder, for its files. They count if they are UTF-8, their names end in one of
     SUFFIXES, and no folder above them is hidden or in NO_TEXT. max_bytes: about how much to read.
-    Which files are read, in what order, and which are held out depends on their names alone.
     Raises ValueError if there is no such folder or package, or if it has too little text.
     """
     root, name = _root(source)
@@ -74,31 +42,22 @@ def read_text(source: str = "python", *, max_bytes: int = 20_000_000) -> Text:
             f"text must have at least {SMALLEST:,} bytes, got {size:,} in {len(found)} files of "
             f"{root} that end in {', '.join(SUFFIXES)}; add text, or choose another source"
         )
-    train, held_out = _divided(found)
-    shipped = source == "python"
-    tokenizer = shipped_tokenizer() if shipped else Tokenizer(learn_tokenizer(_sample(train)))
-    rows, kept = (
-        [[*tokenizer.encode(text), END_OF_TEXT_ID] for text in part.values()]
-        for part in (train, held_out)
-    )
-    return Text(
-        name=name,
-        tokenizer=tokenizer,
-        train=torch.tensor(list(itertools.chain(*rows))),
-        held_out=torch.tensor(list(itertools.chain(*kept))),
-        files=tuple(train),
-        starts=torch.tensor([0, *itertools.accumulate(map(len, rows))][:-1]),
-    )
+    return name, found
 
 
-def _sample(texts: Mapping[str, str]) -> list[str]:
-    """Return the first files: enough for a tokenizer, which would take long on all of them."""
-    sizes = itertools.accumulate(map(len, texts.values()))
-    return [
-        text[:LEARNED]
-        for text, size in zip(texts.values(), sizes, strict=True)
-        if size - len(text) < LEARNED
-    ]
+def hold_out(found: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Divide the files into those to learn from and those held out.
+
+    Where the names would hold out hardly anything or too much, cut the end of the longest file.
+    """
+    held = {name for name in found if _number(name) % HELD_OUT == 0}
+    size = sum(map(len, found.values()))
+    if 0.02 * size < sum(len(found[name]) for name in held) < 0.5 * size:
+        train = {name: text for name, text in found.items() if name not in held}
+        return train, {name: text for name, text in found.items() if name in held}
+    longest = max(found, key=lambda name: len(found[name]))
+    share = min(len(found[longest]) // 2, size // HELD_OUT)
+    return {**found, longest: found[longest][:-share]}, {longest: found[longest][-share:]}
 
 
 def _root(source: str) -> tuple[Path, str]:
@@ -146,18 +105,3 @@ def _read(root: Path, most: int) -> Iterator[tuple[str, str]]:
         most -= len(text.encode())
         if text.strip():
             yield name, text
-
-
-def _divided(found: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Divide the files into those to learn from and those held out.
-
-    Where the names would hold out hardly anything or too much, cut the end of the longest file.
-    """
-    held = {name for name in found if _number(name) % HELD_OUT == 0}
-    size = sum(map(len, found.values()))
-    if 0.02 * size < sum(len(found[name]) for name in held) < 0.5 * size:
-        train = {name: text for name, text in found.items() if name not in held}
-        return train, {name: text for name, text in found.items() if name in held}
-    longest = max(found, key=lambda name: len(found[name]))
-    share = min(len(found[longest]) // 2, size // HELD_OUT)
-    return {**found, longest: found[longest][:-share]}, {longest: found[longest][-share:]}

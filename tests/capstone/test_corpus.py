@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from labcore.capstone.texts import SMALLEST, Text, read_text
+from labcore.capstone.corpus import Corpus, read_text
+from labcore.data.files import SMALLEST
 from tests.capstone.conftest import write_texts
 
 
-def test_files_are_whole_in_one_part_and_known_by_place(text: Text, tmp_path: Path) -> None:
+def test_files_are_whole_in_one_part_and_known_by_place(text: Corpus, tmp_path: Path) -> None:
     assert len(text.files) == len(text.starts) and text.starts[0] == 0
     bounds = [*text.starts.tolist(), len(text.train)]
     for name, start, stop in zip(text.files, bounds, bounds[1:], strict=False):
@@ -41,7 +42,7 @@ def test_less_is_read_when_less_is_wanted(tmp_path: Path) -> None:
     assert all_.files[: len(some.files)] == some.files and len(some.files) < len(all_.files)
 
 
-def test_what_is_no_text_is_left_out(tmp_path: Path, text: Text) -> None:
+def test_what_is_no_text_is_left_out(tmp_path: Path, text: Corpus) -> None:
     folder = write_texts(tmp_path / "mine")
     (folder / "picture.png").write_bytes(b"\x89PNG" * 1000)
     (folder / "latin.txt").write_bytes("é".encode("latin-1") * 1000)
