@@ -33,7 +33,7 @@ class Killed(Exception):
 def test_a_killed_training_goes_on_to_the_same_bits(
     text: Corpus, plan: Plan, tmp_path: Path, at: int
 ) -> None:
-    plan = dataclasses.replace(plan, seconds=6.0)  # a checkpoint every five steps
+    plan = dataclasses.replace(plan, seconds=1.0)  # a checkpoint every five steps
     choices = Choices(spike=True)
     whole = train_model(text, plan, choices)
 

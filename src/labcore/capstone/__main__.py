@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from labcore.capstone.draft import PLAIN, Speed, prompts_of, speeds
+from labcore.capstone.draft import PLAIN, Speed, prompts_of
 from labcore.capstone.plan import Choices, held, predicted
 from labcore.capstone.project import Project
 from labcore.capstone.scaling import scaling_law
@@ -23,6 +24,7 @@ from labcore.serving import Engine
 from labcore.serving.http import Server
 
 TOLD_EVERY = 5.0  # seconds
+DRAFTS = (PLAIN, "n-grams", "EAGLE")
 MIB = 1 << 20
 
 
@@ -34,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not 0 <= told.port < 2**16:
             raise ValueError(f"port must be from 0 to 65535, got {told.port}")
+        if told.serve:
+            socket.create_server(("127.0.0.1", told.port)).close()  # or it would fail much later
+        say(f"Reading the text and trying training steps, for a dial of {told.minutes:g} minutes")
         project = Project.open(
             told.folder,
             minutes=told.minutes,
@@ -55,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{problem}\n")
         return 2
     except KeyboardInterrupt:
-        say("Stopped. The same command goes on from here.")
+        say("Stopped. The same command goes on from the last checkpoint.")
         return 130
     return 0
 
@@ -64,16 +69,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m labcore.capstone", description=__doc__)
     add = parser.add_argument
     add("folder", type=Path, help="where the model is made; an interrupted one goes on")
-    add("--minutes", type=float, default=10.0, help="for everything up to the export")
+    add("--minutes", type=float, default=10.0, help="for all but the serving; the default is 10")
     add("--text", default="python", help="python, an installed package, or a folder of text files")
-    add("--optimizer", default="AdamW", choices=["AdamW", "Lion"])
+    add("--optimizer", default="AdamW", choices=["AdamW", "Lion"], help="the default is AdamW")
     add("--eps", type=float, default=1e-8, help="AdamW's")
     add("--clip", type=float, default=1.0, help="norm of the gradients; 0 for no limit")
     add("--in-order", action="store_true", help="read the text in order, not at random")
     add("--spike", action="store_true", help="plant noise in the data, to be found")
-    add("--seed", type=int, default=0)
-    add("--memory", type=float, metavar="MIB", help="what training may hold")
+    add("--seed", type=int, default=0, help="of the weights and of the rows that are drawn")
+    add("--memory", type=float, metavar="MIB", help="the most that a training step may hold")
     add("--serve", action="store_true", help="serve the model on this machine when it is made")
+    add("--draft", choices=DRAFTS, help="of the server; the default is the fastest")
     add("--no-graphs", action="store_true", help="on a GPU, serve without CUDA graphs")
     add("--attention", default="auto", choices=["auto", "torch"], help="torch: without kernels")
     add("--port", type=int, default=0, help="of the server; the default takes a free one")
@@ -89,14 +95,17 @@ def say(text: str) -> None:
 def _made(project: Project) -> tuple[Run, EagleHead, dict[str, Speed]]:
     """Make the model, telling of each decision and what was measured."""
     plan, text = project.plan, project.text
+    if project.ends is None:
+        say(f"Going on in {project.folder}")
     say(f"Text: {text.name}, {len(text.train):,} tokens in {len(text.files):,} files")
     say(
         f"Plan: {plan.weights:,} weights ({plan.config.num_hidden_layers} layers of width "
-        f"{plan.config.hidden_size}) read {plan.tokens:,} tokens in {plan.steps:,} steps, so each "
-        f"token of the text {plan.tokens / len(text.train):.1f} times"
+        f"{plan.config.hidden_size}) will read {plan.tokens:,} tokens in {plan.steps:,} steps, so "
+        f"each token of the text {plan.tokens / len(text.train):.1f} times"
     )
     expected = scaling_law()(plan.weights, plan.tokens)
-    say(f"Expected, if it were Python's library: {expected:.2f} bits per byte of held-out text")
+    where = "" if project.asked["text"] == "python" else ", if it were Python's library"
+    say(f"Expected{where}: {expected:.2f} bits per byte of held-out text")
     planned, taken = (one(plan, project.choices).total / MIB for one in (predicted, held))
     say(f"Memory of a step: {planned:.0f} MiB predicted, {taken:.0f} MiB measured")
     run = project.train(_Progress(plan.steps))
@@ -108,13 +117,14 @@ def _made(project: Project) -> tuple[Run, EagleHead, dict[str, Speed]]:
         )
     bits = project.bits_per_byte(run.model)
     say(f"Held-out text: {bits:.2f} bits per byte, {bits / expected:.0%} of what was expected")
+    say(f"Training a draft, planned for {plan.draft_seconds:.0f} s, and measuring decoding")
     head = project.draft(run.model)
-    found = speeds(run.model, head, prompts_of(text))
+    found = project.speeds(run.model, head)
     for name, one in found.items():
         say(
             f"Decoding, {name}: {one.tokens_per_second:.0f} tokens per second, "
-            f"{one.over_plain:.2f} times plain, {one.per_step:.2f} tokens per step, "
-            f"{one.same:.0%} of the texts the same"
+            f"{one.over_plain:.2f} times plain, {one.per_step:.2f} tokens per pass, "
+            f"{one.same:.0%} of the texts as plain decoding writes them"
         )
     measured = {
         "bits per byte of held-out text, expected": round(expected, 3),
@@ -146,23 +156,21 @@ def _serve(
     project: Project, run: Run, head: EagleHead, found: dict[str, Speed], told: argparse.Namespace
 ) -> None:
     text, device = project.text, default_device()
-    proposers: dict[str, str | Proposer | None] = {PLAIN: None, "n-grams": "ngram"}
-    if device.type == "cpu":
-        proposers["EAGLE"] = Eagle(head)
-    else:  # the speeds are a CPU's, and graphs need plain steps
-        proposers = {PLAIN: None}
-    fastest = max(proposers, key=lambda name: found[name].tokens_per_second)
+    # On a GPU the speeds, which are a CPU's, say nothing, and graphs need plain steps.
+    fastest = max(DRAFTS, key=lambda name: found[name].tokens_per_second)
+    draft = told.draft or (fastest if device.type == "cpu" else PLAIN)
+    proposers: dict[str, str | Proposer | None] = {"n-grams": "ngram", "EAGLE": Eagle(head)}
     engine = Engine(
         run.model.to(device),
         text.tokenizer,
-        proposer=proposers[fastest],
+        proposer=proposers.get(draft),
         graphs=False if told.no_graphs else None,
         attention=told.attention,
     )
-    (start,) = prompts_of(text, count=1, length=32)
-    name, prompt = project.folder.resolve().name, text.tokenizer.decode(start)
+    (start,) = prompts_of(text, count=1)
+    name, prompt = project.folder.resolve().name, text.tokenizer.decode(start).split("\n", 1)[-1]
     server = Server(engine=engine, name=name, port=told.port, prompt=prompt)
-    lines = f"Serving with {fastest}: {server.address}\n\n{server.example}\n\nCtrl-C stops it."
+    lines = f"Serving with {draft}, until Ctrl-C: {server.address}\n\n{server.example}"
     asyncio.run(server.run(lambda: say(lines)))
 
 

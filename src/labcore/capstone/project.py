@@ -21,7 +21,7 @@ import torch
 
 import labcore
 from labcore.capstone.corpus import Corpus, read_text
-from labcore.capstone.draft import Speed, steps_within, train_draft
+from labcore.capstone.draft import Speed, prompts_of, speeds, steps_within, train_draft
 from labcore.capstone.plan import LENGTH, Choices, Plan, make_plan
 from labcore.capstone.training import Moment, Run, train_model
 from labcore.checks import positive
@@ -30,6 +30,7 @@ from labcore.device import hardware
 from labcore.models import Llama, LlamaConfig, Tokenizer, bits_per_byte, save_pretrained
 from labcore.models.recipes import END_OF_TEXT
 from labcore.models.shipped import card_table, write_card
+from labcore.shuffling import Spike
 
 __all__ = ["Project"]
 
@@ -38,6 +39,7 @@ BYTES_PER_MINUTE = 2_000_000
 CLOSING = 8.0  # seconds for starting, measuring and exporting, if the dial has three times as many
 STARTED = {"text.pt", "text.pt.part", "plan.json.part", "tokenizer.json", "tokenizer_config.json"}
 JUDGED = 20_000  # held-out tokens
+LOADING = "`transformers.AutoModelForCausalLM.from_pretrained` reads this folder."
 LEAST = 2 * (LENGTH + 8)  # held-out tokens that the draft and its measurements need
 
 
@@ -111,17 +113,28 @@ class Project:
         steps = json.loads(place.read_text("utf-8"))["steps"]
         return train_draft(model, self.text, steps=steps, checkpoint=self.folder / "draft.pt")
 
+    def speeds(self, model: Llama, head: EagleHead) -> dict[str, Speed]:
+        """Return what each draft brings; see `draft.speeds`. It's measured once."""
+        place = self.folder / "speeds.json"
+        if not place.is_file():
+            found = speeds(model, head, prompts_of(self.text))
+            _whole(place, {name: asdict(one) for name, one in found.items()})
+        told = json.loads(place.read_text("utf-8"))
+        return {name: Speed(**one) for name, one in told.items()}
+
     def bits_per_byte(self, model: Llama) -> float:
         """Return the bits that the model needs for a byte of files that it hasn't read."""
         text = self.text.tokenizer.decode(self.text.held_out[:JUDGED].tolist())
         return bits_per_byte(model, text, self.text.tokenizer)
 
-    def export(self, run: Run, speeds: Mapping[str, Speed], measured: Mapping[str, Any]) -> Path:
-        """Write the model as transformers reads it, with a card; return the folder.
+    def export(self, run: Run, found: Mapping[str, Speed], measured: Mapping[str, Any]) -> Path:
+        """Write the model as transformers reads it, with a card, once; return the folder.
 
         measured: what else the card tells, by name.
         """
         place = self.folder / "model"
+        if (place / "README.md").is_file():  # the last
+            return place
         place.mkdir(exist_ok=True)
         save_pretrained(run.model, place)
         self.text.tokenizer.save(place, end=END_OF_TEXT, length=self.plan.length)
@@ -136,15 +149,21 @@ class Project:
             "tokens read": self.plan.tokens,
             "steps": self.plan.steps,
             "training loss of the last step, nats per token": round(run.curve.losses[-1], 3),
-            "spikes of the loss": len(run.spikes),
+            "spikes of the loss": "; ".join(map(_told, run.spikes)) or "none",
             **measured,
             **{
                 f"tokens per second on the CPU, {name}": round(one.tokens_per_second, 1)
-                for name, one in speeds.items()
+                for name, one in found.items()
             },
         }
-        write_card(place, told, f"# {self.folder.resolve().name}\n\n{card_table(told)}\n")
+        text = f"# {self.folder.resolve().name}\n\n{card_table(told)}\n\n{LOADING}\n"
+        write_card(place, told, text)
         return place
+
+
+def _told(spike: Spike) -> str:
+    (source, rows), *_ = spike.provenance.items()
+    return f"step {spike.step + 1}, {rows} of {sum(spike.provenance.values())} rows from {source}"
 
 
 def _check_folder(folder: Path) -> None:

@@ -107,7 +107,7 @@ def _prompt(given: Any) -> str | tuple[int, ...]:
         return one
     if isinstance(one, list) and one and all(type(token) is int for token in one):
         return tuple(one)
-    came = f"a list of {len(given)}" if isinstance(given, list) else type(given).__name__
+    came = f"a list of {len(given)}" if isinstance(given, list) else repr(given)[:60]
     raise Refused(
         f"prompt must be one text or one list of tokens, not empty, got {came}", param="prompt"
     )

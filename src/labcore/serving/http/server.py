@@ -40,7 +40,10 @@ class Server:
     def __post_init__(self) -> None:
         if self.engine.tokenizer is None:
             raise TypeError("engine must have a tokenizer, because HTTP carries text")
-        self._socket = socket.create_server(("127.0.0.1", self.port))
+        try:
+            self._socket = socket.create_server(("127.0.0.1", self.port))
+        except OSError as problem:
+            raise OSError(f"port must be free, got {self.port}: {problem}") from None
         self._socket.setblocking(False)
         self.port = self._socket.getsockname()[1]
 
