@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import plotly.io as pio
 import pytest
 
 from labcore.capstone import Choices, Corpus, Moment, Plan, ScalingLaw
@@ -21,13 +22,15 @@ class Shown:
     def __init__(self) -> None:
         self.titles: list[str] = []
 
-    def display(self, figure: Any, *, display_id: bool) -> Shown:
+    def display(self, bundle: Any, *, raw: bool, display_id: bool) -> Shown:
         assert display_id
-        self.update(figure)
+        self.update(bundle, raw=raw)
         return self
 
-    def update(self, figure: Any) -> None:
-        self.titles.append(figure.layout.title.text)
+    def update(self, bundle: Any, *, raw: bool) -> None:
+        assert raw
+        figure = bundle["application/vnd.plotly.v1+json"]
+        self.titles.append(figure["layout"]["title"]["text"])
 
 
 def test_steps_are_drawn_as_they_end(
@@ -35,6 +38,7 @@ def test_steps_are_drawn_as_they_end(
 ) -> None:
     shown, clock = Shown(), itertools.count()
     monkeypatch.setattr(drawing, "display", shown.display)
+    monkeypatch.setattr(pio.renderers, "default", "plotly_mimetype")
     monkeypatch.setattr(drawing, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     law = ScalingLaw(floor=0.5, by_weights=50, by_tokens=50, worst=0)
     monkeypatch.setattr(drawing, "scaling_law", lambda: law)
@@ -43,7 +47,7 @@ def test_steps_are_drawn_as_they_end(
     live = drawing.LiveTraining(project)
     for step in range(plan.steps):
         live(Moment(step=step, loss=2.0, norm=1.0, seconds=0.1))
-    assert shown.titles[0].startswith(f"Step 1 of {plan.steps}")
+    assert shown.titles[0].startswith(f"Step 2 of {plan.steps}")
     assert shown.titles[-1].startswith(f"Step {plan.steps} of {plan.steps}")
     assert 2 < len(shown.titles) < plan.steps
     curves = live.curves

@@ -7,7 +7,7 @@ import time
 
 from IPython.display import DisplayHandle, display
 
-from labcore import records
+from labcore import device, records
 from labcore.capstone.plan import held, predicted
 from labcore.capstone.project import Project
 from labcore.capstone.scaling import scaling_law
@@ -30,23 +30,26 @@ class LiveTraining:
         self.memory = predicted(plan, choices).total / MIB, held(plan, choices).total / MIB
         self.per_nat = 1 / (math.log(2) * project.text.bytes_per_token)
         self.handle: DisplayHandle | None = None
-        self.drawn = -math.inf
+        self.drawn = time.monotonic()
 
     def __call__(self, moment: Moment) -> None:
         """Add a step."""
         self.moments.append(moment)
         last = moment.step + 1 == self.project.plan.steps
-        if last or time.monotonic() - self.drawn > DRAWN_EVERY:
+        current = time.monotonic() - self.drawn < DRAWN_EVERY or device.building_book()
+        if last or not current:
             self._draw()
             self.drawn = time.monotonic()
 
     def _draw(self) -> None:
         curves = self.curves
         figure = training(sum(curves.seconds) / 60, curves)
+        # As a figure, it would be shown anew each time.
+        bundle = figure._repr_mimebundle_()
         if self.handle is None:
-            self.handle = display(figure, display_id=True)
+            self.handle = display(bundle, raw=True, display_id=True)
         else:
-            self.handle.update(figure)
+            self.handle.update(bundle, raw=True)
 
     @property
     def curves(self) -> Curves:
