@@ -154,9 +154,12 @@ def sizes(
             "title": "million weights",
             "type": "log",
             "tickvals": [one / 1e6 for one in weights],
-            "ticktext": [f"{one / 1e6:.2g}" for one in weights],
+            "ticktext": [
+                f"{one / 1e6:.2g}" if one < 1e8 else f"{one / 1e6:.0f}" for one in weights
+            ],
         },
-        yaxis={"title": "bits per byte"},
+        # Sizes that are far off would flatten the valley.
+        yaxis={"title": "bits per byte", "range": [0.95 * min(losses), 1.6 * min(losses)]},
     )
     return describe(
         figure,
