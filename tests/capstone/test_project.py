@@ -60,8 +60,8 @@ def test_the_program_says_what_it_does(made: tuple[Path, str]) -> None:
         assert part in said
     assert "Spike at step " in said and "rows came from planted noise" in said
     for name in ("plain", "n-grams", "EAGLE"):
-        assert f"Decoding, {name}: " in said
-    assert said.count("100% of the texts as plain decoding writes them") == 3
+        assert f"Decoding on the CPU, {name}: " in said
+    assert said.count("same text for 100% of the prompts") == 3
 
 
 def test_transformers_loads_the_export_to_the_same_tokens(made: tuple[Path, str]) -> None:
@@ -94,7 +94,7 @@ def test_the_same_command_again_changes_nothing(made: tuple[Path, str], texts: P
         command(made[0], texts, "--spike"), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and "Step " not in done.stdout
-    assert f"Going on in {made[0]}" in done.stdout
+    assert f"Resuming in {made[0]}" in done.stdout
     assert [file.read_bytes() for file in files] == before
 
 
@@ -174,7 +174,7 @@ def test_a_served_model_answers_and_ends_with_the_program(
     asked = command(made[0], texts, "--spike", "--serve", "--draft", "n-grams")
     with subprocess.Popen(asked, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
-        line = next(one for one in running.stdout if one.startswith("Serving with "))
+        line = next(one for one in running.stdout if one.startswith("Serving "))
         assert "http://127.0.0.1:" in line and "#token=" in line
         token, port = line.split("#token=")[1].strip(), int(line.split(":")[-1].split("/")[0])
         connection = http.client.HTTPConnection("127.0.0.1", port)

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"port must be from 0 to 65535, got {told.port}")
         if told.serve:
             socket.create_server(("127.0.0.1", told.port)).close()  # or it would fail much later
-        say(f"Reading the text and trying training steps, for a dial of {told.minutes:g} minutes")
+        say(f"Planning for {told.minutes:g} minutes: reading the text, timing some training steps")
         project = Project.open(
             told.folder,
             minutes=told.minutes,
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{problem}\n")
         return 2
     except KeyboardInterrupt:
-        say("Stopped. The same command goes on from the last checkpoint.")
+        say("Stopped. Run the same command again to resume.")
         return 130
     return 0
 
@@ -68,21 +68,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m labcore.capstone", description=__doc__)
     add = parser.add_argument
-    add("folder", type=Path, help="where the model is made; an interrupted one goes on")
-    add("--minutes", type=float, default=10.0, help="for all but the serving; the default is 10")
+    add("folder", type=Path, help="folder for the model; an interrupted run there is resumed")
+    add("--minutes", type=float, default=10.0, help="time for all but serving; the default is 10")
     add("--text", default="python", help="python, an installed package, or a folder of text files")
     add("--optimizer", default="AdamW", choices=["AdamW", "Lion"], help="the default is AdamW")
-    add("--eps", type=float, default=1e-8, help="AdamW's")
-    add("--clip", type=float, default=1.0, help="norm of the gradients; 0 for no limit")
+    add("--eps", type=float, default=1e-8, help="AdamW's epsilon")
+    add("--clip", type=float, default=1.0, help="largest gradient norm; 0: no limit")
     add("--in-order", action="store_true", help="read the text in order, not at random")
     add("--spike", action="store_true", help="plant noise in the data, to be found")
-    add("--seed", type=int, default=0, help="of the weights and of the rows that are drawn")
+    add("--seed", type=int, default=0, help="for the weights and the choice of rows")
     add("--memory", type=float, metavar="MIB", help="the most that a training step may hold")
     add("--serve", action="store_true", help="serve the model on this machine when it is made")
-    add("--draft", choices=DRAFTS, help="of the server; the default is the fastest")
+    add("--draft", choices=DRAFTS, help="to serve with; by default the fastest, on a GPU none")
     add("--no-graphs", action="store_true", help="on a GPU, serve without CUDA graphs")
-    add("--attention", default="auto", choices=["auto", "torch"], help="torch: without kernels")
-    add("--port", type=int, default=0, help="of the server; the default takes a free one")
+    add("--attention", default="auto", choices=["auto", "torch"], help="torch: no Triton kernels")
+    add("--port", type=int, default=0, help="the server's; by default a free one")
     return parser
 
 
@@ -96,16 +96,15 @@ def _made(project: Project) -> tuple[Run, EagleHead, dict[str, Speed]]:
     """Make the model, telling of each decision and what was measured."""
     plan, text = project.plan, project.text
     if project.ends is None:
-        say(f"Going on in {project.folder}")
+        say(f"Resuming in {project.folder}")
     say(f"Text: {text.name}, {len(text.train):,} tokens in {len(text.files):,} files")
     say(
         f"Plan: {plan.weights:,} weights ({plan.config.num_hidden_layers} layers of width "
-        f"{plan.config.hidden_size}) will read {plan.tokens:,} tokens in {plan.steps:,} steps, so "
-        f"each token of the text {plan.tokens / len(text.train):.1f} times"
+        f"{plan.config.hidden_size}) will read {plan.tokens:,} tokens in {plan.steps:,} steps; "
+        f"that's the text {plan.tokens / len(text.train):.1f} times over"
     )
     expected = scaling_law()(plan.weights, plan.tokens)
-    where = "" if project.asked["text"] == "python" else ", if it were Python's library"
-    say(f"Expected{where}: {expected:.2f} bits per byte of held-out text")
+    say(f"Expected, by runs on Python's library: {expected:.2f} bits per byte of held-out text")
     planned, taken = (one(plan, project.choices).total / MIB for one in (predicted, held))
     say(f"Memory of a step: {planned:.0f} MiB predicted, {taken:.0f} MiB measured")
     run = project.train(_Progress(plan.steps))
@@ -116,15 +115,16 @@ def _made(project: Project) -> tuple[Run, EagleHead, dict[str, Speed]]:
             f"{rows} of {sum(spike.provenance.values())} rows came from {file}"
         )
     bits = project.bits_per_byte(run.model)
-    say(f"Held-out text: {bits:.2f} bits per byte, {bits / expected:.0%} of what was expected")
+    off = f"{bits / expected - 1:+.0%} against expected"
+    say(f"Held-out text: {bits:.2f} bits per byte, {off}")
     say(f"Training a draft, planned for {plan.draft_seconds:.0f} s, and measuring decoding")
     head = project.draft(run.model)
     found = project.speeds(run.model, head)
     for name, one in found.items():
         say(
-            f"Decoding, {name}: {one.tokens_per_second:.0f} tokens per second, "
+            f"Decoding on the CPU, {name}: {one.tokens_per_second:.0f} tokens per second, "
             f"{one.over_plain:.2f} times plain, {one.per_step:.2f} tokens per pass, "
-            f"{one.same:.0%} of the texts as plain decoding writes them"
+            f"same text for {one.same:.0%} of the prompts"
         )
     measured = {
         "bits per byte of held-out text, expected": round(expected, 3),
@@ -170,7 +170,8 @@ def _serve(
     (start,) = prompts_of(text, count=1)
     name, prompt = project.folder.resolve().name, text.tokenizer.decode(start).split("\n", 1)[-1]
     server = Server(engine=engine, name=name, port=told.port, prompt=prompt)
-    lines = f"Serving with {draft}, until Ctrl-C: {server.address}\n\n{server.example}"
+    draft = "without a draft" if draft == PLAIN else f"with {draft} as draft"
+    lines = f"Serving {draft}, until Ctrl-C: {server.address}\n\n{server.example}"
     asyncio.run(server.run(lambda: say(lines)))
 
 
