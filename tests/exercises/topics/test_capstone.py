@@ -255,7 +255,7 @@ def test_everybody_is_served_and_the_text_has_the_clinic_s_numbers() -> None:
     left = [row for row in server.ended if row.left]
     assert left and not any(sum(judged(row)) for row in server.ended)
     told(f"It has {clinic.PLACES} places", f"{clinic.REQUESTS} in all", f"each of {clinic.STEPS}")
-    told(f"`{STOP}`", "Every fourth step")
+    told(f"`{STOP}`", "every fourth step")
 
 
 def test_the_notebook_s_diagnosis_reads_the_curves(seed: int) -> None:
