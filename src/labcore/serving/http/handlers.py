@@ -26,7 +26,7 @@ from labcore.serving.http.api import Asked, Refused, completion, parse
 if TYPE_CHECKING:
     from labcore.serving.http.server import Server
 
-__all__ = ["Marks", "listen"]
+__all__ = ["Marks"]
 
 HOSTS = {"127.0.0.1", "localhost"}
 LARGEST = 1 << 20  # bytes of a body; tornado refuses what is 16 times larger in its own words
