@@ -83,7 +83,7 @@ def test_any_call_gives_safe_attention(call, seed: int) -> None:
 
 @needs_interpreter
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(call=calls(), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
 def test_kernels_err_at_most_a_few_times_as_much_as_plain_torch(call, dtype, seed: int) -> None:

@@ -31,7 +31,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     small = dict.fromkeys(attention.DECODE, attention.SMALL.cpu_decode)
     monkeypatch.setattr(attention, "DECODE", small)
     steps = lion.gpu_steps
-    monkeypatch.setattr(lion, "gpu_steps", lambda elements: steps(min(elements, 50_000)))
+    monkeypatch.setattr(lion, "gpu_steps", lambda elements: steps(min(elements, 8_192)))
+    (optimizers,) = (one for one in runner.cases_of("lion") if one.name == "parity/optimizers")
+    monkeypatch.setattr(optimizers.function, "__defaults__", (20_003,))
     use_triton(monkeypatch)
     with torch.compiler.set_stance("force_eager"):  # torchao would compile its step, for minutes
         yield

@@ -163,7 +163,7 @@ def test_a_folder_of_other_decisions_or_files_is_left_alone(
     with pytest.raises(ValueError, match="optimizer must be 'AdamW' to go on"):
         Project.open(made[0], choices=Choices(optimizer="Lion", spike=True), **asked)  # type: ignore[arg-type]
     (tmp_path / "letter.txt").write_text("Dear reader")
-    with pytest.raises(ValueError, match="new, empty or a capstone's"):
+    with pytest.raises(ValueError, match="new, empty or one that a capstone began"):
         Project.open(tmp_path, **asked)  # type: ignore[arg-type]
     assert os.listdir(tmp_path) == ["letter.txt"]
 

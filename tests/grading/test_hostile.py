@@ -141,7 +141,7 @@ def _outside(base: Path) -> str:
 @pytest.mark.parametrize("student", RUN)
 def test_an_attack_gets_what_its_answers_deserve(graded: Class, student: str) -> None:
     attack, row = RUN[student], graded.rows[student]
-    assert (float(row["points"]), row["maximum"]) == (attack.points, "5"), row
+    assert (float(row["points"]), row["maximum"]) == (attack.points, "5"), f"{row}"
     assert row["status"] in (attack.status, *attack.also)
     page = graded.page(student)
     reason = attack.status.removeprefix("not graded: ")

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from labcore.decoding import SamplingConfig
+from labcore.decoding import Draft, NGram, SamplingConfig
 from labcore.serving.clock import ManualClock
 from labcore.serving.engine.engine import Engine
 from tests.serving.invariants import check
@@ -52,8 +52,18 @@ def _requests(record) -> int:
     return len(record.chunks) + len(record.decodes)
 
 
-@pytest.mark.parametrize("proposer", [None, "ngram"])
-def test_steps_that_drafted_nothing_are_replayed(seed: int, proposer: str | None) -> None:
+class EveryOther(NGram):
+    """Drafts one token wherever a context's length is even."""
+
+    def propose(self, contexts, samplings, max_tokens, generators, *, hidden=None):
+        return [
+            Draft.chain([7][: most if len(context) % 2 == 0 else 0])
+            for context, most in zip(contexts, max_tokens, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("proposer", [None, EveryOther()])
+def test_steps_that_drafted_nothing_are_replayed(seed: int, proposer: NGram | None) -> None:
     model, asked = tiny(seed), mixed(random.Random(seed), 12)
     with Engine(model, BYTES, graphs=True, proposer=proposer, **TINY_POOL) as engine:
         replays = Replays(engine)

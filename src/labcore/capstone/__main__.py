@@ -1,4 +1,4 @@
-"""Train, speed up, export and serve a language model of your own: `python -m labcore.capstone`."""
+"""Train, measure, export and serve a language model of your own: `python -m labcore.capstone`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"port must be from 0 to 65535, got {told.port}")
         if told.serve:
             socket.create_server(("127.0.0.1", told.port)).close()  # or it would fail much later
-        say(f"Planning for {told.minutes:g} minutes: reading the text, timing some training steps")
+        if not (told.folder / "plan.json").is_file():
+            say(f"Planning for {told.minutes:g} minutes: reads the text, times some training steps")
         project = Project.open(
             told.folder,
             minutes=told.minutes,
@@ -77,12 +78,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--in-order", action="store_true", help="read the text in order, not at random")
     add("--spike", action="store_true", help="plant noise in the data, to be found")
     add("--seed", type=int, default=0, help="for the weights and the choice of rows")
-    add("--memory", type=float, metavar="MIB", help="the most that a training step may hold")
-    add("--serve", action="store_true", help="serve the model on this machine when it is made")
-    add("--draft", choices=DRAFTS, help="to serve with; by default the fastest, on a GPU none")
+    add("--memory", type=float, metavar="MIB", help="memory limit of a training step")
+    add("--serve", action="store_true", help="serve the model on this machine once it is ready")
+    add(
+        "--draft",
+        choices=DRAFTS,
+        help="draft to serve with; by default the fastest, on a GPU none",
+    )
     add("--no-graphs", action="store_true", help="on a GPU, serve without CUDA graphs")
     add("--attention", default="auto", choices=["auto", "torch"], help="torch: no Triton kernels")
-    add("--port", type=int, default=0, help="the server's; by default a free one")
+    add("--port", type=int, default=0, help="port to serve on; by default a free one")
     return parser
 
 
@@ -99,23 +104,22 @@ def _made(project: Project) -> tuple[Run, EagleHead, dict[str, Speed]]:
         say(f"Resuming in {project.folder}")
     say(f"Text: {text.name}, {len(text.train):,} tokens in {len(text.files):,} files")
     say(
-        f"Plan: {plan.weights:,} weights ({plan.config.num_hidden_layers} layers of width "
-        f"{plan.config.hidden_size}) will read {plan.tokens:,} tokens in {plan.steps:,} steps; "
-        f"that's the text {plan.tokens / len(text.train):.1f} times over"
+        f"Plan: a model of {plan.weights:,} weights ({plan.config.num_hidden_layers} layers of "
+        f"width {plan.config.hidden_size}) will read {plan.tokens:,} tokens in {plan.steps:,} "
+        f"steps; that's the text {plan.tokens / len(text.train):.1f} times over"
     )
     expected = scaling_law()(plan.weights, plan.tokens)
-    say(f"Expected, by runs on Python's library: {expected:.2f} bits per byte of held-out text")
+    say(f"Expected of Python's library: {expected:.2f} bits per byte of held-out text")
     planned, taken = (one(plan, project.choices).total / MIB for one in (predicted, held))
     say(f"Memory of a step: {planned:.0f} MiB predicted, {taken:.0f} MiB measured")
     run = project.train(_Progress(plan.steps))
     for spike in run.spikes:
         (file, rows), *_ = spike.provenance.items()
-        say(
-            f"Spike at step {spike.step + 1}: loss {spike.loss:.2f} after {spike.baseline:.2f}; "
-            f"{rows} of {sum(spike.provenance.values())} rows came from {file}"
-        )
+        jump = f"loss {spike.loss:.2f}, median before {spike.baseline:.2f}"
+        whence = f"{rows} of {sum(spike.provenance.values())} rows came from {file}"
+        say(f"Spike at step {spike.step + 1}: {jump}; {whence}")
     bits = project.bits_per_byte(run.model)
-    off = f"{bits / expected - 1:+.0%} against expected"
+    off = f"{bits / expected - 1:+.0%} from the expected value"
     say(f"Held-out text: {bits:.2f} bits per byte, {off}")
     say(f"Training a draft, planned for {plan.draft_seconds:.0f} s, and measuring decoding")
     head = project.draft(run.model)
@@ -123,7 +127,7 @@ def _made(project: Project) -> tuple[Run, EagleHead, dict[str, Speed]]:
     for name, one in found.items():
         say(
             f"Decoding on the CPU, {name}: {one.tokens_per_second:.0f} tokens per second, "
-            f"{one.over_plain:.2f} times plain, {one.per_step:.2f} tokens per pass, "
+            f"{one.over_plain:.2f} times as fast as plain, {one.per_step:.2f} tokens per pass, "
             f"same text for {one.same:.0%} of the prompts"
         )
     measured = {
@@ -171,7 +175,7 @@ def _serve(
     name, prompt = project.folder.resolve().name, text.tokenizer.decode(start).split("\n", 1)[-1]
     server = Server(engine=engine, name=name, port=told.port, prompt=prompt)
     draft = "without a draft" if draft == PLAIN else f"with {draft} as draft"
-    lines = f"Serving {draft}, until Ctrl-C: {server.address}\n\n{server.example}"
+    lines = f"Serving {draft}; Ctrl-C stops it: {server.address}\n\n{server.example}"
     asyncio.run(server.run(lambda: say(lines)))
 
 

@@ -171,7 +171,7 @@ def _check_folder(folder: Path) -> None:
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
     ours = STARTED if {"text.pt", "text.pt.part"} & names else set[str]()
     if folder.is_file() or any(name[0] != "." and name not in ours for name in names):
-        raise ValueError(f"folder must be new, empty or a capstone's, got {folder}")
+        raise ValueError(f"folder must be new, empty or one that a capstone began, got {folder}")
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not os.access(above, os.W_OK):
         raise PermissionError(f"folder must be writable, got {folder}; choose another")
@@ -181,12 +181,13 @@ def _resumed(folder: Path, asked: Mapping[str, Any]) -> Plan:
     """Return the plan in a folder, if the same was asked."""
     told = json.loads((folder / "plan.json").read_text("utf-8"))
     if not {"asked", "plan"} <= told.keys():
-        raise ValueError(f"folder must be new, empty or a capstone's, got {folder}")
+        raise ValueError(f"folder must be new, empty or one that a capstone began, got {folder}")
     for name, value in asked.items():
-        if told["asked"].get(name) != value:
+        if (planned := told["asked"].get(name)) != value:
+            unit = " bytes" if name == "memory" else ""
             raise ValueError(
-                f"{name} must be {told['asked'].get(name)!r} to go on with the model in {folder}, "
-                f"got {value!r}; choose another folder for another model"
+                f"{name} must be {planned!r}{unit} to go on with the model in {folder}, got "
+                f"{value!r}; choose another folder for another model"
             )
     ends = tuple(told["plan"]["config"]["eos_token_ids"])
     config = LlamaConfig(**{**told["plan"]["config"], "eos_token_ids": ends})

@@ -5,6 +5,7 @@ Source: OpenAI's API reference, "Completions". What this server can't do is refu
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -73,7 +74,8 @@ def parse(body: Any, *, model: str) -> Asked:
         if field not in FIXED.keys() | NUMBERS.keys() | OTHERS:
             raise Refused(f"{field} is not a field of a completion; leave it out", param=field)
         if field in FIXED and value is not None and value != FIXED[field]:
-            message = f"{field} must be {FIXED[field]!r} here, got {value!r}; leave it out"
+            only, came = json.dumps(FIXED[field]), json.dumps(value)
+            message = f"{field} must be {only} here, got {came}; leave it out"
             raise Refused(message, param=field)
     if body.get("model") != model:
         message = f"model must be {model!r}, got {body.get('model')!r}"
@@ -84,7 +86,7 @@ def parse(body: Any, *, model: str) -> Asked:
     stream, options = _flag(body, "stream"), body.get("stream_options")
     if options is not None and not (stream and isinstance(options, dict)):
         raise Refused(
-            f"stream_options must be an object beside stream: true, got {options!r}",
+            f'stream_options must be an object, with "stream": true, got {options!r}',
             param="stream_options",
         )
     try:
@@ -109,7 +111,7 @@ def _prompt(given: Any) -> str | tuple[int, ...]:
         return tuple(one)
     came = f"a list of {len(given)}" if isinstance(given, list) else repr(given)[:60]
     raise Refused(
-        f"prompt must be one text or one list of tokens, not empty, got {came}", param="prompt"
+        f"prompt must be one nonempty string or list of tokens, got {came}", param="prompt"
     )
 
 
@@ -120,7 +122,7 @@ def _number(field: str, value: Any) -> Any:
     kinds = (int,) if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
         kind = "a whole number" if whole else "a number"
-        limits = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+        limits = f"from {least} to {most}" if most < math.inf else f"of at least {least}"
         raise Refused(f"{field} must be {kind} {limits}, got {value!r}", param=field)
     return value
 
@@ -128,7 +130,7 @@ def _number(field: str, value: Any) -> Any:
 def _stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list) or len(stops) > 4 or not all(type(one) is str for one in stops):
-        raise Refused(f"stop must be a text or up to four texts, got {value!r}", param="stop")
+        raise Refused(f"stop must be a string or a list of up to four, got {value!r}", param="stop")
     return tuple(one for one in stops if one)
 
 

@@ -46,6 +46,7 @@ def listen(server: Server, service: Service, at: socket.socket, *, most: int) ->
         service=service,
         tokenizer=server.engine.tokenizer,
         slots=asyncio.Semaphore(most),
+        most=most,
         log_function=lambda _: None,
     )
     http = HTTPServer(application, max_body_size=16 * LARGEST)
@@ -155,7 +156,9 @@ class _Completions(_Private):
     async def post(self) -> None:
         asked, slots = self._asked(), self.settings["slots"]
         if slots.locked():
-            raise _too_many("this many requests are under way already; try again later")
+            raise _too_many(
+                f"{self.settings['most']} requests are already under way; try again later"
+            )
         async with slots:
             stream, prompt = await self._in_thread(self._submitted, asked)
             with suppress(StreamClosedError):  # the client has left
@@ -185,8 +188,8 @@ class _Completions(_Private):
             tokens = engine.tokens_of(asked.prompt)
             if len(tokens) + most > engine.max_length + 1:
                 raise Refused(
-                    f"prompt and max_tokens must have at most {engine.max_length + 1} tokens in "
-                    f"all, got {len(tokens)} and {most}",
+                    f"prompt and max_tokens together must be at most {engine.max_length + 1} "
+                    f"tokens, got {len(tokens)} and {most}",
                     param="prompt" if len(tokens) > most else "max_tokens",
                     code="context_length_exceeded",
                 )
