@@ -1,4 +1,4 @@
-"""A budget is the last number of tokens within the limit, and the knee is where time turns."""
+"""A budget is the last number of tokens within the limit, and the ridge is where time turns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 
 from labcore.decoding.theory.speedup import Roofline
-from labcore.studies.inflight.budget import MOST, budget, knee, step_seconds
+from labcore.studies.inflight.budget import MOST, budget, ridge, step_seconds
 
 
 def roofline(chance: random.Random) -> Roofline:
@@ -31,9 +31,9 @@ def test_one_token_more_than_the_budget_misses_the_limit(seed: int) -> None:
         assert most == MOST or step_seconds(roof, most + 1, **load) > limit
 
 
-def test_time_is_flat_up_to_the_knee_and_then_in_proportion(seed: int) -> None:
+def test_time_is_flat_up_to_the_ridge_and_then_in_proportion(seed: int) -> None:
     roof = roofline(random.Random(seed))
-    at = knee(roof)
+    at = ridge(roof)
     assert at == pytest.approx(roof.flops / roof.bandwidth)
     assert step_seconds(roof, int(at)) == step_seconds(roof, 1) < step_seconds(roof, int(at) + 2)
     many = 10 * int(at)

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from labcore.checks import positive
 from labcore.decoding.theory.speedup import Roofline
 
-__all__ = ["MOST", "budget", "knee", "step_seconds"]
+__all__ = ["MOST", "budget", "ridge", "step_seconds"]
 
 MOST = 1 << 16
 """The most tokens that a step is asked for here."""
@@ -29,7 +29,7 @@ def step_seconds(roof: Roofline, tokens: int, *, rows: int = 0, context: int = 0
     return seconds
 
 
-def knee(roof: Roofline) -> float:
+def ridge(roof: Roofline) -> float:
     """Return the number of tokens at which computing takes as long as reading the weights."""
     return roof.seconds(1) * roof.flops / (2 * roof.weights)
 

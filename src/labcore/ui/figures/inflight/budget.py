@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from labcore.decoding.theory.speedup import Roofline
-from labcore.studies.inflight.budget import budget, knee, step_seconds
+from labcore.studies.inflight.budget import budget, ridge, step_seconds
 from labcore.ui import draw
 from labcore.ui.explorer import describe
 
@@ -27,7 +27,7 @@ def step_times(roof: Roofline, loads: Sequence[tuple[int, int]], limit: float) -
         most = budget(roof, limit, rows=rows, context=context)
         first = max(rows, 1)
         kept = most if most >= first else None
-        x = sorted({first, *(n for n in _TOKENS if n > first), round(knee(roof))} - {0})
+        x = sorted({first, *(n for n in _TOKENS if n > first), round(ridge(roof))} - {0})
         x = [n for n in x if n >= first]
         name = f"{rows} rows of {context:,} tokens" if rows else "a prompt alone"
         told.append(f"{name}: {'none' if kept is None else f'{kept:,}'}")
@@ -53,7 +53,7 @@ def step_times(roof: Roofline, loads: Sequence[tuple[int, int]], limit: float) -
         go.Figure(
             lines,
             {
-                "title": f"Flat up to about {knee(roof):.0f} tokens,<br>then every token counts",
+                "title": f"Flat up to about {ridge(roof):.0f} tokens,<br>then every token counts",
                 "xaxis": {
                     "title": "tokens per step", "type": "log", "tickvals": [1, 8, 64, 512, 4096],
                 },
@@ -65,6 +65,6 @@ def step_times(roof: Roofline, loads: Sequence[tuple[int, int]], limit: float) -
             },
         ),
         f"Time per step against tokens per step. Weights alone take {1e3 * roof.seconds(1):.1f} ms "
-        f"up to about {knee(roof):.0f} tokens. Budgets within {1e3 * limit:g} ms: "
+        f"up to about {ridge(roof):.0f} tokens. Budgets within {1e3 * limit:g} ms: "
         f"{'; '.join(told)}.",
     )  # fmt: skip
