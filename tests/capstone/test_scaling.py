@@ -27,6 +27,8 @@ def test_the_formula_is_recovered(seed: int) -> None:
         by_tokens=draw.uniform(20, 80),
         worst=0,
     )
+    terms = law.by_weights / 1e6**0.35 + law.by_tokens / 1e7**0.37
+    assert law(1e6, 1e7) == pytest.approx(law.floor + terms)
     found = ScalingLaw.fitted(runs_of(law, 0.0, draw))
     assert found.floor == pytest.approx(law.floor, rel=1e-6)
     assert found.by_weights == pytest.approx(law.by_weights, rel=1e-6)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from labcore.capstone.corpus import Corpus
-from labcore.capstone.plan import Choices, Plan
+from labcore.capstone.plan import Choices, Plan, model_of
 from labcore.capstone.training import PLANTED, Moment, train_model
 
 
@@ -23,6 +23,18 @@ def test_the_loss_falls(text: Corpus, plan: Plan, optimizer: str) -> None:
     assert all(one.seconds > 0 for one in told)
     assert run.curve.losses[-1] < run.curve.losses[0] - 1 and not run.spikes
     assert sum(run.curve.tokens) == plan.tokens and not run.model.training
+
+
+def test_gradients_are_clipped_to_the_limit(text: Corpus, plan: Plan) -> None:
+    plan = dataclasses.replace(plan, steps=1)
+    one, none = (train_model(text, plan, Choices(clip=limit)) for limit in (1e-9, None))
+    assert one.curve.norms == none.curve.norms  # as they were before
+    # Far below AdamW's epsilon, a gradient moves its weight by next to nothing.
+    start = model_of(plan, Choices()).state_dict()
+    for name, tensor in one.model.state_dict().items():
+        if tensor.dim() < 2:  # without weight decay
+            assert (tensor - start[name]).abs().max() < 0.2 * plan.rate
+            assert (none.model.state_dict()[name] - start[name]).abs().max() > 0.5 * plan.rate
 
 
 class Killed(Exception):

@@ -209,10 +209,23 @@ def test_a_bad_request_is_refused_in_the_api_s_form(
     assert told["error"]["type"] == "invalid_request_error"
 
 
-def test_too_long_a_prompt_is_refused_as_such(client: openai.OpenAI) -> None:
+def test_what_fills_the_context_is_served_and_one_token_more_is_refused(
+    server: Server, client: openai.OpenAI
+) -> None:
+    room = server.engine.max_length + 1 - 3
+    full = client.completions.create(model="mine", prompt=[[5] * room], max_tokens=3)
+    assert full.usage is not None and full.usage.prompt_tokens == room
     with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="mine", prompt="word " * 3_000, max_tokens=16)
+        client.completions.create(model="mine", prompt=[[5] * (room + 1)], max_tokens=3)
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_without_a_seed_each_answer_is_drawn_anew(client: openai.OpenAI) -> None:
+    texts = [
+        client.completions.create(model="mine", prompt=PROMPT, max_tokens=40).choices[0].text
+        for _ in range(3)
+    ]
+    assert len(set(texts)) == 3
 
 
 def test_strangers_are_refused(server: Server, client: openai.OpenAI) -> None:

@@ -11,6 +11,7 @@ from labcore.decoding import SamplingConfig, generate
 from labcore.models import pretrained, shipped_tokenizer
 from labcore.serving import Engine
 from labcore.serving.http import Server, ask, running
+from labcore.serving.http.client import Answer
 
 PROMPT = "def area(width, height):\n"
 
@@ -26,11 +27,15 @@ def test_a_server_in_a_thread_answers_and_ends_with_its_block() -> None:
     alone = generate(model, [tokenizer.encode(PROMPT)], greedy, tokenizer=tokenizer)
     assert alone.texts == [answer.text] and answer.tokens == 40
     assert len(answer.pieces) < 40 and 0 < answer.waited < answer.seconds
-    shown = answer._repr_html_()
-    assert "<mark>" in shown and "</mark><mark>" not in shown
     assert {guessed for _, guessed in answer.pieces} == {True, False}
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"http://127.0.0.1:{made.port}/", timeout=5)
+
+
+def test_an_answer_shows_what_was_guessed() -> None:
+    pieces = (("a<", True), ("b", True), ("c", False))
+    answer = Answer(prompt="p&", pieces=pieces, tokens=3, waited=0.1, seconds=0.2)
+    assert answer._repr_html_() == "<pre><b>p&amp;</b><mark>a&lt;b</mark>c</pre>"
 
 
 def test_a_failure_in_the_block_ends_the_server_too() -> None:
