@@ -35,7 +35,7 @@ def test_a_server_in_a_thread_answers_and_ends_with_its_block() -> None:
 def test_an_answer_shows_what_was_guessed() -> None:
     pieces = (("a<", True), ("b", True), ("c", False))
     answer = Answer(prompt="p&", pieces=pieces, tokens=3, waited=0.1, seconds=0.2)
-    assert answer._repr_html_() == "<pre><b>p&amp;</b><mark>a&lt;b</mark>c</pre>"
+    assert answer._repr_html_().endswith("><b>p&amp;</b><mark>a&lt;b</mark>c</pre>")
 
 
 def test_a_failure_in_the_block_ends_the_server_too() -> None:

@@ -45,7 +45,8 @@ class Answer:
             f"<mark>{html.escape(text)}</mark>" if guessed else html.escape(text)
             for text, guessed in self.pieces
         ).replace("</mark><mark>", "")
-        return f"<pre><b>{html.escape(self.prompt)}</b>{marked}</pre>"
+        wraps = "white-space: pre-wrap; overflow-wrap: anywhere"
+        return f'<pre style="{wraps}"><b>{html.escape(self.prompt)}</b>{marked}</pre>'
 
 
 def ask(server: Server, prompt: str, **options: Any) -> Answer:
