@@ -3,7 +3,7 @@
 from labcore import device as _device
 
 __all__ = ["__version__"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Triton reads its interpreter flag on its first import, so this must run before any topic loads.
 _device.prepare_interpreter()

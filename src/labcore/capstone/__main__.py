@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 optimizer=told.optimizer,
                 eps=told.eps,
                 clip=told.clip or None,
-                shuffle=not told.in_order,
+                shuffle=told.shuffle,
                 spike=told.spike,
                 seed=told.seed,
             ),
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer", default="AdamW", choices=["AdamW", "Lion"], help="the default is AdamW")
     add("--eps", type=float, default=1e-8, help="AdamW's epsilon")
     add("--clip", type=float, default=1.0, help="largest gradient norm; 0: no limit")
-    add("--in-order", action="store_true", help="read the text in order, not at random")
+    add("--no-shuffle", dest="shuffle", action="store_false", help="read the text in order")
     add("--spike", action="store_true", help="plant noise in the data, to be found")
     add("--seed", type=int, default=0, help="for the weights and the choice of rows")
     add("--memory", type=float, metavar="MIB", help="memory limit of a training step")
