@@ -11,7 +11,7 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import attention, lion, runner
 from labcore import device, records
-from labcore.optim import fused, quantized
+from labcore.optim import adamw8bit_optimizer, fused
 from tests.optim.lists import use_triton
 
 
@@ -98,7 +98,7 @@ def test_fused_steps_err_no_more_than_unfused_ones(monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(not device.interpreting(), reason="needs Triton's interpreter")
 @pytest.mark.parametrize(
     ("kind", "module", "name"),
-    [("Lion", fused, "lion_step"), ("AdamW8bit", quantized, "adamw8bit_step")],
+    [("Lion", fused, "lion_step"), ("AdamW8bit", adamw8bit_optimizer, "adamw8bit_step")],
 )
 def test_a_fused_step_that_errs_is_refused(kind, module, name, monkeypatch) -> None:
     monkeypatch.setattr(lion, "default_device", lambda: torch.device("cpu"))

@@ -17,7 +17,7 @@ from labcore.optim import (
     largest_error,
     quantize_blocks,
 )
-from labcore.optim.quantized import SMALLEST
+from labcore.optim.adamw8bit_optimizer import SMALLEST
 from tests.optim.lists import awkward, far, run, states, train
 
 triton = pytest.importorskip("triton", reason=device.triton_problem() or "Triton")

@@ -23,7 +23,7 @@ from labcore.attention import Pattern, flash_attention, flash_attention_varlen, 
 from labcore.attention.configs import kind_for
 from labcore.compile_only.targets import TARGETS
 from labcore.optim import AdamW, AdamW8bit, Lion, elementwise
-from labcore.optim.quantized import SMALLEST
+from labcore.optim.adamw8bit_optimizer import SMALLEST
 
 __all__ = ["Program", "build", "launching", "programs"]
 

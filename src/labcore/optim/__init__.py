@@ -5,15 +5,10 @@
 """
 
 from labcore.optim.adafactor_optimizer import Adafactor, adafactor
+from labcore.optim.adamw8bit_optimizer import AdamW8bit, dequantize_blocks, quantize_blocks
 from labcore.optim.adamw_optimizer import AdamW
 from labcore.optim.lion_optimizer import Lion
-from labcore.optim.quantized import (
-    AdamW8bit,
-    dequantize_blocks,
-    dynamic_map,
-    largest_error,
-    quantize_blocks,
-)
+from labcore.optim.map_8bit import dynamic_map, largest_error
 from labcore.optim.rules import (
     adagrad,
     adam,

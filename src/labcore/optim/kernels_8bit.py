@@ -8,7 +8,6 @@ the quantization, so that a block's largest magnitude is a reduction over a row.
 import triton
 import triton.language as tl
 
-from labcore.optim import quantized
 from labcore.optim.kernels import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -24,12 +23,13 @@ from labcore.optim.kernels import (
     store,
     write_weight,
 )
+from labcore.optim.map_8bit import DECADES
 
 WARPS = 8  # with 4, which is 8 elements per thread, more programs spill registers
 CODES = tl.constexpr(256)
 ZERO = tl.constexpr(127)  # the signed code of 0
-LOWER = tl.constexpr(quantized.DECADES - 1)  # decades below the one from 0.1 to 1
-DOUBLED = tl.constexpr(2 ** (quantized.DECADES - 1))  # a decade has twice the steps of the next
+LOWER = tl.constexpr(DECADES - 1)  # decades below the one from 0.1 to 1
+DOUBLED = tl.constexpr(2 ** (DECADES - 1))  # a decade has twice the steps of the next
 
 
 @triton.jit

@@ -1,8 +1,7 @@
-"""8-bit optimizer state: a code per number and a scale per block of numbers.
+"""AdamW with 8-bit moments: a code per number and a scale per block of numbers.
 
-A block is divided by its largest magnitude, and each number becomes the index of the nearest of 256
-values in a map. The map is dynamic: its values are dense near 0, over seven powers of ten, because
-the moments of one block differ that much.
+A block is divided by its largest magnitude, and each number becomes the index of the nearest value
+in a map; see `map_8bit`.
 
 `AdamW8bit(..., fused=True)` does all of a step in one Triton kernel. No GPU has run it yet: tests
 run it in Triton's interpreter, and compile it for GPUs. `torchao.optim.AdamW8bit` and bitsandbytes
@@ -24,43 +23,14 @@ from labcore.optim import rules
 from labcore.optim.chunked import CHUNK
 from labcore.optim.fused import Tables, adamw_step
 from labcore.optim.fused_8bit import BLOCK_SIZES, adamw8bit_step
+from labcore.optim.map_8bit import dynamic_map
 from labcore.optim.shell import Item, Layout, check_betas, layout_bytes
 from labcore.optim.tensorwise import TensorShell, state_dtype
 
-__all__ = ["AdamW8bit", "dequantize_blocks", "dynamic_map", "largest_error", "quantize_blocks"]
+__all__ = ["AdamW8bit", "dequantize_blocks", "quantize_blocks"]
 
 SMALLEST = 4096  # smaller states stay in float32, as in bitsandbytes and torchao
-DECADES = 7
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
-
-
-def dynamic_map(*, signed: bool) -> Tensor:
-    """Return the 256 values of the dynamic 8-bit data type in ascending order, float32 [256].
-
-    A code has z zeros, a one that ends them, and the remaining bits. The zeros scale by 10^-z, and
-    the remaining bits count equal steps from 0.1 to 1, whose midpoints are the values. Numbers near
-    1 thus have the most bits. Signed codes use one bit for the sign and range from -0.993 to 1;
-    unsigned codes range from 0 to 1. The values 0 and 1 are added.
-    Source: Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit optimizers via block-wise
-    quantization", arXiv 2110.02861.
-    """
-    bits = DECADES - 1 if signed else DECADES
-    values = [0.0, 1.0]
-    for zeros in range(DECADES):
-        edges = torch.linspace(0.1, 1, 2 ** (bits - zeros) + 1, dtype=torch.float64)
-        middles = ((edges[1:] + edges[:-1]) / 2 * 10.0**-zeros).tolist()
-        values += middles + ([-value for value in middles] if signed else [])
-    return torch.tensor(sorted(values), dtype=torch.float32)
-
-
-def largest_error(*, signed: bool) -> float:
-    """Return the largest error of `quantize_blocks`, in units of a block's largest magnitude.
-
-    It is half of the widest gap in the map: 0.0070 signed, 0.0035 unsigned. The signed map does not
-    contain -1; from -0.993 to -1, the error is equally large.
-    """
-    values = dynamic_map(signed=signed).double()
-    return float(values.diff().max()) / 2
 
 
 @functools.cache
