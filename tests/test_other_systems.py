@@ -13,7 +13,7 @@ from tests.conftest import NEEDS_LINUX
 # Their kernels are Triton's: labcore asks for them only where Triton is.
 KERNELS = {
     *("labcore.attention.backward", "labcore.attention.decode", "labcore.attention.forward"),
-    *("labcore.attention.delta", "labcore.attention.descriptors"),
+    *("labcore.attention.delta", "labcore.attention.descriptors", "labcore.attention.tiling"),
     "labcore.optim.kernels",
     "labcore.optim.kernels_8bit",
 }

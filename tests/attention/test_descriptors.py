@@ -7,7 +7,7 @@ from labcore.attention import Pattern, descriptors, forward
 from labcore.attention.configs import Config
 from labcore.attention.descriptors import described_forward, suits
 from labcore.attention.forward import flash_forward
-from labcore.attention.layout import new_heads, new_lse
+from labcore.attention.launch import new_heads, new_lse
 from tests.attention.cases import draw, error, exact, plain
 from tests.attention.kernels import needs_interpreter
 

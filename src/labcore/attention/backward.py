@@ -20,7 +20,9 @@ from torch import Tensor
 from labcore import device
 from labcore.attention.configs import KEYS, QUERIES, Config, choose, kind_of
 from labcore.attention.delta import launch_delta
-from labcore.attention.forward import (
+from labcore.attention.launch import arguments, launch, new_heads, readable, strides
+from labcore.attention.pattern import Pattern
+from labcore.attention.tiling import (
     NUMBERS,
     load_rows,
     scores,
@@ -29,9 +31,6 @@ from labcore.attention.forward import (
     tiles,
     visible,
 )
-from labcore.attention.launch import arguments, launch, readable, strides
-from labcore.attention.layout import new_heads
-from labcore.attention.pattern import Pattern
 
 FUSED_DIM = 128
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from labcore import device
 from labcore.attention.configs import Config, kind_of, padded
-from labcore.attention.forward import LN2, softmax_step, visible
-from labcore.attention.layout import new_heads, new_lse
+from labcore.attention.launch import new_heads, new_lse
 from labcore.attention.pattern import Pattern, tree_bits
+from labcore.attention.tiling import LN2, softmax_step, visible
 
 LOG2E = math.log2(math.e)
 LEAST_ROWS, MOST_ROWS = 16, 64  # per tile; 16 is a matrix instruction's minimum

@@ -5,8 +5,8 @@ import triton.language as tl
 from torch import Tensor
 
 from labcore.attention.configs import padded
-from labcore.attention.forward import NUMBERS, load_rows
 from labcore.attention.launch import launch, readable, strides
+from labcore.attention.tiling import NUMBERS, load_rows
 
 __all__ = ["delta_kernel", "launch_delta"]
 

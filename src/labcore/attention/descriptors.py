@@ -18,9 +18,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from labcore.attention.configs import DESCRIBED, Config, padded
-from labcore.attention.forward import LN2, softmax_step
 from labcore.attention.launch import LOG2E, launch
 from labcore.attention.pattern import Pattern
+from labcore.attention.tiling import LN2, softmax_step
 
 CACHED = 32 << 20  # bytes of keys and values that stay in the L2 cache beside everything else
 # No recompilation if one of these is 1 or a multiple of 16.

@@ -1,4 +1,7 @@
-"""The arguments common to all attention kernels: strides, lengths and the pattern's numbers."""
+"""What attention kernels are launched with: new results, strides, lengths, the pattern's numbers.
+
+All implementations, with or without a kernel, store their results as `new_heads` and `new_lse` do.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,24 @@ from torch import Tensor
 from labcore.attention.configs import padded
 from labcore.attention.pattern import Pattern, tree_bits
 
-__all__ = ["arguments", "launch", "readable", "strides"]
+__all__ = ["arguments", "launch", "new_heads", "new_lse", "readable", "strides"]
 
 LOG2E = math.log2(math.e)
 LONGEST_ROW = 1 << 23  # elements, so that the offsets of a tile's 256 rows fit in 31 bits
+
+
+def new_heads(like: Tensor) -> Tensor:
+    """Return an empty [B, H, T, D] with the dtype and device of `like`, stored as [B, T, H, D].
+
+    With this layout, joining the heads with `.transpose(1, 2).flatten(2)` copies nothing.
+    """
+    batch, heads, tokens, dim = like.shape
+    return like.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
+
+
+def new_lse(query: Tensor) -> Tensor:
+    """Return an empty contiguous log-sum-exp [B, H, T], at least fp32, for `query` [B, H, T, D]."""
+    return query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
 
 
 def readable(x: Tensor) -> Tensor:

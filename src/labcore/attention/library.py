@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from labcore.attention.arguments import check_parents
-from labcore.attention.layout import new_heads, new_lse
+from labcore.attention.launch import new_heads, new_lse
 from labcore.attention.online import tiled_backward, tiled_forward
 from labcore.attention.pattern import Pattern
 from labcore.device import choose_backend

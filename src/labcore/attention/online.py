@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from labcore.attention.layout import new_heads, new_lse
+from labcore.attention.launch import new_heads, new_lse
 from labcore.attention.pattern import Pattern, key_range, masked_keys, tile_mask
 
 __all__ = [

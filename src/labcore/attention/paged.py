@@ -20,7 +20,7 @@ from labcore.attention.arguments import (
     no_tangents,
 )
 from labcore.attention.kv_codes import check_codes, check_readable
-from labcore.attention.layout import new_heads, new_lse
+from labcore.attention.launch import new_heads, new_lse
 from labcore.attention.online import KEYS, Running, base_2_scores, finish
 from labcore.attention.pattern import Pattern, allowed
 from labcore.checks import floating, positive_int

@@ -36,7 +36,7 @@ SLACK = 1.05  # allowed growth of registers and shared memory over the committed
 SOURCES = (
     *(
         f"labcore.attention.{name}"
-        for name in ("forward", "descriptors", "backward", "delta", "decode", "configs")
+        for name in ("forward", "descriptors", "backward", "delta", "decode", "tiling", "configs")
     ),
     "labcore.optim.kernels",
     "labcore.optim.kernels_8bit",
