@@ -12,9 +12,10 @@ from labcore.attention import quantize_kv
 from labcore.decoding import SamplingConfig
 from labcore.models import DenseCache, Llama
 from labcore.models.cache import KV_DTYPES, kv_bytes
-from labcore.serving.engine import cache as module
-from labcore.serving.engine.cache import PackedStep, PagedCache, Segment
+from labcore.serving.engine import packed as module
+from labcore.serving.engine.cache import PagedCache, Segment
 from labcore.serving.engine.engine import Engine
+from labcore.serving.engine.packed import PackedStep
 from tests.models.shapes import CONFIGS, model_of, tokens_of
 from tests.serving.tiny import TINY_POOL, nothing_left, run, tiny
 

@@ -13,7 +13,7 @@ from labcore.decoding import DraftModel, NGram, SamplingConfig, near_tie_audit
 from labcore.models.forms import fused_form
 from labcore.serving.engine.engine import Engine
 from tests.models.shapes import CONFIGS, model_of
-from tests.serving.test_cache import stored
+from tests.serving.pool import stored
 from tests.serving.tiny import BYTES, TINY_POOL, mixed, nothing_left, run, tiny
 
 

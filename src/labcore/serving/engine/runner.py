@@ -14,7 +14,8 @@ from torch import Tensor
 from labcore.models import KVCache, Llama
 from labcore.models.forms import MOST_WEIGHTS, fused_form, why_not_fused
 from labcore.parallel import GraphedDecoder
-from labcore.serving.engine.cache import PackedStep, PagedCache, Segment
+from labcore.serving.engine.cache import PagedCache, Segment
+from labcore.serving.engine.packed import PackedStep
 
 __all__ = ["Runner"]
 

@@ -11,7 +11,8 @@ import torch
 from labcore.checks import positive_int
 from labcore.models import LlamaConfig
 from labcore.serving.engine.blocks import BlockPool, blocks_for
-from labcore.serving.engine.cache import PackedStep, PagedCache, Segment
+from labcore.serving.engine.cache import PagedCache, Segment
+from labcore.serving.engine.packed import PackedStep
 
 __all__ = ["Packed", "pack"]
 

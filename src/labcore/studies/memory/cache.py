@@ -18,8 +18,9 @@ from labcore.models.cache import KV_DTYPES
 from labcore.models.llama import Llama
 from labcore.models.shipped import held_out, shipped_tokenizer
 from labcore.serving.engine.blocks import blocks_for
-from labcore.serving.engine.cache import PackedStep, PagedCache, Segment
+from labcore.serving.engine.cache import PagedCache, Segment
 from labcore.serving.engine.engine import Engine
+from labcore.serving.engine.packed import PackedStep
 from labcore.serving.simulation.replay import replay
 from labcore.serving.simulation.workload import Workload
 
